@@ -1,0 +1,361 @@
+"""The attention op: checks a call, puts defaults in, and hands it to an implementation.
+
+`implementation=None` picks the best one for the device. A *named* one that cannot do the call raises and says what is
+missing; nothing falls back silently.
+"""
+
+from types import ModuleType
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import reference, xla
+from pallas_kernels.spec import AttentionSpec, Coordinates, coordinates
+
+Implementation = Literal["tpu", "triton", "xla", "reference"]
+
+_IMPLEMENTATIONS: dict[str, ModuleType] = {"xla": xla, "reference": reference}
+_PLANNED = ("tpu", "triton")
+_MAX_DECODE_TOKENS = 8
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    spec: AttentionSpec,
+    *,
+    alibi_slopes: jax.Array | None = None,
+    sigmoid_bias: jax.Array | float | None = None,
+    sink_logits: jax.Array | None = None,
+    q_segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    q_positions: jax.Array | None = None,
+    kv_positions: jax.Array | None = None,
+    full_from: jax.Array | None = None,
+    full_heads: jax.Array | None = None,
+    return_lse: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention of q over k and v, as `spec` says. Differentiable in reverse mode.
+
+    Args:
+      q: [B, T, H, D] floating.
+      k, v: [B, S, K, D] of q's dtype; H is a multiple of K, and query head h reads KV head h // (H / K).
+      spec: see `AttentionSpec`.
+      alibi_slopes: [H]; adds `slope * (query position - key position)` to the logits after the softcap (SWAT, Eq. 4
+        and 5; negative slopes favour recent keys). Constants: no gradient flows to them.
+      sigmoid_bias: scalar or [H], added to the logits; sigmoid only.
+      sink_logits: [H] learned logits that join the softmax denominator only (gpt-oss); softmax only.
+      q_segment_ids: [B, T] integer ids of packed sequences, each one contiguous run; 0 is padding, which sees
+        nothing and is seen by nothing (its output is zero).
+      kv_segment_ids: [B, S]; q_segment_ids if None, for which T must equal S.
+      q_positions, kv_positions: [B, T] and [B, S] integers that windows, sink tokens, ALiBi and causality go by; 0 is
+        the first real token of the segment, a negative position is padding. By default the array index, restarting
+        with each segment.
+      full_from: [B] or [B, segments] integers: queries at a position >= full_from of their segment (ids 1, 2, ...
+        are columns 0, 1, ...) see past the window. [B] is for rows of one segment, id 1. Under jit, where ids cannot
+        be checked, a row of a segment without a column comes out as NaN.
+      full_heads: [K] bool, may be traced: KV heads whose queries all see past the window.
+      return_lse: also return the log-sum-exp of the logits; softmax only.
+      implementation: one of "tpu", "triton", "xla", "reference", or None for the best here.
+
+    Returns:
+      out [B, T, H, D] in q's dtype; rows that see nothing are zero. With `return_lse` also lse [B, T, H] float32, the
+      natural log of the softmax denominator (sink logits included), -inf in rows that see nothing.
+
+    Raises:
+      ValueError: an argument is wrong or contradicts another; the sentence names it.
+      NotImplementedError: the named implementation cannot do the call.
+    """
+    backend = _implementation(implementation)
+    _check_qkv(q, k, v, ("q", "k", "v"))
+    by_head = _check_by_head(q, k, spec, alibi_slopes, sigmoid_bias, sink_logits, full_heads)
+    if return_lse and spec.activation == "sigmoid":
+        raise ValueError("return_lse is True with activation 'sigmoid', which has no log-sum-exp; leave it False.")
+    where = _coordinates(
+        q, k, spec, q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from
+    )
+    out, lse = backend.attention(q, k, v, spec, where, **by_head)
+    out = _nan_where_unassigned(out, where, full_from).astype(q.dtype)
+    return (out, lse) if return_lse else out
+
+
+def routed_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gate: jax.Array,
+    spec: AttentionSpec,
+    *,
+    alibi_slopes: jax.Array | None = None,
+    sigmoid_bias: jax.Array | float | None = None,
+    sink_logits: jax.Array | None = None,
+    q_segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    q_positions: jax.Array | None = None,
+    kv_positions: jax.Array | None = None,
+    full_from: jax.Array | None = None,
+    full_heads: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """SwiAttn's layer: `gate * O_full + (1 - gate) * O_window`, both branches from one pass over the keys.
+
+    Args:
+      gate: [B, T] floating, one gate a token (all heads share it); the gradient to it is exact.
+      spec: `spec.window` is the window branch's (with its sink tokens); the full branch is the same without a window.
+      The rest as in `attention`; `full_from` and `full_heads` widen the window branch.
+
+    Returns:
+      out [B, T, H, D] in q's dtype, and the branch disagreement [B, T] float32: the mean over heads and head_dim of
+      (O_full - O_window)^2, the "MSE" of SwiAttn's Eq. 8. Both are differentiable.
+
+    Raises:
+      As `attention`; also ValueError when `spec.window` is None.
+    """
+    backend = _implementation(implementation)
+    _check_qkv(q, k, v, ("q", "k", "v"))
+    if spec.window is None:
+        raise ValueError("spec.window is None, but routed_attention needs a window for its window branch.")
+    by_head = _check_by_head(q, k, spec, alibi_slopes, sigmoid_bias, sink_logits, full_heads)
+    _check_array("gate", gate, {"B": q.shape[0], "T": q.shape[1]}, jnp.floating)
+    where = _coordinates(
+        q, k, spec, q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from
+    )
+    out, disagreement = backend.routed_attention(q, k, v, gate, spec, where, **by_head)
+    return _nan_where_unassigned(out, where, full_from).astype(q.dtype), disagreement
+
+
+def decode_attention(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    spec: AttentionSpec,
+    *,
+    lengths: jax.Array,
+    starts: jax.Array | None = None,
+    kv_positions: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    sigmoid_bias: jax.Array | float | None = None,
+    sink_logits: jax.Array | None = None,
+    full_from: jax.Array | None = None,
+    full_heads: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Attention of the newest tokens of each sequence over its cache, which already holds their keys and values.
+
+    Args:
+      q: [B, T, H, D], T <= 8: the queries of the last T tokens.
+      k_cache, v_cache: [B, S, K, D] of q's dtype, in any order (a ring, for example).
+      spec: see `AttentionSpec`; must be causal.
+      lengths: [B] integers: tokens in each sequence *with* the T new ones, so query t is at position
+        `lengths - T + t`. A query at a negative position (a sequence shorter than T) sees nothing.
+      starts: [B] integers: no key before this position is seen, sink tokens included; 0 if None.
+      kv_positions: [B, S] integers: the position each cache entry holds; negative marks an empty entry. By default
+        entry j holds position j. Entries at positions >= lengths are not seen.
+      full_from: [B] integers: queries at a position >= full_from see past the window.
+      The rest as in `attention`.
+
+    Returns:
+      out [B, T, H, D] in q's dtype.
+
+    Raises:
+      As `attention`.
+    """
+    backend = _implementation(implementation)
+    _check_qkv(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
+    by_head = _check_by_head(q, k_cache, spec, alibi_slopes, sigmoid_bias, sink_logits, full_heads)
+    batch, q_length = q.shape[:2]
+    kv_length = k_cache.shape[1]
+    if q_length > _MAX_DECODE_TOKENS:
+        raise ValueError(
+            f"q has {q_length} tokens (axis 1), but decode_attention takes at most {_MAX_DECODE_TOKENS}; "
+            "use attention with q_positions and kv_positions for longer chunks."
+        )
+    if not spec.causal:
+        raise ValueError("spec.causal is False, but decode_attention is causal.")
+    for name, array in (("lengths", lengths), ("starts", starts), ("full_from", full_from)):
+        _check_array(name, array, {"B": batch}, jnp.integer)
+    _check_array("kv_positions", kv_positions, {"B": batch, "S": kv_length}, jnp.integer)
+    _check_needs_window("full_from", full_from, spec)
+
+    lengths = jnp.asarray(lengths, jnp.int32)[:, None]  # [B, 1]
+    q_positions = lengths - q_length + jnp.arange(q_length, dtype=jnp.int32)  # [B, T]
+    kv_positions = jnp.arange(kv_length, dtype=jnp.int32)[None] if kv_positions is None else jnp.asarray(kv_positions)
+    first = 0 if starts is None else jnp.asarray(starts)[:, None]
+    kv_positions = jnp.where((kv_positions >= first) & (kv_positions < lengths), kv_positions, -1)  # [B, S]
+    where = coordinates(q_length, kv_length, q_positions=q_positions, kv_positions=kv_positions, full_from=full_from)
+    return backend.decode_attention(q, k_cache, v_cache, spec, where, **by_head).astype(q.dtype)
+
+
+def alibi_slopes(
+    num_negative: int, num_positive: int, schedule: Literal["swat", "press", "reference"] = "swat"
+) -> jax.Array:
+    """ALiBi slopes for `num_negative + num_positive` heads, the negative ones (which favour recent keys) first.
+
+    Args:
+      num_negative, num_positive: heads in each direction; k counts 1, 2, ... in each.
+      schedule: the size of the k-th slope of a direction of n heads, out of h heads altogether:
+        "swat": 2^-k (SWAT, Eq. 4). Literal, also for 12:0; SWAT(-) as in the paper's tables is "press".
+        "press": 2^(-8k/n) (Press et al., ALiBi, for any n).
+        "reference": 2^(-8k/h), as in SWAT's published code, which has one direction only (n = h, equal to "press"). Our
+          reading for two directions keeps h in the exponent. Signs are ours throughout.
+
+    Returns:
+      [num_negative + num_positive] float32, to be passed as `alibi_slopes` to `attention`.
+
+    Raises:
+      ValueError: a count is negative or both are 0, or the schedule is unknown.
+    """
+    heads = num_negative + num_positive
+    if num_negative < 0 or num_positive < 0 or heads == 0:
+        raise ValueError(
+            f"num_negative is {num_negative} and num_positive is {num_positive}; "
+            "both must be >= 0 and at least one of them > 0."
+        )
+
+    def sizes(n: int) -> np.ndarray:
+        k = np.arange(1, n + 1)
+        if schedule == "swat":
+            return 2.0**-k
+        return 2.0 ** (-8 * k / (n if schedule == "press" else heads))
+
+    if schedule not in ("swat", "press", "reference"):
+        raise ValueError(f"schedule is {schedule!r}; it must be 'swat', 'press' or 'reference'.")
+    return jnp.asarray(np.concatenate([-sizes(num_negative), sizes(num_positive)]), jnp.float32)
+
+
+def _implementation(name: str | None) -> ModuleType:
+    if name is None:
+        return xla
+    if name in _PLANNED:
+        raise NotImplementedError(
+            f"implementation {name!r} does not exist yet; use 'xla', or None for the best one for this device."
+        )
+    if name not in _IMPLEMENTATIONS:
+        choices = ", ".join(repr(known) for known in (*_PLANNED, *_IMPLEMENTATIONS))
+        raise ValueError(f"implementation is {name!r}; it must be one of {choices}, or None for the best here.")
+    return _IMPLEMENTATIONS[name]
+
+
+def _check_qkv(q, k, v, names: tuple[str, str, str]) -> None:
+    for name, array, axes in zip(names, (q, k, v), ("B, T, H, D", "B, S, K, D", "B, S, K, D"), strict=True):
+        if array.ndim != 4:
+            raise ValueError(f"{name} has shape {array.shape}; it must have four axes [{axes}].")
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} is {array.dtype}; it must be floating-point.")
+        if array.dtype != q.dtype:
+            raise ValueError(f"{name} is {array.dtype} but {names[0]} is {q.dtype}; q, k and v must share one dtype.")
+        if 0 in array.shape:
+            raise ValueError(f"{name} has shape {array.shape}; every axis must be at least 1 long.")
+    if k.shape != v.shape:
+        raise ValueError(f"{names[2]} has shape {v.shape} but {names[1]} has {k.shape}; they must be equal.")
+    for axis, meaning in ((0, "batch"), (3, "head_dim")):
+        if q.shape[axis] != k.shape[axis]:
+            raise ValueError(
+                f"{names[1]} has {k.shape[axis]} on axis {axis} ({meaning}) but {names[0]} has {q.shape[axis]}; "
+                "they must be equal."
+            )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{names[0]} has {q.shape[2]} heads and {names[1]} has {k.shape[2]} KV heads (axis 2); "
+            "the number of heads must be a multiple of the number of KV heads."
+        )
+
+
+def _check_by_head(q, k, spec: AttentionSpec, slopes, bias, sinks, full_heads) -> dict[str, jax.Array | None]:
+    """Checks the per-head arguments; returns them as arrays, the bias spread over the heads."""
+    heads, kv_heads = q.shape[2], k.shape[2]
+    _check_array("alibi_slopes", slopes, {"H": heads}, jnp.floating)
+    _check_array("sink_logits", sinks, {"H": heads}, jnp.floating)
+    _check_array("full_heads", full_heads, {"K": kv_heads}, jnp.bool_)
+    _check_needs_window("full_heads", full_heads, spec)
+    if bias is not None:
+        if spec.activation != "sigmoid":
+            raise ValueError("sigmoid_bias is given but activation is 'softmax', which it would not change; drop it.")
+        bias = jnp.asarray(bias, jnp.promote_types(q.dtype, jnp.float32))
+        if bias.shape not in ((), (heads,)):
+            raise ValueError(f"sigmoid_bias has shape {bias.shape}; it must be a scalar or [H] = ({heads},).")
+        bias = jnp.broadcast_to(bias, (heads,))
+    if sinks is not None and spec.activation == "sigmoid":
+        raise ValueError("sink_logits is given but activation is 'sigmoid', which has no denominator; drop it.")
+    given = {"alibi_slopes": slopes, "sink_logits": sinks, "full_heads": full_heads}
+    return {"sigmoid_bias": bias} | {name: None if x is None else jnp.asarray(x) for name, x in given.items()}
+
+
+def _check_array(name: str, array, axes: dict[str, int], kind) -> None:
+    if array is None:
+        return
+    shape, dtype = jnp.shape(array), jnp.result_type(array)
+    if shape != tuple(axes.values()):
+        raise ValueError(f"{name} has shape {shape}; it must be [{', '.join(axes)}] = {tuple(axes.values())}.")
+    if not jnp.issubdtype(dtype, kind):
+        words = {jnp.floating: "floating-point", jnp.integer: "integers", jnp.bool_: "bool"}
+        raise ValueError(f"{name} is {dtype}; it must be {words[kind]}.")
+
+
+def _check_needs_window(name: str, array, spec: AttentionSpec) -> None:
+    if array is not None and spec.window is None:
+        raise ValueError(f"{name} is given but spec.window is None, so every row is full already; drop it.")
+
+
+def _coordinates(q, k, spec, q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from) -> Coordinates:
+    batch, q_length, kv_length = q.shape[0], q.shape[1], k.shape[1]
+    q_axes, kv_axes = {"B": batch, "T": q_length}, {"B": batch, "S": kv_length}
+    for name, array, axes in (
+        ("q_segment_ids", q_segment_ids, q_axes),
+        ("kv_segment_ids", kv_segment_ids, kv_axes),
+        ("q_positions", q_positions, q_axes),
+        ("kv_positions", kv_positions, kv_axes),
+    ):
+        _check_array(name, array, axes, jnp.integer)
+    if q_segment_ids is None and kv_segment_ids is not None:
+        raise ValueError("kv_segment_ids is given without q_segment_ids; give both.")
+    if q_segment_ids is not None and kv_segment_ids is None and q_length != kv_length:
+        raise ValueError(
+            f"q_segment_ids is given without kv_segment_ids, but there are {q_length} queries and {kv_length} keys; "
+            "give both."
+        )
+    if full_from is not None:
+        _check_full_from(full_from, batch, spec, q_segment_ids)
+    return coordinates(
+        q_length,
+        kv_length,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        full_from=full_from,
+    )
+
+
+def _check_full_from(full_from, batch: int, spec: AttentionSpec, q_segment_ids) -> None:
+    shape = jnp.shape(full_from)
+    columns = shape[1] if len(shape) == 2 else 1
+    if len(shape) not in (1, 2) or shape[0] != batch or columns == 0:
+        raise ValueError(f"full_from has shape {shape}; it must be [B] or [B, segments] with B = {batch}.")
+    if not jnp.issubdtype(jnp.result_type(full_from), jnp.integer):
+        raise ValueError(f"full_from is {jnp.result_type(full_from)}; it must be integers.")
+    _check_needs_window("full_from", full_from, spec)
+    if q_segment_ids is None:
+        if columns > 1:
+            raise ValueError(f"full_from has {columns} columns but no q_segment_ids say which rows they are for.")
+    elif not isinstance(q_segment_ids, jax.core.Tracer):
+        ids = np.asarray(q_segment_ids)
+        largest, smallest = ids.max(), ids.min()
+        if largest > columns or smallest < 0:
+            raise ValueError(
+                f"q_segment_ids run from {smallest} to {largest} but full_from has {columns} column(s), for ids 1 to "
+                f"{columns}; packed rows need full_from [B, segments]."
+            )
+
+
+def _nan_where_unassigned(out: jax.Array, where: Coordinates, full_from) -> jax.Array:
+    """Marks rows whose segment has no column in `full_from`: under tracing that cannot raise."""
+    if full_from is None or where.q_seg is None:
+        return out
+    columns = jnp.shape(full_from)[1] if jnp.ndim(full_from) == 2 else 1
+    unassigned = (where.q_seg > columns) | (where.q_seg < 0)
+    return jnp.where(unassigned[:, :, None, None], jnp.nan, out)

@@ -1,0 +1,96 @@
+"""Dense attention straight from the equations: the oracle that every other implementation is held to.
+
+It builds the whole [T, S] matrix in float32 (float64 if given float64) at the highest matmul precision, and lets
+JAX differentiate it. Nothing here is meant to be fast.
+
+With s_mn the logits, M the mask of `spec.visible`, d = head_dim and slope_h, b the ALiBi slope and the bias:
+
+    s_mn = softcap(scale * q_m . k_n) + slope_h * (m - n) + b          SWAT, Eq. 5 (which has no softcap and b = 0)
+    softmax: o_m = sum_n M_mn exp(s_mn) v_n / (exp(sink_h) + sum_n M_mn exp(s_mn))
+    sigmoid: o_m = sum_n M_mn sigmoid(s_mn) v_n
+
+`sink_h` is the learned sink logit of the query head (absent: exp(sink_h) is 0). It joins the denominator only.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.spec import AttentionSpec, Coordinates, dense_mask
+
+
+def attention(
+    q: jax.Array,  # [B, T, H, D]
+    k: jax.Array,  # [B, S, K, D]
+    v: jax.Array,  # [B, S, K, D]
+    spec: AttentionSpec,
+    where: Coordinates,
+    *,
+    alibi_slopes: jax.Array | None = None,  # [H]
+    sigmoid_bias: jax.Array | None = None,  # [H]
+    sink_logits: jax.Array | None = None,  # [H]
+    full_heads: jax.Array | None = None,  # [K] bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns out [B, T, H, D] and lse [B, T, H] (None for sigmoid), both in float32 or wider.
+
+    lse is the natural log of the softmax denominator, -inf in rows that see no key.
+    """
+    batch, q_length, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    q, k, v = (x.astype(dtype) for x in (q, k, v))
+
+    def by_kv_head(per_head):  # [H] -> [K, G, 1, 1]
+        return jnp.asarray(per_head, dtype).reshape(kv_heads, -1, 1, 1)
+
+    q = q.reshape(batch, q_length, kv_heads, heads // kv_heads, head_dim)
+    scale = head_dim**-0.5 if spec.scale is None else spec.scale
+    logits = scale * jnp.einsum("btkgd,bskd->bkgts", q, k, precision=lax.Precision.HIGHEST)
+    if spec.logit_softcap is not None:
+        logits = spec.logit_softcap * jnp.tanh(logits / spec.logit_softcap)
+    if alibi_slopes is not None:
+        distance = (where.q_pos[:, :, None] - where.kv_pos[:, None, :])[:, None, None]  # [B, 1, 1, T, S]
+        logits = logits + by_kv_head(lax.stop_gradient(alibi_slopes)) * distance
+    mask = dense_mask(spec, where)[:, None, None]  # [B, 1, 1, T, S]
+    if full_heads is not None:
+        all_keys = dense_mask(dataclasses.replace(spec, window=None), where)[:, None, None]
+        mask = jnp.where(full_heads[:, None, None, None], all_keys, mask)  # [B, K, 1, T, S]
+
+    if spec.activation == "sigmoid":
+        if sigmoid_bias is not None:
+            logits = logits + by_kv_head(sigmoid_bias)
+        weights = jnp.where(mask, jax.nn.sigmoid(logits), 0)
+        lse = None
+    else:
+        sinks = jnp.full((kv_heads, 1, 1, 1), -jnp.inf, dtype) if sink_logits is None else by_kv_head(sink_logits)
+        logits = jnp.where(mask, logits, -jnp.inf)
+        # The maximum cancels, so it needs no gradient; rows that see nothing have none to subtract.
+        top = lax.stop_gradient(jnp.maximum(logits.max(axis=-1, keepdims=True), sinks))
+        top = jnp.where(jnp.isfinite(top), top, 0)
+        weights = jnp.where(mask, jnp.exp(jnp.where(mask, logits, 0) - top), 0)
+        total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sinks - top)
+        sees_any = mask.any(axis=-1, keepdims=True)
+        total = jnp.where(sees_any, total, 1)
+        weights = weights / total
+        lse = jnp.where(sees_any, top + jnp.log(total), -jnp.inf)[..., 0]  # [B, K, G, T]
+        lse = lse.transpose(0, 3, 1, 2).reshape(batch, q_length, heads)
+
+    out = jnp.einsum("bkgts,bskd->btkgd", weights, v, precision=lax.Precision.HIGHEST)
+    return out.reshape(batch, q_length, heads, head_dim), lse
+
+
+def routed_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, gate: jax.Array, spec: AttentionSpec, where: Coordinates, **by_head
+) -> tuple[jax.Array, jax.Array]:
+    """Two separate attentions mixed by `gate` [B, T] (SwiAttn): returns out and the branch disagreement [B, T]."""
+    full, _ = attention(q, k, v, dataclasses.replace(spec, window=None), where, **by_head)
+    window, _ = attention(q, k, v, spec, where, **by_head)
+    share = gate.astype(full.dtype)[:, :, None, None]
+    return share * full + (1 - share) * window, jnp.square(full - window).mean(axis=(2, 3))
+
+
+def decode_attention(q, k_cache, v_cache, spec: AttentionSpec, where: Coordinates, **by_head) -> jax.Array:
+    """Decoding is attention whose keys are a cache; see `pallas_kernels.decode_attention`."""
+    return attention(q, k_cache, v_cache, spec, where, **by_head)[0]

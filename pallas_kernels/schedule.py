@@ -1,0 +1,102 @@
+"""Which KV blocks each query block visits.
+
+The test is made on blocks, from the least and greatest position, order and segment id in each (O(blocks^2) work, no
+[T, S] array), so it may visit a block in which no pair is visible but never misses one that has a visible pair. For
+default positions it is exact: nothing outside the window, the sink tokens' blocks and the full rows' reach is visited.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.spec import AttentionSpec, Coordinates
+
+
+class Schedule(NamedTuple):
+    """The visits of each query block, in increasing order of KV block."""
+
+    blocks: jax.Array  # [nq, nk] int32; the first `counts` of a row are the blocks to visit
+    counts: jax.Array  # [nq] int32
+
+
+class _Extent(NamedTuple):
+    """The span of a block's tokens, or of a subset of them; empty where least > greatest."""
+
+    least: jax.Array  # [B, blocks] order
+    greatest: jax.Array
+    least_segment: jax.Array
+    greatest_segment: jax.Array
+
+
+def make_schedule(
+    spec: AttentionSpec, where: Coordinates, q_block: int, kv_block: int, *, outside: bool = False
+) -> Schedule:
+    """Lists the KV blocks of every query block; a block that any row of the batch needs is visited for all of them.
+
+    Args:
+      where: coordinates whose lengths are multiples of the blocks.
+      outside: list the keys that full attention sees and `spec` does not, instead of those that `spec` sees.
+    """
+    return _compact(visited(spec, where, q_block, kv_block, outside=outside))
+
+
+def visited(
+    spec: AttentionSpec, where: Coordinates, q_block: int, kv_block: int, *, outside: bool = False
+) -> jax.Array:
+    """The schedule as a table: [nq, nk] bool."""
+    q_real, kv_real = where.q_pos >= 0, where.kv_pos >= 0
+    q_full = jnp.zeros_like(q_real) if where.full_rows is None else q_real & where.full_rows
+    kv = _extent(where.kv_order, where.kv_seg, kv_real, kv_block)
+    if spec.window is None:
+        return _reachable(spec, _extent(where.q_order, where.q_seg, q_real, q_block), kv).any(axis=0)
+
+    q = _extent(where.q_order, where.q_seg, q_real & ~q_full, q_block)
+    back = (q.least[:, :, None] - kv.greatest[:, None, :], q.greatest[:, :, None] - kv.least[:, None, :])
+    near, beyond = back[0] < spec.window, back[1] >= spec.window
+    if not spec.causal:
+        near, beyond = near & (-back[1] < spec.window), beyond | (-back[0] >= spec.window)
+    if outside:
+        return (_reachable(spec, q, kv) & beyond).any(axis=0)
+    table = _reachable(spec, q, kv) & near
+    if spec.num_sink_tokens:
+        is_sink = kv_real & (where.kv_pos < spec.num_sink_tokens)
+        table |= _reachable(spec, q, _extent(where.kv_order, where.kv_seg, is_sink, kv_block))
+    if where.full_rows is not None:
+        table |= _reachable(spec, _extent(where.q_order, where.q_seg, q_full, q_block), kv)
+    return table.any(axis=0)
+
+
+def _compact(table: jax.Array) -> Schedule:
+    """[nq, nk] bool -> the indexes of the True entries of each row, moved to its front."""
+    blocks = jnp.argsort(~table, axis=1, stable=True).astype(jnp.int32)
+    return Schedule(blocks, table.sum(axis=1, dtype=jnp.int32))
+
+
+def _extent(order: jax.Array, segments: jax.Array | None, member: jax.Array, block: int) -> _Extent:
+    big = jnp.iinfo(jnp.int32).max // 2  # differences of two of them do not overflow
+
+    def blocks(array):
+        array, _ = jnp.broadcast_arrays(array, member)
+        return array.reshape(array.shape[0], -1, block)
+
+    inside = blocks(member)
+
+    def least(array):
+        return jnp.where(inside, blocks(array), big).min(axis=-1)
+
+    def greatest(array):
+        return jnp.where(inside, blocks(array), -big).max(axis=-1)
+
+    segments = jnp.ones((1, 1), jnp.int32) if segments is None else segments
+    return _Extent(least(order), greatest(order), least(segments), greatest(segments))
+
+
+def _reachable(spec: AttentionSpec, q: _Extent, kv: _Extent) -> jax.Array:
+    """Whether a token of each q block may see one of each KV block, window aside: [B, nq, nk] bool."""
+    overlap = (q.least_segment[:, :, None] <= kv.greatest_segment[:, None, :]) & (
+        kv.least_segment[:, None, :] <= q.greatest_segment[:, :, None]
+    )
+    if spec.causal:
+        return overlap & (kv.least[:, None, :] <= q.greatest[:, :, None])
+    return overlap

@@ -1,0 +1,220 @@
+"""What one attention call computes: `AttentionSpec`, and which key is visible to which query.
+
+Everything in this package rests on one predicate, `visible`. It compares *positions*, not array indexes, so the
+same six lines serve training (positions are indexes), packed rows (positions restart with each segment), ring
+caches (keys lie in any order) and chunked prefill (queries start in the middle). The oracle and every backend call
+it on whatever piece they work on: a whole [T, S] matrix, or one [block, block] tile.
+
+Key j is visible to query i when all of these hold:
+
+* both are real tokens (position >= 0, segment id != 0) of the same segment;
+* causal: j <= i;
+* window: j > i - window (so a window counts the query's own key), *or* j is one of the first `num_sink_tokens`
+  of the segment, *or* the query's row is full: `full_from` says so for the row, or `full_heads` for its KV head.
+
+`coordinates` turns what a user passes (segment ids, positions, `full_from`, or nothing) into the integer arrays the
+predicate wants.
+"""
+
+import dataclasses
+import operator
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """The static part of an attention call; hashable, so it can be a jit-static argument.
+
+    Attributes:
+      window: number of visible keys counting the query's own, key j being visible to query i iff
+        `i - window < j <= i`; None is full attention. Without `causal` the window reaches as far to the right.
+      num_sink_tokens: the first keys of each segment that stay visible beside the window (SWAA's "keep first").
+      activation: "softmax", or "sigmoid" (SWAT, Eq. 5: no normaliser).
+      logit_softcap: c in `c * tanh(logits / c)`, applied to the scaled logits before any bias; None for no cap.
+      scale: factor on q.k; None is 1 / sqrt(head_dim).
+      causal: whether a query is blind to keys after its own.
+
+    Raises:
+      ValueError: a field is out of its range; the sentence names it.
+    """
+
+    window: int | None = None
+    num_sink_tokens: int = 0
+    activation: Literal["softmax", "sigmoid"] = "softmax"
+    logit_softcap: float | None = None
+    scale: float | None = None
+    causal: bool = True
+
+    def __post_init__(self):
+        if self.window is not None:
+            object.__setattr__(self, "window", _integer("window", self.window, at_least=1))
+        object.__setattr__(self, "num_sink_tokens", _integer("num_sink_tokens", self.num_sink_tokens, at_least=0))
+        if self.activation not in ("softmax", "sigmoid"):
+            raise ValueError(f"activation is {self.activation!r}; it must be 'softmax' or 'sigmoid'.")
+        for name in ("logit_softcap", "scale"):
+            value = getattr(self, name)
+            if value is not None:
+                if not 0 < float(value) < float("inf"):
+                    raise ValueError(f"{name} is {value!r}; it must be a positive finite number or None.")
+                object.__setattr__(self, name, float(value))
+        if not isinstance(self.causal, bool):
+            raise ValueError(f"causal is {self.causal!r}; it must be True or False.")
+
+    def mask(
+        self,
+        q_length: int,
+        kv_length: int | None = None,
+        *,
+        q_segment_ids: jax.Array | None = None,
+        kv_segment_ids: jax.Array | None = None,
+        q_positions: jax.Array | None = None,
+        kv_positions: jax.Array | None = None,
+        full_from: jax.Array | None = None,
+    ) -> jax.Array:
+        """The dense boolean mask, True where visible: [B, T, S], or [1, T, S] when nothing differs by row.
+
+        The keyword arguments are those of `pallas_kernels.attention`. A full head's mask is that of
+        `dataclasses.replace(spec, window=None)`.
+        """
+        where = coordinates(
+            q_length,
+            q_length if kv_length is None else kv_length,
+            q_segment_ids=q_segment_ids,
+            kv_segment_ids=kv_segment_ids,
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+            full_from=full_from,
+        )
+        return dense_mask(self, where)
+
+
+def _integer(name: str, value, at_least: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or number < at_least:
+        none = " or None" if name == "window" else ""
+        raise ValueError(f"{name} is {value!r}; it must be an integer >= {at_least}{none}.")
+    return number
+
+
+def visible(spec: AttentionSpec, q_pos, kv_pos, q_seg=None, kv_seg=None, full_rows=None):
+    """Whether each key is visible to each query; element-wise, so arguments only need to broadcast together.
+
+    Args:
+      spec: window, num_sink_tokens and causal are read.
+      q_pos, kv_pos: integer positions, counted from 0 at the first real token of the segment; a negative position
+        is an empty slot or padding, which neither sees nor is seen. A tile passes [..., bq, 1] and [..., 1, bk].
+      q_seg, kv_seg: integer segment ids, or None for one segment; 0 is padding.
+      full_rows: bool per query, or None: rows that see past the window (still causal, still their own segment).
+
+    Returns:
+      bool array of the broadcast shape.
+    """
+    seen = kv_pos >= 0
+    seen = seen & ((kv_pos <= q_pos) if spec.causal else (q_pos >= 0))
+    if q_seg is not None:
+        seen = seen & (q_seg == kv_seg) & (kv_seg != 0)
+    if spec.window is None:
+        return seen
+    allowed = q_pos - kv_pos < spec.window
+    if not spec.causal:
+        allowed = allowed & (kv_pos - q_pos < spec.window)
+    if spec.num_sink_tokens:
+        allowed = allowed | (kv_pos < spec.num_sink_tokens)
+    if full_rows is not None:
+        allowed = allowed | full_rows
+    return seen & allowed
+
+
+class Coordinates(NamedTuple):
+    """Where the tokens of one call are. Leading axis B, or 1 when all rows of the batch agree.
+
+    `*_order` is what a schedule may measure distances in: inside a segment it differs from the position by a
+    constant. With default positions it is the array index, which (unlike the position) also grows from segment to
+    segment, so that a block's minimum and maximum bound it tightly.
+    """
+
+    q_pos: jax.Array  # [B, T] int32, -1 where padding
+    kv_pos: jax.Array  # [B, S] int32, -1 where padding
+    q_order: jax.Array  # [B, T] int32
+    kv_order: jax.Array  # [B, S] int32
+    q_seg: jax.Array | None = None  # [B, T] int32
+    kv_seg: jax.Array | None = None  # [B, S] int32
+    full_rows: jax.Array | None = None  # [B, T] bool
+
+
+def coordinates(
+    q_length: int,
+    kv_length: int,
+    *,
+    q_segment_ids=None,
+    kv_segment_ids=None,
+    q_positions=None,
+    kv_positions=None,
+    full_from=None,
+) -> Coordinates:
+    """Fills in the defaults of the arguments of `pallas_kernels.attention` (see there for their meaning)."""
+    if kv_segment_ids is None:
+        kv_segment_ids = q_segment_ids
+    # Index distances equal position distances only if both sides number the same segments from the same places.
+    indexed = q_positions is None and kv_positions is None
+    indexed = indexed and (q_segment_ids is None or kv_segment_ids is q_segment_ids)
+    q_pos, kv_pos = (
+        _positions(length, positions, segment_ids)
+        for length, positions, segment_ids in (
+            (q_length, q_positions, q_segment_ids),
+            (kv_length, kv_positions, kv_segment_ids),
+        )
+    )
+    order = (jnp.arange(q_length)[None], jnp.arange(kv_length)[None]) if indexed else (q_pos, kv_pos)
+    q_seg, kv_seg = (None if ids is None else jnp.asarray(ids, jnp.int32) for ids in (q_segment_ids, kv_segment_ids))
+    full_rows = None
+    if full_from is not None:
+        full_from = jnp.asarray(full_from, jnp.int32)
+        full_from = full_from.reshape(full_from.shape[0], -1)  # [B, segments]
+        if q_seg is None:
+            first_full = full_from[:, :1]
+        else:
+            column = jnp.clip(q_seg - 1, 0, full_from.shape[1] - 1)
+            first_full = jnp.take_along_axis(full_from, column, axis=1)
+        full_rows = (q_pos >= first_full) & (q_pos >= 0)
+    return Coordinates(q_pos, kv_pos, *order, q_seg, kv_seg, full_rows)
+
+
+def _positions(length: int, positions, segment_ids) -> jax.Array:
+    if positions is None:
+        if segment_ids is None:
+            return jnp.arange(length, dtype=jnp.int32)[None]
+        positions = segment_positions(segment_ids)
+    positions = jnp.asarray(positions, jnp.int32)
+    return positions if segment_ids is None else jnp.where(jnp.asarray(segment_ids) == 0, -1, positions)
+
+
+def segment_positions(segment_ids) -> jax.Array:
+    """Position of each token in its own segment: the index since the last change of id. [B, T] int -> [B, T] int32.
+
+    A segment is one contiguous run of an id. Padding (id 0) is numbered the same way.
+    """
+    segment_ids = jnp.asarray(segment_ids)
+    index = jnp.arange(segment_ids.shape[-1], dtype=jnp.int32)
+    starts = jnp.diff(segment_ids, axis=-1, prepend=segment_ids[..., :1]) != 0
+    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=starts.ndim - 1)
+
+
+def dense_mask(spec: AttentionSpec, where: Coordinates) -> jax.Array:
+    """`visible` on every pair of tokens: [B or 1, T, S] bool."""
+
+    def row(array):
+        return None if array is None else array[:, :, None]
+
+    def column(array):
+        return None if array is None else array[:, None, :]
+
+    return visible(
+        spec, row(where.q_pos), column(where.kv_pos), row(where.q_seg), column(where.kv_seg), row(where.full_rows)
+    )

@@ -1,0 +1,415 @@
+"""Blockwise attention in plain jax.numpy: time and memory O(T * window), on any device; the default on CPUs.
+
+How it works. Queries and keys are cut into blocks. `lax.scan` walks over the query blocks; inside, a `fori_loop` with
+a run-time bound visits only the KV blocks that the schedule lists for this query block. Each visit computes one tile
+of logits, asks `spec.visible` which of them count, and adds it to the block's softmax with the usual running maximum m
+and running sum l (FlashAttention):
+
+    m' = max(m, max_n s_n),   l' = l e^(m - m') + sum_n e^(s_n - m'),   acc' = acc e^(m - m') + sum_n e^(s_n - m') v_n
+
+ending in out = acc / l and lse = m + log l. Sigmoid attention has no normaliser: its tiles simply add up.
+
+The backward pass is written by hand, because differentiating the loops would save every tile. It keeps only out and
+lse, walks the same schedule, recomputes each tile's weights p = e^(s - lse), and with
+delta = rowsum(dout * out) - dlse (so a cotangent for lse costs nothing) adds up
+
+    dv += p^T dout,   ds = p * (dout v^T - delta),   dq += ds k,   dk += ds^T q
+
+dk and dv are accumulated in place in the scan's carry.
+
+Everything else is algebra around that core. Sink logits join afterwards through lse. Routed attention computes the
+window's keys and the keys outside it as two disjoint parts and merges them through lse. Full heads get a schedule
+each, by mapping over the KV heads, so that windowed heads do not pay for full ones.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.schedule import make_schedule
+from pallas_kernels.spec import AttentionSpec, Coordinates, visible
+
+
+def attention(
+    q: jax.Array,  # [B, T, H, D]
+    k: jax.Array,  # [B, S, K, D]
+    v: jax.Array,  # [B, S, K, D]
+    spec: AttentionSpec,
+    where: Coordinates,
+    *,
+    alibi_slopes: jax.Array | None = None,  # [H]
+    sigmoid_bias: jax.Array | None = None,  # [H]
+    sink_logits: jax.Array | None = None,  # [H]
+    full_heads: jax.Array | None = None,  # [K] bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns out [B, T, H, D] and lse [B, T, H] (None for sigmoid), both in float32 or wider."""
+    bias = _HeadBias(alibi_slopes, sigmoid_bias)
+    out, lse = _by_kv_head(q, k, v, bias, where, full_heads, _Static.choose(spec, q, k, full_heads))
+    return _join_sinks(out, lse, sink_logits)
+
+
+def routed_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gate: jax.Array,  # [B, T]
+    spec: AttentionSpec,
+    where: Coordinates,
+    *,
+    alibi_slopes: jax.Array | None = None,
+    sigmoid_bias: jax.Array | None = None,
+    sink_logits: jax.Array | None = None,
+    full_heads: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns gate * O_full + (1 - gate) * O_window and the branch disagreement [B, T].
+
+    The keys of a query are split into those that `spec` sees and those outside; the full branch is both, merged.
+    """
+    bias = _HeadBias(alibi_slopes, sigmoid_bias)
+    static = _Static.choose(spec, q, k, full_heads)
+    window, window_lse = _by_kv_head(q, k, v, bias, where, full_heads, static)
+    outside, outside_lse = _by_kv_head(
+        q, k, v, bias, where, full_heads, dataclasses.replace(static, outside=True)
+    )
+    if spec.activation == "sigmoid":
+        full = window + outside
+    else:
+        full, full_lse = _merge(window, window_lse, outside, outside_lse)
+        full, _ = _join_sinks(full, full_lse, sink_logits)
+        window, _ = _join_sinks(window, window_lse, sink_logits)
+    share = gate.astype(full.dtype)[:, :, None, None]
+    return share * full + (1 - share) * window, jnp.square(full - window).mean(axis=(2, 3))
+
+
+def decode_attention(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    spec: AttentionSpec,
+    where: Coordinates,
+    *,
+    alibi_slopes: jax.Array | None = None,
+    sigmoid_bias: jax.Array | None = None,
+    sink_logits: jax.Array | None = None,
+    full_heads: jax.Array | None = None,
+) -> jax.Array:
+    """Attention of a few queries over a cache, in KV blocks that divide it so that it is not copied for padding."""
+    kv_length = k_cache.shape[1]
+    kv_block = math.gcd(kv_length, 512)
+    if kv_length <= 1024 or kv_block < 64:
+        kv_block = kv_length
+    static = _Static(spec, q.shape[1], kv_block)
+    bias = _HeadBias(alibi_slopes, sigmoid_bias)
+    out, lse = _by_kv_head(q, k_cache, v_cache, bias, where, full_heads, static)
+    return _join_sinks(out, lse, sink_logits)[0]
+
+
+class _HeadBias(NamedTuple):
+    """What is added to the logits of each query head; [H], or [K, G] inside the core."""
+
+    slopes: jax.Array | None
+    constant: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    spec: AttentionSpec
+    q_block: int
+    kv_block: int
+    outside: bool = False  # attend to what `spec` does *not* see of the keys that full attention would
+
+    @classmethod
+    def choose(cls, spec: AttentionSpec, q, k, full_heads) -> "_Static":
+        batch, q_length, heads, _ = q.shape
+        if full_heads is not None:
+            heads //= full_heads.shape[0]
+        block = block_size(batch * heads, spec.window)
+        return cls(spec, min(block, q_length), min(block, k.shape[1]))
+
+
+def block_size(rows: int, window: int | None) -> int:
+    """Tokens in a block, for tiles of `rows` (batch times heads) logits matrices.
+
+    On a CPU a tile of logits should stay in the cache: about 2 MB in float32. Blocks much longer than a quarter of
+    the window compute too much outside it; very short ones leave the matmuls too little to do.
+    """
+    largest = 512
+    if jax.default_backend() == "cpu":
+        largest = math.isqrt(2**19 // rows)
+    if window is not None:
+        largest = min(largest, max(64, window // 4))
+    return 2 ** max(5, min(9, largest.bit_length() - 1))
+
+
+def _by_kv_head(q, k, v, bias: _HeadBias, where: Coordinates, full_heads, static: _Static):
+    if full_heads is None:
+        return _flash(static, q, k, v, bias, where)
+
+    kv_heads = k.shape[2]
+
+    def split(x, axis):  # [.., H or K, ..] -> [K, .., H/K or 1, ..]
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], kv_heads, -1, *x.shape[axis + 1 :]), axis, 0)
+
+    def one_head(args):
+        q, k, v, bias, full = args
+        rows = jnp.broadcast_to(full, where.q_pos.shape)
+        rows = rows if where.full_rows is None else rows | where.full_rows
+        return _flash(static, q, k, v, bias, where._replace(full_rows=rows))
+
+    bias = jax.tree.map(lambda x: split(x, 0), bias)
+    out, lse = lax.map(one_head, (split(q, 2), split(k, 2), split(v, 2), bias, full_heads))
+    # [K, B, T, G, ...] -> [B, T, H, ...]
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(*q.shape[:3], *x.shape[4:]), (out, lse))
+
+
+def _merge(out_a, lse_a, out_b, lse_b):
+    """Softmax over the union of two disjoint key sets from the softmax over each."""
+    top = lax.stop_gradient(jnp.maximum(lse_a, lse_b))
+    top = jnp.where(top == -jnp.inf, 0, top)
+    part_a, part_b = jnp.exp(lse_a - top), jnp.exp(lse_b - top)
+    total = part_a + part_b
+    sees_any = total > 0
+    total = jnp.where(sees_any, total, 1)
+    out = out_a * (part_a / total)[..., None] + out_b * (part_b / total)[..., None]
+    return out, jnp.where(sees_any, top + jnp.log(total), -jnp.inf)
+
+
+def _join_sinks(out, lse, sink_logits):
+    """Adds exp(sink) to the softmax denominator: out shrinks by 1 / (1 + exp(sink - lse))."""
+    if sink_logits is None:
+        return out, lse
+    sink_logits = sink_logits.astype(lse.dtype)
+    sees_any = lse > -jnp.inf
+    joined = jnp.logaddexp(jnp.where(sees_any, lse, 0), sink_logits)
+    return out * jax.nn.sigmoid(lse - sink_logits)[..., None], jnp.where(sees_any, joined, -jnp.inf)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _flash(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates):
+    """The core: out [B, T, H, D] and lse [B, T, H] (None for sigmoid) in the accumulation dtype."""
+    return _forward(static, q, k, v, bias, where)
+
+
+def _flash_fwd(static, q, k, v, bias, where):
+    out, lse = _forward(static, q, k, v, bias, where)
+    return (out, lse), (q, k, v, bias, where, out, lse)
+
+
+def _flash_bwd(static, saved, cotangents):
+    return (*_backward(static, *saved, *cotangents), None)
+
+
+_flash.defvjp(_flash_fwd, _flash_bwd)
+
+
+class _QueryBlock(NamedTuple):
+    """One step of the scan over query blocks (outside the scan, all of them, with a leading axis nq)."""
+
+    q: jax.Array  # [B, K, G, bq, D]
+    pos: jax.Array  # [B, bq]
+    seg: jax.Array | None
+    full: jax.Array | None
+    visits: jax.Array  # [nk] KV blocks, the first `count` of which are to be visited
+    count: jax.Array  # []
+
+
+class _Keys(NamedTuple):
+    k: jax.Array  # [B, nk, bk, K, D]
+    v: jax.Array
+    pos: jax.Array  # [B, nk, bk]
+    seg: jax.Array | None
+
+    def block(self, j) -> "_Keys":
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, j, axis=1, keepdims=False), self)
+
+
+def _forward(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates):
+    spec = static.spec
+    tile = _Tile(static, q, k, bias)
+    queries, keys = _cut(static, q, k, v, where)
+
+    def query_block(_, row: _QueryBlock):
+        def softmax_visit(i, carry):
+            top, total, acc = carry
+            kv = keys.block(row.visits[i])
+            logits, _ = tile.logits(row, kv)
+            logits = jnp.where(tile.mask(row, kv), logits, -jnp.inf)
+            new_top = jnp.maximum(top, logits.max(axis=-1))
+            shift = jnp.where(new_top == -jnp.inf, 0, new_top)
+            weights = jnp.exp(logits - shift[..., None])
+            decay = jnp.exp(top - shift)
+            acc = acc * decay[..., None] + tile.dot("bkgqs,bskd->bkgqd", weights, kv.v)
+            return new_top, total * decay + weights.sum(axis=-1), acc
+
+        def sigmoid_visit(i, acc):
+            kv = keys.block(row.visits[i])
+            logits, _ = tile.logits(row, kv)
+            weights = jnp.where(tile.mask(row, kv), jax.nn.sigmoid(logits), 0)
+            return acc + tile.dot("bkgqs,bskd->bkgqd", weights, kv.v)
+
+        acc = jnp.zeros_like(row.q, tile.dtype)
+        if spec.activation == "sigmoid":
+            return None, (lax.fori_loop(0, row.count, sigmoid_visit, acc), None)
+        total = jnp.zeros_like(acc[..., 0])
+        top, total, acc = lax.fori_loop(0, row.count, softmax_visit, (total - jnp.inf, total, acc))
+        sees_any = total > 0
+        total = jnp.where(sees_any, total, 1)
+        return None, (acc / total[..., None], jnp.where(sees_any, top + jnp.log(total), -jnp.inf))
+
+    _, (out, lse) = lax.scan(query_block, None, queries)
+    return _join_rows(out, q.shape), None if lse is None else _join_rows(lse, q.shape[:3])
+
+
+def _backward(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates, out, lse, dout, dlse):
+    spec = static.spec
+    tile = _Tile(static, q, k, bias)
+    queries, keys = _cut(static, q, k, v, where)
+    statistics = None
+    if lse is not None:
+        sees_any = lse > -jnp.inf
+        delta = jnp.where(sees_any, (dout * out).sum(axis=-1) - dlse, 0)
+        statistics = tuple(_cut_rows(x, static.q_block, k.shape[2]) for x in (jnp.where(sees_any, lse, 0), delta))
+    dout = _cut_rows(dout, static.q_block, k.shape[2])
+
+    def query_block(carry, inputs):
+        row, dout, statistics = inputs
+
+        def visit(i, carry):
+            dq, dk, dv, dbias = carry
+            j = row.visits[i]
+            kv = keys.block(j)
+            logits, slope = tile.logits(row, kv)
+            mask = tile.mask(row, kv)
+            dweights = tile.dot("bkgqd,bskd->bkgqs", dout, kv.v)
+            if spec.activation == "sigmoid":
+                weights = jnp.where(mask, jax.nn.sigmoid(logits), 0)
+                dlogits = weights * (1 - weights) * dweights
+            else:
+                lse, delta = statistics
+                weights = jnp.where(mask, jnp.exp(logits - lse[..., None]), 0)
+                dlogits = weights * (dweights - delta[..., None])
+            if dbias is not None:
+                dbias = dbias + dlogits.sum(axis=(0, 3, 4))
+            dlogits = dlogits * slope
+            dq = dq + tile.dot("bkgqs,bskd->bkgqd", dlogits, kv.k)
+            dk = _add_block(dk, j, tile.dot("bkgqs,bkgqd->bskd", dlogits, row.q))
+            dv = _add_block(dv, j, tile.dot("bkgqs,bkgqd->bskd", weights, dout))
+            return dq, dk, dv, dbias
+
+        dq, *carry = lax.fori_loop(0, row.count, visit, (jnp.zeros_like(row.q, tile.dtype), *carry))
+        return tuple(carry), dq.astype(q.dtype)
+
+    dbias = None if tile.bias.constant is None else jnp.zeros_like(tile.bias.constant)
+    zeros = jnp.zeros_like(keys.k, tile.dtype), jnp.zeros_like(keys.v, tile.dtype), dbias
+    (dk, dv, dbias), dq = lax.scan(query_block, zeros, (queries, dout, statistics))
+    dk, dv = (_trim(x.reshape(x.shape[0], -1, *x.shape[3:]), k.shape).astype(k.dtype) for x in (dk, dv))
+    dbias = None if bias.constant is None else dbias.reshape(-1).astype(bias.constant.dtype)
+    return _join_rows(dq, q.shape), dk, dv, _HeadBias(None, dbias)
+
+
+class _Tile:
+    """Logits and mask of one (query block, KV block) pair."""
+
+    def __init__(self, static: _Static, q, k, bias: _HeadBias):
+        self.spec, self.outside = static.spec, static.outside
+        self.dtype = jnp.promote_types(q.dtype, jnp.float32)
+        self.precision = lax.Precision.DEFAULT if q.dtype.itemsize < 4 else lax.Precision.HIGHEST
+        self.scale = q.shape[3] ** -0.5 if self.spec.scale is None else self.spec.scale
+        self.bias = jax.tree.map(lambda x: x.astype(self.dtype).reshape(k.shape[2], -1), bias)  # [K, G]
+
+    def dot(self, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(equation, a.astype(self.dtype), b.astype(self.dtype), precision=self.precision)
+
+    def logits(self, row: _QueryBlock, kv: _Keys) -> tuple[jax.Array, jax.Array | float]:
+        """Logits [B, K, G, bq, bk], and their derivative with respect to q.k."""
+        logits = self.scale * self.dot("bkgqd,bskd->bkgqs", row.q, kv.k)
+        slope: jax.Array | float = self.scale
+        if self.spec.logit_softcap is not None:
+            tanh = jnp.tanh(logits / self.spec.logit_softcap)
+            logits, slope = self.spec.logit_softcap * tanh, self.scale * (1 - tanh * tanh)
+        if self.bias.slopes is not None:
+            distance = row.pos[:, :, None] - kv.pos[:, None, :]  # [B, bq, bk]
+            logits = logits + self.bias.slopes[:, :, None, None] * distance[:, None, None]
+        if self.bias.constant is not None:
+            logits = logits + self.bias.constant[:, :, None, None]
+        return logits, slope
+
+    def mask(self, row: _QueryBlock, kv: _Keys) -> jax.Array:
+        """[B, 1, 1, bq, bk] bool, B being 1 when all rows of the batch agree."""
+        q_pos, q_seg, full = (None if x is None else x[:, :, None] for x in (row.pos, row.seg, row.full))
+        kv_pos, kv_seg = (None if x is None else x[:, None, :] for x in (kv.pos, kv.seg))
+        seen = visible(self.spec, q_pos, kv_pos, q_seg, kv_seg, full)
+        if self.outside:
+            seen = visible(dataclasses.replace(self.spec, window=None), q_pos, kv_pos, q_seg, kv_seg) & ~seen
+        return seen[:, None, None]
+
+
+def _cut(static: _Static, q, k, v, where: Coordinates) -> tuple[_QueryBlock, _Keys]:
+    """Pads to whole blocks (padding is at position -1, so nothing sees it), cuts, and schedules."""
+
+    def q_side(x, fill):
+        return None if x is None else _pad(x, static.q_block, fill)
+
+    def kv_side(x, fill):
+        return None if x is None else _pad(x, static.kv_block, fill)
+
+    where = Coordinates(
+        q_pos=q_side(where.q_pos, -1),
+        kv_pos=kv_side(where.kv_pos, -1),
+        q_order=q_side(where.q_order, -1),
+        kv_order=kv_side(where.kv_order, -1),
+        q_seg=q_side(where.q_seg, 0),
+        kv_seg=kv_side(where.kv_seg, 0),
+        full_rows=q_side(where.full_rows, False),
+    )
+    schedule = make_schedule(static.spec, where, static.q_block, static.kv_block, outside=static.outside)
+
+    def blocks(x):  # [B, T] -> [nq, B, bq]
+        return None if x is None else jnp.moveaxis(x.reshape(x.shape[0], -1, static.q_block), 1, 0)
+
+    queries = _QueryBlock(
+        _cut_rows(q, static.q_block, k.shape[2]),
+        blocks(where.q_pos),
+        blocks(where.q_seg),
+        blocks(where.full_rows),
+        schedule.blocks,
+        schedule.counts,
+    )
+    keys = _Keys(k, v, where.kv_pos, where.kv_seg)
+    return queries, jax.tree.map(
+        lambda x: (x := _pad(x, static.kv_block, 0)).reshape(x.shape[0], -1, static.kv_block, *x.shape[2:]), keys
+    )
+
+
+def _pad(x: jax.Array, block: int, fill) -> jax.Array:
+    """Extends axis 1 to a multiple of `block`."""
+    excess = -x.shape[1] % block
+    return jnp.pad(x, [(0, excess if axis == 1 else 0) for axis in range(x.ndim)], constant_values=fill)
+
+
+def _cut_rows(x: jax.Array, block: int, kv_heads: int) -> jax.Array:
+    """[B, T, H, ...] -> [nq, B, K, G, bq, ...]."""
+    x = _pad(x, block, 0)
+    batch, length, heads = x.shape[:3]
+    x = x.reshape(batch, length // block, block, kv_heads, heads // kv_heads, *x.shape[3:])
+    return jnp.moveaxis(x, (1, 2), (0, 4))
+
+
+def _join_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """[nq, B, K, G, bq, ...] -> [B, T, H, ...], the padding cut off."""
+    x = jnp.moveaxis(x, (0, 4), (1, 2))
+    return _trim(x.reshape(shape[0], -1, *shape[2:]), shape)
+
+
+def _trim(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return x[:, : shape[1]]
+
+
+def _add_block(x: jax.Array, j, block: jax.Array) -> jax.Array:
+    """Adds to block j of x [B, nk, ...], in place inside a loop."""
+    return lax.dynamic_update_index_in_dim(x, x[:, j] + block, j, axis=1)

@@ -1,0 +1,361 @@
+"""Write the golden files under tests/golden: tiny random Hugging Face models and what they compute.
+
+The test suite reads these files and needs neither torch nor transformers. To write them again, in an
+environment of their own:
+
+    python -m venv /tmp/oracle && /tmp/oracle/bin/pip install torch transformers
+    /tmp/oracle/bin/python scripts/make_goldens.py
+
+Every model is float32 with eager attention on the CPU. tests/golden/README.md says what each file holds.
+"""
+
+import argparse
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from safetensors.numpy import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+WINDOW = 8
+BATCH, LENGTH, VOCAB = 2, 45, 131  # LENGTH is more than five windows
+PROMPT_LENGTHS, NEW_TOKENS = (11, 19), 32  # left-padded to 19; four windows of new tokens
+MIN_MARGIN = (
+    1e-3  # between the two best tokens of a greedy step, so that rounding cannot change the continuation
+)
+
+SHAPE = dict(
+    vocab_size=VOCAB,
+    hidden_size=36,
+    intermediate_size=52,
+    num_hidden_layers=4,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    pad_token_id=0,
+)
+WIDE_HEADS = dict(head_dim=16)  # hidden_size / num_attention_heads would be 6
+HYBRID = dict(num_hidden_layers=5, sliding_window=WINDOW)
+
+# Wavelengths at head_dim 16 and theta 1e4 are 6, 20, 63, 199, ...: with an original context of 32, the llama3
+# and yarn rules leave the first alone, blend the next and stretch the others, all of it inside LENGTH positions.
+LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+YARN_ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)
+
+
+def mixed_layers(*full: int, layers: int = 5) -> list[str]:
+    """`layer_types` with full attention in the named layers and windows elsewhere."""
+    return ["full_attention" if layer in full else "sliding_attention" for layer in range(layers)]
+
+
+# A case's place is its seed: new ones go last.
+CASES = {
+    "llama3-rope": dict(model_type="llama", **WIDE_HEADS, rope_parameters=LLAMA3_ROPE),
+    "llama-plain": dict(
+        model_type="llama", num_key_value_heads=6
+    ),  # multi-head, head_dim = hidden_size / heads, untied
+    "llama-yarn": dict(model_type="llama", **WIDE_HEADS, rope_parameters=YARN_ROPE),
+    "mistral-full": dict(model_type="mistral", **WIDE_HEADS, sliding_window=None),
+    "qwen2-full": dict(model_type="qwen2", tie_word_embeddings=True),
+    "qwen3-full": dict(
+        model_type="qwen3", **WIDE_HEADS, rope_parameters=dict(rope_type="default", rope_theta=1e6)
+    ),
+    "mistral-window": dict(model_type="mistral", **WIDE_HEADS, sliding_window=WINDOW),
+    # No `layer_types`: Qwen2 derives them from max_window_layers (layers from that index on are windowed).
+    "qwen2-hybrid": dict(model_type="qwen2", **HYBRID, use_sliding_window=True, max_window_layers=2),
+    "qwen3-hybrid": dict(
+        model_type="qwen3",
+        **WIDE_HEADS,
+        **HYBRID,
+        use_sliding_window=True,
+        layer_types=mixed_layers(1, 3),
+        tie_word_embeddings=True,
+    ),
+    "ministral-hybrid": dict(model_type="ministral", **WIDE_HEADS, **HYBRID, layer_types=mixed_layers(0, 4)),
+    "llama-bias": dict(model_type="llama", num_hidden_layers=2, attention_bias=True, mlp_bias=True),
+}
+SHARDED = "qwen3-full"
+GENERATED = ("qwen3-full", "ministral-hybrid")
+
+# RoPE settings of released models, at their real sizes: only frequencies are kept, so they cost nothing.
+ROPE_SETTINGS = {
+    "default": dict(rope_type="default", rope_theta=1e6),
+    "linear": dict(rope_type="linear", rope_theta=10000.0, factor=4.0),
+    "llama-3.1": dict(LLAMA3_ROPE, rope_theta=500000.0, original_max_position_embeddings=8192),
+    "llama-3.2": dict(LLAMA3_ROPE, rope_theta=500000.0, factor=32.0, original_max_position_embeddings=8192),
+    "qwen-yarn": dict(YARN_ROPE, rope_theta=1e6, original_max_position_embeddings=32768),
+    "yarn-untruncated": dict(
+        YARN_ROPE, original_max_position_embeddings=4096, truncate=False, beta_fast=16.0, beta_slow=2.0
+    ),
+    "yarn-attention-factor": dict(YARN_ROPE, original_max_position_embeddings=4096, attention_factor=1.25),
+    "yarn-mscale": dict(YARN_ROPE, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=0.5),
+}
+
+
+def build(config, weights: dict[str, torch.Tensor] | None = None):
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    if weights is not None:
+        model.load_state_dict(weights)
+    return model
+
+
+def make_model(config, seed: int):
+    """Random weights, large enough to matter: the usual 0.02 would leave attention nearly uniform."""
+    model = build(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            noise = torch.randn(tensor.shape, generator=generator)
+            if "norm" in name:
+                tensor.copy_(1 + 0.2 * noise)
+            elif "embed_tokens" in name:
+                tensor.copy_(0.5 * noise)
+            else:
+                tensor.copy_(0.25 * noise)
+    return model
+
+
+def with_layers(model, layer_types: list[str]):
+    """The same weights with other attention kinds (Mistral, which has one kind only, reads `sliding_window`)."""
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "layer_types"):
+        config.layer_types = layer_types
+    elif set(layer_types) == {"full_attention"}:
+        config.sliding_window = None
+    return build(config, model.state_dict())
+
+
+def layer_types_of(config) -> list[str]:
+    if getattr(config, "layer_types", None):
+        return config.layer_types
+    kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    return [kind] * config.num_hidden_layers
+
+
+@torch.no_grad()
+def run(model, tokens, attention_mask=None) -> torch.Tensor:
+    """Logits [B, T, V]; fails unless every layer attends to its visible keys and to nothing else."""
+    positions = None if attention_mask is None else (attention_mask.cumsum(1) - 1).clamp(min=0)
+    out = model(
+        tokens, attention_mask=attention_mask, position_ids=positions, output_attentions=True, use_cache=False
+    )
+    i, j = torch.arange(tokens.shape[1])[:, None], torch.arange(tokens.shape[1])[None, :]
+    real = torch.ones_like(tokens) if attention_mask is None else attention_mask
+    for layer, (kind, weights) in enumerate(zip(layer_types_of(model.config), out.attentions, strict=True)):
+        visible = (j <= i) & (j > i - WINDOW) if kind == "sliding_attention" else j <= i
+        visible = visible[None, None] & real[:, None, None, :].bool()
+        # Queries that are padding themselves see whatever eager attention gives them.
+        wrong = ((weights > 0) != visible) & real[:, None, :, None].bool()
+        assert not wrong.any(), (
+            f"layer {layer} ({kind}): {int(wrong.sum())} attention weights do not follow the mask"
+        )
+    return out.logits
+
+
+@torch.no_grad()
+def generate(model, seed: int) -> dict[str, torch.Tensor]:
+    """Greedy continuation of a left-padded batch with a cache, checked against a forward pass without one."""
+    rng = torch.Generator().manual_seed(seed)
+    width = max(PROMPT_LENGTHS)
+    mask = torch.stack([torch.arange(width) >= width - length for length in PROMPT_LENGTHS]).long()  # [B, P]
+    prompt = torch.randint(1, VOCAB, mask.shape, generator=rng) * mask
+    model.generation_config.eos_token_id = None  # always NEW_TOKENS tokens
+    tokens = model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS)
+    full_mask = torch.cat([mask, torch.ones(len(mask), NEW_TOKENS, dtype=torch.long)], dim=1)
+    step_logits = run(model, tokens, full_mask)[:, width - 1 : -1]  # [B, N, V]
+    new_tokens = tokens[:, width:]
+    assert torch.equal(step_logits.argmax(-1), new_tokens), "cached generation differs from the forward pass"
+    best = step_logits.topk(2, dim=-1).values
+    margin = float((best[..., 0] - best[..., 1]).min())
+    assert margin > MIN_MARGIN, f"two tokens are within {margin:.1e} of each other: choose another seed"
+    assert all(len(set(row.tolist())) > 4 for row in new_tokens), (
+        "the continuation repeats itself: choose another seed"
+    )
+    return dict(tokens=prompt, attention_mask=mask, new_tokens=new_tokens, step_logits=step_logits)
+
+
+def read_config(config: dict):
+    return AutoConfig.for_model(
+        **copy.deepcopy(config)
+    )  # a copy, because reading adds keys to the RoPE settings
+
+
+def legacy_config(config: dict) -> dict:
+    """The settings as transformers 4 spelled them, less the keys whose default says the same."""
+    legacy = dict(config)
+    rope = dict(legacy.pop("rope_parameters"))
+    legacy["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    # Both spellings of the key are common: Llama 3.1 says rope_type, Qwen2.5's page on YaRN says type.
+    legacy["rope_scaling"] = (
+        {"type" if kind == "yarn" else "rope_type": kind, **rope} if kind != "default" else None
+    )
+    legacy["torch_dtype"] = legacy.pop("dtype")
+    legacy["transformers_version"] = "4.46.0"
+    wanted = read_config(config)
+    for key in ("head_dim", "num_key_value_heads", "layer_types"):
+        without = {other: value for other, value in legacy.items() if other != key}
+        if getattr(read_config(without), key, None) == getattr(wanted, key, None):
+            legacy = without
+    reread = read_config(legacy)
+    reread.rope_parameters.pop("type", None)  # transformers adds rope_type and keeps this one
+    for key in (
+        "rope_parameters",
+        "sliding_window",
+        "layer_types",
+        "head_dim",
+        "num_key_value_heads",
+        "tie_word_embeddings",
+    ):
+        assert getattr(reread, key, None) == getattr(wanted, key, None), f"legacy_config.json changes {key}"
+    return legacy
+
+
+def write_case(folder: Path, name: str, seed: int) -> str:
+    """Write one case; return its line of the README table."""
+    config = read_config({**SHAPE, **CASES[name]})
+    model = make_model(config, seed)
+    tokens = torch.randint(0, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(100 + seed))
+    logits = run(model, tokens)
+    golden = dict(tokens=tokens, logits=logits)
+    kinds = layer_types_of(config)
+    if "sliding_attention" in kinds:
+        golden["logits_full"] = run(with_layers(model, ["full_attention"] * len(kinds)), tokens)
+        if "full_attention" in kinds:
+            golden["logits_window"] = run(with_layers(model, ["sliding_attention"] * len(kinds)), tokens)
+        for other in golden.keys() - {"tokens", "logits"}:
+            # The first window sees the same keys either way; everything after it must differ.
+            assert torch.allclose(golden[other][:, :WINDOW], logits[:, :WINDOW], atol=1e-5), other
+            difference = (golden[other] - logits)[:, WINDOW:].abs().amax(-1)  # [B, T - w]
+            assert difference.min() > 1e-2, (
+                f"{name}: {other} differs from logits by {difference.min():.1e} only"
+            )
+    elif config.rope_parameters["rope_type"] != "default":
+        plain = copy.deepcopy(config)
+        plain.rope_parameters = dict(rope_type="default", rope_theta=config.rope_parameters["rope_theta"])
+        unscaled = build(plain, model.state_dict())
+        assert (run(unscaled, tokens) - logits).abs().max() > 1e-1, f"{name}: RoPE scaling changes nothing"
+
+    generated = generate(model, seed) if name in GENERATED else None
+    model.save_pretrained(folder, max_shard_size="100KB" if name == SHARDED else "1GB")
+    save(folder / "golden.safetensors", golden)
+    if generated is not None:
+        save(folder / "generation.safetensors", generated)
+
+    legacy = legacy_config(json.loads((folder / "config.json").read_text()))
+    (folder / "legacy_config.json").write_text(json.dumps(legacy, indent=2, sort_keys=True) + "\n")
+
+    letters = "".join("w" if kind == "sliding_attention" else "F" for kind in kinds)
+    tied = "tied" if config.tie_word_embeddings else "untied"
+    head_dim = model.model.layers[0].self_attn.head_dim
+    heads = f"{config.num_attention_heads}/{config.num_key_value_heads} x {head_dim}"
+    rope = f"{config.rope_parameters['rope_type']}, theta {config.rope_parameters['rope_theta']:g}"
+    cells = [f"`{name}`", config.model_type, f"`{letters}`", heads, rope, tied, f"{float(logits.std()):.2f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    save_file(
+        {
+            n: np.ascontiguousarray(a.astype(np.int32 if a.dtype == np.int64 else a.dtype))
+            for n, a in arrays.items()
+        },
+        path,
+    )
+
+
+def rope_goldens() -> dict:
+    """By setting: rope_parameters, head_dim, inv_freq [head_dim / 2] and attention_factor."""
+    goldens = {}
+    for name, rope in ROPE_SETTINGS.items():
+        config = read_config(
+            dict(model_type="llama", head_dim=128, max_position_embeddings=131072, rope_parameters=rope)
+        )
+        if rope["rope_type"] == "default":
+            model = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+            inv_freq, factor = model.inv_freq, model.attention_scaling
+        else:
+            inv_freq, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device="cpu")
+        goldens[name] = dict(
+            rope_parameters=rope,
+            head_dim=128,
+            inv_freq=[float(f) for f in inv_freq],
+            attention_factor=float(factor),
+        )
+    return goldens
+
+
+README = """# Golden files
+
+What tiny random Hugging Face models compute, for the parity tests. Written by `scripts/make_goldens.py` with
+transformers {transformers}, torch {torch} (CPU, float32, eager attention); do not edit by hand.
+
+Each folder is one model as `save_pretrained` writes it, and beside it:
+
+- `golden.safetensors`: `tokens` int32 [{batch}, {length}], `logits` float32 [{batch}, {length}, {vocab}]. Models with
+  windowed layers (w = {window}, counting the query's own key) also have `logits_full`, the same weights with full
+  attention in every layer. Those that mix both kinds have `logits_window` too, with windows in every layer.
+- `legacy_config.json`: the same settings as transformers 4 spelled them (`rope_theta`, `rope_scaling`,
+  `torch_dtype`).
+- `generation.safetensors` (in {generated}): a left-padded batch `tokens` int32
+  [2, {prompt}] with `attention_mask` (0 = padding), its greedy continuation `new_tokens` int32 [2, {new}], and the
+  logits it was taken from, `step_logits` float32 [2, {new}, {vocab}].
+
+`{sharded}` is split into several safetensors files with an index. `rope.json` holds inverse frequencies and
+attention factors of RoPE settings of released models and some rarer ones, by name.
+
+The script fails unless every layer's attention weights are positive exactly at the visible keys, windowed logits
+differ from full ones after the first window (and agree inside it), RoPE scaling changes the logits, and cached
+generation equals the forward pass.
+
+| folder | model_type | layers (F full, w window) | heads/KV x head_dim | RoPE | embeddings | std of logits |
+|---|---|---|---|---|---|---|
+{table}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "tests" / "golden")
+    out = parser.parse_args().out
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)  # the order of sums must not depend on the machine's cores
+    table = []
+    for seed, name in enumerate(CASES):
+        shutil.rmtree(out / name, ignore_errors=True)
+        table.append(write_case(out / name, name, seed))
+        print(table[-1])
+    (out / "rope.json").write_text(json.dumps(rope_goldens(), indent=1) + "\n")
+    text = README.format(
+        transformers=transformers.__version__,
+        torch=torch.__version__.split("+")[0],
+        batch=BATCH,
+        length=LENGTH,
+        vocab=VOCAB,
+        window=WINDOW,
+        generated=", ".join(f"`{name}`" for name in GENERATED),
+        prompt=max(PROMPT_LENGTHS),
+        new=NEW_TOKENS,
+        sharded=SHARDED,
+        table="\n".join(table),
+    )
+    (out / "README.md").write_text(text)
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    print(f"{len(CASES)} models, {size / 1e6:.2f} MB in {out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Negative log-likelihood of known text: of answers after a prompt, and of plain text (perplexity).
+
+Everything is teacher-forced: one forward pass a batch, no generation. Logits are computed only where a label is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from swa_jax.attention import NEVER, LayerPlan, kinds_of, layer_plan
+from swa_jax.evaluate.bootstrap import Estimate, bootstrap
+from swa_jax.evaluate.examples import Example
+from swa_jax.model import Decoder
+from swa_jax.objectives import token_loss
+from swa_jax.pattern import FULL, WINDOW, AttentionPattern
+
+LENGTH_STEP = 64  # padded lengths are multiples of it, so that lengths near each other share one compilation
+
+
+class AnswerScores(NamedTuple):
+    """What a teacher-forced pass says of each answer."""
+
+    nll: np.ndarray  # [N] f64, nats a token: the mean over the answer's tokens
+    exact: np.ndarray  # [N] bool: every answer token is the likeliest one (greedy decoding gives the answer)
+
+
+def answer_nll(
+    model: Decoder,
+    examples: Sequence[Example],
+    *,
+    batch_size: int = 8,
+    full_attention_decode: bool | None = None,
+) -> np.ndarray:
+    """Mean negative log-likelihood of each example's answer tokens given its prompt: [N] float64, nats a token.
+
+    Prompt and answer go through the model in one pass. Under full-attention decode the query *at* the first answer
+    label is the first that sees everything; the one before, which predicts that label, is still a prompt query.
+
+    Args:
+      full_attention_decode: None takes the model's pattern's.
+
+    Raises:
+      ValueError: no examples, or one whose prompt or answer is empty.
+    """
+    return score_answers(model, examples, batch_size=batch_size, full_attention_decode=full_attention_decode).nll
+
+
+def score_answers(
+    model: Decoder,
+    examples: Sequence[Example],
+    *,
+    batch_size: int = 8,
+    full_attention_decode: bool | None = None,
+    pattern: AttentionPattern | None = None,
+) -> AnswerScores:
+    """As `answer_nll`, and whether greedy decoding would give the answer; under `pattern` if given, else the model's.
+
+    Patterns of full and windowed layers with the same window and sink tokens share one compilation for each padded
+    length: the layer map and the boundary of full-attention decode are data.
+    """
+    pattern = model.pattern if pattern is None else pattern
+    if full_attention_decode is None:
+        full_attention_decode = pattern.full_attention_decode
+    kinds = kinds_of(pattern)
+    if pattern.sliding_window is not None and set(kinds) <= {FULL, WINDOW}:
+        kinds = (FULL, WINDOW)
+    plan = layer_plan(pattern, model.config.num_key_value_heads, kinds)
+    graph, weights = _shared_graph(model, pattern, kinds)
+    nll, exact = np.empty(len(examples)), np.empty(len(examples), bool)
+    for index, batch in answer_batches(examples, batch_size, full_attention_decode):
+        mean, right = _score(graph, weights, batch, plan, kinds)
+        nll[index] = np.asarray(mean, np.float64)[: len(index)]
+        exact[index] = np.asarray(right)[: len(index)]
+    return AnswerScores(nll, exact)
+
+
+def _shared_graph(model: Decoder, pattern: AttentionPattern, kinds: tuple[str, ...]) -> tuple[Any, nnx.State]:
+    """The model split for jit, its pattern (which is static) reduced to what the layer map does not say."""
+    if kinds == (FULL, WINDOW):
+        pattern = dataclasses.replace(pattern, layer_types=(WINDOW,) * pattern.num_layers, full_attention_decode=False)
+    return nnx.split(model if model.pattern == pattern else model.with_pattern(pattern))
+
+
+class AnswerBatch(NamedTuple):
+    """Prompts with their answers, right-padded; rows that only fill up the batch repeat the last example."""
+
+    tokens: np.ndarray  # [B, T] int32
+    segment_ids: np.ndarray  # [B, T] int32: 1, and 0 on padding
+    full_from: np.ndarray  # [B] int32
+    queries: np.ndarray  # [B, A] int32: the position that predicts each label
+    labels: np.ndarray  # [B, A] int32
+    weights: np.ndarray  # [B, A] f32: 1, and 0 on padding
+
+
+def answer_batches(
+    examples: Sequence[Example], batch_size: int, full_attention_decode: bool
+) -> Iterator[tuple[np.ndarray, AnswerBatch]]:
+    """Batches of one size, by length, each with the indices of its examples."""
+    if not examples:
+        raise ValueError("examples is empty: give at least one example")
+    for i, example in enumerate(examples):
+        if not example.prompt or not example.answer:
+            raise ValueError(f"examples[{i}] has an empty {'prompt' if not example.prompt else 'answer'}")
+    lengths = [len(e.prompt) + len(e.answer) for e in examples]
+    order = np.argsort(lengths, kind="stable")
+    batch_size = min(batch_size, len(examples))
+    answer_length = max(len(e.answer) for e in examples)
+    for start in range(0, len(order), batch_size):
+        index = order[start : start + batch_size]
+        rows = [examples[i] for i in index] + [examples[index[-1]]] * (batch_size - len(index))
+        length = _round_up(max(len(e.prompt) + len(e.answer) for e in rows), LENGTH_STEP)
+        tokens, segments = np.zeros((batch_size, length), np.int32), np.zeros((batch_size, length), np.int32)
+        queries, labels = np.zeros((batch_size, answer_length), np.int32), np.zeros((batch_size, answer_length), np.int32)
+        weights = np.zeros((batch_size, answer_length), np.float32)
+        for row, example in enumerate(rows):
+            prompt, answer = len(example.prompt), len(example.answer)
+            tokens[row, : prompt + answer] = [*example.prompt, *example.answer]
+            segments[row, : prompt + answer] = 1
+            queries[row, :answer] = np.arange(prompt - 1, prompt + answer - 1)
+            labels[row, :answer] = example.answer
+            weights[row, :answer] = 1
+        boundary = [len(e.prompt) if full_attention_decode else NEVER for e in rows]
+        yield index, AnswerBatch(tokens, segments, np.array(boundary, np.int32), queries, labels, weights)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "kinds"))
+def _score(
+    graph: Any, weights: nnx.State, batch: AnswerBatch, plan: LayerPlan, kinds: tuple[str, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Mean NLL of the labels of each row [B] f32, and whether all of them are the likeliest token [B] bool."""
+    model: Decoder = nnx.merge(graph, weights)
+    hidden, _ = model.features(
+        batch.tokens, segment_ids=batch.segment_ids, full_from=batch.full_from, plan=plan, kinds=kinds
+    )
+    hidden = jnp.take_along_axis(hidden, batch.queries[:, :, None], axis=1)  # [B, A, d]
+    loss = token_loss(hidden, model.head(), batch.labels, batch.weights)
+    count = batch.weights.sum(1)
+    return loss.nll.sum(1) / count, loss.correct.sum(1) == count
+
+
+# ---- plain text ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Perplexity:
+    """Perplexity of a text. `nll` is the mean and its 95 % interval over the passes, nats a token."""
+
+    perplexity: float
+    nll: Estimate
+    num_tokens: int  # tokens scored: all but the first
+    token_nll: np.ndarray  # [num_tokens] f64: of tokens 1, 2, ... of the text
+
+
+def perplexity(
+    model: Decoder, tokens: Sequence[int], *, context: int, stride: int | None = None, batch_size: int = 8
+) -> Perplexity:
+    """Perplexity of one text; every token but the first is scored exactly once.
+
+    The attention window is the pattern's (`model.with_pattern` sets another one than the model was trained with);
+    `context` is how much text one pass sees. The text is cut into passes of `context` tokens that start every `stride`
+    tokens. `stride=None` is chunked: passes do not overlap and their first tokens have little context. A smaller stride
+    slides: each pass scores only what those before it have not, with at least `context - stride` tokens before it.
+
+    Args:
+      tokens: the text, at least 2 token ids.
+      context: tokens a pass.
+      stride: tokens from one pass to the next, at most `context`.
+
+    Raises:
+      ValueError: too few tokens, or a stride that is not between 1 and `context`.
+    """
+    text = np.asarray(tokens, np.int32)
+    stride = context if stride is None else stride
+    if text.ndim != 1 or text.size < 2:
+        raise ValueError(f"tokens must be a list of at least 2 ids, got shape {text.shape}")
+    if not 1 <= stride <= context:
+        raise ValueError(f"stride must be between 1 and context ({context}), got {stride}")
+    context = min(context, text.size - 1)
+    stride = min(stride, context)
+    passes = max(1, -(-(text.size - 1 - context) // stride) + 1)
+    graph, state = nnx.split(model)
+    token_nll, by_pass = np.zeros(text.size - 1), []
+    inputs, labels = np.zeros((passes, context), np.int32), np.zeros((passes, context), np.int32)
+    weights = np.zeros((passes, context), np.float32)
+    scored = 0  # labels before this one are done
+    for row in range(passes):
+        start = row * stride
+        end = min(start + context, text.size - 1)
+        inputs[row, : end - start] = text[start:end]
+        labels[row, scored - start : end - start] = text[scored + 1 : end + 1]
+        weights[row, scored - start : end - start] = 1
+        scored = end
+    for first in range(0, passes, batch_size):
+        rows = np.arange(first, min(first + batch_size, passes))
+        padded = np.resize(rows, min(batch_size, passes))
+        nll = np.asarray(_text_nll(graph, state, inputs[padded], labels[padded], weights[padded]), np.float64)
+        for row, values in zip(rows, nll, strict=False):
+            where = np.flatnonzero(weights[row])
+            token_nll[row * stride + where] = values[where]
+            by_pass.append(values[where].mean())
+    mean = float(token_nll.mean())
+    interval = bootstrap(by_pass)
+    return Perplexity(float(np.exp(mean)), Estimate(mean, interval.low, interval.high), token_nll.size, token_nll)
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _text_nll(graph: Any, state: nnx.State, tokens: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
+    model: Decoder = nnx.merge(graph, state)
+    hidden, _ = model.features(tokens)
+    return token_loss(hidden, model.head(), labels, weights).nll
+
+
+def _round_up(length: int, step: int) -> int:
+    return -(-length // step) * step

@@ -1,0 +1,219 @@
+"""The decoder: embeddings, stacked and scanned layers, head. One module for every family and every pattern."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pallas_kernels.spec import segment_positions
+from swa_jax.attention import (
+    Attention,
+    AttentionContext,
+    LayerPlan,
+    Routing,
+    kinds_of,
+    layer_plan,
+    model_spec,
+)
+from swa_jax.cache import CacheLayout, KVCache, read, ring_entry, ring_positions, write_prompt, write_token
+from swa_jax.config import ModelConfig
+from swa_jax.decode import decode_layer, layer_places
+from swa_jax.layers import RMSNorm, SwiGLU, linear, rope_tables
+from swa_jax.pattern import SWITCH, AttentionPattern
+
+
+class Block(nnx.Module):
+    """One pre-norm decoder layer."""
+
+    def __init__(self, config: ModelConfig, routed: bool, dtype: jnp.dtype, *, rngs: nnx.Rngs):
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.attention = Attention(config, routed, dtype, rngs)
+        self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp = SwiGLU(config, dtype, rngs)
+
+    def feed_forward(self, x: jax.Array) -> jax.Array:
+        return x + self.mlp(self.post_attention_norm(x))
+
+
+class Decoder(nnx.Module):
+    """A causal language model. `model(tokens [B, T]) -> logits [B, T, V]` f32.
+
+    The parameter tree does not depend on the pattern, but for the routers, which exist if any layer is routed.
+    """
+
+    def __init__(
+        self, config: ModelConfig, pattern: AttentionPattern, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs
+    ):
+        pattern.validate(config)
+        self.config, self.pattern = config, pattern
+        dtype = jnp.dtype(dtype)  # one spelling, so that equal models hash alike and share compilations
+        routed = SWITCH in pattern.layer_types
+        init = nnx.initializers.normal(config.initializer_range)
+        self.embedding = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_size), dtype))
+
+        @nnx.split_rngs(splits=config.num_hidden_layers)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def stack(rngs: nnx.Rngs) -> Block:
+            return Block(config, routed, dtype, rngs=rngs)
+
+        self.layers = stack(rngs)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = linear(config.hidden_size, config.vocab_size, False, config, dtype, rngs)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        full_from: jax.Array | None = None,
+    ) -> jax.Array:
+        """tokens [B, T] int32 -> logits [B, T, V] f32.
+
+        Args:
+          segment_ids: [B, T] int32; tokens see only their own segment, 0 is padding. None: one segment.
+          positions: [B, T] int32; None counts from the start of each segment.
+          full_from: [B] or [B, segments] int32; queries of windowed layers at this position or later see everything.
+        """
+        hidden, _ = self.features(tokens, segment_ids=segment_ids, positions=positions, full_from=full_from)
+        return self.logits(hidden)
+
+    def features(
+        self,
+        tokens: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        full_from: jax.Array | None = None,
+        plan: LayerPlan | None = None,
+        kinds: tuple[str, ...] | None = None,
+        remat: bool = False,
+    ) -> tuple[jax.Array, Routing]:
+        """The normed hidden states [B, T, d] and every layer's routing [L, B, T].
+
+        `plan` and `kinds` replace the pattern's layer map by data, so that a search over patterns compiles once.
+        """
+        kinds = kinds or kinds_of(self.pattern)
+        plan = plan or self._plan(kinds)
+        context = self._context(tokens, kinds, segment_ids, positions, full_from)
+        graph, weights = nnx.split(self.layers)
+
+        def layer(x: jax.Array, scanned: tuple[nnx.State, LayerPlan]) -> tuple[jax.Array, Routing]:
+            block = nnx.merge(graph, scanned[0])
+            mixed, routing, _ = block.attention(block.input_norm(x), scanned[1], context)
+            return block.feed_forward(x + mixed), routing
+
+        x, routing = jax.lax.scan(jax.checkpoint(layer) if remat else layer, self.embed(tokens), (weights, plan))
+        return self.norm(x), routing
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        return self.embedding[...][tokens]  # [B, T, d]
+
+    def head(self) -> jax.Array:
+        """The output matrix [d, V]."""
+        return self.embedding[...].T if self.config.tie_word_embeddings else self.lm_head.kernel[...]
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [..., d] -> logits [..., V] f32."""
+        return jnp.einsum("...d,dv->...v", hidden, self.head(), preferred_element_type=jnp.float32)
+
+    def with_pattern(self, pattern: AttentionPattern, *, rngs: nnx.Rngs | None = None) -> Decoder:
+        """The same weights under another pattern (arrays are shared). Routed layers get fresh routers from `rngs`."""
+        pattern.validate(self.config)
+        routed = SWITCH in pattern.layer_types
+        dtype = self.embedding[...].dtype
+        other = nnx.eval_shape(lambda: Decoder(self.config, pattern, dtype=dtype, rngs=nnx.Rngs(0)))
+        graph, wanted = nnx.split(other)
+        mine = dict(nnx.to_flat_state(nnx.state(self)))
+        if routed and not hasattr(self.layers.attention, "router"):
+            fresh = nnx.state(Decoder(self.config, pattern, dtype=dtype, rngs=rngs or nnx.Rngs(0)))
+            mine = dict(nnx.to_flat_state(fresh)) | mine
+        kept = {path: mine[path] for path, _ in nnx.to_flat_state(wanted)}
+        return nnx.merge(graph, nnx.from_flat_state(kept))
+
+    # ---- generation: a prompt into the cache, then one token at a time ----
+
+    def prefill(self, tokens: jax.Array, lengths: jax.Array, cache: KVCache, layout: CacheLayout) -> tuple[jax.Array, KVCache]:
+        """Right-padded prompts [B, T] of `lengths` [B] -> logits of each last token [B, V] f32, and the filled cache."""
+        segments = (jnp.arange(tokens.shape[1])[None] < lengths[:, None]).astype(jnp.int32)
+        kinds = kinds_of(self.pattern)
+        context = self._context(tokens, kinds, segments, None, None)
+        graph, weights = nnx.split(self.layers)
+        ring = ring_positions(layout, lengths)
+
+        def layer(carry: tuple[jax.Array, KVCache], scanned: tuple) -> tuple[tuple[jax.Array, KVCache], None]:
+            (x, cache), (weights, plan, place) = carry, scanned
+            block = nnx.merge(graph, weights)
+            mixed, _, (k, v) = block.attention(block.input_norm(x), plan, context)
+            cache = dataclasses.replace(
+                cache,
+                k_whole=write_prompt(cache.k_whole, place.whole_slots, k, None),
+                v_whole=write_prompt(cache.v_whole, place.whole_slots, v, None),
+                k_ring=write_prompt(cache.k_ring, place.ring_slots, k, ring),
+                v_ring=write_prompt(cache.v_ring, place.ring_slots, v, ring),
+            )
+            return (block.feed_forward(x + mixed), cache), None
+
+        cache = dataclasses.replace(cache, lengths=lengths)
+        scanned = (weights, self._plan(kinds), layer_places(layout))
+        (x, cache), _ = jax.lax.scan(layer, (self.embed(tokens), cache), scanned)
+        last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0]  # [B, d]
+        return self.logits(self.norm(last)), cache
+
+    def decode_step(
+        self, tokens: jax.Array, cache: KVCache, layout: CacheLayout, full_from: jax.Array | None = None
+    ) -> tuple[jax.Array, KVCache]:
+        """One new token a sequence, tokens [B] -> logits [B, V] f32 of what follows, and the cache with it in.
+
+        `full_from` [B]: the length of each prompt under full-attention decode, else None.
+        """
+        context = self._context(tokens[:, None], kinds_of(self.pattern), None, cache.lengths[:, None], full_from)
+        graph, weights = nnx.split(self.layers)
+        lengths = cache.lengths + 1
+        entry, ring = ring_entry(layout, cache.lengths), ring_positions(layout, lengths)
+
+        def layer(carry: tuple[jax.Array, KVCache], scanned: tuple) -> tuple[tuple[jax.Array, KVCache], None]:
+            (x, cache), (weights, plan, place) = carry, scanned
+            block = nnx.merge(graph, weights)
+            normed = block.input_norm(x)
+            q, k, v = block.attention.qkv(normed, context)
+            _, gate = block.attention.route(normed)
+            cache = dataclasses.replace(
+                cache,
+                k_whole=write_token(cache.k_whole, place.whole_slots, k, cache.lengths),
+                v_whole=write_token(cache.v_whole, place.whole_slots, v, cache.lengths),
+                k_ring=write_token(cache.k_ring, place.ring_slots, k, entry),
+                v_ring=write_token(cache.v_ring, place.ring_slots, v, entry),
+            )
+            mixed = decode_layer(self.config, q, gate[:, 0], cache, layout, place, plan, context, lengths, ring)
+            return (block.feed_forward(x + block.attention.output(mixed)), cache), None
+
+        scanned = (weights, self._plan(context.kinds), layer_places(layout))
+        (x, cache), _ = jax.lax.scan(layer, (self.embed(tokens[:, None]), cache), scanned)
+        return self.logits(self.norm(x[:, 0])), dataclasses.replace(cache, lengths=lengths)
+
+    def _plan(self, kinds: tuple[str, ...]) -> LayerPlan:
+        return layer_plan(self.pattern, self.config.num_key_value_heads, kinds)
+
+    def _context(
+        self,
+        tokens: jax.Array,
+        kinds: tuple[str, ...],
+        segment_ids: jax.Array | None,
+        positions: jax.Array | None,
+        full_from: jax.Array | None,
+    ) -> AttentionContext:
+        cos = sin = None
+        if self.config.uses_rope:
+            turned = positions
+            if turned is None and segment_ids is not None:
+                turned = segment_positions(segment_ids)
+            if turned is None:
+                turned = jnp.arange(tokens.shape[1])[None]
+            cos, sin = rope_tables(self.config, turned)
+        spec = model_spec(self.config, self.pattern)
+        return AttentionContext(spec, kinds, cos, sin, segment_ids, positions, full_from)

@@ -1,0 +1,82 @@
+"""Reading a `tokenizer.json`, and learning the small byte-level BPE of the recall model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+END_OF_TEXT = "<eos>"
+
+# One digit a piece; a word carries the blank or hyphen before it, punctuation the blanks around it. A needle
+# sentence thus becomes few tokens: " brave" "-otter" " is" ": " "1" "2" ...
+_PIECES = r"\p{N}|[ \-]?\p{L}+| ?[^\s\p{L}\p{N}]+ ?|\s+"
+
+
+class Tokenizer:
+    """Text to ids and back; ids never include special tokens unless the text spells them out."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, eos_token: str | None = None):
+        self.backend = backend
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.eos_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
+        if eos_token is not None and self.eos_id is None:
+            raise ValueError(f"the tokenizer has no token {eos_token!r}, named as its end-of-text token")
+
+    def encode(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids; special tokens are left out."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:
+    """Read `tokenizer.json` at `path` or inside the folder `path`.
+
+    Without `eos_token`, the folder's `tokenizer_config.json` names it; failing that, `<eos>` if there is one.
+    """
+    path = Path(path)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"no tokenizer at {file}; expected a tokenizer.json")
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    backend.no_padding()
+    backend.no_truncation()
+    if eos_token is None:
+        eos_token = _configured_eos(file.with_name("tokenizer_config.json"))
+    if eos_token is None and backend.token_to_id(END_OF_TEXT) is not None:
+        eos_token = END_OF_TEXT
+    return Tokenizer(backend, eos_token)
+
+
+def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learn a byte-level BPE of `vocab_size` tokens, `<eos>` (id 0) and the 256 bytes included.
+
+    Every digit is a token of its own. Equal texts in equal order give an equal vocabulary.
+    """
+    if vocab_size < 257:
+        raise ValueError(f"vocab_size is {vocab_size}; the 256 bytes and {END_OF_TEXT} alone are 257")
+    backend = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(_PIECES), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return Tokenizer(backend, END_OF_TEXT)
+
+
+def _configured_eos(file: Path) -> str | None:
+    if not file.is_file():
+        return None
+    token = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+    return token["content"] if isinstance(token, dict) else token

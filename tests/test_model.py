@@ -1,0 +1,359 @@
+"""The decoder under every pattern: caches against the full forward pass, packing, padding, and what a pattern costs."""
+
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_models import LAYERS, PATTERNS, SIGMOID, SOFTMAX, WINDOW_SIZE, base_model, make, model_of
+
+from swa_jax.attention import kinds_of, layer_plan
+from swa_jax.cache import allocate, cache_bytes, cache_layout
+from swa_jax.config import ConfigError, ModelConfig
+from swa_jax.model import Decoder
+
+NEW = 8
+LENGTHS = (1, 2, WINDOW_SIZE - 1, WINDOW_SIZE, WINDOW_SIZE + 1, 3 * WINDOW_SIZE - NEW + 1, 3 * WINDOW_SIZE)
+MAX_LENGTH = 3 * WINDOW_SIZE + NEW  # 26
+F32 = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def random_tokens(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).integers(0, SOFTMAX.vocab_size, shape), jnp.int32)
+
+
+@nnx.jit
+def forward(model, tokens, **options):
+    return model(tokens, **options)
+
+
+@functools.partial(nnx.jit, static_argnames="max_length")
+def teacher_forced(model, tokens, lengths, max_length):
+    """Prefill, then NEW given tokens through the cache: logits [B, 1 + NEW, V] of what follows each."""
+    layout = cache_layout(model.pattern, model.config.num_key_value_heads, max_length)
+    cache = allocate(layout, tokens.shape[0], model.config.head_dim, model.embedding[...].dtype)
+    full_from = lengths if model.pattern.full_attention_decode else None
+    prompts = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
+    first, cache = model.prefill(prompts, lengths, cache, layout)
+
+    def step(cache, _):
+        token = jnp.take_along_axis(tokens, cache.lengths[:, None], axis=1)[:, 0]
+        logits, cache = model.decode_step(token, cache, layout, full_from)
+        return cache, logits
+
+    _, rest = jax.lax.scan(step, cache, length=NEW)
+    return jnp.concatenate([first[:, None], rest.transpose(1, 0, 2)], axis=1)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_decode_equals_the_full_forward(name):
+    """Totals 1 .. 3w + 8 through prompts of 1, 2, w-1, w, w+1, 2w-1 and 3w tokens and eight decoded ones."""
+    model, lengths = model_of(name), jnp.array(LENGTHS)
+    tokens = random_tokens(len(LENGTHS), MAX_LENGTH)
+    options = {"full_from": lengths} if model.pattern.full_attention_decode else {}
+    expected = forward(model, tokens, **options)
+    at = (lengths[:, None] - 1 + jnp.arange(1 + NEW))[..., None]  # [B, 1 + NEW, 1]
+    expected = jnp.take_along_axis(expected, jnp.minimum(at, MAX_LENGTH - 1), axis=1)
+    actual = teacher_forced(model, tokens, lengths, MAX_LENGTH)
+    np.testing.assert_allclose(actual, expected, atol=5e-5, rtol=1e-4)  # logits of order ten
+
+
+@pytest.mark.parametrize("max_length", [MAX_LENGTH, MAX_LENGTH + 11])
+def test_decode_with_a_window_that_never_fills(max_length):
+    model = base_model(SOFTMAX).with_pattern(make("wwFw", sliding_window=MAX_LENGTH, num_sink_tokens=1))
+    tokens, lengths = random_tokens(2, MAX_LENGTH), jnp.array([4, 18])
+    expected = forward(model, tokens)
+    actual = teacher_forced(model, tokens, lengths, max_length)
+    for row, start in enumerate((4, 18)):
+        np.testing.assert_allclose(
+            actual[row, :NEW], expected[row, start - 1 : start - 1 + NEW], atol=5e-5, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("name", [name for name in PATTERNS if name != "full"])
+def test_patterns_differ_from_full_attention(name):
+    """Otherwise the comparisons above would prove nothing."""
+    model = model_of(name)
+    full = base_model(model.config).with_pattern(make("FFFF", sliding_window=None))
+    tokens = random_tokens(len(LENGTHS), MAX_LENGTH)
+    difference = jnp.abs(forward(model, tokens) - forward(full, tokens)).max(axis=(0, 2))  # [T]
+    # Beyond the window something differs; within it (plus the sink tokens) nothing can.
+    assert difference[model.pattern.sliding_window + model.pattern.num_sink_tokens :].max() > 1e-2
+    np.testing.assert_allclose(difference[: model.pattern.sliding_window], 0, atol=5e-5)
+
+
+def test_gates_are_of_both_kinds():
+    _, routing = model_of("switch").features(random_tokens(4, MAX_LENGTH))
+    gate = np.asarray(routing.gate)
+    assert set(np.unique(gate)) == {0.0, 1.0}
+    routed = np.array([True, True, False, True])
+    assert np.all((gate.mean(axis=(1, 2)) > 0.1)[routed])
+    assert np.all((gate.mean(axis=(1, 2)) < 0.9)[routed])
+    assert np.all(np.asarray(routing.logit)[~routed] == 0)
+    assert np.all(gate[~routed] == 0)
+    assert np.all(np.asarray(routing.disagreement)[~routed] == 0)
+    assert np.all(np.asarray(routing.disagreement)[routed].max(axis=(1, 2)) > 0)
+
+
+# ---- caches ----
+
+
+@pytest.mark.parametrize("max_length", [5, 7, 64])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_cache_bytes_are_those_of_the_formula(name, max_length):
+    config, pattern = PATTERNS[name]
+    layout = cache_layout(pattern, config.num_key_value_heads, max_length)
+    cache = allocate(layout, 3, config.head_dim, jnp.bfloat16)
+    expected = 0  # spelled out: heads that see everything hold T_max entries, others their window and sink tokens
+    for kind, heads in zip(pattern.layer_types, pattern.full_kv_heads, strict=True):
+        for head in range(config.num_key_value_heads):
+            whole = kind in ("full_attention", "switch_attention") or head in heads
+            if whole or pattern.full_attention_decode:
+                entries = max_length
+            else:
+                entries = min(pattern.sliding_window + pattern.num_sink_tokens, max_length)
+            expected += 3 * entries * 2 * config.head_dim * 2
+    assert cache.nbytes == sum(np.asarray(pool).nbytes for pool in jax.tree.leaves(cache)) - 3 * 4  # less `lengths`
+    assert cache.nbytes == expected == cache_bytes(config, pattern, 3, max_length, itemsize=2)
+
+
+def test_decoding_keeps_the_cache_in_place():
+    """The loop carries the cache: a step's temporary memory is far below a copy of it."""
+    model, max_length = model_of("every-kind"), 4096
+    graph, weights = nnx.split(model)
+    layout = cache_layout(model.pattern, 2, max_length)
+
+    @functools.partial(jax.jit, donate_argnames="cache")
+    def step(weights, tokens, cache):
+        return nnx.merge(graph, weights).decode_step(tokens, cache, layout)
+
+    cache = jax.eval_shape(lambda: allocate(layout, 16, 8, jnp.float32))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    memory = step.lower(weights, jax.ShapeDtypeStruct((16,), jnp.int32), cache).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= 0.99 * size
+    # One layer's keys and values, transposed for the attention op, and its logits.
+    assert memory.temp_size_in_bytes < 0.75 * size
+
+
+# ---- packing, padding, positions ----
+
+
+@pytest.mark.parametrize("name", ["every-kind", "swat-every-kind"])
+def test_left_padded_batch_equals_each_alone(name):
+    model, width = model_of(name), 22
+    tokens = random_tokens(3, width)
+    lengths = (22, 15, 3)
+    segments = jnp.stack([(jnp.arange(width) >= width - n).astype(jnp.int32) for n in lengths])
+    batched = forward(model, tokens, segment_ids=segments)
+    for row, length in enumerate(lengths):
+        alone = forward(model, tokens[row : row + 1, width - length :])
+        np.testing.assert_allclose(batched[row, width - length :], alone[0], atol=5e-5, rtol=1e-4)
+    assert jnp.isfinite(batched).all()
+
+
+@pytest.mark.parametrize("name", ["every-kind", "swat-every-kind"])
+def test_packed_documents_do_not_see_each_other(name):
+    model = model_of(name)
+    segments = jnp.array([[1] * 9 + [2] * 14 + [0] * 3])
+    one = random_tokens(1, 26)
+    other = one.at[:, :9].set((one[:, :9] + 1) % 61).at[:, 23:].set(0)
+    a, b = forward(model, one, segment_ids=segments), forward(model, other, segment_ids=segments)
+    assert np.abs(a[:, :9] - b[:, :9]).max() > 1e-2
+    np.testing.assert_array_equal(a[:, 9:23], b[:, 9:23])  # bit-equal
+    alone = forward(model, one[:, 9:23])
+    np.testing.assert_allclose(a[:, 9:23], alone, atol=5e-5, rtol=1e-4)
+
+
+def test_packed_full_from_has_a_column_a_segment():
+    model = model_of("window+fa-decode")
+    segments, tokens = jnp.array([[1] * 12 + [2] * 14]), random_tokens(1, 26)
+    packed = forward(model, tokens, segment_ids=segments, full_from=jnp.array([[100, 10]]))
+    np.testing.assert_allclose(packed[:, :12], forward(model, tokens[:, :12]), atol=5e-5, rtol=1e-4)
+    expected = forward(model, tokens[:, 12:], full_from=jnp.array([10]))
+    np.testing.assert_allclose(packed[:, 12:], expected, atol=5e-5, rtol=1e-4)
+    windowed = forward(model, tokens[:, 12:])
+    np.testing.assert_array_equal(np.abs(expected - windowed).max(axis=(0, 2)) > 1e-3, np.arange(14) >= 10)
+
+
+def test_positions():
+    model, tokens = model_of("interleave"), random_tokens(2, 15)
+    default = forward(model, tokens)
+    index = jnp.broadcast_to(jnp.arange(15), (2, 15))
+    np.testing.assert_allclose(forward(model, tokens, positions=index), default, atol=5e-5, rtol=1e-4)
+    # Rotary embeddings and windows go by distance, so that a shift changes nothing; a stretch does.
+    np.testing.assert_allclose(forward(model, tokens, positions=index + 7), default, atol=1e-4, rtol=1e-4)
+    assert np.abs(forward(model, tokens, positions=2 * index) - default).max() > 1e-2
+
+
+# ---- patterns as data, weights and layer maps ----
+
+
+def test_routed_layers_choose_a_branch():
+    model = base_model(SOFTMAX).with_pattern(make("SSSS", num_sink_tokens=2))
+    tokens = random_tokens(2, 20)
+    outputs = {}
+    for bias in (-100.0, 100.0):
+        proj = nnx.clone(model).layers.attention.router.proj
+        biased = nnx.clone(model)
+        biased.layers.attention.router.proj.bias = nnx.Param(jnp.full_like(proj.bias[...], bias))
+        outputs[bias] = forward(biased, tokens)
+    window = forward(model.with_pattern(make("wwww", num_sink_tokens=2)), tokens)
+    full = forward(model.with_pattern(make("FFFF", sliding_window=None)), tokens)
+    np.testing.assert_allclose(outputs[-100.0], window, atol=5e-5, rtol=1e-4)
+    np.testing.assert_allclose(outputs[100.0], full, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
+def test_parameters_do_not_depend_on_the_pattern(config):
+    def tree(pattern):
+        state = nnx.state(nnx.eval_shape(lambda: Decoder(config, pattern, rngs=nnx.Rngs(0))))
+        return {path: leaf.shape for path, leaf in nnx.to_flat_state(state)}
+
+    plain = tree(make("FFFF", sliding_window=None))
+    for types, heads in (("wwww", ()), ("wFwF", ()), ("hwFh", ((0,), (), (), (1,)))):
+        assert tree(make(types, heads)) == plain
+    routed = tree(make("FFFS"))
+    routers = {path: shape for path, shape in routed.items() if "router" in path}
+    assert {shape for shape in routers.values()} == {(LAYERS, 24, 1), (LAYERS, 1)}
+    assert {path: shape for path, shape in routed.items() if "router" not in path} == plain
+
+
+def test_with_pattern_shares_the_arrays():
+    model = model_of("every-kind")
+    windowed = model.with_pattern(make("wwww"))
+    assert windowed.pattern == make("wwww")
+    assert model.pattern == PATTERNS["every-kind"][1]
+    mine = dict(nnx.to_flat_state(nnx.state(model)))
+    for path, leaf in nnx.to_flat_state(nnx.state(windowed)):
+        assert leaf[...] is mine[path][...], path
+    # Fresh routers, the same again from the same seed; everything else is shared.
+    routed = [windowed.with_pattern(make("SSSS"), rngs=nnx.Rngs(seed)) for seed in (1, 1, 2)]
+    kernels = [model.layers.attention.router.proj.kernel[...] for model in routed]
+    np.testing.assert_array_equal(kernels[0], kernels[1])
+    assert not np.array_equal(kernels[0], kernels[2])
+    assert routed[0].embedding[...] is model.embedding[...]
+
+
+def test_with_pattern_refuses_another_depth():
+    with pytest.raises(ConfigError, match="the pattern has 3 layers, the model 4"):
+        model_of("full").with_pattern(make("www"))
+
+
+def test_a_layer_plan_replaces_the_pattern():
+    """One compiled function serves every pattern made of the same kinds."""
+    model, tokens = model_of("window"), random_tokens(1, 20)
+    kinds = kinds_of(make("Fwhw", ((), (), (0,), ())))
+
+    @nnx.jit
+    def hidden(model, plan):
+        return model.features(tokens, plan=plan, kinds=kinds)[0]
+
+    for pattern in (make("wwww"), make("FFFF"), make("whFw", ((), (1,), (), ()))):
+        expected, _ = model.with_pattern(pattern).features(tokens)
+        actual = hidden(model, layer_plan(pattern, 2, kinds))
+        np.testing.assert_allclose(actual, expected, atol=5e-5, rtol=1e-4)
+
+
+def test_remat_changes_no_gradient():
+    graph, weights = nnx.split(model_of("every-kind"))
+    tokens = random_tokens(2, 16)
+
+    def loss(weights, remat):
+        hidden, _ = nnx.merge(graph, weights).features(tokens, remat=remat)
+        return (hidden**2).mean()
+
+    plain, saved = (jax.jit(jax.grad(loss), static_argnums=1)(weights, remat) for remat in (False, True))
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(saved), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-3)
+    assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(plain)) > 1e-3
+
+
+def test_bfloat16_model_gives_float32_logits():
+    config, pattern = PATTERNS["every-kind"]
+    model = Decoder(config, pattern, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    tokens = random_tokens(2, 20)
+    logits = forward(model, tokens)
+    assert logits.dtype == jnp.float32
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(nnx.state(model)))
+    again = Decoder(config, pattern, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert hash(nnx.split(model)[0]) == hash(nnx.split(again)[0])  # equal models share compilations
+    assert hash(nnx.split(model)[0]) == hash(nnx.split(model.with_pattern(pattern))[0])
+
+
+# ---- what a pattern costs ----
+
+_DEEP_TYPES = "FwhSwwSw"
+
+
+def deep(layers: int) -> Decoder:
+    """An abstract model of mixed layers, nothing allocated."""
+    config = ModelConfig(**{**vars(SOFTMAX), "num_hidden_layers": layers})
+    heads = ((), (), (0,), (), (), (), (), ()) * (layers // 8)
+    pattern = make(_DEEP_TYPES * (layers // 8), heads, num_sink_tokens=1)
+    return nnx.eval_shape(lambda: Decoder(config, pattern, rngs=nnx.Rngs(0)))
+
+
+def lower_gradient(layers: int):
+    graph, weights = nnx.split(deep(layers))
+
+    def loss(weights, tokens):
+        return nnx.merge(graph, weights)(tokens).sum()
+
+    return jax.jit(jax.grad(loss)).lower(weights, jax.ShapeDtypeStruct((1, 32), jnp.int32))
+
+
+def lower_generation(layers: int):
+    graph, weights = nnx.split(deep(layers))
+
+    def run(weights, tokens, lengths):
+        return teacher_forced.__wrapped__(nnx.merge(graph, weights), tokens, lengths, max_length=MAX_LENGTH)
+
+    tokens = jax.ShapeDtypeStruct((1, MAX_LENGTH), jnp.int32)
+    return jax.jit(run).lower(weights, tokens, jax.ShapeDtypeStruct((1,), jnp.int32))
+
+
+@pytest.mark.parametrize("lower", [lower_gradient, lower_generation])
+def test_program_does_not_grow_with_depth(lower):
+    """Compile time follows the program: 32 layers must be the very program of 8, but for its array sizes."""
+    operations = [len(lower(layers).as_text().splitlines()) for layers in (8, 32)]
+    assert operations[0] > 200
+    assert operations[1] == operations[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lower", [lower_gradient, lower_generation])
+def test_compile_time_does_not_grow_with_depth(lower):
+    def seconds(layers):
+        jax.clear_caches()
+        start = time.process_time()
+        lower(layers).compile()
+        return time.process_time() - start
+
+    seconds(8)  # first-call costs of the process
+    best = {layers: min(seconds(layers) for _ in range(3)) for layers in (8, 32)}
+    assert best[32] <= 1.2 * best[8], best
+
+
+@pytest.mark.slow
+def test_a_windowed_layer_does_not_pay_for_full_attention():
+    """One executable for full and windowed layers; at T = 4096 and w = 64 the windowed map must be far faster."""
+    model = base_model(SOFTMAX).with_pattern(make("FwFw", sliding_window=64))
+    graph, weights = nnx.split(model)
+    kinds, tokens = kinds_of(model.pattern), random_tokens(1, 4096)
+
+    @jax.jit
+    def hidden(weights, plan):
+        return nnx.merge(graph, weights).features(tokens, plan=plan, kinds=kinds)[0]
+
+    def seconds(types):
+        plan = layer_plan(make(types, sliding_window=64), 2, kinds)
+        hidden(weights, plan).block_until_ready()
+        start = time.perf_counter()
+        hidden(weights, plan).block_until_ready()
+        return time.perf_counter() - start
+
+    best = {types: min(seconds(types) for _ in range(3)) for types in ("wwww", "FFFF")}
+    assert best["wwww"] < 0.4 * best["FFFF"], best

@@ -1,0 +1,79 @@
+"""Tiny models and one pattern of every kind, shared by the tests of the model and of generation."""
+
+import functools
+
+from flax import nnx
+
+from swa_jax.config import ModelConfig
+from swa_jax.model import Decoder
+from swa_jax.pattern import FULL, HYBRID, SWITCH, WINDOW, AttentionPattern
+
+WINDOW_SIZE = 6
+LAYERS = 4
+
+# Large initial weights: attention that is far from uniform, and gates of both kinds.
+SOFTMAX = ModelConfig(
+    vocab_size=61,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    qk_norm=True,
+    attention_bias=True,
+    tie_word_embeddings=True,
+    initializer_range=0.3,
+)
+SIGMOID = ModelConfig(
+    vocab_size=61,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    initializer_range=0.3,
+    attention_activation="sigmoid",
+    position_embedding="alirope",
+    alibi_negative_heads=2,
+    alibi_positive_heads=2,
+    sigmoid_bias=-1.0,
+)
+
+
+def make(types: str, heads: tuple[tuple[int, ...], ...] = (), **fields) -> AttentionPattern:
+    """A pattern from letters: F full, w window, h head hybrid, S switch."""
+    kinds = {"F": FULL, "w": WINDOW, "h": HYBRID, "S": SWITCH}
+    return AttentionPattern(
+        tuple(kinds[t] for t in types), fields.pop("sliding_window", WINDOW_SIZE), full_kv_heads=heads, **fields
+    )
+
+
+_HYBRID_HEADS = ((0,), (1,), (), (0, 1))
+PATTERNS = {
+    "full": (SOFTMAX, make("FFFF", sliding_window=None)),
+    "window": (SOFTMAX, make("wwww")),
+    "window-1": (SOFTMAX, make("wwFw", sliding_window=1)),
+    "streaming": (SOFTMAX, make("wwww", num_sink_tokens=3)),
+    "interleave": (SOFTMAX, make("wFwF")),
+    "head-hybrid": (SOFTMAX, make("hhwh", _HYBRID_HEADS, num_sink_tokens=2)),
+    "switch": (SOFTMAX, make("SSwS")),
+    "every-kind": (SOFTMAX, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
+    "window+fa-decode": (SOFTMAX, make("wwww", num_sink_tokens=2, full_attention_decode=True)),
+    "every-kind+fa-decode": (SOFTMAX, make("FwhS", ((), (), (1,), ()), full_attention_decode=True)),
+    "swat": (SIGMOID, make("wwww")),
+    "swat-every-kind": (SIGMOID, make("FwhS", ((), (), (0,), ()), num_sink_tokens=2)),
+}
+
+
+@functools.cache
+def base_model(config: ModelConfig) -> Decoder:
+    """One routed model a configuration, whose weights all patterns share."""
+    return Decoder(config, make("SSSS"), rngs=nnx.Rngs(0))
+
+
+@functools.cache
+def model_of(name: str) -> Decoder:
+    config, pattern = PATTERNS[name]
+    return base_model(config).with_pattern(pattern)
