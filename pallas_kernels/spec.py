@@ -171,7 +171,7 @@ def coordinates(
             (kv_length, kv_positions, kv_segment_ids),
         )
     )
-    order = (jnp.arange(q_length)[None], jnp.arange(kv_length)[None]) if indexed else (q_pos, kv_pos)
+    order = (_index(q_length), _index(kv_length)) if indexed else (q_pos, kv_pos)
     q_seg, kv_seg = (None if ids is None else jnp.asarray(ids, jnp.int32) for ids in (q_segment_ids, kv_segment_ids))
     full_rows = None
     if full_from is not None:
@@ -186,10 +186,14 @@ def coordinates(
     return Coordinates(q_pos, kv_pos, *order, q_seg, kv_seg, full_rows)
 
 
+def _index(length: int) -> jax.Array:
+    return jnp.arange(length, dtype=jnp.int32)[None]  # [1, length]
+
+
 def _positions(length: int, positions, segment_ids) -> jax.Array:
     if positions is None:
         if segment_ids is None:
-            return jnp.arange(length, dtype=jnp.int32)[None]
+            return _index(length)
         positions = segment_positions(segment_ids)
     positions = jnp.asarray(positions, jnp.int32)
     return positions if segment_ids is None else jnp.where(jnp.asarray(segment_ids) == 0, -1, positions)

@@ -69,13 +69,21 @@ def routed_attention(
     """Returns gate * O_full + (1 - gate) * O_window and the branch disagreement [B, T].
 
     The keys of a query are split into those that `spec` sees and those outside; the full branch is both, merged.
+    Rows whose gate is 0 send no gradient outside. Sorted behind the others, they fill whole query blocks, which the
+    backward pass skips.
     """
     bias = _HeadBias(alibi_slopes, sigmoid_bias)
     static = _Static.choose(spec, q, k, full_heads)
     window, window_lse = _by_kv_head(q, k, v, bias, where, full_heads, static)
-    outside, outside_lse = _by_kv_head(
-        q, k, v, bias, where, full_heads, dataclasses.replace(static, outside=True)
-    )
+
+    order = jnp.argsort(gate == 0, axis=1, stable=True)  # [B, T]
+    inverse = jnp.argsort(order, axis=1)
+    rows = {name: getattr(where, name) for name in ("q_pos", "q_order", "q_seg", "full_rows")}
+    rows = jax.tree.map(lambda x: _permute(jnp.broadcast_to(x, order.shape), order, inverse), rows)
+    outside = dataclasses.replace(static, outside=True)
+    outside = _by_kv_head(_permute(q, order, inverse), k, v, bias, where._replace(**rows), full_heads, outside)
+    outside, outside_lse = jax.tree.map(lambda x: _permute(x, inverse, order), outside)
+
     if spec.activation == "sigmoid":
         full = window + outside
     else:
@@ -147,6 +155,8 @@ def block_size(rows: int, window: int | None) -> int:
 
 
 def _by_kv_head(q, k, v, bias: _HeadBias, where: Coordinates, full_heads, static: _Static):
+    """The core, once for all KV heads, or once for each when some are full and so have another schedule."""
+    q, k, v, bias, where, full_heads = _vary_alike((q, k, v, bias, where, full_heads))
     if full_heads is None:
         return _flash(static, q, k, v, bias, where)
 
@@ -165,6 +175,19 @@ def _by_kv_head(q, k, v, bias: _HeadBias, where: Coordinates, full_heads, static
     out, lse = lax.map(one_head, (split(q, 2), split(k, 2), split(v, 2), bias, full_heads))
     # [K, B, T, G, ...] -> [B, T, H, ...]
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(*q.shape[:3], *x.shape[4:]), (out, lse))
+
+
+def _vary_alike(tree):
+    """Inside shard_map: marks every array as varying over the mesh axes that any of them varies over.
+
+    The loops' carries mix all of them, and the transpose of this mark sums the gradient of a replicated one.
+    """
+
+    def varies_over(x) -> frozenset[str]:
+        return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+    axes = frozenset[str]().union(*(varies_over(x) for x in jax.tree.leaves(tree)))
+    return jax.tree.map(lambda x: lax.pcast(x, tuple(axes - varies_over(x)), to="varying"), tree)
 
 
 def _merge(out_a, lse_a, out_b, lse_b):
@@ -187,6 +210,18 @@ def _join_sinks(out, lse, sink_logits):
     sees_any = lse > -jnp.inf
     joined = jnp.logaddexp(jnp.where(sees_any, lse, 0), sink_logits)
     return out * jax.nn.sigmoid(lse - sink_logits)[..., None], jnp.where(sees_any, joined, -jnp.inf)
+
+
+@jax.custom_vjp
+def _permute(x, order, inverse):
+    """Reorders axis 1 of x [B, T, ...] by order [B, T]; with the inverse at hand the gradient is no scatter."""
+    return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+_permute.defvjp(
+    lambda x, order, inverse: (_permute(x, order, inverse), (order, inverse)),
+    lambda saved, dx: (_permute(dx, *saved[::-1]), None, None),
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -269,12 +304,15 @@ def _backward(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates, out
     spec = static.spec
     tile = _Tile(static, q, k, bias)
     queries, keys = _cut(static, q, k, v, where)
-    statistics = None
+    statistics: tuple[jax.Array, ...] = ()
     if lse is not None:
         sees_any = lse > -jnp.inf
         delta = jnp.where(sees_any, (dout * out).sum(axis=-1) - dlse, 0)
         statistics = tuple(_cut_rows(x, static.q_block, k.shape[2]) for x in (jnp.where(sees_any, lse, 0), delta))
     dout = _cut_rows(dout, static.q_block, k.shape[2])
+    # A block of rows whose cotangents are all zero (rows routed to the other branch, padding) changes nothing.
+    active = jnp.stack([(x != 0).any(axis=range(1, x.ndim)) for x in (dout, *statistics[1:])]).any(axis=0)  # [nq]
+    queries = queries._replace(count=jnp.where(active, queries.count, 0))
 
     def query_block(carry, inputs):
         row, dout, statistics = inputs

@@ -1,6 +1,26 @@
 """Sliding-window attention for long context in JAX: patterns, models, adaptation, selection."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from swa_jax.config import ConfigError, ModelConfig
 from swa_jax.pattern import AttentionPattern
 
-__all__ = ["AttentionPattern", "ConfigError", "ModelConfig"]
+if TYPE_CHECKING:
+    from swa_jax.checkpoint import load_model
+    from swa_jax.generate import generate
+
+__all__ = ["AttentionPattern", "ConfigError", "ModelConfig", "generate", "load_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "load_model":  # brings the model and Orbax with it: only when asked for
+        from swa_jax.checkpoint import load_model
+
+        return load_model
+    if name == "generate":
+        from swa_jax.generate import generate
+
+        return generate
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

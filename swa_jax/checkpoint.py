@@ -25,10 +25,11 @@ from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
 from swa_jax.attention import Router
-from swa_jax.config import CheckpointError, ConfigError, ModelConfig
+from swa_jax.config import ConfigError, ModelConfig
 from swa_jax.huggingface.config import hf_config as make_hf_config
 from swa_jax.huggingface.config import model_config
-from swa_jax.huggingface.names import EMBEDDING, TensorName, expected_tensors, is_router, tensor_names
+from swa_jax.huggingface.names import TensorName, expected_tensors, is_router, tensor_names
+from swa_jax.huggingface.weights import CheckpointError
 from swa_jax.model import Decoder
 from swa_jax.pattern import SWITCH, AttentionPattern, load_pattern
 
@@ -43,6 +44,7 @@ COMPANIONS = (
     "vocab.json",
     "merges.txt",
 )
+_MARK = ".incomplete"  # lies in a folder while it is being written
 BATCH_BYTES = 64 * 2**20  # small tensors go to and from the disk together, up to this much
 ROUTER_SEED = 0  # of the routers that a pattern asks for and the checkpoint does not have
 
@@ -103,14 +105,14 @@ def load_model(
     config = source.config
     chosen = source.pattern if pattern is None else load_pattern(pattern, config)
     routed = SWITCH in chosen.layer_types
-    kind = np.dtype(dtype) if dtype is not None else source.dtype
+    kind = source.dtype if dtype is None else jnp.dtype(dtype)
     skeleton = nnx.eval_shape(lambda: Decoder(config, chosen, dtype=kind, rngs=nnx.Rngs(0)))
     graph, wanted = nnx.split(skeleton)
     table = tensor_names(config, routers=routed and source.has_routers)
     arrays = dict(_stack(source, table, config.num_hidden_layers, kind))
     if routed and not source.has_routers:
         arrays |= fresh_routers(config, kind)
-    state = {path: variable.replace(arrays[path]) for path, variable in nnx.to_flat_state(wanted)}
+    state = {path: variable.replace(arrays[_names(path)]) for path, variable in nnx.to_flat_state(wanted)}
     return nnx.merge(graph, nnx.from_flat_state(state))
 
 
@@ -123,14 +125,20 @@ def fresh_routers(config: ModelConfig, dtype: jax.typing.DTypeLike) -> dict[tupl
         return Router(config, jnp.dtype(dtype), rngs)
 
     flat = nnx.to_flat_state(nnx.state(stack(nnx.Rngs(ROUTER_SEED))))
-    return {("layers", "attention", "router", *path): variable[...] for path, variable in flat}
+    return {("layers", "attention", "router", *_names(path)): variable[...] for path, variable in flat}
+
+
+def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(map(str, path))
 
 
 def _check_same_model(described: ModelConfig, actual: ModelConfig) -> None:
     for field in dataclasses.fields(ModelConfig):
         theirs, ours = getattr(described, field.name), getattr(actual, field.name)
         if theirs != ours:
-            raise ConfigError(f"hf_config describes another model: {field.name} is {theirs!r} there, {ours!r} in the model")
+            raise ConfigError(
+                f"hf_config describes another model: {field.name} is {theirs!r} there, {ours!r} in the model"
+            )
 
 
 def _unstack(model: Decoder, table: list[TensorName]) -> Iterator[tuple[str, np.ndarray]]:
@@ -151,8 +159,10 @@ def _stack(
         shape = first.shape[::-1] if first.transposed else first.shape
         buffer = np.empty(shape if first.layer is None else (num_layers, *shape), dtype)
         for name, array in source.read(list(tensors)):
-            buffer[... if first.layer is None else tensors[name].layer] = array.T if first.transposed else array
-        yield path, jnp.asarray(buffer)
+            buffer[... if first.layer is None else tensors[name].layer] = (
+                array.T if first.transposed else array
+            )
+        yield path, jax.device_put(buffer)
 
 
 # ---- folders ----
@@ -241,11 +251,9 @@ def write_checkpoint(
 
     Orbax's partial save writes each leaf once, so no more than `BATCH_BYTES` and one tensor are in memory.
     """
-    # Our arrays are not changed while Orbax writes them, and weights hardly compress.
-    context = ocp.Context(
-        array_options=ocp.options.ArrayOptions(saving=ocp.options.ArrayOptions.Saving(use_compression=False)),
-        memory_options=ocp.options.MemoryOptions(deepcopy_host_arrays=False),
-    )
+    context = ocp.Context()
+    context.memory.deepcopy_host_arrays = False  # nothing changes our arrays while Orbax writes them
+    context.array.saving.use_compression = False  # weights hardly compress
     with new_folder(destination) as folder, context:
         batch: dict[str, np.ndarray] = {}
         for name, array in tensors:
@@ -267,16 +275,37 @@ def check_destination(destination: str | Path) -> Path:
     """The absolute path of a folder that may be written: one that does not exist, or is empty."""
     path = Path(destination).expanduser().resolve()
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise CheckpointError(f"{destination} exists already; give a folder that does not, or remove it first")
+        raise CheckpointError(
+            f"{destination} exists already; give a folder that does not, or remove it first"
+        )
     return path
 
 
 @contextlib.contextmanager
 def new_folder(destination: Path) -> Iterator[Path]:
-    """A folder `<destination>.partial` to write into, renamed to `destination` at the end and removed on an error."""
+    """A folder `<destination>.partial` to write into, renamed to `destination` at the end and removed on an error.
+
+    What a killed run left there is cleared away, but only a folder that carries our mark.
+    """
     partial = destination.with_name(destination.name + ".partial")
-    mark = partial.with_name(partial.name + ".lock")
-    raise NotImplementedError(mark)
+    if (
+        partial.exists()
+        and not (partial / _MARK).is_file()
+        and not (partial.is_dir() and not any(partial.iterdir()))
+    ):
+        raise CheckpointError(
+            f"{partial} is in the way and was not made by an interrupted run; move it elsewhere"
+        )
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        (partial / _MARK).touch()
+        yield partial
+        (partial / _MARK).unlink()
+        os.replace(partial, destination)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def copy_companions(source: Path, folder: Path) -> None:

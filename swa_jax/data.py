@@ -10,8 +10,8 @@ weight of each token as a target.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import glob
-import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -20,18 +20,22 @@ import grain
 import numpy as np
 
 from swa_jax.config import ConfigError
+from swa_jax.evaluate.needle import Haystack, library_files
+from swa_jax.recall_data import Dictionary, Needles, Repeats
 from swa_jax.tokenizer import Tokenizer
 
-STANDARD_LIBRARY = "stdlib"  # as a file name: the Python interpreter's own library sources
+STANDARD_LIBRARY = "stdlib"  # as a file name: the interpreter's own library sources, less those held out for evaluation
 
 
 @dataclasses.dataclass(frozen=True)
 class SourceConfig:
     """One source of a mixture."""
 
-    kind: Literal["text"] = "text"
-    files: tuple[str, ...] = (STANDARD_LIBRARY,)  # files, folders (*.txt, *.md, *.py) or globs
+    kind: Literal["text", "needles", "dictionary", "repeats"] = "text"  # the last three: swa_jax.recall_data
+    files: tuple[str, ...] = (STANDARD_LIBRARY,)  # text and haystacks: files, folders (*.txt, *.md, *.py) or globs
     weight: float = 1.0  # share of the samples, relative to the other sources
+    num_keys: int = 1  # needles
+    num_questions: int = 1  # needles
 
 
 class PackedText:
@@ -77,12 +81,12 @@ class PackedText:
         return cached[1], cached[2]
 
 
-def text_files(names: Sequence[str]) -> list[Path]:
+def text_files(names: Sequence[str]) -> tuple[Path, ...]:
     """The files that names, folders and globs stand for, in a fixed order; nothing found is an error."""
     found: list[Path] = []
     for name in names:
         if name == STANDARD_LIBRARY:
-            here = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+            here = library_files(held_out=False)
         elif Path(name).is_dir():
             here = sorted(p for p in Path(name).rglob("*") if p.suffix in (".txt", ".md", ".py"))
         else:
@@ -90,10 +94,11 @@ def text_files(names: Sequence[str]) -> list[Path]:
         if not here:
             raise ConfigError(f"data files '{name}': no such file, and no folder or glob with text in it")
         found += here
-    return found
+    return tuple(found)
 
 
-def read_documents(files: Sequence[Path], tokenizer: Tokenizer) -> list[np.ndarray]:
+@functools.lru_cache(maxsize=4)  # the stages of a run read the same text
+def read_documents(files: tuple[Path, ...], tokenizer: Tokenizer) -> list[np.ndarray]:
     """Each file as token ids [n] int32 with the tokenizer's end-of-text token behind it; empty files are left out."""
     end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
@@ -117,4 +122,15 @@ def make_batches(
 
 
 def _source(source: SourceConfig, tokenizer: Tokenizer, length: int, seed: int) -> Any:
-    return PackedText(read_documents(text_files(source.files), tokenizer), length, seed)
+    """The random-access source that a configuration names."""
+    if source.kind == "dictionary":
+        return Dictionary(tokenizer, length=length, seed=seed)
+    files = text_files(source.files)
+    if source.kind == "text":
+        return PackedText(read_documents(files, tokenizer), length, seed)
+    haystack = Haystack(tokenizer, files)
+    if source.kind == "repeats":
+        return Repeats(tokenizer.vocab_size, haystack, length=length, seed=seed)
+    return Needles(
+        tokenizer, haystack, length=length, seed=seed, num_keys=source.num_keys, num_questions=source.num_questions
+    )

@@ -79,6 +79,9 @@ class Sampling(NamedTuple):
     top_p: jax.Array | None = None  # f32
 
 
+GREEDY = Sampling()
+
+
 def prepare(
     model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, max_length: int | None = None
 ) -> Batch:
@@ -116,7 +119,7 @@ def sampling(temperature: float = 0.0, top_k: int | None = None, top_p: float | 
     if top_p is not None and not 0 < top_p <= 1:
         raise ConfigError(f"top_p must be above 0 and at most 1 (or None), got {top_p}")
     if temperature == 0:
-        return Sampling()
+        return GREEDY
     return Sampling(
         jnp.float32(temperature),
         None if top_k is None else jnp.int32(top_k),
@@ -136,7 +139,7 @@ def decode(
     logits: jax.Array,
     cache: KVCache,
     max_new_tokens: int,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling = GREEDY,
     *,
     stop_tokens: Sequence[int] = (),
     seed: int = 0,
@@ -231,7 +234,9 @@ def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
         logits = jnp.where(jnp.arange(logits.shape[-1]) < top_k, logits, -jnp.inf)
     if top_p is not None:
         shares = jax.nn.softmax(logits, axis=-1)
-        before = jnp.cumsum(shares, axis=-1) - shares  # of the likelier tokens: 0 for the first, which is always kept
+        before = (
+            jnp.cumsum(shares, axis=-1) - shares
+        )  # of the likelier tokens: 0 for the first, which is always kept
         logits = jnp.where(before < top_p, logits, -jnp.inf)
     rank = jax.vmap(jax.random.categorical)(keys, logits)
     return jnp.take_along_axis(order, rank[:, None], axis=-1)[:, 0].astype(jnp.int32)
@@ -251,4 +256,6 @@ def _sequence_keys(prompts: Sequence[Sequence[int]]) -> np.ndarray:
 def _check_tokens(tokens: Sequence[int], name: str, vocab_size: int) -> None:
     wrong = [token for token in tokens if not 0 <= token < vocab_size]
     if wrong:
-        raise ConfigError(f"{name} holds token {wrong[0]}, the model's vocabulary has ids 0 to {vocab_size - 1}")
+        raise ConfigError(
+            f"{name} holds token {wrong[0]}, the model's vocabulary has ids 0 to {vocab_size - 1}"
+        )

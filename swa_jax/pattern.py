@@ -203,13 +203,16 @@ class AttentionPattern:
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> AttentionPattern:
         """The pattern a Hugging Face `config.json` describes (`layer_types`, or the older `sliding_window` keys)."""
-        layers, window = config["num_hidden_layers"], config.get("sliding_window")
-        if config.get("model_type") in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
+        layers, family = config["num_hidden_layers"], config.get("model_type")
+        windowed = family in ("mistral", "ministral", "qwen2", "qwen3")
+        window = config.get("sliding_window", 4096 if windowed else None)  # the families' default for an absent key
+        if family in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
             window = None  # these families store a window they do not use
         types = config.get("layer_types")
         if types is None:
             # Qwen's older key: layers below `max_window_layers` are full. Mistral windows every layer.
-            first = config.get("max_window_layers", 28) if config.get("model_type") in ("qwen2", "qwen3") else 0
+            first = config.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
+            first = layers if family == "llama" else first  # Llama knows no windows
             types = [WINDOW if window is not None and i >= first else FULL for i in range(layers)]
         if len(types) != layers:
             raise ConfigError(f"config.json: layer_types has {len(types)} entries for {layers} layers")

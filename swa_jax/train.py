@@ -152,7 +152,9 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
                 done = first + stage.steps
     nnx.update(model, state.params)
     if not (run / "model").exists():
-        save_model(model, run / "model", tokenizer_from=config.tokenizer)
+        tokenizer_path = Path(config.tokenizer)
+        folder = tokenizer_path if tokenizer_path.is_dir() else tokenizer_path.parent
+        save_model(model, run / "model", tokenizer_from=folder)
     return run / "model"
 
 

@@ -1,5 +1,6 @@
 """The decoder under every pattern: caches against the full forward pass, packing, padding, and what a pattern costs."""
 
+import dataclasses
 import functools
 import time
 
@@ -18,7 +19,15 @@ from swa_jax.model import Decoder
 NEW = 8
 LENGTHS = (1, 2, WINDOW_SIZE - 1, WINDOW_SIZE, WINDOW_SIZE + 1, 3 * WINDOW_SIZE - NEW + 1, 3 * WINDOW_SIZE)
 MAX_LENGTH = 3 * WINDOW_SIZE + NEW  # 26
-F32 = {"atol": 1e-5, "rtol": 1e-5}
+CLOSE = {"atol": 5e-5, "rtol": 1e-4}  # of logits of order ten, f32
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Most of the time here is compilation; LLVM's optimisation changes no result that is tested."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def random_tokens(*shape: int, seed: int = 0) -> jax.Array:
@@ -58,7 +67,7 @@ def test_decode_equals_the_full_forward(name):
     at = (lengths[:, None] - 1 + jnp.arange(1 + NEW))[..., None]  # [B, 1 + NEW, 1]
     expected = jnp.take_along_axis(expected, jnp.minimum(at, MAX_LENGTH - 1), axis=1)
     actual = teacher_forced(model, tokens, lengths, MAX_LENGTH)
-    np.testing.assert_allclose(actual, expected, atol=5e-5, rtol=1e-4)  # logits of order ten
+    np.testing.assert_allclose(actual, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("max_length", [MAX_LENGTH, MAX_LENGTH + 11])
@@ -68,9 +77,7 @@ def test_decode_with_a_window_that_never_fills(max_length):
     expected = forward(model, tokens)
     actual = teacher_forced(model, tokens, lengths, max_length)
     for row, start in enumerate((4, 18)):
-        np.testing.assert_allclose(
-            actual[row, :NEW], expected[row, start - 1 : start - 1 + NEW], atol=5e-5, rtol=1e-4
-        )
+        np.testing.assert_allclose(actual[row, :NEW], expected[row, start - 1 : start - 1 + NEW], **CLOSE)
 
 
 @pytest.mark.parametrize("name", [name for name in PATTERNS if name != "full"])
@@ -107,7 +114,9 @@ def test_cache_bytes_are_those_of_the_formula(name, max_length):
     config, pattern = PATTERNS[name]
     layout = cache_layout(pattern, config.num_key_value_heads, max_length)
     cache = allocate(layout, 3, config.head_dim, jnp.bfloat16)
-    expected = 0  # spelled out: heads that see everything hold T_max entries, others their window and sink tokens
+    expected = (
+        0  # spelled out: heads that see everything hold T_max entries, others their window and sink tokens
+    )
     for kind, heads in zip(pattern.layer_types, pattern.full_kv_heads, strict=True):
         for head in range(config.num_key_value_heads):
             whole = kind in ("full_attention", "switch_attention") or head in heads
@@ -116,7 +125,9 @@ def test_cache_bytes_are_those_of_the_formula(name, max_length):
             else:
                 entries = min(pattern.sliding_window + pattern.num_sink_tokens, max_length)
             expected += 3 * entries * 2 * config.head_dim * 2
-    assert cache.nbytes == sum(np.asarray(pool).nbytes for pool in jax.tree.leaves(cache)) - 3 * 4  # less `lengths`
+    assert (
+        cache.nbytes == sum(np.asarray(pool).nbytes for pool in jax.tree.leaves(cache)) - 3 * 4
+    )  # less `lengths`
     assert cache.nbytes == expected == cache_bytes(config, pattern, 3, max_length, itemsize=2)
 
 
@@ -143,20 +154,18 @@ def test_decoding_keeps_the_cache_in_place():
 
 @pytest.mark.parametrize("name", ["every-kind", "swat-every-kind"])
 def test_left_padded_batch_equals_each_alone(name):
-    model, width = model_of(name), 22
-    tokens = random_tokens(3, width)
-    lengths = (22, 15, 3)
-    segments = jnp.stack([(jnp.arange(width) >= width - n).astype(jnp.int32) for n in lengths])
+    model, tokens = model_of(name), random_tokens(2, 22)
+    lengths = np.array([19, 9])
+    segments = jnp.asarray(np.arange(22) >= 22 - lengths[:, None], jnp.int32)
     batched = forward(model, tokens, segment_ids=segments)
     for row, length in enumerate(lengths):
-        alone = forward(model, tokens[row : row + 1, width - length :])
-        np.testing.assert_allclose(batched[row, width - length :], alone[0], atol=5e-5, rtol=1e-4)
+        alone = forward(model, tokens[row : row + 1, -length:])
+        np.testing.assert_allclose(batched[row, -length:], alone[0], **CLOSE)
     assert jnp.isfinite(batched).all()
 
 
-@pytest.mark.parametrize("name", ["every-kind", "swat-every-kind"])
-def test_packed_documents_do_not_see_each_other(name):
-    model = model_of(name)
+def test_packed_documents_do_not_see_each_other():
+    model = model_of("every-kind")
     segments = jnp.array([[1] * 9 + [2] * 14 + [0] * 3])
     one = random_tokens(1, 26)
     other = one.at[:, :9].set((one[:, :9] + 1) % 61).at[:, 23:].set(0)
@@ -164,16 +173,16 @@ def test_packed_documents_do_not_see_each_other(name):
     assert np.abs(a[:, :9] - b[:, :9]).max() > 1e-2
     np.testing.assert_array_equal(a[:, 9:23], b[:, 9:23])  # bit-equal
     alone = forward(model, one[:, 9:23])
-    np.testing.assert_allclose(a[:, 9:23], alone, atol=5e-5, rtol=1e-4)
+    np.testing.assert_allclose(a[:, 9:23], alone, **CLOSE)
 
 
 def test_packed_full_from_has_a_column_a_segment():
     model = model_of("window+fa-decode")
     segments, tokens = jnp.array([[1] * 12 + [2] * 14]), random_tokens(1, 26)
     packed = forward(model, tokens, segment_ids=segments, full_from=jnp.array([[100, 10]]))
-    np.testing.assert_allclose(packed[:, :12], forward(model, tokens[:, :12]), atol=5e-5, rtol=1e-4)
+    np.testing.assert_allclose(packed[:, :12], forward(model, tokens[:, :12]), **CLOSE)
     expected = forward(model, tokens[:, 12:], full_from=jnp.array([10]))
-    np.testing.assert_allclose(packed[:, 12:], expected, atol=5e-5, rtol=1e-4)
+    np.testing.assert_allclose(packed[:, 12:], expected, **CLOSE)
     windowed = forward(model, tokens[:, 12:])
     np.testing.assert_array_equal(np.abs(expected - windowed).max(axis=(0, 2)) > 1e-3, np.arange(14) >= 10)
 
@@ -182,7 +191,7 @@ def test_positions():
     model, tokens = model_of("interleave"), random_tokens(2, 15)
     default = forward(model, tokens)
     index = jnp.broadcast_to(jnp.arange(15), (2, 15))
-    np.testing.assert_allclose(forward(model, tokens, positions=index), default, atol=5e-5, rtol=1e-4)
+    np.testing.assert_allclose(forward(model, tokens, positions=index), default, **CLOSE)
     # Rotary embeddings and windows go by distance, so that a shift changes nothing; a stretch does.
     np.testing.assert_allclose(forward(model, tokens, positions=index + 7), default, atol=1e-4, rtol=1e-4)
     assert np.abs(forward(model, tokens, positions=2 * index) - default).max() > 1e-2
@@ -202,8 +211,8 @@ def test_routed_layers_choose_a_branch():
         outputs[bias] = forward(biased, tokens)
     window = forward(model.with_pattern(make("wwww", num_sink_tokens=2)), tokens)
     full = forward(model.with_pattern(make("FFFF", sliding_window=None)), tokens)
-    np.testing.assert_allclose(outputs[-100.0], window, atol=5e-5, rtol=1e-4)
-    np.testing.assert_allclose(outputs[100.0], full, atol=5e-5, rtol=1e-4)
+    np.testing.assert_allclose(outputs[-100.0], window, **CLOSE)
+    np.testing.assert_allclose(outputs[100.0], full, **CLOSE)
 
 
 @pytest.mark.parametrize("config", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
@@ -217,7 +226,7 @@ def test_parameters_do_not_depend_on_the_pattern(config):
         assert tree(make(types, heads)) == plain
     routed = tree(make("FFFS"))
     routers = {path: shape for path, shape in routed.items() if "router" in path}
-    assert {shape for shape in routers.values()} == {(LAYERS, 24, 1), (LAYERS, 1)}
+    assert set(routers.values()) == {(LAYERS, 24, 1), (LAYERS, 1)}
     assert {path: shape for path, shape in routed.items() if "router" not in path} == plain
 
 
@@ -244,21 +253,25 @@ def test_with_pattern_refuses_another_depth():
 
 def test_a_layer_plan_replaces_the_pattern():
     """One compiled function serves every pattern made of the same kinds."""
-    model, tokens = model_of("window"), random_tokens(1, 20)
+    model, tokens = model_of("streaming"), random_tokens(len(LENGTHS), MAX_LENGTH)
     kinds = kinds_of(make("Fwhw", ((), (), (0,), ())))
 
     @nnx.jit
-    def hidden(model, plan):
-        return model.features(tokens, plan=plan, kinds=kinds)[0]
+    def logits(model, plan):
+        return model.logits(model.features(tokens, plan=plan, kinds=kinds)[0])
 
-    for pattern in (make("wwww"), make("FFFF"), make("whFw", ((), (1,), (), ()))):
-        expected, _ = model.with_pattern(pattern).features(tokens)
-        actual = hidden(model, layer_plan(pattern, 2, kinds))
-        np.testing.assert_allclose(actual, expected, atol=5e-5, rtol=1e-4)
+    for types, heads, name in (("wwww", (), "streaming"), ("FFFF", (), "full")):
+        actual = logits(model, layer_plan(make(types, heads), 2, kinds))
+        np.testing.assert_allclose(actual, forward(model_of(name), tokens), **CLOSE)
+    # Hybrid layers with no full head, or with all of them, are windowed and full layers.
+    actual = logits(model, layer_plan(make("hhhh"), 2, kinds))
+    np.testing.assert_allclose(actual, forward(model_of("streaming"), tokens), **CLOSE)
+    actual = logits(model, layer_plan(make("hFhh", ((0, 1), (), (1, 0), (0, 1))), 2, kinds))
+    np.testing.assert_allclose(actual, forward(model_of("full"), tokens), **CLOSE)
 
 
 def test_remat_changes_no_gradient():
-    graph, weights = nnx.split(model_of("every-kind"))
+    graph, weights = nnx.split(model_of("window"))
     tokens = random_tokens(2, 16)
 
     def loss(weights, remat):
@@ -273,14 +286,25 @@ def test_remat_changes_no_gradient():
 
 def test_bfloat16_model_gives_float32_logits():
     config, pattern = PATTERNS["every-kind"]
-    model = Decoder(config, pattern, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    abstract = nnx.eval_shape(lambda: Decoder(config, pattern, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    graph, wanted = nnx.split(abstract)
+    weights = nnx.state(model_of("every-kind"))
+    model = nnx.merge(graph, jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), weights, wanted))
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(nnx.state(model)))
     tokens = random_tokens(2, 20)
     logits = forward(model, tokens)
     assert logits.dtype == jnp.float32
-    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(nnx.state(model)))
-    again = Decoder(config, pattern, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    assert hash(nnx.split(model)[0]) == hash(nnx.split(again)[0])  # equal models share compilations
-    assert hash(nnx.split(model)[0]) == hash(nnx.split(model.with_pattern(pattern))[0])
+    difference = np.abs(logits - forward(model_of("every-kind"), tokens))
+    assert 0 < difference.mean() < 0.2  # of logits of order ten
+
+
+def test_equal_models_share_compilations():
+    """Functions are cached by the model's graph definition, which must hash alike however a model was made."""
+    config, pattern = PATTERNS["every-kind"]
+    made = nnx.eval_shape(lambda: Decoder(config, pattern, rngs=nnx.Rngs(0)))
+    assert hash(nnx.split(made)[0]) == hash(nnx.split(model_of("every-kind"))[0])
+    noted = dataclasses.replace(pattern, provenance={"method": "selected", "scores": [1.0]})
+    assert hash(nnx.split(model_of("every-kind").with_pattern(noted))[0]) == hash(nnx.split(made)[0])
 
 
 # ---- what a pattern costs ----

@@ -46,7 +46,10 @@ def make(types: str, heads: tuple[tuple[int, ...], ...] = (), **fields) -> Atten
     """A pattern from letters: F full, w window, h head hybrid, S switch."""
     kinds = {"F": FULL, "w": WINDOW, "h": HYBRID, "S": SWITCH}
     return AttentionPattern(
-        tuple(kinds[t] for t in types), fields.pop("sliding_window", WINDOW_SIZE), full_kv_heads=heads, **fields
+        tuple(kinds[t] for t in types),
+        fields.pop("sliding_window", WINDOW_SIZE),
+        full_kv_heads=heads,
+        **fields,
     )
 
 

@@ -67,11 +67,16 @@ def generate_answers(
     longest = max((e.prompt for e in examples), key=len)
     max_length = prepare(model, [longest], max_new_tokens).max_length
     starts = range(0, len(examples), batch_size)
-    runs = [_run_batch(model, examples[i : i + batch_size], batch_size, max_new_tokens, max_length) for i in starts]
+    runs = [
+        _run_batch(model, examples[i : i + batch_size], batch_size, max_new_tokens, max_length)
+        for i in starts
+    ]
     warm = [run for i, run in enumerate(runs) if run.prompt_tokens in {r.prompt_tokens for r in runs[:i]}]
     if timed and not warm:
         warm = [_run_batch(model, examples[:batch_size], batch_size, max_new_tokens, max_length)]
-    texts = [tokenizer.decode(row[row != NOTHING].tolist()) for run in runs for row in run.new][: len(examples)]
+    texts = [tokenizer.decode(row[row != NOTHING].tolist()) for run in runs for row in run.new][
+        : len(examples)
+    ]
     scores = [score(text, example.references) for text, example in zip(texts, examples, strict=True)]
     prefill_seconds, decode_seconds = (
         float(np.median([getattr(run, name) for run in warm])) if warm else float("nan")
@@ -101,7 +106,10 @@ class _Run(NamedTuple):
 def _run_batch(
     model: Decoder, examples: Sequence[Example], batch_size: int, max_new_tokens: int, max_length: int
 ) -> _Run:
-    rows = [*examples, *[examples[-1]] * (batch_size - len(examples))]  # one shape, hence one compilation, for all
+    rows = [
+        *examples,
+        *[examples[-1]] * (batch_size - len(examples)),
+    ]  # one shape, hence one compilation, for all
     batch = prepare(model, [e.prompt for e in rows], max_new_tokens, max_length=max_length)
     start = time.perf_counter()
     logits, cache = jax.block_until_ready(prefill(model, batch))
@@ -125,7 +133,11 @@ def needle_accuracy_grid(
     for length in sorted({length for length, _ in grid}):
         cells = [cell for cell in grid if cell[0] == length]
         examples = [example for cell in cells for example in grid[cell]]
-        scores = needle_accuracy(model, tokenizer, examples, max_new_tokens=max_new_tokens, batch_size=batch_size)
+        scores = needle_accuracy(
+            model, tokenizer, examples, max_new_tokens=max_new_tokens, batch_size=batch_size
+        )
         ends = np.cumsum([len(grid[cell]) for cell in cells])
-        accuracy |= {cell: float(part.mean()) for cell, part in zip(cells, np.split(scores, ends[:-1]), strict=True)}
+        accuracy |= {
+            cell: float(part.mean()) for cell, part in zip(cells, np.split(scores, ends[:-1]), strict=True)
+        }
     return accuracy

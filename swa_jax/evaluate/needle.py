@@ -16,6 +16,7 @@ haystack, which by default is the Python interpreter's own library sources and n
 from __future__ import annotations
 
 import sysconfig
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -24,14 +25,18 @@ import numpy as np
 
 from swa_jax.evaluate.examples import Example
 
+# fmt: off
 ADJECTIVES = (
-    "amber brave calm clever cold crisp dark eager fair fierce gentle glad grand happy humble icy "
-    "jolly keen kind lively loud mellow merry noble proud quick quiet rapid shiny solid swift wild"
-).split()
+    "amber", "brave", "calm", "clever", "cold", "crisp", "dark", "eager", "fair", "fierce", "gentle", "glad",
+    "grand", "happy", "humble", "icy", "jolly", "keen", "kind", "lively", "loud", "mellow", "merry", "noble",
+    "proud", "quick", "quiet", "rapid", "shiny", "solid", "swift", "wild",
+)
 NOUNS = (
-    "acorn anchor apple badger beacon bridge candle canyon castle cedar comet dragon eagle falcon forest garden "
-    "harbor island jungle kettle lantern meadow mirror ocean orchid otter pebble planet river rocket tiger valley"
-).split()
+    "acorn", "anchor", "apple", "badger", "beacon", "bridge", "candle", "canyon", "castle", "cedar", "comet",
+    "dragon", "eagle", "falcon", "forest", "garden", "harbor", "island", "jungle", "kettle", "lantern",
+    "meadow", "mirror", "ocean", "orchid", "otter", "pebble", "planet", "river", "rocket", "tiger", "valley",
+)
+# fmt: on
 
 NEEDLE = "\nOne of the special magic numbers for {key} is: {value}.\n"
 QUESTION = "\nWhat is the special magic number for {key}?"
@@ -50,9 +55,13 @@ class TextTokenizer(Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
 
-def library_files() -> list[Path]:
-    """Top-level modules of the running interpreter's standard library, in name order (about 4.5 MB)."""
-    return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+def library_files(held_out: bool | None = None) -> list[Path]:
+    """Top-level modules of the running interpreter's standard library, in name order (about 4.5 MB).
+
+    One in ten, by a checksum of its name, is held out for evaluation: True gives those, False the others.
+    """
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return [f for f in files if held_out is None or (zlib.crc32(f.name.encode()) % 10 == 0) == held_out]
 
 
 def read_text(files: Iterable[str | Path]) -> str:
@@ -79,15 +88,60 @@ def draw_value(rng: np.random.Generator) -> str:
     return str(rng.integers(10 ** (VALUE_DIGITS - 1), 10**VALUE_DIGITS))
 
 
-def insert_needles(haystack: Sequence[int], needles: Sequence[Sequence[int]], at: Sequence[int]) -> list[int]:
+def insert_needles[T](haystack: Sequence[T], needles: Sequence[Sequence[T]], at: Sequence[int]) -> list[T]:
     """`needles[i]` put into `haystack` before haystack token `at[i]`; equal places keep the given order."""
-    tokens: list[int] = []
+    tokens: list[T] = []
     start = 0
     for place, i in sorted((place, i) for i, place in enumerate(at)):
         tokens += haystack[start:place]
         tokens += needles[i]
         start = place
     return tokens + list(haystack[start:])
+
+
+class Haystack:
+    """A text read as tokens from any place, wrapping around; only the parts a prompt takes are tokenised.
+
+    `text` is a string, or the paths of text files, or None for the held-out files of the standard library.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, text: str | Iterable[str | Path] | None = None):
+        self.tokenizer = tokenizer
+        self.name = "text" if isinstance(text, str) else "files"
+        if text is None:
+            self.name, text = "python standard library (held out)", library_files(held_out=True)
+        self.parts = split_lines(text if isinstance(text, str) else read_text(text))
+        if not any(part.strip() for part in self.parts):
+            raise ValueError("the haystack is empty; give a text or files with some words in them")
+        self._tokens: dict[int, list[int]] = {}
+
+    def part_tokens(self, part: int) -> list[int]:
+        if part not in self._tokens:
+            self._tokens[part] = self.tokenizer.encode(self.parts[part])
+        return self._tokens[part]
+
+    def draw(self, rng: np.random.Generator, size: int) -> list[int]:
+        """`size` tokens from the start of a drawn part on."""
+        part = int(rng.integers(len(self.parts)))
+        tokens: list[int] = []
+        while len(tokens) < size:
+            tokens += self.part_tokens(part)
+            part = (part + 1) % len(self.parts)
+        return tokens[:size]
+
+
+def split_lines(text: str, characters: int = 1024) -> list[str]:
+    """The text in parts of whole lines, each of at least `characters` characters except the last."""
+    parts: list[str] = []
+    lines: list[str] = []
+    size = 0
+    for line in text.splitlines(keepends=True):
+        lines.append(line)
+        size += len(line)
+        if size >= characters:
+            parts.append("".join(lines))
+            lines, size = [], 0
+    return [*parts, "".join(lines)] if lines else parts
 
 
 def needle_examples(
@@ -97,7 +151,7 @@ def needle_examples(
     num_examples: int,
     num_keys: int = 1,
     depths: Depths = None,
-    haystack: str | Iterable[str | Path] | None = None,
+    haystack: Haystack | str | Iterable[str | Path] | None = None,
     seed: int = 0,
 ) -> list[Example]:
     """Needle examples whose prompt and answer together have exactly `length` tokens.
@@ -109,20 +163,17 @@ def needle_examples(
     Args:
       depths: where the target lies, as a fraction of the prompt: None draws it from [0, 1], a tuple `(low, high)`
         from that range, and any other sequence is used in turn (example i has `depths[i % len(depths)]`).
-      haystack: a text, the paths of text files, or None for `read_text(library_files())`. Each example
-        reads its own stretch, from a drawn place, wrapping around at the end.
+      haystack: a `Haystack`, or what makes one: a text, the paths of text files, or None for the held-out
+        files of the standard library. Each example reads from its own drawn places.
       seed: of a NumPy generator; equal arguments give equal examples.
 
     Raises:
       ValueError: a length too small for needles, question and answer, or a depth outside [0, 1].
     """
     rng = np.random.default_rng(seed)
-    source = _haystack_name(haystack)
-    hay = np.asarray(tokenizer.encode(_haystack_text(haystack)), np.int64)
-    if hay.size == 0:
-        raise ValueError("the haystack is empty; give a text or files with at least one token")
+    hay = haystack if isinstance(haystack, Haystack) else Haystack(tokenizer, haystack)
     return [
-        _one_example(tokenizer, rng, hay, length, num_keys, depth, source)
+        _one_example(tokenizer, rng, hay, length, num_keys, depth)
         for depth in _draw_depths(rng, depths, num_examples)
     ]
 
@@ -134,11 +185,11 @@ def needle_grid(
     depths: Sequence[float],
     num_examples: int,
     num_keys: int = 1,
-    haystack: str | Iterable[str | Path] | None = None,
+    haystack: Haystack | str | Iterable[str | Path] | None = None,
     seed: int = 0,
 ) -> dict[tuple[int, float], list[Example]]:
     """`num_examples` examples for every (length, depth): the cells of a needle heat map."""
-    text = _haystack_text(haystack)
+    hay = haystack if isinstance(haystack, Haystack) else Haystack(tokenizer, haystack)
     return {
         (length, depth): needle_examples(
             tokenizer,
@@ -146,7 +197,7 @@ def needle_grid(
             num_examples=num_examples,
             num_keys=num_keys,
             depths=[depth],
-            haystack=text,
+            haystack=hay,
             seed=seed + 7919 * i,
         )
         for i, (length, depth) in enumerate((le, de) for le in lengths for de in depths)
@@ -158,18 +209,6 @@ def score(text: str, references: Sequence[str]) -> float:
     if not references:
         raise ValueError("references is empty; there is nothing to look for")
     return sum(reference.lower() in text.lower() for reference in references) / len(references)
-
-
-def _haystack_name(haystack: str | Iterable[str | Path] | None) -> str:
-    if haystack is None:
-        return "python standard library"
-    return "text" if isinstance(haystack, str) else "files"
-
-
-def _haystack_text(haystack: str | Iterable[str | Path] | None) -> str:
-    if haystack is None:
-        return read_text(library_files())
-    return haystack if isinstance(haystack, str) else read_text(haystack)
 
 
 def _draw_depths(rng: np.random.Generator, depths: Depths, num_examples: int) -> list[float]:
@@ -186,11 +225,10 @@ def _draw_depths(rng: np.random.Generator, depths: Depths, num_examples: int) ->
 def _one_example(
     tokenizer: TextTokenizer,
     rng: np.random.Generator,
-    hay: np.ndarray,
+    hay: Haystack,
     length: int,
     num_keys: int,
     depth: float,
-    source: str,
 ) -> Example:
     keys = draw_keys(rng, num_keys)
     values = [draw_value(rng) for _ in keys]
@@ -209,7 +247,12 @@ def _one_example(
     room = prompt_length - len(question) - len(target)
     start = min(round(depth * prompt_length), room)
     before, after = _share_out(rng, distractors, start, room - start)
-    prompt = [*_stretch(rng, hay, before, start), *target, *_stretch(rng, hay, after, room - start), *question]
+    prompt = [
+        *_stretch(rng, hay, before, start),
+        *target,
+        *_stretch(rng, hay, after, room - start),
+        *question,
+    ]
     return Example(
         prompt=prompt,
         answer=answer,
@@ -221,7 +264,7 @@ def _one_example(
             "needle_start": start,
             "num_keys": num_keys,
             "key": keys[0],
-            "haystack": source,
+            "haystack": hay.name,
         },
     )
 
@@ -246,9 +289,7 @@ def _share_out(
     return sides
 
 
-def _stretch(rng: np.random.Generator, hay: np.ndarray, needles: list[list[int]], size: int) -> list[int]:
-    """`size` tokens: `needles` at drawn places of a stretch of haystack that starts at a drawn place."""
+def _stretch(rng: np.random.Generator, hay: Haystack, needles: list[list[int]], size: int) -> list[int]:
+    """`size` tokens: `needles` at drawn places of a stretch of haystack."""
     room = size - sum(map(len, needles))
-    first = int(rng.integers(hay.size))
-    text = hay[np.arange(first, first + room) % hay.size].tolist()
-    return insert_needles(text, needles, rng.integers(room + 1, size=len(needles)).tolist())
+    return insert_needles(hay.draw(rng, room), needles, rng.integers(room + 1, size=len(needles)).tolist())

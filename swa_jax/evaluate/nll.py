@@ -50,7 +50,9 @@ def answer_nll(
     Raises:
       ValueError: no examples, or one whose prompt or answer is empty.
     """
-    return score_answers(model, examples, batch_size=batch_size, full_attention_decode=full_attention_decode).nll
+    return score_answers(
+        model, examples, batch_size=batch_size, full_attention_decode=full_attention_decode
+    ).nll
 
 
 def score_answers(
@@ -85,7 +87,9 @@ def score_answers(
 def _shared_graph(model: Decoder, pattern: AttentionPattern, kinds: tuple[str, ...]) -> tuple[Any, nnx.State]:
     """The model split for jit, its pattern (which is static) reduced to what the layer map does not say."""
     if kinds == (FULL, WINDOW):
-        pattern = dataclasses.replace(pattern, layer_types=(WINDOW,) * pattern.num_layers, full_attention_decode=False)
+        pattern = dataclasses.replace(
+            pattern, layer_types=(WINDOW,) * pattern.num_layers, full_attention_decode=False
+        )
     return nnx.split(model if model.pattern == pattern else model.with_pattern(pattern))
 
 
@@ -118,7 +122,10 @@ def answer_batches(
         rows = [examples[i] for i in index] + [examples[index[-1]]] * (batch_size - len(index))
         length = _round_up(max(len(e.prompt) + len(e.answer) for e in rows), LENGTH_STEP)
         tokens, segments = np.zeros((batch_size, length), np.int32), np.zeros((batch_size, length), np.int32)
-        queries, labels = np.zeros((batch_size, answer_length), np.int32), np.zeros((batch_size, answer_length), np.int32)
+        queries, labels = (
+            np.zeros((batch_size, answer_length), np.int32),
+            np.zeros((batch_size, answer_length), np.int32),
+        )
         weights = np.zeros((batch_size, answer_length), np.float32)
         for row, example in enumerate(rows):
             prompt, answer = len(example.prompt), len(example.answer)
@@ -208,11 +215,15 @@ def perplexity(
             by_pass.append(values[where].mean())
     mean = float(token_nll.mean())
     interval = bootstrap(by_pass)
-    return Perplexity(float(np.exp(mean)), Estimate(mean, interval.low, interval.high), token_nll.size, token_nll)
+    return Perplexity(
+        float(np.exp(mean)), Estimate(mean, interval.low, interval.high), token_nll.size, token_nll
+    )
 
 
 @functools.partial(jax.jit, static_argnames="graph")
-def _text_nll(graph: Any, state: nnx.State, tokens: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
+def _text_nll(
+    graph: Any, state: nnx.State, tokens: jax.Array, labels: jax.Array, weights: jax.Array
+) -> jax.Array:
     model: Decoder = nnx.merge(graph, state)
     hidden, _ = model.features(tokens)
     return token_loss(hidden, model.head(), labels, weights).nll

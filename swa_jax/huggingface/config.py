@@ -56,7 +56,11 @@ _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
         "truncate",
     ),
 }
-_ROPE_REQUIRED = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ()}
+_ROPE_REQUIRED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
 
 # Keys any config.json may hold that do not change what the decoder computes.
 _NEUTRAL = (
@@ -141,7 +145,9 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
                 f"config.json: {key} is set, but mixtures of experts are not supported; supported: dense models"
             )
     if hf.get("use_mrope"):
-        raise ConfigError("config.json: use_mrope (rotary embeddings of images) is not supported; supported: text")
+        raise ConfigError(
+            "config.json: use_mrope (rotary embeddings of images) is not supported; supported: text"
+        )
 
 
 def _swat_config(hf: Mapping[str, Any]) -> ModelConfig:
@@ -179,7 +185,9 @@ def _rope(hf: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling
             raise ConfigError(f"config.json: {key}.{name} is missing; rope_type '{kind}' needs it")
     if kind != "linear":
         # Some checkpoints keep the pretraining length outside the mapping; it wins there.
-        original = hf.get("original_max_position_embeddings") or values.get("original_max_position_embeddings")
+        original = hf.get("original_max_position_embeddings") or values.get(
+            "original_max_position_embeddings"
+        )
         values["original_max_position_embeddings"] = original or max_positions
         values.setdefault("factor", max_positions / values["original_max_position_embeddings"])
     return float(theta), from_dict(RopeScaling, {"rope_type": kind} | values, f"config.json.{key}")
@@ -203,31 +211,28 @@ def _agreed(rope: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def hf_config(
     config: ModelConfig, pattern: AttentionPattern | None = None, *, dtype: str = "float32"
 ) -> dict[str, Any]:
-    """The `config.json` of a model, readable by transformers 4 and 5 (for `swat`: by this library).
+    """The `config.json` of a model, readable by transformers 4 and 5.
 
+    The family is `config.model_type` where that can express the model, else `swat`, which this library alone reads.
     The pattern is written where Hugging Face knows it (`apply_pattern`); None means full attention in every layer.
-    Raises `ConfigError` if the family named by `config.model_type` cannot express the model.
     """
-    if config.model_type not in ARCHITECTURES:
-        raise ConfigError(f"model_type '{config.model_type}' is not known{nearest(config.model_type, [*ARCHITECTURES])}")
-    if config.model_type == SWAT:
-        hf = to_dict(config)
-    else:
-        hf = {"model_type": config.model_type, "hidden_act": "silu"} | {key: getattr(config, key) for key in _COMMON}
-        if config.model_type in ("llama", "qwen3"):
-            hf["attention_bias"] = config.attention_bias
-        if config.model_type == "llama":
-            hf["mlp_bias"] = config.mlp_bias
-        hf |= _rope_keys(config)
-    hf |= {"architectures": [ARCHITECTURES[config.model_type]], "dtype": dtype}
-    understood = model_config(hf)
-    for field in dataclasses.fields(ModelConfig):
-        if getattr(understood, field.name) != getattr(config, field.name):
-            raise ConfigError(
-                f"model_type '{config.model_type}' cannot express {field.name} = {getattr(config, field.name)!r}; "
-                f"it means {getattr(understood, field.name)!r} there; model_type '{SWAT}' can"
-            )
+    hf = _family_keys(config, config.model_type)
+    if config.model_type == SWAT or model_config(hf) != config:
+        hf = to_dict(config) | {"model_type": SWAT}
+    hf |= {"architectures": [ARCHITECTURES[hf["model_type"]]], "dtype": dtype}
     return apply_pattern(hf, pattern or AttentionPattern((FULL,) * config.num_hidden_layers))[0]
+
+
+def _family_keys(config: ModelConfig, family: str) -> dict[str, Any]:
+    """What Hugging Face's configuration class of a family would write."""
+    if family not in ARCHITECTURES:
+        raise ConfigError(f"model_type '{family}' is not known{nearest(family, [*ARCHITECTURES])}")
+    hf = {"model_type": family, "hidden_act": "silu"} | {key: getattr(config, key) for key in _COMMON}
+    if family in ("llama", "qwen3"):
+        hf["attention_bias"] = config.attention_bias
+    if family == "llama":
+        hf["mlp_bias"] = config.mlp_bias
+    return hf | _rope_keys(config)
 
 
 def _rope_keys(config: ModelConfig) -> dict[str, Any]:
@@ -276,10 +281,16 @@ def apply_pattern(hf: Mapping[str, Any], pattern: AttentionPattern) -> tuple[dic
     elif out["model_type"] in ("qwen2", "qwen3"):
         # Older readers go by `max_window_layers`: how many layers at the start are full.
         first = types.index(WINDOW) if window is not None else pattern.num_layers
-        out |= {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": first}
+        out |= {
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "max_window_layers": first,
+        }
     elif window is not None:
         out["sliding_window"] = window
-    if out["model_type"] in ("ministral", "qwen2", "qwen3") or (out["model_type"] == SWAT and window is not None):
+    if out["model_type"] in ("ministral", "qwen2", "qwen3") or (
+        out["model_type"] == SWAT and window is not None
+    ):
         out["layer_types"] = list(types)
     return out, notice
 
@@ -293,6 +304,10 @@ def _inexpressible(hf: Mapping[str, Any], pattern: AttentionPattern) -> str | No
         return f"num_sink_tokens = {pattern.num_sink_tokens}"
     if pattern.full_attention_decode and WINDOW in pattern.layer_types:
         return "full_attention_decode"
-    if WINDOW in pattern.layer_types and hf["model_type"] == "llama" and (hf.get("attention_bias") or hf.get("mlp_bias")):
+    if (
+        WINDOW in pattern.layer_types
+        and hf["model_type"] == "llama"
+        and (hf.get("attention_bias") or hf.get("mlp_bias"))
+    ):
         return "no family with windows has Llama's biases"
     return None

@@ -9,11 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from swa_jax.checkpoint import COMPANIONS, CONFIG_FILE, PATTERN_FILE, WEIGHTS, check_destination, write_checkpoint
-from swa_jax.config import CheckpointError, ConfigError, ModelConfig, nearest
+from swa_jax.checkpoint import (
+    COMPANIONS,
+    CONFIG_FILE,
+    PATTERN_FILE,
+    WEIGHTS,
+    check_destination,
+    write_checkpoint,
+)
+from swa_jax.config import ConfigError, ModelConfig, nearest
 from swa_jax.huggingface.config import model_config
 from swa_jax.huggingface.names import EMBEDDING, HEAD, expected_tensors, is_buffer, is_router
-from swa_jax.huggingface.weights import DTYPES, StoredTensor, read_headers, stream_tensors
+from swa_jax.huggingface.weights import DTYPES, CheckpointError, StoredTensor, read_headers, stream_tensors
 from swa_jax.pattern import AttentionPattern, load_pattern
 
 
@@ -54,14 +61,26 @@ def _local_folder(source: str | Path) -> Path:
     if folder.is_dir():
         return folder
     text = str(source)
-    if isinstance(source, Path) or folder.exists() or text.startswith((".", "~", "/")) or text.count("/") != 1:
-        raise CheckpointError(f"{source} is no folder; give a folder with config.json, or a hub id such as 'Qwen/Qwen3-0.6B'")
+    if (
+        isinstance(source, Path)
+        or folder.exists()
+        or text.startswith((".", "~", "/"))
+        or text.count("/") != 1
+    ):
+        raise CheckpointError(
+            f"{source} is no folder; give a folder with config.json, or a hub id such as 'Qwen/Qwen3-0.6B'"
+        )
     return _download(text)
 
 
 def _download(repository: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+    )
 
     try:
         # Only the names read here: some repositories hold the same weights again under other names.
@@ -72,7 +91,9 @@ def _download(repository: str) -> Path:
             f"'{repository}' is gated: accept its terms on the hub and log in (`hf auth login`), or give a folder"
         ) from None
     except (RepositoryNotFoundError, HFValidationError):
-        raise CheckpointError(f"'{repository}' is neither a folder here nor a model on the Hugging Face hub") from None
+        raise CheckpointError(
+            f"'{repository}' is neither a folder here nor a model on the Hugging Face hub"
+        ) from None
     except (HfHubHTTPError, OSError) as error:
         reason = str(error).strip().split("\n")[0]
         raise CheckpointError(
@@ -84,7 +105,9 @@ def _download(repository: str) -> Path:
 def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG_FILE
     if (folder / WEIGHTS).is_dir():
-        raise CheckpointError(f"{folder} is already a checkpoint folder of this library: load it with load_model")
+        raise CheckpointError(
+            f"{folder} is already a checkpoint folder of this library: load it with load_model"
+        )
     if not file.is_file():
         raise CheckpointError(f"{folder} holds no {CONFIG_FILE}: it is not a Hugging Face model")
     try:

@@ -12,11 +12,15 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from swa_jax.config import CheckpointError
+from swa_jax.config import ConfigError
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 MAX_SHARD_BYTES = 5_000_000_000
+
+
+class CheckpointError(ConfigError):
+    """Weights or a folder of them that cannot be used; the message names the file or tensor and what would be right."""
 
 
 class StoredTensor(NamedTuple):
@@ -48,7 +52,9 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
             raise CheckpointError(f"{index} names the shard {file.name}, which is not in {folder}")
         for name, tensor in _read_header(file).items():
             if name in tensors:
-                raise CheckpointError(f"tensor {name} is stored twice: in {tensors[name].file.name} and {file.name}")
+                raise CheckpointError(
+                    f"tensor {name} is stored twice: in {tensors[name].file.name} and {file.name}"
+                )
             tensors[name] = tensor
     for name, shard in places.items():
         if name not in tensors or tensors[name].file.name != shard:
@@ -60,7 +66,9 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         places = json.loads(index.read_text())["weight_map"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
-        raise CheckpointError(f"{index} is not a safetensors index: it must be JSON with a 'weight_map'") from None
+        raise CheckpointError(
+            f"{index} is not a safetensors index: it must be JSON with a 'weight_map'"
+        ) from None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise CheckpointError(f"{index}: 'weight_map' must map tensor names to file names")
     for name in places.values():
@@ -73,7 +81,9 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
     try:
         with safe_open(file, "np") as tensors:
             views = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-            return {name: StoredTensor(file, v.get_dtype(), tuple(v.get_shape())) for name, v in views.items()}
+            return {
+                name: StoredTensor(file, v.get_dtype(), tuple(v.get_shape())) for name, v in views.items()
+            }
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{file} is not a complete safetensors file ({error}); it may be cut short or a git-lfs pointer: "
@@ -89,7 +99,7 @@ def _no_weights(folder: Path) -> str:
     others = sorted(p.name for p in folder.glob("*.safetensors"))
     if others:
         return f"{folder} holds {others[0]}, but neither {wanted}, which are the names read"
-    return f"{folder} holds no weights: expected {wanted}"
+    return f"{folder} holds no weights: expected {wanted} (pickled weights are never read)"
 
 
 def stream_tensors(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, np.ndarray]]:

@@ -87,6 +87,7 @@ def nll_deltas(
     if window is None:
         raise ConfigError("sliding_window is missing: give it, as the model's own pattern has none")
     layers = model.config.num_hidden_layers
+    model = model.with_pattern(AttentionPattern.from_full_layers([], layers, window, num_sink_tokens=sinks))
 
     def answer_nll(subset: list[int], full_layers: Sequence[int]) -> np.ndarray:
         pattern = AttentionPattern.from_full_layers(
@@ -120,7 +121,9 @@ def select_layers(scores: ArrayLike, budget: int) -> tuple[int, ...]:
     """
     scores = np.asarray(scores, np.float64)
     if scores.ndim != 1 or not np.isfinite(scores).all():
-        raise ConfigError(f"scores must be one finite number a layer, got shape {scores.shape}: {scores.tolist()}")
+        raise ConfigError(
+            f"scores must be one finite number a layer, got shape {scores.shape}: {scores.tolist()}"
+        )
     if not 0 <= budget <= scores.size:
         raise ConfigError(f"budget is {budget} full layers, the model has {scores.size}")
     return tuple(sorted(np.argsort(-scores, kind="stable")[:budget].tolist()))

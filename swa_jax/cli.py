@@ -1,0 +1,417 @@
+"""The command line, `swa-jax <verb>`. Each verb imports what it needs when it runs, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from typer import Argument, Option
+
+from swa_jax.config import ConfigError, ModelConfig, load_config
+from swa_jax.pattern import AttentionPattern, load_pattern
+
+if TYPE_CHECKING:
+    import click
+
+    from swa_jax.evaluate import Example
+    from swa_jax.model import Decoder
+    from swa_jax.tokenizer import Tokenizer
+
+
+class Verbs(typer.core.TyperGroup):
+    """Verbs whose expected errors are one red sentence and exit status 2; anything else keeps its traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (OSError, ValueError) as error:
+            if not isinstance(error, ConfigError | FileNotFoundError) and not _raised_by_us(error):
+                raise
+            message = str(error)
+            if isinstance(error, OSError) and error.filename is not None:
+                message = f"{error.filename}: {error.strerror}"
+            Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(2) from None
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return frames[-1][0].f_globals["__name__"].split(".")[0] in ("swa_jax", "pallas_kernels")
+
+
+app = typer.Typer(
+    cls=Verbs,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+)
+select_app = typer.Typer(no_args_is_help=True, help="Choose the layers that keep full attention.")
+app.add_typer(select_app, name="select")
+
+
+def main() -> None:
+    app()
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        try:
+            typer.echo(f"swa-jax {importlib.metadata.version('swa-jax')}")
+        except importlib.metadata.PackageNotFoundError:
+            typer.echo("swa-jax, run from its sources without an installation")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Sliding-window attention for long context: import a model, choose its layers, measure what that costs."""
+
+
+# ---- options that several verbs share ----
+
+Model = Annotated[Path, Argument(help="A checkpoint folder, as `import` and `train` make it.")]
+Window = Annotated[
+    int | None, Option("--window", help="Visible keys of a windowed query, its own included.", min=1)
+]
+SinkTokens = Annotated[
+    int | None, Option("--sink-tokens", help="First tokens that stay visible beside the window.", min=0)
+]
+FullDecode = Annotated[
+    bool | None,
+    Option("--fa-decode/--no-fa-decode", help="Whether answers see everything.", show_default=False),
+]
+NumKeys = Annotated[int, Option("--keys", help="Needles in a prompt, one of which is asked for.", min=1)]
+Length = Annotated[int, Option("--length", help="Tokens of a needle prompt with its answer.", min=1)]
+Haystack = Annotated[
+    Path | None, Option("--haystack", help="A text to hide needles in; default: Python library sources.")
+]
+BatchSize = Annotated[int, Option("--batch-size", min=1)]
+Seed = Annotated[int, Option("--seed", min=0)]
+
+
+def _resolve_pattern(
+    source: str,
+    layers: int | ModelConfig,
+    window: int | None,
+    sink_tokens: int | None,
+    full_decode: bool | None,
+) -> AttentionPattern:
+    """A recipe or a pattern file; options that are given win over both."""
+    options = {
+        "sliding_window": window,
+        "num_sink_tokens": sink_tokens,
+        "full_attention_decode": full_decode,
+    }
+    if not source.endswith(".json"):
+        return AttentionPattern.from_recipe(source, layers, **options)  # type: ignore[arg-type]
+    given = {name: value for name, value in options.items() if value is not None}
+    pattern = dataclasses.replace(AttentionPattern.from_json(Path(source)), **given)  # type: ignore[arg-type]
+    return load_pattern(pattern, layers) if isinstance(layers, ModelConfig) else pattern
+
+
+def _load(model: Path) -> tuple[Decoder, Tokenizer]:
+    from swa_jax.checkpoint import load_model
+    from swa_jax.tokenizer import load_tokenizer
+
+    return load_model(model), load_tokenizer(model)
+
+
+def _needles(
+    tokenizer: Tokenizer, count: int, length: int, keys: int, haystack: Path | None, depths: Any, seed: int
+) -> list[Example]:
+    from swa_jax.evaluate import needle_examples
+
+    return needle_examples(
+        tokenizer,
+        length=length,
+        num_examples=count,
+        num_keys=keys,
+        depths=depths,
+        haystack=None if haystack is None else [haystack],
+        seed=seed,
+    )
+
+
+# ---- verbs ----
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, Option(help="Folder of the report and its pictures.")] = Path("runs/demo"),
+    model: Annotated[
+        Path | None, Option(help="A model in Hugging Face format; default: the bundled one.")
+    ] = None,
+) -> None:
+    """The whole path in a few minutes: import a small model, window its attention, measure what it costs."""
+    from swa_jax.demo import run_demo
+
+    run_demo(out, model)
+
+
+@app.command("import")
+def import_(
+    source: Annotated[str, Argument(help="A Hugging Face folder, or a Hub id such as Qwen/Qwen3-0.6B.")],
+    destination: Annotated[Path, Argument(help="A new folder for the checkpoint.")],
+    pattern: Annotated[
+        str | None, Option(help="A recipe or a pattern JSON; default: what the model's config.json says.")
+    ] = None,
+) -> None:
+    """Turn a Hugging Face model into a checkpoint folder."""
+    from swa_jax.checkpoint import open_checkpoint
+    from swa_jax.huggingface import import_model
+
+    import_model(source, destination, pattern=pattern)
+    typer.echo(f"{destination}\n{open_checkpoint(destination).pattern}")
+
+
+@app.command()
+def export(
+    checkpoint: Model,
+    destination: Annotated[Path, Argument(help="A new folder in Hugging Face format.")],
+) -> None:
+    """Write a checkpoint back in Hugging Face format."""
+    from swa_jax.huggingface import export_model
+
+    typer.echo(export_model(checkpoint, destination))
+
+
+@app.command()
+def pattern(
+    recipe: Annotated[str, Argument(help="Such as interleave-1-in-4+fa-decode, or a pattern JSON.")],
+    layers: Annotated[int | None, Option(help="Layers of the model.", min=1)] = None,
+    model: Annotated[Path | None, Option(help="A checkpoint folder, in place of --layers.")] = None,
+    window: Window = None,
+    sink_tokens: SinkTokens = None,
+    fa_decode: FullDecode = None,
+    out: Annotated[Path | None, Option(help="Write the pattern to this JSON file.")] = None,
+) -> None:
+    """Print which layer attends how: F full, w window, h head hybrid, S switch."""
+    size: int | ModelConfig
+    if model is not None and layers is None:
+        from swa_jax.checkpoint import open_checkpoint
+
+        size = open_checkpoint(model).config
+    elif layers is not None and model is None:
+        size = layers
+    elif model is None and recipe.endswith(".json"):
+        size = AttentionPattern.from_json(Path(recipe)).num_layers
+    else:
+        raise ConfigError(
+            "give one of --layers N and --model DIR: a recipe needs to know how deep the model is"
+        )
+    chosen = _resolve_pattern(recipe, size, window, sink_tokens, fa_decode)
+    typer.echo(chosen)
+    if out is not None:
+        chosen.to_json(out)
+        typer.echo(f"written to {out}")
+
+
+@select_app.command("nll")
+def select_nll(
+    model: Model,
+    out: Annotated[Path, Option(help="The pattern's JSON file; the picture goes beside it.")],
+    budget: Annotated[int | None, Option(help="Layers that stay full.", min=0)] = None,
+    one_in: Annotated[int | None, Option("--one-in", help="Or: one full layer in N.", min=1)] = None,
+    window: Window = None,
+    sink_tokens: SinkTokens = None,
+    fa_decode: Annotated[
+        bool, Option("--fa-decode", help="Set full-attention decode in the pattern.")
+    ] = False,
+    examples: Annotated[int, Option(help="Needle examples to score the layers on.", min=1)] = 64,
+    length: Length = 1024,
+    keys: NumKeys = 1,
+    haystack: Haystack = None,
+    batch_size: BatchSize = 8,
+    seed: Seed = 0,
+) -> None:
+    """NLL-guided selection: keep full the layers whose full attention helps the answers most."""
+    from rich.progress import Progress
+
+    from swa_jax.report import layer_scores_chart
+    from swa_jax.select import nll_deltas, nll_pattern
+
+    if (budget is None) == (one_in is None):
+        raise ConfigError("give exactly one of --budget and --one-in: how many layers stay full")
+    if out.suffix != ".json":
+        raise ConfigError(f"--out is {out}: a pattern file must end in .json")
+    decoder, tokenizer = _load(model)
+    drawn = _needles(tokenizer, examples, length, keys, haystack, None, seed)
+    with Progress(transient=True) as progress:
+        task = progress.add_task("scoring layers")
+        scores = nll_deltas(
+            decoder,
+            drawn,
+            sliding_window=window,
+            num_sink_tokens=sink_tokens,
+            batch_size=batch_size,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    chosen = nll_pattern(
+        scores,
+        budget=budget,
+        one_in_n=one_in,
+        full_attention_decode=fa_decode,
+        data=f"{examples} needle prompts of {length} tokens, {keys} key(s), haystack {haystack or 'python library'}",
+        seed=seed,
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    chosen.to_json(out)
+    picture = out.with_suffix(".png")
+    title = f"What each layer is worth (window {scores.sliding_window})"
+    layer_scores_chart(scores.intervals(), chosen.full_layers, picture, title=title)
+    typer.echo(f"{chosen}\nwritten to {out} and {picture}")
+
+
+@app.command()
+def train(
+    config: Annotated[Path, Argument(help="A YAML file; see configs/.")],
+    overrides: Annotated[
+        list[str] | None, Argument(metavar="[a.b=c]...", help="Settings that replace those of the file.")
+    ] = None,
+) -> None:
+    """Train from scratch, or go on from a checkpoint; run it again to go on after an interruption."""
+    from swa_jax.train import TrainConfig
+    from swa_jax.train import train as run
+
+    typer.echo(run(load_config(TrainConfig, config, overrides or [])))
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[str, Argument(help="The text to continue; - reads it from standard input.")],
+    pattern: Annotated[
+        str | None, Option(help="A recipe or a pattern JSON; default: the checkpoint's own.")
+    ] = None,
+    window: Window = None,
+    sink_tokens: SinkTokens = None,
+    fa_decode: FullDecode = None,
+    max_new_tokens: Annotated[int, Option(min=1)] = 128,
+    temperature: Annotated[float, Option(help="0 takes the likeliest token.", min=0)] = 0.0,
+    top_k: Annotated[int | None, Option(help="Sample among the K likeliest tokens.", min=1)] = None,
+    top_p: Annotated[float | None, Option(help="Sample among the likeliest tokens that make up P.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Continue a prompt and print the new text."""
+    from swa_jax.generate import generate as run
+
+    decoder, tokenizer = _load(model)
+    decoder = _with_options(decoder, pattern, window, sink_tokens, fa_decode)
+    new = run(
+        decoder,
+        [tokenizer.encode(sys.stdin.read() if prompt == "-" else prompt)],
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_tokens=() if tokenizer.eos_id is None else (tokenizer.eos_id,),
+        seed=seed,
+    )
+    typer.echo(tokenizer.decode(new[0]))
+
+
+@app.command()
+def evaluate(
+    model: Model,
+    pattern: Annotated[
+        list[str] | None,
+        Option(help="A recipe or a pattern JSON, repeatable; default: the checkpoint's own."),
+    ] = None,
+    window: Window = None,
+    sink_tokens: SinkTokens = None,
+    fa_decode: FullDecode = None,
+    needles: Annotated[int, Option(help="Needle prompts a pattern; 0 leaves them out.", min=0)] = 48,
+    length: Length = 1024,
+    keys: NumKeys = 1,
+    haystack: Haystack = None,
+    text: Annotated[Path | None, Option(help="Also give the perplexity of this text.")] = None,
+    context: Annotated[int, Option(help="Tokens of that text a pass.", min=1)] = 1024,
+    batch_size: BatchSize = 16,
+    seed: Seed = 0,
+    out: Annotated[Path | None, Option(help="Write results.json and a picture to this folder.")] = None,
+) -> None:
+    """Measure patterns: needles found, answer loss, cache memory, speed, perplexity."""
+    from swa_jax.evaluate import perplexity
+    from swa_jax.evaluate.measure import measure_pattern
+    from swa_jax.evaluate.needle import read_text
+    from swa_jax.report import needle_heat_map, pattern_table
+
+    if not needles and text is None:
+        raise ConfigError("nothing to measure: --needles is 0 and no --text is given")
+    decoder, tokenizer = _load(model)
+    names = pattern or ["own"]
+    models = [_with_options(decoder, source, window, sink_tokens, fa_decode) for source in pattern or [None]]
+    depths = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    drawn = _needles(tokenizer, needles, length, keys, haystack, depths, seed) if needles else []
+    longest = max((len(example.answer) for example in drawn), default=1)
+    tokens = tokenizer.encode(read_text([text])) if text is not None else []
+    rows: list[dict[str, Any]] = []
+    heat: list[list[float]] = []
+    console = Console()
+    for name, measured in zip(names, models, strict=True):
+        row: dict[str, Any] = {"name": name}
+        with console.status(f"measuring {name}"):
+            if drawn:
+                row, answers = measure_pattern(
+                    name, measured, tokenizer, drawn, max_new_tokens=longest + 2, batch_size=batch_size
+                )
+                heat.append(
+                    [float(part.mean()) if len(part := answers.scores[i :: len(depths)]) else float("nan")
+                     for i in range(len(depths))]
+                )  # fmt: skip
+            if tokens:
+                scored = perplexity(measured, tokens, context=context, batch_size=batch_size)
+                row |= {"perplexity": scored.perplexity, "text_tokens": scored.num_tokens}
+        rows.append(row)
+    if drawn:
+        console.print(pattern_table(rows))
+    for row in rows if tokens else []:
+        console.print(f"{row['name']}: perplexity {row['perplexity']:.2f} over {row['text_tokens']} tokens")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        results = {
+            "model": str(model),
+            "haystack": str(haystack or "python library"),
+            "length": length,
+            "keys": keys,
+            "seed": seed,
+            "rows": rows,
+        }
+        _write_json(out / "results.json", results)
+        if drawn:
+            needle_heat_map(heat, names, [f"{depth:.0%}" for depth in depths], out / "needles.png")
+        typer.echo(f"written to {out}")
+
+
+def _with_options(
+    model: Decoder, source: str | None, window: int | None, sink_tokens: int | None, full_decode: bool | None
+) -> Decoder:
+    """The model under another pattern, or under its own with the options that are given."""
+    if source is not None:
+        return model.with_pattern(_resolve_pattern(source, model.config, window, sink_tokens, full_decode))
+    options = {
+        "sliding_window": window,
+        "num_sink_tokens": sink_tokens,
+        "full_attention_decode": full_decode,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    return model.with_pattern(dataclasses.replace(model.pattern, **given)) if given else model  # type: ignore[arg-type]
+
+
+def _write_json(file: Path, data: Any) -> None:
+    partial = Path(f"{file}.partial")
+    partial.write_text(json.dumps(data, indent=2) + "\n")
+    os.replace(partial, file)

@@ -1,0 +1,297 @@
+"""`swa-jax demo`: the bundled model through the whole path, from import to a report, in minutes on two CPU cores.
+
+Every stage is the one a user's own model would go through: import from Hugging Face format, layer selection,
+evaluation of each pattern by generation, and a few steps of routed training.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from swa_jax.checkpoint import load_model
+from swa_jax.config import ConfigError, ModelConfig, load_config
+from swa_jax.evaluate import (
+    Answers,
+    Example,
+    accuracy_interval,
+    bootstrap,
+    generate_answers,
+    needle_examples,
+    paired_bootstrap,
+    score_answers,
+)
+from swa_jax.evaluate.needle import Haystack, library_files
+from swa_jax.huggingface import import_model
+from swa_jax.model import Decoder
+from swa_jax.pattern import AttentionPattern
+from swa_jax.report import (
+    accuracy_memory_chart,
+    layer_scores_chart,
+    needle_heat_map,
+    pattern_table,
+    routed_cpt_chart,
+)
+from swa_jax.select import NLLScores, nll_deltas, nll_pattern
+from swa_jax.tokenizer import Tokenizer, load_tokenizer
+from swa_jax.train import TrainConfig, train
+
+LENGTH = 1024  # tokens of prompt and answer together
+WINDOW = 48  # with 8 layers, what windows can pass on reaches back 384 tokens; the needles lie further back
+SINK_TOKENS = 4  # of the pattern `streaming`
+DEPTHS = 6
+EXAMPLES = 48  # needle examples a pattern, 8 a depth
+NLL_EXAMPLES = 24  # of those, how many are also scored for answer NLL
+CALIBRATION_EXAMPLES = 16  # for layer selection, drawn with another seed
+BATCH = 16
+NEW_TOKENS = 20  # the answer has about 18
+EVALUATION_SEED, CALIBRATION_SEED = 1, 2
+RECIPES = ("full", "window", "streaming", "interleave-1-in-2", "interleave-1-in-4")
+CPT_CONFIG = Path(__file__).resolve().parents[1] / "configs" / "demo-swiattn-cpt.yaml"
+MARK = ".swa-jax-demo"  # says that a folder is the demo's own, to be written anew
+
+
+def run_demo(out: str | Path = "runs/demo", model_dir: str | Path | None = None) -> dict[str, Any]:
+    """Import, select, evaluate, train a little; write `report.json` and pictures to `out`, and return the report.
+
+    Args:
+      out: a new folder, or one of an earlier demo, whose results are replaced.
+      model_dir: a model in Hugging Face format with a `tokenizer.json`; None is the bundled one.
+
+    Raises:
+      ConfigError: `out` holds something else, or the model is too shallow or too deep for the demo's context.
+    """
+    begin = time.perf_counter()
+    console = Console()
+    if console.width < 125:  # the table; also where the output is no terminal
+        console = Console(width=125)
+    out = Path(out)
+    _claim(out)
+
+    def stage(text: str) -> None:
+        console.print(f"[dim]{time.perf_counter() - begin:5.0f} s[/dim]  {text}")
+
+    stage("importing the model")
+    with ExitStack() as stack:
+        bundled = importlib.resources.files("swa_jax") / "recall"
+        source = Path(model_dir) if model_dir else stack.enter_context(importlib.resources.as_file(bundled))
+        import_model(source, out / "model")
+    model, tokenizer = load_model(out / "model"), load_tokenizer(out / "model")
+    highest = deepest_needle(model.config)
+    depths = np.linspace(0.02, highest, DEPTHS).round(3).tolist()
+    # The model was trained on nine in ten of the interpreter's library files; the haystack is the tenth.
+    haystack = Haystack(tokenizer, library_files()[::10])
+
+    def draw(num_examples: int, seed: int) -> list[Example]:
+        return needle_examples(
+            tokenizer, length=LENGTH, num_examples=num_examples, depths=depths, haystack=haystack, seed=seed
+        )
+
+    examples, calibration = draw(EXAMPLES, EVALUATION_SEED), draw(CALIBRATION_EXAMPLES, CALIBRATION_SEED)
+
+    stage(
+        f"scoring each of {model.config.num_hidden_layers} layers on {len(calibration)} other examples (NLL-guided)"
+    )
+    scores = nll_deltas(model, calibration, sliding_window=WINDOW, num_sink_tokens=0, batch_size=BATCH)
+    patterns = demo_patterns(model.config, scores)
+    rows, by_example = [], {}
+    for number, (name, pattern) in enumerate(patterns.items(), start=1):
+        stage(f"pattern {number} of {len(patterns)}: {name}")
+        row, answers = _evaluate(name, model.with_pattern(pattern), tokenizer, examples)
+        rows.append(row)
+        by_example[name] = answers.scores
+    by_example["full+fa-decode"] = by_example["full"]
+    rows.insert(len(RECIPES) + 2, rows[0] | {"name": "full+fa-decode"})
+
+    stage("routed training (SwiAttn) from the same model")
+    steps = _routed_cpt(out)
+    verdict, beats = compare(by_example["nll-1-in-4"], by_example["interleave-1-in-4"])
+    report = {
+        "rows": rows,
+        "routed_cpt": steps,
+        "selection": {
+            "scores": scores.mean.tolist(),
+            "intervals": [list(interval[1:]) for interval in scores.intervals()],
+            "nll-1-in-4": list(patterns["nll-1-in-4"].full_layers),
+            "nll-1-in-2": list(patterns["nll-1-in-2"].full_layers),
+        },
+        "nll_beats_interleave": beats,
+        "notes": [verdict, *_notes(model.config, highest)],
+        "seconds": round(time.perf_counter() - begin, 1),
+    }
+    _write(out / "report.json", report)
+    _pictures(out, report, by_example, examples, scores, patterns["nll-1-in-4"])
+    console.print(pattern_table(rows))
+    for note in report["notes"]:
+        console.print(f"- {note}")
+    first, last = steps[0], steps[-1]
+    console.print(
+        f"- Routed training: loss {first['loss']:.2f} to {last['loss']:.2f} in {len(steps)} steps, tokens that take "
+        f"full attention {first['full_attention_ratio']:.0%} to {last['full_attention_ratio']:.0%}."
+    )
+    console.print(f"Report and pictures: {out}/ ({time.perf_counter() - begin:.0f} s)")
+    return report
+
+
+def deepest_needle(config: ModelConfig) -> float:
+    """The greatest depth at which a whole needle lies beyond what the windows of all layers can pass on."""
+    reach, needle = config.num_hidden_layers * WINDOW, 32
+    depth = 1 - (reach + needle) / (LENGTH - NEW_TOKENS)
+    if depth < 0.2 or config.num_hidden_layers < 4:
+        raise ConfigError(
+            f"the demo needs a model of at least 4 and at most {int(0.76 * LENGTH / WINDOW)} layers: with "
+            f"{config.num_hidden_layers} layers and a window of {WINDOW}, {LENGTH} tokens would not tell patterns apart"
+        )
+    return depth
+
+
+def demo_patterns(config: ModelConfig, scores: NLLScores) -> dict[str, AttentionPattern]:
+    """The patterns compared, by name; `full+fa-decode` is left out, being the same function as `full`."""
+    patterns = {}
+    for suffix, decode in (("", False), ("+fa-decode", True)):
+        for recipe in RECIPES:
+            patterns[recipe + suffix] = AttentionPattern.from_recipe(
+                recipe,
+                config,
+                sliding_window=WINDOW,
+                num_sink_tokens=SINK_TOKENS if recipe == "streaming" else 0,
+                full_attention_decode=decode,
+            )
+        for n in (2, 4):
+            patterns[f"nll-1-in-{n}{suffix}"] = nll_pattern(
+                scores,
+                one_in_n=n,
+                full_attention_decode=decode,
+                data=f"single needles, {LENGTH} tokens",
+                seed=CALIBRATION_SEED,
+            )
+    del patterns["full+fa-decode"]
+    return patterns
+
+
+def compare(nll: np.ndarray, interleave: np.ndarray) -> tuple[str, bool]:
+    """A sentence that says whether NLL-guided 1-in-4 beats interleaved 1-in-4 (scores [N], same examples), and bool."""
+    difference = paired_bootstrap(nll, interleave)
+    figures = (
+        f"nll-1-in-4 finds {nll.mean():.0%} of the needles, interleave-1-in-4 {interleave.mean():.0%}: a difference of "
+        f"{100 * difference.mean:.0f} points, 95 % interval [{100 * difference.low:.0f}, {100 * difference.high:.0f}] "
+        f"(paired bootstrap, n = {nll.size})."
+    )
+    if difference.low > 0:
+        return (
+            f"{figures} Choosing layers by answer NLL beats interleaving beyond its confidence interval.",
+            True,
+        )
+    if max(nll.mean(), interleave.mean()) < 0.2:
+        why = "neither choice of a quarter of the layers carries the needle"
+    elif difference.high < 0:
+        why = (
+            "the interleaved layers happen to be the better ones: NLL-guided selection scores layers one at a time and "
+            "cannot see that two of them work only together"
+        )
+    elif min(nll.mean(), interleave.mean()) > 0.8:
+        why = "the interleaved layers happen to be good ones already"
+    else:
+        why = "the difference is too small for this many examples"
+    return f"{figures} It does not beat interleaving beyond the interval: {why}.", False
+
+
+def _evaluate(
+    name: str, model: Decoder, tokenizer: Tokenizer, examples: Sequence[Example]
+) -> tuple[dict[str, Any], Answers]:
+    answers = generate_answers(model, tokenizer, examples, max_new_tokens=NEW_TOKENS, batch_size=BATCH)
+    found = accuracy_interval(answers.scores)
+    nll = bootstrap(score_answers(model, examples[:NLL_EXAMPLES], batch_size=BATCH).nll)
+    row = {
+        "name": name,
+        "full_layers": list(model.pattern.full_layers),
+        "needle_accuracy": found.mean,
+        "answer_nll": nll.mean,
+        "kv_cache_bytes": answers.kv_cache_bytes,
+        "prefill_seconds": answers.prefill_seconds,
+        "decode_tokens_per_second": answers.decode_tokens_per_second,
+        "needle_interval": [found.low, found.high],
+        "answer_nll_interval": [nll.low, nll.high],
+        "n": len(examples),
+        "answer_nll_n": min(NLL_EXAMPLES, len(examples)),
+        "batch_size": answers.batch_size,
+        "cache_tokens": answers.max_length,
+        "num_layers": model.config.num_hidden_layers,
+    }
+    return row, answers
+
+
+def _routed_cpt(out: Path) -> list[dict[str, Any]]:
+    """Some steps of SwiAttn's continued pretraining; the metrics of each step."""
+    run = out / "swiattn-cpt"
+    overrides = [
+        f"output={run}",
+        f"init_from={out / 'model'}",
+        f"tokenizer={out / 'model'}",
+        f"sliding_window={WINDOW}",
+    ]
+    train(load_config(TrainConfig, CPT_CONFIG, overrides), quiet=True)
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _notes(config: ModelConfig, highest: float) -> list[str]:
+    return [
+        f"Needles lie at depths of 2 % to {highest:.0%}, further from the question than the "
+        f"{config.num_hidden_layers} x {WINDOW} tokens that windows alone can pass on. The haystack is Python library "
+        "source.",
+        "needle_accuracy is by real greedy generation and string match; its interval is Wilson's, 95 %. answer_nll is "
+        "teacher-forced (nats a token).",
+        f"Times exclude compilation: prefill_seconds is a prompt's share of a batch of {BATCH}, "
+        "decode_tokens_per_second is of the whole batch. kv_cache_bytes is a sequence's share of the allocated cache, for prompt and answer.",
+        "full+fa-decode is the same function as full and repeats its figures.",
+        "The layers were scored on examples of another seed, with answers seeing everything (as under +fa-decode).",
+    ]
+
+
+def _pictures(
+    out: Path,
+    report: Mapping[str, Any],
+    by_example: Mapping[str, np.ndarray],
+    examples: Sequence[Example],
+    scores: NLLScores,
+    chosen: AttentionPattern,
+) -> None:
+    names = [row["name"] for row in report["rows"]]
+    at = np.arange(len(examples)) % DEPTHS  # needle_examples takes the depths in turn
+    grid = [[by_example[name][at == depth].mean() for depth in range(DEPTHS)] for name in names]
+    places = [e.meta["needle_start"] / len(e.prompt) for e in examples[:DEPTHS]]
+    needle_heat_map(grid, names, [f"{100 * place:.0f} %" for place in places], out / "needles.png")
+    layer_scores_chart(
+        scores.intervals(),
+        chosen.full_layers,
+        out / "layer-scores.png",
+        title="Which layers need full attention: NLL-guided, 1 in 4",
+    )
+    accuracy_memory_chart(report["rows"], out / "accuracy-memory.png")
+    routed_cpt_chart(report["routed_cpt"], out / "routed-cpt.png")
+
+
+def _claim(out: Path) -> None:
+    """Make the folder, or empty it of what an earlier demo made."""
+    if out.exists() and any(out.iterdir()) and not (out / MARK).exists():
+        raise ConfigError(f"{out} holds files that no demo made: name a new folder")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MARK).touch()
+    for made in ("model", "swiattn-cpt"):
+        shutil.rmtree(out / made, ignore_errors=True)
+
+
+def _write(file: Path, data: Any) -> None:
+    partial = Path(f"{file}.partial")
+    partial.write_text(json.dumps(data, indent=2) + "\n")
+    os.replace(partial, file)

@@ -1,0 +1,54 @@
+"""One pattern measured: a row of the tables and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from swa_jax.evaluate.accuracy import Answers, generate_answers
+from swa_jax.evaluate.bootstrap import accuracy_interval, bootstrap
+from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.nll import score_answers
+from swa_jax.model import Decoder
+from swa_jax.tokenizer import Tokenizer
+
+
+def measure_pattern(
+    name: str,
+    model: Decoder,
+    tokenizer: Tokenizer,
+    examples: Sequence[Example],
+    *,
+    max_new_tokens: int,
+    batch_size: int = 16,
+    num_nll_examples: int | None = None,
+) -> tuple[dict[str, Any], Answers]:
+    """Needle accuracy, answer NLL, memory and speed of a model under its pattern: the row, and the answers behind it.
+
+    Args:
+      max_new_tokens: generated for each needle; at least as many as the longest answer.
+      num_nll_examples: how many of the examples are also scored for answer NLL; None for all.
+    """
+    answers = generate_answers(
+        model, tokenizer, examples, max_new_tokens=max_new_tokens, batch_size=batch_size
+    )
+    found = accuracy_interval(answers.scores)
+    scored = examples[:num_nll_examples]
+    nll = bootstrap(score_answers(model, scored, batch_size=batch_size).nll)
+    row = {
+        "name": name,
+        "full_layers": list(model.pattern.full_layers),
+        "needle_accuracy": found.mean,
+        "answer_nll": nll.mean,
+        "kv_cache_bytes": answers.kv_cache_bytes,
+        "prefill_seconds": answers.prefill_seconds,
+        "decode_tokens_per_second": answers.decode_tokens_per_second,
+        "needle_interval": [found.low, found.high],
+        "answer_nll_interval": [nll.low, nll.high],
+        "n": len(examples),
+        "answer_nll_n": len(scored),
+        "batch_size": answers.batch_size,
+        "cache_tokens": answers.max_length,
+        "num_layers": model.config.num_hidden_layers,
+    }
+    return row, answers

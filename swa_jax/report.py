@@ -1,0 +1,222 @@
+"""Pictures and a table of what a pattern costs and keeps. Every picture is written atomically, without a display."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from numpy.typing import ArrayLike
+from rich import box
+from rich.table import Table
+
+from swa_jax.evaluate.bootstrap import Estimate
+
+BLUE, ORANGE, GREY = "#2a6fbb", "#e07b39", "#b8bec6"
+Row = Mapping[str, Any]
+
+
+def needle_heat_map(
+    accuracy: ArrayLike,
+    row_labels: Sequence[str],
+    column_labels: Sequence[str],
+    file: str | Path,
+    *,
+    title: str = "Needles found",
+    row_title: str = "",
+    column_title: str = "Depth of the needle in the prompt",
+) -> None:
+    """Accuracies [rows, columns] from 0 to 1 as a picture; NaN cells (no example) stay blank."""
+    grid = np.asarray(accuracy, np.float64)
+    if grid.shape != (len(row_labels), len(column_labels)):
+        raise ValueError(
+            f"accuracy is {grid.shape}, but there are {len(row_labels)} and {len(column_labels)} labels"
+        )
+    rows, columns = grid.shape
+    label_inches = 0.08 * max(map(len, row_labels))
+    figure = Figure(figsize=(1.6 + label_inches + 0.75 * columns, 1.4 + 0.34 * rows), layout="constrained")
+    axes = figure.add_subplot()
+    image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    for i, j in np.argwhere(np.isfinite(grid)):
+        ink = "black" if 0.12 < grid[i, j] < 0.88 else "white"
+        axes.text(j, i, f"{100 * grid[i, j]:.0f}", ha="center", va="center", fontsize=8, color=ink)
+    axes.set_xticks(range(columns), column_labels, fontsize=8)
+    axes.set_yticks(range(rows), row_labels, fontsize=8)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set(title=f"{title} (%)", xlabel=column_title, ylabel=row_title)
+    bar = figure.colorbar(image, ax=axes, ticks=[0, 0.5, 1], fraction=0.05)
+    bar.ax.set_yticklabels(["0", "50", "100"], fontsize=8)
+    _save(figure, file)
+
+
+def layer_scores_chart(
+    scores: Sequence[Estimate], chosen: Sequence[int], file: str | Path, *, title: str
+) -> None:
+    """One bar a layer with its 95 % interval; the layers chosen to stay full stand out."""
+    layers = np.arange(len(scores))
+    means = np.array([s.mean for s in scores])
+    errors = np.array([[s.mean - s.low for s in scores], [s.high - s.mean for s in scores]]).clip(min=0)
+    figure = Figure(figsize=(max(5.0, 1.5 + 0.45 * len(scores)), 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for label, colour, some in (
+        ("kept full", BLUE, np.isin(layers, chosen)),
+        ("windowed", GREY, ~np.isin(layers, chosen)),
+    ):
+        axes.bar(layers[some], means[some], color=colour, label=label, zorder=2)
+    axes.errorbar(layers, means, errors, fmt="none", ecolor="black", capsize=3, linewidth=1, zorder=3)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set_xticks(layers)
+    axes.grid(axis="y", alpha=0.3, zorder=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(
+        title=title,
+        xlabel="Layer (from 0)",
+        ylabel="Answer loss saved by making\nthis layer full (nats a token)",
+    )
+    axes.legend(frameon=False, fontsize=8)
+    _save(figure, file)
+
+
+def accuracy_memory_chart(
+    rows: Sequence[Row], file: str | Path, *, title: str = "What the memory buys"
+) -> None:
+    """Needle accuracy with its interval against KV-cache memory, one labelled point a row of the report."""
+    figure = Figure(figsize=(8.6, 0.8 + max(4.2, 0.3 * len(rows))), layout="constrained")
+    axes = figure.add_subplot()
+    megabytes = np.array([row["kv_cache_bytes"] for row in rows]) / 2**20
+    accuracy = np.array([100 * row["needle_accuracy"] for row in rows])
+    decode = np.array([row["name"].endswith("+fa-decode") for row in rows])
+    for label, colour, some in (("as named", BLUE, ~decode), ("with full-attention decode", ORANGE, decode)):
+        if some.any():
+            axes.scatter(megabytes[some], accuracy[some], s=42, color=colour, label=label, zorder=3)
+    for x, y, row in zip(megabytes, accuracy, rows, strict=True):
+        low, high = (100 * bound for bound in row.get("needle_interval", (y / 100, y / 100)))
+        axes.vlines(x, low, high, color=GREY, linewidth=1, zorder=1)
+    # Labels stand in a column right of the points they name, moved apart where they would touch.
+    span = max(megabytes.max(), 1e-9)
+    axes.set(xlim=(0, 1.5 * span), ylim=(-6, 108))
+    for here in _clusters(megabytes, width=0.1 * span):
+        here = here[np.argsort(accuracy[here], kind="stable")]
+        for i, y in zip(here, _apart(accuracy[here], gap=5.5, low=-3, high=105), strict=True):
+            axes.annotate(
+                rows[i]["name"],
+                (megabytes[i], accuracy[i]),
+                (megabytes[here].max() + 0.025 * span, y),
+                fontsize=7.5,
+                va="center",
+                arrowprops={
+                    "arrowstyle": "-",
+                    "color": GREY,
+                    "linewidth": 0.6,
+                    "shrinkA": 1,
+                    "shrinkB": 3,
+                    "relpos": (0, 0.5),
+                },
+                zorder=4,
+            )
+    axes.grid(alpha=0.3, zorder=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(title=title, xlabel="KV cache, MB a sequence", ylabel="Needles found (%), with 95 % interval")
+    figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=2)
+    _save(figure, file)
+
+
+def _clusters(values: np.ndarray, *, width: float) -> list[np.ndarray]:
+    """Indices of values that lie within `width` of the smallest of their group."""
+    groups: list[list[int]] = []
+    for i in np.argsort(values, kind="stable").tolist():
+        if groups and values[i] - values[groups[-1][0]] <= width:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return [np.array(group) for group in groups]
+
+
+def _apart(values: ArrayLike, *, gap: float, low: float, high: float) -> np.ndarray:
+    """Ascending values moved as little as a sweep up and one down need to lie `gap` apart within [low, high]."""
+    places = np.clip(np.asarray(values, np.float64), low, high)
+    for i in range(1, places.size):
+        places[i] = max(places[i], places[i - 1] + gap)
+    for i in reversed(range(places.size)):
+        ceiling = high if i == places.size - 1 else places[i + 1] - gap
+        places[i] = min(places[i], ceiling)
+    return places
+
+
+def routed_cpt_chart(
+    steps: Sequence[Row], file: str | Path, *, title: str = "Routed training (SwiAttn)"
+) -> None:
+    """Loss and full-attention ratio of each training step, over one another."""
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    loss, ratio = figure.subplots(2, 1, sharex=True)
+    number = [step["step"] for step in steps]
+    loss.plot(number, [step["loss"] for step in steps], color=BLUE, marker="o", markersize=3)
+    ratio.plot(
+        number, [100 * step["full_attention_ratio"] for step in steps], color=ORANGE, marker="o", markersize=3
+    )
+    loss.set(title=title, ylabel="Loss (nats a token)")
+    ratio.set(xlabel="Training step", ylabel="Tokens that take\nfull attention (%)", ylim=(-3, 103))
+    ratio.xaxis.get_major_locator().set_params(integer=True)
+    for axes in (loss, ratio):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, file)
+
+
+def pattern_table(rows: Sequence[Row]) -> Table:
+    """The rows of a report as a table for the terminal."""
+    table = Table(
+        title="What each attention pattern keeps and costs",
+        box=box.SIMPLE,
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.caption = (
+        "Read it against 'full': a good pattern finds nearly as many needles with much less memory.\n"
+        "Needles found: share of hidden numbers the model repeats correctly, 95 % interval in brackets.\n"
+        "Answer loss: how surprising the right answer is to the model; lower is better.\n"
+        "+fa-decode: the answer is written with full attention, so the whole prompt stays in memory."
+    )
+    table.add_column("Pattern", no_wrap=True)
+    table.add_column("Full layers", no_wrap=True)
+    for title in (
+        "Needles found",
+        "Answer loss\n(nats/token)",
+        "KV cache\n(MB/sequence)",
+        "Prefill\n(ms/prompt)",
+        "Decode\n(tokens/s)",
+    ):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        low, high = row["needle_interval"]
+        table.add_row(
+            row["name"],
+            _layer_list(row["full_layers"], row.get("num_layers")),
+            f"{100 * row['needle_accuracy']:.0f} % [{100 * low:.0f}, {100 * high:.0f}]",
+            f"{row['answer_nll']:.2f}",
+            f"{row['kv_cache_bytes'] / 2**20:.2f}",
+            f"{1000 * row['prefill_seconds']:.0f}",
+            f"{row['decode_tokens_per_second']:.0f}",
+        )
+    return table
+
+
+def _layer_list(layers: Sequence[int], num_layers: int | None) -> str:
+    if not layers:
+        return "none"
+    return "all" if len(layers) == num_layers else ", ".join(map(str, layers))
+
+
+def _save(figure: Figure, file: str | Path) -> None:
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure)
+    figure.savefig(picture, format="png", dpi=150)
+    partial = Path(f"{file}.partial")
+    partial.write_bytes(picture.getvalue())
+    os.replace(partial, file)

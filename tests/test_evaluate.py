@@ -1,0 +1,275 @@
+"""Answer NLL, perplexity, generated needle accuracy and intervals, on a tiny random model."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from swa_jax.attention import NEVER
+from swa_jax.cache import cache_bytes
+from swa_jax.config import ModelConfig
+from swa_jax.evaluate import (
+    Example,
+    accuracy_interval,
+    answer_nll,
+    bootstrap,
+    generate_answers,
+    needle_accuracy,
+    needle_accuracy_grid,
+    needle_examples,
+    needle_grid,
+    paired_bootstrap,
+    perplexity,
+    score_answers,
+)
+from swa_jax.evaluate.nll import _score
+from swa_jax.generate import generate
+from swa_jax.model import Decoder
+from swa_jax.pattern import AttentionPattern
+
+VOCABULARY = 128
+CONFIG = ModelConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    qk_norm=True,
+    tie_word_embeddings=True,
+    initializer_range=0.3,
+)
+
+
+class Characters:
+    """A tokenizer of one token an ASCII character."""
+
+    def encode(self, text: str) -> list[int]:
+        return [min(ord(c), VOCABULARY - 1) for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return Decoder(CONFIG, AttentionPattern.from_recipe("full", 4, sliding_window=8), rngs=nnx.Rngs(0))
+
+
+def recipe(name: str) -> AttentionPattern:
+    return AttentionPattern.from_recipe(name, 4, sliding_window=8)
+
+
+def examples(lengths, answers, seed=0) -> list[Example]:
+    rng = np.random.default_rng(seed)
+    draw = lambda n: rng.integers(0, VOCABULARY, n).tolist()  # noqa: E731
+    return [Example(draw(n), draw(a), ["?"]) for n, a in zip(lengths, answers, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward(graph, weights, tokens, full_from):
+    return nnx.merge(graph, weights)(tokens, full_from=full_from)
+
+
+def token_nll(model: Decoder, tokens: list[int], full_from: int = NEVER) -> np.ndarray:
+    """NLL of tokens 1, 2, ... from the whole logits of one row, padded at its end to one length for all."""
+    row = np.zeros((1, 64), np.int32)
+    row[0, : len(tokens)] = tokens
+    logits = np.asarray(forward(*nnx.split(model), row, jnp.array([full_from]))[0], np.float64)
+    top = logits.max(1)
+    log_z = np.log(np.exp(logits - top[:, None]).sum(1)) + top
+    return (log_z - np.take_along_axis(logits, np.roll(row, -1).T, 1)[:, 0])[: len(tokens) - 1]
+
+
+def nll_by_hand(model: Decoder, example: Example, full_from: int) -> float:
+    return float(
+        token_nll(model, example.prompt + example.answer, full_from)[len(example.prompt) - 1 :].mean()
+    )
+
+
+@pytest.mark.parametrize("name", ["full", "window", "interleave-1-in-2+fa-decode"])
+def test_answer_nll_is_that_of_each_example_alone(model, name):
+    # Unequal prompts and answers in batches of 2: padding and filling up must not be seen.
+    mixed = examples([40, 21, 33, 25, 37], [5, 9, 1, 3, 7])
+    patterned = model.with_pattern(recipe(name))
+    decode = name.endswith("fa-decode")
+    got = answer_nll(patterned, mixed, batch_size=2)
+    want = [nll_by_hand(patterned, e, len(e.prompt) if decode else NEVER) for e in mixed]
+    np.testing.assert_allclose(got, want, rtol=2e-5)
+
+
+def test_full_attention_decode_can_be_asked_for_and_changes_the_answer_queries(model):
+    some = examples([30, 41], [4, 6])
+    windowed = model.with_pattern(recipe("window"))
+    off, on = answer_nll(windowed, some), answer_nll(windowed, some, full_attention_decode=True)
+    np.testing.assert_array_equal(on, answer_nll(model.with_pattern(recipe("window+fa-decode")), some))
+    assert np.abs(on - off).min() > 1e-3
+    # The first label is predicted by a prompt query, so an answer of one token does not change.
+    one = [dataclasses.replace(e, answer=e.answer[:1]) for e in some]
+    np.testing.assert_allclose(
+        answer_nll(windowed, one, full_attention_decode=True), answer_nll(windowed, one), rtol=1e-5
+    )
+
+
+def test_patterns_of_one_window_share_a_compilation(model):
+    some = examples([30, 41, 35], [4, 6, 5], seed=3)
+    before = None
+    for name in ("window", "full", "interleave-1-in-4", "interleave-1-in-2+fa-decode", "layers:0,3"):
+        answer_nll(model.with_pattern(recipe(name)), some)
+        score_answers(model, some, pattern=recipe(name))
+        if before is None:
+            before = _score._cache_size()
+    assert _score._cache_size() == before
+
+
+def test_exact_means_greedy_generation_gives_the_answer(model):
+    prompts = [e.prompt for e in examples([30, 41, 35], [1, 1, 1], seed=4)]
+    windowed = model.with_pattern(recipe("interleave-1-in-2+fa-decode"))
+    answers = generate(windowed, prompts, max_new_tokens=6)
+    right = [Example(p, a, ["?"]) for p, a in zip(prompts, answers, strict=True)]
+    wrong = [dataclasses.replace(e, answer=[*e.answer[:-1], (e.answer[-1] + 1) % VOCABULARY]) for e in right]
+    assert score_answers(windowed, right + wrong).exact.tolist() == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize(("prompt", "answer"), [([], [1]), ([1], [])])
+def test_empty_prompts_and_answers_are_refused(model, prompt, answer):
+    with pytest.raises(ValueError, match=r"examples\[1\] has an empty"):
+        answer_nll(model, [Example([1], [2], []), Example(prompt, answer, [])])
+    with pytest.raises(ValueError, match="examples is empty"):
+        answer_nll(model, [])
+
+
+# ---- perplexity ----
+
+
+@pytest.mark.parametrize("length", [2, 25, 26, 61])
+def test_chunked_perplexity_scores_every_token_once_with_its_chunk_as_context(model, length):
+    text = np.random.default_rng(1).integers(0, VOCABULARY, length).tolist()
+    got = perplexity(model, text, context=24, batch_size=2)
+    want = np.concatenate([token_nll(model, text[i : i + 25]) for i in range(0, length - 1, 24)])
+    np.testing.assert_allclose(got.token_nll, want, rtol=1e-4, atol=1e-5)
+    assert got.num_tokens == length - 1
+    assert got.perplexity == pytest.approx(np.exp(want.mean()), rel=1e-4)
+    assert got.nll.low <= got.nll.mean <= got.nll.high
+
+
+def test_sliding_perplexity_gives_each_token_at_least_the_overlap(model):
+    text = np.random.default_rng(2).integers(0, VOCABULARY, 61).tolist()
+    got = perplexity(model, text, context=24, stride=8, batch_size=4).token_nll
+    want = [token_nll(model, text[:25])]
+    for end in range(33, 58, 8):
+        want.append(token_nll(model, text[end - 25 : end])[-8:])
+    want.append(token_nll(model, text[40:61])[-4:])
+    np.testing.assert_allclose(got, np.concatenate(want), rtol=1e-4, atol=1e-5)
+
+
+def test_evaluation_window_is_the_patterns(model):
+    text = np.random.default_rng(3).integers(0, VOCABULARY, 40).tolist()
+    full = perplexity(model, text, context=24).token_nll[:24]
+    windowed = perplexity(model.with_pattern(recipe("window")), text, context=24).token_nll[:24]
+    np.testing.assert_allclose(full[:7], windowed[:7], rtol=1e-4)  # a window of 8 holds the first 8 tokens
+    assert np.abs(full[8:] - windowed[8:]).max() > 1e-2
+
+
+def test_perplexity_refuses_what_it_cannot_score(model):
+    with pytest.raises(ValueError, match="at least 2 ids"):
+        perplexity(model, [1], context=8)
+    with pytest.raises(ValueError, match="stride must be between 1 and context"):
+        perplexity(model, [1, 2, 3], context=8, stride=9)
+
+
+# ---- generated answers ----
+
+
+@pytest.fixture(scope="module")
+def needles() -> list[Example]:
+    return needle_examples(
+        Characters(), length=220, num_examples=5, haystack="All work and no play. " * 9, seed=1
+    )
+
+
+def test_generated_answers_are_those_of_generate_and_scored_by_their_text(model, needles):
+    windowed = model.with_pattern(recipe("interleave-1-in-2"))
+    texts = [
+        Characters().decode(row) for row in generate(windowed, [e.prompt for e in needles], max_new_tokens=6)
+    ]
+    # Two of five references are what the model says: with a fifth example left over, the last batch is filled up.
+    known = [
+        dataclasses.replace(e, references=[texts[i]] if i in (1, 4) else ["no"])
+        for i, e in enumerate(needles)
+    ]
+    answers = generate_answers(windowed, Characters(), known, max_new_tokens=6, batch_size=2)
+    assert answers.texts == texts
+    assert answers.scores.tolist() == [0, 1, 0, 0, 1]
+    assert needle_accuracy(windowed, Characters(), known, max_new_tokens=6, batch_size=2).tolist() == [
+        0,
+        1,
+        0,
+        0,
+        1,
+    ]
+    assert answers.kv_cache_bytes == cache_bytes(CONFIG, windowed.pattern, 1, answers.max_length, 4)
+
+
+def test_a_single_batch_is_timed_warm(model, needles):
+    windowed = model.with_pattern(recipe("interleave-1-in-2"))
+    answers = generate_answers(windowed, Characters(), needles[:2], max_new_tokens=6, batch_size=8)
+    assert answers.batch_size == 2
+    assert 0 < answers.prefill_seconds < 5
+    assert answers.decode_tokens_per_second > 0
+    untimed = generate_answers(windowed, Characters(), needles[:2], max_new_tokens=6, timed=False)
+    assert np.isnan(untimed.prefill_seconds)
+
+
+def test_accuracy_grid_keeps_cells_apart(model):
+    grid = needle_grid(
+        Characters(),
+        lengths=[190, 220],
+        depths=[0.1, 0.8],
+        num_examples=1,
+        haystack="All work. " * 20,
+        seed=1,
+    )
+    grid[220, 0.8] = [
+        dataclasses.replace(e, references=[""]) for e in grid[220, 0.8]
+    ]  # the empty text is in every text
+    accuracy = needle_accuracy_grid(model, Characters(), grid, max_new_tokens=6, batch_size=2)
+    assert accuracy == {(190, 0.1): 0, (190, 0.8): 0, (220, 0.1): 0, (220, 0.8): 1}
+
+
+# ---- intervals ----
+
+
+def test_bootstrap_covers_the_mean_at_its_rate():
+    rng = np.random.default_rng(0)
+    hits = 0
+    for trial in range(200):
+        estimate = bootstrap(rng.normal(2.0, 1.0, 40), resamples=1000, seed=trial)
+        hits += estimate.low <= 2.0 <= estimate.high
+    assert 180 <= hits <= 198  # 95 % nominal; the percentile interval is slightly narrow at n = 40
+
+
+def test_pairing_removes_what_is_common_to_both():
+    rng = np.random.default_rng(1)
+    hard = rng.normal(0, 10, 50)
+    better, worse = hard + 1 + rng.normal(0, 0.1, 50), hard + rng.normal(0, 0.1, 50)
+    difference = paired_bootstrap(better, worse)
+    assert 0.9 < difference.low < 1 < difference.high < 1.1
+    with pytest.raises(ValueError, match="same examples"):
+        paired_bootstrap([1, 2], [1])
+
+
+def test_accuracy_interval_is_wilsons_and_honest_at_the_ends():
+    # 81 of 263, from Newcombe (1998), table I: 0.2553 to 0.3662.
+    scores = [1] * 81 + [0] * 182
+    assert accuracy_interval(scores)[1:] == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    perfect = accuracy_interval([1] * 48)
+    assert perfect.high == 1
+    assert 0.92 < perfect.low < 0.93
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        accuracy_interval([2])

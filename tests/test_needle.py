@@ -1,0 +1,234 @@
+import hashlib
+
+import numpy as np
+import pytest
+
+from swa_jax.evaluate.needle import (
+    ADJECTIVES,
+    NOUNS,
+    Haystack,
+    draw_keys,
+    insert_needles,
+    library_files,
+    needle_examples,
+    needle_grid,
+    noise_haystack,
+    score,
+    split_lines,
+)
+from swa_jax.recall_data import Dictionary, Needles, Repeats
+from swa_jax.tokenizer import Tokenizer, train_byte_bpe
+
+TEXT = "".join(f"line {i} of a text that goes on and on\n" for i in range(400))
+
+
+class Characters:
+    """One token a character."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+@pytest.fixture(scope="module")
+def bpe() -> Tokenizer:
+    words = [f" {a}-{n}\n" for a, n in zip(ADJECTIVES, NOUNS, strict=True)]
+    return train_byte_bpe([TEXT, *words], 400)
+
+
+@pytest.mark.parametrize("num_keys", [1, 4])
+@pytest.mark.parametrize("length", [600, 1111])
+def test_length_and_depth_are_exact(bpe: Tokenizer, length: int, num_keys: int) -> None:
+    for tokenizer in (Characters(), bpe):
+        examples = needle_examples(
+            tokenizer,
+            length=length,
+            num_examples=6,
+            num_keys=num_keys,
+            depths=[0.0, 0.25, 0.6],
+            haystack=TEXT,
+        )
+        assert [e.meta["depth"] for e in examples] == [0.0, 0.25, 0.6] * 2
+        for example in examples:
+            assert len(example.prompt) + len(example.answer) == length
+            start = example.meta["needle_start"]
+            assert start == round(example.meta["depth"] * len(example.prompt))
+            needle = (
+                f"\nOne of the special magic numbers for {example.meta['key']} is: {example.references[0]}.\n"
+            )
+            assert tokenizer.decode(example.prompt[start:]).startswith(needle)
+
+
+def test_question_and_answer_ask_for_the_target() -> None:
+    for example in needle_examples(Characters(), length=800, num_examples=8, num_keys=4, haystack=TEXT):
+        prompt, answer = Characters().decode(example.prompt), Characters().decode(example.answer)
+        key, (value,) = example.meta["key"], example.references
+        assert prompt.endswith(f"\nWhat is the special magic number for {key}?")
+        assert answer == f" The special magic number for {key} is: {value}."
+        assert prompt.count("One of the special magic numbers for") == 4
+        assert prompt.count(value) == 1
+        assert len(value) == 7
+        assert value.isdigit()
+
+
+def test_a_depth_of_one_puts_the_needle_right_before_the_question() -> None:
+    (example,) = needle_examples(Characters(), length=500, num_examples=1, depths=[1.0], haystack=TEXT)
+    after = Characters().decode(example.prompt[example.meta["needle_start"] :])
+    assert after.count("\n") == 3
+    assert after.startswith("\nOne of the special")
+
+
+def test_a_depth_range_is_drawn_from_and_distractors_lie_on_both_sides() -> None:
+    examples = needle_examples(
+        Characters(), length=900, num_examples=40, num_keys=3, depths=(0.4, 0.6), haystack=TEXT
+    )
+    depths = [e.meta["depth"] for e in examples]
+    assert 0.4 <= min(depths) < 0.44
+    assert 0.56 < max(depths) <= 0.6
+    before = [
+        Characters().decode(e.prompt[: e.meta["needle_start"]]).count("One of the special") for e in examples
+    ]
+    assert set(before) == {0, 1, 2}
+
+
+def test_the_same_seed_gives_the_same_examples(bpe: Tokenizer) -> None:
+    def build(seed: int) -> list:
+        return needle_examples(bpe, length=300, num_examples=3, num_keys=2, haystack=TEXT, seed=seed)
+
+    assert build(5) == build(5)
+    assert build(5) != build(6)
+    content = repr([(e.prompt, e.answer) for e in needle_examples(
+        Characters(), length=400, num_examples=3, num_keys=2, haystack=TEXT, seed=1
+    )])  # fmt: skip
+    assert hashlib.sha256(content.encode()).hexdigest()[:16] == "4bab7b6adb724a78"
+
+
+def test_a_grid_has_every_cell_and_no_two_alike() -> None:
+    grid = needle_grid(
+        Characters(), lengths=[400, 500], depths=[0.0, 0.5, 1.0], num_examples=2, haystack=TEXT
+    )
+    assert list(grid) == [(400, 0.0), (400, 0.5), (400, 1.0), (500, 0.0), (500, 0.5), (500, 1.0)]
+    assert all(len(e.prompt) + len(e.answer) == length for (length, _), cell in grid.items() for e in cell)
+    keys = [(e.meta["key"], e.references[0]) for cell in grid.values() for e in cell]
+    assert len(set(keys)) == 12
+
+
+def test_haystacks_from_files_noise_and_the_standard_library(tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("only this sentence stands here. " * 3)
+    files = needle_examples(Characters(), length=700, num_examples=1, haystack=[tmp_path / "a.txt"])
+    assert Characters().decode(files[0].prompt).count("only this sentence") > 10  # wraps around
+    assert files[0].meta["haystack"] == "files"
+    noise = needle_examples(Characters(), length=700, num_examples=1, haystack=noise_haystack())
+    assert "The grass is green. The sky is blue." in Characters().decode(noise[0].prompt)
+    library = needle_examples(Characters(), length=700, num_examples=1)
+    assert library[0].meta["haystack"] == "python standard library (held out)"
+
+
+def test_held_out_files_are_about_a_tenth_and_the_split_is_a_partition() -> None:
+    held_out, rest = library_files(held_out=True), library_files(held_out=False)
+    assert sorted(held_out + rest) == library_files()
+    assert not set(held_out) & set(rest)
+    assert 0.04 < len(held_out) / len(rest) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"length": 100}, "the answer alone take .*; raise length"),
+        ({"length": 260, "num_keys": 2, "depths": [0.2]}, "do not fit around the target"),
+        ({"length": 900, "num_keys": 0}, "num_keys is 0"),
+        ({"length": 900, "num_keys": 1025}, "between 1 and 1024"),
+        ({"length": 900, "depths": [0.2, 1.2]}, "between 0 and 1"),
+        ({"length": 900, "depths": []}, "between 0 and 1"),
+        ({"length": 900, "haystack": " \n"}, "haystack is empty"),
+    ],
+)
+def test_what_cannot_be_built_says_why(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        needle_examples(Characters(), **({"num_examples": 4, "haystack": TEXT} | arguments))
+
+
+def test_score_is_the_fraction_of_references_found() -> None:
+    assert score("it is: 1234567.", ["1234567"]) == 1.0
+    assert score("it is: 1234568.", ["1234567"]) == 0.0
+    assert score("Amber and 12", ["AMBER", "13"]) == 0.5
+    with pytest.raises(ValueError, match="references is empty"):
+        score("x", [])
+
+
+def test_keys_are_distinct_and_cover_the_lists() -> None:
+    keys = draw_keys(np.random.default_rng(0), 1024)
+    assert len(set(keys)) == len(ADJECTIVES) * len(NOUNS) == 1024
+
+
+def test_insert_needles_keeps_order_and_places() -> None:
+    assert insert_needles([1, 2, 3], [[7, 8], [9]], [3, 1]) == [1, 9, 2, 3, 7, 8]
+    assert insert_needles([1], [[7], [8]], [0, 0]) == [7, 8, 1]
+
+
+def test_split_lines_loses_nothing() -> None:
+    parts = split_lines(TEXT, 100)
+    assert "".join(parts) == TEXT
+    assert all(100 <= len(part) < 200 for part in parts[:-1])
+
+
+# ---- the recall model's training sources ----
+
+
+@pytest.fixture(scope="module")
+def haystack(bpe: Tokenizer) -> Haystack:
+    return Haystack(bpe, TEXT)
+
+
+def test_training_needles_weight_the_answers_digits_and_not_the_needles(
+    bpe: Tokenizer, haystack: Haystack
+) -> None:
+    source = Needles(bpe, haystack, length=400, seed=3, num_keys=3, num_questions=2)
+    sample = source[17]
+    assert sample["tokens"].shape == sample["weights"].shape == (400,)
+    answered = bpe.decode(sample["tokens"][sample["weights"] == 8.0])
+    hidden = bpe.decode(sample["tokens"][sample["weights"] == 0.0])
+    assert len(answered) == 14
+    assert len(hidden) == 21
+    assert {answered[:7], answered[7:]} <= {hidden[:7], hidden[7:14], hidden[14:]}
+    assert bpe.decode(sample["tokens"]).endswith(f" is: {answered[7:]}.")
+
+
+def test_dictionary_digits_count_from_the_second_time_on(bpe: Tokenizer) -> None:
+    sample = Dictionary(bpe, length=300, seed=1)[2]
+    lines = bpe.decode(sample["tokens"]).split("\n")[1:-1]
+    keys = [line.split(": ")[0] for line in lines]
+    assert len(set(lines)) == len(set(keys)) < len(keys)  # each key keeps its value
+    first_time = bpe.decode(sample["tokens"][: int(np.flatnonzero(sample["weights"])[0])])
+    assert all(key in first_time for key in keys)
+
+
+def test_repeats_repeat_and_count_only_what_can_be_known(bpe: Tokenizer, haystack: Haystack) -> None:
+    for index in range(5):
+        sample = Repeats(bpe.vocab_size, haystack, length=64, seed=1)[index]
+        period = int((sample["weights"] == 0).sum())
+        assert 4 <= period <= 32
+        np.testing.assert_array_equal(sample["tokens"][period:], sample["tokens"][:-period])
+
+
+def test_samples_are_a_pure_function_of_the_index(bpe: Tokenizer, haystack: Haystack) -> None:
+    def sources() -> tuple:
+        return (
+            Needles(bpe, haystack, length=200, seed=3),
+            Dictionary(bpe, length=200, seed=3),
+            Repeats(bpe.vocab_size, haystack, length=200, seed=3),
+        )
+
+    for one, other in zip(sources(), sources(), strict=True):
+        other[0], other[8]
+        np.testing.assert_array_equal(one[9]["tokens"], other[9]["tokens"])
+        assert not np.array_equal(one[9]["tokens"], one[10]["tokens"])
+
+
+def test_too_short_a_training_row_is_an_error(bpe: Tokenizer, haystack: Haystack) -> None:
+    with pytest.raises(ValueError, match="more than length = 64"):
+        Needles(bpe, haystack, length=64, seed=0, num_keys=2, num_questions=2)[0]
+    with pytest.raises(ValueError, match="between 1 and num_keys"):
+        Needles(bpe, haystack, length=64, seed=0, num_keys=1, num_questions=2)

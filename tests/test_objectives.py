@@ -1,0 +1,110 @@
+"""Chunked cross-entropy against the plain form, its memory, and SwiAttn's regulariser against numbers by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from swa_jax.attention import Routing
+from swa_jax.objectives import (
+    SwitchLoss,
+    TokenLoss,
+    full_attention_ratio,
+    mean_loss,
+    next_token_targets,
+    switch_regularizer,
+    token_loss,
+)
+
+
+def random_case(batch=2, length=37, size=8, vocabulary=29):
+    keys = jax.random.split(jax.random.key(0), 4)
+    hidden = jax.random.normal(keys[0], (batch, length, size))
+    head = jax.random.normal(keys[1], (size, vocabulary))
+    tokens = jax.random.randint(keys[2], (batch, length), 0, vocabulary)
+    weights = jax.random.uniform(keys[3], (batch, length)) * (jnp.arange(length) % 3 > 0)
+    return hidden, head, tokens, weights
+
+
+@pytest.mark.parametrize("chunk", [1, 16, 74, 1000])
+def test_chunked_cross_entropy_equals_the_plain_form_with_gradients(chunk):
+    hidden, head, targets, weights = random_case()
+
+    def plain(hidden, head):
+        logp = jax.nn.log_softmax(hidden @ head)
+        nll = -jnp.take_along_axis(logp, targets[..., None], -1)[..., 0]
+        return jnp.sum(nll * weights) / jnp.sum(weights)
+
+    def chunked(hidden, head):
+        return mean_loss(token_loss(hidden, head, targets, weights, chunk))
+
+    np.testing.assert_allclose(chunked(hidden, head), plain(hidden, head), rtol=1e-5)
+    for ours, theirs in zip(
+        jax.grad(chunked, (0, 1))(hidden, head), jax.grad(plain, (0, 1))(hidden, head), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+def test_correct_counts_scored_positions_only():
+    hidden, head, _, weights = random_case()
+    best = jnp.argmax(hidden @ head, -1)
+    loss = token_loss(hidden, head, best, weights, 16)
+    np.testing.assert_array_equal(loss.correct, weights > 0)
+
+
+def test_logits_never_exist_for_the_whole_sequence():
+    length, size, vocabulary = 16384, 8, 4096
+    shapes = [(1, length, size), (size, vocabulary)]
+    hidden, head = (jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
+    rows = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def loss(hidden, head, targets):
+        return mean_loss(token_loss(hidden, head, targets, jnp.ones_like(targets, jnp.float32)))
+
+    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(hidden, head, rows).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < length * vocabulary * 4 / 4
+
+
+def test_targets_stay_inside_their_segment_and_skip_padding():
+    tokens = jnp.array([[5, 6, 7, 8, 9, 0]])
+    segments = jnp.array([[1, 1, 2, 2, 2, 0]])
+    targets, weights = next_token_targets(tokens, segments, None)
+    np.testing.assert_array_equal(targets[0, :4], [6, 7, 8, 9])
+    np.testing.assert_array_equal(weights, [[1, 0, 1, 1, 0, 0]])
+    _, weights = next_token_targets(tokens, segments, jnp.array([[9.0, 2, 9, 3, 0, 9]]))
+    np.testing.assert_array_equal(weights, [[2, 0, 3, 0, 0, 0]])
+
+
+def routing_of(logit, disagreement):
+    logit = jnp.asarray(logit)
+    return Routing(logit, (logit > 0).astype(jnp.float32), jnp.asarray(disagreement))
+
+
+def test_switch_regularizer_is_equations_7_to_9():
+    logit = [[[0.3, -1.0, 2.0]], [[0.0, 0.5, 1.0]]]  # [L = 2, B = 1, T = 3]
+    disagreement = [[[0.01, 0.02, 0.5]], [[0.0, 0.1, 0.5]]]
+    loss = TokenLoss(jnp.array([[1.5, 0.2, 0.0]]), jnp.array([[1.0, 1.0, 0.0]]), jnp.zeros((1, 3)))
+    expected = 0.0
+    for layer in range(2):
+        for t in range(2):  # the third position has no target
+            gamma = 1e-3 / (0.1 + float(loss.nll[0, t]) + 100 * disagreement[layer][0][t])
+            expected += gamma * np.log1p(np.exp(logit[layer][0][t]))
+    value = switch_regularizer(routing_of(logit, disagreement), loss, SwitchLoss())
+    np.testing.assert_allclose(value, expected / 4, rtol=1e-5)
+
+
+def test_the_adaptive_weight_carries_no_gradient():
+    def penalty(logit, disagreement, nll):
+        loss = TokenLoss(nll, jnp.ones_like(nll), nll)
+        return switch_regularizer(Routing(logit, logit, disagreement), loss, SwitchLoss())
+
+    shape = (2, 1, 3)
+    gradients = jax.grad(penalty, (0, 1, 2))(jnp.ones(shape), jnp.ones(shape), jnp.ones(shape[1:]))
+    assert np.all(np.asarray(gradients[0]) > 0)
+    assert not np.any(gradients[1])
+    assert not np.any(gradients[2])
+
+
+def test_full_attention_ratio_leaves_padding_out():
+    routing = routing_of([[[1.0, 1.0, 1.0, -1.0]], [[-1.0, -1.0, 1.0, 1.0]]], np.zeros((2, 1, 4)))
+    np.testing.assert_allclose(full_attention_ratio(routing, jnp.array([[1, 1, 0, 0]])), [1.0, 0.0])

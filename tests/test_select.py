@@ -1,0 +1,146 @@
+"""NLL-guided selection: planted answers are found, a window that holds the prompt scores exactly nothing."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from swa_jax.config import ConfigError, ModelConfig
+from swa_jax.evaluate import Example, answer_nll
+from swa_jax.evaluate.nll import _score
+from swa_jax.generate import generate
+from swa_jax.model import Decoder
+from swa_jax.pattern import WINDOW, AttentionPattern
+from swa_jax.select import NLLScores, nll_deltas, nll_pattern, nll_scores, select_layers
+
+LAYERS, WINDOW_SIZE = 5, 6
+CARRIER, READER = 1, 3
+CONFIG = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    initializer_range=0.4,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    """Attention writes to the residual stream in two layers only; the other layers cannot need a long range.
+
+    What the carrier gathers at prompt positions is read from there in the reader, by answer queries that see
+    everything anyway: windowing the prompt harms through the carrier.
+    """
+    model = Decoder(CONFIG, AttentionPattern.from_recipe("full", LAYERS), rngs=nnx.Rngs(0))
+    silent = ~np.isin(np.arange(LAYERS), (CARRIER, READER))
+    kernel = model.layers.attention.o_proj.kernel
+    kernel[...] = jnp.where(silent[:, None, None], 0.0, kernel[...])
+    return model
+
+
+@pytest.fixture(scope="module")
+def examples(model) -> list[Example]:
+    """Long prompts whose answers are what the model says with full attention."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, CONFIG.vocab_size, 40).tolist() for _ in range(8)]
+    answers = generate(model, prompts, max_new_tokens=4)
+    return [Example(p, a, []) for p, a in zip(prompts, answers, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def scores(model, examples) -> NLLScores:
+    return nll_deltas(model, examples, sliding_window=WINDOW_SIZE, num_sink_tokens=1, batch_size=4)
+
+
+def test_the_planted_layer_is_found(scores):
+    silent = [layer for layer in range(LAYERS) if layer not in (CARRIER, READER)]
+    np.testing.assert_array_equal(scores.deltas[:, silent], 0)
+    assert scores.mean[CARRIER] > 0.2
+    assert 0 < abs(scores.mean[READER]) < scores.mean[CARRIER] / 4
+    assert select_layers(scores.mean, 1) == (CARRIER,)
+
+
+def test_scores_are_differences_of_answer_nll(model, examples, scores):
+    def nll(full_layers):
+        pattern = AttentionPattern.from_full_layers(
+            full_layers, LAYERS, WINDOW_SIZE, num_sink_tokens=1, full_attention_decode=True
+        )
+        return answer_nll(model.with_pattern(pattern), examples, batch_size=4)
+
+    base = nll([])
+    np.testing.assert_allclose(scores.window_nll, base, rtol=1e-6)
+    np.testing.assert_allclose(scores.deltas[:, 3], base - nll([3]), atol=1e-6)
+    got = nll_scores(model, examples, sliding_window=WINDOW_SIZE, num_sink_tokens=1, batch_size=4)
+    assert got.shape == (LAYERS,)
+    np.testing.assert_allclose(got, scores.deltas.mean(0), atol=1e-7)
+
+
+def test_one_compilation_serves_all_passes(model, examples, scores):
+    before, seen = _score._cache_size(), []
+    again = nll_deltas(
+        model, examples[::-1], sliding_window=WINDOW_SIZE, num_sink_tokens=1, batch_size=4,
+        progress=lambda done, total: seen.append((done, total)),
+    )  # fmt: skip
+    assert _score._cache_size() == before
+    assert seen == [(i + 1, LAYERS + 1) for i in range(LAYERS + 1)]
+    np.testing.assert_allclose(again.deltas[::-1], scores.deltas, atol=1e-5)  # each example keeps its own row
+
+
+def test_a_prompt_that_the_window_holds_scores_exactly_zero(model, examples):
+    short = dataclasses.replace(examples[0], prompt=examples[0].prompt[:7])
+    one_longer = dataclasses.replace(examples[0], prompt=examples[0].prompt[:8])
+    # Among longer ones in one batch, too. Window 6 and 1 sink token hold 7 prompt tokens, not 8.
+    got = nll_deltas(
+        model, [short, one_longer, examples[1]], sliding_window=6, num_sink_tokens=1, batch_size=4
+    )
+    assert (got.deltas[0] == 0).all()
+    assert got.deltas[1].any()
+    assert got.deltas[2].any()
+    assert got.window_nll[0] == pytest.approx(answer_nll(model, [short])[0], rel=1e-5)
+    alone = nll_scores(model, [short, short], sliding_window=64, num_sink_tokens=0)
+    assert alone.tolist() == [0.0] * LAYERS
+
+
+@pytest.mark.parametrize("options", [{}, {"num_sink_tokens": 2}])
+def test_a_window_is_needed(model, examples, options):
+    with pytest.raises(ConfigError, match="sliding_window is missing"):
+        nll_scores(model, examples, **options)
+
+
+def test_select_layers_breaks_ties_downwards_and_refuses_nonsense():
+    assert select_layers([0.0, 2.0, 1.0, 2.0], 2) == (1, 3)
+    assert select_layers([1.0, 1.0, 1.0], 2) == (0, 1)
+    assert select_layers([1.0, 1.0], 0) == ()
+    with pytest.raises(ConfigError, match="budget is 3 full layers, the model has 2"):
+        select_layers([1.0, 1.0], 3)
+    with pytest.raises(ConfigError, match="finite"):
+        select_layers([1.0, float("nan")], 1)
+
+
+def test_pattern_says_where_it_came_from_and_survives_json():
+    scores = NLLScores(np.array([[0.0, 0.5, 0.1, 0.2]] * 3), np.ones(3), sliding_window=16, num_sink_tokens=4)
+    pattern = nll_pattern(scores, one_in_n=2, full_attention_decode=True, data="needles", seed=7)
+    assert pattern.full_layers == (1, 3)
+    assert pattern.layer_types[0] == WINDOW
+    assert (pattern.sliding_window, pattern.num_sink_tokens, pattern.full_attention_decode) == (16, 4, True)
+    again = AttentionPattern.from_json(pattern.to_json())
+    assert again == pattern
+    assert again.provenance["method"] == "nll"
+    assert again.provenance["scores"] == pytest.approx([0.0, 0.5, 0.1, 0.2])
+    assert (again.provenance["num_examples"], again.provenance["seed"]) == (3, 7)
+    assert nll_pattern(scores, budget=1).full_layers == (1,)
+    for wrong in ({}, {"budget": 1, "one_in_n": 2}):
+        with pytest.raises(ConfigError, match="exactly one"):
+            nll_pattern(scores, **wrong)
+
+
+def test_intervals_surround_the_mean():
+    deltas = np.random.default_rng(0).normal(0.3, 0.1, (16, 2))
+    for interval, mean in zip(NLLScores(deltas, np.ones(16), 8, 0).intervals(), deltas.mean(0), strict=True):
+        assert interval.mean == pytest.approx(mean)
+        assert interval.low < mean < interval.high

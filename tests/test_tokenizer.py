@@ -1,0 +1,72 @@
+import json
+
+import pytest
+
+from swa_jax.evaluate.needle import NEEDLE
+from swa_jax.recall_data import train_recall_tokenizer
+from swa_jax.tokenizer import Tokenizer, load_tokenizer, train_byte_bpe
+
+TEXT = "def area(width, height):\n    return width * height  # 1024 is: 7\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_byte_bpe([TEXT] * 20, 280)
+
+
+@pytest.mark.parametrize("text", [TEXT, "", "  \n\t x\r\n", "naïve 漢字 🙂 -a --b", "a\x00b", "x1y22"])
+def test_text_survives_a_round_trip(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_every_digit_is_one_token_of_its_own(tokenizer: Tokenizer) -> None:
+    assert [tokenizer.decode([i]) for i in tokenizer.encode("4821673")] == list("4821673")
+    assert len(tokenizer.encode("1024")) == 4  # though 1024 is in the text twenty times
+
+
+def test_training_is_deterministic_and_has_the_asked_size(tokenizer: Tokenizer) -> None:
+    again = train_byte_bpe([TEXT] * 20, 280)
+    assert again.backend.to_str() == tokenizer.backend.to_str()
+    assert tokenizer.vocab_size == 280
+    assert tokenizer.eos_id == 0
+
+
+def test_no_special_tokens_are_added_and_none_are_decoded(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("return")
+    assert tokenizer.eos_id not in ids
+    assert tokenizer.decode([*ids, 0]) == "return"
+
+
+def test_load_reads_a_file_or_its_folder(tokenizer: Tokenizer, tmp_path) -> None:
+    tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        loaded = load_tokenizer(path)
+        assert loaded.encode(TEXT) == tokenizer.encode(TEXT)
+        assert (loaded.vocab_size, loaded.eos_id) == (280, 0)
+
+
+@pytest.mark.parametrize("entry", ["b", {"content": "b", "special": True}])
+def test_tokenizer_config_names_the_end_of_text(tokenizer: Tokenizer, tmp_path, entry) -> None:
+    tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": entry}))
+    assert load_tokenizer(tmp_path).eos_id == tokenizer.backend.token_to_id("b")
+
+
+def test_errors_name_what_is_missing(tokenizer: Tokenizer, tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"expected a tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match="no token '<end>'"):
+        Tokenizer(tokenizer.backend, "<end>")
+    with pytest.raises(ValueError, match="257"):
+        train_byte_bpe([TEXT], 200)
+
+
+@pytest.mark.slow
+def test_the_recall_tokenizer_makes_a_needle_few_tokens() -> None:
+    tokenizer = train_recall_tokenizer()
+    assert tokenizer.vocab_size == 1024
+    needle = NEEDLE.format(key="brave-otter", value="4821673")
+    pieces = [tokenizer.decode([i]) for i in tokenizer.encode(needle)]
+    assert pieces[8:12] == [" brave", "-otter", " is", ": "]
+    assert pieces[12:19] == list("4821673")
+    assert tokenizer.decode(tokenizer.encode(needle)) == needle

@@ -1,0 +1,186 @@
+"""Training: the loss falls, an interrupted run goes on bit for bit, wrong configurations cost nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import optax
+import pytest
+import yaml
+from flax import nnx
+
+import swa_jax.train
+from swa_jax.checkpoint import load_model
+from swa_jax.config import ConfigError, from_dict
+from swa_jax.model import Decoder
+from swa_jax.optimizer import OptimizerConfig, is_matrix, learning_rate
+from swa_jax.pattern import AttentionPattern
+from swa_jax.train import TrainConfig, train
+
+MODEL = {
+    "model_type": "qwen3",
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "qk_norm": True,
+    "tie_word_embeddings": True,
+}
+TEXT = "One of the special magic numbers for brave-otter is: 4821673.\n" * 40
+
+
+@pytest.fixture
+def settings(tmp_path, byte_tokenizer):
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "more.txt").write_text(TEXT[::-1])
+    data = [{"files": [f"{tmp_path}/text.txt"]}, {"files": [f"{tmp_path}/more.txt"], "weight": 0.5}]
+    shape = {"sequence_length": 32, "batch_size": 4, "data": data}
+    return {
+        "output": str(tmp_path / "run"),
+        "tokenizer": str(byte_tokenizer),
+        "model": MODEL,
+        "pattern": "window",
+        "sliding_window": 8,
+        "checkpoint_every": 4,
+        "optimizer": {"name": "muon", "learning_rate": 0.02, "warmup_steps": 4},
+        "stages": [{"steps": 14, **shape}, {"steps": 6, "patterns": ["full", "interleave-1-in-2"], **shape}],
+    }
+
+
+def config_of(settings, **changes):
+    return from_dict(TrainConfig, settings | changes)
+
+
+def losses(run):
+    lines = [json.loads(line) for line in open(f"{run}/metrics.jsonl")]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+class Interruption(Exception):
+    pass
+
+
+def interrupt_at(monkeypatch, step):
+    def look(line):
+        if line["step"] == step:
+            raise Interruption
+
+    monkeypatch.setattr(swa_jax.train, "_stop_on_nan", look)
+
+
+def test_loss_falls_and_an_interrupted_run_is_bit_identical(settings, tmp_path, monkeypatch):
+    model = train(config_of(settings), quiet=True)
+    expected = losses(tmp_path / "run")
+    assert len(expected) == 20
+    assert np.mean(expected[-3:]) < expected[0] - 0.5
+
+    again = settings | {"output": str(tmp_path / "again")}
+    for step in (6, 17):  # inside the first stage and the second, off the checkpoints
+        interrupt_at(monkeypatch, step)
+        with pytest.raises(Interruption):
+            train(config_of(again), quiet=True)
+    monkeypatch.undo()
+    resumed = train(config_of(again), quiet=True)
+    assert losses(tmp_path / "again") == expected
+    for ours, theirs in zip(
+        jax.tree.leaves(nnx.state(load_model(model))), jax.tree.leaves(nnx.state(load_model(resumed))), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+    train(config_of(again), quiet=True)  # finished: nothing to do
+    assert losses(tmp_path / "again") == expected
+    with pytest.raises(ConfigError, match="'seed' differs"):
+        train(config_of(again, seed=1), quiet=True)
+
+
+def test_routed_cpt_starts_from_the_model_and_reports_the_ratio(settings, tmp_path):
+    stage = [settings["stages"][0] | {"steps": 2}]
+    start = train(config_of(settings, stages=stage), quiet=True)
+    routed = {"model": None, "init_from": str(start), "pattern": "switch", "output": str(tmp_path / "cpt")}
+    finished = train(config_of(settings, **routed, stages=stage), quiet=True)
+    line = json.loads(open(tmp_path / "cpt" / "metrics.jsonl").readline())
+    assert 0 < line["full_attention_ratio"] < 1
+    assert len(line["full_attention_ratio_by_layer"]) == 2
+    assert line["regularization"] > 0
+    assert load_model(finished).pattern.layer_types == ("switch_attention",) * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"init_from": "somewhere"}, "exactly one of 'model'"),
+        ({"stages": []}, "'stages' is empty"),
+        ({"stages": [{"steps": 0, "sequence_length": 8, "batch_size": 1}]}, r"'stages\.0\.steps' must be at least 1"),
+        ({"optimiser": {}}, "unknown key 'optimiser'; did you mean 'optimizer'"),
+        ({"pattern": "window+fa-decode"}, "full-attention decode has no boundary"),
+        ({"model": MODEL | {"vocab_size": 100}}, "they do not belong together"),
+    ],
+)
+def test_a_wrong_configuration_writes_nothing(settings, tmp_path, changes, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        train(config_of(settings, **changes), quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_sigkill_twice_then_resume_is_bit_identical(settings, tmp_path):
+    stages = [settings["stages"][0] | {"steps": 600}]
+    commands = {}
+    for name in ("straight", "killed"):
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(
+            yaml.safe_dump(settings | {"output": str(tmp_path / name), "stages": stages, "checkpoint_every": 7})
+        )
+        commands[name] = [sys.executable, "-m", "swa_jax.cli", "train", str(file)]
+    subprocess.run(commands["straight"], check=True, capture_output=True)
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    for lines in (40, 150):
+        process = subprocess.Popen(commands["killed"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 300
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < lines:
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert metrics.read_bytes().count(b"\n") < 600
+    subprocess.run(commands["killed"], check=True, capture_output=True)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
+    assert len(losses(tmp_path / "killed")) == 600
+
+
+def test_schedules():
+    peak = 2.0
+    cosine = learning_rate(OptimizerConfig(schedule="cosine", warmup_steps=10, final_fraction=0.1), peak, 110)
+    np.testing.assert_allclose([cosine(0), cosine(5), cosine(10), cosine(110)], [0, 1, 2, 0.2], atol=1e-6)
+    stable = OptimizerConfig(schedule="warmup-stable-decay", warmup_steps=10, decay_steps=20, final_fraction=0.0)
+    rate = learning_rate(stable, peak, 110)
+    np.testing.assert_allclose([rate(10), rate(89), rate(100), rate(110)], [2, 2, 1, 0], atol=1e-6)
+
+
+def test_only_projection_kernels_are_decayed_and_orthogonalised():
+    config = from_dict(TrainConfig, {"output": "", "tokenizer": "", "stages": [_STAGE], "model": MODEL}).model
+    pattern = AttentionPattern.from_recipe("switch", 2, sliding_window=8)
+    params = nnx.state(Decoder(config, pattern, rngs=nnx.Rngs(0)), nnx.Param)
+    chosen = [
+        jax.tree_util.keystr(path)
+        for path, yes in jax.tree_util.tree_leaves_with_path(is_matrix(params))
+        if yes
+    ]
+    assert len(chosen) == 7  # q, k, v, o, gate, up, down
+    assert all("kernel" in name and "router" not in name for name in chosen)
+    optimizer = swa_jax.train.make_optimizer(OptimizerConfig(name="muon"), 10)
+    updates, _ = optimizer.update(jax.tree.map(np.ones_like, params), optimizer.init(params), params)
+    assert np.isfinite(optax.global_norm(updates))
+
+
+_STAGE = {"steps": 1, "sequence_length": 8, "batch_size": 1}
