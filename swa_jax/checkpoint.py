@@ -1,7 +1,8 @@
 """The checkpoint folder: `config.json`, `pattern.json`, `weights/`, `manifest.json` and the tokenizer's files.
 
-`weights/` is an Orbax checkpoint, a flat dict with one leaf for each Hugging Face tensor; layers are stacked when a
-model is loaded. A folder is written beside its destination and renamed into place, so it is there whole or not at all.
+`config.json` says what the weights are, `pattern.json` how they attend; export joins the two. `weights/` is an
+Orbax checkpoint, a flat dict with one leaf for each Hugging Face tensor; layers are stacked when a model is loaded.
+A folder is written beside its destination and renamed into place, so it is there whole or not at all.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def save_model(
     destination = check_destination(destination)
     dtype = model.embedding[...].dtype.name
     if hf_config is None:
-        hf = make_hf_config(model.config, model.pattern, dtype=dtype)
+        hf = make_hf_config(model.config, dtype=dtype)
     else:
         hf = {key: value for key, value in hf_config.items() if key != "torch_dtype"} | {"dtype": dtype}
         _check_same_model(model_config(hf), model.config)

@@ -19,8 +19,6 @@ from swa_jax.config import ConfigError, ModelConfig, load_config
 from swa_jax.pattern import AttentionPattern, load_pattern
 
 if TYPE_CHECKING:
-    import click
-
     from swa_jax.evaluate import Example
     from swa_jax.model import Decoder
     from swa_jax.tokenizer import Tokenizer
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 class Verbs(typer.core.TyperGroup):
     """Verbs whose expected errors are one red sentence and exit status 2; anything else keeps its traceback."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except (OSError, ValueError) as error:
@@ -215,6 +213,7 @@ def pattern(
     chosen = _resolve_pattern(recipe, size, window, sink_tokens, fa_decode)
     typer.echo(chosen)
     if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
         chosen.to_json(out)
         typer.echo(f"written to {out}")
 
@@ -306,7 +305,7 @@ def generate(
     seed: Seed = 0,
 ) -> None:
     """Continue a prompt and print the new text."""
-    from swa_jax.generate import generate as run
+    from swa_jax.generation import generate as run
 
     decoder, tokenizer = _load(model)
     decoder = _with_options(decoder, pattern, window, sink_tokens, fa_decode)
@@ -353,7 +352,8 @@ def evaluate(
         raise ConfigError("nothing to measure: --needles is 0 and no --text is given")
     decoder, tokenizer = _load(model)
     names = pattern or ["own"]
-    models = [_with_options(decoder, source, window, sink_tokens, fa_decode) for source in pattern or [None]]
+    sources: list[str] | list[None] = pattern or [None]
+    models = [_with_options(decoder, source, window, sink_tokens, fa_decode) for source in sources]
     depths = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     drawn = _needles(tokenizer, needles, length, keys, haystack, depths, seed) if needles else []
     longest = max((len(example.answer) for example in drawn), default=1)

@@ -51,7 +51,7 @@ WINDOW = 48  # with 8 layers, what windows can pass on reaches back 384 tokens; 
 SINK_TOKENS = 4  # of the pattern `streaming`
 DEPTHS = 6
 EXAMPLES = 48  # needle examples a pattern, 8 a depth
-NLL_EXAMPLES = 24  # of those, how many are also scored for answer NLL
+NLL_EXAMPLES = 16  # of those, how many are also scored for answer NLL (one batch)
 CALIBRATION_EXAMPLES = 16  # for layer selection, drawn with another seed
 BATCH = 16
 NEW_TOKENS = 20  # the answer has about 18
@@ -116,7 +116,8 @@ def run_demo(out: str | Path = "runs/demo", model_dir: str | Path | None = None)
     stage("routed training (SwiAttn) from the same model")
     steps = _routed_cpt(out)
     verdict, beats = compare(by_example["nll-1-in-4"], by_example["interleave-1-in-4"])
-    report = {
+    notes = [verdict, *_notes(model.config, highest)]
+    report: dict[str, Any] = {
         "rows": rows,
         "routed_cpt": steps,
         "selection": {
@@ -126,13 +127,13 @@ def run_demo(out: str | Path = "runs/demo", model_dir: str | Path | None = None)
             "nll-1-in-2": list(patterns["nll-1-in-2"].full_layers),
         },
         "nll_beats_interleave": beats,
-        "notes": [verdict, *_notes(model.config, highest)],
+        "notes": notes,
         "seconds": round(time.perf_counter() - begin, 1),
     }
     _write(out / "report.json", report)
     _pictures(out, report, by_example, examples, scores, patterns["nll-1-in-4"])
     console.print(pattern_table(rows))
-    for note in report["notes"]:
+    for note in notes:
         console.print(f"- {note}")
     first, last = steps[0], steps[-1]
     console.print(
@@ -252,7 +253,7 @@ def _notes(config: ModelConfig, highest: float) -> list[str]:
         "needle_accuracy is by real greedy generation and string match; its interval is Wilson's, 95 %. answer_nll is "
         "teacher-forced (nats a token).",
         f"Times exclude compilation: prefill_seconds is a prompt's share of a batch of {BATCH}, "
-        "decode_tokens_per_second is of the whole batch. kv_cache_bytes is a sequence's share of the allocated cache, for prompt and answer.",
+        "decode_tokens_per_second is of the whole batch. kv_cache_bytes is a sequence's share of the allocated cache.",
         "full+fa-decode is the same function as full and repeats its figures.",
         "The layers were scored on examples of another seed, with answers seeing everything (as under +fa-decode).",
     ]

@@ -14,9 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from swa_jax.config import ConfigError, ModelConfig, nearest
+from swa_jax.config import ConfigError, ModelConfig, from_dict, nearest
 
-FULL, WINDOW, HYBRID, SWITCH = "full_attention", "sliding_attention", "head_hybrid_attention", "switch_attention"
+FULL, WINDOW, HYBRID, SWITCH = (
+    "full_attention",
+    "sliding_attention",
+    "head_hybrid_attention",
+    "switch_attention",
+)
 LAYER_TYPES = (FULL, WINDOW, HYBRID, SWITCH)
 VERSION = 1
 
@@ -54,12 +59,15 @@ class AttentionPattern:
             raise ConfigError("layer_types is empty: a pattern needs at least one layer")
         if len(self.full_kv_heads) != len(self.layer_types):
             raise ConfigError(
-                f"full_kv_heads has {len(self.full_kv_heads)} entries for {len(self.layer_types)} layers: give one a layer"
+                f"full_kv_heads has {len(self.full_kv_heads)} entries for {len(self.layer_types)} layers: "
+                "give one a layer"
             )
         if self.sliding_window is None and set(self.layer_types) != {FULL}:
             raise ConfigError("sliding_window is missing: every layer type but full_attention needs one")
         if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(f"sliding_window must be at least 1 (the query's own key), got {self.sliding_window}")
+            raise ConfigError(
+                f"sliding_window must be at least 1 (the query's own key), got {self.sliding_window}"
+            )
         if self.num_sink_tokens < 0:
             raise ConfigError(f"num_sink_tokens must be 0 or more, got {self.num_sink_tokens}")
 
@@ -96,7 +104,8 @@ class AttentionPattern:
             wrong = [h for h in heads if not 0 <= h < model.num_key_value_heads]
             if wrong:
                 raise ConfigError(
-                    f"full_kv_heads[{layer}] names KV head {wrong[0]}, the model has heads 0 to {model.num_key_value_heads - 1}"
+                    f"full_kv_heads[{layer}] names KV head {wrong[0]}, the model has heads 0 to "
+                    f"{model.num_key_value_heads - 1}"
                 )
             if len(set(heads)) != len(heads):
                 raise ConfigError(f"full_kv_heads[{layer}] names a KV head twice: {list(heads)}")
@@ -111,7 +120,9 @@ class AttentionPattern:
             f"window {self.sliding_window} (own key included), {self.num_sink_tokens} sink tokens, "
             f"full-attention decode {'on' if self.full_attention_decode else 'off'}",
         ]
-        hybrids = [f"{i}:{list(h)}" for i, h in enumerate(self.full_kv_heads) if self.layer_types[i] == HYBRID]
+        hybrids = [
+            f"{i}:{list(h)}" for i, h in enumerate(self.full_kv_heads) if self.layer_types[i] == HYBRID
+        ]
         if hybrids:
             lines.append(f"full KV heads by layer: {', '.join(hybrids)}")
         if self.provenance:
@@ -146,11 +157,10 @@ class AttentionPattern:
         version = data.pop("version", VERSION)
         if version != VERSION:
             raise ConfigError(f"{name} has version {version}, this library reads version {VERSION}")
-        known = [f.name for f in dataclasses.fields(cls)]
-        for key in data:
-            if key not in known:
-                raise ConfigError(f"{name}: unknown key '{key}'{nearest(key, known)}")
-        return cls(**data)
+        try:
+            return from_dict(cls, data)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
 
     # ---- where patterns come from ----
 
@@ -173,12 +183,20 @@ class AttentionPattern:
 
     @classmethod
     def from_full_layers(
-        cls, full_layers: Sequence[int], num_layers: int, sliding_window: int, *, rest: str = WINDOW, **fields: Any
+        cls,
+        full_layers: Sequence[int],
+        num_layers: int,
+        sliding_window: int,
+        *,
+        rest: str = WINDOW,
+        **fields: Any,
     ) -> AttentionPattern:
         """Full attention in the named layers (from 0), `rest` in all others."""
         wrong = [i for i in full_layers if not 0 <= i < num_layers]
         if wrong:
-            raise ConfigError(f"full layer {wrong[0]} does not exist: the model has layers 0 to {num_layers - 1}")
+            raise ConfigError(
+                f"full layer {wrong[0]} does not exist: the model has layers 0 to {num_layers - 1}"
+            )
         types = tuple(FULL if i in set(full_layers) else rest for i in range(num_layers))
         return cls(types, sliding_window, **fields)
 
@@ -205,7 +223,9 @@ class AttentionPattern:
         """The pattern a Hugging Face `config.json` describes (`layer_types`, or the older `sliding_window` keys)."""
         layers, family = config["num_hidden_layers"], config.get("model_type")
         windowed = family in ("mistral", "ministral", "qwen2", "qwen3")
-        window = config.get("sliding_window", 4096 if windowed else None)  # the families' default for an absent key
+        window = config.get(
+            "sliding_window", 4096 if windowed else None
+        )  # the families' default for an absent key
         if family in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
             window = None  # these families store a window they do not use
         types = config.get("layer_types")
@@ -219,7 +239,9 @@ class AttentionPattern:
         return cls(tuple(types), window if WINDOW in types else None, provenance={"method": "hf-config"})
 
 
-def load_pattern(source: AttentionPattern | str | Path, model: ModelConfig, **recipe_options: Any) -> AttentionPattern:
+def load_pattern(
+    source: AttentionPattern | str | Path, model: ModelConfig, **recipe_options: Any
+) -> AttentionPattern:
     """A pattern object, the path of a pattern JSON, or a recipe name, checked against the model."""
     if isinstance(source, AttentionPattern):
         pattern = source

@@ -22,7 +22,7 @@ from flax import nnx
 from orbax.checkpoint import v1 as ocp
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from swa_jax.checkpoint import load_model, save_model
+from swa_jax.checkpoint import load_model, open_checkpoint, save_model
 from swa_jax.config import ConfigError, ModelConfig, from_dict, to_dict
 from swa_jax.data import SourceConfig, make_batches
 from swa_jax.model import Decoder
@@ -154,7 +154,8 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     if not (run / "model").exists():
         tokenizer_path = Path(config.tokenizer)
         folder = tokenizer_path if tokenizer_path.is_dir() else tokenizer_path.parent
-        save_model(model, run / "model", tokenizer_from=folder)
+        hf_config = open_checkpoint(config.init_from).hf_config if config.init_from else None
+        save_model(model, run / "model", hf_config=hf_config, tokenizer_from=folder)
     return run / "model"
 
 

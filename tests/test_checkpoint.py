@@ -15,7 +15,7 @@ from tiny_models import SOFTMAX, base_model, make, model_of
 
 import swa_jax
 from swa_jax.checkpoint import load_model, open_checkpoint, save_model
-from swa_jax.config import ConfigError
+from swa_jax.config import ConfigError, ModelConfig
 from swa_jax.huggingface import import_model
 from swa_jax.huggingface.names import tensor_names
 from swa_jax.model import Decoder
@@ -51,6 +51,13 @@ def test_what_is_saved_comes_back(tmp_path, name):
     # These models are no Llama, whatever they say: no Hugging Face family expresses them.
     assert again.config == dataclasses.replace(model.config, model_type="swat")
     assert_same_parameters(model, again)
+
+
+def test_a_familys_model_stays_in_its_family_under_any_pattern(tmp_path):
+    config = ModelConfig(40, 24, 32, 2, 4, 2, 6, model_type="llama")
+    model = Decoder(config, make("wF"), rngs=nnx.Rngs(0))  # Llama has no windows, the pattern file has
+    again = load_model(save_model(model, tmp_path / "saved"))
+    assert (again.config, again.pattern) == (config, model.pattern)
 
 
 def test_one_leaf_on_disk_for_each_hugging_face_tensor(saved):

@@ -27,7 +27,7 @@ from swa_jax.evaluate import (
     score_answers,
 )
 from swa_jax.evaluate.nll import _score
-from swa_jax.generate import generate
+from swa_jax.generation import generate
 from swa_jax.model import Decoder
 from swa_jax.pattern import AttentionPattern
 

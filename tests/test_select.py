@@ -10,7 +10,7 @@ from flax import nnx
 from swa_jax.config import ConfigError, ModelConfig
 from swa_jax.evaluate import Example, answer_nll
 from swa_jax.evaluate.nll import _score
-from swa_jax.generate import generate
+from swa_jax.generation import generate
 from swa_jax.model import Decoder
 from swa_jax.pattern import WINDOW, AttentionPattern
 from swa_jax.select import NLLScores, nll_deltas, nll_pattern, nll_scores, select_layers

@@ -64,7 +64,10 @@ PATTERNS = {
     "switch": (SOFTMAX, make("SSwS")),
     "every-kind": (SOFTMAX, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
     "window+fa-decode": (SOFTMAX, make("wwww", num_sink_tokens=2, full_attention_decode=True)),
-    "every-kind+fa-decode": (SOFTMAX, make("FwhS", ((), (), (1,), ()), full_attention_decode=True)),
+    "every-kind+fa-decode": (
+        SOFTMAX,
+        make("FwhS", ((), (), (1,), ()), num_sink_tokens=1, full_attention_decode=True),
+    ),
     "swat": (SIGMOID, make("wwww")),
     "swat-every-kind": (SIGMOID, make("FwhS", ((), (), (0,), ()), num_sink_tokens=2)),
 }

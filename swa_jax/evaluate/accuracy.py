@@ -12,7 +12,7 @@ import numpy as np
 
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.needle import score
-from swa_jax.generate import NOTHING, decode, prefill, prepare
+from swa_jax.generation import NOTHING, decode, prefill, prepare
 from swa_jax.model import Decoder
 from swa_jax.tokenizer import Tokenizer
 

@@ -96,12 +96,12 @@ def _shared_graph(model: Decoder, pattern: AttentionPattern, kinds: tuple[str, .
 class AnswerBatch(NamedTuple):
     """Prompts with their answers, right-padded; rows that only fill up the batch repeat the last example."""
 
-    tokens: np.ndarray  # [B, T] int32
-    segment_ids: np.ndarray  # [B, T] int32: 1, and 0 on padding
-    full_from: np.ndarray  # [B] int32
-    queries: np.ndarray  # [B, A] int32: the position that predicts each label
-    labels: np.ndarray  # [B, A] int32
-    weights: np.ndarray  # [B, A] f32: 1, and 0 on padding
+    tokens: jax.Array  # [B, T] int32
+    segment_ids: jax.Array  # [B, T] int32: 1, and 0 on padding
+    full_from: jax.Array  # [B] int32
+    queries: jax.Array  # [B, A] int32: the position that predicts each label
+    labels: jax.Array  # [B, A] int32
+    weights: jax.Array  # [B, A] f32: 1, and 0 on padding
 
 
 def answer_batches(
@@ -122,11 +122,12 @@ def answer_batches(
         rows = [examples[i] for i in index] + [examples[index[-1]]] * (batch_size - len(index))
         length = _round_up(max(len(e.prompt) + len(e.answer) for e in rows), LENGTH_STEP)
         tokens, segments = np.zeros((batch_size, length), np.int32), np.zeros((batch_size, length), np.int32)
-        queries, labels = (
-            np.zeros((batch_size, answer_length), np.int32),
-            np.zeros((batch_size, answer_length), np.int32),
+        shape = (batch_size, answer_length)
+        queries, labels, weights = (
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.float32),
         )
-        weights = np.zeros((batch_size, answer_length), np.float32)
         for row, example in enumerate(rows):
             prompt, answer = len(example.prompt), len(example.answer)
             tokens[row, : prompt + answer] = [*example.prompt, *example.answer]
@@ -135,7 +136,8 @@ def answer_batches(
             labels[row, :answer] = example.answer
             weights[row, :answer] = 1
         boundary = [len(e.prompt) if full_attention_decode else NEVER for e in rows]
-        yield index, AnswerBatch(tokens, segments, np.array(boundary, np.int32), queries, labels, weights)
+        arrays = (tokens, segments, np.array(boundary, np.int32), queries, labels, weights)
+        yield index, AnswerBatch(*map(jnp.asarray, arrays))
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "kinds"))
@@ -209,9 +211,9 @@ def perplexity(
         rows = np.arange(first, min(first + batch_size, passes))
         padded = np.resize(rows, min(batch_size, passes))
         nll = np.asarray(_text_nll(graph, state, inputs[padded], labels[padded], weights[padded]), np.float64)
-        for row, values in zip(rows, nll, strict=False):
-            where = np.flatnonzero(weights[row])
-            token_nll[row * stride + where] = values[where]
+        for one, values in zip(rows, nll, strict=False):
+            where = np.flatnonzero(weights[one])
+            token_nll[one * stride + where] = values[where]
             by_pass.append(values[where].mean())
     mean = float(token_nll.mean())
     interval = bootstrap(by_pass)

@@ -255,44 +255,35 @@ def apply_pattern(hf: Mapping[str, Any], pattern: AttentionPattern) -> tuple[dic
     `layer_types`: the family changes to the one that can express the pattern. A pattern none can express leaves
     full attention in every layer.
     """
-    family, types = hf["model_type"], pattern.layer_types
     reason = _inexpressible(hf, pattern)
     if reason is not None:
-        notice = (
+        full = AttentionPattern((FULL,) * pattern.num_layers)
+        return apply_pattern(hf, full)[0], (
             f"Hugging Face cannot express this pattern ({reason}): config.json says full attention in every layer, "
             "the pattern itself is in pattern.json"
         )
-        pattern = AttentionPattern((FULL,) * pattern.num_layers)
-        return apply_pattern(hf, pattern)[0], notice
-    out = {key: value for key, value in hf.items() if key not in ("layer_types", "sliding_window")}
+    types = pattern.layer_types
     window = pattern.sliding_window if WINDOW in types else None
-    notice = None
+    family = given = hf["model_type"]
     if family in ("llama", "mistral") and window is not None:
-        out["model_type"] = "ministral" if FULL in types else "mistral"
-    if out["model_type"] != family:
-        notice = f"model_type changed from {family} to {out['model_type']}, which computes the same and knows windows"
-        # The two families' defaults for absent keys differ.
-        config = model_config(hf)
-        for key in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
-            out[key] = getattr(config, key)
-        out["architectures"] = [ARCHITECTURES[out["model_type"]]]
-    if out["model_type"] in ("mistral", "ministral"):
+        family = "ministral" if FULL in types else "mistral"
+    out = {key: value for key, value in hf.items() if key not in ("layer_types", "sliding_window")}
+    if family in ("mistral", "ministral", "qwen2", "qwen3") or window is not None:
         out["sliding_window"] = window
-    elif out["model_type"] in ("qwen2", "qwen3"):
-        # Older readers go by `max_window_layers`: how many layers at the start are full.
-        first = types.index(WINDOW) if window is not None else pattern.num_layers
-        out |= {
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-            "max_window_layers": first,
-        }
-    elif window is not None:
-        out["sliding_window"] = window
-    if out["model_type"] in ("ministral", "qwen2", "qwen3") or (
-        out["model_type"] == SWAT and window is not None
-    ):
+    if family in ("ministral", "qwen2", "qwen3") or (family == SWAT and window is not None):
         out["layer_types"] = list(types)
-    return out, notice
+    if family in ("qwen2", "qwen3"):
+        out["use_sliding_window"] = window is not None
+        if window is not None:  # how many layers at the start are full: what older readers go by
+            out["max_window_layers"] = types.index(WINDOW)
+    if family == given:
+        return out, None
+    config = model_config(hf)  # the two families' defaults for absent keys differ
+    out |= {
+        key: getattr(config, key) for key in ("num_key_value_heads", "head_dim", "max_position_embeddings")
+    }
+    out |= {"model_type": family, "architectures": [ARCHITECTURES[family]]}
+    return out, f"model_type changed from {given} to {family}, which computes the same and knows windows"
 
 
 def _inexpressible(hf: Mapping[str, Any], pattern: AttentionPattern) -> str | None:

@@ -127,7 +127,7 @@ def write_model(
     if len(shards) == 1:
         _write_file(folder / SINGLE_FILE, shards[0], tensors, read)
         return
-    places = {}
+    places: dict[str, str] = {}
     for i, names in enumerate(shards, start=1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         _write_file(folder / file, names, tensors, read)

@@ -1,0 +1,154 @@
+"""What the tests of the attention op share: the implementations under test, and drawn calls to hold them to.
+
+A new implementation joins by a line in `IMPLEMENTATIONS`; every test here then runs for it.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import AttentionSpec, alibi_slopes, attention, routed_attention, xla
+
+from .tolerances import assert_close
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    name: str
+    block: int | None = None  # forces this block size, so that short sequences have several blocks
+    missing: frozenset[str] = frozenset()  # options of `Call` that it refuses, by raising NotImplementedError
+
+    def __str__(self) -> str:
+        return self.name if self.block is None else f"{self.name}-block{self.block}"
+
+    def install(self, monkeypatch) -> "Implementation":
+        if self.name == "xla" and self.block is not None:
+            monkeypatch.setattr(xla, "block_size", lambda rows, window: self.block)
+        return self
+
+
+# Blocks of 16 show every block boundary on short sequences; the default sizes are what users run.
+IMPLEMENTATIONS = [Implementation("xla", block=16), Implementation("xla")]
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str, indirect=True)
+blocked_implementation = pytest.mark.parametrize(
+    "implementation", [i for i in IMPLEMENTATIONS if i.name != "xla" or i.block], ids=str, indirect=True
+)
+
+PACKED = [[1] * 20 + [2] * 17 + [3] * 10 + [0] * 3, [0] * 5 + [1] * 30 + [2] * 15]
+LEFT_PADDED = [[1] * 50, [0] * 13 + [1] * 37]
+ONE_ROW_EMPTY = [[1] * 50, [0] * 50]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of the op, with drawn arrays. Options name the keyword arguments that are given."""
+
+    spec: AttentionSpec
+    options: tuple[str, ...] = ()
+    segments: tuple | None = None
+    batch: int = 2
+    q_length: int = 50
+    kv_length: int = 50
+    heads: int = 6
+    kv_heads: int = 3
+    head_dim: int = 16
+    dtype: str = "float32"
+
+    def draw(self) -> tuple[dict, dict]:
+        """Returns the arrays that gradients flow to, and the other arguments."""
+        rng = np.random.default_rng(self.q_length * 1000 + self.kv_length + self.heads)
+
+        def normal(*shape):
+            return jnp.asarray(rng.normal(size=shape), self.dtype)
+
+        learned = {
+            "q": normal(self.batch, self.q_length, self.heads, self.head_dim),
+            "k": normal(self.batch, self.kv_length, self.kv_heads, self.head_dim),
+            "v": normal(self.batch, self.kv_length, self.kv_heads, self.head_dim),
+        }
+        fixed = {}
+        if "sink_logits" in self.options:
+            learned["sink_logits"] = jnp.asarray(rng.normal(size=self.heads), jnp.float32)
+        if "scalar_bias" in self.options:
+            learned["sigmoid_bias"] = jnp.float32(-2.5)
+        if "sigmoid_bias" in self.options:
+            learned["sigmoid_bias"] = jnp.asarray(rng.normal(size=self.heads), jnp.float32)
+        if "alibi_slopes" in self.options:
+            fixed["alibi_slopes"] = alibi_slopes(self.heads - self.heads // 3, self.heads // 3, "press")
+        if "full_heads" in self.options:
+            fixed["full_heads"] = jnp.arange(self.kv_heads) == self.kv_heads // 2
+        if "full_from" in self.options:
+            columns = 1 if self.segments is None else int(np.max(self.segments))
+            fixed["full_from"] = jnp.asarray(rng.integers(0, self.kv_length // 2, (self.batch, columns)), jnp.int32)
+        if "full_from_row" in self.options:
+            fixed["full_from"] = jnp.asarray(rng.integers(0, self.kv_length, self.batch), jnp.int32)
+        if self.segments is not None:
+            fixed["q_segment_ids"] = jnp.asarray(self.segments, jnp.int32)
+        if "chunk" in self.options:  # the queries are the last ones of the sequence, those of row 1 two tokens earlier
+            last = self.kv_length - np.arange(self.batch)[:, None] * 2
+            fixed["q_positions"] = jnp.asarray(last - self.q_length + np.arange(self.q_length), jnp.int32)
+        if "ring" in self.options:  # keys lie rotated, some slots are empty
+            positions = np.roll(np.arange(self.kv_length), 7)
+            positions[3:6] = -1
+            fixed["kv_positions"] = jnp.asarray(np.tile(positions, (self.batch, 1)), jnp.int32)
+        return learned, fixed
+
+    def run(self, implementation: str):
+        """Values, and gradients of drawn combinations of them, of `attention` (with lse where there is one)."""
+        learned, fixed = self.draw()
+        return_lse = self.spec.activation == "softmax"
+
+        def function(learned):
+            arrays = dict(learned)
+            qkv = [arrays.pop(name) for name in "qkv"]
+            options = arrays | fixed
+            return attention(*qkv, self.spec, **options, return_lse=return_lse, implementation=implementation)
+
+        return value_and_gradients(function, learned)
+
+    def run_routed(self, implementation: str, gate: jax.Array):
+        learned, fixed = self.draw()
+        learned["gate"] = gate
+
+        def function(learned):
+            arrays = dict(learned)
+            args = [arrays.pop(name) for name in ("q", "k", "v", "gate")]
+            return routed_attention(*args, self.spec, **arrays, **fixed, implementation=implementation)
+
+        return value_and_gradients(function, learned)
+
+    @functools.cache  # noqa: B019  (calls are few, frozen and live as long as the tests)
+    def expected(self):
+        return self.run("reference")
+
+
+def value_and_gradients(function, learned: dict):
+    """Outputs of `function(learned)`, and their gradient with drawn cotangents (lse's only where it is finite)."""
+
+    @jax.jit
+    def both(learned):
+        outputs, pullback = jax.vjp(function, learned)
+        rng = np.random.default_rng(7)
+
+        def cotangent(x):
+            drawn = jnp.asarray(rng.normal(size=x.shape), x.dtype)
+            return jnp.where(jnp.isfinite(x), drawn, 0)
+
+        return outputs, pullback(jax.tree.map(cotangent, outputs))[0]
+
+    return both(learned)
+
+
+def assert_matches_reference(call: Call, implementation: Implementation) -> None:
+    if implementation.missing & set(call.options):
+        with pytest.raises(NotImplementedError):
+            call.run(implementation.name)
+        return
+    values, gradients = call.run(implementation.name)
+    expected_values, expected_gradients = call.expected()
+    assert_close(values, expected_values, call.dtype)
+    assert_close(gradients, expected_gradients, call.dtype, gradient=True)

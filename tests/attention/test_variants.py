@@ -1,0 +1,174 @@
+"""Every variant of the op, values and gradients, each implementation against the reference."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import AttentionSpec, attention
+
+from .suite import (
+    IMPLEMENTATIONS,
+    LEFT_PADDED,
+    ONE_ROW_EMPTY,
+    PACKED,
+    Call,
+    assert_matches_reference,
+    blocked_implementation,
+    every_implementation,
+)
+
+
+def spec(window=None, **fields):
+    return AttentionSpec(window=window, **fields)
+
+
+def segments(rows):
+    return tuple(map(tuple, rows))
+
+
+WINDOW = spec(11)
+SIGMOID = spec(11, activation="sigmoid")
+ALL_FIELDS = {"num_sink_tokens": 3, "logit_softcap": 3.0, "scale": 0.4}
+
+CALLS = {
+    "full": Call(spec()),
+    "full-bidirectional": Call(spec(causal=False)),
+    "full-queries-and-keys-differ": Call(spec(), q_length=37, kv_length=53),
+    "window": Call(WINDOW),
+    "window-bidirectional": Call(spec(11, causal=False, num_sink_tokens=2)),
+    "sink-tokens": Call(spec(11, num_sink_tokens=3)),
+    "more-sink-tokens-than-a-block": Call(spec(5, num_sink_tokens=19)),
+    "full-heads": Call(WINDOW, ("full_heads",)),
+    "full-from": Call(WINDOW, ("full_from_row",)),
+    "full-from-packed": Call(spec(7, num_sink_tokens=1), ("full_from",), segments(PACKED)),
+    "softcap": Call(spec(11, logit_softcap=1.5)),
+    "scale": Call(spec(scale=0.7)),
+    "alibi": Call(WINDOW, ("alibi_slopes",)),
+    "sink-logits": Call(WINDOW, ("sink_logits",)),
+    "packed": Call(WINDOW, segments=segments(PACKED)),
+    "packed-full": Call(spec(), ("alibi_slopes",), segments(PACKED)),
+    "left-padded": Call(spec(11, num_sink_tokens=3), ("full_from_row",), segments(LEFT_PADDED)),
+    "a-row-sees-nothing": Call(WINDOW, ("sink_logits",), segments(ONE_ROW_EMPTY)),
+    "chunk": Call(spec(11, num_sink_tokens=3), ("chunk", "alibi_slopes", "full_from_row"), q_length=20),
+    "ring": Call(WINDOW, ("chunk", "ring"), q_length=9, kv_length=40),
+    "multi-query": Call(WINDOW, ("full_heads",), heads=5, kv_heads=1, head_dim=24),
+    "multi-head": Call(WINDOW, heads=4, kv_heads=4),
+    "one-token": Call(WINDOW, q_length=1, kv_length=1),
+    "sigmoid": Call(SIGMOID),
+    "sigmoid-full-alibi": Call(spec(activation="sigmoid"), ("alibi_slopes", "scalar_bias")),
+    "sigmoid-bias": Call(SIGMOID, ("sigmoid_bias", "alibi_slopes")),
+    "softmax-everything": Call(
+        spec(7, **ALL_FIELDS), ("alibi_slopes", "sink_logits", "full_from", "full_heads"), segments(PACKED)
+    ),
+    "sigmoid-everything": Call(
+        spec(7, activation="sigmoid", **ALL_FIELDS),
+        ("alibi_slopes", "sigmoid_bias", "full_from", "full_heads"),
+        segments(PACKED),
+    ),
+}
+
+
+@blocked_implementation
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_variant(implementation, call):
+    assert_matches_reference(call, implementation)
+
+
+@pytest.mark.parametrize("implementation", [i for i in IMPLEMENTATIONS if i.block is None], ids=str, indirect=True)
+@pytest.mark.parametrize("name", ["full", "left-padded", "softmax-everything", "sigmoid-everything"])
+def test_variant_with_default_blocks(implementation, name):
+    assert_matches_reference(CALLS[name], implementation)
+
+
+@blocked_implementation
+@pytest.mark.parametrize("name", ["full", "softmax-everything", "sigmoid-everything"])
+def test_variant_in_bfloat16(implementation, name):
+    assert_matches_reference(dataclasses.replace(CALLS[name], dtype="bfloat16"), implementation)
+
+
+@blocked_implementation
+@pytest.mark.parametrize("window", [1, 2, 49, 50, 51])
+def test_window_at_the_edges(implementation, window):
+    call = Call(spec(window))
+    assert_matches_reference(call, implementation)
+    if window >= 50:
+        unbounded, _ = Call(spec()).expected()
+        np.testing.assert_array_equal(call.expected()[0][0], unbounded[0])
+
+
+@blocked_implementation
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
+def test_rows_that_see_nothing_are_zero_with_zero_gradients(implementation, activation):
+    call = Call(spec(11, activation=activation), segments=segments(ONE_ROW_EMPTY))
+    values, gradients = call.run(implementation.name)
+    out = values if activation == "sigmoid" else values[0]
+    np.testing.assert_array_equal(out[1], 0)
+    if activation == "softmax":
+        np.testing.assert_array_equal(values[1][1], -jnp.inf)
+    for name in "qkv":
+        np.testing.assert_array_equal(gradients[name][1], 0)
+        assert np.isfinite(gradients[name]).all()
+
+
+@every_implementation
+def test_documents_of_a_packed_row_do_not_touch(implementation):
+    call = Call(spec(7, num_sink_tokens=2), ("full_heads",), segments(PACKED))
+    learned, fixed = call.draw()
+    other = 1 - jnp.asarray(np.array(PACKED) == 2)[:, :, None, None]  # everything but document 2
+    values = []
+    for change in (0.0, 3.0):
+        arrays = [learned[name] + change * other for name in "qkv"]
+        values.append(attention(*arrays, call.spec, **fixed, implementation=implementation.name))
+    same = np.array(PACKED) == 2
+    np.testing.assert_array_equal(values[0][same], values[1][same])
+    assert not np.array_equal(values[0], values[1])
+
+
+@st.composite
+def calls(draw):
+    activation = draw(st.sampled_from(["softmax", "sigmoid"]))
+    q_length = draw(st.integers(1, 70))
+    window = draw(st.none() | st.integers(1, 80))
+    kv_heads = draw(st.integers(1, 3))
+    options = {"alibi_slopes"} if draw(st.booleans()) else set()
+    options |= {"sink_logits" if activation == "softmax" else "sigmoid_bias"} if draw(st.booleans()) else set()
+    rows, kv_length = None, q_length
+    kind = draw(st.sampled_from(["plain", "packed", "chunk"]))
+    if kind == "packed":
+        lengths = st.lists(st.integers(1, 40), min_size=1, max_size=4)
+        row = [i for i, n in enumerate(draw(lengths), start=draw(st.integers(0, 1))) for _ in range(n)]
+        rows = (tuple((row + [0] * q_length)[:q_length]),) * 2
+    elif kind == "chunk":
+        kv_length = q_length + draw(st.integers(0, 30))
+        options.add("chunk")
+    if window is not None:
+        options |= draw(st.sets(st.sampled_from(["full_heads", "full_from_row" if rows is None else "full_from"])))
+    if rows is not None and max(map(max, rows)) == 0:
+        options.discard("full_from")
+    return Call(
+        AttentionSpec(
+            window=window,
+            num_sink_tokens=draw(st.integers(0, 5)),
+            activation=activation,
+            logit_softcap=draw(st.none() | st.just(2.0)),
+            causal="chunk" in options or draw(st.booleans()),
+        ),
+        tuple(sorted(options)),
+        rows,
+        q_length=q_length,
+        kv_length=kv_length,
+        heads=kv_heads * draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([4, 8, 20])),
+    )
+
+
+@blocked_implementation
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@given(call=calls())
+def test_drawn_calls(implementation, call):
+    assert_matches_reference(call, implementation)

@@ -1,0 +1,246 @@
+"""Generation: batches, sampling, stop tokens, compilations, and what it refuses."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_models import SOFTMAX, model_of
+
+import swa_jax
+from swa_jax.cache import cache_bytes
+from swa_jax.config import ConfigError
+from swa_jax.generation import (
+    NOTHING,
+    Sampling,
+    _decode,
+    _prefill,
+    decode,
+    generate,
+    prefill,
+    prepare,
+    round_up,
+    sample,
+)
+
+NEW = 12
+LENGTHS = (1, 5, 19, 40)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def random_prompts(lengths=LENGTHS, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, SOFTMAX.vocab_size, length).tolist() for length in lengths]
+
+
+# ---- batches ----
+
+
+@pytest.mark.parametrize("name", ["every-kind", "every-kind+fa-decode"])
+def test_batch_equals_each_alone_and_the_full_forward(name):
+    model, prompts = model_of(name), random_prompts()
+    batch = generate(model, prompts, max_new_tokens=NEW)
+    assert [len(new) for new in batch] == [NEW] * 4
+    assert batch == [generate(model, [prompt], max_new_tokens=NEW)[0] for prompt in prompts]
+    # Every token is the likeliest after all that stands before it, in one plain forward pass.
+    rows = [prompt + new for prompt, new in zip(prompts, batch, strict=True)]
+    tokens = jnp.array([row + [0] * (64 - len(row)) for row in rows])
+    options = {"full_from": jnp.array(LENGTHS)} if model.pattern.full_attention_decode else {}
+    predicted = nnx.jit(lambda model, tokens: model(tokens, **options).argmax(-1))(model, tokens)
+    for row, length, new in zip(np.asarray(predicted), LENGTHS, batch, strict=True):
+        assert row[length - 1 : length - 1 + NEW].tolist() == new
+    assert len({tuple(new) for new in batch}) == 4  # the model does listen to its prompt
+
+
+def test_full_attention_decode_starts_after_the_prompt():
+    prompts = random_prompts()
+    plain, full = (
+        generate(model_of(name), prompts, max_new_tokens=NEW)
+        for name in ("every-kind", "every-kind+fa-decode")
+    )
+    assert [new[0] for new in full] == [new[0] for new in plain]  # drawn by the last prompt query
+    assert full != plain
+
+
+def test_samples_do_not_depend_on_the_batch():
+    model, prompts = model_of("window"), random_prompts()
+    options = {"max_new_tokens": NEW, "temperature": 1.5, "top_k": 20, "top_p": 0.9, "seed": 3}
+    batch = generate(model, prompts, **options)
+    assert generate(model, prompts[::-1], **options) == batch[::-1]
+    assert generate(model, prompts[2:3], **options) == batch[2:3]
+    assert generate(model, prompts, **options | {"seed": 4}) != batch
+    assert generate(model, prompts, **options | {"temperature": 0.1}) != batch
+    # Equal prompts draw different samples, the first the same as alone.
+    equal = generate(model, [prompts[2]] * 4, **options)
+    assert equal[0] == batch[2]
+    assert len({tuple(new) for new in equal}) == 4
+
+
+def test_stop_tokens_end_sequences_and_the_loop():
+    model, prompts = model_of("window"), random_prompts()
+    free = generate(model, prompts, max_new_tokens=NEW)
+    stops = (free[0][4], free[2][2])
+    expected = []
+    for new in free:
+        ends = [i for i, token in enumerate(new) if token in stops]
+        expected.append(new[: ends[0]] if ends else new)
+    assert len(expected[0]) <= 4
+    assert len(expected[2]) <= 2
+    assert generate(model, prompts, max_new_tokens=NEW, stop_tokens=stops) == expected
+    # Once every sequence has stopped, no further step runs: the caches hold the prompt and what was fed back.
+    batch = prepare(model, [prompts[2]] * 4, NEW)
+    logits, cache = prefill(model, batch)
+    new, cache = decode(model, batch, logits, cache, NEW, stop_tokens=stops)
+    kept = len(expected[2])
+    assert np.asarray(new).tolist() == [free[2][:kept] + [NOTHING] * (NEW - kept)] * 4
+    assert np.asarray(cache.lengths).tolist() == [19 + kept] * 4
+
+
+def test_similar_calls_share_their_compilations():
+    model = model_of("window")
+    options = {"max_new_tokens": NEW, "temperature": 1.0}
+    generate(model, random_prompts((3, 8)), **options)
+    before = _prefill._cache_size(), _decode._cache_size()
+    generate(model, random_prompts((31, 2), seed=1), **options | {"temperature": 0.5, "seed": 9})
+    generate(model_of("window").with_pattern(model.pattern), random_prompts((9, 50)), **options)
+    generate(model, random_prompts((9, 50)), max_new_tokens=7, temperature=1.0)
+    assert (_prefill._cache_size(), _decode._cache_size()) == before
+    generate(model, random_prompts((9, 70)), **options)  # a longer prompt does compile
+    assert (_prefill._cache_size(), _decode._cache_size()) == (before[0] + 1, before[1] + 1)
+
+
+@pytest.mark.parametrize("name", ["full", "streaming", "head-hybrid", "window+fa-decode"])
+def test_measured_cache_bytes(name):
+    model = model_of(name)
+    batch = prepare(model, random_prompts(), NEW)
+    assert batch.tokens.shape == (4, 64)
+    assert batch.max_length == 64
+    cache = jax.eval_shape(lambda: prefill(model, batch)[1])
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)) - 4 * 4  # less `lengths`
+    assert held == cache_bytes(model.config, model.pattern, 4, 64, itemsize=4)
+
+
+def test_max_length_is_that_of_the_caches():
+    model, prompts = model_of("window+fa-decode"), random_prompts((3, 5))
+    batch = prepare(model, prompts, NEW, max_length=17)
+    assert batch.tokens.shape == (2, 17)
+    _, cache = prefill(model, batch)
+    assert cache.nbytes == cache_bytes(model.config, model.pattern, 2, 17, itemsize=4)
+    assert generate(model, prompts, max_new_tokens=NEW, max_length=17) == generate(
+        model, prompts, max_new_tokens=NEW
+    )
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 500, 512, 513, 1000, 1025, 5000, 131073])
+def test_round_up(length):
+    assert length <= round_up(length) <= max(64, length + 63, length * 9 / 8)
+    assert round_up(length) % 64 == 0
+    assert round_up(round_up(length)) == round_up(length)
+
+
+def test_there_are_few_rounded_lengths():
+    assert len({round_up(length) for length in range(1, 8193)}) == 8 + 8 * 4
+
+
+# ---- drawing a token ----
+
+SHARES = np.array([0.05, 0.5, 0.15, 0.3])
+LOGITS = jnp.log(jnp.asarray(SHARES, jnp.float32))
+
+
+def draw_many(temperature=1.0, top_k=None, top_p=None, logits=LOGITS, count=4000) -> np.ndarray:
+    """The share of each token among many draws."""
+    chosen = Sampling(
+        jnp.float32(temperature),
+        None if top_k is None else jnp.int32(top_k),
+        None if top_p is None else jnp.float32(top_p),
+    )
+    keys = jax.random.split(jax.random.key(0), count)
+    drawn = jax.jit(sample)(jnp.broadcast_to(logits, (count, logits.size)), keys, chosen)
+    assert drawn.dtype == jnp.int32
+    return np.bincount(np.asarray(drawn), minlength=logits.size) / count
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "power"),
+    [
+        ({}, (0, 1, 2, 3), 1),
+        ({"temperature": 0.5}, (0, 1, 2, 3), 2),
+        ({"top_k": 1}, (1,), 1),
+        ({"top_k": 2}, (1, 3), 1),
+        ({"top_k": 9}, (0, 1, 2, 3), 1),
+        ({"top_p": 1.0}, (0, 1, 2, 3), 1),
+        ({"top_p": 0.75}, (1, 3), 1),
+        ({"top_p": 0.85}, (1, 2, 3), 1),
+        ({"top_p": 1e-6}, (1,), 1),
+        ({"top_k": 3, "top_p": 0.8}, (1, 3), 1),  # of the three kept, two have 0.84
+        ({"top_k": 2, "top_p": 0.99, "temperature": 2.0}, (1, 3), 0.5),
+    ],
+)
+def test_sampling_draws_from_the_right_distribution(options, kept, power):
+    expected = np.zeros(4)
+    expected[list(kept)] = SHARES[list(kept)] ** power
+    expected /= expected.sum()
+    drawn = draw_many(**options)
+    assert set(np.flatnonzero(drawn)) == set(kept)
+    np.testing.assert_allclose(drawn, expected, atol=4 * 0.5 / np.sqrt(4000))  # four standard deviations
+
+
+def test_ties_let_no_more_than_k_through():
+    assert np.count_nonzero(draw_many(top_k=2, logits=jnp.zeros(5))) == 2
+
+
+def test_greedy_takes_the_first_of_the_likeliest():
+    logits = jnp.array([[0.0, 3.0, 3.0], [5.0, -1.0, 2.0]])
+    assert sample(logits, jax.random.split(jax.random.key(0), 2), Sampling()).tolist() == [1, 0]
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"prompts": []}, "prompts is empty: give at least one prompt"),
+        ({"prompts": [[1], []]}, "prompts[1] is empty: a prompt needs at least one token"),
+        ({"prompts": [[1], [2, 61]]}, "prompts[1] holds token 61, the model's vocabulary has ids 0 to 60"),
+        ({"prompts": [[-1]]}, "prompts[0] holds token -1, the model's vocabulary has ids 0 to 60"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"temperature": -0.1}, "temperature must be 0 (greedy) or a positive number, got -0.1"),
+        ({"temperature": float("nan")}, "temperature must be 0 (greedy) or a positive number, got nan"),
+        ({"top_k": 0}, "top_k must be at least 1 (or None), got 0"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1 (or None), got 0.0"),
+        ({"top_p": 1.1}, "top_p must be above 0 and at most 1 (or None), got 1.1"),
+        ({"stop_tokens": (61,)}, "stop_tokens holds token 61, the model's vocabulary has ids 0 to 60"),
+        (
+            {"max_length": 6},
+            "max_length is 6, but the longest prompt has 3 tokens and max_new_tokens is 4: it must be at least 7",
+        ),
+    ],
+)
+def test_wrong_arguments(change, sentence):
+    arguments = {"prompts": [[1, 2, 3]], "max_new_tokens": 4} | change
+    with pytest.raises(ConfigError) as error:
+        generate(model_of("window"), arguments.pop("prompts"), **arguments)
+    assert str(error.value) == sentence
+
+
+# ---- the package's surface ----
+
+
+def test_generate_is_exported_lazily():
+    assert swa_jax.generate is generate
+    code = (
+        "import sys, swa_jax, swa_jax.cli; assert 'jax' not in sys.modules; "
+        "swa_jax.generate; assert callable(swa_jax.generate)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,310 @@
+"""Patterns: recipes, JSON, other projects' words for them, and what they refuse."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from tiny_models import PATTERNS, SOFTMAX, make
+
+from swa_jax.config import ConfigError
+from swa_jax.pattern import FULL, HYBRID, SWITCH, WINDOW, AttentionPattern, load_pattern
+from swa_jax.recipes import SWAA_ROWS, begin_middle_end
+
+
+def layers(recipe: str, depth: int = 12, **options) -> tuple[int, ...]:
+    return AttentionPattern.from_recipe(recipe, depth, **options).full_layers
+
+
+# ---- recipes ----
+
+
+@pytest.mark.parametrize(
+    ("recipe", "depth", "full"),
+    [
+        ("full", 4, (0, 1, 2, 3)),
+        ("window", 4, ()),
+        ("streaming", 4, ()),
+        ("switch", 4, ()),
+        ("interleave-1-in-2", 6, (1, 3, 5)),
+        ("interleave-1-in-4", 12, (3, 7, 11)),
+        ("interleave-1-in-4@0", 12, (0, 4, 8)),
+        ("interleave-1-in-4@1", 12, (1, 5, 9)),
+        ("static-hybrid-1:3", 22, (3, 7, 11, 15, 19)),  # SwiAttn's "4, 8, 12, 16, 20-th" of 22
+        ("begin-middle-end-1-in-4", 12, (0, 5, 11)),
+        ("begin-middle-end-1-in-2", 12, (0, 1, 5, 6, 10, 11)),
+        ("layers:5,2", 12, (2, 5)),
+    ],
+)
+def test_full_layers_of_recipes(recipe, depth, full):
+    assert layers(recipe, depth) == full
+
+
+def test_fields_of_recipes():
+    window = AttentionPattern.from_recipe("window", 3)
+    assert window == AttentionPattern((WINDOW,) * 3, 2048)
+    assert AttentionPattern.from_recipe("streaming", 3).num_sink_tokens == 10
+    assert AttentionPattern.from_recipe("switch", 3).layer_types == (SWITCH,) * 3
+    full = AttentionPattern.from_recipe("full", 3)
+    assert full == AttentionPattern((FULL,) * 3)
+    assert full.sliding_window is None
+    suffixed = AttentionPattern.from_recipe("window+fa-decode+sink-tokens=7", 3, sliding_window=64)
+    assert (suffixed.sliding_window, suffixed.num_sink_tokens, suffixed.full_attention_decode) == (
+        64,
+        7,
+        True,
+    )
+    given = AttentionPattern.from_recipe(
+        "streaming+fa-decode", 3, num_sink_tokens=0, full_attention_decode=False
+    )
+    assert given == window  # arguments win over the recipe
+    assert AttentionPattern.from_recipe("window", SOFTMAX).num_layers == SOFTMAX.num_hidden_layers
+    assert AttentionPattern.from_recipe("interleave-1-in-2", 4).provenance == {"method": "interleave-1-in-2"}
+
+
+def test_random_recipe_is_a_function_of_its_seed():
+    assert layers("random-1-in-4") == layers("random-1-in-4")
+    drawn = {layers("random-1-in-4", seed=seed) for seed in range(8)}
+    assert len(drawn) > 4
+    assert {len(full) for full in drawn} == {3}
+    assert AttentionPattern.from_recipe("random-1-in-4", 12, seed=5).provenance["seed"] == 5
+
+
+@pytest.mark.parametrize("recipe", SWAA_ROWS)
+def test_swaa_rows(recipe):
+    """Table 2 as read from the text: what is not trained needs sink tokens and full-attention decode."""
+    pattern = AttentionPattern.from_recipe(recipe, 8)
+    trained, quality = "no-training" not in recipe, "efficiency" not in recipe
+    assert (pattern.num_sink_tokens == 0) == trained
+    assert pattern.full_attention_decode == (recipe != "swaa-trained-efficiency-interleave")
+    assert bool(pattern.full_layers) == (quality or recipe.endswith("-interleave"))
+    assert pattern.provenance["method"] == recipe
+
+
+@pytest.mark.parametrize("depth", range(1, 13))
+def test_begin_middle_end_meets_its_budget(depth):
+    for budget in range(depth + 1):
+        chosen = begin_middle_end(budget, depth)
+        assert len(chosen) == len(set(chosen)) == budget
+        assert set(chosen) <= set(range(depth))
+        assert budget < 1 or chosen[0] == 0
+        assert budget < 3 or chosen[-1] == depth - 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sentence"),
+    [
+        ("windw", "unknown recipe 'windw'; did you mean 'window'?"),
+        ("swaa-trained-qualty", "unknown recipe 'swaa-trained-qualty'; did you mean 'swaa-trained-quality'?"),
+        ("interleave", "recipe 'interleave' is incomplete: write it as in 'interleave-1-in-4'"),
+        ("static-hybrid", "recipe 'static-hybrid' is incomplete: write it as in 'static-hybrid-1:3'"),
+        ("layers:", "recipe 'layers:' is incomplete: write it as in 'layers:2,5'"),
+        ("interleave-1-in-4@4", "recipe 'interleave-1-in-4@4': the offset after @ must be below n"),
+        (
+            "random-1-in-4@1",
+            "recipe 'random-1-in-4@1': the offset after @ must be below n, and is for interleave",
+        ),
+        ("interleave-1-in-0", "recipe 'interleave-1-in-0'"),
+        ("window+fadecode", "recipe 'window+fadecode': unknown suffix '+fadecode'; known: +fa-decode"),
+        ("layers:2,12", "full layer 12 does not exist: the model has layers 0 to 11"),
+    ],
+)
+def test_wrong_recipes(recipe, sentence):
+    with pytest.raises(ConfigError) as error:
+        AttentionPattern.from_recipe(recipe, 12)
+    assert str(error.value).startswith(sentence)
+
+
+# ---- JSON ----
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_json_round_trip(name, tmp_path):
+    pattern = dataclasses.replace(
+        PATTERNS[name][1], provenance={"method": "nll", "scores": [0.5, -1.0], "seed": 3}
+    )
+    text = pattern.to_json(tmp_path / "pattern.json")
+    assert json.loads(text)["version"] == 1
+    for again in (AttentionPattern.from_json(text), AttentionPattern.from_json(tmp_path / "pattern.json")):
+        assert again == pattern
+        assert hash(again) == hash(pattern)
+        assert again.provenance == pattern.provenance
+        assert again.to_json() == text
+    assert list(tmp_path.iterdir()) == [tmp_path / "pattern.json"]  # no partial file is left
+
+
+def test_provenance_is_not_part_of_equality():
+    pattern = make("wFwF")
+    noted = dataclasses.replace(pattern, provenance={"method": "nll", "scores": [0.5]})
+    assert noted == pattern
+    assert hash(noted) == hash(pattern)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"version": 2}, "the pattern has version 2, this library reads version 1"),
+        ({"sliding_windw": 3}, "the pattern: unknown key 'sliding_windw'; did you mean 'sliding_window'?"),
+        ({"sliding_window": "6"}, "the pattern: 'sliding_window' must be int, got '6'"),
+        ({"full_attention_decode": 1}, "the pattern: 'full_attention_decode' must be bool, got 1"),
+        ({"full_kv_heads": [[0.5], [], [], []]}, "the pattern: 'full_kv_heads.0.0' must be int, got 0.5"),
+        ({"layer_types": "window"}, "the pattern: 'layer_types' must be a list, got 'window'"),
+        ({"sliding_window": 0}, "the pattern: sliding_window must be at least 1"),
+    ],
+)
+def test_wrong_json(change, sentence):
+    data = json.loads(make("wFwF").to_json()) | change
+    with pytest.raises(ConfigError) as error:
+        AttentionPattern.from_json(json.dumps(data))
+    assert str(error.value).startswith(sentence)
+
+
+def test_unreadable_json(tmp_path):
+    with pytest.raises(ConfigError, match=r"pattern file .*absent.json does not exist"):
+        AttentionPattern.from_json(tmp_path / "absent.json")
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    with pytest.raises(ConfigError, match=r"broken.json is not valid JSON"):
+        AttentionPattern.from_json(broken)
+    broken.write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"has no 'layer_types': it is not an attention pattern"):
+        AttentionPattern.from_json(broken)
+
+
+# ---- other projects' words ----
+
+
+def test_swaa_config():
+    config = {
+        "sliding_window_size": 2048,
+        "keep_first": 10,
+        "force_fa_decode": True,
+        "non_sliding_layers": [1, 3],
+    }
+    pattern = AttentionPattern.from_swaa_config(config, 4)
+    assert pattern == make("wFwF", sliding_window=2048, num_sink_tokens=10, full_attention_decode=True)
+    assert AttentionPattern.from_swaa_config({"sliding_window_size": None}, 2).layer_types == (FULL, FULL)
+    bare = AttentionPattern.from_swaa_config({"sliding_window_size": 8, "keep_first": None}, 2)
+    assert bare == make("ww", sliding_window=8)
+    with pytest.raises(ConfigError, match=r"unknown key 'keep_frst'; did you mean 'keep_first'"):
+        AttentionPattern.from_swaa_config({"keep_frst": 1}, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "llama"}, "FFFF"),
+        ({"model_type": "llama", "sliding_window": 8}, "FFFF"),
+        ({"model_type": "mistral", "sliding_window": 8}, "wwww"),
+        ({"model_type": "mistral", "sliding_window": None}, "FFFF"),
+        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False}, "FFFF"),
+        (
+            {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
+            "Fwww",
+        ),
+        ({"model_type": "qwen3", "sliding_window": 8, "use_sliding_window": True}, "FFFF"),  # 28 by default
+        (
+            {
+                "model_type": "qwen3",
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": [WINDOW, FULL] * 2,
+            },
+            "wFwF",
+        ),
+        ({"model_type": "ministral", "sliding_window": 8, "layer_types": [WINDOW, FULL] * 2}, "wFwF"),
+    ],
+)
+def test_hugging_face_config(config, expected):
+    pattern = AttentionPattern.from_hf_config(config | {"num_hidden_layers": 4})
+    assert pattern == make(expected, sliding_window=8 if "w" in expected else None)
+
+
+def test_hugging_face_layer_types_are_checked():
+    config = {"model_type": "ministral", "num_hidden_layers": 4, "sliding_window": 8}
+    with pytest.raises(ConfigError, match="layer_types has 3 entries for 4 layers"):
+        AttentionPattern.from_hf_config(config | {"layer_types": [FULL] * 3})
+    with pytest.raises(ConfigError, match=r"layer_types\[0\] is 'chunked_attention'"):
+        AttentionPattern.from_hf_config(config | {"layer_types": ["chunked_attention"] * 4})
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"layer_types": ()}, "layer_types is empty"),
+        ({"layer_types": ("sliding_atention",)}, "layer_types[0] is 'sliding_atention'; did you mean 'sliding_atten"),
+        ({"layer_types": (FULL, WINDOW)}, "sliding_window is missing: every layer type but full_attention needs one"),
+        ({"layer_types": (WINDOW,), "sliding_window": 0}, "sliding_window must be at least 1"),
+        ({"layer_types": (WINDOW,), "sliding_window": 4, "num_sink_tokens": -1}, "num_sink_tokens must be 0 or more"),
+        (
+            {"layer_types": (WINDOW, HYBRID), "sliding_window": 4, "full_kv_heads": ((1,), ())},
+            "full_kv_heads[0] is set, but layer 0 is sliding_attention, not head_hybrid_attention",
+        ),
+        (
+            {"layer_types": (HYBRID, HYBRID), "sliding_window": 4, "full_kv_heads": ((1,),)},
+            "full_kv_heads has 1 entries for 2 layers",
+        ),
+    ],
+)  # fmt: skip
+def test_contradictions(fields, sentence):
+    with pytest.raises(ConfigError) as error:
+        AttentionPattern(**fields)
+    assert str(error.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sentence"),
+    [
+        (make("www"), "the pattern has 3 layers, the model 4"),
+        (make("hwww", ((2,), (), (), ())), "full_kv_heads[0] names KV head 2, the model has heads 0 to 1"),
+        (make("hwww", ((-1,), (), (), ())), "full_kv_heads[0] names KV head -1"),
+        (make("whww", ((), (1, 1), (), ())), "full_kv_heads[1] names a KV head twice: [1, 1]"),
+    ],
+)
+def test_validate(pattern, sentence):
+    with pytest.raises(ConfigError) as error:
+        pattern.validate(SOFTMAX)
+    assert str(error.value).startswith(sentence)
+
+
+def test_load_pattern(tmp_path):
+    pattern = make("wFwF")
+    pattern.to_json(tmp_path / "p.json")
+    assert load_pattern(pattern, SOFTMAX) is pattern
+    assert load_pattern(tmp_path / "p.json", SOFTMAX) == pattern
+    assert load_pattern(str(tmp_path / "p.json"), SOFTMAX) == pattern
+    assert load_pattern("interleave-1-in-2", SOFTMAX, sliding_window=6) == pattern
+    with pytest.raises(ConfigError, match="3 layers, the model 4"):
+        load_pattern(make("www"), SOFTMAX)
+
+
+# ---- reading it ----
+
+
+def test_full_cache_heads():
+    heads = make("FwhS", ((), (), (1,), ())).full_cache_heads(2)
+    np.testing.assert_array_equal(heads, [[True, True], [False, False], [False, True], [True, True]])
+    decode = make("FwhS", ((), (), (1,), ()), full_attention_decode=True)
+    assert decode.full_cache_heads(2).all()
+    assert make("whwh", ((), (0, 1), (), (1,))).full_head_counts == (0, 2, 0, 1)
+
+
+def test_print():
+    pattern = make(
+        "FwhSwwwwwF",
+        ((), (), (1, 0), *[()] * 7),
+        num_sink_tokens=2,
+        full_attention_decode=True,
+        provenance={"method": "bosch"},
+    )
+    assert str(pattern).splitlines() == [
+        "10 layers: FwhSwwww wF",
+        "full attention in 2 layers: [0, 9]",
+        "window 6 (own key included), 2 sink tokens, full-attention decode on",
+        "full KV heads by layer: 2:[0, 1]",
+        "made by bosch",
+    ]
+    assert len(str(AttentionPattern.from_recipe("interleave-1-in-4", 126)).splitlines()) <= 24  # one screen
