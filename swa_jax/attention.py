@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels import AttentionSpec, alibi_slopes, attention, routed_attention
+from pallas_kernels.api import Implementation
 from swa_jax.config import ModelConfig
 from swa_jax.layers import RMSNorm, apply_rope, linear
 from swa_jax.pattern import FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW, AttentionPattern
@@ -48,7 +49,7 @@ class AttentionContext:
     segment_ids: jax.Array | None = None  # [B, T]
     positions: jax.Array | None = None  # [B, T], only when they are not those of the segments
     full_from: jax.Array | None = None  # [B] or [B, segments]
-    implementation: str | None = None
+    implementation: Implementation | None = None
 
 
 def kinds_of(pattern: AttentionPattern) -> tuple[str, ...]:
@@ -144,16 +145,21 @@ class Attention(nnx.Module):
         logit, gate = self.route(x)
         silent = jnp.zeros(x.shape[:2], jnp.float32)
         shared = self._shared(context)
-        windowed = {"full_from": context.full_from}
+        windowed: dict[str, Any] = {"full_from": context.full_from}
+
+        def attend(spec: AttentionSpec, **options: Any) -> tuple[jax.Array, jax.Array]:
+            out = attention(q, k, v, spec, **shared, **options)
+            assert isinstance(out, jax.Array)  # no lse was asked for
+            return out, silent
 
         def full() -> tuple[jax.Array, jax.Array]:
-            return attention(q, k, v, full_spec(context.spec), **shared), silent
+            return attend(full_spec(context.spec))
 
         def window() -> tuple[jax.Array, jax.Array]:
-            return attention(q, k, v, context.spec, **shared, **windowed), silent
+            return attend(context.spec, **windowed)
 
         def hybrid() -> tuple[jax.Array, jax.Array]:
-            return attention(q, k, v, context.spec, full_heads=plan.full_heads, **shared, **windowed), silent
+            return attend(context.spec, full_heads=plan.full_heads, **windowed)
 
         def switch() -> tuple[jax.Array, jax.Array]:
             return routed_attention(q, k, v, gate, context.spec, **shared, **windowed)

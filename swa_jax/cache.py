@@ -38,9 +38,13 @@ class CacheLayout:
     """Where each (layer, KV head) lives."""
 
     whole: np.ndarray  # [L, K] bool: whole sequence (else ring)
-    whole_slots: np.ndarray  # [L, K] int32: row of the whole pool; out of range (writes are dropped) if in a ring
+    whole_slots: (
+        np.ndarray
+    )  # [L, K] int32: row of the whole pool; out of range (writes are dropped) if in a ring
     ring_slots: np.ndarray  # [L, K] int32: row of the ring pool; out of range if whole
-    modes: tuple[tuple[str, str], ...]  # the (place, layer type) pairs that occur; place: whole, ring or mixed
+    modes: tuple[
+        tuple[str, str], ...
+    ]  # the (place, layer type) pairs that occur; place: whole, ring or mixed
     mode: np.ndarray  # [L] int32: index into `modes`
     max_length: int  # T_max
     window: int
@@ -60,7 +64,9 @@ def cache_layout(pattern: AttentionPattern, num_kv_heads: int, max_length: int) 
     pairs = list(zip(places, pattern.layer_types, strict=True))
     modes = tuple(sorted(set(pairs)))
     mode = np.array([modes.index(pair) for pair in pairs], np.int32)
-    return CacheLayout(whole, _slots(whole), _slots(~whole), modes, mode, max_length, window, pattern.num_sink_tokens)
+    return CacheLayout(
+        whole, _slots(whole), _slots(~whole), modes, mode, max_length, window, pattern.num_sink_tokens
+    )
 
 
 def _slots(member: np.ndarray) -> np.ndarray:
@@ -83,7 +89,9 @@ def allocate(layout: CacheLayout, batch: int, head_dim: int, dtype: jnp.dtype) -
     )
 
 
-def cache_bytes(config: ModelConfig, pattern: AttentionPattern, batch: int, max_length: int, itemsize: int) -> int:
+def cache_bytes(
+    config: ModelConfig, pattern: AttentionPattern, batch: int, max_length: int, itemsize: int
+) -> int:
     """Bytes of the cache by the formula: sum over (layer, KV head) of B * entries * 2 * D * itemsize."""
     window = pattern.sliding_window or max_length
     ring = min(window + pattern.num_sink_tokens, max_length)
@@ -108,7 +116,9 @@ def ring_entry(layout: CacheLayout, position: jax.Array) -> jax.Array:
     return jnp.where(position < sink, position, sink + (position - sink) % layout.window)
 
 
-def write_prompt(pool: jax.Array, slots: jax.Array, values: jax.Array, positions: jax.Array | None) -> jax.Array:
+def write_prompt(
+    pool: jax.Array, slots: jax.Array, values: jax.Array, positions: jax.Array | None
+) -> jax.Array:
     """Put a prompt's keys (or values) [B, T, K, D] into rows `slots` [K] of a pool; rows out of range are dropped.
 
     `positions` [B, R] says which token each ring entry takes (-1: none); None writes tokens 0..T-1 of a whole cache.

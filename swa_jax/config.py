@@ -76,10 +76,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     node: Any = data
     *parents, last = key.split(".")
     for parent in parents:
-        if isinstance(node, list):
-            node = node[_list_index(node, parent, key)]
-        else:
-            node = node.setdefault(parent, {})
+        node = node[_list_index(node, parent, key)] if isinstance(node, list) else node.setdefault(parent, {})
         if not isinstance(node, dict | list):
             raise ConfigError(f"override '{override}': '{parent}' is a value, not a group of keys")
     value = yaml.safe_load(text)
@@ -194,7 +191,10 @@ class ModelConfig:
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
-        if self.uses_alibi and self.alibi_negative_heads + self.alibi_positive_heads != self.num_attention_heads:
+        if (
+            self.uses_alibi
+            and self.alibi_negative_heads + self.alibi_positive_heads != self.num_attention_heads
+        ):
             raise ConfigError(
                 f"alibi_negative_heads ({self.alibi_negative_heads}) + alibi_positive_heads "
                 f"({self.alibi_positive_heads}) must equal num_attention_heads ({self.num_attention_heads})"

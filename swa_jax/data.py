@@ -24,7 +24,9 @@ from swa_jax.evaluate.needle import Haystack, library_files
 from swa_jax.recall_data import Dictionary, Needles, Repeats
 from swa_jax.tokenizer import Tokenizer
 
-STANDARD_LIBRARY = "stdlib"  # as a file name: the interpreter's own library sources, less those held out for evaluation
+STANDARD_LIBRARY = (
+    "stdlib"  # as a file name: the interpreter's own library sources, less those held out for evaluation
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +34,9 @@ class SourceConfig:
     """One source of a mixture."""
 
     kind: Literal["text", "needles", "dictionary", "repeats"] = "text"  # the last three: swa_jax.recall_data
-    files: tuple[str, ...] = (STANDARD_LIBRARY,)  # text and haystacks: files, folders (*.txt, *.md, *.py) or globs
+    files: tuple[str, ...] = (
+        STANDARD_LIBRARY,
+    )  # text and haystacks: files, folders (*.txt, *.md, *.py) or globs
     weight: float = 1.0  # share of the samples, relative to the other sources
     num_keys: int = 1  # needles
     num_questions: int = 1  # needles
@@ -112,7 +116,8 @@ def make_batches(
     if not sources:
         raise ConfigError("data is empty: name at least one source")
     datasets = [
-        grain.MapDataset.source(_source(source, tokenizer, length, seed + i)) for i, source in enumerate(sources)
+        grain.MapDataset.source(_source(source, tokenizer, length, seed + i))
+        for i, source in enumerate(sources)
     ]
     weights = [source.weight for source in sources]
     mixed = datasets[0] if len(datasets) == 1 else grain.MapDataset.mix(datasets, weights)
@@ -132,5 +137,10 @@ def _source(source: SourceConfig, tokenizer: Tokenizer, length: int, seed: int) 
     if source.kind == "repeats":
         return Repeats(tokenizer.vocab_size, haystack, length=length, seed=seed)
     return Needles(
-        tokenizer, haystack, length=length, seed=seed, num_keys=source.num_keys, num_questions=source.num_questions
+        tokenizer,
+        haystack,
+        length=length,
+        seed=seed,
+        num_keys=source.num_keys,
+        num_questions=source.num_questions,
     )

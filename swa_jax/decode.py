@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import AttentionSpec, decode_attention
-from swa_jax.attention import NEVER, AttentionContext, LayerPlan, choose, full_spec, model_sigmoid_bias, model_slopes
+from swa_jax.attention import (
+    NEVER,
+    AttentionContext,
+    LayerPlan,
+    choose,
+    full_spec,
+    model_sigmoid_bias,
+    model_slopes,
+)
 from swa_jax.cache import CacheLayout, KVCache, read
 from swa_jax.config import ModelConfig
 from swa_jax.pattern import FULL, HYBRID, SWITCH
@@ -46,7 +54,9 @@ def decode_layer(
     """
     slopes, bias = model_slopes(config), model_sigmoid_bias(config)
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, slopes: Any, **options: Any) -> jax.Array:
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, slopes: Any, **options: Any
+    ) -> jax.Array:
         return decode_attention(
             q, k, v, spec, lengths=lengths, alibi_slopes=slopes, sigmoid_bias=bias,
             implementation=context.implementation, **options,
@@ -60,7 +70,9 @@ def decode_layer(
         if kind == HYBRID:
             options["full_heads"] = plan.full_heads
         if kind == SWITCH:
-            options["full_from"] = jnp.where(gate > 0.5, 0, NEVER if context.full_from is None else context.full_from)
+            options["full_from"] = jnp.where(
+                gate > 0.5, 0, NEVER if context.full_from is None else context.full_from
+            )
         return attend(q, k, v, context.spec, slopes, **options)
 
     def over_ring() -> jax.Array:
@@ -71,7 +83,9 @@ def decode_layer(
         """Full heads read the whole pool, windowed heads the ring; K steps of one KV head and its query heads."""
         batch, _, heads, size = q.shape
         kv_heads = place.whole.shape[0]
-        grouped = q.reshape(batch, 1, kv_heads, heads // kv_heads, size).transpose(2, 0, 1, 3, 4)  # [K, B, 1, G, D]
+        grouped = q.reshape(batch, 1, kv_heads, heads // kv_heads, size).transpose(
+            2, 0, 1, 3, 4
+        )  # [K, B, 1, G, D]
         head_slopes = jnp.zeros((kv_heads, 0)) if slopes is None else slopes.reshape(kv_heads, -1)
 
         def head(one: tuple) -> jax.Array:

@@ -80,7 +80,9 @@ def rope_frequencies(
         return ((1 - blend) * plain / scaling.factor + blend * plain).astype(np.float32), 1.0
     if scaling.rope_type == "yarn":
         return _yarn(theta, head_dim, scaling, original, plain)
-    raise ConfigError(f"rope_scaling.rope_type '{scaling.rope_type}' is not supported: use linear, llama3 or yarn")
+    raise ConfigError(
+        f"rope_scaling.rope_type '{scaling.rope_type}' is not supported: use linear, llama3 or yarn"
+    )
 
 
 def _yarn(

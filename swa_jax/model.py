@@ -18,7 +18,7 @@ from swa_jax.attention import (
     layer_plan,
     model_spec,
 )
-from swa_jax.cache import CacheLayout, KVCache, read, ring_entry, ring_positions, write_prompt, write_token
+from swa_jax.cache import CacheLayout, KVCache, ring_entry, ring_positions, write_prompt, write_token
 from swa_jax.config import ModelConfig
 from swa_jax.decode import decode_layer, layer_places
 from swa_jax.layers import RMSNorm, SwiGLU, linear, rope_tables
@@ -45,7 +45,12 @@ class Decoder(nnx.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, pattern: AttentionPattern, *, dtype: jnp.dtype = jnp.float32, rngs: nnx.Rngs
+        self,
+        config: ModelConfig,
+        pattern: AttentionPattern,
+        *,
+        dtype: jax.typing.DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
     ):
         pattern.validate(config)
         self.config, self.pattern = config, pattern
@@ -107,7 +112,9 @@ class Decoder(nnx.Module):
             mixed, routing, _ = block.attention(block.input_norm(x), scanned[1], context)
             return block.feed_forward(x + mixed), routing
 
-        x, routing = jax.lax.scan(jax.checkpoint(layer) if remat else layer, self.embed(tokens), (weights, plan))
+        x, routing = jax.lax.scan(
+            jax.checkpoint(layer) if remat else layer, self.embed(tokens), (weights, plan)
+        )
         return self.norm(x), routing
 
     def embed(self, tokens: jax.Array) -> jax.Array:
@@ -137,8 +144,10 @@ class Decoder(nnx.Module):
 
     # ---- generation: a prompt into the cache, then one token at a time ----
 
-    def prefill(self, tokens: jax.Array, lengths: jax.Array, cache: KVCache, layout: CacheLayout) -> tuple[jax.Array, KVCache]:
-        """Right-padded prompts [B, T] of `lengths` [B] -> logits of each last token [B, V] f32, and the filled cache."""
+    def prefill(
+        self, tokens: jax.Array, lengths: jax.Array, cache: KVCache, layout: CacheLayout
+    ) -> tuple[jax.Array, KVCache]:
+        """Right-padded prompts [B, T] of `lengths` [B] -> logits after each last token [B, V] f32, the filled cache."""
         segments = (jnp.arange(tokens.shape[1])[None] < lengths[:, None]).astype(jnp.int32)
         kinds = kinds_of(self.pattern)
         context = self._context(tokens, kinds, segments, None, None)
@@ -171,7 +180,9 @@ class Decoder(nnx.Module):
 
         `full_from` [B]: the length of each prompt under full-attention decode, else None.
         """
-        context = self._context(tokens[:, None], kinds_of(self.pattern), None, cache.lengths[:, None], full_from)
+        context = self._context(
+            tokens[:, None], kinds_of(self.pattern), None, cache.lengths[:, None], full_from
+        )
         graph, weights = nnx.split(self.layers)
         lengths = cache.lengths + 1
         entry, ring = ring_entry(layout, cache.lengths), ring_positions(layout, lengths)
@@ -189,7 +200,9 @@ class Decoder(nnx.Module):
                 k_ring=write_token(cache.k_ring, place.ring_slots, k, entry),
                 v_ring=write_token(cache.v_ring, place.ring_slots, v, entry),
             )
-            mixed = decode_layer(self.config, q, gate[:, 0], cache, layout, place, plan, context, lengths, ring)
+            mixed = decode_layer(
+                self.config, q, gate[:, 0], cache, layout, place, plan, context, lengths, ring
+            )
             return (block.feed_forward(x + block.attention.output(mixed)), cache), None
 
         scanned = (weights, self._plan(context.kinds), layer_places(layout))

@@ -32,13 +32,15 @@ def next_token_targets(
     return targets, follows if weights is None else follows * jnp.roll(weights, -1, axis=1)
 
 
-def token_loss(hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, chunk: int = CHUNK) -> TokenLoss:
+def token_loss(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, chunk: int = CHUNK
+) -> TokenLoss:
     """Cross-entropy in nats; logits exist for `chunk` tokens at a time, forward and backward.
 
     Args:
       hidden: [B, T, d]; head: [d, V]; targets: [B, T] int32; weights: [B, T] f32.
     """
-    batch, length, size = hidden.shape
+    batch, length, _ = hidden.shape
     rows = batch * length
     chunk = min(chunk, rows)
     padding = -rows % chunk
@@ -48,7 +50,9 @@ def token_loss(hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: 
         return jnp.pad(flat, [(0, padding)] + [(0, 0)] * (flat.ndim - 1)).reshape(-1, chunk, *flat.shape[1:])
 
     @jax.checkpoint  # the backward pass recomputes the chunk's logits
-    def one_chunk(_: None, piece: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, jax.Array]]:
+    def one_chunk(
+        _: None, piece: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[None, tuple[jax.Array, jax.Array]]:
         x, target, weight = piece
         logits = jnp.einsum("cd,dv->cv", x, head, preferred_element_type=jnp.float32)  # [chunk, V]
         chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]

@@ -35,7 +35,17 @@ SWAA_ROWS = {
     "swaa-trained-efficiency-interleave": "interleave-1-in-2",
     "swaa-trained-quality": "interleave-1-in-2+fa-decode",
 }
-BASES = ("full", "window", "streaming", "switch", "interleave", "static-hybrid", "begin-middle-end", "random", "layers")
+BASES = (
+    "full",
+    "window",
+    "streaming",
+    "switch",
+    "interleave",
+    "static-hybrid",
+    "begin-middle-end",
+    "random",
+    "layers",
+)
 
 
 def build_recipe(
@@ -55,7 +65,9 @@ def build_recipe(
         elif match := re.fullmatch(r"sink-tokens(?:=(\d+))?", suffix):
             sink_tokens = int(match[1] or DEFAULT_SINK_TOKENS)
         else:
-            raise ConfigError(f"recipe '{recipe}': unknown suffix '+{suffix}'; known: +fa-decode, +sink-tokens=K")
+            raise ConfigError(
+                f"recipe '{recipe}': unknown suffix '+{suffix}'; known: +fa-decode, +sink-tokens=K"
+            )
     full, rest = _full_layers(recipe, name, num_layers, seed)
     if len(full) < num_layers and sliding_window is None:
         sliding_window = DEFAULT_WINDOW
@@ -86,12 +98,16 @@ def _full_layers(recipe: str, name: str, num_layers: int, seed: int) -> tuple[li
     if match := re.fullmatch(r"(interleave|begin-middle-end|random)-1-in-(\d+)(?:@(\d+))?", name):
         kind, n = match[1], int(match[2])
         if n < 1 or (match[3] and (kind != "interleave" or int(match[3]) >= n)):
-            raise ConfigError(f"recipe '{recipe}': the offset after @ must be below n, and is for interleave only")
+            raise ConfigError(
+                f"recipe '{recipe}': the offset after @ must be below n, and is for interleave only"
+            )
         if kind == "interleave":
             return everything[int(match[3]) if match[3] else n - 1 :: n], WINDOW
         budget = max(1, round(num_layers / n))
         if kind == "random":
-            return sorted(np.random.default_rng(seed).choice(num_layers, budget, replace=False).tolist()), WINDOW
+            return sorted(
+                np.random.default_rng(seed).choice(num_layers, budget, replace=False).tolist()
+            ), WINDOW
         return begin_middle_end(budget, num_layers), WINDOW
     base = re.split(r"-1-in-|-1:|:", name)[0]
     if base in BASES:

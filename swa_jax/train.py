@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,14 @@ import optax
 import yaml
 from flax import nnx
 from orbax.checkpoint import v1 as ocp
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from swa_jax.checkpoint import load_model, open_checkpoint, save_model
 from swa_jax.config import ConfigError, ModelConfig, from_dict, to_dict
@@ -63,9 +70,10 @@ class TrainConfig:
     pattern: str = "full"  # a recipe, or the path of a pattern JSON
     sliding_window: int | None = None
     num_sink_tokens: int | None = None
-    optimizer: OptimizerConfig = OptimizerConfig()
-    switch_loss: SwitchLoss = SwitchLoss()
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    switch_loss: SwitchLoss = dataclasses.field(default_factory=SwitchLoss)
     bfloat16: bool = False  # compute in bf16; weights and optimiser stay f32
+    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the finished model's weights
     remat: bool = False
     seed: int = 0
     checkpoint_every: int = 500  # steps
@@ -73,9 +81,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.init_from is None):
-            raise ConfigError("give exactly one of 'model' (start at random) and 'init_from' (a checkpoint folder)")
+            raise ConfigError(
+                "give exactly one of 'model' (start at random) and 'init_from' (a checkpoint folder)"
+            )
         if not self.stages:
-            raise ConfigError("'stages' is empty: name at least one, with steps, sequence_length and batch_size")
+            raise ConfigError(
+                "'stages' is empty: name at least one, with steps, sequence_length and batch_size"
+            )
         for i, stage in enumerate(self.stages):
             for name in ("steps", "sequence_length", "batch_size"):
                 if getattr(stage, name) < 1:
@@ -134,23 +146,22 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
                     batches.set_state(data_state)
                 steps = [_step_function(model.with_pattern(p), optimizer, config) for p in patterns[number]]
                 clock = time.perf_counter()
-                for done in range(done, first + stage.steps):
+                for step in range(done, first + stage.steps):
                     batch = jax.tree.map(jnp.asarray, next(batches))
-                    state, metrics = steps[done % len(steps)](state, batch)
+                    state, metrics = steps[step % len(steps)](state, batch)
+                    done = step + 1
+                    line = {"step": done} | {name: _plain(value) for name, value in metrics.items()}
                     now = time.perf_counter()
-                    line = {"step": done + 1} | {name: _plain(value) for name, value in metrics.items()}
                     line["tokens_per_second"] = round(batch["tokens"].size / (now - clock), 1)
                     clock = now
                     metrics_file.write(json.dumps(line) + "\n")
                     metrics_file.flush()
-                    bar.update(task, completed=done + 1, loss=line["loss"])
+                    bar.update(task, completed=done, loss=line["loss"])
                     _stop_on_nan(line)
-                    last = done + 1 == first + stage.steps
-                    if (done + 1) % config.checkpoint_every == 0 or last:
+                    if done % config.checkpoint_every == 0 or done == first + stage.steps:
                         os.fsync(metrics_file.fileno())
-                        _save(checkpoints, done + 1, state, batches.get_state())
-                done = first + stage.steps
-    nnx.update(model, state.params)
+                        _save(checkpoints, done, state, batches.get_state())
+    nnx.update(model, jax.tree.map(lambda p: p.astype(config.save_dtype), state.params))
     if not (run / "model").exists():
         tokenizer_path = Path(config.tokenizer)
         folder = tokenizer_path if tokenizer_path.is_dir() else tokenizer_path.parent
@@ -165,13 +176,15 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
 def _step_function(
     model: Decoder, optimizer: optax.GradientTransformation, config: TrainConfig
 ) -> Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, dict[str, jax.Array]]]:
-    graph, _, rest = nnx.split(model, nnx.Param, ...)
+    graph, _ = nnx.split(model)  # every variable of the model is a parameter
 
     def loss_of(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
         if config.bfloat16:
             params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-        model = nnx.merge(graph, params, rest)
-        hidden, routing = model.features(batch["tokens"], segment_ids=batch["segment_ids"], remat=config.remat)
+        model = nnx.merge(graph, params)
+        hidden, routing = model.features(
+            batch["tokens"], segment_ids=batch["segment_ids"], remat=config.remat
+        )
         targets, weights = next_token_targets(batch["tokens"], batch["segment_ids"], batch["weights"])
         tokens = token_loss(hidden, model.head(), targets, weights)
         loss = language_loss = mean_loss(tokens)
@@ -203,7 +216,11 @@ def _step_function(
 
 def _start(config: TrainConfig) -> tuple[Decoder, list[list[AttentionPattern]]]:
     """The model at step 0 and, for each stage, the patterns its steps take in turn."""
-    options = {"sliding_window": config.sliding_window, "num_sink_tokens": config.num_sink_tokens, "seed": config.seed}
+    options = {
+        "sliding_window": config.sliding_window,
+        "num_sink_tokens": config.num_sink_tokens,
+        "seed": config.seed,
+    }
     if config.model is not None:
         pattern = load_pattern(config.pattern, config.model, **options)
         model = Decoder(config.model, pattern, rngs=nnx.Rngs(config.seed))
@@ -266,7 +283,9 @@ def _checkpointer(run: Path, config: TrainConfig) -> ocp.training.Checkpointer:
 
 
 def _save(checkpoints: ocp.training.Checkpointer, step: int, state: TrainState, data_state: Any) -> None:
-    checkpoints.save_checkpointables(step, {"state": _named(state), "data": {"iterator": _encode(data_state)}})
+    checkpoints.save_checkpointables(
+        step, {"state": _named(state), "data": {"iterator": _encode(data_state)}}
+    )
 
 
 def _restore(checkpoints: ocp.training.Checkpointer, state: TrainState) -> tuple[TrainState, Any]:

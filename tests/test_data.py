@@ -66,7 +66,7 @@ def test_files_folders_and_globs(folder):
     assert [f.name for f in text_files([f"{folder}/*.txt"])] == ["a.txt", "c.txt", "empty.txt"]
     assert [f.name for f in text_files([f"{folder}/d.bin"])] == ["d.bin"]
     assert len(text_files(["stdlib"])) > 50
-    with pytest.raises(ConfigError, match="'nowhere.txt': no such file"):
+    with pytest.raises(ConfigError, match=r"'nowhere\.txt': no such file"):
         text_files(["nowhere.txt"])
 
 

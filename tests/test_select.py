@@ -65,6 +65,19 @@ def test_the_planted_layer_is_found(scores):
     assert select_layers(scores.mean, 1) == (CARRIER,)
 
 
+def test_without_full_attention_decode_the_reader_shows(model, examples, scores):
+    plain = nll_scores(
+        model,
+        examples,
+        sliding_window=WINDOW_SIZE,
+        num_sink_tokens=1,
+        batch_size=4,
+        full_attention_decode=False,
+    )
+    assert plain[READER] > 2 * abs(scores.mean[READER])
+    assert select_layers(plain, 2) == (CARRIER, READER)
+
+
 def test_scores_are_differences_of_answer_nll(model, examples, scores):
     def nll(full_layers):
         pattern = AttentionPattern.from_full_layers(
@@ -102,8 +115,13 @@ def test_a_prompt_that_the_window_holds_scores_exactly_zero(model, examples):
     assert got.deltas[1].any()
     assert got.deltas[2].any()
     assert got.window_nll[0] == pytest.approx(answer_nll(model, [short])[0], rel=1e-5)
-    alone = nll_scores(model, [short, short], sliding_window=64, num_sink_tokens=0)
-    assert alone.tolist() == [0.0] * LAYERS
+    # Without full-attention decode the 3 queries at answer tokens that predict another one count too.
+    fits = dataclasses.replace(short, answer=examples[0].answer[:1])
+    got = nll_deltas(
+        model, [short, fits], sliding_window=6, num_sink_tokens=1, batch_size=4, full_attention_decode=False
+    )
+    assert got.deltas[0].any()
+    assert (got.deltas[1] == 0).all()
 
 
 @pytest.mark.parametrize("options", [{}, {"num_sink_tokens": 2}])
@@ -134,6 +152,7 @@ def test_pattern_says_where_it_came_from_and_survives_json():
     assert again.provenance["scores"] == pytest.approx([0.0, 0.5, 0.1, 0.2])
     assert (again.provenance["num_examples"], again.provenance["seed"]) == (3, 7)
     assert nll_pattern(scores, budget=1).full_layers == (1,)
+    assert nll_pattern(scores, budget=1).full_attention_decode  # as scored
     for wrong in ({}, {"budget": 1, "one_in_n": 2}):
         with pytest.raises(ConfigError, match="exactly one"):
             nll_pattern(scores, **wrong)

@@ -59,8 +59,12 @@ def config_of(settings, **changes):
     return from_dict(TrainConfig, settings | changes)
 
 
+def read_metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(run):
-    lines = [json.loads(line) for line in open(f"{run}/metrics.jsonl")]
+    lines = read_metrics(run)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return [line["loss"] for line in lines]
 
@@ -92,7 +96,9 @@ def test_loss_falls_and_an_interrupted_run_is_bit_identical(settings, tmp_path, 
     resumed = train(config_of(again), quiet=True)
     assert losses(tmp_path / "again") == expected
     for ours, theirs in zip(
-        jax.tree.leaves(nnx.state(load_model(model))), jax.tree.leaves(nnx.state(load_model(resumed))), strict=True
+        jax.tree.leaves(nnx.state(load_model(model))),
+        jax.tree.leaves(nnx.state(load_model(resumed))),
+        strict=True,
     ):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -107,7 +113,7 @@ def test_routed_cpt_starts_from_the_model_and_reports_the_ratio(settings, tmp_pa
     start = train(config_of(settings, stages=stage), quiet=True)
     routed = {"model": None, "init_from": str(start), "pattern": "switch", "output": str(tmp_path / "cpt")}
     finished = train(config_of(settings, **routed, stages=stage), quiet=True)
-    line = json.loads(open(tmp_path / "cpt" / "metrics.jsonl").readline())
+    line = read_metrics(tmp_path / "cpt")[0]
     assert 0 < line["full_attention_ratio"] < 1
     assert len(line["full_attention_ratio_by_layer"]) == 2
     assert line["regularization"] > 0
@@ -119,7 +125,10 @@ def test_routed_cpt_starts_from_the_model_and_reports_the_ratio(settings, tmp_pa
     [
         ({"init_from": "somewhere"}, "exactly one of 'model'"),
         ({"stages": []}, "'stages' is empty"),
-        ({"stages": [{"steps": 0, "sequence_length": 8, "batch_size": 1}]}, r"'stages\.0\.steps' must be at least 1"),
+        (
+            {"stages": [{"steps": 0, "sequence_length": 8, "batch_size": 1}]},
+            r"'stages\.0\.steps' must be at least 1",
+        ),
         ({"optimiser": {}}, "unknown key 'optimiser'; did you mean 'optimizer'"),
         ({"pattern": "window+fa-decode"}, "full-attention decode has no boundary"),
         ({"model": MODEL | {"vocab_size": 100}}, "they do not belong together"),
@@ -138,7 +147,9 @@ def test_sigkill_twice_then_resume_is_bit_identical(settings, tmp_path):
     for name in ("straight", "killed"):
         file = tmp_path / f"{name}.yaml"
         file.write_text(
-            yaml.safe_dump(settings | {"output": str(tmp_path / name), "stages": stages, "checkpoint_every": 7})
+            yaml.safe_dump(
+                settings | {"output": str(tmp_path / name), "stages": stages, "checkpoint_every": 7}
+            )
         )
         commands[name] = [sys.executable, "-m", "swa_jax.cli", "train", str(file)]
     subprocess.run(commands["straight"], check=True, capture_output=True)
@@ -162,7 +173,9 @@ def test_schedules():
     peak = 2.0
     cosine = learning_rate(OptimizerConfig(schedule="cosine", warmup_steps=10, final_fraction=0.1), peak, 110)
     np.testing.assert_allclose([cosine(0), cosine(5), cosine(10), cosine(110)], [0, 1, 2, 0.2], atol=1e-6)
-    stable = OptimizerConfig(schedule="warmup-stable-decay", warmup_steps=10, decay_steps=20, final_fraction=0.0)
+    stable = OptimizerConfig(
+        schedule="warmup-stable-decay", warmup_steps=10, decay_steps=20, final_fraction=0.0
+    )
     rate = learning_rate(stable, peak, 110)
     np.testing.assert_allclose([rate(10), rate(89), rate(100), rate(110)], [2, 2, 1, 0], atol=1e-6)
 

@@ -1,8 +1,8 @@
 """NLL-guided selection: starting with every layer windowed, which single layer made full helps the answers most?
 
 Source: "NLL-Guided Full-Attention Layer Selection for Training-Free Sliding-Window Adaptation" (arXiv 2606.27791),
-Eq. 1 and Section 3.3. `L_ans` is the mean NLL of an example's answer tokens, teacher-forced; answer queries always see
-everything (full-attention decode), whatever the layer.
+Eq. 1 and Section 3.3. `L_ans` is the mean NLL of an example's answer tokens, teacher-forced. The paper scores as it
+deploys, with full-attention decode: answer queries see everything, whatever the layer.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class NLLScores:
     window_nll: np.ndarray  # [N] f64: answer NLL with every layer windowed
     sliding_window: int
     num_sink_tokens: int
+    full_attention_decode: bool = True  # whether answer queries saw everything
 
     @property
     def mean(self) -> np.ndarray:
@@ -46,16 +47,20 @@ def nll_scores(
     *,
     sliding_window: int | None = None,
     num_sink_tokens: int | None = None,
+    full_attention_decode: bool = True,
     batch_size: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> np.ndarray:
     """delta_l = L_ans(all windowed) - L_ans(all windowed but layer l): [L] float64; larger = needs full attention more.
 
     Costs num_layers + 1 forward passes over the examples and one compilation for each padded length. An example whose
-    prompt the window holds entirely (`len(prompt) <= sliding_window + num_sink_tokens`) has deltas of exactly 0.
+    prompt the window holds entirely (`len(prompt) <= sliding_window + num_sink_tokens`; without full-attention decode,
+    prompt and answer) has deltas of exactly 0.
 
     Args:
       sliding_window, num_sink_tokens: None takes the model's pattern's.
+      full_attention_decode: the paper's setting. Under it a layer that only *answer* queries need for looking far
+        back scores nothing, as they see everything anyway; score with False for a pattern that will run without.
       progress: called with (passes done, passes in all).
 
     Raises:
@@ -67,6 +72,7 @@ def nll_scores(
         examples,
         sliding_window=sliding_window,
         num_sink_tokens=num_sink_tokens,
+        full_attention_decode=full_attention_decode,
         batch_size=batch_size,
         progress=progress,
     ).mean
@@ -78,6 +84,7 @@ def nll_deltas(
     *,
     sliding_window: int | None = None,
     num_sink_tokens: int | None = None,
+    full_attention_decode: bool = True,
     batch_size: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> NLLScores:
@@ -91,14 +98,17 @@ def nll_deltas(
 
     def answer_nll(subset: list[int], full_layers: Sequence[int]) -> np.ndarray:
         pattern = AttentionPattern.from_full_layers(
-            full_layers, layers, window, num_sink_tokens=sinks, full_attention_decode=True
+            full_layers, layers, window, num_sink_tokens=sinks, full_attention_decode=full_attention_decode
         )
         return score_answers(model, [examples[i] for i in subset], batch_size=batch_size, pattern=pattern).nll
 
     # Where the window holds the whole prompt, window and full attention are the same function. Different kernels would
     # still round differently, and ranking that noise is what this avoids: all layers take the full kernel, so that all
     # L + 1 passes are the same program on the same data, and one of them stands for all.
-    short = [i for i, e in enumerate(examples) if len(e.prompt) <= window + sinks]
+    windowed = [
+        len(e.prompt) + (0 if full_attention_decode else len(e.answer) - 1) for e in examples
+    ]  # queries
+    short = [i for i, queries in enumerate(windowed) if queries <= window + sinks]
     long = [i for i in range(len(examples)) if i not in set(short)]
     base, deltas = np.zeros(len(examples)), np.zeros((len(examples), layers))
     if short or not examples:
@@ -111,7 +121,7 @@ def nll_deltas(
         deltas[long, layer] = base[long] - answer_nll(long, [layer])
     if progress:
         progress(layers + 1, layers + 1)
-    return NLLScores(deltas, base, window, sinks)
+    return NLLScores(deltas, base, window, sinks, full_attention_decode)
 
 
 def select_layers(scores: ArrayLike, budget: int) -> tuple[int, ...]:
@@ -134,7 +144,7 @@ def nll_pattern(
     *,
     budget: int | None = None,
     one_in_n: int | None = None,
-    full_attention_decode: bool = False,
+    full_attention_decode: bool | None = None,
     data: str = "",
     seed: int | None = None,
 ) -> AttentionPattern:
@@ -142,6 +152,7 @@ def nll_pattern(
 
     Args:
       budget: full layers; or `one_in_n`: one layer in n, at least 1 (as many as the recipe `interleave-1-in-n`).
+      full_attention_decode: of the pattern; None is as scored.
       data, seed: what the examples were and how they were drawn, for the pattern's provenance.
 
     Raises:
@@ -155,19 +166,20 @@ def nll_pattern(
         if one_in_n < 1:
             raise ConfigError(f"one_in_n must be at least 1, got {one_in_n}")
         budget = max(1, layers // one_in_n)
+    decode = scores.full_attention_decode if full_attention_decode is None else full_attention_decode
     provenance = {
         "method": "nll",
         "data": data,
         "num_examples": len(scores.deltas),
         "seed": seed,
         "scores": scores.mean.tolist(),
-        "full_attention_decode_when_scored": True,
+        "scored_with_full_attention_decode": scores.full_attention_decode,
     }
     return AttentionPattern.from_full_layers(
         select_layers(scores.mean, budget),
         layers,
         scores.sliding_window,
         num_sink_tokens=scores.num_sink_tokens,
-        full_attention_decode=full_attention_decode,
+        full_attention_decode=decode,
         provenance=provenance,
     )

@@ -129,7 +129,8 @@ class Call:
 def value_and_gradients(function, learned: dict):
     """Outputs of `function(learned)`, and their gradient with drawn cotangents (lse's only where it is finite)."""
 
-    @jax.jit
+    # Compiling is most of these tests' time, and LLVM's optimisation most of compiling.
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def both(learned):
         outputs, pullback = jax.vjp(function, learned)
         rng = np.random.default_rng(7)

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import AttentionSpec, attention
@@ -168,7 +168,13 @@ def calls(draw):
 
 
 @blocked_implementation
-@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@settings(
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the fixture sets a block size, alike for all
+)
 @given(call=calls())
 def test_drawn_calls(implementation, call):
     assert_matches_reference(call, implementation)

@@ -1,0 +1,97 @@
+"""Routed attention: both branches, the gate's gradient and the disagreement, against two separate attentions."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import AttentionSpec, attention, routed_attention
+
+from .suite import PACKED, Call, blocked_implementation, every_implementation
+from .tolerances import assert_close
+
+PLAIN = Call(AttentionSpec(window=11))
+PACKED_ROWS = tuple(map(tuple, PACKED))
+CALLS = {
+    "plain": PLAIN,
+    "bidirectional": Call(AttentionSpec(window=5, causal=False)),
+    "everything": Call(
+        AttentionSpec(window=7, num_sink_tokens=2, logit_softcap=3.0),
+        ("sink_logits", "alibi_slopes", "full_heads", "full_from"),
+        PACKED_ROWS,
+    ),
+    "sigmoid-everything": Call(
+        AttentionSpec(window=7, num_sink_tokens=2, activation="sigmoid"),
+        ("sigmoid_bias", "alibi_slopes", "full_heads"),
+        PACKED_ROWS,
+    ),
+    "bfloat16": dataclasses.replace(PLAIN, dtype="bfloat16"),
+}
+
+
+def gates(kind, shape=(2, 50)):
+    rng = np.random.default_rng(3)
+    drawn = {
+        "soft": rng.uniform(size=shape),
+        "none": np.zeros(shape),
+        "all": np.ones(shape),
+        "some": rng.uniform(size=shape) < 0.13,
+        "runs": np.arange(shape[1]) // 9 % 2 * np.ones(shape),
+    }[kind]
+    return jnp.asarray(drawn, jnp.float32)
+
+
+@blocked_implementation
+@pytest.mark.parametrize(("name", "kind"), [*((name, "soft") for name in CALLS), ("everything", "some")])
+def test_routed(implementation, name, kind):
+    call = CALLS[name]
+    values, gradients = call.run_routed(implementation.name, gates(kind))
+    expected_values, expected_gradients = call.run_routed("reference", gates(kind))
+    assert_close(values, expected_values, call.dtype)
+    assert_close(gradients, expected_gradients, call.dtype, gradient=True)
+
+
+@every_implementation
+def test_hard_gates_equal_two_separate_attentions(implementation):
+    """One compiled function for every gate: what is skipped is decided at run time."""
+    learned, _ = PLAIN.draw()
+    spec, name = PLAIN.spec, implementation.name
+
+    @jax.jit
+    def gradients(gate):
+        def routed(q, k, v, gate):
+            return routed_attention(q, k, v, gate, spec, implementation=name)[0]
+
+        def separate(q, k, v, gate):
+            full = attention(q, k, v, AttentionSpec(), implementation="reference")
+            window = attention(q, k, v, spec, implementation="reference")
+            return gate[:, :, None, None] * full + (1 - gate[:, :, None, None]) * window
+
+        def both(function):
+            out, pullback = jax.vjp(function, learned["q"], learned["k"], learned["v"], gate)
+            return out, pullback(jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape))
+
+        return both(routed), both(separate)
+
+    for kind in ("none", "all", "some", "runs"):
+        (out, grads), (expected, expected_grads) = gradients(gates(kind))
+        assert_close(out, expected, "float32")
+        assert_close(grads, expected_grads, "float32", gradient=True)
+
+
+@blocked_implementation
+def test_rows_routed_to_the_window_send_nothing_outside(implementation):
+    """With every gate 0 the keys beyond all windows of the queries that have a loss get exactly no gradient."""
+    learned, _ = PLAIN.draw()
+
+    def loss(k):
+        out, _ = routed_attention(
+            learned["q"], k, learned["v"], gates("none"), PLAIN.spec, implementation=implementation.name
+        )
+        return out[:, 40:].sum()
+
+    gradient = jax.jit(jax.grad(loss))(learned["k"])
+    np.testing.assert_array_equal(gradient[:, :30], 0)
+    assert (gradient[:, 30:] != 0).any(axis=(0, 2, 3)).all()
