@@ -4,6 +4,7 @@
 missing; nothing falls back silently.
 """
 
+import logging
 from types import ModuleType
 from typing import Literal
 
@@ -13,6 +14,8 @@ import numpy as np
 
 from pallas_kernels import reference, xla
 from pallas_kernels.spec import AttentionSpec, Coordinates, coordinates
+
+_log = logging.getLogger(__name__)
 
 Implementation = Literal["tpu", "triton", "xla", "reference"]
 
@@ -74,10 +77,10 @@ def attention(
     _check_qkv(q, k, v, ("q", "k", "v"))
     by_head = _check_by_head(q, k, spec, alibi_slopes, sigmoid_bias, sink_logits, full_heads)
     if return_lse and spec.activation == "sigmoid":
-        raise ValueError("return_lse is True with activation 'sigmoid', which has no log-sum-exp; leave it False.")
-    where = _coordinates(
-        q, k, spec, q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from
-    )
+        raise ValueError(
+            "return_lse is True with activation 'sigmoid', which has no log-sum-exp; leave it False."
+        )
+    where = _coordinates(q, k, spec, q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from)
     out, lse = backend.attention(q, k, v, spec, where, **by_head)
     out = _nan_where_unassigned(out, where, full_from).astype(q.dtype)
     return (out, lse) if return_lse else out
@@ -120,10 +123,8 @@ def routed_attention(
     if spec.window is None:
         raise ValueError("spec.window is None, but routed_attention needs a window for its window branch.")
     by_head = _check_by_head(q, k, spec, alibi_slopes, sigmoid_bias, sink_logits, full_heads)
-    _check_array("gate", gate, {"B": q.shape[0], "T": q.shape[1]}, jnp.floating)
-    where = _coordinates(
-        q, k, spec, q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from
-    )
+    _check_array("gate", gate, {"B": q.shape[0], "T": q.shape[1]}, jnp.floating, required=True)
+    where = _coordinates(q, k, spec, q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from)
     out, disagreement = backend.routed_attention(q, k, v, gate, spec, where, **by_head)
     return _nan_where_unassigned(out, where, full_from).astype(q.dtype), disagreement
 
@@ -176,17 +177,22 @@ def decode_attention(
         )
     if not spec.causal:
         raise ValueError("spec.causal is False, but decode_attention is causal.")
-    for name, array in (("lengths", lengths), ("starts", starts), ("full_from", full_from)):
+    _check_array("lengths", lengths, {"B": batch}, jnp.integer, required=True)
+    for name, array in (("starts", starts), ("full_from", full_from)):
         _check_array(name, array, {"B": batch}, jnp.integer)
     _check_array("kv_positions", kv_positions, {"B": batch, "S": kv_length}, jnp.integer)
     _check_needs_window("full_from", full_from, spec)
 
     lengths = jnp.asarray(lengths, jnp.int32)[:, None]  # [B, 1]
     q_positions = lengths - q_length + jnp.arange(q_length, dtype=jnp.int32)  # [B, T]
-    kv_positions = jnp.arange(kv_length, dtype=jnp.int32)[None] if kv_positions is None else jnp.asarray(kv_positions)
+    kv_positions = (
+        jnp.arange(kv_length, dtype=jnp.int32)[None] if kv_positions is None else jnp.asarray(kv_positions)
+    )
     first = 0 if starts is None else jnp.asarray(starts)[:, None]
     kv_positions = jnp.where((kv_positions >= first) & (kv_positions < lengths), kv_positions, -1)  # [B, S]
-    where = coordinates(q_length, kv_length, q_positions=q_positions, kv_positions=kv_positions, full_from=full_from)
+    where = coordinates(
+        q_length, kv_length, q_positions=q_positions, kv_positions=kv_positions, full_from=full_from
+    )
     return backend.decode_attention(q, k_cache, v_cache, spec, where, **by_head).astype(q.dtype)
 
 
@@ -229,6 +235,9 @@ def alibi_slopes(
 
 def _implementation(name: str | None) -> ModuleType:
     if name is None:
+        device = jax.default_backend()
+        if device != "cpu":
+            _log.info("attention on %s: no kernel of its own yet, so implementation 'xla' is used", device)
         return xla
     if name in _PLANNED:
         raise NotImplementedError(
@@ -236,7 +245,9 @@ def _implementation(name: str | None) -> ModuleType:
         )
     if name not in _IMPLEMENTATIONS:
         choices = ", ".join(repr(known) for known in (*_PLANNED, *_IMPLEMENTATIONS))
-        raise ValueError(f"implementation is {name!r}; it must be one of {choices}, or None for the best here.")
+        raise ValueError(
+            f"implementation is {name!r}; it must be one of {choices}, or None for the best here."
+        )
     return _IMPLEMENTATIONS[name]
 
 
@@ -247,7 +258,9 @@ def _check_qkv(q, k, v, names: tuple[str, str, str]) -> None:
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name} is {array.dtype}; it must be floating-point.")
         if array.dtype != q.dtype:
-            raise ValueError(f"{name} is {array.dtype} but {names[0]} is {q.dtype}; q, k and v must share one dtype.")
+            raise ValueError(
+                f"{name} is {array.dtype} but {names[0]} is {q.dtype}; q, k and v must share one dtype."
+            )
         if 0 in array.shape:
             raise ValueError(f"{name} has shape {array.shape}; every axis must be at least 1 long.")
     if k.shape != v.shape:
@@ -274,23 +287,31 @@ def _check_by_head(q, k, spec: AttentionSpec, slopes, bias, sinks, full_heads) -
     _check_needs_window("full_heads", full_heads, spec)
     if bias is not None:
         if spec.activation != "sigmoid":
-            raise ValueError("sigmoid_bias is given but activation is 'softmax', which it would not change; drop it.")
+            raise ValueError(
+                "sigmoid_bias is given but activation is 'softmax', which it would not change; drop it."
+            )
         bias = jnp.asarray(bias, jnp.promote_types(q.dtype, jnp.float32))
         if bias.shape not in ((), (heads,)):
             raise ValueError(f"sigmoid_bias has shape {bias.shape}; it must be a scalar or [H] = ({heads},).")
         bias = jnp.broadcast_to(bias, (heads,))
     if sinks is not None and spec.activation == "sigmoid":
-        raise ValueError("sink_logits is given but activation is 'sigmoid', which has no denominator; drop it.")
+        raise ValueError(
+            "sink_logits is given but activation is 'sigmoid', which has no denominator; drop it."
+        )
     given = {"alibi_slopes": slopes, "sink_logits": sinks, "full_heads": full_heads}
     return {"sigmoid_bias": bias} | {name: None if x is None else jnp.asarray(x) for name, x in given.items()}
 
 
-def _check_array(name: str, array, axes: dict[str, int], kind) -> None:
+def _check_array(name: str, array, axes: dict[str, int], kind, *, required: bool = False) -> None:
     if array is None:
+        if required:
+            raise ValueError(f"{name} is None; it must be [{', '.join(axes)}] = {tuple(axes.values())}.")
         return
     shape, dtype = jnp.shape(array), jnp.result_type(array)
     if shape != tuple(axes.values()):
-        raise ValueError(f"{name} has shape {shape}; it must be [{', '.join(axes)}] = {tuple(axes.values())}.")
+        raise ValueError(
+            f"{name} has shape {shape}; it must be [{', '.join(axes)}] = {tuple(axes.values())}."
+        )
     if not jnp.issubdtype(dtype, kind):
         words = {jnp.floating: "floating-point", jnp.integer: "integers", jnp.bool_: "bool"}
         raise ValueError(f"{name} is {dtype}; it must be {words[kind]}.")
@@ -301,7 +322,9 @@ def _check_needs_window(name: str, array, spec: AttentionSpec) -> None:
         raise ValueError(f"{name} is given but spec.window is None, so every row is full already; drop it.")
 
 
-def _coordinates(q, k, spec, q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from) -> Coordinates:
+def _coordinates(
+    q, k, spec, q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from
+) -> Coordinates:
     batch, q_length, kv_length = q.shape[0], q.shape[1], k.shape[1]
     q_axes, kv_axes = {"B": batch, "T": q_length}, {"B": batch, "S": kv_length}
     for name, array, axes in (
@@ -341,7 +364,9 @@ def _check_full_from(full_from, batch: int, spec: AttentionSpec, q_segment_ids) 
     _check_needs_window("full_from", full_from, spec)
     if q_segment_ids is None:
         if columns > 1:
-            raise ValueError(f"full_from has {columns} columns but no q_segment_ids say which rows they are for.")
+            raise ValueError(
+                f"full_from has {columns} columns but no q_segment_ids say which rows they are for."
+            )
     elif not isinstance(q_segment_ids, jax.core.Tracer):
         ids = np.asarray(q_segment_ids)
         largest, smallest = ids.max(), ids.min()

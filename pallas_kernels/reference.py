@@ -64,7 +64,9 @@ def attention(
         weights = jnp.where(mask, jax.nn.sigmoid(logits), 0)
         lse = None
     else:
-        sinks = jnp.full((kv_heads, 1, 1, 1), -jnp.inf, dtype) if sink_logits is None else by_kv_head(sink_logits)
+        sinks = (
+            jnp.full((kv_heads, 1, 1, 1), -jnp.inf, dtype) if sink_logits is None else by_kv_head(sink_logits)
+        )
         logits = jnp.where(mask, logits, -jnp.inf)
         # The maximum cancels, so it needs no gradient; rows that see nothing have none to subtract.
         top = lax.stop_gradient(jnp.maximum(logits.max(axis=-1, keepdims=True), sinks))
@@ -82,7 +84,13 @@ def attention(
 
 
 def routed_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, gate: jax.Array, spec: AttentionSpec, where: Coordinates, **by_head
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gate: jax.Array,
+    spec: AttentionSpec,
+    where: Coordinates,
+    **by_head,
 ) -> tuple[jax.Array, jax.Array]:
     """Two separate attentions mixed by `gate` [B, T] (SwiAttn): returns out and the branch disagreement [B, T]."""
     full, _ = attention(q, k, v, dataclasses.replace(spec, window=None), where, **by_head)

@@ -80,9 +80,16 @@ def routed_attention(
     inverse = jnp.argsort(order, axis=1)
     rows = {name: getattr(where, name) for name in ("q_pos", "q_order", "q_seg", "full_rows")}
     rows = jax.tree.map(lambda x: _permute(jnp.broadcast_to(x, order.shape), order, inverse), rows)
-    outside = dataclasses.replace(static, outside=True)
-    outside = _by_kv_head(_permute(q, order, inverse), k, v, bias, where._replace(**rows), full_heads, outside)
-    outside, outside_lse = jax.tree.map(lambda x: _permute(x, inverse, order), outside)
+    sorted_outside = _by_kv_head(
+        _permute(q, order, inverse),
+        k,
+        v,
+        bias,
+        where._replace(**rows),
+        full_heads,
+        dataclasses.replace(static, outside=True),
+    )
+    outside, outside_lse = jax.tree.map(lambda x: _permute(x, inverse, order), sorted_outside)
 
     if spec.activation == "sigmoid":
         full = window + outside
@@ -249,8 +256,8 @@ class _QueryBlock(NamedTuple):
     pos: jax.Array  # [B, bq]
     seg: jax.Array | None
     full: jax.Array | None
-    visits: jax.Array  # [nk] KV blocks, the first `count` of which are to be visited
-    count: jax.Array  # []
+    visits: jax.Array  # [nk] KV blocks, the first `num_visits` of which are to be visited
+    num_visits: jax.Array  # []
 
 
 class _Keys(NamedTuple):
@@ -289,9 +296,9 @@ def _forward(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates):
 
         acc = jnp.zeros_like(row.q, tile.dtype)
         if spec.activation == "sigmoid":
-            return None, (lax.fori_loop(0, row.count, sigmoid_visit, acc), None)
+            return None, (lax.fori_loop(0, row.num_visits, sigmoid_visit, acc), None)
         total = jnp.zeros_like(acc[..., 0])
-        top, total, acc = lax.fori_loop(0, row.count, softmax_visit, (total - jnp.inf, total, acc))
+        top, total, acc = lax.fori_loop(0, row.num_visits, softmax_visit, (total - jnp.inf, total, acc))
         sees_any = total > 0
         total = jnp.where(sees_any, total, 1)
         return None, (acc / total[..., None], jnp.where(sees_any, top + jnp.log(total), -jnp.inf))
@@ -308,11 +315,15 @@ def _backward(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates, out
     if lse is not None:
         sees_any = lse > -jnp.inf
         delta = jnp.where(sees_any, (dout * out).sum(axis=-1) - dlse, 0)
-        statistics = tuple(_cut_rows(x, static.q_block, k.shape[2]) for x in (jnp.where(sees_any, lse, 0), delta))
+        statistics = tuple(
+            _cut_rows(x, static.q_block, k.shape[2]) for x in (jnp.where(sees_any, lse, 0), delta)
+        )
     dout = _cut_rows(dout, static.q_block, k.shape[2])
     # A block of rows whose cotangents are all zero (rows routed to the other branch, padding) changes nothing.
-    active = jnp.stack([(x != 0).any(axis=range(1, x.ndim)) for x in (dout, *statistics[1:])]).any(axis=0)  # [nq]
-    queries = queries._replace(count=jnp.where(active, queries.count, 0))
+    active = jnp.stack([(x != 0).any(axis=range(1, x.ndim)) for x in (dout, *statistics[1:])]).any(
+        axis=0
+    )  # [nq]
+    queries = queries._replace(num_visits=jnp.where(active, queries.num_visits, 0))
 
     def query_block(carry, inputs):
         row, dout, statistics = inputs
@@ -339,7 +350,7 @@ def _backward(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates, out
             dv = _add_block(dv, j, tile.dot("bkgqs,bkgqd->bskd", weights, dout))
             return dq, dk, dv, dbias
 
-        dq, *carry = lax.fori_loop(0, row.count, visit, (jnp.zeros_like(row.q, tile.dtype), *carry))
+        dq, *carry = lax.fori_loop(0, row.num_visits, visit, (jnp.zeros_like(row.q, tile.dtype), *carry))
         return tuple(carry), dq.astype(q.dtype)
 
     dbias = None if tile.bias.constant is None else jnp.zeros_like(tile.bias.constant)
@@ -420,7 +431,8 @@ def _cut(static: _Static, q, k, v, where: Coordinates) -> tuple[_QueryBlock, _Ke
     )
     keys = _Keys(k, v, where.kv_pos, where.kv_seg)
     return queries, jax.tree.map(
-        lambda x: (x := _pad(x, static.kv_block, 0)).reshape(x.shape[0], -1, static.kv_block, *x.shape[2:]), keys
+        lambda x: (x := _pad(x, static.kv_block, 0)).reshape(x.shape[0], -1, static.kv_block, *x.shape[2:]),
+        keys,
     )
 
 

@@ -311,7 +311,7 @@ def generate(
     decoder = _with_options(decoder, pattern, window, sink_tokens, fa_decode)
     new = run(
         decoder,
-        [tokenizer.encode(sys.stdin.read() if prompt == "-" else prompt)],
+        [tokenizer.start_ids + tokenizer.encode(sys.stdin.read() if prompt == "-" else prompt)],
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -357,7 +357,7 @@ def evaluate(
     depths = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     drawn = _needles(tokenizer, needles, length, keys, haystack, depths, seed) if needles else []
     longest = max((len(example.answer) for example in drawn), default=1)
-    tokens = tokenizer.encode(read_text([text])) if text is not None else []
+    tokens = tokenizer.start_ids + tokenizer.encode(read_text([text])) if text is not None else []
     rows: list[dict[str, Any]] = []
     heat: list[list[float]] = []
     console = Console()
@@ -415,3 +415,7 @@ def _write_json(file: Path, data: Any) -> None:
     partial = Path(f"{file}.partial")
     partial.write_text(json.dumps(data, indent=2) + "\n")
     os.replace(partial, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -25,6 +25,8 @@ class Tokenizer:
         self.eos_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
         if eos_token is not None and self.eos_id is None:
             raise ValueError(f"the tokenizer has no token {eos_token!r}, named as its end-of-text token")
+        # What the model expects before a text: Llama's and Mistral's tokenizers put a <bos> there, Qwen's nothing.
+        self.start_ids: list[int] = [i for i in backend.encode("").ids if i != self.eos_id]
 
     def encode(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids

@@ -31,7 +31,7 @@ from rich.progress import (
 
 from swa_jax.checkpoint import load_model, open_checkpoint, save_model
 from swa_jax.config import ConfigError, ModelConfig, from_dict, to_dict
-from swa_jax.data import SourceConfig, make_batches
+from swa_jax.data import SourceConfig, make_batches, text_files
 from swa_jax.model import Decoder
 from swa_jax.objectives import (
     SwitchLoss,
@@ -205,7 +205,7 @@ def _step_function(
         (_, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params, batch)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics["gradient_norm"] = optax.global_norm(gradients)
+        metrics["gradient_norm"] = optax.tree.norm(gradients)
         return TrainState(state.step + 1, params, optimizer_state), metrics
 
     return step
@@ -231,6 +231,8 @@ def _start(config: TrainConfig) -> tuple[Decoder, list[list[AttentionPattern]]]:
         model = loaded.with_pattern(pattern, rngs=nnx.Rngs(config.seed))
     patterns = []
     for number, stage in enumerate(config.stages):
+        for source in stage.data:
+            text_files(source.files)  # a missing file is better found now than when its stage begins
         window = {"sliding_window": stage.sliding_window or config.sliding_window}
         chosen = [load_pattern(name, model.config, **options | window) for name in stage.patterns]
         if stage.sliding_window is not None and not chosen:
@@ -248,9 +250,9 @@ def _start(config: TrainConfig) -> tuple[Decoder, list[list[AttentionPattern]]]:
 
 
 def _claim(run: Path, config: TrainConfig) -> None:
-    """Write `config.yaml`, or check that the run there is the same one."""
+    """Write `config.yaml`, or, if there is a checkpoint to go on from, check that the run there is the same one."""
     resolved, file = to_dict(config), run / "config.yaml"
-    if file.exists():
+    if file.exists() and any((run / "checkpoints").glob("[0-9]*")):
         before = to_dict(from_dict(TrainConfig, yaml.safe_load(file.read_text())))
         changed = sorted(key for key in resolved if before.get(key) != resolved[key])
         if changed:

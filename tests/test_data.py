@@ -10,7 +10,7 @@ from swa_jax.data import PackedText, SourceConfig, make_batches, read_documents,
 class Bytes:
     """A byte tokenizer: small, and its ids can be read by eye."""
 
-    vocab_size, eos_id = 257, 256
+    vocab_size, eos_id, start_ids = 257, 256, []
 
     def encode(self, text):
         return list(text.encode())

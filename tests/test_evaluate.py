@@ -268,8 +268,10 @@ def test_accuracy_interval_is_wilsons_and_honest_at_the_ends():
     # 81 of 263, from Newcombe (1998), table I: 0.2553 to 0.3662.
     scores = [1] * 81 + [0] * 182
     assert accuracy_interval(scores)[1:] == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    for n in (3, 6, 48):
+        assert accuracy_interval([0] * n).low == 0
+        assert accuracy_interval([1] * n).high == 1
     perfect = accuracy_interval([1] * 48)
-    assert perfect.high == 1
     assert 0.92 < perfect.low < 0.93
     with pytest.raises(ValueError, match="from 0 to 1"):
         accuracy_interval([2])

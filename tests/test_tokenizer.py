@@ -1,8 +1,10 @@
 import json
 
 import pytest
+import tokenizers
+from tokenizers import processors
 
-from swa_jax.evaluate.needle import NEEDLE
+from swa_jax.evaluate.needle import NEEDLE, needle_examples
 from swa_jax.recall_data import train_recall_tokenizer
 from swa_jax.tokenizer import Tokenizer, load_tokenizer, train_byte_bpe
 
@@ -59,6 +61,22 @@ def test_errors_name_what_is_missing(tokenizer: Tokenizer, tmp_path) -> None:
         Tokenizer(tokenizer.backend, "<end>")
     with pytest.raises(ValueError, match="257"):
         train_byte_bpe([TEXT], 200)
+
+
+def test_start_ids_are_what_the_tokenizer_puts_before_a_text(tokenizer: Tokenizer, tmp_path) -> None:
+    assert tokenizer.start_ids == []
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    backend.add_special_tokens(["<bos>"])
+    bos = backend.token_to_id("<bos>")
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.start_ids == [bos]
+    assert bos not in loaded.encode(TEXT)
+    example = needle_examples(loaded, length=400, num_examples=1, depths=[0.0], haystack=TEXT * 9)[0]
+    assert example.prompt[0] == bos
+    assert example.meta["needle_start"] == 1
+    assert len(example.prompt) + len(example.answer) == 400
 
 
 @pytest.mark.slow

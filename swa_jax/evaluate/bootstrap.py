@@ -57,4 +57,7 @@ def accuracy_interval(scores: ArrayLike) -> Estimate:
     n, mean = scores.size, float(scores.mean())
     centre = (mean + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
     half = Z_95 / (1 + Z_95**2 / n) * np.sqrt(mean * (1 - mean) / n + Z_95**2 / (4 * n**2))
-    return Estimate(mean, max(0.0, float(centre - half)), min(1.0, float(centre + half)))
+    # Rounding must not put the mean outside at 0 and 1, where it is an end of the interval.
+    return Estimate(
+        mean, min(mean, max(0.0, float(centre - half))), max(mean, min(1.0, float(centre + half)))
+    )

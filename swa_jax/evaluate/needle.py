@@ -237,7 +237,9 @@ def _one_example(
     question = tokenizer.encode(QUESTION.format(key=keys[0]))
     answer = tokenizer.encode(ANSWER.format(key=keys[0], value=values[0]))
 
-    needed = sum(map(len, needles)) + len(question) + len(answer)
+    opening = list(getattr(tokenizer, "start_ids", []))  # a <bos>, where the model expects one
+
+    needed = len(opening) + sum(map(len, needles)) + len(question) + len(answer)
     if length < needed:
         raise ValueError(
             f"length is {length} tokens, but {num_keys} needle(s), the question and the answer alone take "
@@ -245,10 +247,11 @@ def _one_example(
         )
     prompt_length = length - len(answer)
     room = prompt_length - len(question) - len(target)
-    start = min(round(depth * prompt_length), room)
-    before, after = _share_out(rng, distractors, start, room - start)
+    start = max(min(round(depth * prompt_length), room), len(opening))
+    before, after = _share_out(rng, distractors, start - len(opening), room - start)
     prompt = [
-        *_stretch(rng, hay, before, start),
+        *opening,
+        *_stretch(rng, hay, before, start - len(opening)),
         *target,
         *_stretch(rng, hay, after, room - start),
         *question,

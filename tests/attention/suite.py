@@ -31,12 +31,11 @@ class Implementation:
         return self
 
 
-# Blocks of 16 show every block boundary on short sequences; the default sizes are what users run.
-IMPLEMENTATIONS = [Implementation("xla", block=16), Implementation("xla")]
+# Blocks of 16 show every block boundary on short sequences.
+IMPLEMENTATIONS = [Implementation("xla", block=16)]
+WITH_DEFAULT_BLOCKS = [dataclasses.replace(i, block=None) for i in IMPLEMENTATIONS]
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str, indirect=True)
-blocked_implementation = pytest.mark.parametrize(
-    "implementation", [i for i in IMPLEMENTATIONS if i.name != "xla" or i.block], ids=str, indirect=True
-)
+with_default_blocks = pytest.mark.parametrize("implementation", WITH_DEFAULT_BLOCKS, ids=str, indirect=True)
 
 PACKED = [[1] * 20 + [2] * 17 + [3] * 10 + [0] * 3, [0] * 5 + [1] * 30 + [2] * 15]
 LEFT_PADDED = [[1] * 50, [0] * 13 + [1] * 37]
@@ -83,12 +82,16 @@ class Call:
             fixed["full_heads"] = jnp.arange(self.kv_heads) == self.kv_heads // 2
         if "full_from" in self.options:
             columns = 1 if self.segments is None else int(np.max(self.segments))
-            fixed["full_from"] = jnp.asarray(rng.integers(0, self.kv_length // 2, (self.batch, columns)), jnp.int32)
+            fixed["full_from"] = jnp.asarray(
+                rng.integers(0, self.kv_length // 2, (self.batch, columns)), jnp.int32
+            )
         if "full_from_row" in self.options:
             fixed["full_from"] = jnp.asarray(rng.integers(0, self.kv_length, self.batch), jnp.int32)
         if self.segments is not None:
             fixed["q_segment_ids"] = jnp.asarray(self.segments, jnp.int32)
-        if "chunk" in self.options:  # the queries are the last ones of the sequence, those of row 1 two tokens earlier
+        if (
+            "chunk" in self.options
+        ):  # the queries are the last ones of the sequence, those of row 1 two tokens earlier
             last = self.kv_length - np.arange(self.batch)[:, None] * 2
             fixed["q_positions"] = jnp.asarray(last - self.q_length + np.arange(self.q_length), jnp.int32)
         if "ring" in self.options:  # keys lie rotated, some slots are empty

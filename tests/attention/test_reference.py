@@ -39,7 +39,7 @@ def reference(spec, **options):
         # A sink logit of log 3 adds 3 to each denominator.
         (AttentionSpec(scale=1), {"sink_logits": jnp.array([math.log(3)])}, [1 / 4, 41 / 8, 6481 / 76]),
         # A slope of -log 2 halves a weight for each token of distance.
-        (AttentionSpec(scale=1), {"alibi_slopes": jnp.array([-LOG2])}, [1, (0.5 + 40) / 4.5, (0.25 + 40 + 6400) / 68.25]),
+        (AttentionSpec(scale=1), {"alibi_slopes": jnp.array([-LOG2])}, [1, 40.5 / 4.5, 6440.25 / 68.25]),
         # Packed: the second document starts at the second token.
         (AttentionSpec(scale=1), {"q_segment_ids": jnp.array([[1, 2, 2]])}, [1, 10, (80 + 6400) / 72]),
         # Sigmoid of log x is x / (1 + x): weights 1/2; 1/2, 4/5; 1/2, 8/9, 64/65.
@@ -68,7 +68,7 @@ def test_lse_by_hand():
 
 
 def test_softcap_by_hand():
-    # Every logit of row 2 is capped to almost 2 tanh(large / 2); those of a tiny scale are left alone.
+    # The capped logits are below 0.5, so the weights of row 2 are nearly equal.
     capped = reference(AttentionSpec(scale=1, logit_softcap=0.5))
     weights = np.exp(0.5 * np.tanh(np.array([0, 3, 6]) * LOG2 / 0.5))
     np.testing.assert_allclose(capped[2], weights @ [1, 10, 100] / weights.sum(), rtol=1e-5)
@@ -133,5 +133,7 @@ def test_bfloat16_is_computed_in_float32():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 20, 2, 16)), jnp.bfloat16) for _ in range(3))
     out = attention(q, k, v, AttentionSpec(), implementation="reference")
-    exact = attention(*(x.astype(jnp.float32) for x in (q, k, v)), AttentionSpec(), implementation="reference")
+    exact = attention(
+        *(x.astype(jnp.float32) for x in (q, k, v)), AttentionSpec(), implementation="reference"
+    )
     np.testing.assert_array_equal(out, exact.astype(jnp.bfloat16))

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import AttentionSpec, attention, routed_attention
 
-from .suite import PACKED, Call, blocked_implementation, every_implementation
+from .suite import PACKED, Call, every_implementation
 from .tolerances import assert_close
 
 PLAIN = Call(AttentionSpec(window=11))
@@ -43,7 +43,7 @@ def gates(kind, shape=(2, 50)):
     return jnp.asarray(drawn, jnp.float32)
 
 
-@blocked_implementation
+@every_implementation
 @pytest.mark.parametrize(("name", "kind"), [*((name, "soft") for name in CALLS), ("everything", "some")])
 def test_routed(implementation, name, kind):
     call = CALLS[name]
@@ -81,7 +81,7 @@ def test_hard_gates_equal_two_separate_attentions(implementation):
         assert_close(grads, expected_grads, "float32", gradient=True)
 
 
-@blocked_implementation
+@every_implementation
 def test_rows_routed_to_the_window_send_nothing_outside(implementation):
     """With every gate 0 the keys beyond all windows of the queries that have a loss get exactly no gradient."""
     learned, _ = PLAIN.draw()

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from pallas_kernels.schedule import make_schedule, visited
 from pallas_kernels.spec import AttentionSpec, coordinates, dense_mask
 
-FAST = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+FAST = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+BLOCKS = st.sampled_from([1, 3, 7])  # few shapes, since JAX compiles its operations for each
+SIZES = st.sampled_from([1, 4, 9])
 
 
 def blocks_with_a_visible_pair(spec, where, q_block, kv_block, *, outside=False):
@@ -33,7 +35,7 @@ def specs(draw, window=None):
 
 
 @st.composite
-def packed_rows(draw, length, rows=1, first=None):
+def packed_rows(draw, length, rows=1):
     """Segment ids 1, 2, ... in runs, padding before or after."""
     table = []
     for _ in range(rows):
@@ -46,14 +48,16 @@ def packed_rows(draw, length, rows=1, first=None):
 
 
 @FAST
-@given(spec=specs(), q_blocks=st.integers(1, 6), kv_blocks=st.integers(1, 6), sizes=st.tuples(*[st.integers(1, 9)] * 2))
+@given(spec=specs(), q_blocks=BLOCKS, kv_blocks=BLOCKS, sizes=st.sampled_from([(1, 1), (4, 6), (9, 4)]))
 def test_default_positions_are_exact(spec, q_blocks, kv_blocks, sizes):
     where = coordinates(q_blocks * sizes[0], kv_blocks * sizes[1])
-    np.testing.assert_array_equal(visited(spec, where, *sizes), blocks_with_a_visible_pair(spec, where, *sizes))
+    np.testing.assert_array_equal(
+        visited(spec, where, *sizes), blocks_with_a_visible_pair(spec, where, *sizes)
+    )
 
 
 @FAST
-@given(data=st.data(), spec=specs(), blocks=st.integers(1, 7), size=st.integers(1, 9))
+@given(data=st.data(), spec=specs(), blocks=BLOCKS, size=SIZES)
 def test_packed_rows_are_exact(data, spec, blocks, size):
     segments = data.draw(packed_rows(blocks * size))
     where = coordinates(blocks * size, blocks * size, q_segment_ids=segments)
@@ -63,12 +67,14 @@ def test_packed_rows_are_exact(data, spec, blocks, size):
 
 
 @FAST
-@given(data=st.data(), spec=specs(window=5), blocks=st.integers(1, 7), size=st.integers(1, 9))
-def test_full_from_is_exact(data, spec, blocks, size):
+@given(data=st.data(), spec=specs(window=5), blocks=BLOCKS, size=SIZES)
+def test_full_from_misses_nothing_and_is_exact_for_one_segment(data, spec, blocks, size):
     segments = data.draw(packed_rows(blocks * size))
     columns = max(1, int(segments.max()))
     full_from = data.draw(st.lists(st.integers(0, blocks * size), min_size=columns, max_size=columns))
-    where = coordinates(blocks * size, blocks * size, q_segment_ids=segments, full_from=jnp.asarray([full_from]))
+    where = coordinates(
+        blocks * size, blocks * size, q_segment_ids=segments, full_from=jnp.asarray([full_from])
+    )
     table, needed = visited(spec, where, size, size), blocks_with_a_visible_pair(spec, where, size, size)
     assert not (needed & ~np.asarray(table)).any()
     if columns == 1:
@@ -76,7 +82,7 @@ def test_full_from_is_exact(data, spec, blocks, size):
 
 
 @FAST
-@given(data=st.data(), spec=specs(window=5), blocks=st.integers(1, 7), size=st.integers(1, 9), outside=st.booleans())
+@given(data=st.data(), spec=specs(window=5), blocks=BLOCKS, size=SIZES, outside=st.booleans())
 def test_nothing_visible_is_missed(data, spec, blocks, size, outside):
     """Any positions, several rows, queries other than keys."""
     length = blocks * size
@@ -89,7 +95,9 @@ def test_nothing_visible_is_missed(data, spec, blocks, size, outside):
         options["q_segment_ids"] = data.draw(packed_rows(length, rows=2))
         options["kv_segment_ids"] = data.draw(packed_rows(length, rows=2))
     elif data.draw(st.booleans()):
-        options["full_from"] = jnp.asarray(data.draw(st.lists(st.integers(0, length), min_size=2, max_size=2)))
+        options["full_from"] = jnp.asarray(
+            data.draw(st.lists(st.integers(0, length), min_size=2, max_size=2))
+        )
     where = coordinates(length, length, **options)
     needed = blocks_with_a_visible_pair(spec, where, size, size, outside=outside)
     assert not (needed & ~np.asarray(visited(spec, where, size, size, outside=outside))).any()
@@ -106,7 +114,9 @@ def test_outside_the_window_is_exact_without_sink_tokens(window, causal):
 
 def test_lists_name_each_visited_block_once_in_order():
     schedule = make_schedule(AttentionSpec(window=3, num_sink_tokens=1), coordinates(12, 12), 2, 2)
-    visits = [list(map(int, row[:count])) for row, count in zip(schedule.blocks, schedule.counts, strict=True)]
+    visits = [
+        list(map(int, row[:count])) for row, count in zip(schedule.blocks, schedule.counts, strict=True)
+    ]
     assert visits == [[0], [0, 1], [0, 1, 2], [0, 2, 3], [0, 3, 4], [0, 4, 5]]
 
 

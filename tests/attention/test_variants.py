@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from pallas_kernels import AttentionSpec, attention
 
 from .suite import (
-    IMPLEMENTATIONS,
     LEFT_PADDED,
     ONE_ROW_EMPTY,
     PACKED,
     Call,
     assert_matches_reference,
-    blocked_implementation,
     every_implementation,
+    with_default_blocks,
 )
 
 
@@ -72,25 +71,25 @@ CALLS = {
 }
 
 
-@blocked_implementation
+@every_implementation
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_variant(implementation, call):
     assert_matches_reference(call, implementation)
 
 
-@pytest.mark.parametrize("implementation", [i for i in IMPLEMENTATIONS if i.block is None], ids=str, indirect=True)
+@with_default_blocks
 @pytest.mark.parametrize("name", ["full", "left-padded", "softmax-everything", "sigmoid-everything"])
 def test_variant_with_default_blocks(implementation, name):
     assert_matches_reference(CALLS[name], implementation)
 
 
-@blocked_implementation
+@every_implementation
 @pytest.mark.parametrize("name", ["full", "softmax-everything", "sigmoid-everything"])
 def test_variant_in_bfloat16(implementation, name):
     assert_matches_reference(dataclasses.replace(CALLS[name], dtype="bfloat16"), implementation)
 
 
-@blocked_implementation
+@every_implementation
 @pytest.mark.parametrize("window", [1, 2, 49, 50, 51])
 def test_window_at_the_edges(implementation, window):
     call = Call(spec(window))
@@ -100,7 +99,7 @@ def test_window_at_the_edges(implementation, window):
         np.testing.assert_array_equal(call.expected()[0][0], unbounded[0])
 
 
-@blocked_implementation
+@every_implementation
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
 def test_rows_that_see_nothing_are_zero_with_zero_gradients(implementation, activation):
     call = Call(spec(11, activation=activation), segments=segments(ONE_ROW_EMPTY))
@@ -135,7 +134,9 @@ def calls(draw):
     window = draw(st.none() | st.integers(1, 80))
     kv_heads = draw(st.integers(1, 3))
     options = {"alibi_slopes"} if draw(st.booleans()) else set()
-    options |= {"sink_logits" if activation == "softmax" else "sigmoid_bias"} if draw(st.booleans()) else set()
+    options |= (
+        {"sink_logits" if activation == "softmax" else "sigmoid_bias"} if draw(st.booleans()) else set()
+    )
     rows, kv_length = None, q_length
     kind = draw(st.sampled_from(["plain", "packed", "chunk"]))
     if kind == "packed":
@@ -146,7 +147,9 @@ def calls(draw):
         kv_length = q_length + draw(st.integers(0, 30))
         options.add("chunk")
     if window is not None:
-        options |= draw(st.sets(st.sampled_from(["full_heads", "full_from_row" if rows is None else "full_from"])))
+        options |= draw(
+            st.sets(st.sampled_from(["full_heads", "full_from_row" if rows is None else "full_from"]))
+        )
     if rows is not None and max(map(max, rows)) == 0:
         options.discard("full_from")
     return Call(
@@ -167,13 +170,15 @@ def calls(draw):
     )
 
 
-@blocked_implementation
+@every_implementation
 @settings(
     max_examples=12,
     deadline=None,
     derandomize=True,
     database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the fixture sets a block size, alike for all
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture
+    ],  # the fixture sets a block size, alike for all
 )
 @given(call=calls())
 def test_drawn_calls(implementation, call):

@@ -1,0 +1,142 @@
+"""What the op refuses, in which words, and the ALiBi slopes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import AttentionSpec, alibi_slopes, attention, decode_attention, routed_attention
+
+Q, K = jnp.zeros((2, 12, 6, 8)), jnp.zeros((2, 12, 3, 8))
+WINDOW = AttentionSpec(window=4)
+SIGMOID = AttentionSpec(activation="sigmoid")
+IDS = jnp.ones((2, 12), jnp.int32)
+
+
+def call(**changes):
+    arguments = {"q": Q, "k": K, "v": K, "spec": WINDOW} | changes
+    return attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"q": Q[0]}, r"q has shape \(12, 6, 8\); it must have four axes \[B, T, H, D\]"),
+        ({"k": K[..., 0]}, r"k has shape .*; it must have four axes \[B, S, K, D\]"),
+        ({"q": Q.astype(int)}, "q is int32; it must be floating-point"),
+        ({"v": K.astype(jnp.bfloat16)}, "v is bfloat16 but q is float32; q, k and v must share one dtype"),
+        ({"v": K[:, :5]}, r"v has shape \(2, 5, 3, 8\) but k has \(2, 12, 3, 8\)"),
+        ({"q": Q[:1]}, r"k has 2 on axis 0 \(batch\) but q has 1"),
+        ({"q": Q[..., :4]}, r"k has 8 on axis 3 \(head_dim\) but q has 4"),
+        ({"q": Q[:, :, :4]}, r"q has 4 heads and k has 3 KV heads .* must be a multiple"),
+        ({"q": Q[:, :0]}, "every axis must be at least 1 long"),
+        ({"alibi_slopes": jnp.ones(3)}, r"alibi_slopes has shape \(3,\); it must be \[H\] = \(6,\)"),
+        ({"alibi_slopes": jnp.ones(6, int)}, "alibi_slopes is int32; it must be floating-point"),
+        ({"sink_logits": jnp.ones((6, 1))}, r"sink_logits has shape \(6, 1\); it must be \[H\] = \(6,\)"),
+        ({"sink_logits": jnp.ones(6), "spec": SIGMOID}, "sink_logits is given but activation is 'sigmoid'"),
+        ({"sigmoid_bias": 1.0}, "sigmoid_bias is given but activation is 'softmax'"),
+        ({"sigmoid_bias": jnp.ones(3), "spec": SIGMOID}, r"sigmoid_bias has shape \(3,\); it must be a scalar"),
+        ({"return_lse": True, "spec": SIGMOID}, "return_lse is True with activation 'sigmoid'"),
+        ({"full_heads": jnp.ones(6, bool)}, r"full_heads has shape \(6,\); it must be \[K\] = \(3,\)"),
+        ({"full_heads": jnp.ones(3)}, "full_heads is float32; it must be bool"),
+        ({"full_heads": jnp.ones(3, bool), "spec": SIGMOID}, "full_heads is given but spec.window is None"),
+        ({"full_from": jnp.array([1, 2]), "spec": AttentionSpec()}, "full_from is given but spec.window is None"),
+        ({"full_from": jnp.array([1])}, r"full_from has shape \(1,\); it must be \[B\] or \[B, segments\] with B = 2"),
+        ({"full_from": jnp.array([1.0, 2.0])}, "full_from is float32; it must be integers"),
+        ({"full_from": jnp.ones((2, 3), int)}, "full_from has 3 columns but no q_segment_ids"),
+        (
+            {"full_from": jnp.array([1, 2]), "q_segment_ids": IDS.at[1, 6:].set(2)},
+            r"q_segment_ids run from 1 to 2 but full_from has 1 column\(s\).*\[B, segments\]",
+        ),
+        ({"q_segment_ids": IDS[:, :5]}, r"q_segment_ids has shape \(2, 5\); it must be \[B, T\] = \(2, 12\)"),
+        ({"q_segment_ids": IDS * 1.0}, "q_segment_ids is float32; it must be integers"),
+        ({"kv_segment_ids": IDS}, "kv_segment_ids is given without q_segment_ids"),
+        ({"q": Q[:, :5], "q_segment_ids": IDS[:, :5]}, "without kv_segment_ids, but there are 5 queries and 12 keys"),
+        ({"q_positions": IDS[:1]}, r"q_positions has shape \(1, 12\); it must be \[B, T\] = \(2, 12\)"),
+        ({"kv_positions": IDS[:, :3]}, r"kv_positions has shape \(2, 3\); it must be \[B, S\] = \(2, 12\)"),
+        ({"implementation": "cuda"}, "implementation is 'cuda'; it must be one of 'tpu', 'triton', 'xla', 'reference'"),
+    ],
+)  # fmt: skip
+def test_attention_refuses(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call(**changes)
+    arrays = {name: value for name, value in changes.items() if isinstance(value, jax.Array)}
+    if "run from" not in sentence:  # shapes are as good under jit; only values cannot be looked at
+        with pytest.raises(ValueError, match=sentence):
+            jax.eval_shape(lambda arrays: call(**(changes | arrays)), arrays)
+
+
+@pytest.mark.parametrize("name", ["tpu", "triton"])
+def test_an_implementation_that_is_not_there(name):
+    with pytest.raises(NotImplementedError, match=f"implementation '{name}' does not exist yet"):
+        call(implementation=name)
+
+
+def test_routed_attention_refuses():
+    gate = jnp.ones((2, 12))
+    with pytest.raises(ValueError, match="window is None, but routed_attention needs a window"):
+        routed_attention(Q, K, K, gate, AttentionSpec())
+    with pytest.raises(ValueError, match=r"gate has shape \(2, 5\); it must be \[B, T\] = \(2, 12\)"):
+        routed_attention(Q, K, K, gate[:, :5], WINDOW)
+    with pytest.raises(ValueError, match="gate is None; it must be"):
+        routed_attention(Q, K, K, None, WINDOW)
+    with pytest.raises(ValueError, match="gate is bool; it must be floating-point"):
+        routed_attention(Q, K, K, gate > 0, WINDOW)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"q": Q}, "q has 12 tokens .*at most 8; use attention with q_positions"),
+        ({"lengths": 3}, r"lengths has shape \(\); it must be \[B\] = \(2,\)"),
+        ({"lengths": None}, r"lengths is None; it must be \[B\] = \(2,\)"),
+        ({"starts": jnp.zeros(2)}, "starts is float32; it must be integers"),
+        ({"kv_positions": IDS[:, 1:]}, r"kv_positions has shape \(2, 11\); it must be \[B, S\] = \(2, 12\)"),
+        ({"full_from": jnp.zeros((2, 1), int)}, r"full_from has shape \(2, 1\); it must be \[B\]"),
+        ({"full_from": IDS[:, 0], "spec": AttentionSpec()}, "full_from is given but spec.window is None"),
+        ({"spec": AttentionSpec(causal=False)}, "spec.causal is False, but decode_attention is causal"),
+        ({"v_cache": K[:, 1:]}, "v_cache has shape .* but k_cache has"),
+    ],
+)
+def test_decode_attention_refuses(changes, sentence):
+    arguments = {"q": Q[:, :1], "k_cache": K, "v_cache": K, "spec": WINDOW, "lengths": jnp.array([3, 4])}
+    with pytest.raises(ValueError, match=sentence):
+        decode_attention(**(arguments | changes))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_traced_segment_without_a_full_from_column_is_nan(implementation):
+    """Ids cannot be looked at under jit: such rows must not come out plausible."""
+    ids = jnp.array([[1] * 6 + [2] * 6, [1] * 8 + [0] * 4])
+    gate = jnp.ones((2, 12))
+    run = jax.jit(functools.partial(call, implementation=implementation))
+    route = jax.jit(
+        functools.partial(routed_attention, implementation=implementation), static_argnames="spec"
+    )
+    for out in (
+        run(q_segment_ids=ids, full_from=jnp.array([3, 3])),
+        route(Q, K, K, gate, spec=WINDOW, q_segment_ids=ids, full_from=jnp.array([3, 3]))[0],
+    ):
+        np.testing.assert_array_equal(np.isnan(out).all(axis=(2, 3)), np.asarray(ids) > 1)
+        np.testing.assert_array_equal(np.isnan(out).any(axis=(2, 3)), np.asarray(ids) > 1)
+
+
+def test_alibi_slopes():
+    np.testing.assert_allclose(alibi_slopes(3, 2), [-1 / 2, -1 / 4, -1 / 8, 1 / 2, 1 / 4])
+    np.testing.assert_allclose(alibi_slopes(4, 0, "press"), [-1 / 4, -1 / 16, -1 / 64, -1 / 256])
+    np.testing.assert_allclose(
+        alibi_slopes(2, 4, "press"), [-1 / 16, -1 / 256, 1 / 4, 1 / 16, 1 / 64, 1 / 256]
+    )
+    np.testing.assert_allclose(alibi_slopes(2, 2, "reference"), [-1 / 4, -1 / 16, 1 / 4, 1 / 16])
+    np.testing.assert_allclose(alibi_slopes(0, 8, "reference"), 2.0 ** -np.arange(1, 9))
+    assert alibi_slopes(8, 4).dtype == jnp.float32
+
+
+def test_alibi_slopes_refuses():
+    with pytest.raises(ValueError, match="schedule is 'Swat'; it must be 'swat', 'press' or 'reference'"):
+        alibi_slopes(1, 1, "Swat")
+    for counts in ((0, 0), (-1, 2)):
+        with pytest.raises(ValueError, match=r"num_negative is .* and num_positive is .* both must be >= 0"):
+            alibi_slopes(*counts)

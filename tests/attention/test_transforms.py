@@ -1,0 +1,151 @@
+"""The op under JAX's transformations."""
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import AttentionSpec, attention, decode_attention, routed_attention
+
+from .suite import Call, every_implementation
+from .tolerances import assert_close
+
+CALL = Call(AttentionSpec(window=11, num_sink_tokens=2), q_length=40, kv_length=40, heads=4, kv_heads=2)
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def drawn():
+    learned, _ = CALL.draw()
+    return learned["q"], learned["k"], learned["v"]
+
+
+def loss(q, k, v, implementation, **options):
+    return jnp.sin(attention(q, k, v, CALL.spec, implementation=implementation, **options)).sum()
+
+
+@functools.cache
+def expected_gradients():
+    return jax.grad(loss, argnums=(0, 1, 2))(*drawn(), "reference")
+
+
+@every_implementation
+def test_eager_equals_jit(implementation):
+    run = functools.partial(attention, spec=CALL.spec, implementation=implementation.name)
+    assert_close(run(*drawn()), jax.jit(run)(*drawn()), "float32")
+
+
+@every_implementation
+def test_remat(implementation):
+    function = jax.checkpoint(functools.partial(loss, implementation=implementation.name))
+    gradients = jax.jit(jax.grad(function, argnums=(0, 1, 2)))(*drawn())
+    assert_close(gradients, expected_gradients(), "float32", gradient=True)
+
+
+@every_implementation
+@pytest.mark.parametrize("packed", [False, True])
+def test_vmap_over_the_batch(implementation, packed):
+    """Mapping over rows, each a batch of one, equals one call; with segment ids each row has its own schedule."""
+    segments = jnp.asarray([[1] * 25 + [2] * 15, [1] * 9 + [2] * 20 + [0] * 11])
+
+    def by_row(function):
+        return lambda *row: function(*(x[None] for x in row))
+
+    def total(name, mapped):
+        def one(q, k, v, ids):
+            return loss(q, k, v, name, **({"q_segment_ids": ids} if packed else {}))
+
+        return lambda q, k, v: (
+            jax.vmap(by_row(one))(q, k, v, segments).sum() if mapped else one(q, k, v, segments)
+        )
+
+    gradients = jax.jit(jax.grad(total(implementation.name, True), argnums=(0, 1, 2)))(*drawn())
+    expected = jax.jit(jax.grad(total("reference", False), argnums=(0, 1, 2)))(*drawn())
+    assert_close(gradients, expected, "float32", gradient=True)
+
+
+@every_implementation
+def test_scan_over_layers_with_other_full_heads_each(implementation):
+    q, k, v = drawn()
+    full_heads = jnp.array([[True, False], [False, False], [True, True]])
+
+    def deep(q, k, v, name):
+        def layer(x, full):
+            return x + attention(x, k, v, CALL.spec, full_heads=full, implementation=name), None
+
+        return jnp.sin(jax.lax.scan(layer, q, full_heads)[0]).sum()
+
+    gradients, expected = (
+        jax.jit(jax.grad(functools.partial(deep, name=name), argnums=(0, 1, 2)))(q, k, v)
+        for name in (implementation.name, "reference")
+    )
+    assert_close(gradients, expected, "float32", gradient=True)
+
+
+@every_implementation
+def test_forward_mode_says_what_is_wrong(implementation):
+    q, k, v = drawn()
+    with pytest.raises(TypeError, match=r"forward-mode .* custom_vjp"):
+        jax.jvp(lambda q: loss(q, k, v, implementation.name), (q,), (q,))
+
+
+@every_implementation
+def test_no_gradient_flows_to_alibi_slopes(implementation):
+    q, k, v = drawn()
+    for name in (implementation.name, "reference"):
+        gradient = jax.jit(jax.grad(lambda slopes, name=name: loss(q, k, v, name, alibi_slopes=slopes)))(
+            jnp.ones(4)
+        )
+        np.testing.assert_array_equal(gradient, 0)
+
+
+@every_implementation
+def test_the_spec_is_a_static_argument_and_everything_else_may_be_traced(implementation):
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(spec, q, k, v, gate, options):
+        name = implementation.name
+        return (
+            attention(q, k, v, spec, **options, implementation=name),
+            routed_attention(q, k, v, gate, spec, **options, implementation=name),
+            decode_attention(
+                q[:, :1],
+                k,
+                v,
+                spec,
+                lengths=jnp.array([9, 3]),
+                full_from=options["full_from"],
+                implementation=name,
+            ),
+        )
+
+    options = {
+        "full_from": jnp.array([3, 50]),
+        "full_heads": jnp.array([True, False]),
+        "q_segment_ids": jnp.ones((2, 40), jnp.int32),
+        "alibi_slopes": jnp.zeros(4),
+        "sink_logits": jnp.zeros(4),
+    }
+    outputs = run(CALL.spec, *drawn(), jnp.ones((2, 40)), options)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(outputs))
+
+
+def test_shard_map():
+    """On two fake devices, which need a process of their own."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "error", pathlib.Path(__file__).with_name("sharded.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
