@@ -357,7 +357,8 @@ def _backward(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates, out
     zeros = jnp.zeros_like(keys.k, tile.dtype), jnp.zeros_like(keys.v, tile.dtype), dbias
     (dk, dv, dbias), dq = lax.scan(query_block, zeros, (queries, dout, statistics))
     dk, dv = (_trim(x.reshape(x.shape[0], -1, *x.shape[3:]), k.shape).astype(k.dtype) for x in (dk, dv))
-    dbias = None if bias.constant is None else dbias.reshape(-1).astype(bias.constant.dtype)
+    if dbias is not None and bias.constant is not None:
+        dbias = dbias.reshape(-1).astype(bias.constant.dtype)
     return _join_rows(dq, q.shape), dk, dv, _HeadBias(None, dbias)
 
 

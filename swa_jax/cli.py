@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -98,6 +98,11 @@ Haystack = Annotated[
 ]
 BatchSize = Annotated[int, Option("--batch-size", min=1)]
 Seed = Annotated[int, Option("--seed", min=0)]
+Dtype = Literal["float32", "bfloat16"]
+ComputeDtype = Annotated[
+    Dtype | None,
+    Option("--dtype", help="Of weights and arithmetic; default: as stored. CPUs are faster in float32."),
+]
 
 
 def _resolve_pattern(
@@ -120,11 +125,11 @@ def _resolve_pattern(
     return load_pattern(pattern, layers) if isinstance(layers, ModelConfig) else pattern
 
 
-def _load(model: Path) -> tuple[Decoder, Tokenizer]:
+def _load(model: Path, dtype: Dtype | None) -> tuple[Decoder, Tokenizer]:
     from swa_jax.checkpoint import load_model
     from swa_jax.tokenizer import load_tokenizer
 
-    return load_model(model), load_tokenizer(model)
+    return load_model(model, dtype=dtype), load_tokenizer(model)
 
 
 def _needles(
@@ -234,6 +239,7 @@ def select_nll(
     keys: NumKeys = 1,
     haystack: Haystack = None,
     batch_size: BatchSize = 8,
+    dtype: ComputeDtype = None,
     seed: Seed = 0,
 ) -> None:
     """NLL-guided selection: keep full the layers whose full attention helps the answers most."""
@@ -246,7 +252,7 @@ def select_nll(
         raise ConfigError("give exactly one of --budget and --one-in: how many layers stay full")
     if out.suffix != ".json":
         raise ConfigError(f"--out is {out}: a pattern file must end in .json")
-    decoder, tokenizer = _load(model)
+    decoder, tokenizer = _load(model, dtype)
     drawn = _needles(tokenizer, examples, length, keys, haystack, None, seed)
     with Progress(transient=True) as progress:
         task = progress.add_task("scoring layers")
@@ -302,12 +308,13 @@ def generate(
     temperature: Annotated[float, Option(help="0 takes the likeliest token.", min=0)] = 0.0,
     top_k: Annotated[int | None, Option(help="Sample among the K likeliest tokens.", min=1)] = None,
     top_p: Annotated[float | None, Option(help="Sample among the likeliest tokens that make up P.")] = None,
+    dtype: ComputeDtype = None,
     seed: Seed = 0,
 ) -> None:
     """Continue a prompt and print the new text."""
     from swa_jax.generation import generate as run
 
-    decoder, tokenizer = _load(model)
+    decoder, tokenizer = _load(model, dtype)
     decoder = _with_options(decoder, pattern, window, sink_tokens, fa_decode)
     new = run(
         decoder,
@@ -338,7 +345,11 @@ def evaluate(
     haystack: Haystack = None,
     text: Annotated[Path | None, Option(help="Also give the perplexity of this text.")] = None,
     context: Annotated[int, Option(help="Tokens of that text a pass.", min=1)] = 1024,
+    depths: Annotated[
+        str, Option(help="Where the needles lie, as fractions of the prompt, taken in turn.")
+    ] = "0,0.2,0.4,0.6,0.8,1",
     batch_size: BatchSize = 16,
+    dtype: ComputeDtype = None,
     seed: Seed = 0,
     out: Annotated[Path | None, Option(help="Write results.json and a picture to this folder.")] = None,
 ) -> None:
@@ -346,21 +357,21 @@ def evaluate(
     from swa_jax.evaluate import perplexity
     from swa_jax.evaluate.measure import measure_pattern
     from swa_jax.evaluate.needle import read_text
-    from swa_jax.report import needle_heat_map, pattern_table
+    from swa_jax.report import needle_heat_map, pattern_table, wide_console
 
     if not needles and text is None:
         raise ConfigError("nothing to measure: --needles is 0 and no --text is given")
-    decoder, tokenizer = _load(model)
+    decoder, tokenizer = _load(model, dtype)
     names = pattern or ["own"]
     sources: list[str] | list[None] = pattern or [None]
     models = [_with_options(decoder, source, window, sink_tokens, fa_decode) for source in sources]
-    depths = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    drawn = _needles(tokenizer, needles, length, keys, haystack, depths, seed) if needles else []
+    places = _fractions(depths)
+    drawn = _needles(tokenizer, needles, length, keys, haystack, places, seed) if needles else []
     longest = max((len(example.answer) for example in drawn), default=1)
     tokens = tokenizer.start_ids + tokenizer.encode(read_text([text])) if text is not None else []
     rows: list[dict[str, Any]] = []
     heat: list[list[float]] = []
-    console = Console()
+    console = wide_console()
     for name, measured in zip(names, models, strict=True):
         row: dict[str, Any] = {"name": name}
         with console.status(f"measuring {name}"):
@@ -369,8 +380,8 @@ def evaluate(
                     name, measured, tokenizer, drawn, max_new_tokens=longest + 2, batch_size=batch_size
                 )
                 heat.append(
-                    [float(part.mean()) if len(part := answers.scores[i :: len(depths)]) else float("nan")
-                     for i in range(len(depths))]
+                    [float(part.mean()) if len(part := answers.scores[i :: len(places)]) else float("nan")
+                     for i in range(len(places))]
                 )  # fmt: skip
             if tokens:
                 scored = perplexity(measured, tokens, context=context, batch_size=batch_size)
@@ -392,8 +403,15 @@ def evaluate(
         }
         _write_json(out / "results.json", results)
         if drawn:
-            needle_heat_map(heat, names, [f"{depth:.0%}" for depth in depths], out / "needles.png")
+            needle_heat_map(heat, names, [f"{depth:.0%}" for depth in places], out / "needles.png")
         typer.echo(f"written to {out}")
+
+
+def _fractions(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--depths must be fractions such as 0,0.5,1, got '{text}'") from None
 
 
 def _with_options(

@@ -103,7 +103,7 @@ def text_files(names: Sequence[str]) -> tuple[Path, ...]:
 
 @functools.lru_cache(maxsize=4)  # the stages of a run read the same text
 def read_documents(files: tuple[Path, ...], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Each file as token ids [n] int32 between the tokenizer's start and end-of-text tokens; empty files are left out."""
+    """Each file as token ids [n] int32 between the tokenizer's start and end tokens; empty files are left out."""
     end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     return [np.array(tokenizer.start_ids + tokenizer.encode(text) + end, np.int32) for text in texts if text]

@@ -18,23 +18,17 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
 
 from swa_jax.checkpoint import load_model
 from swa_jax.config import ConfigError, ModelConfig, load_config
 from swa_jax.evaluate import (
-    Answers,
     Example,
-    accuracy_interval,
-    bootstrap,
-    generate_answers,
     needle_examples,
     paired_bootstrap,
-    score_answers,
 )
+from swa_jax.evaluate.measure import measure_pattern
 from swa_jax.evaluate.needle import Haystack, library_files
 from swa_jax.huggingface import import_model
-from swa_jax.model import Decoder
 from swa_jax.pattern import AttentionPattern
 from swa_jax.report import (
     accuracy_memory_chart,
@@ -42,9 +36,10 @@ from swa_jax.report import (
     needle_heat_map,
     pattern_table,
     routed_cpt_chart,
+    wide_console,
 )
 from swa_jax.select import NLLScores, nll_deltas, nll_pattern
-from swa_jax.tokenizer import Tokenizer, load_tokenizer
+from swa_jax.tokenizer import load_tokenizer
 from swa_jax.train import TrainConfig, train
 
 LENGTH = 1024  # tokens of prompt and answer together
@@ -58,7 +53,9 @@ BATCH = 16
 NEW_TOKENS = 20  # the answer has about 18
 EVALUATION_SEED, CALIBRATION_SEED = 1, 2
 RECIPES = ("full", "window", "streaming", "interleave-1-in-2", "interleave-1-in-4")
-RECALL = importlib.resources.files("swa_jax") / "recall"  # the bundled model, and the configuration of its CPT
+RECALL = (
+    importlib.resources.files("swa_jax") / "recall"
+)  # the bundled model, and the configuration of its CPT
 MARK = ".swa-jax-demo"  # says that a folder is the demo's own, to be written anew
 
 
@@ -73,9 +70,7 @@ def run_demo(out: str | Path = "runs/demo", model_dir: str | Path | None = None)
       ConfigError: `out` holds something else, or the model is too shallow or too deep for the demo's context.
     """
     begin = time.perf_counter()
-    console = Console()
-    if console.width < 125:  # the table; also where the output is no terminal
-        console = Console(width=125)
+    console = wide_console()
     out = Path(out)
     cpt = cpt_config(out)  # now, so that a mistake in it does not show after minutes only
     _claim(out)
@@ -117,7 +112,15 @@ def run_demo(out: str | Path = "runs/demo", model_dir: str | Path | None = None)
     rows, by_example = [], {}
     for number, (name, pattern) in enumerate(patterns.items(), start=1):
         stage(f"pattern {number} of {len(patterns)}: {name}")
-        row, answers = _evaluate(name, model.with_pattern(pattern), tokenizer, examples)
+        row, answers = measure_pattern(
+            name,
+            model.with_pattern(pattern),
+            tokenizer,
+            examples,
+            max_new_tokens=NEW_TOKENS,
+            batch_size=BATCH,
+            num_nll_examples=NLL_EXAMPLES,
+        )
         rows.append(row)
         by_example[name] = answers.scores
     by_example["full+fa-decode"] = by_example["full"]
@@ -146,13 +149,23 @@ def run_demo(out: str | Path = "runs/demo", model_dir: str | Path | None = None)
     console.print(pattern_table(rows))
     for note in notes:
         console.print(f"- {note}")
-    first, last = steps[0], steps[-1]
-    console.print(
-        f"- Routed training: loss {first['loss']:.2f} to {last['loss']:.2f} in {len(steps)} steps, tokens that take "
-        f"full attention {first['full_attention_ratio']:.0%} to {last['full_attention_ratio']:.0%}."
-    )
+    console.print(routed_verdict(steps))
     console.print(f"Report and pictures: {out}/ ({time.perf_counter() - begin:.0f} s)")
     return report
+
+
+def routed_verdict(steps: Sequence[Mapping[str, Any]], ends: int = 5) -> str:
+    """The first and the last few steps of the routed training, in a sentence."""
+
+    def mean(name: str, part: Sequence[Mapping[str, Any]]) -> float:
+        return float(np.mean([step[name] for step in part]))
+
+    first, last = steps[:ends], steps[-ends:]
+    return (
+        f"- Routed training: loss {mean('loss', first):.2f} to {mean('loss', last):.2f} in {len(steps)} steps, tokens "
+        f"that take full attention {mean('full_attention_ratio', first):.0%} to "
+        f"{mean('full_attention_ratio', last):.0%} (means of {ends} steps)."
+    )
 
 
 def deepest_needle(config: ModelConfig) -> float:
@@ -216,31 +229,6 @@ def compare(nll: np.ndarray, interleave: np.ndarray) -> tuple[str, bool]:
     else:
         why = "the difference is too small for this many examples"
     return f"{figures} It does not beat interleaving beyond the interval: {why}.", False
-
-
-def _evaluate(
-    name: str, model: Decoder, tokenizer: Tokenizer, examples: Sequence[Example]
-) -> tuple[dict[str, Any], Answers]:
-    answers = generate_answers(model, tokenizer, examples, max_new_tokens=NEW_TOKENS, batch_size=BATCH)
-    found = accuracy_interval(answers.scores)
-    nll = bootstrap(score_answers(model, examples[:NLL_EXAMPLES], batch_size=BATCH).nll)
-    row = {
-        "name": name,
-        "full_layers": list(model.pattern.full_layers),
-        "needle_accuracy": found.mean,
-        "answer_nll": nll.mean,
-        "kv_cache_bytes": answers.kv_cache_bytes,
-        "prefill_seconds": answers.prefill_seconds,
-        "decode_tokens_per_second": answers.decode_tokens_per_second,
-        "needle_interval": [found.low, found.high],
-        "answer_nll_interval": [nll.low, nll.high],
-        "n": len(examples),
-        "answer_nll_n": min(NLL_EXAMPLES, len(examples)),
-        "batch_size": answers.batch_size,
-        "cache_tokens": answers.max_length,
-        "num_layers": model.config.num_hidden_layers,
-    }
-    return row, answers
 
 
 def cpt_config(out: Path) -> TrainConfig:

@@ -13,6 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from swa_jax.evaluate.bootstrap import Estimate
@@ -167,6 +168,12 @@ def routed_cpt_chart(
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     _save(figure, file)
+
+
+def wide_console() -> Console:
+    """A console that the table fits, also where the output is no terminal."""
+    console = Console()
+    return console if console.width >= 125 else Console(width=125)
 
 
 def pattern_table(rows: Sequence[Row]) -> Table:

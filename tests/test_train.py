@@ -133,7 +133,11 @@ def test_routed_cpt_starts_from_the_model_and_reports_the_ratio(settings, tmp_pa
         ({"pattern": "window+fa-decode"}, "full-attention decode has no boundary"),
         ({"model": MODEL | {"vocab_size": 100}}, "they do not belong together"),
         (
-            {"stages": [{"steps": 1, "sequence_length": 8, "batch_size": 1, "data": [{"files": ["no.txt"]}]}]},
+            {
+                "stages": [
+                    {"steps": 1, "sequence_length": 8, "batch_size": 1, "data": [{"files": ["no.txt"]}]}
+                ]
+            },
             r"data files 'no\.txt': no such file",
         ),
     ],

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttentionSpec, segment_positions
+from pallas_kernels.spec import visible
 
 
 def picture(text):
@@ -193,6 +194,16 @@ def test_rows_of_a_batch_differ():
     mask = AttentionSpec(window=1).mask(3, full_from=jnp.array([2, 9]))
     np.testing.assert_array_equal(mask[0], picture("#.. .#. ###"))
     np.testing.assert_array_equal(mask[1], picture("#.. .#. ..#"))
+
+
+def test_padding_is_told_by_its_segment_or_its_position():
+    """Either is enough for `visible` itself, whatever the window lets through."""
+    for spec in (AttentionSpec(), AttentionSpec(causal=False), AttentionSpec(window=2, num_sink_tokens=9)):
+        assert visible(spec, 3, 2, 1, 1)
+        assert not visible(spec, 3, 2, 0, 0)
+        assert not visible(spec, 3, -1)
+        assert not visible(spec, -1, -1, full_rows=True)
+        assert not visible(spec, -1, 2, full_rows=True)
 
 
 def test_segment_positions_restart_with_each_run():

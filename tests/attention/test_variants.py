@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from .suite import (
     every_implementation,
     with_default_blocks,
 )
+from .tolerances import assert_close
 
 
 def spec(window=None, **fields):
@@ -111,6 +113,21 @@ def test_rows_that_see_nothing_are_zero_with_zero_gradients(implementation, acti
     for name in "qkv":
         np.testing.assert_array_equal(gradients[name][1], 0)
         assert np.isfinite(gradients[name]).all()
+
+
+@every_implementation
+def test_gradient_of_lse_alone(implementation):
+    """A loss on lse sends no cotangent to out; none of its rows may be taken for one without a loss."""
+    learned, _ = Call(WINDOW, ("sink_logits",)).draw()
+
+    def loss(learned, name):
+        return jnp.sin(attention(spec=WINDOW, **learned, return_lse=True, implementation=name)[1]).sum()
+
+    gradients = (
+        jax.jit(jax.grad(loss), static_argnums=1)(learned, name)
+        for name in (implementation.name, "reference")
+    )
+    assert_close(*gradients, "float32", gradient=True)
 
 
 @every_implementation
