@@ -329,7 +329,7 @@ def _backward(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates, out
         row, dout, statistics = inputs
 
         def visit(i, carry):
-            dq, dk, dv, dbias = carry
+            dq, dbias, dk, dv = carry
             j = row.visits[i]
             kv = keys.block(j)
             logits, slope = tile.logits(row, kv)
@@ -343,22 +343,24 @@ def _backward(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates, out
                 weights = jnp.where(mask, jnp.exp(logits - lse[..., None]), 0)
                 dlogits = weights * (dweights - delta[..., None])
             if dbias is not None:
-                dbias = dbias + dlogits.sum(axis=(0, 3, 4))
+                dbias = dbias + dlogits.sum(axis=-1)
             dlogits = dlogits * slope
             dq = dq + tile.dot("bkgqs,bskd->bkgqd", dlogits, kv.k)
             dk = _add_block(dk, j, tile.dot("bkgqs,bkgqd->bskd", dlogits, row.q))
             dv = _add_block(dv, j, tile.dot("bkgqs,bkgqd->bskd", weights, dout))
-            return dq, dk, dv, dbias
+            return dq, dbias, dk, dv
 
-        dq, *carry = lax.fori_loop(0, row.num_visits, visit, (jnp.zeros_like(row.q, tile.dtype), *carry))
-        return tuple(carry), dq.astype(q.dtype)
+        dq = jnp.zeros_like(row.q, tile.dtype)
+        # Summed along rows first, [B, K, G, bq]: one long sum over all tiles would lose digits.
+        dbias = None if bias.constant is None else jnp.zeros_like(dq[..., 0])
+        dq, dbias, *carry = lax.fori_loop(0, row.num_visits, visit, (dq, dbias, *carry))
+        return tuple(carry), (dq.astype(q.dtype), None if dbias is None else dbias.sum(axis=(0, 3)))
 
-    dbias = None if tile.bias.constant is None else jnp.zeros_like(tile.bias.constant)
-    zeros = jnp.zeros_like(keys.k, tile.dtype), jnp.zeros_like(keys.v, tile.dtype), dbias
-    (dk, dv, dbias), dq = lax.scan(query_block, zeros, (queries, dout, statistics))
+    zeros = jnp.zeros_like(keys.k, tile.dtype), jnp.zeros_like(keys.v, tile.dtype)
+    (dk, dv), (dq, dbias) = lax.scan(query_block, zeros, (queries, dout, statistics))
     dk, dv = (_trim(x.reshape(x.shape[0], -1, *x.shape[3:]), k.shape).astype(k.dtype) for x in (dk, dv))
     if dbias is not None and bias.constant is not None:
-        dbias = dbias.reshape(-1).astype(bias.constant.dtype)
+        dbias = dbias.sum(axis=0).reshape(-1).astype(bias.constant.dtype)
     return _join_rows(dq, q.shape), dk, dv, _HeadBias(None, dbias)
 
 

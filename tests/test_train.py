@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,11 +17,14 @@ from flax import nnx
 
 import swa_jax.train
 from swa_jax.checkpoint import load_model
-from swa_jax.config import ConfigError, from_dict
+from swa_jax.config import ConfigError, from_dict, load_config
 from swa_jax.model import Decoder
 from swa_jax.optimizer import OptimizerConfig, is_matrix, learning_rate
-from swa_jax.pattern import AttentionPattern
+from swa_jax.pattern import AttentionPattern, load_pattern
+from swa_jax.tokenizer import load_tokenizer
 from swa_jax.train import TrainConfig, train
+
+ROOT = Path(__file__).parents[1]
 
 MODEL = {
     "model_type": "qwen3",
@@ -205,3 +209,17 @@ def test_only_projection_kernels_are_decayed_and_orthogonalised():
 
 
 _STAGE = {"steps": 1, "sequence_length": 8, "batch_size": 1}
+
+
+@pytest.mark.parametrize(
+    "file",
+    sorted(ROOT.glob("configs/*.yaml")) + sorted(ROOT.glob("swa_jax/recall/*.yaml")),
+    ids=lambda f: f.name,
+)
+def test_committed_configurations_can_be_used(file):
+    config = load_config(TrainConfig, file)
+    if config.model is not None:
+        assert load_tokenizer(ROOT / config.tokenizer).vocab_size <= config.model.vocab_size
+        for stage in config.stages:
+            for name in stage.patterns or (config.pattern,):
+                load_pattern(name, config.model, sliding_window=stage.sliding_window or config.sliding_window)
