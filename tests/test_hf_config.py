@@ -1,0 +1,243 @@
+"""Configurations: Hugging Face's `config.json` to `ModelConfig` and `AttentionPattern`, and back."""
+
+import dataclasses
+import json
+
+import pytest
+
+from swa_jax.config import ConfigError, ModelConfig, RopeScaling
+from swa_jax.huggingface import hf_config, model_config
+from swa_jax.huggingface.config import apply_pattern
+from swa_jax.pattern import FULL, HYBRID, SWITCH, WINDOW, AttentionPattern
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+
+
+def config_of(family: str, **keys) -> ModelConfig:
+    return model_config({"model_type": family, **SIZES, **keys})
+
+
+# ---- config.json to ModelConfig ----
+
+
+def test_defaults_are_those_of_each_family():
+    llama, mistral = config_of("llama"), config_of("mistral", num_attention_heads=8, hidden_size=32)
+    assert (llama.num_key_value_heads, llama.head_dim, llama.max_position_embeddings) == (4, 6, 2048)
+    assert (llama.rms_norm_eps, llama.rope_theta, llama.tie_word_embeddings) == (1e-6, 10000.0, False)
+    assert (mistral.num_key_value_heads, mistral.head_dim, mistral.max_position_embeddings) == (8, 4, 131072)
+    assert config_of("mistral", num_key_value_heads=None).num_key_value_heads == 4
+    qwen3 = config_of("qwen3", num_attention_heads=32)
+    assert (qwen3.num_key_value_heads, qwen3.head_dim, qwen3.max_position_embeddings) == (32, 128, 32768)
+    assert config_of("qwen3", num_key_value_heads=2, head_dim=None).head_dim == 6
+
+
+def test_biases_and_norms_of_each_family():
+    def flags(family: str, **keys) -> tuple[bool, ...]:
+        c = config_of(family, num_key_value_heads=2, **keys)
+        return c.attention_bias, c.attention_out_bias, c.mlp_bias, c.qk_norm
+
+    assert flags("llama") == (False, False, False, False)
+    assert flags("llama", attention_bias=True, mlp_bias=True) == (True, True, True, False)
+    assert flags("mistral", attention_bias=True) == (False, False, False, False)
+    assert flags("ministral") == (False, False, False, False)
+    assert flags("qwen2") == (True, False, False, False)
+    assert flags("qwen3") == (False, False, False, True)
+    assert flags("qwen3", attention_bias=True) == (True, True, False, True)
+
+
+def test_rope_in_every_spelling():
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    expected = RopeScaling("llama3", 8.0, 64, 1.0, 4.0)
+    new = scaling | {"rope_type": "llama3", "rope_theta": 5e5}
+    for keys in (
+        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}},
+        {"rope_parameters": new},
+        {"rope_parameters": {FULL: new, WINDOW: new}},
+        {"rope_theta": 1.0, "rope_scaling": None, "rope_parameters": new},
+    ):
+        config = config_of("llama", **keys)
+        assert (config.rope_theta, config.rope_scaling) == (5e5, expected)
+    yarn = config_of(
+        "qwen3",
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": None,
+            "original_max_position_embeddings": 1024,
+            "beta_fast": None,
+        },
+    )
+    assert yarn.rope_scaling == RopeScaling("yarn", 4.0, 1024)
+    linear = config_of("llama", rope_scaling={"type": "linear", "factor": 2})
+    assert linear.rope_scaling == RopeScaling("linear", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        (
+            {"model_type": "gemma3"},
+            "model_type 'gemma3' is not supported; supported: llama, ministral, mistral",
+        ),
+        ({"model_type": None}, "model_type None is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"num_experts": 8}, "num_experts is set, but mixtures of experts are not supported"),
+        ({"use_mrope": True}, "use_mrope"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported; supported: 1.0"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_scaling.rope_type 'dynamic' is not supported",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "longrope"}},
+            "'longrope' is not supported; supported: default, linear",
+        ),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
+        ({"rope_scaling": "yarn"}, "'rope_scaling' must be a mapping"),
+        ({"rope_theta": "big"}, "rope_theta must be a positive number, got 'big'"),
+        (
+            {"rope_parameters": {FULL: {"rope_theta": 1e6}, WINDOW: {"rope_theta": 1e4}}},
+            "rope_parameters differs between layer types",
+        ),
+        ({"hidden_size": None}, "missing key 'config.json.hidden_size'"),
+        ({"num_hidden_layers": "3"}, "'config.json.num_hidden_layers' must be int, got '3'"),
+        ({"num_attention_heads": 5}, r"hidden_size \(24\) is not a multiple of num_attention_heads \(5\)"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value_heads"),
+    ],
+)
+def test_what_a_configuration_may_not_ask_for(keys, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        model_config({"model_type": "llama", **SIZES} | keys)
+
+
+def test_patterns_of_hf_configs_with_absent_keys():
+    def types(family: str, **keys) -> str:
+        pattern = AttentionPattern.from_hf_config({"model_type": family, **SIZES, **keys})
+        return "".join("w" if kind == WINDOW else "F" for kind in pattern.layer_types) + str(
+            pattern.sliding_window
+        )
+
+    assert types("mistral") == "www4096"  # the family's default window
+    assert types("mistral", sliding_window=None) == "FFFNone"
+    assert types("llama", sliding_window=9) == "FFFNone"  # Llama knows no windows
+    assert types("qwen2", sliding_window=9) == "FFFNone"
+    assert types("qwen2", sliding_window=9, use_sliding_window=True, max_window_layers=1) == "Fww9"
+    assert types("ministral", sliding_window=9, layer_types=[FULL, WINDOW, FULL]) == "FwF9"
+
+
+# ---- ModelConfig to config.json ----
+
+YARN = RopeScaling("yarn", 4.0, 512, truncate=False, mscale=1.0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        config_of("llama", attention_bias=True, mlp_bias=True, head_dim=10),
+        dataclasses.replace(config_of("llama"), rope_theta=5e5, rope_scaling=RopeScaling("llama3", 8.0, 64)),
+        dataclasses.replace(
+            config_of("mistral", num_key_value_heads=2), rope_scaling=RopeScaling("linear", 2.0)
+        ),
+        config_of("ministral", num_key_value_heads=2),
+        config_of("qwen2", num_key_value_heads=2, tie_word_embeddings=True),
+        dataclasses.replace(config_of("qwen3", num_key_value_heads=2), rope_scaling=YARN),
+        ModelConfig(
+            **SIZES,
+            num_key_value_heads=2,
+            head_dim=6,
+            model_type="swat",
+            attention_activation="sigmoid",
+            position_embedding="alirope",
+            alibi_negative_heads=2,
+            alibi_positive_heads=2,
+            rope_scaling=YARN,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_model_config_survives_hf_config(config):
+    hf = json.loads(json.dumps(hf_config(config, dtype="bfloat16")))
+    assert model_config(hf) == config
+    assert (hf["model_type"], hf["dtype"]) == (config.model_type, "bfloat16")
+    assert hf["architectures"][0].lower() == f"{config.model_type}forcausallm"
+    del hf["rope_scaling"]  # transformers 5 reads rope_parameters alone
+    if config.model_type != "swat":
+        assert model_config(hf) == config
+
+
+def test_a_model_its_family_cannot_express_is_written_as_swat():
+    config = dataclasses.replace(config_of("llama"), qk_norm=True)
+    hf = hf_config(config)
+    assert hf["model_type"] == "swat"
+    assert model_config(hf) == dataclasses.replace(config, model_type="swat")
+    with pytest.raises(ConfigError, match=r"unknown key 'slope_schedul' .* did you mean 'slope_schedule'"):
+        model_config(hf | {"slope_schedul": "swat"})
+    with pytest.raises(ConfigError, match="model_type 'lama' is not known; did you mean 'llama'"):
+        hf_config(dataclasses.replace(config, model_type="lama"))
+
+
+def pattern_of(letters: str, **fields) -> AttentionPattern:
+    kinds = {"F": FULL, "w": WINDOW, "h": HYBRID, "S": SWITCH}
+    window = None if set(letters) == {"F"} else 9
+    return AttentionPattern(tuple(kinds[letter] for letter in letters), window, **fields)
+
+
+@pytest.mark.parametrize(
+    ("family", "letters", "written_as"),
+    [
+        ("llama", "FFF", "llama"),
+        ("llama", "www", "mistral"),
+        ("llama", "wFw", "ministral"),
+        ("mistral", "FFF", "mistral"),
+        ("mistral", "www", "mistral"),
+        ("mistral", "FwF", "ministral"),
+        ("ministral", "FFF", "ministral"),
+        ("ministral", "wwF", "ministral"),
+        ("qwen2", "FFF", "qwen2"),
+        ("qwen2", "FFw", "qwen2"),
+        ("qwen3", "wFw", "qwen3"),
+    ],
+)
+def test_patterns_hugging_face_knows(family, letters, written_as):
+    pattern, config = pattern_of(letters), config_of(family, num_key_value_heads=2, head_dim=6)
+    for hf in (hf_config(config, pattern), apply_pattern(hf_config(config), pattern)[0]):
+        assert (hf["model_type"], hf["architectures"]) == (written_as, [f"{written_as.title()}ForCausalLM"])
+        assert AttentionPattern.from_hf_config(hf) == pattern
+        assert dataclasses.replace(model_config(hf), model_type=family) == config
+    # Absent keys mean something else in another family.
+    short = {"model_type": family, **SIZES, "num_key_value_heads": 2, "head_dim": 6}
+    again = model_config(apply_pattern(short, pattern)[0])
+    assert dataclasses.replace(again, model_type=family) == model_config(short)
+
+
+@pytest.mark.parametrize(
+    ("family", "pattern", "reason"),
+    [
+        ("qwen3", pattern_of("whF", full_kv_heads=((), (1,), ())), "single KV heads"),
+        ("qwen3", pattern_of("wSF"), "routes tokens"),
+        ("qwen3", pattern_of("wwF", num_sink_tokens=4), "num_sink_tokens = 4"),
+        ("qwen3", pattern_of("wwF", full_attention_decode=True), "full_attention_decode"),
+        ("llama", pattern_of("wwF"), "Llama's biases"),
+    ],
+)
+def test_patterns_hugging_face_does_not_know(family, pattern, reason):
+    config = config_of(family, num_key_value_heads=2, attention_bias=True)
+    hf, notice = apply_pattern(hf_config(config), pattern)
+    assert AttentionPattern.from_hf_config(hf) == pattern_of("FFF")
+    assert model_config(hf) == config
+    assert reason in notice
+    assert "pattern.json" in notice
