@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 Implementation = Literal["tpu", "triton", "xla", "reference"]
 
 _IMPLEMENTATIONS: dict[str, ModuleType] = {"xla": xla, "reference": reference}
-_PLANNED = ("tpu", "triton")
+_PLANNED = ("tpu",)
 _MAX_DECODE_TOKENS = 8
 
 
@@ -73,7 +73,7 @@ def attention(
       ValueError: an argument is wrong or contradicts another; the sentence names it.
       NotImplementedError: the named implementation cannot do the call.
     """
-    backend = _implementation(implementation)
+    backend = _implementation(implementation, q)
     _check_qkv(q, k, v, ("q", "k", "v"))
     by_head = _check_by_head(q, k, spec, alibi_slopes, sigmoid_bias, sink_logits, full_heads)
     if return_lse and spec.activation == "sigmoid":
@@ -118,7 +118,7 @@ def routed_attention(
     Raises:
       As `attention`; also ValueError when `spec.window` is None.
     """
-    backend = _implementation(implementation)
+    backend = _implementation(implementation, q)
     _check_qkv(q, k, v, ("q", "k", "v"))
     if spec.window is None:
         raise ValueError("spec.window is None, but routed_attention needs a window for its window branch.")
@@ -165,7 +165,7 @@ def decode_attention(
     Raises:
       As `attention`.
     """
-    backend = _implementation(implementation)
+    backend = _implementation(implementation, q)
     _check_qkv(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
     by_head = _check_by_head(q, k_cache, spec, alibi_slopes, sigmoid_bias, sink_logits, full_heads)
     batch, q_length = q.shape[:2]
@@ -233,22 +233,42 @@ def alibi_slopes(
     return jnp.asarray(np.concatenate([-sizes(num_negative), sizes(num_positive)]), jnp.float32)
 
 
-def _implementation(name: str | None) -> ModuleType:
+def _implementation(name: str | None, q: jax.Array) -> ModuleType:
     if name is None:
         device = jax.default_backend()
-        if device != "cpu":
+        if device == "gpu":
+            backend, missing = _triton(q)
+            if backend is not None:
+                return backend
+            _log.info("attention on gpu: implementation 'xla' is used, because %s", missing)
+        elif device != "cpu":
             _log.info("attention on %s: no kernel of its own yet, so implementation 'xla' is used", device)
         return xla
+    if name == "triton":
+        backend, missing = _triton(q)
+        if backend is None:
+            raise NotImplementedError(f"implementation 'triton' cannot take this call: {missing}")
+        return backend
     if name in _PLANNED:
         raise NotImplementedError(
             f"implementation {name!r} does not exist yet; use 'xla', or None for the best one for this device."
         )
     if name not in _IMPLEMENTATIONS:
-        choices = ", ".join(repr(known) for known in (*_PLANNED, *_IMPLEMENTATIONS))
+        choices = ", ".join(repr(known) for known in (*_PLANNED, "triton", *_IMPLEMENTATIONS))
         raise ValueError(
             f"implementation is {name!r}; it must be one of {choices}, or None for the best here."
         )
     return _IMPLEMENTATIONS[name]
+
+
+def _triton(q: jax.Array) -> tuple[ModuleType | None, str | None]:
+    """The kernels for GPUs, or what stands in their way; imported late, for JAX may have dropped their lowering."""
+    try:
+        from pallas_kernels import gpu
+    except ImportError as error:
+        return None, f"this JAX has no Triton lowering ({error})."
+    missing = gpu.unsupported(q)
+    return (None, missing) if missing else (gpu, None)
 
 
 def _check_qkv(q, k, v, names: tuple[str, str, str]) -> None:

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import parts
 from pallas_kernels.schedule import make_schedule
 from pallas_kernels.spec import AttentionSpec, Coordinates, visible
 
@@ -50,7 +51,7 @@ def attention(
     """Returns out [B, T, H, D] and lse [B, T, H] (None for sigmoid), both in float32 or wider."""
     bias = _HeadBias(alibi_slopes, sigmoid_bias)
     out, lse = _by_kv_head(q, k, v, bias, where, full_heads, _Static.choose(spec, q, k, full_heads))
-    return _join_sinks(out, lse, sink_logits)
+    return parts.join_sinks(out, lse, sink_logits)
 
 
 def routed_attention(
@@ -66,39 +67,14 @@ def routed_attention(
     sink_logits: jax.Array | None = None,
     full_heads: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns gate * O_full + (1 - gate) * O_window and the branch disagreement [B, T].
-
-    The keys of a query are split into those that `spec` sees and those outside; the full branch is both, merged.
-    Rows whose gate is 0 send no gradient outside. Sorted behind the others, they fill whole query blocks, which the
-    backward pass skips.
-    """
+    """Returns gate * O_full + (1 - gate) * O_window and the branch disagreement [B, T]; see `parts.route`."""
     bias = _HeadBias(alibi_slopes, sigmoid_bias)
     static = _Static.choose(spec, q, k, full_heads)
-    window, window_lse = _by_kv_head(q, k, v, bias, where, full_heads, static)
 
-    order = jnp.argsort(gate == 0, axis=1, stable=True)  # [B, T]
-    inverse = jnp.argsort(order, axis=1)
-    rows = {name: getattr(where, name) for name in ("q_pos", "q_order", "q_seg", "full_rows")}
-    rows = jax.tree.map(lambda x: _permute(jnp.broadcast_to(x, order.shape), order, inverse), rows)
-    sorted_outside = _by_kv_head(
-        _permute(q, order, inverse),
-        k,
-        v,
-        bias,
-        where._replace(**rows),
-        full_heads,
-        dataclasses.replace(static, outside=True),
-    )
-    outside, outside_lse = jax.tree.map(lambda x: _permute(x, inverse, order), sorted_outside)
+    def part(q, where, outside):
+        return _by_kv_head(q, k, v, bias, where, full_heads, dataclasses.replace(static, outside=outside))
 
-    if spec.activation == "sigmoid":
-        full = window + outside
-    else:
-        full, full_lse = _merge(window, window_lse, outside, outside_lse)
-        full, _ = _join_sinks(full, full_lse, sink_logits)
-        window, _ = _join_sinks(window, window_lse, sink_logits)
-    share = gate.astype(full.dtype)[:, :, None, None]
-    return share * full + (1 - share) * window, jnp.square(full - window).mean(axis=(2, 3))
+    return parts.route(part, q, gate, where, sink_logits)
 
 
 def decode_attention(
@@ -121,7 +97,7 @@ def decode_attention(
     static = _Static(spec, q.shape[1], kv_block)
     bias = _HeadBias(alibi_slopes, sigmoid_bias)
     out, lse = _by_kv_head(q, k_cache, v_cache, bias, where, full_heads, static)
-    return _join_sinks(out, lse, sink_logits)[0]
+    return parts.join_sinks(out, lse, sink_logits)[0]
 
 
 class _HeadBias(NamedTuple):
@@ -163,7 +139,7 @@ def block_size(rows: int, window: int | None) -> int:
 
 def _by_kv_head(q, k, v, bias: _HeadBias, where: Coordinates, full_heads, static: _Static):
     """The core, once for all KV heads, or once for each when some are full and so have another schedule."""
-    q, k, v, bias, where, full_heads = _vary_alike((q, k, v, bias, where, full_heads))
+    q, k, v, bias, where, full_heads = parts.vary_alike((q, k, v, bias, where, full_heads))
     if full_heads is None:
         return _flash(static, q, k, v, bias, where)
 
@@ -182,53 +158,6 @@ def _by_kv_head(q, k, v, bias: _HeadBias, where: Coordinates, full_heads, static
     out, lse = lax.map(one_head, (split(q, 2), split(k, 2), split(v, 2), bias, full_heads))
     # [K, B, T, G, ...] -> [B, T, H, ...]
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(*q.shape[:3], *x.shape[4:]), (out, lse))
-
-
-def _vary_alike(tree):
-    """Inside shard_map: marks every array as varying over the mesh axes that any of them varies over.
-
-    The loops' carries mix all of them, and the transpose of this mark sums the gradient of a replicated one.
-    """
-
-    def varies_over(x) -> frozenset[str]:
-        return frozenset(jax.typeof(x).manual_axis_type.varying)
-
-    axes = frozenset[str]().union(*(varies_over(x) for x in jax.tree.leaves(tree)))
-    return jax.tree.map(lambda x: lax.pcast(x, tuple(axes - varies_over(x)), to="varying"), tree)
-
-
-def _merge(out_a, lse_a, out_b, lse_b):
-    """Softmax over the union of two disjoint key sets from the softmax over each."""
-    top = lax.stop_gradient(jnp.maximum(lse_a, lse_b))
-    top = jnp.where(top == -jnp.inf, 0, top)
-    part_a, part_b = jnp.exp(lse_a - top), jnp.exp(lse_b - top)
-    total = part_a + part_b
-    sees_any = total > 0
-    total = jnp.where(sees_any, total, 1)
-    out = out_a * (part_a / total)[..., None] + out_b * (part_b / total)[..., None]
-    return out, jnp.where(sees_any, top + jnp.log(total), -jnp.inf)
-
-
-def _join_sinks(out, lse, sink_logits):
-    """Adds exp(sink) to the softmax denominator: out shrinks by 1 / (1 + exp(sink - lse))."""
-    if sink_logits is None:
-        return out, lse
-    sink_logits = sink_logits.astype(lse.dtype)
-    sees_any = lse > -jnp.inf
-    joined = jnp.logaddexp(jnp.where(sees_any, lse, 0), sink_logits)
-    return out * jax.nn.sigmoid(lse - sink_logits)[..., None], jnp.where(sees_any, joined, -jnp.inf)
-
-
-@jax.custom_vjp
-def _permute(x, order, inverse):
-    """Reorders axis 1 of x [B, T, ...] by order [B, T]; with the inverse at hand the gradient is no scatter."""
-    return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
-
-
-_permute.defvjp(
-    lambda x, order, inverse: (_permute(x, order, inverse), (order, inverse)),
-    lambda saved, dx: (_permute(dx, *saved[::-1]), None, None),
-)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionSpec, alibi_slopes, attention, routed_attention, xla
+from pallas_kernels import AttentionSpec, alibi_slopes, attention, gpu, routed_attention, xla
+from pallas_kernels.gpu_triton import Tile
 
 from .tolerances import assert_close
 
@@ -28,14 +29,28 @@ class Implementation:
     def install(self, monkeypatch) -> "Implementation":
         if self.name == "xla" and self.block is not None:
             monkeypatch.setattr(xla, "block_size", lambda rows, window: self.block)
+        if self.name == "triton" and self.block is not None:
+            tile = Tile(self.block, self.block, 4, 2)
+            monkeypatch.setattr(gpu, "tile_sizes", lambda *_: gpu.Tiles(tile, tile, tile, tile))
         return self
 
 
 # Blocks of 16 show every block boundary on short sequences.
-IMPLEMENTATIONS = [Implementation("xla", block=16)]
+IMPLEMENTATIONS = [Implementation("xla", block=16), Implementation("triton", block=16)]
 WITH_DEFAULT_BLOCKS = [dataclasses.replace(i, block=None) for i in IMPLEMENTATIONS]
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str, indirect=True)
-with_default_blocks = pytest.mark.parametrize("implementation", WITH_DEFAULT_BLOCKS, ids=str, indirect=True)
+
+
+def _each(implementations):
+    """Interpreted kernels take seconds to compile, so with default blocks (one or two here) they are slow tests."""
+    slow = pytest.mark.slow
+    params = [
+        pytest.param(i, marks=[slow] if i.name != "xla" and i.block is None else []) for i in implementations
+    ]
+    return pytest.mark.parametrize("implementation", params, ids=str, indirect=True)
+
+
+every_implementation = _each(IMPLEMENTATIONS)
+with_default_blocks = _each(WITH_DEFAULT_BLOCKS)
 
 PACKED = [[1] * 20 + [2] * 17 + [3] * 10 + [0] * 3, [0] * 5 + [1] * 30 + [2] * 15]
 LEFT_PADDED = [[1] * 50, [0] * 13 + [1] * 37]

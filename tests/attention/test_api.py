@@ -68,7 +68,7 @@ def test_attention_refuses(changes, sentence):
             jax.eval_shape(lambda arrays: call(**(changes | arrays)), arrays)
 
 
-@pytest.mark.parametrize("name", ["tpu", "triton"])
+@pytest.mark.parametrize("name", ["tpu"])
 def test_an_implementation_that_is_not_there(name):
     with pytest.raises(NotImplementedError, match=f"implementation '{name}' does not exist yet"):
         call(implementation=name)

@@ -1,0 +1,92 @@
+"""The algebra of attention in parts: disjoint key sets, sink logits, and routing, for any kernel underneath.
+
+A query's keys are split into those that a spec sees (the window, its sink tokens) and those outside. Softmax
+over both follows exactly from the softmax over each and its lse; sigmoid parts add up.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.spec import Coordinates
+
+
+def route(
+    part: Callable, q: jax.Array, gate: jax.Array, where: Coordinates, sink_logits: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """SwiAttn from window and outside: gate * O_full + (1 - gate) * O_window [B, T, H, D], and the
+    disagreement [B, T].
+
+    Args:
+      part: `part(q, where, outside)` returns the out [B, T, H, D] and lse [B, T, H] (None for sigmoid) of the
+      keys that
+        the spec sees, or of the others; its backward pass skips query blocks whose cotangents are all zero.
+      gate: [B, T]. Rows whose gate is 0 send no gradient outside. Sorted behind the others, they fill whole
+      blocks.
+    """
+    window, window_lse = part(q, where, False)
+
+    order = jnp.argsort(gate == 0, axis=1, stable=True)  # [B, T]
+    inverse = jnp.argsort(order, axis=1)
+    rows = {name: getattr(where, name) for name in ("q_pos", "q_order", "q_seg", "full_rows")}
+    rows = jax.tree.map(lambda x: permute(jnp.broadcast_to(x, order.shape), order, inverse), rows)
+    outside = part(permute(q, order, inverse), where._replace(**rows), True)
+    outside, outside_lse = jax.tree.map(lambda x: permute(x, inverse, order), outside)
+
+    if window_lse is None:
+        full = window + outside
+    else:
+        full, full_lse = merge(window, window_lse, outside, outside_lse)
+        full, _ = join_sinks(full, full_lse, sink_logits)
+        window, _ = join_sinks(window, window_lse, sink_logits)
+    share = gate.astype(full.dtype)[:, :, None, None]
+    return share * full + (1 - share) * window, jnp.square(full - window).mean(axis=(2, 3))
+
+
+def merge(out_a, lse_a, out_b, lse_b):
+    """Softmax over the union of two disjoint key sets from the softmax over each."""
+    top = lax.stop_gradient(jnp.maximum(lse_a, lse_b))
+    top = jnp.where(top == -jnp.inf, 0, top)
+    part_a, part_b = jnp.exp(lse_a - top), jnp.exp(lse_b - top)
+    total = part_a + part_b
+    sees_any = total > 0
+    total = jnp.where(sees_any, total, 1)
+    out = out_a * (part_a / total)[..., None] + out_b * (part_b / total)[..., None]
+    return out, jnp.where(sees_any, top + jnp.log(total), -jnp.inf)
+
+
+def join_sinks(out, lse, sink_logits):
+    """Adds exp(sink) to the softmax denominator: out shrinks by 1 / (1 + exp(sink - lse))."""
+    if sink_logits is None:
+        return out, lse
+    sink_logits = sink_logits.astype(lse.dtype)
+    sees_any = lse > -jnp.inf
+    joined = jnp.logaddexp(jnp.where(sees_any, lse, 0), sink_logits)
+    return out * jax.nn.sigmoid(lse - sink_logits)[..., None], jnp.where(sees_any, joined, -jnp.inf)
+
+
+@jax.custom_vjp
+def permute(x, order, inverse):
+    """Reorders axis 1 of x [B, T, ...] by order [B, T]; with the inverse at hand the gradient is no scatter."""
+    return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+permute.defvjp(
+    lambda x, order, inverse: (permute(x, order, inverse), (order, inverse)),
+    lambda saved, dx: (permute(dx, *saved[::-1]), None, None),
+)
+
+
+def vary_alike(tree):
+    """Inside shard_map: marks every array as varying over the mesh axes that any of them varies over.
+
+    The loops' carries mix all of them, and the transpose of this mark sums the gradient of a replicated one.
+    """
+
+    def varies_over(x) -> frozenset[str]:
+        return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+    axes = frozenset[str]().union(*(varies_over(x) for x in jax.tree.leaves(tree)))
+    return jax.tree.map(lambda x: lax.pcast(x, tuple(axes - varies_over(x)), to="varying"), tree)

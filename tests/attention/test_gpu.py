@@ -1,0 +1,227 @@
+"""The kernels for GPUs: every variant lowers for real devices, and works under JAX's transformations."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
+
+from pallas_kernels import AttentionSpec, api, attention, decode_attention, gpu, routed_attention
+from pallas_kernels.gpu_triton import Tile
+
+from .suite import PACKED, Call
+from .tolerances import assert_close
+
+# The one warning that the project filters: the Triton lowering is deprecated, which is why one file alone
+# uses it.
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+
+DEVICES = ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"]
+COMMON = (
+    "window",
+    "full",
+    "sigmoid",
+    "head-dim-256",
+    "float32",
+)  # on every device; the other variants only with slow
+TARGET = "__gpu$xla.gpu.triton"
+WINDOW = AttentionSpec(window=40)
+ROWS = tuple(tuple(row * 4) for row in PACKED)
+
+
+def call(spec, options=(), **sizes):
+    sizes = {
+        "q_length": 200,
+        "kv_length": 200,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "dtype": "bfloat16",
+    } | sizes
+    return Call(spec, options, **sizes)
+
+
+CALLS = {
+    "full": call(AttentionSpec()),
+    "bidirectional": call(AttentionSpec(window=40, causal=False)),
+    "window": call(WINDOW),
+    "sink-tokens": call(AttentionSpec(window=40, num_sink_tokens=4)),
+    "full-heads": call(WINDOW, ("full_heads",)),
+    "full-from": call(WINDOW, ("full_from_row",)),
+    "softcap-alibi-sink-logits": call(AttentionSpec(logit_softcap=30.0), ("alibi_slopes", "sink_logits")),
+    "packed": call(WINDOW, ("full_from",), segments=ROWS),
+    "ring": call(WINDOW, ("chunk", "ring"), q_length=64),
+    "sigmoid": call(AttentionSpec(window=40, activation="sigmoid"), ("alibi_slopes", "sigmoid_bias")),
+    "multi-head-dim-128": call(WINDOW, heads=2, head_dim=128),
+    "head-dim-256": call(WINDOW, head_dim=256),
+    "head-dim-80": call(WINDOW, head_dim=80),
+    "head-dim-96": call(WINDOW, head_dim=96),
+    "float32": call(WINDOW, dtype="float32"),
+    "groups-of-three": call(WINDOW, heads=6),
+}
+
+
+def on_devices(names):
+    """(variant, device): all pairs, of which those of uncommon variants on other devices than the first are slow."""
+    pairs = [(name, device) for device in DEVICES for name in names]
+    slow = [device != DEVICES[0] and name not in COMMON for name, device in pairs]
+    marks = [[pytest.mark.slow] if is_slow else [] for is_slow in slow]
+    return pytest.mark.parametrize(
+        ("name", "device"), [pytest.param(*pair, marks=m) for pair, m in zip(pairs, marks, strict=True)]
+    )
+
+
+def lowered(device: str, function, *args) -> str:
+    device = AbstractDevice(device_kind=device, num_cores=None, platform="cuda")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def loss_and_gradient(function, *args):
+    """The function to lower: values and the gradients of `args`."""
+
+    def both(*args):
+        out, pullback = jax.vjp(function, *args)
+        return out, pullback(jax.tree.map(jnp.ones_like, out))
+
+    return both
+
+
+@on_devices(CALLS)
+def test_attention_lowers(name, device):
+    learned, fixed = CALLS[name].draw()
+
+    def function(learned):
+        arrays = dict(learned)
+        qkv = [arrays.pop(name) for name in "qkv"]
+        return attention(*qkv, CALLS[name].spec, **arrays, **fixed, implementation="triton")
+
+    assert lowered(device, loss_and_gradient(function), learned).count(TARGET) == 3  # forward, dq, dk and dv
+
+
+@on_devices(["window", "full-heads", "packed", "sigmoid"])
+def test_routed_attention_lowers(name, device):
+    learned, fixed = CALLS[name].draw()
+    learned["gate"] = jnp.ones((2, 200))
+
+    def function(learned):
+        arrays = dict(learned)
+        args = [arrays.pop(name) for name in ("q", "k", "v", "gate")]
+        return routed_attention(*args, CALLS[name].spec, **arrays, **fixed, implementation="triton")
+
+    assert lowered(device, loss_and_gradient(function), learned).count(TARGET) == 6  # window and outside
+
+
+@on_devices(["full", "full-heads", "softcap-alibi-sink-logits", "sigmoid", "head-dim-80", "float32"])
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_decode_lowers(name, device, tokens):
+    learned, fixed = CALLS[name].draw()
+    arrays = learned | fixed
+    q, k, v = (arrays.pop(name) for name in "qkv")
+
+    def function(q, k, v, lengths):
+        return decode_attention(
+            q, k, v, CALLS[name].spec, lengths=lengths, starts=lengths // 2, **arrays, implementation="triton"
+        )
+
+    assert lowered(device, function, q[:, :tokens], k, v, jnp.array([150, 20])).count(TARGET) == 1
+
+
+def test_a_batch_of_vmaps_lowers():
+    (q, k, v), _ = operands(CALLS["window"])
+    function = jax.vmap(jax.vmap(functools.partial(attention, spec=WINDOW, implementation="triton")))
+    assert lowered(DEVICES[0], function, *(x[None, :, None] for x in (q, k, v))).count(TARGET) == 1
+
+
+def operands(call):
+    learned, fixed = call.draw()
+    return [learned[name] for name in "qkv"], fixed
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(gpu, "tile_sizes", lambda *_: gpu.Tiles(*[Tile(16, 16, 4, 2)] * 4))
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_vmap_and_remat():
+    small = Call(AttentionSpec(window=11))
+    (q, k, v), _ = operands(small)
+
+    def loss(implementation):
+        def one(q, k, v):
+            return attention(q[None], k[None], v[None], small.spec, implementation=implementation)[0]
+
+        return lambda *qkv: jnp.square(jax.vmap(jax.checkpoint(one))(*qkv)).sum()
+
+    actual, expected = (jax.jit(jax.grad(loss(name), (0, 1, 2)))(q, k, v) for name in ("triton", "reference"))
+    assert_close(actual, expected, "float32", gradient=True)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_shard_map_over_the_batch():
+    small = Call(AttentionSpec(window=11))
+    (q, k, v), _ = operands(small)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(q, k, v):
+        out = attention(q, k, v, small.spec, implementation="triton")
+        return jax.lax.psum(jnp.square(out).sum(), "data")
+
+    sharded = jax.shard_map(
+        jax.value_and_grad(loss, (0, 1, 2)),
+        mesh=mesh,
+        in_specs=PartitionSpec("data"),
+        out_specs=(PartitionSpec(), PartitionSpec("data")),
+        check_vma=False,  # interpret mode mixes its own loop counters with the operands
+    )
+    _, actual = jax.jit(sharded)(q, k, v)
+    expected = jax.grad(
+        lambda *qkv: jnp.square(attention(*qkv, small.spec, implementation="reference")).sum(), (0, 1, 2)
+    )(q, k, v)
+    assert_close(actual, expected, "float32", gradient=True)
+
+
+def test_refusals_name_what_is_missing():
+    (q, k, v), _ = operands(call(WINDOW, head_dim=264))
+    with pytest.raises(NotImplementedError, match="head_dim is 264"):
+        attention(q, k, v, WINDOW, implementation="triton")
+    eight_bit = [x.astype(jnp.float8_e4m3fn) for x in (q, k, v)]
+    with pytest.raises(NotImplementedError, match="q is float8_e4m3fn"):
+        attention(*eight_bit, WINDOW, implementation="triton")
+
+
+def test_an_old_gpu_is_refused():
+    (q, k, v), _ = operands(CALLS["window"])
+    with pytest.raises(NotImplementedError, match=r"compute capability 7\.5"):
+        lowered("Tesla T4", lambda *qkv: attention(*qkv, WINDOW, implementation="triton"), q, k, v)
+
+
+def test_the_default_on_a_gpu_falls_back_with_a_reason(monkeypatch, caplog):
+    monkeypatch.setattr(api.jax, "default_backend", lambda: "gpu")
+    (q, _, _), _ = operands(call(WINDOW, head_dim=264))
+    with caplog.at_level(logging.INFO, "pallas_kernels"):
+        backend = api._implementation(None, q)
+    assert backend.__name__ == "pallas_kernels.xla"
+    assert "head_dim is 264" in caplog.text
+    assert api._implementation(None, q[..., :64]).__name__ == "pallas_kernels.gpu"
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize(("head_dim", "itemsize"), [(64, 2), (80, 2), (128, 2), (256, 2), (64, 4), (256, 4)])
+def test_tiles_fit_shared_memory(capability, head_dim, itemsize):
+    kilobytes = {80: 163, 90: 227, 100: 227}.get(capability, 99)
+    width = 2 ** int(np.ceil(np.log2(head_dim)))
+    tiles = gpu.tile_sizes(head_dim, itemsize, capability)
+    staged = {  # rows of the operands that a program holds, and of those that a visit stages
+        "forward": (tiles.forward.q_block, 2 * tiles.forward.kv_block),
+        "dq": (2 * tiles.dq.q_block, 2 * tiles.dq.kv_block),
+        "dkv": (2 * tiles.dkv.kv_block, 2 * tiles.dkv.q_block),
+        "decode": (16, 2 * tiles.decode.kv_block),
+    }
+    for name, (held, visited) in staged.items():
+        rows = held + visited * getattr(tiles, name).num_stages
+        assert rows * width * itemsize <= kilobytes * 1024, name
