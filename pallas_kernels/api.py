@@ -6,21 +6,20 @@ missing; nothing falls back silently.
 
 import logging
 from types import ModuleType
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import reference, xla
+from pallas_kernels import reference, tpu, xla
 from pallas_kernels.spec import AttentionSpec, Coordinates, coordinates
 
 _log = logging.getLogger(__name__)
 
 Implementation = Literal["tpu", "triton", "xla", "reference"]
 
-_IMPLEMENTATIONS: dict[str, ModuleType] = {"xla": xla, "reference": reference}
-_PLANNED = ("tpu",)
+_IMPLEMENTATIONS: dict[str, ModuleType] = {"tpu": tpu, "xla": xla, "reference": reference}
 _MAX_DECODE_TOKENS = 8
 
 
@@ -241,20 +240,14 @@ def _implementation(name: str | None, q: jax.Array) -> ModuleType:
             if backend is not None:
                 return backend
             _log.info("attention on gpu: implementation 'xla' is used, because %s", missing)
-        elif device != "cpu":
-            _log.info("attention on %s: no kernel of its own yet, so implementation 'xla' is used", device)
-        return xla
+        return tpu if device == "tpu" else xla
     if name == "triton":
         backend, missing = _triton(q)
         if backend is None:
             raise NotImplementedError(f"implementation 'triton' cannot take this call: {missing}")
         return backend
-    if name in _PLANNED:
-        raise NotImplementedError(
-            f"implementation {name!r} does not exist yet; use 'xla', or None for the best one for this device."
-        )
     if name not in _IMPLEMENTATIONS:
-        choices = ", ".join(repr(known) for known in (*_PLANNED, "triton", *_IMPLEMENTATIONS))
+        choices = ", ".join(map(repr, get_args(Implementation)))
         raise ValueError(
             f"implementation is {name!r}; it must be one of {choices}, or None for the best here."
         )

@@ -49,7 +49,8 @@ def visited(
     q_full = jnp.zeros_like(q_real) if where.full_rows is None else q_real & where.full_rows
     kv = _extent(where.kv_order, where.kv_seg, kv_real, kv_block)
     if spec.window is None:
-        return _reachable(spec, _extent(where.q_order, where.q_seg, q_real, q_block), kv).any(axis=0)
+        table = _reachable(spec, _extent(where.q_order, where.q_seg, q_real, q_block), kv).any(axis=0)
+        return jnp.zeros_like(table) if outside else table
 
     q = _extent(where.q_order, where.q_seg, q_real & ~q_full, q_block)
     back = (q.least[:, :, None] - kv.greatest[:, None, :], q.greatest[:, :, None] - kv.least[:, None, :])
@@ -65,6 +66,98 @@ def visited(
     if where.full_rows is not None:
         table |= _reachable(spec, _extent(where.q_order, where.q_seg, q_full, q_block), kv)
     return table.any(axis=0)
+
+
+def fully_visible(
+    spec: AttentionSpec, where: Coordinates, q_block: int, kv_block: int, *, outside: bool = False
+) -> jax.Array:
+    """[nq, nk] bool: pairs of blocks that need no mask, every key being visible to every query in all rows."""
+    q, kv = (
+        _extent(order, segments, jnp.ones_like(position, bool), block)
+        for order, segments, position, block in (
+            (where.q_order, where.q_seg, where.q_pos, q_block),
+            (where.kv_order, where.kv_seg, where.kv_pos, kv_block),
+        )
+    )
+
+    def every(member, block):
+        return member.reshape(member.shape[0], -1, block).all(axis=-1)
+
+    real = every(where.q_pos >= 0, q_block)[:, :, None] & every(where.kv_pos >= 0, kv_block)[:, None, :]
+    one_segment = (q.least_segment == q.greatest_segment)[:, :, None] & (
+        kv.least_segment == kv.greatest_segment
+    )[:, None]
+    one_segment &= q.least_segment[:, :, None] == kv.least_segment[:, None, :]
+    seen = real & one_segment
+    if spec.causal:
+        seen &= kv.greatest[:, None, :] <= q.least[:, :, None]
+    if spec.window is None:
+        return jnp.zeros_like(seen[0]) if outside else seen.all(axis=0)
+    nearest = q.least[:, :, None] - kv.greatest[:, None, :]
+    farthest = q.greatest[:, :, None] - kv.least[:, None, :]
+    if outside:
+        beyond = nearest >= spec.window
+        if not spec.causal:
+            beyond |= -farthest >= spec.window
+        if spec.num_sink_tokens:
+            beyond &= every(where.kv_pos >= spec.num_sink_tokens, kv_block)[:, None, :]
+        if where.full_rows is not None:
+            beyond &= every(~where.full_rows, q_block)[:, :, None]
+        return (seen & beyond).all(axis=0)
+    near = farthest < spec.window
+    if not spec.causal:
+        near &= -nearest < spec.window
+    if where.full_rows is not None:
+        near |= every(where.full_rows, q_block)[:, :, None]
+    return (seen & near).all(axis=0)
+
+
+class Visits(NamedTuple):
+    """A schedule as one list of block pairs, for a kernel whose grid walks over it.
+
+    Pairs are packed in an int32 each (`unpack`), because a list lives in a core's small scalar memory. A row without
+    any visit has one entry all the same, so that its (zero) result gets written.
+    """
+
+    pairs: jax.Array  # [rows * columns] int32
+    used: jax.Array  # [] int32: how many entries are in use
+
+
+class Visit(NamedTuple):
+    row: jax.Array
+    column: jax.Array
+    first: jax.Array  # of its row
+    last: jax.Array
+    wanted: jax.Array  # False in the entry of a row without visits
+    masked: jax.Array
+
+
+_INDEX_BITS = 13  # up to 8192 blocks on each side
+
+
+def flat_visits(table: jax.Array, fully: jax.Array) -> Visits:
+    """Lists the True entries of `table` [rows, columns] row by row; those in `fully` are marked as needing no mask."""
+    rows, columns = table.shape
+    if max(rows, columns) > 1 << _INDEX_BITS:
+        raise ValueError(
+            f"the schedule has {rows} x {columns} blocks; at most {1 << _INDEX_BITS} on a side fit."
+        )
+    column = jnp.arange(columns, dtype=jnp.int32)
+    empty = ~table.any(axis=1, keepdims=True)
+    listed = table | (empty & (column == 0))
+    first = listed & (jnp.cumsum(listed, axis=1) == 1)
+    last = listed & (jnp.cumsum(listed[:, ::-1], axis=1)[:, ::-1] == 1)
+    packed = (jnp.arange(rows, dtype=jnp.int32)[:, None] << _INDEX_BITS) | column
+    for bit, flag in enumerate((first, last, table, table & ~fully), start=2 * _INDEX_BITS):
+        packed |= flag.astype(jnp.int32) << bit
+    (order,) = jnp.nonzero(listed.reshape(-1), size=rows * columns, fill_value=0)
+    return Visits(packed.reshape(-1)[order], listed.sum(dtype=jnp.int32))
+
+
+def unpack(pair) -> Visit:
+    mask = (1 << _INDEX_BITS) - 1
+    flags = ((pair >> (2 * _INDEX_BITS + bit)) & 1 == 1 for bit in range(4))
+    return Visit((pair >> _INDEX_BITS) & mask, pair & mask, *flags)
 
 
 def _compact(table: jax.Array) -> Schedule:

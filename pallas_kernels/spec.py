@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +192,8 @@ def coordinates(
 
 
 def _index(length: int) -> jax.Array:
-    return jnp.arange(length, dtype=jnp.int32)[None]  # [1, length]
+    # NumPy, so that even under jit an implementation can see that the positions are the default ones.
+    return np.arange(length, dtype=np.int32)[None]  # type: ignore[return-value]  # [1, length]
 
 
 def _positions(length: int, positions, segment_ids) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionSpec, alibi_slopes, attention, gpu, routed_attention, xla
+from pallas_kernels import AttentionSpec, alibi_slopes, attention, blocks, gpu, routed_attention, tpu, xla
 from pallas_kernels.gpu_triton import Tile
 
 from .tolerances import assert_close
@@ -29,6 +29,9 @@ class Implementation:
     def install(self, monkeypatch) -> "Implementation":
         if self.name == "xla" and self.block is not None:
             monkeypatch.setattr(xla, "block_size", lambda rows, window: self.block)
+        if self.name == "tpu" and self.block is not None:
+            tiles = blocks.Tiles(self.block, self.block, strip=self.block // 2, tile=self.block // 2)
+            monkeypatch.setattr(tpu, "choose_tiles", lambda kind, q_length, kv_length, head_dim: tiles)
         if self.name == "triton" and self.block is not None:
             tile = Tile(self.block, self.block, 4, 2)
             monkeypatch.setattr(gpu, "tile_sizes", lambda *_: gpu.Tiles(tile, tile, tile, tile))
@@ -36,7 +39,7 @@ class Implementation:
 
 
 # Blocks of 16 show every block boundary on short sequences.
-IMPLEMENTATIONS = [Implementation("xla", block=16), Implementation("triton", block=16)]
+IMPLEMENTATIONS = [Implementation(name, block=16) for name in ("xla", "triton", "tpu")]
 WITH_DEFAULT_BLOCKS = [dataclasses.replace(i, block=None) for i in IMPLEMENTATIONS]
 
 

@@ -68,12 +68,6 @@ def test_attention_refuses(changes, sentence):
             jax.eval_shape(lambda arrays: call(**(changes | arrays)), arrays)
 
 
-@pytest.mark.parametrize("name", ["tpu"])
-def test_an_implementation_that_is_not_there(name):
-    with pytest.raises(NotImplementedError, match=f"implementation '{name}' does not exist yet"):
-        call(implementation=name)
-
-
 def test_routed_attention_refuses():
     gate = jnp.ones((2, 12))
     with pytest.raises(ValueError, match="window is None, but routed_attention needs a window"):

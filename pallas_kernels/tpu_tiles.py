@@ -1,0 +1,245 @@
+"""What the TPU kernels share: the static side of a call, logits and masks of one tile, and what describes tokens.
+
+Arrays are head-major, q [B, H, T, D] and k, v [B, K, S, D], with lengths that are multiples of the blocks.
+
+Units. A kernel's logits come in base 2 for softmax, so that exp2 needs no multiplication, and halved for sigmoid,
+which is 0.5 + 0.5 tanh(x / 2) because tanh is one instruction. The factor, with the scale, is in q already
+(`query_factor`).
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.blocks import Tiles
+from pallas_kernels.schedule import Visits, flat_visits, fully_visible, visited
+from pallas_kernels.spec import AttentionSpec, Coordinates, visible
+
+LOG2E = math.log2(math.e)
+MASKED = -1e30  # finite, so that a difference of two is no NaN
+LANES = 128
+VMEM_LIMIT_BYTES = 48 * 2**20  # of the 64 MiB of a v5p or v7x core; the compiler keeps arrays in the rest
+
+NN = ((1,), (0,))  # a @ b
+NT = ((1,), (1,))  # a @ b.T
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static side of one call."""
+
+    spec: AttentionSpec
+    tiles: Tiles
+    window_kernel: bool = (
+        False  # default positions, causal, and a window that fits: the whole window in one grid step
+    )
+    outside: bool = False  # attend to what `spec` does *not* see of the keys that full attention would
+    has_slopes: bool = False
+    has_bias: bool = False
+    interpret: bool | pltpu.InterpretParams = False
+
+    @property
+    def softmax(self) -> bool:
+        return self.spec.activation == "softmax"
+
+    @property
+    def unit(self) -> float:
+        return LOG2E if self.softmax else 0.5
+
+    def query_factor(self, head_dim: int) -> float:
+        """What q is multiplied by before it enters a kernel."""
+        scale = head_dim**-0.5 if self.spec.scale is None else self.spec.scale
+        return scale * self.unit if self.spec.logit_softcap is None else scale / self.spec.logit_softcap
+
+    @property
+    def product_factor(self) -> float:
+        """The derivative of a logit by its product of (multiplied) q and k, the softcap's own derivative aside."""
+        return 1 / self.unit if self.spec.logit_softcap is None else self.spec.logit_softcap
+
+
+class Heads(NamedTuple):
+    """The heads that one launch serves: all, or the first `count` of `order` (a traced count bounds the grid)."""
+
+    count: jax.Array | int
+    order: jax.Array | None = None  # [K] int32
+
+    def queries(self, group: int) -> "Heads":
+        """From KV heads to the query heads that read them."""
+        if self.order is None:
+            return Heads(self.count * group)
+        order = self.order[:, None] * group + jnp.arange(group, dtype=jnp.int32)
+        return Heads(self.count * group, order.reshape(-1))
+
+    def prefetched(self) -> tuple[jax.Array, ...]:
+        return () if self.order is None else (self.order,)
+
+
+def head_at(index, order) -> jax.Array:
+    """The head of a grid index, `order` being `Heads.prefetched` as the kernel or an index map got it."""
+    return order[0][index] if order else index
+
+
+class Tokens(NamedTuple):
+    """`Coordinates` as the kernels read them: one row of numbers for each property, tokens along the lanes."""
+
+    queries: jax.Array  # [B or 1, 8, T] int32: position, segment, full row
+    keys: jax.Array  # [B or 1, 8, S] int32: position, segment
+
+
+def describe_tokens(where: Coordinates) -> Tokens:
+    def rows(*properties):
+        first = properties[0]
+        given = [jnp.zeros_like(first) if x is None else x.astype(jnp.int32) for x in properties]
+        given = list(jnp.broadcast_arrays(*given))
+        return jnp.stack(given + [jnp.zeros_like(given[0])] * (8 - len(given)), axis=1)
+
+    q_pos, kv_pos = jnp.asarray(where.q_pos), jnp.asarray(where.kv_pos)
+    return Tokens(rows(q_pos, where.q_seg, where.full_rows), rows(kv_pos, where.kv_seg))
+
+
+def by_head(head_bias: jax.Array) -> jax.Array:
+    """[2, H] -> [H, 8, LANES], a tile a head: vector memory, as simulators of some chips know no scalar memory."""
+    return jnp.broadcast_to(
+        jnp.pad(head_bias.T, [(0, 0), (0, 6)])[:, :, None], (head_bias.shape[1], 8, LANES)
+    )
+
+
+def batch_index(b, info: jax.Array):
+    """The row of `Tokens` for a row of the batch."""
+    return b if info.shape[0] > 1 else 0
+
+
+def tile_mask(
+    call: Call, has_segments: bool, has_full_rows: bool, query, key, shape: tuple[int, int]
+) -> jax.Array:
+    """`visible` on one tile.
+
+    Args:
+      query, key: the properties of `Tokens` along axis 0 and 1 of the tile (or 1 and 0), each broadcastable to `shape`.
+    """
+
+    def spread(x, wanted=True):  # Comparisons of whole tiles, as a boolean vector does not broadcast.
+        return jnp.broadcast_to(x, shape) if wanted else None
+
+    q_pos, q_seg, full = spread(query[0]), spread(query[1], has_segments), spread(query[2], has_full_rows)
+    kv_pos, kv_seg = spread(key[0]), spread(key[1], has_segments)
+    full = None if full is None else full != 0
+    seen = visible(call.spec, q_pos, kv_pos, q_seg, kv_seg, full)
+    if call.outside:
+        everything = dataclasses.replace(call.spec, window=None)
+        seen = visible(everything, q_pos, kv_pos, q_seg, kv_seg) & ~seen
+    return seen
+
+
+def form_logits(call: Call, products: jax.Array, addend) -> tuple[jax.Array, jax.Array | None]:
+    """Logits in the kernel's unit from q.k, and the softcap's derivative (None without softcap).
+
+    Args:
+      addend: function giving what ALiBi and the bias add, in the same unit; called if the call has either.
+    """
+    derivative = None
+    if call.spec.logit_softcap is not None:
+        tanh = jnp.tanh(products)
+        products, derivative = (call.spec.logit_softcap * call.unit) * tanh, 1 - tanh * tanh
+    if call.has_slopes or call.has_bias:
+        products = products + addend()
+    return products, derivative
+
+
+def addend_at(call: Call, distance, slope, bias):
+    """ALiBi and bias of a tile whose query position - key position is `distance`."""
+    if not call.has_slopes:
+        return bias * call.unit
+    ramp = (slope * call.unit) * distance.astype(jnp.float32)
+    return ramp + bias * call.unit if call.has_bias else ramp
+
+
+def sigmoid_weights(logits: jax.Array) -> jax.Array:
+    """sigmoid(2 * logits): exactly zero where masked."""
+    return 0.5 + 0.5 * jnp.tanh(logits)
+
+
+def dot(a: jax.Array, b: jax.Array, contract: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
+    return lax.dot_general(
+        a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def to_row(column: jax.Array) -> jax.Array:
+    """[n, 1], or [n, m] with m equal columns, -> [1, n]. A transpose of whole lanes is far cheaper than a reshape."""
+    if column.shape[1] != LANES:
+        column = jnp.broadcast_to(column[:, :1], (column.shape[0], LANES))
+    return column.T[:1]
+
+
+def visits(
+    call: Call, where: Coordinates, active: jax.Array | None = None, *, by_key: bool = False
+) -> Visits:
+    """The schedule of the call, by query block or by KV block; of the query blocks marked in `active` [nq] only."""
+    blocks = call.tiles.q_block, call.tiles.kv_block
+    table = visited(call.spec, where, *blocks, outside=call.outside)
+    fully = fully_visible(call.spec, where, *blocks, outside=call.outside)
+    if active is not None:
+        table &= active[:, None]
+    return flat_visits(table.T, fully.T) if by_key else flat_visits(table, fully)
+
+
+def launch(
+    call: Call,
+    kernel,
+    name: str,
+    *,
+    grid,
+    scalars,
+    heads: Heads,
+    inputs,
+    in_specs,
+    outputs,
+    out_specs,
+    scratch=(),
+    previous=(),
+) -> tuple[jax.Array, ...]:
+    """`pallas_call` as all kernels here want it.
+
+    Args:
+      kernel: takes the head order, then refs of scalars, inputs, outputs and scratch.
+      scalars: arrays for scalar memory, which index maps get too, with the head order behind them.
+      previous: results of another launch to write into, this one's heads only; each as the output it becomes.
+    """
+    prefetched = (*scalars, *heads.prefetched())
+    given = len(prefetched) + len(inputs)
+
+    def body(*refs):
+        order = refs[len(scalars) : len(prefetched)]
+        kernel(order, *refs[: len(scalars)], *refs[len(prefetched) : given], *refs[given + len(previous) :])
+
+    return pl.pallas_call(
+        body,
+        out_shape=outputs,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(prefetched),
+            grid=grid,
+            in_specs=[*in_specs, *[pl.BlockSpec(memory_space=pl.ANY)] * len(previous)],
+            out_specs=out_specs,
+            scratch_shapes=scratch,
+        ),
+        input_output_aliases={given + i: i for i in range(len(previous))},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel") + ("arbitrary",) * (len(grid) - 2),
+            vmem_limit_bytes=VMEM_LIMIT_BYTES,
+        ),
+        interpret=call.interpret,
+        name=name,
+    )(*prefetched, *inputs, *previous)
+
+
+def shape_like(shape: tuple[int, ...], dtype, like: jax.Array) -> jax.ShapeDtypeStruct:
+    """An output's shape; inside shard_map it varies over the mesh as `like` does."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)

@@ -1,0 +1,193 @@
+"""What is particular to the TPU kernels: which one serves a call, what they visit, that chips' compilers take them.
+
+libtpu compiles for any chip on any host; without it the last are skipped.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import AttentionSpec, attention, tpu
+from pallas_kernels.blocks import Tiles, choose_tiles
+from pallas_kernels.schedule import flat_visits, fully_visible, unpack, visited
+from pallas_kernels.spec import coordinates, dense_mask
+from pallas_kernels.tpu_tiles import Call
+from pallas_kernels.tpu_window import blocks_back, window_kernel_serves, window_steps, window_tiles
+
+from .suite import PACKED
+
+SPECS = {
+    "full": AttentionSpec(),
+    "bidirectional": AttentionSpec(causal=False),
+    "window": AttentionSpec(11),
+    "window-bidirectional": AttentionSpec(11, causal=False),
+    "sinks": AttentionSpec(9, 3),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("full_from", [None, 40])
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_blocks_without_a_mask_are_exactly_the_fully_visible_ones(spec, full_from, outside, packed):
+    if spec.window is None and full_from is not None:
+        full_from = None
+    row = np.array(PACKED[:1])[:, :48]
+    where = coordinates(
+        48,
+        48,
+        q_segment_ids=row if packed else None,
+        full_from=None if full_from is None else np.full((1, 3), full_from),
+    )
+    seen = np.asarray(dense_mask(spec, where))[0]
+    if outside:
+        everything = np.asarray(dense_mask(AttentionSpec(causal=spec.causal), where))[0]
+        seen = everything & ~seen
+    by_block = seen.reshape(6, 8, 6, 8).swapaxes(1, 2)
+    fully = np.asarray(fully_visible(spec, where, 8, 8, outside=outside))
+    assert not (fully & ~by_block.all((2, 3))).any()
+    if not packed and not spec.num_sink_tokens and full_from is None:
+        np.testing.assert_array_equal(fully, by_block.all((2, 3)))
+    listed = np.asarray(visited(spec, where, 8, 8, outside=outside))
+    assert not (by_block.any((2, 3)) & ~listed).any()
+    if not packed and full_from is None:
+        np.testing.assert_array_equal(listed, by_block.any((2, 3)))
+
+
+def test_flat_visits_list_every_wanted_pair_once_and_every_row_at_least_once():
+    rng = np.random.default_rng(0)
+    table = rng.random((7, 5)) < 0.4
+    table[3] = False
+    fully = table & (rng.random((7, 5)) < 0.5)
+    visits = flat_visits(jnp.asarray(table), jnp.asarray(fully))
+    used = [jax.tree.map(int, unpack(pair)) for pair in np.asarray(visits.pairs)[: int(visits.used)]]
+    wanted = [(visit.row, visit.column) for visit in used if visit.wanted]
+    assert wanted == [tuple(map(int, pair)) for pair in np.argwhere(table)]
+    assert {(v.row, v.column) for v in used if v.wanted and not v.masked} == set(
+        map(tuple, np.argwhere(fully).tolist())
+    )
+    for row in range(7):
+        mine = [visit for visit in used if visit.row == row]
+        assert [visit.first for visit in mine] == [True] + [False] * (len(mine) - 1)
+        assert [visit.last for visit in mine] == [False] * (len(mine) - 1) + [True]
+
+
+@pytest.mark.parametrize("window", [1, 5, 8, 9, 16, 17, 33])
+@pytest.mark.parametrize("strip", [4, 8, 16])
+def test_window_tiles_cover_the_window_without_whole_tiles_of_waste(window, strip):
+    call = Call(AttentionSpec(window), Tiles(16, 16, strip=strip, tile=4))
+    for present, _ in window_steps(call, num_steps=9):
+        for start in range(0, 16, strip):
+            tiles = window_tiles(call, start, present)
+            keys = [key for tile in tiles for key in range(tile.key, tile.key + tile.size)]
+            first = max(start - window + 1, -(present - 1) * 16)
+            assert keys == list(range(keys[0], start + strip))
+            assert first - 4 < keys[0] <= first
+            for tile in tiles:
+                assert tile.key == (tile.block - blocks_back(call)) * 16 + tile.offset
+                assert tile.offset + tile.size <= 16
+
+
+@pytest.mark.parametrize("change", ["none", "positions", "full_from", "lengths", "sinks in segments", "long"])
+def test_window_kernel_serves_default_positions_only(change):
+    spec = AttentionSpec(4096 if change == "long" else 11, 2 if change == "sinks in segments" else 0)
+    options = {
+        "positions": {"q_positions": np.arange(48)[None]},
+        "full_from": {"full_from": np.array([4])},
+        "sinks in segments": {"q_segment_ids": np.ones((1, 48), int)},
+    }
+    where = coordinates(48, 40 if change == "lengths" else 48, **options.get(change, {}))
+    call = Call(spec, Tiles(16, 16, strip=8, tile=8))
+    assert window_kernel_serves(call, where) == (change == "none")
+
+
+@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x", "cpu"])
+@pytest.mark.parametrize("length", [1, 16, 50, 128, 300, 5000])
+def test_tiles_fit_any_length(kind, length):
+    tiles = choose_tiles(kind, length, length, 128)
+    assert tiles.q_block == tiles.kv_block
+    assert tiles.q_block % 128 == 0 or tiles.q_block - length in range(16)
+    assert tiles.q_block <= 1024
+
+
+def test_float64_is_refused_by_name():
+    with jax.enable_x64(True):
+        q = jnp.zeros((1, 4, 1, 8), jnp.float64)
+        with pytest.raises(NotImplementedError, match="takes float32 and bfloat16, but q is float64"):
+            attention(q, q, q, AttentionSpec(), implementation="tpu")
+
+
+def test_kernels_are_interpreted_off_tpus_only():
+    assert tpu.interpret_mode() == (jax.default_backend() != "tpu")
+
+
+COMPILE = """
+import sys, jax, jax.numpy as jnp
+from jax.experimental import topologies
+from pallas_kernels import AttentionSpec, attention
+topology, cores = sys.argv[1], int(sys.argv[2])
+device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+abstract = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=cores, platform="tpu")
+mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=abstract)
+put = jax.sharding.SingleDeviceSharding(device)
+CALLS = [
+    (AttentionSpec(1024), 128, jnp.bfloat16, ()),
+    (AttentionSpec(600), 64, jnp.bfloat16, ("ids", "slopes")),
+    (AttentionSpec(300, activation="sigmoid", logit_softcap=30.0), 80, jnp.bfloat16, ("slopes", "bias")),
+    (AttentionSpec(1024, 128), 96, jnp.bfloat16, ("full_heads",)),
+    (AttentionSpec(512, 4), 128, jnp.bfloat16, ("ids", "full_from", "full_heads", "slopes")),
+    (AttentionSpec(), 256, jnp.float32, ()),
+]
+for spec, head_dim, dtype, names in CALLS:
+    def array(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=put)
+    options = {
+        "ids": ("q_segment_ids", array((1, 1500), jnp.int32)),
+        "slopes": ("alibi_slopes", array((4,), jnp.float32)),
+        "bias": ("sigmoid_bias", array((4,), jnp.float32)),
+        "full_heads": ("full_heads", array((2,), bool)),
+        "full_from": ("full_from", array((1, 3), jnp.int32)),
+    }
+    options = dict(options[name] for name in names)
+    q, kv = array((1, 1500, 4, head_dim), dtype), array((1, 1500, 2, head_dim), dtype)
+    def both(q, k, v, options):
+        out, pullback = jax.vjp(lambda *qkv: attention(*qkv, spec, **options, implementation="tpu"), q, k, v)
+        return out, pullback(out)
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(both).lower(q, kv, kv, options)
+    assert lowered.as_text().count("tpu_custom_call") >= 2, spec
+    lowered.compile()
+print("compiled", len(CALLS))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the `tpu` extra) to compile"
+)
+@pytest.mark.parametrize(
+    ("topology", "cores"), [("v5e:2x2", 1), ("v5p:2x2x1", 2), ("v6e:2x2", 1), ("tpu7x:2x2x1", 1)]
+)
+def test_kernels_compile_ahead_of_time(topology, cores):
+    quiet = {"TPU_LOG_DIR": "disabled", "TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3"}
+    offline = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, topology, str(cores)],
+        env=os.environ | quiet | offline | {"JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert "compiled" in done.stdout, done.stderr[-2000:]
