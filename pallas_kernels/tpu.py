@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.blocks import choose_tiles, device_kind
-from pallas_kernels.parts import join_sinks, merge, permute, vary_alike
+from pallas_kernels.parts import join_sinks, route, vary_alike
 from pallas_kernels.spec import AttentionSpec, Coordinates
 from pallas_kernels.tpu_backward import scheduled_backward
 from pallas_kernels.tpu_forward import scheduled_forward, window_forward
@@ -55,34 +55,17 @@ def routed_attention(
     sink_logits: jax.Array | None = None,
     full_heads: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns gate * O_full + (1 - gate) * O_window and the branch disagreement [B, T].
-
-    Rows whose gate is 0 send no gradient outside the window. Sorted behind the others, they fill whole query blocks,
-    which the backward pass skips.
-    """
+    """Returns gate * O_full + (1 - gate) * O_window and the branch disagreement [B, T]; see `parts.route`."""
     call = _call(q, k, spec, alibi_slopes, sigmoid_bias)
     attend = functools.partial(
         _attend, alibi_slopes=alibi_slopes, sigmoid_bias=sigmoid_bias, full_heads=full_heads
     )
-    window, window_lse = attend(call, q, k, v, where)
 
-    order = jnp.argsort(gate == 0, axis=1, stable=True)  # [B, T]
-    inverse = jnp.argsort(order, axis=1)
-    rows = {name: getattr(where, name) for name in ("q_pos", "q_order", "q_seg", "full_rows")}
-    rows = jax.tree.map(lambda x: permute(jnp.broadcast_to(x, order.shape), order, inverse), rows)
-    call = dataclasses.replace(call, outside=True)
-    outside, outside_lse = attend(call, permute(q, order, inverse), k, v, where._replace(**rows))
-    outside, outside_lse = jax.tree.map(lambda x: permute(x, inverse, order), (outside, outside_lse))
+    def part(q, where, outside):
+        out, lse = attend(dataclasses.replace(call, outside=outside), q, k, v, where)
+        return out.astype(jnp.float32), lse
 
-    window, outside = window.astype(jnp.float32), outside.astype(jnp.float32)
-    if spec.activation == "sigmoid":
-        full = window + outside
-    else:
-        full, full_lse = merge(window, window_lse, outside, outside_lse)
-        full, _ = join_sinks(full, full_lse, sink_logits)
-        window, _ = join_sinks(window, window_lse, sink_logits)
-    share = gate.astype(jnp.float32)[:, :, None, None]
-    return share * full + (1 - share) * window, jnp.square(full - window).mean(axis=(2, 3))
+    return route(part, q, gate, where, sink_logits)
 
 
 def decode_attention(
