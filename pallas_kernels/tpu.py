@@ -17,10 +17,11 @@ from pallas_kernels.blocks import choose_tiles, device_kind
 from pallas_kernels.parts import join_sinks, route, vary_alike
 from pallas_kernels.spec import AttentionSpec, Coordinates
 from pallas_kernels.tpu_backward import scheduled_backward
-from pallas_kernels.tpu_forward import scheduled_forward, window_forward
+from pallas_kernels.tpu_forward import scheduled_forward
 from pallas_kernels.tpu_tiles import LOG2E, Call, Heads
 from pallas_kernels.tpu_window import window_kernel_serves
 from pallas_kernels.tpu_window_backward import window_backward
+from pallas_kernels.tpu_window_forward import window_forward
 
 
 def attention(

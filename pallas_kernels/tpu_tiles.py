@@ -179,6 +179,26 @@ def to_row(column: jax.Array) -> jax.Array:
     return column.T[:1]
 
 
+def sigmoid_values(weights, value):
+    """weights @ value. Without a normaliser the rounding of many weights near 1 adds up: what it cut off is added."""
+    high = weights.astype(value.dtype)
+    acc = dot(high, value, NN)
+    if value.dtype == jnp.float32:
+        return acc
+    return acc + dot((weights - high.astype(jnp.float32)).astype(value.dtype), value, NN)
+
+
+def write_softmax(out_ref, lse_ref, rows, acc, top, total, may_be_empty=True):
+    """Normalises a strip; a row whose maximum is still MASKED has seen nothing."""
+    out = acc * (1 / total)
+    lse = (top + jnp.log2(total)) * (1 / LOG2E)
+    if may_be_empty:
+        sees_any = top > 0.5 * MASKED
+        out, lse = jnp.where(sees_any, out, 0), jnp.where(sees_any, lse, -jnp.inf)
+    out_ref[rows, :] = out.astype(out_ref.dtype)
+    lse_ref[:, rows] = to_row(lse)
+
+
 def visits(
     call: Call, where: Coordinates, active: jax.Array | None = None, *, by_key: bool = False
 ) -> Visits:

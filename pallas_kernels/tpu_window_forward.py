@@ -1,0 +1,206 @@
+"""Window attention forward on TPUs: the whole window of a block of queries in one grid step.
+
+Its strips of query rows each see every key they need at once: the exact maximum comes first, then one exp2 and one
+matmul with V; nothing is rescaled and nothing carried from step to step. The order of the program is the software
+pipeline: the products q.k of strip t + 1 stand before the exponentials of strip t, so that the matrix unit works while
+the vector unit does.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.spec import Coordinates
+from pallas_kernels.tpu_tiles import (
+    LANES,
+    MASKED,
+    NN,
+    NT,
+    Call,
+    Heads,
+    by_head,
+    dot,
+    form_logits,
+    head_at,
+    launch,
+    shape_like,
+    sigmoid_values,
+    sigmoid_weights,
+    write_softmax,
+)
+from pallas_kernels.tpu_window import blocks_back, first_keys, sink_rows, window_steps, window_tiles
+
+
+def window_forward(
+    call: Call,
+    q: jax.Array,  # [B, H, T, D], times call.query_factor
+    k: jax.Array,  # [B, K, T, D]
+    v: jax.Array,  # [B, K, T, D]
+    head_bias: jax.Array,  # [2, H] f32: ALiBi slope and bias
+    where: Coordinates,
+    heads: Heads,
+    previous: tuple[jax.Array, ...] = (),
+) -> tuple[jax.Array, ...]:
+    """As `scheduled_forward`, for the calls of `Call.window_kernel`."""
+    batch, num_heads, length, head_dim = q.shape
+    group = num_heads // k.shape[1]
+    block = call.tiles.q_block
+    back = blocks_back(call)
+    heads = heads.queries(group)
+
+    def spec(block_shape, index):
+        """A block located by batch, query head and step."""
+        return pl.BlockSpec(block_shape, lambda b, h, i, *order: index(b, head_at(h, order), i))
+
+    def keys(before):
+        return spec(
+            (None, None, block, head_dim), lambda b, h, i: (b, h // group, jnp.maximum(i - before, 0), 0)
+        )
+
+    queries = spec((None, None, block, head_dim), lambda b, h, i: (b, h, i, 0))
+    window = [keys(before) for before in range(back, -1, -1)]
+    inputs = [q, by_head(head_bias), *[k] * (back + 1), *[v] * (back + 1)]
+    in_specs = [queries, spec((None, 8, LANES), lambda b, h, i: (h, 0, 0)), *window, *window]
+    if call.spec.num_sink_tokens:
+        sinks = spec((None, None, sink_rows(call), head_dim), lambda b, h, i: (b, h // group, 0, 0))
+        inputs += [k, v]
+        in_specs += [sinks, sinks]
+    if where.q_seg is not None:
+        inputs.append(first_keys(call, where))
+        in_specs.append(spec((None, 8, block), lambda b, h, i: (b, 0, i)))
+    outputs, out_specs = [shape_like(q.shape, q.dtype, q)], [queries]
+    if call.softmax:
+        outputs.append(shape_like((batch, num_heads, 1, length), jnp.float32, q))
+        out_specs.append(spec((None, None, 1, block), lambda b, h, i: (b, h, 0, i)))
+    return launch(
+        call,
+        functools.partial(_window_kernel, call, where.q_seg is not None, length // block),
+        "window_forward",
+        grid=(batch, heads.count, length // block),
+        scalars=(),
+        heads=heads,
+        inputs=inputs,
+        in_specs=in_specs,
+        outputs=outputs,
+        out_specs=out_specs,
+        previous=previous,
+    )
+
+
+def _window_kernel(call, has_segments, num_steps, order, q_ref, bias_ref, *rest):
+    back = blocks_back(call)
+    k_refs, v_refs, rest = rest[: back + 1], rest[back + 1 : 2 * back + 2], rest[2 * back + 2 :]
+    num_sinks = call.spec.num_sink_tokens
+    if num_sinks:
+        sink_k_ref, sink_v_ref, *rest = rest
+    if has_segments:
+        first_key_ref, *rest = rest
+    out_ref, lse_ref = (*rest, None)[:2]
+
+    step = pl.program_id(2)
+    slope, bias = bias_ref[0:1, 0:1] * call.unit, bias_ref[1:2, 0:1] * call.unit
+    block, window = call.tiles.q_block, call.spec.window
+    strip = math.gcd(call.tiles.strip, block)
+
+    def attend(present: int, sinks: str | None):
+        """All strips of the step, whose window's last `present` blocks exist."""
+        if has_segments:
+            first_key = (
+                first_key_ref[...].T[:, :1] - step * block
+            )  # [block, 1], counted from the step's first query
+
+        def relative(size):
+            """Row minus column, of a strip's tile."""
+            return lax.broadcasted_iota(jnp.int32, (strip, size), 0) - lax.broadcasted_iota(
+                jnp.int32, (strip, size), 1
+            )
+
+        def addend(size, distance):
+            if not call.has_slopes:
+                return bias
+            return slope * relative(size).astype(jnp.float32) + (slope * distance.astype(jnp.float32) + bias)
+
+        def logits(start):
+            rows = pl.ds(start, strip)
+            query = q_ref[rows, :]
+            tiles = []
+            for tile in window_tiles(call, start, present):
+                keys = pl.ds(tile.offset, tile.size)
+                distance = start - tile.key  # of the first row to the first column
+                s = dot(query, k_refs[tile.block][keys, :], NT)
+                s, _ = form_logits(call, s, functools.partial(addend, tile.size, jnp.int32(distance)))
+                seen = []
+                if distance - (tile.size - 1) < 0:
+                    seen.append(relative(tile.size) >= -distance)
+                if has_segments:
+                    key = lax.broadcasted_iota(jnp.int32, s.shape, 1) + tile.key
+                    seen.append(key >= first_key[start : start + strip])
+                elif distance + strip - 1 >= window:
+                    seen.append(relative(tile.size) < window - distance)
+                if seen:
+                    s = jnp.where(functools.reduce(jnp.logical_and, seen), s, MASKED)
+                tiles.append((s, v_refs[tile.block], keys))
+            if sinks is not None:
+                size = sink_k_ref.shape[0]
+                s = dot(query, sink_k_ref[...], NT)
+                distance = step * block + start
+                s, _ = form_logits(call, s, functools.partial(addend, size, distance))
+                column = lax.broadcasted_iota(jnp.int32, s.shape, 1)
+                seen = [column < num_sinks] if num_sinks < size else []
+                if sinks == "some":  # the others lie inside the window
+                    seen.append(relative(size) >= window - distance)
+                if seen:
+                    s = jnp.where(functools.reduce(jnp.logical_and, seen), s, MASKED)
+                tiles.append((s, sink_v_ref, slice(None)))
+            top = (
+                _over_lanes(jnp.maximum, [s for s, *_ in tiles]).max(axis=1, keepdims=True)
+                if call.softmax
+                else None
+            )
+            return rows, tiles, top
+
+        def finish(rows, tiles, top):
+            acc, partial_sums = 0.0, []
+            for s, v_ref, keys in tiles:
+                value = v_ref[keys, :]
+                weights = jnp.exp2(s - top) if call.softmax else sigmoid_weights(s)
+                if call.softmax and call.tiles.sum_on_mxu:
+                    value = jnp.concatenate([value, jnp.ones_like(value)], axis=1)
+                elif call.softmax:
+                    partial_sums.append(weights)
+                if call.softmax:
+                    acc += dot(weights.astype(value.dtype), value, NN)
+                else:
+                    acc += sigmoid_values(weights, value)
+            if not call.softmax:
+                out_ref[rows, :] = acc.astype(out_ref.dtype)
+            elif call.tiles.sum_on_mxu:
+                head_dim = acc.shape[1] // 2
+                write_softmax(out_ref, lse_ref, rows, acc[:, :head_dim], top, acc[:, head_dim:], has_segments)
+            else:
+                total = _over_lanes(jnp.add, partial_sums).sum(axis=1, keepdims=True)
+                write_softmax(out_ref, lse_ref, rows, acc, top, total, has_segments)
+
+        ahead = logits(0)
+        for start in range(0, block, strip):
+            current = ahead
+            if start + strip < block:
+                ahead = logits(start + strip)
+            finish(*current)
+
+    # The first steps lack blocks before the sequence, and their window may cover some of the sink tokens.
+    steps = window_steps(call, num_steps)
+    for i, (present, sinks) in enumerate(steps):
+        here = step == i if i + 1 < len(steps) else step >= i
+        pl.when(here)(functools.partial(attend, present, sinks))
+
+
+def _over_lanes(operator, tiles):
+    """Combines tiles column group by column group, leaving [rows, LANES] for one pass over the lanes at the end."""
+    width = min(LANES, *(tile.shape[1] for tile in tiles))
+    groups = [tile[:, start : start + width] for tile in tiles for start in range(0, tile.shape[1], width)]
+    return functools.reduce(operator, groups)
