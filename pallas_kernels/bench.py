@@ -16,7 +16,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import tpu
+from pallas_kernels import tpu, tpu_passes
 from pallas_kernels.blocks import choose_tiles, device_kind
 from pallas_kernels.schedule import fully_visible, visited
 from pallas_kernels.spec import AttentionSpec, coordinates
@@ -101,12 +101,12 @@ def _bench(shape, *, packed=False, backward=False, activation="softmax", rho=Non
     def function(q, k, v, head_bias, ids, *cotangents):
         where = coordinates(T, T, q_segment_ids=ids) if packed else coordinates(T, T)
         chosen = dataclasses.replace(choose_tiles(device_kind(), T, T, D), **tiles)
-        call = Call(spec, chosen, has_slopes=activation == "sigmoid")
+        call = Call(spec, chosen, indexed=True, has_slopes=activation == "sigmoid")
         call = dataclasses.replace(call, window_kernel=window_kernel_serves(call, where))
         full_heads = None if rho is None else jnp.arange(K) >= round(rho * K)
         if not backward:
-            return tpu.forward(call, q, k, v, head_bias, where, full_heads)
-        return tpu.backward(call, q, k, v, head_bias, where, full_heads, *cotangents)
+            return tpu_passes.forward(call, q, k, v, head_bias, where, full_heads)
+        return tpu_passes.backward(call, q, k, v, head_bias, where, full_heads, *cotangents)
 
     cotangents = ((q, row) if activation == "softmax" else (q, None)) if backward else ()
     return function, (q, kv, kv, head_bias, ids, *cotangents)

@@ -14,17 +14,23 @@ from pallas_kernels.spec import Coordinates
 
 
 def route(
-    part: Callable, q: jax.Array, gate: jax.Array, where: Coordinates, sink_logits: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+    part: Callable,
+    q: jax.Array,
+    gate: jax.Array,
+    where: Coordinates,
+    sink_logits: jax.Array | None,
+    *,
+    inference: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
     """SwiAttn from window and outside: gate * O_full + (1 - gate) * O_window [B, T, H, D], and the
     disagreement [B, T].
 
     Args:
       part: `part(q, where, outside)` returns the out [B, T, H, D] and lse [B, T, H] (None for sigmoid) of the
-      keys that
-        the spec sees, or of the others; its backward pass skips query blocks whose cotangents are all zero.
+        keys that the spec sees, or of the others; its backward pass skips query blocks whose cotangents are all zero.
       gate: [B, T]. Rows whose gate is 0 send no gradient outside. Sorted behind the others, they fill whole
-      blocks.
+        blocks.
+      inference: leave rows whose gate is 0 out of the pass over the keys outside; no disagreement is returned.
     """
     window, window_lse = part(q, where, False)
 
@@ -32,15 +38,23 @@ def route(
     inverse = jnp.argsort(order, axis=1)
     rows = {name: getattr(where, name) for name in ("q_pos", "q_order", "q_seg", "full_rows")}
     rows = jax.tree.map(lambda x: permute(jnp.broadcast_to(x, order.shape), order, inverse), rows)
+    if inference:
+        rows["q_pos"] = jnp.where(permute(gate, order, inverse) == 0, -1, rows["q_pos"])
     outside = part(permute(q, order, inverse), where._replace(**rows), True)
     outside, outside_lse = jax.tree.map(lambda x: permute(x, inverse, order), outside)
 
     if window_lse is None:
-        full = window + outside
+        full, full_lse = window + outside, None
     else:
         full, full_lse = merge(window, window_lse, outside, outside_lse)
-        full, _ = join_sinks(full, full_lse, sink_logits)
-        window, _ = join_sinks(window, window_lse, sink_logits)
+    out, disagreement = mix(gate, window, window_lse, full, full_lse, sink_logits)
+    return out, None if inference else disagreement
+
+
+def mix(gate, window, window_lse, full, full_lse, sink_logits) -> tuple[jax.Array, jax.Array]:
+    """gate * O_full + (1 - gate) * O_window [B, T, H, D] f32, and the mean squared difference of the two [B, T]."""
+    full, _ = join_sinks(full.astype(jnp.float32), full_lse, sink_logits)
+    window, _ = join_sinks(window.astype(jnp.float32), window_lse, sink_logits)
     share = gate.astype(full.dtype)[:, :, None, None]
     return share * full + (1 - share) * window, jnp.square(full - window).mean(axis=(2, 3))
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.spec import AttentionSpec, Coordinates
 
@@ -130,13 +131,18 @@ class Visit(NamedTuple):
     last: jax.Array
     wanted: jax.Array  # False in the entry of a row without visits
     masked: jax.Array
+    flush: jax.Array | bool = False  # not a visit: behind the visits, every column once more
 
 
 _INDEX_BITS = 13  # up to 8192 blocks on each side
 
 
-def flat_visits(table: jax.Array, fully: jax.Array) -> Visits:
-    """Lists the True entries of `table` [rows, columns] row by row; those in `fully` are marked as needing no mask."""
+def flat_visits(table: jax.Array, fully: jax.Array, *, flush: bool = False) -> Visits:
+    """Lists the True entries of `table` [rows, columns] row by row; those in `fully` are marked as needing no mask.
+
+    Args:
+      flush: list every column once more at the end, for a kernel that writes results by column there.
+    """
     rows, columns = table.shape
     if max(rows, columns) > 1 << _INDEX_BITS:
         raise ValueError(
@@ -151,12 +157,17 @@ def flat_visits(table: jax.Array, fully: jax.Array) -> Visits:
     for bit, flag in enumerate((first, last, table, table & ~fully), start=2 * _INDEX_BITS):
         packed |= flag.astype(jnp.int32) << bit
     (order,) = jnp.nonzero(listed.reshape(-1), size=rows * columns, fill_value=0)
-    return Visits(packed.reshape(-1)[order], listed.sum(dtype=jnp.int32))
+    pairs, used = packed.reshape(-1)[order], listed.sum(dtype=jnp.int32)
+    if flush:
+        last = ((rows - 1) << _INDEX_BITS) | column | (1 << (2 * _INDEX_BITS + 4))
+        pairs = lax.dynamic_update_slice(jnp.pad(pairs, (0, columns)), last, (used,))
+        used += columns
+    return Visits(pairs, used)
 
 
 def unpack(pair) -> Visit:
     mask = (1 << _INDEX_BITS) - 1
-    flags = ((pair >> (2 * _INDEX_BITS + bit)) & 1 == 1 for bit in range(4))
+    flags = ((pair >> (2 * _INDEX_BITS + bit)) & 1 == 1 for bit in range(5))
     return Visit((pair >> _INDEX_BITS) & mask, pair & mask, *flags)
 
 

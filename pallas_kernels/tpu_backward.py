@@ -1,23 +1,29 @@
-"""Attention backward on TPUs. Weights are recomputed from lse; nothing of the size [T, S], or a stack of dq, is stored.
+"""Attention backward on TPUs for any pattern: dq, dk and dv from one sweep over the queries.
 
-`scheduled_backward` runs two kernels over the forward's list of block pairs: dq by query block, dk and dv by KV block
-(the transposed list). The second one forms its logits transposed, [keys, queries], so that all its products are plain.
+The grid walks over the forward's pairs of blocks (`tpu_walk`), all those of a query block together. dq of that block,
+and dk and dv of *all* keys, are accumulated in VMEM; a few more steps at the end write the latter out. Keys that VMEM
+does not hold are taken in chunks. So weights are recomputed from lse once, each pair takes five matmuls, and nothing of
+the size [T, S], or a stack of dq, is stored.
 
 With w the weights, dw = dout v^T and delta = rowsum(dout * out) - dlse:
 
     softmax: ds = w (dw - delta)     sigmoid: ds = w (1 - w) dw
     dv = w^T dout,  dk = ds^T q,  dq = ds k      (times the softcap's derivative and the scale)
+
+Logits are transposed, [keys, queries]: what belongs to a query is a row, and the weights are the stationary side of
+every product, so that 128 rows of q, dout or k stream past a matrix unit that they fill. Gradients are transposed too.
 """
 
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.schedule import unpack
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu_tiles import (
     LANES,
@@ -28,17 +34,19 @@ from pallas_kernels.tpu_tiles import (
     Heads,
     addend_at,
     batch_index,
-    by_head,
-    describe_tokens,
     dot,
     form_logits,
     head_at,
     launch,
     shape_like,
+    split,
     tile_mask,
-    to_row,
-    visits,
 )
+from pallas_kernels.tpu_walk import Walk, default_mask, listed_walk, seen_tiles, walk_over
+
+_UNIT = 256  # queries of a unit of work, as wide as the widest matrix unit
+_AHEAD = 2
+_ACCUMULATOR_BYTES = 32 * 2**20  # of dk and dv in VMEM
 
 
 def scheduled_backward(
@@ -54,74 +62,185 @@ def scheduled_backward(
     previous: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, ...]:
     """Returns the gradients of q (as given), k and v, and with a bias also its rows' [B, H, 1, T] f32."""
-    # Rows whose cotangents are all zero (routed to the other branch, padding) change nothing.
-    active = (dout != 0).any(axis=(0, 1, 3))  # [T]
-    if statistics is not None:
-        active |= (statistics[:, :, 1] != 0).any(axis=(0, 1))
-    active = active.reshape(-1, call.tiles.q_block).any(axis=1)  # [nq]
-    run = functools.partial(_scheduled, call, q, k, v, head_bias, where, heads, dout, statistics)
-    dq, *dbias = run(visits(call, where, active), previous[:1] + previous[3:], by_key=False)
-    dk, dv = run(visits(call, where, active, by_key=True), previous[1:3], by_key=True)
-    return dq, dk, dv, *dbias
+    run = functools.partial(_sweep, call, q, head_bias, heads, dout, statistics)
+    length, block = k.shape[2], call.tiles.kv_block
+    chunk = _ACCUMULATOR_BYTES // (2 * 4 * k.shape[3] * block) * block
+    if length <= chunk:
+        return run(k, v, where, walk_over(call, where, flush=True), previous)
+
+    parts = []
+    for start in range(0, length, chunk):
+        keys = slice(start, start + chunk)
+        kv = {name: getattr(where, name) for name in ("kv_pos", "kv_order", "kv_seg")}
+        here = where._replace(**{name: x if x is None else x[:, keys] for name, x in kv.items()})
+        walk = listed_walk(call, here, flush=True)
+        before = (*previous[:1], *(x[:, :, keys] for x in previous[1:3]), *previous[3:])
+        parts.append(run(k[:, :, keys], v[:, :, keys], here, walk, before))
+    dq, dk, dv, *dbias = zip(*parts, strict=True)
+    return _sum(dq), *(jnp.concatenate(x, axis=2) for x in (dk, dv)), *map(_sum, dbias)
 
 
-def _scheduled(call, q, k, v, head_bias, where, heads, dout, statistics, schedule, previous, by_key):
+def _sum(arrays):
+    return functools.reduce(jnp.add, arrays)
+
+
+def _sweep(
+    call: Call, q, head_bias, heads: Heads, dout, statistics, k, v, where: Coordinates, walk: Walk, previous
+):
     batch, num_heads, q_length, head_dim = q.shape
-    group = num_heads // k.shape[1]
+    group, num_blocks = num_heads // k.shape[1], k.shape[2] // call.tiles.kv_block
     q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
-    tokens = describe_tokens(where)
+    info = walk.information(call, head_bias, where)
 
-    # The grid is (batch, query heads, visits), or (batch, KV heads, visits, query heads of the KV head).
     def spec(block, index):
-        """A block located by batch, query head, KV head, query block and KV block."""
+        """A block located by batch, query head, KV head, visit, and the KV block whose gradients are written."""
 
-        def by_query(b, h, p, pairs, *order):
-            h, visit = head_at(h, order), unpack(pairs[p])
-            return index(b, h, h // group, visit.row, visit.column)
+        def index_map(b, h, g, *rest):
+            indices, scalars, order = split(rest, len(walk.grid), len(walk.scalars))
+            h, visit = head_at(h, order), walk.visit(indices, scalars)
+            written = jnp.where(visit.flush & (g == group - 1), visit.column, 0)
+            return index(b, h * group + g, h, visit, written)
 
-        def by_key_head(b, h, p, g, pairs, *order):
-            h, visit = head_at(h, order), unpack(pairs[p])
-            return index(b, h * group + g, h, visit.column, visit.row)
+        return pl.BlockSpec(block, index_map)
 
-        return pl.BlockSpec(block, by_key_head if by_key else by_query)
+    queries = spec((None, None, q_block, head_dim), lambda b, h, kv, visit, _: (b, h, visit.row, 0))
+    keys = spec((None, None, kv_block, head_dim), lambda b, h, kv, visit, _: (b, kv, visit.column, 0))
+    written = spec((None, None, kv_block, head_dim), lambda b, h, kv, visit, written: (b, kv, written, 0))
 
-    queries = spec((None, None, q_block, head_dim), lambda b, h, kv, i, j: (b, h, i, 0))
-    keys = spec((None, None, kv_block, head_dim), lambda b, h, kv, i, j: (b, kv, j, 0))
-    inputs = [q, k, v, dout, by_head(head_bias), *tokens]
-    in_specs = [queries, keys, keys, queries, spec((None, 8, LANES), lambda b, h, kv, i, j: (h, 0, 0))]
-    in_specs.append(spec((None, 8, q_block), lambda b, h, kv, i, j: (batch_index(b, tokens.queries), 0, i)))
-    in_specs.append(spec((None, 8, kv_block), lambda b, h, kv, i, j: (batch_index(b, tokens.keys), 0, j)))
+    def of_queries(rows):
+        return spec((None, None, rows, q_block), lambda b, h, kv, visit, _: (b, h, 0, visit.row))
+
+    inputs, in_specs = [q, k, v, dout], [queries, keys, keys, queries]
     if call.softmax:
         inputs.append(statistics)
-        in_specs.append(spec((None, None, 8, q_block), lambda b, h, kv, i, j: (b, h, 0, i)))
-    if by_key:
-        out_specs, out_shapes = [keys, keys], [shape_like(x.shape, x.dtype, q) for x in (k, v)]
-        scratch = [pltpu.VMEM((kv_block, head_dim), jnp.float32)] * 2
-        grid = (batch, heads.count, schedule.used, group)
-    else:
-        heads = heads.queries(group)
-        out_specs, out_shapes = [queries], [shape_like(q.shape, q.dtype, q)]
-        scratch = [pltpu.VMEM((q_block, head_dim), jnp.float32)]
-        if call.has_bias:
-            out_specs.append(spec((None, None, 1, q_block), lambda b, h, kv, i, j: (b, h, 0, i)))
-            out_shapes.append(shape_like((batch, num_heads, 1, q_length), jnp.float32, q))
-            scratch.append(pltpu.VMEM((q_block, LANES), jnp.float32))
-        grid = (batch, heads.count, schedule.used)
-    kernel = _key_kernel if by_key else _query_kernel
+        in_specs.append(of_queries(8))
+    if info:
+        inputs += info
+        in_specs += [
+            spec((None, 8, LANES), lambda b, h, *_: (h, 0, 0)),
+            spec((None, 8, q_block), lambda b, h, kv, visit, _: (batch_index(b, info[1]), 0, visit.row)),
+            spec((None, 8, kv_block), lambda b, h, kv, visit, _: (batch_index(b, info[2]), 0, visit.column)),
+        ]
+    outputs = [shape_like(x.shape, x.dtype, q) for x in (q, k, v)]
+    out_specs = [queries, written, written]
+    all_keys = pltpu.VMEM((num_blocks, head_dim, kv_block), jnp.float32)
+    scratch = [
+        all_keys,
+        all_keys,
+        pltpu.VMEM((head_dim, q_block), jnp.float32),
+        pltpu.VMEM((head_dim, q_block), q.dtype),
+        pltpu.VMEM((head_dim, q_block), q.dtype),
+    ]
+    if call.has_bias:
+        outputs.append(shape_like((batch, num_heads, 1, q_length), jnp.float32, q))
+        out_specs.append(of_queries(1))
     return launch(
         call,
-        functools.partial(kernel, call, where.q_seg is not None, where.full_rows is not None),
-        "scheduled_backward_keys" if by_key else "scheduled_backward_queries",
-        grid=grid,
-        scalars=(schedule.pairs,),
+        functools.partial(
+            _kernel, call, walk, where.q_seg is not None, where.full_rows is not None, len(info), group
+        ),
+        "scheduled_backward",
+        grid=(batch, heads.count, group, *walk.grid),
+        scalars=walk.scalars,
         heads=heads,
         inputs=inputs,
         in_specs=in_specs,
-        outputs=out_shapes,
+        outputs=outputs,
         out_specs=out_specs,
         scratch=scratch,
         previous=previous,
     )
+
+
+class _Unit(NamedTuple):
+    """A tile of keys and some queries of a pair of blocks."""
+
+    keys: slice
+    queries: slice
+    masked: bool
+
+
+def _units(call: Call, seen) -> list[_Unit]:
+    """The units that a pair of blocks needs, keys outermost."""
+    q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
+    tile, width = math.gcd(call.tiles.tile, kv_block), math.gcd(_UNIT, q_block)
+    return [
+        _Unit(keys, slice(start, start + width), masked)
+        for key in range(0, kv_block, tile)
+        for start in range(0, q_block, width)
+        for keys, masked in seen_tiles(call, seen, slice(start, start + width), tile, slice(key, key + tile))
+    ]
+
+
+def _kernel(call, walk, has_segments, has_full_rows, num_info, group, order, *refs):
+    scalars, (q_ref, k_ref, v_ref, do_ref, *rest) = split(refs, len(walk.scalars))
+    indices = [pl.program_id(3 + i) for i in range(len(walk.grid))]
+    visit = walk.visit(indices, scalars)
+    (statistics,), rest = split(rest, 1) if call.softmax else ((None,), rest)
+    info, rest = split(rest, num_info)
+    bias_ref, q_info, kv_info = info or (None,) * 3
+    dq_ref, dk_ref, dv_ref, *rest = rest
+    (dbias_ref,), rest = split(rest, 1) if call.has_bias else ((None,), rest)
+    dk_acc, dv_acc, dq_acc, q_t, do_t = rest
+    by_head = (bias_ref[0:1, 0:1], bias_ref[1:2, 0:1]) if info else None
+    member = pl.program_id(2)
+
+    @pl.when((member == 0) & functools.reduce(jnp.logical_and, [i == 0 for i in indices]))
+    def _():
+        dk_acc[...] = jnp.zeros_like(dk_acc)
+        dv_acc[...] = jnp.zeros_like(dv_acc)
+
+    @pl.when(visit.first)
+    def _():
+        dq_acc[...] = jnp.zeros_like(dq_acc)
+        q_t[...], do_t[...] = q_ref[...].T, do_ref[...].T
+        if call.has_bias:
+            dbias_ref[...] = jnp.zeros_like(dbias_ref)
+
+    def attend(seen):
+        k_t = k_ref[...].T  # [D, keys]
+        key_info = kv_info[...].T if seen == "tokens" or call.has_slopes else None  # [keys, 8]
+
+        def products(unit):
+            return (
+                dot(k_ref[unit.keys, :], q_ref[unit.queries, :], NT),  # [keys, queries]
+                dot(v_ref[unit.keys, :], do_ref[unit.queries, :], NT),
+            )
+
+        def finish(unit, s, dw):
+            keys, queries = unit.keys, unit.queries
+            query = None if key_info is None else [q_info[i : i + 1, queries] for i in range(3)]
+            key = None if key_info is None else [key_info[keys, i : i + 1] for i in range(2)]
+            s, derivative = form_logits(call, s, lambda: addend_at(call, query, key, by_head))
+            if unit.masked and seen == "tokens":
+                mask = tile_mask(call, has_segments, has_full_rows, query, key, s.shape)
+                s = jnp.where(mask, s, MASKED)
+            elif unit.masked:
+                relative = lax.broadcasted_iota(jnp.int32, s.shape, 1)
+                relative -= lax.broadcasted_iota(jnp.int32, s.shape, 0)
+                s = jnp.where(default_mask(call, seen, queries, keys, relative), s, MASKED)
+            lse, delta = (statistics[i : i + 1, queries] if call.softmax else None for i in range(2))
+            w, dlogits, ds = weights_and_slopes(call, s, derivative, dw, lse, delta)
+            if call.has_bias:
+                dbias_ref[:, queries] += dlogits.sum(axis=0, keepdims=True)
+            w, ds = w.astype(q_ref.dtype), ds.astype(q_ref.dtype)
+            dv_acc[visit.column, :, keys] += dot(do_t[:, queries], w, NT)  # [D, keys]
+            dk_acc[visit.column, :, keys] += dot(q_t[:, queries], ds, NT)
+            dq_acc[:, queries] += dot(k_t[:, keys], ds, NN)  # [D, queries]
+
+        pipelined(_units(call, seen), products, finish, ahead=_AHEAD)
+
+    for seen, here in walk.cases(visit):
+        pl.when(here)(functools.partial(attend, seen))
+
+    @pl.when(visit.last)
+    def _():
+        dq_ref[...] = (dq_acc[...] * call.product_factor).T.astype(dq_ref.dtype)
+
+    @pl.when(visit.flush & (member == group - 1))
+    def _():
+        dk_ref[...] = (dk_acc[visit.column] * call.product_factor).T.astype(dk_ref.dtype)
+        dv_ref[...] = dv_acc[visit.column].T.astype(dv_ref.dtype)
 
 
 def weights_and_slopes(call, s, derivative, dw, lse, delta):
@@ -134,135 +253,6 @@ def weights_and_slopes(call, s, derivative, dw, lse, delta):
         w = 0.5 + 0.5 * tanh
         ds = (0.25 - 0.25 * (tanh * tanh)) * dw
     return w, ds, ds if derivative is None else ds * derivative
-
-
-def _query_kernel(
-    call,
-    has_segments,
-    has_full_rows,
-    order,
-    pairs,
-    q_ref,
-    k_ref,
-    v_ref,
-    do_ref,
-    bias_ref,
-    q_info,
-    kv_info,
-    *rest,
-):
-    statistics, rest = (rest[0], rest[1:]) if call.softmax else (None, rest)
-    if call.has_bias:
-        dq_ref, dbias_ref, acc_ref, bias_acc_ref = rest
-    else:
-        dq_ref, acc_ref = rest
-    visit = unpack(pairs[pl.program_id(2)])
-    scalars = bias_ref[0:1, 0:1], bias_ref[1:2, 0:1]
-    q_block = q_ref.shape[0]
-    strip = math.gcd(call.tiles.strip, q_block)
-    starts = range(0, q_block, strip)
-
-    @pl.when(visit.first)
-    def _():
-        acc_ref[...] = jnp.zeros_like(acc_ref)
-        if call.has_bias:
-            bias_acc_ref[...] = jnp.zeros_like(bias_acc_ref)
-
-    def attend(masked):
-        query = q_info[...].T  # [q_block, 8]
-        lse_delta = statistics[...].T if call.softmax else None
-        key = [kv_info[i : i + 1, :] for i in range(2)]
-
-        def products(start):
-            rows = pl.ds(start, strip)
-            return dot(q_ref[rows, :], k_ref[...], NT), dot(do_ref[rows, :], v_ref[...], NT)
-
-        def finish(start, s, dw):
-            rows = pl.ds(start, strip)
-            mine = [query[start : start + strip, i : i + 1] for i in range(3)]
-            s, derivative = form_logits(call, s, lambda: addend_at(call, mine[0] - key[0], *scalars))
-            if masked:
-                s = jnp.where(tile_mask(call, has_segments, has_full_rows, mine, key, s.shape), s, MASKED)
-            lse, delta = (
-                lse_delta[start : start + strip, i : i + 1] if call.softmax else None for i in range(2)
-            )
-            _, dlogits, ds = weights_and_slopes(call, s, derivative, dw, lse, delta)
-            acc_ref[rows, :] += dot(ds.astype(k_ref.dtype), k_ref[...], NN)
-            if call.has_bias:
-                bias_acc_ref[rows, :] += dlogits.sum(axis=1, keepdims=True)
-
-        pipelined(starts, products, finish)
-
-    pl.when(visit.wanted & visit.masked)(lambda: attend(True))
-    pl.when(visit.wanted & ~visit.masked)(lambda: attend(False))
-
-    @pl.when(visit.last)
-    def _():
-        dq_ref[...] = (acc_ref[...] * call.product_factor).astype(dq_ref.dtype)
-        if call.has_bias:
-            for start in starts:
-                rows = pl.ds(start, strip)
-                dbias_ref[:, rows] = to_row(bias_acc_ref[rows, :1])
-
-
-def _key_kernel(
-    call,
-    has_segments,
-    has_full_rows,
-    order,
-    pairs,
-    q_ref,
-    k_ref,
-    v_ref,
-    do_ref,
-    bias_ref,
-    q_info,
-    kv_info,
-    *rest,
-):
-    statistics, rest = (rest[0], rest[1:]) if call.softmax else (None, rest)
-    dk_ref, dv_ref, dk_acc_ref, dv_acc_ref = rest
-    visit = unpack(pairs[pl.program_id(2)])
-    group = pl.num_programs(3)
-    scalars = bias_ref[0:1, 0:1], bias_ref[1:2, 0:1]
-    kv_block = k_ref.shape[0]
-    strip = math.gcd(call.tiles.strip, kv_block)
-
-    @pl.when(visit.first & (pl.program_id(3) == 0))
-    def _():
-        dk_acc_ref[...] = jnp.zeros_like(dk_acc_ref)
-        dv_acc_ref[...] = jnp.zeros_like(dv_acc_ref)
-
-    def attend(masked):
-        key = kv_info[...].T  # [kv_block, 8]
-        query = [q_info[i : i + 1, :] for i in range(3)]
-        lse, delta = (statistics[i : i + 1, :] if call.softmax else None for i in range(2))
-
-        def products(start):
-            rows = pl.ds(start, strip)
-            return dot(k_ref[rows, :], q_ref[...], NT), dot(
-                v_ref[rows, :], do_ref[...], NT
-            )  # [strip, q_block]
-
-        def finish(start, s, dw):
-            rows = pl.ds(start, strip)
-            mine = [key[start : start + strip, i : i + 1] for i in range(2)]
-            s, derivative = form_logits(call, s, lambda: addend_at(call, query[0] - mine[0], *scalars))
-            if masked:
-                s = jnp.where(tile_mask(call, has_segments, has_full_rows, query, mine, s.shape), s, MASKED)
-            w, _, ds = weights_and_slopes(call, s, derivative, dw, lse, delta)
-            dv_acc_ref[rows, :] += dot(w.astype(do_ref.dtype), do_ref[...], NN)
-            dk_acc_ref[rows, :] += dot(ds.astype(q_ref.dtype), q_ref[...], NN)
-
-        pipelined(range(0, kv_block, strip), products, finish)
-
-    pl.when(visit.wanted & visit.masked)(lambda: attend(True))
-    pl.when(visit.wanted & ~visit.masked)(lambda: attend(False))
-
-    @pl.when(visit.last & (pl.program_id(3) == group - 1))
-    def _():
-        dk_ref[...] = (dk_acc_ref[...] * call.product_factor).astype(dk_ref.dtype)
-        dv_ref[...] = dv_acc_ref[...].astype(dv_ref.dtype)
 
 
 def pipelined(units, products, finish, ahead=1):

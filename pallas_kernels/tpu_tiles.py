@@ -8,6 +8,7 @@ which is 0.5 + 0.5 tanh(x / 2) because tanh is one instruction. The factor, with
 """
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -18,7 +19,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.blocks import Tiles
-from pallas_kernels.schedule import Visits, flat_visits, fully_visible, visited
 from pallas_kernels.spec import AttentionSpec, Coordinates, visible
 
 LOG2E = math.log2(math.e)
@@ -39,6 +39,7 @@ class Call:
     window_kernel: bool = (
         False  # default positions, causal, and a window that fits: the whole window in one grid step
     )
+    indexed: bool = False  # query and key i are token i of each row of the batch, segments or not
     outside: bool = False  # attend to what `spec` does *not* see of the keys that full attention would
     has_slopes: bool = False
     has_bias: bool = False
@@ -152,11 +153,17 @@ def form_logits(call: Call, products: jax.Array, addend) -> tuple[jax.Array, jax
     return products, derivative
 
 
-def addend_at(call: Call, distance, slope, bias):
-    """ALiBi and bias of a tile whose query position - key position is `distance`."""
+def addend_at(call: Call, query, key, by_head):
+    """ALiBi and bias of a tile.
+
+    Args:
+      query, key: the properties of `Tokens` along the axes of the tile; read only if the call has slopes.
+      by_head: slope and bias.
+    """
+    slope, bias = by_head
     if not call.has_slopes:
         return bias * call.unit
-    ramp = (slope * call.unit) * distance.astype(jnp.float32)
+    ramp = (slope * call.unit) * (query[0] - key[0]).astype(jnp.float32)
     return ramp + bias * call.unit if call.has_bias else ramp
 
 
@@ -188,6 +195,13 @@ def sigmoid_values(weights, value):
     return acc + dot((weights - high.astype(jnp.float32)).astype(value.dtype), value, NN)
 
 
+def over_lanes(operator, tiles):
+    """Combines tiles column group by column group, leaving [rows, LANES] for one pass over the lanes at the end."""
+    width = min(LANES, *(tile.shape[1] for tile in tiles))
+    groups = [tile[:, start : start + width] for tile in tiles for start in range(0, tile.shape[1], width)]
+    return functools.reduce(operator, groups)
+
+
 def write_softmax(out_ref, lse_ref, rows, acc, top, total, may_be_empty=True):
     """Normalises a strip; a row whose maximum is still MASKED has seen nothing."""
     out = acc * (1 / total)
@@ -199,16 +213,13 @@ def write_softmax(out_ref, lse_ref, rows, acc, top, total, may_be_empty=True):
     lse_ref[:, rows] = to_row(lse)
 
 
-def visits(
-    call: Call, where: Coordinates, active: jax.Array | None = None, *, by_key: bool = False
-) -> Visits:
-    """The schedule of the call, by query block or by KV block; of the query blocks marked in `active` [nq] only."""
-    blocks = call.tiles.q_block, call.tiles.kv_block
-    table = visited(call.spec, where, *blocks, outside=call.outside)
-    fully = fully_visible(call.spec, where, *blocks, outside=call.outside)
-    if active is not None:
-        table &= active[:, None]
-    return flat_visits(table.T, fully.T) if by_key else flat_visits(table, fully)
+def split(items, *counts):
+    """Consecutive parts of a sequence, of the given lengths, and the rest."""
+    parts, start = [], 0
+    for count in counts:
+        parts.append(items[start : start + count])
+        start += count
+    return *parts, items[start:]
 
 
 def launch(

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.blocks import MAX_WINDOW_KERNEL
 from pallas_kernels.spec import Coordinates
@@ -24,15 +23,14 @@ class WindowTile(NamedTuple):
 
 
 def window_kernel_serves(call: Call, where: Coordinates) -> bool:
-    """Whether positions are indexes (a NumPy order says so) and a causal window of moderate length is all there is."""
+    """Whether positions are indexes and a causal window of moderate length is all there is."""
     spec = call.spec
     return (
         spec.window is not None
         and spec.window <= MAX_WINDOW_KERNEL
         and spec.causal
         and not call.outside
-        and isinstance(where.q_order, np.ndarray)
-        and where.q_order.shape == where.kv_order.shape
+        and call.indexed
         and where.full_rows is None
         and call.tiles.q_block == call.tiles.kv_block
         and (spec.num_sink_tokens == 0 or (where.q_seg is None and sink_rows(call) <= call.tiles.q_block))

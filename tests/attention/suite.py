@@ -11,7 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionSpec, alibi_slopes, attention, blocks, gpu, routed_attention, tpu, xla
+from pallas_kernels import (
+    AttentionSpec,
+    alibi_slopes,
+    attention,
+    blocks,
+    gpu,
+    routed_attention,
+    tpu_passes,
+    xla,
+)
 from pallas_kernels.gpu_triton import Tile
 
 from .tolerances import assert_close
@@ -31,7 +40,7 @@ class Implementation:
             monkeypatch.setattr(xla, "block_size", lambda rows, window: self.block)
         if self.name == "tpu" and self.block is not None:
             tiles = blocks.Tiles(self.block, self.block, strip=self.block // 2, tile=self.block // 2)
-            monkeypatch.setattr(tpu, "choose_tiles", lambda kind, q_length, kv_length, head_dim: tiles)
+            monkeypatch.setattr(tpu_passes, "choose_tiles", lambda kind, q_length, kv_length, head_dim: tiles)
         if self.name == "triton" and self.block is not None:
             tile = Tile(self.block, self.block, 4, 2)
             monkeypatch.setattr(gpu, "tile_sizes", lambda *_: gpu.Tiles(tile, tile, tile, tile))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionSpec, attention, tpu
+from pallas_kernels import AttentionSpec, attention, tpu_passes
 from pallas_kernels.blocks import Tiles, choose_tiles
 from pallas_kernels.schedule import flat_visits, fully_visible, unpack, visited
 from pallas_kernels.spec import coordinates, dense_mask
@@ -104,7 +104,7 @@ def test_window_kernel_serves_default_positions_only(change):
         "sinks in segments": {"q_segment_ids": np.ones((1, 48), int)},
     }
     where = coordinates(48, 40 if change == "lengths" else 48, **options.get(change, {}))
-    call = Call(spec, Tiles(16, 16, strip=8, tile=8))
+    call = Call(spec, Tiles(16, 16, strip=8, tile=8), indexed=tpu_passes.is_indexed(where))
     assert window_kernel_serves(call, where) == (change == "none")
 
 
@@ -125,7 +125,7 @@ def test_float64_is_refused_by_name():
 
 
 def test_kernels_are_interpreted_off_tpus_only():
-    assert tpu.interpret_mode() == (jax.default_backend() != "tpu")
+    assert tpu_passes.interpret_mode() == (jax.default_backend() != "tpu")
 
 
 COMPILE = """

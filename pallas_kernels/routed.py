@@ -1,0 +1,180 @@
+"""SwiAttn's attention on TPUs: both branches from one pass over the keys, and a backward pass that follows the gates.
+
+A query's keys are those in its window and those outside; full attention is over both. Forward, the window's result is
+where the pass over the keys outside begins, so O_window and lse_window come on the way to O_full and lse_full, and no
+pair is computed twice.
+
+Backward, let a = exp(lse_window - lse_full), the window's share of the full softmax (1 for sigmoid: its parts add up).
+Keys in the window take part in both branches, with weights that differ by this factor, so one backward pass over the
+window with the cotangent dO_window + a dO_full (and delta likewise) is exact for both. Keys outside take part in the
+full branch only, whose cotangents are exactly zero in every row that a hard gate sends to the window: the other rows
+are gathered into dense blocks, and the pass over the keys outside runs on those alone.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.parts import mix, route, vary_alike
+from pallas_kernels.spec import AttentionSpec, Coordinates
+from pallas_kernels.tpu_attend import attend
+from pallas_kernels.tpu_passes import (
+    backward,
+    choose_kernel,
+    forward,
+    head_major,
+    make_call,
+    pack_statistics,
+    pad,
+    pad_coordinates,
+    stack_head_bias,
+    token_major,
+)
+from pallas_kernels.tpu_tiles import Call
+
+# Of the blocks that gathered rows fill: the last one is half empty on average.
+_GATHERED_BLOCK = 512
+
+
+def routed_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gate: jax.Array,  # [B, T]
+    spec: AttentionSpec,
+    where: Coordinates,
+    *,
+    sink_logits: jax.Array | None = None,
+    inference: bool = False,
+    **by_head: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns gate * O_full + (1 - gate) * O_window [B, T, H, D] f32 and the branch disagreement [B, T] f32.
+
+    Args:
+      inference: compute the full branch of rows with a gate only; without disagreement, and not differentiable by the
+        gate.
+      by_head: as in `two_branches`.
+    """
+    if not inference:
+        return mix(gate, *two_branches(q, k, v, spec, where, **by_head), sink_logits)
+    call = make_call(q, k, spec, where, by_head.get("alibi_slopes"), by_head.get("sigmoid_bias"))
+
+    def part(q, where, outside):
+        here = dataclasses.replace(call, outside=outside, indexed=call.indexed and not outside)
+        out, lse = attend(here, q, k, v, where, **by_head)
+        return out.astype(jnp.float32), lse
+
+    return route(part, q, gate, where, sink_logits, inference=True)
+
+
+def two_branches(
+    q: jax.Array,  # [B, T, H, D]
+    k: jax.Array,  # [B, S, K, D]
+    v: jax.Array,  # [B, S, K, D]
+    spec: AttentionSpec,
+    where: Coordinates,
+    *,
+    alibi_slopes: jax.Array | None = None,  # [H]
+    sigmoid_bias: jax.Array | None = None,  # [H]
+    full_heads: jax.Array | None = None,  # [K] bool
+) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None]:
+    """O_window [B, T, H, D], lse_window [B, T, H] f32, O_full, lse_full; no lse for sigmoid."""
+    _, length, heads, head_dim = q.shape
+    call = make_call(q, k, spec, where, alibi_slopes, sigmoid_bias)
+    q = pad(q * jnp.asarray(call.query_factor(head_dim), q.dtype), call.tiles.q_block, 1, 0)
+    k, v = (pad(x, call.tiles.kv_block, 1, 0) for x in (k, v))
+    where = pad_coordinates(where, call.tiles)
+    head_bias = stack_head_bias(heads, alibi_slopes, sigmoid_bias)
+    results = _branches(call, *vary_alike((q, k, v, head_bias, where, full_heads)))
+    window, window_lse, full, full_lse = jax.tree.map(lambda x: x[:, :length], results)
+    return window, window_lse, full, full_lse
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _branches(call: Call, q, k, v, head_bias, where: Coordinates, full_heads):
+    """As `two_branches`, of padded arrays and multiplied queries."""
+    arrays = (*_head_major(call, q, k, v), head_bias, where, full_heads)
+    window = forward(choose_kernel(call, where), *arrays)
+    full = forward(dataclasses.replace(call, outside=True), *arrays, initial=window)
+
+    def rows(out, lse=None):
+        return token_major(out, q.shape[1]), None if lse is None else lse[:, :, 0].swapaxes(1, 2)
+
+    return *rows(*window), *rows(*full)
+
+
+def _branches_fwd(call, *arguments):
+    results = _branches(call, *arguments)
+    return results, (*arguments, *results)
+
+
+def _branches_bwd(call, saved, cotangents):
+    q, k, v, head_bias, where, full_heads, window, window_lse, full, full_lse = saved
+    dwindow, dwindow_lse, dfull, dfull_lse = cotangents
+    if call.softmax:
+        share = jnp.exp(jnp.where(window_lse > -jnp.inf, window_lse - full_lse, -jnp.inf))  # [B, T, H]
+        delta = _row_sums(dfull, full) - dfull_lse
+        joint = dwindow + share[..., None] * dfull.astype(jnp.float32)
+        joint_delta = _row_sums(dwindow, window) - dwindow_lse + share * delta
+    else:
+        delta, joint_delta = None, None
+        joint = dwindow + dfull
+
+    _, k_by_head, v_by_head = arrays = _head_major(call, q, k, v)
+
+    def run(call, q, where, dout, lse, delta):
+        block = call.tiles.q_block
+        statistics = None
+        if call.softmax:
+            by_head = (x.swapaxes(1, 2)[:, :, None] for x in (lse, delta))
+            statistics = pack_statistics(*by_head)
+        return backward(
+            call, q, k_by_head, v_by_head, head_bias, where, full_heads, head_major(dout, block), statistics
+        )
+
+    dq, dk, dv, *dbias = run(
+        choose_kernel(call, where), arrays[0], where, joint.astype(q.dtype), window_lse, joint_delta
+    )
+
+    active = (dfull != 0).any(axis=(2, 3))  # [B, T]
+    if call.softmax:
+        active |= (delta != 0).any(axis=2)
+    order = jnp.argsort(~active, axis=1, stable=True)
+    inverse = jnp.argsort(order, axis=1)
+
+    def gather(x):
+        return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+    rows = {name: getattr(where, name) for name in ("q_pos", "q_order", "q_seg", "full_rows")}
+    rows = {name: None if x is None else gather(jnp.broadcast_to(x, order.shape)) for name, x in rows.items()}
+    rows["q_pos"] = jnp.where(gather(active), rows["q_pos"], -1)  # the others are not visited
+    tiles = call.tiles
+    tiles = dataclasses.replace(tiles, q_block=math.gcd(tiles.q_block, _GATHERED_BLOCK))
+    outside = dataclasses.replace(call, outside=True, indexed=False, tiles=tiles)
+    by_row = (None, None) if delta is None else (gather(full_lse), gather(delta))
+    dq_outside, dk_outside, dv_outside, *dbias_outside = run(
+        outside, head_major(gather(q), tiles.q_block), where._replace(**rows), gather(dfull), *by_row
+    )
+    dq_outside = jnp.take_along_axis(token_major(dq_outside, q.shape[1]), inverse[:, :, None, None], axis=1)
+
+    dq = token_major(dq, q.shape[1]) + dq_outside
+    dk, dv = (token_major(a + b, k.shape[1]) for a, b in ((dk, dk_outside), (dv, dv_outside)))
+    dhead_bias = jnp.zeros_like(head_bias)
+    if dbias:
+        dhead_bias = dhead_bias.at[1].set(sum(x.sum(axis=(0, 2, 3)) for x in (*dbias, *dbias_outside)))
+    return dq, dk, dv, dhead_bias, None, None
+
+
+_branches.defvjp(_branches_fwd, _branches_bwd)
+
+
+def _head_major(call: Call, q, k, v):
+    tiles = call.tiles
+    return head_major(q, tiles.q_block), head_major(k, tiles.kv_block), head_major(v, tiles.kv_block)
+
+
+def _row_sums(cotangent, out):
+    return (cotangent.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)

@@ -1,0 +1,228 @@
+"""In which order the grid of a scheduled TPU kernel visits pairs of query and KV blocks, and what hides in each pair.
+
+With default positions the pairs follow from the grid's own indices (`default_walk`): the blocks of a causal triangle, a
+band, or a triangle off the diagonal, nearest keys first. A long row of the triangle shares a row of the grid with a
+short one, so that hardly a step is empty; and which tiles of a pair are visible is known when tracing.
+
+Otherwise (packed segments, given positions, full rows) the pairs are a list in scalar memory, made at run time
+(`listed_walk`); a pair that is not visible throughout is masked by the positions and segments of its tokens.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.schedule import Visit, flat_visits, fully_visible, unpack, visited
+from pallas_kernels.spec import Coordinates
+from pallas_kernels.tpu_tiles import Call, by_head, describe_tokens
+
+# How a pair of blocks is seen: throughout; as its tokens say; or as its distance in blocks says (default positions).
+Seen = None | Literal["tokens"] | int
+
+
+class Walk(NamedTuple):
+    """A walk over pairs of blocks.
+
+    Attributes:
+      grid: the dimensions of the grid that walk.
+      scalars: arrays for scalar memory.
+      visit: from the indices of these dimensions, and references to the scalars, to the visit.
+      cases: the ways in which a pair can be seen that occur, and when a visit is of each.
+      fresh: the case of every row's first visit, where that is known.
+    """
+
+    grid: tuple[Any, ...]
+    scalars: tuple[jax.Array, ...]
+    visit: Callable[[tuple[Any, ...], tuple[Any, ...]], Visit]
+    cases: Callable[[Visit], list[tuple[Seen, Any]]]
+    fresh: Seen = None
+
+    @property
+    def is_list(self) -> bool:
+        return bool(self.scalars)
+
+    def information(self, call: Call, head_bias: jax.Array, where: Coordinates) -> tuple[jax.Array, ...]:
+        """What a kernel may read of heads and tokens: `by_head`, and the two of `Tokens`; nothing if it reads none."""
+        if self.is_list or call.has_slopes or call.has_bias:
+            return by_head(head_bias), *describe_tokens(where)
+        return ()
+
+
+def walk_over(call: Call, where: Coordinates, *, flush: bool = False) -> Walk:
+    """The walk of a call over its visible pairs, and with `flush` over every KV block once more behind them."""
+    if has_default_positions(call, where):
+        return default_walk(call, where.q_order.shape[1] // call.tiles.q_block, flush=flush)
+    return listed_walk(call, where, flush=flush)
+
+
+def has_default_positions(call: Call, where: Coordinates) -> bool:
+    """Whether the visible pairs follow from indices alone."""
+    return (
+        call.spec.causal
+        and call.indexed
+        and where.q_seg is None
+        and where.full_rows is None
+        and call.tiles.q_block == call.tiles.kv_block
+        # Sink tokens belong to the window for some rows of a block and lie outside for others.
+        and call.spec.num_sink_tokens == 0
+    )
+
+
+def listed_walk(call: Call, where: Coordinates, *, flush: bool = False) -> Walk:
+    """The pairs of any call."""
+    blocks = call.tiles.q_block, call.tiles.kv_block
+    table = visited(call.spec, where, *blocks, outside=call.outside)
+    fully = fully_visible(call.spec, where, *blocks, outside=call.outside)
+    visits = flat_visits(table, fully, flush=flush)
+
+    def visit(indices, scalars):
+        return unpack(scalars[0][indices[0]])
+
+    def cases(visit):
+        return [("tokens", visit.wanted & visit.masked), (None, visit.wanted & ~visit.masked)]
+
+    return Walk((visits.used,), (visits.pairs,), visit, cases)
+
+
+def default_walk(call: Call, num_blocks: int, *, flush: bool = False) -> Walk:
+    """The pairs of a sequence of `num_blocks` blocks with default positions, nearest keys first."""
+    nearest, farthest = _reach(call, num_blocks)
+    folded = farthest == num_blocks - 1
+
+    def length(row):  # pairs of a row
+        return jnp.minimum(row, farthest) - nearest + 1
+
+    def steps(row):  # a row without pairs has one step all the same, so that its result gets written
+        return jnp.maximum(length(row), 1)
+
+    if folded:
+        whole = [max(row - nearest + 1, 1) for row in range(num_blocks)]
+        half = math.ceil(num_blocks / 2)
+        pairs = zip(whole[:half], whole[::-1], strict=False)
+        grid = (half, max(a + b if num_blocks > 1 else a for a, b in pairs))
+    else:
+        grid = (num_blocks, farthest - nearest + 1)
+    rows, width = grid
+    last_row = rows - 1  # of a folded walk too, which ends with the longest of its short rows
+    if flush:
+        grid = (rows + math.ceil(num_blocks / width), width)
+
+    def visit(indices, scalars):
+        step, index = indices
+        flushed = (step - rows) * width + index
+        row = jnp.minimum(step, rows - 1)
+        if folded:
+            long, short = num_blocks - 1 - row, row
+            in_short = (index >= steps(long)) & (short != long)
+            index = jnp.where(in_short, index - steps(long), index)
+            row = jnp.where(in_short, short, long)
+        column = jnp.maximum(row - nearest - index, 0)
+        walking = step < rows
+        return Visit(
+            jnp.where(walking, row, last_row),
+            jnp.where(walking, column, jnp.clip(flushed, 0, num_blocks - 1)),
+            first=walking & (index == 0),
+            last=walking & (index == steps(row) - 1),
+            wanted=walking & (index < length(row)),
+            masked=False,
+            flush=~walking & (flushed < num_blocks),
+        )
+
+    partly = [
+        d
+        for d in range(nearest, farthest + 1)
+        if not _throughout(call, d * call.tiles.q_block, *_square(call))
+    ]
+
+    def cases(visit):
+        distance = visit.row - visit.column
+        found: list[tuple[Seen, Any]] = [(d, visit.wanted & (distance == d)) for d in partly]
+        if len(partly) < farthest - nearest + 1:
+            other = visit.wanted
+            for d in partly:
+                other = other & (distance != d)
+            found.append((None, other))
+        return found
+
+    # Every row begins with the pair on the diagonal, if the diagonal is seen at all.
+    return Walk(grid, (), visit, cases, fresh=0 if nearest == 0 else None)
+
+
+def _bounds(call: Call) -> tuple[int, int]:
+    """The least and greatest (query - key) that is seen with default positions."""
+    window = call.spec.window
+    never = np.iinfo(np.int32).max // 2
+    if call.outside:
+        return (never, never) if window is None else (window, never)
+    return 0, never if window is None else window - 1
+
+
+def _reach(call: Call, num_blocks: int) -> tuple[int, int]:
+    """The least and greatest distance, in blocks, of a pair that may be seen."""
+    block = call.tiles.q_block
+    least, greatest = _bounds(call)
+    nearest = max(0, -(-(least - block + 1) // block))
+    return nearest, min(num_blocks - 1, (greatest + block - 1) // block)
+
+
+def _square(call: Call) -> tuple[slice, slice]:
+    return slice(0, call.tiles.q_block), slice(0, call.tiles.kv_block)
+
+
+def _throughout(call: Call, distance: int, queries: slice, keys: slice) -> bool:
+    least, greatest = _bounds(call)
+    near, far = _span(distance, queries, keys)
+    return least <= near and far <= greatest
+
+
+def _span(distance: int, queries: slice, keys: slice) -> tuple[int, int]:
+    """The least and greatest (query - key) between slices of two blocks whose firsts are `distance` tokens apart."""
+    return distance + queries.start - (keys.stop - 1), distance + queries.stop - 1 - keys.start
+
+
+def seen_tiles(
+    call: Call, seen: Seen, queries: slice, tile: int, keys: slice | None = None
+) -> list[tuple[slice, bool]]:
+    """The keys of a block that some of its pair's queries see: slices, and whether each needs a mask.
+
+    Args:
+      tile: the keys are taken so many at a time; whole ones in a row that need no mask are one slice.
+      keys: of these keys of the block; all if None.
+    """
+    keys = keys or slice(0, call.tiles.kv_block)
+    if not isinstance(seen, int):
+        return [(keys, seen == "tokens")]
+    distance = seen * call.tiles.q_block
+    least, greatest = _bounds(call)
+    found: list[tuple[slice, bool]] = []
+    for start in range(keys.start, keys.stop, tile):
+        here = slice(start, min(start + tile, keys.stop))
+        near, far = _span(distance, queries, here)
+        if far < least or near > greatest:
+            continue
+        masked = not _throughout(call, distance, queries, here)
+        if found and not masked and not found[-1][1] and found[-1][0].stop == start:
+            here = slice(found.pop()[0].start, here.stop)
+        found.append((here, masked))
+    return found
+
+
+def default_mask(call: Call, seen: int, queries: slice, keys: slice, relative: jax.Array) -> jax.Array:
+    """The mask of a tile with default positions.
+
+    Args:
+      relative: the tile's index of a query less that of a key, each counted from the first of its slice.
+    """
+    distance = seen * call.tiles.q_block + queries.start - keys.start
+    least, greatest = _bounds(call)
+    near, far = _span(seen * call.tiles.q_block, queries, keys)
+    mask = []
+    if near < least:
+        mask.append(relative >= least - distance)
+    if far > greatest:
+        mask.append(relative <= greatest - distance)
+    return mask[0] if len(mask) == 1 else mask[0] & mask[1]
