@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from pallas_kernels.parts import mix, route, vary_alike
 from pallas_kernels.spec import AttentionSpec, Coordinates
 from pallas_kernels.tpu_attend import attend
+from pallas_kernels.tpu_forward import branches_forward, branches_serve
 from pallas_kernels.tpu_passes import (
     backward,
     choose_kernel,
@@ -33,7 +34,7 @@ from pallas_kernels.tpu_passes import (
     stack_head_bias,
     token_major,
 )
-from pallas_kernels.tpu_tiles import Call
+from pallas_kernels.tpu_tiles import Call, Heads
 
 # Of the blocks that gathered rows fill: the last one is half empty on average.
 _GATHERED_BLOCK = 512
@@ -96,9 +97,12 @@ def two_branches(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _branches(call: Call, q, k, v, head_bias, where: Coordinates, full_heads):
     """As `two_branches`, of padded arrays and multiplied queries."""
-    arrays = (*_head_major(call, q, k, v), head_bias, where, full_heads)
-    window = forward(choose_kernel(call, where), *arrays)
-    full = forward(dataclasses.replace(call, outside=True), *arrays, initial=window)
+    arrays = (*_head_major(call, q, k, v), head_bias, where)
+    if full_heads is None and branches_serve(call, where, arrays[1]):
+        window, full = branches_forward(call, *arrays, Heads(k.shape[2]))
+    else:
+        window = forward(choose_kernel(call, where), *arrays, full_heads)
+        full = forward(dataclasses.replace(call, outside=True), *arrays, full_heads, initial=window)
 
     def rows(out, lse=None):
         return token_major(out, q.shape[1]), None if lse is None else lse[:, :, 0].swapaxes(1, 2)

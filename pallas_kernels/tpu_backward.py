@@ -34,6 +34,8 @@ from pallas_kernels.tpu_tiles import (
     Heads,
     addend_at,
     batch_index,
+    by_head,
+    describe_tokens,
     dot,
     form_logits,
     head_at,
@@ -90,7 +92,6 @@ def _sweep(
     batch, num_heads, q_length, head_dim = q.shape
     group, num_blocks = num_heads // k.shape[1], k.shape[2] // call.tiles.kv_block
     q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
-    info = walk.information(call, head_bias, where)
 
     def spec(block, index):
         """A block located by batch, query head, KV head, visit, and the KV block whose gradients are written."""
@@ -114,12 +115,16 @@ def _sweep(
     if call.softmax:
         inputs.append(statistics)
         in_specs.append(of_queries(8))
-    if info:
-        inputs += info
+    if call.has_slopes or call.has_bias:
+        inputs.append(by_head(head_bias))
+        in_specs.append(spec((None, 8, LANES), lambda b, h, *_: (h, 0, 0)))
+    if walk.is_list:
+        tokens = describe_tokens(where)
+        by_query, by_key = (functools.partial(batch_index, info=info) for info in tokens)
+        inputs += tokens
         in_specs += [
-            spec((None, 8, LANES), lambda b, h, *_: (h, 0, 0)),
-            spec((None, 8, q_block), lambda b, h, kv, visit, _: (batch_index(b, info[1]), 0, visit.row)),
-            spec((None, 8, kv_block), lambda b, h, kv, visit, _: (batch_index(b, info[2]), 0, visit.column)),
+            spec((None, 8, q_block), lambda b, h, kv, visit, _: (by_query(b), 0, visit.row)),
+            spec((None, 8, kv_block), lambda b, h, kv, visit, _: (by_key(b), 0, visit.column)),
         ]
     outputs = [shape_like(x.shape, x.dtype, q) for x in (q, k, v)]
     out_specs = [queries, written, written]
@@ -136,9 +141,7 @@ def _sweep(
         out_specs.append(of_queries(1))
     return launch(
         call,
-        functools.partial(
-            _kernel, call, walk, where.q_seg is not None, where.full_rows is not None, len(info), group
-        ),
+        functools.partial(_kernel, call, walk, where.q_seg is not None, where.full_rows is not None, group),
         "scheduled_backward",
         grid=(batch, heads.count, group, *walk.grid),
         scalars=walk.scalars,
@@ -172,17 +175,17 @@ def _units(call: Call, seen) -> list[_Unit]:
     ]
 
 
-def _kernel(call, walk, has_segments, has_full_rows, num_info, group, order, *refs):
+def _kernel(call, walk, has_segments, has_full_rows, group, order, *refs):
     scalars, (q_ref, k_ref, v_ref, do_ref, *rest) = split(refs, len(walk.scalars))
     indices = [pl.program_id(3 + i) for i in range(len(walk.grid))]
     visit = walk.visit(indices, scalars)
     (statistics,), rest = split(rest, 1) if call.softmax else ((None,), rest)
-    info, rest = split(rest, num_info)
-    bias_ref, q_info, kv_info = info or (None,) * 3
+    (bias_ref,), rest = split(rest, 1) if call.has_slopes or call.has_bias else ((None,), rest)
+    (q_info, kv_info), rest = split(rest, 2) if walk.is_list else ((None, None), rest)
     dq_ref, dk_ref, dv_ref, *rest = rest
     (dbias_ref,), rest = split(rest, 1) if call.has_bias else ((None,), rest)
     dk_acc, dv_acc, dq_acc, q_t, do_t = rest
-    by_head = (bias_ref[0:1, 0:1], bias_ref[1:2, 0:1]) if info else None
+    slope_and_bias = None if bias_ref is None else (bias_ref[0:1, 0:1], bias_ref[1:2, 0:1])
     member = pl.program_id(2)
 
     @pl.when((member == 0) & functools.reduce(jnp.logical_and, [i == 0 for i in indices]))
@@ -199,7 +202,16 @@ def _kernel(call, walk, has_segments, has_full_rows, num_info, group, order, *re
 
     def attend(seen):
         k_t = k_ref[...].T  # [D, keys]
-        key_info = kv_info[...].T if seen == "tokens" or call.has_slopes else None  # [keys, 8]
+        key_info = kv_info[...].T if walk.is_list else None  # [keys, 8]
+
+        def describe(keys, queries):
+            """The properties of the queries, as rows, and of the keys, as columns."""
+            if walk.is_list:
+                query = [q_info[i : i + 1, queries] for i in range(3)]
+                return query, [key_info[keys, i : i + 1] for i in range(2)]
+            first = (visit.row - visit.column) * q_ref.shape[0] + queries.start - keys.start
+            query = lax.broadcasted_iota(jnp.int32, (1, queries.stop - queries.start), 1) + first
+            return [query], [lax.broadcasted_iota(jnp.int32, (keys.stop - keys.start, 1), 0)]
 
         def products(unit):
             return (
@@ -209,9 +221,9 @@ def _kernel(call, walk, has_segments, has_full_rows, num_info, group, order, *re
 
         def finish(unit, s, dw):
             keys, queries = unit.keys, unit.queries
-            query = None if key_info is None else [q_info[i : i + 1, queries] for i in range(3)]
-            key = None if key_info is None else [key_info[keys, i : i + 1] for i in range(2)]
-            s, derivative = form_logits(call, s, lambda: addend_at(call, query, key, by_head))
+            query, key = describe(keys, queries)
+            addend = functools.partial(addend_at, call, query, key, slope_and_bias)
+            s, derivative = form_logits(call, s, addend)
             if unit.masked and seen == "tokens":
                 mask = tile_mask(call, has_segments, has_full_rows, query, key, s.shape)
                 s = jnp.where(mask, s, MASKED)

@@ -3,11 +3,14 @@
 The grid walks over pairs of blocks (`tpu_walk`) with FlashAttention's running maximum and sum. The order of the program
 is the software pipeline: the products q.k of one strip of queries stand before the exponentials of the strip before it.
 
-`scheduled_forward` writes into `previous` when given, for the heads it is told to serve.
+`scheduled_forward` writes into `previous` when given, for the heads it is told to serve. `branches_forward` takes the
+whole window of a block of queries first, writes that result, and goes on with the keys outside.
 """
 
+import dataclasses
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +29,8 @@ from pallas_kernels.tpu_tiles import (
     Heads,
     addend_at,
     batch_index,
+    by_head,
+    describe_tokens,
     dot,
     form_logits,
     head_at,
@@ -38,7 +43,17 @@ from pallas_kernels.tpu_tiles import (
     tile_mask,
     write_softmax,
 )
-from pallas_kernels.tpu_walk import default_mask, seen_tiles, walk_over
+from pallas_kernels.tpu_walk import (
+    Seen,
+    default_mask,
+    has_default_positions,
+    reach_of,
+    rows_walk,
+    seen_tiles,
+    walk_over,
+)
+
+_RESIDENT_BYTES = 32 * 2**20  # of keys and values in VMEM
 
 
 def scheduled_forward(
@@ -57,12 +72,38 @@ def scheduled_forward(
     Args:
       initial: out and lse over other keys of the same queries; the results are then those over all keys together.
     """
+    return _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches=False)
+
+
+def branches_serve(call: Call, where: Coordinates, k: jax.Array) -> bool:
+    """Whether `branches_forward` can do the call: the window ends where a block does, and VMEM holds all keys."""
+    window = call.spec.window
+    return _fits_vmem(call, where, k) and window is not None and window % call.tiles.q_block == 0
+
+
+def branches_forward(
+    call: Call, q, k, v, head_bias, where: Coordinates, heads: Heads
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """The results of the window and those of all keys (each as `scheduled_forward`'s), from one pass over the keys."""
+    outside = dataclasses.replace(call, outside=True)
+    results = _forward(outside, q, k, v, head_bias, where, heads, (), (), branches=True)
+    return results[: len(results) // 2], results[len(results) // 2 :]
+
+
+def _fits_vmem(call: Call, where: Coordinates, k: jax.Array) -> bool:
+    """Whether positions are default and VMEM holds the keys and values of a head twice, those of the next one too."""
+    keys = k.shape[2] * max(k.shape[3], LANES) * k.dtype.itemsize
+    return has_default_positions(call, where) and 4 * keys <= _RESIDENT_BYTES
+
+
+def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches):
     batch, num_heads, q_length, head_dim = q.shape
-    group = num_heads // k.shape[1]
+    kv_length, group = k.shape[2], num_heads // k.shape[1]
     q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
-    walk = walk_over(call, where)
-    info = walk.information(call, head_bias, where)
     heads = heads.queries(group)
+    # With all keys at hand the kernel walks itself, without the cost of a step of the grid for every pair.
+    resident = _fits_vmem(call, where, k)
+    walk = rows_walk(q_length // q_block) if resident else walk_over(call, where)
 
     def spec(block, index):
         """A block located by batch, query head and visit."""
@@ -74,14 +115,22 @@ def scheduled_forward(
         return pl.BlockSpec(block, index_map)
 
     queries = spec((None, None, q_block, head_dim), lambda b, h, visit: (b, h, visit.row, 0))
-    keys = spec((None, None, kv_block, head_dim), lambda b, h, visit: (b, h // group, visit.column, 0))
+    keys = spec(
+        (None, None, kv_length if resident else kv_block, head_dim),
+        lambda b, h, visit: (b, h // group, visit.column, 0),
+    )
     rows = spec((None, None, 1, q_block), lambda b, h, visit: (b, h, 0, visit.row))
+    inputs = [q, k, v, *initial]
     in_specs = [queries, keys, keys, *[queries, rows][: len(initial)]]
-    if info:
+    if call.has_slopes or call.has_bias:
+        inputs.append(by_head(head_bias))
+        in_specs.append(spec((None, 8, LANES), lambda b, h, visit: (h, 0, 0)))
+    if walk.is_list:
+        tokens = describe_tokens(where)
+        inputs += tokens
         in_specs += [
-            spec((None, 8, LANES), lambda b, h, visit: (h, 0, 0)),
-            spec((None, 8, q_block), lambda b, h, visit: (batch_index(b, info[1]), 0, visit.row)),
-            spec((None, 8, kv_block), lambda b, h, visit: (batch_index(b, info[2]), 0, visit.column)),
+            spec((None, 8, q_block), lambda b, h, visit: (batch_index(b, tokens.queries), 0, visit.row)),
+            spec((None, 8, kv_block), lambda b, h, visit: (batch_index(b, tokens.keys), 0, visit.column)),
         ]
     out_specs, out_shapes = [queries], [shape_like(q.shape, q.dtype, q)]
     scratch = [pltpu.VMEM((q_block, head_dim), jnp.float32)]
@@ -95,125 +144,174 @@ def scheduled_forward(
             _kernel,
             call,
             walk,
+            reach_of(call, q_length // q_block) if resident else None,
             where.q_seg is not None,
             where.full_rows is not None,
+            branches,
             len(initial),
-            len(info),
         ),
-        "scheduled_forward",
+        "branches_forward" if branches else "scheduled_forward",
         grid=(batch, heads.count, *walk.grid),
         scalars=walk.scalars,
         heads=heads,
-        inputs=(q, k, v, *initial, *info),
+        inputs=inputs,
         in_specs=in_specs,
-        outputs=out_shapes,
-        out_specs=out_specs,
+        outputs=out_shapes * (2 if branches else 1),
+        out_specs=out_specs * (2 if branches else 1),
         scratch=scratch,
         previous=previous,
     )
 
 
-def _kernel(call, walk, has_segments, has_full_rows, num_initial, num_info, order, *refs):
-    scalars, (q_ref, k_ref, v_ref, *rest) = split(refs, len(walk.scalars))
+class _Source(NamedTuple):
+    """A block of keys, how the queries see it, and how many blocks it lies before theirs."""
+
+    call: Call
+    seen: Seen
+    k_ref: Any
+    v_ref: Any
+    blocks: Any
+
+
+def _kernel(call, walk, reach, has_segments, has_full_rows, branches, num_initial, order, *refs):
+    scalars, (q_ref, k_ref, v_ref), initial, rest = split(refs, len(walk.scalars), 3, num_initial)
     visit = walk.visit([pl.program_id(2 + i) for i in range(len(walk.grid))], scalars)
-    initial, info, rest = split(rest, num_initial, num_info)
-    bias_ref, q_info, kv_info = info or (None,) * 3
-    if call.softmax:
-        out_ref, lse_ref, acc_ref, top_ref, total_ref = rest
-    else:
-        out_ref, acc_ref = rest
-    by_head = (bias_ref[0:1, 0:1], bias_ref[1:2, 0:1]) if info else None
-    begins_fresh = walk.fresh is not None and not initial
-    may_be_empty = walk.is_list or not (begins_fresh or initial)  # a row of the results
-    q_block = q_ref.shape[0]
-    strip, tile = math.gcd(call.tiles.strip, q_block), math.gcd(call.tiles.tile, k_ref.shape[0])
+    (bias_ref,), rest = split(rest, 1) if call.has_slopes or call.has_bias else ((None,), rest)
+    (q_info, kv_info), rest = split(rest, 2) if walk.is_list else ((None, None), rest)
+    num_results = 2 if call.softmax else 1
+    window_out, out, (acc_ref, *statistics) = split(rest, num_results if branches else 0, num_results)
+    slope_and_bias = None if bias_ref is None else (bias_ref[0:1, 0:1], bias_ref[1:2, 0:1])
+    fresh = (reach.partly[:1] if reach else [walk.fresh]) == [0] and not initial  # the diagonal comes first
+    may_be_empty = walk.is_list or not (fresh or initial or branches)  # a row of the results
+    q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
+    strip, tile = math.gcd(call.tiles.strip, q_block), math.gcd(call.tiles.tile, kv_block)
     strips = [slice(start, start + strip) for start in range(0, q_block, strip)]
     sum_on_mxu = call.tiles.sum_on_mxu and v_ref.shape[1] % LANES == 0
 
-    @pl.when(visit.first & (not begins_fresh))
-    def _():
-        if initial:
-            acc_ref[...] = initial[0][...].astype(jnp.float32)
-        else:
-            acc_ref[...] = jnp.zeros_like(acc_ref)
-        if call.softmax and initial:
-            lse = jnp.broadcast_to(initial[1][...] * LOG2E, (LANES, q_block)).T
-            top_ref[...] = jnp.maximum(lse, MASKED)
-            total_ref[...] = jnp.where(lse > MASKED, 1.0, 0.0)
-        elif call.softmax:
-            top_ref[...] = jnp.full_like(top_ref, MASKED)
-            total_ref[...] = jnp.zeros_like(total_ref)
+    def describe(source, rows, keys):
+        """The properties of the queries, as columns, and of the keys, as rows."""
+        if walk.is_list:
+            query = q_info[...].T  # [q_block, 8]
+            return [query[rows, i : i + 1] for i in range(3)], [kv_info[i : i + 1, keys] for i in range(2)]
+        first = source.blocks * q_block + rows.start - keys.start
+        query = lax.broadcasted_iota(jnp.int32, (strip, 1), 0) + first
+        return [query], [lax.broadcasted_iota(jnp.int32, (1, keys.stop - keys.start), 1)]
 
-    def attend(seen):
-        fresh = begins_fresh and seen == walk.fresh
-        query = q_info[...].T if seen == "tokens" or call.has_slopes else None  # [q_block, 8]
-
-        def logits(rows):
-            tiles = []
-            for keys, masked in seen_tiles(call, seen, rows, tile):
-                s = dot(q_ref[rows, :], k_ref[keys, :], NT)  # [strip, keys]
-                key = None if query is None else [kv_info[i : i + 1, keys] for i in range(2)]
-                mine = None if query is None else [query[rows, i : i + 1] for i in range(3)]
-                s, _ = form_logits(call, s, lambda mine=mine, key=key: addend_at(call, mine, key, by_head))
-                if masked and seen == "tokens":
-                    s = jnp.where(tile_mask(call, has_segments, has_full_rows, mine, key, s.shape), s, MASKED)
+    def logits(sources, rows):
+        tiles = []
+        for source in sources:
+            for keys, masked in seen_tiles(source.call, source.seen, rows, tile):
+                s = dot(q_ref[rows, :], source.k_ref[keys, :], NT)  # [strip, keys]
+                query, key = describe(source, rows, keys)
+                s, _ = form_logits(call, s, functools.partial(addend_at, call, query, key, slope_and_bias))
+                if masked and walk.is_list:
+                    mask = tile_mask(call, has_segments, has_full_rows, query, key, s.shape)
+                    s = jnp.where(mask, s, MASKED)
                 elif masked:
                     relative = lax.broadcasted_iota(jnp.int32, s.shape, 0)
                     relative -= lax.broadcasted_iota(jnp.int32, s.shape, 1)
-                    s = jnp.where(default_mask(call, seen, rows, keys, relative), s, MASKED)
-                tiles.append((s, keys))
-            top = None
-            if call.softmax and tiles:
-                top = over_lanes(jnp.maximum, [s for s, _ in tiles]).max(axis=1, keepdims=True)
-            return tiles, top
+                    s = jnp.where(default_mask(source.call, source.seen, rows, keys, relative), s, MASKED)
+                tiles.append((s, source.v_ref, keys))
+        top = None
+        if call.softmax and tiles:
+            top = over_lanes(jnp.maximum, [s for s, *_ in tiles]).max(axis=1, keepdims=True)
+        return tiles, top
 
-        def accumulate(rows, tiles, top):
-            if not tiles:
-                return
-            if not call.softmax:
-                acc = sum(sigmoid_values(sigmoid_weights(s), v_ref[keys, :]) for s, keys in tiles)
-                acc_ref[rows, :] = acc if fresh else acc_ref[rows, :] + acc
-                return
-            acc, total = 0.0, 0.0
-            new = jnp.broadcast_to(top, (strip, LANES))  # all lanes alike
-            if not fresh:
-                old = top_ref[rows, :]
-                new = jnp.maximum(old, top)
-                decay = jnp.exp2(old - new)
-                acc, total = acc_ref[rows, :] * _as_wide(decay, acc_ref), total_ref[rows, :] * decay
-            sums = []
-            for s, keys in tiles:
-                weights, value = jnp.exp2(s - new[:, :1]), v_ref[keys, :]
-                if sum_on_mxu:
-                    value = jnp.concatenate([value, jnp.ones((value.shape[0], LANES), value.dtype)], axis=1)
-                    product = dot(weights.astype(value.dtype), value, NN)
-                    acc, total = acc + product[:, :-LANES], total + product[:, -LANES:]
-                else:
-                    acc += dot(weights.astype(value.dtype), value, NN)
-                    sums.append(weights)
-            if sums:
-                total += over_lanes(jnp.add, sums).sum(axis=1, keepdims=True)
-            acc_ref[rows, :], top_ref[rows, :] = acc, new
-            total_ref[rows, :] = jnp.broadcast_to(total, new.shape)
+    def accumulate(rows, tiles, top, fresh):
+        if not tiles:
+            return
+        if not call.softmax:
+            acc = sum(sigmoid_values(sigmoid_weights(s), v_ref[keys, :]) for s, v_ref, keys in tiles)
+            acc_ref[rows, :] = acc if fresh else acc_ref[rows, :] + acc
+            return
+        top_ref, total_ref = statistics
+        acc, total = 0.0, 0.0
+        new = jnp.broadcast_to(top, (strip, LANES))  # all lanes alike
+        if not fresh:
+            old = top_ref[rows, :]
+            new = jnp.maximum(old, top)
+            decay = jnp.exp2(old - new)
+            acc, total = acc_ref[rows, :] * _as_wide(decay, acc_ref), total_ref[rows, :] * decay
+        sums = []
+        for s, v_ref, keys in tiles:
+            weights, value = jnp.exp2(s - new[:, :1]), v_ref[keys, :]
+            if sum_on_mxu:
+                value = jnp.concatenate([value, jnp.ones((value.shape[0], LANES), value.dtype)], axis=1)
+                product = dot(weights.astype(value.dtype), value, NN)
+                acc, total = acc + product[:, :-LANES], total + product[:, -LANES:]
+            else:
+                acc += dot(weights.astype(value.dtype), value, NN)
+                sums.append(weights)
+        if sums:
+            total += over_lanes(jnp.add, sums).sum(axis=1, keepdims=True)
+        acc_ref[rows, :], top_ref[rows, :] = acc, new
+        total_ref[rows, :] = jnp.broadcast_to(total, new.shape)
 
-        ahead = logits(strips[0])
+    def write(results, rows):
+        if not call.softmax:
+            results[0][rows, :] = acc_ref[rows, :].astype(results[0].dtype)
+            return
+        top, total = (_as_wide(ref[rows, :], acc_ref) for ref in statistics)
+        write_softmax(*results, rows, acc_ref[rows, :], top, total, may_be_empty)
+
+    def attend(sources, fresh=False, results=None):
+        """Adds the keys of `sources`, and writes what there is then."""
+        ahead = logits(sources, strips[0])
         for i, rows in enumerate(strips):
             current = ahead
             if i + 1 < len(strips):
-                ahead = logits(strips[i + 1])
-            accumulate(rows, *current)
+                ahead = logits(sources, strips[i + 1])
+            accumulate(rows, *current, fresh)
+            if results is not None:
+                write(results, rows)
 
-    for seen, here in walk.cases(visit):
-        pl.when(here)(functools.partial(attend, seen))
+    def behind(blocks):
+        """The keys so many blocks before the queries."""
+        keys = pl.ds(pl.multiple_of((visit.row - blocks) * kv_block, kv_block), kv_block)
+        return k_ref.at[keys, :], v_ref.at[keys, :], blocks
+
+    if branches:
+        window = dataclasses.replace(call, outside=False)
+        sources = [_Source(window, back, *behind(back)) for back in range(call.spec.window // kv_block + 1)]
+        for present in range(1, len(sources) + 1):  # the first rows lack blocks before the sequence
+            here = visit.row >= present - 1 if present == len(sources) else visit.row == present - 1
+            pl.when(here)(functools.partial(attend, sources[:present][::-1], fresh=True, results=window_out))
+    elif not fresh:
+
+        @pl.when(visit.first)
+        def _():
+            if initial:
+                acc_ref[...] = initial[0][...].astype(jnp.float32)
+            else:
+                acc_ref[...] = jnp.zeros_like(acc_ref)
+            if call.softmax:
+                top_ref, total_ref = statistics
+                if initial:
+                    lse = jnp.broadcast_to(initial[1][...] * LOG2E, (LANES, q_block)).T
+                    top_ref[...] = jnp.maximum(lse, MASKED)
+                    total_ref[...] = jnp.where(lse > MASKED, 1.0, 0.0)
+                else:
+                    top_ref[...] = jnp.full_like(top_ref, MASKED)
+                    total_ref[...] = jnp.zeros_like(total_ref)
+
+    if reach:
+        for seen in reach.partly:
+            source = _Source(call, seen, *behind(seen))
+            pl.when(visit.row >= seen)(functools.partial(attend, [source], fresh and seen == 0))
+        if reach.plain:
+
+            @pl.loop(reach.plain[0], jnp.minimum(reach.plain[-1], visit.row) + 1)
+            def _(blocks):
+                attend([_Source(call, None, *behind(blocks))])
+    else:
+        for seen, here in walk.cases(visit):
+            source = _Source(call, seen, k_ref, v_ref, visit.row - visit.column)
+            pl.when(here)(functools.partial(attend, [source], fresh and seen == walk.fresh))
 
     @pl.when(visit.last)
     def _():
         for rows in strips:
-            if call.softmax:
-                top, total = (_as_wide(ref[rows, :], acc_ref) for ref in (top_ref, total_ref))
-                write_softmax(out_ref, lse_ref, rows, acc_ref[rows, :], top, total, may_be_empty)
-            else:
-                out_ref[rows, :] = acc_ref[rows, :].astype(out_ref.dtype)
+            write(out, rows)
 
 
 def _as_wide(column, like):

@@ -18,7 +18,7 @@ import numpy as np
 
 from pallas_kernels.schedule import Visit, flat_visits, fully_visible, unpack, visited
 from pallas_kernels.spec import Coordinates
-from pallas_kernels.tpu_tiles import Call, by_head, describe_tokens
+from pallas_kernels.tpu_tiles import Call
 
 # How a pair of blocks is seen: throughout; as its tokens say; or as its distance in blocks says (default positions).
 Seen = None | Literal["tokens"] | int
@@ -45,12 +45,6 @@ class Walk(NamedTuple):
     def is_list(self) -> bool:
         return bool(self.scalars)
 
-    def information(self, call: Call, head_bias: jax.Array, where: Coordinates) -> tuple[jax.Array, ...]:
-        """What a kernel may read of heads and tokens: `by_head`, and the two of `Tokens`; nothing if it reads none."""
-        if self.is_list or call.has_slopes or call.has_bias:
-            return by_head(head_bias), *describe_tokens(where)
-        return ()
-
 
 def walk_over(call: Call, where: Coordinates, *, flush: bool = False) -> Walk:
     """The walk of a call over its visible pairs, and with `flush` over every KV block once more behind them."""
@@ -72,6 +66,15 @@ def has_default_positions(call: Call, where: Coordinates) -> bool:
     )
 
 
+def rows_walk(num_blocks: int) -> Walk:
+    """The query blocks alone, for a kernel that has all keys at hand."""
+
+    def visit(indices, scalars):
+        return Visit(indices[0], 0, first=True, last=True, wanted=True, masked=False)
+
+    return Walk((num_blocks,), (), visit, lambda visit: [])
+
+
 def listed_walk(call: Call, where: Coordinates, *, flush: bool = False) -> Walk:
     """The pairs of any call."""
     blocks = call.tiles.q_block, call.tiles.kv_block
@@ -90,7 +93,8 @@ def listed_walk(call: Call, where: Coordinates, *, flush: bool = False) -> Walk:
 
 def default_walk(call: Call, num_blocks: int, *, flush: bool = False) -> Walk:
     """The pairs of a sequence of `num_blocks` blocks with default positions, nearest keys first."""
-    nearest, farthest = _reach(call, num_blocks)
+    reach = reach_of(call, num_blocks)
+    nearest, farthest = reach.nearest, reach.farthest
     folded = farthest == num_blocks - 1
 
     def length(row):  # pairs of a row
@@ -114,34 +118,34 @@ def default_walk(call: Call, num_blocks: int, *, flush: bool = False) -> Walk:
     def visit(indices, scalars):
         step, index = indices
         flushed = (step - rows) * width + index
-        row = jnp.minimum(step, rows - 1)
+        row, idle = jnp.minimum(step, rows - 1), False
         if folded:
             long, short = num_blocks - 1 - row, row
-            in_short = (index >= steps(long)) & (short != long)
-            index = jnp.where(in_short, index - steps(long), index)
-            row = jnp.where(in_short, short, long)
+            rest = index - steps(long)
+            in_short = (rest >= 0) & (short != long)
+            # An idle step behind the short row fetches what the next long row begins with.
+            idle = in_short & (rest >= steps(short))
+            index = jnp.where(idle, 0, jnp.where(in_short, rest, index))
+            row = jnp.where(idle, long - 1, jnp.where(in_short, short, long))
         column = jnp.maximum(row - nearest - index, 0)
         walking = step < rows
+        busy = walking & jnp.logical_not(idle)
         return Visit(
             jnp.where(walking, row, last_row),
             jnp.where(walking, column, jnp.clip(flushed, 0, num_blocks - 1)),
-            first=walking & (index == 0),
-            last=walking & (index == steps(row) - 1),
-            wanted=walking & (index < length(row)),
+            first=busy & (index == 0),
+            last=busy & (index == steps(row) - 1),
+            wanted=busy & (index < length(row)),
             masked=False,
             flush=~walking & (flushed < num_blocks),
         )
 
-    partly = [
-        d
-        for d in range(nearest, farthest + 1)
-        if not _throughout(call, d * call.tiles.q_block, *_square(call))
-    ]
+    partly, plain = reach.partly, reach.plain
 
     def cases(visit):
         distance = visit.row - visit.column
         found: list[tuple[Seen, Any]] = [(d, visit.wanted & (distance == d)) for d in partly]
-        if len(partly) < farthest - nearest + 1:
+        if plain:
             other = visit.wanted
             for d in partly:
                 other = other & (distance != d)
@@ -161,12 +165,23 @@ def _bounds(call: Call) -> tuple[int, int]:
     return 0, never if window is None else window - 1
 
 
-def _reach(call: Call, num_blocks: int) -> tuple[int, int]:
-    """The least and greatest distance, in blocks, of a pair that may be seen."""
+class Reach(NamedTuple):
+    """The distances, in blocks, of the pairs that are seen with default positions."""
+
+    nearest: int
+    farthest: int
+    partly: list[int]  # seen in part
+    plain: list[int]  # seen throughout: one run
+
+
+def reach_of(call: Call, num_blocks: int) -> Reach:
     block = call.tiles.q_block
     least, greatest = _bounds(call)
     nearest = max(0, -(-(least - block + 1) // block))
-    return nearest, min(num_blocks - 1, (greatest + block - 1) // block)
+    farthest = min(num_blocks - 1, (greatest + block - 1) // block)
+    throughout = {d: _throughout(call, d * block, *_square(call)) for d in range(nearest, farthest + 1)}
+    partly, plain = ([d for d, all_seen in throughout.items() if all_seen == kind] for kind in (False, True))
+    return Reach(nearest, farthest, partly, plain)
 
 
 def _square(call: Call) -> tuple[slice, slice]:
