@@ -101,6 +101,7 @@ def routed_attention(
     kv_positions: jax.Array | None = None,
     full_from: jax.Array | None = None,
     full_heads: jax.Array | None = None,
+    inference: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """SwiAttn's layer: `gate * O_full + (1 - gate) * O_window`, both branches from one pass over the keys.
@@ -108,6 +109,9 @@ def routed_attention(
     Args:
       gate: [B, T] floating, one gate a token (all heads share it); the gradient to it is exact.
       spec: `spec.window` is the window branch's (with its sink tokens); the full branch is the same without a window.
+      inference: leave rows whose gate is 0 out of the full branch, whose work then shrinks with their share (the rows
+        that remain are gathered into dense blocks). The disagreement of such rows is 0, and the call cannot be
+        differentiated.
       The rest as in `attention`; `full_from` and `full_heads` widen the window branch.
 
     Returns:
@@ -124,7 +128,9 @@ def routed_attention(
     by_head = _check_by_head(q, k, spec, alibi_slopes, sigmoid_bias, sink_logits, full_heads)
     _check_array("gate", gate, {"B": q.shape[0], "T": q.shape[1]}, jnp.floating, required=True)
     where = _coordinates(q, k, spec, q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from)
-    out, disagreement = backend.routed_attention(q, k, v, gate, spec, where, **by_head)
+    if inference:
+        q, k, v, gate = _only_forward((q, k, v, gate))
+    out, disagreement = backend.routed_attention(q, k, v, gate, spec, where, **by_head, inference=inference)
     return _nan_where_unassigned(out, where, full_from).astype(q.dtype), disagreement
 
 
@@ -388,6 +394,21 @@ def _check_full_from(full_from, batch: int, spec: AttentionSpec, q_segment_ids) 
                 f"q_segment_ids run from {smallest} to {largest} but full_from has {columns} column(s), for ids 1 to "
                 f"{columns}; packed rows need full_from [B, segments]."
             )
+
+
+@jax.custom_vjp
+def _only_forward(arrays):
+    return arrays
+
+
+def _refuse_backward(*_):
+    raise NotImplementedError(
+        "routed_attention with inference=True cannot be differentiated, because it leaves out what the gate's gradient "
+        "needs; call it with inference=False."
+    )
+
+
+_only_forward.defvjp(lambda arrays: (arrays, None), _refuse_backward)
 
 
 def _nan_where_unassigned(out: jax.Array, where: Coordinates, full_from) -> jax.Array:

@@ -96,6 +96,7 @@ def routed_attention(
     sigmoid_bias: jax.Array | None = None,
     sink_logits: jax.Array | None = None,
     full_heads: jax.Array | None = None,
+    inference: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns gate * O_full + (1 - gate) * O_window and the branch disagreement [B, T]; see `parts.route`."""
     heads = _heads(alibi_slopes, sigmoid_bias, None, full_heads)
@@ -104,7 +105,7 @@ def routed_attention(
         static = Static(spec, not gpu_triton.on_gpu(), outside=outside)
         return _flash(static, _tiles(q, k), *parts.vary_alike((q, k, v, heads, where)))
 
-    return parts.route(part, q, gate, where, sink_logits)
+    return parts.route(part, q, gate, where, sink_logits, inference=inference)
 
 
 def decode_attention(

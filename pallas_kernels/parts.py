@@ -21,7 +21,7 @@ def route(
     sink_logits: jax.Array | None,
     *,
     inference: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array]:
     """SwiAttn from window and outside: gate * O_full + (1 - gate) * O_window [B, T, H, D], and the
     disagreement [B, T].
 
@@ -30,12 +30,11 @@ def route(
         keys that the spec sees, or of the others; its backward pass skips query blocks whose cotangents are all zero.
       gate: [B, T]. Rows whose gate is 0 send no gradient outside. Sorted behind the others, they fill whole
         blocks.
-      inference: leave rows whose gate is 0 out of the pass over the keys outside; no disagreement is returned.
+      inference: leave rows whose gate is 0 out of the pass over the keys outside; their disagreement is then 0.
     """
     window, window_lse = part(q, where, False)
 
-    order = jnp.argsort(gate == 0, axis=1, stable=True)  # [B, T]
-    inverse = jnp.argsort(order, axis=1)
+    order, inverse = front(gate != 0)
     rows = {name: getattr(where, name) for name in ("q_pos", "q_order", "q_seg", "full_rows")}
     rows = jax.tree.map(lambda x: permute(jnp.broadcast_to(x, order.shape), order, inverse), rows)
     if inference:
@@ -47,8 +46,7 @@ def route(
         full, full_lse = window + outside, None
     else:
         full, full_lse = merge(window, window_lse, outside, outside_lse)
-    out, disagreement = mix(gate, window, window_lse, full, full_lse, sink_logits)
-    return out, None if inference else disagreement
+    return mix(gate, window, window_lse, full, full_lse, sink_logits)
 
 
 def mix(gate, window, window_lse, full, full_lse, sink_logits) -> tuple[jax.Array, jax.Array]:
@@ -79,6 +77,22 @@ def join_sinks(out, lse, sink_logits):
     sees_any = lse > -jnp.inf
     joined = jnp.logaddexp(jnp.where(sees_any, lse, 0), sink_logits)
     return out * jax.nn.sigmoid(lse - sink_logits)[..., None], jnp.where(sees_any, joined, -jnp.inf)
+
+
+def front(member: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The permutation of each row of `member` [B, T] bool that moves members to its front, orders kept; its inverse.
+
+    One sort of one array: sorting twice would take a kernel's time.
+    """
+    member = member.astype(jnp.int32)
+    length = member.shape[1]
+    inverse = jnp.where(
+        member == 1,
+        jnp.cumsum(member, axis=1) - 1,
+        member.sum(axis=1, keepdims=True) + jnp.cumsum(1 - member, axis=1) - 1,
+    )
+    index = jnp.arange(length, dtype=jnp.int32)
+    return jnp.sort(jnp.where(member == 1, index, index + length), axis=1) % length, inverse
 
 
 @jax.custom_vjp

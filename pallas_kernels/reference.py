@@ -90,12 +90,16 @@ def routed_attention(
     gate: jax.Array,
     spec: AttentionSpec,
     where: Coordinates,
+    *,
+    inference: bool = False,
     **by_head,
 ) -> tuple[jax.Array, jax.Array]:
     """Two separate attentions mixed by `gate` [B, T] (SwiAttn): returns out and the branch disagreement [B, T]."""
     full, _ = attention(q, k, v, dataclasses.replace(spec, window=None), where, **by_head)
     window, _ = attention(q, k, v, spec, where, **by_head)
     share = gate.astype(full.dtype)[:, :, None, None]
+    if inference:
+        full = jnp.where(share == 0, window, full)
     return share * full + (1 - share) * window, jnp.square(full - window).mean(axis=(2, 3))
 
 

@@ -18,7 +18,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.parts import mix, route, vary_alike
+from pallas_kernels.parts import front, mix, route, vary_alike
 from pallas_kernels.spec import AttentionSpec, Coordinates
 from pallas_kernels.tpu_attend import attend
 from pallas_kernels.tpu_forward import branches_forward, branches_serve
@@ -146,8 +146,7 @@ def _branches_bwd(call, saved, cotangents):
     active = (dfull != 0).any(axis=(2, 3))  # [B, T]
     if call.softmax:
         active |= (delta != 0).any(axis=2)
-    order = jnp.argsort(~active, axis=1, stable=True)
-    inverse = jnp.argsort(order, axis=1)
+    order, inverse = front(active)
 
     def gather(x):
         return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
@@ -175,7 +174,7 @@ def _branches_bwd(call, saved, cotangents):
 _branches.defvjp(_branches_fwd, _branches_bwd)
 
 
-def _head_major(call: Call, q, k, v):
+def _head_major(call: Call, q, k, v) -> tuple[jax.Array, jax.Array, jax.Array]:
     tiles = call.tiles
     return head_major(q, tiles.q_block), head_major(k, tiles.kv_block), head_major(v, tiles.kv_block)
 

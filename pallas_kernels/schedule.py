@@ -122,6 +122,7 @@ class Visits(NamedTuple):
 
     pairs: jax.Array  # [rows * columns] int32
     used: jax.Array  # [] int32: how many entries are in use
+    starts: jax.Array  # [rows + 1] int32: where each row's entries begin, and where the last one's end
 
 
 class Visit(NamedTuple):
@@ -130,7 +131,7 @@ class Visit(NamedTuple):
     first: jax.Array  # of its row
     last: jax.Array
     wanted: jax.Array  # False in the entry of a row without visits
-    masked: jax.Array
+    masked: jax.Array | bool
     flush: jax.Array | bool = False  # not a visit: behind the visits, every column once more
 
 
@@ -157,12 +158,14 @@ def flat_visits(table: jax.Array, fully: jax.Array, *, flush: bool = False) -> V
     for bit, flag in enumerate((first, last, table, table & ~fully), start=2 * _INDEX_BITS):
         packed |= flag.astype(jnp.int32) << bit
     (order,) = jnp.nonzero(listed.reshape(-1), size=rows * columns, fill_value=0)
-    pairs, used = packed.reshape(-1)[order], listed.sum(dtype=jnp.int32)
+    pairs = packed.reshape(-1)[order]
+    starts = jnp.pad(jnp.cumsum(listed.sum(axis=1, dtype=jnp.int32)), (1, 0))
+    used = starts[-1]
     if flush:
         last = ((rows - 1) << _INDEX_BITS) | column | (1 << (2 * _INDEX_BITS + 4))
         pairs = lax.dynamic_update_slice(jnp.pad(pairs, (0, columns)), last, (used,))
         used += columns
-    return Visits(pairs, used)
+    return Visits(pairs, used, starts)
 
 
 def unpack(pair) -> Visit:

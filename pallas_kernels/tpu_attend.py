@@ -58,14 +58,14 @@ def _core_fwd(call, *arguments):
 
 
 def _core_bwd(call, saved, cotangents):
-    *arguments, out, lse = saved
+    q, k, v, head_bias, where, full_heads, out, lse = saved
     dout, dlse = cotangents
     statistics = None
     if lse is not None:
         delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)[:, :, None] - dlse
         statistics = pack_statistics(lse, delta)
-    dq, dk, dv, *dbias = backward(call, *arguments, dout, statistics)
-    dhead_bias = jnp.zeros_like(arguments[3])
+    dq, dk, dv, *dbias = backward(call, q, k, v, head_bias, where, full_heads, dout, statistics)
+    dhead_bias = jnp.zeros_like(head_bias)
     if dbias:
         dhead_bias = dhead_bias.at[1].set(dbias[0].sum(axis=(0, 2, 3)))
     return dq, dk, dv, dhead_bias, None, None

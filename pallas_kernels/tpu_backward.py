@@ -14,6 +14,7 @@ Logits are transposed, [keys, queries]: what belongs to a query is a row, and th
 every product, so that 128 rows of q, dout or k stream past a matrix unit that they fill. Gradients are transposed too.
 """
 
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -44,11 +45,11 @@ from pallas_kernels.tpu_tiles import (
     split,
     tile_mask,
 )
-from pallas_kernels.tpu_walk import Walk, default_mask, listed_walk, seen_tiles, walk_over
+from pallas_kernels.tpu_walk import Walk, default_mask, seen_tiles, walk_over
 
 _UNIT = 256  # queries of a unit of work, as wide as the widest matrix unit
 _AHEAD = 2
-_ACCUMULATOR_BYTES = 32 * 2**20  # of dk and dv in VMEM
+_VMEM_BYTES = 36 * 2**20  # of dk and dv, and of keys and values if they fit too
 
 
 def scheduled_backward(
@@ -65,19 +66,22 @@ def scheduled_backward(
 ) -> tuple[jax.Array, ...]:
     """Returns the gradients of q (as given), k and v, and with a bias also its rows' [B, H, 1, T] f32."""
     run = functools.partial(_sweep, call, q, head_bias, heads, dout, statistics)
-    length, block = k.shape[2], call.tiles.kv_block
-    chunk = _ACCUMULATOR_BYTES // (2 * 4 * k.shape[3] * block) * block
+    length, block, head_dim = k.shape[2], call.tiles.kv_block, max(k.shape[3], LANES)
+    chunk = _VMEM_BYTES // (2 * 4 * head_dim * block) * block  # keys whose dk and dv VMEM holds
     if length <= chunk:
-        return run(k, v, where, walk_over(call, where, flush=True), previous)
+        keys_too = length * head_dim * (2 * 4 + 4 * k.dtype.itemsize) <= _VMEM_BYTES
+        return run(k, v, where, walk_over(call, where, resident=keys_too, flush=True), previous)
 
     parts = []
     for start in range(0, length, chunk):
         keys = slice(start, start + chunk)
         kv = {name: getattr(where, name) for name in ("kv_pos", "kv_order", "kv_seg")}
         here = where._replace(**{name: x if x is None else x[:, keys] for name, x in kv.items()})
-        walk = listed_walk(call, here, flush=True)
-        before = (*previous[:1], *(x[:, :, keys] for x in previous[1:3]), *previous[3:])
-        parts.append(run(k[:, :, keys], v[:, :, keys], here, walk, before))
+        walk = walk_over(dataclasses.replace(call, indexed=False), here, resident=False, flush=True)
+        # Of what is there already, the gradients by query are in the first part of the sum.
+        by_query, by_key = (previous[:1], previous[3:]), (x[:, :, keys] for x in previous[1:3])
+        dq, dbias = by_query if start == 0 else jax.tree.map(jnp.zeros_like, by_query)
+        parts.append(run(k[:, :, keys], v[:, :, keys], here, walk, (*dq, *by_key, *dbias)))
     dq, dk, dv, *dbias = zip(*parts, strict=True)
     return _sum(dq), *(jnp.concatenate(x, axis=2) for x in (dk, dv)), *map(_sum, dbias)
 
@@ -105,7 +109,12 @@ def _sweep(
         return pl.BlockSpec(block, index_map)
 
     queries = spec((None, None, q_block, head_dim), lambda b, h, kv, visit, _: (b, h, visit.row, 0))
-    keys = spec((None, None, kv_block, head_dim), lambda b, h, kv, visit, _: (b, kv, visit.column, 0))
+    held = k.shape[2] if walk.resident else kv_block  # keys at hand
+
+    def column(visit):
+        return 0 if walk.resident else visit.column
+
+    keys = spec((None, None, held, head_dim), lambda b, h, kv, visit, _: (b, kv, column(visit), 0))
     written = spec((None, None, kv_block, head_dim), lambda b, h, kv, visit, written: (b, kv, written, 0))
 
     def of_queries(rows):
@@ -124,7 +133,7 @@ def _sweep(
         inputs += tokens
         in_specs += [
             spec((None, 8, q_block), lambda b, h, kv, visit, _: (by_query(b), 0, visit.row)),
-            spec((None, 8, kv_block), lambda b, h, kv, visit, _: (by_key(b), 0, visit.column)),
+            spec((None, 8, held), lambda b, h, kv, visit, _: (by_key(b), 0, column(visit))),
         ]
     outputs = [shape_like(x.shape, x.dtype, q) for x in (q, k, v)]
     out_specs = [queries, written, written]
@@ -186,7 +195,7 @@ def _kernel(call, walk, has_segments, has_full_rows, group, order, *refs):
     (dbias_ref,), rest = split(rest, 1) if call.has_bias else ((None,), rest)
     dk_acc, dv_acc, dq_acc, q_t, do_t = rest
     slope_and_bias = None if bias_ref is None else (bias_ref[0:1, 0:1], bias_ref[1:2, 0:1])
-    member = pl.program_id(2)
+    member, kv_block = pl.program_id(2), call.tiles.kv_block
 
     @pl.when((member == 0) & functools.reduce(jnp.logical_and, [i == 0 for i in indices]))
     def _():
@@ -200,23 +209,26 @@ def _kernel(call, walk, has_segments, has_full_rows, group, order, *refs):
         if call.has_bias:
             dbias_ref[...] = jnp.zeros_like(dbias_ref)
 
-    def attend(seen):
-        k_t = k_ref[...].T  # [D, keys]
-        key_info = kv_info[...].T if walk.is_list else None  # [keys, 8]
+    def attend(seen, column):
+        start = pl.multiple_of(column * kv_block, kv_block) if walk.resident else 0
+        block = pl.ds(start, kv_block)
+        k_here, v_here = k_ref.at[block, :], v_ref.at[block, :]
+        k_t = k_here[...].T  # [D, keys]
+        key_info = kv_info[:, block].T if walk.is_list else None  # [keys, 8]
 
         def describe(keys, queries):
             """The properties of the queries, as rows, and of the keys, as columns."""
             if walk.is_list:
                 query = [q_info[i : i + 1, queries] for i in range(3)]
                 return query, [key_info[keys, i : i + 1] for i in range(2)]
-            first = (visit.row - visit.column) * q_ref.shape[0] + queries.start - keys.start
+            first = (visit.row - column) * q_ref.shape[0] + queries.start - keys.start
             query = lax.broadcasted_iota(jnp.int32, (1, queries.stop - queries.start), 1) + first
             return [query], [lax.broadcasted_iota(jnp.int32, (keys.stop - keys.start, 1), 0)]
 
         def products(unit):
             return (
-                dot(k_ref[unit.keys, :], q_ref[unit.queries, :], NT),  # [keys, queries]
-                dot(v_ref[unit.keys, :], do_ref[unit.queries, :], NT),
+                dot(k_here[unit.keys, :], q_ref[unit.queries, :], NT),  # [keys, queries]
+                dot(v_here[unit.keys, :], do_ref[unit.queries, :], NT),
             )
 
         def finish(unit, s, dw):
@@ -236,14 +248,13 @@ def _kernel(call, walk, has_segments, has_full_rows, group, order, *refs):
             if call.has_bias:
                 dbias_ref[:, queries] += dlogits.sum(axis=0, keepdims=True)
             w, ds = w.astype(q_ref.dtype), ds.astype(q_ref.dtype)
-            dv_acc[visit.column, :, keys] += dot(do_t[:, queries], w, NT)  # [D, keys]
-            dk_acc[visit.column, :, keys] += dot(q_t[:, queries], ds, NT)
+            dv_acc[column, :, keys] += dot(do_t[:, queries], w, NT)  # [D, keys]
+            dk_acc[column, :, keys] += dot(q_t[:, queries], ds, NT)
             dq_acc[:, queries] += dot(k_t[:, keys], ds, NN)  # [D, queries]
 
         pipelined(_units(call, seen), products, finish, ahead=_AHEAD)
 
-    for seen, here in walk.cases(visit):
-        pl.when(here)(functools.partial(attend, seen))
+    walk.run(visit, scalars, attend)
 
     @pl.when(visit.last)
     def _():

@@ -47,8 +47,6 @@ from pallas_kernels.tpu_walk import (
     Seen,
     default_mask,
     has_default_positions,
-    reach_of,
-    rows_walk,
     seen_tiles,
     walk_over,
 )
@@ -78,7 +76,8 @@ def scheduled_forward(
 def branches_serve(call: Call, where: Coordinates, k: jax.Array) -> bool:
     """Whether `branches_forward` can do the call: the window ends where a block does, and VMEM holds all keys."""
     window = call.spec.window
-    return _fits_vmem(call, where, k) and window is not None and window % call.tiles.q_block == 0
+    indexed = has_default_positions(call, where) and _fits_vmem(k)
+    return indexed and window is not None and window % call.tiles.q_block == 0
 
 
 def branches_forward(
@@ -90,10 +89,9 @@ def branches_forward(
     return results[: len(results) // 2], results[len(results) // 2 :]
 
 
-def _fits_vmem(call: Call, where: Coordinates, k: jax.Array) -> bool:
-    """Whether positions are default and VMEM holds the keys and values of a head twice, those of the next one too."""
-    keys = k.shape[2] * max(k.shape[3], LANES) * k.dtype.itemsize
-    return has_default_positions(call, where) and 4 * keys <= _RESIDENT_BYTES
+def _fits_vmem(k: jax.Array) -> bool:
+    """Whether VMEM holds all keys and values of a head, and those of the next one."""
+    return 4 * k.shape[2] * max(k.shape[3], LANES) * k.dtype.itemsize <= _RESIDENT_BYTES
 
 
 def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches):
@@ -101,9 +99,7 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
     kv_length, group = k.shape[2], num_heads // k.shape[1]
     q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
     heads = heads.queries(group)
-    # With all keys at hand the kernel walks itself, without the cost of a step of the grid for every pair.
-    resident = _fits_vmem(call, where, k)
-    walk = rows_walk(q_length // q_block) if resident else walk_over(call, where)
+    walk = walk_over(call, where, resident=_fits_vmem(k))
 
     def spec(block, index):
         """A block located by batch, query head and visit."""
@@ -115,10 +111,12 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
         return pl.BlockSpec(block, index_map)
 
     queries = spec((None, None, q_block, head_dim), lambda b, h, visit: (b, h, visit.row, 0))
-    keys = spec(
-        (None, None, kv_length if resident else kv_block, head_dim),
-        lambda b, h, visit: (b, h // group, visit.column, 0),
-    )
+    held = kv_length if walk.resident else kv_block  # keys at hand
+
+    def column(visit):
+        return 0 if walk.resident else visit.column
+
+    keys = spec((None, None, held, head_dim), lambda b, h, visit: (b, h // group, column(visit), 0))
     rows = spec((None, None, 1, q_block), lambda b, h, visit: (b, h, 0, visit.row))
     inputs = [q, k, v, *initial]
     in_specs = [queries, keys, keys, *[queries, rows][: len(initial)]]
@@ -130,7 +128,7 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
         inputs += tokens
         in_specs += [
             spec((None, 8, q_block), lambda b, h, visit: (batch_index(b, tokens.queries), 0, visit.row)),
-            spec((None, 8, kv_block), lambda b, h, visit: (batch_index(b, tokens.keys), 0, visit.column)),
+            spec((None, 8, held), lambda b, h, visit: (batch_index(b, tokens.keys), 0, column(visit))),
         ]
     out_specs, out_shapes = [queries], [shape_like(q.shape, q.dtype, q)]
     scratch = [pltpu.VMEM((q_block, head_dim), jnp.float32)]
@@ -144,7 +142,6 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
             _kernel,
             call,
             walk,
-            reach_of(call, q_length // q_block) if resident else None,
             where.q_seg is not None,
             where.full_rows is not None,
             branches,
@@ -164,16 +161,17 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
 
 
 class _Source(NamedTuple):
-    """A block of keys, how the queries see it, and how many blocks it lies before theirs."""
+    """A block of keys, and how the queries see it."""
 
     call: Call
     seen: Seen
+    column: Any
     k_ref: Any
     v_ref: Any
-    blocks: Any
+    kv_info: Any
 
 
-def _kernel(call, walk, reach, has_segments, has_full_rows, branches, num_initial, order, *refs):
+def _kernel(call, walk, has_segments, has_full_rows, branches, num_initial, order, *refs):
     scalars, (q_ref, k_ref, v_ref), initial, rest = split(refs, len(walk.scalars), 3, num_initial)
     visit = walk.visit([pl.program_id(2 + i) for i in range(len(walk.grid))], scalars)
     (bias_ref,), rest = split(rest, 1) if call.has_slopes or call.has_bias else ((None,), rest)
@@ -181,7 +179,7 @@ def _kernel(call, walk, reach, has_segments, has_full_rows, branches, num_initia
     num_results = 2 if call.softmax else 1
     window_out, out, (acc_ref, *statistics) = split(rest, num_results if branches else 0, num_results)
     slope_and_bias = None if bias_ref is None else (bias_ref[0:1, 0:1], bias_ref[1:2, 0:1])
-    fresh = (reach.partly[:1] if reach else [walk.fresh]) == [0] and not initial  # the diagonal comes first
+    fresh = walk.fresh is not None and not initial and not branches
     may_be_empty = walk.is_list or not (fresh or initial or branches)  # a row of the results
     q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
     strip, tile = math.gcd(call.tiles.strip, q_block), math.gcd(call.tiles.tile, kv_block)
@@ -192,8 +190,10 @@ def _kernel(call, walk, reach, has_segments, has_full_rows, branches, num_initia
         """The properties of the queries, as columns, and of the keys, as rows."""
         if walk.is_list:
             query = q_info[...].T  # [q_block, 8]
-            return [query[rows, i : i + 1] for i in range(3)], [kv_info[i : i + 1, keys] for i in range(2)]
-        first = source.blocks * q_block + rows.start - keys.start
+            return [query[rows, i : i + 1] for i in range(3)], [
+                source.kv_info[i : i + 1, keys] for i in range(2)
+            ]
+        first = (visit.row - source.column) * q_block + rows.start - keys.start
         query = lax.broadcasted_iota(jnp.int32, (strip, 1), 0) + first
         return [query], [lax.broadcasted_iota(jnp.int32, (1, keys.stop - keys.start), 1)]
 
@@ -265,17 +265,19 @@ def _kernel(call, walk, reach, has_segments, has_full_rows, branches, num_initia
             if results is not None:
                 write(results, rows)
 
-    def behind(blocks):
-        """The keys so many blocks before the queries."""
-        keys = pl.ds(pl.multiple_of((visit.row - blocks) * kv_block, kv_block), kv_block)
-        return k_ref.at[keys, :], v_ref.at[keys, :], blocks
+    def source(seen, column, call=call):
+        refs = k_ref, v_ref, kv_info
+        if walk.resident:
+            keys = pl.ds(pl.multiple_of(column * kv_block, kv_block), kv_block)
+            refs = k_ref.at[keys, :], v_ref.at[keys, :], kv_info.at[:, keys] if walk.is_list else None
+        return _Source(call, seen, column, *refs)
 
     if branches:
         window = dataclasses.replace(call, outside=False)
-        sources = [_Source(window, back, *behind(back)) for back in range(call.spec.window // kv_block + 1)]
-        for present in range(1, len(sources) + 1):  # the first rows lack blocks before the sequence
-            here = visit.row >= present - 1 if present == len(sources) else visit.row == present - 1
-            pl.when(here)(functools.partial(attend, sources[:present][::-1], fresh=True, results=window_out))
+        blocks = [source(back, visit.row - back, window) for back in range(call.spec.window // kv_block + 1)]
+        for present in range(1, len(blocks) + 1):  # the first rows lack blocks before the sequence
+            here = visit.row >= present - 1 if present == len(blocks) else visit.row == present - 1
+            pl.when(here)(functools.partial(attend, blocks[:present][::-1], fresh=True, results=window_out))
     elif not fresh:
 
         @pl.when(visit.first)
@@ -294,19 +296,10 @@ def _kernel(call, walk, reach, has_segments, has_full_rows, branches, num_initia
                     top_ref[...] = jnp.full_like(top_ref, MASKED)
                     total_ref[...] = jnp.zeros_like(total_ref)
 
-    if reach:
-        for seen in reach.partly:
-            source = _Source(call, seen, *behind(seen))
-            pl.when(visit.row >= seen)(functools.partial(attend, [source], fresh and seen == 0))
-        if reach.plain:
+    def attend_pair(seen, column):
+        attend([source(seen, column)], fresh and seen is not None and seen == walk.fresh)
 
-            @pl.loop(reach.plain[0], jnp.minimum(reach.plain[-1], visit.row) + 1)
-            def _(blocks):
-                attend([_Source(call, None, *behind(blocks))])
-    else:
-        for seen, here in walk.cases(visit):
-            source = _Source(call, seen, k_ref, v_ref, visit.row - visit.column)
-            pl.when(here)(functools.partial(attend, [source], fresh and seen == walk.fresh))
+    walk.run(visit, scalars, attend_pair)
 
     @pl.when(visit.last)
     def _():

@@ -59,6 +59,7 @@ def choose_kernel(call: Call, where: Coordinates) -> Call:
     """Marks a call that the window kernels serve, its window cut to the sequence."""
     if not window_kernel_serves(call, where):
         return call
+    assert call.spec.window is not None  # no window kernel without a window
     spec = dataclasses.replace(call.spec, window=min(call.spec.window, where.q_order.shape[1]))
     return dataclasses.replace(call, spec=spec, window_kernel=True)
 

@@ -1,13 +1,16 @@
-"""In which order the grid of a scheduled TPU kernel visits pairs of query and KV blocks, and what hides in each pair.
+"""In which order a scheduled TPU kernel visits pairs of query and KV blocks, and what hides in each pair.
 
-With default positions the pairs follow from the grid's own indices (`default_walk`): the blocks of a causal triangle, a
-band, or a triangle off the diagonal, nearest keys first. A long row of the triangle shares a row of the grid with a
-short one, so that hardly a step is empty; and which tiles of a pair are visible is known when tracing.
+With default positions the pairs follow from the indices of blocks: a causal triangle, a band, or a triangle off the
+diagonal, nearest keys first; and which tiles of a pair are visible is known when tracing. Otherwise (packed segments,
+given positions, full rows) the pairs are a list in scalar memory, made at run time; a pair that is not visible
+throughout is masked by the positions and segments of its tokens.
 
-Otherwise (packed segments, given positions, full rows) the pairs are a list in scalar memory, made at run time
-(`listed_walk`); a pair that is not visible throughout is masked by the positions and segments of its tokens.
+Where VMEM holds all keys of a head, the grid has a step for each query block, and the kernel itself visits the pairs.
+Where it does not, the grid has a step for each pair, which costs a few hundred cycles each. The triangle is then
+folded: a long row of it shares a row of the grid with a short one, so that hardly a step is empty.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -15,8 +18,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
-from pallas_kernels.schedule import Visit, flat_visits, fully_visible, unpack, visited
+from pallas_kernels.schedule import Visit, Visits, flat_visits, fully_visible, unpack, visited
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu_tiles import Call
 
@@ -30,27 +34,98 @@ class Walk(NamedTuple):
     Attributes:
       grid: the dimensions of the grid that walk.
       scalars: arrays for scalar memory.
-      visit: from the indices of these dimensions, and references to the scalars, to the visit.
-      cases: the ways in which a pair can be seen that occur, and when a visit is of each.
-      fresh: the case of every row's first visit, where that is known.
+      visit: from the indices of these dimensions and references to the scalars to where the step is. Of a resident
+        walk only the row counts, and the column of a flush.
+      run: given the visit and the scalars, calls `attend(seen, column)` for the step's pairs.
+      resident: whether the step has all keys of the head at hand, instead of those of the visit's column.
+      is_list: whether pairs are seen as their tokens say.
+      fresh: the case of every row's first pair, where that is known.
     """
 
     grid: tuple[Any, ...]
     scalars: tuple[jax.Array, ...]
-    visit: Callable[[tuple[Any, ...], tuple[Any, ...]], Visit]
-    cases: Callable[[Visit], list[tuple[Seen, Any]]]
+    visit: Callable[[Any, Any], Visit]
+    run: Callable[[Visit, Any, Callable[[Seen, Any], None]], None]
+    resident: bool
+    is_list: bool
     fresh: Seen = None
 
-    @property
-    def is_list(self) -> bool:
-        return bool(self.scalars)
 
-
-def walk_over(call: Call, where: Coordinates, *, flush: bool = False) -> Walk:
+def walk_over(call: Call, where: Coordinates, *, resident: bool, flush: bool = False) -> Walk:
     """The walk of a call over its visible pairs, and with `flush` over every KV block once more behind them."""
+    num_rows, num_columns = (
+        where.q_pos.shape[1] // call.tiles.q_block,
+        where.kv_pos.shape[1] // call.tiles.kv_block,
+    )
     if has_default_positions(call, where):
-        return default_walk(call, where.q_order.shape[1] // call.tiles.q_block, flush=flush)
-    return listed_walk(call, where, flush=flush)
+        reach = reach_of(call, num_rows)
+        fresh = 0 if reach.partly[:1] == [0] else None
+        if resident:
+            return _by_row(num_rows, num_columns, (), functools.partial(_run_reach, reach), flush)._replace(
+                fresh=fresh
+            )
+        return _folded(call, reach, num_rows, flush)._replace(fresh=fresh)
+    visits = _list_pairs(call, where, flush=flush and not resident)
+    if resident:
+        return _by_row(num_rows, num_columns, (visits.pairs, visits.starts), _run_list, flush)._replace(
+            is_list=True
+        )
+
+    def visit(indices, scalars):
+        return unpack(scalars[0][indices[0]])
+
+    def run(visit, scalars, attend):
+        _run_pair(visit, attend)
+
+    return Walk((visits.used,), (visits.pairs,), visit, run, resident=False, is_list=True)
+
+
+def _list_pairs(call: Call, where: Coordinates, *, flush: bool) -> Visits:
+    blocks = call.tiles.q_block, call.tiles.kv_block
+    table = visited(call.spec, where, *blocks, outside=call.outside)
+    fully = fully_visible(call.spec, where, *blocks, outside=call.outside)
+    return flat_visits(table, fully, flush=flush)
+
+
+def _run_pair(visit: Visit, attend) -> None:
+    """A pair of a list."""
+    pl.when(visit.wanted & visit.masked)(lambda: attend("tokens", visit.column))
+    pl.when(visit.wanted & ~visit.masked)(lambda: attend(None, visit.column))
+
+
+def _by_row(num_rows: int, num_columns: int, scalars, run, flush: bool) -> Walk:
+    """A resident walk: steps for query blocks and, to flush, for KV blocks."""
+
+    def visit(indices, scalars):
+        (step,) = indices
+        here = step < num_rows
+        column = jnp.maximum(step - num_rows, 0)
+        row = jnp.minimum(step, num_rows - 1)
+        return Visit(row, column, first=here, last=here, wanted=here, masked=False, flush=~here)
+
+    def run_row(visit, scalars, attend):
+        pl.when(visit.wanted)(lambda: run(visit, scalars, attend))
+
+    grid = (num_rows + num_columns if flush else num_rows,)
+    return Walk(grid, scalars, visit, run_row, resident=True, is_list=False)
+
+
+def _run_list(visit: Visit, scalars, attend) -> None:
+    pairs, starts = scalars
+
+    @pl.loop(starts[visit.row], starts[visit.row + 1])
+    def _(index):
+        _run_pair(unpack(pairs[index]), attend)
+
+
+def _run_reach(reach: "Reach", visit: Visit, scalars, attend) -> None:
+    for seen in reach.partly:
+        pl.when(visit.row >= seen)(functools.partial(attend, seen, visit.row - seen))
+    if reach.plain:
+
+        @pl.loop(reach.plain[0], jnp.minimum(reach.plain[-1], visit.row) + 1)
+        def _(blocks):
+            attend(None, visit.row - blocks)
 
 
 def has_default_positions(call: Call, where: Coordinates) -> bool:
@@ -66,34 +141,8 @@ def has_default_positions(call: Call, where: Coordinates) -> bool:
     )
 
 
-def rows_walk(num_blocks: int) -> Walk:
-    """The query blocks alone, for a kernel that has all keys at hand."""
-
-    def visit(indices, scalars):
-        return Visit(indices[0], 0, first=True, last=True, wanted=True, masked=False)
-
-    return Walk((num_blocks,), (), visit, lambda visit: [])
-
-
-def listed_walk(call: Call, where: Coordinates, *, flush: bool = False) -> Walk:
-    """The pairs of any call."""
-    blocks = call.tiles.q_block, call.tiles.kv_block
-    table = visited(call.spec, where, *blocks, outside=call.outside)
-    fully = fully_visible(call.spec, where, *blocks, outside=call.outside)
-    visits = flat_visits(table, fully, flush=flush)
-
-    def visit(indices, scalars):
-        return unpack(scalars[0][indices[0]])
-
-    def cases(visit):
-        return [("tokens", visit.wanted & visit.masked), (None, visit.wanted & ~visit.masked)]
-
-    return Walk((visits.used,), (visits.pairs,), visit, cases)
-
-
-def default_walk(call: Call, num_blocks: int, *, flush: bool = False) -> Walk:
-    """The pairs of a sequence of `num_blocks` blocks with default positions, nearest keys first."""
-    reach = reach_of(call, num_blocks)
+def _folded(call: Call, reach: "Reach", num_blocks: int, flush: bool) -> Walk:
+    """A walk with default positions and a step for each pair."""
     nearest, farthest = reach.nearest, reach.farthest
     folded = farthest == num_blocks - 1
 
@@ -140,20 +189,16 @@ def default_walk(call: Call, num_blocks: int, *, flush: bool = False) -> Walk:
             flush=~walking & (flushed < num_blocks),
         )
 
-    partly, plain = reach.partly, reach.plain
-
-    def cases(visit):
+    def run(visit, scalars, attend):
         distance = visit.row - visit.column
-        found: list[tuple[Seen, Any]] = [(d, visit.wanted & (distance == d)) for d in partly]
-        if plain:
-            other = visit.wanted
-            for d in partly:
-                other = other & (distance != d)
-            found.append((None, other))
-        return found
+        plain = visit.wanted
+        for seen in reach.partly:
+            pl.when(visit.wanted & (distance == seen))(functools.partial(attend, seen, visit.column))
+            plain = plain & (distance != seen)
+        if reach.plain:
+            pl.when(plain)(lambda: attend(None, visit.column))
 
-    # Every row begins with the pair on the diagonal, if the diagonal is seen at all.
-    return Walk(grid, (), visit, cases, fresh=0 if nearest == 0 else None)
+    return Walk(grid, (), visit, run, resident=False, is_list=False)
 
 
 def _bounds(call: Call) -> tuple[int, int]:

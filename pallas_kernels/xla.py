@@ -66,6 +66,7 @@ def routed_attention(
     sigmoid_bias: jax.Array | None = None,
     sink_logits: jax.Array | None = None,
     full_heads: jax.Array | None = None,
+    inference: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns gate * O_full + (1 - gate) * O_window and the branch disagreement [B, T]; see `parts.route`."""
     bias = _HeadBias(alibi_slopes, sigmoid_bias)
@@ -74,7 +75,7 @@ def routed_attention(
     def part(q, where, outside):
         return _by_kv_head(q, k, v, bias, where, full_heads, dataclasses.replace(static, outside=outside))
 
-    return parts.route(part, q, gate, where, sink_logits)
+    return parts.route(part, q, gate, where, sink_logits, inference=inference)
 
 
 def decode_attention(

@@ -82,6 +82,39 @@ def test_hard_gates_equal_two_separate_attentions(implementation):
 
 
 @every_implementation
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("plain", "some"), ("plain", "none"), ("everything", "runs"), ("sigmoid-everything", "some")],
+)
+def test_inference_leaves_out_the_full_branch_of_other_rows(implementation, name, kind):
+    call, gate = CALLS[name], gates(kind)
+    learned, fixed = call.draw()
+
+    def routed(implementation):
+        arrays = dict(learned)
+        qkv = [arrays.pop(array) for array in "qkv"]
+        options = arrays | fixed | {"inference": True, "implementation": implementation}
+        return jax.jit(lambda: routed_attention(*qkv, gate, call.spec, **options))()
+
+    out, disagreement = routed(implementation.name)
+    assert_close((out, disagreement), routed("reference"), call.dtype)
+    assert (np.asarray(disagreement)[np.asarray(gate) == 0] == 0).all()
+    training, _ = call.run_routed("reference", gate)
+    assert_close(out, training[0], call.dtype)
+
+
+def test_inference_cannot_be_differentiated():
+    learned, _ = PLAIN.draw()
+
+    def loss(q):
+        gate = gates("some")
+        return routed_attention(q, learned["k"], learned["v"], gate, PLAIN.spec, inference=True)[0].sum()
+
+    with pytest.raises(NotImplementedError, match="inference=True cannot be differentiated"):
+        jax.grad(loss)(learned["q"])
+
+
+@every_implementation
 def test_rows_routed_to_the_window_send_nothing_outside(implementation):
     """With every gate 0 the keys beyond all windows of the queries that have a loss get exactly no gradient."""
     learned, _ = PLAIN.draw()
