@@ -36,8 +36,8 @@ from pallas_kernels.tpu_passes import (
 )
 from pallas_kernels.tpu_tiles import Call, Heads
 
-# Of the blocks that gathered rows fill: the last one is half empty on average.
-_GATHERED_BLOCK = 512
+# Of gathered rows: the smaller the block, the narrower the span of positions that its keys are bounded by.
+_GATHERED_BLOCK = 256
 
 
 def routed_attention(
@@ -129,15 +129,14 @@ def _branches_bwd(call, saved, cotangents):
 
     _, k_by_head, v_by_head = arrays = _head_major(call, q, k, v)
 
-    def run(call, q, where, dout, lse, delta):
+    def run(call, q, where, dout, lse, delta, num_active=None):
         block = call.tiles.q_block
         statistics = None
         if call.softmax:
             by_head = (x.swapaxes(1, 2)[:, :, None] for x in (lse, delta))
             statistics = pack_statistics(*by_head)
-        return backward(
-            call, q, k_by_head, v_by_head, head_bias, where, full_heads, head_major(dout, block), statistics
-        )
+        heads = k_by_head, v_by_head, head_bias, where, full_heads
+        return backward(call, q, *heads, head_major(dout, block), statistics, num_active)
 
     dq, dk, dv, *dbias = run(
         choose_kernel(call, where), arrays[0], where, joint.astype(q.dtype), window_lse, joint_delta
@@ -153,15 +152,25 @@ def _branches_bwd(call, saved, cotangents):
 
     rows = {name: getattr(where, name) for name in ("q_pos", "q_order", "q_seg", "full_rows")}
     rows = {name: None if x is None else gather(jnp.broadcast_to(x, order.shape)) for name, x in rows.items()}
-    rows["q_pos"] = jnp.where(gather(active), rows["q_pos"], -1)  # the others are not visited
+    gathered_active = gather(active)
+    rows["q_pos"] = jnp.where(gathered_active, rows["q_pos"], -1)  # the others are not visited
     tiles = call.tiles
     tiles = dataclasses.replace(tiles, q_block=math.gcd(tiles.q_block, _GATHERED_BLOCK))
     outside = dataclasses.replace(call, outside=True, indexed=False, tiles=tiles)
-    by_row = (None, None) if delta is None else (gather(full_lse), gather(delta))
+    lse_delta = [None if x is None else gather(x) for x in (full_lse, delta)]
+    num_active = -(-active.sum(axis=1).max() // tiles.q_block)
     dq_outside, dk_outside, dv_outside, *dbias_outside = run(
-        outside, head_major(gather(q), tiles.q_block), where._replace(**rows), gather(dfull), *by_row
+        outside,
+        head_major(gather(q), tiles.q_block),
+        where._replace(**rows),
+        gather(dfull),
+        lse_delta[0],
+        lse_delta[1],
+        num_active,
     )
     dq_outside = jnp.take_along_axis(token_major(dq_outside, q.shape[1]), inverse[:, :, None, None], axis=1)
+    dq_outside = jnp.where(active[:, :, None, None], dq_outside, 0)
+    dbias_outside = [jnp.where(gathered_active[:, None, None], x, 0) for x in dbias_outside]
 
     dq = token_major(dq, q.shape[1]) + dq_outside
     dk, dv = (token_major(a + b, k.shape[1]) for a, b in ((dk, dk_outside), (dv, dv_outside)))

@@ -63,14 +63,20 @@ def scheduled_backward(
     dout: jax.Array,  # [B, H, T, D]
     statistics: jax.Array | None,  # [B, H, 8, T] f32: lse in base 2 and delta (softmax)
     previous: tuple[jax.Array, ...] = (),
+    num_active: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Returns the gradients of q (as given), k and v, and with a bias also its rows' [B, H, 1, T] f32."""
+    """Returns the gradients of q (as given), k and v, and with a bias also its rows' [B, H, 1, T] f32.
+
+    Args:
+      num_active: [] int32: query blocks behind so many have no cotangents; their own gradients are left undefined.
+    """
     run = functools.partial(_sweep, call, q, head_bias, heads, dout, statistics)
     length, block, head_dim = k.shape[2], call.tiles.kv_block, max(k.shape[3], LANES)
     chunk = _VMEM_BYTES // (2 * 4 * head_dim * block) * block  # keys whose dk and dv VMEM holds
     if length <= chunk:
         keys_too = length * head_dim * (2 * 4 + 4 * k.dtype.itemsize) <= _VMEM_BYTES
-        return run(k, v, where, walk_over(call, where, resident=keys_too, flush=True), previous)
+        walk = walk_over(call, where, resident=keys_too, flush=True, num_active=num_active)
+        return run(k, v, where, walk, previous)
 
     parts = []
     for start in range(0, length, chunk):

@@ -128,20 +128,21 @@ def forward(
 
 
 def backward(
-    call: Call, q, k, v, head_bias, where: Coordinates, full_heads, dout, statistics
+    call: Call, q, k, v, head_bias, where: Coordinates, full_heads, dout, statistics, num_active=None
 ) -> tuple[jax.Array, ...]:
     """dq, dk, dv and, with a bias, its gradient by row [B, H, 1, T].
 
     Args:
       dout: [B, H, T, D].
       statistics: [B, H, 8, T] f32, lse in base 2 and delta, the rest unused; None for sigmoid.
+      num_active: [] int32: query blocks behind so many have no cotangents; what is returned of them is undefined.
     """
     results: tuple[jax.Array, ...] = ()
     for part, heads in _launches(call, k.shape[1], full_heads):
         # Sink tokens gather gradients from the whole sequence, long after their block has left the window.
         in_window = part.window_kernel and not part.spec.num_sink_tokens
-        kernel = window_backward if in_window else scheduled_backward
-        results = kernel(part, q, k, v, head_bias, where, heads, dout, statistics, results)
+        arguments = (part, q, k, v, head_bias, where, heads, dout, statistics, results)
+        results = window_backward(*arguments) if in_window else scheduled_backward(*arguments, num_active)
     return results
 
 

@@ -51,8 +51,19 @@ class Walk(NamedTuple):
     fresh: Seen = None
 
 
-def walk_over(call: Call, where: Coordinates, *, resident: bool, flush: bool = False) -> Walk:
-    """The walk of a call over its visible pairs, and with `flush` over every KV block once more behind them."""
+def walk_over(
+    call: Call,
+    where: Coordinates,
+    *,
+    resident: bool,
+    flush: bool = False,
+    num_active: jax.Array | None = None,
+) -> Walk:
+    """The walk of a call over its visible pairs, and with `flush` over every KV block once more behind them.
+
+    Args:
+      num_active: [] int32: query blocks behind so many are not of interest, and a walk may leave them out.
+    """
     num_rows, num_columns = (
         where.q_pos.shape[1] // call.tiles.q_block,
         where.kv_pos.shape[1] // call.tiles.kv_block,
@@ -60,16 +71,15 @@ def walk_over(call: Call, where: Coordinates, *, resident: bool, flush: bool = F
     if has_default_positions(call, where):
         reach = reach_of(call, num_rows)
         fresh = 0 if reach.partly[:1] == [0] else None
-        if resident:
-            return _by_row(num_rows, num_columns, (), functools.partial(_run_reach, reach), flush)._replace(
-                fresh=fresh
-            )
-        return _folded(call, reach, num_rows, flush)._replace(fresh=fresh)
+        if not resident:
+            return _folded(call, reach, num_rows, flush)._replace(fresh=fresh)
+        run_reach = functools.partial(_run_reach, reach)
+        return _by_row(num_rows, num_columns, (), run_reach, flush)._replace(fresh=fresh)
     visits = _list_pairs(call, where, flush=flush and not resident)
     if resident:
-        return _by_row(num_rows, num_columns, (visits.pairs, visits.starts), _run_list, flush)._replace(
-            is_list=True
-        )
+        rows = jnp.int32(num_rows) if num_active is None else jnp.minimum(num_active, num_rows)
+        scalars = (visits.pairs, visits.starts, rows.reshape(1).astype(jnp.int32))
+        return _by_row(rows, num_columns, scalars, _run_list, flush)._replace(is_list=True)
 
     def visit(indices, scalars):
         return unpack(scalars[0][indices[0]])
@@ -93,14 +103,15 @@ def _run_pair(visit: Visit, attend) -> None:
     pl.when(visit.wanted & ~visit.masked)(lambda: attend(None, visit.column))
 
 
-def _by_row(num_rows: int, num_columns: int, scalars, run, flush: bool) -> Walk:
-    """A resident walk: steps for query blocks and, to flush, for KV blocks."""
+def _by_row(num_rows: int | jax.Array, num_columns: int, scalars, run, flush: bool) -> Walk:
+    """A resident walk: steps for query blocks and, to flush, for KV blocks. The last scalar, if any, is `num_rows`."""
 
     def visit(indices, scalars):
         (step,) = indices
-        here = step < num_rows
-        column = jnp.maximum(step - num_rows, 0)
-        row = jnp.minimum(step, num_rows - 1)
+        rows = scalars[-1][0] if scalars else num_rows
+        here = step < rows
+        column = jnp.maximum(step - rows, 0)
+        row = jnp.maximum(jnp.minimum(step, rows - 1), 0)
         return Visit(row, column, first=here, last=here, wanted=here, masked=False, flush=~here)
 
     def run_row(visit, scalars, attend):
@@ -111,7 +122,7 @@ def _by_row(num_rows: int, num_columns: int, scalars, run, flush: bool) -> Walk:
 
 
 def _run_list(visit: Visit, scalars, attend) -> None:
-    pairs, starts = scalars
+    pairs, starts = scalars[:2]
 
     @pl.loop(starts[visit.row], starts[visit.row + 1])
     def _(index):
