@@ -206,7 +206,7 @@ def test_a_total_with_a_gap_is_marked(compiler):
     measured = cycles.measure("window_forward", "v6e", {})
     partial = cycles.dataclasses.replace(measured, ops=(Op("copy", None, "not simulated"), *measured.ops))
     assert partial.cycles is None
-    table = cycles_table([partial], 4)
+    table = cycles_table(partial, 4)
     assert next(iter(table.columns[2].cells)) == "> 1,046"
     assert next(iter(table.columns[4].cells)) == "no figure"
 

@@ -30,21 +30,22 @@ def cycles(
     """Cycles of the TPU kernels, by libtpu's own simulator: no TPU is needed. Takes seconds a function and chip."""
     from pallas_kernels.bench import FUNCTIONS
     from swa_jax.bench.cycles import check, measure, read_settings
-    from swa_jax.bench.tables import cycles_table
+    from swa_jax.bench.tables import HOW_TO_READ, cycles_table
 
     settings = read_settings(set_ or [])
     functions, chips = names or list(FUNCTIONS), chip or ["v6e"]
     check(functions, chips, settings)
-    measured = []
-    with Console(stderr=True).status("") as status:
-        for name in functions:
-            for target in chips:
-                status.update(f"compiling {name} for {target}")
+    console, measured = _console(), []
+    if not as_json:
+        console.print(HOW_TO_READ, highlight=False)
+    for name in functions:
+        for target in chips:
+            with Console(stderr=True).status(f"compiling {name} for {target}"):
                 measured.append(measure(name, target, settings))
+            if not as_json:
+                console.print(cycles_table(measured[-1], ops))
     if as_json:
         typer.echo(json.dumps([measurement.to_dict() for measurement in measured], indent=2))
-    else:
-        _console().print(cycles_table(measured, ops))
 
 
 @app.command()

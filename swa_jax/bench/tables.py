@@ -6,50 +6,43 @@ from rich import box
 from rich.table import Table
 
 from swa_jax.bench.attention import Row
-from swa_jax.bench.cycles import SIMULATED, Measurement
+from swa_jax.bench.cycles import SIMULATED, Measurement, Op
+
+HOW_TO_READ = """\
+Compiled by libtpu, not run. simulated: by libtpu, transfers included. bundles x visits: instruction words of
+the compiled code times how often they run, without waits. Memory traffic of XLA's own ops is in neither.
+'>': a part has no figure. ms: at the chip's clock (v5p: two cores as one; v7x: one core).
+"""
 
 
-def cycles_table(measured: Sequence[Measurement], num_ops: int) -> Table:
-    """A line for each function and chip, and below it its most expensive ops."""
-    table = Table(
-        title="Static cycles, compiled by libtpu and not run",
-        caption=(
-            "simulated: by libtpu, transfers included. bundles x visits: instruction words of the compiled code times\n"
-            "how often they run, without waits. Memory traffic of XLA's own ops is in neither. '>': a part has no\n"
-            "figure. ms: at the chip's clock (v5p: two cores as one; v7x: one core)."
-        ),
-        box=box.SIMPLE,
-        title_justify="left",
-        caption_justify="left",
-    )
-    table.add_column("Function / op")
+def cycles_table(m: Measurement, num_ops: int) -> Table:
+    """The total, and below it the most expensive ops."""
+    table = Table(box=box.SIMPLE)
+    table.add_column("Function / op", min_width=28)
     table.add_column("Chip", no_wrap=True)
     for title in ("Cycles", "per 1024 rows\nand head", "ms", "Temporary\nbytes"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("How")
-    for m in measured:
-        options = " ".join(f"{name}={value}" for name, value in m.settings.items())
-        partial = m.cycles is None
-        total = sum(op.cycles or 0 for op in m.ops)
-        table.add_row(
-            f"[bold]{m.function}[/bold] {options}",
-            m.chip,
-            f"{'> ' if partial else ''}{total:,}",
-            _number(m.cycles_per_1024, ",.0f"),
-            _number(m.milliseconds, ".4f"),
-            _number(m.temp_bytes, ","),
-            "; ".join([*dict.fromkeys(op.source for op in m.ops if op.cycles is not None), *m.notes]),
-        )
-        listed = m.ops[:num_ops]
-        for op in listed:
-            table.add_row(f"  {op.name}", "", _number(op.cycles, ","), "", "", "", op.source)
-        rest = m.ops[num_ops:]
-        if rest and num_ops:
-            how = SIMULATED if all(op.source == SIMULATED for op in rest) else ""
-            cycles = sum(op.cycles or 0 for op in rest)
-            table.add_row(f"  {len(rest)} more", "", f"{cycles:,}", "", "", "", how)
-        table.add_section()
+    options = " ".join(f"{name}={value}" for name, value in m.settings.items())
+    table.add_row(
+        f"[bold]{m.function}[/bold] {options}",
+        m.chip,
+        f"{'> ' if m.cycles is None else ''}{_sum(m.ops):,}",
+        _number(m.cycles_per_1024, ",.0f"),
+        _number(m.milliseconds, ".4f"),
+        _number(m.temp_bytes, ","),
+        "; ".join([*dict.fromkeys(op.source for op in m.ops if op.cycles is not None), *m.notes]),
+    )
+    for op in m.ops[:num_ops]:
+        table.add_row(f"  {op.name}", "", _number(op.cycles, ","), "", "", "", op.source)
+    if num_ops and (rest := m.ops[num_ops:]):
+        how = SIMULATED if all(op.source == SIMULATED for op in rest) else ""
+        table.add_row(f"  {len(rest)} more", "", f"{_sum(rest):,}", "", "", "", how)
     return table
+
+
+def _sum(ops: Sequence[Op]) -> int:
+    return sum(op.cycles or 0 for op in ops)
 
 
 def attention_table(row: Row, device: str) -> Table:
