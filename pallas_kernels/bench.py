@@ -14,7 +14,6 @@ waits for memory: about 3 to 9 % of the window kernels.
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from pallas_kernels import api, tpu_passes
 from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_kind, preferring
 from pallas_kernels.spec import AttentionSpec, coordinates
 from pallas_kernels.tpu_tiles import Call
-from pallas_kernels.tpu_walk import default_walk, has_default_positions
+from pallas_kernels.tpu_walk import has_default_positions
 from pallas_kernels.tpu_window import blocks_back, window_kernel_serves, window_steps
 
 
@@ -119,7 +118,7 @@ class Executions(NamedTuple):
 
     bodies: tuple[int, ...]  # those with matmuls, the longest first
     rows: int  # other vector code, at the first and the last visit of a row of blocks
-    steps: int  # the rest, once a step of the grid
+    heads: int  # of a launch whose grid takes their number from data; the rest runs once a step of the grid
 
 
 def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
@@ -149,10 +148,9 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
         edges = min(back, num_steps - 1) if backward else len(window_steps(call, num_steps)) - 1
         bodies = (windowed_heads * (num_steps - edges), *[windowed_heads] * edges)
         if backward:  # more steps at the end write what the ring still holds
-            steps = windowed_heads * (num_steps + back)
-            counts["window_backward"] = Executions(bodies, windowed_heads * back, steps)
+            counts["window_backward"] = Executions(bodies, windowed_heads * back, windowed_heads * K // H)
         else:
-            counts["window_forward"] = Executions(bodies, 0, windowed_heads * num_steps)
+            counts["window_forward"] = Executions(bodies, 0, windowed_heads)
     else:
         counts |= _scheduled(call, T, windowed_heads, backward, packed)
     if rho is not None:
@@ -174,10 +172,9 @@ def _scheduled(call: Call, T: int, heads: int, backward: bool, packed: bool) -> 
         seen = (back >= 0) & (back < (call.spec.window or T))
         if pairs := int((seen * (block - abs(np.arange(1 - block, block)))).sum()):
             runs[pairs] = runs.get(pairs, 0) + heads * (num_blocks - distance)
-    steps = heads * math.prod(default_walk(call, num_blocks, flush=backward).grid)
     bodies = tuple(runs[pairs] for pairs in sorted(runs, reverse=True))
     kernel = "scheduled_backward" if backward else "scheduled_forward"
-    return {kernel: Executions(bodies, heads * num_blocks, steps)}
+    return {kernel: Executions(bodies, heads * num_blocks, heads)}
 
 
 def _where(T: int, packed: bool):

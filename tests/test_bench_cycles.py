@@ -81,14 +81,14 @@ def test_code_is_read_for_every_op(tmp_path):
 
 def test_cycles_are_bundles_times_runs():
     code = Code((100, 10), other_vector=7, scalar=1)
-    assert count_cycles(code, Executions((3, 5), rows=2, steps=8)) == 300 + 50 + 14 + 8
+    assert count_cycles(code, Executions((3, 5), rows=2, heads=1), 8) == 300 + 50 + 14 + 8
     # The compiler made one body of two, or more bodies than are counted.
-    assert count_cycles(Code((100,), 0, 0), Executions((3, 5), 0, 0)) == 800
-    assert count_cycles(code, Executions((3,), 0, 0)) == 300
+    assert count_cycles(Code((100,), 0, 0), Executions((3, 5), 0, 1), 9) == 800
+    assert count_cycles(code, Executions((3,), 0, 1), 0) == 300
 
 
 def test_each_op_takes_the_figure_that_can_be_right():
-    code = Code((100,), 0, 0)
+    code = Code((100,), 0, 1)
     ops = combine(
         simulated={"jvp_window_forward_.1": 50, "scheduled_forward.2": 9, "fusion": 3},
         code=dict.fromkeys(("scheduled_forward.2", "scheduled_backward_keys", "copy.1", "TLP", "<x>"), code),
@@ -98,12 +98,13 @@ def test_each_op_takes_the_figure_that_can_be_right():
             "scheduled_backward_keys": True,
             "window": False,
         },
-        counts={"scheduled_forward": Executions((4,), 0, 0), "window_forward": Executions((1,), 0, 0)},
+        steps={"scheduled_forward": (5, 1)},
+        counts={"scheduled_forward": Executions((4,), 0, 2), "window_forward": Executions((1,), 0, 1)},
     )
     assert ops == (
         Op("copy.1", None, "not simulated"),
         Op("scheduled_backward_keys", None, "the data decide its visits; bodies of 100 bundles"),
-        Op("scheduled_forward.2", 400, COUNTED),
+        Op("scheduled_forward.2", 400 + 5 * 2, COUNTED),
         Op("jvp_window_forward_.1", 50, SIMULATED),
         Op("fusion", 3, SIMULATED),
     )
@@ -125,7 +126,8 @@ def compiler(monkeypatch):
             program = {
                 "queries": [1, 2, 4096, 128],
                 "kernels": {"window_forward": reads_scalars},
-                "executions": {"window_forward": {"bodies": [10], "rows": 0, "steps": 2}},
+                "steps": {"window_forward": [2, 0]},
+                "executions": {"window_forward": {"bodies": [10], "rows": 0, "heads": 1}},
             }
             if failure:
                 return cycles._Compilation(None, None, failure)

@@ -7,6 +7,7 @@ Prints a line of JSON before it compiles (what the program consists of) and one 
 """
 
 import json
+import math
 import resource
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,13 @@ def kernel_name(eqn: core.JaxprEqn) -> str:
     return eqn.params["name"]
 
 
+def static_steps(eqn: core.JaxprEqn) -> tuple[int, int]:
+    """The steps of the grid along the dimensions that are known, and the number of those that are data."""
+    grid = eqn.params["grid_mapping"].grid
+    static = [size for size in grid if isinstance(size, int)]
+    return math.prod(static), len(grid) - len(static)
+
+
 def reads_scalar_memory(eqn: core.JaxprEqn) -> bool:
     """Whether the kernel's schedule or grid is data, which a simulator does not know."""
     grid = eqn.params["grid_mapping"]
@@ -60,9 +68,11 @@ def main(name: str, topology: str, num_cores: int, settings: dict[str, Any]) -> 
     with jax.sharding.use_abstract_mesh(mesh):
         traced = jax.jit(function).trace(*arguments)
         lowered = traced.lower()
+    launches = {kernel_name(eqn): eqn for eqn in pallas_calls(traced.jaxpr.jaxpr)}
     program = {
         "queries": arguments[0].shape,
-        "kernels": {kernel_name(eqn): reads_scalar_memory(eqn) for eqn in pallas_calls(traced.jaxpr.jaxpr)},
+        "kernels": {name: reads_scalar_memory(eqn) for name, eqn in launches.items()},
+        "steps": {name: static_steps(eqn) for name, eqn in launches.items()},
         "executions": {kernel: count._asdict() for kernel, count in counts.items()},
     }
     print(json.dumps(program), flush=True)

@@ -153,7 +153,7 @@ def measure(function: str, chip: str, settings: dict[str, Any]) -> Measurement:
         if second.failure:
             raise ConfigError(f"{function} does not compile for {chip} with {settings}: {second.failure}")
     counts = {kernel: Executions(**count) for kernel, count in program["executions"].items()}
-    ops = combine(simulated, code, program["kernels"], counts)
+    ops = combine(simulated, code, program["kernels"], program["steps"], counts)
     notes = (f"the simulator stopped ({first.failure})",) if first.failure else ()
     return Measurement(
         function, chip, settings, math.prod(program["queries"][:-1]), ops, second.temp_bytes, notes
@@ -164,6 +164,7 @@ def combine(
     simulated: dict[str, int],
     code: dict[str, Code],
     kernels: dict[str, bool],
+    steps: dict[str, tuple[int, int]],
     counts: dict[str, Executions],
 ) -> tuple[Op, ...]:
     """One figure an op: the simulator's where it can be right, else one from the code, else none with the reason.
@@ -172,6 +173,7 @@ def combine(
       simulated: cycles by op.
       code: listings by op; empty when the simulation was enough.
       kernels: for each Pallas kernel, whether its schedule is in scalar memory.
+      steps: for each, the steps of its grid in known dimensions, and the number of dimensions that are data.
       counts: how often the code of a kernel runs, for those where the shape decides it.
     """
     ops = []
@@ -188,16 +190,18 @@ def combine(
         elif name not in code:
             ops.append(Op(name, None, "no listing of its code"))
         else:
-            ops.append(Op(name, count_cycles(code[name], counts[kernel]), COUNTED))
+            known, from_data = steps[kernel]
+            grid = known * counts[kernel].heads ** min(from_data, 1)
+            ops.append(Op(name, count_cycles(code[name], counts[kernel], grid), COUNTED))
     return tuple(sorted(ops, key=lambda op: -(op.cycles if op.cycles is not None else math.inf)))
 
 
-def count_cycles(code: Code, runs: Executions) -> int:
+def count_cycles(code: Code, runs: Executions, steps: int) -> int:
     """Bundles times runs; bodies that the compiler merged or split are matched by length as far as they go."""
     bodies = list(code.bodies[: len(runs.bodies)])
     bodies += [bodies[-1]] * (len(runs.bodies) - len(bodies)) if bodies else []
     executed = sum(bundles * times for bundles, times in zip(bodies, runs.bodies, strict=False))
-    return executed + code.other_vector * runs.rows + code.scalar * runs.steps
+    return executed + code.other_vector * runs.rows + code.scalar * steps
 
 
 def _listed(code: Code | None) -> str:

@@ -117,18 +117,18 @@ def test_settings_are_what_the_functions_take():
 
 def test_executions_of_the_window_kernels_are_their_steps():
     forward = bench.executions("window_forward", "TPU v5 lite", T=8192, H=2)["window_forward"]
-    assert forward == bench.Executions(bodies=(14, 2), rows=0, steps=16)  # blocks of 1024
+    assert forward == bench.Executions(bodies=(14, 2), rows=0, heads=2)  # blocks of 1024
     sinks = bench.executions("window_forward", "TPU v5 lite", T=8192, num_sink_tokens=128)
     assert sum(sinks["window_forward"].bodies) == 8
     backward = bench.executions("window_backward", "TPU v5 lite", T=8192)["window_backward"]
-    assert backward == bench.Executions(bodies=(7, 1), rows=1, steps=9)
+    assert backward == bench.Executions(bodies=(7, 1), rows=1, heads=1)
 
 
 def test_executions_of_the_scheduled_kernels_are_their_visits():
     forward = bench.executions("full_forward", "TPU v6 lite", T=4096, H=2)["scheduled_forward"]
-    assert forward == bench.Executions(bodies=(2 * 6, 2 * 4), rows=8, steps=20)  # throughout, diagonal
+    assert forward == bench.Executions(bodies=(2 * 6, 2 * 4), rows=8, heads=2)  # throughout, diagonal
     backward = bench.executions("full_backward", "TPU v6 lite", T=4096)["scheduled_backward"]
-    assert backward == bench.Executions(bodies=(6, 4), rows=4, steps=15)  # a row of steps writes dk and dv
+    assert backward == bench.Executions(bodies=(6, 4), rows=4, heads=1)
     window = bench.executions("window_forward", "TPU v6 lite", T=16384, window=9000, num_sink_tokens=0)
     # 8 blocks lie in the window throughout, the diagonal's half, and two others in parts of 9000 keys.
     assert window["scheduled_forward"].bodies == (sum(16 - d for d in range(1, 8)), 8, 16, 7)
