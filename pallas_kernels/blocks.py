@@ -79,7 +79,7 @@ def choose_tiles(
     tiles = next((tiles for name, tiles in _BY_GENERATION.items() if name in kind), Tiles())
     block, sum_on_mxu = (1024, tiles.sum_on_mxu) if head_dim <= 128 else (512, False)
     tiles = dataclasses.replace(tiles, q_block=block, kv_block=block, sum_on_mxu=sum_on_mxu)
-    if window is not None and (row := _nearest(kind, "forward", head_dim, window)):
+    if row := _nearest(kind, "forward", head_dim, window):
         block = row["block"]
         tiles = dataclasses.replace(
             tiles, q_block=block, kv_block=block, strip=row["strip"], tile=row["tile"]
@@ -89,7 +89,7 @@ def choose_tiles(
     )
 
 
-def backward_tiles(tiles: Tiles, kind: str, head_dim: int, window: int) -> Tiles:
+def backward_tiles(tiles: Tiles, kind: str, head_dim: int, window: int | None) -> Tiles:
     """The tiles for the window kernel's backward pass, from those of the forward pass.
 
     Blocks divide those of the forward pass, to whose blocks the arrays are padded.
@@ -101,7 +101,9 @@ def backward_tiles(tiles: Tiles, kind: str, head_dim: int, window: int) -> Tiles
     return dataclasses.replace(tiles, q_block=block, kv_block=block, strip=row["strip"], tile=row["tile"])
 
 
-def _nearest(kind: str, which: str, head_dim: int, window: int) -> Row | None:
+def _nearest(kind: str, which: str, head_dim: int, window: int | None) -> Row | None:
+    if window is None:
+        return None
     rows = [
         row
         for row in table_rows("tpu")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,15 @@ def test_a_program_that_does_not_compile_is_one_sentence(compiler):
     compiler(failure="ValueError: no such head_dim")
     with pytest.raises(ConfigError, match=r"does not compile for v6e with \{'D': 7\}: ValueError: no such"):
         cycles.measure("window_forward", "v6e", {"D": 7})
+
+
+def test_a_slow_simulation_leaves_what_was_known_before_it(monkeypatch):
+    def run(command, **options):
+        raise subprocess.TimeoutExpired(command, options["timeout"], output=b'{"queries": [1]}\n')
+
+    monkeypatch.setattr(subprocess, "run", run)
+    found = cycles._compile("decode", "v6e", {}, "")
+    assert found == cycles._Compilation({"queries": [1]}, None, f"no answer within {cycles.TIMEOUT} seconds")
 
 
 def test_few_rows_have_no_figure_a_1024(compiler):

@@ -40,7 +40,7 @@ CHIPS = {
     "v7x": Chip("tpu7x:2x2x1", 1, 1.88),
 }
 SIMULATED, COUNTED = "simulated", "bundles x visits"
-TIMEOUT = 600  # seconds for one compilation
+TIMEOUT = 300  # seconds for one compilation; a grid whose size is data can keep the simulator busy for longer
 _QUIET = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -230,12 +230,14 @@ def _compile(function: str, chip: str, settings: dict[str, Any], flags: str) -> 
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, errors="replace", timeout=TIMEOUT
         )
-    except subprocess.TimeoutExpired:
-        return _Compilation(None, None, f"no answer within {TIMEOUT} seconds")
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        output, failure = done.stdout, _failure(done) if done.returncode else None
+    except subprocess.TimeoutExpired as error:
+        # What was written by then, which is bytes whatever was asked for.
+        output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else ""
+        failure = f"no answer within {TIMEOUT} seconds"
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     program = lines[0] if lines else None
-    temp_bytes = lines[1]["temp_bytes"] if len(lines) > 1 else None
-    return _Compilation(program, temp_bytes, _failure(done) if done.returncode else None)
+    return _Compilation(program, lines[1]["temp_bytes"] if len(lines) > 1 else None, failure)
 
 
 def _failure(done: subprocess.CompletedProcess[str]) -> str:
