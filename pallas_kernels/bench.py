@@ -1,27 +1,32 @@
 """What the static measurement of the TPU kernels runs: functions that return `(fn, args)`, to be compiled for a chip.
 
-They call the very functions that `attention(..., implementation="tpu")` dispatches to, with its choice of tiles, on
-head-major arrays, so that a figure is a kernel's and not that of the transposes around it. Keyword arguments: H query
+They run the very `pallas_call`s that `attention(..., implementation="tpu")` dispatches to, with its choice of tiles, on
+head-major arrays, so that a figure is a kernel's and not that of the transposes around it. `routed_*` and `decode`
+include what XLA does around the kernels (sorting, merging), as that is part of their price. Keyword arguments: H query
 heads, K KV heads, T tokens, D head_dim, window, num_sink_tokens, dtype, and fields of `Tiles` to try others.
 
-The window kernels read nothing from scalar memory, so a simulator that knows no contents of it times them whole. The
-*scheduled* kernels (`full_*`, `routed_*`, `head_hybrid_forward`, `decode`, long windows) take their control flow
-from it: all flags read as zero, no visit does its work, and what is reported is the grid's skeleton. For
-those, take from the listing of basic blocks the bundles of the body with and without a mask, times the visits of
-each kind (`visit_counts`), and add the skeleton.
+A kernel that reads nothing from scalar memory is simulated whole. A simulator that knows no contents of scalar memory
+cannot time the others: flags read as zero, and bounds of the grid are unknown. `swa-jax bench cycles` finds out
+which ones those are. For them it takes the bundles (instruction words, one a cycle) of the compiled blocks of code,
+times how often each runs, which `executions` counts; so it does where the simulator aborts. That leaves out hazards and
+waits for memory: about 3 to 9 % of the window kernels.
 """
 
 import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_kernels import tpu, tpu_passes
-from pallas_kernels.blocks import choose_tiles, device_kind
-from pallas_kernels.schedule import fully_visible, visited
+from pallas_kernels import api, tpu_passes
+from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_kind, preferring
 from pallas_kernels.spec import AttentionSpec, coordinates
 from pallas_kernels.tpu_tiles import Call
-from pallas_kernels.tpu_window import window_kernel_serves
+from pallas_kernels.tpu_walk import has_default_positions
+from pallas_kernels.tpu_window import blocks_back, window_kernel_serves, window_steps
 
 
 def window_forward(packed=False, **shape):
@@ -76,18 +81,120 @@ def decode(H=8, K=8, T=8192, D=128, window=1024, num_sink_tokens=0, dtype="bfloa
     cache = jax.ShapeDtypeStruct((1, T, K, D), jnp.dtype(dtype))
 
     def function(q, k, v, lengths):
-        where = coordinates(1, T, q_positions=lengths[:, None] - 1, kv_positions=jnp.arange(T)[None])
-        return tpu.decode_attention(q, k, v, spec, where)
+        return api.decode_attention(q, k, v, spec, lengths=lengths, implementation="tpu")
 
     return function, (q, cache, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
 
 
-def visit_counts(T=16384, q_block=1024, kv_block=1024, window=None, num_sink_tokens=0) -> dict[str, int]:
-    """Block pairs that the scheduled kernel visits for one head, those that need a mask apart."""
-    spec, where = AttentionSpec(window, num_sink_tokens), coordinates(T, T)
-    table = visited(spec, where, q_block, kv_block)
-    masked = table & ~fully_visible(spec, where, q_block, kv_block)
-    return {"masked": int(masked.sum()), "plain": int((table & ~masked).sum())}
+FUNCTIONS: dict[str, Callable] = {
+    function.__name__: function
+    for function in (
+        window_forward,
+        window_backward,
+        full_forward,
+        full_backward,
+        sigmoid_forward,
+        sigmoid_backward,
+        routed_forward,
+        routed_backward,
+        head_hybrid_forward,
+        decode,
+    )
+}
+_SHAPE = ("H", "K", "T", "D", "window", "num_sink_tokens", "dtype")
+
+
+def settings(name: str) -> tuple[str, ...]:
+    """The keyword arguments that a function of FUNCTIONS takes."""
+    own = inspect.signature(FUNCTIONS[name]).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values()):
+        return tuple(own)
+    tiles = () if name.startswith("routed") else tuple(field.name for field in dataclasses.fields(Tiles))
+    return (*_SHAPE, *(n for n, p in own.items() if p.kind is not p.VAR_KEYWORD), *tiles)
+
+
+class Executions(NamedTuple):
+    """How often the blocks of code of one kernel run."""
+
+    bodies: tuple[int, ...]  # those with matmuls, the longest first
+    rows: int  # other vector code, at the first and the last visit of a row of blocks
+    heads: int  # of a launch whose grid takes their number from data; the rest runs once a step of the grid
+
+
+def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
+    """Counts for those kernels of `FUNCTIONS[name](**shape)` whose schedule the shape decides, by the kernel's name.
+
+    Args:
+      kind: the kind of device, whose tiles they have.
+    """
+    backward = name.endswith("_backward")
+    if name == "decode" or name.startswith("routed"):
+        return {}  # the lengths and the gates decide
+    hybrid = name == "head_hybrid_forward"
+    rho = shape.pop("rho", 0.75) if hybrid else None
+    packed = shape.pop("packed", False)
+    defaults = {"H": 8, "K": 8} if hybrid else {}
+    H, K, T, D, _, spec, tiles = _read(
+        {"window": None if name.startswith("full") else 1024} | defaults | shape
+    )
+    call = _call(kind, spec, _where(T, packed), D, tiles, alone=not hybrid)
+    windowed_heads = H if rho is None else round(rho * K) * H // K
+    counts = {}
+    if call.window_kernel and not (backward and spec.num_sink_tokens):
+        if backward and not tiles:
+            chosen = backward_tiles(call.tiles, kind, D, spec.window)
+            call = dataclasses.replace(call, tiles=chosen)
+        num_steps, back = -(-T // call.tiles.q_block), blocks_back(call)
+        edges = min(back, num_steps - 1) if backward else len(window_steps(call, num_steps)) - 1
+        bodies = (windowed_heads * (num_steps - edges), *[windowed_heads] * edges)
+        if backward:  # more steps at the end write what the ring still holds
+            counts["window_backward"] = Executions(bodies, windowed_heads * back, windowed_heads * K // H)
+        else:
+            counts["window_forward"] = Executions(bodies, 0, windowed_heads)
+    else:
+        counts |= _scheduled(call, T, windowed_heads, backward, packed)
+    if rho is not None:
+        full = dataclasses.replace(call, spec=dataclasses.replace(spec, window=None))
+        counts |= _scheduled(full, T, H - windowed_heads, backward, packed)
+    return counts
+
+
+def _scheduled(call: Call, T: int, heads: int, backward: bool, packed: bool) -> dict[str, Executions]:
+    if not has_default_positions(call, _where(T, packed)):
+        return {}  # a list made at run time decides
+    block = call.tiles.q_block
+    num_blocks = T // block
+    runs: dict[int, int] = {}  # of the bodies, by the pairs of tokens that they compute
+    for distance in range(num_blocks):  # in blocks
+        back = distance * block + np.arange(
+            1 - block, block
+        )  # from query to key, for each diagonal of the pair
+        seen = (back >= 0) & (back < (call.spec.window or T))
+        if pairs := int((seen * (block - abs(np.arange(1 - block, block)))).sum()):
+            runs[pairs] = runs.get(pairs, 0) + heads * (num_blocks - distance)
+    bodies = tuple(runs[pairs] for pairs in sorted(runs, reverse=True))
+    kernel = "scheduled_backward" if backward else "scheduled_forward"
+    return {kernel: Executions(bodies, heads * num_blocks, heads)}
+
+
+def _where(T: int, packed: bool):
+    return coordinates(T, T, q_segment_ids=jnp.ones((1, T), jnp.int32) if packed else None)
+
+
+def _call(kind: str, spec: AttentionSpec, where, D: int, tiles: dict, alone=True, has_slopes=False) -> Call:
+    """The call as `tpu` makes it; `alone`: no second launch serves full heads."""
+    T = where.q_pos.shape[1]
+    chosen = dataclasses.replace(choose_tiles(kind, T, T, D), **tiles)
+    call = Call(spec, chosen, indexed=True, has_slopes=has_slopes)
+    call = dataclasses.replace(call, window_kernel=window_kernel_serves(call, where))
+    if call.window_kernel and alone and not spec.num_sink_tokens:
+        chosen = choose_tiles(kind, T, T, D, window=spec.window)
+        call = dataclasses.replace(call, tiles=dataclasses.replace(chosen, **tiles))
+    if T % call.tiles.q_block:
+        raise ValueError(
+            f"T is {T}; what is measured are whole blocks, so T must be a multiple of {call.tiles.q_block}."
+        )
+    return call
 
 
 def _bench(shape, *, packed=False, backward=False, activation="softmax", rho=None):
@@ -100,16 +207,22 @@ def _bench(shape, *, packed=False, backward=False, activation="softmax", rho=Non
 
     def function(q, k, v, head_bias, ids, *cotangents):
         where = coordinates(T, T, q_segment_ids=ids) if packed else coordinates(T, T)
-        chosen = dataclasses.replace(choose_tiles(device_kind(), T, T, D), **tiles)
-        call = Call(spec, chosen, indexed=True, has_slopes=activation == "sigmoid")
-        call = dataclasses.replace(call, window_kernel=window_kernel_serves(call, where))
+        call = _call(device_kind(), spec, where, D, tiles, rho is None, activation == "sigmoid")
         full_heads = None if rho is None else jnp.arange(K) >= round(rho * K)
         if not backward:
             return tpu_passes.forward(call, q, k, v, head_bias, where, full_heads)
-        return tpu_passes.backward(call, q, k, v, head_bias, where, full_heads, *cotangents)
+        with preferring("tpu", _own_row(call, D) if tiles else []):
+            return tpu_passes.backward(call, q, k, v, head_bias, where, full_heads, *cotangents)
 
     cotangents = ((q, row) if activation == "softmax" else (q, None)) if backward else ()
     return function, (q, kv, kv, head_bias, ids, *cotangents)
+
+
+def _own_row(call: Call, D: int) -> list[dict]:
+    """Tiles that were asked for, in a form that wins over the table's row for the backward pass."""
+    tiles = call.tiles
+    sizes = {"block": tiles.q_block, "strip": tiles.strip, "tile": tiles.tile}
+    return [{"chip": "", "pass": "backward", "head_dim": D, "window": call.spec.window or 0} | sizes]
 
 
 def _routed(ratio, shape, backward):
@@ -118,7 +231,7 @@ def _routed(ratio, shape, backward):
     kv = jax.ShapeDtypeStruct((1, T, K, D), dtype)
 
     def forward(q, k, v, gate):
-        return tpu.routed_attention(q, k, v, gate, spec, coordinates(T, T))[0]
+        return api.routed_attention(q, k, v, gate, spec, implementation="tpu")[0]
 
     def both(q, k, v, gate):
         # Every n-th token is routed: as good as random for what is measured.
@@ -129,8 +242,10 @@ def _routed(ratio, shape, backward):
     return both if backward else forward, (q, kv, kv, jax.ShapeDtypeStruct((1, T), jnp.float32))
 
 
-def _read(shape, activation):
+def _read(shape, activation="softmax"):
     shape = {"H": 1, "K": 1, "T": 16384, "D": 128, "num_sink_tokens": 0, "dtype": "bfloat16"} | shape
     H, K, T, D = (shape.pop(name) for name in "HKTD")
-    spec = AttentionSpec(shape.pop("window"), shape.pop("num_sink_tokens"), activation)
+    window = shape.pop("window")
+    window = None if window is None else min(window, T)  # as `tpu.attention` does
+    spec = AttentionSpec(window, shape.pop("num_sink_tokens"), activation)
     return H, K, T, D, jnp.dtype(shape.pop("dtype")), spec, shape

@@ -1,11 +1,36 @@
-"""Tile sizes by kind of device: a small table of measured choices, and a rule for fitting them to a call."""
+"""Tile sizes by kind of device: a table of measured choices (`tiles.json`), and a rule behind it.
 
+A row of the table holds for a chip, a pass, a head_dim and windows up to its own, and says where it comes from. A
+call takes, of the rows for its chip and pass whose window is not below its own, the one with the nearest head_dim and
+then the smallest window; what no row covers, full attention among it, takes the rule's sizes. All of them are then made
+to fit the lengths. A file of the same form, named by the environment variable PALLAS_KERNELS_TILES, comes before it.
+"""
+
+import contextlib
 import dataclasses
+import functools
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 
 # Long windows leave so little waste at their edges that the scheduled kernel serves them as well.
 MAX_WINDOW_KERNEL = 2048
+
+TABLE = Path(__file__).with_name("tiles.json")
+FIELDS = {  # of a row, what it is found by and what it says
+    "tpu": (("chip", "pass", "head_dim", "window"), ("block", "strip", "tile")),
+    "gpu": (
+        ("capability", "pass", "head_dim", "itemsize"),
+        ("q_block", "kv_block", "num_warps", "num_stages"),
+    ),
+}
+Row = dict[str, Any]
+_preferred: list[tuple[str, Row]] = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,19 +67,96 @@ def device_kind() -> str:
     return jax.devices()[0].device_kind if abstract is None else abstract.device_kind
 
 
-def choose_tiles(kind: str, q_length: int, kv_length: int, head_dim: int) -> Tiles:
-    """The tiles for a call on a device of this kind: the table's, made to fit the lengths and VMEM."""
+def choose_tiles(
+    kind: str, q_length: int, kv_length: int, head_dim: int, *, window: int | None = None
+) -> Tiles:
+    """The tiles for a call on a device of this kind, made to fit the lengths.
+
+    Args:
+      window: of a call that the window kernel serves alone, to which the table's rows for the forward pass apply;
+        None in any other call. The backward pass may change the tiles: `backward_tiles`.
+    """
     tiles = next((tiles for name, tiles in _BY_GENERATION.items() if name in kind), Tiles())
-    largest = 1024 if head_dim <= 128 else 512
+    block, sum_on_mxu = (1024, tiles.sum_on_mxu) if head_dim <= 128 else (512, False)
+    tiles = dataclasses.replace(tiles, q_block=block, kv_block=block, sum_on_mxu=sum_on_mxu)
+    if row := _nearest(kind, "forward", head_dim, window):
+        block = row["block"]
+        tiles = dataclasses.replace(
+            tiles, q_block=block, kv_block=block, strip=row["strip"], tile=row["tile"]
+        )
     return dataclasses.replace(
-        tiles,
-        q_block=_fit(min(tiles.q_block, largest), q_length),
-        kv_block=_fit(min(tiles.kv_block, largest), kv_length),
-        sum_on_mxu=tiles.sum_on_mxu and head_dim <= 128,
+        tiles, q_block=_fit(tiles.q_block, q_length), kv_block=_fit(tiles.kv_block, kv_length)
     )
 
 
+def backward_tiles(tiles: Tiles, kind: str, head_dim: int, window: int | None) -> Tiles:
+    """The tiles for the window kernel's backward pass, from those of the forward pass.
+
+    Blocks divide those of the forward pass, to whose blocks the arrays are padded.
+    """
+    row = _nearest(kind, "backward", head_dim, window)
+    if row is None:
+        return tiles
+    block = math.gcd(row["block"], tiles.q_block)
+    return dataclasses.replace(tiles, q_block=block, kv_block=block, strip=row["strip"], tile=row["tile"])
+
+
+def _nearest(kind: str, which: str, head_dim: int, window: int | None) -> Row | None:
+    if window is None:
+        return None
+    rows = [
+        row
+        for row in table_rows("tpu")
+        if row["chip"] in kind and row["pass"] == which and row["window"] >= window
+    ]
+    return min(rows, key=lambda row: (abs(row["head_dim"] - head_dim), row["window"]), default=None)
+
+
+def table_rows(platform: str) -> list[Row]:
+    """The rows for "tpu" or "gpu", those that win a tie first.
+
+    Raises:
+      ValueError: the file that PALLAS_KERNELS_TILES names is no table of tiles.
+    """
+    own = os.environ.get("PALLAS_KERNELS_TILES")
+    tables = [_read(Path(own))] if own else []
+    preferred = [row for where, row in _preferred if where == platform]
+    return preferred + [row for table in [*tables, _read(TABLE)] for row in table[platform]]
+
+
+@contextlib.contextmanager
+def preferring(platform: str, rows: Sequence[Row]) -> Iterator[None]:
+    """Puts rows before all others while a call is traced: how a search tries tiles."""
+    added = [(platform, row) for row in rows]
+    _preferred[:0] = added
+    try:
+        yield
+    finally:
+        del _preferred[: len(added)]
+
+
+@functools.cache
+def _read(file: Path) -> dict[str, list[Row]]:
+    try:
+        table = json.loads(file.read_text())
+        rows = {platform: table.get(platform, []) for platform in FIELDS}
+        for platform, (key, value) in FIELDS.items():
+            for row in rows[platform]:
+                if missing := [name for name in (*key, *value) if name not in row]:
+                    raise ValueError(f"a row for {platform} lacks {', '.join(missing)}: {row}")
+    except (OSError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{file} is no table of tiles: {error}; `swa-jax bench attention --search --write` makes one."
+        ) from error
+    return rows
+
+
 def _fit(block: int, length: int) -> int:
-    """A short axis is one block of whole tiles: 128 tokens (the lanes of a register), or 16 (its sublanes) if fewer."""
+    """A short axis is one block of whole tiles: 128 tokens (the lanes of a register), or 16 (its sublanes) if fewer.
+
+    Blocks above 1024 are halved where that leaves less padding.
+    """
     unit = 16 if length <= 128 else 128
+    while block > 1024 and -(-length // (block // 2)) * (block // 2) < -(-length // block) * block:
+        block //= 2
     return min(block, -(-length // unit) * unit)

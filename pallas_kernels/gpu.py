@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import gpu_triton, parts
+from pallas_kernels.blocks import table_rows
 from pallas_kernels.gpu_triton import LOG2E, Heads, Operands, Side, Static, Tile
 from pallas_kernels.spec import AttentionSpec, Coordinates
 from pallas_kernels.visits import loop_bounds, tables
@@ -40,6 +41,21 @@ class Tiles(NamedTuple):
 
 
 def tile_sizes(head_dim: int, itemsize: int, capability: int) -> Tiles:
+    """Tile sizes: those of the rule, replaced where a row of the table (`blocks`) serves the kernel and the device.
+
+    Of the rows for as large a head_dim or a larger one, the smallest counts.
+    """
+    tiles = _by_rule(head_dim, itemsize, capability)
+    device = {"capability": capability, "itemsize": itemsize}
+    rows = [row for row in table_rows("gpu") if row | device == row and row["head_dim"] >= head_dim]
+    for kernel in Tiles._fields:
+        if mine := [row for row in rows if row["pass"] == kernel]:
+            row = min(mine, key=lambda row: row["head_dim"])
+            tiles = tiles._replace(**{kernel: Tile(*(row[name] for name in Tile._fields))})
+    return tiles
+
+
+def _by_rule(head_dim: int, itemsize: int, capability: int) -> Tiles:
     """Tile sizes by the compiler's account of registers, spills and shared memory; no timing stands behind them.
 
     Hopper (9.0) and later have 227 KB of shared memory a multiprocessor, A100 (8.0) 163 KB, the others of

@@ -16,6 +16,7 @@ from pallas_kernels.tpu_passes import (
     pad_coordinates,
     stack_head_bias,
     token_major,
+    with_own_tiles,
 )
 from pallas_kernels.tpu_tiles import Call
 
@@ -33,6 +34,8 @@ def attend(
     """Out [B, T, H, D] in q's dtype and lse [B, T, H] f32 (None for sigmoid), sink logits left out."""
     _, length, heads, head_dim = q.shape
     call = choose_kernel(call, where)
+    if full_heads is None:
+        call = with_own_tiles(call, length, head_dim)
     q = q * jnp.asarray(call.query_factor(head_dim), q.dtype)
     arguments = (
         head_major(q, call.tiles.q_block),

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.blocks import Tiles, choose_tiles, device_kind
+from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_kind
 from pallas_kernels.spec import AttentionSpec, Coordinates
 from pallas_kernels.tpu_backward import scheduled_backward
 from pallas_kernels.tpu_forward import scheduled_forward
@@ -62,6 +62,14 @@ def choose_kernel(call: Call, where: Coordinates) -> Call:
     assert call.spec.window is not None  # no window kernel without a window
     spec = dataclasses.replace(call.spec, window=min(call.spec.window, where.q_order.shape[1]))
     return dataclasses.replace(call, spec=spec, window_kernel=True)
+
+
+def with_own_tiles(call: Call, length: int, head_dim: int) -> Call:
+    """The window kernel's own tiles, for a call whose arrays no other kernel reads."""
+    if not call.window_kernel or call.spec.num_sink_tokens:
+        return call
+    tiles = choose_tiles(device_kind(), length, length, head_dim, window=call.spec.window)
+    return dataclasses.replace(call, tiles=tiles)
 
 
 def head_major(x: jax.Array, block: int) -> jax.Array:
@@ -141,6 +149,9 @@ def backward(
     for part, heads in _launches(call, k.shape[1], full_heads):
         # Sink tokens gather gradients from the whole sequence, long after their block has left the window.
         in_window = part.window_kernel and not part.spec.num_sink_tokens
+        if in_window:
+            tiles = backward_tiles(part.tiles, device_kind(), q.shape[3], part.spec.window)
+            part = dataclasses.replace(part, tiles=tiles)
         arguments = (part, q, k, v, head_bias, where, heads, dout, statistics, results)
         results = window_backward(*arguments) if in_window else scheduled_backward(*arguments, num_active)
     return results

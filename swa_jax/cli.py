@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
+from swa_jax.bench.cli import app as bench_app
 from swa_jax.config import ConfigError, ModelConfig, load_config
 from swa_jax.pattern import AttentionPattern, load_pattern
 
@@ -54,6 +55,7 @@ app = typer.Typer(
 )
 select_app = typer.Typer(no_args_is_help=True, help="Choose the layers that keep full attention.")
 app.add_typer(select_app, name="select")
+app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:

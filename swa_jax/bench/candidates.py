@@ -1,0 +1,217 @@
+"""What `swa-jax bench attention` times: this library's implementations, and others where they are installed.
+
+A candidate turns a `Case` into a function of q [B, T, H, D], k and v [B, S, K, D]: the output, for the pass
+"forward+backward" the gradients of its weighted sum too. All of them see the same arrays.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import AttentionSpec, attention, decode_attention
+
+PASSES = ("forward", "forward+backward", "decode")
+LONGEST_DENSE = 8192  # tokens up to which an implementation that holds all logits takes part
+Runner = Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One cell of the grid: causal attention over `length` tokens, `window` of them visible (None: all)."""
+
+    which: str  # of PASSES
+    length: int
+    window: int | None
+    heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int
+    dtype: str
+
+    @property
+    def q_length(self) -> int:
+        return 1 if self.which == "decode" else self.length
+
+    def __str__(self) -> str:
+        return f"{self.which}  T={self.length}  window={self.window or 'full'}"
+
+    def draw(self) -> tuple[jax.Array, ...]:
+        """q, k, v and the weights of the sum whose gradients are taken, all normal."""
+        shapes = [
+            (self.q_length, self.heads),
+            (self.length, self.kv_heads),
+            (self.length, self.kv_heads),
+            (self.q_length, self.heads),
+        ]
+        keys = jax.random.split(jax.random.key(0), len(shapes))
+        return tuple(
+            jax.random.normal(key, (self.batch, tokens, heads, self.head_dim), jnp.dtype(self.dtype))
+            for key, (tokens, heads) in zip(keys, shapes, strict=True)
+        )
+
+
+class Candidate(NamedTuple):
+    """An implementation; `prepare` compiles nothing yet. What its runner returns is fetched by `to_numpy`."""
+
+    name: str
+    prepare: Callable[[Case], Runner]
+    finish: Callable[[Any], Any]  # waits for what a runner returned
+    to_numpy: Callable[[Any], list[np.ndarray]]
+
+
+def ours(device: str) -> list[Candidate]:
+    """The implementations to time on a platform ("cpu", "gpu", "tpu"), the device's own first."""
+    names = {"tpu": ["tpu", "xla"], "gpu": ["triton", "xla"]}.get(device, ["xla"])
+    return [_in_jax(name, functools.partial(_our_attention, name)) for name in names]
+
+
+def peers(device: str, case: Case) -> Iterator[Candidate]:
+    """Others that are installed and serve the device and the case."""
+    if case.which == "decode" or case.length <= LONGEST_DENSE:
+        yield _in_jax("jax.nn (xla)", functools.partial(_jax_nn, "xla"))
+    if device == "gpu":
+        yield _in_jax("jax.nn (cudnn)", functools.partial(_jax_nn, "cudnn"))
+    if device == "tpu" and case.which != "decode":
+        yield _in_jax("jax splash", splash)
+    if device != "cpu" and case.which != "decode" and importlib.util.find_spec("tokamax") is not None:
+        yield _in_jax("tokamax", _tokamax)
+    if device == "gpu" and _has_torch_with_cuda():
+        yield Candidate("FlexAttention", _flex_attention, _synchronize_torch, _torch_to_numpy)
+
+
+def _in_jax(name: str, function: Callable) -> Candidate:
+    """A candidate from `function(case, q, k, v)`."""
+
+    def prepare(case: Case) -> Runner:
+        *qkv, weights = case.draw()
+        return functools.partial(jax_program(case, function), *qkv, weights)
+
+    return Candidate(name, prepare, jax.block_until_ready, _jax_to_numpy)
+
+
+def jax_program(case: Case, function: Callable) -> Callable:
+    """`program(q, k, v, weights)`, jitted."""
+    forward = functools.partial(function, case)
+
+    def both(q, k, v, weights):
+        out, pullback = jax.vjp(forward, q, k, v)
+        return out, *pullback(weights.astype(out.dtype))
+
+    if case.which == "forward+backward":
+        return jax.jit(both)
+    return jax.jit(lambda q, k, v, weights: (forward(q, k, v),))
+
+
+def _our_attention(name: str, case: Case, q, k, v):
+    spec = AttentionSpec(window=case.window)
+    if case.which == "decode":
+        lengths = jnp.full((case.batch,), case.length, jnp.int32)
+        return decode_attention(q, k, v, spec, lengths=lengths, implementation=name)  # type: ignore[arg-type]
+    return attention(q, k, v, spec, implementation=name)  # type: ignore[arg-type]
+
+
+def _jax_nn(name: str, case: Case, q, k, v):
+    if case.which == "decode":
+        if case.window is not None:  # the kindest reading: it is given the window alone
+            k, v = k[:, -case.window :], v[:, -case.window :]
+        return jax.nn.dot_product_attention(q, k, v, implementation=name)  # type: ignore[call-overload]
+    window = None if case.window is None else (case.window - 1, 0)
+    return jax.nn.dot_product_attention(  # type: ignore[call-overload]
+        q, k, v, is_causal=True, local_window_size=window, implementation=name
+    )
+
+
+def _tokamax(case: Case, q, k, v):
+    import tokamax  # type: ignore[import-not-found, unused-ignore]
+
+    window = None if case.window is None else (case.window - 1, 0)
+    return tokamax.dot_product_attention(q, k, v, is_causal=True, local_window_size=window)
+
+
+def splash(case: Case, q, k, v, *, interpret: bool = False):
+    """The kernel that ships with JAX, its blocks as large as fit."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as kernels,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    shape = (case.length, case.length)
+    mask = masks.CausalMask(shape) if case.window is None else masks.LocalMask(shape, (case.window - 1, 0), 0)
+    block = math.gcd(case.length, 1024)
+    compute = math.gcd(block, 512)
+    kernel = kernels.make_splash_mha_single_device(
+        masks.MultiHeadMask([mask] * case.heads),
+        block_sizes=kernels.BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_kv_compute=compute,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_kv_dkv_compute=compute,
+            use_fused_bwd_kernel=True,
+        ),
+        interpret=interpret,
+    )
+    q = q * jnp.asarray(case.head_dim**-0.5, q.dtype)
+    return jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q, k, v))).swapaxes(1, 2)
+
+
+def _has_torch_with_cuda() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch  # type: ignore[import-not-found, unused-ignore]
+
+    return torch.cuda.is_available()
+
+
+def _flex_attention(case: Case) -> Runner:
+    import torch  # type: ignore[import-not-found, unused-ignore]
+    from torch.nn.attention.flex_attention import (  # type: ignore[import-not-found, unused-ignore]
+        create_block_mask,
+        flex_attention,
+    )
+
+    offset = case.length - case.q_length
+
+    def visible(_batch, _head, i, j):
+        causal = j <= i + offset
+        return causal if case.window is None else causal & (i + offset - j < case.window)
+
+    mask = create_block_mask(visible, None, None, case.q_length, case.length, device="cuda")
+    dtype = getattr(torch, case.dtype)
+    arrays = [
+        torch.from_numpy(np.asarray(x, np.float32)).to("cuda", dtype).transpose(1, 2) for x in case.draw()
+    ]
+    *qkv, weights = (array.contiguous() for array in arrays)  # [B, H, T, D]
+    backward = case.which == "forward+backward"
+    for array in qkv:
+        array.requires_grad_(backward)
+    compiled = torch.compile(flex_attention)
+
+    def run():
+        out = compiled(*qkv, block_mask=mask, enable_gqa=True)
+        return (out, *torch.autograd.grad(out, qkv, weights)) if backward else (out,)
+
+    return run
+
+
+def _synchronize_torch(result: Any) -> Any:
+    import torch
+
+    torch.cuda.synchronize()
+    return result
+
+
+def _torch_to_numpy(result: Any) -> list[np.ndarray]:
+    return [x.detach().transpose(1, 2).float().cpu().numpy() for x in result]
+
+
+def _jax_to_numpy(result: Any) -> list[np.ndarray]:
+    return [np.asarray(x, np.float32) for x in result]

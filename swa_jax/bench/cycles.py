@@ -1,0 +1,262 @@
+"""Cycles of the TPU kernels without a TPU: libtpu compiles for a real chip on this host and simulates what it made.
+
+Each function of `pallas_kernels.bench` is compiled in a process of its own (`compile_for_chip`). The simulator covers
+instructions and transfers within each op, not the memory traffic of XLA's own ops nor what runs side by side. Where it
+stops, or where a kernel's schedule is data that it cannot know, the op's cycles are counted from its code instead: the
+bundles of each block (`bundles`) times how often `pallas_kernels.bench.executions` says that it runs.
+"""
+
+import dataclasses
+import difflib
+import importlib.util
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pallas_kernels import bench
+from pallas_kernels.bench import Executions
+from swa_jax.bench.bundles import Code, read_code
+from swa_jax.config import ConfigError
+
+
+class Chip(NamedTuple):
+    topology: str
+    num_cores: int  # that work as one device
+    gigahertz: float
+
+
+CHIPS = {
+    "v5e": Chip("v5e:2x2", 1, 1.5),
+    "v5p": Chip("v5p:2x2x1", 2, 1.75),
+    "v6e": Chip("v6e:2x2", 1, 1.75),
+    # Not the nominal clock: the one at which published timings are met. One of the chip's two cores.
+    "v7x": Chip("tpu7x:2x2x1", 1, 1.88),
+}
+SIMULATED, COUNTED = "simulated", "bundles x visits"
+TIMEOUT = 300  # seconds for one compilation; a grid whose size is data can keep the simulator busy for longer
+_QUIET = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
+_ESTIMATE = re.compile(r'hlo_op_name:\s*"([^"]+)"\s+estimated_cycles:\s*(\d+)')
+
+
+class Op(NamedTuple):
+    name: str
+    cycles: int | None
+    source: str  # SIMULATED, COUNTED, or why there is no figure
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    function: str
+    chip: str
+    settings: dict[str, Any]
+    queries: int  # query rows times heads
+    ops: tuple[Op, ...]  # the most expensive first
+    temp_bytes: int | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def cycles(self) -> int | None:
+        """Of the whole program; None unless every op has a figure."""
+        cycles = [op.cycles for op in self.ops]
+        return None if not cycles or None in cycles else sum(cycles)  # type: ignore[arg-type]
+
+    @property
+    def cycles_per_1024(self) -> float | None:
+        """Cycles per 1024 query rows and head; None where there are fewer rows than that."""
+        if self.cycles is None or self.queries < 1024:
+            return None
+        return self.cycles * 1024 / self.queries
+
+    @property
+    def milliseconds(self) -> float | None:
+        return None if self.cycles is None else self.cycles / CHIPS[self.chip].gigahertz / 1e6
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "function": self.function,
+            "chip": self.chip,
+            "settings": self.settings,
+            "cycles": self.cycles,
+            "cycles_per_1024_rows_and_head": self.cycles_per_1024,
+            "milliseconds": self.milliseconds,
+            "temp_bytes": self.temp_bytes,
+            "ops": [op._asdict() for op in self.ops],
+            "notes": list(self.notes),
+        }
+
+
+def read_settings(items: Sequence[str]) -> dict[str, Any]:
+    """`["T=8192", "dtype=float32"]` as keyword arguments; a value is JSON where it can be read as such."""
+    settings: dict[str, Any] = {}
+    for item in items:
+        name, equals, text = item.partition("=")
+        if not equals or not name:
+            raise ConfigError(f"--set is '{item}'; it must be NAME=VALUE, such as T=8192")
+        try:
+            settings[name] = json.loads(text)
+        except json.JSONDecodeError:
+            settings[name] = text
+    return settings
+
+
+def check(functions: Sequence[str], chips: Sequence[str], settings: dict[str, Any]) -> None:
+    """Raises ConfigError for a name that is not known, before anything is compiled."""
+    for given, choices, what in ((functions, bench.FUNCTIONS, "function"), (chips, CHIPS, "chip")):
+        for name in given:
+            if name not in choices:
+                raise ConfigError(_unknown(what, name, list(choices)))
+    for function in functions:
+        allowed = bench.settings(function)
+        for name in settings:
+            if name not in allowed:
+                raise ConfigError(_unknown(f"setting of {function}", name, allowed))
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError(
+            "libtpu is not installed, which compiles for TPUs on any Linux host; "
+            f"install it with: {Path(sys.executable).name} -m pip install 'jax[tpu]'"
+        )
+
+
+def measure(function: str, chip: str, settings: dict[str, Any]) -> Measurement:
+    """Compiles one function for one chip (once, or twice where the simulator does not do) and adds up its cycles."""
+    with tempfile.TemporaryDirectory(prefix="swa_jax_cycles_") as folder:
+        first = _compile(function, chip, settings, f"--xla_jf_dump_static_llo_profile_to={folder}")
+        simulated = _simulated(Path(folder))
+    program = first.program
+    if program is None:
+        raise ConfigError(f"{function} does not compile for {chip} with {settings}: {first.failure}")
+    code: dict[str, Code] = {}
+    second = first
+    if first.failure or any(program["kernels"].values()):
+        with tempfile.TemporaryDirectory(prefix="swa_jax_bundles_") as folder:
+            flags = (
+                f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true "
+                "--xla_jf_dump_llo_pass_label_regex=final_bundles|final_hlo-static"
+            )
+            second = _compile(function, chip, settings, flags)
+            code = read_code(Path(folder))
+        if second.failure:
+            raise ConfigError(f"{function} does not compile for {chip} with {settings}: {second.failure}")
+    counts = {kernel: Executions(**count) for kernel, count in program["executions"].items()}
+    ops = combine(simulated, code, program["kernels"], program["steps"], counts)
+    notes = (f"the simulator stopped ({first.failure})",) if first.failure else ()
+    return Measurement(
+        function, chip, settings, math.prod(program["queries"][:-1]), ops, second.temp_bytes, notes
+    )
+
+
+def combine(
+    simulated: dict[str, int],
+    code: dict[str, Code],
+    kernels: dict[str, bool],
+    steps: dict[str, tuple[int, int]],
+    counts: dict[str, Executions],
+) -> tuple[Op, ...]:
+    """One figure an op: the simulator's where it can be right, else one from the code, else none with the reason.
+
+    Args:
+      simulated: cycles by op.
+      code: listings by op; empty when the simulation was enough.
+      kernels: for each Pallas kernel, whether its schedule is in scalar memory.
+      steps: for each, the steps of its grid in known dimensions, and the number of dimensions that are data.
+      counts: how often the code of a kernel runs, for those where the shape decides it.
+    """
+    ops = []
+    for name in sorted(simulated | code):
+        kernel = _kernel_of(name, kernels)
+        if name in simulated and not (kernel and kernels[kernel]):
+            ops.append(Op(name, simulated[name], SIMULATED))
+        elif kernel is None:
+            # TLP is the program that calls the ops, and names in angle brackets are what surrounds it.
+            if not (name == "TLP" or name.startswith("<")):
+                ops.append(Op(name, None, "not simulated"))
+        elif kernel not in counts:
+            ops.append(Op(name, None, f"the data decide its visits; bodies of {_listed(code.get(name))}"))
+        elif name not in code:
+            ops.append(Op(name, None, "no listing of its code"))
+        else:
+            known, from_data = steps[kernel]
+            grid = known * counts[kernel].heads ** min(from_data, 1)
+            ops.append(Op(name, count_cycles(code[name], counts[kernel], grid), COUNTED))
+    return tuple(sorted(ops, key=lambda op: -(op.cycles if op.cycles is not None else math.inf)))
+
+
+def count_cycles(code: Code, runs: Executions, steps: int) -> int:
+    """Bundles times runs; bodies that the compiler merged or split are matched by length as far as they go."""
+    bodies = list(code.bodies[: len(runs.bodies)])
+    bodies += [bodies[-1]] * (len(runs.bodies) - len(bodies)) if bodies else []
+    executed = sum(bundles * times for bundles, times in zip(bodies, runs.bodies, strict=False))
+    return executed + code.other_vector * runs.rows + code.scalar * steps
+
+
+def _listed(code: Code | None) -> str:
+    return "unknown length" if code is None else f"{', '.join(map(str, code.bodies))} bundles"
+
+
+def _kernel_of(op: str, kernels: dict[str, bool]) -> str | None:
+    """The Pallas kernel that an op runs: XLA adds to its name, as in `jvp_window_forward_.1`."""
+    return max((kernel for kernel in kernels if kernel in op), key=len, default=None)
+
+
+class _Compilation(NamedTuple):
+    program: dict[str, Any] | None
+    temp_bytes: int | None
+    failure: str | None
+
+
+def _compile(function: str, chip: str, settings: dict[str, Any], flags: str) -> _Compilation:
+    topology, num_cores, _ = CHIPS[chip]
+    command = [sys.executable, "-m", "swa_jax.bench.compile_for_chip"]
+    command += [function, topology, str(num_cores), json.dumps(settings)]
+    sources = str(Path(__file__).parents[2])
+    paths = os.pathsep.join(filter(None, [sources, os.environ.get("PYTHONPATH")]))
+    environment = os.environ | _QUIET | {"LIBTPU_INIT_ARGS": flags, "PYTHONPATH": paths}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=TIMEOUT
+        )
+        output, failure = done.stdout, _failure(done) if done.returncode else None
+    except subprocess.TimeoutExpired as error:
+        # What was written by then, which is bytes whatever was asked for.
+        output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else ""
+        failure = f"no answer within {TIMEOUT} seconds"
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    program = lines[0] if lines else None
+    return _Compilation(program, lines[1]["temp_bytes"] if len(lines) > 1 else None, failure)
+
+
+def _failure(done: subprocess.CompletedProcess[str]) -> str:
+    """One line for why the process ended: the exception's, or the signal that libtpu ended it with."""
+    if done.returncode < 0:
+        return f"libtpu ended the process with signal {-done.returncode}"
+    lines = [line for line in done.stderr.splitlines() if re.match(r"^[\w.]*(Error|Exception)\b", line)]
+    return lines[-1][:500] if lines else f"the process ended with status {done.returncode}"
+
+
+def _simulated(folder: Path) -> dict[str, int]:
+    cycles: dict[str, int] = {}
+    for file in folder.iterdir():
+        for name, count in _ESTIMATE.findall(file.read_text(errors="replace")):
+            cycles[name] = cycles.get(name, 0) + int(count)
+    return cycles
+
+
+def _unknown(what: str, name: str, choices: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, choices, 1)
+    hint = f": did you mean {near[0]}?" if near else "."
+    return f"unknown {what} '{name}'{hint} The choices are: {', '.join(choices)}"

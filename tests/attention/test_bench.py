@@ -1,0 +1,143 @@
+"""What the static measurement compiles is what the API dispatches to, launch for launch."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from pallas_kernels import AttentionSpec, attention, bench, decode_attention, routed_attention
+from swa_jax.bench.compile_for_chip import kernel_name, pallas_calls
+
+T, WINDOW = 2048, 1024
+BF16 = jnp.bfloat16
+
+
+def array(*shape, dtype=BF16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def launches(kind: str, function, arguments) -> list[tuple]:
+    """Name, grid, block shapes and kernel of every launch, in the order of their texts."""
+    device = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+    mesh = AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = jax.jit(function).trace(*arguments).jaxpr.jaxpr
+    found = []
+    for eqn in pallas_calls(jaxpr):
+        grid = eqn.params["grid_mapping"]
+        blocks = [str(block.block_shape) for block in grid.block_mappings]
+        found.append((kernel_name(eqn), str(grid.grid), str(blocks), str(eqn.params["jaxpr"])))
+    return sorted(found)
+
+
+def through_the_api(name: str):
+    """The call of the API that a function of `bench` stands for, as (function, arguments)."""
+    heads = 8 if name in ("head_hybrid_forward", "decode") else 1
+    q = array(1, T, heads, 128)
+    if name == "decode":
+        one, lengths = array(1, 1, heads, 128), array(1, dtype=jnp.int32)
+        spec = AttentionSpec(WINDOW)
+        return lambda q, k, v, n: decode_attention(q, k, v, spec, lengths=n, implementation="tpu"), (
+            one,
+            q,
+            q,
+            lengths,
+        )
+    activation = "sigmoid" if name.startswith("sigmoid") else "softmax"
+    spec = AttentionSpec(None if name.startswith("full") else WINDOW, activation=activation)
+
+    def forward(q, k, v, gate):
+        if name.startswith("routed"):
+            return routed_attention(q, k, v, gate, spec, implementation="tpu")[0]
+        options = {}
+        if activation == "sigmoid":
+            options["alibi_slopes"] = jnp.ones(heads)
+        if name == "head_hybrid_forward":
+            options["full_heads"] = jnp.arange(heads) >= 6
+        return attention(q, k, v, spec, **options, implementation="tpu")
+
+    def both(*arguments):
+        out, pullback = jax.vjp(forward, *arguments)
+        return pullback(out)
+
+    return (both if name.endswith("backward") else forward), (q, q, q, array(1, T, dtype=jnp.float32))
+
+
+@pytest.mark.parametrize("name", bench.FUNCTIONS)
+@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v6 lite"])
+def test_bench_functions_launch_what_the_api_launches(name, kind):
+    measured = launches(kind, *bench.FUNCTIONS[name](T=T))
+    called = launches(kind, *through_the_api(name))
+    assert measured
+    if name in ("window_backward", "full_backward", "sigmoid_backward"):
+        # A vjp launches the forward kernels too, which have a function of their own.
+        forward = launches(kind, *bench.FUNCTIONS[name.replace("backward", "forward")](T=T))
+        measured = sorted(measured + forward)
+    assert [launch[:3] for launch in measured] == [launch[:3] for launch in called]
+    assert measured == called
+
+
+@pytest.mark.parametrize("option", [{"packed": True}, {"num_sink_tokens": 128}])
+@pytest.mark.parametrize("backward", [False, True])
+def test_variants_of_the_window_launch_what_the_api_launches(option, backward):
+    kind, name = "TPU v6 lite", "window_backward" if backward else "window_forward"
+    spec = AttentionSpec(WINDOW, option.get("num_sink_tokens", 0))
+
+    def forward(q, k, v, ids):
+        options = {"q_segment_ids": ids} if "packed" in option else {}
+        return attention(q, k, v, spec, **options, implementation="tpu")
+
+    def both(*arguments):
+        out, pullback = jax.vjp(forward, *arguments)
+        return pullback(out)
+
+    q, ids = array(1, T, 1, 128), array(1, T, dtype=jnp.int32)
+    called = launches(kind, both if backward else forward, (q, q, q, ids))
+    measured = launches(kind, *bench.FUNCTIONS[name](T=T, **option))
+    if backward:
+        measured = sorted(measured + launches(kind, *bench.window_forward(T=T, **option)))
+    assert measured == called
+
+
+def test_settings_are_what_the_functions_take():
+    for name, function in bench.FUNCTIONS.items():
+        assert {"T", "D", "window"} <= set(bench.settings(name))
+        small = {"T": 256, "D": 64, "H": 2, "K": 1, "window": 64, "dtype": "float32", "num_sink_tokens": 2}
+        _, arguments = function(**small)
+        assert arguments[0].dtype == jnp.float32
+        assert 64 in arguments[0].shape
+    assert "packed" in bench.settings("window_forward")
+    assert "strip" in bench.settings("window_forward")
+    assert "strip" not in bench.settings("routed_forward")
+    assert "ratio" in bench.settings("routed_backward")
+
+
+# ---- how often the blocks of code run ----
+
+
+def test_executions_of_the_window_kernels_are_their_steps():
+    forward = bench.executions("window_forward", "TPU v5 lite", T=8192, H=2)["window_forward"]
+    assert forward == bench.Executions(bodies=(14, 2), rows=0, heads=2)  # blocks of 1024
+    sinks = bench.executions("window_forward", "TPU v5 lite", T=8192, num_sink_tokens=128)
+    assert sum(sinks["window_forward"].bodies) == 8
+    backward = bench.executions("window_backward", "TPU v5 lite", T=8192)["window_backward"]
+    assert backward == bench.Executions(bodies=(7, 1), rows=1, heads=1)
+
+
+def test_executions_of_the_scheduled_kernels_are_their_visits():
+    forward = bench.executions("full_forward", "TPU v6 lite", T=4096, H=2)["scheduled_forward"]
+    assert forward == bench.Executions(bodies=(2 * 6, 2 * 4), rows=8, heads=2)  # throughout, diagonal
+    backward = bench.executions("full_backward", "TPU v6 lite", T=4096)["scheduled_backward"]
+    assert backward == bench.Executions(bodies=(6, 4), rows=4, heads=1)
+    window = bench.executions("window_forward", "TPU v6 lite", T=16384, window=9000, num_sink_tokens=0)
+    # 8 blocks lie in the window throughout, the diagonal's half, and two others in parts of 9000 keys.
+    assert window["scheduled_forward"].bodies == (sum(16 - d for d in range(1, 8)), 8, 16, 7)
+    hybrid = bench.executions("head_hybrid_forward", "TPU v6 lite", T=4096)
+    assert sum(hybrid["window_forward"].bodies) == 6 * 4
+    assert sum(hybrid["scheduled_forward"].bodies) == 2 * 10
+
+
+def test_executions_are_not_guessed_where_data_decide():
+    assert bench.executions("routed_forward", "TPU v6 lite") == {}
+    assert bench.executions("decode", "TPU v6 lite", T=4096) == {}
+    assert bench.executions("window_backward", "TPU v6 lite", packed=True, num_sink_tokens=4) == {}

@@ -1,0 +1,256 @@
+"""`swa-jax bench attention`: candidates agree before they are timed, take turns, and leave reasons where they fail."""
+
+import functools
+import importlib.util
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from pallas_kernels.blocks import FIELDS, choose_tiles, table_rows
+from swa_jax.bench import attention as timing
+from swa_jax.bench import candidates, search
+from swa_jax.bench.attention import Result, distance, grid, interleaved, measure
+from swa_jax.bench.candidates import Case, peers, splash
+from swa_jax.bench.tables import attention_table
+from swa_jax.cli import app
+from swa_jax.config import ConfigError
+
+SMALL = Case("forward+backward", 128, 48, heads=4, kv_heads=2, head_dim=16, batch=1, dtype="float32")
+SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 16, "batch": 1, "decode_batch": 3, "dtype": "float32"}
+
+
+def candidate(name, function):
+    """A candidate of `function(case, q, k, v)`."""
+    return candidates._in_jax(name, function)
+
+
+def exact(case, q, k, v):
+    return candidates._jax_nn("xla", case, q, k, v)
+
+
+def refusing(case, q, k, v):
+    raise NotImplementedError("no\nsuch kernel")
+
+
+# ---- cases and candidates ----
+
+
+def test_grid_leaves_out_windows_that_are_no_shorter_than_the_sequence():
+    found = [(c.which, c.length, c.window, c.batch) for c in grid(["decode"], [64, 128], [64, None], **SIZES)]
+    assert found == [("decode", 64, None, 3), ("decode", 128, 64, 3), ("decode", 128, None, 3)]
+
+
+@pytest.mark.parametrize("which", candidates.PASSES)
+@pytest.mark.parametrize("window", [48, None])
+def test_candidates_agree_on_a_cpu(which, window):
+    (case,) = grid([which], [128], [window], **SIZES)
+    row = measure(case, timing.candidates(case), rounds=2)
+    assert [result.name for result in row.results] == ["xla", "jax.nn (xla)"]
+    assert all(result.missing is None and result.seconds > 0 for result in row.results)
+    assert row.results[0].ratio == 1
+
+
+@pytest.mark.parametrize("window", [64, None])
+def test_splash_computes_the_same(window):
+    case = Case("forward+backward", 256, window, heads=4, kv_heads=2, head_dim=128, batch=1, dtype="float32")
+    interpreted = candidate("splash", functools.partial(splash, interpret=True))
+    _, theirs = measure(case, [candidate("dense", exact), interpreted], rounds=1).results
+    assert theirs.missing is None
+
+
+def test_peers_follow_the_device_and_the_length(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "tokamax" else None)
+    long = Case("forward", 65536, 1024, heads=4, kv_heads=2, head_dim=16, batch=1, dtype="bfloat16")
+    step = Case("decode", 65536, 1024, heads=4, kv_heads=2, head_dim=16, batch=1, dtype="bfloat16")
+
+    def names(device, case):
+        return [peer.name for peer in peers(device, case)]
+
+    assert names("cpu", SMALL) == ["jax.nn (xla)"]
+    assert names("cpu", long) == []
+    assert names("tpu", long) == ["jax splash", "tokamax"]
+    assert names("gpu", long) == ["jax.nn (cudnn)", "tokamax"]
+    assert names("gpu", step) == ["jax.nn (xla)", "jax.nn (cudnn)"]
+
+
+# ---- measuring ----
+
+
+def test_what_disagrees_or_fails_is_not_timed():
+    contestants = [
+        candidate("ours", exact),
+        candidate("wrong", lambda case, q, k, v: exact(case, q, k, v) * 1.05),
+        candidate(
+            "leaky", lambda case, q, k, v: exact(SMALL.__class__(**vars(case) | {"window": 49}), q, k, v)
+        ),
+        candidate("nan", lambda case, q, k, v: exact(case, q, k, v) * jnp.nan),
+        candidate("refusing", refusing),
+        candidate("same", exact),
+    ]
+    ours, wrong, leaky, nan, refused, same = measure(SMALL, contestants, rounds=3).results
+    assert ours.ratio == 1
+    for result in (wrong, leaky, nan):
+        assert result.seconds is None
+        assert "differs from ours by" in result.missing
+    assert refused == Result("refusing", missing="NotImplementedError: no such kernel")
+    assert same.low <= same.ratio <= same.high
+
+
+def test_ratios_are_to_the_first_that_runs():
+    results = measure(SMALL, [candidate("refusing", refusing), candidate("second", exact)], rounds=1).results
+    assert results[0].ratio is None
+    assert results[1].ratio == 1
+
+
+def test_candidates_take_turns():
+    log = []
+    runners = {name: functools.partial(log.append, name) for name in "abc"}
+    timing_seconds = interleaved(runners, rounds=3)
+    assert {name: len(samples) for name, samples in timing_seconds.items()} == {"a": 3, "b": 3, "c": 3}
+    turns = [name for i, name in enumerate(log) if i == 0 or log[i - 1] != name]
+    assert turns == list("abc" + "abc" + "bca" + "cab")  # warm-up, then three rounds
+
+
+def test_distance_is_relative_and_takes_the_worst():
+    a, b = np.ones(4), np.array([3.0, 4.0])
+    assert distance([a, b], [a, b]) == 0
+    assert distance([a, b], [a, b * 1.1]) == pytest.approx(0.1)
+    assert distance([a], [a * np.nan]) == np.inf
+
+
+def test_table_shows_ratios_and_reasons():
+    results = (Result("ours", 0.002, 1.0, 1.0, 1.0), Result("flex", missing="Error: no"))
+    table = attention_table(timing.Row(SMALL, results), "a device")
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[1] == ["2.000", "–"]
+    assert cells[2] == ["1.00", "–"]
+    assert cells[4] == ["", "Error: no"]
+    assert "over\nours" in table.columns[2].header
+
+
+# ---- the search for tiles ----
+
+
+def test_rows_to_try_have_every_field():
+    for platform, key in (
+        ("tpu", {"chip": "TPU v6 lite", "head_dim": 128, "window": 1024}),
+        ("gpu", {"capability": 90, "head_dim": 128, "itemsize": 2}),
+    ):
+        for kernel in {k for kernels in search.KERNELS[platform].values() for k in kernels}:
+            rows = search.rows_to_try(platform, kernel, key)
+            assert len(rows) > 10
+            assert all(set(row) == {name for names in FIELDS[platform] for name in names} for row in rows)
+
+
+def test_a_row_is_in_force_while_its_candidate_is_traced():
+    seen = []
+
+    def watching(case, q, k, v):
+        seen.append(choose_tiles("TPU v6 lite", 4096, 4096, 16, window=48).strip)
+        return exact(case, q, k, v)
+
+    key = {"chip": "TPU v6 lite", "head_dim": 16, "window": 48}
+    rows = [row for row in search.rows_to_try("tpu", "forward", key) if row["block"] == row["tile"] == 512]
+    tried = [search.with_row(candidate("ours", watching), "tpu", row) for row in rows]
+    results = measure(SMALL, tried, rounds=2).results
+    assert [result.name for result in results] == [f"block=512 strip={row['strip']} tile=512" for row in rows]
+    assert set(seen) == {row["strip"] for row in rows}
+    assert not [row for row in table_rows("tpu") if row["window"] == 48]
+
+
+def test_the_winner_is_the_fastest_that_ran():
+    rows = [{"block": n} for n in (1, 2, 3)]
+    results = [Result("1", missing="no"), Result("2", 1.0, 0.9, 0.9, 0.9), Result("3", 1.0, 0.95, 0.9, 1.0)]
+    best = search.winner(rows, results, SMALL, "a chip")
+    assert best["block"] == 2
+    assert "bench attention --search, a chip, T=128 window=48" in best["source"]
+    with pytest.raises(ConfigError, match="no tile sizes ran for forward"):
+        search.winner(rows[:1], results[:1], SMALL, "a chip")
+
+
+def test_search_on_a_device(monkeypatch, tmp_path):
+    """The whole path, on a platform that is said to be a GPU with two tiles to try, timed by a played clock."""
+    monkeypatch.setattr(search.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(search, "ours", lambda platform: [candidate("ours", exact)])
+    key = {"capability": 90, "head_dim": 16, "itemsize": 4}
+    monkeypatch.setattr(search, "device_key", lambda platform, case: key)
+    monkeypatch.setitem(
+        search.TRIED, "gpu", {"q_block": (32, 64), "kv_block": (16,), "num_warps": (4,), "num_stages": (2,)}
+    )
+
+    def played(runners, rounds):
+        return {name: [0.5 if "q_block=64" in name else 1.0] * rounds for name in runners}
+
+    monkeypatch.setattr(timing, "interleaved", played)
+    found = list(search.search(SMALL, rounds=2))
+    assert [row["pass"] for row, _ in found] == ["dq", "dkv"]
+    assert [row["q_block"] for row, _ in found] == [64, 64]
+    file = tmp_path / "tiles.json"
+    search.write_rows(file, "gpu", [row for row, _ in found])
+    search.write_rows(file, "gpu", [found[0][0] | {"kv_block": 99}])
+    table = json.loads(file.read_text())
+    assert [(row["pass"], row["kv_block"]) for row in table["gpu"]] == [("dq", 99), ("dkv", 16)]
+    assert table["tpu"] == []
+
+
+# ---- the command ----
+
+
+def run(*arguments: object, status: int = 0) -> str:
+    result = CliRunner().invoke(app, ["bench", "attention", *map(str, arguments)], env={"COLUMNS": "200"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+TINY = ["--length", 64, "--heads", 2, "--kv-heads", 1, "--head-dim", 8, "--rounds", 1]
+
+
+def test_command_writes_json_and_a_table(tmp_path):
+    out = tmp_path / "new" / "times.json"
+    table = run(*TINY, "--pass", "forward", "--window", 16, "--dtype", "float32", "--out", out)
+    assert "forward  T=64  window=16" in table
+    assert "jax.nn (xla)" in table
+    report = json.loads(out.read_text())
+    assert report["device"] == jax.devices()[0].device_kind
+    (row,) = report["results"]
+    assert row["window"] == 16
+    assert row["results"][0]["name"] == "xla"
+    assert json.loads(run(*TINY, "--pass", "decode", "--window", 0, "--json"))["results"][0]["batch"] == 8
+
+
+def test_dry_run_lists_every_case_and_runs_nothing(monkeypatch):
+    monkeypatch.setattr(timing, "measure", None)
+    lines = run("--dry-run", "--length", 512, "--length", 16384, "--window", 1024, "--window", 0).splitlines()
+    assert len(lines) == 3 * (1 + 2)
+    assert sum("jax.nn (xla)" in line for line in lines) == 2 + 3  # T=512, and all of decode
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--pass", "back"], "--pass is 'back'; the choices are: forward, forward+backward, decode"),
+        (["--heads", 3, "--kv-heads", 2], "--heads is 3, which is no multiple of --kv-heads 2"),
+        (["--length", 64, "--window", 64], "nothing to time: no --window is shorter than a --length"),
+        (["--write", "x.json"], "--write is for the winners of --search"),
+        (
+            [*TINY, "--window", 16, "--search"],
+            "--search has tile sizes to try on TPUs and GPUs, but JAX runs on cpu",
+        ),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments, sentence):
+    output = run(*arguments, status=2)
+    assert sentence in output
+    assert len(output.strip().splitlines()) == 1
+
+
+def test_help_names_both_verbs():
+    output = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "200"}).output
+    assert " cycles " in output
+    assert " attention " in output
