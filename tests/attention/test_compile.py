@@ -1,0 +1,58 @@
+"""The compilers of four generations of TPUs take every kernel. libtpu has them, on any x86-64 Linux host.
+
+Each chip is compiled for in a process of its own (`compile_for.py`, which has the table of calls), since libtpu settles
+on one for good.
+"""
+
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOPOLOGIES = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
+SECONDS = 900  # a chip; a quarter of it on two free cores
+LIBTPU = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask about a TPU
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled",  # its logs can fill a disk
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
+
+# Where libtpu cannot be installed these tests skip; where it can, the dev extra has it, and its absence is an error.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        (sys.platform, platform.machine()) != ("linux", "x86_64"),
+        reason=f"libtpu exists for Linux on x86-64 only; this is {sys.platform} on {platform.machine()}",
+    ),
+]
+
+
+def run(*arguments: str) -> list[dict]:
+    """Runs compile_for.py; returns its reports."""
+    assert importlib.util.find_spec("libtpu"), "libtpu is not installed; the dev extra brings it"
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("compile_for.py"), *arguments],
+        env=os.environ | LIBTPU | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, f"after {done.stdout.splitlines()[-1:]}: {done.stderr[-3000:]}"
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_every_kernel_compiles(topology):
+    reports = run(topology)
+    assert reports
+    assert {r["name"]: r["kernels"] for r in reports} == {r["name"]: r["expected"] for r in reports}
