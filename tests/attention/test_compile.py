@@ -37,11 +37,11 @@ pytestmark = [
 ]
 
 
-def run(*arguments: str) -> list[dict]:
-    """Runs compile_for.py; returns its reports."""
+def run(script: str, topology: str) -> list[dict]:
+    """Runs a script for a chip; returns its reports."""
     assert importlib.util.find_spec("libtpu"), "libtpu is not installed; the dev extra brings it"
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("compile_for.py"), *arguments],
+        [sys.executable, Path(__file__).with_name(script), topology],
         env=os.environ | LIBTPU | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -53,6 +53,13 @@ def run(*arguments: str) -> list[dict]:
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_every_kernel_compiles(topology):
-    reports = run(topology)
+    reports = run("compile_for.py", topology)
     assert reports
     assert {r["name"]: r["kernels"] for r in reports} == {r["name"]: r["expected"] for r in reports}
+
+
+def test_backward_needs_little_memory_beside_its_results():
+    """Nothing of the size [T, T] or [T, window] is stored, nor a stack of partial gradients."""
+    [sizes] = run("memory_for.py", "v6e:2x2")
+    assert sizes["kernel"] <= 1.2 * sizes["gradients"]
+    assert sizes["attention"] <= 1.2 * sizes["gradients"]
