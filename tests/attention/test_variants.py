@@ -1,6 +1,7 @@
 """Every variant of the op, values and gradients, each implementation against the reference."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +114,26 @@ def test_rows_that_see_nothing_are_zero_with_zero_gradients(implementation, acti
     for name in "qkv":
         np.testing.assert_array_equal(gradients[name][1], 0)
         assert np.isfinite(gradients[name]).all()
+
+
+@every_implementation
+@pytest.mark.parametrize("name", ["full", "window", "packed"])
+def test_nan_is_not_hidden(implementation, name):
+    """A NaN among the keys reaches all queries that see it, and those of other documents not at all."""
+    call = CALLS[name]
+    learned, fixed = call.draw()
+    learned["k"] = learned["k"].at[:, 22].set(jnp.nan)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def run(learned, name):
+        return attention(**learned, spec=call.spec, **fixed, implementation=name)
+
+    seen = np.broadcast_to(call.spec.mask(50, **fixed)[:, :, 22], (2, 50))
+    out = run(learned, implementation.name)
+    assert np.isnan(out[seen]).all()
+    if name == "packed":
+        other = np.array(PACKED) != np.array(PACKED)[:, 22:23]
+        assert np.isfinite(out[other]).all()
 
 
 @every_implementation
