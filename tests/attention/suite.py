@@ -147,6 +147,19 @@ class Call:
         return self.run("reference")
 
 
+def gates(kind, shape=(2, 50)):
+    """Gates [B, T] of routed attention."""
+    rng = np.random.default_rng(3)
+    drawn = {
+        "soft": rng.uniform(size=shape),
+        "none": np.zeros(shape),
+        "all": np.ones(shape),
+        "some": rng.uniform(size=shape) < 0.13,
+        "runs": np.arange(shape[1]) // 9 % 2 * np.ones(shape),
+    }[kind]
+    return jnp.asarray(drawn, jnp.float32)
+
+
 def value_and_gradients(function, learned: dict):
     """Outputs of `function(learned)`, and their gradient with drawn cotangents (lse's only where it is finite)."""
 
