@@ -51,6 +51,25 @@ def run(script: str, topology: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+def test_jax_still_runs_on_the_cpu_with_libtpu_installed():
+    """Without JAX_PLATFORMS it looks for a TPU, finds none, and says nothing that is a warning."""
+    accelerators = [
+        path for pattern in ("accel*", "vfio/*", "nvidia*") for path in Path("/dev").glob(pattern)
+    ]
+    if accelerators:
+        pytest.skip(f"this machine has an accelerator ({accelerators[0]})")
+    assert importlib.util.find_spec("libtpu")
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", "import jax; print(jax.default_backend())"],
+        env=environment | {"TPU_LOG_DIR": "disabled"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["cpu"], done.stderr[-2000:]
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_every_kernel_compiles(topology):
     reports = run("compile_for.py", topology)
