@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import AttentionSpec, decode_attention
 
-from .suite import PACKED, Call, Implementation
+from .suite import PACKED, Call, Implementation, set_parallel_dimensions
 from .tolerances import assert_close
 
 STRICT = pltpu.InterpretParams(
@@ -62,17 +62,6 @@ def strict(monkeypatch):
     TPU.install(monkeypatch)
     yield
     pltpu.reset_tpu_interpret_mode_state()  # which an error leaves behind
-
-
-def set_parallel_dimensions(monkeypatch, count):
-    """Makes that many of the leading dimensions of every grid parallel, instead of those that its kernel names."""
-    real = pltpu.CompilerParams
-
-    def parameters(dimension_semantics, **others):
-        rest = len(dimension_semantics) - count
-        return real(dimension_semantics=("parallel",) * count + ("arbitrary",) * rest, **others)
-
-    monkeypatch.setattr(pltpu, "CompilerParams", parameters)
 
 
 @pytest.fixture

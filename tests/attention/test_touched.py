@@ -12,13 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import AttentionSpec, attention, decode_attention, routed_attention
 
-from .suite import IMPLEMENTATIONS
+from .suite import IMPLEMENTATIONS, Implementation, set_parallel_dimensions
 
 BLOCK, BLOCKS = 16, 5
 T = BLOCK * BLOCKS
+TPU = Implementation("tpu", BLOCK)
 DOCUMENTS = [1] * 27 + [2] * 30 + [3] * 14 + [0] * 9
 
 kernels = pytest.mark.parametrize(
@@ -160,6 +162,71 @@ def test_decode(implementation, window, num_sink_tokens):
         mask = np.asarray(spec.mask(1, T, q_positions=jnp.array([[length - 1]])))
         np.testing.assert_array_equal(touched, mask.reshape(BLOCKS, BLOCK).any(axis=1), err_msg=str(length))
         np.testing.assert_array_equal(out[~touched], clean[~touched])
+
+
+def grid_points(monkeypatch, function, *arguments) -> int:
+    """How many steps the grids of all launches of a TPU call have together."""
+    set_parallel_dimensions(
+        monkeypatch, 1
+    )  # the simulation shuffles parallel dimensions, if their size is static
+    points = []
+
+    def record(token, point, core):
+        points.append(point)
+        return token
+
+    TPU.install(monkeypatch)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(grid_point_recorder=record)):
+        jax.block_until_ready(compiled(function)(*arguments))
+    pltpu.reset_tpu_interpret_mode_state()
+    return len(points)
+
+
+def steps(table) -> int:
+    """One for each pair of blocks; a block of queries that sees nothing needs one to write its zeros."""
+    return int(np.maximum(table.sum(axis=-1), 1).sum())
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CALLS]
+)
+def test_no_step_of_the_grid_is_idle(monkeypatch, name):
+    spec, options = CALLS[name]
+    q, k, v = (x[:1] for x in drawn())
+    used = grid_points(
+        monkeypatch,
+        lambda q, k, v: attention(q, k, v, spec, **repeated(options, 1), implementation="tpu"),
+        *(q, k, v),
+    )
+    assert 0 < used <= steps(needed(spec, options, heads=4))
+
+
+def test_routing_takes_the_steps_of_window_and_outside(monkeypatch):
+    spec, _ = CALLS["window-of-a-block"]
+    q, k, v = (x[:1] for x in drawn())
+    used = grid_points(
+        monkeypatch,
+        lambda q, k, v: routed_attention(q, k, v, jnp.ones((1, T)), spec, implementation="tpu")[0],
+        *(q, k, v),
+    )
+    beyond = np.asarray(AttentionSpec().mask(T) & ~spec.mask(T))
+    outside = beyond.reshape(1, BLOCKS, BLOCK, BLOCKS, BLOCK).any(axis=(2, 4))
+    assert BLOCKS < used <= steps(needed(spec, {}, heads=4)) + 4 * steps(outside)
+
+
+@pytest.mark.parametrize("length", [1, BLOCK + 1, T])
+def test_decoding_takes_a_step_for_each_visible_block(monkeypatch, length):
+    q, k, v = (x[:1] for x in drawn())
+    spec = AttentionSpec(BLOCK + 2, num_sink_tokens=1)
+    used = grid_points(
+        monkeypatch,
+        lambda q, k, v: decode_attention(
+            q[:, :1], k, v, spec, lengths=jnp.array([length]), implementation="tpu"
+        ),
+        *(q, k, v),
+    )
+    mask = np.asarray(spec.mask(1, T, q_positions=jnp.array([[length - 1]])))
+    assert 0 < used <= 2 * steps(mask.reshape(1, BLOCKS, BLOCK).any(axis=2))  # a KV head's queries together
 
 
 def test_a_kernel_that_visits_too_much_is_found():
