@@ -9,7 +9,9 @@ PYTHONS := $(or $(PYTHON),python3.12 python3.13 python3.14 python3)
 # JAX on a CPU frees and maps large arrays at every step; keeping them mapped about doubles the speed of training (glibc).
 FAST_MALLOC := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456 \
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1
-PYTEST := JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python -m pytest -q -n 2 --durations=10
+# Unless told otherwise, no search for an accelerator: libtpu, which is there to compile, would complain of its absence.
+PLATFORM := JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu}
+PYTEST := $(PLATFORM) $(BIN)/python -m pytest -q -n 2 --durations=10
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -20,7 +22,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: venv ## import the bundled model, window its attention, measure the cost: runs/demo/report.json (minutes)
-	$(FAST_MALLOC) $(BIN)/swa-jax demo
+	$(PLATFORM) $(FAST_MALLOC) $(BIN)/swa-jax demo
 
 test: venv ## the test suite without its slow part
 	$(PYTEST) -m "not slow"

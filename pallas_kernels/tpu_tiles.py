@@ -207,8 +207,8 @@ def write_softmax(out_ref, lse_ref, rows, acc, top, total, may_be_empty=True):
     out = acc * (1 / total)
     lse = (top + jnp.log2(total)) * (1 / LOG2E)
     if may_be_empty:
-        sees_any = top > 0.5 * MASKED
-        out, lse = jnp.where(sees_any, out, 0), jnp.where(sees_any, lse, -jnp.inf)
+        sees_none = top <= 0.5 * MASKED  # False for NaN, which is not to be hidden
+        out, lse = jnp.where(sees_none, 0, out), jnp.where(sees_none, -jnp.inf, lse)
     out_ref[rows, :] = out.astype(out_ref.dtype)
     lse_ref[:, rows] = to_row(lse)
 

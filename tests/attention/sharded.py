@@ -1,31 +1,44 @@
-"""Run by test_transforms in a process with two devices: the op under shard_map and with sharded operands.
+"""Run by test_transforms in a process with eight devices: `python -m tests.attention.sharded IMPLEMENTATION`.
 
-Sharding the batch, the heads, or the queries with keys and values replicated gives the values and gradients of the
-unsharded call.
+Sharding the batch, the heads, both, or the queries with keys and values replicated gives the values and gradients of
+the unsharded call.
 """
+
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import AttentionSpec, alibi_slopes, attention, routed_attention, xla
+from pallas_kernels import AttentionSpec, alibi_slopes, attention, routed_attention
 
-xla.block_size = lambda rows, window: 8  # several blocks
+from .suite import Implementation
+
+IMPLEMENTATION = sys.argv[1]
+Implementation(IMPLEMENTATION, block=8 if IMPLEMENTATION == "xla" else 16).install(pytest.MonkeyPatch())
 SPEC = AttentionSpec(window=4, num_sink_tokens=1)
-MESH = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 rng = np.random.default_rng(0)
-q, k, v = (jnp.asarray(rng.normal(size=(2, 20, heads, 8)), jnp.float32) for heads in (4, 2, 2))
-sinks = jnp.asarray(rng.normal(size=4), jnp.float32)
+q, k, v = (jnp.asarray(rng.normal(size=(2, 20, heads, 8)), jnp.float32) for heads in (8, 4, 4))
+sinks = jnp.asarray(rng.normal(size=8), jnp.float32)
+slopes = alibi_slopes(4, 4)
 segments = jnp.asarray([[1] * 9 + [2] * 11, [1] * 15 + [2] * 5])
 positions = jnp.tile(jnp.arange(20), (2, 1))
 gate = jnp.asarray(rng.uniform(size=(2, 20)) < 0.3, jnp.float32)
 
 
-def attend(q, k, v, sinks, **options):
-    return jnp.sin(attention(q, k, v, SPEC, sink_logits=sinks, implementation="xla", **options)).mean()
+def attend(q, k, v, sinks, spec=SPEC, **options):
+    return jnp.sin(
+        attention(q, k, v, spec, sink_logits=sinks, implementation=IMPLEMENTATION, **options)
+    ).mean()
+
+
+def window_alone(q, k, v, sinks):
+    return attend(q, k, v, sinks, AttentionSpec(window=4))
 
 
 def by_batch(q, k, v, sinks, segments, slopes):
@@ -41,39 +54,56 @@ def by_queries(q, k, v, sinks, positions):
 
 
 def routed(q, k, v, sinks, gate):
-    out, disagreement = routed_attention(q, k, v, gate, SPEC, sink_logits=sinks, implementation="xla")
+    out, disagreement = routed_attention(
+        q, k, v, gate, SPEC, sink_logits=sinks, implementation=IMPLEMENTATION
+    )
     return jnp.sin(out).mean() + disagreement.mean()
 
 
 def check(function, in_specs, *options):
-    def sharded(*args):
-        return jax.lax.pmean(function(*args), "x")
+    axes = tuple({axis for spec in in_specs for axis in spec if axis is not None})
 
-    sharded = jax.shard_map(sharded, mesh=MESH, in_specs=in_specs, out_specs=P())
-    gradients = [
-        jax.jit(jax.grad(f, argnums=(0, 1, 2, 3)))(q, k, v, sinks, *options) for f in (sharded, function)
+    def sharded(*args):
+        return jax.lax.pmean(function(*args), axes)
+
+    # Interpreted, the kernels' loops mix their own counters with the operands.
+    sharded = jax.shard_map(
+        sharded, mesh=MESH, in_specs=in_specs, out_specs=P(), check_vma=IMPLEMENTATION == "xla"
+    )
+    results = [
+        jax.jit(
+            jax.value_and_grad(f, argnums=(0, 1, 2, 3)),
+            compiler_options={"xla_backend_optimization_level": 0},
+        )(q, k, v, sinks, *options)
+        for f in (sharded, function)
     ]
-    for name, ours, expected in zip(("q", "k", "v", "sinks"), *gradients, strict=True):
+    (value, gradients), (expected_value, expected_gradients) = results
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5, err_msg=function.__name__)
+    for name, ours, expected in zip(("q", "k", "v", "sinks"), gradients, expected_gradients, strict=True):
         np.testing.assert_allclose(
             ours, expected, rtol=1e-5, atol=1e-6, err_msg=f"{function.__name__}: {name}"
         )
 
 
-batch, heads = P("x"), P(None, None, "x")
-check(by_batch, (batch, batch, batch, P(), batch, P()), segments, alibi_slopes(2, 2))
-check(routed, (batch, batch, batch, P(), batch), gate)
-check(by_heads, (heads, heads, heads, P("x"), P("x")), jnp.array([True, False]))
-check(by_queries, (P(None, "x"), P(), P(), P(), P(None, "x")), positions)
+batch, heads = P("data"), P(None, None, "model")
+both = P("data", None, "model")
+check(by_batch, (batch, batch, batch, P(), batch, P()), segments, slopes)
+check(window_alone, (both, both, both, P("model")))
+check(by_heads, (heads, heads, heads, P("model"), P("model")), jnp.array([True, False, False, True]))
+check(by_heads, (both, both, both, P("model"), P("model")), jnp.array([True, False, False, True]))
+check(by_queries, (P(None, "data"), P(), P(), P(), P(None, "data")), positions)
+check(routed, (both, both, both, P("model"), batch), gate)
 
-# Without shard_map: batch-sharded operands stay where they are.
-placed = [jax.device_put(x, NamedSharding(MESH, batch)) for x in (q, k, v)]
-compiled = (
-    jax.jit(jax.grad(lambda q, k, v: attend(q, k, v, sinks), argnums=(0, 1, 2))).lower(*placed).compile()
-)
-text = compiled.as_text()
-assert "all-gather" not in text
-assert "all-to-all" not in text
-for ours, expected in zip(
-    compiled(*placed), jax.grad(attend, argnums=(0, 1, 2))(q, k, v, sinks), strict=True
-):
-    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+# Without shard_map: batch-sharded operands stay where they are. (A kernel needs shard_map, which XLA does not.)
+if IMPLEMENTATION == "xla":
+    placed = [jax.device_put(x, NamedSharding(MESH, batch)) for x in (q, k, v)]
+    compiled = (
+        jax.jit(jax.grad(lambda q, k, v: attend(q, k, v, sinks), argnums=(0, 1, 2))).lower(*placed).compile()
+    )
+    text = compiled.as_text()
+    assert "all-gather" not in text
+    assert "all-to-all" not in text
+    for ours, expected in zip(
+        compiled(*placed), jax.grad(attend, argnums=(0, 1, 2))(q, k, v, sinks), strict=True
+    ):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)

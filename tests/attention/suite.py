@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import (
     AttentionSpec,
@@ -154,6 +155,30 @@ class Call:
     @functools.cache  # noqa: B019  (calls are few, frozen and live as long as the tests)
     def expected(self):
         return self.run("reference")
+
+
+def set_parallel_dimensions(monkeypatch, count):
+    """Makes that many of the leading dimensions of every grid parallel, instead of those that its kernel names."""
+    real = pltpu.CompilerParams
+
+    def parameters(dimension_semantics, **others):
+        rest = len(dimension_semantics) - count
+        return real(dimension_semantics=("parallel",) * count + ("arbitrary",) * rest, **others)
+
+    monkeypatch.setattr(pltpu, "CompilerParams", parameters)
+
+
+def gates(kind, shape=(2, 50)):
+    """Gates [B, T] of routed attention."""
+    rng = np.random.default_rng(3)
+    drawn = {
+        "soft": rng.uniform(size=shape),
+        "none": np.zeros(shape),
+        "all": np.ones(shape),
+        "some": rng.uniform(size=shape) < 0.13,
+        "runs": np.arange(shape[1]) // 9 % 2 * np.ones(shape),
+    }[kind]
+    return jnp.asarray(drawn, jnp.float32)
 
 
 def value_and_gradients(function, learned: dict):

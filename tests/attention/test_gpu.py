@@ -61,6 +61,18 @@ CALLS = {
     "head-dim-96": call(WINDOW, head_dim=96),
     "float32": call(WINDOW, dtype="float32"),
     "groups-of-three": call(WINDOW, heads=6),
+    "multi-query": call(WINDOW, heads=5, kv_heads=1),
+    "full-bidirectional": call(AttentionSpec(causal=False)),
+    "softmax-everything": call(
+        AttentionSpec(window=40, num_sink_tokens=4, logit_softcap=30.0),
+        ("alibi_slopes", "sink_logits", "full_from", "full_heads"),
+        segments=ROWS,
+    ),
+    "sigmoid-everything": call(
+        AttentionSpec(window=40, num_sink_tokens=4, logit_softcap=30.0, activation="sigmoid"),
+        ("alibi_slopes", "sigmoid_bias", "full_from", "full_heads"),
+        segments=ROWS,
+    ),
 }
 
 
@@ -102,7 +114,7 @@ def test_attention_lowers(name, device):
     assert lowered(device, loss_and_gradient(function), learned).count(TARGET) == 3  # forward, dq, dk and dv
 
 
-@on_devices(["window", "full-heads", "packed", "sigmoid"])
+@on_devices(["window", "full-heads", "packed", "sigmoid", "softmax-everything", "sigmoid-everything"])
 def test_routed_attention_lowers(name, device):
     learned, fixed = CALLS[name].draw()
     learned["gate"] = jnp.ones((2, 200))
@@ -128,6 +140,20 @@ def test_decode_lowers(name, device, tokens):
         )
 
     assert lowered(device, function, q[:, :tokens], k, v, jnp.array([150, 20])).count(TARGET) == 1
+
+
+@on_devices(["window", "sink-tokens"])
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_decode_over_a_ring_lowers(name, device, tokens):
+    (q, k, v), _ = operands(CALLS[name])
+
+    def function(q, k, v, lengths, positions):
+        return decode_attention(
+            q, k, v, CALLS[name].spec, lengths=lengths, kv_positions=positions, implementation="triton"
+        )
+
+    ring = k[:, :44], v[:, :44], jnp.array([150, 20]), jnp.zeros((2, 44), jnp.int32)
+    assert lowered(device, function, q[:, :tokens], *ring).count(TARGET) == 1
 
 
 def test_a_batch_of_vmaps_lowers():

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import AttentionSpec, attention, routed_attention
 
-from .suite import PACKED, Call, every_implementation
+from .suite import PACKED, Call, every_implementation, gates
 from .tolerances import assert_close
 
 PLAIN = Call(AttentionSpec(window=11))
@@ -29,18 +29,6 @@ CALLS = {
     ),
     "bfloat16": dataclasses.replace(PLAIN, dtype="bfloat16"),
 }
-
-
-def gates(kind, shape=(2, 50)):
-    rng = np.random.default_rng(3)
-    drawn = {
-        "soft": rng.uniform(size=shape),
-        "none": np.zeros(shape),
-        "all": np.ones(shape),
-        "some": rng.uniform(size=shape) < 0.13,
-        "runs": np.arange(shape[1]) // 9 % 2 * np.ones(shape),
-    }[kind]
-    return jnp.asarray(drawn, jnp.float32)
 
 
 @every_implementation

@@ -1,13 +1,4 @@
-"""What is particular to the TPU kernels: which one serves a call, what they visit, that chips' compilers take them.
-
-libtpu compiles for any chip on any host; without it the last are skipped.
-"""
-
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""What is particular to the TPU kernels: which one serves a call, and what they visit."""
 
 import jax
 import jax.numpy as jnp
@@ -126,68 +117,3 @@ def test_float64_is_refused_by_name():
 
 def test_kernels_are_interpreted_off_tpus_only():
     assert tpu_passes.interpret_mode() == (jax.default_backend() != "tpu")
-
-
-COMPILE = """
-import sys, jax, jax.numpy as jnp
-from jax.experimental import topologies
-from pallas_kernels import AttentionSpec, attention
-topology, cores = sys.argv[1], int(sys.argv[2])
-device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
-abstract = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=cores, platform="tpu")
-mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=abstract)
-put = jax.sharding.SingleDeviceSharding(device)
-CALLS = [
-    (AttentionSpec(1024), 128, jnp.bfloat16, ()),
-    (AttentionSpec(600), 64, jnp.bfloat16, ("ids", "slopes")),
-    (AttentionSpec(300, activation="sigmoid", logit_softcap=30.0), 80, jnp.bfloat16, ("slopes", "bias")),
-    (AttentionSpec(1024, 128), 96, jnp.bfloat16, ("full_heads",)),
-    (AttentionSpec(512, 4), 128, jnp.bfloat16, ("ids", "full_from", "full_heads", "slopes")),
-    (AttentionSpec(), 256, jnp.float32, ()),
-]
-for spec, head_dim, dtype, names in CALLS:
-    def array(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=put)
-    options = {
-        "ids": ("q_segment_ids", array((1, 1500), jnp.int32)),
-        "slopes": ("alibi_slopes", array((4,), jnp.float32)),
-        "bias": ("sigmoid_bias", array((4,), jnp.float32)),
-        "full_heads": ("full_heads", array((2,), bool)),
-        "full_from": ("full_from", array((1, 3), jnp.int32)),
-    }
-    options = dict(options[name] for name in names)
-    q, kv = array((1, 1500, 4, head_dim), dtype), array((1, 1500, 2, head_dim), dtype)
-    def both(q, k, v, options):
-        out, pullback = jax.vjp(lambda *qkv: attention(*qkv, spec, **options, implementation="tpu"), q, k, v)
-        return out, pullback(out)
-    with jax.sharding.use_abstract_mesh(mesh):
-        lowered = jax.jit(both).lower(q, kv, kv, options)
-    assert lowered.as_text().count("tpu_custom_call") >= 2, spec
-    lowered.compile()
-print("compiled", len(CALLS))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the `tpu` extra) to compile"
-)
-@pytest.mark.parametrize(
-    ("topology", "cores"), [("v5e:2x2", 1), ("v5p:2x2x1", 2), ("v6e:2x2", 1), ("tpu7x:2x2x1", 1)]
-)
-def test_kernels_compile_ahead_of_time(topology, cores):
-    quiet = {"TPU_LOG_DIR": "disabled", "TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3"}
-    offline = {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, topology, str(cores)],
-        env=os.environ | quiet | offline | {"JAX_PLATFORMS": "cpu"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert "compiled" in done.stdout, done.stderr[-2000:]

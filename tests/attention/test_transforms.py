@@ -134,15 +134,18 @@ def test_the_spec_is_a_static_argument_and_everything_else_may_be_traced(impleme
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(outputs))
 
 
-def test_shard_map():
-    """On two fake devices, which need a process of their own."""
+@pytest.mark.parametrize(
+    "name", ["xla", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tpu", "triton"))]
+)
+def test_shard_map(name):
+    """On eight fake devices, which need a process of their own."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
     }
     done = subprocess.run(
-        [sys.executable, "-W", "error", pathlib.Path(__file__).with_name("sharded.py")],
+        [sys.executable, "-W", "error", "-m", "tests.attention.sharded", name],
+        cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,

@@ -1,0 +1,240 @@
+"""Compiles every TPU kernel for a chip that is not there. Run by test_compile: `compile_for.py TOPOLOGY [NAME ...]`.
+
+Prints a JSON line for each call of `CALLS`: its name, how many kernels its lowered text holds, how many it should, and
+the seconds that compiling took. Each kernel's plain form is compiled with the blocks of a long sequence, 1500 tokens
+being no multiple of them; variants mostly with one block of 512, which compiles in a third of the time.
+"""
+
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import AttentionSpec, attention, decode_attention, routed_attention
+
+CORES = {"v5p": 2}  # of a device, where not one: a v5p's two work as one
+B, H, K = 1, 4, 2
+SHORT, LONG = 500, 1500
+SIGMOID = {"activation": "sigmoid"}
+
+
+class Compiled(NamedTuple):
+    function: Callable
+    arguments: tuple  # ShapeDtypeStructs
+    kernels: int  # custom calls in the lowered text
+    sharding: tuple = ()  # of the arguments over the axis "x" of a mesh of the topology's devices; () for one device
+
+
+def shape(*sizes, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
+
+
+def options(names, length=0, heads=H, kv_heads=K) -> dict:
+    known = {
+        "q_segment_ids": shape(B, length, dtype=jnp.int32),
+        "q_positions": shape(B, length, dtype=jnp.int32),
+        "alibi_slopes": shape(heads, dtype=jnp.float32),
+        "sigmoid_bias": shape(heads, dtype=jnp.float32),
+        "sink_logits": shape(heads, dtype=jnp.float32),
+        "full_heads": shape(kv_heads, dtype=bool),
+        "full_from": shape(B, 1, dtype=jnp.int32),
+    }
+    return {name: known[name] for name in names}
+
+
+def forward_and_backward(function):
+    """Its values and the gradients of all its floating-point arguments."""
+
+    def both(*arguments):
+        out, pullback = jax.vjp(function, *arguments)
+        return out, pullback(out)
+
+    return both
+
+
+def train(
+    spec, *names, kernels, head_dim=128, dtype="bfloat16", heads=H, kv_heads=K, length=SHORT
+) -> Compiled:
+    """Attention with lse and its gradients, with the named options."""
+    q, kv = shape(B, length, heads, head_dim, dtype=dtype), shape(B, length, kv_heads, head_dim, dtype=dtype)
+
+    def both(q, k, v, options):
+        function = functools.partial(
+            attention, spec=spec, **options, return_lse=spec.activation == "softmax", implementation="tpu"
+        )
+        return forward_and_backward(function)(q, k, v)
+
+    return Compiled(both, (q, kv, kv, options(names, length, heads, kv_heads)), kernels)
+
+
+def routed(spec, *names, kernels, head_dim=128, length=SHORT) -> Compiled:
+    q, kv = shape(B, length, H, head_dim), shape(B, length, K, head_dim)
+    gate = shape(B, length, dtype=jnp.float32)
+
+    def both(q, k, v, gate, options):
+        function = functools.partial(routed_attention, spec=spec, **options, implementation="tpu")
+        return forward_and_backward(function)(q, k, v, gate)
+
+    return Compiled(both, (q, kv, kv, gate, options(names, length)), kernels)
+
+
+def decode(spec, *names, kernels, tokens, entries, ring=False, head_dim=128, dtype="bfloat16") -> Compiled:
+    batch = 2
+    q = shape(batch, tokens, H, head_dim, dtype=dtype)
+    cache = shape(batch, entries, K, head_dim, dtype=dtype)
+    numbers = shape(batch, dtype=jnp.int32)
+    given = options(names)
+    if ring:
+        given["kv_positions"] = shape(batch, entries, dtype=jnp.int32)
+
+    def function(q, k, v, lengths, starts, options):
+        return decode_attention(
+            q, k, v, spec, lengths=lengths, starts=starts, **options, implementation="tpu"
+        )
+
+    return Compiled(function, (q, cache, cache, numbers, numbers, given), kernels)
+
+
+def layers(spec, kernels) -> Compiled:
+    """A scan over layers with other full heads each."""
+    q, kv = shape(B, SHORT, H, 128), shape(3, B, SHORT, K, 128)
+
+    def deep(q, k, v, full_heads):
+        def layer(x, parameters):
+            k, v, full = parameters
+            return x + attention(x, k, v, spec, full_heads=full, implementation="tpu"), None
+
+        return jax.lax.scan(layer, q, (k, v, full_heads))[0]
+
+    def both(q, k, v, full_heads):
+        return forward_and_backward(functools.partial(deep, full_heads=full_heads))(q, k, v)
+
+    return Compiled(both, (q, kv, kv, shape(3, K, dtype=bool)), kernels)
+
+
+def sharded(spec, by_heads: bool, kernels) -> Compiled:
+    """Inside shard_map: the batch, or the heads, over four devices."""
+    along = P(None, None, "x") if by_heads else P("x")
+    q, kv = shape(4, SHORT, 8, 128), shape(4, SHORT, 4, 128)
+    ids, full = shape(4, SHORT, dtype=jnp.int32), shape(4, dtype=bool)
+    placed = (along, along, along, P() if by_heads else P("x"), P("x") if by_heads else P())
+
+    def both(q, k, v, ids, full_heads):
+        options = {"full_heads": full_heads} if by_heads else {"q_segment_ids": ids}
+        function = functools.partial(attention, spec=spec, **options, implementation="tpu")
+        return forward_and_backward(function)(q, k, v)
+
+    return Compiled(both, (q, kv, kv, ids, full), kernels, placed)
+
+
+# The window kernels are one forward and one backward, the scheduled ones one and two. Full heads have launches of
+# their own, routed attention has window and outside.
+WINDOW, SMALL = AttentionSpec(1024), AttentionSpec(300)
+CALLS = {
+    "window": train(WINDOW, kernels=2, length=LONG),
+    "window-head-dim-64": train(WINDOW, kernels=2, head_dim=64, length=LONG),
+    "window-head-dim-80": train(SMALL, kernels=2, head_dim=80),
+    "window-head-dim-256": train(SMALL, kernels=2, head_dim=256, length=LONG),
+    "window-float32": train(SMALL, kernels=2, dtype="float32"),
+    "window-packed-alibi": train(SMALL, "q_segment_ids", "alibi_slopes", kernels=2, length=LONG),
+    "window-sigmoid": train(
+        AttentionSpec(300, **SIGMOID), "alibi_slopes", "sigmoid_bias", kernels=2, head_dim=96
+    ),
+    "window-softcap-sink-logits": train(
+        AttentionSpec(300, logit_softcap=30.0), "sink_logits", kernels=2, heads=6, kv_heads=1
+    ),
+    "window-of-one": train(AttentionSpec(1), kernels=2, heads=2, length=100),
+    "sink-tokens": train(AttentionSpec(1024, 128), kernels=3, length=LONG),
+    "sink-tokens-packed": train(AttentionSpec(300, 4), "q_segment_ids", kernels=3, head_dim=64),
+    "window-bidirectional": train(AttentionSpec(300, causal=False), kernels=3),
+    "long-window": train(AttentionSpec(4096), kernels=3, length=6000, heads=2),
+    "full": train(AttentionSpec(), kernels=3, length=LONG),
+    "full-bidirectional": train(AttentionSpec(causal=False), kernels=3, head_dim=80),
+    "full-head-dim-256-float32": train(AttentionSpec(), kernels=3, head_dim=256, dtype="float32"),
+    "full-sigmoid": train(
+        AttentionSpec(**SIGMOID), "alibi_slopes", "sigmoid_bias", "q_segment_ids", kernels=3
+    ),
+    "full-from": train(AttentionSpec(300, 4), "full_from", "alibi_slopes", kernels=3),
+    "full-heads": train(WINDOW, "full_heads", kernels=5, length=LONG),
+    "everything": train(
+        AttentionSpec(300, 4, logit_softcap=30.0),
+        *("q_segment_ids", "alibi_slopes", "sink_logits", "full_from", "full_heads"),
+        kernels=6,
+        head_dim=96,
+    ),
+    "sigmoid-everything": train(
+        AttentionSpec(300, 4, logit_softcap=30.0, **SIGMOID),
+        *("q_segment_ids", "alibi_slopes", "sigmoid_bias", "full_from", "full_heads"),
+        kernels=6,
+        head_dim=64,
+    ),
+    "positions": train(SMALL, "q_positions", kernels=3),
+    "routed": routed(WINDOW, kernels=5, length=LONG),
+    "routed-everything": routed(
+        AttentionSpec(300, 4), "q_segment_ids", "alibi_slopes", "sink_logits", "full_heads", kernels=12
+    ),
+    "routed-sigmoid": routed(AttentionSpec(300, **SIGMOID), "sigmoid_bias", kernels=5, head_dim=64),
+    "decode-full": decode(AttentionSpec(), "sink_logits", kernels=1, tokens=1, entries=2048),
+    "decode-full-8": decode(
+        AttentionSpec(), kernels=1, tokens=8, entries=2048, head_dim=256, dtype="float32"
+    ),
+    "decode-ring": decode(AttentionSpec(1024, 4), kernels=1, tokens=1, entries=1028, ring=True, head_dim=64),
+    "decode-ring-8": decode(
+        AttentionSpec(1024), "alibi_slopes", "full_heads", kernels=2, tokens=8, entries=1032, ring=True
+    ),
+    "decode-sigmoid": decode(
+        AttentionSpec(512, **SIGMOID), "sigmoid_bias", kernels=1, tokens=1, entries=2048, head_dim=80
+    ),
+    "layers": layers(SMALL, kernels=5),
+    "sharded-batch": sharded(SMALL, by_heads=False, kernels=2),
+    "sharded-heads": sharded(SMALL, by_heads=True, kernels=5),
+}
+
+
+def abstract_mesh(topology: str, device) -> AbstractMesh:
+    """What makes JAX trace for the device although it is not there."""
+    cores = next((n for name, n in CORES.items() if topology.startswith(name)), 1)
+    abstract = AbstractDevice(device_kind=device.device_kind, num_cores=cores, platform="tpu")
+    return AbstractMesh((1,), ("x",), abstract_device=abstract)
+
+
+def compile_one(call: Compiled, topology: str, devices) -> int:
+    """Compiles the call for the first device, or for four; returns the number of kernels in its lowered text."""
+    function, mesh = call.function, abstract_mesh(topology, devices[0])
+    if call.sharding:
+        real = Mesh(np.array(devices[:4]), ("x",), axis_types=(AxisType.Auto,))
+        out_specs = (call.sharding[0], call.sharding[:3])
+        function = jax.shard_map(function, mesh=real, in_specs=call.sharding, out_specs=out_specs)
+        places = jax.tree.map(functools.partial(NamedSharding, real), call.sharding)
+    else:
+        places = jax.tree.map(lambda _: SingleDeviceSharding(devices[0]), call.arguments)
+    arguments = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), call.arguments, places
+    )
+    with jax.set_mesh(real) if call.sharding else jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(function).lower(*arguments)
+    lowered.compile()
+    return lowered.as_text().count("@tpu_custom_call")
+
+
+def main(topology: str, names: list[str]) -> None:
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    for name in names or CALLS:
+        start = time.process_time()
+        kernels = compile_one(CALLS[name], topology, devices)
+        seconds = round(time.process_time() - start, 1)
+        report = {"name": name, "kernels": kernels, "expected": CALLS[name].kernels, "seconds": seconds}
+        print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,84 @@
+"""The compilers of four generations of TPUs take every kernel. libtpu has them, on any x86-64 Linux host.
+
+Each chip is compiled for in a process of its own (`compile_for.py`, which has the table of calls), since libtpu settles
+on one for good.
+"""
+
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOPOLOGIES = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
+SECONDS = 900  # a chip; a quarter of it on two free cores
+LIBTPU = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask about a TPU
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled",  # its logs can fill a disk
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+}
+
+# Where libtpu cannot be installed these tests skip; where it can, the dev extra has it, and its absence is an error.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        (sys.platform, platform.machine()) != ("linux", "x86_64"),
+        reason=f"libtpu exists for Linux on x86-64 only; this is {sys.platform} on {platform.machine()}",
+    ),
+]
+
+
+def run(script: str, topology: str) -> list[dict]:
+    """Runs a script for a chip; returns its reports."""
+    assert importlib.util.find_spec("libtpu"), "libtpu is not installed; the dev extra brings it"
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name(script), topology],
+        env=os.environ | LIBTPU | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, f"after {done.stdout.splitlines()[-1:]}: {done.stderr[-3000:]}"
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_jax_still_runs_on_the_cpu_with_libtpu_installed():
+    """Without JAX_PLATFORMS it looks for a TPU, finds none, and says nothing that is a warning."""
+    accelerators = [
+        path for pattern in ("accel*", "vfio/*", "nvidia*") for path in Path("/dev").glob(pattern)
+    ]
+    if accelerators:
+        pytest.skip(f"this machine has an accelerator ({accelerators[0]})")
+    assert importlib.util.find_spec("libtpu")
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", "import jax; print(jax.default_backend())"],
+        env=environment | {"TPU_LOG_DIR": "disabled"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.split() == ["cpu"], done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_every_kernel_compiles(topology):
+    reports = run("compile_for.py", topology)
+    assert reports
+    assert {r["name"]: r["kernels"] for r in reports} == {r["name"]: r["expected"] for r in reports}
+
+
+def test_backward_needs_little_memory_beside_its_results():
+    """Nothing of the size [T, T] or [T, window] is stored, nor a stack of partial gradients."""
+    [sizes] = run("memory_for.py", "v6e:2x2")
+    assert sizes["kernel"] <= 1.2 * sizes["gradients"]
+    assert sizes["attention"] <= 1.2 * sizes["gradients"]

@@ -1,0 +1,167 @@
+"""The TPU kernels under JAX's simulation of a TPU's memories, as strict as it gets.
+
+Two cores share the work and take the grid's parallel dimensions in a random order; copies happen when they are waited
+for; memory starts as NaN; reads out of bounds, results visited again after another, and unordered accesses to one
+place by two cores or copies raise an error. Numbers are held to the reference all the same.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import AttentionSpec, decode_attention
+
+from .suite import PACKED, Call, Implementation, set_parallel_dimensions
+from .tolerances import assert_close
+
+STRICT = pltpu.InterpretParams(
+    detect_races=True,
+    on_race="raise",
+    num_cores_or_threads=2,
+    random_seed=1,
+    dma_execution_mode="on_wait",
+    uninitialized_memory="nan",
+    out_of_bounds_reads="raise",
+)
+TPU = Implementation("tpu", block=16)
+ROWS = tuple(tuple(row[:40]) for row in PACKED)
+
+
+def call(window=None, *options, segments=None, **fields) -> Call:
+    return Call(AttentionSpec(window, **fields), options, segments, 2, 40, 40, 4, 2, 8)
+
+
+CALLS = {
+    "window": call(11),
+    "window-longer-than-blocks": call(37),
+    "window-packed-softcap": call(11, segments=ROWS, logit_softcap=2.0),
+    "window-sigmoid": call(11, "alibi_slopes", "sigmoid_bias", activation="sigmoid"),
+    "sink-tokens": call(11, num_sink_tokens=3),
+    "full": call(),
+    "bidirectional": call(11, causal=False),
+    "full-from": call(11, "full_from_row", "alibi_slopes", "sink_logits"),
+    "full-heads": call(11, "full_heads"),
+    "sigmoid-everything": call(
+        7,
+        *("alibi_slopes", "sigmoid_bias", "full_from", "full_heads"),
+        segments=ROWS,
+        activation="sigmoid",
+        num_sink_tokens=3,
+    ),
+    "ring": call(11, "chunk", "ring"),
+}
+
+
+@pytest.fixture(autouse=True)
+def strict(monkeypatch):
+    TPU.install(monkeypatch)
+    yield
+    pltpu.reset_tpu_interpret_mode_state()  # which an error leaves behind
+
+
+@pytest.fixture
+def heads_in_turn(monkeypatch):
+    """The simulation splits dimensions of static size only; with full heads their number is dynamic."""
+    set_parallel_dimensions(monkeypatch, 1)
+
+
+def check(run, expected):
+    with pltpu.force_tpu_interpret_mode(STRICT):
+        actual = jax.block_until_ready(run())
+    assert_close(actual[0], expected[0], "float32")
+    assert_close(actual[1], expected[1], "float32", gradient=True)
+
+
+def slow_but(*quick):
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in CALLS]
+
+
+@pytest.mark.parametrize("name", slow_but("window"))
+def test_attention(name, request):
+    if "full_heads" in CALLS[name].options:
+        request.getfixturevalue("heads_in_turn")
+    check(lambda: CALLS[name].run("tpu"), CALLS[name].expected())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["window", "sigmoid-everything"])
+def test_routed_attention(name, request):
+    if "full_heads" in CALLS[name].options:
+        request.getfixturevalue("heads_in_turn")
+    gate = jnp.asarray(np.arange(40) % 7 == 0, jnp.float32) * jnp.ones((2, 1))
+    check(lambda: CALLS[name].run_routed("tpu", gate), CALLS[name].run_routed("reference", gate))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("window", [None, 11])
+def test_decode_attention(window, tokens):
+    learned, _ = call().draw()
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def decode(q, k, v, name):
+        lengths, starts = jnp.array([tokens, 35]), jnp.array([0, 4])
+        spec = AttentionSpec(window, num_sink_tokens=2)
+        return decode_attention(
+            q[:, :tokens], k, v, spec, lengths=lengths, starts=starts, implementation=name
+        )
+
+    with pltpu.force_tpu_interpret_mode(STRICT):
+        actual = jax.block_until_ready(decode(**learned, name="tpu"))
+    assert_close(actual, decode(**learned, name="reference"), "float32")
+
+
+# ---- that the checks can fail ----
+
+
+def run_strictly(kernel, *, index_map=lambda i: (i, 0), **options):
+    x = jnp.arange(4 * 8 * 128, dtype=jnp.float32).reshape(32, 128)
+    with pltpu.force_tpu_interpret_mode(STRICT):
+        call = pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=(4,),
+            in_specs=[pl.BlockSpec((8, 128), lambda i: (i, 0))],
+            out_specs=pl.BlockSpec((8, 128), index_map),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+            **options,
+        )
+        return x, jax.block_until_ready(call(x))
+
+
+def copy(x_ref, out_ref):
+    out_ref[...] = x_ref[...]
+
+
+def test_a_sound_kernel_passes():
+    np.testing.assert_array_equal(*run_strictly(copy))
+
+
+def test_two_cores_that_write_one_block_are_found():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RACE DETECTED"):
+        run_strictly(copy, index_map=lambda i: (0, 0))
+
+
+def test_steps_that_hand_on_accumulators_must_not_be_shared_by_cores(monkeypatch):
+    """The window's backward pass with its steps declared parallel."""
+    set_parallel_dimensions(monkeypatch, 3)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"RACE DETECTED|Revisited block"):
+        check(lambda: CALLS["window"].run("tpu"), CALLS["window"].expected())
+
+
+def test_a_read_out_of_bounds_is_found():
+    def beyond(x_ref, out_ref):
+        out_ref[...] = x_ref[pl.ds(pl.program_id(0) * 8, 8), :]
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"[Oo]ut-of-bounds"):
+        run_strictly(beyond)
+
+
+def test_memory_that_was_never_written_is_nan():
+    _, out = run_strictly(lambda x_ref, out_ref: None)
+    assert np.isnan(out).all()

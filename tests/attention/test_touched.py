@@ -1,0 +1,239 @@
+"""No block outside the schedule is touched, shown from outside: what was touched turns to NaN.
+
+A tile of keys and values that are NaN makes NaN of every row of a strip of queries that multiplies by it, masked or
+not (0 * NaN is NaN). So a call whose rows of the batch each have another block of keys poisoned says which blocks each
+block of queries worked on. That has to be exactly what a dense mask says by brute force: the blocks with a visible
+pair. Likewise for the gradients of keys and values, with poisoned cotangents.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import AttentionSpec, attention, decode_attention, routed_attention
+
+from .suite import IMPLEMENTATIONS, Implementation, set_parallel_dimensions
+
+BLOCK, BLOCKS = 16, 5
+T = BLOCK * BLOCKS
+TPU = Implementation("tpu", BLOCK)
+DOCUMENTS = [1] * 27 + [2] * 30 + [3] * 14 + [0] * 9
+
+kernels = pytest.mark.parametrize(
+    "implementation", [i for i in IMPLEMENTATIONS if i.name != "xla"], ids=str, indirect=True
+)
+
+CALLS = {
+    "full": (AttentionSpec(), {}),
+    "bidirectional": (AttentionSpec(21, causal=False), {}),
+    "window-of-one": (AttentionSpec(1), {}),
+    "window-of-a-block": (AttentionSpec(BLOCK + 1), {}),
+    "window-of-more-than-a-block": (AttentionSpec(BLOCK + 2), {}),
+    "sink-tokens": (AttentionSpec(7, num_sink_tokens=3), {}),
+    "sink-tokens-of-two-blocks": (AttentionSpec(7, num_sink_tokens=20), {}),
+    "sigmoid": (AttentionSpec(21, activation="sigmoid"), {}),
+    "packed": (AttentionSpec(21, num_sink_tokens=2), {"q_segment_ids": DOCUMENTS}),
+    "packed-full": (AttentionSpec(), {"q_segment_ids": DOCUMENTS}),
+    "full-from": (AttentionSpec(7), {"full_from": 50}),
+    "positions": (AttentionSpec(21), {"q_positions": np.arange(T)}),
+    "full-heads": (AttentionSpec(7), {"full_heads": np.array([False, True])}),
+    "full-heads-packed": (
+        AttentionSpec(7),
+        {"full_heads": np.array([True, False]), "q_segment_ids": DOCUMENTS},
+    ),
+}
+QUICK = ("window-of-a-block", "sink-tokens", "full-heads")
+
+
+def drawn():
+    """q, k and v whose rows are alike, as many as there are blocks."""
+    rng = np.random.default_rng(0)
+    one = [rng.normal(size=(1, T, heads, 8)) for heads in (4, 2, 2)]
+    return [jnp.asarray(x.repeat(BLOCKS, axis=0), jnp.float32) for x in one]
+
+
+def repeated(options, rows=BLOCKS):
+    """The options of one row of the batch, for that many."""
+    return {
+        name: jnp.asarray(x)
+        if name == "full_heads"
+        else jnp.broadcast_to(jnp.asarray(x), (rows, *np.shape(x)))
+        for name, x in options.items()
+    }
+
+
+def poisoned(x):
+    """[n, n * BLOCK, ...] with block i of row i being NaN."""
+    n = len(x)
+    here = jnp.arange(x.shape[1]) // BLOCK == jnp.arange(n)[:, None]
+    return jnp.where(here[..., None, None], jnp.nan, x)
+
+
+def changed(x, clean):
+    """Which blocks of x [n, m * BLOCK, H, D] are not bit for bit those of clean: [H, m, n]."""
+    different = np.asarray(x) != np.asarray(clean)
+    n, _, heads, _ = x.shape
+    return different.reshape(n, -1, BLOCK, heads, x.shape[3]).any(axis=(2, 4)).transpose(2, 1, 0)
+
+
+def needed(spec, options, heads):
+    """Blocks with a visible pair, by brute force: [heads, query blocks, KV blocks]."""
+    options = repeated(options, 1)
+    full = options.pop("full_heads", jnp.zeros(2, bool)).repeat(heads // 2)
+    specs = [dataclasses.replace(spec, window=None) if f else spec for f in full]
+    masks = [
+        np.asarray(s.mask(T, **(options if s.window is not None else _without_full_from(options))))
+        for s in specs
+    ]
+    return np.stack([m.reshape(BLOCKS, BLOCK, BLOCKS, BLOCK).any(axis=(1, 3)) for m in masks])
+
+
+def _without_full_from(options):
+    return {name: x for name, x in options.items() if name != "full_from"}
+
+
+def compiled(function):
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@kernels
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CALLS]
+)
+def test_attention(implementation, name):
+    spec, options = CALLS[name]
+    q, k, v = drawn()
+
+    @compiled
+    def run(k, v, dout):
+        out, pullback = jax.vjp(
+            lambda *qkv: attention(*qkv, spec, **repeated(options), implementation=implementation.name),
+            *(q, k, v),
+        )
+        return out, *pullback(dout)
+
+    clean = run(k, v, q)
+    assert all(np.isfinite(x).all() for x in clean)
+    by_query = [changed(x, c) for x, c in zip(run(poisoned(k), poisoned(v), q), clean, strict=True)][:2]
+    by_key = [changed(x, c) for x, c in zip(run(k, v, poisoned(q)), clean, strict=True)][2:]
+    for name, table in zip(("out", "dq"), by_query, strict=True):
+        np.testing.assert_array_equal(table, needed(spec, options, heads=4), err_msg=name)
+    for name, table in zip(("dk", "dv"), by_key, strict=True):
+        np.testing.assert_array_equal(table, needed(spec, options, heads=2).swapaxes(1, 2), err_msg=name)
+
+
+@kernels
+@pytest.mark.parametrize("kind", ["window", pytest.param("sink-tokens", marks=pytest.mark.slow)])
+def test_routed_forward_reads_what_full_attention_reads(implementation, kind):
+    q, k, v = drawn()
+    spec, _ = CALLS["window-of-a-block" if kind == "window" else kind]
+
+    @compiled
+    def run(k, v):
+        gate = jnp.ones(q.shape[:2])
+        return routed_attention(q, k, v, gate, spec, implementation=implementation.name)[0]
+
+    table = changed(run(poisoned(k), poisoned(v)), run(k, v))
+    np.testing.assert_array_equal(table, needed(AttentionSpec(), {}, heads=4))
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("window", "num_sink_tokens"),
+    [(None, 0), *(pytest.param(w, n, marks=pytest.mark.slow) for w in (1, BLOCK, BLOCK + 1) for n in (0, 2))],
+)
+def test_decode(implementation, window, num_sink_tokens):
+    """Caches filled to every length; a block without a visible entry is not read."""
+    q, k, v = drawn()
+    spec = AttentionSpec(window, num_sink_tokens=num_sink_tokens)
+
+    @compiled
+    def run(k, v, length):
+        lengths = jnp.broadcast_to(length, BLOCKS)
+        return decode_attention(q[:, :1], k, v, spec, lengths=lengths, implementation=implementation.name)
+
+    for length in (1, BLOCK, BLOCK + 1, 3 * BLOCK + 5, T):
+        out, clean = run(poisoned(k), poisoned(v), length), run(k, v, length)
+        touched = np.isnan(out).any(axis=(1, 2, 3))
+        mask = np.asarray(spec.mask(1, T, q_positions=jnp.array([[length - 1]])))
+        np.testing.assert_array_equal(touched, mask.reshape(BLOCKS, BLOCK).any(axis=1), err_msg=str(length))
+        np.testing.assert_array_equal(out[~touched], clean[~touched])
+
+
+def grid_points(monkeypatch, function, *arguments) -> int:
+    """How many steps the grids of all launches of a TPU call have together."""
+    set_parallel_dimensions(
+        monkeypatch, 1
+    )  # the simulation shuffles parallel dimensions, if their size is static
+    points = []
+
+    def record(token, point, core):
+        points.append(point)
+        return token
+
+    TPU.install(monkeypatch)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(grid_point_recorder=record)):
+        jax.block_until_ready(compiled(function)(*arguments))
+    pltpu.reset_tpu_interpret_mode_state()
+    return len(points)
+
+
+def steps(table) -> int:
+    """One for each pair of blocks; a block of queries that sees nothing needs one to write its zeros."""
+    return int(np.maximum(table.sum(axis=-1), 1).sum())
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CALLS]
+)
+def test_no_step_of_the_grid_is_idle(monkeypatch, name):
+    spec, options = CALLS[name]
+    q, k, v = (x[:1] for x in drawn())
+    used = grid_points(
+        monkeypatch,
+        lambda q, k, v: attention(q, k, v, spec, **repeated(options, 1), implementation="tpu"),
+        *(q, k, v),
+    )
+    assert 0 < used <= steps(needed(spec, options, heads=4))
+
+
+def test_routing_takes_the_steps_of_window_and_outside(monkeypatch):
+    spec, _ = CALLS["window-of-a-block"]
+    q, k, v = (x[:1] for x in drawn())
+    used = grid_points(
+        monkeypatch,
+        lambda q, k, v: routed_attention(q, k, v, jnp.ones((1, T)), spec, implementation="tpu")[0],
+        *(q, k, v),
+    )
+    beyond = np.asarray(AttentionSpec().mask(T) & ~spec.mask(T))
+    outside = beyond.reshape(1, BLOCKS, BLOCK, BLOCKS, BLOCK).any(axis=(2, 4))
+    assert BLOCKS < used <= steps(needed(spec, {}, heads=4)) + 4 * steps(outside)
+
+
+@pytest.mark.parametrize("length", [1, BLOCK + 1, T])
+def test_decoding_takes_a_step_for_each_visible_block(monkeypatch, length):
+    q, k, v = (x[:1] for x in drawn())
+    spec = AttentionSpec(BLOCK + 2, num_sink_tokens=1)
+    used = grid_points(
+        monkeypatch,
+        lambda q, k, v: decode_attention(
+            q[:, :1], k, v, spec, lengths=jnp.array([length]), implementation="tpu"
+        ),
+        *(q, k, v),
+    )
+    mask = np.asarray(spec.mask(1, T, q_positions=jnp.array([[length - 1]])))
+    assert 0 < used <= 2 * steps(mask.reshape(1, BLOCKS, BLOCK).any(axis=2))  # a KV head's queries together
+
+
+def test_a_kernel_that_visits_too_much_is_found():
+    """The reference multiplies by every key, visible or not."""
+    q, k, v = drawn()
+    spec = AttentionSpec(7)
+    out, clean = (
+        attention(q, *kv, spec, implementation="reference") for kv in ((poisoned(k), poisoned(v)), (k, v))
+    )
+    assert changed(out, clean).all()
