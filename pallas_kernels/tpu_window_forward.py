@@ -4,10 +4,16 @@ Its strips of query rows each see every key they need at once: the exact maximum
 matmul with V; nothing is rescaled and nothing carried from step to step. The order of the program is the software
 pipeline: the products q.k of strip t + 1 stand before the exponentials of strip t, so that the matrix unit works while
 the vector unit does.
+
+Sigmoid weights are not normalised, so what rounding them to bf16 cuts off adds up over the window. A tile's weights are
+therefore rounded less their mean as the biases alone would have it, sigmoid(ALiBi + bias), and the mean's share, mean *
+sum of the visible values, is added exactly. The far edge of the window, which weighs least, goes without.
 """
 
+import dataclasses
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +34,18 @@ from pallas_kernels.tpu_tiles import (
     head_at,
     launch,
     shape_like,
-    sigmoid_values,
     sigmoid_weights,
     write_softmax,
 )
 from pallas_kernels.tpu_window import blocks_back, first_keys, sink_rows, window_steps, window_tiles
+
+
+class _Scores(NamedTuple):
+    logits: jax.Array  # [strip, keys]
+    value_ref: Any
+    keys: Any  # in the block
+    seen: jax.Array | None  # None where every key is visible
+    mean: jax.Array | None  # [1, 1], about what sigmoid weights are rounded
 
 
 def window_forward(
@@ -46,6 +59,9 @@ def window_forward(
     previous: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, ...]:
     """As `scheduled_forward`, for the calls of `Call.window_kernel`."""
+    if not call.softmax:  # No statistics of a row are shared by its strip, and less is spilled.
+        tiles = dataclasses.replace(call.tiles, strip=min(call.tiles.strip, LANES))
+        call = dataclasses.replace(call, tiles=tiles)
     batch, num_heads, length, head_dim = q.shape
     group = num_heads // k.shape[1]
     block = call.tiles.q_block
@@ -124,6 +140,17 @@ def _window_kernel(call, has_segments, num_steps, order, q_ref, bias_ref, *rest)
                 return bias
             return slope * relative(size).astype(jnp.float32) + (slope * distance.astype(jnp.float32) + bias)
 
+        def scores(s, value_ref, keys, seen, middle):
+            seen = functools.reduce(jnp.logical_and, seen) if seen else None
+            if seen is not None and call.softmax:
+                s = jnp.where(seen, s, MASKED)
+            rounds = not call.softmax and middle is not None and q_ref.dtype != jnp.float32
+            mean = None
+            if rounds:
+                biases = (slope * middle.astype(jnp.float32) if call.has_slopes else 0.0) + bias
+                mean = sigmoid_weights(biases)
+            return _Scores(s, value_ref, keys, seen, mean)
+
         def logits(start):
             rows = pl.ds(start, strip)
             query = q_ref[rows, :]
@@ -141,9 +168,9 @@ def _window_kernel(call, has_segments, num_steps, order, q_ref, bias_ref, *rest)
                     seen.append(key >= first_key[start : start + strip])
                 elif distance + strip - 1 >= window:
                     seen.append(relative(tile.size) < window - distance)
-                if seen:
-                    s = jnp.where(functools.reduce(jnp.logical_and, seen), s, MASKED)
-                tiles.append((s, v_refs[tile.block], keys))
+                far = not has_segments and distance + strip - 1 >= window
+                middle = jnp.int32(distance + (strip - tile.size) // 2)
+                tiles.append(scores(s, v_refs[tile.block], keys, seen, None if far else middle))
             if sinks is not None:
                 size = sink_k_ref.shape[0]
                 s = dot(query, sink_k_ref[...], NT)
@@ -153,32 +180,28 @@ def _window_kernel(call, has_segments, num_steps, order, q_ref, bias_ref, *rest)
                 seen = [column < num_sinks] if num_sinks < size else []
                 if sinks == "some":  # the others lie inside the window
                     seen.append(relative(size) >= window - distance)
-                if seen:
-                    s = jnp.where(functools.reduce(jnp.logical_and, seen), s, MASKED)
-                tiles.append((s, sink_v_ref, slice(None)))
+                tiles.append(scores(s, sink_v_ref, slice(None), seen, None))
             top = (
-                _over_lanes(jnp.maximum, [s for s, *_ in tiles]).max(axis=1, keepdims=True)
+                _over_lanes(jnp.maximum, [tile.logits for tile in tiles]).max(axis=1, keepdims=True)
                 if call.softmax
                 else None
             )
             return rows, tiles, top
 
         def finish(rows, tiles, top):
-            acc, partial_sums = 0.0, []
-            for s, v_ref, keys in tiles:
-                value = v_ref[keys, :]
-                weights = jnp.exp2(s - top) if call.softmax else sigmoid_weights(s)
-                if call.softmax and call.tiles.sum_on_mxu:
-                    value = jnp.concatenate([value, jnp.ones_like(value)], axis=1)
-                elif call.softmax:
-                    partial_sums.append(weights)
-                if call.softmax:
-                    acc += dot(weights.astype(value.dtype), value, NN)
-                else:
-                    acc += sigmoid_values(weights, value)
             if not call.softmax:
-                out_ref[rows, :] = acc.astype(out_ref.dtype)
-            elif call.tiles.sum_on_mxu:
+                out_ref[rows, :] = sum(map(_sigmoid_values, tiles)).astype(out_ref.dtype)
+                return
+            acc, partial_sums = 0.0, []
+            for tile in tiles:
+                value = tile.value_ref[tile.keys, :]
+                weights = jnp.exp2(tile.logits - top)
+                if call.tiles.sum_on_mxu:
+                    value = jnp.concatenate([value, jnp.ones_like(value)], axis=1)
+                else:
+                    partial_sums.append(weights)
+                acc += dot(weights.astype(value.dtype), value, NN)
+            if call.tiles.sum_on_mxu:
                 head_dim = acc.shape[1] // 2
                 write_softmax(out_ref, lse_ref, rows, acc[:, :head_dim], top, acc[:, head_dim:], has_segments)
             else:
@@ -204,3 +227,19 @@ def _over_lanes(operator, tiles):
     width = min(LANES, *(tile.shape[1] for tile in tiles))
     groups = [tile[:, start : start + width] for tile in tiles for start in range(0, tile.shape[1], width)]
     return functools.reduce(operator, groups)
+
+
+def _sigmoid_values(tile: _Scores) -> jax.Array:
+    """weights @ values of one tile."""
+    value = tile.value_ref[tile.keys, :]
+    weights = sigmoid_weights(tile.logits)
+    if tile.mean is not None:
+        weights = weights - tile.mean
+    if tile.seen is not None:
+        weights = jnp.where(tile.seen, weights, 0)
+    acc = dot(weights.astype(value.dtype), value, NN)
+    if tile.mean is None:
+        return acc
+    if tile.seen is None:
+        return acc + tile.mean * value.astype(jnp.float32).sum(axis=0, keepdims=True)
+    return acc + tile.mean * dot(jnp.where(tile.seen, 1.0, 0.0).astype(value.dtype), value, NN)
