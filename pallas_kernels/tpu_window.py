@@ -81,9 +81,25 @@ def window_steps(call: Call, num_steps: int) -> list[tuple[int, str | None]]:
     return [(min(i, back) + 1, sinks(i)) for i in range(min(last + 1, num_steps))]
 
 
-def first_keys(call: Call, where: Coordinates) -> jax.Array:
-    """[B, 8, T] int32, all rows alike: the index of the first key that each query of packed rows sees; T if none."""
+class Segments(NamedTuple):
+    """What the window kernels know of packed rows."""
+
+    first_keys: (
+        jax.Array
+    )  # [B, 8, T] int32, all rows alike: the index of the first key that a query sees; T if none
+    crossed: (
+        jax.Array
+    )  # [B * steps] int32: whether any query of the step sees less than its window, or nothing
+
+
+def packed_segments(call: Call, where: Coordinates) -> Segments:
     order = jnp.asarray(where.q_order)
     first = order - jnp.minimum(where.q_pos, call.spec.window - 1)
-    first = jnp.where(where.q_pos < 0, order.shape[1], first)
-    return jnp.broadcast_to(first[:, None], (first.shape[0], 8, first.shape[1]))
+    first = jnp.where(where.q_pos < 0, order.shape[1], first)  # [B, T]
+    cut = first > jnp.maximum(order - (call.spec.window - 1), 0)
+    crossed = cut.reshape(-1, call.tiles.q_block).any(axis=1).astype(jnp.int32)
+    return Segments(jnp.broadcast_to(first[:, None], (first.shape[0], 8, first.shape[1])), crossed)
+
+
+def is_crossed(crossed, batch, step, num_steps) -> jax.Array:
+    return crossed[batch * num_steps + step] != 0

@@ -35,7 +35,7 @@ from pallas_kernels.tpu_tiles import (
     launch,
     shape_like,
 )
-from pallas_kernels.tpu_window import blocks_back, first_keys
+from pallas_kernels.tpu_window import blocks_back, packed_segments
 
 _UNIT = 256  # queries of a unit of work, as wide as the widest matrix unit
 _AHEAD = 2
@@ -97,7 +97,7 @@ def window_backward(
         inputs.append(statistics)
         in_specs.append(of_queries(8, block, along_lanes=True))
     if where.q_seg is not None:
-        inputs.append(first_keys(call, where))
+        inputs.append(packed_segments(call, where).first_keys)
         in_specs.append(spec((None, 8, block), lambda b, h, kv, i: (b, 0, jnp.minimum(i, num_blocks - 1))))
     outputs, out_specs = (
         [shape_like(x.shape, x.dtype, q) for x in (q, k, v)],

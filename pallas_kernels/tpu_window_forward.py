@@ -37,7 +37,14 @@ from pallas_kernels.tpu_tiles import (
     sigmoid_weights,
     write_softmax,
 )
-from pallas_kernels.tpu_window import blocks_back, first_keys, sink_rows, window_steps, window_tiles
+from pallas_kernels.tpu_window import (
+    blocks_back,
+    is_crossed,
+    packed_segments,
+    sink_rows,
+    window_steps,
+    window_tiles,
+)
 
 
 class _Scores(NamedTuple):
@@ -67,10 +74,14 @@ def window_forward(
     block = call.tiles.q_block
     back = blocks_back(call)
     heads = heads.queries(group)
+    segments = None if where.q_seg is None else packed_segments(call, where)
+    scalars = () if segments is None else (segments.crossed,)
 
     def spec(block_shape, index):
         """A block located by batch, query head and step."""
-        return pl.BlockSpec(block_shape, lambda b, h, i, *order: index(b, head_at(h, order), i))
+        return pl.BlockSpec(
+            block_shape, lambda b, h, i, *scalar: index(b, head_at(h, scalar[len(scalars) :]), i)
+        )
 
     def keys(before):
         return spec(
@@ -85,8 +96,8 @@ def window_forward(
         sinks = spec((None, None, sink_rows(call), head_dim), lambda b, h, i: (b, h // group, 0, 0))
         inputs += [k, v]
         in_specs += [sinks, sinks]
-    if where.q_seg is not None:
-        inputs.append(first_keys(call, where))
+    if segments is not None:
+        inputs.append(segments.first_keys)
         in_specs.append(spec((None, 8, block), lambda b, h, i: (b, 0, i)))
     outputs, out_specs = [shape_like(q.shape, q.dtype, q)], [queries]
     if call.softmax:
@@ -94,10 +105,10 @@ def window_forward(
         out_specs.append(spec((None, None, 1, block), lambda b, h, i: (b, h, 0, i)))
     return launch(
         call,
-        functools.partial(_window_kernel, call, where.q_seg is not None, length // block),
+        functools.partial(_window_kernel, call, segments is not None, length // block),
         "window_forward",
         grid=(batch, heads.count, length // block),
-        scalars=(),
+        scalars=scalars,
         heads=heads,
         inputs=inputs,
         in_specs=in_specs,
@@ -107,8 +118,10 @@ def window_forward(
     )
 
 
-def _window_kernel(call, has_segments, num_steps, order, q_ref, bias_ref, *rest):
+def _window_kernel(call, has_segments, num_steps, order, *rest):
     back = blocks_back(call)
+    crossed, rest = (rest[0], rest[1:]) if has_segments else (None, rest)
+    q_ref, bias_ref, *rest = rest
     k_refs, v_refs, rest = rest[: back + 1], rest[back + 1 : 2 * back + 2], rest[2 * back + 2 :]
     num_sinks = call.spec.num_sink_tokens
     if num_sinks:
@@ -122,12 +135,10 @@ def _window_kernel(call, has_segments, num_steps, order, q_ref, bias_ref, *rest)
     block, window = call.tiles.q_block, call.spec.window
     strip = math.gcd(call.tiles.strip, block)
 
-    def attend(present: int, sinks: str | None):
+    def attend(present: int, sinks: str | None, packed: bool = False):
         """All strips of the step, whose window's last `present` blocks exist."""
-        if has_segments:
-            first_key = (
-                first_key_ref[...].T[:, :1] - step * block
-            )  # [block, 1], counted from the step's first query
+        if packed:  # [block, 1], counted from the step's first query
+            first_key = first_key_ref[...].T[:, :1] - step * block
 
         def relative(size):
             """Row minus column, of a strip's tile."""
@@ -163,12 +174,12 @@ def _window_kernel(call, has_segments, num_steps, order, q_ref, bias_ref, *rest)
                 seen = []
                 if distance - (tile.size - 1) < 0:
                     seen.append(relative(tile.size) >= -distance)
-                if has_segments:
+                if packed:
                     key = lax.broadcasted_iota(jnp.int32, s.shape, 1) + tile.key
                     seen.append(key >= first_key[start : start + strip])
                 elif distance + strip - 1 >= window:
                     seen.append(relative(tile.size) < window - distance)
-                far = not has_segments and distance + strip - 1 >= window
+                far = not packed and distance + strip - 1 >= window
                 middle = jnp.int32(distance + (strip - tile.size) // 2)
                 tiles.append(scores(s, v_refs[tile.block], keys, seen, None if far else middle))
             if sinks is not None:
@@ -203,10 +214,10 @@ def _window_kernel(call, has_segments, num_steps, order, q_ref, bias_ref, *rest)
                 acc += dot(weights.astype(value.dtype), value, NN)
             if call.tiles.sum_on_mxu:
                 head_dim = acc.shape[1] // 2
-                write_softmax(out_ref, lse_ref, rows, acc[:, :head_dim], top, acc[:, head_dim:], has_segments)
+                write_softmax(out_ref, lse_ref, rows, acc[:, :head_dim], top, acc[:, head_dim:], packed)
             else:
                 total = _over_lanes(jnp.add, partial_sums).sum(axis=1, keepdims=True)
-                write_softmax(out_ref, lse_ref, rows, acc, top, total, has_segments)
+                write_softmax(out_ref, lse_ref, rows, acc, top, total, packed)
 
         ahead = logits(0)
         for start in range(0, block, strip):
@@ -219,7 +230,11 @@ def _window_kernel(call, has_segments, num_steps, order, q_ref, bias_ref, *rest)
     steps = window_steps(call, num_steps)
     for i, (present, sinks) in enumerate(steps):
         here = step == i if i + 1 < len(steps) else step >= i
-        pl.when(here)(functools.partial(attend, present, sinks))
+        whole = True if crossed is None else ~is_crossed(crossed, pl.program_id(0), step, num_steps)
+        pl.when(here & whole)(functools.partial(attend, present, sinks))
+    if crossed is not None:  # Keys before the sequence come before any query's first key.
+        here = is_crossed(crossed, pl.program_id(0), step, num_steps)
+        pl.when(here)(functools.partial(attend, steps[-1][0], None, packed=True))
 
 
 def _over_lanes(operator, tiles):
