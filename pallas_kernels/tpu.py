@@ -223,9 +223,7 @@ def backward(
     """
     results: tuple[jax.Array, ...] = ()
     for part, heads in _launches(call, k.shape[1], full_heads):
-        # Sink tokens gather gradients from the whole sequence, long after their block has left the window.
-        in_window = part.window_kernel and not part.spec.num_sink_tokens
-        kernel = window_backward if in_window else scheduled_backward
+        kernel = window_backward if part.window_kernel else scheduled_backward
         results = kernel(part, q, k, v, head_bias, where, heads, dout, statistics, results)
     return results
 

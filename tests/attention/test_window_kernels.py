@@ -3,7 +3,6 @@ sink tokens over many blocks."""
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -53,7 +52,7 @@ def test_many_blocks(activation, dtype, options, packed):
 
 
 def test_keys_that_a_sigmoid_row_does_not_see_do_not_change_a_bit_of_it():
-    learned, fixed = Call(AttentionSpec(21, activation="sigmoid"), dtype="bfloat16").draw()
+    learned, _ = Call(AttentionSpec(21, activation="sigmoid"), dtype="bfloat16").draw()
     spec = AttentionSpec(21, activation="sigmoid")
 
     def row(changed):
@@ -62,3 +61,21 @@ def test_keys_that_a_sigmoid_row_does_not_see_do_not_change_a_bit_of_it():
 
     np.testing.assert_array_equal(row(np.arange(0)), row(np.r_[0:10, 31:50]))
     assert not np.array_equal(row(np.arange(0)), row(np.arange(10, 11)))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize(
+    ("window", "num_sink_tokens", "options", "activation"),
+    [
+        (5, 3, (), "softmax"),
+        (21, 9, ("full_heads", "alibi_slopes"), "softmax"),
+        (21, 16, ("alibi_slopes", "sigmoid_bias"), "sigmoid"),
+    ],
+)
+def test_sink_tokens_gather_gradients_from_every_block(
+    kv_heads, window, num_sink_tokens, options, activation
+):
+    call = Call(
+        AttentionSpec(window, num_sink_tokens, activation), options, heads=2, kv_heads=kv_heads, q_length=90
+    )
+    assert_matches_reference(dataclasses.replace(call, kv_length=90), TPU)
