@@ -123,9 +123,10 @@ def window_backward(
         outputs.append(shape_like((batch, num_heads, 1, length), jnp.float32, q))
         out_specs.append(of_queries(1, block, along_lanes=True))
     if call.spec.num_sink_tokens:
-        of_sinks = head_dim, sink_rows(call)
+        of_sinks = sink_rows(call), head_dim
         outputs += [shape_like((*k.shape[:2], *of_sinks), jnp.float32, q)] * 2
         out_specs += [spec((None, None, *of_sinks), lambda b, h, kv, i: (b, kv, 0, 0))] * 2
+        scratch += [pltpu.VMEM(of_sinks[::-1], jnp.float32)] * 2
     results = launch(
         call,
         functools.partial(_kernel, call, where.q_seg is not None, num_blocks, group),
@@ -143,12 +144,10 @@ def window_backward(
     if not call.spec.num_sink_tokens:
         return results
     dq, dk, dv, *dbias, dk_sinks, dv_sinks = results
-    dk = _add_to_first_keys(dk, dk_sinks * call.product_factor)
-    return dq, dk, _add_to_first_keys(dv, dv_sinks), *dbias
+    return dq, _add_to_first_keys(dk, dk_sinks), _add_to_first_keys(dv, dv_sinks), *dbias
 
 
-def _add_to_first_keys(gradient, of_sinks):
-    rows = of_sinks.swapaxes(2, 3)
+def _add_to_first_keys(gradient, rows):
     first = gradient[:, :, : rows.shape[2]] + rows
     return lax.dynamic_update_slice(gradient, first.astype(gradient.dtype), (0, 0, 0, 0))
 
@@ -166,13 +165,14 @@ def _kernel(call, has_segments, num_blocks, group, order, q_ref, do_ref, bias_re
     dbias_ref, rest = (rest[0], rest[1:]) if call.has_bias else (None, rest)
     if num_sinks:
         dk_sinks_ref, dv_sinks_ref, *rest = rest
+    dk_ring, dv_ring, dq_acc, q_t, do_t, k_t, *rest = rest
+    if num_sinks:
+        dk_sinks_acc, dv_sinks_acc = rest
 
         @pl.when((step == 0) & (member == 0))
         def _():
-            dk_sinks_ref[...] = jnp.zeros_like(dk_sinks_ref)
-            dv_sinks_ref[...] = jnp.zeros_like(dv_sinks_ref)
-
-    dk_ring, dv_ring, dq_acc, q_t, do_t, k_t = rest
+            dk_sinks_acc[...] = jnp.zeros_like(dk_sinks_acc)
+            dv_sinks_acc[...] = jnp.zeros_like(dv_sinks_acc)
 
     block, window = call.tiles.q_block, call.spec.window
     strip, tile = math.gcd(call.tiles.strip, block), math.gcd(call.tiles.tile, block)
@@ -264,8 +264,8 @@ def _kernel(call, has_segments, num_blocks, group, order, q_ref, do_ref, bias_re
                 dbias_ref[:, queries] += dlogits.sum(axis=0, keepdims=True)
             w, ds = w.astype(q_ref.dtype), ds.astype(q_ref.dtype)
             if sink:
-                dv_sinks_ref[...] += dot(do_t[:, queries], w, NT)
-                dk_sinks_ref[...] += dot(q_t[:, queries], ds, NT)
+                dv_sinks_acc[...] += dot(do_t[:, queries], w, NT)
+                dk_sinks_acc[...] += dot(q_t[:, queries], ds, NT)
                 add_to_queries(queries, dot(sink_k_t, ds, NN))
                 return
             at = slot(unit.block)
@@ -302,6 +302,13 @@ def _kernel(call, has_segments, num_blocks, group, order, q_ref, do_ref, bias_re
     for i, (present, sinks) in enumerate(steps):
         here = step == i if i + 1 < len(steps) else (step >= i) & (step < num_blocks)
         pl.when(here)(functools.partial(attend, present, sinks))
+
+    if num_sinks:
+
+        @pl.when((step == num_blocks - 1) & (member == group - 1))
+        def _():
+            write(dk_sinks_ref, slice(None), dk_sinks_acc[...], call.product_factor)
+            write(dv_sinks_ref, slice(None), dv_sinks_acc[...])
 
     # A single query head has written what leaves the ring with its last addition, except after the last queries.
     @pl.when((step >= (max(back, num_blocks) if group == 1 else back)) & (member == group - 1))
