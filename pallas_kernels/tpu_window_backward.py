@@ -38,7 +38,7 @@ from pallas_kernels.tpu_tiles import (
     launch,
     shape_like,
 )
-from pallas_kernels.tpu_window import blocks_back, packed_segments, sink_rows, window_steps
+from pallas_kernels.tpu_window import Ref, blocks_back, packed_segments, sink_rows, window_of, window_steps
 
 _UNIT = 256  # queries of a unit of work, as wide as the widest matrix unit
 _AHEAD = 2
@@ -97,7 +97,7 @@ def window_backward(
     window = [of_keys(before) for before in range(back, -1, -1)]
     inputs = [q, dout, by_head(head_bias), *[k] * (back + 1), *[v] * (back + 1)]
     in_specs = [queries, queries, spec((None, 8, LANES), lambda b, h, kv, i: (h, 0, 0)), *window, *window]
-    if call.softmax:
+    if statistics is not None:
         inputs.append(statistics)
         in_specs.append(of_queries(8, block, along_lanes=True))
     if where.q_seg is not None:
@@ -147,12 +147,18 @@ def window_backward(
     return dq, _add_to_first_keys(dk, dk_sinks), _add_to_first_keys(dv, dv_sinks), *dbias
 
 
-def _add_to_first_keys(gradient, rows):
+def _add_to_first_keys(gradient: jax.Array, rows: jax.Array) -> jax.Array:
     first = gradient[:, :, : rows.shape[2]] + rows
     return lax.dynamic_update_slice(gradient, first.astype(gradient.dtype), (0, 0, 0, 0))
 
 
-def _kernel(call, has_segments, num_blocks, group, order, q_ref, do_ref, bias_ref, *rest):
+def _kernel(
+    call: Call, has_segments: bool, num_blocks: int, group: int, order: tuple[Ref, ...], *refs: Ref
+) -> None:
+    statistics: Ref
+    first_key_ref: Ref
+    dbias_ref: Ref
+    q_ref, do_ref, bias_ref, *rest = refs
     back = blocks_back(call)
     step, member = pl.program_id(2), pl.program_id(3)
     k_refs, v_refs, rest = rest[: back + 1], rest[back + 1 : 2 * back + 2], rest[2 * back + 2 :]
@@ -169,12 +175,10 @@ def _kernel(call, has_segments, num_blocks, group, order, q_ref, do_ref, bias_re
     if num_sinks:
         dk_sinks_acc, dv_sinks_acc = rest
 
-        @pl.when((step == 0) & (member == 0))
-        def _():
-            dk_sinks_acc[...] = jnp.zeros_like(dk_sinks_acc)
-            dv_sinks_acc[...] = jnp.zeros_like(dv_sinks_acc)
+        for acc in (dk_sinks_acc, dv_sinks_acc):
+            pl.when((step == 0) & (member == 0))(functools.partial(_clear, acc, ...))
 
-    block, window = call.tiles.q_block, call.spec.window
+    block, window = call.tiles.q_block, window_of(call)
     strip, tile = math.gcd(call.tiles.strip, block), math.gcd(call.tiles.tile, block)
     slope, bias = bias_ref[0:1, 0:1] * call.unit, bias_ref[1:2, 0:1] * call.unit
 
@@ -249,12 +253,10 @@ def _kernel(call, has_segments, num_blocks, group, order, q_ref, do_ref, bias_re
                     seen.append(relative >= window - distance)
             elif distance - (num_keys - 1) < 0:
                 seen.append(relative >= -distance)
-            if sink:
-                pass
-            elif has_segments:
+            if has_segments:
                 row = lax.broadcasted_iota(jnp.int32, s.shape, 0)
                 seen.append(row >= first_key[:, queries] - (queries.start - distance))
-            elif distance + num_queries - 1 >= window:
+            elif not sink and distance + num_queries - 1 >= window:
                 seen.append(relative < window - distance)
             if seen:
                 s = jnp.where(functools.reduce(jnp.logical_and, seen), s, MASKED)
@@ -303,12 +305,12 @@ def _kernel(call, has_segments, num_blocks, group, order, q_ref, do_ref, bias_re
         here = step == i if i + 1 < len(steps) else (step >= i) & (step < num_blocks)
         pl.when(here)(functools.partial(attend, present, sinks))
 
-    if num_sinks:
+    def write_sinks():
+        write(dk_sinks_ref, slice(None), dk_sinks_acc[...], call.product_factor)
+        write(dv_sinks_ref, slice(None), dv_sinks_acc[...])
 
-        @pl.when((step == num_blocks - 1) & (member == group - 1))
-        def _():
-            write(dk_sinks_ref, slice(None), dk_sinks_acc[...], call.product_factor)
-            write(dv_sinks_ref, slice(None), dv_sinks_acc[...])
+    if num_sinks:
+        pl.when((step == num_blocks - 1) & (member == group - 1))(write_sinks)
 
     # A single query head has written what leaves the ring with its last addition, except after the last queries.
     @pl.when((step >= (max(back, num_blocks) if group == 1 else back)) & (member == group - 1))
@@ -316,13 +318,13 @@ def _kernel(call, has_segments, num_blocks, group, order, q_ref, do_ref, bias_re
         write_keys(slice(0, block))
 
 
-def _clear(ring, slot):
-    ring[slot] = jnp.zeros(ring.shape[1:], ring.dtype)
+def _clear(ref: Ref, index) -> None:
+    ref[index] = jnp.zeros_like(ref[index])
 
 
 def _units(call: Call, present: int) -> list[_Unit]:
     """The pairs of key and query tiles of a step whose last `present` blocks of keys exist, keys outermost."""
-    block, window, back = call.tiles.q_block, call.spec.window, blocks_back(call)
+    block, window, back = call.tiles.q_block, window_of(call), blocks_back(call)
     strip, tile, width = (math.gcd(size, block) for size in (call.tiles.strip, call.tiles.tile, _UNIT))
     units = []
     for b in range(back + 1 - present, back + 1):

@@ -13,6 +13,7 @@ sum of the visible values, is added exactly. The far edge of the window, which w
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -38,10 +39,12 @@ from pallas_kernels.tpu_tiles import (
     write_softmax,
 )
 from pallas_kernels.tpu_window import (
+    Ref,
     blocks_back,
     is_crossed,
     packed_segments,
     sink_rows,
+    window_of,
     window_steps,
     window_tiles,
 )
@@ -49,8 +52,7 @@ from pallas_kernels.tpu_window import (
 
 class _Scores(NamedTuple):
     logits: jax.Array  # [strip, keys]
-    value_ref: Any
-    keys: Any  # in the block
+    value: Ref  # [keys, D], sliced
     seen: jax.Array | None  # None where every key is visible
     mean: jax.Array | None  # [1, 1], about what sigmoid weights are rounded
 
@@ -118,7 +120,10 @@ def window_forward(
     )
 
 
-def _window_kernel(call, has_segments, num_steps, order, *rest):
+def _window_kernel(
+    call: Call, has_segments: bool, num_steps: int, order: tuple[Ref, ...], *refs: Ref
+) -> None:
+    rest = list(refs)
     back = blocks_back(call)
     crossed, rest = (rest[0], rest[1:]) if has_segments else (None, rest)
     q_ref, bias_ref, *rest = rest
@@ -132,7 +137,7 @@ def _window_kernel(call, has_segments, num_steps, order, *rest):
 
     step = pl.program_id(2)
     slope, bias = bias_ref[0:1, 0:1] * call.unit, bias_ref[1:2, 0:1] * call.unit
-    block, window = call.tiles.q_block, call.spec.window
+    block, window = call.tiles.q_block, window_of(call)
     strip = math.gcd(call.tiles.strip, block)
 
     def attend(present: int, sinks: str | None, packed: bool = False):
@@ -151,16 +156,15 @@ def _window_kernel(call, has_segments, num_steps, order, *rest):
                 return bias
             return slope * relative(size).astype(jnp.float32) + (slope * distance.astype(jnp.float32) + bias)
 
-        def scores(s, value_ref, keys, seen, middle):
-            seen = functools.reduce(jnp.logical_and, seen) if seen else None
-            if seen is not None and call.softmax:
-                s = jnp.where(seen, s, MASKED)
-            rounds = not call.softmax and middle is not None and q_ref.dtype != jnp.float32
+        def scores(s, value, masks, middle):
+            """`middle` is the distance in the middle of a tile whose weights are rounded about their mean."""
+            seen = functools.reduce(jnp.logical_and, masks) if masks else None
+            if call.softmax:
+                return _Scores(s if seen is None else jnp.where(seen, s, MASKED), value, None, None)
             mean = None
-            if rounds:
-                biases = (slope * middle.astype(jnp.float32) if call.has_slopes else 0.0) + bias
-                mean = sigmoid_weights(biases)
-            return _Scores(s, value_ref, keys, seen, mean)
+            if middle is not None and q_ref.dtype != jnp.float32:
+                mean = sigmoid_weights(slope * middle + bias if call.has_slopes else bias)
+            return _Scores(s, value, seen, mean)
 
         def logits(start):
             rows = pl.ds(start, strip)
@@ -172,16 +176,16 @@ def _window_kernel(call, has_segments, num_steps, order, *rest):
                 s = dot(query, k_refs[tile.block][keys, :], NT)
                 s, _ = form_logits(call, s, functools.partial(addend, tile.size, jnp.int32(distance)))
                 seen = []
+                far = not packed and distance + strip - 1 >= window
                 if distance - (tile.size - 1) < 0:
                     seen.append(relative(tile.size) >= -distance)
                 if packed:
                     key = lax.broadcasted_iota(jnp.int32, s.shape, 1) + tile.key
                     seen.append(key >= first_key[start : start + strip])
-                elif distance + strip - 1 >= window:
+                if far:
                     seen.append(relative(tile.size) < window - distance)
-                far = not packed and distance + strip - 1 >= window
-                middle = jnp.int32(distance + (strip - tile.size) // 2)
-                tiles.append(scores(s, v_refs[tile.block], keys, seen, None if far else middle))
+                middle = float(distance + (strip - tile.size) // 2)
+                tiles.append(scores(s, v_refs[tile.block].at[keys, :], seen, None if far else middle))
             if sinks is not None:
                 size = sink_k_ref.shape[0]
                 s = dot(query, sink_k_ref[...], NT)
@@ -191,7 +195,7 @@ def _window_kernel(call, has_segments, num_steps, order, *rest):
                 seen = [column < num_sinks] if num_sinks < size else []
                 if sinks == "some":  # the others lie inside the window
                     seen.append(relative(size) >= window - distance)
-                tiles.append(scores(s, sink_v_ref, slice(None), seen, None))
+                tiles.append(scores(s, sink_v_ref, seen, None))
             top = (
                 _over_lanes(jnp.maximum, [tile.logits for tile in tiles]).max(axis=1, keepdims=True)
                 if call.softmax
@@ -201,11 +205,14 @@ def _window_kernel(call, has_segments, num_steps, order, *rest):
 
         def finish(rows, tiles, top):
             if not call.softmax:
-                out_ref[rows, :] = sum(map(_sigmoid_values, tiles)).astype(out_ref.dtype)
+                out_ref[rows, :] = functools.reduce(jnp.add, map(_sigmoid_values, tiles)).astype(
+                    out_ref.dtype
+                )
                 return
-            acc, partial_sums = 0.0, []
+            acc: Any = 0.0  # Grown product by product: so the compiler adds in the matrix unit.
+            partial_sums = []
             for tile in tiles:
-                value = tile.value_ref[tile.keys, :]
+                value = tile.value[...]
                 weights = jnp.exp2(tile.logits - top)
                 if call.tiles.sum_on_mxu:
                     value = jnp.concatenate([value, jnp.ones_like(value)], axis=1)
@@ -237,7 +244,7 @@ def _window_kernel(call, has_segments, num_steps, order, *rest):
         pl.when(here)(functools.partial(attend, steps[-1][0], None, packed=True))
 
 
-def _over_lanes(operator, tiles):
+def _over_lanes(operator: Callable, tiles: list[jax.Array]) -> jax.Array:
     """Combines tiles column group by column group, leaving [rows, LANES] for one pass over the lanes at the end."""
     width = min(LANES, *(tile.shape[1] for tile in tiles))
     groups = [tile[:, start : start + width] for tile in tiles for start in range(0, tile.shape[1], width)]
@@ -246,7 +253,7 @@ def _over_lanes(operator, tiles):
 
 def _sigmoid_values(tile: _Scores) -> jax.Array:
     """weights @ values of one tile."""
-    value = tile.value_ref[tile.keys, :]
+    value = tile.value[...]
     weights = sigmoid_weights(tile.logits)
     if tile.mean is not None:
         weights = weights - tile.mean
