@@ -147,13 +147,13 @@ def backward(
     """
     results: tuple[jax.Array, ...] = ()
     for part, heads in _launches(call, k.shape[1], full_heads):
-        # Sink tokens gather gradients from the whole sequence, long after their block has left the window.
-        in_window = part.window_kernel and not part.spec.num_sink_tokens
-        if in_window:
+        if part.window_kernel:
             tiles = backward_tiles(part.tiles, device_kind(), q.shape[3], part.spec.window)
             part = dataclasses.replace(part, tiles=tiles)
-        arguments = (part, q, k, v, head_bias, where, heads, dout, statistics, results)
-        results = window_backward(*arguments) if in_window else scheduled_backward(*arguments, num_active)
+            results = window_backward(part, q, k, v, head_bias, where, heads, dout, statistics, results)
+        else:
+            arguments = (part, q, k, v, head_bias, where, heads, dout, statistics, results)
+            results = scheduled_backward(*arguments, num_active)
     return results
 
 

@@ -5,7 +5,7 @@ counted from the step's first query, so those of earlier blocks are negative.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from pallas_kernels.blocks import MAX_WINDOW_KERNEL
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu_tiles import LANES, Call
+
+Ref = Any  # Pallas references have no useful static types
 
 
 class WindowTile(NamedTuple):
@@ -37,9 +39,15 @@ def window_kernel_serves(call: Call, where: Coordinates) -> bool:
     )
 
 
+def window_of(call: Call) -> int:
+    """The window of a call that the window kernels serve."""
+    assert call.spec.window is not None
+    return call.spec.window
+
+
 def blocks_back(call: Call) -> int:
     """Blocks of keys that a step needs besides its own."""
-    return -(-(call.spec.window - 1) // call.tiles.q_block)
+    return -(-(window_of(call) - 1) // call.tiles.q_block)
 
 
 def sink_rows(call: Call) -> int:
@@ -53,7 +61,7 @@ def window_tiles(call: Call, start: int, present: int) -> list[WindowTile]:
     block, back = call.tiles.q_block, blocks_back(call)
     tile = min(call.tiles.tile, block)
     unit = min(LANES, tile)
-    key = (start - call.spec.window + 1) // unit * unit
+    key = (start - window_of(call) + 1) // unit * unit
     key = max(key, -(present - 1) * block)
     end = start + math.gcd(call.tiles.strip, block)
     tiles = []
@@ -67,7 +75,7 @@ def window_tiles(call: Call, start: int, present: int) -> list[WindowTile]:
 def window_steps(call: Call, num_steps: int) -> list[tuple[int, str | None]]:
     """For the steps of the grid, the last entry standing for all that follow: the blocks of keys that exist, and which
     sink tokens lie outside the window of its queries (None, "some", differing by query, or "all")."""
-    block, window, num_sinks = call.tiles.q_block, call.spec.window, call.spec.num_sink_tokens
+    block, window, num_sinks = call.tiles.q_block, window_of(call), call.spec.num_sink_tokens
 
     def sinks(i):
         if num_sinks == 0 or (i + 1) * block <= window:
@@ -79,9 +87,26 @@ def window_steps(call: Call, num_steps: int) -> list[tuple[int, str | None]]:
     return [(min(i, back) + 1, sinks(i)) for i in range(min(last + 1, num_steps))]
 
 
-def first_keys(call: Call, where: Coordinates) -> jax.Array:
-    """[B, 8, T] int32, all rows alike: the index of the first key that each query of packed rows sees; T if none."""
-    order = jnp.asarray(where.q_order)
-    first = order - jnp.minimum(where.q_pos, call.spec.window - 1)
-    first = jnp.where(where.q_pos < 0, order.shape[1], first)
-    return jnp.broadcast_to(first[:, None], (first.shape[0], 8, first.shape[1]))
+class Segments(NamedTuple):
+    """What the window kernels know of packed rows."""
+
+    first_keys: (
+        jax.Array
+    )  # [B, 8, T] int32, all rows alike: the index of the first key that a query sees; T if none
+    crossed: (
+        jax.Array
+    )  # [B * steps] int32: whether any query of the step sees less than its window, or nothing
+
+
+def packed_segments(call: Call, where: Coordinates) -> Segments:
+    order, reach = jnp.asarray(where.q_order), window_of(call) - 1
+    first = order - jnp.minimum(where.q_pos, reach)
+    first = jnp.where(where.q_pos < 0, order.shape[1], first)  # [B, T]
+    cut = first > jnp.maximum(order - reach, 0)
+    crossed = cut.reshape(-1, call.tiles.q_block).any(axis=1).astype(jnp.int32)
+    return Segments(jnp.broadcast_to(first[:, None], (first.shape[0], 8, first.shape[1])), crossed)
+
+
+def is_crossed(crossed: Ref, batch, step, num_steps: int) -> jax.Array:
+    """Reads `Segments.crossed`."""
+    return crossed[batch * num_steps + step] != 0

@@ -4,10 +4,17 @@ Its strips of query rows each see every key they need at once: the exact maximum
 matmul with V; nothing is rescaled and nothing carried from step to step. The order of the program is the software
 pipeline: the products q.k of strip t + 1 stand before the exponentials of strip t, so that the matrix unit works while
 the vector unit does.
+
+Sigmoid weights are not normalised, so what rounding them to bf16 cuts off adds up over the window. A tile's weights are
+therefore rounded less their mean as the biases alone would have it, sigmoid(ALiBi + bias), and the mean's share, mean *
+sum of the visible values, is added exactly. The far edge of the window, which weighs least, goes without.
 """
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +35,26 @@ from pallas_kernels.tpu_tiles import (
     head_at,
     launch,
     shape_like,
-    sigmoid_values,
     sigmoid_weights,
     write_softmax,
 )
-from pallas_kernels.tpu_window import blocks_back, first_keys, sink_rows, window_steps, window_tiles
+from pallas_kernels.tpu_window import (
+    Ref,
+    blocks_back,
+    is_crossed,
+    packed_segments,
+    sink_rows,
+    window_of,
+    window_steps,
+    window_tiles,
+)
+
+
+class _Scores(NamedTuple):
+    logits: jax.Array  # [strip, keys]
+    value: Ref  # [keys, D], sliced
+    seen: jax.Array | None  # None where every key is visible
+    mean: jax.Array | None  # [1, 1], about what sigmoid weights are rounded
 
 
 def window_forward(
@@ -46,15 +68,22 @@ def window_forward(
     previous: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, ...]:
     """As `scheduled_forward`, for the calls of `Call.window_kernel`."""
+    if not call.softmax:  # No statistics of a row are shared by its strip, and less is spilled.
+        tiles = dataclasses.replace(call.tiles, strip=min(call.tiles.strip, LANES))
+        call = dataclasses.replace(call, tiles=tiles)
     batch, num_heads, length, head_dim = q.shape
     group = num_heads // k.shape[1]
     block = call.tiles.q_block
     back = blocks_back(call)
     heads = heads.queries(group)
+    segments = None if where.q_seg is None else packed_segments(call, where)
+    scalars = () if segments is None else (segments.crossed,)
 
     def spec(block_shape, index):
         """A block located by batch, query head and step."""
-        return pl.BlockSpec(block_shape, lambda b, h, i, *order: index(b, head_at(h, order), i))
+        return pl.BlockSpec(
+            block_shape, lambda b, h, i, *scalar: index(b, head_at(h, scalar[len(scalars) :]), i)
+        )
 
     def keys(before):
         return spec(
@@ -69,8 +98,8 @@ def window_forward(
         sinks = spec((None, None, sink_rows(call), head_dim), lambda b, h, i: (b, h // group, 0, 0))
         inputs += [k, v]
         in_specs += [sinks, sinks]
-    if where.q_seg is not None:
-        inputs.append(first_keys(call, where))
+    if segments is not None:
+        inputs.append(segments.first_keys)
         in_specs.append(spec((None, 8, block), lambda b, h, i: (b, 0, i)))
     outputs, out_specs = [shape_like(q.shape, q.dtype, q)], [queries]
     if call.softmax:
@@ -78,10 +107,10 @@ def window_forward(
         out_specs.append(spec((None, None, 1, block), lambda b, h, i: (b, h, 0, i)))
     return launch(
         call,
-        functools.partial(_window_kernel, call, where.q_seg is not None, length // block),
+        functools.partial(_window_kernel, call, segments is not None, length // block),
         "window_forward",
         grid=(batch, heads.count, length // block),
-        scalars=(),
+        scalars=scalars,
         heads=heads,
         inputs=inputs,
         in_specs=in_specs,
@@ -91,8 +120,13 @@ def window_forward(
     )
 
 
-def _window_kernel(call, has_segments, num_steps, order, q_ref, bias_ref, *rest):
+def _window_kernel(
+    call: Call, has_segments: bool, num_steps: int, order: tuple[Ref, ...], *refs: Ref
+) -> None:
+    rest = list(refs)
     back = blocks_back(call)
+    crossed, rest = (rest[0], rest[1:]) if has_segments else (None, rest)
+    q_ref, bias_ref, *rest = rest
     k_refs, v_refs, rest = rest[: back + 1], rest[back + 1 : 2 * back + 2], rest[2 * back + 2 :]
     num_sinks = call.spec.num_sink_tokens
     if num_sinks:
@@ -103,15 +137,13 @@ def _window_kernel(call, has_segments, num_steps, order, q_ref, bias_ref, *rest)
 
     step = pl.program_id(2)
     slope, bias = bias_ref[0:1, 0:1] * call.unit, bias_ref[1:2, 0:1] * call.unit
-    block, window = call.tiles.q_block, call.spec.window
+    block, window = call.tiles.q_block, window_of(call)
     strip = math.gcd(call.tiles.strip, block)
 
-    def attend(present: int, sinks: str | None):
+    def attend(present: int, sinks: str | None, packed: bool = False):
         """All strips of the step, whose window's last `present` blocks exist."""
-        if has_segments:
-            first_key = (
-                first_key_ref[...].T[:, :1] - step * block
-            )  # [block, 1], counted from the step's first query
+        if packed:  # [block, 1], counted from the step's first query
+            first_key = first_key_ref[...].T[:, :1] - step * block
 
         def relative(size):
             """Row minus column, of a strip's tile."""
@@ -124,6 +156,16 @@ def _window_kernel(call, has_segments, num_steps, order, q_ref, bias_ref, *rest)
                 return bias
             return slope * relative(size).astype(jnp.float32) + (slope * distance.astype(jnp.float32) + bias)
 
+        def scores(s, value, masks, middle):
+            """`middle` is the distance in the middle of a tile whose weights are rounded about their mean."""
+            seen = functools.reduce(jnp.logical_and, masks) if masks else None
+            if call.softmax:
+                return _Scores(s if seen is None else jnp.where(seen, s, MASKED), value, None, None)
+            mean = None
+            if middle is not None and q_ref.dtype != jnp.float32:
+                mean = sigmoid_weights(slope * middle + bias if call.has_slopes else bias)
+            return _Scores(s, value, seen, mean)
+
         def logits(start):
             rows = pl.ds(start, strip)
             query = q_ref[rows, :]
@@ -134,16 +176,16 @@ def _window_kernel(call, has_segments, num_steps, order, q_ref, bias_ref, *rest)
                 s = dot(query, k_refs[tile.block][keys, :], NT)
                 s, _ = form_logits(call, s, functools.partial(addend, tile.size, jnp.int32(distance)))
                 seen = []
+                far = not packed and distance + strip - 1 >= window
                 if distance - (tile.size - 1) < 0:
                     seen.append(relative(tile.size) >= -distance)
-                if has_segments:
+                if packed:
                     key = lax.broadcasted_iota(jnp.int32, s.shape, 1) + tile.key
                     seen.append(key >= first_key[start : start + strip])
-                elif distance + strip - 1 >= window:
+                if far:
                     seen.append(relative(tile.size) < window - distance)
-                if seen:
-                    s = jnp.where(functools.reduce(jnp.logical_and, seen), s, MASKED)
-                tiles.append((s, v_refs[tile.block], keys))
+                middle = float(distance + (strip - tile.size) // 2)
+                tiles.append(scores(s, v_refs[tile.block].at[keys, :], seen, None if far else middle))
             if sinks is not None:
                 size = sink_k_ref.shape[0]
                 s = dot(query, sink_k_ref[...], NT)
@@ -153,37 +195,36 @@ def _window_kernel(call, has_segments, num_steps, order, q_ref, bias_ref, *rest)
                 seen = [column < num_sinks] if num_sinks < size else []
                 if sinks == "some":  # the others lie inside the window
                     seen.append(relative(size) >= window - distance)
-                if seen:
-                    s = jnp.where(functools.reduce(jnp.logical_and, seen), s, MASKED)
-                tiles.append((s, sink_v_ref, slice(None)))
+                tiles.append(scores(s, sink_v_ref, seen, None))
             top = (
-                _over_lanes(jnp.maximum, [s for s, *_ in tiles]).max(axis=1, keepdims=True)
+                _over_lanes(jnp.maximum, [tile.logits for tile in tiles]).max(axis=1, keepdims=True)
                 if call.softmax
                 else None
             )
             return rows, tiles, top
 
         def finish(rows, tiles, top):
-            acc, partial_sums = 0.0, []
-            for s, v_ref, keys in tiles:
-                value = v_ref[keys, :]
-                weights = jnp.exp2(s - top) if call.softmax else sigmoid_weights(s)
-                if call.softmax and call.tiles.sum_on_mxu:
-                    value = jnp.concatenate([value, jnp.ones_like(value)], axis=1)
-                elif call.softmax:
-                    partial_sums.append(weights)
-                if call.softmax:
-                    acc += dot(weights.astype(value.dtype), value, NN)
-                else:
-                    acc += sigmoid_values(weights, value)
             if not call.softmax:
-                out_ref[rows, :] = acc.astype(out_ref.dtype)
-            elif call.tiles.sum_on_mxu:
+                out_ref[rows, :] = functools.reduce(jnp.add, map(_sigmoid_values, tiles)).astype(
+                    out_ref.dtype
+                )
+                return
+            acc: Any = 0.0  # Grown product by product: so the compiler adds in the matrix unit.
+            partial_sums = []
+            for tile in tiles:
+                value = tile.value[...]
+                weights = jnp.exp2(tile.logits - top)
+                if call.tiles.sum_on_mxu:
+                    value = jnp.concatenate([value, jnp.ones_like(value)], axis=1)
+                else:
+                    partial_sums.append(weights)
+                acc += dot(weights.astype(value.dtype), value, NN)
+            if call.tiles.sum_on_mxu:
                 head_dim = acc.shape[1] // 2
-                write_softmax(out_ref, lse_ref, rows, acc[:, :head_dim], top, acc[:, head_dim:], has_segments)
+                write_softmax(out_ref, lse_ref, rows, acc[:, :head_dim], top, acc[:, head_dim:], packed)
             else:
                 total = _over_lanes(jnp.add, partial_sums).sum(axis=1, keepdims=True)
-                write_softmax(out_ref, lse_ref, rows, acc, top, total, has_segments)
+                write_softmax(out_ref, lse_ref, rows, acc, top, total, packed)
 
         ahead = logits(0)
         for start in range(0, block, strip):
@@ -196,11 +237,31 @@ def _window_kernel(call, has_segments, num_steps, order, q_ref, bias_ref, *rest)
     steps = window_steps(call, num_steps)
     for i, (present, sinks) in enumerate(steps):
         here = step == i if i + 1 < len(steps) else step >= i
-        pl.when(here)(functools.partial(attend, present, sinks))
+        whole = True if crossed is None else ~is_crossed(crossed, pl.program_id(0), step, num_steps)
+        pl.when(here & whole)(functools.partial(attend, present, sinks))
+    if crossed is not None:  # Keys before the sequence come before any query's first key.
+        here = is_crossed(crossed, pl.program_id(0), step, num_steps)
+        pl.when(here)(functools.partial(attend, steps[-1][0], None, packed=True))
 
 
-def _over_lanes(operator, tiles):
+def _over_lanes(operator: Callable, tiles: list[jax.Array]) -> jax.Array:
     """Combines tiles column group by column group, leaving [rows, LANES] for one pass over the lanes at the end."""
     width = min(LANES, *(tile.shape[1] for tile in tiles))
     groups = [tile[:, start : start + width] for tile in tiles for start in range(0, tile.shape[1], width)]
     return functools.reduce(operator, groups)
+
+
+def _sigmoid_values(tile: _Scores) -> jax.Array:
+    """weights @ values of one tile."""
+    value = tile.value[...]
+    weights = sigmoid_weights(tile.logits)
+    if tile.mean is not None:
+        weights = weights - tile.mean
+    if tile.seen is not None:
+        weights = jnp.where(tile.seen, weights, 0)
+    acc = dot(weights.astype(value.dtype), value, NN)
+    if tile.mean is None:
+        return acc
+    if tile.seen is None:
+        return acc + tile.mean * value.astype(jnp.float32).sum(axis=0, keepdims=True)
+    return acc + tile.mean * dot(jnp.where(tile.seen, 1.0, 0.0).astype(value.dtype), value, NN)
