@@ -39,7 +39,6 @@ from pallas_kernels.tpu_tiles import (
     sigmoid_weights,
 )
 
-_STEP_BYTES = 2 * 2**20  # keys and values of a grid step: so long a read hides the step's own cost
 _MAX_HEADS = 8  # KV heads of a grid step
 
 
@@ -76,17 +75,18 @@ def decode_pool(
     sigmoid_bias: jax.Array | None = None,
     sink_logits: jax.Array | None = None,
     full_heads: jax.Array | None = None,
-    some_absent: bool = False,
+    scattered: bool = False,
 ) -> jax.Array:
     """`decode_attention` over pools of caches, KV head h being row `slots[h]` of them. They are read in place.
 
     Args:
-      some_absent: heads whose slot is out of range are not in these pools; their output is zero.
+      scattered: slots may come in any order, and heads whose slot is out of range are not in these pools (their output
+        is zero). Otherwise they are consecutive rows, which are fetched together.
     """
     by_lanes = q.shape[3] % LANES != 0
     if by_lanes:
         k_pool, v_pool = k_pool.swapaxes(2, 3), v_pool.swapaxes(2, 3)
-    form = _Form(by_lanes=by_lanes, some_absent=some_absent)
+    form = _Form(by_lanes=by_lanes, scattered=scattered)
     return _decode(
         form, q, k_pool, v_pool, slots, spec, where, alibi_slopes, sigmoid_bias, sink_logits, full_heads
     )
@@ -98,7 +98,7 @@ class _Form:
 
     by_lanes: bool  # entries along the lanes
     batch_first: bool = False  # axes 0 and 1 are batch and head, not head and batch
-    some_absent: bool = False
+    scattered: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +113,11 @@ class _Static:
     entries: int
     block: int
     num_blocks: int
+
+    @property
+    def heads_differ(self) -> bool:
+        """Whether a block may be read for some heads of a step only."""
+        return self.form.scattered or self.has_full_heads
 
     @property
     def last_block(self) -> int:
@@ -177,21 +182,25 @@ def unpack(entry: jax.Array, num_blocks: int) -> Visit:
 
 
 def choose_steps(
-    spec: AttentionSpec, entries: int, kv_heads: int, entry_bytes: int, cores: int
+    spec: AttentionSpec, entries: int, kv_heads: int, entry_bytes: int, kind: str, scattered: bool
 ) -> tuple[int, int]:
-    """The KV heads and the entries of a grid step, the latter a multiple of 128.
+    """The KV heads and the cache entries of a grid step; the latter are a multiple of 128.
 
     Args:
       entry_bytes: of a key and a value of one head.
+      kind: of device.
+      scattered: as in `decode_pool`.
     """
+    # The two cores of a v4 or v5p chip share the heads.
+    cores = 2 if kind in ("TPU v4", "TPU v5", "TPU v5p") else 1
     most = min(_MAX_HEADS, max(1, kv_heads // cores))
     heads = max(n for n in range(1, most + 1) if kv_heads % n == 0)
-    block = max(256, _STEP_BYTES // (heads * entry_bytes))
-    # A cache that is hardly longer than the window will be seen whole.
-    if spec.window is not None and entries < 2 * (spec.window + spec.num_sink_tokens):
-        block = max(block, min(2048, 3 * _STEP_BYTES // (heads * entry_bytes)))
-    num_blocks = pl.cdiv(entries, block)
-    return heads, _round_up(pl.cdiv(entries, num_blocks), LANES)
+    step_bytes = (4 if "7" in kind else 2) * 2**20  # long enough a read to hide everything else in a step
+    if scattered or (spec.window is not None and entries < 2 * (spec.window + spec.num_sink_tokens)):
+        # Some of the heads are elsewhere; or all of the cache will be seen, being hardly longer than the window.
+        step_bytes = 8 * 2**20
+    block = min(2048, max(256, step_bytes // (heads * entry_bytes)))
+    return heads, _round_up(pl.cdiv(entries, pl.cdiv(entries, block)), LANES)
 
 
 def _round_up(n: int, unit: int) -> int:
@@ -216,9 +225,8 @@ def _decode(
         interpret="TPU" not in kind,
     )
     entries = k.shape[3 if form.by_lanes else 2]
-    # The two cores of a v4 or v5p chip share the heads.
-    cores = 2 if kind in ("TPU v4", "TPU v5", "TPU v5p") else 1
-    heads, block = choose_steps(spec, entries, kv_heads, 2 * head_dim * q.dtype.itemsize, cores)
+    entry_bytes = 2 * head_dim * k.dtype.itemsize
+    heads, block = choose_steps(spec, entries, kv_heads, entry_bytes, kind, form.scattered)
     static = _Static(
         call,
         form,
@@ -226,7 +234,7 @@ def _decode(
         full_heads is not None,
         kv_heads,
         heads,
-        _round_up(length * group, 32 // q.dtype.itemsize),
+        _round_up(length * group, 8),
         entries,
         block,
         pl.cdiv(entries, block),
@@ -236,7 +244,9 @@ def _decode(
         x = jnp.broadcast_to(x, (batch, x.shape[1]))
         return x if width is None else jnp.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=fill)
 
-    def fold(x):  # [.., T, H, ..] with axes 1 and 2 -> [B, K * rows, ..], a row being (token, head of the group)
+    def fold(
+        x,
+    ):  # [.., T, H, ..] with axes 1 and 2 -> [B, K * rows, ..], a row being (token, head of the group)
         x = x.reshape(x.shape[0], length, kv_heads, group, *x.shape[3:]).swapaxes(1, 2)
         x = x.reshape(x.shape[0], kv_heads, length * group, *x.shape[4:])
         x = jnp.pad(x, [(0, static.rows - length * group if axis == 2 else 0) for axis in range(x.ndim)])
@@ -247,9 +257,7 @@ def _decode(
     full_rows = None if where.full_rows is None else by_batch(where.full_rows)
     visits = list_visits(
         spec,
-        Coordinates(
-            by_batch(where.q_pos), kv_pos, by_batch(where.q_pos), kv_pos, full_rows=full_rows
-        ),
+        Coordinates(by_batch(where.q_pos), kv_pos, by_batch(where.q_pos), kv_pos, full_rows=full_rows),
         block,
         some_full_heads=full_heads is not None,
     )
@@ -263,9 +271,10 @@ def _decode(
     info = [jnp.broadcast_to(x.astype(jnp.float32), (length, num_heads)) for x in info]
     row_info = fold(jnp.stack(info, axis=-1)[None])[0]  # [K * rows, 4]: token, slope, bias, sink logit
     row_info = jnp.pad(row_info, ((0, 0), (0, LANES - 4)))
-    q = q * jnp.asarray(call.query_factor(head_dim), q.dtype)
+    # In float32 a tile may have 8 rows; bfloat16 would fill twice as many with padding.
+    rows = fold(q * jnp.asarray(call.query_factor(head_dim), q.dtype)).astype(jnp.float32)
     arguments = vary_alike(
-        ([x.astype(jnp.int32) for x in scalars], visits.used, fold(q), row_info, kv_pos[:, None], k, v)
+        ([x.astype(jnp.int32) for x in scalars], visits.used, rows, row_info, kv_pos[:, None], k, v)
     )
     out = _launch(static, *arguments)  # [B, K * rows, D]
     out = out.reshape(batch, kv_heads, static.rows, head_dim)[:, :, : length * group]
@@ -289,7 +298,7 @@ def _launch(static: _Static, scalars, used, q, row_info, kv_pos, k, v) -> jax.Ar
     state = pltpu.VMEM((heads * rows, LANES), jnp.float32)
     return pl.pallas_call(
         functools.partial(_kernel, static),
-        out_shape=shape_like(q.shape, q.dtype, q),
+        out_shape=shape_like(q.shape, k.dtype, q),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(static.kv_heads // heads, used),
@@ -327,44 +336,42 @@ def _kernel(static: _Static, entries, slots, first_position, first_full, *rest) 
     def head(h):
         return group_of_heads * heads + h
 
-    def for_each_head(visit: Visit, function) -> None:
-        """`function(h)` for the heads of the step that read this block."""
-        for h in range(heads):
-            if not form.some_absent and full_heads is None:
-                function(h)
-                continue
-            reads = jnp.bool_(True)
-            if full_heads is not None:
-                reads = visit.windowed | (full_heads[head(h)] != 0)
-            if form.some_absent:
-                reads &= slots[head(h)] < k_pool.shape[0]
-            pl.when(reads)(functools.partial(function, h))
+    def reads(visit: Visit, h) -> jax.Array:
+        """Whether a head of the step reads the block."""
+        wanted = visit.wanted
+        if full_heads is not None:
+            wanted &= visit.windowed | (full_heads[head(h)] != 0)
+        if form.scattered:
+            wanted &= slots[head(h)] < k_pool.shape[0]
+        return wanted
 
     def copies(visit: Visit, turn, act) -> None:
         """Starts or awaits what a visit reads."""
 
         def copy(size: int) -> None:
-            span = pl.ds(pl.multiple_of(visit.block * block, LANES), size)
+            span = pl.ds(pl.multiple_of(visit.block * block, block), size)
+            tile = (slice(None), span) if form.by_lanes else (span, slice(None))
+            inside = (slice(None), pl.ds(0, size)) if form.by_lanes else (pl.ds(0, size), slice(None))
 
-            def one_head(h) -> None:
-                row = slots[head(h)]
+            def from_pools(row, h) -> None:
                 place = (visit.sequence, row) if form.batch_first else (row, visit.sequence)
                 for pool, buffer in ((k_pool, k_buffer), (v_pool, v_buffer)):
-                    if form.by_lanes:
-                        source, target = pool.at[*place, :, span], buffer.at[turn, h, :, pl.ds(0, size)]
-                    else:
-                        source, target = pool.at[*place, span], buffer.at[turn, h, pl.ds(0, size)]
+                    source, target = pool.at[*place, *tile], buffer.at[turn, h, *inside]
                     act(pltpu.make_async_copy(source, target, arrived.at[turn]))
 
-            for_each_head(visit, one_head)
+            if static.heads_differ:
+                for h in range(heads):
+                    pl.when(reads(visit, h))(functools.partial(from_pools, slots[head(h)], h))
+            else:
+                pl.when(visit.wanted)(lambda: from_pools(pl.ds(slots[head(0)], heads), slice(None)))
 
         if static.last_block == block:
-            pl.when(visit.wanted)(lambda: copy(block))
+            copy(block)
             return
         is_last = visit.block == static.num_blocks - 1
-        pl.when(visit.wanted & is_last)(lambda: copy(static.last_block))
+        pl.when(is_last)(lambda: copy(static.last_block))
         if static.num_blocks > 1:
-            pl.when(visit.wanted & ~is_last)(lambda: copy(block))
+            pl.when(~is_last)(lambda: copy(block))
 
     turn = lax.rem(step, 2)
     visit = unpack(entries[step], static.num_blocks)
@@ -387,17 +394,13 @@ def _kernel(static: _Static, entries, slots, first_position, first_full, *rest) 
             top_ref[...] = jnp.broadcast_to(sinks, top_ref.shape)
             total_ref[...] = jnp.full_like(total_ref, 1.0 if static.has_sinks else 0.0)
 
-    def logits(h) -> jax.Array:
-        query = q_ref[h * rows : (h + 1) * rows, :]
+    def logits(h, q_pos, kv_pos, seen) -> jax.Array:
+        query = q_ref[h * rows : (h + 1) * rows, :].astype(k_buffer.dtype)
         s = dot(query, k_buffer[turn, h], NN if form.by_lanes else NT)  # [rows, block]
-        token = jnp.broadcast_to(info(h, 0), shape).astype(jnp.int32)
-        q_pos = first_position[visit.sequence] + token
-        kv_pos = jnp.broadcast_to(pos_ref[...], shape)
         s, _ = form_logits(call, s, lambda: addend_at(call, q_pos - kv_pos, info(h, 1), info(h, 2)))
-        full = token >= first_full[visit.sequence]
         if full_heads is not None:
-            full |= jnp.full(shape, full_heads[head(h)]) != 0
-        return jnp.where(visible(call.spec, q_pos, kv_pos, full_rows=full), s, MASKED)
+            seen = jnp.where(full_heads[head(h)] != 0, *seen)
+        return jnp.where(seen, s, MASKED)
 
     def accumulate(h, s) -> None:
         at = pl.ds(h * rows, rows)
@@ -414,21 +417,32 @@ def _kernel(static: _Static, entries, slots, first_position, first_full, *rest) 
         acc_ref[at, :] = acc_ref[at, :] * decay[:, :1] + _weigh(form, weights, value)
         top_ref[at, :] = new
 
-    @pl.when(visit.wanted)
-    def _():
-        copies(visit, turn, lambda copy: copy.wait())
-        if static.last_block != block:
-            # Whatever lies behind the last entry has weight zero, but zero times NaN is none.
-            @pl.when(visit.block == static.num_blocks - 1)
-            def _():
-                behind = pl.ds(static.last_block, block - static.last_block)
-                for h in range(heads):
-                    if form.by_lanes:
-                        v_buffer[turn, h, :, behind] = jnp.zeros_like(v_buffer[turn, h, :, behind])
-                    else:
-                        v_buffer[turn, h, behind, :] = jnp.zeros_like(v_buffer[turn, h, behind, :])
+    def attend(members) -> None:
+        token = jnp.broadcast_to(info(0, 0), shape).astype(jnp.int32)
+        q_pos = first_position[visit.sequence] + token
+        kv_pos = jnp.broadcast_to(pos_ref[...], shape)
+        seen = visible(call.spec, q_pos, kv_pos, full_rows=token >= first_full[visit.sequence])
+        if full_heads is not None:
+            seen = visible(dataclasses.replace(call.spec, window=None), q_pos, kv_pos), seen
+        # All products first: heads do not depend on each other, and hide each other's latencies.
+        scores = [logits(h, q_pos, kv_pos, seen) for h in members]
+        for h, s in zip(members, scores, strict=True):
+            accumulate(h, s)
 
-        for_each_head(visit, lambda h: accumulate(h, logits(h)))
+    copies(visit, turn, lambda copy: copy.wait())
+    if static.last_block != block:
+        # Whatever lies behind the last entry has weight zero, but zero times NaN is NaN.
+        @pl.when(visit.block == static.num_blocks - 1)
+        def _():
+            behind = pl.ds(static.last_block, block - static.last_block)
+            place = (turn, slice(None), *((slice(None), behind) if form.by_lanes else (behind,)))
+            v_buffer[place] = jnp.zeros_like(v_buffer[place])
+
+    everyone = functools.reduce(jnp.logical_and, [reads(visit, h) for h in range(heads)])
+    pl.when(everyone)(lambda: attend(range(heads)))
+    if static.heads_differ:
+        for h in range(heads):
+            pl.when(reads(visit, h) & ~everyone)(functools.partial(attend, [h]))
 
     @pl.when(visit.last)
     def _():
