@@ -35,7 +35,6 @@ from pallas_kernels.tpu_tiles import (
     dot,
     form_logits,
     shape_like,
-    sigmoid_values,
     sigmoid_weights,
 )
 
@@ -369,7 +368,9 @@ def _kernel(static: _Static, entries, slots, first_position, first_full, *rest) 
             copy(block)
             return
         is_last = visit.block == static.num_blocks - 1
-        pl.when(is_last)(lambda: copy(static.last_block))
+        # Whole tiles on a chip: it pads arrays to them. An interpreter does not.
+        unit = 1 if call.interpret else LANES if form.by_lanes else 8
+        pl.when(is_last)(lambda: copy(_round_up(static.last_block, unit)))
         if static.num_blocks > 1:
             pl.when(~is_last)(lambda: copy(block))
 
@@ -398,8 +399,6 @@ def _kernel(static: _Static, entries, slots, first_position, first_full, *rest) 
         query = q_ref[h * rows : (h + 1) * rows, :].astype(k_buffer.dtype)
         s = dot(query, k_buffer[turn, h], NN if form.by_lanes else NT)  # [rows, block]
         s, _ = form_logits(call, s, lambda: addend_at(call, q_pos - kv_pos, info(h, 1), info(h, 2)))
-        if full_heads is not None:
-            seen = jnp.where(full_heads[head(h)] != 0, *seen)
         return jnp.where(seen, s, MASKED)
 
     def accumulate(h, s) -> None:
@@ -421,11 +420,14 @@ def _kernel(static: _Static, entries, slots, first_position, first_full, *rest) 
         token = jnp.broadcast_to(info(0, 0), shape).astype(jnp.int32)
         q_pos = first_position[visit.sequence] + token
         kv_pos = jnp.broadcast_to(pos_ref[...], shape)
-        seen = visible(call.spec, q_pos, kv_pos, full_rows=token >= first_full[visit.sequence])
-        if full_heads is not None:
-            seen = visible(dataclasses.replace(call.spec, window=None), q_pos, kv_pos), seen
+        full = (token >= first_full[visit.sequence]).astype(jnp.int32)
+
+        def mask(head_is_full=0):
+            return visible(call.spec, q_pos, kv_pos, full_rows=full + head_is_full > 0)
+
+        seen = [mask()] * heads if full_heads is None else [mask(full_heads[head(h)]) for h in range(heads)]
         # All products first: heads do not depend on each other, and hide each other's latencies.
-        scores = [logits(h, q_pos, kv_pos, seen) for h in members]
+        scores = [logits(h, q_pos, kv_pos, seen[h]) for h in members]
         for h, s in zip(members, scores, strict=True):
             accumulate(h, s)
 
