@@ -139,8 +139,3 @@ def write_token(pool: jax.Array, slots: jax.Array, values: jax.Array, entries: j
     batch = jnp.arange(values.shape[0])
     rows = values[:, 0].transpose(1, 0, 2).astype(pool.dtype)  # [K, B, D]
     return pool.at[slots[:, None], batch[None], entries[None]].set(rows, mode="drop")
-
-
-def read(pool: jax.Array, slots: jax.Array) -> jax.Array:
-    """Rows `slots` [K] of a pool as [B, entries, K, D]."""
-    return pool[slots].transpose(1, 2, 0, 3)
