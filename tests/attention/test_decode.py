@@ -1,5 +1,6 @@
-"""Decoding over caches equals the same rows of a full forward."""
+"""Decoding over caches equals the same rows of a full forward; what the TPU kernel reads and visits."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionSpec, attention, decode_attention
+from pallas_kernels import AttentionSpec, attention, decode, decode_attention
+from pallas_kernels.spec import coordinates, dense_mask
 
 from .suite import Call, every_implementation
 from .tolerances import assert_close
 
+CHOOSE_STEPS = decode.choose_steps
 WINDOW = 9
 LENGTHS = [WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW]
 T = 3 * WINDOW + 4
@@ -33,6 +36,21 @@ CALLS = {
     ),
     "bfloat16": Call(AttentionSpec(window=WINDOW), q_length=T, kv_length=T, dtype="bfloat16"),
 }
+
+
+@pytest.fixture
+def choose_steps():
+    return CHOOSE_STEPS
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch):
+    """The TPU kernel in blocks of 16 entries, two KV heads a step where they pair up."""
+    monkeypatch.setattr(
+        decode,
+        "choose_steps",
+        lambda spec, entries, kv_heads, entry_bytes, kind, scattered: (2 - kv_heads % 2, 16),
+    )
 
 
 def by_name(call):
@@ -137,3 +155,127 @@ def test_a_sequence_shorter_than_the_step_sees_nothing_before_its_start(implemen
     np.testing.assert_array_equal(out[1, 0], 0)
     first = v[1, 0].repeat(2, axis=0)  # position 0 sees its own key only
     assert_close(out[1, 1], first, "float32")
+
+
+# ---- the TPU kernel: what it visits, and pools ----
+
+VISITS = {
+    "full": (AttentionSpec(), {}),
+    "window": (AttentionSpec(9), {}),
+    "window of one": (AttentionSpec(1), {}),
+    "sinks": (AttentionSpec(9, 3), {}),
+    "full rows": (AttentionSpec(9, 3), {"full_from": np.array([0, 90, 1000, 3, 1000])}),
+    "starts": (AttentionSpec(40), {"starts": np.array([0, 37, 60, 2, 0])}),
+    "ring": (AttentionSpec(70, 2), {"ring": True}),
+    "full heads": (AttentionSpec(9, 3), {"some_full_heads": True}),
+}
+VISITED_LENGTHS = np.array([1, 44, 100, 97, 0])  # the last sequence is empty
+ENTRIES, BLOCK = 100, 16
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize(("spec", "options"), VISITS.values(), ids=VISITS)
+def test_visits_are_the_blocks_that_each_sequence_sees(spec, options, tokens):
+    options = dict(options)
+    some_full_heads = options.pop("some_full_heads", False)
+    starts = options.pop("starts", np.zeros(5, int))
+    positions = np.tile(np.arange(ENTRIES), (5, 1))
+    if options.pop("ring", False):  # rotated by another number in each row, half empty in one
+        positions = np.stack([np.roll(row, 13 * b) for b, row in enumerate(positions)])
+        positions[2, :50] = -1
+    positions = np.where(
+        (positions >= starts[:, None]) & (positions < VISITED_LENGTHS[:, None]), positions, -1
+    )
+    positions = np.pad(positions, ((0, 0), (0, -ENTRIES % BLOCK)), constant_values=-1)
+    q_positions = VISITED_LENGTHS[:, None] - tokens + np.arange(tokens)
+    where = coordinates(
+        tokens, positions.shape[1], q_positions=q_positions, kv_positions=positions, **options
+    )
+    seen = np.asarray(dense_mask(spec, where)).any(axis=1).reshape(5, -1, BLOCK).any(axis=2)
+    everything = dataclasses.replace(spec, window=None)
+    reach = np.asarray(dense_mask(everything, where)).any(axis=1).reshape(5, -1, BLOCK).any(axis=2)
+    expected = reach if some_full_heads else seen
+
+    visits = jax.jit(decode.list_visits, static_argnums=(0, 2), static_argnames="some_full_heads")(
+        spec, where, BLOCK, some_full_heads=some_full_heads
+    )
+    used = [decode.unpack(int(entry), seen.shape[1]) for entry in visits.entries[: int(visits.used)]]
+    used = [decode.Visit(*map(int, visit)) for visit in used]
+    assert [(v.sequence, v.block) for v in used if v.wanted] == [
+        tuple(pair) for pair in np.argwhere(expected).tolist()
+    ]
+    assert {(v.sequence, v.block) for v in used if v.windowed} == set(map(tuple, np.argwhere(seen).tolist()))
+    # What sees nothing has one entry, which reads nothing but writes the zeros.
+    assert len(used) == np.maximum(expected.sum(axis=1), 1).sum()
+    for sequence in range(5):
+        mine = [v for v in used if v.sequence == sequence]
+        assert [v.first for v in mine] == [1] + [0] * (len(mine) - 1)
+        assert [v.last for v in mine] == [0] * (len(mine) - 1) + [1]
+
+
+def pool_call(head_dim, dtype, tokens=1, rows=7, batch=3, entries=40, heads=6, kv_heads=3):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    pools = [normal(rows, batch, entries, head_dim) for _ in range(2)]
+    return normal(batch, tokens, heads, head_dim), pools, jnp.array([40, 17, 0])
+
+
+def expected_of_pools(q, pools, slots, spec, **options):
+    rows = [pool[slots].transpose(1, 2, 0, 3) for pool in pools]
+    return decode_attention(q, *rows, spec, **options, implementation="reference")
+
+
+@pytest.mark.parametrize("entries", [40, 48])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(16, "float32"), (128, "float32"), (128, "bfloat16"), (80, "bfloat16")]
+)
+def test_pools_are_read_by_their_rows(head_dim, dtype, entries):
+    q, pools, lengths = pool_call(head_dim, dtype, tokens=2, entries=entries)
+    spec, slots = AttentionSpec(19, 2), jnp.array([3, 4, 5])
+    sinks = jnp.array([0.3, -1.0, 2.0, 0.0, 1.0, -2.0])
+    where = coordinates(2, entries, q_positions=lengths[:, None] - 2 + np.arange(2))
+    out = jax.jit(decode.decode_pool, static_argnums=4)(q, *pools, slots, spec, where, sink_logits=sinks)
+    assert_close(out, expected_of_pools(q, pools, slots, spec, lengths=lengths, sink_logits=sinks), dtype)
+
+
+@pytest.mark.parametrize("full_heads", [None, [True, False, True, False]])
+def test_scattered_and_absent_heads(full_heads):
+    q, pools, lengths = pool_call(16, "float32", heads=8, kv_heads=4)
+    spec, slots = AttentionSpec(9), jnp.array([5, 100, 2, 0])  # the pools have 7 rows
+    options = {} if full_heads is None else {"full_heads": jnp.array(full_heads)}
+    where = coordinates(1, 40, q_positions=lengths[:, None] - 1)
+    run = jax.jit(decode.decode_pool, static_argnums=4, static_argnames="scattered")
+    out = run(q, *pools, slots, spec, where, scattered=True, **options)
+    expected = expected_of_pools(q, pools, jnp.minimum(slots, 6), spec, lengths=lengths, **options)
+    assert_close(out, expected.at[:, :, 2:4].set(0), "float32")
+
+
+def test_nothing_behind_the_last_entry_or_unseen_reaches_the_result():
+    """Entries that are not seen hold NaN, those of other sequences and heads too."""
+    q, pools, lengths = pool_call(128, "float32")
+    spec, slots = AttentionSpec(9), jnp.array([0, 1, 2])
+    where = coordinates(1, 40, q_positions=lengths[:, None] - 1)
+    visited = np.zeros(pools[0].shape, bool)  # whole blocks are read: what else they hold has weight zero
+    for b, length in enumerate(np.asarray(lengths)):
+        visited[:3, b, max(length - 9, 0) // 16 * 16 : -(-length // 16) * 16] = True
+    poisoned = [jnp.where(visited, pool, jnp.nan) for pool in pools]
+    run = jax.jit(decode.decode_pool, static_argnums=4)
+    np.testing.assert_array_equal(run(q, *poisoned, slots, spec, where), run(q, *pools, slots, spec, where))
+
+
+@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x", "cpu"])
+@pytest.mark.parametrize("entries", [1, 52, 1028, 4100, 8192, 131072])
+@pytest.mark.parametrize(("kv_heads", "entry_bytes"), [(1, 512), (8, 512), (8, 256), (12, 2048), (32, 512)])
+@pytest.mark.parametrize("scattered", [False, True])
+def test_steps_fit_vector_memory(choose_steps, kind, entries, kv_heads, entry_bytes, scattered):
+    for spec in (AttentionSpec(), AttentionSpec(1024, 4)):
+        heads, block = choose_steps(spec, entries, kv_heads, entry_bytes, kind, scattered)
+        assert kv_heads % heads == 0
+        assert block % 128 == 0
+        assert (-(-entries // block) - 1) * block < entries
+        assert 2 * heads * block * entry_bytes <= 20 * 2**20
+        if spec.window == 1024 and entries == 1028 and entry_bytes <= 512:
+            assert block >= entries  # the whole window is one block
