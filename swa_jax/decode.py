@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import AttentionSpec, decode_attention
 from pallas_kernels.api import Implementation
-from pallas_kernels.decode import decode_pool
+from pallas_kernels.decode import decode_pool, on_tpu
 from pallas_kernels.spec import coordinates
 from swa_jax.attention import (
     NEVER,
@@ -119,7 +119,7 @@ def attend_over_pools(
     """
     batch, length, heads, size = q.shape
     rows, kv_heads = pools.k.shape[0], pools.slots.shape[0]
-    if implementation == "tpu" or (implementation is None and jax.default_backend() == "tpu"):
+    if implementation == "tpu" or (implementation is None and on_tpu()):
         q_positions = lengths[:, None] - length + jnp.arange(length)
         where = coordinates(
             length, pools.k.shape[2], q_positions=q_positions, kv_positions=kv_positions, full_from=full_from

@@ -2,6 +2,12 @@
 
 import dataclasses
 import functools
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -266,12 +272,28 @@ def test_nothing_behind_the_last_entry_or_unseen_reaches_the_result():
     np.testing.assert_array_equal(run(q, *poisoned, slots, spec, where), run(q, *pools, slots, spec, where))
 
 
+@pytest.mark.parametrize(("head_dim", "dtype"), [(16, "float32"), (128, "bfloat16")])
+def test_write_pool_puts_values_at_their_entries_and_nowhere_else(head_dim, dtype):
+    _, (pool, values), _ = pool_call(head_dim, dtype)
+    slots, entries = np.array([5, 100, 2, 0]), np.array([39, 0, 17])  # the pools have 7 rows
+    values = values[:4, :, 0].swapaxes(0, 1)  # [B, K, D]
+    expected = np.array(pool)
+    for head in (0, 2, 3):
+        for b in range(3):
+            expected[slots[head], b, entries[b]] = values[b, head]
+    written = jax.jit(decode.write_pool)(pool, jnp.asarray(slots), values, jnp.asarray(entries))
+    np.testing.assert_array_equal(written, expected)
+
+
 @pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x", "cpu"])
-@pytest.mark.parametrize("entries", [1, 52, 1028, 4100, 8192, 131072])
-@pytest.mark.parametrize(("kv_heads", "entry_bytes"), [(1, 512), (8, 512), (8, 256), (12, 2048), (32, 512)])
-@pytest.mark.parametrize("scattered", [False, True])
-def test_steps_fit_vector_memory(choose_steps, kind, entries, kv_heads, entry_bytes, scattered):
-    for spec in (AttentionSpec(), AttentionSpec(1024, 4)):
+@pytest.mark.parametrize("spec", [AttentionSpec(), AttentionSpec(1024, 4)], ids=["full", "window"])
+def test_steps_fit_vector_memory(choose_steps, kind, spec):
+    cases = itertools.product(
+        [1, 52, 1028, 4100, 8192, 131072],
+        [(1, 512), (8, 512), (8, 256), (12, 2048), (32, 512)],
+        [False, True],
+    )
+    for entries, (kv_heads, entry_bytes), scattered in cases:
         heads, block = choose_steps(spec, entries, kv_heads, entry_bytes, kind, scattered)
         assert kv_heads % heads == 0
         assert block % 128 == 0
@@ -279,3 +301,107 @@ def test_steps_fit_vector_memory(choose_steps, kind, entries, kv_heads, entry_by
         assert 2 * heads * block * entry_bytes <= 20 * 2**20
         if spec.window == 1024 and entries == 1028 and entry_bytes <= 512:
             assert block >= entries  # the whole window is one block
+
+
+COMPILE = """
+import sys, jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.experimental.layout import Format, Layout
+from pallas_kernels import AttentionSpec, decode
+from pallas_kernels.spec import coordinates
+topology, cores = sys.argv[1], int(sys.argv[2])
+device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+abstract = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=cores, platform="tpu")
+mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=abstract)
+put = jax.sharding.SingleDeviceSharding(device)
+BATCH, LAYERS = 8, 8
+
+def array(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=put)
+
+# spec, entries, head_dim, dtype, tokens, query heads, KV heads, options
+CALLS = [
+    (AttentionSpec(), 32768, 128, jnp.bfloat16, 1, 32, 8, ()),
+    (AttentionSpec(1024, 4), 1028, 128, jnp.bfloat16, 1, 32, 8, ("ring", "sinks")),
+    (AttentionSpec(4096, 4), 4100, 128, jnp.bfloat16, 2, 32, 8, ("ring",)),
+    (AttentionSpec(1024, 4), 32768, 128, jnp.bfloat16, 8, 32, 8, ("full_from", "full_heads")),
+    (AttentionSpec(1024), 8192, 64, jnp.bfloat16, 4, 16, 8, ("slopes",)),
+    (AttentionSpec(99, 0, "sigmoid", 30.0), 5000, 80, jnp.bfloat16, 1, 12, 12, ("slopes", "bias")),
+    (AttentionSpec(1024), 5001, 96, jnp.bfloat16, 1, 12, 4, ()),
+    (AttentionSpec(), 8192, 256, jnp.float32, 1, 8, 4, ()),
+    (AttentionSpec(1024), 4099, 256, jnp.bfloat16, 1, 8, 2, ("scattered", "ring")),
+]
+for spec, entries, head_dim, dtype, tokens, heads, kv_heads, names in CALLS:
+    options = {
+        "slopes": ("alibi_slopes", array((heads,), jnp.float32)),
+        "bias": ("sigmoid_bias", array((heads,), jnp.float32)),
+        "sinks": ("sink_logits", array((heads,), jnp.float32)),
+        "full_heads": ("full_heads", array((kv_heads,), bool)),
+    }
+    options = dict(options[name] for name in names if name in options)
+
+    def run(k_pool, v_pool, q, slots, lengths, ring, full_from, values, options):
+        def step(i, carry):
+            out, *pools = carry
+            pools = [decode.write_pool(pool, slots, values, lengths - 1) for pool in pools]
+            where = coordinates(
+                tokens,
+                entries,
+                q_positions=lengths[:, None] - tokens + jnp.arange(tokens),
+                kv_positions=ring if "ring" in names else None,
+                full_from=full_from if "full_from" in names else None,
+            )
+            scattered = "scattered" in names
+            out += decode.decode_pool(q, *pools, slots, spec, where, scattered=scattered, **options)
+            return out, *pools
+
+        return jax.lax.fori_loop(0, 3, step, (q, k_pool, v_pool))
+
+    order = (0, 1, 3, 2) if head_dim % 128 else (0, 1, 2, 3)
+    pool = array((LAYERS * kv_heads, BATCH, entries, head_dim), dtype)
+    kept = Format(Layout(order), put)
+    ints = array((BATCH,), jnp.int32)
+    with jax.sharding.use_abstract_mesh(mesh):
+        compiled = jax.jit(
+            run, donate_argnums=(0, 1), in_shardings=(kept, kept) + (None,) * 7, out_shardings=(None, kept, kept)
+        ).lower(
+            pool,
+            pool,
+            array((BATCH, tokens, heads, head_dim), dtype),
+            array((kv_heads,), jnp.int32),
+            ints,
+            array((BATCH, entries), jnp.int32),
+            ints,
+            array((BATCH, kv_heads, head_dim), dtype),
+            options,
+        ).compile()
+    temporary = compiled.memory_analysis().temp_size_in_bytes / (2 * pool.size * pool.dtype.itemsize)
+    assert temporary < 0.01, (spec, entries, head_dim, temporary)
+print("compiled", len(CALLS))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the `tpu` extra) to compile"
+)
+@pytest.mark.parametrize(
+    ("topology", "cores"), [("v5e:2x2", 1), ("v5p:2x2x1", 2), ("v6e:2x2", 1), ("tpu7x:2x2x1", 1)]
+)
+def test_decoding_over_pools_compiles_ahead_of_time_and_copies_none(topology, cores):
+    """Every variant, in a loop that writes to the pools and reads them: its memory stays far below a copy of them."""
+    quiet = {"TPU_LOG_DIR": "disabled", "TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3"}
+    offline = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, topology, str(cores)],
+        env=os.environ | quiet | offline | {"JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert "compiled" in done.stdout, done.stderr[-2000:]
