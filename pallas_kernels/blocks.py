@@ -67,6 +67,11 @@ def device_kind() -> str:
     return jax.devices()[0].device_kind if abstract is None else abstract.device_kind
 
 
+def on_tpu() -> bool:
+    """Whether the current trace is for a TPU."""
+    return "TPU" in device_kind()
+
+
 def choose_tiles(
     kind: str, q_length: int, kv_length: int, head_dim: int, *, window: int | None = None
 ) -> Tiles:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_kind
+from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_kind, on_tpu
 from pallas_kernels.spec import AttentionSpec, Coordinates
 from pallas_kernels.tpu_backward import scheduled_backward
 from pallas_kernels.tpu_forward import scheduled_forward
@@ -20,12 +20,6 @@ from pallas_kernels.tpu_tiles import LOG2E, Call, Heads
 from pallas_kernels.tpu_window import window_kernel_serves
 from pallas_kernels.tpu_window_backward import window_backward
 from pallas_kernels.tpu_window_forward import window_forward
-
-
-def interpret_mode():
-    """Whether the kernels are to be interpreted: the current trace is not for a TPU."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    return (jax.default_backend() if abstract is None else abstract.platform) != "tpu"
 
 
 def make_call(
@@ -46,7 +40,7 @@ def make_call(
         indexed=is_indexed(where),
         has_slopes=alibi_slopes is not None,
         has_bias=sigmoid_bias is not None,
-        interpret=interpret_mode(),
+        interpret=not on_tpu(),
     )
 
 

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.blocks import on_tpu
+from pallas_kernels.cache_write import write_pool
 from swa_jax.config import ModelConfig
 from swa_jax.pattern import AttentionPattern
 
@@ -136,11 +138,8 @@ def write_token(pool: jax.Array, slots: jax.Array, values: jax.Array, entries: j
     """Put one token's keys (or values) [B, 1, K, D] at `entries` [B] of rows `slots` [K]; as above, may be dropped."""
     if pool.shape[0] == 0:
         return pool
+    if on_tpu():
+        return write_pool(pool, slots, values[:, 0], entries)
     batch = jnp.arange(values.shape[0])
     rows = values[:, 0].transpose(1, 0, 2).astype(pool.dtype)  # [K, B, D]
     return pool.at[slots[:, None], batch[None], entries[None]].set(rows, mode="drop")
-
-
-def read(pool: jax.Array, slots: jax.Array) -> jax.Array:
-    """Rows `slots` [K] of a pool as [B, entries, K, D]."""
-    return pool[slots].transpose(1, 2, 0, 3)

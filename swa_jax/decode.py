@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import AttentionSpec, decode_attention
+from pallas_kernels.api import Implementation
+from pallas_kernels.blocks import on_tpu
+from pallas_kernels.decode import decode_pool
+from pallas_kernels.spec import coordinates
 from swa_jax.attention import (
     NEVER,
     AttentionContext,
@@ -17,7 +22,7 @@ from swa_jax.attention import (
     model_sigmoid_bias,
     model_slopes,
 )
-from swa_jax.cache import CacheLayout, KVCache, read
+from swa_jax.cache import CacheLayout, KVCache
 from swa_jax.config import ModelConfig
 from swa_jax.pattern import FULL, HYBRID, SWITCH
 
@@ -52,60 +57,98 @@ def decode_layer(
     `place` and `plan` are one layer's rows; `gate` [B] is 1 where a routed layer sees everything; `lengths` [B] count
     the new token; `ring` [B, entries] are the positions of the ring's entries. Only one branch runs.
     """
-    slopes, bias = model_slopes(config), model_sigmoid_bias(config)
-
-    def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, slopes: Any, **options: Any
-    ) -> jax.Array:
-        return decode_attention(
-            q, k, v, spec, lengths=lengths, alibi_slopes=slopes, sigmoid_bias=bias,
-            implementation=context.implementation, **options,
-        )  # fmt: skip
+    attend = functools.partial(
+        attend_over_pools,
+        lengths=lengths,
+        alibi_slopes=model_slopes(config),
+        sigmoid_bias=model_sigmoid_bias(config),
+        implementation=context.implementation,
+    )
+    whole = Pools(cache.k_whole, cache.v_whole, place.whole_slots)
+    rings = Pools(cache.k_ring, cache.v_ring, place.ring_slots)
 
     def over_whole(kind: str) -> jax.Array:
-        k, v = read(cache.k_whole, place.whole_slots), read(cache.v_whole, place.whole_slots)
         if kind == FULL:
-            return attend(q, k, v, full_spec(context.spec), slopes)
-        options: dict[str, Any] = {"full_from": context.full_from}
+            return attend(q, whole, full_spec(context.spec))
+        full_from, full_heads = context.full_from, None
         if kind == HYBRID:
-            options["full_heads"] = plan.full_heads
+            full_heads = plan.full_heads
         if kind == SWITCH:
-            options["full_from"] = jnp.where(
-                gate > 0.5, 0, NEVER if context.full_from is None else context.full_from
-            )
-        return attend(q, k, v, context.spec, slopes, **options)
+            full_from = jnp.where(gate > 0.5, 0, NEVER if full_from is None else full_from)
+        return attend(q, whole, context.spec, full_from=full_from, full_heads=full_heads)
 
-    def over_ring() -> jax.Array:
-        k, v = read(cache.k_ring, place.ring_slots), read(cache.v_ring, place.ring_slots)
-        return attend(q, k, v, context.spec, slopes, kv_positions=ring)
+    def over_rings() -> jax.Array:
+        return attend(q, rings, context.spec, kv_positions=ring)
 
     def by_head() -> jax.Array:
-        """Full heads read the whole pool, windowed heads the ring; K steps of one KV head and its query heads."""
-        batch, _, heads, size = q.shape
-        kv_heads = place.whole.shape[0]
-        grouped = q.reshape(batch, 1, kv_heads, heads // kv_heads, size).transpose(
-            2, 0, 1, 3, 4
-        )  # [K, B, 1, G, D]
-        head_slopes = jnp.zeros((kv_heads, 0)) if slopes is None else slopes.reshape(kv_heads, -1)
-
-        def head(one: tuple) -> jax.Array:
-            q, whole, whole_slot, ring_slot, row = one
-            row = None if slopes is None else row
-
-            def full() -> jax.Array:
-                k, v = read(cache.k_whole, whole_slot[None]), read(cache.v_whole, whole_slot[None])
-                return attend(q, k, v, full_spec(context.spec), row)
-
-            def window() -> jax.Array:
-                k, v = read(cache.k_ring, ring_slot[None]), read(cache.v_ring, ring_slot[None])
-                return attend(q, k, v, context.spec, row, kv_positions=ring)
-
-            return jax.lax.cond(whole, full, window)
-
-        mixed = jax.lax.map(head, (grouped, place.whole, place.whole_slots, place.ring_slots, head_slopes))
-        return mixed.transpose(1, 2, 0, 3, 4).reshape(q.shape)
+        """Full heads read the whole pool, windowed heads the rings."""
+        full = attend(q, whole, full_spec(context.spec), scattered=True)
+        return full + attend(q, rings, context.spec, kv_positions=ring, scattered=True)
 
     def branch(where: str, kind: str) -> Any:
-        return {"ring": over_ring, "mixed": by_head}.get(where, lambda: over_whole(kind))
+        return {"ring": over_rings, "mixed": by_head}.get(where, lambda: over_whole(kind))
 
     return choose(place.mode, [branch(where, kind) for where, kind in layout.modes])
+
+
+class Pools(NamedTuple):
+    """Caches [rows, B, entries, D], and the row of each KV head [K]."""
+
+    k: jax.Array
+    v: jax.Array
+    slots: jax.Array
+
+
+def attend_over_pools(
+    q: jax.Array,
+    pools: Pools,
+    spec: AttentionSpec,
+    *,
+    lengths: jax.Array,
+    kv_positions: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
+    sigmoid_bias: float | None = None,
+    full_from: jax.Array | None = None,
+    full_heads: jax.Array | None = None,
+    scattered: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """`decode_attention` of q [B, T, H, D] over caches that stay where they are.
+
+    Args:
+      scattered: the rows need not be consecutive, and a head whose slot is out of range gives zeros.
+    """
+    batch, length, heads, size = q.shape
+    rows, kv_heads = pools.k.shape[0], pools.slots.shape[0]
+    if implementation == "tpu" or (implementation is None and on_tpu()):
+        q_positions = lengths[:, None] - length + jnp.arange(length)
+        where = coordinates(
+            length, pools.k.shape[2], q_positions=q_positions, kv_positions=kv_positions, full_from=full_from
+        )
+        bias = None if sigmoid_bias is None else jnp.full(heads, sigmoid_bias)
+        return decode_pool(
+            q, *pools, spec, where, alibi_slopes=alibi_slopes, sigmoid_bias=bias, full_heads=full_heads,
+            scattered=scattered,
+        )  # fmt: skip
+
+    # One KV head after another: its row of a pool is a cache as it stands, where several would have to be transposed.
+    def head(slot: jax.Array, q: jax.Array, slopes: jax.Array | None, full: jax.Array | None) -> jax.Array:
+        first_full = full_from
+        if full is not None:
+            first_full = jnp.where(full, 0, NEVER if full_from is None else full_from)
+            first_full = jnp.broadcast_to(first_full, lengths.shape)
+
+        def attend() -> jax.Array:
+            k, v = (jax.lax.dynamic_index_in_dim(pool, slot, keepdims=False) for pool in (pools.k, pools.v))
+            return decode_attention(
+                q, k[:, :, None], v[:, :, None], spec, lengths=lengths, kv_positions=kv_positions,
+                alibi_slopes=slopes, sigmoid_bias=sigmoid_bias, full_from=first_full, implementation=implementation,
+            )  # fmt: skip
+
+        return jax.lax.cond(slot < rows, attend, lambda: jnp.zeros_like(q)) if scattered else attend()
+
+    group = heads // kv_heads
+    by_head = q.reshape(batch, length, kv_heads, group, size).transpose(2, 0, 1, 3, 4)  # [K, B, T, G, D]
+    slopes = None if alibi_slopes is None else alibi_slopes.reshape(kv_heads, group)
+    out = jax.lax.map(lambda one: head(*one), (pools.slots, by_head, slopes, full_heads))
+    return out.transpose(1, 2, 0, 3, 4).reshape(q.shape)

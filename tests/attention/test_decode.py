@@ -1,17 +1,26 @@
-"""Decoding over caches equals the same rows of a full forward."""
+"""Decoding over caches equals the same rows of a full forward; what the TPU kernel reads and visits."""
 
+import dataclasses
 import functools
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionSpec, attention, decode_attention
+from pallas_kernels import AttentionSpec, attention, cache_write, decode, decode_attention
+from pallas_kernels.spec import coordinates, dense_mask
 
 from .suite import Call, every_implementation
 from .tolerances import assert_close
 
+CHOOSE_STEPS = decode.choose_steps
 WINDOW = 9
 LENGTHS = [WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW]
 T = 3 * WINDOW + 4
@@ -33,6 +42,21 @@ CALLS = {
     ),
     "bfloat16": Call(AttentionSpec(window=WINDOW), q_length=T, kv_length=T, dtype="bfloat16"),
 }
+
+
+@pytest.fixture
+def choose_steps():
+    return CHOOSE_STEPS
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch):
+    """The TPU kernel in blocks of 16 entries, two KV heads a step where they pair up."""
+    monkeypatch.setattr(
+        decode,
+        "choose_steps",
+        lambda spec, entries, kv_heads, entry_bytes, kind, scattered: (2 - kv_heads % 2, 16),
+    )
 
 
 def by_name(call):
@@ -137,3 +161,247 @@ def test_a_sequence_shorter_than_the_step_sees_nothing_before_its_start(implemen
     np.testing.assert_array_equal(out[1, 0], 0)
     first = v[1, 0].repeat(2, axis=0)  # position 0 sees its own key only
     assert_close(out[1, 1], first, "float32")
+
+
+# ---- the TPU kernel: what it visits, and pools ----
+
+VISITS = {
+    "full": (AttentionSpec(), {}),
+    "window": (AttentionSpec(9), {}),
+    "window of one": (AttentionSpec(1), {}),
+    "sinks": (AttentionSpec(9, 3), {}),
+    "full rows": (AttentionSpec(9, 3), {"full_from": np.array([0, 90, 1000, 3, 1000])}),
+    "starts": (AttentionSpec(40), {"starts": np.array([0, 37, 60, 2, 0])}),
+    "ring": (AttentionSpec(70, 2), {"ring": True}),
+    "full heads": (AttentionSpec(9, 3), {"some_full_heads": True}),
+}
+VISITED_LENGTHS = np.array([1, 44, 100, 97, 0])  # the last sequence is empty
+ENTRIES, BLOCK = 100, 16
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize(("spec", "options"), VISITS.values(), ids=VISITS)
+def test_visits_are_the_blocks_that_each_sequence_sees(spec, options, tokens):
+    options = dict(options)
+    some_full_heads = options.pop("some_full_heads", False)
+    starts = options.pop("starts", np.zeros(5, int))
+    positions = np.tile(np.arange(ENTRIES), (5, 1))
+    if options.pop("ring", False):  # rotated by another number in each row, half empty in one
+        positions = np.stack([np.roll(row, 13 * b) for b, row in enumerate(positions)])
+        positions[2, :50] = -1
+    positions = np.where(
+        (positions >= starts[:, None]) & (positions < VISITED_LENGTHS[:, None]), positions, -1
+    )
+    positions = np.pad(positions, ((0, 0), (0, -ENTRIES % BLOCK)), constant_values=-1)
+    q_positions = VISITED_LENGTHS[:, None] - tokens + np.arange(tokens)
+    where = coordinates(
+        tokens, positions.shape[1], q_positions=q_positions, kv_positions=positions, **options
+    )
+    seen = np.asarray(dense_mask(spec, where)).any(axis=1).reshape(5, -1, BLOCK).any(axis=2)
+    everything = dataclasses.replace(spec, window=None)
+    reach = np.asarray(dense_mask(everything, where)).any(axis=1).reshape(5, -1, BLOCK).any(axis=2)
+    expected = reach if some_full_heads else seen
+
+    visits = jax.jit(decode.list_visits, static_argnums=(0, 2), static_argnames="some_full_heads")(
+        spec, where, BLOCK, some_full_heads=some_full_heads
+    )
+    used = [decode.unpack(int(entry), seen.shape[1]) for entry in visits.entries[: int(visits.used)]]
+    used = [decode.Visit(*map(int, visit)) for visit in used]
+    assert [(v.sequence, v.block) for v in used if v.wanted] == [
+        tuple(pair) for pair in np.argwhere(expected).tolist()
+    ]
+    assert {(v.sequence, v.block) for v in used if v.windowed} == set(map(tuple, np.argwhere(seen).tolist()))
+    # What sees nothing has one entry, which reads nothing but writes the zeros.
+    assert len(used) == np.maximum(expected.sum(axis=1), 1).sum()
+    for sequence in range(5):
+        mine = [v for v in used if v.sequence == sequence]
+        assert [v.first for v in mine] == [1] + [0] * (len(mine) - 1)
+        assert [v.last for v in mine] == [0] * (len(mine) - 1) + [1]
+
+
+def pool_call(head_dim, dtype, tokens=1, rows=7, batch=3, entries=40, heads=6, kv_heads=3):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    pools = [normal(rows, batch, entries, head_dim) for _ in range(2)]
+    return normal(batch, tokens, heads, head_dim), pools, jnp.array([40, 17, 0])
+
+
+def expected_of_pools(q, pools, slots, spec, **options):
+    rows = [pool[slots].transpose(1, 2, 0, 3) for pool in pools]
+    return decode_attention(q, *rows, spec, **options, implementation="reference")
+
+
+@pytest.mark.parametrize("entries", [40, 48])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(16, "float32"), (128, "float32"), (128, "bfloat16"), (80, "bfloat16")]
+)
+def test_pools_are_read_by_their_rows(head_dim, dtype, entries):
+    q, pools, lengths = pool_call(head_dim, dtype, tokens=2, entries=entries)
+    spec, slots = AttentionSpec(19, 2), jnp.array([3, 4, 5])
+    sinks = jnp.array([0.3, -1.0, 2.0, 0.0, 1.0, -2.0])
+    where = coordinates(2, entries, q_positions=lengths[:, None] - 2 + np.arange(2))
+    out = jax.jit(decode.decode_pool, static_argnums=4)(q, *pools, slots, spec, where, sink_logits=sinks)
+    assert_close(out, expected_of_pools(q, pools, slots, spec, lengths=lengths, sink_logits=sinks), dtype)
+
+
+@pytest.mark.parametrize("full_heads", [None, [True, False, True, False]])
+def test_scattered_and_absent_heads(full_heads):
+    q, pools, lengths = pool_call(16, "float32", heads=8, kv_heads=4)
+    spec, slots = AttentionSpec(9), jnp.array([5, 100, 2, 0])  # the pools have 7 rows
+    options = {} if full_heads is None else {"full_heads": jnp.array(full_heads)}
+    where = coordinates(1, 40, q_positions=lengths[:, None] - 1)
+    run = jax.jit(decode.decode_pool, static_argnums=4, static_argnames="scattered")
+    out = run(q, *pools, slots, spec, where, scattered=True, **options)
+    expected = expected_of_pools(q, pools, jnp.minimum(slots, 6), spec, lengths=lengths, **options)
+    assert_close(out, expected.at[:, :, 2:4].set(0), "float32")
+
+
+def test_nothing_behind_the_last_entry_or_unseen_reaches_the_result():
+    """Entries that are not seen hold NaN, those of other sequences and heads too."""
+    q, pools, lengths = pool_call(128, "float32")
+    spec, slots = AttentionSpec(9), jnp.array([0, 1, 2])
+    where = coordinates(1, 40, q_positions=lengths[:, None] - 1)
+    visited = np.zeros(pools[0].shape, bool)  # whole blocks are read: what else they hold has weight zero
+    for b, length in enumerate(np.asarray(lengths)):
+        visited[:3, b, max(length - 9, 0) // 16 * 16 : -(-length // 16) * 16] = True
+    poisoned = [jnp.where(visited, pool, jnp.nan) for pool in pools]
+    run = jax.jit(decode.decode_pool, static_argnums=4)
+    np.testing.assert_array_equal(run(q, *poisoned, slots, spec, where), run(q, *pools, slots, spec, where))
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(16, "float32"), (128, "bfloat16")])
+def test_write_pool_puts_values_at_their_entries_and_nowhere_else(head_dim, dtype):
+    _, (pool, values), _ = pool_call(head_dim, dtype)
+    slots, entries = np.array([5, 100, 2, 0]), np.array([39, 0, 17])  # the pools have 7 rows
+    values = values[:4, :, 0].swapaxes(0, 1)  # [B, K, D]
+    expected = np.array(pool)
+    for head in (0, 2, 3):
+        for b in range(3):
+            expected[slots[head], b, entries[b]] = values[b, head]
+    written = jax.jit(cache_write.write_pool)(pool, jnp.asarray(slots), values, jnp.asarray(entries))
+    np.testing.assert_array_equal(written, expected)
+
+
+@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x", "cpu"])
+@pytest.mark.parametrize("spec", [AttentionSpec(), AttentionSpec(1024, 4)], ids=["full", "window"])
+def test_steps_fit_vector_memory(choose_steps, kind, spec):
+    cases = itertools.product(
+        [1, 52, 1028, 4100, 8192, 131072],
+        [(1, 512), (8, 512), (8, 256), (12, 2048), (32, 512)],
+        [False, True],
+    )
+    for entries, (kv_heads, entry_bytes), scattered in cases:
+        heads, block = choose_steps(spec, entries, kv_heads, entry_bytes, kind, scattered)
+        assert kv_heads % heads == 0
+        assert block % 128 == 0
+        assert (-(-entries // block) - 1) * block < entries
+        assert 2 * heads * block * entry_bytes <= 20 * 2**20
+        if spec.window == 1024 and entries == 1028 and entry_bytes <= 512:
+            assert block >= entries  # the whole window is one block
+
+
+COMPILE = """
+import sys, jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.experimental.layout import Format, Layout
+from pallas_kernels import AttentionSpec, decode
+from pallas_kernels.spec import coordinates
+topology, cores = sys.argv[1], int(sys.argv[2])
+device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+abstract = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=cores, platform="tpu")
+mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=abstract)
+put = jax.sharding.SingleDeviceSharding(device)
+BATCH, LAYERS = 8, 8
+
+def array(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=put)
+
+# spec, entries, head_dim, dtype, tokens, query heads, KV heads, options
+CALLS = [
+    (AttentionSpec(), 32768, 128, jnp.bfloat16, 1, 32, 8, ()),
+    (AttentionSpec(1024, 4), 1028, 128, jnp.bfloat16, 1, 32, 8, ("ring", "sinks")),
+    (AttentionSpec(4096, 4), 4100, 128, jnp.bfloat16, 2, 32, 8, ("ring",)),
+    (AttentionSpec(1024, 4), 32768, 128, jnp.bfloat16, 8, 32, 8, ("full_from", "full_heads")),
+    (AttentionSpec(1024), 8192, 64, jnp.bfloat16, 4, 16, 8, ("slopes",)),
+    (AttentionSpec(99, 0, "sigmoid", 30.0), 5000, 80, jnp.bfloat16, 1, 12, 12, ("slopes", "bias")),
+    (AttentionSpec(1024), 5001, 96, jnp.bfloat16, 1, 12, 4, ()),
+    (AttentionSpec(), 8192, 256, jnp.float32, 1, 8, 4, ()),
+    (AttentionSpec(1024), 4099, 256, jnp.bfloat16, 1, 8, 2, ("scattered", "ring")),
+]
+for spec, entries, head_dim, dtype, tokens, heads, kv_heads, names in CALLS:
+    options = {
+        "slopes": ("alibi_slopes", array((heads,), jnp.float32)),
+        "bias": ("sigmoid_bias", array((heads,), jnp.float32)),
+        "sinks": ("sink_logits", array((heads,), jnp.float32)),
+        "full_heads": ("full_heads", array((kv_heads,), bool)),
+    }
+    options = dict(options[name] for name in names if name in options)
+
+    def run(k_pool, v_pool, q, slots, lengths, ring, full_from, values, options):
+        def step(i, carry):
+            out, *pools = carry
+            pools = [cache_write.write_pool(pool, slots, values, lengths - 1) for pool in pools]
+            where = coordinates(
+                tokens,
+                entries,
+                q_positions=lengths[:, None] - tokens + jnp.arange(tokens),
+                kv_positions=ring if "ring" in names else None,
+                full_from=full_from if "full_from" in names else None,
+            )
+            scattered = "scattered" in names
+            out += decode.decode_pool(q, *pools, slots, spec, where, scattered=scattered, **options)
+            return out, *pools
+
+        return jax.lax.fori_loop(0, 3, step, (q, k_pool, v_pool))
+
+    order = (0, 1, 3, 2) if head_dim % 128 else (0, 1, 2, 3)
+    pool = array((LAYERS * kv_heads, BATCH, entries, head_dim), dtype)
+    kept = Format(Layout(order), put)
+    ints = array((BATCH,), jnp.int32)
+    with jax.sharding.use_abstract_mesh(mesh):
+        compiled = jax.jit(
+            run, donate_argnums=(0, 1), in_shardings=(kept, kept) + (None,) * 7, out_shardings=(None, kept, kept)
+        ).lower(
+            pool,
+            pool,
+            array((BATCH, tokens, heads, head_dim), dtype),
+            array((kv_heads,), jnp.int32),
+            ints,
+            array((BATCH, entries), jnp.int32),
+            ints,
+            array((BATCH, kv_heads, head_dim), dtype),
+            options,
+        ).compile()
+    temporary = compiled.memory_analysis().temp_size_in_bytes / (2 * pool.size * pool.dtype.itemsize)
+    assert temporary < 0.01, (spec, entries, head_dim, temporary)
+print("compiled", len(CALLS))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the `tpu` extra) to compile"
+)
+@pytest.mark.parametrize(
+    ("topology", "cores"), [("v5e:2x2", 1), ("v5p:2x2x1", 2), ("v6e:2x2", 1), ("tpu7x:2x2x1", 1)]
+)
+def test_decoding_over_pools_compiles_ahead_of_time_and_copies_none(topology, cores):
+    """Every variant, in a loop that writes to the pools and reads them: its memory stays far below a copy of them."""
+    quiet = {"TPU_LOG_DIR": "disabled", "TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3"}
+    offline = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, topology, str(cores)],
+        env=os.environ | quiet | offline | {"JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert "compiled" in done.stdout, done.stderr[-2000:]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionSpec, attention, tpu_passes
+from pallas_kernels import AttentionSpec, attention, blocks, tpu_passes
 from pallas_kernels.blocks import Tiles, choose_tiles
 from pallas_kernels.schedule import flat_visits, fully_visible, unpack, visited
 from pallas_kernels.spec import coordinates, dense_mask
@@ -116,4 +116,4 @@ def test_float64_is_refused_by_name():
 
 
 def test_kernels_are_interpreted_off_tpus_only():
-    assert tpu_passes.interpret_mode() == (jax.default_backend() != "tpu")
+    assert blocks.on_tpu() == (jax.default_backend() == "tpu")
