@@ -64,9 +64,9 @@ def routed_attention(
     call = make_call(q, k, spec, where, by_head.get("alibi_slopes"), by_head.get("sigmoid_bias"))
 
     def part(q, where, outside):
-        here = dataclasses.replace(call, outside=outside, indexed=call.indexed and not outside)
+        here = dataclasses.replace(call, outside=outside, indexed=call.indexed and not outside, in_parts=True)
         out, lse = attend(here, q, k, v, where, **by_head)
-        return out.astype(jnp.float32), lse
+        return out, lse
 
     return route(part, q, gate, where, sink_logits, inference=True)
 
@@ -101,11 +101,14 @@ def _branches(call: Call, q, k, v, head_bias, where: Coordinates, full_heads):
     if full_heads is None and branches_serve(call, where, arrays[1]):
         window, full = branches_forward(call, *arrays, Heads(k.shape[2]))
     else:
-        window = forward(choose_kernel(call, where), *arrays, full_heads)
+        in_parts = dataclasses.replace(call, in_parts=True)
+        window = forward(choose_kernel(in_parts, where), *arrays, full_heads)
         full = forward(dataclasses.replace(call, outside=True), *arrays, full_heads, initial=window)
 
     def rows(out, lse=None):
-        return token_major(out, q.shape[1]), None if lse is None else lse[:, :, 0].swapaxes(1, 2)
+        return token_major(out.astype(q.dtype), q.shape[1]), None if lse is None else lse[:, :, 0].swapaxes(
+            1, 2
+        )
 
     return *rows(*window), *rows(*full)
 

@@ -17,7 +17,7 @@ every product, so that 128 rows of q, dout or k stream past a matrix unit that t
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ from pallas_kernels.tpu_tiles import (
     launch,
     shape_like,
     split,
+    take,
     tile_mask,
 )
 from pallas_kernels.tpu_walk import Walk, default_mask, seen_tiles, walk_over
@@ -81,8 +82,11 @@ def scheduled_backward(
     parts = []
     for start in range(0, length, chunk):
         keys = slice(start, start + chunk)
-        kv = {name: getattr(where, name) for name in ("kv_pos", "kv_order", "kv_seg")}
-        here = where._replace(**{name: x if x is None else x[:, keys] for name, x in kv.items()})
+        here = where._replace(
+            kv_pos=where.kv_pos[:, keys],
+            kv_order=where.kv_order[:, keys],
+            kv_seg=None if where.kv_seg is None else where.kv_seg[:, keys],
+        )
         walk = walk_over(dataclasses.replace(call, indexed=False), here, resident=False, flush=True)
         # Of what is there already, the gradients by query are in the first part of the sum.
         by_query, by_key = (previous[:1], previous[3:]), (x[:, :, keys] for x in previous[1:3])
@@ -194,12 +198,12 @@ def _kernel(call, walk, has_segments, has_full_rows, group, order, *refs):
     scalars, (q_ref, k_ref, v_ref, do_ref, *rest) = split(refs, len(walk.scalars))
     indices = [pl.program_id(3 + i) for i in range(len(walk.grid))]
     visit = walk.visit(indices, scalars)
-    (statistics,), rest = split(rest, 1) if call.softmax else ((None,), rest)
-    (bias_ref,), rest = split(rest, 1) if call.has_slopes or call.has_bias else ((None,), rest)
-    (q_info, kv_info), rest = split(rest, 2) if walk.is_list else ((None, None), rest)
+    has_head_bias = call.has_slopes or call.has_bias
+    statistics, bias_ref, q_info, kv_info, rest = take(
+        rest, call.softmax, has_head_bias, walk.is_list, walk.is_list
+    )
     dq_ref, dk_ref, dv_ref, *rest = rest
-    (dbias_ref,), rest = split(rest, 1) if call.has_bias else ((None,), rest)
-    dk_acc, dv_acc, dq_acc, q_t, do_t = rest
+    dbias_ref, (dk_acc, dv_acc, dq_acc, q_t, do_t) = take(rest, call.has_bias)
     slope_and_bias = None if bias_ref is None else (bias_ref[0:1, 0:1], bias_ref[1:2, 0:1])
     member, kv_block = pl.program_id(2), call.tiles.kv_block
 
@@ -220,7 +224,7 @@ def _kernel(call, walk, has_segments, has_full_rows, group, order, *refs):
         block = pl.ds(start, kv_block)
         k_here, v_here = k_ref.at[block, :], v_ref.at[block, :]
         k_t = k_here[...].T  # [D, keys]
-        key_info = kv_info[:, block].T if walk.is_list else None  # [keys, 8]
+        key_info: Any = kv_info[:, block].T if walk.is_list else None  # [keys, 8]
 
         def describe(keys, queries):
             """The properties of the queries, as rows, and of the keys, as columns."""

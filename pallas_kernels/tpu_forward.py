@@ -40,6 +40,7 @@ from pallas_kernels.tpu_tiles import (
     sigmoid_values,
     sigmoid_weights,
     split,
+    take,
     tile_mask,
     write_softmax,
 )
@@ -130,7 +131,7 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
             spec((None, 8, q_block), lambda b, h, visit: (batch_index(b, tokens.queries), 0, visit.row)),
             spec((None, 8, held), lambda b, h, visit: (batch_index(b, tokens.keys), 0, column(visit))),
         ]
-    out_specs, out_shapes = [queries], [shape_like(q.shape, q.dtype, q)]
+    out_specs, out_shapes = [queries], [shape_like(q.shape, call.result_dtype(q), q)]
     scratch = [pltpu.VMEM((q_block, head_dim), jnp.float32)]
     if call.softmax:
         out_specs.append(rows)
@@ -174,8 +175,8 @@ class _Source(NamedTuple):
 def _kernel(call, walk, has_segments, has_full_rows, branches, num_initial, order, *refs):
     scalars, (q_ref, k_ref, v_ref), initial, rest = split(refs, len(walk.scalars), 3, num_initial)
     visit = walk.visit([pl.program_id(2 + i) for i in range(len(walk.grid))], scalars)
-    (bias_ref,), rest = split(rest, 1) if call.has_slopes or call.has_bias else ((None,), rest)
-    (q_info, kv_info), rest = split(rest, 2) if walk.is_list else ((None, None), rest)
+    has_head_bias = call.has_slopes or call.has_bias
+    bias_ref, q_info, kv_info, rest = take(rest, has_head_bias, walk.is_list, walk.is_list)
     num_results = 2 if call.softmax else 1
     window_out, out, (acc_ref, *statistics) = split(rest, num_results if branches else 0, num_results)
     slope_and_bias = None if bias_ref is None else (bias_ref[0:1, 0:1], bias_ref[1:2, 0:1])
@@ -221,11 +222,12 @@ def _kernel(call, walk, has_segments, has_full_rows, branches, num_initial, orde
         if not tiles:
             return
         if not call.softmax:
-            acc = sum(sigmoid_values(sigmoid_weights(s), v_ref[keys, :]) for s, v_ref, keys in tiles)
-            acc_ref[rows, :] = acc if fresh else acc_ref[rows, :] + acc
+            more = sum(sigmoid_values(sigmoid_weights(s), v_ref[keys, :]) for s, v_ref, keys in tiles)
+            acc_ref[rows, :] = more if fresh else acc_ref[rows, :] + more
             return
         top_ref, total_ref = statistics
-        acc, total = 0.0, 0.0
+        acc: Any = 0.0
+        total: Any = 0.0
         new = jnp.broadcast_to(top, (strip, LANES))  # all lanes alike
         if not fresh:
             old = top_ref[rows, :]
@@ -252,16 +254,17 @@ def _kernel(call, walk, has_segments, has_full_rows, branches, num_initial, orde
             results[0][rows, :] = acc_ref[rows, :].astype(results[0].dtype)
             return
         top, total = (_as_wide(ref[rows, :], acc_ref) for ref in statistics)
-        write_softmax(*results, rows, acc_ref[rows, :], top, total, may_be_empty)
+        out_ref, lse_ref = results
+        write_softmax(out_ref, lse_ref, rows, acc_ref[rows, :], top, total, may_be_empty)
 
     def attend(sources, fresh=False, results=None):
         """Adds the keys of `sources`, and writes what there is then."""
         ahead = logits(sources, strips[0])
         for i, rows in enumerate(strips):
-            current = ahead
+            tiles, top = ahead
             if i + 1 < len(strips):
                 ahead = logits(sources, strips[i + 1])
-            accumulate(rows, *current, fresh)
+            accumulate(rows, tiles, top, fresh)
             if results is not None:
                 write(results, rows)
 

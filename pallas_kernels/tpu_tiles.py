@@ -10,7 +10,7 @@ which is 0.5 + 0.5 tanh(x / 2) because tanh is one instruction. The factor, with
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +43,15 @@ class Call:
     outside: bool = False  # attend to what `spec` does *not* see of the keys that full attention would
     has_slopes: bool = False
     has_bias: bool = False
+    in_parts: bool = False  # more is to be added to the result, which therefore is not rounded to q's dtype
     interpret: bool | pltpu.InterpretParams = False
 
     @property
     def softmax(self) -> bool:
         return self.spec.activation == "softmax"
+
+    def result_dtype(self, q: jax.Array) -> jnp.dtype:
+        return jnp.dtype(jnp.float32) if self.in_parts else q.dtype
 
     @property
     def unit(self) -> float:
@@ -67,7 +71,7 @@ class Call:
 class Heads(NamedTuple):
     """The heads that one launch serves: all, or the first `count` of `order` (a traced count bounds the grid)."""
 
-    count: jax.Array | int
+    count: jax.Array | int  # type: ignore[assignment]  # of tuples, a method that nothing here calls
     order: jax.Array | None = None  # [K] int32
 
     def queries(self, group: int) -> "Heads":
@@ -117,7 +121,7 @@ def batch_index(b, info: jax.Array):
 
 
 def tile_mask(
-    call: Call, has_segments: bool, has_full_rows: bool, query, key, shape: tuple[int, int]
+    call: Call, has_segments: bool, has_full_rows: bool, query, key, shape: tuple[int, ...]
 ) -> jax.Array:
     """`visible` on one tile.
 
@@ -215,7 +219,13 @@ def write_softmax(out_ref, lse_ref, rows, acc, top, total, may_be_empty=True):
     lse_ref[:, rows] = to_row(lse)
 
 
-def split(items, *counts):
+def take(items, *wanted: bool) -> Any:
+    """The next item for each of `wanted` that is true and None for each of the others, then the rest."""
+    items = list(items)
+    return *(items.pop(0) if want else None for want in wanted), items
+
+
+def split(items, *counts: int) -> Any:
     """Consecutive parts of a sequence, of the given lengths, and the rest."""
     parts, start = [], 0
     for count in counts:
@@ -253,6 +263,7 @@ def launch(
         order = refs[len(scalars) : len(prefetched)]
         kernel(order, *refs[: len(scalars)], *refs[len(prefetched) : given], *refs[given + len(previous) :])
 
+    semantics: list[Any] = ["parallel", "parallel"] + ["arbitrary"] * (len(grid) - 2)
     return pl.pallas_call(
         body,
         out_shape=outputs,
@@ -265,7 +276,7 @@ def launch(
         ),
         input_output_aliases={given + i: i for i in range(len(previous))},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel") + ("arbitrary",) * (len(grid) - 2),
+            dimension_semantics=semantics,
             vmem_limit_bytes=VMEM_LIMIT_BYTES,
         ),
         interpret=call.interpret,

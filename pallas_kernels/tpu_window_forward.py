@@ -101,7 +101,7 @@ def window_forward(
     if segments is not None:
         inputs.append(segments.first_keys)
         in_specs.append(spec((None, 8, block), lambda b, h, i: (b, 0, i)))
-    outputs, out_specs = [shape_like(q.shape, q.dtype, q)], [queries]
+    outputs, out_specs = [shape_like(q.shape, call.result_dtype(q), q)], [queries]
     if call.softmax:
         outputs.append(shape_like((batch, num_heads, 1, length), jnp.float32, q))
         out_specs.append(spec((None, None, 1, block), lambda b, h, i: (b, h, 0, i)))

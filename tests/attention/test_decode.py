@@ -307,7 +307,7 @@ COMPILE = """
 import sys, jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
-from pallas_kernels import AttentionSpec, decode
+from pallas_kernels import AttentionSpec, cache_write, decode
 from pallas_kernels.spec import coordinates
 topology, cores = sys.argv[1], int(sys.argv[2])
 device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
