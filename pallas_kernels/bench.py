@@ -1,9 +1,10 @@
 """What the static measurement of the TPU kernels runs: functions that return `(fn, args)`, to be compiled for a chip.
 
 They run the very `pallas_call`s that `attention(..., implementation="tpu")` dispatches to, with its choice of tiles, on
-head-major arrays, so that a figure is a kernel's and not that of the transposes around it. `routed_*` and `decode`
-include what XLA does around the kernels (sorting, merging), as that is part of their price. Keyword arguments: H query
-heads, K KV heads, T tokens, D head_dim, window, num_sink_tokens, dtype, and fields of `Tiles` to try others.
+head-major arrays, so that a figure is a kernel's and not that of the transposes around it. `routed_backward` and
+`decode` include what XLA does around the kernels (sorting, gathering), as that is part of their price. Keyword
+arguments: H query heads, K KV heads, T tokens, D head_dim, window, num_sink_tokens, dtype, and fields of `Tiles` to try
+others.
 
 A kernel that reads nothing from scalar memory is simulated whole. A simulator that knows no contents of scalar memory
 cannot time the others: flags read as zero, and bounds of the grid are unknown. `swa-jax bench cycles` finds out
@@ -23,6 +24,7 @@ import numpy as np
 
 from pallas_kernels import api, tpu_passes
 from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_kind, preferring
+from pallas_kernels.routed import both_branches
 from pallas_kernels.spec import AttentionSpec, coordinates
 from pallas_kernels.tpu_tiles import Call
 from pallas_kernels.tpu_walk import has_default_positions
@@ -64,14 +66,14 @@ def head_hybrid_forward(rho=0.75, **shape):
     return _bench({"window": 1024, "H": 8, "K": 8} | shape, rho=rho)
 
 
-def routed_forward(ratio=0.13, **shape):
-    """Both branches of SwiAttn: the window's keys and those outside, merged."""
-    return _routed(ratio, {"window": 1024, "T": 8192} | shape, backward=False)
+def routed_forward(**shape):
+    """SwiAttn's two branches with their lse; the gate chooses between them afterwards, so its ratio does not matter."""
+    return _bench({"window": 1024, "T": 8192} | shape, branches=True)
 
 
 def routed_backward(ratio=0.13, **shape):
     """Forward and backward of SwiAttn's attention, the given share of the tokens being routed to full attention."""
-    return _routed(ratio, {"window": 1024, "T": 8192} | shape, backward=True)
+    return _routed(ratio, {"window": 1024, "T": 8192} | shape)
 
 
 def decode(H=8, K=8, T=8192, D=128, window=1024, num_sink_tokens=0, dtype="bfloat16"):
@@ -109,7 +111,7 @@ def settings(name: str) -> tuple[str, ...]:
     own = inspect.signature(FUNCTIONS[name]).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in own.values()):
         return tuple(own)
-    tiles = () if name.startswith("routed") else tuple(field.name for field in dataclasses.fields(Tiles))
+    tiles = () if name == "routed_backward" else tuple(field.name for field in dataclasses.fields(Tiles))
     return (*_SHAPE, *(n for n, p in own.items() if p.kind is not p.VAR_KEYWORD), *tiles)
 
 
@@ -197,7 +199,7 @@ def _call(kind: str, spec: AttentionSpec, where, D: int, tiles: dict, alone=True
     return call
 
 
-def _bench(shape, *, packed=False, backward=False, activation="softmax", rho=None):
+def _bench(shape, *, packed=False, backward=False, activation="softmax", rho=None, branches=False):
     H, K, T, D, dtype, spec, tiles = _read(shape, activation)
     q = jax.ShapeDtypeStruct((1, H, T, D), dtype)
     kv = jax.ShapeDtypeStruct((1, K, T, D), dtype)
@@ -207,8 +209,12 @@ def _bench(shape, *, packed=False, backward=False, activation="softmax", rho=Non
 
     def function(q, k, v, head_bias, ids, *cotangents):
         where = coordinates(T, T, q_segment_ids=ids) if packed else coordinates(T, T)
-        call = _call(device_kind(), spec, where, D, tiles, rho is None, activation == "sigmoid")
+        alone = rho is None and not branches
+        call = _call(device_kind(), spec, where, D, tiles, alone, activation == "sigmoid")
         full_heads = None if rho is None else jnp.arange(K) >= round(rho * K)
+        if branches:
+            call = dataclasses.replace(call, window_kernel=False)
+            return both_branches(call, q, k, v, head_bias, where, full_heads)
         if not backward:
             return tpu_passes.forward(call, q, k, v, head_bias, where, full_heads)
         with preferring("tpu", _own_row(call, D) if tiles else []):
@@ -225,7 +231,7 @@ def _own_row(call: Call, D: int) -> list[dict]:
     return [{"chip": "", "pass": "backward", "head_dim": D, "window": call.spec.window or 0} | sizes]
 
 
-def _routed(ratio, shape, backward):
+def _routed(ratio, shape):
     H, K, T, D, dtype, spec, _ = _read(shape, "softmax")
     q = jax.ShapeDtypeStruct((1, T, H, D), dtype)
     kv = jax.ShapeDtypeStruct((1, T, K, D), dtype)
@@ -239,7 +245,7 @@ def _routed(ratio, shape, backward):
         out, pullback = jax.vjp(forward, q, k, v, gate)
         return out, pullback(out)
 
-    return both if backward else forward, (q, kv, kv, jax.ShapeDtypeStruct((1, T), jnp.float32))
+    return both, (q, kv, kv, jax.ShapeDtypeStruct((1, T), jnp.float32))
 
 
 def _read(shape, activation="softmax"):

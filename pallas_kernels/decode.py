@@ -398,7 +398,7 @@ def _kernel(static: _Static, entries, slots, first_position, first_full, *rest) 
     def logits(h, q_pos, kv_pos, seen) -> jax.Array:
         query = q_ref[h * rows : (h + 1) * rows, :].astype(k_buffer.dtype)
         s = dot(query, k_buffer[turn, h], NN if form.by_lanes else NT)  # [rows, block]
-        s, _ = form_logits(call, s, lambda: addend_at(call, q_pos - kv_pos, info(h, 1), info(h, 2)))
+        s, _ = form_logits(call, s, lambda: addend_at(call, [q_pos], [kv_pos], (info(h, 1), info(h, 2))))
         return jnp.where(seen, s, MASKED)
 
     def accumulate(h, s) -> None:
@@ -451,8 +451,9 @@ def _kernel(static: _Static, entries, slots, first_position, first_full, *rest) 
         out = acc_ref[...]
         if call.softmax:
             top_ref, total_ref = state
-            sees_any = jnp.broadcast_to(top_ref[:, :1] > 0.5 * MASKED, out.shape)
-            out = jnp.where(sees_any, out * (1 / total_ref[:, :1]), 0)
+            # False for NaN, which is not to be hidden.
+            sees_none = jnp.broadcast_to(top_ref[:, :1] <= 0.5 * MASKED, out.shape)
+            out = jnp.where(sees_none, 0, out * (1 / total_ref[:, :1]))
         out_ref[...] = out.astype(out_ref.dtype)
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from pallas_kernels.parts import front, mix, route, vary_alike
 from pallas_kernels.spec import AttentionSpec, Coordinates
 from pallas_kernels.tpu_attend import attend
-from pallas_kernels.tpu_forward import branches_forward, branches_serve
+from pallas_kernels.tpu_forward import branches_call, branches_forward
 from pallas_kernels.tpu_passes import (
     backward,
     choose_kernel,
@@ -97,13 +97,7 @@ def two_branches(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _branches(call: Call, q, k, v, head_bias, where: Coordinates, full_heads):
     """As `two_branches`, of padded arrays and multiplied queries."""
-    arrays = (*_head_major(call, q, k, v), head_bias, where)
-    if full_heads is None and branches_serve(call, where, arrays[1]):
-        window, full = branches_forward(call, *arrays, Heads(k.shape[2]))
-    else:
-        in_parts = dataclasses.replace(call, in_parts=True)
-        window = forward(choose_kernel(in_parts, where), *arrays, full_heads)
-        full = forward(dataclasses.replace(call, outside=True), *arrays, full_heads, initial=window)
+    window, full = both_branches(call, *_head_major(call, q, k, v), head_bias, where, full_heads)
 
     def rows(out, lse=None):
         return token_major(out.astype(q.dtype), q.shape[1]), None if lse is None else lse[:, :, 0].swapaxes(
@@ -111,6 +105,19 @@ def _branches(call: Call, q, k, v, head_bias, where: Coordinates, full_heads):
         )
 
     return *rows(*window), *rows(*full)
+
+
+def both_branches(
+    call: Call, q, k, v, head_bias, where: Coordinates, full_heads
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """out and lse of the window and of all keys, head-major: from one kernel, or from two where that cannot be."""
+    at_edges = branches_call(call, where, k)
+    if at_edges is not None and full_heads is None:
+        return branches_forward(at_edges, q, k, v, head_bias, where, Heads(k.shape[1]))
+    in_parts = dataclasses.replace(call, in_parts=True)
+    window = forward(choose_kernel(in_parts, where), q, k, v, head_bias, where, full_heads)
+    outside = dataclasses.replace(call, outside=True)
+    return window, forward(outside, q, k, v, head_bias, where, full_heads, initial=window)
 
 
 def _branches_fwd(call, *arguments):

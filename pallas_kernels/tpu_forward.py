@@ -53,6 +53,7 @@ from pallas_kernels.tpu_walk import (
 )
 
 _RESIDENT_BYTES = 32 * 2**20  # of keys and values in VMEM
+_LEAST_BLOCK = 256  # worth a pass of its own
 
 
 def scheduled_forward(
@@ -74,11 +75,14 @@ def scheduled_forward(
     return _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches=False)
 
 
-def branches_serve(call: Call, where: Coordinates, k: jax.Array) -> bool:
-    """Whether `branches_forward` can do the call: the window ends where a block does, and VMEM holds all keys."""
-    window = call.spec.window
-    indexed = has_default_positions(call, where) and _fits_vmem(k)
-    return indexed and window is not None and window % call.tiles.q_block == 0
+def branches_call(call: Call, where: Coordinates, k: jax.Array) -> Call | None:
+    """The call as `branches_forward` can do it, or None. Its window must end where a block does: blocks may shrink."""
+    if call.spec.window is None or not (has_default_positions(call, where) and _fits_vmem(k)):
+        return None
+    block = math.gcd(call.spec.window, call.tiles.q_block)
+    if block < min(_LEAST_BLOCK, call.tiles.q_block):
+        return None
+    return dataclasses.replace(call, tiles=dataclasses.replace(call.tiles, q_block=block, kv_block=block))
 
 
 def branches_forward(

@@ -77,8 +77,11 @@ def walk_over(
         return _by_row(num_rows, num_columns, (), run_reach, flush)._replace(fresh=fresh)
     visits = _list_pairs(call, where, flush=flush and not resident)
     if resident:
-        rows = jnp.int32(num_rows) if num_active is None else jnp.minimum(num_active, num_rows)
-        scalars = (visits.pairs, visits.starts, rows.reshape(1).astype(jnp.int32))
+        lists = visits.pairs, visits.starts
+        if num_active is None:
+            return _by_row(num_rows, num_columns, lists, _run_list, flush)._replace(is_list=True)
+        rows = jnp.minimum(num_active, num_rows).astype(jnp.int32)
+        scalars = (*lists, rows.reshape(1))
         return _by_row(rows, num_columns, scalars, _run_list, flush)._replace(is_list=True)
 
     def visit(indices, scalars):
@@ -104,11 +107,11 @@ def _run_pair(visit: Visit, attend) -> None:
 
 
 def _by_row(num_rows: int | jax.Array, num_columns: int, scalars, run, flush: bool) -> Walk:
-    """A resident walk: steps for query blocks and, to flush, for KV blocks. The last scalar, if any, is `num_rows`."""
+    """A resident walk: steps for query blocks and, to flush, KV blocks. A traced `num_rows` is a scalar too."""
 
     def visit(indices, scalars):
         (step,) = indices
-        rows = scalars[-1][0] if scalars else num_rows
+        rows = num_rows if isinstance(num_rows, int) else scalars[-1][0]
         here = step < rows
         column = jnp.maximum(step - rows, 0)
         row = jnp.maximum(jnp.minimum(step, rows - 1), 0)

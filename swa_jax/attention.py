@@ -50,6 +50,7 @@ class AttentionContext:
     positions: jax.Array | None = None  # [B, T], only when they are not those of the segments
     full_from: jax.Array | None = None  # [B] or [B, segments]
     implementation: Implementation | None = None
+    inference: bool = False  # nothing is differentiated: tokens routed to the window skip the full branch
 
 
 def kinds_of(pattern: AttentionPattern) -> tuple[str, ...]:
@@ -162,7 +163,8 @@ class Attention(nnx.Module):
             return attend(context.spec, full_heads=plan.full_heads, **windowed)
 
         def switch() -> tuple[jax.Array, jax.Array]:
-            return routed_attention(q, k, v, gate, context.spec, **shared, **windowed)
+            options = shared | windowed | {"inference": context.inference}
+            return routed_attention(q, k, v, gate, context.spec, **options)
 
         branches = {FULL: full, WINDOW: window, HYBRID: hybrid, SWITCH: switch}
         mixed, disagreement = choose(plan.kind, [branches[kind] for kind in context.kinds])

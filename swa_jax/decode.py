@@ -65,7 +65,7 @@ def decode_layer(
         implementation=context.implementation,
     )
     whole = Pools(cache.k_whole, cache.v_whole, place.whole_slots)
-    rings = Pools(cache.k_ring, cache.v_ring, place.ring_slots)
+    rings = Pools(cache.k_ring, cache.v_ring, place.ring_slots, ring)
 
     def over_whole(kind: str) -> jax.Array:
         if kind == FULL:
@@ -78,12 +78,11 @@ def decode_layer(
         return attend(q, whole, context.spec, full_from=full_from, full_heads=full_heads)
 
     def over_rings() -> jax.Array:
-        return attend(q, rings, context.spec, kv_positions=ring)
+        return attend(q, rings, context.spec)
 
     def by_head() -> jax.Array:
         """Full heads read the whole pool, windowed heads the rings."""
-        full = attend(q, whole, full_spec(context.spec), scattered=True)
-        return full + attend(q, rings, context.spec, kv_positions=ring, scattered=True)
+        return attend(q, whole, full_spec(context.spec), others=(rings, context.spec))
 
     def branch(where: str, kind: str) -> Any:
         return {"ring": over_rings, "mixed": by_head}.get(where, lambda: over_whole(kind))
@@ -92,11 +91,12 @@ def decode_layer(
 
 
 class Pools(NamedTuple):
-    """Caches [rows, B, entries, D], and the row of each KV head [K]."""
+    """Caches [rows, B, entries, D], the row of each KV head [K], and the positions [B, entries] if not the indices."""
 
     k: jax.Array
     v: jax.Array
     slots: jax.Array
+    positions: jax.Array | None = None
 
 
 def attend_over_pools(
@@ -104,51 +104,65 @@ def attend_over_pools(
     pools: Pools,
     spec: AttentionSpec,
     *,
+    others: tuple[Pools, AttentionSpec] | None = None,
     lengths: jax.Array,
-    kv_positions: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     sigmoid_bias: float | None = None,
     full_from: jax.Array | None = None,
     full_heads: jax.Array | None = None,
-    scattered: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """`decode_attention` of q [B, T, H, D] over caches that stay where they are.
 
     Args:
-      scattered: the rows need not be consecutive, and a head whose slot is out of range gives zeros.
+      others: what the heads read whose slots are out of range in `pools`; without it every slot is in range, and those
+        of the heads follow each other.
     """
     batch, length, heads, size = q.shape
-    rows, kv_heads = pools.k.shape[0], pools.slots.shape[0]
     if implementation == "tpu" or (implementation is None and on_tpu()):
-        q_positions = lengths[:, None] - length + jnp.arange(length)
-        where = coordinates(
-            length, pools.k.shape[2], q_positions=q_positions, kv_positions=kv_positions, full_from=full_from
-        )
         bias = None if sigmoid_bias is None else jnp.full(heads, sigmoid_bias)
-        return decode_pool(
-            q, *pools, spec, where, alibi_slopes=alibi_slopes, sigmoid_bias=bias, full_heads=full_heads,
-            scattered=scattered,
-        )  # fmt: skip
+
+        def over(pools: Pools, spec: AttentionSpec) -> jax.Array:
+            where = coordinates(
+                length,
+                pools.k.shape[2],
+                q_positions=lengths[:, None] - length + jnp.arange(length),
+                kv_positions=pools.positions,
+                full_from=full_from,
+            )
+            return decode_pool(
+                q, *pools[:3], spec, where, alibi_slopes=alibi_slopes, sigmoid_bias=bias, full_heads=full_heads,
+                scattered=others is not None,
+            )  # fmt: skip
+
+        out = over(pools, spec)
+        return out if others is None else out + over(*others)
 
     # One KV head after another: its row of a pool is a cache as it stands, where several would have to be transposed.
-    def head(slot: jax.Array, q: jax.Array, slopes: jax.Array | None, full: jax.Array | None) -> jax.Array:
+    def head(
+        slots: list[jax.Array], q: jax.Array, slopes: jax.Array | None, full: jax.Array | None
+    ) -> jax.Array:
         first_full = full_from
         if full is not None:
             first_full = jnp.where(full, 0, NEVER if full_from is None else full_from)
             first_full = jnp.broadcast_to(first_full, lengths.shape)
 
-        def attend() -> jax.Array:
+        def over(pools: Pools, spec: AttentionSpec, slot: jax.Array) -> jax.Array:
             k, v = (jax.lax.dynamic_index_in_dim(pool, slot, keepdims=False) for pool in (pools.k, pools.v))
             return decode_attention(
-                q, k[:, :, None], v[:, :, None], spec, lengths=lengths, kv_positions=kv_positions,
+                q, k[:, :, None], v[:, :, None], spec, lengths=lengths, kv_positions=pools.positions,
                 alibi_slopes=slopes, sigmoid_bias=sigmoid_bias, full_from=first_full, implementation=implementation,
             )  # fmt: skip
 
-        return jax.lax.cond(slot < rows, attend, lambda: jnp.zeros_like(q)) if scattered else attend()
+        first = functools.partial(over, pools, spec, slots[0])
+        if others is None:
+            return first()
+        return jax.lax.cond(slots[0] < pools.k.shape[0], first, functools.partial(over, *others, slots[1]))
 
+    kv_heads = pools.slots.shape[0]
     group = heads // kv_heads
     by_head = q.reshape(batch, length, kv_heads, group, size).transpose(2, 0, 1, 3, 4)  # [K, B, T, G, D]
     slopes = None if alibi_slopes is None else alibi_slopes.reshape(kv_heads, group)
-    out = jax.lax.map(lambda one: head(*one), (pools.slots, by_head, slopes, full_heads))
+    slots = [pools.slots] if others is None else [pools.slots, others[0].slots]
+    out = jax.lax.map(lambda one: head(*one), (slots, by_head, slopes, full_heads))
     return out.transpose(1, 2, 0, 3, 4).reshape(q.shape)

@@ -150,7 +150,7 @@ class Decoder(nnx.Module):
         """Right-padded prompts [B, T] of `lengths` [B] -> logits after each last token [B, V] f32, the filled cache."""
         segments = (jnp.arange(tokens.shape[1])[None] < lengths[:, None]).astype(jnp.int32)
         kinds = kinds_of(self.pattern)
-        context = self._context(tokens, kinds, segments, None, None)
+        context = dataclasses.replace(self._context(tokens, kinds, segments, None, None), inference=True)
         graph, weights = nnx.split(self.layers)
         ring = ring_positions(layout, lengths)
 

@@ -17,6 +17,7 @@ from pallas_kernels import (
     alibi_slopes,
     attention,
     blocks,
+    decode,
     gpu,
     routed_attention,
     tpu_passes,
@@ -42,6 +43,8 @@ class Implementation:
         if self.name == "tpu" and self.block is not None:
             tiles = blocks.Tiles(self.block, self.block, strip=self.block // 2, tile=self.block // 2)
             monkeypatch.setattr(tpu_passes, "choose_tiles", lambda *_, **__: tiles)
+            choose_steps = decode.choose_steps
+            monkeypatch.setattr(decode, "choose_steps", lambda *a: (choose_steps(*a)[0], self.block))
         if self.name == "triton" and self.block is not None:
             tile = Tile(self.block, self.block, 4, 2)
             monkeypatch.setattr(gpu, "tile_sizes", lambda *_: gpu.Tiles(tile, tile, tile, tile))

@@ -108,7 +108,7 @@ def test_settings_are_what_the_functions_take():
         assert 64 in arguments[0].shape
     assert "packed" in bench.settings("window_forward")
     assert "strip" in bench.settings("window_forward")
-    assert "strip" not in bench.settings("routed_forward")
+    assert "strip" not in bench.settings("routed_backward")
     assert "ratio" in bench.settings("routed_backward")
 
 
