@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -97,12 +96,12 @@ def choose_tiles(
 def backward_tiles(tiles: Tiles, kind: str, head_dim: int, window: int | None) -> Tiles:
     """The tiles for the window kernel's backward pass, from those of the forward pass.
 
-    Blocks divide those of the forward pass, to whose blocks the arrays are padded.
+    The arrays are padded to blocks of the forward pass: a block that does not divide those is not taken.
     """
     row = _nearest(kind, "backward", head_dim, window)
     if row is None:
         return tiles
-    block = math.gcd(row["block"], tiles.q_block)
+    block = tiles.q_block if tiles.q_block % row["block"] else row["block"]
     return dataclasses.replace(tiles, q_block=block, kv_block=block, strip=row["strip"], tile=row["tile"])
 
 

@@ -200,7 +200,7 @@ def _folded(call: Call, reach: "Reach", num_blocks: int, flush: bool) -> Walk:
             last=busy & (index == steps(row) - 1),
             wanted=busy & (index < length(row)),
             masked=False,
-            flush=~walking & (flushed < num_blocks),
+            flush=jnp.logical_not(walking) & (flushed < num_blocks),
         )
 
     def run(visit, scalars, attend):

@@ -136,8 +136,9 @@ def sharded(spec, by_heads: bool, kernels) -> Compiled:
     return Compiled(both, (q, kv, kv, ids, full), kernels, placed)
 
 
-# The window kernels are one forward and one backward, the scheduled ones one and two. Full heads have launches of
-# their own, routed attention has window and outside.
+# One kernel forward and one backward. Full heads have launches of their own. Routed attention has one forward, or two if
+# the window does not end where a block does, and two backward, for the window and outside. Keys that VMEM cannot hold
+# go backward in chunks.
 WINDOW, SMALL = AttentionSpec(1024), AttentionSpec(300)
 CALLS = {
     "window": train(WINDOW, kernels=2, length=LONG),
@@ -153,50 +154,52 @@ CALLS = {
         AttentionSpec(300, logit_softcap=30.0), "sink_logits", kernels=2, heads=6, kv_heads=1
     ),
     "window-of-one": train(AttentionSpec(1), kernels=2, heads=2, length=100),
-    "sink-tokens": train(AttentionSpec(1024, 128), kernels=3, length=LONG),
-    "sink-tokens-packed": train(AttentionSpec(300, 4), "q_segment_ids", kernels=3, head_dim=64),
-    "window-bidirectional": train(AttentionSpec(300, causal=False), kernels=3),
-    "long-window": train(AttentionSpec(4096), kernels=3, length=6000, heads=2),
-    "full": train(AttentionSpec(), kernels=3, length=LONG),
-    "full-bidirectional": train(AttentionSpec(causal=False), kernels=3, head_dim=80),
-    "full-head-dim-256-float32": train(AttentionSpec(), kernels=3, head_dim=256, dtype="float32"),
+    "sink-tokens": train(AttentionSpec(1024, 128), kernels=2, length=LONG),
+    "sink-tokens-packed": train(AttentionSpec(300, 4), "q_segment_ids", kernels=2, head_dim=64),
+    "window-bidirectional": train(AttentionSpec(300, causal=False), kernels=2),
+    "long-window": train(AttentionSpec(4096), kernels=2, length=6000, heads=2),
+    "full": train(AttentionSpec(), kernels=2, length=LONG),
+    "full-beyond-vmem": train(AttentionSpec(), kernels=3, length=40960, heads=1, kv_heads=1),
+    "window-head-dim-256-float32": train(WINDOW, kernels=2, head_dim=256, dtype="float32", length=4096),
+    "full-bidirectional": train(AttentionSpec(causal=False), kernels=2, head_dim=80),
+    "full-head-dim-256-float32": train(AttentionSpec(), kernels=2, head_dim=256, dtype="float32"),
     "full-sigmoid": train(
-        AttentionSpec(**SIGMOID), "alibi_slopes", "sigmoid_bias", "q_segment_ids", kernels=3
+        AttentionSpec(**SIGMOID), "alibi_slopes", "sigmoid_bias", "q_segment_ids", kernels=2
     ),
-    "full-from": train(AttentionSpec(300, 4), "full_from", "alibi_slopes", kernels=3),
-    "full-heads": train(WINDOW, "full_heads", kernels=5, length=LONG),
+    "full-from": train(AttentionSpec(300, 4), "full_from", "alibi_slopes", kernels=2),
+    "full-heads": train(WINDOW, "full_heads", kernels=4, length=LONG),
     "everything": train(
         AttentionSpec(300, 4, logit_softcap=30.0),
         *("q_segment_ids", "alibi_slopes", "sink_logits", "full_from", "full_heads"),
-        kernels=6,
+        kernels=4,
         head_dim=96,
     ),
     "sigmoid-everything": train(
         AttentionSpec(300, 4, logit_softcap=30.0, **SIGMOID),
         *("q_segment_ids", "alibi_slopes", "sigmoid_bias", "full_from", "full_heads"),
-        kernels=6,
+        kernels=4,
         head_dim=64,
     ),
-    "positions": train(SMALL, "q_positions", kernels=3),
-    "routed": routed(WINDOW, kernels=5, length=LONG),
+    "positions": train(SMALL, "q_positions", kernels=2),
+    "routed": routed(WINDOW, kernels=3, length=LONG),
     "routed-everything": routed(
-        AttentionSpec(300, 4), "q_segment_ids", "alibi_slopes", "sink_logits", "full_heads", kernels=12
+        AttentionSpec(300, 4), "q_segment_ids", "alibi_slopes", "sink_logits", "full_heads", kernels=8
     ),
-    "routed-sigmoid": routed(AttentionSpec(300, **SIGMOID), "sigmoid_bias", kernels=5, head_dim=64),
+    "routed-sigmoid": routed(AttentionSpec(300, **SIGMOID), "sigmoid_bias", kernels=4, head_dim=64),
     "decode-full": decode(AttentionSpec(), "sink_logits", kernels=1, tokens=1, entries=2048),
     "decode-full-8": decode(
         AttentionSpec(), kernels=1, tokens=8, entries=2048, head_dim=256, dtype="float32"
     ),
     "decode-ring": decode(AttentionSpec(1024, 4), kernels=1, tokens=1, entries=1028, ring=True, head_dim=64),
     "decode-ring-8": decode(
-        AttentionSpec(1024), "alibi_slopes", "full_heads", kernels=2, tokens=8, entries=1032, ring=True
+        AttentionSpec(1024), "alibi_slopes", "full_heads", kernels=1, tokens=8, entries=1032, ring=True
     ),
     "decode-sigmoid": decode(
         AttentionSpec(512, **SIGMOID), "sigmoid_bias", kernels=1, tokens=1, entries=2048, head_dim=80
     ),
-    "layers": layers(SMALL, kernels=5),
+    "layers": layers(SMALL, kernels=4),
     "sharded-batch": sharded(SMALL, by_heads=False, kernels=2),
-    "sharded-heads": sharded(SMALL, by_heads=True, kernels=5),
+    "sharded-heads": sharded(SMALL, by_heads=True, kernels=4),
 }
 
 

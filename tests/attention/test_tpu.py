@@ -5,14 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionSpec, attention, blocks, tpu_passes
+from pallas_kernels import AttentionSpec, attention, blocks, tpu_backward, tpu_forward, tpu_passes, tpu_window
 from pallas_kernels.blocks import Tiles, choose_tiles
 from pallas_kernels.schedule import flat_visits, fully_visible, unpack, visited
 from pallas_kernels.spec import coordinates, dense_mask
-from pallas_kernels.tpu_tiles import Call
+from pallas_kernels.tpu_tiles import LANES
+from pallas_kernels.tpu_tiles import Call as KernelCall
+from pallas_kernels.tpu_walk import walk_over
 from pallas_kernels.tpu_window import blocks_back, window_kernel_serves, window_steps, window_tiles
 
-from .suite import PACKED
+from .suite import PACKED, Call, Implementation, assert_matches_reference
 
 SPECS = {
     "full": AttentionSpec(),
@@ -73,7 +75,7 @@ def test_flat_visits_list_every_wanted_pair_once_and_every_row_at_least_once():
 @pytest.mark.parametrize("window", [1, 5, 8, 9, 16, 17, 33])
 @pytest.mark.parametrize("strip", [4, 8, 16])
 def test_window_tiles_cover_the_window_without_whole_tiles_of_waste(window, strip):
-    call = Call(AttentionSpec(window), Tiles(16, 16, strip=strip, tile=4))
+    call = KernelCall(AttentionSpec(window), Tiles(16, 16, strip=strip, tile=4))
     for present, _ in window_steps(call, num_steps=9):
         for start in range(0, 16, strip):
             tiles = window_tiles(call, start, present)
@@ -95,7 +97,7 @@ def test_window_kernel_serves_default_positions_only(change):
         "sinks in segments": {"q_segment_ids": np.ones((1, 48), int)},
     }
     where = coordinates(48, 40 if change == "lengths" else 48, **options.get(change, {}))
-    call = Call(spec, Tiles(16, 16, strip=8, tile=8), indexed=tpu_passes.is_indexed(where))
+    call = KernelCall(spec, Tiles(16, 16, strip=8, tile=8), indexed=tpu_passes.is_indexed(where))
     assert window_kernel_serves(call, where) == (change == "none")
 
 
@@ -117,3 +119,49 @@ def test_float64_is_refused_by_name():
 
 def test_kernels_are_interpreted_off_tpus_only():
     assert blocks.on_tpu() == (jax.default_backend() == "tpu")
+
+
+WALKED = {
+    "full": Call(AttentionSpec()),
+    "long-window": Call(AttentionSpec(21)),
+    "packed": Call(AttentionSpec(21), segments=tuple(map(tuple, PACKED))),
+    "full-heads": Call(AttentionSpec(21), ("full_heads",)),
+    "sigmoid": Call(
+        AttentionSpec(21, activation="sigmoid"), ("alibi_slopes", "sigmoid_bias", "full_heads"), heads=3
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WALKED)
+@pytest.mark.parametrize("vmem", ["holds keys", "holds gradients", "holds some gradients"])
+def test_scheduled_kernels_whatever_vmem_holds(monkeypatch, vmem, name):
+    """Long sequences take a step of the grid for each pair of blocks, and longer ones their keys in chunks."""
+    implementation = Implementation("tpu", block=16).install(monkeypatch)
+    monkeypatch.setattr(tpu_window, "MAX_WINDOW_KERNEL", 0)  # scheduled kernels only
+    block_of_gradients = 2 * 4 * 16 * LANES
+    keys, gradients = {
+        "holds keys": (1 << 20, 1 << 20),
+        "holds gradients": (0, 4 * block_of_gradients),
+        "holds some gradients": (0, 2 * block_of_gradients),
+    }[vmem]
+    monkeypatch.setattr(tpu_forward, "_RESIDENT_BYTES", keys)
+    monkeypatch.setattr(tpu_backward, "_VMEM_BYTES", gradients)
+    assert_matches_reference(WALKED[name], implementation)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 5, 6])
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("window", [None, 3, 8, 11, 21])
+def test_folded_walk_takes_each_pair_once_and_hardly_an_idle_step(num_blocks, window, outside):
+    call = KernelCall(AttentionSpec(window), Tiles(8, 8), indexed=True, outside=outside)
+    where = coordinates(8 * num_blocks, 8 * num_blocks)
+    walk = walk_over(call, where, resident=False, flush=True)
+    steps = [walk.visit(indices, ()) for indices in np.ndindex(*walk.grid)]
+    wanted = [(int(visit.row), int(visit.column)) for visit in steps if visit.wanted]
+    everything = visited(AttentionSpec(), where, 8, 8)
+    expected = everything if window is None else visited(call.spec, where, 8, 8, outside=outside)
+    assert sorted(wanted) == sorted(map(tuple, np.argwhere(expected).tolist()))
+    assert [int(visit.column) for visit in steps if visit.flush] == list(range(num_blocks))
+    for row in range(num_blocks):
+        mine = [visit for visit in steps if int(visit.row) == row and not visit.flush]
+        assert sum(bool(visit.first) for visit in mine) == sum(bool(visit.last) for visit in mine) == 1
