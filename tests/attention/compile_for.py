@@ -136,9 +136,9 @@ def sharded(spec, by_heads: bool, kernels) -> Compiled:
     return Compiled(both, (q, kv, kv, ids, full), kernels, placed)
 
 
-# One kernel forward and one backward. Full heads have launches of their own. Routed attention has one forward, or two if
-# the window does not end where a block does, and two backward, for the window and outside. Keys that VMEM cannot hold
-# go backward in chunks.
+# One kernel forward and one backward. Full heads have launches of their own. Routed attention has one forward, or two
+# if the window does not end where a block does, and two backward, for the window and outside. Keys that VMEM cannot
+# hold go backward in chunks.
 WINDOW, SMALL = AttentionSpec(1024), AttentionSpec(300)
 CALLS = {
     "window": train(WINDOW, kernels=2, length=LONG),
