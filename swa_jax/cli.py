@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import importlib.metadata
+import importlib.util
 import json
 import os
 import sys
@@ -58,7 +60,17 @@ app.add_typer(select_app, name="select")
 app.add_typer(bench_app, name="bench")
 
 
+# Where Linux shows TPUs and GPUs.
+_ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")
+
+
 def main() -> None:
+    # libtpu may be there to compile only; looking for a TPU in vain, it would fill the terminal with errors.
+    compiles_only = importlib.util.find_spec("libtpu") and not any(map(glob.glob, _ACCELERATORS))
+    if compiles_only and "JAX_PLATFORMS" not in os.environ:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        if "jax" in sys.modules:
+            sys.modules["jax"].config.update("jax_platforms", "cpu")
     app()
 
 
