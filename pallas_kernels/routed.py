@@ -85,6 +85,8 @@ def two_branches(
     """O_window [B, T, H, D], lse_window [B, T, H] f32, O_full, lse_full; no lse for sigmoid."""
     _, length, heads, head_dim = q.shape
     call = make_call(q, k, spec, where, alibi_slopes, sigmoid_bias)
+    # The gate's gradient is a difference of the branches: large sums without a normaliser must not be rounded before.
+    call = dataclasses.replace(call, in_parts=not call.softmax)
     q = pad(q * jnp.asarray(call.query_factor(head_dim), q.dtype), call.tiles.q_block, 1, 0)
     k, v = (pad(x, call.tiles.kv_block, 1, 0) for x in (k, v))
     where = pad_coordinates(where, call.tiles)
@@ -100,9 +102,9 @@ def _branches(call: Call, q, k, v, head_bias, where: Coordinates, full_heads):
     window, full = both_branches(call, *_head_major(call, q, k, v), head_bias, where, full_heads)
 
     def rows(out, lse=None):
-        return token_major(out.astype(q.dtype), q.shape[1]), None if lse is None else lse[:, :, 0].swapaxes(
-            1, 2
-        )
+        return token_major(out.astype(call.result_dtype(q)), q.shape[1]), None if lse is None else lse[
+            :, :, 0
+        ].swapaxes(1, 2)
 
     return *rows(*window), *rows(*full)
 
@@ -146,7 +148,7 @@ def _branches_bwd(call, saved, cotangents):
             by_head = (x.swapaxes(1, 2)[:, :, None] for x in (lse, delta))
             statistics = pack_statistics(*by_head)
         heads = k_by_head, v_by_head, head_bias, where, full_heads
-        return backward(call, q, *heads, head_major(dout, block), statistics, num_active)
+        return backward(call, q, *heads, head_major(dout.astype(q.dtype), block), statistics, num_active)
 
     dq, dk, dv, *dbias = run(
         choose_kernel(call, where), arrays[0], where, joint.astype(q.dtype), window_lse, joint_delta

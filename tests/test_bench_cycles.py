@@ -262,9 +262,11 @@ def test_settings_are_json_where_they_can_be():
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_function_compiles_for_a_chip(name):
     measured = cycles.measure(name, "v6e", {"T": 2048})
-    kernels = [op for op in measured.ops if "window_" in op.name or "scheduled_" in op.name]
+    kernels = [
+        op for op in measured.ops if any(part in op.name for part in ("window_", "scheduled_", "branches_"))
+    ]
     assert measured.temp_bytes is not None
     assert kernels or name == "decode"
-    if name in ("window_forward", "window_backward", "sigmoid_forward", "sigmoid_backward"):
+    if name not in ("routed_backward", "head_hybrid_forward", "decode"):
         assert {op.source for op in measured.ops} == {SIMULATED}
         assert 2000 < measured.cycles_per_1024 < 20_000
