@@ -99,7 +99,8 @@ def test_the_nearest_head_dim_wins_then_the_nearest_window_above(own_table):
     assert strip(8193) == 256
     assert choose_tiles("TPU v5 lite", 16384, 16384, 128, window=8192).strip == 5
     forward = Tiles(512, 512, strip=7, sum_on_mxu=False)
-    assert backward_tiles(forward, V6E, 128, 8192) == Tiles(256, 256, strip=4, tile=32, sum_on_mxu=False)
+    assert backward_tiles(forward, V6E, 128, 8192) == Tiles(512, 512, strip=4, tile=32, sum_on_mxu=False)
+    assert backward_tiles(Tiles(1536, 1536), V6E, 128, 8192).q_block == 768  # it divides the forward's
     assert backward_tiles(forward, V6E, 128, 8193) == forward
 
 
