@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from pallas_kernels import AttentionSpec, alibi_slopes, attention, routed_attention
+from pallas_kernels import AttentionSpec, alibi_slopes
 from pallas_kernels.api import Implementation
 from swa_jax.config import ModelConfig
 from swa_jax.layers import RMSNorm, apply_rope, linear
+from swa_jax.parallel_attention import attention_on_mesh
 from swa_jax.pattern import FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW, AttentionPattern
+from swa_jax.sharding import Partition
 
 NEVER = np.iinfo(np.int32).max  # a `full_from` that no position reaches
 
@@ -51,6 +53,7 @@ class AttentionContext:
     full_from: jax.Array | None = None  # [B] or [B, segments]
     implementation: Implementation | None = None
     inference: bool = False  # nothing is differentiated: tokens routed to the window skip the full branch
+    partition: Partition | None = None  # the mesh that the arrays lie on
 
 
 def kinds_of(pattern: AttentionPattern) -> tuple[str, ...]:
@@ -144,14 +147,10 @@ class Attention(nnx.Module):
         """x [B, T, d] and this layer's row of the plan -> output [B, T, d], routing [B, T], (k, v) [B, T, K, D]."""
         q, k, v = self.qkv(x, context)
         logit, gate = self.route(x)
-        silent = jnp.zeros(x.shape[:2], jnp.float32)
-        shared = self._shared(context)
         windowed: dict[str, Any] = {"full_from": context.full_from}
 
         def attend(spec: AttentionSpec, **options: Any) -> tuple[jax.Array, jax.Array]:
-            out = attention(q, k, v, spec, **shared, **options)
-            assert isinstance(out, jax.Array)  # no lse was asked for
-            return out, silent
+            return attention_on_mesh(q, k, v, spec, context.partition, **self._shared(context), **options)
 
         def full() -> tuple[jax.Array, jax.Array]:
             return attend(full_spec(context.spec))
@@ -163,8 +162,7 @@ class Attention(nnx.Module):
             return attend(context.spec, full_heads=plan.full_heads, **windowed)
 
         def switch() -> tuple[jax.Array, jax.Array]:
-            options = shared | windowed | {"inference": context.inference}
-            return routed_attention(q, k, v, gate, context.spec, **options)
+            return attend(context.spec, gate=gate, inference=context.inference, **windowed)
 
         branches = {FULL: full, WINDOW: window, HYBRID: hybrid, SWITCH: switch}
         mixed, disagreement = choose(plan.kind, [branches[kind] for kind in context.kinds])
@@ -176,10 +174,8 @@ class Attention(nnx.Module):
         return {
             "alibi_slopes": model_slopes(self.config),
             "sigmoid_bias": model_sigmoid_bias(self.config),
-            "q_segment_ids": context.segment_ids,
-            "kv_segment_ids": context.segment_ids,
-            "q_positions": context.positions,
-            "kv_positions": context.positions,
+            "segment_ids": context.segment_ids,
+            "positions": context.positions,
             "implementation": context.implementation,
         }
 

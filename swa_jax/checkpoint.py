@@ -33,6 +33,7 @@ from swa_jax.huggingface.names import TensorName, expected_tensors, is_router, t
 from swa_jax.huggingface.weights import CheckpointError
 from swa_jax.model import Decoder
 from swa_jax.pattern import SWITCH, AttentionPattern, load_pattern
+from swa_jax.sharding import Partition, state_shardings
 
 CONFIG_FILE, PATTERN_FILE, MANIFEST_FILE, WEIGHTS = "config.json", "pattern.json", "manifest.json", "weights"
 COMPANIONS = (
@@ -89,43 +90,55 @@ def load_model(
     pattern: AttentionPattern | str | Path | None = None,
     *,
     dtype: jax.typing.DTypeLike | None = None,
+    config: ModelConfig | None = None,
+    partition: Partition | None = None,
+    router_seed: int = ROUTER_SEED,
 ) -> Decoder:
     """Read a checkpoint folder.
 
     Args:
       path: a folder written by `swa-jax import`, `save_model` or training.
       pattern: an AttentionPattern, the path of a pattern JSON, or a recipe; None: the folder's own. Routers that it
-        asks for and the checkpoint lacks are drawn from a fixed seed.
+        asks for and the checkpoint lacks are drawn from `router_seed`.
       dtype: of all parameters; None: the stored one (the widest, if several are stored).
+      config: in place of the folder's own, for changes that no weight depends on, such as YaRN.
+      partition: lay the parameters out on this mesh; the host holds one of them at a time.
 
     Raises:
       CheckpointError: not a checkpoint folder, or a damaged one; the sentence names the file.
       ConfigError: a pattern that does not fit the model.
     """
     source = open_checkpoint(path)
-    config = source.config
+    config = config or source.config
     chosen = source.pattern if pattern is None else load_pattern(pattern, config)
     routed = SWITCH in chosen.layer_types
     kind = source.dtype if dtype is None else jnp.dtype(dtype)
     skeleton = nnx.eval_shape(lambda: Decoder(config, chosen, dtype=kind, rngs=nnx.Rngs(0)))
     graph, wanted = nnx.split(skeleton)
     table = tensor_names(config, routers=routed and source.has_routers)
-    arrays = dict(_stack(source, table, config.num_hidden_layers, kind))
+    places: dict[tuple[str, ...], jax.sharding.Sharding] = {}
+    if partition is not None:
+        shardings = nnx.to_flat_state(state_shardings(wanted, partition))
+        places = {_names(path): sharding.get_value() for path, sharding in shardings}
+    arrays = dict(_stack(source, table, config.num_hidden_layers, kind, places))
     if routed and not source.has_routers:
-        arrays |= fresh_routers(config, kind)
+        routers = fresh_routers(config, kind, router_seed)
+        arrays |= {path: jax.device_put(router, places.get(path)) for path, router in routers.items()}
     state = {path: variable.replace(arrays[_names(path)]) for path, variable in nnx.to_flat_state(wanted)}
     return nnx.merge(graph, nnx.from_flat_state(state))
 
 
-def fresh_routers(config: ModelConfig, dtype: jax.typing.DTypeLike) -> dict[tuple[str, ...], jax.Array]:
-    """Stacked router parameters by their path in the decoder, from a fixed seed."""
+def fresh_routers(
+    config: ModelConfig, dtype: jax.typing.DTypeLike, seed: int = ROUTER_SEED
+) -> dict[tuple[str, ...], jax.Array]:
+    """Stacked router parameters by their path in the decoder."""
 
     @nnx.split_rngs(splits=config.num_hidden_layers)
     @nnx.vmap(in_axes=(0,), out_axes=0)
     def stack(rngs: nnx.Rngs) -> Router:
         return Router(config, jnp.dtype(dtype), rngs)
 
-    flat = nnx.to_flat_state(nnx.state(stack(nnx.Rngs(ROUTER_SEED))))
+    flat = nnx.to_flat_state(nnx.state(stack(nnx.Rngs(seed))))
     return {("layers", "attention", "router", *_names(path)): variable[...] for path, variable in flat}
 
 
@@ -146,12 +159,24 @@ def _unstack(model: Decoder, table: list[TensorName]) -> Iterator[tuple[str, np.
     parameters = dict(nnx.to_flat_state(nnx.state(model)))
     for tensor in table:
         stacked = parameters[tensor.path][...]
-        array = np.asarray(stacked if tensor.layer is None else stacked[tensor.layer])
+        array = fetch(stacked if tensor.layer is None else stacked[tensor.layer])
         yield tensor.name, np.ascontiguousarray(array.T if tensor.transposed else array)
 
 
+def fetch(x: jax.Array) -> np.ndarray:
+    """The whole array on this host, also when other processes hold parts of it (all of them must then call this)."""
+    if not x.is_fully_addressable:
+        assert isinstance(x.sharding, jax.sharding.NamedSharding)
+        x = jax.device_put(x, jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec()))
+    return np.asarray(x)
+
+
 def _stack(
-    source: Checkpoint, table: list[TensorName], num_layers: int, dtype: np.dtype
+    source: Checkpoint,
+    table: list[TensorName],
+    num_layers: int,
+    dtype: np.dtype,
+    places: Mapping[tuple[str, ...], jax.sharding.Sharding],
 ) -> Iterator[tuple[tuple[str, ...], jax.Array]]:
     """(path, parameter) for each parameter of the decoder; the host holds one of them at a time."""
     for path, group in itertools.groupby(table, lambda tensor: tensor.path):
@@ -163,7 +188,7 @@ def _stack(
             buffer[... if first.layer is None else tensors[name].layer] = (
                 array.T if first.transposed else array
             )
-        yield path, jax.device_put(buffer)
+        yield path, jax.device_put(buffer, places.get(path))
 
 
 # ---- folders ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,10 @@ from swa_jax.config import ModelConfig
 from swa_jax.decode import decode_layer, layer_places
 from swa_jax.layers import RMSNorm, SwiGLU, linear, rope_tables
 from swa_jax.pattern import SWITCH, AttentionPattern
+from swa_jax.sharding import Partition, constrain
+
+# What the backward pass finds saved: everything, each layer's input only, or also the outputs of its projections.
+Remat = Literal["none", "layer", "projections"]
 
 
 class Block(nnx.Module):
@@ -96,25 +101,34 @@ class Decoder(nnx.Module):
         full_from: jax.Array | None = None,
         plan: LayerPlan | None = None,
         kinds: tuple[str, ...] | None = None,
-        remat: bool = False,
+        remat: Remat = "none",
+        partition: Partition | None = None,
     ) -> tuple[jax.Array, Routing]:
         """The normed hidden states [B, T, d] and every layer's routing [L, B, T].
 
-        `plan` and `kinds` replace the pattern's layer map by data, so that a search over patterns compiles once.
+        Args:
+          plan, kinds: replace the pattern's layer map by data, so that a search over patterns compiles once.
+          remat: what is computed again in the backward pass rather than saved.
+          partition: the mesh that parameters and tokens lie on.
         """
         kinds = kinds or kinds_of(self.pattern)
         plan = plan or self._plan(kinds)
         context = self._context(tokens, kinds, segment_ids, positions, full_from)
+        context = dataclasses.replace(context, partition=partition)
         graph, weights = nnx.split(self.layers)
 
         def layer(x: jax.Array, scanned: tuple[nnx.State, LayerPlan]) -> tuple[jax.Array, Routing]:
             block = nnx.merge(graph, scanned[0])
             mixed, routing, _ = block.attention(block.input_norm(x), scanned[1], context)
-            return block.feed_forward(x + mixed), routing
+            x = constrain(x + mixed, partition, "batch", "sequence", None)
+            return constrain(block.feed_forward(x), partition, "batch", "sequence", None), routing
 
-        x, routing = jax.lax.scan(
-            jax.checkpoint(layer) if remat else layer, self.embed(tokens), (weights, plan)
-        )
+        if remat == "layer":
+            layer = jax.checkpoint(layer)
+        elif remat == "projections":
+            layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+        x = constrain(self.embed(tokens), partition, "batch", "sequence", None)
+        x, routing = jax.lax.scan(layer, x, (weights, plan))
         return self.norm(x), routing
 
     def embed(self, tokens: jax.Array) -> jax.Array:

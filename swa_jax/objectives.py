@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from swa_jax.attention import Routing
+from swa_jax.sharding import Partition
 
 CHUNK = 1024  # tokens whose logits exist at one time
 
@@ -17,6 +18,7 @@ class TokenLoss(NamedTuple):
     nll: jax.Array  # [B, T] f32: of the *next* token, 0 where there is no target
     weight: jax.Array  # [B, T] f32: weight of that target, 0 where there is none
     correct: jax.Array  # [B, T] f32: 1 where the most likely token is the target
+    log_z: jax.Array | None = None  # [B, T] f32: log of the softmax's denominator, 0 where there is no target
 
 
 def next_token_targets(
@@ -33,17 +35,50 @@ def next_token_targets(
 
 
 def token_loss(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, chunk: int = CHUNK
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    chunk: int = CHUNK,
+    partition: Partition | None = None,
 ) -> TokenLoss:
-    """Cross-entropy in nats; logits exist for `chunk` tokens at a time, forward and backward.
+    """Cross-entropy in nats; logits exist for `chunk` tokens at a time (on each device), forward and backward.
 
     Args:
       hidden: [B, T, d]; head: [d, V]; targets: [B, T] int32; weights: [B, T] f32.
+      partition: the mesh they lie on; each device then scores its tokens over its part of the vocabulary.
     """
+    if partition is None:
+        return TokenLoss(*_local_loss(hidden, head, targets, weights, chunk, None))
+    tokens = partition.spec("batch", "sequence")
+    vocab = partition.rules.axes("vocab")
+    axis = vocab[0] if partition.size("vocab") > 1 else None
+
+    def local(
+        hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        return _local_loss(hidden, head, targets, weights, chunk, axis)
+
+    sharded = jax.shard_map(
+        local,
+        mesh=partition.mesh,
+        in_specs=(partition.spec("batch", "sequence", None), partition.spec(None, "vocab"), tokens, tokens),
+        out_specs=(tokens,) * 4,
+    )
+    return TokenLoss(*sharded(hidden, head, targets, weights))
+
+
+def _local_loss(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, chunk: int, axis: str | None
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The fields of `TokenLoss`; `axis`: the mesh axis that splits the vocabulary, head [d, V / n]."""
     batch, length, _ = hidden.shape
     rows = batch * length
     chunk = min(chunk, rows)
     padding = -rows % chunk
+    first = (
+        0 if axis is None else jax.lax.axis_index(axis) * head.shape[1]
+    )  # token id of this part's first column
 
     def split(x: jax.Array) -> jax.Array:
         flat = x.reshape(rows, *x.shape[2:])
@@ -52,37 +87,94 @@ def token_loss(
     @jax.checkpoint  # the backward pass recomputes the chunk's logits
     def one_chunk(
         _: None, piece: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[None, tuple[jax.Array, jax.Array]]:
+    ) -> tuple[None, tuple[jax.Array, ...]]:
         x, target, weight = piece
         logits = jnp.einsum("cd,dv->cv", x, head, preferred_element_type=jnp.float32)  # [chunk, V]
-        chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-        nll = jax.nn.logsumexp(logits, axis=-1) - chosen
+        log_z, chosen, likeliest = _over_vocabulary(logits, target, first, axis)
         scored = weight > 0
-        return None, (jnp.where(scored, nll, 0), scored & (jnp.argmax(logits, axis=-1) == target))
+        return None, (
+            jnp.where(scored, log_z - chosen, 0),
+            scored & (likeliest == target),
+            jnp.where(scored, log_z, 0),
+        )
 
-    _, (nll, correct) = jax.lax.scan(one_chunk, None, (split(hidden), split(targets), split(weights)))
+    _, (nll, correct, log_z) = jax.lax.scan(one_chunk, None, (split(hidden), split(targets), split(weights)))
 
     def join(x: jax.Array) -> jax.Array:
         return x.reshape(-1)[:rows].reshape(batch, length).astype(jnp.float32)
 
-    return TokenLoss(join(nll), weights, join(correct))
+    return join(nll), weights, join(correct), join(log_z)
 
 
-def mean_loss(loss: TokenLoss) -> jax.Array:
-    """Weighted mean over the targets, in nats."""
-    return jnp.sum(loss.nll * loss.weight) / jnp.maximum(jnp.sum(loss.weight), 1e-6)
+def _over_vocabulary(
+    logits: jax.Array, target: jax.Array, first: jax.Array | int, axis: str | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-sum-exp, the target's logit and the likeliest token, each [chunk], of logits [chunk, V or its part]."""
+    if axis is None:
+        chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        return jax.nn.logsumexp(logits, axis=-1), chosen, jnp.argmax(logits, axis=-1)
+    size = logits.shape[1]
+    held = jax.lax.stop_gradient(logits)
+    top, likeliest = held.max(axis=-1), jnp.argmax(held, axis=-1) + first
+    highest = jax.lax.pmax(top, axis)
+    total = jax.lax.psum(jnp.exp(logits - highest[:, None]).sum(axis=-1), axis)
+    here = (target >= first) & (target < first + size)
+    column = jnp.clip(target - first, 0, size - 1)[:, None]
+    chosen = jax.lax.psum(jnp.where(here, jnp.take_along_axis(logits, column, axis=-1)[:, 0], 0), axis)
+    none = jnp.iinfo(jnp.int32).max
+    likeliest = jax.lax.pmin(
+        jnp.where(top == highest, likeliest, none), axis
+    )  # of equals the first, as argmax
+    return highest + jnp.log(total), chosen, likeliest
+
+
+class Totals(NamedTuple):
+    """What the sums over a batch are divided by; of the whole batch when it is taken in several pieces."""
+
+    weight: jax.Array  # of all targets
+    targets: jax.Array  # how many
+    tokens: jax.Array  # that are not padding
+
+
+def totals_of(segment_ids: jax.Array, weights: jax.Array) -> Totals:
+    """segment_ids [..., B, T]; weights [..., B, T] of the targets, as `next_token_targets` gives them."""
+    return Totals(
+        jnp.maximum(jnp.sum(weights), 1e-6),
+        jnp.maximum(jnp.sum(weights > 0), 1).astype(jnp.float32),
+        jnp.maximum(jnp.sum(segment_ids != 0), 1).astype(jnp.float32),
+    )
+
+
+def mean_loss(loss: TokenLoss, total_weight: jax.Array | None = None) -> jax.Array:
+    """Weighted mean over the targets, in nats; `total_weight` is that of the whole batch if `loss` is a piece of it."""
+    total = jnp.maximum(jnp.sum(loss.weight), 1e-6) if total_weight is None else total_weight
+    return jnp.sum(loss.nll * loss.weight) / total
+
+
+def z_loss(loss: TokenLoss, total_weight: jax.Array) -> jax.Array:
+    """Weighted mean of the squared log of the softmax's denominator, which keeps logits from drifting."""
+    assert loss.log_z is not None
+    return jnp.sum(jnp.square(loss.log_z) * loss.weight) / total_weight
 
 
 @dataclasses.dataclass(frozen=True)
 class SwitchLoss:
-    """SwiAttn's regulariser; defaults are the paper's (Eq. 8)."""
+    """SwiAttn's regulariser; defaults are the paper's (Eq. 8).
+
+    Its ablations (Table 4): V1 `adaptive: false`, V2 `nll: 0`, V3 `alpha: 10`, V4 `alpha: 1`, V5 `alpha: 0`,
+    V6 `eps: 0.2`, V7 `eps: 0.01`.
+    """
 
     base: float = 1e-3  # the numerator of gamma
     eps: float = 0.1
     alpha: float = 100.0  # weight of the branch disagreement
+    nll: float = 1.0  # weight of the token's loss
+    adaptive: bool = True  # False: gamma is `base` for every token
 
 
-def switch_regularizer(routing: Routing, loss: TokenLoss, constants: SwitchLoss) -> jax.Array:
+def switch_regularizer(
+    routing: Routing, loss: TokenLoss, constants: SwitchLoss, total_targets: jax.Array | None = None
+) -> jax.Array:
     """Eq. 7 to 9: the mean over tokens and layers of `gamma * softplus(logit)`.
 
     `gamma = base / (eps + NLL_t + alpha * MSE_tl)` is a weight: no gradient flows through it. NLL_t is that of target
@@ -90,14 +182,23 @@ def switch_regularizer(routing: Routing, loss: TokenLoss, constants: SwitchLoss)
 
     Args:
       routing: leaves [L, B, T]; loss: leaves [B, T].
+      total_targets: of the whole batch, if `loss` is a piece of it.
     """
-    gamma = constants.base / (constants.eps + loss.nll[None] + constants.alpha * routing.disagreement)
     counted = (loss.weight > 0).astype(jnp.float32)[None]  # [1, B, T]
+    gamma = jnp.full_like(routing.logit, constants.base)
+    if constants.adaptive:
+        gamma = constants.base / (
+            constants.eps + constants.nll * loss.nll[None] + constants.alpha * routing.disagreement
+        )
     penalty = jax.lax.stop_gradient(gamma) * jax.nn.softplus(routing.logit) * counted
-    return jnp.sum(penalty) / jnp.maximum(jnp.sum(counted) * routing.logit.shape[0], 1)
+    total = jnp.maximum(jnp.sum(counted), 1) if total_targets is None else total_targets
+    return jnp.sum(penalty) / (total * routing.logit.shape[0])
 
 
-def full_attention_ratio(routing: Routing, counted: jax.Array) -> jax.Array:
-    """Share of the counted tokens [B, T] that see everything, by layer: [L]."""
+def full_attention_ratio(
+    routing: Routing, counted: jax.Array, total_tokens: jax.Array | None = None
+) -> jax.Array:
+    """Share of the counted tokens [B, T] that see everything, by layer: [L]; `total_tokens` as in the losses."""
     weight = (counted > 0).astype(jnp.float32)
-    return jnp.sum(routing.gate * weight, axis=(1, 2)) / jnp.maximum(jnp.sum(weight), 1)
+    total = jnp.maximum(jnp.sum(weight), 1) if total_tokens is None else total_tokens
+    return jnp.sum(routing.gate * weight, axis=(1, 2)) / total

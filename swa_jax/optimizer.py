@@ -12,26 +12,32 @@ from optax import contrib
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW for everything, or Muon for the matrices and AdamW for the rest."""
+    """AdamW for everything, or Muon for the matrices and AdamW for the rest.
+
+    Weights and moments are f32. Weight decay is for the matrices only: not for embeddings, norms, biases, routers.
+    """
 
     name: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 3e-4
     adam_learning_rate: float = 3e-3  # muon: for embeddings, norms, biases and the router
-    schedule: Literal["constant", "cosine", "warmup-stable-decay"] = "cosine"
+    schedule: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = "cosine"
     warmup_steps: int = 0
     decay_steps: int = 0  # warmup-stable-decay: length of the final cosine
     final_fraction: float = 0.1  # of the peak, at the end
     b1: float = 0.9
     b2: float = 0.95
-    weight_decay: float = 0.01  # matrices only
+    eps: float = 1e-8
+    weight_decay: float = 0.01
     clip_norm: float = 1.0
 
 
 def learning_rate(config: OptimizerConfig, peak: float, total_steps: int) -> optax.Schedule:
-    """The rate by step: linear warmup, then constant, cosine to the end, or stable with a final cosine decay."""
+    """The rate by step: linear warmup, then constant, linear or cosine to the end, or stable with a final cosine."""
     warmup = config.warmup_steps
     if config.schedule == "cosine":
         main = optax.cosine_decay_schedule(peak, max(total_steps - warmup, 1), config.final_fraction)
+    elif config.schedule == "linear":
+        main = optax.linear_schedule(peak, peak * config.final_fraction, max(total_steps - warmup, 1))
     elif config.schedule == "warmup-stable-decay":
         stable = max(total_steps - warmup - config.decay_steps, 0)
         decay = optax.cosine_decay_schedule(peak, max(config.decay_steps, 1), config.final_fraction)
@@ -57,7 +63,9 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
     """Clipping by the global norm, then the optimiser. Parameters are stacked: kernels are [L, in, out]."""
     rate = learning_rate(config, config.learning_rate, total_steps)
     if config.name == "adamw":
-        update = optax.adamw(rate, config.b1, config.b2, weight_decay=config.weight_decay, mask=is_matrix)
+        update = optax.adamw(
+            rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=is_matrix
+        )
     else:
         update = contrib.muon(
             rate,

@@ -1,4 +1,5 @@
-"""Training on one process: pretraining, continued pretraining (CPT) and SwiAttn's routed CPT, from one YAML file.
+"""Training: pretraining, continued pretraining (CPT) and SwiAttn's routed CPT, from one YAML file, on one device or
+many.
 
 A run folder holds `config.yaml` (resolved), `metrics.jsonl` (one line a step), `checkpoints/` and, at the end,
 `model/`. Started again with the same configuration, a run goes on from its last checkpoint, bit for bit.
@@ -6,17 +7,14 @@ A run folder holds `config.yaml` (resolved), `metrics.jsonl` (one line a step), 
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
 import yaml
 from flax import nnx
 from orbax.checkpoint import v1 as ocp
@@ -31,81 +29,18 @@ from rich.progress import (
 
 from swa_jax.checkpoint import load_model, open_checkpoint, save_model
 from swa_jax.config import ConfigError, ModelConfig, from_dict, to_dict
-from swa_jax.data import SourceConfig, make_batches, text_files
+from swa_jax.data import make_batches, text_files
+from swa_jax.flops import peak_flops, train_flops_per_token
 from swa_jax.model import Decoder
-from swa_jax.objectives import (
-    SwitchLoss,
-    full_attention_ratio,
-    mean_loss,
-    next_token_targets,
-    switch_regularizer,
-    token_loss,
-)
-from swa_jax.optimizer import OptimizerConfig, make_optimizer
+from swa_jax.optimizer import make_optimizer
 from swa_jax.pattern import SWITCH, AttentionPattern, load_pattern
+from swa_jax.run_log import RunLog
+from swa_jax.sharding import Partition, check_batch, check_model, make_mesh, state_shardings
 from swa_jax.tokenizer import load_tokenizer
+from swa_jax.train_config import StageConfig, TrainConfig
+from swa_jax.train_step import TrainState, init_state, make_step, shard_state
 
-
-@dataclasses.dataclass(frozen=True)
-class StageConfig:
-    """Consecutive steps with one shape of batch."""
-
-    steps: int
-    sequence_length: int
-    batch_size: int
-    data: tuple[SourceConfig, ...] = (SourceConfig(),)
-    patterns: tuple[str, ...] = ()  # recipes taken in turn, a step each, in place of the run's pattern
-    sliding_window: int | None = None  # in place of the run's
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    """One run. Exactly one of `model` (random start) and `init_from` (a checkpoint folder) is given."""
-
-    output: str
-    tokenizer: str  # tokenizer.json, or a folder that has one
-    stages: tuple[StageConfig, ...]
-    model: ModelConfig | None = None
-    init_from: str | None = None
-    pattern: str = "full"  # a recipe, or the path of a pattern JSON
-    sliding_window: int | None = None
-    num_sink_tokens: int | None = None
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
-    switch_loss: SwitchLoss = dataclasses.field(default_factory=SwitchLoss)
-    bfloat16: bool = False  # compute in bf16; weights and optimiser stay f32
-    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the finished model's weights
-    remat: bool = False
-    seed: int = 0
-    checkpoint_every: int = 500  # steps
-    keep_checkpoints: int = 2
-
-    def __post_init__(self) -> None:
-        if (self.model is None) == (self.init_from is None):
-            raise ConfigError(
-                "give exactly one of 'model' (start at random) and 'init_from' (a checkpoint folder)"
-            )
-        if not self.stages:
-            raise ConfigError(
-                "'stages' is empty: name at least one, with steps, sequence_length and batch_size"
-            )
-        for i, stage in enumerate(self.stages):
-            for name in ("steps", "sequence_length", "batch_size"):
-                if getattr(stage, name) < 1:
-                    raise ConfigError(f"'stages.{i}.{name}' must be at least 1, got {getattr(stage, name)}")
-        if self.checkpoint_every < 1 or self.keep_checkpoints < 1:
-            raise ConfigError("'checkpoint_every' and 'keep_checkpoints' must be at least 1")
-
-    @property
-    def total_steps(self) -> int:
-        return sum(stage.steps for stage in self.stages)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class TrainState:
-    step: jax.Array  # int32: steps done
-    params: Any  # nnx.State of nnx.Param
-    optimizer: optax.OptState
+__all__ = ["StageConfig", "TrainConfig", "train"]
 
 
 def train(config: TrainConfig, *, quiet: bool = False) -> Path:
@@ -116,7 +51,8 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     """
     run = Path(config.output)
     tokenizer = load_tokenizer(config.tokenizer)
-    model, patterns = _start(config)
+    partition = make_partition(config)
+    model, patterns = _start(config, partition)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ConfigError(
             f"tokenizer {config.tokenizer} has {tokenizer.vocab_size} tokens, the model's vocab_size is "
@@ -125,16 +61,26 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     _claim(run, config)
     optimizer = make_optimizer(config.optimizer, config.total_steps)
     params = nnx.state(model, nnx.Param)
-    state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    state = shard_state(init_state(params, optimizer), partition)
+    peak = peak_flops(jax.devices()[0].device_kind)
 
     with _checkpointer(run, config) as checkpoints:
         data_state = None
         if checkpoints.latest is not None:
             state, data_state = _restore(checkpoints, state)
         done = int(state.step)
-        _keep_lines(run / "metrics.jsonl", done)
-        with _progress(quiet) as bar, open(run / "metrics.jsonl", "a") as metrics_file:
+        log = RunLog(
+            run, config.log, resume_at=done, settings=to_dict(config),
+            peak_flops=None if peak is None else peak * jax.device_count(),
+        )  # fmt: skip
+        with _progress(quiet) as bar, log:
             task = bar.add_task("training", total=config.total_steps, completed=done, loss=float("nan"))
+
+            def show(lines: list[dict[str, Any]]) -> None:
+                for line in lines:
+                    bar.update(task, completed=line["step"], loss=line["loss"])
+                    _stop_on_nan(line, config)
+
             for number, stage, first in _stages(config):
                 if done >= first + stage.steps:
                     continue
@@ -144,77 +90,64 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
                 )  # fmt: skip
                 if data_state is not None and done > first:
                     batches.set_state(data_state)
-                steps = [_step_function(model.with_pattern(p), optimizer, config) for p in patterns[number]]
-                clock = time.perf_counter()
+                steps = [
+                    make_step(model.with_pattern(p), optimizer, config, partition) for p in patterns[number]
+                ]
+                tokens = stage.batch_size * stage.sequence_length
+                flops = [
+                    tokens * train_flops_per_token(model.config, p, stage.sequence_length)
+                    for p in patterns[number]
+                ]
                 for step in range(done, first + stage.steps):
-                    batch = jax.tree.map(jnp.asarray, next(batches))
-                    state, metrics = steps[step % len(steps)](state, batch)
+                    log.trace(step)
+                    batch = place_batch(next(batches), partition)
+                    state, metrics = steps[step % len(steps)](state, batch, stage.accumulate)
                     done = step + 1
-                    line = {"step": done} | {name: _plain(value) for name, value in metrics.items()}
-                    now = time.perf_counter()
-                    line["tokens_per_second"] = round(batch["tokens"].size / (now - clock), 1)
-                    clock = now
-                    metrics_file.write(json.dumps(line) + "\n")
-                    metrics_file.flush()
-                    bar.update(task, completed=done, loss=line["loss"])
-                    _stop_on_nan(line)
+                    show(log.write(done, metrics, tokens, flops[step % len(steps)]))
                     if done % config.checkpoint_every == 0 or done == first + stage.steps:
-                        os.fsync(metrics_file.fileno())
+                        show(log.flush())  # a state that is no number is not saved
+                        log.sync()
                         _save(checkpoints, done, state, batches.get_state())
     nnx.update(model, jax.tree.map(lambda p: p.astype(config.save_dtype), state.params))
     if not (run / "model").exists():
         tokenizer_path = Path(config.tokenizer)
         folder = tokenizer_path if tokenizer_path.is_dir() else tokenizer_path.parent
-        hf_config = open_checkpoint(config.init_from).hf_config if config.init_from else None
+        hf_config = None
+        if config.init_from is not None and model.config == open_checkpoint(config.init_from).config:
+            hf_config = open_checkpoint(config.init_from).hf_config
         save_model(model, run / "model", hf_config=hf_config, tokenizer_from=folder)
     return run / "model"
 
 
-# ---- one step ----
+def place_batch(batch: dict[str, np.ndarray], partition: Partition | None) -> dict[str, jax.Array]:
+    """A batch on the devices, [B, T] split by rows and tokens."""
+    if partition is None:
+        return jax.tree.map(jnp.asarray, batch)
 
+    def place(name: str, x: np.ndarray) -> jax.Array:
+        sharding = partition.sharding("batch", None if name == "full_from" else "sequence")
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-def _step_function(
-    model: Decoder, optimizer: optax.GradientTransformation, config: TrainConfig
-) -> Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, dict[str, jax.Array]]]:
-    graph, _ = nnx.split(model)  # every variable of the model is a parameter
-
-    def loss_of(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        if config.bfloat16:
-            params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-        model = nnx.merge(graph, params)
-        hidden, routing = model.features(
-            batch["tokens"], segment_ids=batch["segment_ids"], remat=config.remat
-        )
-        targets, weights = next_token_targets(batch["tokens"], batch["segment_ids"], batch["weights"])
-        tokens = token_loss(hidden, model.head(), targets, weights)
-        loss = language_loss = mean_loss(tokens)
-        metrics = {"accuracy": jnp.sum(tokens.correct * weights) / jnp.maximum(jnp.sum(weights), 1e-6)}
-        if SWITCH in model.pattern.layer_types:
-            penalty = switch_regularizer(routing, tokens, config.switch_loss)
-            by_layer = full_attention_ratio(routing, batch["segment_ids"])
-            loss = loss + penalty
-            metrics |= {
-                "regularization": penalty,
-                "full_attention_ratio": jnp.mean(by_layer),
-                "full_attention_ratio_by_layer": by_layer,
-            }
-        return loss, {"loss": language_loss} | metrics
-
-    @jax.jit
-    def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
-        (_, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params, batch)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics["gradient_norm"] = optax.tree.norm(gradients)
-        return TrainState(state.step + 1, params, optimizer_state), metrics
-
-    return step
+    return {name: place(name, x) for name, x in batch.items()}
 
 
 # ---- starting and resuming ----
 
 
-def _start(config: TrainConfig) -> tuple[Decoder, list[list[AttentionPattern]]]:
+def make_partition(config: TrainConfig) -> Partition | None:
+    """The mesh of a run, checked against its stages; None on a single device."""
+    mesh = make_mesh(config.mesh)
+    if mesh.size == 1:
+        return None
+    partition = Partition(mesh, config.sharding)
+    for number, stage in enumerate(config.stages):
+        check_batch(
+            partition, stage.batch_size // stage.accumulate, stage.sequence_length, f"stages.{number}"
+        )
+    return partition
+
+
+def _start(config: TrainConfig, partition: Partition | None) -> tuple[Decoder, list[list[AttentionPattern]]]:
     """The model at step 0 and, for each stage, the patterns its steps take in turn."""
     options = {
         "sliding_window": config.sliding_window,
@@ -222,21 +155,51 @@ def _start(config: TrainConfig) -> tuple[Decoder, list[list[AttentionPattern]]]:
         "seed": config.seed,
     }
     if config.model is not None:
-        pattern = load_pattern(config.pattern, config.model, **options)
-        model = Decoder(config.model, pattern, rngs=nnx.Rngs(config.seed))
+        model_config = config.model
     else:
         assert config.init_from is not None
-        loaded = load_model(config.init_from, dtype=jnp.float32)
-        pattern = load_pattern(config.pattern, loaded.config, **options)
-        model = loaded.with_pattern(pattern, rngs=nnx.Rngs(config.seed))
+        model_config = config.model_changes.apply(open_checkpoint(config.init_from).config)
+    if partition is not None:
+        check_model(model_config, partition)
+    pattern = load_pattern(config.attention, model_config, **options)
+    patterns = _stage_patterns(config, model_config, pattern, options)
+    if config.init_from is not None:
+        model = load_model(
+            config.init_from, pattern, dtype=jnp.float32, config=model_config, partition=partition,
+            router_seed=config.seed,
+        )  # fmt: skip
+    else:
+        model = random_model(model_config, pattern, config.seed, partition)
+    return model, patterns
+
+
+def random_model(
+    config: ModelConfig, pattern: AttentionPattern, seed: int, partition: Partition | None
+) -> Decoder:
+    """A model drawn at random in f32; on a mesh every device draws its own part, and the whole is the same."""
+
+    def draw() -> Decoder:
+        return Decoder(config, pattern, rngs=nnx.Rngs(seed))
+
+    if partition is None:
+        return draw()
+    graph, abstract = nnx.split(nnx.eval_shape(draw))
+    return nnx.merge(
+        graph, jax.jit(lambda: nnx.state(draw()), out_shardings=state_shardings(abstract, partition))()
+    )
+
+
+def _stage_patterns(
+    config: TrainConfig, model: ModelConfig, pattern: AttentionPattern, options: dict[str, Any]
+) -> list[list[AttentionPattern]]:
     patterns = []
     for number, stage in enumerate(config.stages):
         for source in stage.data:
             text_files(source.files)  # a missing file is better found now than when its stage begins
         window = {"sliding_window": stage.sliding_window or config.sliding_window}
-        chosen = [load_pattern(name, model.config, **options | window) for name in stage.patterns]
+        chosen = [load_pattern(name, model, **options | window) for name in stage.patterns]
         if stage.sliding_window is not None and not chosen:
-            chosen = [load_pattern(config.pattern, model.config, **options | window)]
+            chosen = [load_pattern(config.attention, model, **options | window)]
         patterns.append(chosen or [pattern])
         for one in patterns[-1]:
             if (SWITCH in one.layer_types) != (SWITCH in pattern.layer_types):
@@ -246,7 +209,7 @@ def _start(config: TrainConfig) -> tuple[Decoder, list[list[AttentionPattern]]]:
                     "training data of kind 'text' has no prompts and answers, so full-attention decode has no "
                     "boundary to start at: leave '+fa-decode' out of the pattern"
                 )
-    return model, patterns
+    return patterns
 
 
 def _claim(run: Path, config: TrainConfig) -> None:
@@ -270,7 +233,7 @@ def _claim(run: Path, config: TrainConfig) -> None:
 def _stages(config: TrainConfig) -> Iterator[tuple[int, StageConfig, int]]:
     """Each stage with its number and its first step."""
     first = 0
-    for number, stage in enumerate(config.stages):
+    for number, stage in enumerate(config.stages if config.total_steps else ()):
         yield number, stage, first
         first += stage.steps
 
@@ -323,25 +286,11 @@ def _decode(value: Any) -> Any:
     return value
 
 
-# ---- metrics ----
+# ---- what is shown ----
 
 
-def _keep_lines(file: Path, steps: int) -> None:
-    """Drop the lines of steps after the last checkpoint: they are about to be run again."""
-    if not file.exists():
-        return
-    lines = file.read_text().splitlines(keepends=True)[:steps]
-    partial = file.with_suffix(".partial")
-    partial.write_text("".join(lines))
-    os.replace(partial, file)
-
-
-def _plain(value: jax.Array) -> float | list[float]:
-    return value.item() if value.ndim == 0 else value.tolist()
-
-
-def _stop_on_nan(line: dict[str, Any]) -> None:
-    if not (line["loss"] == line["loss"] and line["gradient_norm"] == line["gradient_norm"]):
+def _stop_on_nan(line: dict[str, Any], config: TrainConfig) -> None:
+    if config.on_nonfinite == "stop" and not np.isfinite([line["loss"], line["gradient_norm"]]).all():
         raise FloatingPointError(
             f"the loss or its gradient is not a number at step {line['step']}: lower optimizer.learning_rate; the last "
             "checkpoint is untouched"

@@ -78,7 +78,7 @@ class Interruption(Exception):
 
 
 def interrupt_at(monkeypatch, step):
-    def look(line):
+    def look(line, config):
         if line["step"] == step:
             raise Interruption
 
