@@ -35,7 +35,6 @@ from pallas_kernels.tpu_tiles import (
     head_at,
     launch,
     shape_like,
-    sigmoid_weights,
     write_softmax,
 )
 from pallas_kernels.tpu_window import (
@@ -53,8 +52,9 @@ from pallas_kernels.tpu_window import (
 class _Scores(NamedTuple):
     logits: jax.Array  # [strip, keys]
     value: Ref  # [keys, D], sliced
+    total: Callable[[], jax.Array]  # of the values, [1, D]
     seen: jax.Array | None  # None where every key is visible
-    mean: jax.Array | None  # [1, 1], about what sigmoid weights are rounded
+    mean: jax.Array | None  # [1, 1], the tanh about which a sigmoid's is rounded
 
 
 def window_forward(
@@ -156,22 +156,26 @@ def _window_kernel(
                 return bias
             return slope * relative(size).astype(jnp.float32) + (slope * distance.astype(jnp.float32) + bias)
 
-        def scores(s, value, masks, middle):
+        @functools.cache  # strips share tiles
+        def total(block, keys):
+            return v_refs[block][keys, :].astype(jnp.float32).sum(axis=0, keepdims=True)
+
+        def scores(s, value, total, masks, middle):
             """`middle` is the distance in the middle of a tile whose weights are rounded about their mean."""
             seen = functools.reduce(jnp.logical_and, masks) if masks else None
             if call.softmax:
-                return _Scores(s if seen is None else jnp.where(seen, s, MASKED), value, None, None)
+                return _Scores(s if seen is None else jnp.where(seen, s, MASKED), value, total, None, None)
             mean = None
             if middle is not None and q_ref.dtype != jnp.float32:
-                mean = sigmoid_weights(slope * middle + bias if call.has_slopes else bias)
-            return _Scores(s, value, seen, mean)
+                mean = jnp.tanh(slope * middle + bias if call.has_slopes else bias)
+            return _Scores(s, value, total, seen, mean)
 
         def logits(start):
             rows = pl.ds(start, strip)
             query = q_ref[rows, :]
             tiles = []
             for tile in window_tiles(call, start, present):
-                keys = pl.ds(tile.offset, tile.size)
+                keys = slice(tile.offset, tile.offset + tile.size)
                 distance = start - tile.key  # of the first row to the first column
                 s = dot(query, k_refs[tile.block][keys, :], NT)
                 s, _ = form_logits(call, s, functools.partial(addend, tile.size, jnp.int32(distance)))
@@ -185,7 +189,9 @@ def _window_kernel(
                 if far:
                     seen.append(relative(tile.size) < window - distance)
                 middle = float(distance + (strip - tile.size) // 2)
-                tiles.append(scores(s, v_refs[tile.block].at[keys, :], seen, None if far else middle))
+                of_tile = functools.partial(total, tile.block, keys)
+                value = v_refs[tile.block].at[keys, :]
+                tiles.append(scores(s, value, of_tile, seen, None if far else middle))
             if sinks is not None:
                 size = sink_k_ref.shape[0]
                 s = dot(query, sink_k_ref[...], NT)
@@ -195,7 +201,7 @@ def _window_kernel(
                 seen = [column < num_sinks] if num_sinks < size else []
                 if sinks == "some":  # the others lie inside the window
                     seen.append(relative(size) >= window - distance)
-                tiles.append(scores(s, sink_v_ref, seen, None))
+                tiles.append(scores(s, sink_v_ref, None, seen, None))
             top = (
                 _over_lanes(jnp.maximum, [tile.logits for tile in tiles]).max(axis=1, keepdims=True)
                 if call.softmax
@@ -205,9 +211,8 @@ def _window_kernel(
 
         def finish(rows, tiles, top):
             if not call.softmax:
-                out_ref[rows, :] = functools.reduce(jnp.add, map(_sigmoid_values, tiles)).astype(
-                    out_ref.dtype
-                )
+                doubled = functools.reduce(jnp.add, map(_sigmoid_values, tiles))
+                out_ref[rows, :] = (0.5 * doubled).astype(out_ref.dtype)
                 return
             acc: Any = 0.0  # Grown product by product: so the compiler adds in the matrix unit.
             partial_sums = []
@@ -252,16 +257,17 @@ def _over_lanes(operator: Callable, tiles: list[jax.Array]) -> jax.Array:
 
 
 def _sigmoid_values(tile: _Scores) -> jax.Array:
-    """weights @ values of one tile."""
-    value = tile.value[...]
-    weights = sigmoid_weights(tile.logits)
-    if tile.mean is not None:
-        weights = weights - tile.mean
-    if tile.seen is not None:
-        weights = jnp.where(tile.seen, weights, 0)
-    acc = dot(weights.astype(value.dtype), value, NN)
+    """2 * weights @ values of one tile: a sigmoid is half of 1 + tanh, and rows are fewer than weights."""
+    value, tanh = tile.value[...], jnp.tanh(tile.logits)
     if tile.mean is None:
-        return acc
+        weights = tanh + 1
+        if tile.seen is not None:
+            weights = jnp.where(tile.seen, weights, 0)
+        return dot(weights.astype(value.dtype), value, NN)
+    weights = tanh - tile.mean
     if tile.seen is None:
-        return acc + tile.mean * value.astype(jnp.float32).sum(axis=0, keepdims=True)
-    return acc + tile.mean * dot(jnp.where(tile.seen, 1.0, 0.0).astype(value.dtype), value, NN)
+        total = tile.total()
+    else:
+        weights = jnp.where(tile.seen, weights, 0)
+        total = dot(jnp.where(tile.seen, 1.0, 0.0).astype(value.dtype), value, NN)
+    return dot(weights.astype(value.dtype), value, NN) + (1 + tile.mean) * total
