@@ -159,7 +159,7 @@ def _array_record(file: Path, fields: Mapping[str, str]) -> Iterator[list[str]]:
 def _parquet(file: Path, fields: Mapping[str, str]) -> Iterator[list[str]]:
     parquet = _optional("pyarrow.parquet", f"reading {file}", "pyarrow", "swa-jax[data]")
     try:
-        table = parquet.ParquetFile(file)
+        table = parquet.ParquetFile(file, page_checksum_verification=True)
         _check_fields(table.schema_arrow.names, fields, str(file))
         number = 0
         for batch in table.iter_batches(batch_size=1024, columns=list(fields.values())):

@@ -1,18 +1,20 @@
-"""Documents tokenised ahead: shards of token ids that are mapped, not read, and an index of where documents lie.
+"""Documents tokenised ahead: shards of token ids that are read a document at a time, and an index of where they lie.
 
 A folder has `manifest.json` and, for each shard, `00000.tokens` (token ids one after the other, little-endian uint16
 or uint32) and `00000.index` (for each document its end in the shard, in
 tokens, and the hash of its tokens, both uint64).
 
-What is read is verified: sizes and the indices' SHA-256 when a folder is opened, each document by its hash when it is
-first read. `verify` reads everything and compares the SHA-256 of every shard.
+What is read is verified: sizes and the indices' SHA-256 when a folder is opened, each document by its hash whenever it
+is read. `verify` reads everything and compares the SHA-256 of every shard.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
+import os
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,11 @@ from swa_jax.tokenizer import Tokenizer
 FORMAT = "swa-jax tokens 1"
 UNFINISHED = "unfinished.json"  # in place of the manifest until everything is there
 INDEX = np.dtype([("end", "<u8"), ("hash", "<u8")])
-OPEN_SHARDS = 256  # each holds a file open
+OPEN_SHARDS = 256  # files open at a time; many systems allow a process 1024
 
 
 class StoredDocuments:
-    """The documents of one or more folders; document i is a view [n] of a shard, uint16 or uint32.
+    """The documents of one or more folders; document i is [n] uint16 or uint32.
 
     Attributes:
       sizes: [documents] int64, tokens.
@@ -54,35 +56,51 @@ class StoredDocuments:
                 )
             for shard in manifest["shards"]:
                 self._files.append((folder / shard["name"], manifest["dtype"]))
-                indices.append(_read_index(folder, shard, manifest["dtype"]))
+                indices.append(_read_index(folder, shard))
         self._first = np.cumsum([0] + [len(index) for index in indices])  # of each shard: its first document
         self._ends = np.concatenate([index["end"] for index in indices]).astype(np.int64)
         self.hashes = np.concatenate([index["hash"] for index in indices])
         self.sizes = np.diff(self._ends, prepend=0)
         for first, index in zip(self._first, indices, strict=False):
             self.sizes[first] = index["end"][0]  # counts start anew with each shard
-        self._verified = np.zeros(len(self.sizes), bool)
-        self._tokens = functools.lru_cache(OPEN_SHARDS)(self._map)
+        self._last: tuple[int, np.ndarray] | None = None  # the rows of a long document follow each other
+        self._open: dict[int, int] = {}  # file descriptors by shard
+        self._lock = threading.Lock()  # an iterator set back may still have its old thread reading
+        weakref.finalize(self, _close, self._open)
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __getitem__(self, index: int) -> np.ndarray:
+        index, last = int(index), self._last
+        if last is not None and last[0] == index:
+            return last[1]
         shard = int(np.searchsorted(self._first, index, side="right")) - 1
-        end = int(self._ends[index])
-        tokens = self._tokens(shard)[end - int(self.sizes[index]) : end]
-        if not self._verified[index]:
-            if document_hash(tokens) != self.hashes[index]:
-                raise ConfigError(
-                    f"{self._files[shard][0]} is damaged: its document {index - self._first[shard]} is not what was "
-                    "written; tokenise again, or put back a copy"
-                )
-            self._verified[index] = True
+        tokens = self._read(shard, int(self._ends[index] - self.sizes[index]), int(self.sizes[index]))
+        if document_hash(tokens) != self.hashes[index]:
+            raise ConfigError(
+                f"{self._files[shard][0]} is damaged: its document {index - self._first[shard]} is not what was "
+                "written; put back a copy, or tokenise again"
+            )
+        self._last = (index, tokens)
         return tokens
 
-    def _map(self, shard: int) -> np.ndarray:
+    def _read(self, shard: int, start: int, count: int) -> np.ndarray:
+        """Not by mapping: a file that is cut short, or a disk that fails, would end the process without a word."""
         file, dtype = self._files[shard]
-        return np.memmap(file, np.dtype(dtype), mode="r")
+        size = np.dtype(dtype).itemsize
+        with self._lock:
+            if shard not in self._open:
+                if len(self._open) == OPEN_SHARDS:
+                    os.close(self._open.pop(next(iter(self._open))))
+                self._open[shard] = os.open(file, os.O_RDONLY)
+            data = os.pread(self._open[shard], count * size, start * size)
+        return np.frombuffer(data, dtype, len(data) // size)
+
+
+def _close(descriptors: dict[int, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -123,24 +141,28 @@ def verify(folder: Path, progress: Callable[[int, int], None] = lambda done, tot
     shards = read_manifest(folder)["shards"]
     done, total = 0, sum(shard["bytes"] for shard in shards)
     for shard in shards:
+        _read_index(folder, shard)
         sha = hashlib.sha256()
         file = folder / shard["name"]
-        _check_size(file, shard["bytes"])
         with open(file, "rb") as data:
             while block := data.read(1 << 22):
                 sha.update(block)
                 progress(done := done + len(block), total)
         if sha.hexdigest() != shard["sha256"]:
-            raise ConfigError(f"{file} is damaged: its SHA-256 is not the manifest's; tokenise again")
+            raise ConfigError(
+                f"{file} is damaged: its SHA-256 is not the manifest's; put back a copy, or tokenise again"
+            )
 
 
-def _read_index(folder: Path, shard: dict[str, Any], dtype: str) -> np.ndarray:
+def _read_index(folder: Path, shard: dict[str, Any]) -> np.ndarray:
     _check_size(folder / shard["name"], shard["bytes"])
     file = folder / shard["index"]
     _check_size(file, shard["index_bytes"])
     data = file.read_bytes()
     if hashlib.sha256(data).hexdigest() != shard["index_sha256"]:
-        raise ConfigError(f"{file} is damaged: its SHA-256 is not the manifest's; tokenise again")
+        raise ConfigError(
+            f"{file} is damaged: its SHA-256 is not the manifest's; put back a copy, or tokenise again"
+        )
     return np.frombuffer(data, INDEX)
 
 
