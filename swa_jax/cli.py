@@ -19,6 +19,7 @@ from typer import Argument, Option
 
 from swa_jax.bench.cli import app as bench_app
 from swa_jax.config import ConfigError, ModelConfig, load_config
+from swa_jax.data.cli import app as data_app
 from swa_jax.pattern import AttentionPattern, load_pattern
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ app = typer.Typer(
 select_app = typer.Typer(no_args_is_help=True, help="Choose the layers that keep full attention.")
 app.add_typer(select_app, name="select")
 app.add_typer(bench_app, name="bench")
+app.add_typer(data_app, name="data")
 
 
 # Where Linux shows TPUs and GPUs.

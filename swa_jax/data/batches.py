@@ -1,0 +1,292 @@
+"""Batches of training data: sources opened, mixed and cut into global batches, as an iterator that resumes exactly.
+
+Every source is random access: sample i is a pure function of (source, seed, i), and global batch b is samples b * B
+to (b + 1) * B - 1, whichever process reads which of its rows. The state of the iterator is thus one number, the global
+batches handed out, beside a fingerprint of the data that it counts in.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from swa_jax.attention import NEVER
+from swa_jax.config import ConfigError
+from swa_jax.data.documents import document_hash, is_held_out, read_documents, read_prompts, tokenizer_hash
+from swa_jax.data.packing import PackedPrompts, PackedText
+from swa_jax.data.sources import MANIFEST, SourceConfig, source_files
+from swa_jax.data.stored import StoredDocuments, read_manifest
+from swa_jax.evaluate.needle import Haystack
+from swa_jax.recall_data import Dictionary, Needles, Repeats
+from swa_jax.tokenizer import Tokenizer
+
+STATE_VERSION = 1  # of the order of samples: raise it when equal arguments give other batches than before
+ENDLESS = 1 << 60  # batches
+
+
+def make_batches(
+    sources: Sequence[SourceConfig],
+    tokenizer: Tokenizer,
+    *,
+    length: int,
+    batch_size: int,
+    seed: int,
+    rows: slice | None = None,
+    held_out: bool = False,
+) -> Batches:
+    """An iterator of batches; `get_state()` and `set_state()` resume it exactly, on any number of processes.
+
+    A batch is a dict of `tokens` [B, T] int32, `segment_ids` [B, T] int32 (0 is padding) and `weights` [B, T] f32, the
+    weight of each token as a target; B is the number of `rows`. If a source has prompts and answers there is also
+    `full_from` [B, S] int32, where S is the most segments that a row can have: the position in segment s + 1 of its
+    answer's first token, `swa_jax.attention.NEVER` where there is none.
+
+    Args:
+      length: T, tokens a row.
+      batch_size: rows of a global batch.
+      rows: which rows of each global batch this process reads, contiguous; None is all of them.
+      held_out: read only the documents that `SourceConfig.held_out` keeps from training, in order and once; rows of
+        padding fill up the last batch. Otherwise the iterator has no end.
+
+    Raises:
+      ConfigError: data that is missing, damaged, too small or not the tokenizer's; while iterating, too.
+    """
+    if not sources:
+        raise ConfigError("data is empty: name at least one source")
+    taken = range(batch_size)[rows if rows is not None else slice(None)]
+    if not taken or taken.step != 1:
+        raise ConfigError(f"rows is {rows}: not a run of the {batch_size} rows of a global batch")
+    opened = {
+        i: open_source(
+            source, tokenizer, length=length, seed=None if held_out else seed + i, held_out=held_out
+        )
+        for i, source in enumerate(sources)
+        if source.held_out or not held_out
+    }
+    if not opened:
+        raise ConfigError("no source holds anything out: set 'held_out' of at least one")
+    samples = list(opened.values())
+    if held_out:
+        mixed: Any = _InTurn(samples)
+    elif len(samples) == 1:
+        mixed = samples[0]
+    else:
+        datasets = [grain.MapDataset.source(sample) for sample in samples]
+        mixed = grain.MapDataset.mix(datasets, [source.weight for source in sources])
+    segments = None
+    if any(isinstance(sample, PackedPrompts) for sample in samples):
+        segments = max(
+            sample.max_segments() if isinstance(sample, PackedPrompts | PackedText) else 1
+            for sample in samples
+        )
+    fingerprint = {
+        "version": STATE_VERSION,
+        "sequence_length": length,
+        "batch_size": batch_size,
+        "seed": seed,
+        "held_out": held_out,
+        "tokenizer": tokenizer_hash(tokenizer)[:16],
+        "number of sources": len(sources),
+    }
+    for i, source in enumerate(sources):
+        for key, value in dataclasses.asdict(source).items():
+            fingerprint[f"data.{i}.{key}"] = _listing(source) if key == "files" else value
+    count = -(-len(mixed) // batch_size) if held_out else ENDLESS
+    return Batches(_GlobalBatches(mixed, batch_size, taken, segments, count), fingerprint)
+
+
+def open_source(
+    source: SourceConfig, tokenizer: Tokenizer, *, length: int, seed: int | None, held_out: bool = False
+) -> Any:
+    """The random-access samples of one source; a source of documents without the held-out ones, or only those.
+
+    With `seed=None`, documents are read once and in order.
+    """
+    files = source_files(source)
+    if source.kind == "dictionary":
+        return Dictionary(tokenizer, length=length, seed=seed or 0)
+    if source.kind == "repeats":
+        return Repeats(tokenizer.vocab_size, Haystack(tokenizer, files), length=length, seed=seed or 0)
+    if source.kind == "needles":
+        return Needles(
+            tokenizer,
+            Haystack(tokenizer, files),
+            length=length,
+            seed=seed or 0,
+            num_keys=source.num_keys,
+            num_questions=source.num_questions,
+        )
+    if source.kind == "prompts":
+        prompts = read_prompts(files, tokenizer, source.prompt_field, source.answer_field)
+        chosen = _chosen([prompt.tokens for prompt in prompts], source, held_out)
+        return PackedPrompts(prompts if chosen is None else [prompts[i] for i in chosen], length, seed)
+    if source.kind == "tokens":
+        stored = StoredDocuments(files, tokenizer)
+        chosen = _chosen(stored, source, held_out)
+        if chosen is None:
+            return PackedText(stored, length, seed, sizes=stored.sizes)
+        return PackedText(_Chosen(stored, chosen), length, seed, sizes=stored.sizes[chosen])
+    documents = read_documents(files, tokenizer, source.text_field, source.split)
+    chosen = _chosen(documents, source, held_out)
+    return PackedText(documents if chosen is None else [documents[i] for i in chosen], length, seed)
+
+
+def check_source(source: SourceConfig, tokenizer: Tokenizer | None = None) -> None:
+    """Find out early, and without reading the documents, what opening the source would stumble over.
+
+    Raises:
+      ConfigError: a file or folder is missing, or its tokens are damaged or of another tokenizer.
+    """
+    files = source_files(source)
+    if source.kind == "tokens":
+        StoredDocuments(files, tokenizer)
+
+
+class Batches(grain.DatasetIterator):
+    """Global batches, or this process's rows of them; what `make_batches` returns."""
+
+    def __init__(self, batches: _GlobalBatches, fingerprint: dict[str, Any]):
+        super().__init__()
+        self._batches, self._fingerprint = batches, fingerprint
+        self._done = 0
+        self._reader: grain.DatasetIterator | None = None
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        self._assert_not_closed()
+        if self._reader is None:
+            # One reading thread keeps the next batches ready while a step runs.
+            options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+            self._reader = iter(grain.MapDataset.source(self._batches)[self._done :].to_iter_dataset(options))
+        try:
+            batch = next(self._reader)
+        except BaseException:
+            self._stop_reading()  # what the thread has read ahead no longer follows on what was handed out
+            raise
+        self._done += 1
+        return batch
+
+    def get_state(self) -> dict[str, Any]:
+        """Global batches handed out, and what they were made of: plain JSON, the same in every process."""
+        return {"batches": self._done, "data": dict(self._fingerprint)}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on where the iterator was that gave `state`.
+
+        Raises:
+          ConfigError: the state counts batches of other data; the sentence names the first thing that differs.
+        """
+        try:
+            done, before = int(state["batches"]), dict(state["data"])
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(
+                "the data cannot be resumed: its state is not one that make_batches's iterator gave"
+            ) from None
+        for key in [*self._fingerprint, *before]:
+            if before.get(key) != self._fingerprint.get(key):
+                raise ConfigError(
+                    f"the data cannot be resumed without losing or repeating samples: '{key}' was "
+                    f"{before.get(key)} and is now {self._fingerprint.get(key)}; put it back, or start a new run"
+                )
+        self._stop_reading()
+        self._done = done
+
+    def close(self) -> None:
+        self._stop_reading()
+        super().close()
+
+    def _stop_reading(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+
+class _GlobalBatches:
+    """Batch b as a random-access item, reduced to the rows of one process."""
+
+    def __init__(self, samples: Any, batch_size: int, rows: range, segments: int | None, count: int):
+        self.samples, self.batch_size, self.rows = samples, batch_size, rows
+        self.segments, self.count = segments, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        first = int(index) * self.batch_size
+        rows = [self.samples[first + row] for row in self.rows]
+        batch = {name: np.stack([row[name] for row in rows]) for name in ("tokens", "segment_ids", "weights")}
+        if self.segments is not None:
+            full_from = np.full((len(rows), self.segments), NEVER, np.int32)
+            for i, row in enumerate(rows):
+                boundaries = row.get("full_from", ())
+                full_from[i, : len(boundaries)] = boundaries
+            batch["full_from"] = full_from
+        return batch
+
+
+class _InTurn:
+    """The samples of finite sources one after the other, then rows of padding."""
+
+    def __init__(self, sources: Sequence[PackedText | PackedPrompts]):
+        self.sources = sources
+        self.ends = np.cumsum([len(source) for source in sources]).tolist()
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if index >= len(self):
+            nothing = np.zeros(self.sources[0].length, np.int32)
+            return {"tokens": nothing, "segment_ids": nothing, "weights": nothing.astype(np.float32)}
+        which = bisect.bisect_right(self.ends, index)
+        return self.sources[which][index - (self.ends[which - 1] if which else 0)]
+
+
+class _Chosen:
+    """Some of the documents, which stay where they are."""
+
+    def __init__(self, documents: StoredDocuments, places: np.ndarray):
+        self.documents, self.places = documents, places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.documents[self.places[index]]
+
+
+def _chosen(
+    documents: StoredDocuments | Sequence[np.ndarray], source: SourceConfig, held_out: bool
+) -> np.ndarray | None:
+    """Places of the documents to read, None for all of them."""
+    if not source.held_out:
+        return None
+    if isinstance(documents, StoredDocuments):
+        hashes = documents.hashes
+    else:
+        hashes = np.array([document_hash(document) for document in documents], np.uint64)
+    places = np.flatnonzero(is_held_out(hashes, source.held_out) == held_out)
+    if not len(places):
+        raise ConfigError(
+            f"'held_out' = {source.held_out} of the {len(hashes)} documents of {', '.join(source.files)} leaves "
+            f"{'none to hold out' if held_out else 'none to train on'}: give more documents or another share"
+        )
+    return places
+
+
+def _listing(source: SourceConfig) -> str:
+    """Number, bytes and names of a source's files in brief; not where they lie, which may differ between machines."""
+    files = source_files(source)
+    if source.kind == "tokens":
+        names = [(MANIFEST, read_manifest(folder)["sha256"]) for folder in files]
+    else:
+        inside = [p for f in files for p in (sorted(f.rglob("*")) if f.is_dir() else [f]) if p.is_file()]
+        names = [(file.name, file.stat().st_size) for file in inside]
+    digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:12]
+    return f"{len(names)} files ({digest})"

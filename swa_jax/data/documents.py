@@ -1,0 +1,233 @@
+"""Documents and prompts from files: plain text, JSONL, Parquet, ArrayRecord, and Hugging Face `datasets`."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from swa_jax.config import ConfigError, nearest
+from swa_jax.data.sources import RECORDS
+from swa_jax.tokenizer import Tokenizer
+
+BATCH_TEXTS, BATCH_CHARACTERS = (
+    512,
+    4_000_000,
+)  # what is tokenised at a time, by as many threads as there are cores
+_PROBE = "Café  naïve 你好,\n\tx_1 = 3.14159; <eos> \U0001f600 it's"  # notices merges and rules that differ
+
+
+class Prompt(NamedTuple):
+    """A prompt and its answer; the answer starts at `tokens[boundary]`, which is a learned token."""
+
+    tokens: np.ndarray  # [n] int32
+    boundary: int
+
+
+# ---- tokens ----
+
+
+@functools.lru_cache(maxsize=4)  # the stages of a run read the same text
+def read_documents(
+    files: tuple[Path, ...], tokenizer: Tokenizer, text_field: str = "text", split: str = "train"
+) -> list[np.ndarray]:
+    """Each document as token ids [n] int32 between the tokenizer's start and end tokens; empty ones are left out."""
+    texts = (text for file in files for text in read_texts(file, text_field, split))
+    return [tokens for tokens in encode_documents(texts, tokenizer) if tokens.size]
+
+
+@functools.lru_cache(maxsize=4)
+def read_prompts(
+    files: tuple[Path, ...], tokenizer: Tokenizer, prompt_field: str, answer_field: str
+) -> list[Prompt]:
+    """Each record's prompt after the tokenizer's start tokens, and its answer before the end token."""
+    end = _end_ids(tokenizer)
+    prompts = []
+    fields = {"prompt_field": prompt_field, "answer_field": answer_field}
+    for file in files:
+        for prompt, answer in read_records(file, fields):
+            head = tokenizer.start_ids + tokenizer.encode(prompt)
+            prompts.append(Prompt(np.array(head + tokenizer.encode(answer) + end, np.int32), len(head)))
+    return prompts
+
+
+def encode_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """Token ids [n] int32 of each text in turn, start and end tokens included; no ids for an empty text."""
+    end = _end_ids(tokenizer)
+    for batch in _batches(texts):
+        for text, encoding in zip(
+            batch, tokenizer.backend.encode_batch_fast(batch, add_special_tokens=False), strict=True
+        ):
+            yield np.array(tokenizer.start_ids + encoding.ids + end if text else [], np.int32)
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if len(batch) == BATCH_TEXTS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _end_ids(tokenizer: Tokenizer) -> list[int]:
+    return [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+
+
+# ---- hashes ----
+
+
+def document_hash(tokens: np.ndarray) -> int:
+    """64 bits of a document's tokens: its checksum on disk, and what decides whether it is held out."""
+    data = np.ascontiguousarray(tokens, "<i4").tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def is_held_out(hashes: np.ndarray, share: float) -> np.ndarray:
+    """Which of the documents with these hashes [n] uint64 training never reads: [n] bool."""
+    return hashes / 2.0**64 < share
+
+
+@functools.lru_cache(maxsize=4)
+def tokenizer_hash(tokenizer: Tokenizer) -> str:
+    """SHA-256 of what a tokenizer does: vocabulary, start and end tokens, and the ids of a tricky text.
+
+    Not of its file, whose bytes change with the library that writes it.
+    """
+    vocabulary = sorted(tokenizer.backend.get_vocab(with_added_tokens=True).items())
+    what = [vocabulary, tokenizer.start_ids, tokenizer.eos_id, tokenizer.encode(_PROBE)]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+
+
+# ---- records ----
+
+
+def read_texts(file: Path, text_field: str, split: str = "train") -> Iterator[str]:
+    """The documents of a file, or of a folder that Hugging Face `datasets` saved. Missing ones (null) are empty."""
+    if file.is_dir():
+        texts = _huggingface(file, {"text_field": text_field}, split)
+    elif file.suffix in RECORDS:
+        texts = read_records(file, {"text_field": text_field})
+    else:
+        texts = iter([[file.read_text(encoding="utf-8", errors="replace")]])
+    for [text] in texts:
+        yield text
+
+
+def read_records(file: Path, fields: Mapping[str, str]) -> Iterator[list[str]]:
+    """The named fields of every record; `fields` maps the configuration's key to the field's name."""
+    if file.suffix == ".jsonl":
+        return _jsonl(file, fields)
+    if file.suffix == ".parquet":
+        return _parquet(file, fields)
+    if file.suffix == ".array_record":
+        return _array_record(file, fields)
+    raise ConfigError(f"{file} has no records with fields: expected one of {', '.join(RECORDS)}")
+
+
+def _jsonl(file: Path, fields: Mapping[str, str]) -> Iterator[list[str]]:
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield _pick(_parse(line, f"{file}, line {number}"), fields, f"{file}, line {number}")
+
+
+def _array_record(file: Path, fields: Mapping[str, str]) -> Iterator[list[str]]:
+    import grain
+
+    try:
+        records = grain.sources.ArrayRecordDataSource([str(file)])
+        for number in range(len(records)):
+            where = _record(file, number + 1)
+            yield _pick(_parse(records[number], where), fields, where)
+    except ConfigError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise ConfigError(f"{file} cannot be read as ArrayRecord: {_first_line(error)}") from None
+
+
+def _parquet(file: Path, fields: Mapping[str, str]) -> Iterator[list[str]]:
+    parquet = _optional("pyarrow.parquet", f"reading {file}", "pyarrow", "swa-jax[data]")
+    try:
+        table = parquet.ParquetFile(file, page_checksum_verification=True)
+        _check_fields(table.schema_arrow.names, fields, str(file))
+        number = 0
+        for batch in table.iter_batches(batch_size=1024, columns=list(fields.values())):
+            for record in batch.to_pylist():
+                number += 1
+                yield _pick(record, fields, _record(file, number))
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:  # what pyarrow's own errors are
+        raise ConfigError(f"{file} cannot be read as Parquet: {_first_line(error)}") from None
+
+
+def _huggingface(folder: Path, fields: Mapping[str, str], split: str) -> Iterator[list[str]]:
+    datasets = _optional("datasets", f"reading {folder}", "datasets", "datasets")
+    if (folder / "dataset_dict.json").exists():
+        splits = datasets.load_from_disk(str(folder))
+        if split not in splits:
+            raise ConfigError(f"{folder} has no split '{split}' (split){nearest(split, list(splits))}")
+        data = splits[split]
+    elif (folder / "state.json").exists():  # one split, saved by itself
+        data = datasets.load_from_disk(str(folder))
+    else:
+        data = datasets.load_dataset(str(folder), split=split)
+    _check_fields(data.column_names, fields, str(folder))
+    for number, record in enumerate(data, 1):
+        yield _pick(record, fields, _record(folder, number))
+
+
+def _parse(data: bytes, where: str) -> Any:
+    try:
+        return json.loads(data)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: not UTF-8 ({error.reason} at byte {error.start + 1})") from None
+
+
+def _pick(record: Any, fields: Mapping[str, str], where: str) -> list[str]:
+    if not isinstance(record, Mapping):
+        raise ConfigError(f"{where}: expected an object with named fields, got {type(record).__name__}")
+    _check_fields(list(record), fields, where)
+    texts = [record[field] for field in fields.values()]
+    for field, text in zip(fields.values(), texts, strict=True):
+        if not isinstance(text, str | None):
+            raise ConfigError(f"{where}: the field '{field}' must be text, got {type(text).__name__}")
+        if (
+            not text and "text_field" not in fields
+        ):  # an empty document is left out, half an example is a mistake
+            raise ConfigError(f"{where}: the field '{field}' is empty")
+    return ["" if text is None else text for text in texts]
+
+
+def _check_fields(names: Sequence[str], fields: Mapping[str, str], where: str) -> None:
+    for key, field in fields.items():
+        if field not in names:
+            raise ConfigError(f"{where} has no field '{field}' ({key}){nearest(field, names)}")
+
+
+def _record(file: Path, number: int) -> str:
+    return f"{file}, {'line' if file.suffix == '.jsonl' else 'record'} {number}"
+
+
+def _optional(module: str, what: str, package: str, install: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        raise ConfigError(f"{what} needs {package}: pip install '{install}'") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,173 @@
+"""Rows of a fixed length out of documents and prompts, each row a pure function of (data, seed, row number)."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from swa_jax.config import ConfigError
+from swa_jax.data.documents import Prompt
+
+ENDLESS = 1_000_000  # epochs
+
+log = logging.getLogger(__name__)
+
+
+class Documents(Protocol):
+    """Documents as token ids [n] of any integer type: a list, or what is read from disk when asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> np.ndarray: ...
+
+
+class PackedText:
+    """Documents shuffled anew each epoch, laid end to end and cut into rows of `length` tokens.
+
+    A document that does not fit a row goes on in the next one as a new segment. Row i is random access. Tokens that
+    fill no row at the end of an epoch are left out of it.
+
+    With `seed=None` the documents are read once and in order, and padding fills up the last row.
+
+    Args:
+      documents: token ids [n] each.
+      sizes: [documents] tokens of each, where that is known without reading them.
+    """
+
+    def __init__(
+        self, documents: Documents, length: int, seed: int | None, *, sizes: np.ndarray | None = None
+    ):
+        self.documents, self.length, self.seed = documents, length, seed
+        self.sizes = np.array([len(documents[i]) for i in range(len(documents))]) if sizes is None else sizes
+        total = int(self.sizes.sum())
+        self.rows = total // length if seed is not None else -(-total // length)  # an epoch
+        self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None  # number, order, ends
+        if self.rows == 0:
+            raise ConfigError(
+                f"the text has {total} tokens, less than one row of sequence_length = {length}: add files"
+            )
+
+    def __len__(self) -> int:
+        return self.rows * (1 if self.seed is None else ENDLESS)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        epoch, row = divmod(int(index), self.rows)
+        order, ends = self._order(epoch)
+        start, stop = row * self.length, (row + 1) * self.length
+        tokens = np.zeros(self.length, np.int32)
+        segments = np.zeros(self.length, np.int32)
+        place = int(np.searchsorted(ends, start, side="right"))
+        filled, segment = 0, 1
+        while filled < self.length and place < len(order):
+            document = self.documents[order[place]]
+            begin = ends[place] - len(document)
+            piece = document[max(0, start - begin) : stop - begin]
+            tokens[filled : filled + len(piece)], segments[filled : filled + len(piece)] = piece, segment
+            filled, place, segment = filled + len(piece), place + 1, segment + 1
+        return {"tokens": tokens, "segment_ids": segments, "weights": (segments > 0).astype(np.float32)}
+
+    def max_segments(self) -> int:
+        """The most segments that a row can have, in any epoch."""
+        # All but the first and the last segment of a row are whole documents.
+        return min(self.length, len(self.sizes), 2 + _most_that_fit(self.sizes, self.length - 2))
+
+    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        cached = self._epoch
+        if cached is None or cached[0] != epoch:
+            order = _order(self.seed, epoch, len(self.documents))
+            cached = self._epoch = (epoch, order, np.cumsum(self.sizes[order]))
+        return cached[1], cached[2]
+
+
+class PackedPrompts:
+    """Prompts with their answers, several to a row as segments of their own; only the answers have weight.
+
+    Which examples share a row is drawn once, so as to leave little padding; the rows are shuffled anew each epoch.
+    An example longer than a row is left out, and how many were is logged.
+
+    Items also have `full_from` [segments] int32: the position in its segment of each answer's first token.
+
+    With `seed=None` the examples are packed and read once and in order.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], length: int, seed: int | None):
+        self.prompts = [prompt for prompt in prompts if len(prompt.tokens) <= length]
+        self.length, self.seed = length, seed
+        self.too_long = len(prompts) - len(self.prompts)
+        if not self.prompts:
+            raise ConfigError(f"none of the {len(prompts)} prompts fits sequence_length = {length}")
+        if self.too_long:
+            log.warning(
+                "%d of %d prompts are longer than sequence_length = %d and are left out",
+                self.too_long, len(prompts), length,
+            )  # fmt: skip
+        self.sizes = np.array([len(prompt.tokens) for prompt in self.prompts])
+        order = _order(seed, 0, len(self.sizes))
+        self._rows = [order[row] for row in pack(self.sizes[order].tolist(), length)]
+        self.rows = len(self._rows)  # an epoch
+        self._epoch: tuple[int, np.ndarray] | None = None  # number, order
+
+    def __len__(self) -> int:
+        return self.rows * (1 if self.seed is None else ENDLESS)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        epoch, place = divmod(int(index), self.rows)
+        tokens = np.zeros(self.length, np.int32)
+        segments = np.zeros(self.length, np.int32)
+        weights = np.zeros(self.length, np.float32)
+        if self._epoch is None or self._epoch[0] != epoch:
+            # The first order of this seed was that of the examples: rows take those from 1 on.
+            self._epoch = (epoch, _order(self.seed, epoch + 1, self.rows))
+        row = self._rows[self._epoch[1][place]]
+        start = 0
+        for segment, example in enumerate(row, 1):
+            prompt = self.prompts[example]
+            stop = start + len(prompt.tokens)
+            tokens[start:stop], segments[start:stop] = prompt.tokens, segment
+            weights[start + prompt.boundary : stop] = 1
+            start = stop
+        full_from = np.array([self.prompts[example].boundary for example in row], np.int32)
+        return {"tokens": tokens, "segment_ids": segments, "weights": weights, "full_from": full_from}
+
+    def max_segments(self) -> int:
+        """The most segments that a row has."""
+        return max(len(row) for row in self._rows)
+
+
+def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
+    """Places of `sizes` shared out to rows of `length`, each in the fullest row that has room for it (best fit)."""
+    rows: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}  # rows by the room left in them
+    rooms: list[int] = []  # its keys in order
+    for place, size in enumerate(sizes):
+        at = bisect.bisect_left(rooms, size)
+        if at == len(rooms):
+            row, room = len(rows), length
+            rows.append([])
+        else:
+            room = rooms[at]
+            row = by_room[room].pop()
+            if not by_room[room]:
+                del rooms[at], by_room[room]
+        rows[row].append(place)
+        if left := room - size:
+            if left not in by_room:
+                bisect.insort(rooms, left)
+                by_room[left] = []
+            by_room[left].append(row)
+    return rows
+
+
+def _order(seed: int | None, epoch: int, count: int) -> np.ndarray:
+    return np.arange(count) if seed is None else np.random.default_rng([seed, epoch]).permutation(count)
+
+
+def _most_that_fit(sizes: np.ndarray, room: int) -> int:
+    """How many of the smallest sizes have a sum of at most `room`."""
+    few = max(room, 0)  # each size is at least 1
+    smallest = np.sort(sizes if len(sizes) <= few else np.partition(sizes, few)[:few])
+    return int(np.searchsorted(np.cumsum(smallest), room, side="right"))

@@ -1,0 +1,100 @@
+"""What a source of training data is in a configuration, and the files it stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from swa_jax.config import ConfigError
+
+STANDARD_LIBRARY = (
+    "stdlib"  # as a file name: the interpreter's own library sources, less those held out for evaluation
+)
+PLAIN_TEXT = (".txt", ".md", ".py")  # a file is one document
+RECORDS = (".jsonl", ".parquet", ".array_record")  # files of many records with named fields
+MANIFEST = "manifest.json"  # of a folder of tokens
+
+GENERATED = ("needles", "dictionary", "repeats")  # swa_jax.recall_data
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceConfig:
+    """One source of a mixture.
+
+    Kinds: `text` (documents), `tokens` (documents that `swa-jax data tokenize` made), `prompts` (records with a prompt
+    and an answer; only the answer is learned), `huggingface` (data sets saved by the `datasets` library, on a local
+    disk), and the generated lessons of `swa_jax.recall_data`.
+
+    `held_out` is a share of the documents, by a hash of each one's tokens: equal documents fall on the same side, and
+    text read directly on the same side as when it was tokenised ahead.
+    """
+
+    kind: Literal["text", "tokens", "prompts", "huggingface", "needles", "dictionary", "repeats"] = "text"
+    files: tuple[str, ...] = (STANDARD_LIBRARY,)  # files, folders or globs; see `source_files`
+    weight: float = 1.0  # share of the samples, relative to the other sources
+    text_field: str = "text"  # text and huggingface: the field of a record that has the document
+    prompt_field: str = "prompt"  # prompts
+    answer_field: str = "answer"  # prompts
+    split: str = "train"  # huggingface
+    held_out: float = 0.0  # share of the documents that training never reads
+    num_keys: int = 1  # needles
+    num_questions: int = 1  # needles
+
+    def __post_init__(self) -> None:
+        if not self.weight > 0:
+            raise ConfigError(f"a source's 'weight' must be above 0, got {self.weight}: leave the source out")
+        if not 0 <= self.held_out < 1:
+            raise ConfigError(f"a source's 'held_out' must be a share from 0 to below 1, got {self.held_out}")
+        if self.held_out and self.kind in GENERATED:
+            raise ConfigError(
+                f"a source of kind '{self.kind}' has no documents to hold out: leave out its 'held_out'"
+            )
+        if self.kind in ("tokens", "prompts", "huggingface") and STANDARD_LIBRARY in self.files:
+            raise ConfigError(f"a source of kind '{self.kind}' needs its 'files' named")
+
+
+def source_files(source: SourceConfig) -> tuple[Path, ...]:
+    """The files of a source, in a fixed order, or the folders if its kind has folders; nothing found is an error.
+
+    Only records hold prompts, and only plain text is a haystack for needles and repeats.
+    """
+    if source.kind == "dictionary":
+        return ()
+    if source.kind in ("tokens", "huggingface"):
+        return tuple(_folder(name, source.kind) for name in source.files)
+    suffixes = {"text": PLAIN_TEXT + RECORDS, "prompts": RECORDS}.get(source.kind, PLAIN_TEXT)
+    return text_files(source.files, suffixes)
+
+
+def text_files(names: Sequence[str], suffixes: Sequence[str] = PLAIN_TEXT + RECORDS) -> tuple[Path, ...]:
+    """The files that names, folders and globs stand for, in a fixed order; nothing found is an error.
+
+    Of a folder those with one of the suffixes are taken; a file that is named is taken whatever its suffix.
+    """
+    from swa_jax.evaluate.needle import library_files
+
+    found: list[Path] = []
+    for name in names:
+        if name == STANDARD_LIBRARY:
+            here = library_files(held_out=False)
+        elif Path(name).is_dir():
+            here = sorted(p for p in Path(name).rglob("*") if p.suffix in suffixes)
+        else:
+            here = sorted(Path(p) for p in glob.glob(name, recursive=True) if Path(p).is_file())
+        if not here:
+            wanted = ", ".join(f"*{suffix}" for suffix in suffixes)
+            raise ConfigError(
+                f"data files '{name}': no such file, and no folder or glob with text in it ({wanted})"
+            )
+        found += here
+    return tuple(found)
+
+
+def _folder(name: str, kind: str) -> Path:
+    folder = Path(name)
+    if not folder.is_dir():
+        raise ConfigError(f"data files '{name}': no such folder, which is what kind '{kind}' reads")
+    return folder
