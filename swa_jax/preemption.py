@@ -24,6 +24,8 @@ METADATA_URL = "http://metadata.google.internal/computeMetadata/v1/instance"
 # Key and value of a notice: a spot machine is taken back, or its host is to be repaired with it shut down.
 _NOTICES = (("preempted", "TRUE"), ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE"))
 
+_INTERVAL = 5.0  # seconds between two questions to the metadata server
+
 log = logging.getLogger(__name__)
 
 
@@ -81,18 +83,18 @@ def _sigterm() -> Iterator[Callable[[int], bool]]:
 
 
 @contextlib.contextmanager
-def _metadata_notices(url: str, interval: float = 5.0) -> Iterator[None]:
+def _metadata_notices(url: str) -> Iterator[None]:
     """Ask a metadata server in a thread; a notice is handed on as the signal that everything else listens for."""
     stopping = threading.Event()
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on this machine's own link
 
     def ask() -> None:
-        while not stopping.wait(interval):
+        while not stopping.wait(_INTERVAL):
             for key, notice in _NOTICES:
                 request = urllib.request.Request(f"{url}/{key}", headers={"Metadata-Flavor": "Google"})
                 # A server that does not answer says nothing about this machine.
                 try:
-                    with opener.open(request, timeout=interval) as reply:
+                    with opener.open(request, timeout=5) as reply:
                         value = reply.read().decode(errors="replace").strip()
                 except (OSError, http.client.HTTPException):
                     continue

@@ -35,6 +35,8 @@ _LEFTOVER = re.compile(r"\d+\.(writing|deleting)\b.*")  # of a killed process; O
 _MESSAGE_BYTES = 8192  # of what one process tells the others
 
 log = logging.getLogger(__name__)
+# Orbax logs the traceback of a failed save once a thread, pages of it, and raises it as well: we say it in a sentence.
+logging.getLogger("absl").addFilter(lambda record: "_SignalingThread.run() raised" not in str(record.msg))
 
 
 class RunCheckpoints:
