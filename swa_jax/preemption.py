@@ -32,12 +32,8 @@ log = logging.getLogger(__name__)
 class Preempted(SystemExit):
     """The run has saved its state and stops because its machine is taken away; exits with `EXIT_STATUS`."""
 
-    def __init__(self, sentence: str):
+    def __init__(self) -> None:
         super().__init__(EXIT_STATUS)
-        self.sentence = sentence
-
-    def __str__(self) -> str:
-        return self.sentence
 
 
 @contextlib.contextmanager
@@ -86,7 +82,9 @@ def _sigterm() -> Iterator[Callable[[int], bool]]:
 def _metadata_notices(url: str) -> Iterator[None]:
     """Ask a metadata server in a thread; a notice is handed on as the signal that everything else listens for."""
     stopping = threading.Event()
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on this machine's own link
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({})
+    )  # the server is on this machine's own link
 
     def ask() -> None:
         while not stopping.wait(_INTERVAL):

@@ -60,7 +60,8 @@ class RunCheckpoints:
         self.folder = Path(folder).absolute()
         self.keep, self.keep_period = keep, keep_period
         self._pending: threading.Thread | None = None
-        self._failure, self._cause = "", None  # of the last save: what to say, and the exception behind it
+        self._failure = ""  # of the last save, in a sentence
+        self._cause: Exception | None = None
         self.newest, error = _from_first_process(self._open)
         if error:
             raise CheckpointError(error)
@@ -93,7 +94,9 @@ class RunCheckpoints:
         if step == self.newest:
             return
         if (self.folder / str(step)).exists():
-            raise CheckpointError(f"{self.folder / str(step)} exists already; move it elsewhere to save that step")
+            raise CheckpointError(
+                f"{self.folder / str(step)} exists already; move it elsewhere to save that step"
+            )
         try:
             with _orbax_options():
                 response = ocp.save_async(
@@ -180,7 +183,7 @@ class RunCheckpoints:
         )
         self._cause = error
         self._failure = (
-            f"{self.folder}: the checkpoint of step {step} could not be written: {_reason(error)}; {before}"
+            f"{self.folder}: the checkpoint of step {step} could not be written: {reason(error)}; {before}"
         )
 
     def _drop_old(self) -> None:
@@ -222,7 +225,9 @@ class RunCheckpoints:
         for step, problem in damaged:
             aside = _unused(self.folder / f"{step}.damaged")
             os.rename(self.folder / str(step), aside)
-            log.warning("%s; going on from the checkpoint of step %d (%s is now %s)", problem, good, step, aside.name)
+            log.warning(
+                "%s; going on from the checkpoint of step %d (%s is now %s)", problem, good, step, aside.name
+            )
         return good, ""
 
     def _refusal(self, step: int) -> str:
@@ -232,7 +237,9 @@ class RunCheckpoints:
         good, damaged = _newest_good(self.folder, [s for s in _steps(self.folder) if s <= step])
         if not damaged:
             return ""
-        offer = "no earlier one is good" if good is None else f"the newest good one before it is of step {good}"
+        offer = (
+            "no earlier one is good" if good is None else f"the newest good one before it is of step {good}"
+        )
         return f"{damaged[0][1]}; {offer}"
 
 
@@ -270,7 +277,9 @@ def _check_arrays(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) ->
     for name in wanted.keys() | stored.keys():
         if name not in stored or name not in wanted:
             has, lacks = ("this run", path) if name in wanted else (path, "this run")
-            raise CheckpointError(f"array '{name}' is in {has} and not in {lacks}: they are of different models")
+            raise CheckpointError(
+                f"array '{name}' is in {has} and not in {lacks}: they are of different models"
+            )
     for name, leaf in wanted.items():
         there, here = ((str(np.dtype(x.dtype)), tuple(x.shape)) for x in (stored[name], leaf))
         if there != here:
@@ -279,7 +288,8 @@ def _check_arrays(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) ->
             )
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Why something could not be written, in few words."""
     text = str(error)
     for sign in ("No space left on device", "Disk quota exceeded"):
         if sign in text:
@@ -345,7 +355,7 @@ def _damage(folder: Path, step: int) -> str:
 
 def _newest_good(folder: Path, steps: list[int]) -> tuple[int | None, list[tuple[int, str]]]:
     """(the newest step that verifies, [(step, its damage)] of those after it, newest first)."""
-    damaged = []
+    damaged: list[tuple[int, str]] = []
     for step in sorted(steps, reverse=True):
         problem = _damage(folder / str(step), step)
         if not problem:

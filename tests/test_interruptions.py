@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import swa_jax.preemption
-from swa_jax.preemption import EXIT_STATUS, Preempted, preemption_notices
+from swa_jax.preemption import EXIT_STATUS, preemption_notices
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -53,10 +53,9 @@ def test_outside_the_main_thread_there_is_no_notice():
 
 def test_the_status_is_that_of_a_terminated_process():
     assert EXIT_STATUS == 143
-    code = "from swa_jax.preemption import Preempted; raise Preempted('saved step 3')"
+    code = "from swa_jax.preemption import Preempted; raise Preempted"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 143
-    assert str(Preempted("saved step 3")) == "saved step 3"
 
 
 @pytest.fixture
@@ -139,7 +138,7 @@ with preemption_notices() as preempted, RunCheckpoints(Path(folder), keep=2) as 
         if stop:
             checkpoints.wait()
             print("stopped", done, flush=True)
-            raise Preempted(f"stopped at {done}")
+            raise Preempted
 print("sum", float(jax.jit(lambda s: s["w"].sum())(state)).hex(), flush=True)
 """
 
@@ -185,10 +184,10 @@ def test_two_processes_stop_at_the_same_step_and_go_on(tmp_path):
     for process in processes:
         process.kill()
     results = finish(processes)
-    assert all(out.splitlines()[0] == f"from {stop}" for out, _ in results), results
+    assert all(f"from {stop}" in out.splitlines() for out, _ in results), results
 
     resumed = finish(start_processes(2, folder, "fast"))
-    firsts = {out.splitlines()[0] for out, _ in resumed}
+    firsts = {line for out, _ in resumed for line in out.splitlines() if line.startswith("from ")}
     assert len(firsts) == 1, resumed  # both know the same checkpoint
     assert int(firsts.pop().split()[1]) > stop
     assert [out.splitlines()[-1] for out, _ in resumed] == [out.splitlines()[-1] for out in straight]
