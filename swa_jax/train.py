@@ -7,6 +7,7 @@ A run folder holds `config.yaml` (resolved), `metrics.jsonl` (one line a step), 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import yaml
 from flax import nnx
-from orbax.checkpoint import v1 as ocp
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -31,9 +31,12 @@ from swa_jax.checkpoint import load_model, open_checkpoint, save_model
 from swa_jax.config import ConfigError, ModelConfig, from_dict, to_dict
 from swa_jax.data import make_batches, text_files
 from swa_jax.flops import peak_flops, train_flops_per_token
+from swa_jax.huggingface.weights import CheckpointError
 from swa_jax.model import Decoder
 from swa_jax.optimizer import make_optimizer
 from swa_jax.pattern import SWITCH, AttentionPattern, load_pattern
+from swa_jax.preemption import Preempted, preemption_notices
+from swa_jax.run_checkpoint import RunCheckpoints, has_checkpoint, reason
 from swa_jax.run_log import RunLog
 from swa_jax.sharding import Partition, check_batch, check_model, make_mesh, state_shardings
 from swa_jax.tokenizer import load_tokenizer
@@ -42,12 +45,16 @@ from swa_jax.train_step import TrainState, init_state, make_step, shard_state
 
 __all__ = ["StageConfig", "TrainConfig", "train"]
 
+logger = logging.getLogger(__name__)
+
 
 def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     """Run, or go on with, a training run; returns the folder of the finished model (a checkpoint folder).
 
     Raises:
       ConfigError: the configuration cannot be used, or differs from that of the run being resumed.
+      CheckpointError: a checkpoint could not be written, or none of those that are there is good.
+      Preempted: the machine is being taken away (SIGTERM); a checkpoint of the last step is on the disk.
     """
     run = Path(config.output)
     tokenizer = load_tokenizer(config.tokenizer)
@@ -64,10 +71,14 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     state = shard_state(init_state(params, optimizer), partition)
     peak = peak_flops(jax.devices()[0].device_kind)
 
-    with _checkpointer(run, config) as checkpoints:
+    keep, keep_period = config.keep_checkpoints, config.keep_checkpoint_period
+    with (
+        preemption_notices() as preempted,
+        RunCheckpoints(run / "checkpoints", keep=keep, keep_period=keep_period) as checkpoints,
+    ):
         data_state = None
-        if checkpoints.latest is not None:
-            state, data_state = _restore(checkpoints, state)
+        if checkpoints.newest is not None:
+            state, data_state = checkpoints.restore(abstract_state(state))
         done = int(state.step)
         log = RunLog(
             run, config.log, resume_at=done, settings=to_dict(config),
@@ -104,10 +115,17 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
                     state, metrics = steps[step % len(steps)](state, batch, stage.accumulate)
                     done = step + 1
                     show(log.write(done, metrics, tokens, flops[step % len(steps)]))
-                    if done % config.checkpoint_every == 0 or done == first + stage.steps:
+                    stopping = preempted(done)
+                    if stopping or done % config.checkpoint_every == 0 or done == first + stage.steps:
                         show(log.flush())  # a state that is no number is not saved
                         log.sync()
-                        _save(checkpoints, done, state, batches.get_state())
+                        checkpoints.save(done, state, batches.get_state())
+                    if stopping and done < config.total_steps:
+                        checkpoints.wait()
+                        logger.warning(
+                            "stopped at step %d by SIGTERM: start the same command again to go on", done
+                        )
+                        raise Preempted
     nnx.update(model, jax.tree.map(lambda p: p.astype(config.save_dtype), state.params))
     if not (run / "model").exists():
         tokenizer_path = Path(config.tokenizer)
@@ -115,7 +133,15 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
         hf_config = None
         if config.init_from is not None and model.config == open_checkpoint(config.init_from).config:
             hf_config = open_checkpoint(config.init_from).hf_config
-        save_model(model, run / "model", hf_config=hf_config, tokenizer_from=folder)
+        try:
+            save_model(model, run / "model", hf_config=hf_config, tokenizer_from=folder)
+        except (OSError, ValueError) as error:  # ValueError: TensorStore's, of a full disk
+            if isinstance(error, ConfigError):
+                raise
+            raise CheckpointError(
+                f"{run / 'model'} could not be written: {reason(error)}; the checkpoint of step {done} is untouched: "
+                "start the same command again to write the model"
+            ) from error
     return run / "model"
 
 
@@ -215,7 +241,7 @@ def _stage_patterns(
 def _claim(run: Path, config: TrainConfig) -> None:
     """Write `config.yaml`, or, if there is a checkpoint to go on from, check that the run there is the same one."""
     resolved, file = to_dict(config), run / "config.yaml"
-    if file.exists() and any((run / "checkpoints").glob("[0-9]*")):
+    if file.exists() and has_checkpoint(run / "checkpoints"):
         before = to_dict(from_dict(TrainConfig, yaml.safe_load(file.read_text())))
         changed = sorted(key for key in resolved if before.get(key) != resolved[key])
         if changed:
@@ -238,52 +264,9 @@ def _stages(config: TrainConfig) -> Iterator[tuple[int, StageConfig, int]]:
         first += stage.steps
 
 
-def _checkpointer(run: Path, config: TrainConfig) -> ocp.training.Checkpointer:
-    return ocp.training.Checkpointer(
-        (run / "checkpoints").resolve(),
-        save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-        preservation_policy=ocp.training.preservation_policies.LatestN(config.keep_checkpoints),
-        cleanup_tmp_directories=True,  # what a killed run left half written
-    )
-
-
-def _save(checkpoints: ocp.training.Checkpointer, step: int, state: TrainState, data_state: Any) -> None:
-    checkpoints.save_checkpointables(
-        step, {"state": _named(state), "data": {"iterator": _encode(data_state)}}
-    )
-
-
-def _restore(checkpoints: ocp.training.Checkpointer, state: TrainState) -> tuple[TrainState, Any]:
-    wanted = _named(state)
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), wanted)
-    loaded = checkpoints.load_checkpointables(abstract_checkpointables={"state": abstract, "data": None})
-    leaves = [loaded["state"][name] for name in wanted]
-    return jax.tree.unflatten(jax.tree.structure(state), leaves), _decode(loaded["data"]["iterator"])
-
-
-def _named(state: TrainState) -> dict[str, jax.Array]:
-    """A flat dict in leaf order: what is on disk does not depend on optax's or NNX's container types."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-
-
-def _encode(value: Any) -> Any:
-    """JSON keeps no tuples; grain's iterator states compare them, so they are marked."""
-    if isinstance(value, tuple):
-        return {"tuple": [_encode(item) for item in value]}
-    if isinstance(value, dict):
-        return {"dict": {key: _encode(item) for key, item in value.items()}}
-    return [_encode(item) for item in value] if isinstance(value, list) else value
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if isinstance(value, dict):
-        if "tuple" in value:
-            return tuple(_decode(item) for item in value["tuple"])
-        return {key: _decode(item) for key, item in value["dict"].items()}
-    return value
+def abstract_state(state: TrainState) -> TrainState:
+    """What a checkpoint is to be read as: shapes, dtypes and shardings."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
 # ---- what is shown ----
