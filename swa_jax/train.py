@@ -7,6 +7,7 @@ A run folder holds `config.yaml` (resolved), `metrics.jsonl` (one line a step), 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from rich.progress import (
 
 from swa_jax.checkpoint import load_model, open_checkpoint, save_model
 from swa_jax.config import ConfigError, ModelConfig, from_dict, to_dict
-from swa_jax.data import make_batches, text_files
+from swa_jax.data import check_source, make_batches
 from swa_jax.flops import peak_flops, train_flops_per_token
 from swa_jax.huggingface.weights import CheckpointError
 from swa_jax.model import Decoder
@@ -39,9 +40,9 @@ from swa_jax.preemption import Preempted, preemption_notices
 from swa_jax.run_checkpoint import RunCheckpoints, has_checkpoint, reason
 from swa_jax.run_log import RunLog
 from swa_jax.sharding import Partition, check_batch, check_model, make_mesh, state_shardings
-from swa_jax.tokenizer import load_tokenizer
+from swa_jax.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.train_config import StageConfig, TrainConfig
-from swa_jax.train_step import TrainState, init_state, make_step, shard_state
+from swa_jax.train_step import TrainState, init_state, make_step, make_validation_loss, shard_state
 
 __all__ = ["StageConfig", "TrainConfig", "train"]
 
@@ -97,12 +98,15 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
                     continue
                 batches = make_batches(
                     stage.data, tokenizer, length=stage.sequence_length, batch_size=stage.batch_size,
-                    seed=config.seed + 1000 * number,
+                    seed=config.seed + 1000 * number, rows=local_rows(partition, stage.batch_size),
                 )  # fmt: skip
                 if data_state is not None and done > first:
                     batches.set_state(data_state)
                 steps = [
                     make_step(model.with_pattern(p), optimizer, config, partition) for p in patterns[number]
+                ]
+                losses = [
+                    make_validation_loss(model.with_pattern(p), config, partition) for p in patterns[number]
                 ]
                 tokens = stage.batch_size * stage.sequence_length
                 flops = [
@@ -111,7 +115,7 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
                 ]
                 for step in range(done, first + stage.steps):
                     log.trace(step)
-                    batch = place_batch(next(batches), partition)
+                    batch = place_batch(next(batches), partition, stage.batch_size)
                     state, metrics = steps[step % len(steps)](state, batch, stage.accumulate)
                     done = step + 1
                     show(log.write(done, metrics, tokens, flops[step % len(steps)]))
@@ -120,6 +124,10 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
                         show(log.flush())  # a state that is no number is not saved
                         log.sync()
                         checkpoints.save(done, state, batches.get_state())
+                    if config.validate_every is not None and done % config.validate_every == 0:
+                        show(log.flush())
+                        loss = losses[step % len(steps)]
+                        log.add(done, validate(config, stage, tokenizer, loss, state, partition))
                     if stopping and done < config.total_steps:
                         checkpoints.wait()
                         logger.warning(
@@ -145,16 +153,54 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     return run / "model"
 
 
-def place_batch(batch: dict[str, np.ndarray], partition: Partition | None) -> dict[str, jax.Array]:
-    """A batch on the devices, [B, T] split by rows and tokens."""
+def local_rows(partition: Partition | None, batch_size: int) -> slice:
+    """The rows of a global batch that this process's devices hold some of."""
+    if partition is None:
+        return slice(0, batch_size)
+    indices = partition.sharding("batch").addressable_devices_indices_map((batch_size,)).values()
+    spans = [index[0].indices(batch_size) for index in indices if index is not None]
+    return slice(min(first for first, _, _ in spans), max(last for _, last, _ in spans))
+
+
+def place_batch(
+    batch: dict[str, np.ndarray], partition: Partition | None, batch_size: int
+) -> dict[str, jax.Array]:
+    """This process's rows [b, T] of a batch, on the devices as the whole batch [B, T], split by rows and tokens."""
     if partition is None:
         return jax.tree.map(jnp.asarray, batch)
+    here = local_rows(partition, batch_size).start
 
     def place(name: str, x: np.ndarray) -> jax.Array:
+        def piece(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            first, last, _ = index[0].indices(batch_size)
+            return x[(slice(first - here, last - here), *index[1:])]
+
         sharding = partition.sharding("batch", None if name == "full_from" else "sequence")
-        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+        return jax.make_array_from_callback((batch_size, *x.shape[1:]), sharding, piece)
 
     return {name: place(name, x) for name, x in batch.items()}
+
+
+def validate(
+    config: TrainConfig,
+    stage: StageConfig,
+    tokenizer: Tokenizer,
+    loss: Any,
+    state: TrainState,
+    partition: Partition | None,
+) -> dict[str, float]:
+    """Mean loss of the documents that the stage's data holds out, over `validation_batches` batches at most."""
+    rows = stage.batch_size // stage.accumulate
+    batches = make_batches(
+        stage.data, tokenizer, length=stage.sequence_length, batch_size=rows, seed=config.seed,
+        rows=local_rows(partition, rows), held_out=True,
+    )  # fmt: skip
+    total = weight = 0.0
+    for batch in itertools.islice(batches, config.validation_batches):
+        nll, weights = loss(state.params, place_batch(batch, partition, rows))
+        total, weight = total + float(nll), weight + float(weights)
+    return {"validation_loss": total / max(weight, 1e-6)}
 
 
 # ---- starting and resuming ----
@@ -221,7 +267,7 @@ def _stage_patterns(
     patterns = []
     for number, stage in enumerate(config.stages):
         for source in stage.data:
-            text_files(source.files)  # a missing file is better found now than when its stage begins
+            check_source(source)  # a missing file is better found now than when its stage begins
         window = {"sliding_window": stage.sliding_window or config.sliding_window}
         chosen = [load_pattern(name, model, **options | window) for name in stage.patterns]
         if stage.sliding_window is not None and not chosen:
@@ -230,10 +276,12 @@ def _stage_patterns(
         for one in patterns[-1]:
             if (SWITCH in one.layer_types) != (SWITCH in pattern.layer_types):
                 raise ConfigError(f"'stages.{number}.patterns' and 'pattern' must both be routed, or neither")
-            if one.full_attention_decode:
+            without = [source.kind for source in stage.data if source.kind != "prompts"]
+            if one.full_attention_decode and without:
                 raise ConfigError(
-                    "training data of kind 'text' has no prompts and answers, so full-attention decode has no "
-                    "boundary to start at: leave '+fa-decode' out of the pattern"
+                    f"training data of kind '{without[0]}' ('stages.{number}.data') has no prompts and answers, so "
+                    "full-attention decode has no boundary to start at: leave '+fa-decode' out of the pattern, or "
+                    "train on kind 'prompts' alone"
                 )
     return patterns
 

@@ -87,6 +87,21 @@ def make_step(
     return jax.jit(step, static_argnums=2, donate_argnums=0)
 
 
+def make_validation_loss(
+    model: Decoder, config: TrainConfig, partition: Partition | None
+) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
+    """`loss(params, batch) -> (summed loss in nats, summed weight)` of the language model alone, compiled."""
+    loss_of = make_loss(model, config, partition)
+
+    def summed(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        _, weights = next_token_targets(batch["tokens"], batch["segment_ids"], batch["weights"])
+        totals = totals_of(batch["segment_ids"], weights)
+        _, metrics = loss_of(params, batch, totals)
+        return metrics["loss"] * totals.weight, jnp.sum(weights)
+
+    return jax.jit(summed)
+
+
 def make_loss(
     model: Decoder, config: TrainConfig, partition: Partition | None
 ) -> Callable[[Any, Batch, Totals], tuple[jax.Array, Metrics]]:

@@ -1,0 +1,157 @@
+"""Run by test_sharding in a process with eight devices: `python -m tests.on_mesh attention|training`.
+
+Every mesh gives what one device gives: attention with its gradients, and twenty steps of training.
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from pallas_kernels import AttentionSpec, alibi_slopes
+from swa_jax.config import from_dict
+from swa_jax.model import Decoder
+from swa_jax.optimizer import make_optimizer
+from swa_jax.parallel_attention import attention_on_mesh
+from swa_jax.pattern import load_pattern
+from swa_jax.sharding import MeshConfig, Partition, make_mesh
+from swa_jax.train import place_batch, random_model
+from swa_jax.train_config import TrainConfig
+from swa_jax.train_step import init_state, make_step, shard_state
+
+MESHES = {
+    "8x1x1x1": MeshConfig(8, 1, 1, 1),
+    "1x8x1x1": MeshConfig(1, 8, 1, 1),
+    "2x2x1x2": MeshConfig(2, 2, 1, 2),
+    "1x1x8x1": MeshConfig(1, 1, 8, 1),
+    "1x2x2x2": MeshConfig(1, 2, 2, 2),
+}
+BATCH, LENGTH = 8, 64
+
+
+def segments(*lengths: int) -> list[int]:
+    """Ids of packed documents; a negative length is padding."""
+    return [i + 1 if n > 0 else 0 for i, n in enumerate(lengths) for _ in range(abs(n))]
+
+
+PACKED = np.array([segments(64), segments(7, 9, 41, 7), segments(30, 1, 1, 32), segments(-5, 20, 30, -9)] * 2)
+
+
+def check_attention() -> None:
+    rng = np.random.default_rng(0)
+    heads, kv_heads, size = 4, 2, 8
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(BATCH, LENGTH, h, size)), jnp.float32)
+        for h in (heads, kv_heads, kv_heads)
+    )
+    packed = {"segment_ids": jnp.asarray(PACKED)}
+    gate = {"gate": jnp.asarray(rng.uniform(size=(BATCH, LENGTH)) < 0.3, jnp.float32)}
+    full_from = {"full_from": jnp.asarray(rng.integers(0, 40, size=(BATCH, 4)))}
+    full_heads = {"full_heads": jnp.array([True, False])}
+    window, sinks = AttentionSpec(window=5), AttentionSpec(window=5, num_sink_tokens=3)
+    cases = {
+        "full": (AttentionSpec(), {}),
+        "full, packed": (AttentionSpec(), packed),
+        "window 1": (AttentionSpec(window=1), {}),
+        "window": (window, {}),
+        "window, packed": (window, packed),
+        "window over several devices, packed": (AttentionSpec(window=20), packed),
+        "window as long as the row": (AttentionSpec(window=64), {}),
+        "sink tokens": (sinks, {}),
+        "sink tokens, packed": (sinks, packed),
+        "many sink tokens, packed": (AttentionSpec(window=20, num_sink_tokens=10), packed),
+        "full-attention decode": (sinks, packed | full_from),
+        "head hybrid": (sinks, packed | full_heads),
+        "routed": (sinks, packed | gate),
+        "sigmoid": (
+            AttentionSpec(window=5, activation="sigmoid"),
+            packed | {"alibi_slopes": alibi_slopes(2, 2)},
+        ),
+    }
+    partitions = [None, *(Partition(make_mesh(MESHES[name])) for name in ("1x1x8x1", "1x2x2x2"))]
+    for name, (spec, options) in cases.items():
+        real = (PACKED > 0)[:, :, None, None] if "segment_ids" in options else 1
+
+        def loss(q, k, v, partition, spec=spec, options=options, real=real):
+            out, disagreement = attention_on_mesh(q, k, v, spec, partition, **options)
+            return jnp.sum(jnp.sin(out * real)) + jnp.sum(
+                disagreement * jnp.cos(jnp.arange(LENGTH))
+            ), out * real
+
+        differentiate = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+        results = [jax.jit(differentiate, static_argnums=3)(q, k, v, partition) for partition in partitions]
+        for (_, out), gradients in results[1:]:
+            (_, expected), expected_gradients = results[0]
+            np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5, err_msg=name)
+            for ours, theirs in zip(gradients, expected_gradients, strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5, err_msg=name)
+
+
+MODELS = {
+    "full": {"pattern": "full"},
+    "window": {"pattern": "window"},
+    "layers": {"pattern": "interleave-1-in-2"},
+    "routed": {"pattern": "switch"},
+    "sigmoid": {
+        "pattern": "window",
+        "model": {
+            "attention_activation": "sigmoid",
+            "position_embedding": "alirope",
+            "alibi_negative_heads": 2,
+            "alibi_positive_heads": 2,
+        },
+    },
+}
+
+
+def check_training() -> None:
+    rng = np.random.default_rng(1)
+    batch = {
+        "tokens": rng.integers(1, 64, size=(BATCH, LENGTH)).astype(np.int32),
+        "segment_ids": PACKED.astype(np.int32),
+        "weights": np.ones((BATCH, LENGTH), np.float32),
+    }
+    for name, settings in MODELS.items():
+        model_settings = {
+            "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        }  # fmt: skip
+        config = from_dict(
+            TrainConfig,
+            {
+                "output": "-", "tokenizer": "-", "sliding_window": 12, "pattern": settings["pattern"],
+                "model": model_settings | settings.get("model", {}), "z_loss": 1e-4,
+                "optimizer": {"learning_rate": 3e-3, "warmup_steps": 2, "eps": 1e-4},
+                "stages": [{"steps": 20, "sequence_length": LENGTH, "batch_size": BATCH}],
+            },
+        )  # fmt: skip
+        pattern = load_pattern(config.pattern, config.model, sliding_window=config.sliding_window)
+        expected = run(config, pattern, None, batch, pieces=1)
+        for mesh_name, mesh in MESHES.items():
+            partition = Partition(make_mesh(mesh))
+            pieces = 2 if partition.size("batch") <= 4 else 1  # accumulation changes nothing either
+            losses, norms = run(config, pattern, partition, batch, pieces)
+            for ours, theirs in ((losses, expected[0]), (norms, expected[1])):
+                np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=f"{name}, {mesh_name}")
+        assert expected[0][-1] < expected[0][0] - 0.1, name
+        print(name, "ok", flush=True)
+
+
+def run(config, pattern, partition, batch, pieces) -> tuple[list[float], list[float]]:
+    model: Decoder = random_model(config.model, pattern, 0, partition)
+    optimizer: optax.GradientTransformation = make_optimizer(config.optimizer, config.total_steps)
+    state = shard_state(init_state(nnx.state(model, nnx.Param), optimizer), partition)
+    step = make_step(model, optimizer, config, partition)
+    losses, norms = [], []
+    for _ in range(20):
+        state, metrics = step(state, place_batch(batch, partition, BATCH), pieces)
+        losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["gradient_norm"]))
+    return losses, norms
+
+
+if __name__ == "__main__":
+    {"attention": check_attention, "training": check_training}[sys.argv[1]]()
