@@ -1,6 +1,7 @@
 """Notices of preemption: SIGTERM, the metadata server, several processes; and training runs that are interrupted."""
 
 import http.server
+import json
 import os
 import signal
 import socket
@@ -191,3 +192,24 @@ def test_two_processes_stop_at_the_same_step_and_go_on(tmp_path):
     assert len(firsts) == 1, resumed  # both know the same checkpoint
     assert int(firsts.pop().split()[1]) > stop
     assert [out.splitlines()[-1] for out, _ in resumed] == [out.splitlines()[-1] for out in straight]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("interrupt_training.py", ["--kills", "4", "--terms", "2", "--steps", "150"]),
+        ("damage_checkpoints.py", ["--count", "12"]),
+    ],
+)
+def test_a_sample_of_the_scripts(tmp_path, script, options):
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, str(ROOT / "scripts" / script), *options, "--json", str(figures)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    written = json.loads(figures.read_text())
+    if script == "interrupt_training.py":
+        assert sum(n for name, n in written.items() if name.startswith("SIG")) == 6
+        assert written["losses compared"] >= 150
+    else:
+        assert written["found and named"] == 12
