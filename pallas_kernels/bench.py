@@ -26,7 +26,7 @@ from pallas_kernels import api, tpu_passes
 from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_kind, preferring
 from pallas_kernels.routed import both_branches
 from pallas_kernels.spec import AttentionSpec, coordinates
-from pallas_kernels.tpu_tiles import Call
+from pallas_kernels.tpu_tiles import Call, with_scale
 from pallas_kernels.tpu_walk import has_default_positions
 from pallas_kernels.tpu_window import blocks_back, window_kernel_serves, window_steps
 
@@ -187,7 +187,7 @@ def _call(kind: str, spec: AttentionSpec, where, D: int, tiles: dict, alone=True
     """The call as `tpu` makes it; `alone`: no second launch serves full heads."""
     T = where.q_pos.shape[1]
     chosen = dataclasses.replace(choose_tiles(kind, T, T, D), **tiles)
-    call = Call(spec, chosen, indexed=True, has_slopes=has_slopes)
+    call = Call(with_scale(spec, D), chosen, indexed=True, has_slopes=has_slopes)
     call = dataclasses.replace(call, window_kernel=window_kernel_serves(call, where))
     if call.window_kernel and alone and not spec.num_sink_tokens:
         chosen = choose_tiles(kind, T, T, D, window=spec.window)

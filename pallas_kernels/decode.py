@@ -36,6 +36,7 @@ from pallas_kernels.tpu_tiles import (
     form_logits,
     shape_like,
     sigmoid_weights,
+    with_scale,
 )
 
 _MAX_HEADS = 8  # KV heads of a grid step
@@ -217,7 +218,7 @@ def _decode(
     kv_heads, group = slots.shape[0], num_heads // slots.shape[0]
     kind = device_kind()
     call = Call(
-        spec,
+        with_scale(spec, head_dim),
         Tiles(),
         has_slopes=alibi_slopes is not None,
         has_bias=sigmoid_bias is not None,
@@ -271,7 +272,7 @@ def _decode(
     row_info = fold(jnp.stack(info, axis=-1)[None])[0]  # [K * rows, 4]: token, slope, bias, sink logit
     row_info = jnp.pad(row_info, ((0, 0), (0, LANES - 4)))
     # In float32 a tile may have 8 rows; bfloat16 would fill twice as many with padding.
-    rows = fold(q * jnp.asarray(call.query_factor(head_dim), q.dtype)).astype(jnp.float32)
+    rows = fold(q * jnp.asarray(call.query_factor, q.dtype)).astype(jnp.float32)
     arguments = vary_alike(
         ([x.astype(jnp.int32) for x in scalars], visits.used, rows, row_info, kv_pos[:, None], k, v)
     )

@@ -87,7 +87,7 @@ def two_branches(
     call = make_call(q, k, spec, where, alibi_slopes, sigmoid_bias)
     # The gate's gradient is a difference of the branches: large sums without a normaliser must not be rounded before.
     call = dataclasses.replace(call, in_parts=not call.softmax)
-    q = pad(q * jnp.asarray(call.query_factor(head_dim), q.dtype), call.tiles.q_block, 1, 0)
+    q = pad(q * jnp.asarray(call.query_factor, q.dtype), call.tiles.q_block, 1, 0)
     k, v = (pad(x, call.tiles.kv_block, 1, 0) for x in (k, v))
     where = pad_coordinates(where, call.tiles)
     head_bias = stack_head_bias(heads, alibi_slopes, sigmoid_bias)

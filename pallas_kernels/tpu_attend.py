@@ -36,7 +36,7 @@ def attend(
     call = choose_kernel(call, where)
     if full_heads is None:
         call = with_own_tiles(call, length, head_dim)
-    q = q * jnp.asarray(call.query_factor(head_dim), q.dtype)
+    q = q * jnp.asarray(call.query_factor, q.dtype)
     arguments = (
         head_major(q, call.tiles.q_block),
         head_major(k, call.tiles.kv_block),

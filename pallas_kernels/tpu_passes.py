@@ -16,7 +16,7 @@ from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_ki
 from pallas_kernels.spec import AttentionSpec, Coordinates
 from pallas_kernels.tpu_backward import scheduled_backward
 from pallas_kernels.tpu_forward import scheduled_forward
-from pallas_kernels.tpu_tiles import LOG2E, Call, Heads
+from pallas_kernels.tpu_tiles import LOG2E, Call, Heads, with_scale
 from pallas_kernels.tpu_window import window_kernel_serves
 from pallas_kernels.tpu_window_backward import window_backward
 from pallas_kernels.tpu_window_forward import window_forward
@@ -35,7 +35,7 @@ def make_call(
             f"implementation 'tpu' takes float32 and bfloat16, but q is {q.dtype}; use 'xla'."
         )
     return Call(
-        spec=spec,
+        spec=with_scale(spec, q.shape[3]),
         tiles=choose_tiles(device_kind(), q.shape[1], k.shape[1], q.shape[3]),
         indexed=is_indexed(where),
         has_slopes=alibi_slopes is not None,

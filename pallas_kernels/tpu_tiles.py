@@ -57,15 +57,37 @@ class Call:
     def unit(self) -> float:
         return LOG2E if self.softmax else 0.5
 
-    def query_factor(self, head_dim: int) -> float:
-        """What q is multiplied by before it enters a kernel."""
-        scale = head_dim**-0.5 if self.spec.scale is None else self.spec.scale
-        return scale * self.unit if self.spec.logit_softcap is None else scale / self.spec.logit_softcap
+    @property
+    def query_factor(self) -> float:
+        """What q is multiplied by before it enters a kernel.
+
+        Sigmoid has no normaliser that would take up what a rounded q adds to every logit of a row: only a power of two,
+        which rounds nothing, goes into q.
+        """
+        return self._factor if self.softmax else 2.0 ** math.floor(math.log2(self._factor))
+
+    @property
+    def rest_factor(self) -> float:
+        """What the products of that q and k are multiplied by, in [1, 2)."""
+        return self._factor / self.query_factor
+
+    @property
+    def _factor(self) -> float:
+        """Of q.k on the way to the logits, or to the softcap's tanh."""
+        assert self.spec.scale is not None  # `with_scale`
+        softcap = self.spec.logit_softcap
+        return self.spec.scale * self.unit if softcap is None else self.spec.scale / softcap
 
     @property
     def product_factor(self) -> float:
         """The derivative of a logit by its product of (multiplied) q and k, the softcap's own derivative aside."""
-        return 1 / self.unit if self.spec.logit_softcap is None else self.spec.logit_softcap
+        softcap = self.spec.logit_softcap
+        return self.rest_factor * (1 / self.unit if softcap is None else softcap)
+
+
+def with_scale(spec: AttentionSpec, head_dim: int) -> AttentionSpec:
+    """The spec with its default scale as a number."""
+    return dataclasses.replace(spec, scale=head_dim**-0.5) if spec.scale is None else spec
 
 
 class Heads(NamedTuple):
@@ -149,6 +171,8 @@ def form_logits(call: Call, products: jax.Array, addend) -> tuple[jax.Array, jax
       addend: function giving what ALiBi and the bias add, in the same unit; called if the call has either.
     """
     derivative = None
+    if call.rest_factor != 1:
+        products = products * call.rest_factor
     if call.spec.logit_softcap is not None:
         tanh = jnp.tanh(products)
         products, derivative = (call.spec.logit_softcap * call.unit) * tanh, 1 - tanh * tanh

@@ -35,7 +35,6 @@ from pallas_kernels.tpu_tiles import (
     head_at,
     launch,
     shape_like,
-    sigmoid_weights,
     write_softmax,
 )
 from pallas_kernels.tpu_window import (
@@ -54,7 +53,7 @@ class _Scores(NamedTuple):
     logits: jax.Array  # [strip, keys]
     value: Ref  # [keys, D], sliced
     seen: jax.Array | None  # None where every key is visible
-    mean: jax.Array | None  # [1, 1], about what sigmoid weights are rounded
+    mean: jax.Array | None  # [1, 1], the tanh about which a sigmoid's is rounded
 
 
 def window_forward(
@@ -163,7 +162,7 @@ def _window_kernel(
                 return _Scores(s if seen is None else jnp.where(seen, s, MASKED), value, None, None)
             mean = None
             if middle is not None and q_ref.dtype != jnp.float32:
-                mean = sigmoid_weights(slope * middle + bias if call.has_slopes else bias)
+                mean = jnp.tanh(slope * middle + bias if call.has_slopes else bias)
             return _Scores(s, value, seen, mean)
 
         def logits(start):
@@ -205,9 +204,8 @@ def _window_kernel(
 
         def finish(rows, tiles, top):
             if not call.softmax:
-                out_ref[rows, :] = functools.reduce(jnp.add, map(_sigmoid_values, tiles)).astype(
-                    out_ref.dtype
-                )
+                doubled = functools.reduce(jnp.add, map(_sigmoid_values, tiles))
+                out_ref[rows, :] = (0.5 * doubled).astype(out_ref.dtype)
                 return
             acc: Any = 0.0  # Grown product by product: so the compiler adds in the matrix unit.
             partial_sums = []
@@ -252,16 +250,17 @@ def _over_lanes(operator: Callable, tiles: list[jax.Array]) -> jax.Array:
 
 
 def _sigmoid_values(tile: _Scores) -> jax.Array:
-    """weights @ values of one tile."""
-    value = tile.value[...]
-    weights = sigmoid_weights(tile.logits)
-    if tile.mean is not None:
-        weights = weights - tile.mean
-    if tile.seen is not None:
-        weights = jnp.where(tile.seen, weights, 0)
-    acc = dot(weights.astype(value.dtype), value, NN)
+    """2 * weights @ values of one tile: a sigmoid is half of 1 + tanh, and rows are fewer than weights."""
+    value, tanh = tile.value[...], jnp.tanh(tile.logits)
     if tile.mean is None:
-        return acc
+        weights = tanh + 1
+        if tile.seen is not None:
+            weights = jnp.where(tile.seen, weights, 0)
+        return dot(weights.astype(value.dtype), value, NN)
+    weights = tanh - tile.mean
     if tile.seen is None:
-        return acc + tile.mean * value.astype(jnp.float32).sum(axis=0, keepdims=True)
-    return acc + tile.mean * dot(jnp.where(tile.seen, 1.0, 0.0).astype(value.dtype), value, NN)
+        total = value.astype(jnp.float32).sum(axis=0, keepdims=True)
+    else:
+        weights = jnp.where(tile.seen, weights, 0)
+        total = dot(jnp.where(tile.seen, 1.0, 0.0).astype(value.dtype), value, NN)
+    return dot(weights.astype(value.dtype), value, NN) + (1 + tile.mean) * total
