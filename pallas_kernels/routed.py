@@ -83,7 +83,7 @@ def two_branches(
     full_heads: jax.Array | None = None,  # [K] bool
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None]:
     """O_window [B, T, H, D], lse_window [B, T, H] f32, O_full, lse_full; no lse for sigmoid."""
-    _, length, heads, head_dim = q.shape
+    _, length, heads, _ = q.shape
     call = make_call(q, k, spec, where, alibi_slopes, sigmoid_bias)
     # The gate's gradient is a difference of the branches: large sums without a normaliser must not be rounded before.
     call = dataclasses.replace(call, in_parts=not call.softmax)

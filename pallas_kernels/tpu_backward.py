@@ -42,6 +42,7 @@ from pallas_kernels.tpu_tiles import (
     head_at,
     launch,
     shape_like,
+    sigmoid_weights,
     split,
     take,
     tile_mask,
@@ -282,9 +283,8 @@ def weights_and_slopes(call, s, derivative, dw, lse, delta):
         w = jnp.exp2(s - lse)
         ds = w * (dw - delta)
     else:
-        tanh = jnp.tanh(s)  # sigmoid(x) = 0.5 + 0.5 tanh(x / 2), whose derivative is 0.25 (1 - tanh^2)
-        w = 0.5 + 0.5 * tanh
-        ds = (0.25 - 0.25 * (tanh * tanh)) * dw
+        w = sigmoid_weights(s)
+        ds = (w - w * w) * dw
     return w, ds, ds if derivative is None else ds * derivative
 
 

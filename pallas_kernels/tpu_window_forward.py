@@ -52,6 +52,7 @@ from pallas_kernels.tpu_window import (
 class _Scores(NamedTuple):
     logits: jax.Array  # [strip, keys]
     value: Ref  # [keys, D], sliced
+    total: Callable[[], jax.Array]  # of the values, [1, D]
     seen: jax.Array | None  # None where every key is visible
     mean: jax.Array | None  # [1, 1], the tanh about which a sigmoid's is rounded
 
@@ -155,22 +156,26 @@ def _window_kernel(
                 return bias
             return slope * relative(size).astype(jnp.float32) + (slope * distance.astype(jnp.float32) + bias)
 
-        def scores(s, value, masks, middle):
+        @functools.cache  # strips share tiles
+        def total(block, keys):
+            return v_refs[block][keys, :].astype(jnp.float32).sum(axis=0, keepdims=True)
+
+        def scores(s, value, total, masks, middle):
             """`middle` is the distance in the middle of a tile whose weights are rounded about their mean."""
             seen = functools.reduce(jnp.logical_and, masks) if masks else None
             if call.softmax:
-                return _Scores(s if seen is None else jnp.where(seen, s, MASKED), value, None, None)
+                return _Scores(s if seen is None else jnp.where(seen, s, MASKED), value, total, None, None)
             mean = None
             if middle is not None and q_ref.dtype != jnp.float32:
                 mean = jnp.tanh(slope * middle + bias if call.has_slopes else bias)
-            return _Scores(s, value, seen, mean)
+            return _Scores(s, value, total, seen, mean)
 
         def logits(start):
             rows = pl.ds(start, strip)
             query = q_ref[rows, :]
             tiles = []
             for tile in window_tiles(call, start, present):
-                keys = pl.ds(tile.offset, tile.size)
+                keys = slice(tile.offset, tile.offset + tile.size)
                 distance = start - tile.key  # of the first row to the first column
                 s = dot(query, k_refs[tile.block][keys, :], NT)
                 s, _ = form_logits(call, s, functools.partial(addend, tile.size, jnp.int32(distance)))
@@ -184,7 +189,9 @@ def _window_kernel(
                 if far:
                     seen.append(relative(tile.size) < window - distance)
                 middle = float(distance + (strip - tile.size) // 2)
-                tiles.append(scores(s, v_refs[tile.block].at[keys, :], seen, None if far else middle))
+                of_tile = functools.partial(total, tile.block, keys)
+                value = v_refs[tile.block].at[keys, :]
+                tiles.append(scores(s, value, of_tile, seen, None if far else middle))
             if sinks is not None:
                 size = sink_k_ref.shape[0]
                 s = dot(query, sink_k_ref[...], NT)
@@ -194,7 +201,7 @@ def _window_kernel(
                 seen = [column < num_sinks] if num_sinks < size else []
                 if sinks == "some":  # the others lie inside the window
                     seen.append(relative(size) >= window - distance)
-                tiles.append(scores(s, sink_v_ref, seen, None))
+                tiles.append(scores(s, sink_v_ref, None, seen, None))
             top = (
                 _over_lanes(jnp.maximum, [tile.logits for tile in tiles]).max(axis=1, keepdims=True)
                 if call.softmax
@@ -259,7 +266,7 @@ def _sigmoid_values(tile: _Scores) -> jax.Array:
         return dot(weights.astype(value.dtype), value, NN)
     weights = tanh - tile.mean
     if tile.seen is None:
-        total = value.astype(jnp.float32).sum(axis=0, keepdims=True)
+        total = tile.total()
     else:
         weights = jnp.where(tile.seen, weights, 0)
         total = dot(jnp.where(tile.seen, 1.0, 0.0).astype(value.dtype), value, NN)

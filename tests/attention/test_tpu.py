@@ -1,5 +1,7 @@
 """What is particular to the TPU kernels: which one serves a call, and what they visit."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,6 +110,17 @@ def test_tiles_fit_any_length(kind, length):
     assert tiles.q_block == tiles.kv_block
     assert tiles.q_block % 128 == 0 or tiles.q_block - length in range(16)
     assert tiles.q_block <= 1024
+
+
+@pytest.mark.parametrize("scale", [0.25, 0.3, 96**-0.5])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_the_scale_of_a_sigmoid_does_not_round_q(scale, softcap):
+    spec = AttentionSpec(11, activation="sigmoid", scale=scale, logit_softcap=softcap)
+    call = KernelCall(spec, Tiles())
+    assert math.frexp(call.query_factor)[0] == 0.5  # a power of two
+    assert 1 <= call.rest_factor < 2
+    factor = scale / 2 if softcap is None else scale / softcap
+    assert call.query_factor * call.rest_factor == pytest.approx(factor)
 
 
 def test_float64_is_refused_by_name():
