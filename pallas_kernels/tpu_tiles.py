@@ -4,7 +4,7 @@ Arrays are head-major, q [B, H, T, D] and k, v [B, K, S, D], with lengths that a
 
 Units. A kernel's logits come in base 2 for softmax, so that exp2 needs no multiplication, and halved for sigmoid,
 which is 0.5 + 0.5 tanh(x / 2) because tanh is one instruction. The factor, with the scale, is in q already
-(`query_factor`).
+(`query_factor`), for sigmoid all but a rest (`rest_factor`).
 """
 
 import dataclasses
