@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 import swa_jax.preemption
-from swa_jax.preemption import EXIT_STATUS, preemption_notices
+import swa_jax.train
+from swa_jax.config import from_dict
+from swa_jax.preemption import EXIT_STATUS, Preempted, preemption_notices
+from swa_jax.train import TrainConfig, train
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -108,6 +111,46 @@ def test_no_metadata_server_is_no_notice(monkeypatch):
         with preemption_notices(f"http://127.0.0.1:{reserved.getsockname()[1]}") as preempted:
             time.sleep(0.2)
             assert not preempted(1)
+
+
+@pytest.mark.slow
+def test_a_terminated_run_goes_on_from_its_last_step_and_past_a_damaged_checkpoint(
+    byte_tokenizer, tmp_path, monkeypatch, caplog
+):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over a lazy dog " * 40)
+    model = {"model_type": "qwen3", "vocab_size": 257, "hidden_size": 16, "intermediate_size": 16}
+    model |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    stage = {"steps": 10, "sequence_length": 16, "batch_size": 2, "data": [{"files": [str(text)]}]}
+    settings = {"tokenizer": str(byte_tokenizer), "model": model, "stages": [stage], "checkpoint_every": 4}
+
+    def run(name):
+        config = from_dict(TrainConfig, settings | {"output": str(tmp_path / name)})
+        train(config, quiet=True)
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    expected = run("straight")
+    real, calls = swa_jax.train.place_batch, []
+
+    def terminated_in_the_sixth(*arguments):
+        calls.append(arguments)
+        if len(calls) == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments)
+
+    monkeypatch.setattr(swa_jax.train, "place_batch", terminated_in_the_sixth)
+    with pytest.raises(Preempted) as stop:
+        run("again")
+    assert stop.value.code == 143
+    checkpoints = tmp_path / "again" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["4", "6"]
+    manifest = checkpoints / "6" / "manifest.json"
+    manifest.write_text(manifest.read_text()[:-1])
+    assert run("again") == expected
+    assert len(calls) == 6 + 6  # from step 4
+    assert f"{manifest} is damaged" in caplog.text
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["10", "6.damaged", "8"]
 
 
 _PROCESS = """
