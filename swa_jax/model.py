@@ -127,7 +127,9 @@ class Decoder(nnx.Module):
             layer = jax.checkpoint(layer)
         elif remat == "projections":
             layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-        x = constrain(self.embed(tokens), partition, "batch", "sequence", None)
+        # The table is gathered over fsdp, as the layers' weights are; else XLA would gather the tokens of all rows.
+        table = constrain(self.embedding[...], partition, "vocab", None)
+        x = constrain(table[tokens], partition, "batch", "sequence", None)
         x, routing = jax.lax.scan(layer, x, (weights, plan))
         return self.norm(x), routing
 
