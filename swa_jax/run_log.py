@@ -5,6 +5,7 @@ Metrics stay on the device until the next step has been started, so that logging
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ from typing import Any
 import jax
 
 from swa_jax.config import ConfigError
+from swa_jax.huggingface.weights import CheckpointError
 from swa_jax.train_config import LogConfig
 
 
@@ -44,7 +46,7 @@ class RunLog:
                 project=config.wandb_project, dir=str(run), id=run.name, resume="allow", config=settings
             )
         keep_lines(run / "metrics.jsonl", resume_at)
-        self.file = open(run / "metrics.jsonl", "a")  # noqa: SIM115
+        self.file = open(run / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGUSR1, self._ask_for_trace)
 
@@ -85,13 +87,24 @@ class RunLog:
             return
         step = line["step"]
         if step % self.config.every == 0 or "loss" not in line:
-            self.file.write(json.dumps(line) + "\n")
-            self.file.flush()
+            self._append((json.dumps(line) + "\n").encode())
             if self.tensorboard is not None:
                 for name, value in _scalars(line).items():
                     self.tensorboard.add_scalar(name, value, step)
             if self.wandb is not None:
                 self.wandb.log(_scalars(line), step=step)
+
+    def _append(self, text: bytes) -> None:
+        assert self.file is not None
+        try:
+            written = self.file.write(text)
+            if written != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.run / 'metrics.jsonl'} could not be written: {error.strerror}; the last checkpoint is "
+                "untouched: make room and start the same command again"
+            ) from error
 
     # ---- profiler ----
 

@@ -1,6 +1,6 @@
 """Run by test_sharding in a process with eight devices: `python -m tests.on_mesh attention|training`.
 
-Every mesh gives what one device gives: attention with its gradients, and twenty steps of training.
+Every mesh gives what one device gives: attention with its gradients, and the losses and gradients of twenty steps.
 """
 
 import sys
@@ -124,7 +124,8 @@ def check_training() -> None:
             {
                 "output": "-", "tokenizer": "-", "sliding_window": 12, "pattern": settings["pattern"],
                 "model": model_settings | settings.get("model", {}), "z_loss": 1e-4,
-                "optimizer": {"learning_rate": 3e-3, "warmup_steps": 2, "eps": 1e-4},
+                # Steps small enough that rounding does not grow along the way.
+                "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2, "eps": 1e-4},
                 "stages": [{"steps": 20, "sequence_length": LENGTH, "batch_size": BATCH}],
             },
         )  # fmt: skip
@@ -136,7 +137,7 @@ def check_training() -> None:
             losses, norms = run(config, pattern, partition, batch, pieces)
             for ours, theirs in ((losses, expected[0]), (norms, expected[1])):
                 np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=f"{name}, {mesh_name}")
-        assert expected[0][-1] < expected[0][0] - 0.1, name
+        assert expected[0][-1] < expected[0][0] - 0.03, name
         print(name, "ok", flush=True)
 
 
