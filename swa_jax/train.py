@@ -197,7 +197,7 @@ def validate(
         rows=local_rows(partition, rows), held_out=True,
     )  # fmt: skip
     total = weight = 0.0
-    for batch in itertools.islice(batches, config.validation_batches):
+    for batch in itertools.islice(batches, config.validation_batches * stage.accumulate):  # pieces of batches
         nll, weights = loss(state.params, place_batch(batch, partition, rows))
         total, weight = total + float(nll), weight + float(weights)
     return {"validation_loss": total / max(weight, 1e-6)}

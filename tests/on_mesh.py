@@ -22,6 +22,8 @@ from swa_jax.train import place_batch, random_model
 from swa_jax.train_config import TrainConfig
 from swa_jax.train_step import init_state, make_step, shard_state
 
+from .attention.tolerances import assert_close
+
 MESHES = {
     "8x1x1x1": MeshConfig(8, 1, 1, 1),
     "1x8x1x1": MeshConfig(1, 8, 1, 1),
@@ -85,9 +87,8 @@ def check_attention() -> None:
         results = [jax.jit(differentiate, static_argnums=3)(q, k, v, partition) for partition in partitions]
         for (_, out), gradients in results[1:]:
             (_, expected), expected_gradients = results[0]
-            np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5, err_msg=name)
-            for ours, theirs in zip(gradients, expected_gradients, strict=True):
-                np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5, err_msg=name)
+            assert_close({name: out}, {name: expected}, "float32")
+            assert_close({name: gradients}, {name: expected_gradients}, "float32", gradient=True)
 
 
 MODELS = {

@@ -313,11 +313,15 @@ def test_a_state_of_other_data_is_refused_by_name(folder, tokenizer, tmp_path_fa
 
 
 def test_files_may_move(folder, tokenizer, tmp_path_factory):
-    state = batches_of(folder, tokenizer).get_state()
+    batches = batches_of(folder, tokenizer)
+    state = batches.get_state()
+    expected = next(batches)["tokens"]
     moved = tmp_path_factory.mktemp("elsewhere")
     for file in folder.iterdir():
         file.rename(moved / file.name)
-    batches_of(moved, tokenizer).set_state(state)
+    batches = batches_of(moved, tokenizer)
+    batches.set_state(state)
+    np.testing.assert_array_equal(next(batches)["tokens"], expected)
 
 
 def test_mixture_weights(folder, tokenizer):

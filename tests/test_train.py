@@ -223,3 +223,49 @@ def test_committed_configurations_can_be_used(file):
         for stage in config.stages:
             for name in stage.patterns or (config.pattern,):
                 load_pattern(name, config.model, sliding_window=stage.sliding_window or config.sliding_window)
+
+
+def test_zero_shot_is_the_windowed_model_as_it_is(settings, tmp_path):
+    stage = [settings["stages"][0] | {"steps": 2}]
+    start = train(config_of(settings, stages=stage, pattern="full"), quiet=True)
+    changes = {"model": None, "init_from": str(start), "pattern": "full", "output": str(tmp_path / "zero")}
+    model = load_model(
+        train(config_of(settings, **changes, method="swa-zero-shot", stages=stage), quiet=True)
+    )
+    assert set(model.pattern.layer_types) == {"sliding_attention"}
+    for ours, theirs in zip(
+        jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(load_model(start))), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_pieces_and_remat_change_nothing_and_held_out_loss_is_logged(settings, tmp_path):
+    names = []
+    for i in range(12):  # documents enough that some are held out and some are not
+        (tmp_path / f"document{i}.txt").write_text(f"{i} " + TEXT[i : 400 + i])
+        names.append(str(tmp_path / f"document{i}.txt"))
+    data = [{"files": names, "held_out": 0.3}]
+    plain = {"steps": 4, "sequence_length": 32, "batch_size": 4, "data": data}
+    optimizer = {"name": "adamw", "learning_rate": 1e-3, "eps": 1e-4}
+    results = []
+    for i, (stage, changes) in enumerate(
+        [(plain, {}), (plain | {"accumulate": 2}, {}), (plain, {"remat": "projections"})]
+    ):
+        run = tmp_path / f"run{i}"
+        changes |= {"output": str(run), "stages": [stage], "optimizer": optimizer, "validate_every": 2}
+        train(config_of(settings, **changes), quiet=True)
+        lines = read_metrics(run)
+        assert [line["step"] for line in lines if "validation_loss" in line] == [2, 4]
+        results.append([line.get("loss", line.get("validation_loss")) for line in lines])
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
+    np.testing.assert_allclose(results[2], results[0], rtol=1e-5)
+
+
+def test_updates_that_are_no_numbers_are_skipped_or_stop_the_run(settings, tmp_path):
+    stage = [settings["stages"][0] | {"steps": 3}]
+    optimizer = {"name": "adamw", "learning_rate": 1e30, "clip_norm": 1.0}
+    broken = {"stages": stage, "optimizer": optimizer}
+    with pytest.raises(FloatingPointError, match="not a number at step"):
+        train(config_of(settings, **broken), quiet=True)
+    train(config_of(settings, **broken, on_nonfinite="skip", output=str(tmp_path / "skipping")), quiet=True)
+    assert read_metrics(tmp_path / "skipping")[-1]["skipped_updates"] > 0
