@@ -347,17 +347,15 @@ def test_an_error_while_reading_ahead_loses_no_batch(folder, tokenizer, monkeypa
     expected = take(batches_of(folder, tokenizer), 6)
     batches = batches_of(folder, tokenizer)
     take(batches, 2)
-    real, failures = PackedText.__getitem__, [OSError("the disk is away for a moment")]
 
-    def fail_once(self, index):
-        if failures:
-            raise failures.pop()
-        return real(self, index)
+    def fail(self, index):
+        raise OSError("the disk is away for a moment")
 
     batches.set_state(batches.get_state())  # drops what is read ahead
-    monkeypatch.setattr(PackedText, "__getitem__", fail_once)
-    with pytest.raises(OSError, match="away for a moment"):
-        take(batches, 4)
+    with monkeypatch.context() as away:
+        away.setattr(PackedText, "__getitem__", fail)
+        with pytest.raises(OSError, match="away for a moment"):
+            take(batches, 4)
     done = batches.get_state()["batches"]
     assert_same(take(batches, 6 - done), expected[done:])
 
