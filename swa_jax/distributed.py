@@ -361,6 +361,8 @@ class _Hub:
             number = await self._admit(reader, writer)
             if number is not None:
                 await self._attend(number, reader, writer.get_extra_info("peername")[0])
+        except asyncio.CancelledError:
+            pass  # this guard ends; asyncio of Python 3.12 would print a traceback
         finally:
             writer.close()
 
