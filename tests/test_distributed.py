@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import yaml
 
+from swa_jax.cluster import Place, find_place
 from swa_jax.config import ConfigError
-from swa_jax.distributed import Place, _difference, find_place
+from swa_jax.distributed import _difference
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -68,7 +69,8 @@ def test_the_first_key_that_differs():
 # A worker that joins as the real one does, without JAX, and then does as it is told.
 _GUARD = """
 import sys
-from swa_jax.distributed import Place, ProcessError, guard
+from swa_jax.cluster import Place
+from swa_jax.distributed import ProcessError, guard
 process, processes, coordinator, timeout, worker = sys.argv[1:]
 try:
     sys.exit(guard(Place(int(process), int(processes), coordinator), [sys.executable, "-c", worker], int(timeout)))
