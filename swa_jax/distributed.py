@@ -164,7 +164,7 @@ async def _listen_to_hub(
             _send(worker, **message)
         elif "end" in message:
             if message["process"] == place.process and own:  # it is this one's own failure
-                raise ProcessError(own["failed"]) if own["certain"] else Traceback(own["traceback"])
+                raise Traceback(own["traceback"]) if own.get("traceback") else ProcessError(own["failed"])
             raise ProcessError(message["end"])
         elif "done" in message:
             return await process.wait()
@@ -397,10 +397,24 @@ def worker(place: Place, timeout: int) -> Iterator[Callable[[dict[str, Any]], No
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         known = "it was interrupted" if isinstance(error, KeyboardInterrupt) else sentence(error)
         brief = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
-        say(failed=known or brief, certain=known is not None, traceback=traceback.format_exc())
+        say(
+            failed=known or brief,
+            certain=known is not None and not _may_follow(error),
+            traceback=None if known else traceback.format_exc(),
+        )
         sys.stdout.flush()
         while True:  # leaving would wait for the other processes; the guard ends this one
             time.sleep(1)
+
+
+def _may_follow(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, may be how JAX says that another process is gone."""
+    signs = ("Gloo", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
+    while error is not None:
+        if any(sign in str(error) for sign in signs):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _end_with_guard(channel: socket.socket) -> None:

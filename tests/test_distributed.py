@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
+import swa_jax.cluster
 from swa_jax.cluster import Place, find_place
 from swa_jax.config import ConfigError
 from swa_jax.distributed import _difference
@@ -54,6 +55,27 @@ def test_slurm_is_detected_when_asked_for(monkeypatch):
     monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0")  # so that it is put back
     assert find_place(None, None, None, detect=False, timeout=1) is None
     assert find_place(None, None, None, detect=True, timeout=1) == Place(2, 3, "node7:61440")
+
+
+def test_a_tpu_vm_that_is_one_of_several_workers_is_detected_without_being_asked(monkeypatch, tmp_path):
+    def found():
+        return find_place(None, None, None, detect=False, timeout=1)
+
+    monkeypatch.setattr("jax._src.clusters.cloud_tpu_cluster.running_in_cloud_tpu_vm", True)
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost,other")
+    monkeypatch.setenv("TPU_WORKER_ID", "1")
+    for name in ("COORDINATOR_ADDRESS", "NUM_SLICES", "SLICE_ID"):  # else the metadata server is asked
+        monkeypatch.setenv(f"MEGASCALE_{name}", "")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(swa_jax.cluster, "_TPUS", (str(tmp_path / "accel*"),))
+    assert found() is None
+    (tmp_path / "accel0").touch()
+    assert found() == Place(1, 2, "localhost:8482")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert found() is None
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
+    assert found() is None
 
 
 def test_the_first_key_that_differs():
