@@ -95,6 +95,9 @@ def test_overrides(tmp_path):
     whole = load_config(Whole, file, overrides)
     assert whole == Whole("a=b", 1e-3, part=Part(7), parts=(Part(4, "square"),), numbers=(3, 4))
     assert load_config(Whole, file).rate == 1e-4  # YAML reads it as a string
+    part = tmp_path / "part.yaml"
+    part.write_text("size: 9\n")
+    assert load_config(Whole, file, [f"part=@{part}", "part.kind=square"]).part == Part(9, "square")
 
 
 @pytest.mark.parametrize(
@@ -106,6 +109,8 @@ def test_overrides(tmp_path):
         ("part.siz=3", "unknown key 'part.siz'; did you mean 'size'?"),
         ("rate.x=3", "override 'rate.x=3': 'rate' is a value, not a group of keys"),
         ("parts.1.size=3", "override 'parts.1.size': '1' is no index into a list of 1"),
+        ("name=[", "override 'name=[': '[' is not valid YAML"),
+        ("part=@absent.yaml", "configuration file absent.yaml does not exist"),
         ("parts.first=3", "override 'parts.first': 'first' is no index into a list of 1"),
     ],
 )
@@ -124,6 +129,8 @@ def test_unreadable_files(tmp_path):
     broken.write_text("name: [")
     with pytest.raises(ConfigError, match=r"broken.yaml is not valid YAML"):
         load_config(Whole, broken)
+    with pytest.raises(ConfigError, match="is not a YAML file"):
+        load_config(Whole, tmp_path)
 
 
 SIZES = {

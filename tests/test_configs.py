@@ -11,7 +11,10 @@ from swa_jax.pattern import AttentionPattern, load_pattern
 from swa_jax.train_config import METHODS, TrainConfig
 
 FOLDER = Path(__file__).parents[1] / "configs"
-FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.yaml"))
+MODELS = sorted(path.stem for path in (FOLDER / "models").glob("*.yaml"))
+FILES = sorted(
+    path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.yaml") if path.parent.name != "models"
+)
 
 
 def parameters(config: TrainConfig) -> int:
@@ -38,6 +41,9 @@ def test_every_configuration_can_be_read(name):
         ("swiattn/cpt-4k.yaml", None, 20e9),
         ("swiattn/extend-32k.yaml", None, 24e9),
         ("swiattn/cpt-32k.yaml", None, 8e9),
+        ("bosch/qwen3-1.7b.yaml", None, 2.5e9),
+        ("bosch/qwen3-8b.yaml", None, 2.5e9),
+        ("bosch/qwen3-14b.yaml", None, 2.5e9),
     ],
 )
 def test_sizes_and_tokens_are_the_papers(name, millions, tokens):
@@ -62,3 +68,15 @@ def test_one_switch_turns_swiattn_into_its_baselines():
     assert load_config(TrainConfig, file, ["method=swa-cpt"]).attention == "window"
     with pytest.raises(ConfigError, match="'method' = full stands for a pattern"):
         load_config(TrainConfig, file, ["method=full", "pattern=window"])
+
+
+@pytest.mark.parametrize(("name", "billions"), [("qwen3-1.7b", 1.7), ("qwen3-8b", 8.2), ("qwen3-14b", 14.8)])
+def test_bosch_plans_without_a_checkpoint_and_windows_three_quarters_of_the_heads(name, billions, monkeypatch):
+    monkeypatch.chdir(FOLDER.parent)
+    shapes = [f"model=@configs/models/{name}.yaml", "init_from=null"]
+    config = load_config(TrainConfig, f"configs/bosch/{name}.yaml", shapes)
+    assert abs(parameters(config) / 1e9 - billions) < 0.05  # Table 4
+    pattern = load_pattern(config.attention, config.model)
+    assert pattern.sliding_window == 1024
+    assert sum(pattern.full_head_counts) * 4 == config.model.num_hidden_layers * 8
+    assert config.optimizer.warmup_steps == round(config.total_steps / 10)
