@@ -57,7 +57,7 @@ def to_dict(config: Any) -> Any:
 
 
 def load_config[T](cls: type[T], file: str | Path, overrides: Sequence[str] = ()) -> T:
-    """Read a YAML file into `cls`, with `a.b=c` overrides on top; values are YAML, or `@file.yaml` to read them there."""
+    """Read a YAML file into `cls`, with `a.b=c` overrides on top; a value is YAML, or `@file.yaml`: what is in it."""
     data = _read_yaml(file) or {}
     for override in overrides:
         _apply_override(data, override)

@@ -71,7 +71,9 @@ def test_one_switch_turns_swiattn_into_its_baselines():
 
 
 @pytest.mark.parametrize(("name", "billions"), [("qwen3-1.7b", 1.7), ("qwen3-8b", 8.2), ("qwen3-14b", 14.8)])
-def test_bosch_plans_without_a_checkpoint_and_windows_three_quarters_of_the_heads(name, billions, monkeypatch):
+def test_bosch_plans_without_a_checkpoint_and_windows_three_quarters_of_the_heads(
+    name, billions, monkeypatch
+):
     monkeypatch.chdir(FOLDER.parent)
     shapes = [f"model=@configs/models/{name}.yaml", "init_from=null"]
     config = load_config(TrainConfig, f"configs/bosch/{name}.yaml", shapes)
