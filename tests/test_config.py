@@ -100,6 +100,24 @@ def test_overrides(tmp_path):
     assert load_config(Whole, file, [f"part=@{part}", "part.kind=square"]).part == Part(9, "square")
 
 
+def test_a_file_may_build_on_another(tmp_path):
+    (tmp_path / "first.yaml").write_text(
+        "name: x\nrate: 0.1\npart: {size: 1, kind: square}\nnumbers: [1, 2]\n"
+    )
+    folder = tmp_path / "inner"
+    folder.mkdir()
+    (folder / "second.yaml").write_text("base: ../first.yaml\npart: {size: 2}\nnumbers: [3]\n")
+    third = folder / "third.yaml"
+    third.write_text("base: second.yaml\nrate: 0.3\n")
+    assert load_config(Whole, third, ["name=y"]) == Whole("y", 0.3, part=Part(2, "square"), numbers=(3,))
+    (tmp_path / "first.yaml").write_text("base: inner/third.yaml\n")
+    with pytest.raises(ConfigError, match="'base' leads back to"):
+        load_config(Whole, third)
+    third.write_text("base: absent.yaml\n")
+    with pytest.raises(ConfigError, match=r"absent.yaml does not exist"):
+        load_config(Whole, third)
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
