@@ -49,22 +49,21 @@ def commands(
 class Group:
     """Processes that end together."""
 
-    def __init__(self, started: Sequence[tuple[dict[str, str], list[str]]]):
+    def __init__(self) -> None:
         self.told = 0  # signals that this launcher was sent
-        self.processes = [
-            subprocess.Popen(
+        self.processes: list[subprocess.Popen[str]] = []
+        self.readers: list[threading.Thread] = []
+
+    def start(self, started: Sequence[tuple[dict[str, str], list[str]]]) -> None:
+        for number, (added, command) in enumerate(started):
+            process = subprocess.Popen(
                 command, env=os.environ | {"PYTHONUNBUFFERED": "1"} | added, text=True, errors="replace",
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C comes through this launcher, once
-            )
-            for added, command in started
-        ]  # fmt: skip
-        self.readers = [
-            threading.Thread(target=_copy, args=(number, process), daemon=True)
-            for number, process in enumerate(self.processes)
-        ]
-        for reader in self.readers:
-            reader.start()
+            )  # fmt: skip
+            self.processes.append(process)
+            self.readers.append(threading.Thread(target=_copy, args=(number, process), daemon=True))
+            self.readers[-1].start()
 
     def send(self, number: int) -> None:
         for process in self.processes:
@@ -126,9 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for added, command in started:
                 print(shlex.join(["env", *(f"{key}={value}" for key, value in added.items()), *command]))
             return 0
-        group = Group(started)
+        group = Group()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, group.on_signal)
+        group.start(started)
         status = group.wait()
         if status != SAVED or group.told:
             return status

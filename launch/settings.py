@@ -12,7 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -109,9 +109,10 @@ class Settings:
                 raise ConfigError(f"'overrides' has '{override}', which has not the form a.b=value")
         output = self._override("output")
         if self.machines * self.slices > 1 and not (output or "").startswith("/"):
+            found = "no output" if output is None else f"output={output}"
             raise ConfigError(
-                f"'overrides' has {'no output' if output is None else f'output={output}'}: {self.slices * self.machines} "
-                "machines need one folder that all of them mount, as output=/shared/runs/NAME"
+                f"'overrides' has {found}: {self.slices * self.machines} machines need one folder that all of them "
+                "mount, as output=/shared/runs/NAME"
             )
         sized = self._override("mesh.slices")
         if sized is not None and sized != str(self.slices):
@@ -131,9 +132,8 @@ class Settings:
     @property
     def chip(self) -> Chip:
         if self.generation not in CHIPS:
-            raise ConfigError(
-                f"'topology' is '{self.topology}': unknown TPU '{self.generation}'{nearest(self.generation, list(CHIPS))}"
-            )
+            known = nearest(self.generation, list(CHIPS))
+            raise ConfigError(f"'topology' is '{self.topology}': unknown TPU '{self.generation}'{known}")
         return CHIPS[self.generation]
 
     @property
@@ -219,7 +219,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(
-    verbs: dict[str, Callable[[Settings, Runner], int | None]],
+    verbs: Mapping[str, Callable[[Settings, Runner], int | None]],
     description: str,
     arguments: Sequence[str] | None = None,
 ) -> int:

@@ -99,7 +99,7 @@ def install(settings: Settings, run: Runner) -> None:
 
 
 def start(settings: Settings, run: Runner) -> None:
-    """Start the run on every machine. It outlives the connection; `train.log` and then `train.status` are its traces."""
+    """Start the run on every machine. It outlives the connection; `train.log` and at last `train.status` tell of it."""
     vm = place(settings)
     script = shlex.join([".venv/bin/swa-jax", *settings.arguments])
     # The status is moved into its place, so that nobody reads half of it.
