@@ -98,7 +98,8 @@ class Group:
 def _copy(number: int, process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
-        print(f"[{number}] {line.rstrip()}", flush=True)
+        sys.stdout.write(f"[{number}] {line.rstrip()}\n")  # in one piece: several threads write
+        sys.stdout.flush()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -32,7 +32,10 @@ from swa_jax.config import ConfigError
 
 CHANNEL = "SWA_JAX_GUARD"  # environment variable of a worker: the descriptor of its socket to the guard
 TIMEOUT = 45  # seconds in which all processes must have come, and after which a silent one counts as lost
-GOOD_ENDS = (0, 128 + signal.SIGTERM)  # finished, and stopped by a notice after saving (preemption.EXIT_STATUS)
+GOOD_ENDS = (
+    0,
+    128 + signal.SIGTERM,
+)  # finished, and stopped by a notice after saving (preemption.EXIT_STATUS)
 
 _PULSE = 5.0  # seconds between two signs of life
 _HOLD = 3.0  # seconds that an error which may follow from another process's end waits for word of that
