@@ -61,7 +61,7 @@ def save_model(
     hf_config: Mapping[str, Any] | None = None,
     tokenizer_from: str | Path | None = None,
 ) -> Path:
-    """Write a model as a checkpoint folder.
+    """Write a model as a checkpoint folder. With several processes all call it; process 0 writes.
 
     Args:
       destination: a folder that does not exist yet, or is empty.
@@ -275,12 +275,15 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint folder from a stream of (Hugging Face name, array); `companions`: copy tokenizer files from.
 
-    Orbax's partial save writes each leaf once, so no more than `BATCH_BYTES` and one tensor are in memory.
+    Orbax's partial save writes each leaf once, so no more than `BATCH_BYTES` and one tensor are in memory. With several
+    processes all call this with the same whole tensors, because Orbax waits for all; process 0 writes.
     """
     context = ocp.Context()
     context.memory.deepcopy_host_arrays = False  # nothing changes our arrays while Orbax writes them
     context.array.saving.use_compression = False  # weights hardly compress
-    with new_folder(destination) as folder, context:
+    first = jax.process_index() == 0
+    made = new_folder(destination) if first else contextlib.nullcontext(_partial(destination))
+    with made as folder, context:
         batch: dict[str, np.ndarray] = {}
         for name, array in tensors:
             batch[name] = array
@@ -290,6 +293,8 @@ def write_checkpoint(
         if batch:
             ocp.partial.save(folder / WEIGHTS, batch)
         ocp.partial.finalize(folder / WEIGHTS)
+        if not first:
+            return
         write_json(folder / CONFIG_FILE, hf_config)
         pattern.to_json(folder / PATTERN_FILE)
         write_json(folder / MANIFEST_FILE, {"sha256": _sums(folder)})
@@ -313,7 +318,7 @@ def new_folder(destination: Path) -> Iterator[Path]:
 
     What a killed run left there is cleared away, but only a folder that carries our mark.
     """
-    partial = destination.with_name(destination.name + ".partial")
+    partial = _partial(destination)
     if (
         partial.exists()
         and not (partial / _MARK).is_file()
@@ -332,6 +337,10 @@ def new_folder(destination: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _partial(destination: Path) -> Path:
+    return destination.with_name(destination.name + ".partial")
 
 
 def copy_companions(source: Path, folder: Path) -> None:

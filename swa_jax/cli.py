@@ -34,14 +34,23 @@ class Verbs(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (OSError, ValueError) as error:
-            if not isinstance(error, ConfigError | FileNotFoundError) and not _raised_by_us(error):
+        except (OSError, ValueError, FloatingPointError) as error:
+            message = _sentence(error)
+            if message is None:
                 raise
-            message = str(error)
-            if isinstance(error, OSError) and error.filename is not None:
-                message = f"{error.filename}: {error.strerror}"
             Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(2) from None
+
+
+def _sentence(error: BaseException) -> str | None:
+    """What a user should read of an error that is expected; None for one that needs its traceback."""
+    if not isinstance(error, OSError | ValueError | FloatingPointError):
+        return None
+    if not isinstance(error, ConfigError | FileNotFoundError) and not _raised_by_us(error):
+        return None
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _raised_by_us(error: BaseException) -> bool:
@@ -302,12 +311,55 @@ def train(
     overrides: Annotated[
         list[str] | None, Argument(metavar="[a.b=c]...", help="Settings that replace those of the file.")
     ] = None,
+    processes: Annotated[
+        int | None, Option(help="How many processes train together.", min=1, envvar="JAX_NUM_PROCESSES")
+    ] = None,
+    process_id: Annotated[
+        int | None, Option(help="Which of them this is, from 0.", min=0, envvar="JAX_PROCESS_ID")
+    ] = None,
+    coordinator: Annotated[
+        str | None, Option(help="HOST:PORT where process 0 listens.", envvar="JAX_COORDINATOR_ADDRESS")
+    ] = None,
+    distributed: Annotated[
+        bool,
+        Option("--distributed", help="Have the cluster say those three: TPU pod, GKE, Slurm, Open MPI."),
+    ] = False,
+    timeout: Annotated[
+        int,
+        Option(help="Seconds for all processes to come, and after which a silent one is lost.", min=10),
+    ] = 45,
 ) -> None:
-    """Train from scratch, or go on from a checkpoint; run it again to go on after an interruption."""
+    """Train from scratch, or go on from a checkpoint; run it again to go on after an interruption.
+
+    On several machines, start the same command on each with --processes, --process-id and --coordinator; the workers
+    of a TPU pod find each other without.
+    """
+    from swa_jax.distributed import Traceback, find_place, guard, is_worker, worker
+
+    place = find_place(processes, process_id, coordinator, detect=distributed, timeout=timeout)
+    if place is not None and not is_worker():
+        command = [sys.executable, "-m", "swa_jax.cli", "train", str(config), *(overrides or [])]
+        command += ["--processes", str(place.processes), "--process-id", str(place.process)]
+        command += ["--coordinator", place.coordinator, "--timeout", str(timeout)]
+        try:
+            raise typer.Exit(guard(place, command, timeout))
+        except Traceback as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from None
+
+    from swa_jax.config import to_dict
     from swa_jax.train import TrainConfig
     from swa_jax.train import train as run
 
-    typer.echo(run(load_config(TrainConfig, config, overrides or [])))
+    if place is None:
+        typer.echo(run(load_config(TrainConfig, config, overrides or [])))
+        return
+    with worker(place, _sentence, timeout) as join:
+        loaded = load_config(TrainConfig, config, overrides or [])
+        join(to_dict(loaded))
+        model = run(loaded)
+        if place.process == 0:
+            typer.echo(model)
 
 
 @app.command()

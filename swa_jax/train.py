@@ -40,7 +40,7 @@ from swa_jax.preemption import Preempted, preemption_notices
 from swa_jax.run_checkpoint import RunCheckpoints, has_checkpoint, reason
 from swa_jax.run_log import RunLog
 from swa_jax.sharding import Partition, check_batch, check_model, make_mesh, state_shardings
-from swa_jax.tokenizer import Tokenizer, load_tokenizer
+from swa_jax.tokenizer import Tokenizer, check_same_tokens, load_tokenizer
 from swa_jax.train_config import StageConfig, TrainConfig
 from swa_jax.train_step import TrainState, init_state, make_step, make_validation_loss, shard_state
 
@@ -59,6 +59,8 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     """
     run = Path(config.output)
     tokenizer = load_tokenizer(config.tokenizer)
+    if config.init_from is not None:
+        check_same_tokens(tokenizer, config.tokenizer, config.init_from)
     partition = make_partition(config)
     model, patterns = _start(config, partition)
     if tokenizer.vocab_size > model.config.vocab_size:
