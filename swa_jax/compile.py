@@ -87,9 +87,8 @@ def plan(
     *,
     step: Step = "train",
     stage: int = 0,
-    batch_size: int | None = None,
+    batch_size: int = 8,
     length: int | None = None,
-    on_text: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Compile one step of a run for a topology; the report, plain JSON. Bytes are a chip's.
 
@@ -99,7 +98,6 @@ def plan(
         does not split a model, so the other chips would each do the same for prompts of their own.
       stage: of the run's stages.
       batch_size, length: of a prefill or decode step: prompts, and tokens of a prompt (or of the caches).
-      on_text: is given the compiled program.
 
     Raises:
       ConfigError: the topology, or what the run asks of it, is not possible.
@@ -114,7 +112,7 @@ def plan(
         traced = _train_step(config, config.stages[stage], model_config, devices)
     else:
         traced = _generation_step(
-            config, config.stages[stage], model_config, devices, step, batch_size or 8, length
+            config, config.stages[stage], model_config, devices, step, batch_size, length
         )
     report: dict[str, Any] = {
         "topology": topology,
@@ -135,10 +133,7 @@ def plan(
         report["memory"] = _does_not_fit(str(error), held, CHIPS[kind])
         return report
     report["compile_seconds"] = round(time.perf_counter() - began, 1)
-    text = compiled.as_text()
-    if on_text is not None:
-        on_text(text)
-    program = hlo.parse(text)
+    program = hlo.parse(compiled.as_text())
     counts = hlo.executions(program, _branch_shares(traced.model.pattern))
     kept = hlo.stacked_outputs(program, model_config.num_hidden_layers) if step == "train" else 0
     report["memory"] = _memory(compiled.memory_analysis(), held, kept, CHIPS[kind])
