@@ -74,16 +74,42 @@ def to_dict(config: Any) -> Any:
 
 
 def load_config[T](cls: type[T], file: str | Path, overrides: Sequence[str] = ()) -> T:
-    """Read a YAML file into `cls`, with `a.b=c` overrides (values are YAML) applied on top."""
-    try:
-        data = yaml.safe_load(Path(file).read_text()) or {}
-    except FileNotFoundError:
-        raise ConfigError(f"configuration file {file} does not exist") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not valid YAML: {error}") from None
+    """Read a YAML file into `cls`, with `a.b=c` overrides on top; a value is YAML, or `@file.yaml`: what is in it.
+
+    A file may name another with `base: FILE` (beside it, unless absolute) and then holds only what differs from it.
+    """
+    data = _read_with_base(Path(file))
     for override in overrides:
         _apply_override(data, override)
     return from_dict(cls, data)
+
+
+def _read_with_base(file: Path, above: tuple[Path, ...] = ()) -> Any:
+    data = _read_yaml(file)
+    if not isinstance(data, Mapping) or "base" not in data:
+        return {} if data is None else data
+    base = file.parent / str(data["base"])
+    if base.resolve() in [path.resolve() for path in (file, *above)]:
+        raise ConfigError(f"{file}: 'base' leads back to {base}")
+    return _merged(_read_with_base(base, (file, *above)), {k: v for k, v in data.items() if k != "base"})
+
+
+def _merged(below: Any, above: Any) -> Any:
+    """Mappings key by key; anything else, lists included, replaces what is below."""
+    if not isinstance(below, Mapping) or not isinstance(above, Mapping):
+        return above
+    return {**below, **{key: _merged(below.get(key), value) for key, value in above.items()}}
+
+
+def _read_yaml(file: str | Path) -> Any:
+    try:
+        return yaml.safe_load(Path(file).read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file {file} does not exist") from None
+    except (IsADirectoryError, UnicodeDecodeError):
+        raise ConfigError(f"configuration file {file} is not a YAML file") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}") from None
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
@@ -96,7 +122,10 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         node = node[_list_index(node, parent, key)] if isinstance(node, list) else node.setdefault(parent, {})
         if not isinstance(node, dict | list):
             raise ConfigError(f"override '{override}': '{parent}' is a value, not a group of keys")
-    value = yaml.safe_load(text)
+    try:
+        value = _read_yaml(text[1:]) if text.startswith("@") else yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"override '{override}': '{text}' is not valid YAML") from None
     if isinstance(node, list):
         node[_list_index(node, last, key)] = value
     else:

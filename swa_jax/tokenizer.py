@@ -9,7 +9,10 @@ from pathlib import Path
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
+from swa_jax.config import ConfigError
+
 END_OF_TEXT = "<eos>"
+PROBE = "Café  naïve 你好,\n\tx_1 = 3.14159; <eos> \U0001f600 it's"  # notices merges and rules that differ
 
 # One digit a piece; a word carries the blank or hyphen before it, punctuation the blanks around it. A needle
 # sentence thus becomes few tokens: " brave" "-otter" " is" ": " "1" "2" ...
@@ -45,7 +48,10 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"no tokenizer at {file}; expected a tokenizer.json")
-    backend = tokenizers.Tokenizer.from_file(str(file))
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # what the library raises is an Exception and no more
+        raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from None
     backend.no_padding()
     backend.no_truncation()
     if eos_token is None:
@@ -53,6 +59,22 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:
     if eos_token is None and backend.token_to_id(END_OF_TEXT) is not None:
         eos_token = END_OF_TEXT
     return Tokenizer(backend, eos_token)
+
+
+def check_same_tokens(tokenizer: Tokenizer, path: str | Path, checkpoint: str | Path) -> None:
+    """Raise `ConfigError` if a checkpoint folder has a tokenizer, and it gives a text other ids than `tokenizer` does.
+
+    Start and end tokens may differ: `path`, where `tokenizer` is from, may leave them open.
+    """
+    if not (Path(checkpoint) / "tokenizer.json").is_file():
+        return
+    learned = load_tokenizer(checkpoint)
+    vocabularies = [t.backend.get_vocab(with_added_tokens=True) for t in (tokenizer, learned)]
+    if vocabularies[0] != vocabularies[1] or tokenizer.encode(PROBE) != learned.encode(PROBE):
+        raise ConfigError(
+            f"tokenizer {path} ({tokenizer.vocab_size} tokens) is not the one that {checkpoint} was trained with "
+            f"({learned.vocab_size} tokens): set 'tokenizer' to {checkpoint}"
+        )
 
 
 def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -42,7 +42,7 @@ from swa_jax.preemption import Preempted, preemption_notices
 from swa_jax.run_checkpoint import RunCheckpoints, from_first_process, has_checkpoint, reason
 from swa_jax.run_log import RunLog
 from swa_jax.sharding import Partition, check_batch, check_model, make_mesh, state_shardings
-from swa_jax.tokenizer import Tokenizer, load_tokenizer
+from swa_jax.tokenizer import Tokenizer, check_same_tokens, load_tokenizer
 from swa_jax.train_config import StageConfig, TrainConfig
 from swa_jax.train_step import TrainState, init_state, make_step, make_validation_loss, shard_state
 
@@ -264,6 +264,8 @@ def _prepare(config: TrainConfig) -> Run:
         "seed": config.seed,
     }
     tokenizer = load_tokenizer(config.tokenizer)
+    if config.init_from is not None:
+        check_same_tokens(tokenizer, config.tokenizer, config.init_from)
     partition = make_partition(config)
     if config.model is not None:
         model_config = config.model

@@ -95,6 +95,27 @@ def test_overrides(tmp_path):
     whole = load_config(Whole, file, overrides)
     assert whole == Whole("a=b", 1e-3, part=Part(7), parts=(Part(4, "square"),), numbers=(3, 4))
     assert load_config(Whole, file).rate == 1e-4  # YAML reads it as a string
+    part = tmp_path / "part.yaml"
+    part.write_text("size: 9\n")
+    assert load_config(Whole, file, [f"part=@{part}", "part.kind=square"]).part == Part(9, "square")
+
+
+def test_a_file_may_build_on_another(tmp_path):
+    (tmp_path / "first.yaml").write_text(
+        "name: x\nrate: 0.1\npart: {size: 1, kind: square}\nnumbers: [1, 2]\n"
+    )
+    folder = tmp_path / "inner"
+    folder.mkdir()
+    (folder / "second.yaml").write_text("base: ../first.yaml\npart: {size: 2}\nnumbers: [3]\n")
+    third = folder / "third.yaml"
+    third.write_text("base: second.yaml\nrate: 0.3\n")
+    assert load_config(Whole, third, ["name=y"]) == Whole("y", 0.3, part=Part(2, "square"), numbers=(3,))
+    (tmp_path / "first.yaml").write_text("base: inner/third.yaml\n")
+    with pytest.raises(ConfigError, match="'base' leads back to"):
+        load_config(Whole, third)
+    third.write_text("base: absent.yaml\n")
+    with pytest.raises(ConfigError, match=r"absent.yaml does not exist"):
+        load_config(Whole, third)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +127,8 @@ def test_overrides(tmp_path):
         ("part.siz=3", "unknown key 'part.siz'; did you mean 'size'?"),
         ("rate.x=3", "override 'rate.x=3': 'rate' is a value, not a group of keys"),
         ("parts.1.size=3", "override 'parts.1.size': '1' is no index into a list of 1"),
+        ("name=[", "override 'name=[': '[' is not valid YAML"),
+        ("part=@absent.yaml", "configuration file absent.yaml does not exist"),
         ("parts.first=3", "override 'parts.first': 'first' is no index into a list of 1"),
     ],
 )
@@ -124,6 +147,8 @@ def test_unreadable_files(tmp_path):
     broken.write_text("name: [")
     with pytest.raises(ConfigError, match=r"broken.yaml is not valid YAML"):
         load_config(Whole, broken)
+    with pytest.raises(ConfigError, match="is not a YAML file"):
+        load_config(Whole, tmp_path)
 
 
 SIZES = {

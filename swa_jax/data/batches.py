@@ -127,15 +127,18 @@ def open_source(
         prompts = read_prompts(files, tokenizer, source.prompt_field, source.answer_field)
         chosen = _chosen([prompt.tokens for prompt in prompts], source, held_out)
         return PackedPrompts(prompts if chosen is None else [prompts[i] for i in chosen], length, seed)
+    name = f"the text of {', '.join(source.files)}"
     if source.kind == "tokens":
         stored = StoredDocuments(files, tokenizer)
         chosen = _chosen(stored, source, held_out)
         if chosen is None:
-            return PackedText(stored, length, seed, sizes=stored.sizes)
-        return PackedText(_Chosen(stored, chosen), length, seed, sizes=stored.sizes[chosen])
+            return PackedText(stored, length, seed, sizes=stored.sizes, name=name)
+        return PackedText(_Chosen(stored, chosen), length, seed, sizes=stored.sizes[chosen], name=name)
     documents = read_documents(files, tokenizer, source.text_field, source.split)
     chosen = _chosen(documents, source, held_out)
-    return PackedText(documents if chosen is None else [documents[i] for i in chosen], length, seed)
+    return PackedText(
+        documents if chosen is None else [documents[i] for i in chosen], length, seed, name=name
+    )
 
 
 def check_source(source: SourceConfig, tokenizer: Tokenizer | None = None) -> None:

@@ -14,13 +14,12 @@ import numpy as np
 
 from swa_jax.config import ConfigError, nearest
 from swa_jax.data.sources import RECORDS
-from swa_jax.tokenizer import Tokenizer
+from swa_jax.tokenizer import PROBE, Tokenizer
 
 BATCH_TEXTS, BATCH_CHARACTERS = (
     512,
     4_000_000,
 )  # what is tokenised at a time, by as many threads as there are cores
-_PROBE = "Café  naïve 你好,\n\tx_1 = 3.14159; <eos> \U0001f600 it's"  # notices merges and rules that differ
 
 
 class Prompt(NamedTuple):
@@ -105,7 +104,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     Not of its file, whose bytes change with the library that writes it.
     """
     vocabulary = sorted(tokenizer.backend.get_vocab(with_added_tokens=True).items())
-    what = [vocabulary, tokenizer.start_ids, tokenizer.eos_id, tokenizer.encode(_PROBE)]
+    what = [vocabulary, tokenizer.start_ids, tokenizer.eos_id, tokenizer.encode(PROBE)]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
 
@@ -125,14 +124,18 @@ def read_texts(file: Path, text_field: str, split: str = "train") -> Iterator[st
 
 
 def read_records(file: Path, fields: Mapping[str, str]) -> Iterator[list[str]]:
-    """The named fields of every record; `fields` maps the configuration's key to the field's name."""
-    if file.suffix == ".jsonl":
-        return _jsonl(file, fields)
-    if file.suffix == ".parquet":
-        return _parquet(file, fields)
-    if file.suffix == ".array_record":
-        return _array_record(file, fields)
-    raise ConfigError(f"{file} has no records with fields: expected one of {', '.join(RECORDS)}")
+    """The named fields of every record; `fields` maps the configuration's key to the field's name.
+
+    A file without any record raises `ConfigError`: whatever should have filled it has failed.
+    """
+    readers = {".jsonl": _jsonl, ".parquet": _parquet, ".array_record": _array_record}
+    if file.suffix not in readers:
+        raise ConfigError(f"{file} has no records with fields: expected one of {', '.join(RECORDS)}")
+    record = None
+    for record in readers[file.suffix](file, fields):
+        yield record
+    if record is None:
+        raise ConfigError(f"{file} is empty: it has no records; make it again, or leave it out of 'files'")
 
 
 def _jsonl(file: Path, fields: Mapping[str, str]) -> Iterator[list[str]]:

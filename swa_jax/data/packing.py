@@ -36,10 +36,17 @@ class PackedText:
     Args:
       documents: token ids [n] each.
       sizes: [documents] tokens of each, where that is known without reading them.
+      name: what the text is called in an error.
     """
 
     def __init__(
-        self, documents: Documents, length: int, seed: int | None, *, sizes: np.ndarray | None = None
+        self,
+        documents: Documents,
+        length: int,
+        seed: int | None,
+        *,
+        sizes: np.ndarray | None = None,
+        name: str = "the text",
     ):
         self.documents, self.length, self.seed = documents, length, seed
         self.sizes = np.array([len(documents[i]) for i in range(len(documents))]) if sizes is None else sizes
@@ -48,7 +55,7 @@ class PackedText:
         self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None  # number, order, ends
         if self.rows == 0:
             raise ConfigError(
-                f"the text has {total} tokens, less than one row of sequence_length = {length}: add files"
+                f"{name} has {total} tokens, less than one row of sequence_length = {length}: add files"
             )
 
     def __len__(self) -> int:

@@ -72,7 +72,8 @@ def source_files(source: SourceConfig) -> tuple[Path, ...]:
 def text_files(names: Sequence[str], suffixes: Sequence[str] = PLAIN_TEXT + RECORDS) -> tuple[Path, ...]:
     """The files that names, folders and globs stand for, in a fixed order; nothing found is an error.
 
-    Of a folder those with one of the suffixes are taken; a file that is named is taken whatever its suffix.
+    Of a folder those with one of the suffixes are taken; a file that is named is taken whatever its suffix. Files of no
+    bytes are an error if they are named or should hold records; a folder of text may have some.
     """
     from swa_jax.evaluate.needle import library_files
 
@@ -89,6 +90,9 @@ def text_files(names: Sequence[str], suffixes: Sequence[str] = PLAIN_TEXT + RECO
             raise ConfigError(
                 f"data files '{name}': no such file, and no folder or glob with text in it ({wanted})"
             )
+        for file in here:
+            if (file.suffix in RECORDS or str(file) == name) and file.stat().st_size == 0:
+                raise ConfigError(f"data file {file} is empty: make it again, or leave it out of 'files'")
         found += here
     return tuple(found)
 

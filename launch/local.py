@@ -1,0 +1,146 @@
+"""Several training processes on this machine, with its devices or with CPUs that stand for more.
+
+    python -m launch.local CONFIG [a.b=c ...] --processes 2 [--cpu-devices 4 | --gpus 1] [--dry-run]
+
+Each line of their logs begins with the process's number. SIGTERM and Ctrl-C have the run save and end (status 143); a
+second one kills it. When one process fails, the others are ended. When they have saved and ended although nobody told
+this launcher so, as by a preemption notice, they are started again.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from launch.settings import SAVED, Parser, Runner
+
+HOLD = 10.0  # seconds that processes have to end by themselves when one has failed: they know why
+GRACE = 20.0  # seconds between SIGTERM and SIGKILL
+
+
+def commands(
+    arguments: Sequence[str], processes: int, cpu_devices: int | None, gpus: int | None, port: int
+) -> list[tuple[dict[str, str], list[str]]]:
+    """Environment to add and command line, for each process."""
+    started = []
+    for process in range(processes):
+        command = [sys.executable, "-m", "swa_jax.cli", "train", *arguments]
+        command += [f"--coordinator=127.0.0.1:{port}", f"--processes={processes}", f"--process-id={process}"]
+        added = {}
+        if cpu_devices is not None:
+            count = f"--xla_force_host_platform_device_count={cpu_devices}"
+            added = {
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {count}".strip(),
+            }
+        if gpus is not None:
+            added = {"CUDA_VISIBLE_DEVICES": ",".join(str(process * gpus + i) for i in range(gpus))}
+        started.append((added, command))
+    return started
+
+
+class Group:
+    """Processes that end together."""
+
+    def __init__(self) -> None:
+        self.told = 0  # signals that this launcher was sent
+        self.processes: list[subprocess.Popen[str]] = []
+        self.readers: list[threading.Thread] = []
+
+    def start(self, started: Sequence[tuple[dict[str, str], list[str]]]) -> None:
+        for number, (added, command) in enumerate(started):
+            process = subprocess.Popen(
+                command, env=os.environ | {"PYTHONUNBUFFERED": "1"} | added, text=True, errors="replace",
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C comes through this launcher, once
+            )  # fmt: skip
+            self.processes.append(process)
+            self.readers.append(threading.Thread(target=_copy, args=(number, process), daemon=True))
+            self.readers[-1].start()
+
+    def send(self, number: int) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def on_signal(self, *_: object) -> None:
+        self.told += 1
+        self.send(signal.SIGTERM if self.told == 1 else signal.SIGKILL)
+
+    def wait(self) -> int:
+        """The status of the first process that failed; else `SAVED` if one has that; else 0."""
+        failed: int | None = None
+        deadlines: list[tuple[float, int]] = []
+        while None in (statuses := [process.poll() for process in self.processes]):
+            bad = next((status for status in statuses if status not in (None, 0, SAVED)), None)
+            if failed is None and bad is not None:
+                failed, now = bad, time.monotonic()
+                deadlines = [(now + HOLD, signal.SIGTERM), (now + HOLD + GRACE, signal.SIGKILL)]
+            if deadlines and time.monotonic() > deadlines[0][0]:
+                self.send(deadlines.pop(0)[1])
+            time.sleep(0.05)
+        for reader in self.readers:
+            reader.join(timeout=5)
+        if failed is None:
+            failed = next((status for status in statuses if status not in (0, SAVED)), None)
+        if failed is None:
+            return SAVED if SAVED in statuses else 0
+        return failed if failed >= 0 else 128 - failed
+
+
+def _copy(number: int, process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        sys.stdout.write(f"[{number}] {line.rstrip()}\n")  # in one piece: several threads write
+        sys.stdout.flush()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
+    parser.add_argument("--processes", type=int, required=True)
+    devices = parser.add_mutually_exclusive_group()
+    devices.add_argument("--cpu-devices", type=int, help="CPU devices that each process pretends to have")
+    devices.add_argument("--gpus", type=int, help="GPUs of each process, counted through")
+    parser.add_argument("--port", type=int, help="where process 0 listens; default: a free one")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
+    given = parser.parse_args(arguments)
+    for name in ("processes", "cpu_devices", "gpus"):
+        if getattr(given, name) is not None and getattr(given, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(given, name)}")
+    run = Runner(given.dry_run)
+    while True:
+        port = given.port or _free_port()
+        started = commands(
+            [given.config, *given.overrides], given.processes, given.cpu_devices, given.gpus, port
+        )
+        if given.dry_run:
+            for added, command in started:
+                print(shlex.join(["env", *(f"{key}={value}" for key, value in added.items()), *command]))
+            return 0
+        group = Group()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, group.on_signal)
+        group.start(started)
+        status = group.wait()
+        if status != SAVED or group.told:
+            return status
+        run.note("the run was told to stop and has saved: it is started again")
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""What the launchers are told: one YAML file for TPU VMs and GKE, and what follows from it.
+
+`launch/example.yaml` shows every key. `swa_jax.config` reads it, which needs PyYAML and no JAX: a laptop will do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from swa_jax.config import ConfigError, load_config, nearest
+
+SAVED = 143  # status of a run that was told to stop, has saved, and is to be started again
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A TPU generation: its names, and the chips of a machine in slices of several machines."""
+
+    dimensions: int
+    gke: str  # the node label cloud.google.com/gke-tpu-accelerator
+    type: str | None  # of --accelerator-type and xpk's --tpu-type
+    cores: int  # that the number in `type` counts for a chip
+    runtime: str | None  # the TPU VM image; None: not offered as TPU VM
+    machine: int = 4
+    single: int = 4  # chips of the largest machine that is a slice by itself
+
+
+CHIPS = {
+    "v4": Chip(3, "tpu-v4-podslice", "v4", 2, "tpu-ubuntu2204-base"),
+    "v5e": Chip(2, "tpu-v5-lite-podslice", "v5litepod", 1, "v2-alpha-tpuv5-lite", single=8),
+    "v5p": Chip(3, "tpu-v5p-slice", "v5p", 2, "v2-alpha-tpuv5"),
+    "v6e": Chip(2, "tpu-v6e-slice", "v6e", 1, "v2-alpha-tpuv6e", single=8),
+    "tpu7x": Chip(3, "tpu7x", None, 2, None),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuVm:
+    """For `launch.tpu_vm`: where, and how a machine gets the program."""
+
+    project: str
+    zone: str
+    repository: str  # of this program: what `git clone` takes
+    revision: str = "main"
+    runtime_version: str | None = None  # default: the generation's
+    spot: bool = False
+    reserved: bool = False
+    prepare: str = ""  # shell command on every machine before each start, such as a mount
+    folder: str = "swa-jax"  # of the clone, under the home folder
+    install: str = (
+        "python3 -m pip install --user --quiet uv && ~/.local/bin/uv venv --quiet --clear --python 3.12 .venv && "
+        "~/.local/bin/uv pip install --quiet --python .venv/bin/python -c constraints.txt -e '.[tpu]'"
+    )
+
+    def __post_init__(self) -> None:
+        if self.spot and self.reserved:
+            raise ConfigError(
+                "'tpu_vm.spot' and 'tpu_vm.reserved' are both set: capacity is one or the other"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Gke:
+    """For `launch.gke`: the image, and the shared folder that every pod mounts."""
+
+    image: str  # has swa-jax with the extra [tpu], and the configurations under its working folder
+    volume_claim: str  # a PersistentVolumeClaim of access mode ReadWriteMany
+    mount_path: str = "/shared"
+    namespace: str = "default"
+    service_account: str | None = None
+    queue: str | None = None  # a Kueue LocalQueue
+    spot: bool = False
+    max_restarts: int = 3  # after failures; preemptions are not counted
+    cluster: str | None = None  # for xpk
+    project: str | None = None  # for xpk
+    zone: str | None = None  # for xpk
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A run on a pod."""
+
+    name: str
+    config: str  # a path as the machines see it
+    topology: str  # of one slice, as `swa-jax compile` takes it: v5p:4x4x8
+    overrides: tuple[str, ...] = ()
+    slices: int = 1
+    tpu_vm: TpuVm | None = None
+    gke: Gke | None = None
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", self.name):
+            raise ConfigError(
+                f"'name' is '{self.name}': it must be 1 to 40 small letters, digits and hyphens, from a letter on"
+            )
+        if self.slices < 1:
+            raise ConfigError(f"'slices' must be at least 1, got {self.slices}")
+        for override in self.overrides:
+            if "=" not in override:
+                raise ConfigError(f"'overrides' has '{override}', which has not the form a.b=value")
+        output = self._override("output")
+        if self.machines * self.slices > 1 and not (output or "").startswith("/"):
+            found = "no output" if output is None else f"output={output}"
+            raise ConfigError(
+                f"'overrides' has {found}: {self.slices * self.machines} machines need one folder that all of them "
+                "mount, as output=/shared/runs/NAME"
+            )
+        sized = self._override("mesh.slices")
+        if sized is not None and sized != str(self.slices):
+            raise ConfigError(f"'overrides' has mesh.slices={sized}, but 'slices' is {self.slices}: drop one")
+
+    def _override(self, key: str) -> str | None:
+        return next((o.partition("=")[2] for o in self.overrides if o.partition("=")[0] == key), None)
+
+    @property
+    def generation(self) -> str:
+        return self.topology.partition(":")[0]
+
+    @property
+    def shape(self) -> str:
+        return self.topology.partition(":")[2]
+
+    @property
+    def chip(self) -> Chip:
+        if self.generation not in CHIPS:
+            known = nearest(self.generation, list(CHIPS))
+            raise ConfigError(f"'topology' is '{self.topology}': unknown TPU '{self.generation}'{known}")
+        return CHIPS[self.generation]
+
+    @property
+    def chips(self) -> int:
+        """Of one slice."""
+        sizes = self.shape.split("x")
+        if len(sizes) != self.chip.dimensions or not all(size.isdigit() and int(size) for size in sizes):
+            example = "x".join(["4"] * self.chip.dimensions)
+            raise ConfigError(
+                f"'topology' is '{self.topology}': it must be as in {self.generation}:{example}"
+            )
+        return math.prod(map(int, sizes))
+
+    @property
+    def chips_per_machine(self) -> int:
+        chips = self.chips
+        if chips <= self.chip.single:
+            return chips
+        if chips % self.chip.machine:
+            raise ConfigError(f"'topology' is '{self.topology}': {chips} chips are no whole machines of 4")
+        return self.chip.machine
+
+    @property
+    def machines(self) -> int:
+        """Of one slice."""
+        return self.chips // self.chips_per_machine
+
+    @property
+    def accelerator_type(self) -> str:
+        """As gcloud and xpk name the slice, without its shape where the count says it all."""
+        return f"{self.chip.type}-{self.chips * self.chip.cores}" if self.chip.type else f"tpu7x-{self.shape}"
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Of `swa-jax` on every machine, which finds its process number by itself."""
+        sized = self.slices > 1 and self._override("mesh.slices") is None
+        return ("train", self.config, *self.overrides, *((f"mesh.slices={self.slices}",) if sized else ()))
+
+
+class Runner:
+    """Runs commands, or with `dry_run` only prints them, quoted for a shell."""
+
+    def __init__(self, dry_run: bool = False):
+        self.dry_run = dry_run
+
+    def note(self, text: str) -> None:
+        print(f"# {text}" if self.dry_run else text, flush=True)
+
+    def __call__(self, command: Sequence[str], *, input: str | None = None) -> None:
+        """Raises `CommandError` when the command fails."""
+        if self.dry_run:
+            here = "" if input is None else f" <<'END'\n{input}END"
+            print(shlex.join(command) + here, flush=True)
+            return
+        status = self._run(command, input=input).returncode
+        if status:
+            raise CommandError(f"{shlex.join(command)} failed with status {status}; what it said is above")
+
+    def read(self, command: Sequence[str]) -> tuple[int, str, str]:
+        """Status, standard output and error output; in a dry run, after printing the command, (0, "", "")."""
+        if self.dry_run:
+            print(shlex.join(command), flush=True)
+            return 0, "", ""
+        done = self._run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return done.returncode, done.stdout.strip(), done.stderr.strip()
+
+    def _run(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        try:
+            return subprocess.run(command, text=True, check=False, **options)
+        except FileNotFoundError:
+            raise CommandError(f"{command[0]} is not installed, or not on PATH") from None
+
+
+class CommandError(RuntimeError):
+    """A command that a launcher ran has failed."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong arguments are one sentence, as everything else that is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{message}; --help says more\n")
+
+
+def main(
+    verbs: Mapping[str, Callable[[Settings, Runner], int | None]],
+    description: str,
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """The command line `VERB SETTINGS [a.b=c ...] [--dry-run]`; expected errors are one sentence and status 2."""
+    parser = Parser(description=description)
+    parser.add_argument("verb", choices=list(verbs))
+    parser.add_argument("settings", type=Path, help="a YAML file; see launch/example.yaml")
+    parser.add_argument("changes", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
+    given = parser.parse_args(arguments)
+    try:
+        settings = load_config(Settings, given.settings, given.changes)
+        return verbs[given.verb](settings, Runner(given.dry_run)) or 0
+    except (ConfigError, CommandError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted here; what was started on the pod goes on", file=sys.stderr)
+        return 130

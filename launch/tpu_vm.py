@@ -1,0 +1,224 @@
+"""Training on TPU VMs, one slice or several, requested as a queued resource.
+
+    python -m launch.tpu_vm up SETTINGS.yaml [a.b=c ...] [--dry-run]
+
+`up` does it all: create, wait until the machines are there, install, start, watch; and again after a preemption, until
+the run has finished. The other verbs are its parts. Ctrl-C ends the watching, not the run; `up` or `watch` takes it up.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+
+from launch.settings import SAVED, CommandError, Runner, Settings, TpuVm, main
+from swa_jax.config import ConfigError
+
+POLL = 30.0  # seconds between two questions
+LOST = ("SUSPENDING", "SUSPENDED", "FAILED")  # states of a queued resource whose machines are gone
+SILENT = 20  # questions in a row without an answer until it is given up
+GONE = 75  # status of `watch` when the machines have been taken away (EX_TEMPFAIL)
+
+
+def place(settings: Settings) -> TpuVm:
+    if settings.tpu_vm is None:
+        raise ConfigError("missing key 'tpu_vm': project, zone and repository of a run on TPU VMs")
+    if settings.chip.runtime is None:
+        raise ConfigError(f"'topology' is '{settings.topology}', which Google offers through GKE only")
+    return settings.tpu_vm
+
+
+def gcloud(settings: Settings, verb: str, *flags: str) -> list[str]:
+    vm = place(settings)
+    where = [f"--project={vm.project}", f"--zone={vm.zone}"]
+    return ["gcloud", "compute", "tpus", "queued-resources", verb, settings.name, *where, *flags]
+
+
+def on_machines(settings: Settings, command: str, *, all_of_them: bool = True) -> list[str]:
+    which = "all" if all_of_them else "0"
+    return gcloud(settings, "ssh", f"--node={which}", f"--worker={which}", f"--command={command}")
+
+
+# ---- the parts ----
+
+
+def create(settings: Settings, run: Runner) -> None:
+    """Ask for the slices; they come when there is room."""
+    vm = place(settings)
+    if settings.chip.dimensions == 3:  # a count of cores leaves the shape open
+        flags = [f"--type={settings.chip.type}", f"--topology={settings.shape}"]
+    else:
+        flags = [f"--accelerator-type={settings.accelerator_type}"]
+    flags.append(f"--runtime-version={vm.runtime_version or settings.chip.runtime}")
+    if settings.slices == 1:
+        flags.append(f"--node-id={settings.name}")
+    else:
+        flags += [f"--node-count={settings.slices}", f"--node-prefix={settings.name}"]
+    flags += ["--spot"] if vm.spot else ["--reserved"] if vm.reserved else []
+    run(gcloud(settings, "create", *flags))
+
+
+def state(settings: Settings, run: Runner) -> str:
+    """Of the queued resource; "" where there is none. Raises `CommandError` where gcloud does not say."""
+    status, text, errors = run.read(gcloud(settings, "describe", "--format=value(state.state)"))
+    if status == 0:
+        return text
+    if "NOT_FOUND" in errors:
+        return ""
+    raise CommandError(f"gcloud does not say how {settings.name} is: {errors}")
+
+
+def wait(settings: Settings, run: Runner) -> None:
+    """Until the machines are there."""
+    run.note(f"every {POLL:.0f} s, until the state is ACTIVE:")
+    before = None
+    while (now := state(settings, run)) != "ACTIVE" and not run.dry_run:
+        if now in (*LOST, ""):
+            raise CommandError(
+                f"{settings.name} is {now or 'not known'}: no machines will come; delete and create it"
+            )
+        if now != before:
+            run.note(f"{settings.name} is {now}")
+        before = now
+        time.sleep(POLL)
+
+
+def install(settings: Settings, run: Runner) -> None:
+    """Clone the program on every machine, at the revision named, with an environment of its own."""
+    vm = place(settings)
+    folder, revision = shlex.quote(vm.folder), shlex.quote(vm.revision)
+    steps = [
+        f"(test -d {folder} || git clone --quiet {shlex.quote(vm.repository)} {folder})",
+        f"cd {folder}",
+        f"git fetch --quiet origin {revision}",
+        "git checkout --quiet --detach FETCH_HEAD",
+        vm.install,
+    ]
+    run(on_machines(settings, " && ".join(steps)))
+
+
+def start(settings: Settings, run: Runner) -> None:
+    """Start the run on every machine. It outlives the connection; `train.log` and at last `train.status` tell of it."""
+    vm = place(settings)
+    script = shlex.join([".venv/bin/swa-jax", *settings.arguments])
+    # The status is moved into its place, so that nobody reads half of it.
+    script += " & echo $! > train.pid; wait $!; echo $? > train.status.new; mv train.status.new train.status"
+    steps = [f"cd {shlex.quote(vm.folder)}", "rm -f train.status"]
+    steps += [f"({vm.prepare})"] if vm.prepare else []
+    steps.append(f"(setsid nohup bash -c {shlex.quote(script)} > train.log 2>&1 < /dev/null &)")
+    run(on_machines(settings, " && ".join(steps)))
+
+
+def stop(settings: Settings, run: Runner) -> None:
+    """Tell the run to save and end, as a preemption would."""
+    folder = shlex.quote(place(settings).folder)
+    run(on_machines(settings, f"cd {folder} && kill -TERM $(cat train.pid)"))
+
+
+def logs(settings: Settings, run: Runner) -> None:
+    """The log's end of the first machine."""
+    run(
+        on_machines(
+            settings, f"tail -n 50 {shlex.quote(place(settings).folder)}/train.log", all_of_them=False
+        )
+    )
+
+
+def watch(settings: Settings, run: Runner) -> int:
+    """Wait for the run's end; its status, or `GONE` if the machines have been taken away."""
+    folder = shlex.quote(place(settings).folder)
+    question = on_machines(
+        settings, f"cat {folder}/train.status 2> /dev/null || echo running", all_of_them=False
+    )
+    run.note(
+        f"every {POLL:g} s, until there is a status (0 finished, {SAVED} saved) or the machines are gone:"
+    )
+    silent = 0
+    while True:
+        try:
+            gone = state(settings, run) in (*LOST, "")
+            status, answer, errors = run.read(question)
+            if run.dry_run:
+                return 0
+            if gone:
+                return GONE
+            if status == 0 and answer.isdigit():
+                return int(answer)
+        except CommandError as error:
+            status, errors = 1, str(error)
+        silent = 0 if status == 0 else silent + 1  # the network may be away for a while
+        if silent == SILENT:
+            raise CommandError(
+                f"the first machine of {settings.name} has not answered {SILENT} times: {errors}"
+            )
+        time.sleep(POLL)
+
+
+def delete(settings: Settings, run: Runner) -> None:
+    """Give the machines back, whatever runs on them."""
+    run(gcloud(settings, "delete", "--force", "--quiet"))
+
+
+def up(settings: Settings, run: Runner) -> int:
+    """Until the run has finished: have the machines, run, and once more after each preemption."""
+    installed = started = False
+    first = True
+    while True:
+        now = state(settings, run)
+        if now in LOST:
+            delete(settings, run)
+            now = ""
+        if not now:
+            create(settings, run)
+        if now != "ACTIVE":
+            wait(settings, run)
+            installed = False
+        elif first:
+            installed = started = _was_started(settings, run)
+        try:
+            if not installed:
+                install(settings, run)
+            if not started:
+                start(settings, run)
+            ended = watch(settings, run)
+        except CommandError:
+            if state(settings, run) == "ACTIVE":
+                raise
+            ended = GONE  # taken away in the middle of it
+        if run.dry_run:
+            run.note(
+                f"after {SAVED} or when the machines are gone, all of it again; after any other status, no more"
+            )
+            return 0
+        if ended == 0:
+            run.note("the run has finished; `delete` gives the machines back")
+            return 0
+        if ended not in (SAVED, GONE):
+            logs(settings, run)
+            run.note(f"the run failed with status {ended}; the machines are kept: `start` or `delete`")
+            return ended
+        run.note(
+            "the machines are gone" if ended == GONE else "the run was told to stop and has saved: once more"
+        )
+        installed, started, first = ended == SAVED, False, False
+        time.sleep(POLL)  # a notice comes before the machines go
+
+
+def _was_started(settings: Settings, run: Runner) -> bool:
+    """Whether these machines have been given the run before, by an `up` that was interrupted."""
+    folder = shlex.quote(place(settings).folder)
+    status, answer, errors = run.read(
+        on_machines(settings, f"ls {folder}/train.pid || true", all_of_them=False)
+    )
+    if status:
+        raise CommandError(f"the first machine of {settings.name} does not answer: {errors}")
+    return bool(answer)
+
+
+VERBS = {
+    verb.__name__: verb for verb in (up, create, wait, install, start, watch, logs, stop, delete)
+}  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(main(VERBS, __doc__))

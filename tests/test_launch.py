@@ -1,0 +1,531 @@
+"""The launchers: what they would run, what they refuse, and what they do when machines and processes come and go."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch import gke, tpu_vm
+from launch.settings import Settings, main
+from swa_jax.config import ConfigError, from_dict, load_config
+from swa_jax.train_config import TrainConfig
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "launch" / "example.yaml"
+HOSTILE = 'output=/shared/it\'s $HOME; `no` "shell"'
+
+
+def settings(*changes: str) -> Settings:
+    return load_config(Settings, EXAMPLE, changes)
+
+
+def dry(capsys, verbs, verb: str, *changes: str) -> list[list[str]]:
+    """The commands that a dry run prints, as the shell would split them; comments are left out."""
+    assert main(verbs, "", [verb, str(EXAMPLE), *changes, "--dry-run"]) == 0
+    return [shlex.split(line) for line in capsys.readouterr().out.splitlines() if not line.startswith("# ")]
+
+
+def flag(command: list[str], name: str) -> str:
+    return next(word.partition("=")[2] for word in command if word.startswith(f"--{name}="))
+
+
+# ---- settings ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (["nam=x"], "unknown key 'nam'; did you mean 'name'?"),
+        (["name=Big Run"], "'name' is 'Big Run': it must be 1 to 40 small letters"),
+        (["topology=v5q:4x4x4"], "'topology' is 'v5q:4x4x4': unknown TPU 'v5q'; did you mean 'v5p'?"),
+        (["topology=v5p:4x4"], "'topology' is 'v5p:4x4': it must be as in v5p:4x4x4"),
+        (["topology=v6e"], "'topology' is 'v6e': it must be as in v6e:4x4"),
+        (["topology=v5e:3x3"], "'topology' is 'v5e:3x3': 9 chips are no whole machines of 4"),
+        (["slices=0"], "'slices' must be at least 1, got 0"),
+        (["overrides=[seed=1]"], "'overrides' has no output: 32 machines need one folder that all of them mount"),
+        (["overrides=[output=runs/x]"], "'overrides' has output=runs/x: 32 machines need one folder"),
+        (["overrides=[seed]"], "'overrides' has 'seed', which has not the form a.b=value"),
+        (["slices=2", "overrides=[output=/s, mesh.slices=4]"], "'overrides' has mesh.slices=4, but 'slices' is 2"),
+        (["tpu_vm=null"], "missing key 'tpu_vm': project, zone and repository"),
+        (["tpu_vm={zone: a, repository: b}"], "missing key 'tpu_vm.project'"),
+        (["tpu_vm.reserved=true"], "'tpu_vm.spot' and 'tpu_vm.reserved' are both set"),
+        (["topology=tpu7x:4x4x4"], "'topology' is 'tpu7x:4x4x4', which Google offers through GKE only"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_or_wrong_is_one_sentence(capsys, changes, sentence):
+    assert main(tpu_vm.VERBS, "", ["up", str(EXAMPLE), *changes, "--dry-run"]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith(sentence)
+    assert error.count("\n") == 1
+
+
+def test_gkes_own_settings(capsys):
+    for verb, change, sentence in (
+        ("apply", "gke=null", "missing key 'gke': image and volume_claim"),
+        ("apply", "gke={image: x}", "missing key 'gke.volume_claim'"),
+        ("xpk", "slices=1", "missing key 'gke.cluster': xpk needs it"),
+    ):
+        assert main(gke.VERBS, "", [verb, str(EXAMPLE), change]) == 2
+        assert capsys.readouterr().err.startswith(sentence)
+    with pytest.raises(SystemExit, match="2"):
+        main(gke.VERBS, "", ["aply", str(EXAMPLE)])
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("topology", "machines", "chips", "name"),
+    [
+        ("v5p:2x2x1", 1, 4, "v5p-8"),
+        ("v5p:4x4x8", 32, 4, "v5p-256"),
+        ("v4:4x4x4", 16, 4, "v4-128"),
+        ("v5e:2x4", 1, 8, "v5litepod-8"),
+        ("v5e:16x16", 64, 4, "v5litepod-256"),
+        ("v6e:16x16", 64, 4, "v6e-256"),
+        ("tpu7x:4x4x4", 16, 4, "tpu7x-4x4x4"),
+    ],
+)
+def test_machines_of_a_slice(topology, machines, chips, name):
+    slice = settings(f"topology={topology}")
+    assert (slice.machines, slice.chips_per_machine, slice.accelerator_type) == (machines, chips, name)
+
+
+def test_the_run_that_the_example_starts_can_be_read(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    verb, file, *overrides = settings("slices=2").arguments
+    config = load_config(TrainConfig, file, overrides)
+    assert (verb, config.output, config.mesh.slices) == ("train", "/shared/runs/bosch-8b", 2)
+    assert config.stages[0].data[0].files == ("/shared/data/prolong",)
+
+
+# ---- TPU VMs ----
+
+
+def test_one_slice_is_asked_for(capsys):
+    (command,) = dry(capsys, tpu_vm.VERBS, "create")
+    assert command[:6] == ["gcloud", "compute", "tpus", "queued-resources", "create", "bosch-8b"]
+    assert set(command[6:]) == {
+        "--project=my-project", "--zone=us-east5-a", "--type=v5p", "--topology=4x4x8",
+        "--runtime-version=v2-alpha-tpuv5", "--node-id=bosch-8b", "--spot",
+    }  # fmt: skip
+
+
+def test_several_slices_are_asked_for(capsys):
+    (command,) = dry(capsys, tpu_vm.VERBS, "create", "slices=4", "topology=v6e:16x16", "tpu_vm.spot=false")
+    assert set(command[6:]) == {
+        "--project=my-project", "--zone=us-east5-a", "--accelerator-type=v6e-256",
+        "--runtime-version=v2-alpha-tpuv6e", "--node-count=4", "--node-prefix=bosch-8b",
+    }  # fmt: skip
+    (command,) = dry(capsys, tpu_vm.VERBS, "start", "slices=4")
+    assert (flag(command, "node"), flag(command, "worker")) == ("all", "all")
+    assert "mesh.slices=4" in flag(command, "command")
+
+
+def test_the_whole_of_up_is_printed_and_nothing_is_run(capsys, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", None)
+    commands = dry(capsys, tpu_vm.VERBS, "up")
+    verbs = [command[4] for command in commands]
+    assert verbs == ["describe", "create", "describe", "ssh", "ssh", "describe", "ssh"]
+
+
+def test_what_is_started_on_a_machine_says_its_status_and_gets_its_arguments(tmp_path, capsys):
+    """The command for ssh, run here in place of a TPU VM."""
+    folder = tmp_path / "swa-jax"
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    program = folder / ".venv" / "bin" / "swa-jax"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "print(json.dumps(sys.argv[1:]), flush=True)\ntime.sleep(60)\n"
+    )
+    program.chmod(0o755)
+    (folder / "train.status").write_text("2\n")  # of an earlier start
+    changes = [f"overrides={json.dumps([HOSTILE])}", "tpu_vm.prepare=touch ../prepared && true"]
+    start, stop = (dry(capsys, tpu_vm.VERBS, verb, *changes)[0] for verb in ("start", "stop"))
+    assert subprocess.run(["bash", "-n", "-c", flag(start, "command")]).returncode == 0
+    subprocess.run(["bash", "-c", flag(start, "command")], cwd=tmp_path, check=True, timeout=30)
+    log, status = folder / "train.log", folder / "train.status"
+    wait_until(lambda: log.exists() and log.read_text())
+    assert json.loads(log.read_text()) == ["train", "configs/bosch/qwen3-8b.yaml", HOSTILE]
+    assert (tmp_path / "prepared").exists()
+    assert not status.exists()
+    subprocess.run(["bash", "-c", flag(stop, "command")], cwd=tmp_path, check=True)
+    wait_until(status.exists)
+    assert status.read_text() == "143\n"
+
+
+def test_the_install_command_is_a_shell_command(capsys):
+    (command,) = dry(capsys, tpu_vm.VERBS, "install", "tpu_vm.repository=it's/a repo.git")
+    assert subprocess.run(["bash", "-n", "-c", flag(command, "command")]).returncode == 0
+    assert "'it'\"'\"'s/a repo.git'" in flag(command, "command")
+
+
+GCLOUD = """#!{python}
+import json, pathlib, sys
+folder = pathlib.Path({folder!r})
+with (folder / "calls").open("a") as file:
+    file.write(json.dumps(sys.argv[1:]) + "\\n")
+def next_of(name):
+    first, *rest = (folder / name).read_text().split("\\n")
+    (folder / name).write_text("\\n".join(rest))
+    return first
+verb, command = sys.argv[4], next((a for a in sys.argv if a.startswith("--command=")), "")
+if verb == "describe":
+    state = next_of("states")
+    if state == "NOT_FOUND" or state == "offline":
+        sys.exit("ERROR: (gcloud) " + state)
+    print(state)
+elif "cat swa-jax/train.status" in command:
+    answer = next_of("answers")
+    if answer == "no answer":
+        sys.exit(255)
+    print(answer)
+elif "ls swa-jax/train.pid" in command:
+    print((folder / "started").read_text() if (folder / "started").exists() else "")
+elif verb == "ssh" and (folder / "broken").exists():
+    sys.exit(1)
+"""
+
+
+@pytest.fixture
+def cloud(tmp_path, monkeypatch):
+    """A `gcloud` that answers from two lists; gives `play(states, answers)`: status of `up` and the verbs it ran."""
+    program = tmp_path / "gcloud"
+    program.write_text(GCLOUD.format(python=sys.executable, folder=str(tmp_path)))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(tpu_vm, "POLL", 0)
+
+    def play(states, answers, verb="up"):
+        (tmp_path / "states").write_text("\n".join(states))
+        (tmp_path / "answers").write_text("\n".join(answers))
+        (tmp_path / "calls").write_text("")
+        status = main(tpu_vm.VERBS, "", [verb, str(EXAMPLE)])
+        assert (tmp_path / "states").read_text() == "", "not all states were asked for"
+        calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+        return status, [_kind(call) for call in calls]
+
+    return play
+
+
+def _kind(call: list[str]) -> str:
+    command = " ".join(call)
+    for part, name in (
+        ("git clone", "install"),
+        ("setsid", "start"),
+        ("train.status ", "ask"),
+        ("tail", "logs"),
+    ):
+        if part in command:
+            return name
+    return call[3]
+
+
+def _steps(kinds: list[str]) -> list[str]:
+    return [kind for kind in kinds if kind not in ("describe", "ask")]
+
+
+def test_up_asks_for_machines_and_starts_the_run(cloud, capfd):
+    status, kinds = cloud(
+        ["NOT_FOUND", "WAITING_FOR_RESOURCES", "ACTIVE", "ACTIVE", "ACTIVE"], ["running", "0"]
+    )
+    assert status == 0
+    assert _steps(kinds) == ["create", "install", "start"]
+    assert "the run has finished" in capfd.readouterr().out
+
+
+def test_up_starts_a_saved_run_again_on_the_same_machines(cloud):
+    status, kinds = cloud(["NOT_FOUND", "ACTIVE", "ACTIVE", "ACTIVE", "ACTIVE"], ["143", "0"])
+    assert status == 0
+    assert _steps(kinds) == ["create", "install", "start", "start"]
+
+
+def test_up_asks_for_new_machines_after_a_preemption(cloud, capfd):
+    states = ["NOT_FOUND", "ACTIVE", "ACTIVE", "SUSPENDED", "SUSPENDED", "PROVISIONING", "ACTIVE", "ACTIVE"]
+    status, kinds = cloud(states, ["running", "running", "0"])
+    assert status == 0
+    assert _steps(kinds) == ["create", "install", "start", "delete", "create", "install", "start"]
+    assert "the machines are gone" in capfd.readouterr().out
+
+
+def test_up_stops_at_a_failure_and_keeps_the_machines(cloud, capfd):
+    status, kinds = cloud(["NOT_FOUND", "ACTIVE", "ACTIVE"], ["2"])
+    assert status == 2
+    assert _steps(kinds) == ["create", "install", "start", "logs"]
+    assert "the run failed with status 2; the machines are kept" in capfd.readouterr().out
+
+
+def test_up_takes_up_the_watch_of_a_run_that_it_had_started(cloud, tmp_path):
+    (tmp_path / "started").write_text("swa-jax/train.pid")
+    status, kinds = cloud(["ACTIVE", "ACTIVE", "ACTIVE"], ["running", "0"])
+    assert status == 0
+    assert _steps(kinds) == ["ssh"]
+
+
+def test_up_bears_a_network_that_is_away_for_a_while(cloud, capfd):
+    states = ["NOT_FOUND", "ACTIVE", *["offline"] * 15, "ACTIVE"]
+    status, _ = cloud(states, ["0"])
+    assert status == 0
+    states = ["NOT_FOUND", "ACTIVE", *["ACTIVE"] * tpu_vm.SILENT, "ACTIVE"]
+    status, _ = cloud(states, ["no answer"] * tpu_vm.SILENT)
+    assert status == 2
+    assert f"has not answered {tpu_vm.SILENT} times" in capfd.readouterr().err
+
+
+def test_up_gives_up_where_no_machines_will_come(cloud, capfd):
+    status, _ = cloud(["NOT_FOUND", "FAILED"], [])
+    assert status == 2
+    assert "bosch-8b is FAILED: no machines will come" in capfd.readouterr().err
+    status, _ = cloud(["offline"], [])
+    assert status == 2
+    assert "gcloud does not say how bosch-8b is: ERROR: (gcloud) offline" in capfd.readouterr().err
+
+
+def test_a_failed_install_is_no_preemption(cloud, tmp_path, capfd):
+    (tmp_path / "broken").touch()
+    status, kinds = cloud(["NOT_FOUND", "ACTIVE", "ACTIVE"], [])
+    assert status == 2
+    assert _steps(kinds) == ["create", "install"]
+    assert "failed with status 1" in capfd.readouterr().err
+
+
+def test_a_program_that_is_not_installed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(tpu_vm.VERBS, "", ["create", str(EXAMPLE)]) == 2
+    assert capsys.readouterr().err == "gcloud is not installed, or not on PATH\n"
+
+
+# ---- GKE ----
+
+# The fields of a JobSet (jobset.x-k8s.io/v1alpha2), and of the Kubernetes objects in it, that exist.
+SPEC = {"replicatedJobs", "network", "successPolicy", "failurePolicy", "startupPolicy", "suspend", "coordinator",
+        "managedBy", "ttlSecondsAfterFinished"}  # fmt: skip
+JOB = {"parallelism", "completions", "backoffLimit", "podFailurePolicy", "template"}
+
+
+def test_the_manifest_is_a_jobset(capsys):
+    assert (
+        main(gke.VERBS, "", ["render", str(EXAMPLE), "slices=2", f"overrides={json.dumps([HOSTILE])}"]) == 0
+    )
+    jobset = yaml.safe_load(capsys.readouterr().out)
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert set(jobset) == {"apiVersion", "kind", "metadata", "spec"}
+    assert set(jobset["spec"]) <= SPEC
+    (slices,) = jobset["spec"]["replicatedJobs"]
+    assert (slices["replicas"], set(slices)) == (2, {"name", "replicas", "template"})
+    job = slices["template"]["spec"]
+    assert set(job) == JOB
+    assert (job["parallelism"], job["completions"], job["backoffLimit"]) == (32, 32, 0)
+    pod = job["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"  # a pod failure policy demands it
+    assert pod["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
+        "cloud.google.com/gke-tpu-topology": "4x4x8",
+        "cloud.google.com/gke-spot": "true",
+    }
+    (container,) = pod["containers"]
+    assert container["command"] == [
+        "swa-jax", "train", "configs/bosch/qwen3-8b.yaml", HOSTILE, "mesh.slices=2",
+    ]  # fmt: skip
+    assert container["resources"] == {"limits": {"google.com/tpu": 4}}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    claims = {volume["name"]: volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"]}
+    assert (mounts, claims) == ({"shared": "/shared"}, {"shared": "shared"})
+
+
+def test_preemptions_restart_the_jobset_for_ever_and_failures_do_not():
+    spec = gke.manifest(settings())["spec"]
+    job = spec["replicatedJobs"][0]["template"]["spec"]
+    rules = job["podFailurePolicy"]["rules"]
+    assert {rule["action"] for rule in rules} == {"FailJob"}
+    assert rules[0]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    (container,) = job["template"]["spec"]["containers"]
+    assert rules[1]["onExitCodes"] == {
+        "containerName": container["name"], "operator": "In", "values": [143],
+    }  # fmt: skip
+    assert spec["failurePolicy"] == {
+        "maxRestarts": 3,
+        "rules": [
+            {"action": "RestartJobSetAndIgnoreMaxRestarts", "onJobFailureReasons": ["PodFailurePolicy"]}
+        ],
+    }
+
+
+def test_apply_gives_kubectl_the_manifest(tmp_path, monkeypatch, capsys):
+    assert (
+        main(gke.VERBS, "", ["apply", str(EXAMPLE), "gke.namespace=team", "gke.queue=tpus", "--dry-run"]) == 0
+    )
+    first, *text, end = capsys.readouterr().out.splitlines()
+    assert shlex.split(first)[:3] == ["kubectl", "--namespace=team", "apply"]
+    assert (first[-7:], end) == ("<<'END'", "END")
+    expected = gke.manifest(settings("gke.namespace=team", "gke.queue=tpus"))
+    assert yaml.safe_load("\n".join(text)) == expected
+    assert expected["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "tpus"}
+    program = tmp_path / "kubectl"
+    program.write_text(f"#!/bin/sh\ncat > {shlex.quote(str(tmp_path / 'applied'))}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert main(gke.VERBS, "", ["apply", str(EXAMPLE)]) == 0
+    assert yaml.safe_load((tmp_path / "applied").read_text()) == gke.manifest(settings())
+
+
+def test_xpk(capsys):
+    where = ["gke.cluster=c", "gke.project=p", "gke.zone=z", f"overrides={json.dumps([HOSTILE])}"]
+    (command,) = dry(capsys, gke.VERBS, "xpk", "slices=2", *where)
+    assert command[:3] == ["xpk", "workload", "create"]
+    assert flag(command, "tpu-type") == "v5p-256"
+    assert flag(command, "num-slices") == "2"
+    assert shlex.split(flag(command, "command"))[-2:] == [HOSTILE, "mesh.slices=2"]
+
+
+# ---- this machine ----
+
+
+def local(*arguments: object, stand_in: str | None = None) -> subprocess.Popen[str]:
+    """The local launcher as a process of its own; with `stand_in`, Python code in place of the training."""
+    code = "import sys, launch.local as local\n"
+    if stand_in is not None:
+        code += f"real, code = local.commands, {stand_in!r}\n"
+        code += (
+            "local.commands = lambda *a: [(e, [sys.executable, '-c', code, *c[3:]]) for e, c in real(*a)]\n"
+        )
+        code += "local.HOLD, local.GRACE = 0.3, 1.0\n"
+    code += "sys.exit(local.main())\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def wait_until(condition, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_local_dry_run():
+    out, _ = local("a b.yaml", "x=[1, 2]", "--processes", 2, "--cpu-devices", 4, "--dry-run").communicate()
+    lines = [shlex.split(line) for line in out.splitlines()]
+    assert len(lines) == 2
+    for number, line in enumerate(lines):
+        assert line[:2] == ["env", "JAX_PLATFORMS=cpu"]
+        assert line[2].endswith("--xla_force_host_platform_device_count=4")
+        assert line[4:9] == ["-m", "swa_jax.cli", "train", "a b.yaml", "x=[1, 2]"]
+        assert line[10:] == ["--processes=2", f"--process-id={number}"]
+    assert lines[0][9] == lines[1][9]
+    assert lines[0][9].startswith("--coordinator=127.0.0.1:")
+    out, _ = local("c.yaml", "--processes", 2, "--gpus", 2, "--dry-run").communicate()
+    assert [shlex.split(line)[1] for line in out.splitlines()] == [
+        "CUDA_VISIBLE_DEVICES=0,1", "CUDA_VISIBLE_DEVICES=2,3",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["c.yaml"], "the following arguments are required: --processes"),
+        (["c.yaml", "--processes", 0], "--processes must be at least 1, got 0"),
+        (["c.yaml", "--processes", 1, "--gpus", 1, "--cpu-devices", 1], "argument --cpu-devices: not allowed with"),
+    ],
+)  # fmt: skip
+def test_local_refuses(arguments, sentence):
+    process = local(*arguments)
+    out, error = process.communicate()
+    assert (process.returncode, out) == (2, "")
+    assert error.startswith(sentence)
+    assert error.count("\n") == 1
+
+
+_ME = "import os, signal, sys, time\nme = int(sys.argv[-1].partition('=')[2])\n"
+
+
+def test_local_prefixes_the_logs():
+    process = local("c.yaml", "--processes", 3, stand_in=_ME + "print('one'); print('two', file=sys.stderr)")
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (0, "")
+    assert sorted(out.splitlines()) == sorted(f"[{i}] {word}" for i in range(3) for word in ("one", "two"))
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 137)]
+)
+def test_local_ends_all_when_one_fails(failure, status):
+    """The others hear SIGTERM first; one of them does not care and is killed."""
+    code = _ME + (
+        f"if me == 1:\n    {failure}\n"
+        "def told(*_): print('told', flush=True) or me == 0 and sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, told)\nwhile True: time.sleep(0.05)\n"
+    )
+    process = local("c.yaml", "--processes", 3, stand_in=code)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert set(out.splitlines()) <= {"[0] told", "[2] told"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_local_hands_on_the_signal_and_says_that_the_run_has_saved(number):
+    code = _ME + (
+        "signal.signal(signal.SIGTERM, lambda *_: print('saved', flush=True) or sys.exit(143))\n"
+        "print('ready', flush=True)\nwhile True: time.sleep(0.05)\n"
+    )
+    process = local("c.yaml", "--processes", 2, stand_in=code)
+    assert {process.stdout.readline(), process.stdout.readline()} == {"[0] ready\n", "[1] ready\n"}
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert sorted(out.splitlines()) == ["[0] saved", "[1] saved"]
+
+
+def test_local_starts_again_what_was_stopped_by_someone_else(tmp_path):
+    code = _ME + (
+        f"from pathlib import Path\nmark = Path({str(tmp_path)!r}) / str(me)\n"
+        "if mark.exists(): sys.exit(0)\nmark.touch(); sys.exit(143)\n"
+    )
+    process = local("c.yaml", "--processes", 2, stand_in=code)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert out == "the run was told to stop and has saved: it is started again\n"
+
+
+@pytest.mark.slow
+def test_local_trains_and_goes_on_after_a_signal(tmp_path, byte_tokenizer):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over a lazy dog " * 200)
+    model = {"model_type": "qwen3", "vocab_size": 257, "hidden_size": 16, "intermediate_size": 16}
+    model |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    stage = {"steps": 200, "sequence_length": 16, "batch_size": 4, "data": [{"files": [str(text)]}]}
+    config = {"output": str(tmp_path / "run"), "tokenizer": str(byte_tokenizer), "model": model}
+    config |= {"stages": [stage], "checkpoint_every": 50, "mesh": {"fsdp": 2, "context": 2}}
+    from_dict(TrainConfig, config)
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(config))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    process = local(file, "--processes", 2, "--cpu-devices", 2)
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 5, 240)
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate(timeout=240)
+    assert process.returncode == 143, out + error
+    stopped = len(metrics.read_text().splitlines())
+    assert 5 < stopped < 200
+    process = local(file, "--processes", 2, "--cpu-devices", 2)
+    out, error = process.communicate(timeout=400)
+    assert process.returncode == 0, out + error
+    assert f"[0] {tmp_path / 'run' / 'model'}" in out.splitlines()
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, 201))
+    process = local(file, "--processes", 2, "--cpu-devices", 3)
+    out, error = process.communicate(timeout=240)
+    assert process.returncode == 2
+    assert "asks for" in out
+
+
+def test_settings_are_refused_as_configurations_are():
+    with pytest.raises(ConfigError, match="missing key 'name'"):
+        from_dict(Settings, {})
