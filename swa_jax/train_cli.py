@@ -1,0 +1,69 @@
+"""The verb `train`: alone, or as one of several processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from swa_jax.config import load_config
+
+
+def train(
+    config: Annotated[Path, Argument(help="A YAML file; see configs/.")],
+    overrides: Annotated[
+        list[str] | None, Argument(metavar="[a.b=c]...", help="Settings that replace those of the file.")
+    ] = None,
+    processes: Annotated[
+        int | None, Option(help="How many processes train together.", min=1, envvar="JAX_NUM_PROCESSES")
+    ] = None,
+    process_id: Annotated[
+        int | None, Option(help="Which of them this is, from 0.", min=0, envvar="JAX_PROCESS_ID")
+    ] = None,
+    coordinator: Annotated[
+        str | None, Option(help="HOST:PORT where process 0 listens.", envvar="JAX_COORDINATOR_ADDRESS")
+    ] = None,
+    distributed: Annotated[
+        bool,
+        Option("--distributed", help="Have the cluster say those three: TPU pod, GKE, Slurm, Open MPI."),
+    ] = False,
+    timeout: Annotated[
+        int,
+        Option(help="Seconds for all processes to come, and after which a silent one is lost.", min=10),
+    ] = 45,
+) -> None:
+    """Train from scratch, or go on from a checkpoint; run it again to go on after an interruption.
+
+    On several machines, start the same command on each with --processes, --process-id and --coordinator; the workers
+    of a TPU pod find each other without.
+    """
+    from swa_jax.cluster import find_place
+    from swa_jax.distributed import Traceback, guard, is_worker, worker
+
+    place = find_place(processes, process_id, coordinator, detect=distributed, timeout=timeout)
+    if place is not None and not is_worker():
+        command = [sys.executable, "-m", "swa_jax.cli", "train", str(config), *(overrides or [])]
+        command += ["--processes", str(place.processes), "--process-id", str(place.process)]
+        command += ["--coordinator", place.coordinator, "--timeout", str(timeout)]
+        try:
+            raise typer.Exit(guard(place, command, timeout))
+        except Traceback as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from None
+
+    from swa_jax.config import to_dict
+    from swa_jax.train import TrainConfig
+    from swa_jax.train import train as run
+
+    if place is None:
+        typer.echo(run(load_config(TrainConfig, config, overrides or [])))
+        return
+    with worker(place, timeout) as join:
+        loaded = load_config(TrainConfig, config, overrides or [])
+        join(to_dict(loaded))
+        model = run(loaded)
+        if place.process == 0:
+            typer.echo(model)
