@@ -61,6 +61,8 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     tokenizer = load_tokenizer(config.tokenizer)
     if config.init_from is not None:
         check_same_tokens(tokenizer, config.tokenizer, config.init_from)
+    for source in (source for stage in config.stages for source in stage.data):
+        check_source(source, tokenizer)  # what is missing is better found now than when its stage begins
     partition = make_partition(config)
     model, patterns = _start(config, partition)
     if tokenizer.vocab_size > model.config.vocab_size:
@@ -268,8 +270,6 @@ def _stage_patterns(
 ) -> list[list[AttentionPattern]]:
     patterns = []
     for number, stage in enumerate(config.stages):
-        for source in stage.data:
-            check_source(source)  # a missing file is better found now than when its stage begins
         window = {"sliding_window": stage.sliding_window or config.sliding_window}
         chosen = [load_pattern(name, model, **options | window) for name in stage.patterns]
         if stage.sliding_window is not None and not chosen:
