@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,7 +33,7 @@ from swa_jax.huggingface.weights import CheckpointError
 
 MANIFEST_FILE = "manifest.json"
 _LEFTOVER = re.compile(r"\d+\.(writing|deleting)\b.*")  # of a killed process; Orbax appends to our name
-_MESSAGE_BYTES = 8192  # of what one process tells the others
+_MESSAGE_BYTES = 65536  # of what process 0 tells the others
 
 log = logging.getLogger(__name__)
 # Orbax logs the traceback of a failed save once a thread, pages of it, and raises it as well: we say it in a sentence.
@@ -45,7 +46,8 @@ class RunCheckpoints:
     Opening it removes what a killed run left half-written and verifies checkpoints, newest first, until a good one
     is found. A damaged one is set aside as `<step>.damaged`, with a warning that names the file.
 
-    With several processes every method is called by all of them in the same order.
+    With several processes every method but `check` is called by all of them in the same order. A save that failed is
+    raised on the process where it failed: whoever runs the processes ends them all (`swa_jax.distributed` does).
 
     Args:
       keep: how many of the newest checkpoints stay.
@@ -62,7 +64,7 @@ class RunCheckpoints:
         self._pending: threading.Thread | None = None
         self._failure = ""  # of the last save, in a sentence
         self._cause: Exception | None = None
-        self.newest, error = _from_first_process(self._open)
+        self.newest, error = from_first_process(self._open)
         if error:
             raise CheckpointError(error)
         self._verified = self.newest  # by this process since it was opened
@@ -85,7 +87,7 @@ class RunCheckpoints:
 
         Args:
           state: a tree of jax.Array.
-          data_state: what JSON can hold, and tuples; the same on every process.
+          data_state: what JSON can hold; the same on every process.
 
         A step that is the newest already is not written again. Raises `CheckpointError` if the save before this one
         failed, or this one at once; the sentence says which checkpoint is there to go on from.
@@ -100,28 +102,31 @@ class RunCheckpoints:
         try:
             with _orbax_options():
                 response = ocp.save_async(
-                    self._writing(step), named(state), custom_metadata={"data_state": _encode(data_state)}
+                    self._writing(step), named(state), custom_metadata={"data_state": data_state}
                 )
         except Exception as error:
             self._failed(step, error)
-            if jax.process_count() == 1:
-                self.wait()
-            # Otherwise the next save says so on every process: the others may not have failed, and go on.
+            self.check()
         else:
             self._pending = threading.Thread(target=self._finish, args=(step, response), name=f"save-{step}")
             self._pending.start()
 
-    def wait(self) -> None:
-        """Return when the last save is on the disk under its name; raises `CheckpointError` if it failed."""
-        if self._pending is None and not self._failure:
-            return
-        if self._pending is not None:
-            self._pending.join()
-        failure = next(filter(None, _from_all_processes(self._failure)), "")
-        cause = self._cause
-        self._pending, self._failure, self._cause = None, "", None
+    def check(self) -> None:
+        """Raise `CheckpointError`, once, if the save in the background has failed on this process; does not wait."""
+        failure, cause = self._failure, self._cause
+        self._failure, self._cause = "", None
         if failure:
             raise CheckpointError(failure) from cause
+
+    def wait(self) -> None:
+        """Return when this process's part of the last save is done; raises `CheckpointError` if it failed.
+
+        On process 0 the checkpoint is then on the disk under its name.
+        """
+        if self._pending is not None:
+            self._pending.join()
+            self._pending = None
+        self.check()
 
     def restore(self, abstract: Any, step: int | None = None) -> tuple[Any, Any]:
         """Read a checkpoint, by default the newest good one, onto whatever mesh the shardings name.
@@ -140,7 +145,7 @@ class RunCheckpoints:
         if step is None:
             raise CheckpointError(f"{self.folder} holds no checkpoint")
         if step != self._verified:
-            error = _from_first_process(lambda: self._refusal(step))
+            error = from_first_process(lambda: self._refusal(step))
             if error:
                 raise CheckpointError(error)
             self._verified = step
@@ -150,7 +155,7 @@ class RunCheckpoints:
         with _orbax_options():
             loaded = ocp.load(path, wanted)
         state = jax.tree.unflatten(jax.tree.structure(abstract), [loaded[name] for name in wanted])
-        return state, _decode(metadata.custom_metadata["data_state"])
+        return state, metadata.custom_metadata["data_state"]
 
     # ---- writing ----
 
@@ -383,40 +388,12 @@ def _sync(folder: Path) -> None:
 # ---- several processes ----
 
 
-def _from_all_processes(text: str) -> list[str]:
-    """What each process says, on every process."""
+def from_first_process(ask: Callable[[], Any]) -> Any:
+    """What `ask()` returns on process 0, JSON-able, on every process; the others do not call it, but wait for it."""
     if jax.process_count() == 1:
-        return [text]
+        return ask()
     padded = np.zeros(_MESSAGE_BYTES, np.uint8)
-    encoded = text.encode()[:_MESSAGE_BYTES]
-    padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    rows = multihost_utils.process_allgather(padded)
-    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in np.asarray(rows)]
-
-
-def _from_first_process(ask: Any) -> Any:
-    """What `ask()` returns on process 0, JSON-able, on every process; the others do not call it."""
-    answer = json.dumps(ask(), ensure_ascii=False) if jax.process_index() == 0 else ""
-    return json.loads(_from_all_processes(answer)[0])
-
-
-# ---- JSON ----
-
-
-def _encode(value: Any) -> Any:
-    """JSON keeps no tuples; grain's iterator states compare them, so they are marked."""
-    if isinstance(value, tuple):
-        return {"tuple": [_encode(item) for item in value]}
-    if isinstance(value, dict):
-        return {"dict": {key: _encode(item) for key, item in value.items()}}
-    return [_encode(item) for item in value] if isinstance(value, list) else value
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if isinstance(value, dict):
-        if "tuple" in value:
-            return tuple(_decode(item) for item in value["tuple"])
-        return {key: _decode(item) for key, item in value["dict"].items()}
-    return value
+    if jax.process_index() == 0:
+        encoded = json.dumps(ask()).encode()
+        padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    return json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)).rstrip(b"\0"))

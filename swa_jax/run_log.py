@@ -35,6 +35,8 @@ class RunLog:
         self.clock = time.perf_counter()
         self.trace_until: int | None = None
         self.trace_asked = False
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGUSR1, self._ask_for_trace)
         if jax.process_index() != 0:
             return
         if config.tensorboard:
@@ -47,8 +49,6 @@ class RunLog:
             )
         keep_lines(run / "metrics.jsonl", resume_at)
         self.file = open(run / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGUSR1, self._ask_for_trace)
 
     def write(
         self, step: int, metrics: dict[str, jax.Array], tokens: int, flops: float
@@ -109,13 +109,12 @@ class RunLog:
     # ---- profiler ----
 
     def trace(self, step: int) -> None:
-        """Start or stop a trace before `step`, as the configuration or SIGUSR1 asks."""
-        if jax.process_index() != 0:
-            return
+        """Start or stop a trace before `step`, as the configuration asks of process 0, or SIGUSR1 of any."""
         if self.trace_until is not None and step >= self.trace_until:
             jax.profiler.stop_trace()
             self.trace_until = None
-        if self.trace_until is None and (self.trace_asked or step == self.config.profile_from):
+        due = jax.process_index() == 0 and step == self.config.profile_from
+        if self.trace_until is None and (self.trace_asked or due):
             self.trace_asked = False
             jax.profiler.start_trace(str(self.run / "profile"))
             self.trace_until = step + self.config.profile_steps

@@ -7,16 +7,18 @@ A run folder holds `config.yaml` (resolved), `metrics.jsonl` (one line a step), 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import yaml
 from flax import nnx
 from rich.progress import (
@@ -37,7 +39,7 @@ from swa_jax.model import Decoder
 from swa_jax.optimizer import make_optimizer
 from swa_jax.pattern import SWITCH, AttentionPattern, load_pattern
 from swa_jax.preemption import Preempted, preemption_notices
-from swa_jax.run_checkpoint import RunCheckpoints, has_checkpoint, reason
+from swa_jax.run_checkpoint import RunCheckpoints, from_first_process, has_checkpoint, reason
 from swa_jax.run_log import RunLog
 from swa_jax.sharding import Partition, check_batch, check_model, make_mesh, state_shardings
 from swa_jax.tokenizer import Tokenizer, check_same_tokens, load_tokenizer
@@ -49,47 +51,49 @@ __all__ = ["StageConfig", "TrainConfig", "train"]
 logger = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run but for its state: what its steps are made of."""
+
+    config: TrainConfig
+    folder: Path
+    tokenizer: Tokenizer
+    partition: Partition | None
+    model: Decoder  # at step 0
+    patterns: list[list[AttentionPattern]]  # by stage: those that its steps take in turn
+    optimizer: optax.GradientTransformation
+
+
 def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     """Run, or go on with, a training run; returns the folder of the finished model (a checkpoint folder).
+
+    With several processes (`jax.distributed`) all call it with the same configuration; they see the same run folder.
 
     Raises:
       ConfigError: the configuration cannot be used, or differs from that of the run being resumed.
       CheckpointError: a checkpoint could not be written, or none of those that are there is good.
       Preempted: the machine is being taken away (SIGTERM); a checkpoint of the last step is on the disk.
     """
-    run = Path(config.output)
-    tokenizer = load_tokenizer(config.tokenizer)
-    if config.init_from is not None:
-        check_same_tokens(tokenizer, config.tokenizer, config.init_from)
-    for source in (source for stage in config.stages for source in stage.data):
-        check_source(source, tokenizer)  # what is missing is better found now than when its stage begins
-    partition = make_partition(config)
-    model, patterns = _start(config, partition)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise ConfigError(
-            f"tokenizer {config.tokenizer} has {tokenizer.vocab_size} tokens, the model's vocab_size is "
-            f"{model.config.vocab_size}: they do not belong together"
-        )
-    _claim(run, config)
-    optimizer = make_optimizer(config.optimizer, config.total_steps)
-    params = nnx.state(model, nnx.Param)
-    state = shard_state(init_state(params, optimizer), partition)
-    peak = peak_flops(jax.devices()[0].device_kind)
-
+    run = _prepare(config)
+    first = jax.process_index() == 0
+    if first:  # the others wait for it when they look for checkpoints
+        _claim(run.folder, config)
+    state = shard_state(init_state(nnx.state(run.model, nnx.Param), run.optimizer), run.partition)
     keep, keep_period = config.keep_checkpoints, config.keep_checkpoint_period
     with (
         preemption_notices() as preempted,
-        RunCheckpoints(run / "checkpoints", keep=keep, keep_period=keep_period) as checkpoints,
+        RunCheckpoints(run.folder / "checkpoints", keep=keep, keep_period=keep_period) as checkpoints,
     ):
         data_state = None
         if checkpoints.newest is not None:
             state, data_state = checkpoints.restore(abstract_state(state))
         done = int(state.step)
+        peak = peak_flops(jax.devices()[0].device_kind)
         log = RunLog(
-            run, config.log, resume_at=done, settings=to_dict(config),
+            run.folder, config.log, resume_at=done, settings=to_dict(config),
             peak_flops=None if peak is None else peak * jax.device_count(),
         )  # fmt: skip
-        with _progress(quiet) as bar, log:
+        with _progress(quiet or not first) as bar, log:
             task = bar.add_task("training", total=config.total_steps, completed=done, loss=float("nan"))
 
             def show(lines: list[dict[str, Any]]) -> None:
@@ -97,64 +101,93 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
                     bar.update(task, completed=line["step"], loss=line["loss"])
                     _stop_on_nan(line, config)
 
-            for number, stage, first in _stages(config):
-                if done >= first + stage.steps:
-                    continue
-                batches = make_batches(
-                    stage.data, tokenizer, length=stage.sequence_length, batch_size=stage.batch_size,
-                    seed=config.seed + 1000 * number, rows=local_rows(partition, stage.batch_size),
-                )  # fmt: skip
-                if data_state is not None and done > first:
-                    batches.set_state(data_state)
-                steps = [
-                    make_step(model.with_pattern(p), optimizer, config, partition) for p in patterns[number]
-                ]
-                losses = [
-                    make_validation_loss(model.with_pattern(p), config, partition) for p in patterns[number]
-                ]
-                tokens = stage.batch_size * stage.sequence_length
-                flops = [
-                    tokens * train_flops_per_token(model.config, p, stage.sequence_length)
-                    for p in patterns[number]
-                ]
-                for step in range(done, first + stage.steps):
-                    log.trace(step)
-                    batch = place_batch(next(batches), partition, stage.batch_size)
-                    state, metrics = steps[step % len(steps)](state, batch, stage.accumulate)
-                    done = step + 1
-                    show(log.write(done, metrics, tokens, flops[step % len(steps)]))
-                    stopping = preempted(done)
-                    if stopping or done % config.checkpoint_every == 0 or done == first + stage.steps:
-                        show(log.flush())  # a state that is no number is not saved
-                        log.sync()
-                        checkpoints.save(done, state, batches.get_state())
-                    if config.validate_every is not None and done % config.validate_every == 0:
-                        show(log.flush())
-                        loss = losses[step % len(steps)]
-                        log.add(done, validate(config, stage, tokenizer, loss, state, partition))
-                    if stopping and done < config.total_steps:
-                        checkpoints.wait()
-                        logger.warning(
-                            "stopped at step %d by SIGTERM: start the same command again to go on", done
-                        )
-                        raise Preempted
-    nnx.update(model, jax.tree.map(lambda p: p.astype(config.save_dtype), state.params))
-    if not (run / "model").exists():
-        tokenizer_path = Path(config.tokenizer)
-        folder = tokenizer_path if tokenizer_path.is_dir() else tokenizer_path.parent
-        hf_config = None
-        if config.init_from is not None and model.config == open_checkpoint(config.init_from).config:
-            hf_config = open_checkpoint(config.init_from).hf_config
-        try:
-            save_model(model, run / "model", hf_config=hf_config, tokenizer_from=folder)
-        except (OSError, ValueError) as error:  # ValueError: TensorStore's, of a full disk
-            if isinstance(error, ConfigError):
-                raise
-            raise CheckpointError(
-                f"{run / 'model'} could not be written: {reason(error)}; the checkpoint of step {done} is untouched: "
-                "start the same command again to write the model"
-            ) from error
-    return run / "model"
+            for number, start in enumerate(_starts(config)):
+                if done < start + config.stages[number].steps:
+                    state = _train_stage(
+                        run, number, start, state, data_state if done > start else None, checkpoints, log,
+                        show, preempted,
+                    )  # fmt: skip
+                    done = int(state.step)
+    return _save_finished(run, state)
+
+
+def _train_stage(
+    run: Run,
+    number: int,
+    start: int,
+    state: TrainState,
+    data_state: Any,
+    checkpoints: RunCheckpoints,
+    log: RunLog,
+    show: Callable[[list[dict[str, Any]]], None],
+    preempted: Callable[[int], bool],
+) -> TrainState:
+    """The steps of a stage that are left, the stage's first being `start`; consumes the state, returns the last."""
+    config, partition, stage = run.config, run.partition, run.config.stages[number]
+    batches = make_batches(
+        stage.data, run.tokenizer, length=stage.sequence_length, batch_size=stage.batch_size,
+        seed=config.seed + 1000 * number, rows=local_rows(partition, stage.batch_size),
+    )  # fmt: skip
+    if data_state is not None:
+        batches.set_state(data_state)
+    models = [run.model.with_pattern(pattern) for pattern in run.patterns[number]]
+    steps = [make_step(model, run.optimizer, config, partition) for model in models]
+    losses = [make_validation_loss(model, config, partition) for model in models]
+    tokens, end = stage.batch_size * stage.sequence_length, start + stage.steps
+    flops = [
+        tokens * train_flops_per_token(model.config, model.pattern, stage.sequence_length) for model in models
+    ]
+    for step in range(int(state.step), end):
+        which, done = step % len(models), step + 1
+        checkpoints.check()
+        log.trace(step)
+        batch = place_batch(next(batches), partition, stage.batch_size)
+        state, metrics = steps[which](state, batch, stage.accumulate)
+        show(log.write(done, metrics, tokens, flops[which]))
+        stopping = preempted(done)
+        saving = stopping or done % config.checkpoint_every == 0 or done == end
+        validating = config.validate_every is not None and done % config.validate_every == 0
+        if saving or validating:
+            show(log.flush())  # a state that is no number is not saved
+        # The loss first: after a checkpoint it would not be made up if the run were killed between the two. A run that
+        # is told to stop has little time, and saves first.
+        if validating and not stopping:
+            log.add(done, validate(config, stage, run.tokenizer, losses[which], state, partition))
+        if saving:
+            log.sync()
+            checkpoints.save(done, state, batches.get_state())
+        if validating and stopping:
+            log.add(done, validate(config, stage, run.tokenizer, losses[which], state, partition))
+        if stopping and done < config.total_steps:
+            checkpoints.wait()
+            logger.warning("stopped at step %d by SIGTERM: start the same command again to go on", done)
+            raise Preempted
+    return state
+
+
+def _save_finished(run: Run, state: TrainState) -> Path:
+    """Write the model of a run that is done, unless it is there; all processes leave when it is."""
+    config, destination = run.config, run.folder / "model"
+    if from_first_process(destination.exists):
+        return destination
+    nnx.update(run.model, jax.tree.map(lambda p: p.astype(config.save_dtype), state.params))
+    path = Path(config.tokenizer)
+    hf_config = None
+    if config.init_from is not None and run.model.config == open_checkpoint(config.init_from).config:
+        hf_config = open_checkpoint(config.init_from).hf_config
+    try:
+        save_model(
+            run.model, destination, hf_config=hf_config, tokenizer_from=path if path.is_dir() else path.parent
+        )
+    except (OSError, ValueError) as error:  # ValueError: TensorStore's, of a full disk
+        if isinstance(error, ConfigError):
+            raise
+        raise CheckpointError(
+            f"{destination} could not be written: {reason(error)}; the checkpoint of step {int(state.step)} is "
+            "untouched: start the same command again to write the model"
+        ) from error
+    from_first_process(lambda: None)
+    return destination
 
 
 def local_rows(partition: Partition | None, batch_size: int) -> slice:
@@ -223,13 +256,17 @@ def make_partition(config: TrainConfig) -> Partition | None:
     return partition
 
 
-def _start(config: TrainConfig, partition: Partition | None) -> tuple[Decoder, list[list[AttentionPattern]]]:
-    """The model at step 0 and, for each stage, the patterns its steps take in turn."""
+def _prepare(config: TrainConfig) -> Run:
+    """Everything that can be wrong is found before the model is drawn or read."""
     options = {
         "sliding_window": config.sliding_window,
         "num_sink_tokens": config.num_sink_tokens,
         "seed": config.seed,
     }
+    tokenizer = load_tokenizer(config.tokenizer)
+    if config.init_from is not None:
+        check_same_tokens(tokenizer, config.tokenizer, config.init_from)
+    partition = make_partition(config)
     if config.model is not None:
         model_config = config.model
     else:
@@ -237,8 +274,13 @@ def _start(config: TrainConfig, partition: Partition | None) -> tuple[Decoder, l
         model_config = config.model_changes.apply(open_checkpoint(config.init_from).config)
     if partition is not None:
         check_model(model_config, partition)
+    if tokenizer.vocab_size > model_config.vocab_size:
+        raise ConfigError(
+            f"tokenizer {config.tokenizer} has {tokenizer.vocab_size} tokens, the model's vocab_size is "
+            f"{model_config.vocab_size}: they do not belong together"
+        )
     pattern = load_pattern(config.attention, model_config, **options)
-    patterns = _stage_patterns(config, model_config, pattern, options)
+    patterns = _stage_patterns(config, tokenizer, model_config, pattern, options)
     if config.init_from is not None:
         model = load_model(
             config.init_from, pattern, dtype=jnp.float32, config=model_config, partition=partition,
@@ -246,7 +288,8 @@ def _start(config: TrainConfig, partition: Partition | None) -> tuple[Decoder, l
         )  # fmt: skip
     else:
         model = random_model(model_config, pattern, config.seed, partition)
-    return model, patterns
+    optimizer = make_optimizer(config.optimizer, config.total_steps)
+    return Run(config, Path(config.output), tokenizer, partition, model, patterns, optimizer)
 
 
 def random_model(
@@ -266,10 +309,16 @@ def random_model(
 
 
 def _stage_patterns(
-    config: TrainConfig, model: ModelConfig, pattern: AttentionPattern, options: dict[str, Any]
+    config: TrainConfig,
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    pattern: AttentionPattern,
+    options: dict[str, Any],
 ) -> list[list[AttentionPattern]]:
     patterns = []
     for number, stage in enumerate(config.stages):
+        for source in stage.data:
+            check_source(source, tokenizer)  # better found now than when its stage begins
         window = {"sliding_window": stage.sliding_window or config.sliding_window}
         chosen = [load_pattern(name, model, **options | window) for name in stage.patterns]
         if stage.sliding_window is not None and not chosen:
@@ -306,12 +355,10 @@ def _claim(run: Path, config: TrainConfig) -> None:
     os.replace(partial, file)
 
 
-def _stages(config: TrainConfig) -> Iterator[tuple[int, StageConfig, int]]:
-    """Each stage with its number and its first step."""
-    first = 0
-    for number, stage in enumerate(config.stages if config.total_steps else ()):
-        yield number, stage, first
-        first += stage.steps
+def _starts(config: TrainConfig) -> list[int]:
+    """The first step of each stage."""
+    steps = [stage.steps for stage in config.stages] if config.total_steps else []
+    return [sum(steps[:number]) for number in range(len(steps))]
 
 
 def abstract_state(state: TrainState) -> TrainState:

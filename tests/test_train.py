@@ -18,11 +18,14 @@ from flax import nnx
 import swa_jax.train
 from swa_jax.checkpoint import load_model
 from swa_jax.config import ConfigError, from_dict, load_config
+from swa_jax.data import SourceConfig
+from swa_jax.data.tokenize import tokenize
 from swa_jax.model import Decoder
 from swa_jax.optimizer import OptimizerConfig, is_matrix, learning_rate
 from swa_jax.pattern import AttentionPattern, load_pattern
 from swa_jax.tokenizer import load_tokenizer
 from swa_jax.train import TrainConfig, train
+from swa_jax.train_step import SPIKE_DECAY, SPIKE_WARMUP, init_state, make_step
 
 ROOT = Path(__file__).parents[1]
 
@@ -269,3 +272,81 @@ def test_updates_that_are_no_numbers_are_skipped_or_stop_the_run(settings, tmp_p
         train(config_of(settings, **broken), quiet=True)
     train(config_of(settings, **broken, on_nonfinite="skip", output=str(tmp_path / "skipping")), quiet=True)
     assert read_metrics(tmp_path / "skipping")[-1]["skipped_updates"] > 0
+
+
+def test_an_update_far_above_the_running_norm_is_skipped_once_that_is_trusted(settings):
+    config = config_of(settings, spike_factor=4.0)
+    pattern = AttentionPattern.from_recipe("window", 2, sliding_window=8)
+    model = Decoder(config.model, pattern, rngs=nnx.Rngs(0))
+    optimizer = swa_jax.train.make_optimizer(config.optimizer, 100)
+    step_function = make_step(model, optimizer, config, None)
+    tokens = np.arange(64, dtype=np.int32).reshape(2, 32)
+    batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens), "weights": np.ones((2, 32), np.float32)}
+
+    def skipped(updates, skipped_before, factor):
+        """Whether a step is, whose gradient norm is `factor` times the mean of `updates` updates."""
+        params = jax.tree.map(np.array, nnx.state(model, nnx.Param))
+        state = init_state(params, optimizer)
+        state.step, state.skipped = np.int32(updates + skipped_before), np.int32(skipped_before)
+        mean = norm / factor * (1 - SPIKE_DECAY**updates)  # as the running mean has it, not debiased
+        state.norm_mean = np.float32(mean)
+        after, _ = step_function(state, batch, 1)
+        changed = any(
+            (a != b).any()
+            for a, b in zip(jax.tree.leaves(after.params), jax.tree.leaves(params), strict=True)
+        )
+        assert int(after.skipped) - skipped_before == int(not changed)
+        assert int(after.step) == updates + skipped_before + 1
+        assert not changed or float(after.norm_mean) != np.float32(mean)
+        assert changed or float(after.norm_mean) == np.float32(mean)
+        return not changed
+
+    state = init_state(jax.tree.map(np.array, nnx.state(model, nnx.Param)), optimizer)
+    norm = float(step_function(state, batch, 1)[1]["gradient_norm"])
+    assert not skipped(30, 0, 3.9)
+    assert skipped(30, 0, 4.1)
+    assert skipped(SPIKE_WARMUP, 7, 4.1)
+    assert not skipped(SPIKE_WARMUP - 1, 7, 4.1)  # steps that were skipped do not count
+
+
+def test_a_tokenizer_that_the_data_is_not_of_is_found_before_the_model_is_drawn(
+    settings, tmp_path, byte_tokenizer, monkeypatch
+):
+    monkeypatch.setattr(swa_jax.train, "random_model", None)
+    tokenize(SourceConfig(files=(f"{tmp_path}/text.txt",)), byte_tokenizer, tmp_path / "tokens")
+    stage = settings["stages"][0] | {"data": [{"kind": "tokens", "files": [str(tmp_path / "tokens")]}]}
+    other = ROOT / "swa_jax" / "recall" / "tokenizer.json"
+    with pytest.raises(ConfigError, match="tokenizer"):
+        train(
+            config_of(settings, stages=[stage], tokenizer=str(other), model=MODEL | {"vocab_size": 1024}),
+            quiet=True,
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_held_out_loss_is_not_lost_by_a_kill_after_its_checkpoint(settings, tmp_path, monkeypatch):
+    names = []
+    for i in range(12):
+        (tmp_path / f"document{i}.txt").write_text(f"{i} " + TEXT[i : 400 + i])
+        names.append(str(tmp_path / f"document{i}.txt"))
+    stage = {"steps": 8, "sequence_length": 32, "batch_size": 4, "data": [{"files": names, "held_out": 0.3}]}
+    changes = {"stages": [stage], "checkpoint_every": 4, "validate_every": 4}
+    train(config_of(settings, **changes, output=str(tmp_path / "straight")), quiet=True)
+    expected = read_metrics(tmp_path / "straight")
+    assert [line["step"] for line in expected if "validation_loss" in line] == [4, 8]
+    real = swa_jax.train.RunCheckpoints.save
+
+    def killed_after(checkpoints, step, *arguments):
+        real(checkpoints, step, *arguments)
+        checkpoints.wait()
+        raise Interruption
+
+    monkeypatch.setattr(swa_jax.train.RunCheckpoints, "save", killed_after)
+    with pytest.raises(Interruption):
+        train(config_of(settings, **changes), quiet=True)
+    monkeypatch.undo()
+    train(config_of(settings, **changes), quiet=True)
+    timing = "tokens_per_second"
+    assert [{k: v for k, v in line.items() if k != timing} for line in read_metrics(tmp_path / "run")] == [
+        {k: v for k, v in line.items() if k != timing} for line in expected
+    ]

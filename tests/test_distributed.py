@@ -1,0 +1,352 @@
+"""Several processes: who they are, how they meet, and that none is left waiting when one is missing, fails or dies."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from swa_jax.config import ConfigError
+from swa_jax.distributed import Place, _difference, find_place
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+# ---- which process this is ----
+
+
+def test_the_arguments_say_which_process_this_is():
+    assert find_place(None, None, None, detect=False, timeout=1) is None
+    assert find_place(1, 0, "here:1", detect=False, timeout=1) is None  # alone
+    place = find_place(2, 1, "[::1]:8476", detect=False, timeout=1)
+    assert (str(place), place.address) == ("process 1 of 2", ("::1", 8476))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((2, None, None), "--processes without --process-id and --coordinator: give all three"),
+        ((None, 1, "here:1"), "--process-id, --coordinator without --processes"),
+        ((2, 2, "here:1"), "--process-id 2 is not one of 2 processes: it must be from 0 to 1"),
+        ((2, 0, "here"), "--coordinator is 'here': it must be HOST:PORT"),
+    ],
+)
+def test_wrong_arguments(arguments, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        find_place(*arguments, detect=False, timeout=1)
+
+
+def test_slurm_is_detected_when_asked_for(monkeypatch):
+    with pytest.raises(ConfigError, match="--distributed found no cluster"):
+        find_place(None, None, None, detect=True, timeout=1)
+    values = {"JOB_ID": "4096", "STEP_NODELIST": "node[7-9]", "NTASKS": "3", "PROCID": "2", "LOCALID": "0"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0")  # so that it is put back
+    assert find_place(None, None, None, detect=False, timeout=1) is None
+    assert find_place(None, None, None, detect=True, timeout=1) == Place(2, 3, "node7:61440")
+
+
+def test_the_first_key_that_differs():
+    first = {"a": {"b": 1, "c": [{"d": 2}, 3]}, "e": None}
+    assert _difference(first, json.loads(json.dumps(first))) is None
+    assert _difference(first, first | {"a": {"b": 1, "c": [{"d": 4}, 3]}}) == ("a.c.0.d", 2, 4)
+    assert _difference(first, first | {"f": 5}) == ("f", None, 5)
+    assert _difference({"c": [1]}, {"c": [1, 2]}) == ("c", [1], [1, 2])
+
+
+# ---- guards, with workers that do not train ----
+
+# A worker that joins as the real one does, without JAX, and then does as it is told.
+_GUARD = """
+import sys
+from swa_jax.distributed import Place, ProcessError, guard
+process, processes, coordinator, timeout, worker = sys.argv[1:]
+try:
+    sys.exit(guard(Place(int(process), int(processes), coordinator), [sys.executable, "-c", worker], int(timeout)))
+except ProcessError as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+_WORKER = """
+import json, os, signal, socket, sys, time
+channel = socket.socket(fileno=int(os.environ["SWA_JAX_GUARD"]))
+say = lambda **message: channel.sendall(json.dumps(message).encode() + b"\\n")
+say(settings={"seed": %s})
+go = channel.recv(1000)
+if not go: sys.exit(9)
+print("going", os.getpid(), flush=True)
+%s
+"""
+WAIT = "while channel.recv(1): pass"  # until the guard is gone
+
+
+def worker(then="", seed=0):
+    return _WORKER % (seed, then)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.fixture
+def launch():
+    """Starts a process in a session of its own; what is left of all sessions is killed at the end."""
+    started = []
+
+    def start(command, **options):
+        process = subprocess.Popen(
+            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            start_new_session=True, **options,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.fixture
+def guards(launch):
+    def start(workers, *, port=None, count=None, timeout=20):
+        address = f"127.0.0.1:{port or free_port()}"
+        places = workers.items() if isinstance(workers, dict) else enumerate(workers)
+        command = [sys.executable, "-c", _GUARD]
+        total = str(count or len(workers))
+        return [launch([*command, str(i), total, address, str(timeout), text]) for i, text in places]
+
+    return start
+
+
+def ends(processes, seconds=60):
+    """[(status, last line of stderr)]"""
+    deadline = time.monotonic() + seconds
+    results = []
+    for process in processes:
+        _, error = process.communicate(timeout=deadline - time.monotonic())
+        results.append((process.returncode, (error.strip().splitlines() or [""])[-1]))
+    return results
+
+
+@pytest.mark.parametrize("status", [0, 143])
+def test_all_end_as_their_workers_do(guards, status):
+    assert ends(guards([worker(f"sys.exit({status})")] * 3)) == [(status, "")] * 3
+
+
+def test_missing_processes_are_named(guards):
+    for status, error in ends(guards({0: worker(), 2: worker()}, count=4, timeout=3)):
+        assert status == 1
+        assert "2 of 4 processes did not come to 127.0.0.1:" in error
+        assert "within 3 s (--process-id 1, 3)" in error
+
+
+def test_process_0_is_missing(guards):
+    ((status, error),) = ends(guards({1: worker()}, count=2, timeout=2))
+    assert status == 1
+    assert "process 0 of 2 could not be reached at 127.0.0.1:" in error
+
+
+def test_other_settings_in_one_process(guards):
+    results = ends(guards([worker(WAIT), worker(WAIT, seed=5)]))
+    sentence = (
+        "process 1 was given another configuration than process 0: 'seed' is 5 there and 0 in process 0"
+    )
+    assert all(status == 1 and sentence in error for status, error in results), results
+
+
+def test_a_process_id_given_twice_and_another_number_of_processes(guards):
+    port = free_port()
+    first = guards({0: worker(WAIT)}, count=3, port=port)
+    time.sleep(1)  # process 0 is to listen
+    for place, count, sentence in ((0, 3, "cannot listen on port"), (1, 2, "was started with --processes 2")):
+        ((status, error),) = ends(guards({place: worker(WAIT)}, count=count, port=port))
+        assert status == 1
+        assert sentence in error
+    twice = guards({1: worker(WAIT)}, count=3, port=port)
+    time.sleep(1)
+    ((status, error),) = ends(guards({1: worker(WAIT)}, count=3, port=port))
+    assert status == 1
+    assert "--process-id 1 is taken" in error
+    assert [process.poll() for process in first + twice] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("then", "sentence"),
+    [
+        ("say(failed='the disk is full', certain=True)\n" + WAIT, "process 1 of 3 failed: the disk is full"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "process 1 of 3 was killed (SIGKILL; out of memory"),
+        ("os.abort()", "process 1 of 3 was ended by SIGABRT"),
+        ("sys.exit(3)", "process 1 of 3 ended with status 3"),
+    ],
+)
+def test_a_failure_is_told_to_all_and_comes_before_what_follows_from_it(guards, then, sentence):
+    follows = "say(failed='connection closed', certain=False, traceback='...')\n" + WAIT
+    late = "time.sleep(1); " if "abort" in then else ""  # two uncertain ones: the first is told
+    results = ends(guards([worker(WAIT), worker(then), worker(late + follows)]))
+    for i, (status, error) in enumerate(results):
+        assert status == 1
+        expected = "the disk is full" if i == 1 and "full" in then else sentence
+        assert expected in error, results
+
+
+def test_an_unexpected_error_is_a_traceback_in_its_process_and_a_sentence_in_the_others(guards):
+    fails = "say(failed='KeyError: 7', certain=False, traceback='Traceback: KeyError: 7')\n" + WAIT
+    results = ends(guards([worker(WAIT), worker(fails)]))
+    assert results == [
+        (1, "ProcessError: process 1 of 2 failed: KeyError: 7"),
+        (1, "Traceback: Traceback: KeyError: 7"),
+    ]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_guard_that_is_killed(guards, victim):
+    processes = guards([worker(WAIT)] * 3)
+    workers = [int(process.stdout.readline().split()[1]) for process in processes]
+    start = time.monotonic()
+    os.kill(processes[victim].pid, signal.SIGKILL)
+    results = ends(processes)
+    assert time.monotonic() - start < 10
+    for i, (status, error) in enumerate(results):
+        assert status == (-9 if i == victim else 1)
+        assert i == victim or f"process {victim} of 3" in error
+        assert i == victim or "has ended without a word" in error
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline, "a worker outlived its guard"
+        time.sleep(0.05)
+
+
+def test_a_guard_that_is_silent(guards):
+    processes = guards([worker(WAIT)] * 2, timeout=6)
+    for process in processes:
+        process.stdout.readline()
+    os.kill(processes[1].pid, signal.SIGSTOP)  # as a machine that has lost its network
+    ((status, error),) = ends(processes[:1])
+    assert status == 1
+    assert "process 1 of 2 (127.0.0.1) has not been heard of for 6 s" in error
+
+
+def test_signals_reach_the_worker(guards):
+    catches = (
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print('ready', flush=True); time.sleep(60)"
+    )
+    processes = guards([worker(catches)] * 2)
+    for process in processes:
+        process.stdout.readline()
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+    assert ends(processes) == [(143, "")] * 2
+
+
+# ---- training ----
+
+MODEL = {
+    "model_type": "qwen3", "vocab_size": 257, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "qk_norm": True,
+}  # fmt: skip
+
+
+@pytest.fixture
+def training(launch, tmp_path, byte_tokenizer):
+    """`start(name, count)` trains on four devices, spread over `count` processes."""
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over a lazy dog " * 40)
+    stage = {"steps": 150, "sequence_length": 16, "batch_size": 4, "data": [{"files": [str(text)]}]}
+    settings = {"tokenizer": str(byte_tokenizer), "model": MODEL, "stages": [stage], "checkpoint_every": 10}
+    settings |= {"pattern": "window", "sliding_window": 4}
+
+    def start(name, count, *, limit=None, changes=None):
+        port = free_port()
+        environment = os.environ | {
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}",
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        processes = []
+        for i in range(count):
+            file = tmp_path / f"{name}{i}.yaml"
+            file.write_text(
+                yaml.safe_dump(settings | {"output": str(tmp_path / name)} | (changes or {}).get(i, {}))
+            )
+            command = [sys.executable, "-m", "swa_jax.cli", "train", str(file)]
+            if count > 1:
+                command += ["--processes", str(count), "--process-id", str(i)]
+                command += ["--coordinator", f"127.0.0.1:{port}"]
+            if i == limit:  # this process can write no file longer than 4 KiB
+                command = ["bash", "-c", 'ulimit -f 4; exec "$@"', "bash", *command]
+            processes.append(launch(command, env=environment))
+        return processes
+
+    return start
+
+
+def wait_for_step(run, step, processes):
+    deadline = time.monotonic() + 240
+    while not any(int(path.name) >= step for path in (run / "checkpoints").glob("[0-9]*[0-9]")):
+        assert [process.poll() for process in processes] == [None] * len(processes), ends(processes)
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def losses(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 151))
+    return [line["loss"] for line in lines]
+
+
+@pytest.mark.slow
+def test_killed_and_terminated_runs_go_on_with_any_number_of_processes(training, tmp_path):
+    """Four processes, one of them killed; two, one of them terminated; then one: the losses of one all along."""
+    run = tmp_path / "run"
+    processes = training("run", 4)
+    wait_for_step(run, 30, processes)
+    start = time.monotonic()
+    os.killpg(processes[2].pid, signal.SIGKILL)  # guard and worker, as when a machine goes down
+    results = ends(processes)
+    assert time.monotonic() - start < 60
+    for i, (status, error) in enumerate(results):
+        assert status == (-9 if i == 2 else 2), results
+        assert i == 2 or error.startswith("process 2 of 4 (127.0.0.1) has ended without a word"), results
+
+    processes = training("run", 2)
+    wait_for_step(run, 60, processes)
+    processes[1].send_signal(signal.SIGTERM)
+    results = ends(processes)
+    assert [status for status, _ in results] == [143, 143], results
+    stopped = max(int(path.name) for path in (run / "checkpoints").iterdir())
+    assert 60 <= stopped < 150
+
+    assert ends(training("run", 1), 240)[0][0] == 0
+    assert ends(training("straight", 1), 240)[0][0] == 0
+    assert losses(run) == losses(tmp_path / "straight")
+
+
+@pytest.mark.slow
+def test_a_process_that_cannot_write_ends_all(training, tmp_path):
+    results = ends(training("run", 2, limit=1), 200)
+    for status, error in results:
+        assert status == 2
+        assert "checkpoint of step 10 could not be written" in error, results
+    assert results[0][1].startswith("process 1 of 2 failed: ")
+    assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]"))
+    assert ends(training("run", 2), 200) == [(0, "")] * 2
+    assert (tmp_path / "run" / "model" / "manifest.json").exists()
+
+
+@pytest.mark.slow
+def test_configurations_that_differ(training, tmp_path):
+    results = ends(training("run", 2, changes={1: {"seed": 7}}))
+    assert all(status == 2 and "'seed' is 7 there and 0 in process 0" in error for status, error in results)
+    assert not (tmp_path / "run").exists()
