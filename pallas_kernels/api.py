@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import reference, tpu, xla
+from pallas_kernels.blocks import platform
 from pallas_kernels.spec import AttentionSpec, Coordinates, coordinates
 
 _log = logging.getLogger(__name__)
@@ -240,7 +241,7 @@ def alibi_slopes(
 
 def _implementation(name: str | None, q: jax.Array) -> ModuleType:
     if name is None:
-        device = jax.default_backend()
+        device = platform()
         if device == "gpu":
             backend, missing = _triton(q)
             if backend is not None:

@@ -66,9 +66,16 @@ def device_kind() -> str:
     return jax.devices()[0].device_kind if abstract is None else abstract.device_kind
 
 
+def platform() -> str:
+    """ "tpu", "gpu" or "cpu": what the current trace is for."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    name = jax.default_backend() if abstract is None else abstract.platform
+    return "gpu" if name in ("cuda", "rocm") else name
+
+
 def on_tpu() -> bool:
     """Whether the current trace is for a TPU."""
-    return "TPU" in device_kind()
+    return platform() == "tpu"
 
 
 def choose_tiles(

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import parts
+from pallas_kernels.blocks import platform
 from pallas_kernels.schedule import make_schedule
 from pallas_kernels.spec import AttentionSpec, Coordinates, visible
 
@@ -131,7 +132,7 @@ def block_size(rows: int, window: int | None) -> int:
     the window compute too much outside it; very short ones leave the matmuls too little to do.
     """
     largest = 512
-    if jax.default_backend() == "cpu":
+    if platform() == "cpu":
         largest = math.isqrt(2**19 // rows)
     if window is not None:
         largest = min(largest, max(64, window // 4))

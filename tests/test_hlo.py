@@ -1,0 +1,117 @@
+"""Counting in compiled programs: worked by hand on texts as the TPU compiler writes them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from swa_jax import hlo
+
+MESH = {"data": 1, "fsdp": 4, "context": 2, "tensor": 1}
+
+# A loop of 24 layers: each multiplies [64, 128] by [128, 256], gathers its weights and keeps its input.
+LOOP = (Path(__file__).parent / "hlo" / "loop.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def program():
+    return hlo.parse(LOOP)
+
+
+@pytest.fixture(scope="module")
+def counts(program):
+    return hlo.executions(program)
+
+
+def test_a_loop_runs_as_often_as_its_condition_says(program, counts):
+    assert program.entry == "main"
+    assert counts["body"] == counts["fused_computation.1"] == 24
+    assert counts["main"] == 1
+    assert counts["add"] == 0  # what an all-reduce applies is not a run of its own
+
+
+def test_operations_and_cycles_are_multiplied_by_the_runs(program, counts):
+    assert hlo.matmul_flops(program, counts) == pytest.approx(24 * 2 * 64 * 128 * 256)
+    assert hlo.estimated_cycles(program, counts) == 24 * 1100  # what says "not known" is left out
+
+
+def test_kept_activations_are_what_the_loop_writes_not_what_passes_through(program):
+    assert hlo.stacked_outputs(program, 24) == 24 * 64 * 128 * 2
+    assert hlo.stacked_outputs(program, 22) == 0
+
+
+def test_collectives_say_what_each_device_sends_and_along_which_axes(program, counts):
+    gather, reduce, permute = sorted(hlo.collectives(program, counts, MESH), key=lambda c: c.kind)
+    assert (gather.kind, reduce.kind, permute.kind) == ("all-gather", "all-reduce", "collective-permute")
+    assert (gather.axes, gather.group, gather.executions) == (("fsdp",), 4, 24)
+    assert gather.sent_bytes == 128 * 256 * 2 * 3 / 4
+    assert gather.op_name == "jit(step)/layer/gather"
+    assert reduce.axes == ("fsdp", "context")
+    assert reduce.sent_bytes == 2 * 8 * 128 * 4 * 7 / 8
+    assert permute.axes == ("context",)
+    assert permute.sent_bytes == 8 * 128 * 4
+
+
+def line(text):
+    return f"ENTRY %main (p: f32[4]) -> f32[4] {{\n  %p = f32[4]{{0}} parameter(0)\n  {text}\n}}\n"
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind", "sent"),
+    [
+        ("%r = f32[4]{0} reduce-scatter(%p), replica_groups={{0,1,2,3},{4,5,6,7}}", "reduce-scatter", 48),
+        ("%r = (f32[4]{0}, f32[16]{0}) all-gather-start(%p), replica_groups=[2,4]<=[8]", "all-gather", 48),
+        ("%r = f32[4]{0} all-reduce-start(%p), replica_groups=[2,4]<=[8], to_apply=%add", "all-reduce", 24),
+        ("%r = f32[4]{0} all-to-all(%p), replica_groups=[2,4]<=[8], dimensions={0}", "all-to-all", 12),
+        (
+            "%r = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}",
+            "collective-permute",
+            16,
+        ),
+    ],
+)  # fmt: skip
+def test_bytes_of_every_kind(operation, kind, sent):
+    program = hlo.parse(line(operation))
+    (found,) = hlo.collectives(program, hlo.executions(program), {"fsdp": 8})
+    assert (found.kind, found.sent_bytes) == (kind, sent)
+
+
+def test_an_all_reduce_that_only_a_slice_reads_is_a_reduce_scatter():
+    text = (
+        "%fusion.all-reduce-scatter (a: f32[8]) -> f32[2] {\n  %a = f32[8]{0} parameter(0)\n"
+        "  %whole = f32[8]{0} all-reduce(%a), replica_groups=[2,4]<=[8], to_apply=%add\n"
+        "  ROOT %part = f32[2]{0} dynamic-slice(%whole, %a), dynamic_slice_sizes={2}\n}\n"
+    ) + line("ROOT %r = f32[2]{0} fusion(%p), kind=kCustom, calls=%fusion.all-reduce-scatter")
+    program = hlo.parse(text)
+    (found,) = hlo.collectives(program, hlo.executions(program), {"fsdp": 8})
+    assert (found.kind, found.sent_bytes) == ("reduce-scatter", 8 * 4 * 3 / 4)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "groups"),
+    [
+        ("replica_groups={{0,2},{1,3}}, x", [[0, 2], [1, 3]]),
+        ("replica_groups=[2,4]<=[8]", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ("replica_groups=mesh['a'=2,'b'=4] {'b'}", [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a'}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ("replica_groups=mesh['a'=8] {'a':(2)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        ("replica_groups={}, x", [[0, 1, 2, 3, 4, 5, 6, 7]]),
+    ],
+)
+def test_groups_in_every_spelling(attributes, groups):
+    np.testing.assert_array_equal(hlo.device_groups(attributes, 8), groups)
+
+
+def test_branches_are_taken_in_shares():
+    branches = "".join(
+        f"%{name} (a: f32[]) -> f32[] {{\n  ROOT %a.{name} = f32[] parameter(0)\n}}\n\n" for name in "uvw"
+    )
+    three = branches + line("ROOT %r = f32[] conditional(%p, %p, %p, %p), branch_computations={%u, %v, %w}")
+    counts = hlo.executions(hlo.parse(three), lambda n: [0.5, 0.25, 0.25])
+    assert (counts["u"], counts["v"], counts["w"]) == (0.5, 0.25, 0.25)
+    two = branches + line(
+        "ROOT %r = f32[] conditional(%p, %p, %p), true_computation=%u, false_computation=%v"
+    )
+    counts = hlo.executions(hlo.parse(two), lambda n: [0.9, 0.1])  # index 0 is false
+    assert (counts["u"], counts["v"]) == (0.1, 0.9)
