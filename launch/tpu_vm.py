@@ -182,10 +182,13 @@ def up(settings: Settings, run: Runner) -> int:
             if not started:
                 start(settings, run)
             ended = watch(settings, run)
+            if ended not in (0, SAVED, GONE):  # perhaps because one of the machines has just been taken away
+                time.sleep(POLL)
+                ended = ended if state(settings, run) == "ACTIVE" else GONE
         except CommandError:
             if state(settings, run) == "ACTIVE":
                 raise
-            ended = GONE  # taken away in the middle of it
+            ended = GONE  # in the middle of it
         if run.dry_run:
             run.note(
                 f"after {SAVED} or when the machines are gone, all of it again; after any other status, no more"

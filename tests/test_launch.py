@@ -99,7 +99,8 @@ def test_machines_of_a_slice(topology, machines, chips, name):
 
 def test_the_run_that_the_example_starts_can_be_read(monkeypatch):
     monkeypatch.chdir(ROOT)
-    verb, file, *overrides = settings("slices=2").arguments
+    verb, file, *overrides, timeout = settings("slices=2").arguments
+    assert timeout == "--timeout=300"
     config = load_config(TrainConfig, file, overrides)
     assert (verb, config.output, config.mesh.slices) == ("train", "/shared/runs/bosch-8b", 2)
     assert config.stages[0].data[0].files == ("/shared/data/prolong",)
@@ -153,7 +154,7 @@ def test_what_is_started_on_a_machine_says_its_status_and_gets_its_arguments(tmp
     subprocess.run(["bash", "-c", flag(start, "command")], cwd=tmp_path, check=True, timeout=30)
     log, status = folder / "train.log", folder / "train.status"
     wait_until(lambda: log.exists() and log.read_text())
-    assert json.loads(log.read_text()) == ["train", "configs/bosch/qwen3-8b.yaml", HOSTILE]
+    assert json.loads(log.read_text()) == ["train", "configs/bosch/qwen3-8b.yaml", HOSTILE, "--timeout=300"]
     assert (tmp_path / "prepared").exists()
     assert not status.exists()
     subprocess.run(["bash", "-c", flag(stop, "command")], cwd=tmp_path, check=True)
@@ -256,10 +257,17 @@ def test_up_asks_for_new_machines_after_a_preemption(cloud, capfd):
 
 
 def test_up_stops_at_a_failure_and_keeps_the_machines(cloud, capfd):
-    status, kinds = cloud(["NOT_FOUND", "ACTIVE", "ACTIVE"], ["2"])
+    status, kinds = cloud(["NOT_FOUND", "ACTIVE", "ACTIVE", "ACTIVE"], ["2"])
     assert status == 2
     assert _steps(kinds) == ["create", "install", "start", "logs"]
     assert "the run failed with status 2; the machines are kept" in capfd.readouterr().out
+
+
+def test_a_failure_because_a_machine_was_taken_away_is_a_preemption(cloud):
+    states = ["NOT_FOUND", "ACTIVE", "ACTIVE", "SUSPENDING", "SUSPENDED", "ACTIVE", "ACTIVE"]
+    status, kinds = cloud(states, ["2", "0"])
+    assert status == 0
+    assert _steps(kinds) == ["create", "install", "start", "delete", "create", "install", "start"]
 
 
 def test_up_takes_up_the_watch_of_a_run_that_it_had_started(cloud, tmp_path):
@@ -332,7 +340,7 @@ def test_the_manifest_is_a_jobset(capsys):
     }
     (container,) = pod["containers"]
     assert container["command"] == [
-        "swa-jax", "train", "configs/bosch/qwen3-8b.yaml", HOSTILE, "mesh.slices=2",
+        "swa-jax", "train", "configs/bosch/qwen3-8b.yaml", HOSTILE, "mesh.slices=2", "--timeout=300",
     ]  # fmt: skip
     assert container["resources"] == {"limits": {"google.com/tpu": 4}}
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
@@ -382,7 +390,7 @@ def test_xpk(capsys):
     assert command[:3] == ["xpk", "workload", "create"]
     assert flag(command, "tpu-type") == "v5p-256"
     assert flag(command, "num-slices") == "2"
-    assert shlex.split(flag(command, "command"))[-2:] == [HOSTILE, "mesh.slices=2"]
+    assert shlex.split(flag(command, "command"))[-3:-1] == [HOSTILE, "mesh.slices=2"]
 
 
 # ---- this machine ----
