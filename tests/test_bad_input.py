@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 import swa_jax.train
 from swa_jax.checkpoint import save_model
 from swa_jax.cli import app
-from swa_jax.config import ModelConfig, from_dict
+from swa_jax.config import ConfigError, ModelConfig, from_dict, load_config
 from swa_jax.model import Decoder
 from swa_jax.sharding import AXES, mesh_shape
 from swa_jax.tokenizer import Tokenizer, check_same_tokens, load_tokenizer, train_byte_bpe
+from swa_jax.train_config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 MODEL = {
@@ -123,6 +124,26 @@ def test_a_batch_that_does_not_divide_on_four_devices(file, tmp_path):
     assert error.startswith("'stages.0': batch_size / accumulate = 6 cannot be split in 4 (data 1 x fsdp 4)")
     assert len(error.splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_goes_on_may_change_its_mesh_and_nothing_that_it_learns(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(swa_jax.train, "has_checkpoint", lambda folder: True)
+    run = tmp_path / "run"
+
+    def claim(*overrides):
+        swa_jax.train._claim(run, load_config(TrainConfig, file, overrides))
+
+    claim()
+    before = (run / "config.yaml").read_text()
+    with pytest.raises(
+        ConfigError, match=f"{run} holds a run whose 'seed' differs: set 'output' to a new folder"
+    ):
+        claim("seed=1", "mesh.fsdp=2")
+    assert (run / "config.yaml").read_text() == before
+    claim("mesh.fsdp=2", "log.every=5")
+    assert load_config(TrainConfig, run / "config.yaml") == load_config(
+        TrainConfig, file, ["mesh.fsdp=2", "log.every=5"]
+    )
 
 
 # ---- data ----
