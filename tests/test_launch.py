@@ -150,16 +150,27 @@ def test_what_is_started_on_a_machine_says_its_status_and_gets_its_arguments(tmp
     (folder / "train.status").write_text("2\n")  # of an earlier start
     changes = [f"overrides={json.dumps([HOSTILE])}", "tpu_vm.prepare=touch ../prepared && true"]
     start, stop = (dry(capsys, tpu_vm.VERBS, verb, *changes)[0] for verb in ("start", "stop"))
+    question = dry(capsys, tpu_vm.VERBS, "watch", *changes)[-1]
+
+    def shell(command: list[str]) -> subprocess.CompletedProcess[str]:
+        script = ["bash", "-c", flag(command, "command")]
+        return subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+
+    assert shell(question).stdout == "2\n"
     assert subprocess.run(["bash", "-n", "-c", flag(start, "command")]).returncode == 0
-    subprocess.run(["bash", "-c", flag(start, "command")], cwd=tmp_path, check=True, timeout=30)
+    assert shell(start).returncode == 0
     log, status = folder / "train.log", folder / "train.status"
     wait_until(lambda: log.exists() and log.read_text())
     assert json.loads(log.read_text()) == ["train", "configs/bosch/qwen3-8b.yaml", HOSTILE, "--timeout=300"]
     assert (tmp_path / "prepared").exists()
-    assert not status.exists()
-    subprocess.run(["bash", "-c", flag(stop, "command")], cwd=tmp_path, check=True)
+    assert shell(question).stdout == "running\n"
+    twice = shell(start)
+    assert (twice.returncode, twice.stderr) == (1, "a run is going here: stop it first\n")
+    assert shell(stop).returncode == 0
     wait_until(status.exists)
-    assert status.read_text() == "143\n"
+    assert shell(question).stdout == "143\n"
+    status.unlink()  # the machine went down before it could say
+    assert shell(question).stdout == "lost\n"
 
 
 def test_the_install_command_is_a_shell_command(capsys):
@@ -183,7 +194,7 @@ if verb == "describe":
     if state == "NOT_FOUND" or state == "offline":
         sys.exit("ERROR: (gcloud) " + state)
     print(state)
-elif "cat swa-jax/train.status" in command:
+elif "cat train.status" in command:
     answer = next_of("answers")
     if answer == "no answer":
         sys.exit(255)
@@ -221,7 +232,7 @@ def _kind(call: list[str]) -> str:
     for part, name in (
         ("git clone", "install"),
         ("setsid", "start"),
-        ("train.status ", "ask"),
+        ("cat train.status ", "ask"),
         ("tail", "logs"),
     ):
         if part in command:
@@ -253,7 +264,13 @@ def test_up_asks_for_new_machines_after_a_preemption(cloud, capfd):
     status, kinds = cloud(states, ["running", "running", "0"])
     assert status == 0
     assert _steps(kinds) == ["create", "install", "start", "delete", "create", "install", "start"]
-    assert "the machines are gone" in capfd.readouterr().out
+    assert "the run or its machines are gone: once more" in capfd.readouterr().out
+
+
+def test_up_starts_again_what_is_gone_from_machines_that_were_started_anew(cloud):
+    status, kinds = cloud(["NOT_FOUND", "ACTIVE", "ACTIVE", "ACTIVE", "ACTIVE"], ["lost", "0"])
+    assert status == 0
+    assert _steps(kinds) == ["create", "install", "start", "install", "start"]
 
 
 def test_up_stops_at_a_failure_and_keeps_the_machines(cloud, capfd):
