@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,7 +17,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from swa_jax.bench.cli import app as bench_app
-from swa_jax.config import ConfigError, ModelConfig, load_config
+from swa_jax.config import ConfigError, ModelConfig, load_config, sentence
 from swa_jax.data.cli import app as data_app
 from swa_jax.pattern import AttentionPattern, load_pattern
 
@@ -35,27 +34,11 @@ class Verbs(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except (OSError, ValueError, FloatingPointError) as error:
-            message = _sentence(error)
+            message = sentence(error)
             if message is None:
                 raise
             Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(2) from None
-
-
-def _sentence(error: BaseException) -> str | None:
-    """What a user should read of an error that is expected; None for one that needs its traceback."""
-    if not isinstance(error, OSError | ValueError | FloatingPointError):
-        return None
-    if not isinstance(error, ConfigError | FileNotFoundError) and not _raised_by_us(error):
-        return None
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
-
-
-def _raised_by_us(error: BaseException) -> bool:
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return frames[-1][0].f_globals["__name__"].split(".")[0] in ("swa_jax", "pallas_kernels")
 
 
 app = typer.Typer(
@@ -334,7 +317,8 @@ def train(
     On several machines, start the same command on each with --processes, --process-id and --coordinator; the workers
     of a TPU pod find each other without.
     """
-    from swa_jax.distributed import Traceback, find_place, guard, is_worker, worker
+    from swa_jax.cluster import find_place
+    from swa_jax.distributed import Traceback, guard, is_worker, worker
 
     place = find_place(processes, process_id, coordinator, detect=distributed, timeout=timeout)
     if place is not None and not is_worker():
@@ -354,7 +338,7 @@ def train(
     if place is None:
         typer.echo(run(load_config(TrainConfig, config, overrides or [])))
         return
-    with worker(place, _sentence, timeout) as join:
+    with worker(place, timeout) as join:
         loaded = load_config(TrainConfig, config, overrides or [])
         join(to_dict(loaded))
         model = run(loaded)

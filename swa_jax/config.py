@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import traceback
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,22 @@ import yaml
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message names the key and what would be right."""
+
+
+def sentence(error: BaseException) -> str | None:
+    """What a user should read of an error that is expected; None for one that needs its traceback."""
+    if not isinstance(error, OSError | ValueError | FloatingPointError):
+        return None
+    if not isinstance(error, ConfigError | FileNotFoundError) and not _raised_by_us(error):
+        return None
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return frames[-1][0].f_globals["__name__"].split(".")[0] in ("swa_jax", "pallas_kernels")
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:

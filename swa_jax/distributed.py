@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import glob
 import json
 import os
 import signal
@@ -28,7 +26,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from swa_jax.config import ConfigError
+from swa_jax.cluster import Place
+from swa_jax.config import sentence
 
 CHANNEL = "SWA_JAX_GUARD"  # environment variable of a worker: the descriptor of its socket to the guard
 TIMEOUT = 45  # seconds in which all processes must have come, and after which a silent one counts as lost
@@ -40,7 +39,6 @@ GOOD_ENDS = (
 _PULSE = 5.0  # seconds between two signs of life
 _HOLD = 3.0  # seconds that an error which may follow from another process's end waits for word of that
 _LINE = 2**24  # bytes of a message
-_TPUS = ("/dev/accel*", "/dev/vfio/[0-9]*")
 _AGAIN = "start all processes again to go on from the last checkpoint"
 
 
@@ -50,108 +48,6 @@ class ProcessError(ValueError):
 
 class Traceback(ProcessError):
     """This process failed by an error that nobody expected; the text is its traceback."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Which of how many processes this one is, and where process 0 listens."""
-
-    process: int
-    processes: int
-    coordinator: str  # host:port
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.process < self.processes:
-            raise ConfigError(
-                f"--process-id {self.process} is not one of {self.processes} processes: it must be from 0 to "
-                f"{self.processes - 1}"
-            )
-        host, _, port = self.coordinator.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-            raise ConfigError(f"--coordinator is '{self.coordinator}': it must be HOST:PORT of process 0")
-
-    @property
-    def address(self) -> tuple[str, int]:
-        host, _, port = self.coordinator.rpartition(":")
-        return host.strip("[]"), int(port)
-
-    def __str__(self) -> str:
-        return f"process {self.process} of {self.processes}"
-
-
-# ---- which process this is ----
-
-
-def find_place(
-    processes: int | None, process: int | None, coordinator: str | None, *, detect: bool, timeout: int
-) -> Place | None:
-    """This process's place, as the arguments say or as the cluster does; None if it trains alone.
-
-    With `detect`, JAX's detection (TPU pods on Compute Engine and GKE, Slurm, Open MPI) fills in what is not given.
-    Without it and without arguments, only a TPU VM is asked, and only about the workers of its own slices: they cannot
-    use their chips one by one, so there is no question of what is wanted.
-
-    Raises `ConfigError` where some arguments are given and others lack, or where nothing is detected.
-    """
-    given = {"--processes": processes, "--process-id": process, "--coordinator": coordinator}
-    missing = [name for name, value in given.items() if value is None]
-    if missing and detect:
-        processes, process, coordinator = _detect(processes, process, coordinator, timeout)
-    elif len(missing) == len(given):
-        found = _tpu_pod(timeout)
-        if found is None:
-            return None
-        processes, process, coordinator = found
-    elif missing:
-        raise ConfigError(
-            f"{', '.join(name for name in given if name not in missing)} without {' and '.join(missing)}: give all "
-            "three, or --distributed to have them detected"
-        )
-    assert processes is not None
-    assert process is not None
-    assert coordinator is not None
-    place = Place(process, processes, coordinator)
-    return None if processes == 1 else place
-
-
-def _detect(
-    processes: int | None, process: int | None, coordinator: str | None, timeout: int
-) -> tuple[int, int, str]:
-    from jax._src.clusters import ClusterEnv
-
-    try:
-        coordinator, processes, process, devices = ClusterEnv.auto_detect_unset_distributed_params(
-            coordinator, processes, process, None, None, timeout
-        )
-    except (OSError, RuntimeError) as error:  # a metadata server or a name that does not answer
-        raise ConfigError(f"--distributed: the cluster could not be read: {error}") from None
-    if coordinator is None or processes is None or process is None:
-        raise ConfigError(
-            "--distributed found no cluster (a TPU pod, GKE, Slurm, Open MPI): give --coordinator HOST:PORT, "
-            "--processes and --process-id"
-        )
-    if devices is not None:  # Slurm gives each task of a machine its own GPU
-        os.environ.setdefault("JAX_LOCAL_DEVICE_IDS", ",".join(map(str, devices)))
-    return processes, process, coordinator
-
-
-def _tpu_pod(timeout: int) -> tuple[int, int, str] | None:
-    """The place of a TPU VM that is one of several workers."""
-    platforms = os.environ.get("JAX_PLATFORMS", "tpu")
-    if "tpu" not in platforms or not any(map(glob.glob, _TPUS)):
-        return None
-    from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster, GkeTpuCluster
-
-    try:
-        for kind in (GkeTpuCluster, GceTpuCluster):
-            if kind.is_env_present():
-                count = kind.get_process_count()
-                if count == 1:
-                    return None
-                return count, kind.get_process_id(), kind.get_coordinator_address(timeout, None)
-    except (OSError, RuntimeError, ValueError):  # no metadata server: TPUs, but not a pod of Google Cloud
-        return None
-    return None
 
 
 # ---- the guard ----
@@ -268,7 +164,7 @@ async def _listen_to_hub(
             _send(worker, **message)
         elif "end" in message:
             if message["process"] == place.process and own:  # it is this one's own failure
-                raise ProcessError(own["failed"]) if own["certain"] else Traceback(own["traceback"])
+                raise Traceback(own["traceback"]) if own.get("traceback") else ProcessError(own["failed"])
             raise ProcessError(message["end"])
         elif "done" in message:
             return await process.wait()
@@ -361,6 +257,8 @@ class _Hub:
             number = await self._admit(reader, writer)
             if number is not None:
                 await self._attend(number, reader, writer.get_extra_info("peername")[0])
+        except asyncio.CancelledError:
+            pass  # this guard ends; asyncio of Python 3.12 would print a traceback
         finally:
             writer.close()
 
@@ -467,13 +365,10 @@ def is_worker() -> bool:
 
 
 @contextlib.contextmanager
-def worker(
-    place: Place, sentence: Callable[[BaseException], str | None], timeout: int
-) -> Iterator[Callable[[dict[str, Any]], None]]:
+def worker(place: Place, timeout: int) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Gives `join(settings)`, which starts `jax.distributed` once all processes have joined with equal settings.
 
-    An exception is told to the guard, which ends this process: it does not come out of the block. `sentence` says of an
-    exception what a user should read, None if that is its traceback.
+    An exception is told to the guard, which ends this process: it does not come out of the block.
     """
     channel = socket.socket(fileno=int(os.environ.pop(CHANNEL)))
 
@@ -502,10 +397,24 @@ def worker(
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         known = "it was interrupted" if isinstance(error, KeyboardInterrupt) else sentence(error)
         brief = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
-        say(failed=known or brief, certain=known is not None, traceback=traceback.format_exc())
+        say(
+            failed=known or brief,
+            certain=known is not None and not _may_follow(error),
+            traceback=None if known else traceback.format_exc(),
+        )
         sys.stdout.flush()
         while True:  # leaving would wait for the other processes; the guard ends this one
             time.sleep(1)
+
+
+def _may_follow(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, may be how JAX says that another process is gone."""
+    signs = ("Gloo", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
+    while error is not None:
+        if any(sign in str(error) for sign in signs):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _end_with_guard(channel: socket.socket) -> None:

@@ -275,7 +275,7 @@ def test_updates_that_are_no_numbers_are_skipped_or_stop_the_run(settings, tmp_p
 
 
 def test_an_update_far_above_the_running_norm_is_skipped_once_that_is_trusted(settings):
-    config = config_of(settings, spike_factor=4.0)
+    config = config_of(settings, spike_factor=4.0, optimizer={"name": "adamw", "warmup_steps": 0})
     pattern = AttentionPattern.from_recipe("window", 2, sliding_window=8)
     model = Decoder(config.model, pattern, rngs=nnx.Rngs(0))
     optimizer = swa_jax.train.make_optimizer(config.optimizer, 100)
@@ -324,6 +324,7 @@ def test_a_tokenizer_that_the_data_is_not_of_is_found_before_the_model_is_drawn(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_held_out_loss_is_not_lost_by_a_kill_after_its_checkpoint(settings, tmp_path, monkeypatch):
     names = []
     for i in range(12):
