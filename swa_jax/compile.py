@@ -33,7 +33,7 @@ from swa_jax.flops import attention_flops, peak_flops, train_flops_per_token
 from swa_jax.huggingface.weights import CheckpointError
 from swa_jax.model import Decoder
 from swa_jax.optimizer import make_optimizer
-from swa_jax.pattern import FULL, HYBRID, SWITCH, AttentionPattern, load_pattern
+from swa_jax.pattern import SWITCH, AttentionPattern, load_pattern
 from swa_jax.sharding import MeshConfig, Partition, check_batch, check_model, make_mesh, state_shardings
 from swa_jax.train_config import StageConfig, TrainConfig
 from swa_jax.train_step import TrainState, init_state, make_step
@@ -405,10 +405,11 @@ def _time(
     pattern = traced.model.pattern
     forward, backward = chip.kernel_share
     kernels = flops["attention_forward"] / (peak * forward) + flops["attention_backward"] / (peak * backward)
-    context = traced.mesh["context"]
-    gathers = any(kind in (FULL, HYBRID, SWITCH) for kind in pattern.layer_types)
-    if gathers:  # the last device along the context sees the most keys
-        kernels *= 2 - 1 / context
+    context, busiest = traced.mesh["context"], 1.0
+    if step == "train":  # the last device along the context sees the most keys
+        every = attention_flops(traced.model.config, pattern, np.arange(traced.batch["length"]))
+        busiest = float(every[-(len(every) // context) :].mean() / every.mean())
+        kernels *= busiest
     operations = cycles / (chip.gigahertz * 1e9)
     devices = math.prod(traced.mesh.values())
     network = sum(
@@ -427,10 +428,10 @@ def _time(
         f"device takes part, {chip.link_bytes / 1e9:.0f} GB/s a link and direction; 'seconds_hidden' has them run "
         "wholly beside the rest, 'seconds_shown' not at all",
     ]
-    if gathers and context > 1:
+    if busiest > 1:
         assumptions.append(
-            f"the last of {context} devices along the context does {2 - 1 / context:.2f} times the mean "
-            "attention of full layers"
+            f"the step waits for the last of {context} devices along the context, whose attention is {busiest:.2f} "
+            "times the mean"
         )
     if SWITCH in pattern.layer_types:
         assumptions.append(f"routed layers send {ROUTED_SHARE:.0%} of the tokens to full attention")

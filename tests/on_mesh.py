@@ -16,7 +16,7 @@ from swa_jax.config import from_dict
 from swa_jax.model import Decoder
 from swa_jax.optimizer import make_optimizer
 from swa_jax.parallel_attention import attention_on_mesh
-from swa_jax.pattern import load_pattern
+from swa_jax.pattern import AttentionPattern, load_pattern
 from swa_jax.sharding import MeshConfig, Partition, make_mesh
 from swa_jax.train import place_batch, random_model
 from swa_jax.train_config import TrainConfig
@@ -95,6 +95,11 @@ MODELS = {
     "full": {"pattern": "full"},
     "window": {"pattern": "window"},
     "layers": {"pattern": "interleave-1-in-2"},
+    "heads": {
+        "pattern": AttentionPattern(
+            ("head_hybrid_attention",) * 2, 12, num_sink_tokens=2, full_kv_heads=((0,), (1,))
+        ),
+    },
     "routed": {"pattern": "switch"},
     "sigmoid": {
         "pattern": "window",
@@ -123,26 +128,32 @@ def check_training() -> None:
         config = from_dict(
             TrainConfig,
             {
-                "output": "-", "tokenizer": "-", "sliding_window": 12, "pattern": settings["pattern"],
+                "output": "-", "tokenizer": "-",
                 "model": model_settings | settings.get("model", {}), "z_loss": 1e-4,
                 # Steps small enough that rounding does not grow along the way.
                 "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2, "eps": 1e-4},
                 "stages": [{"steps": 20, "sequence_length": LENGTH, "batch_size": BATCH}],
             },
         )  # fmt: skip
-        pattern = load_pattern(config.pattern, config.model, sliding_window=config.sliding_window)
+        pattern = load_pattern(settings["pattern"], config.model, sliding_window=12)
         expected = run(config, pattern, None, batch, pieces=1)
         for mesh_name, mesh in MESHES.items():
             partition = Partition(make_mesh(mesh))
             pieces = 2 if partition.size("batch") <= 4 else 1  # accumulation changes nothing either
-            losses, norms = run(config, pattern, partition, batch, pieces)
+            losses, norms, moments = run(config, pattern, partition, batch, pieces)
             for ours, theirs in ((losses, expected[0]), (norms, expected[1])):
                 np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=f"{name}, {mesh_name}")
+            for path, theirs in expected[2].items():
+                np.testing.assert_allclose(
+                    moments[path], theirs, rtol=1e-5, atol=1e-5, err_msg=f"{name}, {mesh_name}, {path}"
+                )
         assert expected[0][-1] < expected[0][0] - 0.03, name
         print(name, "ok", flush=True)
 
 
-def run(config, pattern, partition, batch, pieces) -> tuple[list[float], list[float]]:
+def run(config, pattern, partition, batch, pieces) -> tuple[list[float], list[float], dict[str, np.ndarray]]:
+    """Losses and gradient norms of twenty steps, and Adam's first moments after them: the gradients of every tensor,
+    summed over the steps."""
     model: Decoder = random_model(config.model, pattern, 0, partition)
     optimizer: optax.GradientTransformation = make_optimizer(config.optimizer, config.total_steps)
     state = shard_state(init_state(nnx.state(model, nnx.Param), optimizer), partition)
@@ -152,7 +163,8 @@ def run(config, pattern, partition, batch, pieces) -> tuple[list[float], list[fl
         state, metrics = step(state, place_batch(batch, partition, BATCH), pieces)
         losses.append(float(metrics["loss"]))
         norms.append(float(metrics["gradient_norm"]))
-    return losses, norms
+    moments = jax.tree_util.tree_leaves_with_path(optax.tree.get(state.optimizer, "mu"))
+    return losses, norms, {jax.tree_util.keystr(path): np.asarray(x) for path, x in moments}
 
 
 if __name__ == "__main__":
