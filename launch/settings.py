@@ -94,6 +94,7 @@ class Settings:
     topology: str  # of one slice, as `swa-jax compile` takes it: v5p:4x4x8
     overrides: tuple[str, ...] = ()
     slices: int = 1
+    timeout: int = 300  # seconds for all machines to come, and after which a silent one is lost
     tpu_vm: TpuVm | None = None
     gke: Gke | None = None
 
@@ -170,7 +171,8 @@ class Settings:
     def arguments(self) -> tuple[str, ...]:
         """Of `swa-jax` on every machine, which finds its process number by itself."""
         sized = self.slices > 1 and self._override("mesh.slices") is None
-        return ("train", self.config, *self.overrides, *((f"mesh.slices={self.slices}",) if sized else ()))
+        slices = (f"mesh.slices={self.slices}",) if sized else ()
+        return ("train", self.config, *self.overrides, *slices, f"--timeout={self.timeout}")
 
 
 class Runner:

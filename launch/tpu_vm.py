@@ -18,7 +18,8 @@ from swa_jax.config import ConfigError
 POLL = 30.0  # seconds between two questions
 LOST = ("SUSPENDING", "SUSPENDED", "FAILED")  # states of a queued resource whose machines are gone
 SILENT = 20  # questions in a row without an answer until it is given up
-GONE = 75  # status of `watch` when the machines have been taken away (EX_TEMPFAIL)
+GONE = 75  # status of `watch` when the machines, or the run on them, are gone without a word (EX_TEMPFAIL)
+GOING = "kill -0 $(cat train.pid 2> /dev/null) 2> /dev/null"  # on a machine, in the folder
 
 
 def place(settings: Settings) -> TpuVm:
@@ -104,9 +105,12 @@ def start(settings: Settings, run: Runner) -> None:
     script = shlex.join([".venv/bin/swa-jax", *settings.arguments])
     # The status is moved into its place, so that nobody reads half of it.
     script += " & echo $! > train.pid; wait $!; echo $? > train.status.new; mv train.status.new train.status"
-    steps = [f"cd {shlex.quote(vm.folder)}", "rm -f train.status"]
+    steps = [f"cd {shlex.quote(vm.folder)}"]
+    steps.append(f"if {GOING}; then echo 'a run is going here: stop it first' >&2; exit 1; fi")
+    steps.append("rm -f train.pid train.status")
     steps += [f"({vm.prepare})"] if vm.prepare else []
     steps.append(f"(setsid nohup bash -c {shlex.quote(script)} > train.log 2>&1 < /dev/null &)")
+    steps.append("until test -e train.pid; do sleep 0.1; done")
     run(on_machines(settings, " && ".join(steps)))
 
 
@@ -118,18 +122,16 @@ def stop(settings: Settings, run: Runner) -> None:
 
 def logs(settings: Settings, run: Runner) -> None:
     """The log's end of the first machine."""
-    run(
-        on_machines(
-            settings, f"tail -n 50 {shlex.quote(place(settings).folder)}/train.log", all_of_them=False
-        )
-    )
+    log = f"{shlex.quote(place(settings).folder)}/train.log"
+    run(on_machines(settings, f"tail -n 50 {log}", all_of_them=False))
 
 
 def watch(settings: Settings, run: Runner) -> int:
-    """Wait for the run's end; its status, or `GONE` if the machines have been taken away."""
-    folder = shlex.quote(place(settings).folder)
+    """Wait for the run's end; its status, or `GONE` if the machines were taken away or started anew."""
+    said = "cat train.status 2> /dev/null"
+    answers = f"{said} || ({GOING} && echo running) || (sleep 1; {said}) || echo lost"
     question = on_machines(
-        settings, f"cat {folder}/train.status 2> /dev/null || echo running", all_of_them=False
+        settings, f"cd {shlex.quote(place(settings).folder)} && ({answers})", all_of_them=False
     )
     run.note(
         f"every {POLL:g} s, until there is a status (0 finished, {SAVED} saved) or the machines are gone:"
@@ -141,7 +143,7 @@ def watch(settings: Settings, run: Runner) -> int:
             status, answer, errors = run.read(question)
             if run.dry_run:
                 return 0
-            if gone:
+            if gone or answer == "lost":
                 return GONE
             if status == 0 and answer.isdigit():
                 return int(answer)
@@ -182,10 +184,13 @@ def up(settings: Settings, run: Runner) -> int:
             if not started:
                 start(settings, run)
             ended = watch(settings, run)
+            if ended not in (0, SAVED, GONE):  # perhaps because one of the machines has just been taken away
+                time.sleep(POLL)
+                ended = ended if state(settings, run) == "ACTIVE" else GONE
         except CommandError:
             if state(settings, run) == "ACTIVE":
                 raise
-            ended = GONE  # taken away in the middle of it
+            ended = GONE  # in the middle of it
         if run.dry_run:
             run.note(
                 f"after {SAVED} or when the machines are gone, all of it again; after any other status, no more"
@@ -198,9 +203,10 @@ def up(settings: Settings, run: Runner) -> int:
             logs(settings, run)
             run.note(f"the run failed with status {ended}; the machines are kept: `start` or `delete`")
             return ended
-        run.note(
-            "the machines are gone" if ended == GONE else "the run was told to stop and has saved: once more"
+        what = (
+            "the run was told to stop and has saved" if ended == SAVED else "the run or its machines are gone"
         )
+        run.note(f"{what}: once more")
         installed, started, first = ended == SAVED, False, False
         time.sleep(POLL)  # a notice comes before the machines go
 

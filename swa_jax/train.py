@@ -337,18 +337,26 @@ def _stage_patterns(
     return patterns
 
 
+_MAY_CHANGE = (
+    "mesh",
+    "sharding",
+    "log",
+)  # when a run goes on: where it computes and what it tells, not what it learns
+
+
 def _claim(run: Path, config: TrainConfig) -> None:
-    """Write `config.yaml`, or, if there is a checkpoint to go on from, check that the run there is the same one."""
+    """Write `config.yaml`; if there is a checkpoint to go on from, check first that the run there is the same one."""
     resolved, file = to_dict(config), run / "config.yaml"
     if file.exists() and has_checkpoint(run / "checkpoints"):
         before = to_dict(from_dict(TrainConfig, yaml.safe_load(file.read_text())))
-        changed = sorted(key for key in resolved if before.get(key) != resolved[key])
+        changed = sorted(
+            key for key in resolved if before.get(key) != resolved[key] and key not in _MAY_CHANGE
+        )
         if changed:
             raise ConfigError(
                 f"{run} holds a run whose '{changed[0]}' differs: set 'output' to a new folder, or resume with "
                 f"{file} as it is"
             )
-        return
     run.mkdir(parents=True, exist_ok=True)
     partial = run / "config.yaml.partial"
     partial.write_text(yaml.safe_dump(resolved, sort_keys=False))
