@@ -1,15 +1,15 @@
-"""The verb `train`: alone, or as one of several processes."""
+"""The verbs `train`, alone or as one of several processes, and `compile`, which plans a run without its machines."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from typer import Argument, Option
 
-from swa_jax.config import load_config
+from swa_jax.config import ConfigError, load_config
 
 
 def train(
@@ -67,3 +67,45 @@ def train(
         model = run(loaded)
         if place.process == 0:
             typer.echo(model)
+
+
+def compile_(
+    config: Annotated[Path, Argument(help="A YAML file of a training run; see configs/.")],
+    overrides: Annotated[
+        list[str] | None, Argument(metavar="[a.b=c]...", help="Settings that replace those of the file.")
+    ] = None,
+    topology: Annotated[str, Option(help="A TPU slice, such as v5e:16x16, v5p:4x4x8 or v6e:16x16.")] = "",
+    step: Annotated[
+        Literal["train", "prefill", "decode"], Option(help="prefill and decode: of one chip, in bf16.")
+    ] = "train",
+    stage: Annotated[int, Option(help="Of the run's stages.", min=0)] = 0,
+    batch_size: Annotated[
+        int, Option("--batch-size", help="Prompts of a prefill or decode step.", min=1)
+    ] = 8,
+    length: Annotated[
+        int | None, Option("--length", help="Their tokens; default: the stage's sequence_length.", min=1)
+    ] = None,
+    out: Annotated[Path | None, Option(help="Also write the plan to this JSON file.")] = None,
+) -> None:
+    """Plan a run without a pod: does it fit a TPU slice, what does it send, how long might a step take?"""
+    if not topology:
+        raise ConfigError("give --topology, a TPU slice such as v5p:4x4x8")
+    # libtpu compiles; the host's CPU is the only device that this process needs.
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    from swa_jax.checkpoint import write_json
+    from swa_jax.compile import plan
+    from swa_jax.plan_text import describe
+    from swa_jax.train_config import TrainConfig
+
+    settings = load_config(TrainConfig, config, overrides or [])
+    report = plan(settings, topology, step=step, stage=stage, batch_size=batch_size, length=length)
+    report = {"config": str(config), "overrides": overrides or []} | report
+    typer.echo(describe(report))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(out, report)
+        typer.echo(f"written to {out}")
+    if not report["memory"]["fits"]:
+        raise typer.Exit(1)
