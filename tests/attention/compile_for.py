@@ -182,6 +182,7 @@ CALLS = {
     ),
     "positions": train(SMALL, "q_positions", kernels=2),
     "routed": routed(WINDOW, kernels=3, length=LONG),
+    "routed-few": routed(AttentionSpec(1024), kernels=4, length=6000),  # gathered rows: few, or all
     "routed-everything": routed(
         AttentionSpec(300, 4), "q_segment_ids", "alibi_slopes", "sink_logits", "full_heads", kernels=8
     ),
