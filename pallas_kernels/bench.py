@@ -24,6 +24,7 @@ import numpy as np
 
 from pallas_kernels import api, tpu_passes
 from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_kind, preferring
+from pallas_kernels.decode import choose_steps
 from pallas_kernels.routed import both_branches
 from pallas_kernels.spec import AttentionSpec, coordinates
 from pallas_kernels.tpu_tiles import Call, with_scale
@@ -76,16 +77,19 @@ def routed_backward(ratio=0.13, **shape):
     return _routed(ratio, {"window": 1024, "T": 8192} | shape)
 
 
-def decode(H=8, K=8, T=8192, D=128, window=1024, num_sink_tokens=0, dtype="bfloat16"):
-    """One token a sequence over a cache of T entries."""
+def decode(H=8, K=8, T=8192, D=128, window=1024, num_sink_tokens=0, dtype="bfloat16", B=1):
+    """One token a sequence over caches of T entries, all of them filled: that is what `executions` counts.
+
+    Compute and grid steps; the time that reading the caches takes is not in it, and is mostly the longer one.
+    """
     spec = AttentionSpec(window, num_sink_tokens)
-    q = jax.ShapeDtypeStruct((1, 1, H, D), jnp.dtype(dtype))
-    cache = jax.ShapeDtypeStruct((1, T, K, D), jnp.dtype(dtype))
+    q = jax.ShapeDtypeStruct((B, 1, H, D), jnp.dtype(dtype))
+    cache = jax.ShapeDtypeStruct((B, T, K, D), jnp.dtype(dtype))
 
     def function(q, k, v, lengths):
         return api.decode_attention(q, k, v, spec, lengths=lengths, implementation="tpu")
 
-    return function, (q, cache, cache, jax.ShapeDtypeStruct((1,), jnp.int32))
+    return function, (q, cache, cache, jax.ShapeDtypeStruct((B,), jnp.int32))
 
 
 FUNCTIONS: dict[str, Callable] = {
@@ -130,8 +134,10 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
       kind: the kind of device, whose tiles they have.
     """
     backward = name.endswith("_backward")
-    if name == "decode" or name.startswith("routed"):
-        return {}  # the lengths and the gates decide
+    if name.startswith("routed"):
+        return {}  # the gates decide
+    if name == "decode":
+        return _decoding(kind, **shape)
     hybrid = name == "head_hybrid_forward"
     rho = shape.pop("rho", 0.75) if hybrid else None
     packed = shape.pop("packed", False)
@@ -161,6 +167,18 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
     return counts
 
 
+def _decoding(
+    kind: str, H=8, K=8, T=8192, D=128, window=1024, num_sink_tokens=0, dtype="bfloat16", B=1
+) -> dict[str, Executions]:
+    spec = AttentionSpec(window, num_sink_tokens)
+    entry_bytes = 2 * D * jnp.dtype(dtype).itemsize
+    heads, block = choose_steps(spec, T, K, entry_bytes, kind, scattered=False)
+    oldest = 0 if window is None else max(T - window, 0)
+    seen = {*range(-(-num_sink_tokens // block)), *range(oldest // block, -(-T // block))}
+    groups, visits = K // heads, B * len(seen)
+    return {"decode": Executions(bodies=(groups * visits,), rows=groups * B, heads=visits)}
+
+
 def _scheduled(call: Call, T: int, heads: int, backward: bool, packed: bool) -> dict[str, Executions]:
     if not has_default_positions(call, _where(T, packed)):
         return {}  # a list made at run time decides
@@ -183,15 +201,17 @@ def _where(T: int, packed: bool):
     return coordinates(T, T, q_segment_ids=jnp.ones((1, T), jnp.int32) if packed else None)
 
 
-def _call(kind: str, spec: AttentionSpec, where, D: int, tiles: dict, alone=True, has_slopes=False) -> Call:
+def _call(
+    kind: str, spec: AttentionSpec, where, D: int, tiles: dict, alone=True, branches=False, has_slopes=False
+) -> Call:
     """The call as `tpu` makes it; `alone`: no second launch serves full heads."""
     T = where.q_pos.shape[1]
-    chosen = dataclasses.replace(choose_tiles(kind, T, T, D), **tiles)
-    call = Call(with_scale(spec, D), chosen, indexed=True, has_slopes=has_slopes)
-    call = dataclasses.replace(call, window_kernel=window_kernel_serves(call, where))
-    if call.window_kernel and alone and not spec.num_sink_tokens:
-        chosen = choose_tiles(kind, T, T, D, window=spec.window)
-        call = dataclasses.replace(call, tiles=dataclasses.replace(chosen, **tiles))
+    call = Call(with_scale(spec, D), choose_tiles(kind, T, T, D), indexed=True, has_slopes=has_slopes)
+    if not branches:
+        call = dataclasses.replace(call, window_kernel=window_kernel_serves(call, where))
+    if alone:
+        call = tpu_passes.with_own_tiles(call, where, D, kind)
+    call = dataclasses.replace(call, tiles=dataclasses.replace(call.tiles, **tiles))
     if T % call.tiles.q_block:
         raise ValueError(
             f"T is {T}; what is measured are whole blocks, so T must be a multiple of {call.tiles.q_block}."
@@ -209,11 +229,9 @@ def _bench(shape, *, packed=False, backward=False, activation="softmax", rho=Non
 
     def function(q, k, v, head_bias, ids, *cotangents):
         where = coordinates(T, T, q_segment_ids=ids) if packed else coordinates(T, T)
-        alone = rho is None and not branches
-        call = _call(device_kind(), spec, where, D, tiles, alone, activation == "sigmoid")
+        call = _call(device_kind(), spec, where, D, tiles, rho is None, branches, activation == "sigmoid")
         full_heads = None if rho is None else jnp.arange(K) >= round(rho * K)
         if branches:
-            call = dataclasses.replace(call, window_kernel=False)
             return both_branches(call, q, k, v, head_bias, where, full_heads)
         if not backward:
             return tpu_passes.forward(call, q, k, v, head_bias, where, full_heads)

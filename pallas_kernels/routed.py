@@ -18,10 +18,11 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.parts import front, mix, route, vary_alike
+from pallas_kernels.blocks import device_kind
+from pallas_kernels.parts import members, mix, route, vary_alike
 from pallas_kernels.spec import AttentionSpec, Coordinates
 from pallas_kernels.tpu_attend import attend
-from pallas_kernels.tpu_forward import branches_call, branches_forward
+from pallas_kernels.tpu_forward import branches_forward, serves_branches
 from pallas_kernels.tpu_passes import (
     backward,
     choose_kernel,
@@ -33,11 +34,16 @@ from pallas_kernels.tpu_passes import (
     pad_coordinates,
     stack_head_bias,
     token_major,
+    with_own_tiles,
 )
 from pallas_kernels.tpu_tiles import Call, Heads
 
 # Of gathered rows: the smaller the block, the narrower the span of positions that its keys are bounded by.
 _GATHERED_BLOCK = 256
+_OUTSIDE_BLOCK = 1024  # of keys outside
+# If no more than this part of the rows is routed, so many are gathered, otherwise all; short sequences never mind.
+_FEW = 4
+_LEAST_FEW = 1024
 
 
 def routed_attention(
@@ -87,6 +93,8 @@ def two_branches(
     call = make_call(q, k, spec, where, alibi_slopes, sigmoid_bias)
     # The gate's gradient is a difference of the branches: large sums without a normaliser must not be rounded before.
     call = dataclasses.replace(call, in_parts=not call.softmax)
+    if full_heads is None and serves_branches(call, where, q.shape[3], k.dtype):
+        call = with_own_tiles(call, where, q.shape[3], device_kind())
     q = pad(q * jnp.asarray(call.query_factor, q.dtype), call.tiles.q_block, 1, 0)
     k, v = (pad(x, call.tiles.kv_block, 1, 0) for x in (k, v))
     where = pad_coordinates(where, call.tiles)
@@ -113,9 +121,8 @@ def both_branches(
     call: Call, q, k, v, head_bias, where: Coordinates, full_heads
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """out and lse of the window and of all keys, head-major: from one kernel, or from two where that cannot be."""
-    at_edges = branches_call(call, where, k)
-    if at_edges is not None and full_heads is None:
-        return branches_forward(at_edges, q, k, v, head_bias, where, Heads(k.shape[1]))
+    if full_heads is None and serves_branches(call, where, k.shape[3], k.dtype):
+        return branches_forward(call, q, k, v, head_bias, where, Heads(k.shape[1]))
     in_parts = dataclasses.replace(call, in_parts=True)
     window = forward(choose_kernel(in_parts, where), q, k, v, head_bias, where, full_heads)
     outside = dataclasses.replace(call, outside=True)
@@ -157,38 +164,67 @@ def _branches_bwd(call, saved, cotangents):
     active = (dfull != 0).any(axis=(2, 3))  # [B, T]
     if call.softmax:
         active |= (delta != 0).any(axis=2)
-    order, inverse = front(active)
-
-    def gather(x):
-        return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
-
-    rows = {name: getattr(where, name) for name in ("q_pos", "q_order", "q_seg", "full_rows")}
-    rows = {name: None if x is None else gather(jnp.broadcast_to(x, order.shape)) for name, x in rows.items()}
-    gathered_active = gather(active)
-    rows["q_pos"] = jnp.where(gathered_active, rows["q_pos"], -1)  # the others are not visited
-    tiles = call.tiles
-    tiles = dataclasses.replace(tiles, q_block=math.gcd(tiles.q_block, _GATHERED_BLOCK))
-    outside = dataclasses.replace(call, outside=True, indexed=False, tiles=tiles)
-    lse_delta = [None if x is None else gather(x) for x in (full_lse, delta)]
-    num_active = -(-active.sum(axis=1).max() // tiles.q_block)
-    dq_outside, dk_outside, dv_outside, *dbias_outside = run(
-        outside,
-        head_major(gather(q), tiles.q_block),
-        where._replace(**rows),
-        gather(dfull),
-        lse_delta[0],
-        lse_delta[1],
-        num_active,
+    num_active, length = active.sum(axis=1, keepdims=True), q.shape[1]
+    tiles = dataclasses.replace(
+        call.tiles,
+        q_block=math.gcd(call.tiles.q_block, _GATHERED_BLOCK),
+        kv_block=math.gcd(call.tiles.kv_block, _OUTSIDE_BLOCK),
     )
-    dq_outside = jnp.take_along_axis(token_major(dq_outside, q.shape[1]), inverse[:, :, None, None], axis=1)
-    dq_outside = jnp.where(active[:, :, None, None], dq_outside, 0)
-    dbias_outside = [jnp.where(gathered_active[:, None, None], x, 0) for x in dbias_outside]
+    outside = dataclasses.replace(call, outside=True, indexed=False, tiles=tiles)
 
-    dq = token_major(dq, q.shape[1]) + dq_outside
+    dq_window = token_major(dq, length)
+
+    def run_outside(size):
+        """The pass over the keys outside on the first `size` active rows: dq with the window's, dk, dv, the bias's."""
+        order = members(active, size)
+
+        def gather(x):
+            return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+        def gather_property(x):
+            return None if x is None else gather(jnp.broadcast_to(x, active.shape))
+
+        is_index = call.indexed and where.q_seg is None  # positions and all
+        rows = {
+            "q_pos": order if is_index else gather_property(where.q_pos),
+            "q_order": order if is_index else gather_property(where.q_order),
+            "q_seg": gather_property(where.q_seg),
+            "full_rows": gather_property(where.full_rows),
+        }
+        is_active = jnp.arange(size) < num_active
+        rows["q_pos"] = jnp.where(is_active, rows["q_pos"], -1)  # the others are not visited
+        lse, delta_ = None, None
+        if call.softmax:
+            lse, delta_ = jnp.split(gather(jnp.concatenate([full_lse, delta], axis=2)), 2, axis=2)
+        dq, dk, dv, *dbias = run(
+            outside,
+            head_major(gather(q), tiles.q_block),
+            where._replace(**rows),
+            gather(dfull),
+            lse,
+            delta_,
+            -(-num_active.max() // tiles.q_block),
+        )
+        # Rows without a place of their own have one, each its own, behind the array, where nothing is written.
+        place = jnp.where(is_active, order, length + jnp.arange(size))
+        batch = jnp.arange(len(place))[:, None]
+        dq = dq_window.at[batch, place].add(
+            token_major(dq, size), mode="drop", indices_are_sorted=True, unique_indices=True
+        )
+        dbias = [jnp.where(is_active[:, None, None], x, 0).sum(axis=(0, 2, 3)) for x in dbias]
+        return dq, dk, dv, *dbias
+
+    few = length // _FEW // tiles.q_block * tiles.q_block
+    if few < _LEAST_FEW:
+        results = run_outside(length)
+    else:
+        run_few, run_all = (functools.partial(run_outside, size) for size in (few, length))
+        results = jax.lax.cond(num_active.max() <= few, run_few, run_all)
+    dq, dk_outside, dv_outside, *dbias_outside = results
     dk, dv = (token_major(a + b, k.shape[1]) for a, b in ((dk, dk_outside), (dv, dv_outside)))
     dhead_bias = jnp.zeros_like(head_bias)
     if dbias:
-        dhead_bias = dhead_bias.at[1].set(sum(x.sum(axis=(0, 2, 3)) for x in (*dbias, *dbias_outside)))
+        dhead_bias = dhead_bias.at[1].set(dbias[0].sum(axis=(0, 2, 3)) + dbias_outside[0])
     return dq, dk, dv, dhead_bias, None, None
 
 

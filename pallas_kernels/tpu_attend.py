@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.blocks import device_kind
 from pallas_kernels.parts import vary_alike
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu_passes import (
@@ -35,7 +36,7 @@ def attend(
     _, length, heads, head_dim = q.shape
     call = choose_kernel(call, where)
     if full_heads is None:
-        call = with_own_tiles(call, length, head_dim)
+        call = with_own_tiles(call, where, head_dim, device_kind())
     q = q * jnp.asarray(call.query_factor, q.dtype)
     arguments = (
         head_major(q, call.tiles.q_block),

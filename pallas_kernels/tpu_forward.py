@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.blocks import MAX_WINDOW_KERNEL
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu_tiles import (
     LANES,
@@ -53,7 +54,6 @@ from pallas_kernels.tpu_walk import (
 )
 
 _RESIDENT_BYTES = 32 * 2**20  # of keys and values in VMEM
-_LEAST_BLOCK = 256  # worth a pass of its own
 
 
 def scheduled_forward(
@@ -75,14 +75,15 @@ def scheduled_forward(
     return _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches=False)
 
 
-def branches_call(call: Call, where: Coordinates, k: jax.Array) -> Call | None:
-    """The call as `branches_forward` can do it, or None. Its window must end where a block does: blocks may shrink."""
-    if call.spec.window is None or not (has_default_positions(call, where) and _fits_vmem(k)):
-        return None
-    block = math.gcd(call.spec.window, call.tiles.q_block)
-    if block < min(_LEAST_BLOCK, call.tiles.q_block):
-        return None
-    return dataclasses.replace(call, tiles=dataclasses.replace(call.tiles, q_block=block, kv_block=block))
+def serves_branches(call: Call, where: Coordinates, head_dim: int, dtype) -> bool:
+    """Whether `branches_forward` can do the call: a window that it holds whole, and keys that VMEM does."""
+    window = call.spec.window
+    return (
+        window is not None
+        and window <= MAX_WINDOW_KERNEL
+        and has_default_positions(call, where)
+        and _fits_vmem(where.kv_order.shape[1], head_dim, dtype)
+    )
 
 
 def branches_forward(
@@ -94,9 +95,9 @@ def branches_forward(
     return results[: len(results) // 2], results[len(results) // 2 :]
 
 
-def _fits_vmem(k: jax.Array) -> bool:
+def _fits_vmem(length: int, head_dim: int, dtype) -> bool:
     """Whether VMEM holds all keys and values of a head, and those of the next one."""
-    return 4 * k.shape[2] * max(k.shape[3], LANES) * k.dtype.itemsize <= _RESIDENT_BYTES
+    return 4 * length * max(head_dim, LANES) * jnp.dtype(dtype).itemsize <= _RESIDENT_BYTES
 
 
 def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches):
@@ -104,7 +105,7 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
     kv_length, group = k.shape[2], num_heads // k.shape[1]
     q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
     heads = heads.queries(group)
-    walk = walk_over(call, where, resident=_fits_vmem(k))
+    walk = walk_over(call, where, resident=_fits_vmem(kv_length, head_dim, k.dtype), only_plain=branches)
 
     def spec(block, index):
         """A block located by batch, query head and visit."""
@@ -163,6 +164,14 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
         scratch=scratch,
         previous=previous,
     )
+
+
+class _Part(NamedTuple):
+    """Keys that are attended to at once."""
+
+    sources: "list[_Source]"
+    fresh: bool = False  # nothing was attended to before
+    results: Any = None  # where to write what there is then
 
 
 class _Source(NamedTuple):
@@ -261,16 +270,18 @@ def _kernel(call, walk, has_segments, has_full_rows, branches, num_initial, orde
         out_ref, lse_ref = results
         write_softmax(out_ref, lse_ref, rows, acc_ref[rows, :], top, total, may_be_empty)
 
-    def attend(sources, fresh=False, results=None):
-        """Adds the keys of `sources`, and writes what there is then."""
-        ahead = logits(sources, strips[0])
-        for i, rows in enumerate(strips):
-            tiles, top = ahead
-            if i + 1 < len(strips):
-                ahead = logits(sources, strips[i + 1])
-            accumulate(rows, tiles, top, fresh)
-            if results is not None:
-                write(results, rows)
+    def attend(*parts):
+        """Adds the keys of each part in turn, in one pipeline, and writes what there is then."""
+        strip_parts = [(rows, part) for part in parts for rows in strips]
+        ahead = None
+        for i, (rows, part) in enumerate(strip_parts):
+            tiles, top = ahead or logits(part.sources, rows)
+            if i + 1 < len(strip_parts):
+                next_rows, next_part = strip_parts[i + 1]
+                ahead = logits(next_part.sources, next_rows)
+            accumulate(rows, tiles, top, part.fresh)
+            if part.results is not None:
+                write(part.results, rows)
 
     def source(seen, column, call=call):
         refs = k_ref, v_ref, kv_info
@@ -281,10 +292,12 @@ def _kernel(call, walk, has_segments, has_full_rows, branches, num_initial, orde
 
     if branches:
         window = dataclasses.replace(call, outside=False)
-        blocks = [source(back, visit.row - back, window) for back in range(call.spec.window // kv_block + 1)]
-        for present in range(1, len(blocks) + 1):  # the first rows lack blocks before the sequence
-            here = visit.row >= present - 1 if present == len(blocks) else visit.row == present - 1
-            pl.when(here)(functools.partial(attend, blocks[:present][::-1], fresh=True, results=window_out))
+        last = -(-(call.spec.window - 1) // kv_block)
+        for farthest in range(last + 1):  # the first rows lack blocks before the sequence
+            blocks = [source(back, visit.row - back, window) for back in range(farthest, -1, -1)]
+            beyond = [source(back, visit.row - back) for back in walk.partly if back <= farthest]
+            here = visit.row == farthest if farthest < last else visit.row >= farthest
+            pl.when(here)(functools.partial(attend, _Part(blocks, True, window_out), _Part(beyond)))
     elif not fresh:
 
         @pl.when(visit.first)
@@ -304,7 +317,7 @@ def _kernel(call, walk, has_segments, has_full_rows, branches, num_initial, orde
                     total_ref[...] = jnp.zeros_like(total_ref)
 
     def attend_pair(seen, column):
-        attend([source(seen, column)], fresh and seen is not None and seen == walk.fresh)
+        attend(_Part([source(seen, column)], fresh and seen is not None and seen == walk.fresh))
 
     walk.run(visit, scalars, attend_pair)
 

@@ -17,6 +17,7 @@ from pallas_kernels.spec import AttentionSpec, Coordinates
 from pallas_kernels.tpu_backward import scheduled_backward
 from pallas_kernels.tpu_forward import scheduled_forward
 from pallas_kernels.tpu_tiles import LOG2E, Call, Heads, with_scale
+from pallas_kernels.tpu_walk import has_default_positions
 from pallas_kernels.tpu_window import window_kernel_serves
 from pallas_kernels.tpu_window_backward import window_backward
 from pallas_kernels.tpu_window_forward import window_forward
@@ -58,11 +59,14 @@ def choose_kernel(call: Call, where: Coordinates) -> Call:
     return dataclasses.replace(call, spec=spec, window_kernel=True)
 
 
-def with_own_tiles(call: Call, length: int, head_dim: int) -> Call:
-    """The window kernel's own tiles, for a call whose arrays no other kernel reads."""
-    if not call.window_kernel or call.spec.num_sink_tokens:
+def with_own_tiles(call: Call, where: Coordinates, head_dim: int, kind: str) -> Call:
+    """The kernel's own tiles, for a call whose arrays no other kernel reads."""
+    window = call.spec.window if call.window_kernel else None
+    walk = not call.window_kernel and has_default_positions(call, where)
+    if call.spec.num_sink_tokens or not (call.window_kernel or walk):
         return call
-    tiles = choose_tiles(device_kind(), length, length, head_dim, window=call.spec.window)
+    length = where.q_order.shape[1]
+    tiles = choose_tiles(kind, length, length, head_dim, window=window, walk=walk)
     return dataclasses.replace(call, tiles=tiles)
 
 

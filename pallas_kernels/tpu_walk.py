@@ -40,6 +40,7 @@ class Walk(NamedTuple):
       resident: whether the step has all keys of the head at hand, instead of those of the visit's column.
       is_list: whether pairs are seen as their tokens say.
       fresh: the case of every row's first pair, where that is known.
+      partly: the distances in blocks of pairs seen in part that `run` leaves to the kernel.
     """
 
     grid: tuple[Any, ...]
@@ -49,6 +50,7 @@ class Walk(NamedTuple):
     resident: bool
     is_list: bool
     fresh: Seen = None
+    partly: tuple[int, ...] = ()
 
 
 def walk_over(
@@ -58,11 +60,13 @@ def walk_over(
     resident: bool,
     flush: bool = False,
     num_active: jax.Array | None = None,
+    only_plain: bool = False,
 ) -> Walk:
     """The walk of a call over its visible pairs, and with `flush` over every KV block once more behind them.
 
     Args:
       num_active: [] int32: query blocks behind so many are not of interest, and a walk may leave them out.
+      only_plain: leave pairs that are seen in part to the kernel; of resident walks with default positions.
     """
     num_rows, num_columns = (
         where.q_pos.shape[1] // call.tiles.q_block,
@@ -73,8 +77,9 @@ def walk_over(
         fresh = 0 if reach.partly[:1] == [0] else None
         if not resident:
             return _folded(call, reach, num_rows, flush)._replace(fresh=fresh)
-        run_reach = functools.partial(_run_reach, reach)
-        return _by_row(num_rows, num_columns, (), run_reach, flush)._replace(fresh=fresh)
+        left = tuple(reach.partly) if only_plain else ()
+        run_reach = functools.partial(_run_reach, reach._replace(partly=[]) if only_plain else reach)
+        return _by_row(num_rows, num_columns, (), run_reach, flush)._replace(fresh=fresh, partly=left)
     visits = _list_pairs(call, where, flush=flush and not resident)
     if resident:
         lists = visits.pairs, visits.starts

@@ -137,7 +137,7 @@ def sharded(spec, by_heads: bool, kernels) -> Compiled:
 
 
 # One kernel forward and one backward. Full heads have launches of their own. Routed attention has one forward, or two
-# if the window does not end where a block does, and two backward, for the window and outside. Keys that VMEM cannot
+# where one cannot do both branches, and two backward, for the window and outside. Keys that VMEM cannot
 # hold go backward in chunks.
 WINDOW, SMALL = AttentionSpec(1024), AttentionSpec(300)
 CALLS = {
@@ -182,10 +182,11 @@ CALLS = {
     ),
     "positions": train(SMALL, "q_positions", kernels=2),
     "routed": routed(WINDOW, kernels=3, length=LONG),
+    "routed-few": routed(AttentionSpec(1024), kernels=4, length=6000),  # gathered rows: few, or all
     "routed-everything": routed(
         AttentionSpec(300, 4), "q_segment_ids", "alibi_slopes", "sink_logits", "full_heads", kernels=8
     ),
-    "routed-sigmoid": routed(AttentionSpec(300, **SIGMOID), "sigmoid_bias", kernels=4, head_dim=64),
+    "routed-sigmoid": routed(AttentionSpec(300, **SIGMOID), "sigmoid_bias", kernels=3, head_dim=64),
     "decode-full": decode(AttentionSpec(), "sink_logits", kernels=1, tokens=1, entries=2048),
     "decode-full-8": decode(
         AttentionSpec(), kernels=1, tokens=8, entries=2048, head_dim=256, dtype="float32"

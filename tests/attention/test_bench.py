@@ -6,6 +6,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import AttentionSpec, attention, bench, decode_attention, routed_attention
+from pallas_kernels.decode import choose_steps, list_visits
+from pallas_kernels.spec import coordinates
 from swa_jax.bench.compile_for_chip import kernel_name, pallas_calls
 
 T, WINDOW = 2048, 1024
@@ -126,18 +128,33 @@ def test_executions_of_the_window_kernels_are_their_steps():
 
 def test_executions_of_the_scheduled_kernels_are_their_visits():
     forward = bench.executions("full_forward", "TPU v6 lite", T=4096, H=2)["scheduled_forward"]
-    assert forward == bench.Executions(bodies=(2 * 6, 2 * 4), rows=8, heads=2)  # throughout, diagonal
+    assert forward == bench.Executions(bodies=(2 * 1, 2 * 2), rows=4, heads=2)  # throughout, diagonal
     backward = bench.executions("full_backward", "TPU v6 lite", T=4096)["scheduled_backward"]
-    assert backward == bench.Executions(bodies=(6, 4), rows=4, heads=1)
+    assert backward == bench.Executions(bodies=(1, 2), rows=2, heads=1)
     window = bench.executions("window_forward", "TPU v6 lite", T=16384, window=9000, num_sink_tokens=0)
-    # 8 blocks lie in the window throughout, the diagonal's half, and two others in parts of 9000 keys.
-    assert window["scheduled_forward"].bodies == (sum(16 - d for d in range(1, 8)), 8, 16, 7)
+    # 3 blocks lie in the window throughout, the diagonal's half, and two others in parts of 9000 keys.
+    assert window["scheduled_forward"].bodies == (sum(8 - d for d in range(1, 4)), 4, 8, 3)
     hybrid = bench.executions("head_hybrid_forward", "TPU v6 lite", T=4096)
     assert sum(hybrid["window_forward"].bodies) == 6 * 4
     assert sum(hybrid["scheduled_forward"].bodies) == 2 * 10
 
 
+@pytest.mark.parametrize("window", [None, 1024, 100])
+@pytest.mark.parametrize("num_sink_tokens", [0, 4])
+def test_executions_of_decoding_are_the_listed_visits(window, num_sink_tokens):
+    """One for each block that some entry of a filled cache is seen in."""
+    T, B, kind = 5000, 3, "TPU v6 lite"
+    runs = bench.executions("decode", kind, B=B, T=T, window=window, num_sink_tokens=num_sink_tokens)[
+        "decode"
+    ]
+    spec = AttentionSpec(window, num_sink_tokens)
+    heads, block = choose_steps(spec, T, 8, 2 * 128 * 2, kind, False)
+    where = coordinates(1, T, q_positions=jnp.full((B, 1), T - 1))
+    kv_pos = jnp.pad(jnp.broadcast_to(where.kv_pos, (B, T)), [(0, 0), (0, -T % block)], constant_values=-1)
+    visits = list_visits(spec, where._replace(kv_pos=kv_pos), block)
+    assert runs == bench.Executions((8 // heads * int(visits.used),), 8 // heads * B, int(visits.used))
+
+
 def test_executions_are_not_guessed_where_data_decide():
     assert bench.executions("routed_forward", "TPU v6 lite") == {}
-    assert bench.executions("decode", "TPU v6 lite", T=4096) == {}
     assert bench.executions("window_backward", "TPU v6 lite", packed=True, num_sink_tokens=4) == {}

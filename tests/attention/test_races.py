@@ -17,6 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import AttentionSpec, decode_attention
+from pallas_kernels.decode import decode_pool
+from pallas_kernels.spec import coordinates
 
 from .suite import PACKED, Call, Implementation, set_parallel_dimensions
 from .tolerances import assert_close
@@ -123,6 +125,25 @@ def test_decode_attention(window, tokens):
     with strict_memories():
         actual = jax.block_until_ready(decode(**learned, name="tpu"))
     assert_close(actual, decode(**learned, name="reference"), "float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scattered", [False, True])
+def test_decode_from_pools(scattered):
+    """As the model decodes: KV heads are rows of pools, next to each other or anywhere; a third row is not theirs."""
+    learned, _ = call().draw()
+    q, slots = learned["q"][:, :1], jnp.array([2, 0] if scattered else [1, 2])
+    pools = [jnp.zeros((3, 2, 40, 8)).at[slots].set(learned[x].transpose(2, 0, 1, 3)) for x in "kv"]
+    where = coordinates(1, 40, q_positions=jnp.array([[11], [34]]), kv_positions=jnp.arange(40)[None])
+    spec = AttentionSpec(11, num_sink_tokens=2)
+    run = jax.jit(decode_pool, static_argnums=4, static_argnames="scattered")
+    with strict_memories():
+        actual = jax.block_until_ready(run(q, *pools, slots, spec, where, scattered=scattered))
+    lengths = jnp.array([12, 35])
+    expected = decode_attention(
+        q, learned["k"], learned["v"], spec, lengths=lengths, implementation="reference"
+    )
+    assert_close(actual, expected, "float32")
 
 
 # ---- that the checks can fail ----

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionSpec, attention, routed_attention
+from pallas_kernels import AttentionSpec, attention, routed, routed_attention
+from pallas_kernels.parts import members
 
-from .suite import PACKED, Call, every_implementation, gates
+from .suite import PACKED, Call, Implementation, every_implementation, gates
 from .tolerances import assert_close
 
 PLAIN = Call(AttentionSpec(window=11))
@@ -116,3 +117,30 @@ def test_rows_routed_to_the_window_send_nothing_outside(implementation):
     gradient = jax.jit(jax.grad(loss))(learned["k"])
     np.testing.assert_array_equal(gradient[:, :30], 0)
     assert (gradient[:, 30:] != 0).any(axis=(0, 2, 3)).all()
+
+
+def test_few_routed_rows_are_gathered_alone(monkeypatch):
+    """Up to a quarter of the rows, decided at run time; what is gathered ends inside a block of rows or with one."""
+    Implementation("tpu", block=16).install(monkeypatch)
+    monkeypatch.setattr(routed, "_LEAST_FEW", 16)
+    length, few = 80, 16
+    call = dataclasses.replace(PLAIN, q_length=length, kv_length=length)
+    for count in (few - 3, few, few + 1):
+        gate = jnp.zeros((2, length)).at[:, length - 2 * count :: 2].set(1.0).at[1, -2].set(0.5)
+        values, gradients = call.run_routed("tpu", gate)
+        expected_values, expected_gradients = call.run_routed("reference", gate)
+        assert_close(values, expected_values, call.dtype)
+        assert_close(gradients, expected_gradients, call.dtype, gradient=True)
+
+
+def test_members_are_found_in_order():
+    rng = np.random.default_rng(0)
+    for length in (80, 128, 300):
+        member = rng.uniform(size=(3, length)) < [[0.3], [1], [0]]
+        for count in (length, length // 4):
+            found = np.asarray(members(jnp.asarray(member), count))
+            assert found.shape == (3, count)
+            assert found.min() >= 0
+            assert found.max() < length
+            for row, expected in zip(found, map(np.flatnonzero, member), strict=True):
+                np.testing.assert_array_equal(row[: len(expected)], expected[:count])
