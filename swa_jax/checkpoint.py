@@ -350,7 +350,9 @@ def copy_companions(source: Path, folder: Path) -> None:
 
 
 def write_json(file: Path, data: Any) -> None:
-    file.write_text(json.dumps(data, indent=2) + "\n")
+    partial = Path(f"{file}.partial")
+    partial.write_text(json.dumps(data, indent=2) + "\n")
+    os.replace(partial, file)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

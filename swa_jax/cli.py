@@ -6,7 +6,6 @@ import dataclasses
 import glob
 import importlib.metadata
 import importlib.util
-import json
 import os
 import sys
 from pathlib import Path
@@ -353,6 +352,7 @@ def evaluate(
     out: Annotated[Path | None, Option(help="Write results.json and a picture to this folder.")] = None,
 ) -> None:
     """Measure patterns: needles found, answer loss, cache memory, speed, perplexity."""
+    from swa_jax.checkpoint import write_json
     from swa_jax.evaluate import perplexity
     from swa_jax.evaluate.measure import measure_pattern
     from swa_jax.evaluate.needle import read_text
@@ -400,7 +400,7 @@ def evaluate(
             "seed": seed,
             "rows": rows,
         }
-        _write_json(out / "results.json", results)
+        write_json(out / "results.json", results)
         if drawn:
             needle_heat_map(heat, names, [f"{depth:.0%}" for depth in places], out / "needles.png")
         typer.echo(f"written to {out}")
@@ -426,12 +426,6 @@ def _with_options(
     }
     given = {name: value for name, value in options.items() if value is not None}
     return model.with_pattern(dataclasses.replace(model.pattern, **given)) if given else model  # type: ignore[arg-type]
-
-
-def _write_json(file: Path, data: Any) -> None:
-    partial = Path(f"{file}.partial")
-    partial.write_text(json.dumps(data, indent=2) + "\n")
-    os.replace(partial, file)
 
 
 if __name__ == "__main__":
