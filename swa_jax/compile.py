@@ -140,9 +140,11 @@ def plan(
     sends = hlo.collectives(program, counts, traced.mesh)
     report["collectives"] = _by_kind(sends)
     report["flops"] = _flops(traced, hlo.matmul_flops(program, counts), config.remat, step, len(devices))
-    report["time"] = _time(
-        report["flops"], hlo.estimated_cycles(program, counts), sends, traced, kind, report["step"]
-    )
+    report["time"] = _time(report["flops"], hlo.estimated_cycles(program, counts), sends, traced, kind, step)
+    if uncounted := hlo.uncounted_loops(program, counts):
+        report["time"]["assumptions"].append(
+            f"{uncounted} loops whose number of runs is not in the program are counted once"
+        )
     return report
 
 

@@ -124,7 +124,7 @@ def executions(
     def visit(name: str, times: float) -> None:
         counts[name] += times
         for instruction in program.computations[name].instructions.values():
-            for called, share in _called(program, instruction, branch_shares):
+            for called, share in _called(program, program.computations[name], instruction, branch_shares):
                 if called in program.computations:
                     visit(called, times * share)
 
@@ -133,11 +133,15 @@ def executions(
 
 
 def _called(
-    program: Program, instruction: Instruction, branch_shares: Callable[[int], Sequence[float]] | None
+    program: Program,
+    computation: Computation,
+    instruction: Instruction,
+    branch_shares: Callable[[int], Sequence[float]] | None,
 ) -> Iterator[tuple[str, float]]:
     names = _CALLED.findall(instruction.attributes)
     if instruction.opcode == "while":
-        trips = trip_count(program, instruction)
+        trips = trip_count(program, computation, instruction)
+        trips = 1 if trips is None else trips
         yield from ((name, trips) for name in names)
     elif instruction.opcode == "conditional":
         listed = _BRANCHES.search(instruction.attributes)
@@ -149,20 +153,67 @@ def _called(
         yield from ((name, 1.0) for name in names)
 
 
-def trip_count(program: Program, loop: Instruction) -> int:
-    """Times that a loop runs whose condition is `counter < constant`, the counter starting at 0; 1 for any other."""
-    name = re.search(r"\bcondition=%?([\w.\-]+)", loop.attributes)
-    if name is None or name[1] not in program.computations:
-        return 1
-    condition = program.computations[name[1]]
-    root = condition.root
-    if root.opcode != "compare" and root.opcode != "fusion":
-        return 1
-    limits = [
-        i.attributes for i in condition.instructions.values() if i.opcode == "constant" and "s32" in i.type
-    ]
-    found = [int(value[1]) for value in map(re.compile(r"^\((\d+)\)").match, limits) if value]
-    return found[0] if len(found) == 1 else 1
+def trip_count(program: Program, outside: Computation, loop: Instruction) -> int | None:
+    """Times that a loop of the computation `outside` runs whose condition is `counter < limit` and whose body adds a
+    constant to the counter; None for any other."""
+    condition, body = (
+        program.computations[re.findall(rf"\b{which}=%?([\w.\-]+)", loop.attributes)[0]]
+        for which in ("condition", "body")
+    )
+    start = outside.instructions[loop.operands[0]]
+    if start.opcode != "tuple":
+        return None
+
+    def value(inside: Computation, name: str) -> int | None:
+        """Of a number that is known: a constant, or what the loop carries unchanged from one."""
+        found = inside.instructions[name]
+        if found.opcode == "constant":
+            number = re.match(r"\((\d+)\)", found.attributes)
+            return int(number[1]) if number else None
+        if found.opcode == "copy":
+            return value(inside, found.operands[0])
+        index = _carried(inside, name)
+        return None if index is None or inside is outside else value(outside, start.operands[index])
+
+    comparison = condition.root
+    if comparison.opcode == "fusion":  # the same comparison, wrapped
+        called = re.search(r"\bcalls=%?([\w.\-]+)", comparison.attributes)
+        inner = program.computations[called[1]].root if called else comparison
+        comparison = comparison._replace(opcode=inner.opcode, attributes=inner.attributes)
+    if comparison.opcode != "compare" or "direction=LT" not in comparison.attributes:
+        return None
+    counter = _carried(condition, comparison.operands[0])
+    limit = value(condition, comparison.operands[1])
+    if counter is None or limit is None:
+        return None
+    first = value(outside, start.operands[counter])
+    step = body.instructions[body.root.operands[counter]]
+    if step.opcode != "add" or first is None:
+        return None
+    steps = [value(body, name) for name in step.operands if _carried(body, name) != counter]
+    if len(steps) != 1 or not steps[0]:
+        return None
+    return max(-(-(limit - first) // steps[0]), 0)
+
+
+def _carried(inside: Computation, name: str) -> int | None:
+    """Which of the loop's values an instruction of its condition or body reads."""
+    found = inside.instructions[name]
+    if found.opcode == "copy":
+        return _carried(inside, found.operands[0])
+    if found.opcode != "get-tuple-element" or inside.instructions[found.operands[0]].opcode != "parameter":
+        return None
+    return int(re.findall(r"\bindex=(\d+)", found.attributes)[0])
+
+
+def uncounted_loops(program: Program, counts: dict[str, float]) -> int:
+    """Loops that run, whose `trip_count` is not known: what is in them is counted once."""
+    return sum(
+        loop.opcode == "while" and trip_count(program, computation, loop) is None
+        for computation in program.computations.values()
+        for loop in computation.instructions.values()
+        if counts[computation.name]
+    )
 
 
 # ---- what it computes ----
@@ -204,7 +255,7 @@ def stacked_outputs(program: Program, length: int) -> int:
             if loop.opcode != "while" or "transpose(" in loop.attributes:
                 continue
             body = program.computations.get(re.findall(r"\bbody=%?([\w.\-]+)", loop.attributes)[0])
-            if body is None or trip_count(program, loop) != length:
+            if body is None or trip_count(program, computation, loop) != length:
                 continue
             for index, (part, result) in enumerate(zip(_parts(loop.type), body.root.operands, strict=True)):
                 array = shapes(part)

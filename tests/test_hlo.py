@@ -30,6 +30,25 @@ def test_a_loop_runs_as_often_as_its_condition_says(program, counts):
     assert counts["add"] == 0  # what an all-reduce applies is not a run of its own
 
 
+@pytest.mark.parametrize(
+    ("change", "trips"),
+    [
+        (("s32[]{:T(128)} constant(1)", "s32[]{:T(128)} constant(5)"), 5),  # 0, 5, 10, 15, 20
+        (("s32[]{:T(128)} constant(0)", "s32[]{:T(128)} constant(20)"), 4),
+        (("direction=LT", "direction=NE"), None),
+        (("add(%counter.1, %one)", "multiply(%counter.1, %one)"), None),
+    ],
+)
+def test_trips_of_other_loops(change, trips):
+    assert change[0] in LOOP
+    program = hlo.parse(LOOP.replace(*change))
+    main = program.computations["main"]
+    assert hlo.trip_count(program, main, main.instructions["loop"]) == trips
+    counts = hlo.executions(program)
+    assert counts["body"] == (trips or 1)
+    assert hlo.uncounted_loops(program, counts) == (trips is None)
+
+
 def test_operations_and_cycles_are_multiplied_by_the_runs(program, counts):
     assert hlo.matmul_flops(program, counts) == pytest.approx(24 * 2 * 64 * 128 * 256)
     assert hlo.estimated_cycles(program, counts) == 24 * 1100  # what says "not known" is left out
