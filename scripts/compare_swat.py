@@ -62,6 +62,9 @@ ARMS = {
     "sigmoid AliRope (-)": _slopes(6, 0, "alirope"),
     "sigmoid AliRope (+)": _slopes(0, 6, "alirope"),
     "sigmoid AliRope (-+)": (),
+    "sigmoid AliRope (-+), bias -log 32": (
+        "model.sigmoid_bias=-3.4657",
+    ),  # zero logits then weigh 1 in all, not 16
     "sigmoid AliRope (-+) 256": _rows(256, 1024),
 }
 

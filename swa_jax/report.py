@@ -34,13 +34,13 @@ def needle_heat_map(
     column_title: str = "Depth of the needle in the prompt",
 ) -> None:
     """Accuracies [rows, columns] from 0 to 1 as a picture; NaN cells (no example) stay blank."""
-    figure, axes = _grid(accuracy, row_labels, column_labels)
+    figure, axes = _grid(accuracy, row_labels, column_labels, f"{title} (%)")
     grid = np.asarray(accuracy, np.float64)
     image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
     for i, j in np.argwhere(np.isfinite(grid)):
         ink = "black" if 0.12 < grid[i, j] < 0.88 else "white"
         axes.text(j, i, f"{100 * grid[i, j]:.0f}", ha="center", va="center", fontsize=8, color=ink)
-    axes.set(title=f"{title} (%)", xlabel=column_title, ylabel=row_title)
+    axes.set(xlabel=column_title, ylabel=row_title)
     bar = figure.colorbar(image, ax=axes, ticks=[0, 0.5, 1], fraction=0.05)
     bar.ax.set_yticklabels(["0", "50", "100"], fontsize=8)
     _save(figure, file)
@@ -57,7 +57,7 @@ def loss_heat_map(
     column_title: str = "",
 ) -> None:
     """Losses [rows, columns] in nats a token; NaN cells stay blank. Colours end at 1.5 nats above the lowest loss."""
-    figure, axes = _grid(loss, row_labels, column_labels)
+    figure, axes = _grid(loss, row_labels, column_labels, title)
     grid = np.asarray(loss, np.float64)
     low = float(np.nanmin(grid))
     high = max(min(float(np.nanmax(grid)), low + 1.5), low + 1e-3)
@@ -65,12 +65,14 @@ def loss_heat_map(
     for i, j in np.argwhere(np.isfinite(grid)):
         ink = "white" if grid[i, j] > low + 0.55 * (high - low) else "black"
         axes.text(j, i, f"{grid[i, j]:.2f}", ha="center", va="center", fontsize=8, color=ink)
-    axes.set(title=title, xlabel=column_title, ylabel=row_title)
+    axes.set(xlabel=column_title, ylabel=row_title)
     figure.colorbar(image, ax=axes, fraction=0.05, label="Loss (nats a token)")
     _save(figure, file)
 
 
-def _grid(values: ArrayLike, row_labels: Sequence[str], column_labels: Sequence[str]) -> tuple[Figure, Axes]:
+def _grid(
+    values: ArrayLike, row_labels: Sequence[str], column_labels: Sequence[str], title: str
+) -> tuple[Figure, Axes]:
     """An empty picture of a table with these labels, for values of this shape."""
     shape = np.shape(values)
     if shape != (len(row_labels), len(column_labels)):
@@ -79,8 +81,9 @@ def _grid(values: ArrayLike, row_labels: Sequence[str], column_labels: Sequence[
         )
     rows, columns = shape
     label_inches = 0.08 * max(map(len, row_labels))
-    figure = Figure(figsize=(1.6 + label_inches + 0.75 * columns, 1.4 + 0.34 * rows), layout="constrained")
-    axes = figure.add_subplot()
+    width = max(1.6 + label_inches + 0.75 * columns, 0.1 * len(title))  # a title is as wide as it is
+    figure = Figure(figsize=(width, 1.4 + 0.34 * rows), layout="constrained")
+    axes = figure.add_subplot(title=title)
     axes.set_xticks(range(columns), column_labels, fontsize=8)
     axes.set_yticks(range(rows), row_labels, fontsize=8)
     axes.tick_params(length=0)
