@@ -5,7 +5,7 @@
 
 `swiattn` continues the bundled model by SwiAttn and by its four baselines, one configuration with `method` as switch;
 `swat` trains the rows of SWAT's Tables 2 and 3 from scratch. Every run is `swa_jax.train.train` on a file of
-configs/compare with the overrides that are listed here. Runs that are finished are skipped and a run that was cut off
+configs/compare with the overrides that compare_swiattn.py and compare_swat.py list. Runs that are finished are skipped and a run that was cut off
 goes on, so the same command may be started again at any time. The output folder gets `results.json`, `report.md` and
 pictures after every run; `--report-only` makes them from what is there, `--docs FILE` also puts them into a document.
 """
@@ -130,10 +130,12 @@ def write(file: Path, text: str) -> None:
 def report(name: str, out: Path) -> tuple[str, list[tuple[str, str]]]:
     """Write `report.md` and the pictures of what is finished; returns the text and (picture, caption) pairs."""
     comparison, results = COMPARISONS[name], read_results(out)
-    if not results:
-        raise ConfigError(f"{out} has no results yet: run without --report-only first")
     runs = {arm: [r for r in results.values() if r["arm"] == arm] for arm in comparison.ARMS}
     runs = {arm: sorted(of, key=lambda run: run["seed"]) for arm, of in runs.items() if of}
+    if not runs:
+        raise ConfigError(
+            f"{out} has no results of '{name}': run without --report-only first, or name another --out"
+        )
     seeds = sorted({run["seed"] for run in results.values()})
     minutes = sum(run["seconds"] for run in results.values()) / 60
     text = (
