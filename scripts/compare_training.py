@@ -5,9 +5,10 @@
 
 `swiattn` continues the bundled model by SwiAttn and by its four baselines, one configuration with `method` as switch;
 `swat` trains the rows of SWAT's Tables 2 and 3 from scratch. Every run is `swa_jax.train.train` on a file of
-configs/compare with the overrides that compare_swiattn.py and compare_swat.py list. Runs that are finished are skipped and a run that was cut off
-goes on, so the same command may be started again at any time. The output folder gets `results.json`, `report.md` and
-pictures after every run; `--report-only` makes them from what is there, `--docs FILE` also puts them into a document.
+configs/compare with the overrides that compare_swiattn.py and compare_swat.py list. Runs that are finished are skipped
+and a run that was cut off goes on, so the same command may be started again at any time. The output folder gets
+`results.json`, `report.md` and pictures after every run; `--report-only` makes them from what is there, `--docs FILE`
+also puts them into a document.
 """
 
 from __future__ import annotations
