@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
@@ -33,25 +34,96 @@ def needle_heat_map(
     column_title: str = "Depth of the needle in the prompt",
 ) -> None:
     """Accuracies [rows, columns] from 0 to 1 as a picture; NaN cells (no example) stay blank."""
+    figure, axes = _grid(accuracy, row_labels, column_labels, f"{title} (%)")
     grid = np.asarray(accuracy, np.float64)
-    if grid.shape != (len(row_labels), len(column_labels)):
-        raise ValueError(
-            f"accuracy is {grid.shape}, but there are {len(row_labels)} and {len(column_labels)} labels"
-        )
-    rows, columns = grid.shape
-    label_inches = 0.08 * max(map(len, row_labels))
-    figure = Figure(figsize=(1.6 + label_inches + 0.75 * columns, 1.4 + 0.34 * rows), layout="constrained")
-    axes = figure.add_subplot()
     image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
     for i, j in np.argwhere(np.isfinite(grid)):
         ink = "black" if 0.12 < grid[i, j] < 0.88 else "white"
         axes.text(j, i, f"{100 * grid[i, j]:.0f}", ha="center", va="center", fontsize=8, color=ink)
+    axes.set(xlabel=column_title, ylabel=row_title)
+    bar = figure.colorbar(image, ax=axes, ticks=[0, 0.5, 1], fraction=0.05)
+    bar.ax.set_yticklabels(["0", "50", "100"], fontsize=8)
+    _save(figure, file)
+
+
+def loss_heat_map(
+    loss: ArrayLike,
+    row_labels: Sequence[str],
+    column_labels: Sequence[str],
+    file: str | Path,
+    *,
+    title: str,
+    row_title: str = "",
+    column_title: str = "",
+) -> None:
+    """Losses [rows, columns] in nats a token; NaN cells stay blank. Colours end at 1.5 nats above the lowest loss."""
+    figure, axes = _grid(loss, row_labels, column_labels, title)
+    grid = np.asarray(loss, np.float64)
+    low = float(np.nanmin(grid))
+    high = max(min(float(np.nanmax(grid)), low + 1.5), low + 1e-3)
+    image = axes.imshow(grid, vmin=low, vmax=high, cmap="viridis_r", aspect="auto")
+    for i, j in np.argwhere(np.isfinite(grid)):
+        ink = "white" if grid[i, j] > low + 0.55 * (high - low) else "black"
+        axes.text(j, i, f"{grid[i, j]:.2f}", ha="center", va="center", fontsize=8, color=ink)
+    axes.set(xlabel=column_title, ylabel=row_title)
+    figure.colorbar(image, ax=axes, fraction=0.05, label="Loss (nats a token)")
+    _save(figure, file)
+
+
+def _grid(
+    values: ArrayLike, row_labels: Sequence[str], column_labels: Sequence[str], title: str
+) -> tuple[Figure, Axes]:
+    """An empty picture of a table with these labels, for values of this shape."""
+    shape = np.shape(values)
+    if shape != (len(row_labels), len(column_labels)):
+        raise ValueError(
+            f"the grid is {shape}, but there are {len(row_labels)} and {len(column_labels)} labels"
+        )
+    rows, columns = shape
+    label_inches = 0.08 * max(map(len, row_labels))
+    width = max(1.6 + label_inches + 0.75 * columns, 0.1 * len(title))  # a title is as wide as it is
+    figure = Figure(figsize=(width, 1.4 + 0.34 * rows), layout="constrained")
+    axes = figure.add_subplot(title=title)
     axes.set_xticks(range(columns), column_labels, fontsize=8)
     axes.set_yticks(range(rows), row_labels, fontsize=8)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    axes.set(title=f"{title} (%)", xlabel=column_title, ylabel=row_title)
-    bar = figure.colorbar(image, ax=axes, ticks=[0, 0.5, 1], fraction=0.05)
+    return figure, axes
+
+
+def training_curves(
+    curves: Mapping[str, Sequence[ArrayLike]], interval: int, file: str | Path, *, title: str, ylabel: str
+) -> None:
+    """A line for each name: the mean over its seeds [seeds][points] inside their range; a point is `interval` steps."""
+    figure = Figure(figsize=(7.4, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for number, (name, seeds) in enumerate(curves.items()):
+        values = np.array(seeds, np.float64)  # [seeds, points]
+        steps = interval * (np.arange(values.shape[1]) + 0.5)
+        axes.plot(steps, values.mean(0), color=f"C{number}", label=name, linewidth=1.4)
+        axes.fill_between(steps, values.min(0), values.max(0), color=f"C{number}", alpha=0.15, linewidth=0)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(title=title, xlabel="Training step", ylabel=ylabel)
+    axes.legend(frameon=False, fontsize=8)
+    _save(figure, file)
+
+
+def layer_ratio_map(ratio: ArrayLike, interval: int, file: str | Path, *, title: str) -> None:
+    """Full-attention ratios [L, points] over a training; a point is the mean of `interval` steps."""
+    grid = np.asarray(ratio, np.float64)
+    layers, points = grid.shape
+    figure = Figure(figsize=(6.4, 1.6 + 0.22 * layers), layout="constrained")
+    axes = figure.add_subplot()
+    extent = (0, interval * points, layers - 0.5, -0.5)
+    image = axes.imshow(
+        grid, vmin=0, vmax=1, cmap="Blues", aspect="auto", extent=extent, interpolation="nearest"
+    )
+    axes.set_yticks(range(layers))
+    axes.set(title=title, xlabel="Training step", ylabel="Layer (from 0)")
+    bar = figure.colorbar(
+        image, ax=axes, ticks=[0, 0.5, 1], fraction=0.05, label="Tokens that take\nfull attention (%)"
+    )
     bar.ax.set_yticklabels(["0", "50", "100"], fontsize=8)
     _save(figure, file)
 

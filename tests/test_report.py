@@ -11,10 +11,13 @@ from swa_jax.report import (
     _apart,
     _clusters,
     accuracy_memory_chart,
+    layer_ratio_map,
     layer_scores_chart,
+    loss_heat_map,
     needle_heat_map,
     pattern_table,
     routed_cpt_chart,
+    training_curves,
 )
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -45,7 +48,14 @@ def test_every_picture_is_a_whole_png_and_nothing_else_is_left(tmp_path):
     accuracy_memory_chart(ROWS, tmp_path / "c.png")
     steps = [{"step": i, "loss": 2.0 - i, "full_attention_ratio": 0.5} for i in (1, 2)]
     routed_cpt_chart(steps, tmp_path / "d.png")
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.png", "b.png", "c.png", "d.png"]
+    loss_heat_map(
+        [[3.0, 14.3], [3.1, np.nan]], ["softmax", "sigmoid"], ["32", "256"], tmp_path / "e.png", title="T"
+    )
+    training_curves(
+        {"one": [[3.0, 2.0], [3.1, 2.2]], "two": [[3.0]]}, 10, tmp_path / "f.png", title="T", ylabel="Loss"
+    )
+    layer_ratio_map([[0.5, 0.1], [1.0, 0.9]], 10, tmp_path / "g.png", title="T")
+    assert sorted(file.name for file in tmp_path.iterdir()) == [f"{letter}.png" for letter in "abcdefg"]
     for file in tmp_path.iterdir():
         assert file.read_bytes().startswith(PNG)
 
