@@ -89,7 +89,7 @@ def test_a_training_step(tmp_path):
     ]
     assert memory["total"] == sum(parts) + memory["outputs_and_padding"]
     assert memory["capacity"] == CHIPS["TPU v5 lite"].hbm_gib * 2**30 == memory["free"] + memory["total"]
-    # Matrix products of a chip: once forward, twice backward, and again, but for the last of a layer, for want of memory.
+    # Matrix products: once forward, twice backward and, but for the last of a layer, again for want of memory.
     tokens, down = 8 * 4096 / 8, 256 * 512
     layer, head = 256 * 128 * (2 * 4 + 2 * 2) + 3 * down, 256 * 1024
     assert report["flops"]["matmuls"] == pytest.approx(2 * tokens * (3 * (4 * layer - down) + 4 * head))
