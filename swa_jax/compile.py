@@ -26,6 +26,7 @@ from jax.sharding import SingleDeviceSharding
 
 from swa_jax import hlo
 from swa_jax.attention import kinds_of
+from swa_jax.bench.cycles import QUIET
 from swa_jax.cache import allocate, cache_layout
 from swa_jax.checkpoint import open_checkpoint
 from swa_jax.config import ConfigError, ModelConfig
@@ -61,14 +62,6 @@ CHIPS = {
     "TPU7x": Chip(94.74, 100e9, 3, 1.88, (0.32, 0.5)),
 }
 ROUTED_SHARE = 0.13  # of the tokens, to full attention, after SwiAttn's training (paper, Figure 4)
-QUIET = {  # libtpu compiles only: it must not look for chips, nor fill the disk and the terminal with logs
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_LOG_DIR": "disabled",
-    "TPU_STDERR_LOG_LEVEL": "3",
-    "TPU_MIN_LOG_LEVEL": "3",
-}
 
 
 class Compilation(NamedTuple):

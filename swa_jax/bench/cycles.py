@@ -41,8 +41,7 @@ CHIPS = {
 }
 SIMULATED, COUNTED = "simulated", "bundles x visits"
 TIMEOUT = 300  # seconds for one compilation; a grid whose size is data can keep the simulator busy for longer
-_QUIET = {
-    "JAX_PLATFORMS": "cpu",
+QUIET = {  # libtpu compiles only: it must not look for chips, nor fill the disk and the terminal with logs
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -225,7 +224,8 @@ def _compile(function: str, chip: str, settings: dict[str, Any], flags: str) -> 
     command += [function, topology, str(num_cores), json.dumps(settings)]
     sources = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, [sources, os.environ.get("PYTHONPATH")]))
-    environment = os.environ | _QUIET | {"LIBTPU_INIT_ARGS": flags, "PYTHONPATH": paths}
+    own = {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags, "PYTHONPATH": paths}
+    environment = os.environ | QUIET | own
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, errors="replace", timeout=TIMEOUT
