@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Verbs(typer.core.TyperGroup):
-    """Verbs whose expected errors are one red sentence and exit status 2; anything else keeps its traceback."""
+    """Verbs whose expected errors are one red sentence and their status, or 2; anything else keeps its traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -38,7 +38,7 @@ class Verbs(typer.core.TyperGroup):
             if message is None:
                 raise
             Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
-            raise typer.Exit(2) from None
+            raise typer.Exit(getattr(error, "status", 2)) from None
 
 
 app = typer.Typer(

@@ -36,7 +36,7 @@ GOOD_ENDS = (
     128 + signal.SIGTERM,
 )  # finished, and stopped by a notice after saving (preemption.EXIT_STATUS)
 
-_PULSE = 5.0  # seconds between two signs of life
+_PULSES = 5  # signs of life in the time after which a silent process counts as lost
 _HOLD = 3.0  # seconds that an error which may follow from another process's end waits for word of that
 _LINE = 2**24  # bytes of a message
 _AGAIN = "start all processes again to go on from the last checkpoint"
@@ -44,6 +44,12 @@ _AGAIN = "start all processes again to go on from the last checkpoint"
 
 class ProcessError(ValueError):
     """A process of the run is missing, has failed or is gone; the sentence says which, and what to do."""
+
+
+class LostProcess(ProcessError):
+    """A process, its machine or the network went away while all was well: the same run, started again, may go on."""
+
+    status = os.EX_TEMPFAIL  # of the command line, so that a launcher knows to start again
 
 
 class Traceback(ProcessError):
@@ -56,7 +62,7 @@ class Traceback(ProcessError):
 def guard(place: Place, command: list[str], timeout: int = TIMEOUT) -> int:
     """Run a worker, `command`, as one of several; returns the status that all of them ended with.
 
-    Raises `ProcessError` when this worker, or any other, fails, is missing or is lost.
+    Raises `ProcessError` when this worker, or any other, fails or is missing; `LostProcess` when one is gone.
     """
     return asyncio.run(_guard(place, command, timeout))
 
@@ -84,7 +90,7 @@ async def _guard(place: Place, command: list[str], timeout: int) -> int:
         own: dict[str, Any] = {}  # the worker's failure, as it told it
         tasks = [
             asyncio.create_task(_listen_to_worker(place, worker, from_worker, writer, own)),
-            asyncio.create_task(_pulse(writer)),
+            asyncio.create_task(_pulse(writer, timeout)),
         ]
         try:
             return await _listen_to_hub(place, reader, to_worker, own, worker, timeout)
@@ -158,21 +164,21 @@ async def _listen_to_hub(
         if not line:
             if own.get("certain"):
                 raise ProcessError(own["failed"])
-            raise ProcessError(f"process 0 of {place.processes} ({place.coordinator}) {gone}; {_AGAIN}")
+            raise LostProcess(f"process 0 of {place.processes} ({place.coordinator}) {gone}; {_AGAIN}")
         message = json.loads(line)
         if "go" in message:
             _send(worker, **message)
         elif "end" in message:
             if message["process"] == place.process and own:  # it is this one's own failure
                 raise Traceback(own["traceback"]) if own.get("traceback") else ProcessError(own["failed"])
-            raise ProcessError(message["end"])
+            raise (LostProcess if message["lost"] else ProcessError)(message["end"])
         elif "done" in message:
             return await process.wait()
 
 
-async def _pulse(writer: asyncio.StreamWriter) -> None:
+async def _pulse(writer: asyncio.StreamWriter, timeout: int) -> None:
     while True:
-        await asyncio.sleep(_PULSE)
+        await asyncio.sleep(timeout / _PULSES)
         _send(writer, alive=1)
 
 
@@ -248,7 +254,7 @@ class _Hub:
 
     async def _pulse(self) -> None:
         while True:
-            await asyncio.sleep(_PULSE)
+            await asyncio.sleep(self.timeout / _PULSES)
             for writer in self.members.values():
                 _send(writer, alive=1)
 
@@ -275,7 +281,7 @@ class _Hub:
         else:
             self.members[number] = writer
             return number
-        _send(writer, end=problem, process=None)
+        _send(writer, end=problem, process=None, lost=False)
         await writer.drain()
         return None
 
@@ -291,7 +297,7 @@ class _Hub:
             pass
         del self.members[number]
         if number not in self.finished:
-            self._end(f"process {number} of {self.place.processes} ({host}) {gone}; {_AGAIN}")
+            self._end(f"process {number} of {self.place.processes} ({host}) {gone}; {_AGAIN}", lost=True)
 
     def _heard(self, number: int, message: dict[str, Any]) -> None:
         if "settings" in message:
@@ -326,9 +332,9 @@ class _Hub:
         await asyncio.sleep(_HOLD)
         self._end(sentence, number)
 
-    def _end(self, sentence: str, number: int | None = None) -> None:
+    def _end(self, sentence: str, number: int | None = None, *, lost: bool = False) -> None:
         if not self.over:
-            self._tell_all(end=sentence, process=number)
+            self._tell_all(end=sentence, process=number, lost=lost)
 
     def _tell_all(self, **message: Any) -> None:
         self.over = True
