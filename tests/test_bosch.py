@@ -7,15 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-
-from swa_jax.config import ConfigError
-from swa_jax.evaluate.nll import score_batch
-from swa_jax.pattern import AttentionPattern
-from swa_jax.select import MaskEvaluator, Score, bosch, bosch_pattern
-from swa_jax.select.bosch import adaptive_counts, layer_weights
-from swa_jax.select.heads import head_mask
-from swa_jax.select.search import search, with_ones
-from tests.planted import (
+from planted import (
     KV_HEADS,
     LAYERS,
     PLANTED,
@@ -24,6 +16,14 @@ from tests.planted import (
     planted_mask,
     planted_model,
 )
+
+from swa_jax.config import ConfigError
+from swa_jax.evaluate.nll import score_batch
+from swa_jax.pattern import AttentionPattern
+from swa_jax.select import MaskEvaluator, Score, bosch, bosch_pattern
+from swa_jax.select.bosch import adaptive_counts, layer_weights
+from swa_jax.select.heads import head_mask
+from swa_jax.select.search import search, with_ones
 
 HEADS = LAYERS * KV_HEADS
 RATIO = 1 - len(PLANTED) / HEADS
@@ -114,7 +114,7 @@ def test_full_attention_without_an_answer_is_refused(model, examples):
     wrong = [dataclasses.replace(e, answer=[0]) for e in examples]
     with pytest.raises(ConfigError, match=r"full attention gets 0.0% of the answers right and windows"):
         bosch(evaluator(model, wrong), 0.5)
-    with pytest.raises(ConfigError, match="ratio is 1.5"):
+    with pytest.raises(ConfigError, match=r"ratio is 1\.5"):
         bosch(evaluator(model, examples), 1.5)
     with pytest.raises(ConfigError, match="sliding_window is missing"):
         MaskEvaluator(model, examples)
@@ -150,7 +150,7 @@ def test_scores_of_another_search_are_refused(model, examples, tmp_path):
     first(np.ones((LAYERS, KV_HEADS), bool))
     first.save()
     kept = file.read_bytes()
-    with pytest.raises(ConfigError, match="scores made with examples = .*name another file"):
+    with pytest.raises(ConfigError, match=r"scores made with examples = .*name another file"):
         evaluator(model, examples[::-1], file=file)
     with pytest.raises(ConfigError, match="scores made with sliding_window = 8, this search has 9"):
         MaskEvaluator(model, examples, sliding_window=9, file=file)
@@ -235,23 +235,23 @@ def test_search_keeps_the_count_and_its_budget():
 
 def test_nomad_keeps_the_count_and_repeats_itself():
     pytest.importorskip("PyNomad")
-    worth = np.random.default_rng(0).random(14)
+    worth = np.random.default_rng(0).random(10)
 
     def score(bits):
-        assert bits.sum() == 7
-        return Score(float(worth @ bits) / 14, -1.0)
+        assert bits.sum() == 5
+        return Score(float(worth @ bits) / 10, -1.0)
 
-    start = np.arange(14) < 7
-    runs = [search(score, start, 200, np.random.default_rng(1), optimizer="nomad") for _ in range(2)]
-    np.testing.assert_array_equal(runs[0].bits, runs[1].bits)
-    assert runs[0].score > score(start)
-    assert len(runs[0].tried) <= 200
+    start = np.arange(10) < 5
+    runs = [search(score, start, 40, np.random.default_rng(seed), optimizer="nomad") for seed in (1, 1, 2, 1)]
+    assert runs[0].tried == runs[1].tried == runs[3].tried != runs[2].tried
+    assert runs[0].score == max(runs[0].tried) == score(runs[0].bits) > score(start)
+    assert len(runs[0].tried) <= 40
 
     def broken(bits):
         raise ValueError("the model is gone")
 
     with pytest.raises(ValueError, match="the model is gone"):
-        search(broken, start, 200, np.random.default_rng(1), optimizer="nomad")
+        search(broken, start, 40, np.random.default_rng(1), optimizer="nomad")
 
 
 def test_nomad_that_is_not_installed_is_refused(evaluate, monkeypatch):

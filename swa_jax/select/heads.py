@@ -1,7 +1,7 @@
 """Head masks: which KV head of which layer keeps full attention, bool [L, K]; the patterns made of them.
 
-Under grouped queries a "head" of BOSCH is a KV head with all its query heads: only then does
-windowing it save memory. True is full attention, the paper's z = 1; the paper's ratio rho is the share of windowed heads.
+Under grouped queries a "head" of BOSCH is a KV head with all its query heads: only then does windowing it save memory.
+True is full attention, the paper's z = 1; the paper's ratio rho is the share of windowed heads.
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@ memory, being started again after an interruption, goes the same way.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -138,12 +139,14 @@ def _nomad(
             failures.append(error)
             return 0
 
+    seed = int(rng.integers(1, 2**30))
+    nomad.setSeed(seed + 1)  # NOMAD goes on with its old random numbers unless SEED *changes* its seed
     settings = [
         f"DIMENSION {start.size}",
         "BB_INPUT_TYPE * B",
         "BB_OUTPUT_TYPE OBJ",
         f"MAX_BB_EVAL {budget}",
-        f"SEED {int(rng.integers(1, 2**31 - 1))}",
+        f"SEED {seed}",
         "DISPLAY_DEGREE 0",
     ]
     nomad.optimize(blackbox, start.astype(float).tolist(), [0.0] * start.size, [1.0] * start.size, settings)
@@ -159,13 +162,12 @@ def _scalar(score: Score, normalise: Callable[[Score], float]) -> float:
     return normalise(score) - 1e-3 * loss / (1 + loss)
 
 
-def require_nomad():
+def require_nomad() -> Any:
     """The module PyNomad. Raises `ConfigError` where it is not installed."""
     try:
-        import PyNomad
+        return importlib.import_module("PyNomad")
     except ImportError:
         raise ConfigError(
             "the optimizer nomad needs PyNomadBBO, which is not installed: pip install 'swa-jax[nomad]', "
             "or leave the optimizer at one-plus-one"
         ) from None
-    return PyNomad
