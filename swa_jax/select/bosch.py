@@ -260,7 +260,7 @@ class _Run:
     def heads(
         self, full: np.ndarray, group: list[int], count: int, *, stage: int, hint: np.ndarray | None = None
     ) -> tuple[np.ndarray, Found]:
-        """Window `count` of the heads of the layers `group`, the rest of `full` [L, K] staying; `hint` to begin with."""
+        """Window `count` of the heads of the layers `group`, the rest of `full` [L, K] staying; start from `hint`."""
 
         def with_bits(bits: np.ndarray) -> np.ndarray:
             mask = full.copy()
