@@ -3,6 +3,7 @@
 from swa_jax.select.bosch import Selection, bosch, bosch_pattern
 from swa_jax.select.evaluator import MaskEvaluator, Score
 from swa_jax.select.nll import NLLScores, nll_deltas, nll_pattern, nll_scores, select_layers
+from swa_jax.select.static import static_scores
 
 __all__ = [
     "MaskEvaluator",
@@ -15,4 +16,5 @@ __all__ = [
     "nll_pattern",
     "nll_scores",
     "select_layers",
+    "static_scores",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -117,6 +118,62 @@ def select_bosch(
         typer.echo(
             f"windowed {chosen.num_windowed} heads and not {chosen.target}: the nearest this method can reach"
         )
+
+
+@app.command("static")
+def select_static(
+    model: Model,
+    method: Annotated[
+        Literal["dcam", "apl", "proxy", "qada", "razor", "fisher"],
+        Argument(help="How the heads are ranked; fisher and razor are the paper's best two."),
+    ],
+    out: Out,
+    ratio: Ratio,
+    window: Window = None,
+    sink_tokens: SinkTokens = None,
+    examples: NumExamples = 64,
+    length: Length = 1024,
+    keys: NumKeys = 1,
+    haystack: Haystack = None,
+    batch_size: BatchSize = 1,
+    dtype: ComputeDtype = None,
+    seed: Seed = 0,
+) -> None:
+    """Rank the KV heads of the unchanged model from local to global, and window the most local ones."""
+    from swa_jax.select.heads import head_pattern, window_most_local
+    from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
+
+    _check_out(out)
+    decoder, tokenizer = load_for_cli(model, dtype)
+    window = decoder.pattern.sliding_window if window is None else window
+    if window is None:
+        raise ConfigError("--window is missing: give it, as the model's own pattern has none")
+    drawn = draw_needles(tokenizer, examples, length, keys, haystack, None, seed)
+    start = time.monotonic()
+    with _progress("scoring heads") as progress:
+        scores = static_scores(
+            decoder,
+            drawn,
+            method,
+            sliding_window=window,
+            batch_size=batch_size,
+            seed=seed,
+            progress=progress,
+        )
+    full = window_most_local(scores, ratio, larger_is_local=LARGER_IS_LOCAL[method])
+    provenance = {
+        "method": method,
+        "ratio": ratio,
+        "windowed_heads": int((~full).sum()),
+        "data": _data(examples, length, keys, haystack),
+        "num_examples": examples,
+        "seed": seed,
+        "scores": scores.tolist(),
+        "larger_is_local": LARGER_IS_LOCAL[method],
+        "seconds": round(time.monotonic() - start, 1),
+    }
+    sinks = decoder.pattern.num_sink_tokens if sink_tokens is None else sink_tokens
+    _write(head_pattern(full, window, sinks, provenance), full, out, scores)
 
 
 @app.command("heuristic")
