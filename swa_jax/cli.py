@@ -33,6 +33,7 @@ from swa_jax.cli_options import (
 from swa_jax.config import ConfigError, ModelConfig, sentence
 from swa_jax.data.cli import app as data_app
 from swa_jax.pattern import AttentionPattern, load_pattern
+from swa_jax.pattern_cli import PatternVerbs, diff
 from swa_jax.select.cli import app as select_app
 from swa_jax.train_cli import compile_, train
 
@@ -61,6 +62,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
 )
+pattern_app = typer.Typer(
+    cls=PatternVerbs, no_args_is_help=True, help="Print a pattern (`pattern RECIPE`), or compare two."
+)
+pattern_app.command()(diff)
+app.add_typer(pattern_app, name="pattern")
 app.add_typer(select_app, name="select")
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
@@ -161,7 +167,7 @@ def export(
     typer.echo(export_model(checkpoint, destination))
 
 
-@app.command()
+@pattern_app.command("print")
 def pattern(
     recipe: Annotated[str, Argument(help="Such as interleave-1-in-4+fa-decode, or a pattern JSON.")],
     layers: Annotated[int | None, Option(help="Layers of the model.", min=1)] = None,

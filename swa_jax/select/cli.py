@@ -114,6 +114,8 @@ def select_bosch(
         f"all windowed {chosen.windowed.accuracy:.1%}; {evaluate.num_evaluations} masks tried in "
         f"{evaluate.seconds:.0f} s"
     )
+    if chosen.windowed == chosen.original:
+        typer.echo("windows everywhere do just as well: take longer prompts, or the choice means nothing")
     if chosen.num_windowed != chosen.target:
         typer.echo(
             f"windowed {chosen.num_windowed} heads and not {chosen.target}: the nearest this method can reach"
