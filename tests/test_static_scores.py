@@ -215,14 +215,16 @@ def test_examples_are_needed(model, method):
         static_scores(model, [], method, sliding_window=8)
 
 
-@pytest.mark.parametrize("method", ["apl", "fisher"])
-def test_the_scores_that_look_at_answers_find_planted_heads(method):
+@pytest.mark.parametrize(
+    ("method", "hits"), [("fisher", range(7, 9)), ("dcam", range(5)), ("razor", range(5))]
+)
+def test_only_what_the_answers_depend_on_points_at_the_planted_heads(method, hits):
+    # They look far from one token in 48 and say nothing to others, so that averages over queries pass them by.
     model, examples = planted_model(), planted_examples()
     scores = static_scores(model, examples, method, sliding_window=WINDOW_SIZE, batch_size=16)
     full = window_most_local(scores, 1 - len(PLANTED) / scores.size, larger_is_local=LARGER_IS_LOCAL[method])
-    hits = int((full & planted_mask()).sum())
     assert full.sum() == len(PLANTED)
-    assert hits >= len(PLANTED) - 1 if method == "fisher" else hits >= 0
+    assert int((full & planted_mask()).sum()) in hits
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from swa_jax.attention import layer_plan
 from swa_jax.checkpoint import write_json
 from swa_jax.config import ConfigError
 from swa_jax.evaluate.examples import Example
-from swa_jax.evaluate.nll import answer_batches, score_batch
+from swa_jax.evaluate.nll import AnswerScores, answer_batches, score_batch
 from swa_jax.model import Decoder
 from swa_jax.pattern import HYBRID, AttentionPattern
 
@@ -111,7 +111,8 @@ class MaskEvaluator:
                 self._file, {"settings": self._settings, "seconds": self.seconds, "scores": self._scores}
             )
 
-    def _evaluate(self, full: np.ndarray) -> Score:
+    def answers(self, full: np.ndarray) -> AnswerScores:
+        """What the pass says of each example; not kept."""
         heads = tuple(tuple(np.flatnonzero(row).tolist()) for row in full)
         pattern = AttentionPattern(self._pattern.layer_types, self.sliding_window, full_kv_heads=heads)
         plan = layer_plan(pattern, self.shape[1], (HYBRID,))
@@ -120,6 +121,10 @@ class MaskEvaluator:
             mean, right = score_batch(self._graph, self._weights, batch, plan, (HYBRID,))
             nll[index] = np.asarray(mean, np.float64)[: len(index)]
             exact[index] = np.asarray(right)[: len(index)]
+        return AnswerScores(nll, exact)
+
+    def _evaluate(self, full: np.ndarray) -> Score:
+        nll, exact = self.answers(full)
         return Score(float(exact.mean()), -float(nll.mean()))
 
     def _resume(self, file: Path) -> None:
