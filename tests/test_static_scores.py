@@ -53,7 +53,7 @@ def model():
 @pytest.fixture(scope="module")
 def examples():
     rng = np.random.default_rng(0)
-    drawn = [rng.integers(CONFIG.vocab_size, size=n).tolist() for n in (512, 333, 480)]
+    drawn = [rng.integers(CONFIG.vocab_size, size=n).tolist() for n in (512, 333)]
     return [Example(tokens[:-5], tokens[-5:], []) for tokens in drawn]
 
 
@@ -171,7 +171,7 @@ def dense_fisher(model, examples):
             log_p = jax.nn.log_softmax(dense(model, tokens, probes)[0])
             return -log_p[np.arange(len(e.prompt) - 1, len(tokens) - 1), jnp.asarray(e.answer)].mean()
 
-        slope = jax.grad(loss)(
+        slope = jax.jit(jax.grad(loss))(
             jnp.zeros((CONFIG.num_hidden_layers, CONFIG.num_attention_heads, length, length))
         )
         phi = (np.asarray(slope, np.float64) * _dense_tokens(model, tuple(tokens))[1]) ** 2
@@ -183,22 +183,23 @@ def dense_fisher(model, examples):
 @pytest.mark.parametrize("method", LARGER_IS_LOCAL)
 def test_each_score_is_that_of_whole_matrices(model, examples, several_blocks, method):
     want = globals()[f"dense_{method}"](model, examples)  # [L, H]
-    got = static_scores(model, examples, method, sliding_window=WINDOW, batch_size=3, seed=7)
+    got = static_scores(model, examples, method, sliding_window=WINDOW, batch_size=2, seed=7)
     assert got.shape == (2, 2)
     np.testing.assert_allclose(got, want.reshape(2, 2, 2).mean(-1), atol=1e-5, rtol=0)
     assert np.ptp(want) > 0.02  # there is something to agree on
 
 
-def test_padding_and_batches_change_nothing(model, examples):
-    for method in LARGER_IS_LOCAL:
-        one = static_scores(model, examples, method, sliding_window=WINDOW, batch_size=1)
-        three = static_scores(model, examples[::-1], method, sliding_window=WINDOW, batch_size=2)
-        np.testing.assert_allclose(one, three, atol=1e-5, err_msg=method)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["apl", "proxy", "fisher"])
+def test_padding_and_batches_change_nothing(model, examples, method):
+    one = static_scores(model, examples, method, sliding_window=WINDOW, batch_size=1)
+    two = static_scores(model, examples[::-1], method, sliding_window=WINDOW, batch_size=2)
+    np.testing.assert_allclose(one, two, atol=1e-5)
 
 
 def test_a_window_that_holds_everything_leaves_nothing_to_lose(model, examples):
-    for method in ("dcam", "qada", "fisher"):
-        got = static_scores(model, examples, method, sliding_window=512, batch_size=3)
+    for method in ("qada", "fisher"):
+        got = static_scores(model, examples, method, sliding_window=512, batch_size=2)
         np.testing.assert_allclose(got, 1, atol=1e-6, err_msg=method)
 
 
