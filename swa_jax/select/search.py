@@ -125,8 +125,9 @@ def _nomad(
     failures: list[BaseException] = []
 
     def blackbox(point) -> int:
-        if failures:
-            return 0
+        if failures:  # counted as done, so that NOMAD comes to its end
+            point.setBBO(b"0")
+            return 1
         try:
             raw = np.array([point.get_coord(i) > 0.5 for i in range(start.size)])
             bits = with_ones(raw, ones, order)
