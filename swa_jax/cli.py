@@ -9,22 +9,36 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from typer import Argument, Option
 
 from swa_jax.bench.cli import app as bench_app
+from swa_jax.cli_options import (
+    BatchSize,
+    ComputeDtype,
+    FullDecode,
+    Haystack,
+    Length,
+    Model,
+    NumKeys,
+    Seed,
+    SinkTokens,
+    Window,
+    draw_needles,
+    load_for_cli,
+)
 from swa_jax.config import ConfigError, ModelConfig, sentence
 from swa_jax.data.cli import app as data_app
 from swa_jax.pattern import AttentionPattern, load_pattern
+from swa_jax.pattern_cli import PatternVerbs, diff
+from swa_jax.select.cli import app as select_app
 from swa_jax.train_cli import compile_, train
 
 if TYPE_CHECKING:
-    from swa_jax.evaluate import Example
     from swa_jax.model import Decoder
-    from swa_jax.tokenizer import Tokenizer
 
 
 class Verbs(typer.core.TyperGroup):
@@ -48,7 +62,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
 )
-select_app = typer.Typer(no_args_is_help=True, help="Choose the layers that keep full attention.")
+pattern_app = typer.Typer(
+    cls=PatternVerbs, no_args_is_help=True, help="Print a pattern (`pattern RECIPE`), or compare two."
+)
+pattern_app.command()(diff)
+app.add_typer(pattern_app, name="pattern")
 app.add_typer(select_app, name="select")
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
@@ -86,33 +104,6 @@ def _options(
     """Sliding-window attention for long context: import a model, choose its layers, measure what that costs."""
 
 
-# ---- options that several verbs share ----
-
-Model = Annotated[Path, Argument(help="A checkpoint folder, as `import` and `train` make it.")]
-Window = Annotated[
-    int | None, Option("--window", help="Visible keys of a windowed query, its own included.", min=1)
-]
-SinkTokens = Annotated[
-    int | None, Option("--sink-tokens", help="First tokens that stay visible beside the window.", min=0)
-]
-FullDecode = Annotated[
-    bool | None,
-    Option("--fa-decode/--no-fa-decode", help="Whether answers see everything.", show_default=False),
-]
-NumKeys = Annotated[int, Option("--keys", help="Needles in a prompt, one of which is asked for.", min=1)]
-Length = Annotated[int, Option("--length", help="Tokens of a needle prompt with its answer.", min=1)]
-Haystack = Annotated[
-    Path | None, Option("--haystack", help="A text to hide needles in; default: Python library sources.")
-]
-BatchSize = Annotated[int, Option("--batch-size", min=1)]
-Seed = Annotated[int, Option("--seed", min=0)]
-Dtype = Literal["float32", "bfloat16"]
-ComputeDtype = Annotated[
-    Dtype | None,
-    Option("--dtype", help="Of weights and arithmetic; default: as stored. CPUs are faster in float32."),
-]
-
-
 def _resolve_pattern(
     source: str,
     layers: int | ModelConfig,
@@ -131,29 +122,6 @@ def _resolve_pattern(
     given = {name: value for name, value in options.items() if value is not None}
     pattern = dataclasses.replace(AttentionPattern.from_json(Path(source)), **given)  # type: ignore[arg-type]
     return load_pattern(pattern, layers) if isinstance(layers, ModelConfig) else pattern
-
-
-def _load(model: Path, dtype: Dtype | None) -> tuple[Decoder, Tokenizer]:
-    from swa_jax.checkpoint import load_model
-    from swa_jax.tokenizer import load_tokenizer
-
-    return load_model(model, dtype=dtype), load_tokenizer(model)
-
-
-def _needles(
-    tokenizer: Tokenizer, count: int, length: int, keys: int, haystack: Path | None, depths: Any, seed: int
-) -> list[Example]:
-    from swa_jax.evaluate import needle_examples
-
-    return needle_examples(
-        tokenizer,
-        length=length,
-        num_examples=count,
-        num_keys=keys,
-        depths=depths,
-        haystack=None if haystack is None else [haystack],
-        seed=seed,
-    )
 
 
 # ---- verbs ----
@@ -199,7 +167,7 @@ def export(
     typer.echo(export_model(checkpoint, destination))
 
 
-@app.command()
+@pattern_app.command("print")
 def pattern(
     recipe: Annotated[str, Argument(help="Such as interleave-1-in-4+fa-decode, or a pattern JSON.")],
     layers: Annotated[int | None, Option(help="Layers of the model.", min=1)] = None,
@@ -231,63 +199,6 @@ def pattern(
         typer.echo(f"written to {out}")
 
 
-@select_app.command("nll")
-def select_nll(
-    model: Model,
-    out: Annotated[Path, Option(help="The pattern's JSON file; the picture goes beside it.")],
-    budget: Annotated[int | None, Option(help="Layers that stay full.", min=0)] = None,
-    one_in: Annotated[int | None, Option("--one-in", help="Or: one full layer in N.", min=1)] = None,
-    window: Window = None,
-    sink_tokens: SinkTokens = None,
-    fa_decode: Annotated[
-        bool, Option("--fa-decode", help="Set full-attention decode in the pattern.")
-    ] = False,
-    examples: Annotated[int, Option(help="Needle examples to score the layers on.", min=1)] = 64,
-    length: Length = 1024,
-    keys: NumKeys = 1,
-    haystack: Haystack = None,
-    batch_size: BatchSize = 8,
-    dtype: ComputeDtype = None,
-    seed: Seed = 0,
-) -> None:
-    """NLL-guided selection: keep full the layers whose full attention helps the answers most."""
-    from rich.progress import Progress
-
-    from swa_jax.report import layer_scores_chart
-    from swa_jax.select import nll_deltas, nll_pattern
-
-    if (budget is None) == (one_in is None):
-        raise ConfigError("give exactly one of --budget and --one-in: how many layers stay full")
-    if out.suffix != ".json":
-        raise ConfigError(f"--out is {out}: a pattern file must end in .json")
-    decoder, tokenizer = _load(model, dtype)
-    drawn = _needles(tokenizer, examples, length, keys, haystack, None, seed)
-    with Progress(transient=True) as progress:
-        task = progress.add_task("scoring layers")
-        scores = nll_deltas(
-            decoder,
-            drawn,
-            sliding_window=window,
-            num_sink_tokens=sink_tokens,
-            batch_size=batch_size,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
-        )
-    chosen = nll_pattern(
-        scores,
-        budget=budget,
-        one_in_n=one_in,
-        full_attention_decode=fa_decode,
-        data=f"{examples} needle prompts of {length} tokens, {keys} key(s), haystack {haystack or 'python library'}",
-        seed=seed,
-    )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.to_json(out)
-    picture = out.with_suffix(".png")
-    title = f"What each layer is worth (window {scores.sliding_window})"
-    layer_scores_chart(scores.intervals(), chosen.full_layers, picture, title=title)
-    typer.echo(f"{chosen}\nwritten to {out} and {picture}")
-
-
 app.command()(train)
 app.command("compile")(compile_)
 
@@ -312,7 +223,7 @@ def generate(
     """Continue a prompt and print the new text."""
     from swa_jax.generation import generate as run
 
-    decoder, tokenizer = _load(model, dtype)
+    decoder, tokenizer = load_for_cli(model, dtype)
     decoder = _with_options(decoder, pattern, window, sink_tokens, fa_decode)
     new = run(
         decoder,
@@ -360,12 +271,12 @@ def evaluate(
 
     if not needles and text is None:
         raise ConfigError("nothing to measure: --needles is 0 and no --text is given")
-    decoder, tokenizer = _load(model, dtype)
+    decoder, tokenizer = load_for_cli(model, dtype)
     names = pattern or ["own"]
     sources: list[str] | list[None] = pattern or [None]
     models = [_with_options(decoder, source, window, sink_tokens, fa_decode) for source in sources]
     places = _fractions(depths)
-    drawn = _needles(tokenizer, needles, length, keys, haystack, places, seed) if needles else []
+    drawn = draw_needles(tokenizer, needles, length, keys, haystack, places, seed) if needles else []
     longest = max((len(example.answer) for example in drawn), default=1)
     tokens = tokenizer.start_ids + tokenizer.encode(read_text([text])) if text is not None else []
     rows: list[dict[str, Any]] = []

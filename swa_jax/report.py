@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 from rich import box
@@ -153,6 +154,29 @@ def layer_scores_chart(
         ylabel="Answer loss saved by making\nthis layer full (nats a token)",
     )
     axes.legend(frameon=False, fontsize=8)
+    _save(figure, file)
+
+
+def head_map(full: ArrayLike, file: str | Path, *, title: str, scores: ArrayLike | None = None) -> None:
+    """Which KV head of which layer stays full: mask [L, K], beside it the scores [L, K] it was chosen by, if any."""
+    mask = np.asarray(full, bool)
+    panels = [mask.astype(float)] + ([] if scores is None else [np.asarray(scores, np.float64)])
+    layers, heads = mask.shape
+    width = len(panels) * (1.6 + 0.3 * heads)
+    figure = Figure(figsize=(max(width, 0.085 * len(title) + 1), 1.6 + 0.22 * layers), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    for axes, values in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        chosen = values is panels[0]
+        colours = ListedColormap([GREY, BLUE]) if chosen else "viridis"
+        image = axes.imshow(values, cmap=colours, vmin=0 if chosen else None, vmax=1 if chosen else None)
+        bar = figure.colorbar(image, ax=axes, fraction=0.08, ticks=[0.25, 0.75] if chosen else None)
+        if chosen:
+            bar.ax.set_yticklabels(["windowed", "full"], fontsize=8)
+        axes.set_xticks(range(heads))
+        axes.set_yticks(range(layers))
+        axes.tick_params(length=0, labelsize=7)
+        axes.set(xlabel="KV head", ylabel="Layer (from 0)")
+        axes.set_title("" if chosen else "score", fontsize=9)
     _save(figure, file)
 
 

@@ -26,7 +26,7 @@ from swa_jax.evaluate import (
     perplexity,
     score_answers,
 )
-from swa_jax.evaluate.nll import _score
+from swa_jax.evaluate.nll import score_batch
 from swa_jax.generation import generate
 from swa_jax.model import Decoder
 from swa_jax.pattern import AttentionPattern
@@ -123,8 +123,8 @@ def test_patterns_of_one_window_share_a_compilation(model):
         answer_nll(model.with_pattern(recipe(name)), some)
         score_answers(model, some, pattern=recipe(name))
         if before is None:
-            before = _score._cache_size()
-    assert _score._cache_size() == before
+            before = score_batch._cache_size()
+    assert score_batch._cache_size() == before
 
 
 def test_exact_means_greedy_generation_gives_the_answer(model):

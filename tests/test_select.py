@@ -9,7 +9,7 @@ from flax import nnx
 
 from swa_jax.config import ConfigError, ModelConfig
 from swa_jax.evaluate import Example, answer_nll
-from swa_jax.evaluate.nll import _score
+from swa_jax.evaluate.nll import score_batch
 from swa_jax.generation import generate
 from swa_jax.model import Decoder
 from swa_jax.pattern import WINDOW, AttentionPattern
@@ -94,12 +94,12 @@ def test_scores_are_differences_of_answer_nll(model, examples, scores):
 
 
 def test_one_compilation_serves_all_passes(model, examples, scores):
-    before, seen = _score._cache_size(), []
+    before, seen = score_batch._cache_size(), []
     again = nll_deltas(
         model, examples[::-1], sliding_window=WINDOW_SIZE, num_sink_tokens=1, batch_size=4,
         progress=lambda done, total: seen.append((done, total)),
     )  # fmt: skip
-    assert _score._cache_size() == before
+    assert score_batch._cache_size() == before
     assert seen == [(i + 1, LAYERS + 1) for i in range(LAYERS + 1)]
     np.testing.assert_allclose(again.deltas[::-1], scores.deltas, atol=1e-5)  # each example keeps its own row
 

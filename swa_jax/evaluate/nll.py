@@ -78,7 +78,7 @@ def score_answers(
     graph, weights = _shared_graph(model, pattern, kinds)
     nll, exact = np.empty(len(examples)), np.empty(len(examples), bool)
     for index, batch in answer_batches(examples, batch_size, full_attention_decode):
-        mean, right = _score(graph, weights, batch, plan, kinds)
+        mean, right = score_batch(graph, weights, batch, plan, kinds)
         nll[index] = np.asarray(mean, np.float64)[: len(index)]
         exact[index] = np.asarray(right)[: len(index)]
     return AnswerScores(nll, exact)
@@ -141,7 +141,7 @@ def answer_batches(
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "kinds"))
-def _score(
+def score_batch(
     graph: Any, weights: nnx.State, batch: AnswerBatch, plan: LayerPlan, kinds: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """Mean NLL of the labels of each row [B] f32, and whether all of them are the likeliest token [B] bool."""

@@ -1,5 +1,20 @@
-"""Choosing the layers that keep full attention."""
+"""Choosing the layers, and inside them the heads, that keep full attention."""
 
+from swa_jax.select.bosch import Selection, bosch, bosch_pattern
+from swa_jax.select.evaluator import MaskEvaluator, Score
 from swa_jax.select.nll import NLLScores, nll_deltas, nll_pattern, nll_scores, select_layers
+from swa_jax.select.static import static_scores
 
-__all__ = ["NLLScores", "nll_deltas", "nll_pattern", "nll_scores", "select_layers"]
+__all__ = [
+    "MaskEvaluator",
+    "NLLScores",
+    "Score",
+    "Selection",
+    "bosch",
+    "bosch_pattern",
+    "nll_deltas",
+    "nll_pattern",
+    "nll_scores",
+    "select_layers",
+    "static_scores",
+]

@@ -1,0 +1,73 @@
+"""`swa-jax pattern diff`: how the windowed heads of two patterns differ, and BOSCH's swap test between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from swa_jax.config import ConfigError
+from swa_jax.pattern import HYBRID, AttentionPattern
+
+
+class PatternVerbs(typer.core.TyperGroup):
+    """`swa-jax pattern RECIPE` stays short for `swa-jax pattern print RECIPE`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = (*self.commands, "--help")
+        return super().parse_args(ctx, args if args and args[0] in known else ["print", *args])
+
+
+def diff(
+    first: Annotated[Path, Argument(help="A pattern JSON; in the paper the one with fewer windowed heads.")],
+    second: Annotated[Path, Argument(help="Another of the same model.")],
+    kv_heads: Annotated[
+        int | None, Option(help="KV heads of a layer; needed where a layer has heads of both kinds.", min=1)
+    ] = None,
+    swap: Annotated[
+        Path | None,
+        Option(
+            help="Write the second with the heads that only the first windows, in place of as many at random."
+        ),
+    ] = None,
+    seed: Annotated[int, Option(help="Of those drawn for --swap.", min=0)] = 0,
+) -> None:
+    """Compare the windowed heads of two patterns: turnover, Jaccard distance, and where they differ."""
+    from swa_jax.select.heads import compare_masks, head_mask, head_pattern, swap_back
+
+    patterns = [AttentionPattern.from_json(file) for file in (first, second)]
+    if kv_heads is None:
+        if any(HYBRID in pattern.layer_types for pattern in patterns):
+            raise ConfigError(
+                "--kv-heads is missing: a layer with heads of both kinds does not say how many it has"
+            )
+        kv_heads = 1  # whole layers only: any number gives the same shares
+    highest = max((head for p in patterns for heads in p.full_kv_heads for head in heads), default=0)
+    if highest >= kv_heads:
+        raise ConfigError(f"--kv-heads is {kv_heads}, but a pattern names KV head {highest}")
+    masks = [head_mask(pattern, kv_heads) for pattern in patterns]
+    difference = compare_masks(masks[0], masks[1])
+    for file, mask in zip((first, second), masks, strict=True):
+        typer.echo(f"{file}: {(~mask).sum()} of {mask.size} KV heads windowed ({(~mask).mean():.1%})")
+    typer.echo(
+        f"turnover {difference.turnover:.1%} of the first's windowed heads are not the second's "
+        f"({difference.relative_turnover:.1%} of what the two counts allow)\n"
+        f"Jaccard distance {difference.jaccard_distance:.3f}"
+    )
+    for layer in range(len(masks[0])):
+        for what, heads in (
+            ("only the first", ~masks[0][layer] & masks[1][layer]),
+            ("only the second", masks[0][layer] & ~masks[1][layer]),
+        ):
+            if heads.any():
+                typer.echo(f"layer {layer}: {what} windows KV heads {heads.nonzero()[0].tolist()}")
+    if swap is not None:
+        if patterns[1].sliding_window is None:
+            raise ConfigError(f"{second} windows nothing: there is nothing to swap")
+        full = swap_back(masks[0], masks[1], seed)
+        provenance = {"method": "swap", "first": str(first), "second": str(second), "seed": seed}
+        swapped = head_pattern(full, patterns[1].sliding_window, patterns[1].num_sink_tokens, provenance)
+        swapped.to_json(swap)
+        typer.echo(f"{swapped}\nwritten to {swap}")

@@ -1,0 +1,309 @@
+"""BOSCH: search for the heads to window, by what each choice does to the answers.
+
+Source: "BOSCH: Black-Box Binary Optimization for Short-Context Attention-Head Selection in LLMs", Section 2.2,
+Algorithms 1 to 3, Section B.2. What we read differently, and why:
+
+* Algorithm 2, line 2: delta = (original - best) / original. As printed its sign contradicts "lower w is easier".
+* Algorithm 2's loop can spin for ever: it ends with a sweep that moves nothing, and the head count it reached is the
+  nearest the buckets allow. Counts are whole heads: ceil(bucket * K), buckets that come to the same count being one.
+* The number of windowed heads is kept exactly in every subproblem; Eq. 5 only fines what is off.
+* Algorithms 1 and 3 slip by one in an index each.
+* Accuracies move in steps of one example and tie often: the answers' likelihood decides then. So it does between
+  layers of equal weight w, as the mean over all that Stage 1 tried in the layer: the best choice alone says nothing
+  of a layer that needs no more full heads than it was left with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from swa_jax.config import ConfigError
+from swa_jax.pattern import AttentionPattern
+from swa_jax.select.evaluator import MaskEvaluator, Score
+from swa_jax.select.heads import head_pattern, windowed_count
+from swa_jax.select.search import ALPHA, Found, Optimizer, num_candidates, require_nomad, search, with_ones
+
+Variant = Literal["bosch", "single", "multi", "layer"]
+BUCKETS = (0.0, 0.25, 0.5, 0.75, 1.0)
+PERCENTILES = (2.5, 97.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The heads BOSCH chose, and how it came to them."""
+
+    full: np.ndarray  # [L, K] bool
+    score: Score
+    original: Score  # with full attention
+    windowed: Score  # with every head windowed
+    target: int  # windowed heads asked for
+    layer_scores: np.ndarray | None = (
+        None  # [L] Stage 1's best accuracy once layer l and those above it are windowed
+    )
+    layer_weights: np.ndarray | None = None  # [L] Stage 2's w, 0 easy to 1 hard
+    layer_counts: np.ndarray | None = None  # [L] windowed heads that Stage 2 gave each layer
+
+    @property
+    def num_windowed(self) -> int:
+        return int((~self.full).sum())
+
+
+def bosch(
+    evaluate: MaskEvaluator,
+    ratio: float,
+    *,
+    variant: Variant = "bosch",
+    iterations: int = 100,
+    group_layers: int = 4,
+    gamma: float = 0.2,
+    optimizer: Optimizer = "one-plus-one",
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Selection:
+    """Window ceil(ratio * L * K) KV heads where that costs the answers least.
+
+    Args:
+      ratio: the paper's rho, the share of windowed heads.
+      variant: all three stages; or an ablation: "single" is Stage 1's mask, "multi" that of Stage 1 over groups of
+        `group_layers` layers, "layer" searches whole layers in one run. Their counts are rounded up in each layer,
+        group, or in the number of layers.
+      iterations: kappa, the candidates a layer of each subproblem; all are tried where there are no more.
+      group_layers: layers searched together in Stage 3, at most.
+      gamma: headroom above the original in Eq. 2.
+      progress: called with (candidates looked at, candidates expected).
+
+    Raises:
+      ConfigError: a ratio outside [0, 1]; `b <= a` in Eq. 2, where the needles cannot tell full attention from
+        windows; an optimizer that is not installed.
+    """
+    layers, heads = evaluate.shape
+    if optimizer == "nomad":
+        require_nomad()
+    original, windowed = evaluate(np.ones(evaluate.shape, bool)), evaluate(np.zeros(evaluate.shape, bool))
+    low, high = windowed.accuracy, (1 + gamma) * original.accuracy
+    if high <= low:
+        raise ConfigError(
+            f"full attention gets {original.accuracy:.1%} of the answers right and windows everywhere "
+            f"{windowed.accuracy:.1%}: there is nothing to search for; take needles the model finds"
+        )
+    run = _Run(
+        evaluate, iterations, seed, optimizer, lambda s: (s.accuracy - low) / (high - low), progress
+    )  # Eq. 2
+    target = windowed_count(ratio, layers * heads)
+    everything = np.ones(evaluate.shape, bool)
+    if variant == "layer":
+        run.expect(num_candidates(layers, layers - windowed_count(ratio, layers), iterations * layers))
+        full = run.whole_layers(everything, windowed_count(ratio, layers))
+        return Selection(full, evaluate(full), original, windowed, target)
+    if variant == "multi":
+        groups = _split(range(layers - 1, -1, -1), group_layers)
+    else:
+        groups = [[layer] for layer in range(layers - 1, -1, -1)]
+
+    # Stage 1 (Algorithm 1): from the top layer down, each with the layers above it already windowed.
+    counts = [windowed_count(ratio, len(group) * heads) for group in groups]
+    sizes = [len(group) * heads for group in groups]
+    run.expect(
+        sum(num_candidates(n, n - c, iterations * n // heads) for n, c in zip(sizes, counts, strict=True)),
+        later=iterations * layers if variant == "bosch" else 0,
+    )
+    probed = everything
+    best, rise = np.zeros(layers), np.zeros(layers)
+    for group, count in zip(groups, counts, strict=True):
+        before = evaluate(probed).log_likelihood
+        probed, found = run.heads(probed, group, count, stage=1)
+        best[group] = found.score.accuracy
+        rise[group] = before - np.mean([score.log_likelihood for score in found.tried])
+    if variant != "bosch":
+        return Selection(probed, evaluate(probed), original, windowed, target, layer_scores=best)
+
+    weights = layer_weights(best, original.accuracy)
+    layer_counts = adaptive_counts(weights, rise, heads, target)
+
+    # Stage 3 (Algorithm 3): layers of one ratio together, from the most windowed to the least.
+    easy = _easy_to_hard(weights, rise)
+    groups = [
+        group
+        for count in sorted(set(layer_counts.tolist()), reverse=True)
+        for group in _split([layer for layer in easy if layer_counts[layer] == count], group_layers)
+    ]
+    sizes = [len(group) * heads for group in groups]
+    counts = [int(layer_counts[group].sum()) for group in groups]
+    run.expect(
+        sum(num_candidates(n, n - c, iterations * n // heads) for n, c in zip(sizes, counts, strict=True))
+    )
+    full = everything
+    for group, count in zip(groups, counts, strict=True):
+        full, _ = run.heads(full, group, count, stage=3, hint=probed)
+    return Selection(full, evaluate(full), original, windowed, target, best, weights, layer_counts)
+
+
+def layer_weights(best: np.ndarray, original: float) -> np.ndarray:
+    """Algorithm 2, lines 2 to 7: each layer's relative drop, clipped and scaled to w [L] from 0 (easy) to 1 (hard).
+
+    Args:
+      best: [L] Stage 1's score after layer l and all above it were windowed; original: that of full attention.
+    """
+    delta = (original - np.asarray(best, np.float64)) / original
+    drop = delta - np.append(delta[1:], 0.0)
+    low, high = np.percentile(drop, PERCENTILES)
+    return np.zeros(drop.size) if high == low else (drop.clip(low, high) - low) / (high - low)
+
+
+def adaptive_counts(
+    weights: np.ndarray,
+    rise: np.ndarray,
+    heads: int,
+    target: int,
+    buckets: Sequence[float] = BUCKETS,
+) -> np.ndarray:
+    """Algorithm 2, lines 8 to 31: windowed heads of each layer [L], summing to the nearest to `target` they can.
+
+    Args:
+      weights: [L], 0 easy to 1 hard; rise: [L] decides between equals, larger is harder.
+      heads: KV heads of a layer; target: windowed heads in all.
+      buckets: ratios a layer can get; one that comes to the same number of heads as another counts once.
+    """
+    steps = sorted({math.ceil(bucket * heads - 1e-9) for bucket in buckets})
+    easy = _easy_to_hard(weights, rise)
+    rank = np.zeros(len(weights), int)
+    for bucket, group in enumerate(
+        np.array_split(easy[::-1], len(steps))
+    ):  # the hardest get the lowest ratio
+        rank[group] = bucket
+    gap = target - sum(steps[r] for r in rank)
+    step = 1 if gap > 0 else -1
+    for near in (False, True):  # at last one move that overshoots, if that is nearer
+        moved = True
+        while gap and moved:
+            moved = False
+            for layer in easy if step > 0 else easy[::-1]:
+                after = rank[layer] + step
+                if not 0 <= after < len(steps):
+                    continue
+                change = steps[after] - steps[rank[layer]]
+                if abs(change) <= abs(gap) or (near and abs(gap - change) < abs(gap)):
+                    rank[layer], gap, moved = after, gap - change, True
+                if gap * step <= 0:
+                    break
+            moved = moved and gap * step > 0
+    return np.array(steps)[rank]
+
+
+def bosch_pattern(
+    selection: Selection,
+    evaluate: MaskEvaluator,
+    *,
+    ratio: float,
+    variant: Variant = "bosch",
+    iterations: int = 100,
+    gamma: float = 0.2,
+    optimizer: Optimizer = "one-plus-one",
+    seed: int = 0,
+    data: str = "",
+) -> AttentionPattern:
+    """The pattern of a selection; its provenance has the scores, and what the search was told and what it cost."""
+
+    def listed(values: np.ndarray | None) -> list | None:
+        return None if values is None else values.tolist()
+
+    provenance: dict[str, Any] = {
+        "method": "bosch" if variant == "bosch" else f"bosch-{variant}",
+        "ratio": ratio,
+        "windowed_heads": selection.num_windowed,
+        "windowed_heads_asked_for": selection.target,
+        "data": data,
+        "num_examples": evaluate.num_examples,
+        "scores": {
+            "full attention": selection.original._asdict(),
+            "all windowed": selection.windowed._asdict(),
+            "chosen": selection.score._asdict(),
+        },
+        "layer_scores": listed(selection.layer_scores),
+        "layer_weights": listed(selection.layer_weights),
+        "windowed_heads_by_layer": listed(selection.layer_counts),
+        "iterations_a_layer": iterations,
+        "optimizer": optimizer,
+        "gamma": gamma,
+        "alpha": ALPHA if optimizer == "nomad" else None,
+        "seed": seed,
+        "evaluations": evaluate.num_evaluations,
+        "seconds": round(evaluate.seconds, 1),
+    }
+    return head_pattern(selection.full, evaluate.sliding_window, evaluate.num_sink_tokens, provenance)
+
+
+class _Run:
+    """What the subproblems of one run share."""
+
+    def __init__(
+        self,
+        evaluate: MaskEvaluator,
+        iterations: int,
+        seed: int,
+        optimizer: Optimizer,
+        normalise: Callable[[Score], float],
+        progress: Callable[[int, int], None] | None,
+    ):
+        self.evaluate, self.iterations, self.seed = evaluate, iterations, seed
+        self.optimizer, self.normalise, self.progress = optimizer, normalise, progress
+        self.done = self.total = 0
+
+    def expect(self, now: int, later: int = 0) -> None:
+        self.total = self.done + now + later
+
+    def heads(
+        self, full: np.ndarray, group: list[int], count: int, *, stage: int, hint: np.ndarray | None = None
+    ) -> tuple[np.ndarray, Found]:
+        """Window `count` of the heads of the layers `group`, the rest of `full` [L, K] staying; start from `hint`."""
+
+        def with_bits(bits: np.ndarray) -> np.ndarray:
+            mask = full.copy()
+            mask[group] = bits.reshape(len(group), -1)
+            return mask
+
+        rng = np.random.default_rng([self.seed, stage, *group])
+        begin = (full if hint is None else hint)[group].ravel()
+        begin = with_ones(begin, begin.size - count, rng.permutation(begin.size))
+        found = self._search(with_bits, begin, self.iterations * len(group), rng)
+        return with_bits(found.bits), found
+
+    def whole_layers(self, full: np.ndarray, count: int) -> np.ndarray:
+        def with_bits(bits: np.ndarray) -> np.ndarray:
+            return np.repeat(bits[:, None], full.shape[1], axis=1)
+
+        rng = np.random.default_rng([self.seed, 0])
+        begin = with_ones(np.ones(len(full), bool), len(full) - count, rng.permutation(len(full)))
+        return with_bits(self._search(with_bits, begin, self.iterations * len(full), rng).bits)
+
+    def _search(
+        self,
+        with_bits: Callable[[np.ndarray], np.ndarray],
+        begin: np.ndarray,
+        budget: int,
+        rng: np.random.Generator,
+    ) -> Found:
+        def score(bits: np.ndarray) -> Score:
+            value = self.evaluate(with_bits(bits))
+            self.done += 1
+            if self.progress:
+                self.progress(self.done, max(self.total, self.done))
+            return value
+
+        return search(score, begin, budget, rng, optimizer=self.optimizer, normalise=self.normalise)
+
+
+def _easy_to_hard(weights: np.ndarray, rise: np.ndarray) -> np.ndarray:
+    """Layers [L] by weight, then by rise, then from the top down (Stage 1's order)."""
+    return np.lexsort((-np.arange(len(weights)), rise, weights))
+
+
+def _split(layers: Sequence[int], most: int) -> list[list[int]]:
+    """Consecutive parts of nearly equal size, none above `most`."""
+    parts = -(-len(layers) // most)
+    return [part.tolist() for part in np.array_split(np.asarray(layers, int), parts)] if parts else []

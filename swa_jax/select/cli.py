@@ -1,0 +1,289 @@
+"""The verbs `swa-jax select nll | bosch | static | heuristic`: choose the layers or heads that keep full attention."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from typer import Argument, Option
+
+from swa_jax.cli_options import (
+    BatchSize,
+    ComputeDtype,
+    Haystack,
+    Length,
+    Model,
+    NumKeys,
+    Seed,
+    SinkTokens,
+    Window,
+    draw_needles,
+    load_for_cli,
+)
+from swa_jax.config import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+
+    from swa_jax.pattern import AttentionPattern
+
+app = typer.Typer(no_args_is_help=True, help="Choose the layers or heads that keep full attention.")
+
+Out = Annotated[Path, Option(help="The pattern's JSON file; the picture goes beside it.")]
+NumExamples = Annotated[int, Option("--examples", help="Needle examples to choose by.", min=1)]
+Ratio = Annotated[float, Option("--ratio", help="Share of the KV heads that are windowed.", min=0, max=1)]
+
+
+@app.command("bosch")
+def select_bosch(
+    model: Model,
+    out: Out,
+    ratio: Ratio,
+    variant: Annotated[
+        Literal["bosch", "single", "multi", "layer"], Option(help="BOSCH, or one of its ablations.")
+    ] = "bosch",
+    iterations: Annotated[
+        int, Option(help="Masks tried for each layer of a subproblem; fewer where there are fewer.", min=1)
+    ] = 100,
+    optimizer: Annotated[
+        Literal["one-plus-one", "nomad"], Option(help="nomad, as in the paper, needs swa-jax[nomad].")
+    ] = "one-plus-one",
+    window: Window = None,
+    sink_tokens: SinkTokens = None,
+    examples: NumExamples = 64,
+    length: Length = 1024,
+    keys: NumKeys = 1,
+    haystack: Haystack = None,
+    evaluations: Annotated[
+        Path | None,
+        Option(
+            help="JSON that keeps the scores, so that an interrupted search goes on; default: beside --out."
+        ),
+    ] = None,
+    batch_size: BatchSize = 8,
+    dtype: ComputeDtype = None,
+    seed: Seed = 0,
+) -> None:
+    """BOSCH: search for the KV heads that can be windowed, by how many needles the model then finds.
+
+    Run the same command again to go on after an interruption.
+    """
+    from swa_jax.select import MaskEvaluator, bosch, bosch_pattern
+
+    _check_out(out)
+    decoder, tokenizer = load_for_cli(model, dtype)
+    drawn = draw_needles(tokenizer, examples, length, keys, haystack, None, seed)
+    file = evaluations or out.with_suffix(".evaluations.json")
+    evaluate = MaskEvaluator(
+        decoder, drawn, sliding_window=window, num_sink_tokens=sink_tokens, batch_size=batch_size, file=file
+    )
+    if evaluate.num_evaluations:
+        typer.echo(f"{file} has the scores of {evaluate.num_evaluations} masks: going on from there")
+    try:
+        with _progress("trying masks") as progress:
+            chosen = bosch(
+                evaluate,
+                ratio,
+                variant=variant,
+                iterations=iterations,
+                optimizer=optimizer,
+                seed=seed,
+                progress=progress,
+            )
+    finally:
+        evaluate.save()
+    pattern = bosch_pattern(
+        chosen,
+        evaluate,
+        ratio=ratio,
+        variant=variant,
+        iterations=iterations,
+        optimizer=optimizer,
+        seed=seed,
+        data=_data(examples, length, keys, haystack),
+    )
+    _write(pattern, chosen.full, out)
+    typer.echo(
+        f"needles answered: {chosen.score.accuracy:.1%}, with full attention {chosen.original.accuracy:.1%}, "
+        f"all windowed {chosen.windowed.accuracy:.1%}; {evaluate.num_evaluations} masks tried in "
+        f"{evaluate.seconds:.0f} s"
+    )
+    if chosen.windowed == chosen.original:
+        typer.echo("windows everywhere do just as well: take longer prompts, or the choice means nothing")
+    if chosen.num_windowed != chosen.target:
+        typer.echo(
+            f"windowed {chosen.num_windowed} heads and not {chosen.target}: the nearest this method can reach"
+        )
+
+
+@app.command("static")
+def select_static(
+    model: Model,
+    method: Annotated[
+        Literal["dcam", "apl", "proxy", "qada", "razor", "fisher"],
+        Argument(help="How the heads are ranked; fisher and razor are the paper's best two."),
+    ],
+    out: Out,
+    ratio: Ratio,
+    window: Window = None,
+    sink_tokens: SinkTokens = None,
+    examples: NumExamples = 64,
+    length: Length = 1024,
+    keys: NumKeys = 1,
+    haystack: Haystack = None,
+    batch_size: BatchSize = 1,
+    dtype: ComputeDtype = None,
+    seed: Seed = 0,
+) -> None:
+    """Rank the KV heads of the unchanged model from local to global, and window the most local ones."""
+    from swa_jax.select.heads import head_pattern, window_most_local
+    from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
+
+    _check_out(out)
+    decoder, tokenizer = load_for_cli(model, dtype)
+    window = decoder.pattern.sliding_window if window is None else window
+    if window is None:
+        raise ConfigError("--window is missing: give it, as the model's own pattern has none")
+    drawn = draw_needles(tokenizer, examples, length, keys, haystack, None, seed)
+    start = time.monotonic()
+    with _progress("scoring heads") as progress:
+        scores = static_scores(
+            decoder,
+            drawn,
+            method,
+            sliding_window=window,
+            batch_size=batch_size,
+            seed=seed,
+            progress=progress,
+        )
+    full = window_most_local(scores, ratio, larger_is_local=LARGER_IS_LOCAL[method])
+    provenance = {
+        "method": method,
+        "ratio": ratio,
+        "windowed_heads": int((~full).sum()),
+        "data": _data(examples, length, keys, haystack),
+        "num_examples": examples,
+        "seed": seed,
+        "scores": scores.tolist(),
+        "larger_is_local": LARGER_IS_LOCAL[method],
+        "seconds": round(time.monotonic() - start, 1),
+    }
+    sinks = decoder.pattern.num_sink_tokens if sink_tokens is None else sink_tokens
+    _write(head_pattern(full, window, sinks, provenance), full, out, scores)
+
+
+@app.command("heuristic")
+def select_heuristic(
+    model: Model,
+    kind: Annotated[
+        Literal["random", "random-heads", "begin-middle-end", "interleave"],
+        Argument(help="random, begin-middle-end and interleave choose whole layers."),
+    ],
+    out: Out,
+    ratio: Ratio,
+    window: Annotated[int, Option("--window", help="Visible keys of a windowed query.", min=1)],
+    sink_tokens: SinkTokens = None,
+    seed: Seed = 0,
+) -> None:
+    """Heads chosen by their place alone, at the same count as the other methods: something to compare with."""
+    from swa_jax.checkpoint import open_checkpoint
+    from swa_jax.select.heads import head_pattern, heuristic_mask
+
+    _check_out(out)
+    config = open_checkpoint(model).config
+    full = heuristic_mask(kind, config.num_hidden_layers, config.num_key_value_heads, ratio, seed)
+    provenance = {
+        "method": kind,
+        "ratio": ratio,
+        "windowed_heads": int((~full).sum()),
+        "seed": seed if kind.startswith("random") else None,
+    }
+    _write(head_pattern(full, window, sink_tokens or 0, provenance), full, out)
+
+
+@app.command("nll")
+def select_nll(
+    model: Model,
+    out: Out,
+    budget: Annotated[int | None, Option(help="Layers that stay full.", min=0)] = None,
+    one_in: Annotated[int | None, Option("--one-in", help="Or: one full layer in N.", min=1)] = None,
+    window: Window = None,
+    sink_tokens: SinkTokens = None,
+    fa_decode: Annotated[
+        bool, Option("--fa-decode", help="Set full-attention decode in the pattern.")
+    ] = False,
+    examples: NumExamples = 64,
+    length: Length = 1024,
+    keys: NumKeys = 1,
+    haystack: Haystack = None,
+    batch_size: BatchSize = 8,
+    dtype: ComputeDtype = None,
+    seed: Seed = 0,
+) -> None:
+    """NLL-guided selection: keep full the layers whose full attention helps the answers most."""
+    from swa_jax.report import layer_scores_chart
+    from swa_jax.select import nll_deltas, nll_pattern
+
+    if (budget is None) == (one_in is None):
+        raise ConfigError("give exactly one of --budget and --one-in: how many layers stay full")
+    _check_out(out)
+    decoder, tokenizer = load_for_cli(model, dtype)
+    drawn = draw_needles(tokenizer, examples, length, keys, haystack, None, seed)
+    with _progress("scoring layers") as progress:
+        scores = nll_deltas(
+            decoder,
+            drawn,
+            sliding_window=window,
+            num_sink_tokens=sink_tokens,
+            batch_size=batch_size,
+            progress=progress,
+        )
+    chosen = nll_pattern(
+        scores,
+        budget=budget,
+        one_in_n=one_in,
+        full_attention_decode=fa_decode,
+        data=_data(examples, length, keys, haystack),
+        seed=seed,
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    chosen.to_json(out)
+    picture = out.with_suffix(".png")
+    title = f"What each layer is worth (window {scores.sliding_window})"
+    layer_scores_chart(scores.intervals(), chosen.full_layers, picture, title=title)
+    typer.echo(f"{chosen}\nwritten to {out} and {picture}")
+
+
+def _check_out(out: Path) -> None:
+    if out.suffix != ".json":
+        raise ConfigError(f"--out is {out}: a pattern file must end in .json")
+
+
+def _data(examples: int, length: int, keys: int, haystack: Path | None) -> str:
+    return f"{examples} needle prompts of {length} tokens, {keys} key(s), haystack {haystack or 'python library'}"
+
+
+def _write(pattern: AttentionPattern, full: np.ndarray, out: Path, scores: np.ndarray | None = None) -> None:
+    from swa_jax.report import head_map
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    pattern.to_json(out)
+    picture = out.with_suffix(".png")
+    title = f"{pattern.provenance['method']}: {int((~full).sum())} of {full.size} KV heads windowed"
+    head_map(full, picture, title=title, scores=scores)
+    typer.echo(f"{pattern}\nwritten to {out} and {picture}")
+
+
+@contextmanager
+def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
+    from rich.progress import Progress
+
+    with Progress(transient=True) as progress:
+        task = progress.add_task(label)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

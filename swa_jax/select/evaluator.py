@@ -1,0 +1,169 @@
+"""Search mode: one loaded model, its head mask being data, and every mask scored at most once.
+
+Source: "BOSCH: Black-Box Binary Optimization for Short-Context Attention-Head Selection in LLMs", Eq. 4 and Section
+B.2. All layers run as per-head hybrids, so that one compilation serves every mask and masks that differ in nothing a
+query can see score exactly alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax import nnx
+
+from swa_jax.attention import layer_plan
+from swa_jax.checkpoint import write_json
+from swa_jax.config import ConfigError
+from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.nll import AnswerScores, answer_batches, score_batch
+from swa_jax.model import Decoder
+from swa_jax.pattern import HYBRID, AttentionPattern
+
+SAVE_SECONDS = 10.0  # how much work an interruption may cost
+VERSION = 1
+
+
+class Score(NamedTuple):
+    """How well a mask does; larger is better. Equal accuracies, which are common, are told apart by the likelihood."""
+
+    accuracy: float  # share of the examples whose answer tokens are all the likeliest ones (Eq. 4)
+    log_likelihood: float  # of the answers, nats a token, the mean over examples
+
+
+class MaskEvaluator:
+    """`evaluator(full [L, K] bool) -> Score`, by a teacher-forced pass over the examples; repeated masks cost nothing.
+
+    With `file`, the scores are kept there and an interrupted search, started again, finds them.
+
+    Args:
+      sliding_window, num_sink_tokens: of the windowed heads; None takes the model's pattern's.
+      file: a JSON file, written atomically every few seconds and by `save`.
+
+    Raises:
+      ConfigError: no window; or `file` holds the scores of another model, other examples or another window.
+      ValueError: no examples, or one with an empty prompt or answer.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        examples: Sequence[Example],
+        *,
+        sliding_window: int | None = None,
+        num_sink_tokens: int | None = None,
+        batch_size: int = 8,
+        file: Path | None = None,
+    ):
+        window = model.pattern.sliding_window if sliding_window is None else sliding_window
+        if window is None:
+            raise ConfigError("sliding_window is missing: give it, as the model's own pattern has none")
+        self.sliding_window = window
+        self.num_sink_tokens = model.pattern.num_sink_tokens if num_sink_tokens is None else num_sink_tokens
+        self.shape = (model.config.num_hidden_layers, model.config.num_key_value_heads)
+        self.num_examples = len(examples)
+        kinds = (HYBRID,) * self.shape[0]
+        self._pattern = AttentionPattern(kinds, window, self.num_sink_tokens)
+        self._batches = list(answer_batches(examples, batch_size, full_attention_decode=False))
+        self._graph, self._weights = nnx.split(model.with_pattern(self._pattern))
+        self._scores: dict[str, Score] = {}
+        self._file, self._started, self._saved = file, time.monotonic(), time.monotonic()
+        self._settings = {
+            "version": VERSION,
+            "layers": self.shape[0],
+            "kv_heads": self.shape[1],
+            "sliding_window": window,
+            "num_sink_tokens": self.num_sink_tokens,
+            "examples": _digest(examples),
+        }
+        if file is not None and file.exists():
+            self._resume(file)
+
+    @property
+    def num_evaluations(self) -> int:
+        """Different masks scored, those found in the file included."""
+        return len(self._scores)
+
+    @property
+    def seconds(self) -> float:
+        """Since this evaluator was made, and what the runs before it took by their file."""
+        return time.monotonic() - self._started
+
+    def __call__(self, full: np.ndarray) -> Score:
+        key = _key(full)
+        if key not in self._scores:
+            self._scores[key] = self._evaluate(full)
+            if time.monotonic() - self._saved > SAVE_SECONDS:
+                self.save()
+        return self._scores[key]
+
+    def save(self) -> None:
+        """Write what is known to the file, if there is one."""
+        self._saved = time.monotonic()
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(
+                self._file, {"settings": self._settings, "seconds": self.seconds, "scores": self._scores}
+            )
+
+    def answers(self, full: np.ndarray) -> AnswerScores:
+        """What the pass says of each example; not kept."""
+        heads = tuple(tuple(np.flatnonzero(row).tolist()) for row in full)
+        pattern = AttentionPattern(self._pattern.layer_types, self.sliding_window, full_kv_heads=heads)
+        plan = layer_plan(pattern, self.shape[1], (HYBRID,))
+        nll, exact = np.empty(self.num_examples), np.empty(self.num_examples, bool)
+        for index, batch in self._batches:
+            mean, right = score_batch(self._graph, self._weights, batch, plan, (HYBRID,))
+            nll[index] = np.asarray(mean, np.float64)[: len(index)]
+            exact[index] = np.asarray(right)[: len(index)]
+        return AnswerScores(nll, exact)
+
+    def _evaluate(self, full: np.ndarray) -> Score:
+        nll, exact = self.answers(full)
+        return Score(float(exact.mean()), -float(nll.mean()))
+
+    def _resume(self, file: Path) -> None:
+        stored = _read(file)
+        for name, value in self._settings.items():
+            if stored["settings"].get(name) != value:
+                raise ConfigError(
+                    f"{file} holds scores made with {name} = {stored['settings'].get(name)}, this search has {value}: "
+                    "name another file, or remove this one to start over"
+                )
+        # The weights are too large to compare; what they make of full attention is not.
+        scores = {key: Score(*score) for key, score in stored["scores"].items()}
+        full = np.ones(self.shape, bool)
+        known, now = scores.get(_key(full)), self._evaluate(full)
+        if known is not None and not np.allclose(known, now, rtol=1e-3, atol=1e-3):
+            raise ConfigError(
+                f"{file} holds scores of another model: its answers have a likelihood of {known.log_likelihood:.4f} "
+                f"nats a token with full attention, this one's {now.log_likelihood:.4f}; name another file, or "
+                "remove this one to start over"
+            )
+        self._scores = scores
+        self._started -= stored["seconds"]
+
+
+def _key(full: np.ndarray) -> str:
+    """A mask as text: a digit a head, a word a layer."""
+    return " ".join("".join("1" if head else "0" for head in row) for row in full)
+
+
+def _digest(examples: Sequence[Example]) -> str:
+    tokens = json.dumps([[list(map(int, e.prompt)), list(map(int, e.answer))] for e in examples])
+    return hashlib.sha256(tokens.encode()).hexdigest()[:16]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        stored = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(stored, dict) or not {"settings", "seconds", "scores"} <= stored.keys():
+        raise ConfigError(f"{file} holds no scores of masks: it is not a file that this search wrote")
+    return stored

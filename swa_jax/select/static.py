@@ -1,0 +1,288 @@
+"""The six static head rankings that BOSCH is compared with: how local is a head of the unchanged model?
+
+Source: "BOSCH: Black-Box Binary Optimization for Short-Context Attention-Head Selection in LLMs", Section B.3. Each
+score is that of a KV head, the mean over its query heads. Where the paper is silent or slips:
+
+* DCAM, Eq. 7 and 8: normalising the lags' masses comes to the mean in-window mass of a query.
+* APL, Eq. 9 and 10: the query is the last answer token; of equal peaks the nearest key counts.
+* PROXY, Eq. 11 to 14: blocks of 64, gamma = .9; the proxy head of a layer and example has the largest mean query norm.
+  Few blocks mean local; the text says the opposite and ranks this way.
+* QADA, Eq. 15 to 19: keys and queries as attention sees them (after RoPE), buffer of 64; q' Sigma q is the variance of
+  the buffer's logits. All in logarithms. A query whose window holds everything counts 1.
+* RAZOR, Eq. 20 to 22: induction looks at m - K + 1, the token *after* the earlier occurrence (Eq. 20 misprints it).
+  z-scores are over all heads of the model.
+* FISHER, Eq. 23 to 25: per example, of the mean loss of its answer tokens; dL/dP = dO v'. A head whose attention no
+  answer depends on is local.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from pallas_kernels import AttentionSpec, attention
+from swa_jax.attention import AttentionContext
+from swa_jax.config import ConfigError
+from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.nll import AnswerBatch, answer_batches
+from swa_jax.layers import rope_tables
+from swa_jax.model import Block, Decoder
+from swa_jax.objectives import token_loss
+from swa_jax.pattern import FULL
+from swa_jax.select.attention_rows import Rows, logits_of, sum_over_rows
+
+Method = Literal["dcam", "apl", "proxy", "qada", "razor", "fisher"]
+LARGER_IS_LOCAL: dict[Method, bool] = {
+    "dcam": True,
+    "apl": True,
+    "proxy": False,
+    "qada": True,
+    "razor": False,
+    "fisher": True,
+}
+PROXY_BLOCK, PROXY_MASS = 64, 0.9
+QADA_BUFFER = 64
+
+
+def static_scores(
+    model: Decoder,
+    examples: Sequence[Example],
+    method: Method,
+    *,
+    sliding_window: int,
+    batch_size: int = 1,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> np.ndarray:
+    """The score of every KV head under full attention: [L, K] float64; `LARGER_IS_LOCAL` says which way it points.
+
+    Args:
+      examples: prompts with answers; RAZOR takes only their length and the model's vocabulary.
+      seed: of RAZOR's random tokens.
+      progress: called with (batches done, batches in all).
+
+    Raises:
+      ConfigError: a model whose attention is not softmax, or has ALiBi: the scores are not defined for it.
+      ValueError: no examples, or one with an empty prompt or answer.
+    """
+    config = model.config
+    if config.attention_activation != "softmax" or config.uses_alibi:
+        raise ConfigError(
+            f"{method} scores heads of softmax attention without ALiBi, the model has "
+            f"{config.attention_activation} attention and position_embedding '{config.position_embedding}'"
+        )
+    graph, weights = nnx.split(model)
+    if method == "razor":
+        return _by_group(
+            _razor(graph, weights, examples, config.vocab_size, seed), config.num_key_value_heads
+        )
+    batches = list(answer_batches(examples, batch_size, full_attention_decode=False))
+    parts, tokens = [], 0
+    for done, (index, batch) in enumerate(batches):
+        if method == "fisher":
+            values = fisher_masses(graph, weights, batch, sliding_window)
+        else:
+            values = layer_statistics(
+                graph, weights, batch.tokens, batch.segment_ids, (method, sliding_window)
+            )
+        parts.append(np.asarray(values, np.float64)[:, : len(index)])  # [L, B, H] or [L, B, H, 2]
+        tokens += int(batch.segment_ids[: len(index)].sum())
+        if progress:
+            progress(done + 1, len(batches))
+    values = np.concatenate(parts, axis=1)
+    if method == "apl":
+        scores = 1 - np.minimum(1, np.median(values, axis=1) / sliding_window)
+    elif method == "fisher":
+        inside, total = np.moveaxis(values.sum(1), -1, 0)
+        scores = np.where(total > 0, inside / np.where(total > 0, total, 1), 1)
+    else:
+        scores = values.sum(1) / tokens
+    return _by_group(scores, config.num_key_value_heads)
+
+
+def _by_group(scores: np.ndarray, kv_heads: int) -> np.ndarray:
+    """Query heads' scores [L, H] -> their groups' means [L, K]."""
+    return scores.reshape(len(scores), kv_heads, -1).mean(-1)
+
+
+# ---- one layer's statistics, from q [B, T, H, D] and k [B, T, K, D]: [B, H], summed over the real queries ----
+
+
+def dcam(q: jax.Array, k: jax.Array, lengths: jax.Array, window: int) -> jax.Array:
+    """Eq. 7 and 8: the attention mass inside the window."""
+    return sum_over_rows(lambda rows: _inside(rows.weights, rows, window), q, k, lengths)
+
+
+def apl(q: jax.Array, k: jax.Array, lengths: jax.Array, window: int) -> jax.Array:
+    """Eq. 9: how far back from the last token the largest weight lies, [B, H], no sum."""
+    last = lengths - 1  # [B]
+    visible = jnp.arange(k.shape[1]) <= last[:, None]  # [B, T]
+    row = jnp.take_along_axis(q, last[:, None, None, None], axis=1)  # [B, 1, H, D]
+    logits = logits_of(row, k, visible[:, None, None, None])[..., 0, :]  # [B, K, G, T]
+    nearest = k.shape[1] - 1 - jnp.argmax(logits[..., ::-1], axis=-1)
+    return (last[:, None, None] - nearest).reshape(q.shape[0], -1)
+
+
+def proxy(q: jax.Array, k: jax.Array, lengths: jax.Array, window: int) -> jax.Array:
+    """Eq. 11 to 14: the share of its blocks a head needs for most of its mass, in the proxy head's order."""
+    batch, length, heads, _ = q.shape
+    real = (jnp.arange(length) < lengths[:, None])[..., None]  # [B, T, 1]
+    norms = jnp.linalg.norm(q.astype(jnp.float32), axis=-1)  # [B, T, H]
+    chosen = jnp.where(real, norms, 0).sum(1).argmax(-1)[:, None, None, None]  # [B, 1, 1, 1]
+    padding = -length % PROXY_BLOCK
+
+    def share(rows: Rows) -> jax.Array:
+        weights = jnp.pad(rows.weights, [(0, 0)] * 4 + [(0, padding)])
+        masses = weights.reshape(batch, heads, weights.shape[3], -1, PROXY_BLOCK).sum(-1)  # [B, H, R, blocks]
+        begun = rows.lag[:, ::PROXY_BLOCK] >= 0  # [R, blocks]
+        ranking = jnp.where(begun, jnp.take_along_axis(masses, chosen, axis=1), -1)  # [B, 1, R, blocks]
+        order = jnp.argsort(-ranking, axis=-1, stable=True)
+        reached = jnp.cumsum(jnp.take_along_axis(masses, order, axis=-1), axis=-1)
+        needed = (reached < PROXY_MASS * masses.sum(-1, keepdims=True)).sum(-1) + 1  # [B, H, R]
+        return (needed / begun.sum(-1)).reshape(*rows.logits.shape[:3], -1)
+
+    return sum_over_rows(share, q, k, lengths)
+
+
+def qada(q: jax.Array, k: jax.Array, lengths: jax.Array, window: int) -> jax.Array:
+    """Eq. 15 to 19: the mass inside the window, that outside being estimated from the keys just before it."""
+
+    def share(rows: Rows) -> jax.Array:
+        logits, lag = rows.logits, rows.lag
+        inside = jax.nn.logsumexp(jnp.where(lag < window, logits, -jnp.inf), axis=-1)
+        buffer = (lag >= window) & (lag < window + QADA_BUFFER)
+        size = jnp.maximum(buffer.sum(-1), 1)
+        mean = jnp.where(buffer, logits, 0).sum(-1) / size
+        variance = jnp.where(buffer, jnp.square(logits - mean[..., None]), 0).sum(-1) / size
+        outside_keys = (lag >= window).sum(-1)
+        outside = jnp.log(jnp.maximum(outside_keys, 1)) + mean + variance / 2
+        return jnp.where(outside_keys > 0, jax.nn.sigmoid(inside - outside), 1)
+
+    return sum_over_rows(share, q, k, lengths)
+
+
+def razor(q: jax.Array, k: jax.Array, lengths: jax.Array, period: int) -> jax.Array:
+    """Eq. 20 and 21: weight on the previous occurrence of the token and on the token after that, [B, H, 2]."""
+
+    def echo_and_induction(rows: Rows) -> jax.Array:
+        weights, again = rows.weights, rows.lag[:, 0] >= period  # the lag to key 0 is the query's position
+        at = [jnp.where(rows.lag == lag, weights, 0).sum(-1) * again for lag in (period, period - 1)]
+        return jnp.stack(at, axis=-1)
+
+    return sum_over_rows(echo_and_induction, q, k, lengths)
+
+
+STATISTICS = {"dcam": dcam, "apl": apl, "proxy": proxy, "qada": qada, "razor": razor}
+
+
+def _inside(values: jax.Array, rows: Rows, window: int) -> jax.Array:
+    return jnp.where(rows.lag < window, values, 0).sum(-1)
+
+
+# ---- passes over the model ----
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "statistic"))
+def layer_statistics(
+    graph: Any,
+    weights: nnx.State,
+    tokens: jax.Array,
+    segment_ids: jax.Array,
+    statistic: tuple[str, int],
+) -> jax.Array:
+    """A statistic, by name and window (or period), of every layer under full attention: [L, B, H, ...] f32.
+
+    tokens, segment_ids [B, T]: as in `AnswerBatch`, one right-padded text a row.
+    """
+    model: Decoder = nnx.merge(graph, weights)
+    layer_graph, layers = nnx.split(model.layers)
+    context, lengths = _context(model, segment_ids), segment_ids.sum(1)
+
+    def layer(x: jax.Array, layer_weights: nnx.State) -> tuple[jax.Array, jax.Array]:
+        block = nnx.merge(layer_graph, layer_weights)
+        out, (q, k, _) = _full_layer(block, x, 0.0, context)
+        name, window = statistic
+        return out, STATISTICS[name](q, k, lengths, window)
+
+    return jax.lax.scan(layer, model.embed(tokens), layers)[1]
+
+
+def _razor(
+    graph: Any, weights: nnx.State, examples: Sequence[Example], vocab_size: int, seed: int
+) -> np.ndarray:
+    """Eq. 22 for every query head, [L, H]: a random text of a quarter of the examples' length, four times over."""
+    if not examples:
+        raise ValueError("examples is empty: give at least one example")
+    period = max(1, max(len(e.prompt) + len(e.answer) for e in examples) // 4)
+    passage = np.random.default_rng(seed).integers(vocab_size, size=period)
+    tokens = jnp.asarray(np.tile(passage, 4)[None], jnp.int32)
+    sums = layer_statistics(graph, weights, tokens, jnp.ones_like(tokens), ("razor", period))
+    means = np.asarray(sums, np.float64)[:, 0] / (3 * period)  # [L, H, 2]
+    spread = means.std((0, 1))
+    z = (means - means.mean((0, 1))) / np.where(spread > 0, spread, 1)
+    return z.max(-1)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "window"))
+def fisher_masses(graph: Any, weights: nnx.State, batch: AnswerBatch, window: int) -> jax.Array:
+    """Sums of Phi = (P dL/dP)^2 (Eq. 23) inside the window and in all, for each layer and head: [L, B, H, 2] f32.
+
+    The layers are gone through backwards by hand, so that of every layer only its input is kept.
+    """
+    model: Decoder = nnx.merge(graph, weights)
+    layer_graph, layers = nnx.split(model.layers)
+    context, lengths = _context(model, batch.segment_ids), batch.segment_ids.sum(1)
+
+    def forward(x: jax.Array, layer_weights: nnx.State) -> tuple[jax.Array, jax.Array]:
+        return _full_layer(nnx.merge(layer_graph, layer_weights), x, 0.0, context)[0], x
+
+    def loss(x: jax.Array) -> jax.Array:
+        hidden = jnp.take_along_axis(model.norm(x), batch.queries[:, :, None], axis=1)  # [B, A, d]
+        nll = token_loss(hidden, model.head(), batch.labels, batch.weights).nll
+        return (nll.sum(1) / batch.weights.sum(1)).sum()  # examples do not meet: each has its own gradient
+
+    def backward(dx: jax.Array, scanned: tuple[nnx.State, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        layer_weights, x = scanned
+        block = nnx.merge(layer_graph, layer_weights)
+        config = model.config
+        nothing = jnp.zeros((*x.shape[:2], config.num_attention_heads, config.head_dim), x.dtype)
+        _, pull, (q, k, v) = jax.vjp(
+            lambda x, probe: _full_layer(block, x, probe, context), x, nothing, has_aux=True
+        )
+        dx, d_mixed = pull(dx)
+
+        def masses(rows: Rows) -> jax.Array:
+            d_rows = rows.extra.reshape(*rows.extra.shape[:2], v.shape[2], -1, v.shape[3])
+            d_weights = jnp.einsum(
+                "brkgd,btkd->bkgrt", d_rows, v, preferred_element_type=jnp.float32, precision="highest"
+            )
+            phi = jnp.square(rows.weights * d_weights)
+            return jnp.stack([_inside(phi, rows, window), phi.sum(-1)], axis=-1)
+
+        return dx, sum_over_rows(masses, q, k, lengths, d_mixed)
+
+    x, inputs = jax.lax.scan(forward, model.embed(batch.tokens), layers)
+    return jax.lax.scan(backward, jax.grad(loss)(x), (layers, inputs), reverse=True)[1]
+
+
+def _full_layer(
+    block: Block, x: jax.Array, probe: jax.Array | float, context: AttentionContext
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    """One layer under full attention, `probe` [B, T, H, D] being added to what its heads say; also its q, k, v."""
+    q, k, v = block.attention.qkv(block.input_norm(x), context)
+    mixed = attention(q, k, v, context.spec, q_segment_ids=context.segment_ids)
+    assert isinstance(mixed, jax.Array)
+    return block.feed_forward(x + block.attention.output(mixed + probe)), (q, k, v)
+
+
+def _context(model: Decoder, segment_ids: jax.Array) -> AttentionContext:
+    cos = sin = None
+    if model.config.uses_rope:
+        cos, sin = rope_tables(model.config, jnp.arange(segment_ids.shape[1])[None])
+    return AttentionContext(AttentionSpec(), (FULL,), cos, sin, segment_ids)

@@ -1,0 +1,260 @@
+"""BOSCH: planted heads are found, counts kept, runs repeat and resume; its three stages on worked cases."""
+
+import dataclasses
+import itertools
+import json
+import sys
+
+import numpy as np
+import pytest
+from planted import (
+    KV_HEADS,
+    LAYERS,
+    PLANTED,
+    WINDOW_SIZE,
+    planted_examples,
+    planted_mask,
+    planted_model,
+)
+
+from swa_jax.config import ConfigError
+from swa_jax.evaluate.nll import score_batch
+from swa_jax.pattern import AttentionPattern
+from swa_jax.select import MaskEvaluator, Score, bosch, bosch_pattern
+from swa_jax.select.bosch import adaptive_counts, layer_weights
+from swa_jax.select.heads import head_mask
+from swa_jax.select.search import search, with_ones
+
+HEADS = LAYERS * KV_HEADS
+RATIO = 1 - len(PLANTED) / HEADS
+
+
+@pytest.fixture(scope="module")
+def model():
+    return planted_model()
+
+
+@pytest.fixture(scope="module")
+def examples():
+    return planted_examples()
+
+
+def evaluator(model, examples, **options):
+    return MaskEvaluator(model, examples, sliding_window=WINDOW_SIZE, batch_size=16, **options)
+
+
+@pytest.fixture(scope="module")
+def evaluate(model, examples):
+    return evaluator(model, examples)
+
+
+def test_each_planted_head_answers_its_class_alone(evaluate):
+    assert evaluate(np.ones((LAYERS, KV_HEADS), bool)).accuracy == 1
+    assert evaluate(np.zeros((LAYERS, KV_HEADS), bool)).accuracy == 0
+    assert evaluate(planted_mask()).accuracy == 1
+    for layer, head in PLANTED:
+        without = planted_mask()
+        without[layer, head] = False
+        assert evaluate(without).accuracy == 1 - 1 / len(PLANTED)
+
+
+def test_the_planted_heads_are_found_with_one_compilation(model, examples):
+    before = score_batch._cache_size()
+    evaluate, seen = evaluator(model, examples), []
+    chosen = bosch(evaluate, RATIO, progress=lambda done, total: seen.append((done, total)))
+    np.testing.assert_array_equal(chosen.full, planted_mask())
+    assert score_batch._cache_size() - before <= 1  # 0 where another test has scored this shape
+    assert chosen.num_windowed == chosen.target == HEADS - len(PLANTED)
+    assert chosen.score.accuracy == chosen.original.accuracy == 1
+    assert [done for done, _ in seen] == list(range(1, len(seen) + 1))
+    assert all(done <= total for done, total in seen)
+    assert seen[-1][0] == seen[-1][1]
+
+
+def test_a_search_that_cannot_try_everything_comes_close_and_repeats_itself(evaluate):
+    # In Stage 3 it sees 24 of the 28 ways to window 6 (or 2) of the 8 heads of two layers.
+    runs = [bosch(evaluate, RATIO, iterations=12, seed=seed) for seed in (0, 1, 2, 3, 3)]
+    np.testing.assert_array_equal(runs[-1].full, runs[-2].full)
+    assert all(run.score.accuracy >= 1 - 2 / len(PLANTED) for run in runs)
+    assert sum((run.full == planted_mask()).all() for run in runs[:-1]) >= 2
+
+
+@pytest.mark.parametrize("variant", ["bosch", "single", "multi", "layer"])
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75, 0.875])
+def test_counts_are_kept(evaluate, variant, ratio):
+    chosen = bosch(evaluate, ratio, variant=variant, iterations=2)
+    by_layer = (~chosen.full).sum(1)
+    if variant == "single":
+        assert (by_layer == np.ceil(ratio * KV_HEADS)).all()
+    elif variant == "layer":
+        assert set(by_layer.tolist()) == {0, KV_HEADS}
+        assert chosen.num_windowed == chosen.target
+    else:
+        assert chosen.num_windowed == chosen.target == ratio * HEADS
+    if variant == "bosch":
+        for count in set(chosen.layer_counts.tolist()):
+            group = chosen.layer_counts == count
+            assert by_layer[group].sum() == chosen.layer_counts[group].sum()
+
+
+def test_the_ends_of_the_ratio_need_no_search(evaluate):
+    assert bosch(evaluate, 0.0).full.all()
+    assert not bosch(evaluate, 1.0).full.any()
+
+
+def test_prompts_inside_the_window_make_every_mask_the_same(model, examples):
+    evaluate = MaskEvaluator(model, examples, sliding_window=len(examples[0].prompt), batch_size=16)
+    rng = np.random.default_rng(0)
+    scores = {evaluate(rng.random((LAYERS, KV_HEADS)) < 0.5) for _ in range(5)}
+    assert len(scores) == 1  # to the last bit
+    assert evaluate.num_evaluations == 5
+
+
+def test_full_attention_without_an_answer_is_refused(model, examples):
+    wrong = [dataclasses.replace(e, answer=[0]) for e in examples]
+    with pytest.raises(ConfigError, match=r"full attention gets 0.0% of the answers right and windows"):
+        bosch(evaluator(model, wrong), 0.5)
+    with pytest.raises(ConfigError, match=r"ratio is 1\.5"):
+        bosch(evaluator(model, examples), 1.5)
+    with pytest.raises(ConfigError, match="sliding_window is missing"):
+        MaskEvaluator(model, examples)
+
+
+def test_an_interrupted_search_goes_on_and_ends_the_same(model, examples, tmp_path, monkeypatch):
+    whole = evaluator(model, examples)
+    wanted = bosch(whole, RATIO, iterations=5)
+    monkeypatch.setattr("swa_jax.select.evaluator.SAVE_SECONDS", 0.0)
+    file = tmp_path / "scores.json"
+    first = evaluator(model, examples, file=file)
+
+    def stop(done, _):
+        if done == 20:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bosch(first, RATIO, iterations=5, progress=stop)
+    kept = len(json.loads(file.read_text())["scores"])
+    assert 2 < kept == first.num_evaluations < whole.num_evaluations
+    again, calls = evaluator(model, examples, file=file), []
+    score_one = again._evaluate
+    monkeypatch.setattr(again, "_evaluate", lambda full: calls.append(1) or score_one(full))
+    chosen = bosch(again, RATIO, iterations=5)
+    np.testing.assert_array_equal(chosen.full, wanted.full)
+    assert len(calls) == whole.num_evaluations - kept
+    assert again.num_evaluations == whole.num_evaluations
+
+
+def test_scores_of_another_search_are_refused(model, examples, tmp_path):
+    file = tmp_path / "scores.json"
+    first = evaluator(model, examples, file=file)
+    first(np.ones((LAYERS, KV_HEADS), bool))
+    first.save()
+    kept = file.read_bytes()
+    with pytest.raises(ConfigError, match=r"scores made with examples = .*name another file"):
+        evaluator(model, examples[::-1], file=file)
+    with pytest.raises(ConfigError, match="scores made with sliding_window = 8, this search has 9"):
+        MaskEvaluator(model, examples, sliding_window=9, file=file)
+    other = planted_model(noise=0.5, seed=1)
+    with pytest.raises(ConfigError, match="scores of another model"):
+        evaluator(other, examples, file=file)
+    assert file.read_bytes() == kept
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="holds no scores of masks"):
+        evaluator(model, examples, file=file)
+
+
+def test_the_pattern_says_how_it_was_found(evaluate):
+    chosen = bosch(evaluate, RATIO, seed=5)
+    pattern = bosch_pattern(chosen, evaluate, ratio=RATIO, seed=5, data="planted")
+    again = AttentionPattern.from_json(pattern.to_json())
+    assert again == pattern
+    np.testing.assert_array_equal(head_mask(again, KV_HEADS), planted_mask())
+    assert again.full_kv_heads[2] == (0, 1, 3)
+    said = again.provenance
+    assert (said["method"], said["seed"], said["data"], said["windowed_heads"]) == ("bosch", 5, "planted", 24)
+    assert said["scores"]["chosen"]["accuracy"] == 1
+    assert said["evaluations"] >= 32
+    assert said["seconds"] >= 0
+
+
+# ---- the stages alone ----
+
+
+def test_layer_weights_follow_the_corrected_algorithm():
+    # Layer 3 costs nothing, 2 costs .4 of the original, 1 nothing more, 0 another .2.
+    weights = layer_weights(np.array([0.3, 0.5, 0.5, 0.9]) * 0.8, 0.9 * 0.8)
+    drop = np.array([0.2, 0.0, 0.4, 0.0]) / 0.9
+    low, high = np.percentile(drop, (2.5, 97.5))
+    np.testing.assert_allclose(weights, (np.clip(drop, low, high) - low) / (high - low))
+    assert weights[2] == 1 == weights.max()
+    np.testing.assert_array_equal(layer_weights(np.full(4, 0.5), 0.5), 0)  # q_hi == q_lo
+
+
+def test_adaptive_counts_by_hand():
+    nothing = np.zeros(8)
+    # Hardest to easiest is 0, 1, ... 7: buckets 0 0 1 1 2 2 3 4, 13 heads; two sweeps from the easy end reach 24.
+    weights = np.linspace(1, 0, 8)
+    assert adaptive_counts(weights, nothing, 4, 13).tolist() == [0, 0, 1, 1, 2, 2, 3, 4]
+    assert adaptive_counts(weights, nothing, 4, 24).tolist() == [1, 1, 3, 3, 4, 4, 4, 4]
+    assert adaptive_counts(weights, nothing, 4, 9).tolist() == [0, 0, 0, 0, 1, 1, 3, 4]
+    # Ties go by the rise of the loss, then from the top down.
+    assert adaptive_counts(nothing, np.arange(8.0), 4, 13).tolist() == [4, 3, 2, 2, 1, 1, 0, 0]
+    assert adaptive_counts(nothing, nothing, 4, 13).tolist() == [0, 0, 1, 1, 2, 2, 3, 4]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 8])
+def test_adaptive_counts_reach_the_nearest_count_and_end(heads):
+    rng = np.random.default_rng(heads)
+    for layers, ratio in itertools.product([1, 2, 5, 7], np.linspace(0, 1, 9)):
+        target = int(np.ceil(ratio * layers * heads))
+        got = adaptive_counts(rng.random(layers), rng.random(layers), heads, target)
+        assert abs(int(got.sum()) - target) <= 1, (layers, target, got)
+        if heads <= 4:  # the buckets have every count
+            assert got.sum() == target
+
+
+def test_search_keeps_the_count_and_its_budget():
+    rng = np.random.default_rng(0)
+    worth = rng.random(12)
+    for budget, ones in itertools.product([1, 7, 100], [0, 1, 5, 12]):
+        tried = []
+
+        def score(bits):
+            tried.append(bits)  # noqa: B023
+            return Score(0.0, float(worth @ bits))
+
+        start = with_ones(np.zeros(12, bool), ones, rng.permutation(12))
+        found = search(score, start, budget, np.random.default_rng(1))
+        assert all(bits.sum() == ones for bits in tried)
+        assert len({bits.tobytes() for bits in tried}) == len(tried) <= budget
+        assert found.score == max(found.tried) == Score(0.0, float(worth @ found.bits))
+        if ones in (1, 12) and budget == 100:  # tried all
+            assert found.bits.sum() == ones
+            assert set(np.flatnonzero(found.bits)) == set(np.argsort(-worth)[:ones])
+
+
+def test_nomad_keeps_the_count_and_repeats_itself():
+    pytest.importorskip("PyNomad")
+    worth = np.random.default_rng(0).random(10)
+
+    def score(bits):
+        assert bits.sum() == 5
+        return Score(float(worth @ bits) / 10, -1.0)
+
+    start = np.arange(10) < 5
+    runs = [search(score, start, 40, np.random.default_rng(seed), optimizer="nomad") for seed in (1, 1, 2, 1)]
+    assert runs[0].tried == runs[1].tried == runs[3].tried != runs[2].tried
+    assert runs[0].score == max(runs[0].tried) == score(runs[0].bits) > score(start)
+    assert len(runs[0].tried) <= 40
+
+    def broken(bits):
+        raise ValueError("the model is gone")
+
+    with pytest.raises(ValueError, match="the model is gone"):
+        search(broken, start, 40, np.random.default_rng(1), optimizer="nomad")
+
+
+def test_nomad_that_is_not_installed_is_refused(evaluate, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PyNomad", None)
+    with pytest.raises(ConfigError, match="needs PyNomadBBO, which is not installed"):
+        bosch(evaluate, 0.5, optimizer="nomad")

@@ -1,0 +1,119 @@
+"""`select bosch | static | heuristic` and `pattern diff` as a user calls them."""
+
+import json
+
+import numpy as np
+import pytest
+from flax import nnx
+from planted import KV_HEADS, WINDOW_SIZE, planted_examples, planted_mask, planted_model
+from test_cli import fails, run
+
+from swa_jax.checkpoint import save_model
+from swa_jax.config import ModelConfig
+from swa_jax.model import Decoder
+from swa_jax.pattern import AttentionPattern
+from swa_jax.select.heads import head_mask, head_pattern
+
+NEEDLES = ("--examples", 2, "--length", 320, "--batch-size", 2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, byte_tokenizer):
+    config = ModelConfig(
+        vocab_size=257,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.3,
+    )
+    model = Decoder(config, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0))
+    return save_model(
+        model, tmp_path_factory.mktemp("select") / "checkpoint", tokenizer_from=byte_tokenizer.parent
+    )
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """The planted model and its examples in place of a checkpoint's and of needles."""
+    monkeypatch.setattr("swa_jax.select.cli.load_for_cli", lambda *_: (planted_model(), None))
+    monkeypatch.setattr("swa_jax.select.cli.draw_needles", lambda *_: planted_examples())
+
+
+def test_bosch_writes_a_pattern_a_picture_and_its_evaluations(planted, tmp_path):
+    out = tmp_path / "new" / "heads.json"
+    options = ("x", "--ratio", 0.75, "--window", WINDOW_SIZE, "--batch-size", 16, "--out", out)
+    output = run("select", "bosch", *options)
+    assert "needles answered: 100.0%, with full attention 100.0%, all windowed 0.0%" in output
+    assert f"written to {out} and {out.with_suffix('.png')}" in output
+    pattern = AttentionPattern.from_json(out)
+    np.testing.assert_array_equal(head_mask(pattern, KV_HEADS), planted_mask())
+    kept = json.loads(out.with_suffix(".evaluations.json").read_text())["scores"]
+    assert len(kept) == pattern.provenance["evaluations"]
+    assert out.with_suffix(".png").stat().st_size > 1000
+    again = run("select", "bosch", *options)
+    assert f"has the scores of {len(kept)} masks: going on from there" in again
+    assert AttentionPattern.from_json(out) == pattern
+    output = run("select", "bosch", *options, "--variant", "layer", "--iterations", 2, "--seed", 1)
+    assert AttentionPattern.from_json(out).provenance["method"] == "bosch-layer"
+
+
+def test_bosch_says_when_the_prompts_are_too_short(planted, tmp_path):
+    output = run("select", "bosch", "x", "--ratio", 0.5, "--window", 64, "--out", tmp_path / "p.json")
+    assert "windows everywhere do just as well: take longer prompts" in output
+
+
+def test_bosch_refuses_a_model_that_finds_nothing(checkpoint, tmp_path):
+    out = tmp_path / "p.json"
+    arguments = ("--ratio", 0.5, "--window", 16, "--out", out, *NEEDLES)
+    said = run("select", "bosch", checkpoint, *arguments, status=2).strip()  # the progress bar leaves a line
+    assert said.startswith("full attention gets 0.0% of the answers right and windows everywhere 0.0%")
+    assert not out.exists()
+    assert fails("select", "bosch", checkpoint, "--ratio", 0.5, "--out", "x.txt").startswith("--out is x.txt")
+
+
+@pytest.mark.parametrize("method", ["dcam", "razor"])
+def test_static_writes_a_pattern_with_its_scores(checkpoint, tmp_path, method):
+    out = tmp_path / "p.json"
+    run("select", "static", checkpoint, method, "--ratio", 0.5, "--window", 16, "--out", out, *NEEDLES)
+    pattern = AttentionPattern.from_json(out)
+    said = pattern.provenance
+    assert (said["method"], said["windowed_heads"], np.shape(said["scores"])) == (method, 2, (2, 2))
+    assert (~head_mask(pattern, 2)).sum() == 2
+    assert out.with_suffix(".png").exists()
+
+
+def test_static_needs_a_window(checkpoint, tmp_path):
+    arguments = ("select", "static", checkpoint, "dcam", "--ratio", 0.5, "--out", tmp_path / "p.json")
+    assert fails(*arguments) == "--window is missing: give it, as the model's own pattern has none"
+
+
+def test_heuristics_keep_the_count(checkpoint, tmp_path):
+    out = tmp_path / "p.json"
+    run("select", "heuristic", checkpoint, "random-heads", "--ratio", 0.75, "--window", 16, "--out", out)
+    assert (~head_mask(AttentionPattern.from_json(out), 2)).sum() == 3
+
+
+def test_pattern_diff_counts_and_swaps(tmp_path):
+    small, large = np.ones((2, 4), bool), np.ones((2, 4), bool)
+    small[0] = False
+    large[0, 2:] = large[1] = False
+    for name, mask in (("small", small), ("large", large)):
+        head_pattern(mask, 16, 2, {}).to_json(tmp_path / f"{name}.json")
+    files = (tmp_path / "small.json", tmp_path / "large.json")
+    output = run("pattern", "diff", *files, "--kv-heads", 4, "--swap", tmp_path / "swap.json")
+    assert "turnover 50.0% of the first's windowed heads are not the second's (100.0%" in output
+    assert "Jaccard distance 0.750" in output
+    assert "layer 0: only the first windows KV heads [0, 1]" in output
+    assert "layer 1: only the second windows KV heads [0, 1, 2, 3]" in output
+    swapped = AttentionPattern.from_json(tmp_path / "swap.json")
+    assert swapped.num_sink_tokens == 2
+    mask = head_mask(swapped, 4)
+    assert (~mask).sum() == 6
+    assert not mask[0, :2].any()
+    assert fails("pattern", "diff", *files).startswith("--kv-heads is missing")
+    assert (
+        fails("pattern", "diff", *files, "--kv-heads", 1) == "--kv-heads is 1, but a pattern names KV head 1"
+    )

@@ -1,0 +1,309 @@
+"""The static head scores: each against the paper's equations on dense T x T matrices, and their memory at 32K."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from planted import PLANTED, WINDOW_SIZE, planted_examples, planted_mask, planted_model
+
+from swa_jax.config import ConfigError, ModelConfig
+from swa_jax.evaluate import Example
+from swa_jax.evaluate.nll import answer_batches
+from swa_jax.layers import rope_tables
+from swa_jax.model import Decoder
+from swa_jax.pattern import AttentionPattern
+from swa_jax.select import attention_rows, static
+from swa_jax.select.heads import (
+    compare_masks,
+    head_mask,
+    head_pattern,
+    heuristic_mask,
+    swap_back,
+    window_most_local,
+)
+from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
+
+WINDOW = 100
+CONFIG = ModelConfig(
+    vocab_size=61,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    qk_norm=True,
+    initializer_range=0.4,
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = Decoder(CONFIG, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0))
+    for norm in (model.layers.attention.q_norm, model.layers.attention.k_norm):
+        # Attention that is far from uniform, and heads whose queries differ in norm.
+        norm.scale[...] = jnp.asarray(np.random.default_rng(1).uniform(0.4, 2.8, norm.scale[...].shape))
+    return model
+
+
+@pytest.fixture(scope="module")
+def examples():
+    rng = np.random.default_rng(0)
+    drawn = [rng.integers(CONFIG.vocab_size, size=n).tolist() for n in (512, 333)]
+    return [Example(tokens[:-5], tokens[-5:], []) for tokens in drawn]
+
+
+@pytest.fixture
+def several_blocks(monkeypatch):
+    monkeypatch.setattr(
+        attention_rows, "ROW_BYTES", 100 * 4 * 3 * 4 * 512
+    )  # 100 query rows, not a divisor of 512
+    jax.clear_caches()
+
+
+def dense(model, tokens, probes):
+    """One text [T] through the model with whole attention matrices: logits [T, V], and [L, H, T, T] probabilities."""
+    graph, weights = nnx.split(model.layers)
+    group = CONFIG.num_attention_heads // CONFIG.num_key_value_heads
+    cos, sin = rope_tables(CONFIG, jnp.arange(len(tokens))[None])
+    context = static._context(model, jnp.ones((1, len(tokens)), jnp.int32))
+    assert (context.cos == cos).all()
+    assert (context.sin == sin).all()
+    causal = np.tril(np.ones((len(tokens), len(tokens)), bool))
+    x, all_logits, all_weights, queries = model.embed(jnp.asarray(tokens)[None]), [], [], []
+    for layer in range(CONFIG.num_hidden_layers):
+        block = nnx.merge(graph, jax.tree.map(lambda w, layer=layer: w[layer], weights))
+        q, k, v = block.attention.qkv(block.input_norm(x), context)
+        k, v = (jnp.repeat(t, group, axis=2) for t in (k, v))
+        logits = jnp.einsum("bthd,bshd->hts", q, k, precision="highest") / np.sqrt(CONFIG.head_dim)
+        weights_ = jax.nn.softmax(jnp.where(causal, logits, -jnp.inf), axis=-1)
+        all_logits.append(logits)
+        all_weights.append(weights_)
+        queries.append(q[0])
+        mixed = jnp.einsum("hts,bshd->bthd", weights_ + probes[layer], v, precision="highest")
+        x = block.feed_forward(x + block.attention.output(mixed))
+    return model.logits(model.norm(x))[0], jnp.stack(all_logits), jnp.stack(all_weights), jnp.stack(queries)
+
+
+@functools.cache
+def _dense_tokens(model, tokens):
+    probes = jnp.zeros((CONFIG.num_hidden_layers, 1, 1, 1))
+    _, logits, weights, q = dense(model, list(tokens), probes)
+    return tuple(np.asarray(x, np.float64) for x in (logits, weights, q))
+
+
+def over_rows(model, examples, row):
+    """The mean over examples and targets t of `row(logits [L, H, t + 1], weights likewise, t, example's q)`."""
+    values = []
+    for e in examples:
+        logits, weights, q = _dense_tokens(model, tuple(e.prompt + e.answer))
+        for t in range(weights.shape[2]):
+            values.append(row(logits[:, :, t, : t + 1], weights[:, :, t, : t + 1], t, q))
+    return np.mean(values, axis=0)
+
+
+def dense_dcam(model, examples):
+    return over_rows(model, examples, lambda _, weights, t, q: weights[..., -WINDOW:].sum(-1))
+
+
+def dense_qada(model, examples):
+    def row(logits, _, t, q):
+        near, far = logits[..., -WINDOW:], logits[..., :-WINDOW]
+        if far.shape[-1] == 0:
+            return np.ones(logits.shape[:2])
+        buffer = far[..., -64:]
+        inside = np.exp(near).sum(-1)
+        outside = far.shape[-1] * np.exp(buffer.mean(-1) + buffer.var(-1) / 2)
+        return inside / (inside + outside)
+
+    return over_rows(model, examples, row)
+
+
+def dense_proxy(model, examples):
+    def row(_, weights, t, q):
+        blocks = -(-(t + 1) // 64)
+        masses = np.stack(
+            [weights[..., 64 * b : 64 * (b + 1)].sum(-1) for b in range(blocks)], -1
+        )  # [L, H, n]
+        needed = np.zeros(masses.shape[:2])
+        for layer in range(len(masses)):
+            head = np.linalg.norm(q[layer], axis=-1).mean(0).argmax()
+            order = np.argsort(-masses[layer, head], kind="stable")
+            for h in range(masses.shape[1]):
+                reached = np.cumsum(masses[layer, h, order])
+                needed[layer, h] = 1 + np.argmax(reached >= 0.9 * masses[layer, h].sum())
+        return needed / blocks
+
+    return over_rows(model, examples, row)
+
+
+def dense_apl(model, examples):
+    lags = []
+    for e in examples:
+        _, weights, _ = _dense_tokens(model, tuple(e.prompt + e.answer))
+        lags.append(np.argmax(weights[:, :, -1, ::-1], axis=-1))
+    return 1 - np.minimum(1, np.median(lags, axis=0) / WINDOW)
+
+
+def dense_razor(model, examples):
+    period = 512 // 4
+    passage = np.random.default_rng(7).integers(CONFIG.vocab_size, size=period).tolist()
+    _, weights, _ = _dense_tokens(model, tuple(passage * 4))
+    targets = np.arange(period, 4 * period)
+    z = []
+    for source in (targets - period, targets - period + 1):
+        mean = weights[:, :, targets, source].mean(-1)
+        z.append((mean - mean.mean()) / mean.std())
+    return np.maximum(*z)
+
+
+def dense_fisher(model, examples):
+    sums = 0
+    for e in examples:
+        tokens = e.prompt + e.answer
+        length = len(tokens)
+
+        def loss(probes, tokens=tokens, e=e):
+            log_p = jax.nn.log_softmax(dense(model, tokens, probes)[0])
+            return -log_p[np.arange(len(e.prompt) - 1, len(tokens) - 1), jnp.asarray(e.answer)].mean()
+
+        slope = jax.jit(jax.grad(loss))(
+            jnp.zeros((CONFIG.num_hidden_layers, CONFIG.num_attention_heads, length, length))
+        )
+        phi = (np.asarray(slope, np.float64) * _dense_tokens(model, tuple(tokens))[1]) ** 2
+        lag = np.subtract.outer(np.arange(length), np.arange(length))
+        sums += np.stack([np.where(lag < WINDOW, phi, 0).sum((2, 3)), phi.sum((2, 3))])
+    return sums[0] / sums[1]
+
+
+@pytest.mark.parametrize("method", LARGER_IS_LOCAL)
+def test_each_score_is_that_of_whole_matrices(model, examples, several_blocks, method):
+    want = globals()[f"dense_{method}"](model, examples)  # [L, H]
+    got = static_scores(model, examples, method, sliding_window=WINDOW, batch_size=2, seed=7)
+    assert got.shape == (2, 2)
+    np.testing.assert_allclose(got, want.reshape(2, 2, 2).mean(-1), atol=1e-5, rtol=0)
+    assert np.ptp(want) > 0.02  # there is something to agree on
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["apl", "proxy", "fisher"])
+def test_padding_and_batches_change_nothing(model, examples, method):
+    one = static_scores(model, examples, method, sliding_window=WINDOW, batch_size=1)
+    two = static_scores(model, examples[::-1], method, sliding_window=WINDOW, batch_size=2)
+    np.testing.assert_allclose(one, two, atol=1e-5)
+
+
+def test_a_window_that_holds_everything_leaves_nothing_to_lose(model, examples):
+    for method in ("qada", "fisher"):
+        got = static_scores(model, examples, method, sliding_window=512, batch_size=2)
+        np.testing.assert_allclose(got, 1, atol=1e-6, err_msg=method)
+
+
+def test_models_without_such_attention_are_refused(examples):
+    config = dataclasses.replace(CONFIG, attention_activation="sigmoid")
+    model = Decoder(config, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0))
+    with pytest.raises(ConfigError, match="dcam scores heads of softmax attention without ALiBi"):
+        static_scores(model, examples, "dcam", sliding_window=8)
+
+
+@pytest.mark.parametrize("method", ["dcam", "razor"])
+def test_examples_are_needed(model, method):
+    with pytest.raises(ValueError, match="examples is empty"):
+        static_scores(model, [], method, sliding_window=8)
+
+
+@pytest.mark.parametrize(
+    ("method", "hits"), [("fisher", range(7, 9)), ("dcam", range(5)), ("razor", range(5))]
+)
+def test_only_what_the_answers_depend_on_points_at_the_planted_heads(method, hits):
+    # They look far from one token in 48 and say nothing to others, so that averages over queries pass them by.
+    model, examples = planted_model(), planted_examples()
+    scores = static_scores(model, examples, method, sliding_window=WINDOW_SIZE, batch_size=16)
+    full = window_most_local(scores, 1 - len(PLANTED) / scores.size, larger_is_local=LARGER_IS_LOCAL[method])
+    assert full.sum() == len(PLANTED)
+    assert int((full & planted_mask()).sum()) in hits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", LARGER_IS_LOCAL)
+def test_32k_tokens_take_less_than_2_gb(method):
+    config = dataclasses.replace(
+        CONFIG,
+        hidden_size=256,
+        intermediate_size=768,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=32,
+    )
+    model = Decoder(config, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0))
+    graph, weights = nnx.split(model)
+    ((_, batch),) = answer_batches([Example([1] * 32763, [2] * 5, [])], 1, False)
+    if method == "fisher":
+        lowered = static.fisher_masses.lower(graph, weights, batch, 1024)
+    else:
+        lowered = static.layer_statistics.lower(
+            graph, weights, batch.tokens, batch.segment_ids, (method, 1024)
+        )
+    used = lowered.compile().memory_analysis().temp_size_in_bytes
+    assert used < 2e9, f"{used / 1e9:.2f} GB"
+    whole_matrix = 4 * 16 * 32768**2
+    assert used < whole_matrix / 30
+
+
+# ---- masks and heuristics ----
+
+
+def test_ranking_windows_the_most_local_heads_and_keeps_the_count():
+    scores = np.array([[0.1, 0.9, 0.5], [0.5, 0.2, 0.9]])
+    assert window_most_local(scores, 0.5, larger_is_local=True).tolist() == [
+        [True, False, False],
+        [True, True, False],
+    ]
+    assert (~window_most_local(scores, 0.5, larger_is_local=False)).tolist() == [
+        [True, False, True],
+        [False, True, False],
+    ]
+    assert window_most_local(scores, 0.51, larger_is_local=True).sum() == 2  # rounded up
+    assert (~window_most_local(np.zeros((2, 5)), 0.7, larger_is_local=True)).sum() == 7
+    with pytest.raises(ConfigError, match="KV head 1 in layer 0 is not finite"):
+        window_most_local([[0.0, float("nan")]], 0.5, larger_is_local=True)
+
+
+def test_heuristics_by_hand():
+    full = {kind: heuristic_mask(kind, 8, 4, 0.75) for kind in ("interleave", "begin-middle-end", "random")}
+    assert np.flatnonzero(full["interleave"].all(1)).tolist() == [3, 7]
+    assert full["begin-middle-end"].sum() == full["random"].sum() == 8
+    assert set(full["random"].sum(1).tolist()) == {0, 4}
+    uneven = heuristic_mask("interleave", 8, 4, 0.8)  # 6 full heads: a layer and a half
+    assert uneven.sum(1).tolist() == [0, 0, 0, 4, 0, 0, 0, 2]
+    for ratio in (0.0, 0.3, 1.0):
+        for kind in (*full, "random-heads"):
+            mask = heuristic_mask(kind, 8, 4, ratio, seed=1)
+            assert (~mask).sum() == np.ceil(ratio * 32), (kind, ratio)
+
+
+def test_masks_and_patterns_are_two_forms_of_one_thing():
+    mask = np.array([[True, True], [False, False], [True, False]])
+    pattern = head_pattern(mask, 16, 2, {"method": "by hand"})
+    assert pattern.layer_types == ("full_attention", "sliding_attention", "head_hybrid_attention")
+    np.testing.assert_array_equal(head_mask(pattern, 2), mask)
+    with pytest.raises(ConfigError, match="layer 0 is routed"):
+        head_mask(AttentionPattern.from_recipe("switch", 2), 2)
+
+
+def test_turnover_and_jaccard_by_hand():
+    small, large = np.ones(8, bool), np.ones(8, bool)
+    small[[0, 1, 2, 3]] = False  # rho = .5
+    large[[2, 3, 4, 5, 6, 7]] = False  # rho = .75: at most 2 of the 4 can be missing
+    got = compare_masks(small, large)
+    assert got == (0.5, 1.0, 1 - 2 / 8)
+    assert compare_masks(small, small) == (0, 0, 0)
+    swapped = swap_back(small, large, seed=0)
+    assert (~swapped).sum() == 6
+    assert not swapped[[0, 1]].any()
+    with pytest.raises(ConfigError, match="different models"):
+        compare_masks(small, large[:4])
