@@ -1,0 +1,124 @@
+"""A model on RULER's needle tasks: every (task, length, depth) generated, scored, and with its intervals."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from swa_jax.config import ConfigError
+from swa_jax.evaluate.accuracy import generate_answers
+from swa_jax.evaluate.bootstrap import accuracy_interval, bootstrap
+from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.ruler import TOKENS_TO_GENERATE, HaystackSource, ruler_examples, ruler_grid
+from swa_jax.model import Decoder
+from swa_jax.tokenizer import Tokenizer
+
+Cell = tuple[str, int, float | None]  # task, length, depth (None: drawn as RULER does)
+
+
+@dataclass(frozen=True)
+class RulerScore:
+    """One cell. `score` is the mean of `string_match_all`, from 0 to 1."""
+
+    task: str
+    length: int
+    depth: float | None
+    score: float
+    interval: list[float]  # Wilson's, 95 %
+    bootstrap_interval: list[
+        float
+    ]  # percentile bootstrap over examples, 95 %; no width where all scores are equal
+    num_examples: int
+    prompt_tokens: list[int]  # the shortest and the longest
+    haystack: str
+
+
+def ruler_cells(
+    tokenizer: Tokenizer,
+    tasks: Sequence[str],
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float] | None,
+    num_examples: int,
+    haystack: HaystackSource = None,
+    max_new_tokens: int = TOKENS_TO_GENERATE,
+    wrap: str = "{prompt}",
+    seed: int = 0,
+) -> dict[Cell, list[Example]]:
+    """`num_examples` for every task, length and depth, the same for every model with this tokenizer."""
+    cells: dict[Cell, list[Example]] = {}
+    for task, length in itertools.product(tasks, lengths):
+        options = dict(haystack=haystack, max_new_tokens=max_new_tokens, wrap=wrap, seed=seed)
+        if depths is None:
+            cells[task, length, None] = ruler_examples(
+                tokenizer, task, length=length, num_examples=num_examples, **options
+            )
+        else:
+            grid = ruler_grid(
+                tokenizer, task, lengths=[length], depths=depths, num_examples=num_examples, **options
+            )
+            cells |= {(task, length, depth): examples for (_, depth), examples in grid.items()}
+    return cells
+
+
+def ruler_scores(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    cells: dict[Cell, list[Example]],
+    *,
+    max_new_tokens: int = TOKENS_TO_GENERATE,
+    batch_size: int = 16,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[RulerScore]:
+    """Greedy answers to every cell of `ruler_cells`, in its order. Cells of one length share batches.
+
+    Args:
+      max_new_tokens: as the cells were made with; an end-of-text token ends an answer earlier.
+      progress: called with the examples done and their number.
+
+    Raises:
+      ConfigError: a cell was made for fewer new tokens, so that its prompts leave no room for these.
+    """
+    stop = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    total, done = sum(map(len, cells.values())), 0
+    by_length: dict[int, list[Cell]] = {}
+    for cell in cells:
+        by_length.setdefault(cell[1], []).append(cell)
+    scores: dict[Cell, np.ndarray] = {}
+    for length, some in by_length.items():
+        examples = [example for cell in some for example in cells[cell]]
+        if any(example.meta["max_new_tokens"] < max_new_tokens for example in examples):
+            raise ConfigError(
+                f"prompts of length {length} leave less than max_new_tokens = {max_new_tokens} for the answer"
+            )
+        answers = generate_answers(
+            model,
+            tokenizer,
+            examples,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            timed=False,
+            stop_tokens=stop,
+        )
+        ends = np.cumsum([len(cells[cell]) for cell in some])[:-1]
+        scores |= dict(zip(some, np.split(answers.scores, ends), strict=True))
+        done += len(examples)
+        progress(done, total)
+    return [_cell_score(cell, examples, scores[cell]) for cell, examples in cells.items()]
+
+
+def _cell_score(cell: Cell, examples: Sequence[Example], scores: np.ndarray) -> RulerScore:
+    wilson, resampled = accuracy_interval(scores), bootstrap(scores)
+    tokens = [len(example.prompt) for example in examples]
+    return RulerScore(
+        *cell,
+        score=wilson.mean,
+        interval=[wilson.low, wilson.high],
+        bootstrap_interval=[resampled.low, resampled.high],
+        num_examples=len(examples),
+        prompt_tokens=[min(tokens), max(tokens)],
+        haystack=examples[0].meta["haystack"],
+    )
