@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-import dataclasses
 import glob
 import importlib.metadata
 import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from typer import Argument, Option
 
 from swa_jax.bench.cli import app as bench_app
+from swa_jax.cli_options import (
+    BatchSize,
+    ComputeDtype,
+    FullDecode,
+    Haystack,
+    Length,
+    Model,
+    NumKeys,
+    Seed,
+    SinkTokens,
+    Window,
+    draw_needles,
+    load_checkpoint,
+    resolve_pattern,
+    with_options,
+)
 from swa_jax.config import ConfigError, ModelConfig, sentence
 from swa_jax.data.cli import app as data_app
-from swa_jax.pattern import AttentionPattern, load_pattern
+from swa_jax.evaluate_cli import evaluate
+from swa_jax.pattern import AttentionPattern
 from swa_jax.train_cli import compile_, train
 
 if TYPE_CHECKING:
-    from swa_jax.evaluate import Example
-    from swa_jax.model import Decoder
-    from swa_jax.tokenizer import Tokenizer
+    pass
 
 
 class Verbs(typer.core.TyperGroup):
@@ -84,76 +98,6 @@ def _options(
     ] = False,
 ) -> None:
     """Sliding-window attention for long context: import a model, choose its layers, measure what that costs."""
-
-
-# ---- options that several verbs share ----
-
-Model = Annotated[Path, Argument(help="A checkpoint folder, as `import` and `train` make it.")]
-Window = Annotated[
-    int | None, Option("--window", help="Visible keys of a windowed query, its own included.", min=1)
-]
-SinkTokens = Annotated[
-    int | None, Option("--sink-tokens", help="First tokens that stay visible beside the window.", min=0)
-]
-FullDecode = Annotated[
-    bool | None,
-    Option("--fa-decode/--no-fa-decode", help="Whether answers see everything.", show_default=False),
-]
-NumKeys = Annotated[int, Option("--keys", help="Needles in a prompt, one of which is asked for.", min=1)]
-Length = Annotated[int, Option("--length", help="Tokens of a needle prompt with its answer.", min=1)]
-Haystack = Annotated[
-    Path | None, Option("--haystack", help="A text to hide needles in; default: Python library sources.")
-]
-BatchSize = Annotated[int, Option("--batch-size", min=1)]
-Seed = Annotated[int, Option("--seed", min=0)]
-Dtype = Literal["float32", "bfloat16"]
-ComputeDtype = Annotated[
-    Dtype | None,
-    Option("--dtype", help="Of weights and arithmetic; default: as stored. CPUs are faster in float32."),
-]
-
-
-def _resolve_pattern(
-    source: str,
-    layers: int | ModelConfig,
-    window: int | None,
-    sink_tokens: int | None,
-    full_decode: bool | None,
-) -> AttentionPattern:
-    """A recipe or a pattern file; options that are given win over both."""
-    options = {
-        "sliding_window": window,
-        "num_sink_tokens": sink_tokens,
-        "full_attention_decode": full_decode,
-    }
-    if not source.endswith(".json"):
-        return AttentionPattern.from_recipe(source, layers, **options)  # type: ignore[arg-type]
-    given = {name: value for name, value in options.items() if value is not None}
-    pattern = dataclasses.replace(AttentionPattern.from_json(Path(source)), **given)  # type: ignore[arg-type]
-    return load_pattern(pattern, layers) if isinstance(layers, ModelConfig) else pattern
-
-
-def _load(model: Path, dtype: Dtype | None) -> tuple[Decoder, Tokenizer]:
-    from swa_jax.checkpoint import load_model
-    from swa_jax.tokenizer import load_tokenizer
-
-    return load_model(model, dtype=dtype), load_tokenizer(model)
-
-
-def _needles(
-    tokenizer: Tokenizer, count: int, length: int, keys: int, haystack: Path | None, depths: Any, seed: int
-) -> list[Example]:
-    from swa_jax.evaluate import needle_examples
-
-    return needle_examples(
-        tokenizer,
-        length=length,
-        num_examples=count,
-        num_keys=keys,
-        depths=depths,
-        haystack=None if haystack is None else [haystack],
-        seed=seed,
-    )
 
 
 # ---- verbs ----
@@ -223,7 +167,7 @@ def pattern(
         raise ConfigError(
             "give one of --layers N and --model DIR: a recipe needs to know how deep the model is"
         )
-    chosen = _resolve_pattern(recipe, size, window, sink_tokens, fa_decode)
+    chosen = resolve_pattern(recipe, size, window, sink_tokens, fa_decode)
     typer.echo(chosen)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -260,8 +204,8 @@ def select_nll(
         raise ConfigError("give exactly one of --budget and --one-in: how many layers stay full")
     if out.suffix != ".json":
         raise ConfigError(f"--out is {out}: a pattern file must end in .json")
-    decoder, tokenizer = _load(model, dtype)
-    drawn = _needles(tokenizer, examples, length, keys, haystack, None, seed)
+    decoder, tokenizer = load_checkpoint(model, dtype)
+    drawn = draw_needles(tokenizer, examples, length, keys, haystack, None, seed)
     with Progress(transient=True) as progress:
         task = progress.add_task("scoring layers")
         scores = nll_deltas(
@@ -290,6 +234,7 @@ def select_nll(
 
 app.command()(train)
 app.command("compile")(compile_)
+app.command()(evaluate)
 
 
 @app.command()
@@ -312,8 +257,8 @@ def generate(
     """Continue a prompt and print the new text."""
     from swa_jax.generation import generate as run
 
-    decoder, tokenizer = _load(model, dtype)
-    decoder = _with_options(decoder, pattern, window, sink_tokens, fa_decode)
+    decoder, tokenizer = load_checkpoint(model, dtype)
+    decoder = with_options(decoder, pattern, window, sink_tokens, fa_decode)
     new = run(
         decoder,
         [tokenizer.start_ids + tokenizer.encode(sys.stdin.read() if prompt == "-" else prompt)],
@@ -325,107 +270,6 @@ def generate(
         seed=seed,
     )
     typer.echo(tokenizer.decode(new[0]))
-
-
-@app.command()
-def evaluate(
-    model: Model,
-    pattern: Annotated[
-        list[str] | None,
-        Option(help="A recipe or a pattern JSON, repeatable; default: the checkpoint's own."),
-    ] = None,
-    window: Window = None,
-    sink_tokens: SinkTokens = None,
-    fa_decode: FullDecode = None,
-    needles: Annotated[int, Option(help="Needle prompts a pattern; 0 leaves them out.", min=0)] = 48,
-    length: Length = 1024,
-    keys: NumKeys = 1,
-    haystack: Haystack = None,
-    text: Annotated[Path | None, Option(help="Also give the perplexity of this text.")] = None,
-    context: Annotated[int, Option(help="Tokens of that text a pass.", min=1)] = 1024,
-    depths: Annotated[
-        str, Option(help="Where the needles lie, as fractions of the prompt, taken in turn.")
-    ] = "0,0.2,0.4,0.6,0.8,1",
-    batch_size: BatchSize = 16,
-    dtype: ComputeDtype = None,
-    seed: Seed = 0,
-    out: Annotated[Path | None, Option(help="Write results.json and a picture to this folder.")] = None,
-) -> None:
-    """Measure patterns: needles found, answer loss, cache memory, speed, perplexity."""
-    from swa_jax.checkpoint import write_json
-    from swa_jax.evaluate import perplexity
-    from swa_jax.evaluate.measure import measure_pattern
-    from swa_jax.evaluate.needle import read_text
-    from swa_jax.report import needle_heat_map, pattern_table, wide_console
-
-    if not needles and text is None:
-        raise ConfigError("nothing to measure: --needles is 0 and no --text is given")
-    decoder, tokenizer = _load(model, dtype)
-    names = pattern or ["own"]
-    sources: list[str] | list[None] = pattern or [None]
-    models = [_with_options(decoder, source, window, sink_tokens, fa_decode) for source in sources]
-    places = _fractions(depths)
-    drawn = _needles(tokenizer, needles, length, keys, haystack, places, seed) if needles else []
-    longest = max((len(example.answer) for example in drawn), default=1)
-    tokens = tokenizer.start_ids + tokenizer.encode(read_text([text])) if text is not None else []
-    rows: list[dict[str, Any]] = []
-    heat: list[list[float]] = []
-    console = wide_console()
-    for name, measured in zip(names, models, strict=True):
-        row: dict[str, Any] = {"name": name}
-        with console.status(f"measuring {name}"):
-            if drawn:
-                row, answers = measure_pattern(
-                    name, measured, tokenizer, drawn, max_new_tokens=longest + 2, batch_size=batch_size
-                )
-                heat.append(
-                    [float(part.mean()) if len(part := answers.scores[i :: len(places)]) else float("nan")
-                     for i in range(len(places))]
-                )  # fmt: skip
-            if tokens:
-                scored = perplexity(measured, tokens, context=context, batch_size=batch_size)
-                row |= {"perplexity": scored.perplexity, "text_tokens": scored.num_tokens}
-        rows.append(row)
-    if drawn:
-        console.print(pattern_table(rows))
-    for row in rows if tokens else []:
-        console.print(f"{row['name']}: perplexity {row['perplexity']:.2f} over {row['text_tokens']} tokens")
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        results = {
-            "model": str(model),
-            "haystack": str(haystack or "python library"),
-            "length": length,
-            "keys": keys,
-            "seed": seed,
-            "rows": rows,
-        }
-        write_json(out / "results.json", results)
-        if drawn:
-            needle_heat_map(heat, names, [f"{depth:.0%}" for depth in places], out / "needles.png")
-        typer.echo(f"written to {out}")
-
-
-def _fractions(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--depths must be fractions such as 0,0.5,1, got '{text}'") from None
-
-
-def _with_options(
-    model: Decoder, source: str | None, window: int | None, sink_tokens: int | None, full_decode: bool | None
-) -> Decoder:
-    """The model under another pattern, or under its own with the options that are given."""
-    if source is not None:
-        return model.with_pattern(_resolve_pattern(source, model.config, window, sink_tokens, full_decode))
-    options = {
-        "sliding_window": window,
-        "num_sink_tokens": sink_tokens,
-        "full_attention_decode": full_decode,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
-    return model.with_pattern(dataclasses.replace(model.pattern, **given)) if given else model  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
 DEPTHS = np.round(np.linspace(0, 100, 40)).astype(int) / 100  # where RULER puts needles in essays
 
 HaystackSource = str | Iterable[str | Path] | None
+Cell = tuple[str, int, float | None]  # task, length, depth (None: drawn as RULER does)
 
 
 @dataclass(frozen=True)
@@ -124,30 +125,36 @@ def ruler_examples(
 
 def ruler_grid(
     tokenizer: TextTokenizer,
-    task: str,
+    tasks: Sequence[str],
     *,
     lengths: Sequence[int],
-    depths: Sequence[float],
+    depths: Sequence[float] | None,
     num_examples: int,
     haystack: HaystackSource = None,
     max_new_tokens: int = TOKENS_TO_GENERATE,
     wrap: str = "{prompt}",
     seed: int = 0,
-) -> dict[tuple[int, float], list[Example]]:
-    """`num_examples` examples of a task for every (length, depth)."""
+) -> dict[Cell, list[Example]]:
+    """`num_examples` for every task, length and depth. Keys and values are the same at every length.
+
+    Args:
+      depths: None leaves them to `ruler_examples`: one cell for each task and length.
+    """
     return {
-        (length, depth): ruler_examples(
+        (task, length, depth): ruler_examples(
             tokenizer,
             task,
             length=length,
             num_examples=num_examples,
-            depths=[depth],
+            depths=None if depth is None else [depth],
             haystack=haystack,
             max_new_tokens=max_new_tokens,
             wrap=wrap,
-            seed=seed + 7919 * cell,
+            seed=seed + 7919 * number,
         )
-        for cell, (length, depth) in enumerate(itertools.product(lengths, depths))
+        for task in tasks
+        for length in lengths
+        for number, depth in enumerate([None] if depths is None else depths)
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,11 +11,9 @@ from swa_jax.config import ConfigError
 from swa_jax.evaluate.accuracy import generate_answers
 from swa_jax.evaluate.bootstrap import accuracy_interval, bootstrap
 from swa_jax.evaluate.examples import Example
-from swa_jax.evaluate.ruler import TOKENS_TO_GENERATE, HaystackSource, ruler_examples, ruler_grid
+from swa_jax.evaluate.ruler import TOKENS_TO_GENERATE, Cell
 from swa_jax.model import Decoder
 from swa_jax.tokenizer import Tokenizer
-
-Cell = tuple[str, int, float | None]  # task, length, depth (None: drawn as RULER does)
 
 
 @dataclass(frozen=True)
@@ -36,34 +33,6 @@ class RulerScore:
     haystack: str
 
 
-def ruler_cells(
-    tokenizer: Tokenizer,
-    tasks: Sequence[str],
-    *,
-    lengths: Sequence[int],
-    depths: Sequence[float] | None,
-    num_examples: int,
-    haystack: HaystackSource = None,
-    max_new_tokens: int = TOKENS_TO_GENERATE,
-    wrap: str = "{prompt}",
-    seed: int = 0,
-) -> dict[Cell, list[Example]]:
-    """`num_examples` for every task, length and depth, the same for every model with this tokenizer."""
-    cells: dict[Cell, list[Example]] = {}
-    for task, length in itertools.product(tasks, lengths):
-        options = dict(haystack=haystack, max_new_tokens=max_new_tokens, wrap=wrap, seed=seed)
-        if depths is None:
-            cells[task, length, None] = ruler_examples(
-                tokenizer, task, length=length, num_examples=num_examples, **options
-            )
-        else:
-            grid = ruler_grid(
-                tokenizer, task, lengths=[length], depths=depths, num_examples=num_examples, **options
-            )
-            cells |= {(task, length, depth): examples for (_, depth), examples in grid.items()}
-    return cells
-
-
 def ruler_scores(
     model: Decoder,
     tokenizer: Tokenizer,
@@ -73,7 +42,7 @@ def ruler_scores(
     batch_size: int = 16,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[RulerScore]:
-    """Greedy answers to every cell of `ruler_cells`, in its order. Cells of one length share batches.
+    """Greedy answers to every cell of `ruler_grid`, in its order. Cells of one length share batches.
 
     Args:
       max_new_tokens: as the cells were made with; an end-of-text token ends an answer earlier.

@@ -1,0 +1,89 @@
+"""What `swa-jax evaluate` measured, as tables and as grids for pictures. Rows are those of its results.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+Row = Mapping[str, Any]
+
+
+def ruler_table(rows: Sequence[Row]) -> Table:
+    """One line for every pattern, task, length and depth."""
+    table = _table("RULER: share of the hidden values that the answers repeat")
+    haystacks = dict.fromkeys(row["haystack"] for row in rows)
+    table.caption = (
+        "95 % interval in brackets (Wilson). Prompts leave room for the answer and are within 1 % below their length.\n"
+        f"Haystacks: {'; '.join(haystacks)}. RULER's own essays are not shipped: name them with --haystack."
+    )
+    deep = any(row["depth"] is not None for row in rows)
+    for title in ("Pattern", "Task"):
+        table.add_column(title, no_wrap=True)
+    for title in ("Length", *(["Depth"] if deep else []), "Found", "Examples"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        low, high = row["interval"]
+        depth = [f"{row['depth']:.0%}"] if deep else []
+        found = f"{100 * row['score']:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
+        table.add_row(row["name"], row["task"], str(row["length"]), *depth, found, str(row["num_examples"]))
+    return table
+
+
+def ruler_heat(rows: Sequence[Row]) -> tuple[list[list[float]], list[str], list[str]]:
+    """Scores for a heat map, with its labels: depths across where they were asked for, else lengths."""
+    deep = any(row["depth"] is not None for row in rows)
+
+    def place(row: Row) -> tuple[str, str]:
+        name = f"{row['name']}, {row['task']}"
+        if deep:
+            return f"{name}, {row['length']}", f"{row['depth']:.0%}"
+        return name, str(row["length"])
+
+    return _grid([(place(row), row["score"]) for row in rows])
+
+
+def sweep_table(rows: Sequence[Row]) -> Table:
+    """One line a pattern and window, one column a length."""
+    table = _table("Perplexity by evaluation window and length")
+    extrapolated = any(row["past_training_length"] for row in rows)
+    table.caption = (
+        f"The same {rows[0]['num_tokens']} tokens in every cell; 95 % bootstrap interval over "
+        f"{rows[0]['num_blocks']} blocks of them."
+    ) + ("\n* longer than the context that the model's config names." if extrapolated else "")
+    table.add_column("Pattern", no_wrap=True)
+    table.add_column("Window", justify="right", no_wrap=True)
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for row in rows:
+        low, high = row["interval"]
+        star = "*" if row["past_training_length"] else ""
+        line = cells.setdefault((row["name"], _window(row)), {})
+        line[row["length"]] = f"{row['perplexity']:.2f}{star} [{low:.2f}, {high:.2f}]"
+    for length in dict.fromkeys(row["length"] for row in rows):
+        table.add_column(f"Length {length}", justify="right", no_wrap=True)
+    for (name, window), line in cells.items():
+        table.add_row(name, window, *line.values())
+    return table
+
+
+def sweep_heat(rows: Sequence[Row]) -> tuple[list[list[float]], list[str], list[str]]:
+    """Losses in nats a token for a heat map, with its labels: windows down, lengths across."""
+    return _grid(
+        [((f"{row['name']}, window {_window(row)}", str(row["length"])), row["nll"]) for row in rows]
+    )
+
+
+def _window(row: Row) -> str:
+    return "full" if row["window"] is None else str(row["window"])
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, box=box.SIMPLE, title_justify="left", caption_justify="left")
+
+
+def _grid(cells: Sequence[tuple[tuple[str, str], float]]) -> tuple[list[list[float]], list[str], list[str]]:
+    values = dict(cells)
+    rows, columns = (list(dict.fromkeys(place[axis] for place, _ in cells)) for axis in (0, 1))
+    return [[values[row, column] for column in columns] for row in rows], rows, columns

@@ -1,0 +1,298 @@
+"""The verb `evaluate`: patterns of one model measured on needles, RULER's tasks and text."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from typer import Option
+
+from swa_jax.cli_options import (
+    BatchSize,
+    ComputeDtype,
+    FullDecode,
+    Haystack,
+    Length,
+    Model,
+    NumKeys,
+    Seed,
+    SinkTokens,
+    Window,
+    draw_needles,
+    fractions,
+    load_checkpoint,
+    numbers,
+    text_files,
+    with_options,
+)
+from swa_jax.config import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from swa_jax.evaluate import Example
+    from swa_jax.evaluate.ruler import Cell
+    from swa_jax.model import Decoder
+    from swa_jax.tokenizer import Tokenizer
+
+    type Models = Sequence[tuple[str, Decoder]]
+
+DEFAULT_NEEDLES = 48
+DEFAULT_DEPTHS = "0,0.2,0.4,0.6,0.8,1"
+
+
+def evaluate(
+    model: Model,
+    pattern: Annotated[
+        list[str] | None,
+        Option(help="A recipe or a pattern JSON, repeatable; default: the checkpoint's own."),
+    ] = None,
+    window: Window = None,
+    sink_tokens: SinkTokens = None,
+    fa_decode: FullDecode = None,
+    needles: Annotated[
+        int | None,
+        Option(
+            help=f"Needle prompts a pattern; 0 leaves them out. Default: {DEFAULT_NEEDLES}, or 0 with --ruler, "
+            "--windows or --contexts.",
+            min=0,
+            show_default=False,
+        ),
+    ] = None,
+    length: Length = 1024,
+    keys: NumKeys = 1,
+    haystack: Haystack = None,
+    text: Annotated[Path | None, Option(help="Also give the perplexity of this text.")] = None,
+    context: Annotated[int, Option(help="Tokens of that text a pass.", min=1)] = 1024,
+    depths: Annotated[
+        str | None,
+        Option(
+            help=f"Where the needles lie, as fractions of the prompt, taken in turn; default {DEFAULT_DEPTHS}. "
+            "With --ruler: a grid of these depths; default: drawn as RULER does.",
+            show_default=False,
+        ),
+    ] = None,
+    ruler: Annotated[
+        list[str] | None,
+        Option(help="A task of RULER such as niah_single_2, repeatable, or all of them: all."),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        Option(help="Tokens of the RULER prompts with their answers: 4096,8192; default: --length."),
+    ] = None,
+    examples: Annotated[int, Option(help="RULER prompts for each task, length and depth.", min=1)] = 20,
+    max_new_tokens: Annotated[int, Option(help="Tokens of a RULER answer.", min=1)] = 128,
+    template: Annotated[
+        Path | None,
+        Option(help="What a chat model wants around a RULER question: a file that holds {prompt}."),
+    ] = None,
+    windows: Annotated[
+        str | None, Option(help="Perplexity of --text at these windows: 128,1024,full.")
+    ] = None,
+    contexts: Annotated[
+        str | None, Option(help="Perplexity of --text in sequences of these lengths: 512,4096.")
+    ] = None,
+    batch_size: BatchSize = 16,
+    dtype: ComputeDtype = None,
+    seed: Seed = 0,
+    out: Annotated[Path | None, Option(help="Write results.json and pictures to this folder.")] = None,
+) -> None:
+    """Measure patterns: needles found, answer loss, memory, speed; RULER's tasks; perplexity by window and length."""
+    from swa_jax.checkpoint import write_json
+    from swa_jax.evaluate.needle import read_text
+    from swa_jax.report import wide_console
+
+    sweep = windows is not None or contexts is not None
+    if needles is None:
+        needles = 0 if ruler or sweep else DEFAULT_NEEDLES
+    if sweep and text is None:
+        raise ConfigError("--windows and --contexts ask for the perplexity of a text: name it with --text")
+    if not needles and not ruler and text is None:
+        raise ConfigError("nothing to measure: --needles is 0, and neither --ruler nor --text is given")
+    tasks = _ruler_tasks(ruler or [])
+    decoder, tokenizer = load_checkpoint(model, dtype)
+    names = pattern or ["own"]
+    sources: list[str] | list[None] = pattern or [None]
+    models = [
+        (name, with_options(decoder, source, window, sink_tokens, fa_decode))
+        for name, source in zip(names, sources, strict=True)
+    ]
+    places = fractions(depths or DEFAULT_DEPTHS)
+    tokens = tokenizer.start_ids + tokenizer.encode(read_text([text])) if text is not None else []
+    files = None if haystack is None else text_files(haystack)
+    console = wide_console()
+    measured: list[Measured] = []
+    if needles or (tokens and not sweep):
+        drawn = draw_needles(tokenizer, needles, length, keys, haystack, places, seed) if needles else []
+        once = [] if sweep else tokens
+        measured.append(_needles(console, models, tokenizer, drawn, places, once, context, batch_size))
+    if tasks:
+        from swa_jax.evaluate.ruler import ruler_grid
+
+        cells = ruler_grid(
+            tokenizer,
+            tasks,
+            lengths=numbers("--lengths", lengths) if lengths else [length],
+            depths=None if depths is None else places,
+            num_examples=examples,
+            haystack=files,
+            max_new_tokens=max_new_tokens,
+            wrap="{prompt}" if template is None else read_text([template]),
+            seed=seed,
+        )
+        measured.append(_ruler(console, models, tokenizer, cells, max_new_tokens, batch_size))
+    if sweep:
+        sizes = numbers("--contexts", contexts) if contexts else [context]
+        spans = numbers("--windows", windows, word="full") if windows else None
+        measured.append(_sweep(console, models, tokens, spans, sizes, batch_size))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        results: dict[str, Any] = {
+            "model": str(model),
+            "haystack": str(haystack or "python library"),
+            "length": length,
+            "keys": keys,
+            "seed": seed,
+        }
+        write_json(out / "results.json", results | {part.key: part.rows for part in measured})
+        for part in measured:
+            part.draw(out)
+        typer.echo(f"written to {out}")
+
+
+class Measured(NamedTuple):
+    """One kind of measurement of all patterns."""
+
+    key: str  # in results.json
+    rows: list[dict[str, Any]]
+    draw: Callable[[Path], None]  # its picture, into a folder
+
+
+def _needles(
+    console: Console,
+    models: Models,
+    tokenizer: Tokenizer,
+    drawn: Sequence[Example],
+    places: Sequence[float],
+    tokens: Sequence[int],
+    context: int,
+    batch_size: int,
+) -> Measured:
+    """The project's own needles, and the perplexity of a text at one length."""
+    from swa_jax.evaluate import perplexity
+    from swa_jax.evaluate.measure import measure_pattern
+    from swa_jax.report import needle_heat_map, pattern_table
+
+    longest = max((len(example.answer) for example in drawn), default=1)
+    rows: list[dict[str, Any]] = []
+    heat: list[list[float]] = []
+    for name, model in models:
+        row: dict[str, Any] = {"name": name}
+        with console.status(f"measuring {name}"):
+            if drawn:
+                row, answers = measure_pattern(
+                    name, model, tokenizer, drawn, max_new_tokens=longest + 2, batch_size=batch_size
+                )
+                by_place = [answers.scores[i :: len(places)] for i in range(len(places))]
+                heat.append([float(part.mean()) if len(part) else float("nan") for part in by_place])
+            if tokens:
+                scored = perplexity(model, tokens, context=context, batch_size=batch_size)
+                row |= {
+                    "perplexity": scored.perplexity,
+                    "perplexity_interval": [math.exp(scored.nll.low), math.exp(scored.nll.high)],
+                    "text_tokens": scored.num_tokens,
+                }
+        rows.append(row)
+    if drawn:
+        console.print(pattern_table(rows))
+    for row in rows if tokens else []:
+        low, high = row["perplexity_interval"]
+        console.print(
+            f"{row['name']}: perplexity {row['perplexity']:.2f} [{low:.2f}, {high:.2f}] "
+            f"over {row['text_tokens']} tokens"
+        )
+
+    def draw(folder: Path) -> None:
+        if drawn:
+            names = [name for name, _ in models]
+            needle_heat_map(heat, names, [f"{depth:.0%}" for depth in places], folder / "needles.png")
+
+    return Measured("rows", rows, draw)
+
+
+def _ruler(
+    console: Console,
+    models: Models,
+    tokenizer: Tokenizer,
+    cells: dict[Cell, list[Example]],
+    max_new_tokens: int,
+    batch_size: int,
+) -> Measured:
+    from swa_jax.evaluate.ruler_scores import ruler_scores
+    from swa_jax.evaluate.tables import ruler_heat, ruler_table
+    from swa_jax.report import needle_heat_map
+
+    rows = []
+    for name, model in models:
+        with console.status(f"RULER under {name}") as status:
+            scores = ruler_scores(
+                model,
+                tokenizer,
+                cells,
+                max_new_tokens=max_new_tokens,
+                batch_size=batch_size,
+                progress=lambda done, total, name=name, status=status: status.update(  # type: ignore[misc]
+                    f"RULER under {name}: {done} of {total} prompts"
+                ),
+            )
+        rows += [{"name": name} | dataclasses.asdict(score) for score in scores]
+    console.print(ruler_table(rows))
+
+    def draw(folder: Path) -> None:
+        across = "Length (tokens)" if next(iter(cells))[2] is None else "Depth of the needle in the prompt"
+        needle_heat_map(*ruler_heat(rows), folder / "ruler.png", title="RULER", column_title=across)
+
+    return Measured("ruler", rows, draw)
+
+
+def _sweep(
+    console: Console,
+    models: Models,
+    tokens: Sequence[int],
+    windows: Sequence[int | None] | None,
+    lengths: Sequence[int],
+    batch_size: int,
+) -> Measured:
+    from swa_jax.evaluate.sweep import perplexity_sweep
+    from swa_jax.evaluate.tables import sweep_heat, sweep_table
+    from swa_jax.report import loss_heat_map
+
+    rows = []
+    for name, model in models:
+        with console.status(f"perplexity under {name}"):
+            scores = perplexity_sweep(model, tokens, windows=windows, lengths=lengths, batch_size=batch_size)
+        rows += [{"name": name} | dataclasses.asdict(score) for score in scores]
+    console.print(sweep_table(rows))
+
+    def draw(folder: Path) -> None:
+        loss_heat_map(
+            *sweep_heat(rows),
+            folder / "perplexity.png",
+            title="Loss (nats a token)",
+            column_title="Length (tokens)",
+        )
+
+    return Measured("perplexity_sweep", rows, draw)
+
+
+def _ruler_tasks(names: Sequence[str]) -> list[str]:
+    from swa_jax.evaluate.ruler import RULER_TASKS, ruler_task
+
+    for name in names:
+        if name != "all":
+            ruler_task(name)
+    return list(RULER_TASKS) if "all" in names else list(dict.fromkeys(names))
