@@ -96,6 +96,14 @@ def evaluate(
     contexts: Annotated[
         str | None, Option(help="Perplexity of --text in sequences of these lengths: 512,4096.")
     ] = None,
+    routing: Annotated[
+        bool,
+        Option(
+            "--routing",
+            help="Of routed (switch) patterns: full-attention ratio by layer on --text, and by depth on the RULER "
+            "prompts, or on the needles.",
+        ),
+    ] = False,
     batch_size: BatchSize = 16,
     dtype: ComputeDtype = None,
     seed: Seed = 0,
@@ -113,6 +121,8 @@ def evaluate(
         raise ConfigError("--windows and --contexts ask for the perplexity of a text: name it with --text")
     if not needles and not ruler and text is None:
         raise ConfigError("nothing to measure: --needles is 0, and neither --ruler nor --text is given")
+    if routing and not (needles or ruler or text):
+        raise ConfigError("--routing needs --text, --ruler or --needles to look at")
     tasks = _ruler_tasks(ruler or [])
     decoder, tokenizer = load_checkpoint(model, dtype)
     names = pattern or ["own"]
@@ -125,11 +135,20 @@ def evaluate(
     tokens = tokenizer.start_ids + tokenizer.encode(read_text([text])) if text is not None else []
     files = None if haystack is None else text_files(haystack)
     console = wide_console()
+    if routing:
+        from swa_jax.evaluate.routing import check_routed
+
+        for _, one in models:
+            check_routed(one.pattern)
     measured: list[Measured] = []
+    cells: dict[Cell, list[Example]] = {}
     if needles or (tokens and not sweep):
         drawn = draw_needles(tokenizer, needles, length, keys, haystack, places, seed) if needles else []
         once = [] if sweep else tokens
         measured.append(_needles(console, models, tokenizer, drawn, places, once, context, batch_size))
+        cells = {
+            ("needle", length, depth): drawn[i :: len(places)] for i, depth in enumerate(places[:needles])
+        }
     if tasks:
         from swa_jax.evaluate.ruler import ruler_grid
 
@@ -145,6 +164,8 @@ def evaluate(
             seed=seed,
         )
         measured.append(_ruler(console, models, tokenizer, cells, max_new_tokens, batch_size))
+    if routing:
+        measured.append(_routing(console, models, tokens, context, cells, batch_size))
     if sweep:
         sizes = numbers("--contexts", contexts) if contexts else [context]
         spans = numbers("--windows", windows, word="full") if windows else None
@@ -287,6 +308,43 @@ def _sweep(
         )
 
     return Measured("perplexity_sweep", rows, draw)
+
+
+def _routing(
+    console: Console,
+    models: Models,
+    tokens: Sequence[int],
+    length: int,
+    cells: dict[Cell, list[Example]],
+    batch_size: int,
+) -> Measured:
+    from swa_jax.evaluate.routing import routing_by_depth, text_routing
+    from swa_jax.evaluate.tables import routing_row, routing_table
+    from swa_jax.report import routing_chart
+
+    rows, charts = [], []
+    for name, model in models:
+        layers, lines = [], {}
+        with console.status(f"routing under {name}"):
+            if tokens:
+                on_text, _ = text_routing(model, tokens, length=length, batch_size=batch_size)
+                layers = on_text.by_layer
+                rows.append(routing_row(name, ("text", length, None), on_text))
+            for cell, routed in routing_by_depth(model, cells, batch_size=batch_size).items():
+                rows.append(routing_row(name, cell, routed))
+                if cell[2] is not None:
+                    lines.setdefault(f"{cell[0]}, {cell[1]} tokens", []).append((cell[2], routed.full_ratio))
+        charts.append((layers, lines))
+    console.print(routing_table(rows))
+
+    def draw(folder: Path) -> None:
+        for number, (layers, lines) in enumerate(charts):
+            if layers or lines:
+                routing_chart(
+                    layers, lines, folder / ("routing.png" if not number else f"routing-{number + 1}.png")
+                )
+
+    return Measured("routing", rows, draw)
 
 
 def _ruler_tasks(names: Sequence[str]) -> list[str]:

@@ -217,4 +217,37 @@ def test_a_sweep_on_the_command_line(checkpoint, text, tmp_path):
         checkpoint, "--text", text, "--windows", "wide"
     )
     assert "too few for sequences of 4096" in fails(checkpoint, "--text", text, "--contexts", "4096")
-    assert "changes nothing" in fails(checkpoint, "--text", text, "--pattern", "full", "--windows", "8")
+    assert "changes nothing" in fails(
+        checkpoint, "--text", text, "--pattern", "full", "--windows", "8", "--contexts", "32"
+    )
+
+
+def test_routing_on_the_command_line(checkpoint, text, tmp_path):
+    out = tmp_path / "results"
+    options = (
+        "--pattern",
+        "switch",
+        "--window",
+        16,
+        "--routing",
+        "--text",
+        text,
+        "--context",
+        64,
+        "--out",
+        out,
+    )
+    tasks = ("--ruler", "niah_single_1", "--depths", "0,1", "--examples", 1, "--max-new-tokens", 2)
+    output = run("evaluate", checkpoint, *options, *tasks, "--length", 900)
+    assert "Routing: share of the queries" in output
+    rows = json.loads((out / "results.json").read_text())["routing"]
+    assert [(r["data"], r["length"], r["depth"]) for r in rows] == [
+        ("text", 64, None),
+        ("niah_single_1", 900, 0),
+        ("niah_single_1", 900, 1),
+    ]
+    assert all(len(r["by_layer"]) == 2 and 0 <= r["full_ratio"] <= 1 for r in rows)
+    assert rows[0]["n"] == 560 // 64
+    assert rows[1]["keys_of_full"] > 890
+    assert (out / "routing.png").read_bytes().startswith(b"\x89PNG")
+    assert "no layer of this pattern is routed" in fails(checkpoint, "--routing", "--text", text)

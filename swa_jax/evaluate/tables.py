@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from swa_jax.evaluate.routing import Routed
+    from swa_jax.evaluate.ruler import Cell
 
 Row = Mapping[str, Any]
 
@@ -73,6 +77,49 @@ def sweep_heat(rows: Sequence[Row]) -> tuple[list[list[float]], list[str], list[
     return _grid(
         [((f"{row['name']}, window {_window(row)}", str(row["length"])), row["nll"]) for row in rows]
     )
+
+
+def routing_row(name: str, cell: Cell, routed: Routed) -> dict[str, Any]:
+    """What a routed model does on a text, or on the answers of a (task, length, depth): a row of results.json."""
+    task, length, depth = cell
+    return {
+        "name": name,
+        "data": task,
+        "length": length,
+        "depth": depth,
+        "full_ratio": routed.full_ratio.mean,
+        "interval": [routed.full_ratio.low, routed.full_ratio.high],
+        "by_layer": [layer.mean for layer in routed.by_layer],
+        "by_layer_intervals": [[layer.low, layer.high] for layer in routed.by_layer],
+        "keys_read": routed.keys_read.mean,
+        "keys_read_interval": [routed.keys_read.low, routed.keys_read.high],
+        "keys_of_full": routed.keys_of_full,
+        "n": routed.num_units,
+    }
+
+
+def routing_table(rows: Sequence[Row]) -> Table:
+    """One line a text or (task, length, depth)."""
+    table = _table("Routing: share of the queries that take full attention")
+    table.caption = (
+        "Of all queries of a text, or of those that predict an answer; mean over layers, 95 % bootstrap interval.\n"
+        "Keys read: of the KV cache, a token and layer; in brackets what full attention would read."
+    )
+    table.add_column("Pattern", no_wrap=True)
+    table.add_column("Data", no_wrap=True)
+    for title in ("Length", "Depth", "Full attention", "Keys read"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        low, high = row["interval"]
+        table.add_row(
+            row["name"],
+            row["data"],
+            str(row["length"]),
+            "" if row["depth"] is None else f"{row['depth']:.0%}",
+            f"{100 * row['full_ratio']:.0f} % [{100 * low:.0f}, {100 * high:.0f}]",
+            f"{row['keys_read']:.0f} ({row['keys_of_full']:.0f})",
+        )
+    return table
 
 
 def _window(row: Row) -> str:
