@@ -34,7 +34,7 @@ from swa_jax.config import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from swa_jax.evaluate import Example
+    from swa_jax.evaluate import Estimate, Example
     from swa_jax.evaluate.ruler import Cell
     from swa_jax.model import Decoder
     from swa_jax.tokenizer import Tokenizer
@@ -324,7 +324,8 @@ def _routing(
 
     rows, charts = [], []
     for name, model in models:
-        layers, lines = [], {}
+        layers: list[Estimate] = []
+        lines: dict[str, list[tuple[float, Estimate]]] = {}
         with console.status(f"routing under {name}"):
             if tokens:
                 on_text, _ = text_routing(model, tokens, length=length, batch_size=batch_size)

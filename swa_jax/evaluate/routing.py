@@ -45,11 +45,10 @@ def text_routing(
       ConfigError: no layer of the model is routed, or the text is shorter than one sequence.
     """
     check_routed(model.pattern)
-    rows = np.asarray(tokens, np.int32)
-    count = rows.size // length
+    count = len(tokens) // length
     if count == 0:
-        raise ConfigError(f"the text has {rows.size} tokens, too few for one sequence of {length}")
-    rows = rows[: count * length].reshape(count, length)
+        raise ConfigError(f"the text has {len(tokens)} tokens, too few for one sequence of {length}")
+    rows = np.asarray(tokens[: count * length], np.int32).reshape(count, length)
     batch_size = min(batch_size, count)
     gates = []
     for start in range(0, count, batch_size):
