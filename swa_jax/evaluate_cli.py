@@ -58,7 +58,7 @@ def evaluate(
         int | None,
         Option(
             help=f"Needle prompts a pattern; 0 leaves them out. Default: {DEFAULT_NEEDLES}, or 0 with --ruler, "
-            "--windows or --contexts.",
+            "--harness, --windows or --contexts.",
             min=0,
             show_default=False,
         ),
@@ -104,6 +104,18 @@ def evaluate(
             "prompts, or on the needles.",
         ),
     ] = False,
+    harness: Annotated[
+        list[str] | None,
+        Option(help="A task of lm-evaluation-harness, repeatable (extra [eval])."),
+    ] = None,
+    harness_folder: Annotated[
+        Path | None, Option(help="A folder with YAML files of harness tasks of one's own.")
+    ] = None,
+    limit: Annotated[int | None, Option(help="Only the first N documents of a harness task.", min=1)] = None,
+    max_length: Annotated[
+        int | None,
+        Option(help="Tokens of a harness request; default: what the model's config names.", min=1),
+    ] = None,
     batch_size: BatchSize = 16,
     dtype: ComputeDtype = None,
     seed: Seed = 0,
@@ -116,11 +128,13 @@ def evaluate(
 
     sweep = windows is not None or contexts is not None
     if needles is None:
-        needles = 0 if ruler or sweep else DEFAULT_NEEDLES
+        needles = 0 if ruler or sweep or harness else DEFAULT_NEEDLES
     if sweep and text is None:
         raise ConfigError("--windows and --contexts ask for the perplexity of a text: name it with --text")
-    if not needles and not ruler and text is None:
-        raise ConfigError("nothing to measure: --needles is 0, and neither --ruler nor --text is given")
+    if not (needles or ruler or harness or text):
+        raise ConfigError(
+            "nothing to measure: --needles is 0, and none of --ruler, --harness and --text is given"
+        )
     if routing and not (needles or ruler or text):
         raise ConfigError("--routing needs --text, --ruler or --needles to look at")
     tasks = _ruler_tasks(ruler or [])
@@ -170,6 +184,10 @@ def evaluate(
         sizes = numbers("--contexts", contexts) if contexts else [context]
         spans = numbers("--windows", windows, word="full") if windows else None
         measured.append(_sweep(console, models, tokens, spans, sizes, batch_size))
+    if harness:
+        measured.append(
+            _harness(console, models, tokenizer, harness, harness_folder, limit, max_length, batch_size)
+        )
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         results: dict[str, Any] = {
@@ -346,6 +364,27 @@ def _routing(
                 )
 
     return Measured("routing", rows, draw)
+
+
+def _harness(
+    console: Console,
+    models: Models,
+    tokenizer: Tokenizer,
+    tasks: Sequence[str],
+    folder: Path | None,
+    limit: int | None,
+    max_length: int | None,
+    batch_size: int,
+) -> Measured:
+    from swa_jax.evaluate.harness import HarnessModel, run_harness
+    from swa_jax.evaluate.tables import harness_table
+
+    rows = []
+    for name, model in models:
+        lm = HarnessModel(model, tokenizer, batch_size=batch_size, max_length=max_length)
+        rows += [{"name": name} | row for row in run_harness(lm, tasks, folder=folder, limit=limit)]
+    console.print(harness_table(rows))
+    return Measured("harness", rows, lambda folder: None)
 
 
 def _ruler_tasks(names: Sequence[str]) -> list[str]:

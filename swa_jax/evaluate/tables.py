@@ -21,8 +21,10 @@ def ruler_table(rows: Sequence[Row]) -> Table:
     haystacks = dict.fromkeys(row["haystack"] for row in rows)
     table.caption = (
         "95 % interval in brackets (Wilson). Prompts leave room for the answer and are within 1 % below their length.\n"
-        f"Haystacks: {'; '.join(haystacks)}. RULER's own essays are not shipped: name them with --haystack."
+        f"Haystacks: {'; '.join(haystacks)}."
     )
+    if any("in place of essays" in name for name in haystacks):
+        table.caption += " RULER's essays are not shipped: name them with --haystack."
     deep = any(row["depth"] is not None for row in rows)
     for title in ("Pattern", "Task"):
         table.add_column(title, no_wrap=True)
@@ -119,6 +121,23 @@ def routing_table(rows: Sequence[Row]) -> Table:
             f"{100 * row['full_ratio']:.0f} % [{100 * low:.0f}, {100 * high:.0f}]",
             f"{row['keys_read']:.0f} ({row['keys_of_full']:.0f})",
         )
+    return table
+
+
+def harness_table(rows: Sequence[Row]) -> Table:
+    """One line a pattern, task and metric."""
+    table = _table("lm-evaluation-harness")
+    table.caption = (
+        "95 % bootstrap interval over documents in brackets, where the metric is a mean over them."
+    )
+    for title in ("Pattern", "Task", "Metric"):
+        table.add_column(title, no_wrap=True)
+    for title in ("Score", "Documents"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        interval = "" if row["interval"] is None else " [{:.4g}, {:.4g}]".format(*row["interval"])
+        metric = row["metric"] + ("" if row["filter"] == "none" else f" ({row['filter']})")
+        table.add_row(row["name"], row["task"], metric, f"{row['score']:.4g}{interval}", str(row["n"] or ""))
     return table
 
 
