@@ -1,6 +1,7 @@
 """`swa-jax evaluate` on RULER's tasks and perplexity sweeps, and the functions behind it, on a tiny random model."""
 
 import dataclasses
+import importlib.util
 import json
 
 import numpy as np
@@ -251,3 +252,12 @@ def test_routing_on_the_command_line(checkpoint, text, tmp_path):
     assert rows[1]["keys_of_full"] > 890
     assert (out / "routing.png").read_bytes().startswith(b"\x89PNG")
     assert "no layer of this pattern is routed" in fails(checkpoint, "--routing", "--text", text)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is not None, reason="lm-evaluation-harness is installed"
+)
+def test_a_missing_harness_is_one_sentence(checkpoint):
+    assert fails(checkpoint, "--harness", "any") == (
+        "lm-evaluation-harness is not installed: pip install 'swa-jax[eval]'"
+    )
