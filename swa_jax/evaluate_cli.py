@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from swa_jax.evaluate import Estimate, Example
+    from swa_jax.evaluate.questions import Question
     from swa_jax.evaluate.ruler import Cell
     from swa_jax.model import Decoder
     from swa_jax.tokenizer import Tokenizer
@@ -58,7 +59,7 @@ def evaluate(
         int | None,
         Option(
             help=f"Needle prompts a pattern; 0 leaves them out. Default: {DEFAULT_NEEDLES}, or 0 with --ruler, "
-            "--harness, --windows or --contexts.",
+            "--harness, --windows, --contexts or questions.",
             min=0,
             show_default=False,
         ),
@@ -88,7 +89,7 @@ def evaluate(
     max_new_tokens: Annotated[int, Option(help="Tokens of a RULER answer.", min=1)] = 128,
     template: Annotated[
         Path | None,
-        Option(help="What a chat model wants around a RULER question: a file that holds {prompt}."),
+        Option(help="What a chat model wants around a question: a file that holds {prompt}."),
     ] = None,
     windows: Annotated[
         str | None, Option(help="Perplexity of --text at these windows: 128,1024,full.")
@@ -112,9 +113,27 @@ def evaluate(
         Path | None, Option(help="A folder with YAML files of harness tasks of one's own.")
     ] = None,
     limit: Annotated[int | None, Option(help="Only the first N documents of a harness task.", min=1)] = None,
+    longbench: Annotated[
+        Path | None, Option(help="LongBench: a .jsonl, or a folder of them; needs --longbench-prompts.")
+    ] = None,
+    longbench_prompts: Annotated[Path | None, Option(help="LongBench's dataset2prompt.json.")] = None,
+    longbench_v2: Annotated[Path | None, Option("--longbench-v2", help="LongBench v2's JSON.")] = None,
+    longmemeval: Annotated[Path | None, Option(help="LongMemEval's JSON; needs --judge.")] = None,
+    judge: Annotated[
+        str | None,
+        Option(help="A program that reads answers as JSON lines and prints yes, no or 0 to 1 for each."),
+    ] = None,
+    cut_middle: Annotated[
+        bool,
+        Option("--cut-middle", help="Cut the middle out of long questions' texts; default: leave them out."),
+    ] = False,
     max_length: Annotated[
         int | None,
-        Option(help="Tokens of a harness request; default: what the model's config names.", min=1),
+        Option(
+            help="Tokens of a harness request or a LongBench prompt with its answer; default: what the model's "
+            "config names.",
+            min=1,
+        ),
     ] = None,
     batch_size: BatchSize = 16,
     dtype: ComputeDtype = None,
@@ -127,13 +146,14 @@ def evaluate(
     from swa_jax.report import wide_console
 
     sweep = windows is not None or contexts is not None
+    asks = longbench or longbench_v2 or longmemeval
     if needles is None:
-        needles = 0 if ruler or sweep or harness else DEFAULT_NEEDLES
+        needles = 0 if ruler or sweep or harness or asks else DEFAULT_NEEDLES
     if sweep and text is None:
         raise ConfigError("--windows and --contexts ask for the perplexity of a text: name it with --text")
-    if not (needles or ruler or harness or text):
+    if not (needles or ruler or harness or asks or text):
         raise ConfigError(
-            "nothing to measure: --needles is 0, and none of --ruler, --harness and --text is given"
+            "nothing to measure: --needles is 0, and no --ruler, --text, --harness or set of questions is given"
         )
     if routing and not (needles or ruler or text):
         raise ConfigError("--routing needs --text, --ruler or --needles to look at")
@@ -148,6 +168,7 @@ def evaluate(
     places = fractions(depths or DEFAULT_DEPTHS)
     tokens = tokenizer.start_ids + tokenizer.encode(read_text([text])) if text is not None else []
     files = None if haystack is None else text_files(haystack)
+    wrap = "{prompt}" if template is None else read_text([template])
     console = wide_console()
     if routing:
         from swa_jax.evaluate.routing import check_routed
@@ -174,7 +195,7 @@ def evaluate(
             num_examples=examples,
             haystack=files,
             max_new_tokens=max_new_tokens,
-            wrap="{prompt}" if template is None else read_text([template]),
+            wrap=wrap,
             seed=seed,
         )
         measured.append(_ruler(console, models, tokenizer, cells, max_new_tokens, batch_size))
@@ -184,6 +205,11 @@ def evaluate(
         sizes = numbers("--contexts", contexts) if contexts else [context]
         spans = numbers("--windows", windows, word="full") if windows else None
         measured.append(_sweep(console, models, tokens, spans, sizes, batch_size))
+    if asks:
+        questions = _read_questions(longbench, longbench_prompts, longbench_v2, longmemeval)
+        measured.append(
+            _questions(console, models, tokenizer, questions, max_length, cut_middle, wrap, judge, batch_size)
+        )
     if harness:
         measured.append(
             _harness(console, models, tokenizer, harness, harness_folder, limit, max_length, batch_size)
@@ -385,6 +411,58 @@ def _harness(
         rows += [{"name": name} | row for row in run_harness(lm, tasks, folder=folder, limit=limit)]
     console.print(harness_table(rows))
     return Measured("harness", rows, lambda folder: None)
+
+
+def _read_questions(
+    longbench: Path | None, prompts: Path | None, longbench_v2: Path | None, longmemeval: Path | None
+) -> list[Question]:
+    from swa_jax.evaluate import questions
+
+    found: list[Question] = []
+    if longbench is not None:
+        if prompts is None:
+            raise ConfigError(
+                "--longbench needs --longbench-prompts, the dataset2prompt.json that comes with it"
+            )
+        found += questions.longbench(longbench, prompts)
+    if longbench_v2 is not None:
+        found += questions.longbench_v2(longbench_v2)
+    if longmemeval is not None:
+        found += questions.longmemeval(longmemeval)
+    return found
+
+
+def _questions(
+    console: Console,
+    models: Models,
+    tokenizer: Tokenizer,
+    questions: Sequence[Question],
+    max_length: int | None,
+    cut_middle: bool,
+    wrap: str,
+    judge: str | None,
+    batch_size: int,
+) -> Measured:
+    from swa_jax.checkpoint import write_json
+    from swa_jax.evaluate.answers import command_judge, score_questions
+    from swa_jax.evaluate.tables import questions_table
+
+    rows, answers = [], {}
+    for name, model in models:
+        with console.status(f"questions under {name}"):
+            scores, answers[name] = score_questions(
+                model,
+                tokenizer,
+                questions,
+                max_length=max_length or model.config.max_position_embeddings,
+                cut_middle=cut_middle,
+                wrap=wrap,
+                judge=None if judge is None else command_judge(judge),
+                batch_size=batch_size,
+            )
+        rows += [{"name": name} | dataclasses.asdict(score) for score in scores]
+    console.print(questions_table(rows))
+    return Measured("questions", rows, lambda folder: write_json(folder / "answers.json", answers))
 
 
 def _ruler_tasks(names: Sequence[str]) -> list[str]:

@@ -28,8 +28,8 @@ class GroupScore:
 
     benchmark: str
     group: str  # "all": of all questions
-    score: float
-    interval: list[float]  # 95 %, percentile bootstrap over questions
+    score: float | None  # None: none of its questions was asked
+    interval: list[float] | None  # 95 %, percentile bootstrap over questions
     num_questions: int
     num_left_out: int  # longer than max_length, and not scored
     num_cut: int  # cut in the middle to fit
@@ -141,13 +141,13 @@ def _by_group(questions: Sequence[Question], records: Sequence[dict[str, Any]]) 
         for group in [*dict.fromkeys(question.group for question in of_it), "all"]:
             mine = [r for r in records if r["benchmark"] == benchmark and group in (r["group"], "all")]
             total = sum(group in (question.group, "all") for question in of_it)
-            estimate = bootstrap([r["score"] for r in mine]) if mine else (float("nan"),) * 3
+            estimate = bootstrap([r["score"] for r in mine]) if mine else None
             rows.append(
                 GroupScore(
                     benchmark=benchmark,
                     group=group,
-                    score=estimate[0],
-                    interval=[estimate[1], estimate[2]],
+                    score=None if estimate is None else estimate.mean,
+                    interval=None if estimate is None else [estimate.low, estimate.high],
                     num_questions=len(mine),
                     num_left_out=total - len(mine),
                     num_cut=sum(r["cut"] for r in mine),
@@ -180,7 +180,8 @@ def command_judge(command: str) -> Judge:
         verdicts = [line.strip() for line in ran.stdout.splitlines() if line.strip()]
         if len(verdicts) != len(answers):
             raise ConfigError(
-                f"the judge '{command}' gave {len(verdicts)} verdicts on {len(answers)} answers: it must print one line each"
+                f"the judge '{command}' gave {len(verdicts)} verdicts on {len(answers)} answers: it must print one "
+                "line for each"
             )
         return [_verdict(verdict, command) for verdict in verdicts]
 

@@ -90,7 +90,7 @@ def count(answer: str, reference: str) -> float:
 
 
 def code_similarity(answer: str, reference: str) -> float:
-    """Likeness of the answer's first line without comment or backtick, in hundredths (2 M / T of matched characters)."""
+    """Likeness of the answer's first line without comment or backtick: 2 M / T of matched characters, in hundredths."""
     lines = answer.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     if not line or not reference:

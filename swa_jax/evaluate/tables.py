@@ -141,6 +141,27 @@ def harness_table(rows: Sequence[Row]) -> Table:
     return table
 
 
+def questions_table(rows: Sequence[Row]) -> Table:
+    """One line a pattern and group of questions."""
+    table = _table("Questions about long texts")
+    table.caption = (
+        "Mean score of 100, 95 % bootstrap interval over questions. Left out: longer than the context "
+        "(see --max-length, --cut-middle)."
+    )
+    for title in ("Pattern", "Benchmark", "Group"):
+        table.add_column(title, no_wrap=True)
+    for title in ("Score", "Questions", "Left out", "Cut"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        score = "" if row["score"] is None else f"{100 * row['score']:.1f} "
+        interval = (
+            "" if row["interval"] is None else "[{:.1f}, {:.1f}]".format(*(100 * x for x in row["interval"]))
+        )
+        counts = (str(row[name]) for name in ("num_questions", "num_left_out", "num_cut"))
+        table.add_row(row["name"], row["benchmark"], row["group"], score + interval, *counts)
+    return table
+
+
 def _window(row: Row) -> str:
     return "full" if row["window"] is None else str(row["window"])
 
