@@ -204,7 +204,7 @@ def run_harness(
     manager = TaskManager(include_path=None if folder is None else str(folder))
     for task in tasks:
         if task not in manager.all_tasks:
-            where = f" or in {folder}" if folder is not None else "; name the folder of its YAML file"
+            where = ": name the folder of its YAML file" if folder is None else f", and {folder} defines none"
             raise ConfigError(f"lm-evaluation-harness has no task '{task}'{where}")
     found = lm_eval.simple_evaluate(
         model, tasks=list(tasks), task_manager=manager, limit=limit, bootstrap_iters=0
