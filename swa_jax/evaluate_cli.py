@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -175,57 +176,75 @@ def evaluate(
 
         for _, one in models:
             check_routed(one.pattern)
-    measured: list[Measured] = []
-    cells: dict[Cell, list[Example]] = {}
+    results: dict[str, Any] = {
+        "model": str(model),
+        "haystack": str(haystack or "python library"),
+        "length": length,
+        "keys": keys,
+        "seed": seed,
+    }
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+
+    def save(key: str, rows: list[dict[str, Any]]) -> None:
+        """What is measured so far, so that an interruption does not cost it."""
+        results[key] = rows
+        if out is not None:
+            write_json(out / "results.json", results)
+
+    def finish(part: Measured) -> None:
+        save(part.key, part.rows)
+        if out is not None:
+            part.draw(out)
+
+    cells: dict[Cell, list[Example]] = {}  # what --routing looks at
     if needles or (tokens and not sweep):
         drawn = draw_needles(tokenizer, needles, length, keys, haystack, places, seed) if needles else []
         once = [] if sweep else tokens
-        measured.append(_needles(console, models, tokenizer, drawn, places, once, context, batch_size))
+        finish(_needles(console, models, tokenizer, drawn, places, once, context, batch_size))
         cells = {
             ("needle", length, depth): drawn[i :: len(places)] for i, depth in enumerate(places[:needles])
         }
     if tasks:
         from swa_jax.evaluate.ruler import ruler_grid
 
-        cells = ruler_grid(
-            tokenizer,
-            tasks,
-            lengths=numbers("--lengths", lengths) if lengths else [length],
-            depths=None if depths is None else places,
-            num_examples=examples,
-            haystack=files,
-            max_new_tokens=max_new_tokens,
-            wrap=wrap,
-            seed=seed,
-        )
-        measured.append(_ruler(console, models, tokenizer, cells, max_new_tokens, batch_size))
+        sizes = numbers("--lengths", lengths) if lengths else [length]
+        if routing:
+            cells.clear()
+
+        def grids() -> Iterator[dict[Cell, list[Example]]]:
+            # One task and length at a time: all prompts of a long run together would fill the memory.
+            for task, size in itertools.product(tasks, sizes):
+                grid = ruler_grid(
+                    tokenizer,
+                    [task],
+                    lengths=[size],
+                    depths=None if depths is None else places,
+                    num_examples=examples,
+                    haystack=files,
+                    max_new_tokens=max_new_tokens,
+                    wrap=wrap,
+                    seed=seed,
+                )
+                if routing:
+                    cells.update(grid)
+                yield grid
+
+        finish(_ruler(console, models, tokenizer, grids(), max_new_tokens, batch_size, save))
     if routing:
-        measured.append(_routing(console, models, tokens, context, cells, batch_size))
+        finish(_routing(console, models, tokens, context, cells, batch_size))
     if sweep:
         sizes = numbers("--contexts", contexts) if contexts else [context]
         spans = numbers("--windows", windows, word="full") if windows else None
-        measured.append(_sweep(console, models, tokens, spans, sizes, batch_size))
+        finish(_sweep(console, models, tokens, spans, sizes, batch_size))
     if asks:
         questions = _read_questions(longbench, longbench_prompts, longbench_v2, longmemeval)
-        measured.append(
+        finish(
             _questions(console, models, tokenizer, questions, max_length, cut_middle, wrap, judge, batch_size)
         )
     if harness:
-        measured.append(
-            _harness(console, models, tokenizer, harness, harness_folder, limit, max_length, batch_size)
-        )
+        finish(_harness(console, models, tokenizer, harness, harness_folder, limit, max_length, batch_size))
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        results: dict[str, Any] = {
-            "model": str(model),
-            "haystack": str(haystack or "python library"),
-            "length": length,
-            "keys": keys,
-            "seed": seed,
-        }
-        write_json(out / "results.json", results | {part.key: part.rows for part in measured})
-        for part in measured:
-            part.draw(out)
         typer.echo(f"written to {out}")
 
 
@@ -250,6 +269,7 @@ def _needles(
     """The project's own needles, and the perplexity of a text at one length."""
     from swa_jax.evaluate import perplexity
     from swa_jax.evaluate.measure import measure_pattern
+    from swa_jax.evaluate.sweep import block_interval
     from swa_jax.report import needle_heat_map, pattern_table
 
     longest = max((len(example.answer) for example in drawn), default=1)
@@ -266,9 +286,10 @@ def _needles(
                 heat.append([float(part.mean()) if len(part) else float("nan") for part in by_place])
             if tokens:
                 scored = perplexity(model, tokens, context=context, batch_size=batch_size)
+                nll, _ = block_interval(scored.token_nll)  # passes may be few
                 row |= {
                     "perplexity": scored.perplexity,
-                    "perplexity_interval": [math.exp(scored.nll.low), math.exp(scored.nll.high)],
+                    "perplexity_interval": [math.exp(nll.low), math.exp(nll.high)],
                     "text_tokens": scored.num_tokens,
                 }
         rows.append(row)
@@ -293,32 +314,31 @@ def _ruler(
     console: Console,
     models: Models,
     tokenizer: Tokenizer,
-    cells: dict[Cell, list[Example]],
+    grids: Iterable[dict[Cell, list[Example]]],
     max_new_tokens: int,
     batch_size: int,
+    save: Callable[[str, list[dict[str, Any]]], None],
 ) -> Measured:
     from swa_jax.evaluate.ruler_scores import ruler_scores
     from swa_jax.evaluate.tables import ruler_heat, ruler_table
     from swa_jax.report import needle_heat_map
 
-    rows = []
-    for name, model in models:
-        with console.status(f"RULER under {name}") as status:
-            scores = ruler_scores(
-                model,
-                tokenizer,
-                cells,
-                max_new_tokens=max_new_tokens,
-                batch_size=batch_size,
-                progress=lambda done, total, name=name, status=status: status.update(  # type: ignore[misc]
-                    f"RULER under {name}: {done} of {total} prompts"
-                ),
-            )
-        rows += [{"name": name} | dataclasses.asdict(score) for score in scores]
+    by_model: list[list[dict[str, Any]]] = [[] for _ in models]
+    rows: list[dict[str, Any]] = []
+    for grid in grids:
+        task, length, _ = next(iter(grid))
+        for (name, model), mine in zip(models, by_model, strict=True):
+            with console.status(f"RULER under {name}: {task}, {length} tokens"):
+                scores = ruler_scores(
+                    model, tokenizer, grid, max_new_tokens=max_new_tokens, batch_size=batch_size
+                )
+            mine += [{"name": name} | dataclasses.asdict(score) for score in scores]
+        rows = [row for mine in by_model for row in mine]
+        save("ruler", rows)
     console.print(ruler_table(rows))
 
     def draw(folder: Path) -> None:
-        across = "Length (tokens)" if next(iter(cells))[2] is None else "Depth of the needle in the prompt"
+        across = "Length (tokens)" if rows[0]["depth"] is None else "Depth of the needle in the prompt"
         needle_heat_map(*ruler_heat(rows), folder / "ruler.png", title="RULER", column_title=across)
 
     return Measured("ruler", rows, draw)

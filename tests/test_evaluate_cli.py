@@ -139,6 +139,11 @@ def test_ruler_on_the_command_line(checkpoint, tmp_path):
         ("full", "niah_single_2", 1000, 0),
     ]
     assert (out / "ruler.png").read_bytes().startswith(b"\x89PNG")
+    # What was measured before an error (or an interruption) is kept.
+    late = ("--ruler", "niah_single_1", "--lengths", "900,300", "--examples", 1, "--max-new-tokens", 4)
+    assert "length is 300 tokens" in fails(checkpoint, *late, "--out", tmp_path / "late")
+    kept = json.loads((tmp_path / "late" / "results.json").read_text())["ruler"]
+    assert [row["length"] for row in kept] == [900]
     template = tmp_path / "template.txt"
     template.write_text("no place")
     assert "{prompt} exactly once" in fails(

@@ -45,7 +45,6 @@ def score_questions(
     wrap: str = "{prompt}",
     judge: Judge | None = None,
     batch_size: int = 8,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[list[GroupScore], list[dict[str, Any]]]:
     """Greedy answers, scored: by group and over all, and a record for each question asked.
 
@@ -67,7 +66,6 @@ def score_questions(
             f"none of the {len(questions)} prompts fits max_length = {max_length}: raise it, or cut them in the middle"
         )
     texts: list[str] = [""] * len(asked)
-    done = 0
     stop = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     for new in sorted({question.max_new_tokens for question, _, _ in asked}):
         some = [i for i, (question, _, _) in enumerate(asked) if question.max_new_tokens == new]
@@ -86,8 +84,6 @@ def score_questions(
             )
             for i, text in zip(batch, answers.texts, strict=True):
                 texts[i] = text
-            done += len(batch)
-            progress(done, len(asked))
     scores = _scores([question for question, _, _ in asked], texts, judge)
     records = [
         {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,19 +40,16 @@ def ruler_scores(
     *,
     max_new_tokens: int = TOKENS_TO_GENERATE,
     batch_size: int = 16,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[RulerScore]:
     """Greedy answers to every cell of `ruler_grid`, in its order. Cells of one length share batches.
 
     Args:
       max_new_tokens: as the cells were made with; an end-of-text token ends an answer earlier.
-      progress: called with the examples done and their number.
 
     Raises:
       ConfigError: a cell was made for fewer new tokens, so that its prompts leave no room for these.
     """
     stop = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-    total, done = sum(map(len, cells.values())), 0
     by_length: dict[int, list[Cell]] = {}
     for cell in cells:
         by_length.setdefault(cell[1], []).append(cell)
@@ -74,8 +71,6 @@ def ruler_scores(
         )
         ends = np.cumsum([len(cells[cell]) for cell in some])[:-1]
         scores |= dict(zip(some, np.split(answers.scores, ends), strict=True))
-        done += len(examples)
-        progress(done, total)
     return [_cell_score(cell, examples, scores[cell]) for cell, examples in cells.items()]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +40,6 @@ def perplexity_sweep(
     lengths: Sequence[int],
     stride: int | None = None,
     batch_size: int = 16,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[SweepScore]:
     """Perplexity of one text under every window, cut into sequences of every length; windows outermost.
 
@@ -91,7 +90,6 @@ def perplexity_sweep(
                     past_training_length=length > model.config.max_position_embeddings,
                 )
             )
-            progress(len(scores), len(models) * len(lengths))
     return scores
 
 
