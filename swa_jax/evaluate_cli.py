@@ -156,8 +156,6 @@ def evaluate(
         raise ConfigError(
             "nothing to measure: --needles is 0, and no --ruler, --text, --harness or set of questions is given"
         )
-    if routing and not (needles or ruler or text):
-        raise ConfigError("--routing needs --text, --ruler or --needles to look at")
     tasks = _ruler_tasks(ruler or [])
     decoder, tokenizer = load_checkpoint(model, dtype)
     names = pattern or ["own"]
@@ -212,24 +210,31 @@ def evaluate(
         if routing:
             cells.clear()
 
+        def grid(task: str, size: int, number: int) -> dict[Cell, list[Example]]:
+            return ruler_grid(
+                tokenizer,
+                [task],
+                lengths=[size],
+                depths=None if depths is None else places,
+                num_examples=number,
+                haystack=files,
+                max_new_tokens=max_new_tokens,
+                wrap=wrap,
+                seed=seed,
+            )
+
         def grids() -> Iterator[dict[Cell, list[Example]]]:
             # One task and length at a time: all prompts of a long run together would fill the memory.
             for task, size in itertools.product(tasks, sizes):
-                grid = ruler_grid(
-                    tokenizer,
-                    [task],
-                    lengths=[size],
-                    depths=None if depths is None else places,
-                    num_examples=examples,
-                    haystack=files,
-                    max_new_tokens=max_new_tokens,
-                    wrap=wrap,
-                    seed=seed,
-                )
+                made = grid(task, size, examples)
                 if routing:
-                    cells.update(grid)
-                yield grid
+                    cells.update(made)
+                yield made
 
+        for task in tasks:
+            grid(
+                task, min(sizes), 1
+            )  # too short a length is said now, not after the hours that the others take
         finish(_ruler(console, models, tokenizer, grids(), max_new_tokens, batch_size, save))
     if routing:
         finish(_routing(console, models, tokens, context, cells, batch_size))
@@ -319,7 +324,7 @@ def _ruler(
     batch_size: int,
     save: Callable[[str, list[dict[str, Any]]], None],
 ) -> Measured:
-    from swa_jax.evaluate.ruler_scores import ruler_scores
+    from swa_jax.evaluate.ruler_scoring import ruler_scores
     from swa_jax.evaluate.tables import ruler_heat, ruler_table
     from swa_jax.report import needle_heat_map
 

@@ -16,7 +16,7 @@ from swa_jax.config import ConfigError, ModelConfig
 from swa_jax.evaluate import perplexity
 from swa_jax.evaluate.bootstrap import accuracy_interval, bootstrap
 from swa_jax.evaluate.ruler import ruler_grid
-from swa_jax.evaluate.ruler_scores import ruler_scores
+from swa_jax.evaluate.ruler_scoring import RulerScore, ruler_scores
 from swa_jax.evaluate.sweep import block_interval, perplexity_sweep, with_window
 from swa_jax.generation import generate
 from swa_jax.model import Decoder
@@ -139,11 +139,9 @@ def test_ruler_on_the_command_line(checkpoint, tmp_path):
         ("full", "niah_single_2", 1000, 0),
     ]
     assert (out / "ruler.png").read_bytes().startswith(b"\x89PNG")
-    # What was measured before an error (or an interruption) is kept.
-    late = ("--ruler", "niah_single_1", "--lengths", "900,300", "--examples", 1, "--max-new-tokens", 4)
-    assert "length is 300 tokens" in fails(checkpoint, *late, "--out", tmp_path / "late")
-    kept = json.loads((tmp_path / "late" / "results.json").read_text())["ruler"]
-    assert [row["length"] for row in kept] == [900]
+    late = ("--ruler", "niah_single_1", "--lengths", "900,300", "--out", tmp_path / "late")
+    assert "length is 300 tokens" in fails(checkpoint, *late)
+    assert not (tmp_path / "late" / "results.json").exists()  # said before anything is measured
     template = tmp_path / "template.txt"
     template.write_text("no place")
     assert "{prompt} exactly once" in fails(
@@ -157,6 +155,24 @@ def test_ruler_on_the_command_line(checkpoint, tmp_path):
     assert "folder without files" in fails(
         checkpoint, "--ruler", "niah_single_1", "--haystack", tmp_path / "empty"
     )
+
+
+def test_what_was_measured_before_an_interruption_is_kept(checkpoint, tmp_path, monkeypatch):
+    lengths = []
+
+    def measure(model, tokenizer, cells, **_):
+        lengths.append(next(iter(cells))[1])
+        if len(lengths) == 2:
+            raise KeyboardInterrupt
+        return [RulerScore(*cell, 1.0, [0.5, 1.0], [1.0, 1.0], 1, [890, 896], "h") for cell in cells]
+
+    monkeypatch.setattr("swa_jax.evaluate.ruler_scoring.ruler_scores", measure)
+    arguments = ("--ruler", "niah_single_1", "--lengths", "900,1000", "--examples", 1, "--out", tmp_path)
+    result = CliRunner().invoke(app, ["evaluate", str(checkpoint), *map(str, arguments)])
+    assert result.exit_code != 0
+    assert lengths == [900, 1000]
+    kept = json.loads((tmp_path / "results.json").read_text())["ruler"]
+    assert [(row["length"], row["score"]) for row in kept] == [(900, 1.0)]
 
 
 # ---- perplexity by window and length ----

@@ -6,7 +6,7 @@ from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.needle import needle_examples, needle_grid
 from swa_jax.evaluate.nll import AnswerScores, Perplexity, answer_nll, perplexity, score_answers
 from swa_jax.evaluate.ruler import RULER_TASKS, ruler_examples, ruler_grid
-from swa_jax.evaluate.ruler_scores import RulerScore, ruler_scores
+from swa_jax.evaluate.ruler_scoring import RulerScore, ruler_scores
 from swa_jax.evaluate.sweep import SweepScore, perplexity_sweep
 
 __all__ = [
