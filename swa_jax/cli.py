@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import glob
 import importlib.metadata
 import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,28 +16,23 @@ from typer import Argument, Option
 
 from swa_jax.bench.cli import app as bench_app
 from swa_jax.cli_options import (
-    BatchSize,
     ComputeDtype,
     FullDecode,
-    Haystack,
-    Length,
     Model,
-    NumKeys,
     Seed,
     SinkTokens,
     Window,
-    draw_needles,
-    load_for_cli,
+    load_checkpoint,
+    resolve_pattern,
+    with_options,
 )
 from swa_jax.config import ConfigError, ModelConfig, sentence
 from swa_jax.data.cli import app as data_app
-from swa_jax.pattern import AttentionPattern, load_pattern
+from swa_jax.evaluate_cli import evaluate
+from swa_jax.pattern import AttentionPattern
 from swa_jax.pattern_cli import PatternVerbs, diff
 from swa_jax.select.cli import app as select_app
 from swa_jax.train_cli import compile_, train
-
-if TYPE_CHECKING:
-    from swa_jax.model import Decoder
 
 
 class Verbs(typer.core.TyperGroup):
@@ -102,26 +96,6 @@ def _options(
     ] = False,
 ) -> None:
     """Sliding-window attention for long context: import a model, choose its layers, measure what that costs."""
-
-
-def _resolve_pattern(
-    source: str,
-    layers: int | ModelConfig,
-    window: int | None,
-    sink_tokens: int | None,
-    full_decode: bool | None,
-) -> AttentionPattern:
-    """A recipe or a pattern file; options that are given win over both."""
-    options = {
-        "sliding_window": window,
-        "num_sink_tokens": sink_tokens,
-        "full_attention_decode": full_decode,
-    }
-    if not source.endswith(".json"):
-        return AttentionPattern.from_recipe(source, layers, **options)  # type: ignore[arg-type]
-    given = {name: value for name, value in options.items() if value is not None}
-    pattern = dataclasses.replace(AttentionPattern.from_json(Path(source)), **given)  # type: ignore[arg-type]
-    return load_pattern(pattern, layers) if isinstance(layers, ModelConfig) else pattern
 
 
 # ---- verbs ----
@@ -191,7 +165,7 @@ def pattern(
         raise ConfigError(
             "give one of --layers N and --model DIR: a recipe needs to know how deep the model is"
         )
-    chosen = _resolve_pattern(recipe, size, window, sink_tokens, fa_decode)
+    chosen = resolve_pattern(recipe, size, window, sink_tokens, fa_decode)
     typer.echo(chosen)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -201,6 +175,7 @@ def pattern(
 
 app.command()(train)
 app.command("compile")(compile_)
+app.command()(evaluate)
 
 
 @app.command()
@@ -223,8 +198,8 @@ def generate(
     """Continue a prompt and print the new text."""
     from swa_jax.generation import generate as run
 
-    decoder, tokenizer = load_for_cli(model, dtype)
-    decoder = _with_options(decoder, pattern, window, sink_tokens, fa_decode)
+    decoder, tokenizer = load_checkpoint(model, dtype)
+    decoder = with_options(decoder, pattern, window, sink_tokens, fa_decode)
     new = run(
         decoder,
         [tokenizer.start_ids + tokenizer.encode(sys.stdin.read() if prompt == "-" else prompt)],
@@ -236,107 +211,6 @@ def generate(
         seed=seed,
     )
     typer.echo(tokenizer.decode(new[0]))
-
-
-@app.command()
-def evaluate(
-    model: Model,
-    pattern: Annotated[
-        list[str] | None,
-        Option(help="A recipe or a pattern JSON, repeatable; default: the checkpoint's own."),
-    ] = None,
-    window: Window = None,
-    sink_tokens: SinkTokens = None,
-    fa_decode: FullDecode = None,
-    needles: Annotated[int, Option(help="Needle prompts a pattern; 0 leaves them out.", min=0)] = 48,
-    length: Length = 1024,
-    keys: NumKeys = 1,
-    haystack: Haystack = None,
-    text: Annotated[Path | None, Option(help="Also give the perplexity of this text.")] = None,
-    context: Annotated[int, Option(help="Tokens of that text a pass.", min=1)] = 1024,
-    depths: Annotated[
-        str, Option(help="Where the needles lie, as fractions of the prompt, taken in turn.")
-    ] = "0,0.2,0.4,0.6,0.8,1",
-    batch_size: BatchSize = 16,
-    dtype: ComputeDtype = None,
-    seed: Seed = 0,
-    out: Annotated[Path | None, Option(help="Write results.json and a picture to this folder.")] = None,
-) -> None:
-    """Measure patterns: needles found, answer loss, cache memory, speed, perplexity."""
-    from swa_jax.checkpoint import write_json
-    from swa_jax.evaluate import perplexity
-    from swa_jax.evaluate.measure import measure_pattern
-    from swa_jax.evaluate.needle import read_text
-    from swa_jax.report import needle_heat_map, pattern_table, wide_console
-
-    if not needles and text is None:
-        raise ConfigError("nothing to measure: --needles is 0 and no --text is given")
-    decoder, tokenizer = load_for_cli(model, dtype)
-    names = pattern or ["own"]
-    sources: list[str] | list[None] = pattern or [None]
-    models = [_with_options(decoder, source, window, sink_tokens, fa_decode) for source in sources]
-    places = _fractions(depths)
-    drawn = draw_needles(tokenizer, needles, length, keys, haystack, places, seed) if needles else []
-    longest = max((len(example.answer) for example in drawn), default=1)
-    tokens = tokenizer.start_ids + tokenizer.encode(read_text([text])) if text is not None else []
-    rows: list[dict[str, Any]] = []
-    heat: list[list[float]] = []
-    console = wide_console()
-    for name, measured in zip(names, models, strict=True):
-        row: dict[str, Any] = {"name": name}
-        with console.status(f"measuring {name}"):
-            if drawn:
-                row, answers = measure_pattern(
-                    name, measured, tokenizer, drawn, max_new_tokens=longest + 2, batch_size=batch_size
-                )
-                heat.append(
-                    [float(part.mean()) if len(part := answers.scores[i :: len(places)]) else float("nan")
-                     for i in range(len(places))]
-                )  # fmt: skip
-            if tokens:
-                scored = perplexity(measured, tokens, context=context, batch_size=batch_size)
-                row |= {"perplexity": scored.perplexity, "text_tokens": scored.num_tokens}
-        rows.append(row)
-    if drawn:
-        console.print(pattern_table(rows))
-    for row in rows if tokens else []:
-        console.print(f"{row['name']}: perplexity {row['perplexity']:.2f} over {row['text_tokens']} tokens")
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        results = {
-            "model": str(model),
-            "haystack": str(haystack or "python library"),
-            "length": length,
-            "keys": keys,
-            "seed": seed,
-            "rows": rows,
-        }
-        write_json(out / "results.json", results)
-        if drawn:
-            needle_heat_map(heat, names, [f"{depth:.0%}" for depth in places], out / "needles.png")
-        typer.echo(f"written to {out}")
-
-
-def _fractions(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--depths must be fractions such as 0,0.5,1, got '{text}'") from None
-
-
-def _with_options(
-    model: Decoder, source: str | None, window: int | None, sink_tokens: int | None, full_decode: bool | None
-) -> Decoder:
-    """The model under another pattern, or under its own with the options that are given."""
-    if source is not None:
-        return model.with_pattern(_resolve_pattern(source, model.config, window, sink_tokens, full_decode))
-    options = {
-        "sliding_window": window,
-        "num_sink_tokens": sink_tokens,
-        "full_attention_decode": full_decode,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
-    return model.with_pattern(dataclasses.replace(model.pattern, **given)) if given else model  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

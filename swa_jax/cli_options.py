@@ -1,11 +1,15 @@
-"""Options that several verbs of the command line share, and what they stand for."""
+"""Options that several verbs share, and what they resolve to."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
+
+from swa_jax.config import ConfigError, ModelConfig
+from swa_jax.pattern import AttentionPattern, load_pattern
 
 if TYPE_CHECKING:
     from swa_jax.evaluate import Example
@@ -26,7 +30,10 @@ FullDecode = Annotated[
 NumKeys = Annotated[int, Option("--keys", help="Needles in a prompt, one of which is asked for.", min=1)]
 Length = Annotated[int, Option("--length", help="Tokens of a needle prompt with its answer.", min=1)]
 Haystack = Annotated[
-    Path | None, Option("--haystack", help="A text to hide needles in; default: Python library sources.")
+    Path | None,
+    Option(
+        "--haystack", help="A text, or a folder of them, to hide needles in; default: Python library sources."
+    ),
 ]
 BatchSize = Annotated[int, Option("--batch-size", min=1)]
 Seed = Annotated[int, Option("--seed", min=0)]
@@ -37,7 +44,27 @@ ComputeDtype = Annotated[
 ]
 
 
-def load_for_cli(model: Path, dtype: Dtype | None) -> tuple[Decoder, Tokenizer]:
+def resolve_pattern(
+    source: str,
+    layers: int | ModelConfig,
+    window: int | None,
+    sink_tokens: int | None,
+    full_decode: bool | None,
+) -> AttentionPattern:
+    """A recipe or a pattern file; options that are given win over both."""
+    options = {
+        "sliding_window": window,
+        "num_sink_tokens": sink_tokens,
+        "full_attention_decode": full_decode,
+    }
+    if not source.endswith(".json"):
+        return AttentionPattern.from_recipe(source, layers, **options)  # type: ignore[arg-type]
+    given = {name: value for name, value in options.items() if value is not None}
+    pattern = dataclasses.replace(AttentionPattern.from_json(Path(source)), **given)  # type: ignore[arg-type]
+    return load_pattern(pattern, layers) if isinstance(layers, ModelConfig) else pattern
+
+
+def load_checkpoint(model: Path, dtype: Dtype | None) -> tuple[Decoder, Tokenizer]:
     from swa_jax.checkpoint import load_model
     from swa_jax.tokenizer import load_tokenizer
 
@@ -55,6 +82,47 @@ def draw_needles(
         num_examples=count,
         num_keys=keys,
         depths=depths,
-        haystack=None if haystack is None else [haystack],
+        haystack=None if haystack is None else text_files(haystack),
         seed=seed,
     )
+
+
+def with_options(
+    model: Decoder, source: str | None, window: int | None, sink_tokens: int | None, full_decode: bool | None
+) -> Decoder:
+    """The model under another pattern, or under its own with the options that are given."""
+    if source is not None:
+        return model.with_pattern(resolve_pattern(source, model.config, window, sink_tokens, full_decode))
+    options = {
+        "sliding_window": window,
+        "num_sink_tokens": sink_tokens,
+        "full_attention_decode": full_decode,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    return model.with_pattern(dataclasses.replace(model.pattern, **given)) if given else model  # type: ignore[arg-type]
+
+
+def fractions(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--depths must be fractions such as 0,0.5,1, got '{text}'") from None
+
+
+def numbers(option: str, text: str, word: str | None = None) -> list[Any]:
+    """Positive whole numbers between commas; `word`, if given, may stand among them and becomes None."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part == word or (part.isdecimal() and int(part) > 0) for part in parts):
+        also = f" or '{word}'" if word else ""
+        raise ConfigError(f"{option} must be positive whole numbers{also} such as 512,1024, got '{text}'")
+    return [None if part == word else int(part) for part in parts]
+
+
+def text_files(path: Path) -> list[Path]:
+    """The file, or all files of the folder in the order of their names."""
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.iterdir() if file.is_file())
+    if not files:
+        raise ConfigError(f"{path} is a folder without files; give a text file or a folder of them")
+    return files

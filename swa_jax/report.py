@@ -129,6 +129,67 @@ def layer_ratio_map(ratio: ArrayLike, interval: int, file: str | Path, *, title:
     _save(figure, file)
 
 
+def routing_chart(
+    by_layer: Sequence[Estimate],
+    by_depth: Mapping[str, Sequence[tuple[float, Estimate]]],
+    file: str | Path,
+    *,
+    title: str = "Where full attention is chosen (routed model)",
+) -> None:
+    """Full-attention ratios with 95 % intervals: one bar a layer, and one line a name over the needle's depth."""
+    parts = [bool(by_layer), bool(by_depth)]
+    figure = Figure(figsize=(7.2, 0.6 + 2.7 * sum(parts)), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    panels = iter(np.atleast_1d(figure.subplots(sum(parts), 1)))
+
+    def errors(ratios: Sequence[Estimate]) -> np.ndarray:
+        return 100 * np.array([[r.mean - r.low for r in ratios], [r.high - r.mean for r in ratios]]).clip(
+            min=0
+        )
+
+    if by_layer:
+        axes = next(panels)
+        layers = np.arange(len(by_layer))
+        axes.bar(layers, [100 * r.mean for r in by_layer], color=BLUE, zorder=2)
+        axes.errorbar(
+            layers,
+            [100 * r.mean for r in by_layer],
+            errors(by_layer),
+            fmt="none",
+            ecolor="black",
+            capsize=3,
+            linewidth=1,
+            zorder=3,
+        )
+        axes.set(xlabel="Layer (from 0)", ylabel="Tokens that take\nfull attention (%)")
+        axes.set_xticks(layers)
+    if by_depth:
+        axes = next(panels)
+        for number, (name, points) in enumerate(by_depth.items()):
+            depths, ratios = [100 * depth for depth, _ in points], [ratio for _, ratio in points]
+            axes.errorbar(
+                depths,
+                [100 * r.mean for r in ratios],
+                errors(ratios),
+                color=f"C{number}",
+                label=name,
+                marker="o",
+                markersize=3,
+                capsize=2,
+                linewidth=1.2,
+            )
+        axes.set(
+            xlabel="Depth of the needle in the prompt (%)",
+            ylabel="Answer queries that take\nfull attention (%)",
+        )
+        axes.legend(frameon=False, fontsize=8)
+    for axes in figure.axes:
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y", alpha=0.3, zorder=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, file)
+
+
 def layer_scores_chart(
     scores: Sequence[Estimate], chosen: Sequence[int], file: str | Path, *, title: str
 ) -> None:

@@ -266,8 +266,9 @@ def test_up_asks_for_new_machines_after_a_preemption(cloud, capfd):
     assert "the run or its machines are gone: once more" in capfd.readouterr().out
 
 
-def test_up_starts_again_what_is_gone_from_machines_that_were_started_anew(cloud):
-    status, kinds = cloud(["NOT_FOUND", "ACTIVE", "ACTIVE", "ACTIVE", "ACTIVE"], ["lost", "0"])
+@pytest.mark.parametrize("lost", ["lost", "75"])
+def test_up_starts_again_what_is_gone_from_machines_that_were_started_anew(cloud, lost):
+    status, kinds = cloud(["NOT_FOUND", "ACTIVE", "ACTIVE", "ACTIVE", "ACTIVE"], [lost, "0"])
     assert status == 0
     assert _steps(kinds) == ["create", "install", "start", "install", "start"]
 

@@ -5,13 +5,19 @@ from swa_jax.evaluate.bootstrap import Estimate, accuracy_interval, bootstrap, p
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.needle import needle_examples, needle_grid
 from swa_jax.evaluate.nll import AnswerScores, Perplexity, answer_nll, perplexity, score_answers
+from swa_jax.evaluate.ruler import RULER_TASKS, ruler_examples, ruler_grid
+from swa_jax.evaluate.ruler_scoring import RulerScore, ruler_scores
+from swa_jax.evaluate.sweep import SweepScore, perplexity_sweep
 
 __all__ = [
+    "RULER_TASKS",
     "AnswerScores",
     "Answers",
     "Estimate",
     "Example",
     "Perplexity",
+    "RulerScore",
+    "SweepScore",
     "accuracy_interval",
     "answer_nll",
     "bootstrap",
@@ -22,5 +28,9 @@ __all__ = [
     "needle_grid",
     "paired_bootstrap",
     "perplexity",
+    "perplexity_sweep",
+    "ruler_examples",
+    "ruler_grid",
+    "ruler_scores",
     "score_answers",
 ]

@@ -52,8 +52,9 @@ def generate_answers(
     max_new_tokens: int,
     batch_size: int = 16,
     timed: bool = True,
+    stop_tokens: Sequence[int] = (),
 ) -> Answers:
-    """Greedy answers to all examples, scored by string match (RULER).
+    """Greedy answers to all examples, scored by string match (RULER); `stop_tokens` end one before `max_new_tokens`.
 
     Times are the median over the batches after the first of their shape, which compiles. If there are none, `timed`
     runs the first batch once more; without it the times are NaN.
@@ -68,19 +69,22 @@ def generate_answers(
     max_length = prepare(model, [longest], max_new_tokens).max_length
     starts = range(0, len(examples), batch_size)
     runs = [
-        _run_batch(model, examples[i : i + batch_size], batch_size, max_new_tokens, max_length)
+        _run_batch(model, examples[i : i + batch_size], batch_size, max_new_tokens, max_length, stop_tokens)
         for i in starts
     ]
     warm = [run for i, run in enumerate(runs) if run.prompt_tokens in {r.prompt_tokens for r in runs[:i]}]
     if timed and not warm:
-        warm = [_run_batch(model, examples[:batch_size], batch_size, max_new_tokens, max_length)]
+        warm = [_run_batch(model, examples[:batch_size], batch_size, max_new_tokens, max_length, stop_tokens)]
     texts = [tokenizer.decode(row[row != NOTHING].tolist()) for run in runs for row in run.new][
         : len(examples)
     ]
     scores = [score(text, example.references) for text, example in zip(texts, examples, strict=True)]
-    prefill_seconds, decode_seconds = (
-        float(np.median([getattr(run, name) for run in warm])) if warm else float("nan")
-        for name in ("prefill_seconds", "decode_seconds")
+    prefill_seconds, steps_per_second = (
+        float(np.median(values)) if warm else float("nan")
+        for values in (
+            [run.prefill_seconds for run in warm],
+            [run.decode_steps / run.decode_seconds for run in warm],
+        )
     )
     return Answers(
         texts=texts,
@@ -88,7 +92,7 @@ def generate_answers(
         batch_size=batch_size,
         max_length=max_length,
         prefill_seconds=prefill_seconds / batch_size,
-        decode_tokens_per_second=batch_size * (max_new_tokens - 1) / decode_seconds,
+        decode_tokens_per_second=batch_size * steps_per_second,
         kv_cache_bytes=runs[0].cache_bytes // batch_size,
     )
 
@@ -99,12 +103,18 @@ class _Run(NamedTuple):
     new: np.ndarray  # [B, max_new_tokens] int32
     prompt_tokens: int  # a row, with padding
     prefill_seconds: float
-    decode_seconds: float  # of max_new_tokens - 1 steps: the first token comes with the prefill
+    decode_seconds: float
+    decode_steps: int  # one fewer than the tokens drawn: the first comes with the prefill
     cache_bytes: int
 
 
 def _run_batch(
-    model: Decoder, examples: Sequence[Example], batch_size: int, max_new_tokens: int, max_length: int
+    model: Decoder,
+    examples: Sequence[Example],
+    batch_size: int,
+    max_new_tokens: int,
+    max_length: int,
+    stop_tokens: Sequence[int],
 ) -> _Run:
     rows = [
         *examples,
@@ -115,9 +125,11 @@ def _run_batch(
     logits, cache = jax.block_until_ready(prefill(model, batch))
     middle = time.perf_counter()
     cache_bytes = cache.nbytes
-    new = np.asarray(decode(model, batch, logits, cache, max_new_tokens)[0])
+    new = np.asarray(decode(model, batch, logits, cache, max_new_tokens, stop_tokens=stop_tokens)[0])
     end = time.perf_counter()
-    return _Run(new[: len(examples)], batch.tokens.shape[1], middle - start, end - middle, cache_bytes)
+    drawn = (new != NOTHING).sum(1)  # [B], without the stop token
+    steps = int((drawn + (drawn < max_new_tokens)).max()) - 1
+    return _Run(new[: len(examples)], batch.tokens.shape[1], middle - start, end - middle, steps, cache_bytes)
 
 
 def needle_accuracy_grid(

@@ -22,7 +22,7 @@ from swa_jax.cli_options import (
     SinkTokens,
     Window,
     draw_needles,
-    load_for_cli,
+    load_checkpoint,
 )
 from swa_jax.config import ConfigError
 
@@ -77,7 +77,7 @@ def select_bosch(
     from swa_jax.select import MaskEvaluator, bosch, bosch_pattern
 
     _check_out(out)
-    decoder, tokenizer = load_for_cli(model, dtype)
+    decoder, tokenizer = load_checkpoint(model, dtype)
     drawn = draw_needles(tokenizer, examples, length, keys, haystack, None, seed)
     file = evaluations or out.with_suffix(".evaluations.json")
     evaluate = MaskEvaluator(
@@ -146,7 +146,7 @@ def select_static(
     from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
 
     _check_out(out)
-    decoder, tokenizer = load_for_cli(model, dtype)
+    decoder, tokenizer = load_checkpoint(model, dtype)
     window = decoder.pattern.sliding_window if window is None else window
     if window is None:
         raise ConfigError("--window is missing: give it, as the model's own pattern has none")
@@ -233,7 +233,7 @@ def select_nll(
     if (budget is None) == (one_in is None):
         raise ConfigError("give exactly one of --budget and --one-in: how many layers stay full")
     _check_out(out)
-    decoder, tokenizer = load_for_cli(model, dtype)
+    decoder, tokenizer = load_checkpoint(model, dtype)
     drawn = draw_needles(tokenizer, examples, length, keys, haystack, None, seed)
     with _progress("scoring layers") as progress:
         scores = nll_deltas(

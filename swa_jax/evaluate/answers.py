@@ -1,0 +1,199 @@
+"""A model on `Question`s: its answers, their scores by group, and a judge where there is no metric."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from swa_jax.config import ConfigError
+from swa_jax.evaluate.accuracy import generate_answers
+from swa_jax.evaluate.bootstrap import bootstrap
+from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.questions import Question
+from swa_jax.model import Decoder
+from swa_jax.tokenizer import Tokenizer
+
+Judge = Callable[[Sequence[dict[str, Any]]], list[float]]
+
+
+@dataclass(frozen=True)
+class GroupScore:
+    """The mean score of a group's questions, from 0 to 1."""
+
+    benchmark: str
+    group: str  # "all": of all questions
+    score: float | None  # None: none of its questions was asked
+    interval: list[float] | None  # 95 %, percentile bootstrap over questions
+    num_questions: int
+    num_left_out: int  # longer than max_length, and not scored
+    num_cut: int  # cut in the middle to fit
+
+
+def score_questions(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    questions: Sequence[Question],
+    *,
+    max_length: int,
+    cut_middle: bool = False,
+    wrap: str = "{prompt}",
+    judge: Judge | None = None,
+    batch_size: int = 8,
+) -> tuple[list[GroupScore], list[dict[str, Any]]]:
+    """Greedy answers, scored: by group and over all, and a record for each question asked.
+
+    A prompt that does not fit `max_length` with its answer is left out, or, as LongBench does, loses its middle:
+    both are counted in the scores, and neither happens unsaid.
+
+    Raises:
+      ConfigError: a judge is needed and not given, or no question fits.
+    """
+    if judge is None and any(question.score is None for question in questions):
+        raise ConfigError("these questions have no metric of their own: name a judge's command with --judge")
+    asked: list[tuple[Question, list[int], bool]] = []
+    for question in questions:
+        tokens, cut = _prompt_tokens(tokenizer, question, max_length, cut_middle, wrap)
+        if tokens:
+            asked.append((question, tokens, cut))
+    if not asked:
+        raise ConfigError(
+            f"none of the {len(questions)} prompts fits max_length = {max_length}: raise it, or cut them in the middle"
+        )
+    texts: list[str] = [""] * len(asked)
+    stop = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    for new in sorted({question.max_new_tokens for question, _, _ in asked}):
+        some = [i for i, (question, _, _) in enumerate(asked) if question.max_new_tokens == new]
+        some.sort(key=lambda i: len(asked[i][1]))
+        for start in range(0, len(some), batch_size):
+            batch = some[start : start + batch_size]
+            examples = [Example(asked[i][1], [], asked[i][0].references) for i in batch]
+            answers = generate_answers(
+                model,
+                tokenizer,
+                examples,
+                max_new_tokens=new,
+                batch_size=batch_size,
+                timed=False,
+                stop_tokens=stop,
+            )
+            for i, text in zip(batch, answers.texts, strict=True):
+                texts[i] = text
+    scores = _scores([question for question, _, _ in asked], texts, judge)
+    records = [
+        {
+            "benchmark": question.benchmark,
+            "group": question.group,
+            "prompt_tokens": len(tokens),
+            "cut": cut,
+            "answer": text,
+            "references": question.references,
+            "score": score,
+        }
+        for (question, tokens, cut), text, score in zip(asked, texts, scores, strict=True)
+    ]
+    return _by_group(questions, records), records
+
+
+def _prompt_tokens(
+    tokenizer: Tokenizer, question: Question, max_length: int, cut_middle: bool, wrap: str
+) -> tuple[list[int], bool]:
+    """The prompt's tokens, and whether they were cut; none if they do not fit."""
+    before, _, after = (wrap if question.chat else "{prompt}").partition("{prompt}")
+    start = tokenizer.start_ids + tokenizer.encode(before)
+    body, end = tokenizer.encode(question.prompt), tokenizer.encode(after)
+    room = max_length - question.max_new_tokens - len(start) - len(end)
+    if len(body) <= room:
+        whole = tokenizer.start_ids + tokenizer.encode(before + question.prompt + after)
+        return whole, False
+    if not cut_middle or room < 2:
+        return [], False
+    head = room // 2
+    return [*start, *body[:head], *body[len(body) - (room - head) :], *end], True
+
+
+def _scores(questions: Sequence[Question], texts: Sequence[str], judge: Judge | None) -> list[float]:
+    scores, judged = np.zeros(len(texts)), []
+    for i, (question, text) in enumerate(zip(questions, texts, strict=True)):
+        if question.score is None:
+            judged.append(i)
+            continue
+        answer = text.lstrip("\n").split("\n")[0] if question.first_line else text
+        scores[i] = max(question.score(answer, reference) for reference in question.references)
+    if judged and judge is not None:
+        scores[judged] = judge([{**(questions[i].judged or {}), "answer": texts[i]} for i in judged])
+    return scores.tolist()
+
+
+def _by_group(questions: Sequence[Question], records: Sequence[dict[str, Any]]) -> list[GroupScore]:
+    rows = []
+    for benchmark in dict.fromkeys(question.benchmark for question in questions):
+        of_it = [question for question in questions if question.benchmark == benchmark]
+        for group in [*dict.fromkeys(question.group for question in of_it), "all"]:
+            mine = [r for r in records if r["benchmark"] == benchmark and group in (r["group"], "all")]
+            total = sum(group in (question.group, "all") for question in of_it)
+            estimate = bootstrap([r["score"] for r in mine]) if mine else None
+            rows.append(
+                GroupScore(
+                    benchmark=benchmark,
+                    group=group,
+                    score=None if estimate is None else estimate.mean,
+                    interval=None if estimate is None else [estimate.low, estimate.high],
+                    num_questions=len(mine),
+                    num_left_out=total - len(mine),
+                    num_cut=sum(r["cut"] for r in mine),
+                )
+            )
+    return rows
+
+
+def command_judge(command: str) -> Judge:
+    """A judge that is a program: JSON lines in (type, question, reference, unanswerable, answer), a verdict a line out.
+
+    A verdict is `yes`, `no`, or a number from 0 to 1. The program runs once for all answers, without a shell.
+
+    Raises:
+      ConfigError: when it judges: the program fails, or does not give one verdict for each answer.
+    """
+    words = shlex.split(command)
+    if not words:
+        raise ConfigError("the judge's command is empty")
+
+    def judge(answers: Sequence[dict[str, Any]]) -> list[float]:
+        lines = "".join(json.dumps(answer) + "\n" for answer in answers)
+        try:
+            ran = subprocess.run(words, input=lines, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise ConfigError(f"the judge '{command}' cannot be started: {error.strerror}") from None
+        if ran.returncode:
+            last = (ran.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ConfigError(f"the judge '{command}' ended with status {ran.returncode}: {last}")
+        verdicts = [line.strip() for line in ran.stdout.splitlines() if line.strip()]
+        if len(verdicts) != len(answers):
+            raise ConfigError(
+                f"the judge '{command}' gave {len(verdicts)} verdicts on {len(answers)} answers: it must print one "
+                "line for each"
+            )
+        return [_verdict(verdict, command) for verdict in verdicts]
+
+    return judge
+
+
+def _verdict(text: str, command: str) -> float:
+    word = text.lower().rstrip(".")
+    if word in ("yes", "no"):
+        return float(word == "yes")
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise ConfigError(
+            f"the judge '{command}' said '{text[:80]}': it must say yes, no, or a number from 0 to 1"
+        )
+    return value

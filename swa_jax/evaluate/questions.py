@@ -1,0 +1,240 @@
+"""Questions about long texts from the user's own copies of LongBench, LongBench v2 and LongMemEval.
+
+Nothing is fetched. LongBench's prompts are part of its distribution (`dataset2prompt.json`) and are read from there;
+the wordings of LongBench v2 and LongMemEval below are ours, unless the user names a file with another.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swa_jax.config import ConfigError, nearest
+from swa_jax.evaluate import metrics
+
+Score = Callable[[str, str], float]  # answer, reference
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, what is right, and how an answer is scored."""
+
+    benchmark: str
+    group: str  # the data set, domain or question type that scores are averaged over
+    prompt: str
+    references: list[str]
+    max_new_tokens: int
+    score: Score | None  # None: a judge decides
+    judged: dict[str, Any] | None = None  # what the judge is told, beside the answer
+    first_line: bool = False  # only the answer's first line counts
+    chat: bool = True  # a chat model's template goes around the prompt
+
+
+# LongBench: tokens of an answer, and the metric. Chinese data sets are not here.
+_LONGBENCH: dict[str, tuple[int, str]] = {
+    "narrativeqa": (128, "qa_f1"),
+    "qasper": (128, "qa_f1"),
+    "multifieldqa_en": (64, "qa_f1"),
+    "hotpotqa": (32, "qa_f1"),
+    "2wikimqa": (32, "qa_f1"),
+    "musique": (32, "qa_f1"),
+    "gov_report": (512, "rouge_l"),
+    "qmsum": (512, "rouge_l"),
+    "multi_news": (512, "rouge_l"),
+    "trec": (64, "classification"),
+    "triviaqa": (32, "qa_f1"),
+    "samsum": (128, "rouge_l"),
+    "passage_count": (32, "count"),
+    "passage_retrieval_en": (32, "retrieval"),
+    "lcc": (64, "code_similarity"),
+    "repobench-p": (64, "code_similarity"),
+}
+_CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh")
+_FIRST_LINE = ("trec", "triviaqa", "samsum")
+_NO_CHAT = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")  # few-shot prompts and code
+
+V2_PROMPT = """\
+Read the text, then answer the question about it.
+
+{context}
+
+Question: {question}
+(A) {choice_A}
+(B) {choice_B}
+(C) {choice_C}
+(D) {choice_D}
+
+Exactly one choice is right. Answer with the words "The correct answer is (X)", X being its letter."""
+V2_TOKENS = 128
+
+MEMORY_PROMPT = """\
+Below are earlier conversations between a user and an assistant, oldest first. Answer the question with their help.
+
+{history}
+
+Today is {question_date}.
+Question: {question}
+Answer:"""
+MEMORY_TOKENS = 512
+
+
+def longbench(path: Path, prompts: Path) -> list[Question]:
+    """LongBench's records, from one `.jsonl` or a folder of them, named after their data sets (`_e` at the end or not).
+
+    Raises:
+      ConfigError: an unknown or Chinese data set, a data set without prompt, or a record without the fields needed.
+    """
+    templates = _object(prompts)
+    questions = []
+    for file in _files(path):
+        for number, record in enumerate(_records(file)):
+            name = str(record.get("dataset", file.stem)).removesuffix("_e")
+            where = f"{file}, record {number}"
+            if name in _CHINESE:
+                raise ConfigError(
+                    f"{where}: '{name}' is Chinese, and its words cannot be told apart here: leave it out"
+                )
+            if name not in _LONGBENCH:
+                raise ConfigError(f"{where}: no LongBench data set '{name}'{nearest(name, list(_LONGBENCH))}")
+            if name not in templates:
+                raise ConfigError(f"{prompts} has no prompt for '{name}'")
+            new, metric = _LONGBENCH[name]
+            score: Score = getattr(metrics, metric)
+            if metric == "classification":
+                score = functools.partial(
+                    metrics.classification, classes=_field(record, "all_classes", where)
+                )
+            questions.append(
+                Question(
+                    benchmark="longbench",
+                    group=name,
+                    prompt=_fill(templates[name], record, where),
+                    references=_field(record, "answers", where),
+                    max_new_tokens=new,
+                    score=score,
+                    first_line=name in _FIRST_LINE,
+                    chat=name not in _NO_CHAT,
+                )
+            )
+    return questions
+
+
+def longbench_v2(file: Path, template: str = V2_PROMPT) -> list[Question]:
+    """LongBench v2's multiple choices, grouped by domain. Raises `ConfigError` for a record without the fields."""
+    return [
+        Question(
+            benchmark="longbench-v2",
+            group=str(_field(record, "domain", where)),
+            prompt=_fill(template, record, where),
+            references=[_field(record, "answer", where)],
+            max_new_tokens=V2_TOKENS,
+            score=metrics.choice,
+        )
+        for where, record in _numbered(file)
+    ]
+
+
+def longmemeval(file: Path, template: str = MEMORY_PROMPT) -> list[Question]:
+    """LongMemEval's questions about past conversations, grouped by type; a judge scores them.
+
+    Questions whose id ends in `_abs` have no answer in the conversations; the judge is told.
+    """
+    questions = []
+    for where, record in _numbered(file):
+        told = {
+            "type": _field(record, "question_type", where),
+            "question": _field(record, "question", where),
+            "reference": str(_field(record, "answer", where)),
+            "unanswerable": str(_field(record, "question_id", where)).endswith("_abs"),
+        }
+        sessions = _field(record, "haystack_sessions", where)
+        dates = record.get("haystack_dates") or [""] * len(sessions)
+        history = "\n\n".join(_session(turns, date) for turns, date in zip(sessions, dates, strict=True))
+        questions.append(
+            Question(
+                benchmark="longmemeval",
+                group=told["type"],
+                prompt=_fill(template, record | {"history": history}, where),
+                references=[told["reference"]],
+                max_new_tokens=MEMORY_TOKENS,
+                score=None,
+                judged=told,
+            )
+        )
+    return questions
+
+
+def _session(turns: Sequence[dict[str, str]], date: str) -> str:
+    lines = [f"{turn['role']}: {turn['content']}" for turn in turns]
+    return "\n".join([f"[{date}]", *lines] if date else lines)
+
+
+def _fill(template: str, record: dict[str, Any], where: str) -> str:
+    """`{name}` replaced by the record's fields; other braces, which code has, stay."""
+    for name in (
+        "context",
+        "input",
+        "history",
+        "question_date",
+        "question",
+        *(f"choice_{x}" for x in "ABCD"),
+    ):
+        if f"{{{name}}}" in template:
+            _field(record, name, where)
+    pieces, rest = [], template
+    while rest:
+        before, brace, after = rest.partition("{")
+        name, end, beyond = after.partition("}")
+        if brace and end and name in record:
+            pieces += [before, str(record[name])]
+            rest = beyond
+        else:
+            pieces += [before, brace]
+            rest = after
+    return "".join(pieces)
+
+
+def _field(record: dict[str, Any], name: str, where: str) -> Any:
+    if name not in record:
+        raise ConfigError(f"{where} has no field '{name}'")
+    return record[name]
+
+
+def _numbered(file: Path) -> list[tuple[str, dict[str, Any]]]:
+    return [(f"{file}, record {number}", record) for number, record in enumerate(_records(file))]
+
+
+def _files(path: Path) -> list[Path]:
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    if not files:
+        raise ConfigError(f"{path} has no .jsonl files")
+    return files
+
+
+def _records(file: Path) -> list[dict[str, Any]]:
+    """Of a JSON list, or of one JSON object a line."""
+    text = file.read_text(encoding="utf-8")
+    try:
+        if text.lstrip().startswith("["):
+            records = json.loads(text)
+        else:
+            records = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file} is not JSON or JSON lines: {error}") from None
+    if not records or not all(isinstance(record, dict) for record in records):
+        raise ConfigError(f"{file} must hold JSON objects, one a line or in a list, and at least one")
+    return records
+
+
+def _object(file: Path) -> dict[str, str]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} must be a JSON object of prompts by data set")
+    return content

@@ -1,0 +1,150 @@
+"""What a routed model (SwiAttn) reads: full-attention ratio by layer, by needle depth, and keys read a token.
+
+The paper's Figures 4b (memory access), 5 (layers) and 6 (needle depth). Everything is teacher-forced.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from swa_jax.config import ConfigError
+from swa_jax.evaluate.bootstrap import Estimate, bootstrap
+from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.nll import answer_batches
+from swa_jax.evaluate.ruler import Cell
+from swa_jax.flops import visible_keys
+from swa_jax.model import Decoder
+from swa_jax.pattern import FULL, HYBRID, SWITCH, AttentionPattern
+
+
+class Routed(NamedTuple):
+    """Means over the units of one measurement, which are sequences or examples, with 95 % bootstrap intervals."""
+
+    full_ratio: Estimate  # of all layers
+    by_layer: list[Estimate]  # [L]
+    keys_read: Estimate  # keys a token reads of the KV cache, the mean over its layers
+    keys_of_full: float  # the same if every layer were full
+    num_units: int
+
+
+def text_routing(
+    model: Decoder, tokens: Sequence[int], *, length: int, batch_size: int = 8
+) -> tuple[Routed, np.ndarray]:
+    """Routing on plain text in sequences of `length` tokens: the figures, and keys read at each position [length].
+
+    What is left at the end and is shorter than `length` is not read; `Routed.num_units` counts the sequences.
+
+    Raises:
+      ConfigError: no layer of the model is routed, or the text is shorter than one sequence.
+    """
+    check_routed(model.pattern)
+    count = len(tokens) // length
+    if count == 0:
+        raise ConfigError(f"the text has {len(tokens)} tokens, too few for one sequence of {length}")
+    rows = np.asarray(tokens[: count * length], np.int32).reshape(count, length)
+    batch_size = min(batch_size, count)
+    gates = []
+    for start in range(0, count, batch_size):
+        batch = np.resize(rows[start : start + batch_size], (batch_size, length))
+        gates.append(_gates(*nnx.split(model), jnp.asarray(batch), None, None)[: count - start])
+    gate = _with_static_layers(np.concatenate(gates), model)  # [S, L, T]
+    position = np.broadcast_to(np.arange(length), (count, length))
+    keys = keys_read(gate, position, model.pattern)
+    return _routed(gate, keys, position, np.ones((count, length))), keys.mean((0, 1))
+
+
+def answer_routing(model: Decoder, examples: Sequence[Example], *, batch_size: int = 8) -> Routed:
+    """Routing of the queries that predict the answers' tokens, each example a unit. Raises as `text_routing`."""
+    check_routed(model.pattern)
+    width = max(len(example.answer) for example in examples)
+    gate = np.zeros((len(examples), model.pattern.num_layers, width), np.float32)
+    position, weight = np.zeros((len(examples), width), int), np.zeros((len(examples), width))
+    for index, batch in answer_batches(examples, batch_size, model.pattern.full_attention_decode):
+        gates = _gates(*nnx.split(model), batch.tokens, batch.segment_ids, batch.full_from)  # [B, L, T]
+        queries = np.asarray(batch.queries)
+        chosen = np.take_along_axis(gates, queries[:, None], axis=2)  # [B, L, A]
+        gate[index] = chosen[: len(index)]
+        position[index] = queries[: len(index)]
+        weight[index] = np.asarray(batch.weights)[: len(index)]
+    gate = _with_static_layers(gate, model)
+    return _routed(gate, keys_read(gate, position, model.pattern), position, weight)
+
+
+def routing_by_depth(
+    model: Decoder, cells: Mapping[Cell, Sequence[Example]], *, batch_size: int = 8
+) -> dict[Cell, Routed]:
+    """`answer_routing` of every (task, length, depth): does a model look far only where the needle is far?"""
+    return {cell: answer_routing(model, some, batch_size=batch_size) for cell, some in cells.items()}
+
+
+def keys_read(gate: np.ndarray, position: np.ndarray, pattern: AttentionPattern) -> np.ndarray:
+    """Keys that queries at positions [N, T] read in every layer [N, L, T], given which share reads all: gate [N, L, T].
+
+    Under full-attention decode that is what windowed queries would read while a prompt is processed.
+    """
+    full = visible_keys(position, None)[:, None]
+    window = visible_keys(position, pattern.sliding_window, pattern.num_sink_tokens)[:, None]
+    return gate * full + (1 - gate) * window
+
+
+def check_routed(pattern: AttentionPattern) -> None:
+    if SWITCH not in pattern.layer_types:
+        raise ConfigError(
+            "no layer of this pattern is routed, so there is no routing to look at: it needs 'switch_attention' "
+            "layers, as --pattern switch and training into SwiAttn give"
+        )
+
+
+def _with_static_layers(gate: np.ndarray, model: Decoder) -> np.ndarray:
+    """Gates [N, L, T] with the share of full heads in layers that have no router, where the model's gates are 0."""
+    heads = model.config.num_key_value_heads
+    share = {FULL: lambda layer: 1.0, HYBRID: lambda layer: len(model.pattern.full_kv_heads[layer]) / heads}
+    static = [
+        share.get(kind, lambda layer: 0.0)(layer) for layer, kind in enumerate(model.pattern.layer_types)
+    ]
+    return gate + np.array(static)[:, None]
+
+
+def _routed(gate: np.ndarray, keys: np.ndarray, position: np.ndarray, weight: np.ndarray) -> Routed:
+    """gate, keys [N, L, T]; position, weight [N, T]."""
+    total = weight.sum(1)  # [N]
+    ratio = np.einsum("nlt,nt->nl", gate, weight) / total[:, None]
+    read = np.einsum("nlt,nt->n", keys, weight) / (total * gate.shape[1])
+    return Routed(
+        full_ratio=bootstrap(ratio.mean(1)),
+        by_layer=[bootstrap(layer) for layer in ratio.T],
+        keys_read=bootstrap(read),
+        keys_of_full=float((((position + 1) * weight).sum(1) / total).mean()),
+        num_units=len(gate),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _all_gates(
+    graph: Any,
+    state: nnx.State,
+    tokens: jax.Array,
+    segment_ids: jax.Array | None,
+    full_from: jax.Array | None,
+) -> jax.Array:
+    model: Decoder = nnx.merge(graph, state)
+    _, routing = model.features(tokens, segment_ids=segment_ids, full_from=full_from)
+    return routing.gate  # [L, B, T]
+
+
+def _gates(
+    graph: Any,
+    state: nnx.State,
+    tokens: jax.Array,
+    segment_ids: jax.Array | None,
+    full_from: jax.Array | None,
+) -> np.ndarray:
+    """1 where a token takes full attention: [B, L, T]."""
+    return np.asarray(_all_gates(graph, state, tokens, segment_ids, full_from)).transpose(1, 0, 2)

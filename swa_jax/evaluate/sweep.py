@@ -1,0 +1,114 @@
+"""Perplexity over evaluation windows and lengths (SWAT, arXiv:2502.18845, Table 2)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from swa_jax.config import ConfigError
+from swa_jax.evaluate.bootstrap import Estimate, bootstrap
+from swa_jax.evaluate.nll import perplexity
+from swa_jax.model import Decoder
+from swa_jax.pattern import FULL, AttentionPattern
+
+MAX_BLOCKS = 100  # of consecutive tokens, which the bootstrap draws: neighbours are not independent
+MIN_BLOCK = 64  # tokens
+
+
+@dataclass(frozen=True)
+class SweepScore:
+    """Perplexity at one evaluation window and length; `nll` in nats a token."""
+
+    window: int | None  # None: full attention in every layer
+    length: int
+    perplexity: float
+    interval: list[float]  # of the perplexity: 95 % bootstrap over blocks of consecutive tokens
+    nll: float
+    num_tokens: int
+    num_blocks: int
+    past_training_length: bool  # the length exceeds the model's max_position_embeddings
+
+
+def perplexity_sweep(
+    model: Decoder,
+    tokens: Sequence[int],
+    *,
+    windows: Sequence[int | None] | None,
+    lengths: Sequence[int],
+    stride: int | None = None,
+    batch_size: int = 16,
+) -> list[SweepScore]:
+    """Perplexity of one text under every window, cut into sequences of every length; windows outermost.
+
+    Every cell scores the same tokens, all but the text's first, each once; at a longer length a token has more text
+    before it. The windowed layers are the pattern's, whatever it was trained with. Blocks are the same for all cells.
+
+    Args:
+      tokens: the text's ids, more than the greatest length.
+      windows: visible keys of a windowed query; a None among them gives every layer full attention. None in place
+        of the list keeps the pattern as it is.
+      lengths: tokens a sequence. A stride below a length slides by it, see `perplexity`.
+      batch_size: sequences of the greatest length at once; shorter ones fill as many tokens.
+
+    Raises:
+      ConfigError: the text is too short for a length, or the pattern has no windowed layer for a window to change.
+    """
+    for length in lengths:
+        if length < 1 or length >= len(tokens):
+            raise ConfigError(
+                f"the text has {len(tokens)} tokens, too few for sequences of {length} and the token after each: "
+                f"give a longer text or lengths from 1 to {len(tokens) - 1}"
+            )
+    scores = []
+    models = (
+        [(model.pattern.sliding_window, model)]
+        if windows is None
+        else [(window, model.with_pattern(with_window(model.pattern, window))) for window in windows]
+    )
+    for window, measured in models:
+        for length in lengths:
+            result = perplexity(
+                measured,
+                tokens,
+                context=length,
+                stride=None if stride is None else min(stride, length),
+                batch_size=batch_size * max(lengths) // length,
+            )
+            nll, blocks = block_interval(result.token_nll)
+            scores.append(
+                SweepScore(
+                    window=window,
+                    length=length,
+                    perplexity=result.perplexity,
+                    interval=[float(np.exp(nll.low)), float(np.exp(nll.high))],
+                    nll=nll.mean,
+                    num_tokens=result.num_tokens,
+                    num_blocks=blocks,
+                    past_training_length=length > model.config.max_position_embeddings,
+                )
+            )
+    return scores
+
+
+def with_window(pattern: AttentionPattern, window: int | None) -> AttentionPattern:
+    """The pattern with another window; None: full attention everywhere. `ConfigError` if nothing would change."""
+    if window is None:
+        return AttentionPattern.from_recipe("full", pattern.num_layers)
+    if set(pattern.layer_types) == {FULL}:
+        raise ConfigError(
+            f"a window of {window} changes nothing: every layer of this pattern has full attention; choose a pattern "
+            "with windowed layers, such as --pattern window"
+        )
+    return dataclasses.replace(pattern, sliding_window=window)
+
+
+def block_interval(token_nll: np.ndarray) -> tuple[Estimate, int]:
+    """Mean of token losses [N] and its 95 % interval by bootstrap over equal blocks of consecutive ones; the blocks."""
+    blocks = max(1, min(MAX_BLOCKS, token_nll.size // MIN_BLOCK))
+    means = [block.mean() for block in np.array_split(token_nll, blocks)]
+    drawn = bootstrap(means)
+    mean = float(token_nll.mean())
+    return Estimate(mean, min(mean, drawn.low), max(mean, drawn.high)), blocks

@@ -1,0 +1,499 @@
+"""The verb `evaluate`: patterns of one model measured on needles, RULER's tasks and text."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from typer import Option
+
+from swa_jax.cli_options import (
+    BatchSize,
+    ComputeDtype,
+    FullDecode,
+    Haystack,
+    Length,
+    Model,
+    NumKeys,
+    Seed,
+    SinkTokens,
+    Window,
+    draw_needles,
+    fractions,
+    load_checkpoint,
+    numbers,
+    text_files,
+    with_options,
+)
+from swa_jax.config import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from swa_jax.evaluate import Estimate, Example
+    from swa_jax.evaluate.questions import Question
+    from swa_jax.evaluate.ruler import Cell
+    from swa_jax.model import Decoder
+    from swa_jax.tokenizer import Tokenizer
+
+    type Models = Sequence[tuple[str, Decoder]]
+
+DEFAULT_NEEDLES = 48
+DEFAULT_DEPTHS = "0,0.2,0.4,0.6,0.8,1"
+
+
+def evaluate(
+    model: Model,
+    pattern: Annotated[
+        list[str] | None,
+        Option(help="A recipe or a pattern JSON, repeatable; default: the checkpoint's own."),
+    ] = None,
+    window: Window = None,
+    sink_tokens: SinkTokens = None,
+    fa_decode: FullDecode = None,
+    needles: Annotated[
+        int | None,
+        Option(
+            help=f"Needle prompts a pattern; 0 leaves them out. Default: {DEFAULT_NEEDLES}, or 0 with --ruler, "
+            "--harness, --windows, --contexts or questions.",
+            min=0,
+            show_default=False,
+        ),
+    ] = None,
+    length: Length = 1024,
+    keys: NumKeys = 1,
+    haystack: Haystack = None,
+    text: Annotated[Path | None, Option(help="Also give the perplexity of this text.")] = None,
+    context: Annotated[int, Option(help="Tokens of that text a pass.", min=1)] = 1024,
+    depths: Annotated[
+        str | None,
+        Option(
+            help=f"Where the needles lie, as fractions of the prompt, taken in turn; default {DEFAULT_DEPTHS}. "
+            "With --ruler: a grid of these depths; default: drawn as RULER does.",
+            show_default=False,
+        ),
+    ] = None,
+    ruler: Annotated[
+        list[str] | None,
+        Option(help="A task of RULER such as niah_single_2, repeatable, or all of them: all."),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        Option(help="Tokens of the RULER prompts with their answers: 4096,8192; default: --length."),
+    ] = None,
+    examples: Annotated[int, Option(help="RULER prompts for each task, length and depth.", min=1)] = 20,
+    max_new_tokens: Annotated[int, Option(help="Tokens of a RULER answer.", min=1)] = 128,
+    template: Annotated[
+        Path | None,
+        Option(help="What a chat model wants around a question: a file that holds {prompt}."),
+    ] = None,
+    windows: Annotated[
+        str | None, Option(help="Perplexity of --text at these windows: 128,1024,full.")
+    ] = None,
+    contexts: Annotated[
+        str | None, Option(help="Perplexity of --text in sequences of these lengths: 512,4096.")
+    ] = None,
+    routing: Annotated[
+        bool,
+        Option(
+            "--routing",
+            help="Of routed (switch) patterns: full-attention ratio by layer on --text, and by depth on the RULER "
+            "prompts, or on the needles.",
+        ),
+    ] = False,
+    harness: Annotated[
+        list[str] | None,
+        Option(help="A task of lm-evaluation-harness, repeatable (extra [eval])."),
+    ] = None,
+    harness_folder: Annotated[
+        Path | None, Option(help="A folder with YAML files of harness tasks of one's own.")
+    ] = None,
+    limit: Annotated[int | None, Option(help="Only the first N documents of a harness task.", min=1)] = None,
+    longbench: Annotated[
+        Path | None, Option(help="LongBench: a .jsonl, or a folder of them; needs --longbench-prompts.")
+    ] = None,
+    longbench_prompts: Annotated[Path | None, Option(help="LongBench's dataset2prompt.json.")] = None,
+    longbench_v2: Annotated[Path | None, Option("--longbench-v2", help="LongBench v2's JSON.")] = None,
+    longmemeval: Annotated[Path | None, Option(help="LongMemEval's JSON; needs --judge.")] = None,
+    judge: Annotated[
+        str | None,
+        Option(help="A program that reads answers as JSON lines and prints yes, no or 0 to 1 for each."),
+    ] = None,
+    cut_middle: Annotated[
+        bool,
+        Option("--cut-middle", help="Cut the middle out of long questions' texts; default: leave them out."),
+    ] = False,
+    max_length: Annotated[
+        int | None,
+        Option(
+            help="Tokens of a harness request or a LongBench prompt with its answer; default: what the model's "
+            "config names.",
+            min=1,
+        ),
+    ] = None,
+    batch_size: BatchSize = 16,
+    dtype: ComputeDtype = None,
+    seed: Seed = 0,
+    out: Annotated[Path | None, Option(help="Write results.json and pictures to this folder.")] = None,
+) -> None:
+    """Measure patterns: needles found, answer loss, memory, speed; RULER's tasks; perplexity by window and length."""
+    from swa_jax.checkpoint import write_json
+    from swa_jax.evaluate.needle import read_text
+    from swa_jax.report import wide_console
+
+    sweep = windows is not None or contexts is not None
+    asks = longbench or longbench_v2 or longmemeval
+    if needles is None:
+        needles = 0 if ruler or sweep or harness or asks else DEFAULT_NEEDLES
+    if sweep and text is None:
+        raise ConfigError("--windows and --contexts ask for the perplexity of a text: name it with --text")
+    if not (needles or ruler or harness or asks or text):
+        raise ConfigError(
+            "nothing to measure: --needles is 0, and no --ruler, --text, --harness or set of questions is given"
+        )
+    tasks = _ruler_tasks(ruler or [])
+    decoder, tokenizer = load_checkpoint(model, dtype)
+    names = pattern or ["own"]
+    sources: list[str] | list[None] = pattern or [None]
+    models = [
+        (name, with_options(decoder, source, window, sink_tokens, fa_decode))
+        for name, source in zip(names, sources, strict=True)
+    ]
+    places = fractions(depths or DEFAULT_DEPTHS)
+    tokens = tokenizer.start_ids + tokenizer.encode(read_text([text])) if text is not None else []
+    files = None if haystack is None else text_files(haystack)
+    wrap = "{prompt}" if template is None else read_text([template])
+    console = wide_console()
+    if routing:
+        from swa_jax.evaluate.routing import check_routed
+
+        for _, one in models:
+            check_routed(one.pattern)
+    results: dict[str, Any] = {
+        "model": str(model),
+        "haystack": str(haystack or "python library"),
+        "length": length,
+        "keys": keys,
+        "seed": seed,
+    }
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+
+    def save(key: str, rows: list[dict[str, Any]]) -> None:
+        """What is measured so far, so that an interruption does not cost it."""
+        results[key] = rows
+        if out is not None:
+            write_json(out / "results.json", results)
+
+    def finish(part: Measured) -> None:
+        save(part.key, part.rows)
+        if out is not None:
+            part.draw(out)
+
+    cells: dict[Cell, list[Example]] = {}  # what --routing looks at
+    if needles or (tokens and not sweep):
+        drawn = draw_needles(tokenizer, needles, length, keys, haystack, places, seed) if needles else []
+        once = [] if sweep else tokens
+        finish(_needles(console, models, tokenizer, drawn, places, once, context, batch_size))
+        cells = {
+            ("needle", length, depth): drawn[i :: len(places)] for i, depth in enumerate(places[:needles])
+        }
+    if tasks:
+        from swa_jax.evaluate.ruler import ruler_grid
+
+        sizes = numbers("--lengths", lengths) if lengths else [length]
+        if routing:
+            cells.clear()
+
+        def grid(task: str, size: int, number: int) -> dict[Cell, list[Example]]:
+            return ruler_grid(
+                tokenizer,
+                [task],
+                lengths=[size],
+                depths=None if depths is None else places,
+                num_examples=number,
+                haystack=files,
+                max_new_tokens=max_new_tokens,
+                wrap=wrap,
+                seed=seed,
+            )
+
+        def grids() -> Iterator[dict[Cell, list[Example]]]:
+            # One task and length at a time: all prompts of a long run together would fill the memory.
+            for task, size in itertools.product(tasks, sizes):
+                made = grid(task, size, examples)
+                if routing:
+                    cells.update(made)
+                yield made
+
+        for task in tasks:
+            grid(
+                task, min(sizes), 1
+            )  # too short a length is said now, not after the hours that the others take
+        finish(_ruler(console, models, tokenizer, grids(), max_new_tokens, batch_size, save))
+    if routing:
+        finish(_routing(console, models, tokens, context, cells, batch_size))
+    if sweep:
+        sizes = numbers("--contexts", contexts) if contexts else [context]
+        spans = numbers("--windows", windows, word="full") if windows else None
+        finish(_sweep(console, models, tokens, spans, sizes, batch_size))
+    if asks:
+        questions = _read_questions(longbench, longbench_prompts, longbench_v2, longmemeval)
+        finish(
+            _questions(console, models, tokenizer, questions, max_length, cut_middle, wrap, judge, batch_size)
+        )
+    if harness:
+        finish(_harness(console, models, tokenizer, harness, harness_folder, limit, max_length, batch_size))
+    if out is not None:
+        typer.echo(f"written to {out}")
+
+
+class Measured(NamedTuple):
+    """One kind of measurement of all patterns."""
+
+    key: str  # in results.json
+    rows: list[dict[str, Any]]
+    draw: Callable[[Path], None]  # its picture, into a folder
+
+
+def _needles(
+    console: Console,
+    models: Models,
+    tokenizer: Tokenizer,
+    drawn: Sequence[Example],
+    places: Sequence[float],
+    tokens: Sequence[int],
+    context: int,
+    batch_size: int,
+) -> Measured:
+    """The project's own needles, and the perplexity of a text at one length."""
+    from swa_jax.evaluate import perplexity
+    from swa_jax.evaluate.measure import measure_pattern
+    from swa_jax.evaluate.sweep import block_interval
+    from swa_jax.report import needle_heat_map, pattern_table
+
+    longest = max((len(example.answer) for example in drawn), default=1)
+    rows: list[dict[str, Any]] = []
+    heat: list[list[float]] = []
+    for name, model in models:
+        row: dict[str, Any] = {"name": name}
+        with console.status(f"measuring {name}"):
+            if drawn:
+                row, answers = measure_pattern(
+                    name, model, tokenizer, drawn, max_new_tokens=longest + 2, batch_size=batch_size
+                )
+                by_place = [answers.scores[i :: len(places)] for i in range(len(places))]
+                heat.append([float(part.mean()) if len(part) else float("nan") for part in by_place])
+            if tokens:
+                scored = perplexity(model, tokens, context=context, batch_size=batch_size)
+                nll, _ = block_interval(scored.token_nll)  # passes may be few
+                row |= {
+                    "perplexity": scored.perplexity,
+                    "perplexity_interval": [math.exp(nll.low), math.exp(nll.high)],
+                    "text_tokens": scored.num_tokens,
+                }
+        rows.append(row)
+    if drawn:
+        console.print(pattern_table(rows))
+    for row in rows if tokens else []:
+        low, high = row["perplexity_interval"]
+        console.print(
+            f"{row['name']}: perplexity {row['perplexity']:.2f} [{low:.2f}, {high:.2f}] "
+            f"over {row['text_tokens']} tokens"
+        )
+
+    def draw(folder: Path) -> None:
+        if drawn:
+            names = [name for name, _ in models]
+            needle_heat_map(heat, names, [f"{depth:.0%}" for depth in places], folder / "needles.png")
+
+    return Measured("rows", rows, draw)
+
+
+def _ruler(
+    console: Console,
+    models: Models,
+    tokenizer: Tokenizer,
+    grids: Iterable[dict[Cell, list[Example]]],
+    max_new_tokens: int,
+    batch_size: int,
+    save: Callable[[str, list[dict[str, Any]]], None],
+) -> Measured:
+    from swa_jax.evaluate.ruler_scoring import ruler_scores
+    from swa_jax.evaluate.tables import ruler_heat, ruler_table
+    from swa_jax.report import needle_heat_map
+
+    by_model: list[list[dict[str, Any]]] = [[] for _ in models]
+    rows: list[dict[str, Any]] = []
+    for grid in grids:
+        task, length, _ = next(iter(grid))
+        for (name, model), mine in zip(models, by_model, strict=True):
+            with console.status(f"RULER under {name}: {task}, {length} tokens"):
+                scores = ruler_scores(
+                    model, tokenizer, grid, max_new_tokens=max_new_tokens, batch_size=batch_size
+                )
+            mine += [{"name": name} | dataclasses.asdict(score) for score in scores]
+        rows = [row for mine in by_model for row in mine]
+        save("ruler", rows)
+    console.print(ruler_table(rows))
+
+    def draw(folder: Path) -> None:
+        across = "Length (tokens)" if rows[0]["depth"] is None else "Depth of the needle in the prompt"
+        needle_heat_map(*ruler_heat(rows), folder / "ruler.png", title="RULER", column_title=across)
+
+    return Measured("ruler", rows, draw)
+
+
+def _sweep(
+    console: Console,
+    models: Models,
+    tokens: Sequence[int],
+    windows: Sequence[int | None] | None,
+    lengths: Sequence[int],
+    batch_size: int,
+) -> Measured:
+    from swa_jax.evaluate.sweep import perplexity_sweep
+    from swa_jax.evaluate.tables import sweep_heat, sweep_table
+    from swa_jax.report import loss_heat_map
+
+    rows = []
+    for name, model in models:
+        with console.status(f"perplexity under {name}"):
+            scores = perplexity_sweep(model, tokens, windows=windows, lengths=lengths, batch_size=batch_size)
+        rows += [{"name": name} | dataclasses.asdict(score) for score in scores]
+    console.print(sweep_table(rows))
+
+    def draw(folder: Path) -> None:
+        loss_heat_map(
+            *sweep_heat(rows),
+            folder / "perplexity.png",
+            title="Loss (nats a token)",
+            column_title="Length (tokens)",
+        )
+
+    return Measured("perplexity_sweep", rows, draw)
+
+
+def _routing(
+    console: Console,
+    models: Models,
+    tokens: Sequence[int],
+    length: int,
+    cells: dict[Cell, list[Example]],
+    batch_size: int,
+) -> Measured:
+    from swa_jax.evaluate.routing import routing_by_depth, text_routing
+    from swa_jax.evaluate.tables import routing_row, routing_table
+    from swa_jax.report import routing_chart
+
+    rows, charts = [], []
+    for name, model in models:
+        layers: list[Estimate] = []
+        lines: dict[str, list[tuple[float, Estimate]]] = {}
+        with console.status(f"routing under {name}"):
+            if tokens:
+                on_text, _ = text_routing(model, tokens, length=length, batch_size=batch_size)
+                layers = on_text.by_layer
+                rows.append(routing_row(name, ("text", length, None), on_text))
+            for cell, routed in routing_by_depth(model, cells, batch_size=batch_size).items():
+                rows.append(routing_row(name, cell, routed))
+                if cell[2] is not None:
+                    lines.setdefault(f"{cell[0]}, {cell[1]} tokens", []).append((cell[2], routed.full_ratio))
+        charts.append((layers, lines))
+    console.print(routing_table(rows))
+
+    def draw(folder: Path) -> None:
+        for number, (layers, lines) in enumerate(charts):
+            if layers or lines:
+                routing_chart(
+                    layers, lines, folder / ("routing.png" if not number else f"routing-{number + 1}.png")
+                )
+
+    return Measured("routing", rows, draw)
+
+
+def _harness(
+    console: Console,
+    models: Models,
+    tokenizer: Tokenizer,
+    tasks: Sequence[str],
+    folder: Path | None,
+    limit: int | None,
+    max_length: int | None,
+    batch_size: int,
+) -> Measured:
+    from swa_jax.evaluate.harness import HarnessModel, run_harness
+    from swa_jax.evaluate.tables import harness_table
+
+    rows = []
+    for name, model in models:
+        lm = HarnessModel(model, tokenizer, batch_size=batch_size, max_length=max_length)
+        rows += [{"name": name} | row for row in run_harness(lm, tasks, folder=folder, limit=limit)]
+    console.print(harness_table(rows))
+    return Measured("harness", rows, lambda folder: None)
+
+
+def _read_questions(
+    longbench: Path | None, prompts: Path | None, longbench_v2: Path | None, longmemeval: Path | None
+) -> list[Question]:
+    from swa_jax.evaluate import questions
+
+    found: list[Question] = []
+    if longbench is not None:
+        if prompts is None:
+            raise ConfigError(
+                "--longbench needs --longbench-prompts, the dataset2prompt.json that comes with it"
+            )
+        found += questions.longbench(longbench, prompts)
+    if longbench_v2 is not None:
+        found += questions.longbench_v2(longbench_v2)
+    if longmemeval is not None:
+        found += questions.longmemeval(longmemeval)
+    return found
+
+
+def _questions(
+    console: Console,
+    models: Models,
+    tokenizer: Tokenizer,
+    questions: Sequence[Question],
+    max_length: int | None,
+    cut_middle: bool,
+    wrap: str,
+    judge: str | None,
+    batch_size: int,
+) -> Measured:
+    from swa_jax.checkpoint import write_json
+    from swa_jax.evaluate.answers import command_judge, score_questions
+    from swa_jax.evaluate.tables import questions_table
+
+    rows, answers = [], {}
+    for name, model in models:
+        with console.status(f"questions under {name}"):
+            scores, answers[name] = score_questions(
+                model,
+                tokenizer,
+                questions,
+                max_length=max_length or model.config.max_position_embeddings,
+                cut_middle=cut_middle,
+                wrap=wrap,
+                judge=None if judge is None else command_judge(judge),
+                batch_size=batch_size,
+            )
+        rows += [{"name": name} | dataclasses.asdict(score) for score in scores]
+    console.print(questions_table(rows))
+    return Measured("questions", rows, lambda folder: write_json(folder / "answers.json", answers))
+
+
+def _ruler_tasks(names: Sequence[str]) -> list[str]:
+    from swa_jax.evaluate.ruler import RULER_TASKS, ruler_task
+
+    for name in names:
+        if name != "all":
+            ruler_task(name)
+    return list(RULER_TASKS) if "all" in names else list(dict.fromkeys(names))

@@ -1,0 +1,284 @@
+"""`swa-jax evaluate` on RULER's tasks and perplexity sweeps, and the functions behind it, on a tiny random model."""
+
+import dataclasses
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_models import make
+from typer.testing import CliRunner
+
+from swa_jax.checkpoint import load_model, save_model
+from swa_jax.cli import app
+from swa_jax.config import ConfigError, ModelConfig
+from swa_jax.evaluate import perplexity
+from swa_jax.evaluate.bootstrap import accuracy_interval, bootstrap
+from swa_jax.evaluate.ruler import ruler_grid
+from swa_jax.evaluate.ruler_scoring import RulerScore, ruler_scores
+from swa_jax.evaluate.sweep import block_interval, perplexity_sweep, with_window
+from swa_jax.generation import generate
+from swa_jax.model import Decoder
+from swa_jax.pattern import AttentionPattern
+from swa_jax.tokenizer import load_tokenizer
+
+
+def run(*arguments: object, status: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def fails(*arguments: object) -> str:
+    output = run("evaluate", *arguments, status=2)
+    assert len(output.splitlines()) == 1, output
+    return output.strip()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, byte_tokenizer):
+    config = ModelConfig(
+        vocab_size=257,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        initializer_range=0.3,
+        max_position_embeddings=96,
+    )
+    model = Decoder(config, make("Fw", sliding_window=16), rngs=nnx.Rngs(0))
+    return save_model(
+        model, tmp_path_factory.mktemp("evaluate") / "checkpoint", tokenizer_from=byte_tokenizer.parent
+    )
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("All that is gold does not glitter, not all those who wander are lost. " * 8)
+    return file
+
+
+# ---- RULER ----
+
+
+def test_scores_are_those_of_the_texts_that_generate_gives(checkpoint):
+    model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
+    grid = ruler_grid(
+        tokenizer,
+        ["niah_single_1", "niah_multiquery"],
+        lengths=[900],
+        depths=[0.0, 1.0],
+        num_examples=2,
+        max_new_tokens=8,
+    )
+    cells = list(grid)
+    # What the model says is what we look for in one cell, and half of it in one example of another.
+    for cell, parts in ((cells[0], (1, 1)), (cells[3], (2, 0))):
+        for i, said in enumerate(generate(model, [e.prompt for e in grid[cell]], max_new_tokens=8)):
+            said = said[: said.index(tokenizer.eos_id)] if tokenizer.eos_id in said else said
+            references = {0: ["never"], 1: [tokenizer.decode(said)], 2: [tokenizer.decode(said), "never"]}
+            grid[cell][i] = dataclasses.replace(grid[cell][i], references=references[parts[i]])
+    scores = ruler_scores(model, tokenizer, grid, max_new_tokens=8, batch_size=3)
+    assert [(s.task, s.length, s.depth) for s in scores] == cells
+    assert [s.score for s in scores] == [1, 0, 0, 0.25]
+    assert scores[3].interval == list(accuracy_interval([0.5, 0])[1:])
+    assert scores[3].bootstrap_interval == list(bootstrap([0.5, 0])[1:]) == [0, 0.5]
+    assert {s.num_examples for s in scores} == {2}
+    assert all(0.99 * s.length <= p + 8 <= s.length for s in scores for p in s.prompt_tokens)
+
+
+def test_an_end_token_ends_the_answer(checkpoint, monkeypatch):
+    model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
+    grid = ruler_grid(
+        tokenizer, ["niah_single_1"], lengths=[900], depths=None, num_examples=1, max_new_tokens=8
+    )
+    ((cell, (example,)),) = grid.items()
+    (said,) = generate(model, [example.prompt], max_new_tokens=8)
+    last = next(i for i, token in enumerate(said) if token not in said[:i] and i >= 1)
+    grid[cell] = [dataclasses.replace(example, references=[tokenizer.decode(said[: last + 1])])]
+    assert ruler_scores(model, tokenizer, grid, max_new_tokens=8)[0].score == 1
+    monkeypatch.setattr(tokenizer, "eos_id", said[last])
+    assert ruler_scores(model, tokenizer, grid, max_new_tokens=8)[0].score == 0
+
+
+def test_answers_longer_than_their_room_are_refused(checkpoint):
+    model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
+    grid = ruler_grid(
+        tokenizer, ["niah_single_1"], lengths=[900], depths=None, num_examples=1, max_new_tokens=8
+    )
+    with pytest.raises(ConfigError, match="prompts of length 900 leave less than max_new_tokens = 9"):
+        ruler_scores(model, tokenizer, grid, max_new_tokens=9)
+
+
+def test_ruler_on_the_command_line(checkpoint, tmp_path):
+    folder = tmp_path / "essays"
+    folder.mkdir()
+    (folder / "one.txt").write_text("An essay. It goes on. ")
+    (folder / "two.txt").write_text("Another one follows. ")
+    out = tmp_path / "results"
+    patterns = ("--pattern", "full", "--pattern", "window", "--window", 16)
+    options = ("--lengths", "900,1000", "--depths", "0,1", "--examples", 1, "--max-new-tokens", 4)
+    tasks = ("--ruler", "niah_single_2", "--ruler", "niah_single_1")
+    output = run("evaluate", checkpoint, *patterns, *tasks, *options, "--haystack", folder, "--out", out)
+    assert "niah_single_2" in output
+    assert "Haystacks: files; noise (RULER)." in output
+    results = json.loads((out / "results.json").read_text())
+    assert "rows" not in results  # needles only where they are asked for
+    rows = results["ruler"]
+    assert len(rows) == 2 * 2 * 2 * 2
+    assert {row["haystack"] for row in rows} == {"files", "noise (RULER)"}
+    assert [(r["name"], r["task"], r["length"], r["depth"]) for r in rows[:3]] == [
+        ("full", "niah_single_2", 900, 0),
+        ("full", "niah_single_2", 900, 1),
+        ("full", "niah_single_2", 1000, 0),
+    ]
+    assert (out / "ruler.png").read_bytes().startswith(b"\x89PNG")
+    late = ("--ruler", "niah_single_1", "--lengths", "900,300", "--out", tmp_path / "late")
+    assert "length is 300 tokens" in fails(checkpoint, *late)
+    assert not (tmp_path / "late" / "results.json").exists()  # said before anything is measured
+    template = tmp_path / "template.txt"
+    template.write_text("no place")
+    assert "{prompt} exactly once" in fails(
+        checkpoint, "--ruler", "niah_single_1", "--template", template, "--length", 900
+    )
+    assert "'niah_singel_1'; did you mean 'niah_single_1'?" in fails(checkpoint, "--ruler", "niah_singel_1")
+    assert "--lengths must be positive whole numbers" in fails(
+        checkpoint, "--ruler", "niah_single_1", "--lengths", "4k"
+    )
+    (tmp_path / "empty").mkdir()
+    assert "folder without files" in fails(
+        checkpoint, "--ruler", "niah_single_1", "--haystack", tmp_path / "empty"
+    )
+
+
+def test_what_was_measured_before_an_interruption_is_kept(checkpoint, tmp_path, monkeypatch):
+    lengths = []
+
+    def measure(model, tokenizer, cells, **_):
+        lengths.append(next(iter(cells))[1])
+        if len(lengths) == 2:
+            raise KeyboardInterrupt
+        return [RulerScore(*cell, 1.0, [0.5, 1.0], [1.0, 1.0], 1, [890, 896], "h") for cell in cells]
+
+    monkeypatch.setattr("swa_jax.evaluate.ruler_scoring.ruler_scores", measure)
+    arguments = ("--ruler", "niah_single_1", "--lengths", "900,1000", "--examples", 1, "--out", tmp_path)
+    result = CliRunner().invoke(app, ["evaluate", str(checkpoint), *map(str, arguments)])
+    assert result.exit_code != 0
+    assert lengths == [900, 1000]
+    kept = json.loads((tmp_path / "results.json").read_text())["ruler"]
+    assert [(row["length"], row["score"]) for row in kept] == [(900, 1.0)]
+
+
+# ---- perplexity by window and length ----
+
+
+def test_a_sweep_scores_every_token_in_every_cell(checkpoint, text):
+    model = load_model(checkpoint)
+    tokens = list(text.read_bytes())
+    scores = perplexity_sweep(model, tokens, windows=[4, 16, None], lengths=[32, 128], batch_size=2)
+    assert [(s.window, s.length) for s in scores] == [
+        (4, 32), (4, 128), (16, 32), (16, 128), (None, 32), (None, 128),
+    ]  # fmt: skip
+    assert {s.num_tokens for s in scores} == {len(tokens) - 1}
+    assert [s.past_training_length for s in scores] == [False, True] * 3
+    for score in scores:
+        pattern = (
+            AttentionPattern.from_recipe("full", 2)
+            if score.window is None
+            else dataclasses.replace(model.pattern, sliding_window=score.window)
+        )
+        alone = perplexity(model.with_pattern(pattern), tokens, context=score.length)
+        assert score.perplexity == pytest.approx(alone.perplexity, rel=1e-5)
+        assert score.interval[0] < score.perplexity < score.interval[1]
+    assert len({round(s.perplexity, 4) for s in scores}) == 6
+    own = perplexity_sweep(model, tokens, windows=None, lengths=[32])
+    assert (own[0].window, own[0].perplexity) == (16, pytest.approx(scores[2].perplexity, rel=1e-5))
+
+
+def test_a_sweep_refuses_what_would_be_cut_or_would_change_nothing(checkpoint):
+    model = load_model(checkpoint)
+    with pytest.raises(ConfigError, match=r"the text has 20 tokens.*from 1 to 19"):
+        perplexity_sweep(model, [1] * 20, windows=None, lengths=[8, 20])
+    with pytest.raises(ConfigError, match="a window of 8 changes nothing"):
+        with_window(AttentionPattern.from_recipe("full", 2), 8)
+
+
+def test_block_intervals_are_wider_where_neighbours_agree():
+    rng = np.random.default_rng(0)
+    independent = rng.normal(2, 1, 6400)
+    alike = np.repeat(rng.normal(2, 1, 100), 64)
+    (mean, low, high), blocks = block_interval(independent)
+    assert blocks == 100
+    assert low < mean < high < low + 0.07
+    wide, _ = block_interval(alike)
+    assert wide.high - wide.low > 5 * (high - low)
+
+
+def test_a_sweep_on_the_command_line(checkpoint, text, tmp_path):
+    out = tmp_path / "results"
+    make("Fw", sliding_window=16).to_json(tmp_path / "Fw.json")
+    patterns = ("--pattern", "window", "--pattern", tmp_path / "Fw.json")
+    options = ("--text", text, "--windows", "8,full", "--contexts", "32,128", "--out", out)
+    output = run("evaluate", checkpoint, *patterns, "--window", 16, *options)
+    assert "Length 128" in output
+    assert "* longer than the context" in output
+    results = json.loads((out / "results.json").read_text())
+    assert "rows" not in results
+    rows = results["perplexity_sweep"]
+    assert [(r["window"], r["length"]) for r in rows[:4]] == [(8, 32), (8, 128), (None, 32), (None, 128)]
+    assert rows[2]["perplexity"] == pytest.approx(rows[6]["perplexity"], rel=1e-5)  # full is full
+    assert (out / "perplexity.png").read_bytes().startswith(b"\x89PNG")
+    assert "name it with --text" in fails(checkpoint, "--windows", "8")
+    assert "--windows must be positive whole numbers or 'full'" in fails(
+        checkpoint, "--text", text, "--windows", "wide"
+    )
+    assert "too few for sequences of 4096" in fails(checkpoint, "--text", text, "--contexts", "4096")
+    assert "changes nothing" in fails(
+        checkpoint, "--text", text, "--pattern", "full", "--windows", "8", "--contexts", "32"
+    )
+
+
+def test_routing_on_the_command_line(checkpoint, text, tmp_path):
+    out = tmp_path / "results"
+    options = (
+        "--pattern",
+        "switch",
+        "--window",
+        16,
+        "--routing",
+        "--text",
+        text,
+        "--context",
+        64,
+        "--out",
+        out,
+    )
+    tasks = ("--ruler", "niah_single_1", "--depths", "0,1", "--examples", 1, "--max-new-tokens", 2)
+    output = run("evaluate", checkpoint, *options, *tasks, "--length", 900)
+    assert "Routing: share of the queries" in output
+    rows = json.loads((out / "results.json").read_text())["routing"]
+    assert [(r["data"], r["length"], r["depth"]) for r in rows] == [
+        ("text", 64, None),
+        ("niah_single_1", 900, 0),
+        ("niah_single_1", 900, 1),
+    ]
+    assert all(len(r["by_layer"]) == 2 and 0 <= r["full_ratio"] <= 1 for r in rows)
+    assert rows[0]["n"] == 560 // 64
+    assert rows[1]["keys_of_full"] > 890
+    assert (out / "routing.png").read_bytes().startswith(b"\x89PNG")
+    assert "no layer of this pattern is routed" in fails(checkpoint, "--routing", "--text", text)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is not None, reason="lm-evaluation-harness is installed"
+)
+def test_a_missing_harness_is_one_sentence(checkpoint):
+    assert fails(checkpoint, "--harness", "any") == (
+        "lm-evaluation-harness is not installed: pip install 'swa-jax[eval]'"
+    )

@@ -1,0 +1,304 @@
+"""Metrics on answers by hand, the readers of LongBench, LongBench v2 and LongMemEval, long prompts, and the judge."""
+
+import json
+import sys
+
+import pytest
+from flax import nnx
+from tiny_models import make
+from typer.testing import CliRunner
+
+from swa_jax.checkpoint import save_model
+from swa_jax.cli import app
+from swa_jax.config import ConfigError, ModelConfig
+from swa_jax.evaluate import metrics
+from swa_jax.evaluate.answers import command_judge, score_questions
+from swa_jax.evaluate.questions import Question, longbench, longbench_v2, longmemeval
+from swa_jax.generation import generate
+from swa_jax.model import Decoder
+from swa_jax.tokenizer import load_tokenizer
+
+# ---- metrics ----
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "score"),
+    [
+        ("The cat sat.", "cat sat", 1),
+        ("a cat", "the dog", 0),
+        ("one two three", "two three four five", 2 * 2 / 7),
+        ("no no no", "no", 2 * 1 / 4),  # a word counts as often as both have it
+        ("", "word", 0),
+    ],
+)
+def test_f1(answer: str, reference: str, score: float) -> None:
+    assert metrics.qa_f1(answer, reference) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "score"),
+    [
+        ("a b c", "a b c", 1),
+        ("a b c d", "a x c", 2 * (2 / 4) * (2 / 3) / (2 / 4 + 2 / 3)),
+        ("c b a", "a b c", 1 / 3),  # one word in order
+        ("a b. c d.", "c d. a b.", 1),  # the order of sentences does not count
+        ("", "a", 0),
+        ("...", "a", 0),
+    ],
+)
+def test_rouge_l(answer: str, reference: str, score: float) -> None:
+    assert metrics.rouge_l(answer, reference) == pytest.approx(score, abs=1e-7)
+
+
+def test_classification_shares_its_point_among_the_classes_named() -> None:
+    classes = ["Food", "Fast Food", "City", "Country"]
+    assert (
+        metrics.classification("It is Fast Food", "Fast Food", classes) == 1
+    )  # Food lies inside the right name
+    assert metrics.classification("City or Country", "City", classes) == 0.5
+    assert metrics.classification("Country", "City", classes) == 0
+    assert metrics.classification("nothing", "City", classes) == 0
+
+
+def test_counts_and_paragraphs_are_shares_of_the_numbers_said() -> None:
+    assert metrics.count("12", "12") == 1
+    assert metrics.count("12 or 13", "12") == 0.5
+    assert metrics.count("none", "12") == 0
+    assert metrics.retrieval("Paragraph 7", "Paragraph 7") == 1
+    assert metrics.retrieval("7, 8, 9 and 17", "Paragraph 7") == 0.25
+    with pytest.raises(ValueError, match="names no paragraph"):
+        metrics.retrieval("7", "seven")
+
+
+def test_code_is_compared_by_its_first_line_of_code() -> None:
+    assert metrics.code_similarity("\n# a comment\nreturn x", "return x") == 1
+    assert metrics.code_similarity("```python\nreturn x\nmore", "return x") == 1
+    assert metrics.code_similarity("abcd", "abxy") == 0.5
+    assert metrics.code_similarity("# only", "return x") == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "letter"),
+    [
+        ("The correct answer is (B).", "B"),
+        ("**The correct answer is C**", "C"),
+        ("I think it is D", None),
+        ("The correct answer is (E)", None),
+        ("The correct answer is A, not (B)", "A"),
+    ],
+)
+def test_choices(answer: str, letter: str | None) -> None:
+    assert metrics.chosen_letter(answer) == letter
+    assert metrics.choice(answer, "B") == (letter == "B")
+
+
+# ---- files ----
+
+
+@pytest.fixture
+def files(tmp_path):
+    bench = tmp_path / "longbench"
+    bench.mkdir()
+    records = {
+        "hotpotqa_e": {
+            "context": "Text {x}",
+            "input": "Who?",
+            "answers": ["Ann", "Ann Lee"],
+            "all_classes": None,
+        },
+        "trec": {"context": "Few shots", "input": "Q", "answers": ["City"], "all_classes": ["City", "Food"]},
+    }
+    for name, record in records.items():
+        (bench / f"{name}.jsonl").write_text(json.dumps(record) + "\n")
+    (tmp_path / "prompts.json").write_text(
+        json.dumps({"hotpotqa": "Read {context}\nQ {input} {y}", "trec": "{context} {input}"})
+    )
+    v2 = {"_id": 1, "domain": "Code", "question": "Which?", "answer": "C", "context": "long"}
+    v2 |= {f"choice_{x}": x.lower() for x in "ABCD"}
+    (tmp_path / "v2.json").write_text(json.dumps([v2]))
+    memory = {
+        "question_id": "7_abs",
+        "question_type": "multi-session",
+        "question": "When?",
+        "answer": 42,
+        "question_date": "2024/05/01",
+        "haystack_dates": ["2024/04/01", "2024/04/02"],
+        "haystack_sessions": [
+            [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}],
+            [{"role": "user", "content": "Bye"}],
+        ],
+    }
+    (tmp_path / "memory.json").write_text(json.dumps([memory, memory | {"question_id": "8"}]))
+    return tmp_path
+
+
+def test_longbench_takes_its_prompts_metrics_and_answer_lengths(files) -> None:
+    hotpot, trec = longbench(files / "longbench", files / "prompts.json")
+    assert (hotpot.group, hotpot.prompt, hotpot.references) == (
+        "hotpotqa",
+        "Read Text {x}\nQ Who? {y}",
+        ["Ann", "Ann Lee"],
+    )
+    assert (hotpot.max_new_tokens, hotpot.chat, hotpot.first_line) == (32, True, False)
+    assert hotpot.score("Ann", "Ann Lee") == pytest.approx(2 / 3)
+    assert (trec.max_new_tokens, trec.chat, trec.first_line) == (64, False, True)
+    assert trec.score("Food or City", "City") == 0.5
+
+
+def test_longbench_v2_and_longmemeval(files) -> None:
+    (v2,) = longbench_v2(files / "v2.json")
+    assert (v2.group, v2.references, v2.score) == ("Code", ["C"], metrics.choice)
+    assert "Question: Which?\n(A) a\n(B) b\n(C) c\n(D) d\n" in v2.prompt
+    unanswerable, answerable = longmemeval(files / "memory.json")
+    assert "[2024/04/01]\nuser: Hi\nassistant: Hello\n\n[2024/04/02]\nuser: Bye\n" in unanswerable.prompt
+    assert "Today is 2024/05/01.\nQuestion: When?" in unanswerable.prompt
+    assert unanswerable.judged == {
+        "type": "multi-session", "question": "When?", "reference": "42", "unanswerable": True,
+    }  # fmt: skip
+    assert answerable.judged["unanswerable"] is False
+
+
+def test_files_that_do_not_fit_say_where(files) -> None:
+    bench, prompts = files / "longbench", files / "prompts.json"
+    (bench / "dureader.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="'dureader' is Chinese"):
+        longbench(bench, prompts)
+    (bench / "dureader.jsonl").unlink()
+    (bench / "musiqe.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"musiqe.jsonl, record 0: no LongBench data set.*'musique'"):
+        longbench(bench, prompts)
+    (bench / "musiqe.jsonl").rename(bench / "musique.jsonl")
+    with pytest.raises(ConfigError, match="no prompt for 'musique'"):
+        longbench(bench, prompts)
+    prompts.write_text('{"musique": "{context}"}')
+    with pytest.raises(ConfigError, match=r"musique.jsonl, record 0 has no field 'context'"):
+        longbench(bench / "musique.jsonl", prompts)
+    (files / "v2.json").write_text("{broken")
+    with pytest.raises(ConfigError, match="is not JSON or JSON lines"):
+        longbench_v2(files / "v2.json")
+    (files / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"has no \.jsonl files"):
+        longbench(files / "empty", prompts)
+
+
+# ---- answers ----
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, byte_tokenizer):
+    config = ModelConfig(
+        vocab_size=257,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        initializer_range=0.3,
+        max_position_embeddings=128,
+    )
+    model = Decoder(config, make("Fw", sliding_window=16), rngs=nnx.Rngs(0))
+    return save_model(
+        model, tmp_path_factory.mktemp("questions") / "checkpoint", tokenizer_from=byte_tokenizer.parent
+    )
+
+
+def question(prompt: str, group: str = "g", **options) -> Question:
+    given = {
+        "references": ["no", "yes"],
+        "max_new_tokens": 4,
+        "score": lambda a, r: float(r == "yes"),
+    } | options
+    return Question("bench", group, prompt, **given)
+
+
+def test_long_prompts_are_left_out_or_cut_and_counted(checkpoint) -> None:
+    from swa_jax.checkpoint import load_model
+
+    model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
+    seen = []
+
+    def note(answer: str, reference: str) -> float:
+        seen.append(answer)
+        return 0.5
+
+    short, long = "a" * 60, "b" * 40 + "c" * 40
+    asked = [question(short), question(long, "h", score=note)]
+    scores, records = score_questions(model, tokenizer, asked, max_length=64)
+    assert [(s.group, s.score, s.num_questions, s.num_left_out) for s in scores] == [
+        ("g", 1, 1, 0), ("h", None, 0, 1), ("all", 1, 1, 1),
+    ]  # fmt: skip
+    assert [r["prompt_tokens"] for r in records] == [60]
+    assert not seen
+    scores, records = score_questions(model, tokenizer, asked, max_length=64, cut_middle=True)
+    assert [(s.group, s.score, s.num_left_out, s.num_cut) for s in scores] == [
+        ("g", 1, 0, 0), ("h", 0.5, 0, 1), ("all", 0.75, 0, 1),
+    ]  # fmt: skip
+    assert [r["prompt_tokens"] for r in records] == [60, 60]
+    assert scores[2].interval == [0.5, 1]
+    (said,) = generate(
+        model,
+        [tokenizer.encode("b" * 30 + "c" * 30)],
+        max_new_tokens=4,
+        stop_tokens=[tokenizer.eos_id],
+    )
+    assert seen[0] == tokenizer.decode(said)
+    with pytest.raises(ConfigError, match="none of the 1 prompts fits max_length = 64"):
+        score_questions(model, tokenizer, asked[1:], max_length=64)
+    with pytest.raises(ConfigError, match="name a judge's command with --judge"):
+        score_questions(model, tokenizer, [question("x", score=None)], max_length=64)
+
+
+def script(folder, text: str) -> str:
+    file = folder / "judge.py"
+    file.write_text("import json, sys\nanswers = [json.loads(line) for line in sys.stdin]\n" + text)
+    return f"{sys.executable} {file}"
+
+
+def test_a_judge_is_a_program(tmp_path) -> None:
+    answers = [
+        {"answer": "1", "reference": "1"},
+        {"answer": "2", "reference": "1"},
+        {"answer": "", "reference": "1"},
+    ]
+    judge = command_judge(
+        script(
+            tmp_path,
+            "for a in answers: print({'1': 'Yes.', '2': 'no', '': '0.25'}[a['answer']])",
+        )
+    )
+    assert judge(answers) == [1, 0, 0.25]
+    for program, message in (
+        ("print('yes')", "gave 1 verdicts on 3 answers"),
+        ("print('maybe\\n' * 3)", "said 'maybe': it must say yes, no"),
+        ("sys.exit('out of order')", "ended with status 1: out of order"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            command_judge(script(tmp_path, program))(answers)
+    with pytest.raises(ConfigError, match="cannot be started: No such file"):
+        command_judge("no-such-program-here")(answers)
+    with pytest.raises(ConfigError, match="command is empty"):
+        command_judge(" ")
+
+
+def test_questions_on_the_command_line(checkpoint, files) -> None:
+    def run(*arguments: object, status: int = 0) -> str:
+        result = CliRunner().invoke(app, ["evaluate", *map(str, arguments)], env={"COLUMNS": "200"})
+        assert result.exit_code == status, result.output
+        return result.output
+
+    out = files / "out"
+    judge = script(files, "for a in answers: print('yes' if a['unanswerable'] else 'no')")
+    options = ("--longmemeval", files / "memory.json", "--judge", judge, "--max-length", 800, "--out", out)
+    output = run(checkpoint, *options)
+    assert "multi-session" in output
+    results = json.loads((out / "results.json").read_text())
+    assert [(r["group"], r["score"], r["num_questions"]) for r in results["questions"]] == [
+        ("multi-session", 0.5, 2),
+        ("all", 0.5, 2),
+    ]
+    assert [r["score"] for r in json.loads((out / "answers.json").read_text())["own"]] == [1, 0]
+    assert "needs --longbench-prompts" in run(checkpoint, "--longbench", files / "longbench", status=2)
+    assert "name a judge's command" in run(
+        checkpoint, "--longmemeval", files / "memory.json", "--max-length", 800, status=2
+    )

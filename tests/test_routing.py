@@ -1,0 +1,102 @@
+"""Full-attention ratio by layer, position and needle depth, with routers whose decision is known."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_models import make
+
+from swa_jax.config import ConfigError, ModelConfig
+from swa_jax.evaluate import Example
+from swa_jax.evaluate.routing import answer_routing, keys_read, routing_by_depth, text_routing
+from swa_jax.model import Decoder
+
+CONFIG = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    initializer_range=0.3,
+)
+
+
+def routed(biases: list[float], pattern: str = "SSSS", weight: float = 0.0) -> Decoder:
+    """A model whose routers say full where the bias is positive; with a weight it depends on the token as well."""
+    model = Decoder(CONFIG, make(pattern, sliding_window=4, num_sink_tokens=1), rngs=nnx.Rngs(0))
+    router = model.layers.attention.router.proj
+    router.kernel[...] = router.kernel[...] * weight
+    router.bias[...] = jnp.array(biases, jnp.float32)[:, None]
+    return model
+
+
+def test_layers_count_as_their_routers_say_and_keys_follow() -> None:
+    tokens = np.random.default_rng(0).integers(0, 64, 43).tolist()
+    result, by_position = text_routing(routed([1, -1, -1, 1]), tokens, length=10, batch_size=3)
+    assert [layer.mean for layer in result.by_layer] == [1, 0, 0, 1]
+    assert result.full_ratio.mean == 0.5
+    assert result.num_units == 4
+    # Visible: all of them, or a window of 4 and one sink token.
+    full, window = np.arange(1, 11), np.minimum(np.arange(1, 11), 5)
+    np.testing.assert_allclose(by_position, (full + window) / 2)
+    assert result.keys_read.mean == pytest.approx((full + window).mean() / 2)
+    assert result.keys_of_full == full.mean()
+
+
+def test_layers_without_a_router_count_by_their_kind() -> None:
+    tokens = np.random.default_rng(0).integers(0, 64, 30).tolist()
+    result, _ = text_routing(routed([-1, -1, -1, -1], "SFwS"), tokens, length=10)
+    assert [layer.mean for layer in result.by_layer] == [0, 1, 0, 0]
+
+
+def test_ratios_of_a_mixed_router_are_those_of_the_models_gates_and_vary_by_sequence() -> None:
+    model = routed([0, 0, 0, 0], weight=5.0)
+    tokens = np.random.default_rng(1).integers(0, 64, (5, 12))
+    result, _ = text_routing(model, tokens.ravel().tolist(), length=12, batch_size=2)
+    _, routing = model.features(jnp.asarray(tokens))
+    want = np.asarray(routing.gate).mean((1, 2))
+    assert 0 < want.min() < want.max() < 1
+    np.testing.assert_allclose([layer.mean for layer in result.by_layer], want, rtol=1e-6)
+    assert result.full_ratio.low < result.full_ratio.mean < result.full_ratio.high
+
+
+def test_answers_are_counted_at_the_queries_that_predict_them() -> None:
+    model = routed([0, 0, 0, 0], weight=5.0)
+    rng = np.random.default_rng(2)
+    examples = [
+        Example(rng.integers(0, 64, p).tolist(), rng.integers(0, 64, a).tolist(), ["?"])
+        for p, a in ((20, 5), (13, 2), (9, 7))
+    ]
+    result = answer_routing(model, examples, batch_size=2)
+    ratios, keys = [], []
+    for example in examples:
+        _, routing = model.features(jnp.asarray([example.prompt + example.answer]))
+        some = slice(len(example.prompt) - 1, len(example.prompt) + len(example.answer) - 1)
+        gate = np.asarray(routing.gate)[:, 0, some]  # [L, A]
+        ratios.append(gate.mean(1))
+        visible = np.arange(some.start, some.stop) + 1
+        keys.append(np.where(gate > 0, visible, np.minimum(visible, 5)).mean())
+    np.testing.assert_allclose([layer.mean for layer in result.by_layer], np.mean(ratios, 0), rtol=1e-6)
+    assert result.keys_read.mean == pytest.approx(np.mean(keys))
+    cells = {("t", 30, 0.0): examples[:2], ("t", 30, 1.0): examples[2:]}
+    by_depth = routing_by_depth(model, cells)
+    assert list(by_depth) == list(cells)
+    assert by_depth["t", 30, 1.0].full_ratio.mean == pytest.approx(ratios[2].mean())
+
+
+def test_head_hybrids_read_by_the_share_of_their_full_heads() -> None:
+    pattern = dataclasses.replace(make("wwww", sliding_window=4), num_sink_tokens=1)
+    got = keys_read(np.array([[[0.5], [1.0]]]), np.array([[9]]), pattern)
+    np.testing.assert_allclose(got, [[[7.5], [10]]])
+
+
+def test_a_model_without_routers_has_no_routing() -> None:
+    model = Decoder(CONFIG, make("FwFw", sliding_window=4), rngs=nnx.Rngs(0))
+    with pytest.raises(ConfigError, match="no layer of this pattern is routed"):
+        text_routing(model, [1] * 10, length=5)
+    with pytest.raises(ConfigError, match="too few for one sequence of 20"):
+        text_routing(routed([1, 1, 1, 1]), [1] * 10, length=20)
