@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory, byte_tokenizer):
 @pytest.fixture
 def planted(monkeypatch):
     """The planted model and its examples in place of a checkpoint's and of needles."""
-    monkeypatch.setattr("swa_jax.select.cli.load_for_cli", lambda *_: (planted_model(), None))
+    monkeypatch.setattr("swa_jax.select.cli.load_checkpoint", lambda *_: (planted_model(), None))
     monkeypatch.setattr("swa_jax.select.cli.draw_needles", lambda *_: planted_examples())
 
 

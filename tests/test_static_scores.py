@@ -69,10 +69,7 @@ def dense(model, tokens, probes):
     """One text [T] through the model with whole attention matrices: logits [T, V], and [L, H, T, T] probabilities."""
     graph, weights = nnx.split(model.layers)
     group = CONFIG.num_attention_heads // CONFIG.num_key_value_heads
-    cos, sin = rope_tables(CONFIG, jnp.arange(len(tokens))[None])
     context = static._context(model, jnp.ones((1, len(tokens)), jnp.int32))
-    assert (context.cos == cos).all()
-    assert (context.sin == sin).all()
     causal = np.tril(np.ones((len(tokens), len(tokens)), bool))
     x, all_logits, all_weights, queries = model.embed(jnp.asarray(tokens)[None]), [], [], []
     for layer in range(CONFIG.num_hidden_layers):
@@ -178,6 +175,13 @@ def dense_fisher(model, examples):
         lag = np.subtract.outer(np.arange(length), np.arange(length))
         sums += np.stack([np.where(lag < WINDOW, phi, 0).sum((2, 3)), phi.sum((2, 3))])
     return sums[0] / sums[1]
+
+
+def test_positions_count_from_the_first_token(model):
+    context = static._context(model, jnp.ones((1, 512), jnp.int32))
+    cos, sin = rope_tables(CONFIG, jnp.arange(512)[None])
+    np.testing.assert_array_equal(context.cos, cos)
+    np.testing.assert_array_equal(context.sin, sin)
 
 
 @pytest.mark.parametrize("method", LARGER_IS_LOCAL)
