@@ -18,8 +18,8 @@ from swa_jax.config import ConfigError
 POLL = 30.0  # seconds between two questions
 LOST = ("SUSPENDING", "SUSPENDED", "FAILED")  # states of a queued resource whose machines are gone
 SILENT = 20  # questions in a row without an answer until it is given up
-# Status of `watch` when the machines, or the run on them, are gone without a word, and of a run that lost another of its
-# processes so (EX_TEMPFAIL).
+# Status of `watch` when the machines, or the run on them, are gone without a word, and of a run that lost a process
+# that way (EX_TEMPFAIL).
 GONE = 75
 GOING = "kill -0 $(cat train.pid 2> /dev/null) 2> /dev/null"  # on a machine, in the folder
 

@@ -26,6 +26,7 @@ from swa_jax.cli_options import (
     resolve_pattern,
     with_options,
 )
+from swa_jax.compare_cli import compare
 from swa_jax.config import ConfigError, ModelConfig, sentence
 from swa_jax.data.cli import app as data_app
 from swa_jax.evaluate_cli import evaluate
@@ -176,6 +177,7 @@ def pattern(
 app.command()(train)
 app.command("compile")(compile_)
 app.command()(evaluate)
+app.command()(compare)
 
 
 @app.command()

@@ -285,6 +285,37 @@ def accuracy_memory_chart(
     _save(figure, file)
 
 
+def frontier_chart(rows: Sequence[Row], file: str | Path, *, title: str) -> None:
+    """Needle accuracy against KV-cache memory: a line for each method over its budgets, a mark for each pattern.
+
+    Rows are those of `swa_jax.compare.summary`. The dashed step is the frontier: no choice finds more with less memory.
+    """
+    figure = Figure(figsize=(9.2, 5.0), layout="constrained")
+    axes = figure.add_subplot()
+    megabytes = np.array([row["kv_cache_bytes"] for row in rows]) / 2**20
+    accuracy = np.array([100 * row["needle_accuracy"] for row in rows])
+    best = np.maximum.accumulate(accuracy[order := np.lexsort((-accuracy, megabytes))])
+    axes.step(megabytes[order], best, where="post", color=GREY, linestyle="--", linewidth=1, zorder=1)
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    marks = "osD^v<>pP*hX"
+    for number, name in enumerate(names):
+        here = [i for i, row in enumerate(rows) if row["name"] == name]
+        here.sort(key=lambda i: megabytes[i])
+        low, high = (np.array([100 * rows[i]["needle_interval"][end] for i in here]) for end in (0, 1))
+        spread = np.stack([accuracy[here] - low, high - accuracy[here]]).clip(min=0)
+        axes.errorbar(
+            megabytes[here], accuracy[here], spread, color=f"C{number % 10}", marker=marks[number % len(marks)],
+            markersize=5, linewidth=1.1, elinewidth=0.7, capsize=2, alpha=0.85, label=name,
+            linestyle="-" if len(here) > 1 else "none", zorder=2,
+        )  # fmt: skip
+    axes.set(title=title, xlabel="KV cache, MB a sequence", ylabel="Needles found (%), with 95 % interval")
+    axes.set(xlim=(0, None), ylim=(-4, 104))
+    axes.grid(alpha=0.3, zorder=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, fontsize=8, loc="outside right upper")
+    _save(figure, file)
+
+
 def _clusters(values: np.ndarray, *, width: float) -> list[np.ndarray]:
     """Indices of values that lie within `width` of the smallest of their group."""
     groups: list[list[int]] = []

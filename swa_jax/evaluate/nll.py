@@ -20,7 +20,7 @@ from swa_jax.evaluate.bootstrap import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.model import Decoder
 from swa_jax.objectives import token_loss
-from swa_jax.pattern import FULL, WINDOW, AttentionPattern
+from swa_jax.pattern import FULL, HYBRID, SWITCH, WINDOW, AttentionPattern
 
 LENGTH_STEP = 64  # padded lengths are multiples of it, so that lengths near each other share one compilation
 
@@ -66,7 +66,8 @@ def score_answers(
     """As `answer_nll`, and whether greedy decoding would give the answer; under `pattern` if given, else the model's.
 
     Patterns of full and windowed layers with the same window and sink tokens share one compilation for each padded
-    length: the layer map and the boundary of full-attention decode are data.
+    length, and so do those with per-head layers: the layer map, the heads and the boundary of full-attention decode
+    are data.
     """
     pattern = model.pattern if pattern is None else pattern
     if full_attention_decode is None:
@@ -74,6 +75,8 @@ def score_answers(
     kinds = kinds_of(pattern)
     if pattern.sliding_window is not None and set(kinds) <= {FULL, WINDOW}:
         kinds = (FULL, WINDOW)
+    elif SWITCH not in kinds and HYBRID in kinds:
+        pattern, kinds = _by_heads(pattern, model.config.num_key_value_heads), (HYBRID,)
     plan = layer_plan(pattern, model.config.num_key_value_heads, kinds)
     graph, weights = _shared_graph(model, pattern, kinds)
     nll, exact = np.empty(len(examples)), np.empty(len(examples), bool)
@@ -86,11 +89,20 @@ def score_answers(
 
 def _shared_graph(model: Decoder, pattern: AttentionPattern, kinds: tuple[str, ...]) -> tuple[Any, nnx.State]:
     """The model split for jit, its pattern (which is static) reduced to what the layer map does not say."""
-    if kinds == (FULL, WINDOW):
-        pattern = dataclasses.replace(
-            pattern, layer_types=(WINDOW,) * pattern.num_layers, full_attention_decode=False
+    if kinds in ((FULL, WINDOW), (HYBRID,)):
+        pattern = AttentionPattern(
+            (kinds[-1],) * pattern.num_layers, pattern.sliding_window, pattern.num_sink_tokens
         )
     return nnx.split(model if model.pattern == pattern else model.with_pattern(pattern))
+
+
+def _by_heads(pattern: AttentionPattern, num_kv_heads: int) -> AttentionPattern:
+    """The same attention with every layer a per-head hybrid."""
+    heads = tuple(
+        tuple(range(num_kv_heads)) if kind == FULL else heads
+        for kind, heads in zip(pattern.layer_types, pattern.full_kv_heads, strict=True)
+    )
+    return dataclasses.replace(pattern, layer_types=(HYBRID,) * pattern.num_layers, full_kv_heads=heads)
 
 
 class AnswerBatch(NamedTuple):
