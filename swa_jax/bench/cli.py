@@ -1,4 +1,4 @@
-"""The verbs `swa-jax bench cycles` and `swa-jax bench attention`."""
+"""The verbs `swa-jax bench cycles`, `swa-jax bench attention` and `swa-jax bench generation`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
-app = typer.Typer(no_args_is_help=True, help="Measure the attention kernels.")
+from swa_jax.cli_options import BatchSize, ComputeDtype, Model, Seed, SinkTokens, Window, load_checkpoint
+
+app = typer.Typer(no_args_is_help=True, help="Measure the attention kernels, and what a pattern saves.")
 
 
 @app.command()
@@ -145,6 +147,69 @@ def attention(
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+@app.command()
+def generation(
+    model: Model,
+    window: Window = None,
+    sink_tokens: SinkTokens = None,
+    ratio: Annotated[
+        list[float] | None,
+        Option(help="Share of windowed KV heads, repeatable.", show_default="0, 0.25, 0.5, 0.75, 1"),
+    ] = None,
+    length: Annotated[int, Option(help="Tokens of a prompt.", min=1)] = 4096,
+    new_tokens: Annotated[int, Option(help="Tokens that are then written.", min=2)] = 64,
+    batch_size: BatchSize = 4,
+    rounds: Annotated[int, Option(help="Each times every ratio once, in turn.", min=1)] = 5,
+    dtype: ComputeDtype = None,
+    seed: Seed = 0,
+    out: Annotated[Path | None, Option(help="Also write the results to this JSON file.")] = None,
+) -> None:
+    """Cache memory, prefill and decode speed of this model on this machine, by the share of windowed KV heads.
+
+    Heads are drawn: how much is saved depends on how many they are, what is lost on which.
+    """
+    import jax
+    from rich.progress import Progress
+
+    from swa_jax.bench.generation import generation_table, measure
+    from swa_jax.checkpoint import write_json
+    from swa_jax.config import ConfigError
+    from swa_jax.select.heads import windowed_count
+
+    ratios = ratio or [0, 0.25, 0.5, 0.75, 1]
+    for share in ratios:
+        windowed_count(share, 1)  # a wrong one is said now
+    decoder, _ = load_checkpoint(model, dtype)
+    window = decoder.pattern.sliding_window if window is None else window
+    if window is None:
+        raise ConfigError("--window is missing: give it, as the model's own pattern has none")
+    settings = {
+        "sliding_window": window,
+        "num_sink_tokens": decoder.pattern.num_sink_tokens if sink_tokens is None else sink_tokens,
+        "length": length,
+        "batch_size": batch_size,
+        "new_tokens": new_tokens,
+        "rounds": rounds,
+        "seed": seed,
+    }
+    with Progress(transient=True) as progress:
+        task = progress.add_task("generating")
+        rows = measure(
+            decoder,
+            ratios,
+            **settings,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    device = jax.devices()[0].device_kind
+    title = f"{batch_size} prompts of {length} tokens, {new_tokens} new, window {window}, on {device}"
+    _console().print(generation_table(rows, title))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        report = {"model": str(model), "device": device, "jax": jax.__version__} | settings | {"rows": rows}
+        write_json(out, report)
+        typer.echo(f"written to {out}")
 
 
 def _console() -> Console:
