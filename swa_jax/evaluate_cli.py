@@ -122,7 +122,10 @@ def evaluate(
     longmemeval: Annotated[Path | None, Option(help="LongMemEval's JSON; needs --judge.")] = None,
     judge: Annotated[
         str | None,
-        Option(help="A program that reads answers as JSON lines and prints yes, no or 0 to 1 for each."),
+        Option(
+            help="A program that reads answers as JSON lines and prints yes, no or 0 to 1 for each; or URL#MODEL, an "
+            "OpenAI-compatible endpoint."
+        ),
     ] = None,
     cut_middle: Annotated[
         bool,
@@ -245,7 +248,9 @@ def evaluate(
     if asks:
         questions = _read_questions(longbench, longbench_prompts, longbench_v2, longmemeval)
         finish(
-            _questions(console, models, tokenizer, questions, max_length, cut_middle, wrap, judge, batch_size)
+            _questions(
+                console, models, tokenizer, questions, max_length, cut_middle, wrap, judge, batch_size, out
+            )
         )
     if harness:
         finish(_harness(console, models, tokenizer, harness, harness_folder, limit, max_length, batch_size))
@@ -467,13 +472,23 @@ def _questions(
     wrap: str,
     judge: str | None,
     batch_size: int,
+    out: Path | None,
 ) -> Measured:
     from swa_jax.checkpoint import write_json
-    from swa_jax.evaluate.answers import command_judge, score_questions
+    from swa_jax.evaluate.answers import score_questions
+    from swa_jax.evaluate.judges import find_judge
     from swa_jax.evaluate.tables import questions_table
 
-    rows, answers = [], {}
+    rows: list[dict[str, Any]] = []
+    answers: dict[str, list[dict[str, Any]]] = {}
+    verdict = None if judge is None else find_judge(judge)
     for name, model in models:
+
+        def keep(records: list[dict[str, Any]], name: str = name) -> None:
+            answers[name] = records
+            if out is not None:
+                write_json(out / "answers.json", answers)
+
         with console.status(f"questions under {name}"):
             scores, answers[name] = score_questions(
                 model,
@@ -482,7 +497,8 @@ def _questions(
                 max_length=max_length or model.config.max_position_embeddings,
                 cut_middle=cut_middle,
                 wrap=wrap,
-                judge=None if judge is None else command_judge(judge),
+                judge=verdict,
+                keep=keep,
                 batch_size=batch_size,
             )
         rows += [{"name": name} | dataclasses.asdict(score) for score in scores]

@@ -1,7 +1,9 @@
 """Metrics on answers by hand, the readers of LongBench, LongBench v2 and LongMemEval, long prompts, and the judge."""
 
+import http.server
 import json
 import sys
+import threading
 
 import pytest
 from flax import nnx
@@ -12,7 +14,8 @@ from swa_jax.checkpoint import save_model
 from swa_jax.cli import app
 from swa_jax.config import ConfigError, ModelConfig
 from swa_jax.evaluate import metrics
-from swa_jax.evaluate.answers import command_judge, score_questions
+from swa_jax.evaluate.answers import score_questions
+from swa_jax.evaluate.judges import command_judge, find_judge
 from swa_jax.evaluate.questions import Question, longbench, longbench_v2, longmemeval
 from swa_jax.generation import generate
 from swa_jax.model import Decoder
@@ -281,6 +284,70 @@ def test_a_judge_is_a_program(tmp_path) -> None:
         command_judge(" ")
 
 
+@pytest.fixture
+def endpoint():
+    """A chat model at a local port that says what `replies` holds, in turn; `asked` has the requests."""
+    replies, asked = [], []
+
+    class Chat(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append((self.path, self.headers["Authorization"], body))
+            status, text = replies.pop(0)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Chat) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1", replies, asked
+        server.shutdown()
+        thread.join()
+
+
+def says(text: str) -> tuple[int, str]:
+    return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+
+def test_a_judge_behind_an_endpoint(endpoint, monkeypatch) -> None:
+    url, replies, asked = endpoint
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    monkeypatch.setattr("swa_jax.evaluate.judges.time.sleep", lambda _: None)
+    told = {"type": "multi-session", "question": "Which city?", "reference": "Oslo", "unanswerable": False}
+    judge = find_judge(f"{url}#small")
+    replies += [says("Yes."), (503, "busy"), (429, "slow down"), says(" no\n")]
+    answers = [told | {"answer": "Oslo {it is}"}, told | {"answer": "I cannot know", "unanswerable": True}]
+    assert judge(answers) == [1, 0]
+    path, key, body = asked[0]
+    assert (path, key, body["model"], body["temperature"]) == (
+        "/v1/chat/completions",
+        "Bearer secret",
+        "small",
+        0,
+    )
+    for part in ("Which city?", "Expected: Oslo", "Oslo {it is}"):
+        assert part in body["messages"][0]["content"]
+    assert "says so" in asked[-1][2]["messages"][0]["content"]
+    for reply, message in (
+        ([says("perhaps")], "said 'perhaps': it must say yes, no"),
+        ([(401, "no")], "did not judge: 401"),
+        ([(500, "no")] * 4, "did not judge: 500"),
+        ([(200, "[]")], "its reply is not that of a chat model"),
+    ):
+        replies[:] = reply
+        with pytest.raises(ConfigError, match=message):
+            judge(answers[:1])
+        assert not replies
+    with pytest.raises(ConfigError, match=r"names no model: write .*#MODEL"):
+        find_judge(url)
+    with pytest.raises(ConfigError, match=r"did not judge: .*refused"):
+        find_judge("http://127.0.0.1:9/v1#x")(answers[:1])
+
+
 def test_questions_on_the_command_line(checkpoint, files) -> None:
     def run(*arguments: object, status: int = 0) -> str:
         result = CliRunner().invoke(app, ["evaluate", *map(str, arguments)], env={"COLUMNS": "200"})
@@ -299,6 +366,12 @@ def test_questions_on_the_command_line(checkpoint, files) -> None:
     ]
     assert [r["score"] for r in json.loads((out / "answers.json").read_text())["own"]] == [1, 0]
     assert "needs --longbench-prompts" in run(checkpoint, "--longbench", files / "longbench", status=2)
+    fails = script(files, "sys.exit('out of order')")
+    failed = files / "failed"
+    options = ("--longmemeval", files / "memory.json", "--judge", fails, "--max-length", 800, "--out", failed)
+    assert "out of order" in run(checkpoint, *options, status=2)
+    kept = json.loads((failed / "answers.json").read_text())["own"]  # what the model said is not lost
+    assert [(len(r["answer"]) > 0, r["score"]) for r in kept] == [(True, None)] * 2
     assert "name a judge's command" in run(
         checkpoint, "--longmemeval", files / "memory.json", "--max-length", 800, status=2
     )

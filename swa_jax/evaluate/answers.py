@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from swa_jax.config import ConfigError
 from swa_jax.evaluate.accuracy import generate_answers
 from swa_jax.evaluate.bootstrap import bootstrap
 from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.judges import Judge
 from swa_jax.evaluate.questions import Question
 from swa_jax.model import Decoder
 from swa_jax.tokenizer import Tokenizer
-
-Judge = Callable[[Sequence[dict[str, Any]]], list[float]]
 
 
 @dataclass(frozen=True)
@@ -44,12 +38,14 @@ def score_questions(
     cut_middle: bool = False,
     wrap: str = "{prompt}",
     judge: Judge | None = None,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda _: None,
     batch_size: int = 8,
 ) -> tuple[list[GroupScore], list[dict[str, Any]]]:
     """Greedy answers, scored: by group and over all, and a record for each question asked.
 
     A prompt that does not fit `max_length` with its answer is left out, or, as LongBench does, loses its middle:
-    both are counted in the scores, and neither happens unsaid.
+    both are counted in the scores, and neither happens unsaid. `keep` gets the records before the judge is asked,
+    whose scores are then None, so that a judge that fails does not cost the answers.
 
     Raises:
       ConfigError: a judge is needed and not given, or no question fits.
@@ -84,8 +80,7 @@ def score_questions(
             )
             for i, text in zip(batch, answers.texts, strict=True):
                 texts[i] = text
-    scores = _scores([question for question, _, _ in asked], texts, judge)
-    records = [
+    records: list[dict[str, Any]] = [
         {
             "benchmark": question.benchmark,
             "group": question.group,
@@ -93,10 +88,16 @@ def score_questions(
             "cut": cut,
             "answer": text,
             "references": question.references,
-            "score": score,
+            "score": _metric(question, text),
         }
-        for (question, tokens, cut), text, score in zip(asked, texts, scores, strict=True)
+        for (question, tokens, cut), text in zip(asked, texts, strict=True)
     ]
+    keep(records)
+    judged = [i for i, record in enumerate(records) if record["score"] is None]
+    if judged and judge is not None:
+        told = [{**(asked[i][0].judged or {}), "answer": texts[i]} for i in judged]
+        for i, verdict in zip(judged, judge(told), strict=True):
+            records[i]["score"] = verdict
     return _by_group(questions, records), records
 
 
@@ -117,17 +118,12 @@ def _prompt_tokens(
     return [*start, *body[:head], *body[len(body) - (room - head) :], *end], True
 
 
-def _scores(questions: Sequence[Question], texts: Sequence[str], judge: Judge | None) -> list[float]:
-    scores, judged = np.zeros(len(texts)), []
-    for i, (question, text) in enumerate(zip(questions, texts, strict=True)):
-        if question.score is None:
-            judged.append(i)
-            continue
-        answer = text.lstrip("\n").split("\n")[0] if question.first_line else text
-        scores[i] = max(question.score(answer, reference) for reference in question.references)
-    if judged and judge is not None:
-        scores[judged] = judge([{**(questions[i].judged or {}), "answer": texts[i]} for i in judged])
-    return scores.tolist()
+def _metric(question: Question, text: str) -> float | None:
+    """The best score over the references; None where a judge decides."""
+    if question.score is None:
+        return None
+    answer = text.lstrip("\n").split("\n")[0] if question.first_line else text
+    return float(max(question.score(answer, reference) for reference in question.references))
 
 
 def _by_group(questions: Sequence[Question], records: Sequence[dict[str, Any]]) -> list[GroupScore]:
@@ -150,50 +146,3 @@ def _by_group(questions: Sequence[Question], records: Sequence[dict[str, Any]]) 
                 )
             )
     return rows
-
-
-def command_judge(command: str) -> Judge:
-    """A judge that is a program: JSON lines in (type, question, reference, unanswerable, answer), a verdict a line out.
-
-    A verdict is `yes`, `no`, or a number from 0 to 1. The program runs once for all answers, without a shell.
-
-    Raises:
-      ConfigError: when it judges: the program fails, or does not give one verdict for each answer.
-    """
-    words = shlex.split(command)
-    if not words:
-        raise ConfigError("the judge's command is empty")
-
-    def judge(answers: Sequence[dict[str, Any]]) -> list[float]:
-        lines = "".join(json.dumps(answer) + "\n" for answer in answers)
-        try:
-            ran = subprocess.run(words, input=lines, capture_output=True, text=True, check=False)
-        except OSError as error:
-            raise ConfigError(f"the judge '{command}' cannot be started: {error.strerror}") from None
-        if ran.returncode:
-            last = (ran.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ConfigError(f"the judge '{command}' ended with status {ran.returncode}: {last}")
-        verdicts = [line.strip() for line in ran.stdout.splitlines() if line.strip()]
-        if len(verdicts) != len(answers):
-            raise ConfigError(
-                f"the judge '{command}' gave {len(verdicts)} verdicts on {len(answers)} answers: it must print one "
-                "line for each"
-            )
-        return [_verdict(verdict, command) for verdict in verdicts]
-
-    return judge
-
-
-def _verdict(text: str, command: str) -> float:
-    word = text.lower().rstrip(".")
-    if word in ("yes", "no"):
-        return float(word == "yes")
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise ConfigError(
-            f"the judge '{command}' said '{text[:80]}': it must say yes, no, or a number from 0 to 1"
-        )
-    return value
