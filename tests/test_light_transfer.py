@@ -89,8 +89,9 @@ def test_lazy_layers_are_windowed():
     assert scores.intervals()[1].mean == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize(("last", "hits"), [(32, range(4)), (1, [4])])
-def test_the_planted_layers_show_only_where_the_question_is_looked_at_alone(last, hits):
+@pytest.mark.parametrize(("last", "hits"), [(32, range(3)), (1, range(1, 4))])
+def test_means_over_heads_and_queries_miss_planted_layers(last, hits):
+    # One token in 48 looks far, through at most 3 heads in 8.
     layers = {layer for layer, _ in PLANTED}
     ratios = lazy_ratios(
         planted_model(),
