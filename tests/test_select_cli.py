@@ -129,12 +129,12 @@ def test_nll_goes_on_from_its_file_and_writes_what_it_found(checkpoint, tmp_path
     options = ("--budget", 1, "--resume-file", kept, "--out", out, *LAYER_NEEDLES)
     output = run("select", "nll", checkpoint, *options, "--toggles-at-once", 2)
     assert f"written to {out} and {out.with_suffix('.png')}" in output
-    assert f"the scores of every example are in {kept}" in output
     first = AttentionPattern.from_json(out)
     assert first.provenance["method"] == "nll"
     assert len(first.full_layers) == 1
     before = json.loads(kept.read_text())["scores"]
-    run("select", "nll", checkpoint, *options, "--no-reuse")
+    output = run("select", "nll", checkpoint, *options, "--no-reuse")
+    assert f"{kept} has the scores of 2 examples: going on from there" in output
     assert AttentionPattern.from_json(out) == first
     output = run("select", "nll", checkpoint, *options, "--greedy")
     pattern = AttentionPattern.from_json(out)
@@ -154,9 +154,8 @@ def test_nll_says_when_the_prompts_are_too_short(planted, tmp_path):
 def test_wrong_arguments_of_layer_selection_get_a_sentence(checkpoint, tmp_path):
     nll = ("select", "nll", checkpoint, "--out", tmp_path / "p.json", *LAYER_NEEDLES)
     assert fails(*nll) == "give exactly one of --budget and --one-in: how many layers stay full"
-    assert fails(*nll, "--budget", 3, "--greedy").startswith(
-        "budget is 3 full layers; greedy selection takes 1 to 2"
-    )
+    assert fails(*nll, "--budget", 3) == "budget is 3 full layers, the model has 2"
+    assert fails(*nll, "--budget", 0, "--greedy") == "--greedy chooses one layer at least, but --budget is 0"
     said = fails(*nll, "--budget", 1, "--no-reuse", "--toggles-at-once", 2)
     assert said == "--toggles-at-once goes with reused activations: leave out --no-reuse"
     assert fails(*nll, "--budget", 1, "--mesh", "rows=2").startswith(

@@ -253,44 +253,43 @@ def select_nll(
     seed: Seed = 0,
 ) -> None:
     """NLL-guided selection: keep full the layers whose full attention helps the answers most."""
-    from swa_jax.select import LayerScorer, greedy_pattern, nll_greedy, nll_pattern
-    from swa_jax.select.nll import Options, full_layer_budget
+    from swa_jax.select import LayerScorer, greedy_pattern, nll_pattern
+    from swa_jax.select.nll import full_layer_budget
 
     _check_budget(out, budget, one_in)
     if toggles_at_once > 1 and not reuse:
         raise ConfigError("--toggles-at-once goes with reused activations: leave out --no-reuse")
     partition = None if mesh is None else parse_mesh(mesh)
     decoder, tokenizer = load_checkpoint(model, dtype, partition)
+    full = full_layer_budget(decoder.config.num_hidden_layers, budget, one_in)
+    if greedy and not full:
+        raise ConfigError("--greedy chooses one layer at least, but --budget is 0")
     drawn = draw_needles(tokenizer, examples, length, keys, haystack, None, seed)
-    options: Options = {
-        "sliding_window": window,
-        "num_sink_tokens": sink_tokens,
-        "batch_size": batch_size,
-        "reuse": reuse,
-        "toggles_at_once": toggles_at_once,
-        "partition": partition,
-        "file": resume_file,
-    }
+    scorer = LayerScorer(
+        decoder,
+        drawn,
+        sliding_window=window,
+        num_sink_tokens=sink_tokens,
+        batch_size=batch_size,
+        reuse=reuse,
+        toggles_at_once=toggles_at_once,
+        partition=partition,
+        file=resume_file,
+    )
+    if scorer.num_kept:
+        typer.echo(f"{resume_file} has the scores of {scorer.num_kept} examples: going on from there")
     data = _data(examples, length, keys, haystack)
     with _progress("scoring layers") as progress:
-        if greedy:
-            count = full_layer_budget(decoder.config.num_hidden_layers, budget, one_in)
-            rounds = nll_greedy(decoder, drawn, count, progress=progress, **options)
-            scores, pattern = (
-                rounds[0],
-                greedy_pattern(rounds, full_attention_decode=fa_decode, data=data, seed=seed),
-            )
-        else:
-            scores = LayerScorer(decoder, drawn, **options)(progress=progress)
-            pattern = nll_pattern(
-                scores, budget=budget, one_in_n=one_in, full_attention_decode=fa_decode, data=data, seed=seed
-            )
+        rounds = scorer.greedy(full, progress=progress) if greedy else [scorer(progress=progress)]
+    scores = rounds[0]
+    if greedy:
+        pattern = greedy_pattern(rounds, full_attention_decode=fa_decode, data=data, seed=seed)
+    else:
+        pattern = nll_pattern(scores, budget=full, full_attention_decode=fa_decode, data=data, seed=seed)
     title = f"What each layer is worth alone (window {scores.sliding_window})"
     _write_layers(pattern, scores.intervals(), out, title=title)
     if greedy:
         typer.echo(f"chosen in this order: {pattern.provenance['picked']}; the picture shows the first round")
-    if resume_file is not None:
-        typer.echo(f"the scores of every example are in {resume_file}")
     if not scores.deltas.any():
         typer.echo("windows everywhere do just as well: take longer prompts, or the choice means nothing")
 
@@ -323,9 +322,11 @@ def select_light_transfer(
 ) -> None:
     """LightTransfer: window the layers whose last queries attend to sink tokens and recent keys anyway."""
     from swa_jax.select import lazy_ratios, light_transfer_pattern
+    from swa_jax.select.nll import full_layer_budget
 
     _check_budget(out, budget, one_in)
     decoder, tokenizer = load_checkpoint(model, dtype)
+    full = full_layer_budget(decoder.config.num_hidden_layers, budget, one_in)
     drawn = draw_needles(tokenizer, examples, length, keys, haystack, None, seed)
     with _progress("looking at layers") as progress:
         scores = lazy_ratios(
@@ -339,8 +340,7 @@ def select_light_transfer(
         )
     pattern = light_transfer_pattern(
         scores,
-        budget=budget,
-        one_in_n=one_in,
+        budget=full,
         sliding_window=window,
         num_sink_tokens=sink_tokens,
         full_attention_decode=fa_decode,

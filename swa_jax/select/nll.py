@@ -109,23 +109,7 @@ def nll_greedy(
 
     Raises `ConfigError` also if the budget is not between 1 and the number of layers.
     """
-    layers = model.config.num_hidden_layers
-    if not 1 <= budget <= layers:
-        raise ConfigError(
-            f"budget is {budget} full layers; greedy selection takes 1 to {layers} of this model"
-        )
-    score = LayerScorer(model, examples, **options)
-    rounds: list[NLLScores] = []
-    chosen: tuple[int, ...] = ()
-    for number in range(budget):
-
-        def report(done: int, total: int, before: int = number * (layers + 1)) -> None:
-            if progress:
-                progress(before + done, budget * total)
-
-        rounds.append(score(chosen, progress=report))
-        chosen = (*chosen, best_layer(rounds[-1]))
-    return rounds
+    return LayerScorer(model, examples, **options).greedy(budget, progress=progress)
 
 
 class LayerScorer:
@@ -248,6 +232,22 @@ class LayerScorer:
             chosen,
         )
 
+    def greedy(self, budget: int, *, progress: Progress | None = None) -> list[NLLScores]:
+        """The rounds of `nll_greedy`; progress counts the passes of all of them."""
+        if not 1 <= budget <= self.layers:
+            raise ConfigError(
+                f"budget is {budget} full layers; greedy selection takes 1 to {self.layers} of this model"
+            )
+        rounds: list[NLLScores] = []
+        for number in range(budget):
+
+            def report(done: int, total: int, before: int = number * (self.layers + 1)) -> None:
+                if progress:
+                    progress(before + done, budget * total)
+
+            rounds.append(self([best_layer(scores) for scores in rounds], progress=report))
+        return rounds
+
     def _rows(
         self,
         batch: AnswerBatch,
@@ -322,10 +322,15 @@ def best_layer(scores: NLLScores) -> int:
 
 
 def full_layer_budget(num_layers: int, budget: int | None, one_in_n: int | None) -> int:
-    """How many layers stay full: `budget`, or one in n and at least 1. `ConfigError` unless just one is given."""
+    """How many layers stay full: `budget`, or one in n and at least 1.
+
+    Raises `ConfigError` unless just one of them is given, and the model has as many layers.
+    """
     if (budget is None) == (one_in_n is None):
         raise ConfigError("give exactly one of budget and one_in_n")
     if budget is not None:
+        if not 0 <= budget <= num_layers:
+            raise ConfigError(f"budget is {budget} full layers, the model has {num_layers}")
         return budget
     assert one_in_n is not None
     if one_in_n < 1:
