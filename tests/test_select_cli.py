@@ -142,6 +142,10 @@ def test_nll_goes_on_from_its_file_and_writes_what_it_found(checkpoint, tmp_path
     assert f"chosen in this order: {pattern.provenance['picked']}" in output
     assert pattern.full_layers == first.full_layers  # a budget of one is one round
     assert json.loads(kept.read_text())["scores"] == before
+    said = fails("select", "nll", checkpoint, *options, "--no-score-fa-decode")
+    assert said.startswith(
+        f"{kept} holds scores made with full_attention_decode = True, this search has False"
+    )
     said = fails("select", "nll", checkpoint, *options, "--window", 17)
     assert said.startswith(f"{kept} holds scores made with sliding_window = 16, this search has 17")
 

@@ -224,6 +224,13 @@ def select_nll(
     window: Window = None,
     sink_tokens: SinkTokens = None,
     fa_decode: FaDecode = False,
+    score_fa_decode: Annotated[
+        bool,
+        Option(
+            "--score-fa-decode/--no-score-fa-decode",
+            help="Whether answers see everything while layers are scored; the paper's setting.",
+        ),
+    ] = True,
     reuse: Annotated[
         bool,
         Option(
@@ -270,6 +277,7 @@ def select_nll(
         drawn,
         sliding_window=window,
         num_sink_tokens=sink_tokens,
+        full_attention_decode=score_fa_decode,
         batch_size=batch_size,
         reuse=reuse,
         toggles_at_once=toggles_at_once,
