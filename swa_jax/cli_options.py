@@ -14,6 +14,7 @@ from swa_jax.pattern import AttentionPattern, load_pattern
 if TYPE_CHECKING:
     from swa_jax.evaluate import Example
     from swa_jax.model import Decoder
+    from swa_jax.sharding import Partition
     from swa_jax.tokenizer import Tokenizer
 
 Model = Annotated[Path, Argument(help="A checkpoint folder, as `import` and `train` make it.")]
@@ -64,11 +65,33 @@ def resolve_pattern(
     return load_pattern(pattern, layers) if isinstance(layers, ModelConfig) else pattern
 
 
-def load_checkpoint(model: Path, dtype: Dtype | None) -> tuple[Decoder, Tokenizer]:
+def load_checkpoint(
+    model: Path, dtype: Dtype | None, partition: Partition | None = None
+) -> tuple[Decoder, Tokenizer]:
     from swa_jax.checkpoint import load_model
     from swa_jax.tokenizer import load_tokenizer
 
-    return load_model(model, dtype=dtype), load_tokenizer(model)
+    return load_model(model, dtype=dtype, partition=partition), load_tokenizer(model)
+
+
+def parse_mesh(text: str) -> Partition:
+    """`data=2,fsdp=4` over all devices of this machine; axes that are not named count 1."""
+    import jax
+
+    from swa_jax.sharding import AXES, MeshConfig, Partition, make_mesh
+
+    sizes = dict.fromkeys(AXES, 1)
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in AXES or not size.removeprefix("-").isdecimal():
+            raise ConfigError(
+                f"--mesh must be sizes of the axes {', '.join(AXES)} such as data=2,fsdp=4, got '{part}'"
+            )
+        sizes[name] = int(size)
+    try:
+        return Partition(make_mesh(MeshConfig(**sizes), jax.devices()))
+    except ConfigError as error:
+        raise ConfigError(f"--mesh {text}: {error}") from None
 
 
 def draw_needles(

@@ -39,6 +39,12 @@ class Block(nnx.Module):
         self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = SwiGLU(config, dtype, rngs)
 
+    def __call__(self, x: jax.Array, plan: LayerPlan, context: AttentionContext) -> tuple[jax.Array, Routing]:
+        """x [B, T, d] and this layer's row of the plan -> output [B, T, d], routing [B, T]."""
+        mixed, routing, _ = self.attention(self.input_norm(x), plan, context)
+        x = constrain(x + mixed, context.partition, "batch", "sequence", None)
+        return constrain(self.feed_forward(x), context.partition, "batch", "sequence", None), routing
+
     def feed_forward(self, x: jax.Array) -> jax.Array:
         return x + self.mlp(self.post_attention_norm(x))
 
@@ -113,28 +119,24 @@ class Decoder(nnx.Module):
         """
         kinds = kinds or kinds_of(self.pattern)
         plan = plan or self._plan(kinds)
-        context = self._context(tokens, kinds, segment_ids, positions, full_from)
-        context = dataclasses.replace(context, partition=partition)
+        context = self.context(tokens, kinds, segment_ids, positions, full_from, partition)
         graph, weights = nnx.split(self.layers)
 
         def layer(x: jax.Array, scanned: tuple[nnx.State, LayerPlan]) -> tuple[jax.Array, Routing]:
-            block = nnx.merge(graph, scanned[0])
-            mixed, routing, _ = block.attention(block.input_norm(x), scanned[1], context)
-            x = constrain(x + mixed, partition, "batch", "sequence", None)
-            return constrain(block.feed_forward(x), partition, "batch", "sequence", None), routing
+            return nnx.merge(graph, scanned[0])(x, scanned[1], context)
 
         if remat == "layer":
             layer = jax.checkpoint(layer)
         elif remat == "projections":
             layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-        # The table is gathered over fsdp, as the layers' weights are; else XLA would gather the tokens of all rows.
-        table = constrain(self.embedding[...], partition, "vocab", None)
-        x = constrain(table[tokens], partition, "batch", "sequence", None)
-        x, routing = jax.lax.scan(layer, x, (weights, plan))
+        x, routing = jax.lax.scan(layer, self.embed(tokens, partition), (weights, plan))
         return self.norm(x), routing
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        return self.embedding[...][tokens]  # [B, T, d]
+    def embed(self, tokens: jax.Array, partition: Partition | None = None) -> jax.Array:
+        """tokens [B, T] int32 -> [B, T, d]."""
+        # The table is gathered over fsdp, as the layers' weights are; else XLA would gather the tokens of all rows.
+        table = constrain(self.embedding[...], partition, "vocab", None)
+        return constrain(table[tokens], partition, "batch", "sequence", None)
 
     def head(self) -> jax.Array:
         """The output matrix [d, V]."""
@@ -166,7 +168,7 @@ class Decoder(nnx.Module):
         """Right-padded prompts [B, T] of `lengths` [B] -> logits after each last token [B, V] f32, the filled cache."""
         segments = (jnp.arange(tokens.shape[1])[None] < lengths[:, None]).astype(jnp.int32)
         kinds = kinds_of(self.pattern)
-        context = dataclasses.replace(self._context(tokens, kinds, segments, None, None), inference=True)
+        context = dataclasses.replace(self.context(tokens, kinds, segments), inference=True)
         graph, weights = nnx.split(self.layers)
         ring = ring_positions(layout, lengths)
 
@@ -196,7 +198,7 @@ class Decoder(nnx.Module):
 
         `full_from` [B]: the length of each prompt under full-attention decode, else None.
         """
-        context = self._context(
+        context = self.context(
             tokens[:, None], kinds_of(self.pattern), None, cache.lengths[:, None], full_from
         )
         graph, weights = nnx.split(self.layers)
@@ -228,14 +230,16 @@ class Decoder(nnx.Module):
     def _plan(self, kinds: tuple[str, ...]) -> LayerPlan:
         return layer_plan(self.pattern, self.config.num_key_value_heads, kinds)
 
-    def _context(
+    def context(
         self,
         tokens: jax.Array,
         kinds: tuple[str, ...],
-        segment_ids: jax.Array | None,
-        positions: jax.Array | None,
-        full_from: jax.Array | None,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        full_from: jax.Array | None = None,
+        partition: Partition | None = None,
     ) -> AttentionContext:
+        """What the layers of one pass over tokens [B, T] share; the arguments are those of `features`."""
         cos = sin = None
         if self.config.uses_rope:
             turned = positions
@@ -245,4 +249,4 @@ class Decoder(nnx.Module):
                 turned = jnp.arange(tokens.shape[1])[None]
             cos, sin = rope_tables(self.config, turned)
         spec = model_spec(self.config, self.pattern)
-        return AttentionContext(spec, kinds, cos, sin, segment_ids, positions, full_from)
+        return AttentionContext(spec, kinds, cos, sin, segment_ids, positions, full_from, partition=partition)

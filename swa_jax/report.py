@@ -191,7 +191,12 @@ def routing_chart(
 
 
 def layer_scores_chart(
-    scores: Sequence[Estimate], chosen: Sequence[int], file: str | Path, *, title: str
+    scores: Sequence[Estimate],
+    chosen: Sequence[int],
+    file: str | Path,
+    *,
+    title: str,
+    axis: str = "Answer loss saved by making\nthis layer full (nats a token)",
 ) -> None:
     """One bar a layer with its 95 % interval; the layers chosen to stay full stand out."""
     layers = np.arange(len(scores))
@@ -212,7 +217,7 @@ def layer_scores_chart(
     axes.set(
         title=title,
         xlabel="Layer (from 0)",
-        ylabel="Answer loss saved by making\nthis layer full (nats a token)",
+        ylabel=axis,
     )
     axes.legend(frameon=False, fontsize=8)
     _save(figure, file)

@@ -1,6 +1,7 @@
-"""Run by test_sharding in a process with eight devices: `python -m tests.on_mesh attention|training`.
+"""Run by test_sharding in a process with eight devices: `python -m tests.on_mesh attention|training|selection`.
 
-Every mesh gives what one device gives: attention with its gradients, and the losses and gradients of twenty steps.
+Every mesh gives what one device gives: attention with its gradients, the losses and gradients of twenty steps, and
+what NLL-guided selection says of each layer.
 """
 
 import sys
@@ -12,11 +13,13 @@ import optax
 from flax import nnx
 
 from pallas_kernels import AttentionSpec, alibi_slopes
-from swa_jax.config import from_dict
+from swa_jax.config import ModelConfig, from_dict
+from swa_jax.evaluate import Example
 from swa_jax.model import Decoder
 from swa_jax.optimizer import make_optimizer
 from swa_jax.parallel_attention import attention_on_mesh
 from swa_jax.pattern import AttentionPattern, load_pattern
+from swa_jax.select import nll_deltas
 from swa_jax.sharding import MeshConfig, Partition, make_mesh
 from swa_jax.train import place_batch, random_model
 from swa_jax.train_config import TrainConfig
@@ -167,5 +170,29 @@ def run(config, pattern, partition, batch, pieces) -> tuple[list[float], list[fl
     return losses, norms, {jax.tree_util.keystr(path): np.asarray(x) for path, x in moments}
 
 
+def check_selection() -> None:
+    rng = np.random.default_rng(2)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    config = ModelConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.2
+    )
+    model = Decoder(config, AttentionPattern.from_recipe("full", 3), rngs=nnx.Rngs(0))
+    # Six rows for eight devices, and a prompt that the window holds.
+    examples = [
+        Example(rng.integers(64, size=n).tolist(), rng.integers(64, size=3).tolist(), [])
+        for n in (40, 33, 52, 45, 38, 5)
+    ]
+    options = {"sliding_window": 6, "num_sink_tokens": 1, "toggles_at_once": 2}
+    plain = nll_deltas(model, examples, sliding_window=6, num_sink_tokens=1, reuse=False)
+    assert (np.abs(plain.deltas[:-1]).max(0) > 1e-3).all()
+    for name in ("8x1x1x1", "1x8x1x1", "2x2x1x2", "1x2x2x2"):
+        partition = Partition(make_mesh(MESHES[name]))
+        got = nll_deltas(model, examples, partition=partition, **options)
+        np.testing.assert_allclose(got.deltas, plain.deltas, rtol=0, atol=1e-6, err_msg=name)
+        assert (got.deltas[-1] == 0).all(), name
+        print(name, "ok", flush=True)
+
+
 if __name__ == "__main__":
-    {"attention": check_attention, "training": check_training}[sys.argv[1]]()
+    checks = {"attention": check_attention, "training": check_training, "selection": check_selection}
+    checks[sys.argv[1]]()

@@ -5,6 +5,8 @@ Class c is answered by KV head `PLANTED[c]` alone; all other heads, and what the
 noise. Weights are written by hand: the residual stream is one-hot tokens in its first half and answers in its second.
 """
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -46,7 +48,12 @@ def planted_mask() -> np.ndarray:
     return full
 
 
-def planted_model(noise: float = 0.002, seed: int = 0) -> Decoder:
+def planted_model(
+    noise: float = 0.002,
+    seed: int = 0,
+    heads: Sequence[tuple[int, int, int]] = tuple((c, *head) for c, head in enumerate(PLANTED)),
+) -> Decoder:
+    """`heads`: class, layer and KV head of every head that answers; two may answer the same class."""
     model = Decoder(CONFIG, AttentionPattern.from_recipe("full", LAYERS), rngs=nnx.Rngs(0))
     rng = np.random.default_rng(seed)
     size, group = CONFIG.head_dim, CONFIG.num_attention_heads // KV_HEADS
@@ -57,7 +64,7 @@ def planted_model(noise: float = 0.002, seed: int = 0) -> Decoder:
         for n in (2 * KV_HEADS, KV_HEADS, KV_HEADS)
     )
     o = rng.normal(0, noise, (LAYERS, 2 * KV_HEADS * size, 2 * HALF)).astype(np.float32)
-    for c, (layer, head) in enumerate(PLANTED):
+    for c, layer, head in heads:
         own = slice(head * size, (head + 1) * size)
         first = slice(head * group * size, (head * group + 1) * size)  # the group's first query head
         q[layer, :, first], k[layer, :, own], v[layer, :, own] = 0, 0, 0

@@ -117,3 +117,70 @@ def test_pattern_diff_counts_and_swaps(tmp_path):
     assert (
         fails("pattern", "diff", *files, "--kv-heads", 1) == "--kv-heads is 1, but a pattern names KV head 1"
     )
+
+
+# ---- layers ----
+
+LAYER_NEEDLES = ("--window", 16, *NEEDLES)
+
+
+def test_nll_goes_on_from_its_file_and_writes_what_it_found(checkpoint, tmp_path):
+    out, kept = tmp_path / "new" / "p.json", tmp_path / "scores.json"
+    options = ("--budget", 1, "--resume-file", kept, "--out", out, *LAYER_NEEDLES)
+    output = run("select", "nll", checkpoint, *options, "--toggles-at-once", 2)
+    assert f"written to {out} and {out.with_suffix('.png')}" in output
+    first = AttentionPattern.from_json(out)
+    assert first.provenance["method"] == "nll"
+    assert len(first.full_layers) == 1
+    before = json.loads(kept.read_text())["scores"]
+    output = run("select", "nll", checkpoint, *options, "--no-reuse")
+    assert f"{kept} has the scores of 2 examples: going on from there" in output
+    assert AttentionPattern.from_json(out) == first
+    output = run("select", "nll", checkpoint, *options, "--greedy")
+    pattern = AttentionPattern.from_json(out)
+    assert pattern.provenance["method"] == "nll-greedy"
+    assert f"chosen in this order: {pattern.provenance['picked']}" in output
+    assert pattern.full_layers == first.full_layers  # a budget of one is one round
+    assert json.loads(kept.read_text())["scores"] == before
+    said = fails("select", "nll", checkpoint, *options, "--no-score-fa-decode")
+    assert said.startswith(
+        f"{kept} holds scores made with full_attention_decode = True, this search has False"
+    )
+    said = fails("select", "nll", checkpoint, *options, "--window", 17)
+    assert said.startswith(f"{kept} holds scores made with sliding_window = 16, this search has 17")
+
+
+def test_nll_says_when_the_prompts_are_too_short(planted, tmp_path):
+    output = run("select", "nll", "x", "--budget", 2, "--window", 64, "--out", tmp_path / "p.json")
+    assert "windows everywhere do just as well: take longer prompts" in output
+
+
+def test_wrong_arguments_of_layer_selection_get_a_sentence(checkpoint, tmp_path):
+    nll = ("select", "nll", checkpoint, "--out", tmp_path / "p.json", *LAYER_NEEDLES)
+    assert fails(*nll) == "give exactly one of --budget and --one-in: how many layers stay full"
+    assert fails(*nll, "--budget", 3) == "budget is 3 full layers, the model has 2"
+    assert fails(*nll, "--budget", 0, "--greedy") == "--greedy chooses one layer at least, but --budget is 0"
+    said = fails(*nll, "--budget", 1, "--no-reuse", "--toggles-at-once", 2)
+    assert said == "--toggles-at-once goes with reused activations: leave out --no-reuse"
+    assert fails(*nll, "--budget", 1, "--mesh", "rows=2").startswith(
+        "--mesh must be sizes of the axes data, fsdp,"
+    )
+    said = fails(*nll, "--budget", 1, "--mesh", "data=64")
+    assert said.startswith("--mesh data=64: 'mesh' (")
+    assert "asks for 64 devices" in said
+    lazy = ("select", "light-transfer", checkpoint, "--out", tmp_path / "p.json", *NEEDLES)
+    assert fails(*lazy, "--budget", 3) == "budget is 3 full layers, the model has 2"
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_light_transfer_writes_a_pattern_with_its_scores(checkpoint, tmp_path):
+    out = tmp_path / "p.json"
+    options = ("--one-in", 2, "--recent", 16, "--lazy-sinks", 2, "--out", out, *NEEDLES)
+    run("select", "light-transfer", checkpoint, *options, "--window", 24)
+    pattern = AttentionPattern.from_json(out)
+    said = pattern.provenance
+    assert (pattern.sliding_window, pattern.num_sink_tokens, len(pattern.full_layers)) == (24, 2, 1)
+    assert (said["method"], said["recent_keys"], np.shape(said["scores"])) == ("light-transfer", 16, (2,))
+    assert out.with_suffix(".png").stat().st_size > 1000
+    output = run("select", "light-transfer", checkpoint, "--one-in", 2, "--out", out, *NEEDLES)
+    assert "--recent reaches over whole prompts" in output

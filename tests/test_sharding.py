@@ -43,7 +43,7 @@ def abstract_partition(**sizes: int) -> Partition:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["attention", "training"])
+@pytest.mark.parametrize("what", ["attention", "training", "selection"])
 def test_every_mesh_computes_what_one_device_does(what):
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from swa_jax.evaluate.examples import Example
 from swa_jax.model import Decoder
 from swa_jax.objectives import token_loss
 from swa_jax.pattern import FULL, HYBRID, SWITCH, WINDOW, AttentionPattern
+from swa_jax.sharding import Partition
 
 LENGTH_STEP = 64  # padded lengths are multiples of it, so that lengths near each other share one compilation
 
@@ -116,23 +118,38 @@ class AnswerBatch(NamedTuple):
     weights: jax.Array  # [B, A] f32: 1, and 0 on padding
 
 
-def answer_batches(
-    examples: Sequence[Example], batch_size: int, full_attention_decode: bool
-) -> Iterator[tuple[np.ndarray, AnswerBatch]]:
-    """Batches of one size, by length, each with the indices of its examples."""
+def check_examples(examples: Sequence[Example]) -> None:
+    """Raise `ValueError` if there is none, or one whose prompt or answer is empty."""
     if not examples:
         raise ValueError("examples is empty: give at least one example")
     for i, example in enumerate(examples):
         if not example.prompt or not example.answer:
             raise ValueError(f"examples[{i}] has an empty {'prompt' if not example.prompt else 'answer'}")
+
+
+def answer_batches(
+    examples: Sequence[Example],
+    batch_size: int,
+    full_attention_decode: bool,
+    partition: Partition | None = None,
+) -> Iterator[tuple[np.ndarray, AnswerBatch]]:
+    """Batches of one size, by length, each with the indices of its examples.
+
+    On a mesh, rows and padded lengths are rounded up to what divides among its devices.
+    """
+    check_examples(examples)
+    length_step = LENGTH_STEP
     lengths = [len(e.prompt) + len(e.answer) for e in examples]
     order = np.argsort(lengths, kind="stable")
     batch_size = min(batch_size, len(examples))
+    if partition is not None:
+        batch_size = _round_up(batch_size, partition.size("batch"))
+        length_step = math.lcm(length_step, partition.size("sequence"))
     answer_length = max(len(e.answer) for e in examples)
     for start in range(0, len(order), batch_size):
         index = order[start : start + batch_size]
         rows = [examples[i] for i in index] + [examples[index[-1]]] * (batch_size - len(index))
-        length = _round_up(max(len(e.prompt) + len(e.answer) for e in rows), LENGTH_STEP)
+        length = _round_up(max(len(e.prompt) + len(e.answer) for e in rows), length_step)
         tokens, segments = np.zeros((batch_size, length), np.int32), np.zeros((batch_size, length), np.int32)
         shape = (batch_size, answer_length)
         queries, labels, weights = (
@@ -149,19 +166,39 @@ def answer_batches(
             weights[row, :answer] = 1
         boundary = [len(e.prompt) if full_attention_decode else NEVER for e in rows]
         arrays = (tokens, segments, np.array(boundary, np.int32), queries, labels, weights)
-        yield index, AnswerBatch(*map(jnp.asarray, arrays))
+        if partition is None:
+            yield index, AnswerBatch(*map(jnp.asarray, arrays))
+        else:
+            rows_only, tokens_too = partition.sharding("batch"), partition.sharding("batch", "sequence")
+            places = (tokens_too, tokens_too, rows_only, rows_only, rows_only, rows_only)
+            yield index, AnswerBatch(*map(jax.device_put, arrays, places))
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "kinds"))
+@functools.partial(jax.jit, static_argnames=("graph", "kinds", "partition"))
 def score_batch(
-    graph: Any, weights: nnx.State, batch: AnswerBatch, plan: LayerPlan, kinds: tuple[str, ...]
+    graph: Any,
+    weights: nnx.State,
+    batch: AnswerBatch,
+    plan: LayerPlan,
+    kinds: tuple[str, ...],
+    partition: Partition | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Mean NLL of the labels of each row [B] f32, and whether all of them are the likeliest token [B] bool."""
     model: Decoder = nnx.merge(graph, weights)
     hidden, _ = model.features(
-        batch.tokens, segment_ids=batch.segment_ids, full_from=batch.full_from, plan=plan, kinds=kinds
+        batch.tokens,
+        segment_ids=batch.segment_ids,
+        full_from=batch.full_from,
+        plan=plan,
+        kinds=kinds,
+        partition=partition,
     )
     hidden = jnp.take_along_axis(hidden, batch.queries[:, :, None], axis=1)  # [B, A, d]
+    return answer_loss(model, hidden, batch)
+
+
+def answer_loss(model: Decoder, hidden: jax.Array, batch: AnswerBatch) -> tuple[jax.Array, jax.Array]:
+    """What `score_batch` returns, from the normed hidden states of the label-predicting positions [B, A, d]."""
     loss = token_loss(hidden, model.head(), batch.labels, batch.weights)
     count = batch.weights.sum(1)
     return loss.nll.sum(1) / count, loss.correct.sum(1) == count

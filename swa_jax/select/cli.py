@@ -1,4 +1,4 @@
-"""The verbs `swa-jax select nll | bosch | static | heuristic`: choose the layers or heads that keep full attention."""
+"""The verbs `swa-jax select METHOD`: choose the layers or heads that keep full attention."""
 
 from __future__ import annotations
 
@@ -23,20 +23,25 @@ from swa_jax.cli_options import (
     Window,
     draw_needles,
     load_checkpoint,
+    parse_mesh,
 )
 from swa_jax.config import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import numpy as np
 
+    from swa_jax.evaluate.bootstrap import Estimate
     from swa_jax.pattern import AttentionPattern
 
 app = typer.Typer(no_args_is_help=True, help="Choose the layers or heads that keep full attention.")
 
 Out = Annotated[Path, Option(help="The pattern's JSON file; the picture goes beside it.")]
 NumExamples = Annotated[int, Option("--examples", help="Needle examples to choose by.", min=1)]
+Budget = Annotated[int | None, Option("--budget", help="Layers that stay full.", min=0)]
+OneIn = Annotated[int | None, Option("--one-in", help="Or: one full layer in N.", min=1)]
+FaDecode = Annotated[bool, Option("--fa-decode", help="Set full-attention decode in the pattern.")]
 Ratio = Annotated[float, Option("--ratio", help="Share of the KV heads that are windowed.", min=0, max=1)]
 
 
@@ -211,13 +216,41 @@ def select_heuristic(
 def select_nll(
     model: Model,
     out: Out,
-    budget: Annotated[int | None, Option(help="Layers that stay full.", min=0)] = None,
-    one_in: Annotated[int | None, Option("--one-in", help="Or: one full layer in N.", min=1)] = None,
+    budget: Budget = None,
+    one_in: OneIn = None,
+    greedy: Annotated[
+        bool, Option("--greedy", help="Score again after each layer chosen: BUDGET times the work.")
+    ] = False,
     window: Window = None,
     sink_tokens: SinkTokens = None,
-    fa_decode: Annotated[
-        bool, Option("--fa-decode", help="Set full-attention decode in the pattern.")
-    ] = False,
+    fa_decode: FaDecode = False,
+    score_fa_decode: Annotated[
+        bool,
+        Option(
+            "--score-fa-decode/--no-score-fa-decode",
+            help="Whether answers see everything while layers are scored; the paper's setting.",
+        ),
+    ] = True,
+    reuse: Annotated[
+        bool,
+        Option(
+            "--reuse/--no-reuse",
+            help="Start from the activations below a layer, or run whole passes.",
+            show_default=False,
+        ),
+    ] = True,
+    toggles_at_once: Annotated[
+        int, Option(help="Layers made full side by side: more memory, fewer and larger steps.", min=1)
+    ] = 1,
+    resume_file: Annotated[
+        Path | None,
+        Option(
+            help="JSON that keeps the scores of finished batches, so that an interrupted selection goes on."
+        ),
+    ] = None,
+    mesh: Annotated[
+        str | None, Option(help="Spread weights and examples over the devices: data=2,fsdp=4.")
+    ] = None,
     examples: NumExamples = 64,
     length: Length = 1024,
     keys: NumKeys = 1,
@@ -227,37 +260,112 @@ def select_nll(
     seed: Seed = 0,
 ) -> None:
     """NLL-guided selection: keep full the layers whose full attention helps the answers most."""
-    from swa_jax.report import layer_scores_chart
-    from swa_jax.select import nll_deltas, nll_pattern
+    from swa_jax.select import LayerScorer, greedy_pattern, nll_pattern
+    from swa_jax.select.nll import full_layer_budget
 
-    if (budget is None) == (one_in is None):
-        raise ConfigError("give exactly one of --budget and --one-in: how many layers stay full")
-    _check_out(out)
-    decoder, tokenizer = load_checkpoint(model, dtype)
+    _check_budget(out, budget, one_in)
+    if toggles_at_once > 1 and not reuse:
+        raise ConfigError("--toggles-at-once goes with reused activations: leave out --no-reuse")
+    partition = None if mesh is None else parse_mesh(mesh)
+    decoder, tokenizer = load_checkpoint(model, dtype, partition)
+    full = full_layer_budget(decoder.config.num_hidden_layers, budget, one_in)
+    if greedy and not full:
+        raise ConfigError("--greedy chooses one layer at least, but --budget is 0")
     drawn = draw_needles(tokenizer, examples, length, keys, haystack, None, seed)
+    scorer = LayerScorer(
+        decoder,
+        drawn,
+        sliding_window=window,
+        num_sink_tokens=sink_tokens,
+        full_attention_decode=score_fa_decode,
+        batch_size=batch_size,
+        reuse=reuse,
+        toggles_at_once=toggles_at_once,
+        partition=partition,
+        file=resume_file,
+    )
+    if scorer.num_kept:
+        typer.echo(f"{resume_file} has the scores of {scorer.num_kept} examples: going on from there")
+    data = _data(examples, length, keys, haystack)
     with _progress("scoring layers") as progress:
-        scores = nll_deltas(
+        rounds = scorer.greedy(full, progress=progress) if greedy else [scorer(progress=progress)]
+    scores = rounds[0]
+    if greedy:
+        pattern = greedy_pattern(rounds, full_attention_decode=fa_decode, data=data, seed=seed)
+    else:
+        pattern = nll_pattern(scores, budget=full, full_attention_decode=fa_decode, data=data, seed=seed)
+    title = f"What each layer is worth alone (window {scores.sliding_window})"
+    _write_layers(pattern, scores.intervals(), out, title=title)
+    if greedy:
+        typer.echo(f"chosen in this order: {pattern.provenance['picked']}; the picture shows the first round")
+    if not scores.deltas.any():
+        typer.echo("windows everywhere do just as well: take longer prompts, or the choice means nothing")
+
+
+@app.command("light-transfer")
+def select_light_transfer(
+    model: Model,
+    out: Out,
+    budget: Budget = None,
+    one_in: OneIn = None,
+    last: Annotated[
+        int, Option(help="Last queries of a prompt that are looked at; SWAA takes 64.", min=1)
+    ] = 32,
+    recent: Annotated[int, Option(help="Keys that count as near, the query's own included.", min=1)] = 1020,
+    lazy_sinks: Annotated[int, Option(help="First keys that count as near.", min=0)] = 4,
+    window: Annotated[
+        int | None, Option("--window", help="Of the pattern; default: as --recent.", min=1)
+    ] = None,
+    sink_tokens: Annotated[
+        int | None, Option("--sink-tokens", help="Of the pattern; default: as --lazy-sinks.", min=0)
+    ] = None,
+    fa_decode: FaDecode = False,
+    examples: NumExamples = 64,
+    length: Length = 2048,
+    keys: NumKeys = 1,
+    haystack: Haystack = None,
+    batch_size: BatchSize = 8,
+    dtype: ComputeDtype = None,
+    seed: Seed = 0,
+) -> None:
+    """LightTransfer: window the layers whose last queries attend to sink tokens and recent keys anyway."""
+    from swa_jax.select import lazy_ratios, light_transfer_pattern
+    from swa_jax.select.nll import full_layer_budget
+
+    _check_budget(out, budget, one_in)
+    decoder, tokenizer = load_checkpoint(model, dtype)
+    full = full_layer_budget(decoder.config.num_hidden_layers, budget, one_in)
+    drawn = draw_needles(tokenizer, examples, length, keys, haystack, None, seed)
+    with _progress("looking at layers") as progress:
+        scores = lazy_ratios(
             decoder,
             drawn,
-            sliding_window=window,
-            num_sink_tokens=sink_tokens,
+            last_queries=last,
+            num_sink_tokens=lazy_sinks,
+            recent_keys=recent,
             batch_size=batch_size,
             progress=progress,
         )
-    chosen = nll_pattern(
+    pattern = light_transfer_pattern(
         scores,
-        budget=budget,
-        one_in_n=one_in,
+        budget=full,
+        sliding_window=window,
+        num_sink_tokens=sink_tokens,
         full_attention_decode=fa_decode,
         data=_data(examples, length, keys, haystack),
         seed=seed,
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    chosen.to_json(out)
-    picture = out.with_suffix(".png")
-    title = f"What each layer is worth (window {scores.sliding_window})"
-    layer_scores_chart(scores.intervals(), chosen.full_layers, picture, title=title)
-    typer.echo(f"{chosen}\nwritten to {out} and {picture}")
+    title = f"How lazy each layer is ({last} queries, {lazy_sinks} + {recent} keys)"
+    axis = "Attention on sink tokens\nand recent keys"
+    _write_layers(pattern, scores.intervals(), out, title=title, axis=axis)
+    if max(len(example.prompt) for example in drawn) <= recent + lazy_sinks:
+        typer.echo("--recent reaches over whole prompts: take longer ones, or the choice means nothing")
+
+
+def _check_budget(out: Path, budget: int | None, one_in: int | None) -> None:
+    if (budget is None) == (one_in is None):
+        raise ConfigError("give exactly one of --budget and --one-in: how many layers stay full")
+    _check_out(out)
 
 
 def _check_out(out: Path) -> None:
@@ -277,6 +385,16 @@ def _write(pattern: AttentionPattern, full: np.ndarray, out: Path, scores: np.nd
     picture = out.with_suffix(".png")
     title = f"{pattern.provenance['method']}: {int((~full).sum())} of {full.size} KV heads windowed"
     head_map(full, picture, title=title, scores=scores)
+    typer.echo(f"{pattern}\nwritten to {out} and {picture}")
+
+
+def _write_layers(pattern: AttentionPattern, scores: Sequence[Estimate], out: Path, **labels: str) -> None:
+    from swa_jax.report import layer_scores_chart
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    pattern.to_json(out)
+    picture = out.with_suffix(".png")
+    layer_scores_chart(scores, pattern.full_layers, picture, **labels)
     typer.echo(f"{pattern}\nwritten to {out} and {picture}")
 
 

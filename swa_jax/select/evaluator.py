@@ -7,23 +7,21 @@ query can see score exactly alike.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from flax import nnx
 
 from swa_jax.attention import layer_plan
-from swa_jax.checkpoint import write_json
 from swa_jax.config import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerScores, answer_batches, score_batch
 from swa_jax.model import Decoder
 from swa_jax.pattern import HYBRID, AttentionPattern
+from swa_jax.select.kept import KeptScores, digest
 
 SAVE_SECONDS = 10.0  # how much work an interruption may cost
 VERSION = 1
@@ -71,18 +69,18 @@ class MaskEvaluator:
         self._pattern = AttentionPattern(kinds, window, self.num_sink_tokens)
         self._batches = list(answer_batches(examples, batch_size, full_attention_decode=False))
         self._graph, self._weights = nnx.split(model.with_pattern(self._pattern))
-        self._scores: dict[str, Score] = {}
-        self._file, self._started, self._saved = file, time.monotonic(), time.monotonic()
-        self._settings = {
+        settings = {
             "version": VERSION,
             "layers": self.shape[0],
             "kv_heads": self.shape[1],
             "sliding_window": window,
             "num_sink_tokens": self.num_sink_tokens,
-            "examples": _digest(examples),
+            "examples": digest(examples),
         }
-        if file is not None and file.exists():
-            self._resume(file)
+        self._kept = KeptScores(file, settings, "scores of masks")
+        self._scores: dict[str, Score] = self._kept.scores
+        if self._scores:
+            self._resume()
 
     @property
     def num_evaluations(self) -> int:
@@ -92,24 +90,19 @@ class MaskEvaluator:
     @property
     def seconds(self) -> float:
         """Since this evaluator was made, and what the runs before it took by their file."""
-        return time.monotonic() - self._started
+        return self._kept.seconds
 
     def __call__(self, full: np.ndarray) -> Score:
         key = _key(full)
         if key not in self._scores:
             self._scores[key] = self._evaluate(full)
-            if time.monotonic() - self._saved > SAVE_SECONDS:
+            if time.monotonic() - self._kept.saved > SAVE_SECONDS:
                 self.save()
         return self._scores[key]
 
     def save(self) -> None:
         """Write what is known to the file, if there is one."""
-        self._saved = time.monotonic()
-        if self._file is not None:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(
-                self._file, {"settings": self._settings, "seconds": self.seconds, "scores": self._scores}
-            )
+        self._kept.save()
 
     def answers(self, full: np.ndarray) -> AnswerScores:
         """What the pass says of each example; not kept."""
@@ -127,43 +120,15 @@ class MaskEvaluator:
         nll, exact = self.answers(full)
         return Score(float(exact.mean()), -float(nll.mean()))
 
-    def _resume(self, file: Path) -> None:
-        stored = _read(file)
-        for name, value in self._settings.items():
-            if stored["settings"].get(name) != value:
-                raise ConfigError(
-                    f"{file} holds scores made with {name} = {stored['settings'].get(name)}, this search has {value}: "
-                    "name another file, or remove this one to start over"
-                )
-        # The weights are too large to compare; what they make of full attention is not.
-        scores = {key: Score(*score) for key, score in stored["scores"].items()}
+    def _resume(self) -> None:
+        for key, score in self._scores.items():
+            self._scores[key] = Score(*score)
         full = np.ones(self.shape, bool)
-        known, now = scores.get(_key(full)), self._evaluate(full)
+        known, now = self._scores.get(_key(full)), self._evaluate(full)
         if known is not None and not np.allclose(known, now, rtol=1e-3, atol=1e-3):
-            raise ConfigError(
-                f"{file} holds scores of another model: its answers have a likelihood of {known.log_likelihood:.4f} "
-                f"nats a token with full attention, this one's {now.log_likelihood:.4f}; name another file, or "
-                "remove this one to start over"
-            )
-        self._scores = scores
-        self._started -= stored["seconds"]
+            raise self._kept.other_model("with full attention", known.log_likelihood, now.log_likelihood)
 
 
 def _key(full: np.ndarray) -> str:
     """A mask as text: a digit a head, a word a layer."""
     return " ".join("".join("1" if head else "0" for head in row) for row in full)
-
-
-def _digest(examples: Sequence[Example]) -> str:
-    tokens = json.dumps([[list(map(int, e.prompt)), list(map(int, e.answer))] for e in examples])
-    return hashlib.sha256(tokens.encode()).hexdigest()[:16]
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        stored = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(stored, dict) or not {"settings", "seconds", "scores"} <= stored.keys():
-        raise ConfigError(f"{file} holds no scores of masks: it is not a file that this search wrote")
-    return stored

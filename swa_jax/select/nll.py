@@ -2,34 +2,49 @@
 
 Source: "NLL-Guided Full-Attention Layer Selection for Training-Free Sliding-Window Adaptation" (arXiv 2606.27791),
 Eq. 1 and Section 3.3. `L_ans` is the mean NLL of an example's answer tokens, teacher-forced. The paper scores as it
-deploys, with full-attention decode: answer queries see everything, whatever the layer.
+deploys, with full-attention decode: answer queries see everything, whatever the layer. Beyond the paper: scoring
+again after each layer chosen (`nll_greedy`), so that of two layers that do the same only one is kept.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
 
+import jax
 import numpy as np
+from flax import nnx
 from numpy.typing import ArrayLike
 
+from swa_jax.attention import LayerPlan, layer_plan
 from swa_jax.config import ConfigError
 from swa_jax.evaluate.bootstrap import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
-from swa_jax.evaluate.nll import score_answers
+from swa_jax.evaluate.nll import AnswerBatch, answer_batches, check_examples
 from swa_jax.model import Decoder
 from swa_jax.pattern import AttentionPattern
+from swa_jax.select import toggles
+from swa_jax.select.kept import KeptScores, digest
+from swa_jax.sharding import Partition, check_model, state_shardings
+
+VERSION = 1  # of the file of scores
+Progress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class NLLScores:
     """What each layer is worth, example by example."""
 
-    deltas: np.ndarray  # [N, L] f64, nats a token: answer NLL all windowed - answer NLL with layer l full
-    window_nll: np.ndarray  # [N] f64: answer NLL with every layer windowed
+    deltas: (
+        np.ndarray
+    )  # [N, L] f64, nats a token: answer NLL of the base - answer NLL with layer l full besides
+    window_nll: np.ndarray  # [N] f64: answer NLL of the base: every layer windowed, but for `full_layers`
     sliding_window: int
     num_sink_tokens: int
     full_attention_decode: bool = True  # whether answer queries saw everything
+    full_layers: tuple[int, ...] = ()  # full in the base already; their deltas are 0
 
     @property
     def mean(self) -> np.ndarray:
@@ -41,87 +56,248 @@ class NLLScores:
         return [bootstrap(column, seed=seed) for column in self.deltas.T]
 
 
+class Options(TypedDict, total=False):
+    """How `LayerScorer` scores; all are optional."""
+
+    sliding_window: int | None
+    num_sink_tokens: int | None
+    full_attention_decode: bool
+    batch_size: int
+    reuse: bool
+    toggles_at_once: int
+    partition: Partition | None
+    file: Path | None
+
+
 def nll_scores(
     model: Decoder,
     examples: Sequence[Example],
     *,
-    sliding_window: int | None = None,
-    num_sink_tokens: int | None = None,
-    full_attention_decode: bool = True,
-    batch_size: int = 8,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[Options],
 ) -> np.ndarray:
     """delta_l = L_ans(all windowed) - L_ans(all windowed but layer l): [L] float64; larger = needs full attention more.
 
-    Costs num_layers + 1 forward passes over the examples and one compilation for each padded length. An example whose
-    prompt the window holds entirely (`len(prompt) <= sliding_window + num_sink_tokens`; without full-attention decode,
-    prompt and answer) has deltas of exactly 0.
-
-    Args:
-      sliding_window, num_sink_tokens: None takes the model's pattern's.
-      full_attention_decode: the paper's setting. Under it a layer that only *answer* queries need for looking far
-        back scores nothing, as they see everything anyway; score with False for a pattern that will run without.
-      progress: called with (passes done, passes in all).
-
-    Raises:
-      ConfigError: no window, neither given nor in the model's pattern.
-      ValueError: no examples, or one with an empty prompt or answer.
+    Options, costs and errors as in `LayerScorer`.
     """
-    return nll_deltas(
-        model,
-        examples,
-        sliding_window=sliding_window,
-        num_sink_tokens=num_sink_tokens,
-        full_attention_decode=full_attention_decode,
-        batch_size=batch_size,
-        progress=progress,
-    ).mean
+    return nll_deltas(model, examples, progress=progress, **options).mean
 
 
 def nll_deltas(
     model: Decoder,
     examples: Sequence[Example],
     *,
-    sliding_window: int | None = None,
-    num_sink_tokens: int | None = None,
-    full_attention_decode: bool = True,
-    batch_size: int = 8,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[Options],
 ) -> NLLScores:
     """As `nll_scores`, with the deltas of every example."""
-    window = model.pattern.sliding_window if sliding_window is None else sliding_window
-    sinks = model.pattern.num_sink_tokens if num_sink_tokens is None else num_sink_tokens
-    if window is None:
-        raise ConfigError("sliding_window is missing: give it, as the model's own pattern has none")
-    layers = model.config.num_hidden_layers
-    model = model.with_pattern(AttentionPattern.from_full_layers([], layers, window, num_sink_tokens=sinks))
+    return LayerScorer(model, examples, **options)(progress=progress)
 
-    def answer_nll(subset: list[int], full_layers: Sequence[int]) -> np.ndarray:
-        pattern = AttentionPattern.from_full_layers(
-            full_layers, layers, window, num_sink_tokens=sinks, full_attention_decode=full_attention_decode
+
+def nll_greedy(
+    model: Decoder,
+    examples: Sequence[Example],
+    budget: int,
+    *,
+    progress: Progress | None = None,
+    **options: Unpack[Options],
+) -> list[NLLScores]:
+    """One round of scores for each of `budget` layers, the best one of every round being full in the next.
+
+    `best_layer(round)` is the layer of each; `greedy_pattern` makes a pattern of all. Options and errors as in
+    `LayerScorer`; costs about `budget` times as much as scoring once.
+
+    Raises `ConfigError` also if the budget is not between 1 and the number of layers.
+    """
+    return LayerScorer(model, examples, **options).greedy(budget, progress=progress)
+
+
+class LayerScorer:
+    """`scorer(full_layers) -> NLLScores`: what making each further layer full saves, `full_layers` being full.
+
+    An example whose prompt the window holds entirely (`len(prompt) <= sliding_window + num_sink_tokens`; without
+    full-attention decode, prompt and answer) has deltas of exactly 0.
+
+    Args:
+      sliding_window, num_sink_tokens: None takes the model's pattern's.
+      full_attention_decode: the paper's setting. Under it a layer that only *answer* queries need for looking far
+        back scores nothing, as they see everything anyway; score with False for a pattern that will run without.
+      reuse: start from the activations below the layer that is made full, (L + 3) / (2 (L + 1)) of the layer
+        evaluations of L + 1 whole passes; False makes those passes. The results are the same up to rounding.
+      toggles_at_once: with `reuse`, layers made full side by side in one batch of that many times `batch_size` rows.
+        The layers' inputs in memory are as many and one more, and twice that while they are put together.
+      partition: a mesh to lay weights and examples out on; rows of a batch and tokens are rounded up to what divides.
+      file: a JSON file that keeps the scores of finished batches, so that an interrupted selection goes on.
+
+    Raises:
+      ConfigError: no window, neither given nor in the model's pattern; `toggles_at_once` below 1; or `file` holds the
+        scores of another model, other examples or other settings.
+      ValueError: no examples, or one with an empty prompt or answer.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        examples: Sequence[Example],
+        *,
+        sliding_window: int | None = None,
+        num_sink_tokens: int | None = None,
+        full_attention_decode: bool = True,
+        batch_size: int = 8,
+        reuse: bool = True,
+        toggles_at_once: int = 1,
+        partition: Partition | None = None,
+        file: Path | None = None,
+    ):
+        window = model.pattern.sliding_window if sliding_window is None else sliding_window
+        sinks = model.pattern.num_sink_tokens if num_sink_tokens is None else num_sink_tokens
+        if window is None:
+            raise ConfigError("sliding_window is missing: give it, as the model's own pattern has none")
+        if toggles_at_once < 1:
+            raise ConfigError(f"toggles_at_once must be at least 1, got {toggles_at_once}")
+        check_examples(examples)
+        self.sliding_window, self.num_sink_tokens = window, sinks
+        self.full_attention_decode = full_attention_decode
+        self.num_examples = len(examples)
+        self.layers = model.config.num_hidden_layers
+        self._kv_heads = model.config.num_key_value_heads
+        self._graph, self._weights = nnx.split(model.with_pattern(self._pattern(())))
+        if partition is not None:
+            check_model(model.config, partition)
+            self._weights = jax.device_put(self._weights, state_shardings(self._weights, partition))
+        self._partition, self._reuse, self._at_once = partition, reuse, toggles_at_once
+        # Where the window holds the whole prompt, window and full attention are the same function. Different kernels
+        # would still round differently, and ranking that noise is what this avoids: all layers take the full kernel,
+        # so that all L + 1 passes are the same program on the same data, and one of them stands for all.
+        queries = [len(e.prompt) + (0 if full_attention_decode else len(e.answer) - 1) for e in examples]
+        short = [i for i, count in enumerate(queries) if count <= window + sinks]
+        long = [i for i, count in enumerate(queries) if count > window + sinks]
+        self._batches: list[tuple[np.ndarray, AnswerBatch, bool]] = [
+            (np.array(some)[index], batch, some is short)
+            for some in (short, long)
+            if some
+            for index, batch in answer_batches(
+                [examples[i] for i in some], batch_size, full_attention_decode, partition
+            )
+        ]
+        settings = {
+            "version": VERSION,
+            "layers": self.layers,
+            "sliding_window": window,
+            "num_sink_tokens": sinks,
+            "full_attention_decode": full_attention_decode,
+            "examples": digest(examples),
+        }
+        self._kept = KeptScores(file, settings, "scores of layers")
+        if self._kept.scores:
+            self._check_model()
+
+    @property
+    def num_kept(self) -> int:
+        """Examples whose scores with every layer windowed are known, those found in the file included."""
+        return sum(_key((), i) in self._kept.scores for i in range(self.num_examples))
+
+    @property
+    def seconds(self) -> float:
+        """Since this scorer was made, and what the runs before it took by their file."""
+        return self._kept.seconds
+
+    def __call__(self, full_layers: Sequence[int] = (), *, progress: Progress | None = None) -> NLLScores:
+        """Score the layers that are not in `full_layers`; progress is called with (passes done, passes in all), a
+        pass being one over all examples whichever way they are scored."""
+        chosen = tuple(sorted(full_layers))
+        total = self.layers + 1
+        done = [0.0, 0.0]  # examples' passes made, and the passes reported
+
+        def report(examples: int, some: float) -> None:
+            done[0] += some * examples
+            while progress and done[0] >= (done[1] + 1) * self.num_examples - 0.5:
+                done[1] += 1
+                progress(int(done[1]), total)
+
+        for index, batch, short in self._batches:
+            if not all(_key(chosen, i) in self._kept.scores for i in index):
+                for i, row in zip(index, self._rows(batch, short, chosen, len(index), report), strict=False):
+                    self._kept.scores[_key(chosen, i)] = row.tolist()
+                self._kept.save()
+            else:
+                report(len(index), total)
+        rows = np.array([self._kept.scores[_key(chosen, i)] for i in range(self.num_examples)])  # [N, 1 + L]
+        return NLLScores(
+            rows[:, :1] - rows[:, 1:],
+            rows[:, 0],
+            self.sliding_window,
+            self.num_sink_tokens,
+            self.full_attention_decode,
+            chosen,
         )
-        return score_answers(model, [examples[i] for i in subset], batch_size=batch_size, pattern=pattern).nll
 
-    # Where the window holds the whole prompt, window and full attention are the same function. Different kernels would
-    # still round differently, and ranking that noise is what this avoids: all layers take the full kernel, so that all
-    # L + 1 passes are the same program on the same data, and one of them stands for all.
-    windowed = [
-        len(e.prompt) + (0 if full_attention_decode else len(e.answer) - 1) for e in examples
-    ]  # queries
-    short = [i for i, queries in enumerate(windowed) if queries <= window + sinks]
-    long = [i for i in range(len(examples)) if i not in set(short)]
-    base, deltas = np.zeros(len(examples)), np.zeros((len(examples), layers))
-    if short or not examples:
-        base[short] = answer_nll(short, range(layers))
-    if long:
-        base[long] = answer_nll(long, [])
-    for layer in range(layers if long else 0):
-        if progress:
-            progress(layer + 1, layers + 1)
-        deltas[long, layer] = base[long] - answer_nll(long, [layer])
-    if progress:
-        progress(layers + 1, layers + 1)
-    return NLLScores(deltas, base, window, sinks, full_attention_decode)
+    def greedy(self, budget: int, *, progress: Progress | None = None) -> list[NLLScores]:
+        """The rounds of `nll_greedy`; progress counts the passes of all of them."""
+        if not 1 <= budget <= self.layers:
+            raise ConfigError(
+                f"budget is {budget} full layers; greedy selection takes 1 to {self.layers} of this model"
+            )
+        rounds: list[NLLScores] = []
+        for number in range(budget):
+
+            def report(done: int, total: int, before: int = number * (self.layers + 1)) -> None:
+                if progress:
+                    progress(before + done, budget * total)
+
+            rounds.append(self([best_layer(scores) for scores in rounds], progress=report))
+        return rounds
+
+    def _rows(
+        self,
+        batch: AnswerBatch,
+        short: bool,
+        full_layers: tuple[int, ...],
+        examples: int,
+        report: Callable[[int, float], None],
+    ) -> np.ndarray:
+        """NLL of the base and with each layer full, which for one that is full is the base's: [B, 1 + L] f64."""
+        rest = [] if short else [layer for layer in range(self.layers) if layer not in full_layers]
+        base = range(self.layers) if short else full_layers
+        share = (self.layers + 1) / (len(rest) + 1)
+
+        def progress(results: int) -> None:
+            report(examples, results * share)
+
+        arguments = (self._graph, self._weights, batch, self._plan(base), rest)
+        if self._reuse and rest:
+            nll = toggles.reuse(
+                *arguments, toggles_at_once=self._at_once, partition=self._partition, progress=progress
+            )
+        else:
+            nll = toggles.passes(*arguments, partition=self._partition, progress=progress)
+        rows = np.repeat(nll[:1], 1 + self.layers, axis=0)
+        rows[[1 + layer for layer in rest]] = nll[1:]
+        return rows.T
+
+    def _check_model(self) -> None:
+        for index, batch, short in self._batches:
+            if _key((), index[0]) in self._kept.scores:
+                base = self._plan(range(self.layers) if short else ())
+                now = toggles.passes(self._graph, self._weights, batch, base, [], partition=self._partition)[
+                    0
+                ]
+                known = self._kept.scores[_key((), index[0])][0]
+                if not np.isclose(known, now[0], rtol=1e-3, atol=1e-3):
+                    raise self._kept.other_model("with every layer windowed", -known, -now[0])
+                return
+
+    def _pattern(self, full_layers: Sequence[int]) -> AttentionPattern:
+        return AttentionPattern.from_full_layers(
+            full_layers, self.layers, self.sliding_window, num_sink_tokens=self.num_sink_tokens
+        )
+
+    def _plan(self, full_layers: Sequence[int]) -> LayerPlan:
+        return layer_plan(self._pattern(full_layers), self._kv_heads, toggles.KINDS)
+
+
+def _key(full_layers: Sequence[int], example: int) -> str:
+    return f"{','.join(map(str, full_layers))}:{example}"
 
 
 def select_layers(scores: ArrayLike, budget: int) -> tuple[int, ...]:
@@ -137,6 +313,29 @@ def select_layers(scores: ArrayLike, budget: int) -> tuple[int, ...]:
     if not 0 <= budget <= scores.size:
         raise ConfigError(f"budget is {budget} full layers, the model has {scores.size}")
     return tuple(sorted(np.argsort(-scores, kind="stable")[:budget].tolist()))
+
+
+def best_layer(scores: NLLScores) -> int:
+    """The layer of largest score among those that are not full yet; between equals the lower one."""
+    rest = [layer for layer in range(scores.deltas.shape[1]) if layer not in scores.full_layers]
+    return rest[int(np.argmax(scores.mean[rest]))]
+
+
+def full_layer_budget(num_layers: int, budget: int | None, one_in_n: int | None) -> int:
+    """How many layers stay full: `budget`, or one in n and at least 1.
+
+    Raises `ConfigError` unless just one of them is given, and the model has as many layers.
+    """
+    if (budget is None) == (one_in_n is None):
+        raise ConfigError("give exactly one of budget and one_in_n")
+    if budget is not None:
+        if not 0 <= budget <= num_layers:
+            raise ConfigError(f"budget is {budget} full layers, the model has {num_layers}")
+        return budget
+    assert one_in_n is not None
+    if one_in_n < 1:
+        raise ConfigError(f"one_in_n must be at least 1, got {one_in_n}")
+    return max(1, num_layers // one_in_n)
 
 
 def nll_pattern(
@@ -158,26 +357,50 @@ def nll_pattern(
     Raises:
       ConfigError: not exactly one of `budget` and `one_in_n`, or a budget the model cannot meet.
     """
-    layers = scores.deltas.shape[1]
-    if (budget is None) == (one_in_n is None):
-        raise ConfigError("give exactly one of budget and one_in_n")
-    if budget is None:
-        assert one_in_n is not None
-        if one_in_n < 1:
-            raise ConfigError(f"one_in_n must be at least 1, got {one_in_n}")
-        budget = max(1, layers // one_in_n)
+    chosen = select_layers(scores.mean, full_layer_budget(scores.deltas.shape[1], budget, one_in_n))
+    said = {"method": "nll", "scores": scores.mean.tolist()}
+    return _as_scored(scores, chosen, full_attention_decode, data, seed, said)
+
+
+def greedy_pattern(
+    rounds: Sequence[NLLScores],
+    *,
+    full_attention_decode: bool | None = None,
+    data: str = "",
+    seed: int | None = None,
+) -> AttentionPattern:
+    """The pattern of `nll_greedy`'s rounds, one full layer each; the other arguments as in `nll_pattern`.
+
+    `provenance["scores"]` is each layer's score in the first round, `["rounds"]` the layer and the scores of all.
+    """
+    picked = [best_layer(scores) for scores in rounds]
+    said: dict[str, Any] = {
+        "method": "nll-greedy",
+        "scores": rounds[0].mean.tolist(),
+        "picked": picked,
+        "rounds": [scores.mean.tolist() for scores in rounds],
+    }
+    return _as_scored(rounds[0], picked, full_attention_decode, data, seed, said)
+
+
+def _as_scored(
+    scores: NLLScores,
+    full_layers: Sequence[int],
+    full_attention_decode: bool | None,
+    data: str,
+    seed: int | None,
+    said: dict[str, Any],
+) -> AttentionPattern:
     decode = scores.full_attention_decode if full_attention_decode is None else full_attention_decode
-    provenance = {
-        "method": "nll",
+    provenance = said | {
         "data": data,
         "num_examples": len(scores.deltas),
         "seed": seed,
-        "scores": scores.mean.tolist(),
         "scored_with_full_attention_decode": scores.full_attention_decode,
     }
     return AttentionPattern.from_full_layers(
-        select_layers(scores.mean, budget),
-        layers,
+        full_layers,
+        scores.deltas.shape[1],
         scores.sliding_window,
         num_sink_tokens=scores.num_sink_tokens,
         full_attention_decode=decode,

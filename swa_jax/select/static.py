@@ -28,7 +28,7 @@ from flax import nnx
 
 from pallas_kernels import AttentionSpec, attention
 from swa_jax.attention import AttentionContext
-from swa_jax.config import ConfigError
+from swa_jax.config import ConfigError, ModelConfig
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches
 from swa_jax.layers import rope_tables
@@ -72,11 +72,7 @@ def static_scores(
       ValueError: no examples, or one with an empty prompt or answer.
     """
     config = model.config
-    if config.attention_activation != "softmax" or config.uses_alibi:
-        raise ConfigError(
-            f"{method} scores heads of softmax attention without ALiBi, the model has "
-            f"{config.attention_activation} attention and position_embedding '{config.position_embedding}'"
-        )
+    check_softmax(config, f"{method} scores heads")
     graph, weights = nnx.split(model)
     if method == "razor":
         return _by_group(
@@ -104,6 +100,15 @@ def static_scores(
     else:
         scores = values.sum(1) / tokens
     return _by_group(scores, config.num_key_value_heads)
+
+
+def check_softmax(config: ModelConfig, what: str) -> None:
+    """Raise `ConfigError`, which begins with `what`, unless attention is softmax without ALiBi."""
+    if config.attention_activation != "softmax" or config.uses_alibi:
+        raise ConfigError(
+            f"{what} of softmax attention without ALiBi, the model has "
+            f"{config.attention_activation} attention and position_embedding '{config.position_embedding}'"
+        )
 
 
 def _by_group(scores: np.ndarray, kv_heads: int) -> np.ndarray:
@@ -194,9 +199,11 @@ def layer_statistics(
     weights: nnx.State,
     tokens: jax.Array,
     segment_ids: jax.Array,
-    statistic: tuple[str, int],
+    statistic: tuple[str | Callable[..., jax.Array], Any],
 ) -> jax.Array:
-    """A statistic, by name and window (or period), of every layer under full attention: [L, B, H, ...] f32.
+    """A statistic of every layer under full attention: [L, B, H, ...] f32.
+
+    `statistic`: a function of q, k, lengths and a setting, or the name of one of `STATISTICS`; and that setting.
 
     tokens, segment_ids [B, T]: as in `AnswerBatch`, one right-padded text a row.
     """
@@ -207,8 +214,9 @@ def layer_statistics(
     def layer(x: jax.Array, layer_weights: nnx.State) -> tuple[jax.Array, jax.Array]:
         block = nnx.merge(layer_graph, layer_weights)
         out, (q, k, _) = _full_layer(block, x, 0.0, context)
-        name, window = statistic
-        return out, STATISTICS[name](q, k, lengths, window)
+        function, setting = statistic
+        measure = STATISTICS[function] if isinstance(function, str) else function
+        return out, measure(q, k, lengths, setting)
 
     return jax.lax.scan(layer, model.embed(tokens), layers)[1]
 

@@ -1,0 +1,155 @@
+"""LightTransfer: window the layers whose last queries attend to sink tokens and recent keys anyway.
+
+Source: LightTransfer (arXiv 2410.13846) as the papers on SWAA and NLL-guided selection compare with it: a layer's lazy
+ratio is the attention mass of the prompt's last queries on the first and the most recent tokens, the mean over
+queries and heads, under full attention. Lazy layers are windowed. SWAA looks at 64 queries in place of 32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from swa_jax.config import ConfigError
+from swa_jax.evaluate.bootstrap import Estimate, bootstrap
+from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.nll import answer_batches
+from swa_jax.model import Decoder
+from swa_jax.pattern import AttentionPattern
+from swa_jax.select.attention_rows import logits_of
+from swa_jax.select.nll import full_layer_budget, select_layers
+from swa_jax.select.static import check_softmax, layer_statistics
+
+LAST_QUERIES, SINK_TOKENS, RECENT_KEYS = 32, 4, 1020
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyRatios:
+    """How much of its attention each layer keeps near and at the start, example by example."""
+
+    ratios: np.ndarray  # [N, L] f64, from 0 to 1; larger = needs full attention less
+    last_queries: int
+    num_sink_tokens: int
+    recent_keys: int
+
+    @property
+    def mean(self) -> np.ndarray:
+        """The mean over examples: [L]."""
+        return self.ratios.mean(0)
+
+    def intervals(self, seed: int = 0) -> list[Estimate]:
+        """Each layer's mean ratio with its 95 % bootstrap interval over examples."""
+        return [bootstrap(column, seed=seed) for column in self.ratios.T]
+
+
+def lazy_ratios(
+    model: Decoder,
+    examples: Sequence[Example],
+    *,
+    last_queries: int = LAST_QUERIES,
+    num_sink_tokens: int = SINK_TOKENS,
+    recent_keys: int = RECENT_KEYS,
+    batch_size: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> LazyRatios:
+    """The lazy ratio of every layer; one pass under full attention. Of the examples only the prompts count.
+
+    Args:
+      last_queries: of the prompt; all of a shorter one.
+      num_sink_tokens: first keys of the prompt that count as near.
+      recent_keys: keys up to the query's own, which is one of them.
+      progress: called with (batches done, batches in all).
+
+    Raises:
+      ConfigError: a number out of range, or a model whose attention is not softmax or has ALiBi.
+      ValueError: no examples, or one with an empty prompt or answer.
+    """
+    for name, value, least in (
+        ("last_queries", last_queries, 1),
+        ("num_sink_tokens", num_sink_tokens, 0),
+        ("recent_keys", recent_keys, 1),
+    ):
+        if value < least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
+    check_softmax(model.config, "LightTransfer scores layers")
+    graph, weights = nnx.split(model)
+    batches = list(answer_batches(examples, batch_size, full_attention_decode=False))
+    ratios = np.empty((len(examples), model.config.num_hidden_layers))
+    for done, (index, batch) in enumerate(batches):
+        prompt = (
+            jnp.arange(batch.tokens.shape[1]) <= batch.queries[:, :1]
+        )  # the first label's query is its last token
+        statistic = (lazy_ratio, (last_queries, num_sink_tokens, recent_keys))
+        values = layer_statistics(graph, weights, batch.tokens, prompt.astype(jnp.int32), statistic)
+        ratios[index] = np.asarray(values, np.float64).mean(-1).T[: len(index)]  # [L, B, H] -> [B, L]
+        if progress:
+            progress(done + 1, len(batches))
+    return LazyRatios(ratios, last_queries, num_sink_tokens, recent_keys)
+
+
+def lazy_ratio(q: jax.Array, k: jax.Array, lengths: jax.Array, settings: tuple[int, int, int]) -> jax.Array:
+    """The ratio of every head [B, H] f32; q [B, T, H, D], k [B, T, K, D], `lengths` [B] int32.
+
+    `settings`: last queries, sink tokens, recent keys. One query at a time, so that memory is O(B H T).
+    """
+    last, sinks, recent = settings
+    keys = jnp.arange(k.shape[1])
+
+    def one_query(back: jax.Array) -> jax.Array:
+        position = lengths - 1 - back  # [B], negative before the start of a short prompt
+        row = jnp.take_along_axis(q, jnp.maximum(position, 0)[:, None, None, None], axis=1)  # [B, 1, H, D]
+        lag = jnp.maximum(position, 0)[:, None] - keys  # [B, T]
+        weights = jax.nn.softmax(logits_of(row, k, (lag >= 0)[:, None, None, None]), axis=-1)
+        near = (lag < recent) | (keys < sinks)
+        mass = jnp.where(near[:, None, None, None], weights, 0).sum(-1)[..., 0]  # [B, K, G]
+        return jnp.where(position[:, None] >= 0, mass.reshape(q.shape[0], -1), 0)  # [B, H]
+
+    total = jax.lax.map(one_query, jnp.arange(last)).sum(0)
+    return total / jnp.minimum(lengths, last)[:, None]
+
+
+def light_transfer_pattern(
+    scores: LazyRatios,
+    *,
+    budget: int | None = None,
+    one_in_n: int | None = None,
+    sliding_window: int | None = None,
+    num_sink_tokens: int | None = None,
+    full_attention_decode: bool = False,
+    data: str = "",
+    seed: int | None = None,
+) -> AttentionPattern:
+    """The pattern with the least lazy layers full; between equals the lower layer stays full.
+
+    Args:
+      budget: full layers; or `one_in_n`: one layer in n, at least 1.
+      sliding_window, num_sink_tokens: of the windowed layers; None is what the ratios count as near.
+      data, seed: what the examples were and how they were drawn, for the pattern's provenance.
+
+    Raises:
+      ConfigError: not exactly one of `budget` and `one_in_n`, or a budget the model cannot meet.
+    """
+    layers = scores.ratios.shape[1]
+    provenance = {
+        "method": "light-transfer",
+        "data": data,
+        "num_examples": len(scores.ratios),
+        "seed": seed,
+        "scores": scores.mean.tolist(),
+        "last_queries": scores.last_queries,
+        "sink_tokens": scores.num_sink_tokens,
+        "recent_keys": scores.recent_keys,
+    }
+    return AttentionPattern.from_full_layers(
+        select_layers(-scores.mean, full_layer_budget(layers, budget, one_in_n)),
+        layers,
+        scores.recent_keys if sliding_window is None else sliding_window,
+        num_sink_tokens=scores.num_sink_tokens if num_sink_tokens is None else num_sink_tokens,
+        full_attention_decode=full_attention_decode,
+        provenance=provenance,
+    )

@@ -1,0 +1,137 @@
+"""LightTransfer's lazy ratio against whole attention matrices, and what it makes of a planted model."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from planted import LAYERS, PLANTED, WINDOW_SIZE, planted_examples, planted_model
+
+from swa_jax.config import ConfigError, ModelConfig
+from swa_jax.evaluate import Example
+from swa_jax.evaluate.nll import answer_batches
+from swa_jax.model import Decoder
+from swa_jax.pattern import AttentionPattern
+from swa_jax.select import LazyRatios, lazy_ratios, light_transfer_pattern, static
+from swa_jax.select.light_transfer import lazy_ratio
+
+CONFIG = ModelConfig(
+    vocab_size=61,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    initializer_range=0.4,
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Decoder(CONFIG, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0))
+
+
+def dense_ratios(model, prompt, last, sinks, recent):
+    """[L], by whole T x T matrices in f64."""
+    graph, weights = nnx.split(model.layers)
+    context = model.context(jnp.asarray([prompt]), ("full_attention",))
+    x, found = model.embed(jnp.asarray([prompt])), []
+    place = np.arange(len(prompt))
+    lag = place[:, None] - place
+    near = (lag < recent) | (place < sinks)
+    for layer in range(CONFIG.num_hidden_layers):
+        block = nnx.merge(graph, jax.tree.map(lambda w, layer=layer: w[layer], weights))
+        q, k, v = (np.asarray(t[0], np.float64) for t in block.attention.qkv(block.input_norm(x), context))
+        k, v = (np.repeat(t, 2, axis=1) for t in (k, v))
+        logits = np.where(lag >= 0, np.einsum("qhd,khd->hqk", q, k) * CONFIG.head_dim**-0.5, -np.inf)
+        attention = np.exp(logits - logits.max(-1, keepdims=True))
+        attention /= attention.sum(-1, keepdims=True)
+        found.append((attention * near).sum(-1)[:, -last:].mean())
+        mixed = jnp.asarray(np.einsum("hqk,khd->qhd", attention, v)[None], jnp.float32)
+        x = block.feed_forward(x + block.attention.output(mixed))
+    return np.array(found)
+
+
+@pytest.mark.parametrize(("last", "sinks", "recent"), [(32, 4, 40), (5, 0, 1), (1, 3, 7)])
+def test_the_ratio_is_that_of_whole_matrices(model, last, sinks, recent):
+    rng = np.random.default_rng(0)
+    prompts = [
+        rng.integers(CONFIG.vocab_size, size=n).tolist() for n in (150, 97, 20)
+    ]  # one below 32 queries
+    examples = [Example(prompt, [1, 2, 3], []) for prompt in prompts]
+    got = lazy_ratios(
+        model, examples, last_queries=last, num_sink_tokens=sinks, recent_keys=recent, batch_size=2
+    )
+    wanted = np.array([dense_ratios(model, prompt, last, sinks, recent) for prompt in prompts])
+    np.testing.assert_allclose(got.ratios, wanted, atol=1e-5)
+    assert wanted[:2].min() > 0.001
+    assert wanted[:2].max() < 0.99
+
+
+def test_what_the_window_holds_is_all_lazy(model):
+    got = lazy_ratios(model, [Example([1] * 50, [2], [])])
+    np.testing.assert_allclose(got.ratios, 1, atol=1e-6)
+    assert (got.last_queries, got.num_sink_tokens, got.recent_keys) == (32, 4, 1020)
+
+
+def test_lazy_layers_are_windowed():
+    scores = LazyRatios(np.array([[0.9, 0.2, 0.5, 0.2]] * 3), 32, 4, 1020)
+    pattern = light_transfer_pattern(scores, budget=2, data="needles", seed=1)
+    assert pattern.full_layers == (1, 3)
+    assert (pattern.sliding_window, pattern.num_sink_tokens) == (1020, 4)
+    said = AttentionPattern.from_json(pattern.to_json()).provenance
+    assert (said["method"], said["recent_keys"], said["scores"][0]) == ("light-transfer", 1020, 0.9)
+    other = light_transfer_pattern(scores, one_in_n=4, sliding_window=64, num_sink_tokens=0)
+    assert (other.full_layers, other.sliding_window, other.num_sink_tokens) == ((1,), 64, 0)
+    assert scores.intervals()[1].mean == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("last", "hits"), [(32, range(3)), (1, range(1, 4))])
+def test_means_over_heads_and_queries_miss_planted_layers(last, hits):
+    # One token in 48 looks far, through at most 3 heads in 8.
+    layers = {layer for layer, _ in PLANTED}
+    ratios = lazy_ratios(
+        planted_model(),
+        planted_examples(),
+        last_queries=last,
+        num_sink_tokens=0,
+        recent_keys=WINDOW_SIZE,
+        batch_size=16,
+    )
+    chosen = light_transfer_pattern(ratios, budget=len(layers)).full_layers
+    print(f"LightTransfer on {last} queries: {len(layers & set(chosen))} of {len(layers)} planted layers")
+    assert len(layers & set(chosen)) in hits
+    assert len(chosen) == len(layers) < LAYERS
+
+
+def test_bad_numbers_and_models_are_named(model):
+    examples = [Example([1] * 50, [2], [])]
+    with pytest.raises(ConfigError, match="last_queries must be at least 1, got 0"):
+        lazy_ratios(model, examples, last_queries=0)
+    with pytest.raises(ConfigError, match="recent_keys must be at least 1"):
+        lazy_ratios(model, examples, recent_keys=0)
+    config = dataclasses.replace(CONFIG, attention_activation="sigmoid")
+    sigmoid = Decoder(config, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0))
+    with pytest.raises(ConfigError, match=r"LightTransfer scores layers of softmax.*sigmoid"):
+        lazy_ratios(sigmoid, examples)
+
+
+def test_32k_tokens_take_less_than_2_gb():
+    config = dataclasses.replace(
+        CONFIG,
+        hidden_size=256,
+        intermediate_size=768,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=32,
+    )
+    model = Decoder(config, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0))
+    graph, weights = nnx.split(model)
+    ((_, batch),) = answer_batches([Example([1] * 32763, [2] * 5, [])], 1, False)
+    lowered = static.layer_statistics.lower(
+        graph, weights, batch.tokens, batch.segment_ids, (lazy_ratio, (32, 4, 1020))
+    )
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 2e9

@@ -1,0 +1,254 @@
+"""Reused activations give the deltas of whole passes for half the layers; interruptions; greedy; planted layers."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from planted import CLASSES, HAY, PLANTED, VALUES, WINDOW_SIZE, planted_examples, planted_model
+
+from swa_jax.config import ConfigError, ModelConfig
+from swa_jax.evaluate import Example, answer_nll
+from swa_jax.evaluate.nll import score_batch
+from swa_jax.model import Block, Decoder
+from swa_jax.pattern import AttentionPattern
+from swa_jax.select import (
+    LayerScorer,
+    greedy_pattern,
+    nll_deltas,
+    nll_greedy,
+    nll_pattern,
+    select_layers,
+    toggles,
+)
+from swa_jax.select.heads import heuristic_mask
+
+LAYERS = 5
+CONFIG = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    initializer_range=0.2,  # losses near log 64, so that 1e-6 is two units in their last place
+)
+VARIANTS = {
+    "llama": {},
+    "qwen3, tied": {"qk_norm": True, "tie_word_embeddings": True, "attention_bias": True},
+    "swat": {
+        "attention_activation": "sigmoid",
+        "position_embedding": "alirope",
+        "alibi_negative_heads": 2,
+        "alibi_positive_heads": 2,
+    },
+}
+OPTIONS = {"sliding_window": 6, "num_sink_tokens": 1, "batch_size": 4}
+
+
+def make_model(seed: int = 0, **changes) -> Decoder:
+    config = dataclasses.replace(CONFIG, **changes)
+    return Decoder(config, AttentionPattern.from_recipe("full", LAYERS), rngs=nnx.Rngs(seed))
+
+
+def make_examples(count: int = 6) -> list[Example]:
+    rng = np.random.default_rng(0)
+    return [
+        Example(rng.integers(64, size=30 + i).tolist(), rng.integers(64, size=3).tolist(), [])
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def examples():
+    return make_examples()
+
+
+@pytest.fixture(scope="module")
+def plain(model, examples):
+    return nll_deltas(model, examples, reuse=False, **OPTIONS)
+
+
+@pytest.mark.parametrize(("variant", "decode"), [("llama", False), ("qwen3, tied", True), ("swat", False)])
+def test_reuse_gives_the_deltas_of_whole_passes(variant, decode, examples):
+    model = make_model(**VARIANTS[variant])
+    options = OPTIONS | {"full_attention_decode": decode}
+    plain = nll_deltas(model, examples, reuse=False, **options)
+    got = nll_deltas(model, examples, **options)
+    np.testing.assert_allclose(got.deltas, plain.deltas, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(got.window_nll, plain.window_nll, rtol=0, atol=1e-6)
+    assert (np.abs(plain.deltas).max(0) > 1e-4).all()
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 9])
+def test_toggles_side_by_side_give_the_same(model, examples, plain, at_once):
+    got = nll_deltas(model, examples, toggles_at_once=at_once, **OPTIONS)
+    np.testing.assert_allclose(got.deltas, plain.deltas, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("full", [(0,), (1, 3), (2, 4), (0, 1, 2, 3, 4)])
+def test_scoring_from_a_base_that_has_full_layers(model, examples, full):
+    plain = nll_deltas(model, examples, reuse=False, **OPTIONS)
+    with_full = {
+        reuse: LayerScorer(model, examples, reuse=reuse, toggles_at_once=2, **OPTIONS)(full)
+        for reuse in (True, False)
+    }
+    np.testing.assert_allclose(with_full[True].deltas, with_full[False].deltas, rtol=0, atol=1e-6)
+    assert (with_full[True].deltas[:, full] == 0).all()
+    if len(full) == 1:
+        np.testing.assert_allclose(
+            with_full[True].window_nll, plain.window_nll - plain.deltas[:, full[0]], rtol=0, atol=1e-6
+        )
+        pattern = AttentionPattern.from_full_layers(
+            [0, 3], LAYERS, 6, num_sink_tokens=1, full_attention_decode=True
+        )
+        wanted = with_full[True].window_nll - answer_nll(model.with_pattern(pattern), examples)
+        np.testing.assert_allclose(with_full[True].deltas[:, 3], wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("at_once", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_layer_evaluations_and_compilations_are_counted(monkeypatch, at_once):
+    evaluated, real = [], Block.__call__
+
+    def counted(self, x, plan, context):
+        jax.debug.callback(lambda rows=x.shape[0]: evaluated.append(rows))
+        return real(self, x, plan, context)
+
+    monkeypatch.setattr(Block, "__call__", counted)
+    jax.clear_caches()
+    model, examples = make_model(), make_examples(4)
+    try:
+        counts = {}
+        for reuse in (False, True):
+            before = score_batch._cache_size(), toggles._group._cache_size(), toggles._embed._cache_size()
+            evaluated.clear()
+            nll_deltas(model, examples, reuse=reuse, toggles_at_once=at_once, **OPTIONS)
+            jax.effects_barrier()
+            counts[reuse] = sum(evaluated) / len(examples)
+            after = score_batch._cache_size(), toggles._group._cache_size(), toggles._embed._cache_size()
+            assert np.subtract(after, before).tolist() == ([0, 1, 1] if reuse else [1, 0, 0])
+    finally:
+        jax.clear_caches()  # of programs that count
+    assert counts[False] == LAYERS * (LAYERS + 1)
+    assert counts[True] == LAYERS * (LAYERS + 3) / 2
+    assert counts[True] / counts[False] == pytest.approx((LAYERS + 3) / (2 * (LAYERS + 1)))
+
+
+def test_prompts_inside_the_window_score_exactly_nothing(model):
+    examples = [Example(list(range(1, 8)), [3, 4], []), Example(list(range(1, 30)), [3, 4], [])]
+    got = nll_deltas(model, examples, **OPTIONS)
+    assert (got.deltas[0] == 0).all()
+    assert got.deltas[1].any()
+
+
+# ---- interruptions ----
+
+
+def test_an_interrupted_selection_goes_on(model, examples, plain, tmp_path, monkeypatch):
+    file = tmp_path / "new" / "scores.json"
+
+    def stop(done, total):
+        if done == LAYERS:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        nll_deltas(model, examples, file=file, progress=stop, **OPTIONS)
+    kept = json.loads(file.read_text())["scores"]
+    assert len(kept) == 4  # one of two batches
+    scorer, batches, seen = LayerScorer(model, examples, file=file, **OPTIONS), [], []
+    assert scorer.num_kept == 4
+    real = toggles.reuse
+    monkeypatch.setattr(toggles, "reuse", lambda *a, **k: batches.append(1) or real(*a, **k))
+    got = scorer(progress=lambda done, total: seen.append(done))
+    assert (len(batches), scorer.num_kept) == (1, 6)
+    assert seen == list(range(1, LAYERS + 2))
+    np.testing.assert_allclose(got.deltas, plain.deltas, rtol=0, atol=1e-6)
+    again = nll_deltas(model, examples, file=file, **OPTIONS)
+    assert len(batches) == 1
+    np.testing.assert_array_equal(again.deltas, got.deltas)
+
+
+def test_scores_of_something_else_are_refused(model, examples, tmp_path):
+    file = tmp_path / "scores.json"
+    nll_deltas(model, examples, file=file, **OPTIONS)
+    kept = file.read_bytes()
+    for changes, said in (
+        ({"sliding_window": 7}, "made with sliding_window = 6, this search has 7: name another file"),
+        ({"full_attention_decode": False}, "made with full_attention_decode = True"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            nll_deltas(model, examples, file=file, **(OPTIONS | changes))
+    with pytest.raises(ConfigError, match=r"made with examples = .*name another file"):
+        nll_deltas(model, examples[1:], file=file, **OPTIONS)
+    with pytest.raises(ConfigError, match=r"scores of another model.*with every layer windowed"):
+        nll_deltas(make_model(seed=1), examples, file=file, **OPTIONS)
+    assert file.read_bytes() == kept
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="holds no scores of layers"):
+        nll_deltas(model, examples, file=file, **OPTIONS)
+    with pytest.raises(ConfigError, match="toggles_at_once must be at least 1, got 0"):
+        nll_deltas(model, examples, toggles_at_once=0, **OPTIONS)
+
+
+# ---- planted answers ----
+
+PLANTED_LAYERS = tuple(sorted({layer for layer, _ in PLANTED}))
+PLANTED_OPTIONS = {"sliding_window": WINDOW_SIZE, "num_sink_tokens": 0, "batch_size": 16}
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_the_planted_layers_are_found(reuse):
+    scores = nll_deltas(planted_model(), planted_examples(), reuse=reuse, **PLANTED_OPTIONS)
+    assert select_layers(scores.mean, len(PLANTED_LAYERS)) == PLANTED_LAYERS
+    others = [layer for layer in range(scores.deltas.shape[1]) if layer not in PLANTED_LAYERS]
+    assert scores.mean[list(PLANTED_LAYERS)].min() > 3 * np.abs(scores.mean[others]).max()
+
+
+def test_greedy_finds_the_planted_layers():
+    rounds = nll_greedy(planted_model(), planted_examples(), len(PLANTED_LAYERS), **PLANTED_OPTIONS)
+    pattern = greedy_pattern(rounds, data="planted", seed=3)
+    assert pattern.full_layers == PLANTED_LAYERS
+    assert sorted(pattern.provenance["picked"]) == list(PLANTED_LAYERS)
+    assert pattern.provenance["method"] == "nll-greedy"
+    assert np.shape(pattern.provenance["rounds"]) == (4, 8)
+    assert AttentionPattern.from_json(pattern.to_json()) == pattern
+
+
+@pytest.mark.parametrize(("kind", "hits"), [("interleave", 2), ("begin-middle-end", 1)])
+def test_places_alone_hit_what_they_happen_to(kind, hits):
+    full = heuristic_mask(kind, 8, 4, 0.5).all(1)
+    assert len(set(np.flatnonzero(full).tolist()) & set(PLANTED_LAYERS)) == hits
+
+
+def test_two_layers_that_do_the_same_fool_scoring_once():
+    # Layers 2 and 3 both answer class 0, which is asked twice as often as class 1, which layer 5 answers.
+    model = planted_model(heads=[(0, 2, 0), (0, 3, 1), (1, 5, 2)])
+    question = HAY + CLASSES * VALUES
+    drawn = planted_examples(count=8 * CLASSES)
+    asked = {c: [e for e in drawn if e.prompt[-1] == question + c] for c in (0, 1)}
+    examples = asked[0] + asked[1][:4]
+    seen = []
+    once = nll_pattern(nll_deltas(model, examples, **PLANTED_OPTIONS), budget=2)
+    rounds = nll_greedy(
+        model, examples, 2, progress=lambda *counts: seen.append(counts), toggles_at_once=3, **PLANTED_OPTIONS
+    )
+    greedy = greedy_pattern(rounds)
+    assert once.full_layers == (2, 3)
+    assert greedy.full_layers in ((2, 5), (3, 5))
+    assert seen == [(i + 1, 18) for i in range(18)]
+    losses = [answer_nll(model.with_pattern(pattern), examples).mean() for pattern in (once, greedy)]
+    assert losses[1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("budget", [0, 9])
+def test_greedy_refuses_a_budget_it_cannot_meet(budget):
+    with pytest.raises(ConfigError, match=f"budget is {budget} full layers; greedy selection takes 1 to 8"):
+        nll_greedy(planted_model(), planted_examples(), budget, **PLANTED_OPTIONS)
