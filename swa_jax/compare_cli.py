@@ -36,7 +36,9 @@ def compare(
     ] = None,
     method: Annotated[
         list[str] | None,
-        Option(help="A way of choosing, repeatable: nll, bosch, fisher, interleave, ...; or all."),
+        Option(
+            help="A way of choosing, repeatable: nll, light-transfer, bosch, fisher, interleave, ...; or all."
+        ),
     ] = None,
     ratio: Annotated[
         list[float] | None,

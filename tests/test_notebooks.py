@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, as a process of its own in an empty folder, and shows what it says it shows."""
+"""Every notebook runs from top to bottom, in a process of its own and an empty folder, and shows its pictures."""
 
 import json
 import os

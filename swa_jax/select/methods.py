@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from swa_jax.config import ConfigError, nearest
 from swa_jax.evaluate.examples import Example
@@ -13,14 +13,16 @@ from swa_jax.pattern import AttentionPattern
 from swa_jax.select.bosch import Variant, bosch, bosch_pattern
 from swa_jax.select.evaluator import MaskEvaluator
 from swa_jax.select.heads import Heuristic, head_pattern, heuristic_mask, window_most_local, windowed_count
-from swa_jax.select.nll import nll_deltas, nll_pattern
+from swa_jax.select.light_transfer import SINK_TOKENS, lazy_ratios, light_transfer_pattern
+from swa_jax.select.nll import LayerScorer, greedy_pattern, nll_pattern
 from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
 
 VARIANTS: dict[str, Variant] = {
     "bosch" if name == "bosch" else f"bosch-{name}": name for name in get_args(Variant)
 }
 HEURISTICS: tuple[Heuristic, ...] = get_args(Heuristic)
-METHODS = ("nll", *VARIANTS, *LARGER_IS_LOCAL, *HEURISTICS)
+LAYER_METHODS = ("nll", "nll-greedy", "light-transfer")
+METHODS = (*LAYER_METHODS, *VARIANTS, *LARGER_IS_LOCAL, *HEURISTICS)
 
 
 def choose(
@@ -37,7 +39,7 @@ def choose(
     data: str = "",
     evaluations: Path | None = None,
 ) -> list[AttentionPattern]:
-    """A pattern for each ratio, the share of KV heads (of layers, for "nll") that is windowed, rounded up.
+    """A pattern for each ratio, the share of KV heads (of layers, for `LAYER_METHODS`) that is windowed, rounded up.
 
     Patterns are chosen and meant for decoding without full attention; each says in its provenance how it was chosen.
 
@@ -53,18 +55,24 @@ def choose(
     """
     if method not in METHODS:
         raise ConfigError(f"method '{method}' is not known{nearest(method, METHODS)}")
-    if method == "nll":
-        scores = nll_deltas(
-            model,
-            examples,
-            sliding_window=sliding_window,
-            num_sink_tokens=num_sink_tokens,
-            full_attention_decode=False,
-            batch_size=batch_size,
-        )
-        layers = model.config.num_hidden_layers
+    layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
+    if method in LAYER_METHODS:
         budgets = [layers - windowed_count(ratio, layers) for ratio in ratios]
-        return [nll_pattern(scores, budget=budget, data=data, seed=seed) for budget in budgets]
+        window: dict[str, Any] = {"sliding_window": sliding_window, "num_sink_tokens": num_sink_tokens}
+        said: dict[str, Any] = {"data": data, "seed": seed}
+        if method == "light-transfer":  # the paper's 4 + 1020 keys are its window of 1024
+            recent = max(1, sliding_window - SINK_TOKENS)
+            lazy = lazy_ratios(model, examples, recent_keys=recent, batch_size=batch_size)
+            return [light_transfer_pattern(lazy, budget=n, **window, **said) for n in budgets]
+        scorer = LayerScorer(model, examples, **window, full_attention_decode=False, batch_size=batch_size)
+        if method == "nll":
+            scores = scorer()
+            return [nll_pattern(scores, budget=n, **said) for n in budgets]
+        rounds = scorer.greedy(max(1, *budgets))
+        return [
+            greedy_pattern(rounds[:n], **said) if n else nll_pattern(rounds[0], budget=0, **said)
+            for n in budgets
+        ]
     if method in VARIANTS:
         evaluate = MaskEvaluator(
             model, examples, sliding_window=sliding_window, num_sink_tokens=num_sink_tokens,
@@ -79,7 +87,6 @@ def choose(
         finally:
             evaluate.save()
 
-    shape = (model.config.num_hidden_layers, model.config.num_key_value_heads)
     if method in LARGER_IS_LOCAL:
         ranks = static_scores(
             model, examples, method, sliding_window=sliding_window, batch_size=batch_size, seed=seed
@@ -88,7 +95,7 @@ def choose(
         masks = [window_most_local(ranks, ratio, larger_is_local=local) for ratio in ratios]
         more = {"data": data, "scores": ranks.tolist(), "larger_is_local": local}
     else:
-        masks = [heuristic_mask(method, *shape, ratio, seed) for ratio in ratios]  # type: ignore[arg-type]
+        masks = [heuristic_mask(method, layers, heads, ratio, seed) for ratio in ratios]  # type: ignore[arg-type]
         more = {}
     return [
         head_pattern(
