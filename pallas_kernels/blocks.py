@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-
-# Long windows leave so little waste at their edges that the scheduled kernel serves them as well.
-MAX_WINDOW_KERNEL = 2048
+import jax.numpy as jnp
 
 TABLE = Path(__file__).with_name("tiles.json")
 FIELDS = {  # of a row, what it is found by and what it says
@@ -101,6 +99,15 @@ def choose_tiles(
     return dataclasses.replace(
         tiles, q_block=_fit(tiles.q_block, q_length), kv_block=_fit(tiles.kv_block, kv_length)
     )
+
+
+def longest_window(head_dim: int, dtype: jax.typing.DTypeLike) -> int:
+    """The longest window that the window kernels take.
+
+    Their code and the VMEM for its keys grow with it, by more for wide or float32 rows, while the waste of the
+    scheduled kernels at the window's edges counts for less.
+    """
+    return 4096 if head_dim * jnp.dtype(dtype).itemsize <= 256 else 2048
 
 
 def backward_tiles(tiles: Tiles, kind: str, head_dim: int, window: int | None) -> Tiles:

@@ -50,9 +50,7 @@ def shard(function, in_specs, out_specs):
 
 
 def public_call():
-    k, v = (
-        jnp.asarray(rng.normal(size=(BATCH, ENTRIES, KV_HEADS, HEAD_DIM)), jnp.float32) for _ in range(2)
-    )
+    k, v = (jnp.asarray(rng.normal(size=(BATCH, ENTRIES, KV_HEADS, HEAD_DIM)), jnp.float32) for _ in range(2))
     starts = jnp.array([3, 0, 0, 20])
 
     def decode(q, k, v, lengths, starts, by_head, name=IMPLEMENTATION):
@@ -87,7 +85,8 @@ def pools(scattered: bool):
 
     def step(q, k_pool, v_pool, new, slots, lengths, by_head):
         rows = [
-            write_pool(pool.reshape(-1, *pool.shape[2:]), slots, new, lengths - 1) for pool in (k_pool, v_pool)
+            write_pool(pool.reshape(-1, *pool.shape[2:]), slots, new, lengths - 1)
+            for pool in (k_pool, v_pool)
         ]
         where = coordinates(TOKENS, ENTRIES, q_positions=lengths[:, None] - TOKENS + jnp.arange(TOKENS))
         out = decode_pool(q, *rows, slots, SPEC, where, scattered=scattered, **by_head)

@@ -197,9 +197,7 @@ def test_routed_backward(monkeypatch, name, gate):
     outside = np.zeros((T, T), bool)  # of the routed rows, which are gathered into blocks of their own
     outside[:active] = (everything & ~inside)[routed_rows]
     results = run(*(jnp.concatenate([x] * 3) for x in drawn()))
-    for gradients, mask, rows in zip(
-        results, (inside, outside), (BLOCKS, -(-active // BLOCK)), strict=True
-    ):
+    for gradients, mask, rows in zip(results, (inside, outside), (BLOCKS, -(-active // BLOCK)), strict=True):
         expected = mask.reshape(BLOCKS, BLOCK, BLOCKS, BLOCK).any(axis=(1, 3))
         by_token = [x.swapaxes(1, 2).reshape(3, BLOCKS, T, *x.shape[1::2]) for x in gradients]
         (dq, *_), by_query, (_, *by_key) = ([x[copy] for x in by_token] for copy in range(3))

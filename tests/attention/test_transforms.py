@@ -158,6 +158,8 @@ def test_shard_map(name):
     run_on_eight_devices("sharded", name)
 
 
-@pytest.mark.parametrize("name", ["tpu", *(pytest.param(n, marks=pytest.mark.slow) for n in ("xla", "triton"))])
+@pytest.mark.parametrize(
+    "name", ["tpu", *(pytest.param(n, marks=pytest.mark.slow) for n in ("xla", "triton"))]
+)
 def test_decoding_in_shard_map(name):
     run_on_eight_devices("sharded_decode", name)
