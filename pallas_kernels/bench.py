@@ -224,7 +224,7 @@ def _call(
     call = Call(
         with_scale(spec, D),
         choose_tiles(kind, T, T, D),
-        max_window=longest_window(D, dtype),
+        max_window=longest_window(kind, D, dtype),
         indexed=True,
         has_slopes=has_slopes,
     )

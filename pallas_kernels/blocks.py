@@ -101,13 +101,14 @@ def choose_tiles(
     )
 
 
-def longest_window(head_dim: int, dtype: jax.typing.DTypeLike) -> int:
-    """The longest window that the window kernels take.
+def longest_window(kind: str, head_dim: int, dtype: jax.typing.DTypeLike) -> int:
+    """The longest window that the window kernels take on a device of this kind.
 
-    Their code and the VMEM for its keys grow with it, by more for wide or float32 rows, while the waste of the
-    scheduled kernels at the window's edges counts for less.
+    Their code, all unrolled, and the VMEM for its keys grow with it: too much for wide or float32 rows, and where tiles
+    have 128 keys, of which there are four for one of 256.
     """
-    return 4096 if head_dim * jnp.dtype(dtype).itemsize <= 256 else 2048
+    tiles = next((tiles for name, tiles in _BY_GENERATION.items() if name in kind), Tiles())
+    return 4096 if tiles.tile >= 256 and head_dim * jnp.dtype(dtype).itemsize <= 256 else 2048
 
 
 def backward_tiles(tiles: Tiles, kind: str, head_dim: int, window: int | None) -> Tiles:

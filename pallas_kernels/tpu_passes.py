@@ -38,7 +38,7 @@ def make_call(
     return Call(
         spec=with_scale(spec, q.shape[3]),
         tiles=choose_tiles(device_kind(), q.shape[1], k.shape[1], q.shape[3]),
-        max_window=longest_window(q.shape[3], q.dtype),
+        max_window=longest_window(device_kind(), q.shape[3], q.dtype),
         indexed=is_indexed(where),
         has_slopes=alibi_slopes is not None,
         has_bias=sigmoid_bias is not None,

@@ -103,9 +103,15 @@ def test_window_kernel_serves_default_positions_only(change):
     assert window_kernel_serves(call, where) == (change == "none")
 
 
-def test_the_longest_window_of_the_window_kernel_depends_on_the_size_of_a_row():
-    assert longest_window(64, jnp.bfloat16) == longest_window(128, jnp.bfloat16) == 4096
-    assert longest_window(256, jnp.bfloat16) == longest_window(128, jnp.float32) == 2048
+def test_the_longest_window_of_the_window_kernel_depends_on_the_chip_and_the_size_of_a_row():
+    for kind in ("TPU v6 lite", "TPU7x"):
+        assert longest_window(kind, 64, jnp.bfloat16) == longest_window(kind, 128, jnp.bfloat16) == 4096
+        assert longest_window(kind, 256, jnp.bfloat16) == longest_window(kind, 128, jnp.float32) == 2048
+    assert (
+        longest_window("TPU v5 lite", 128, jnp.bfloat16)
+        == longest_window("TPU v5p", 64, jnp.bfloat16)
+        == 2048
+    )
     for head_dim, served in ((128, True), (256, False)):
         q = jnp.zeros((1, 2, 1, head_dim), jnp.bfloat16)
         where = coordinates(2, 2)
