@@ -19,7 +19,7 @@ from .compile_for import CALLS
 ROOT = Path(__file__).parents[2]
 TOPOLOGIES = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
 PARTS = 3  # of the table, a process each
-SECONDS = 900  # a part; a tenth of it on two free cores
+SECONDS = 1800  # a part; a small share of it on two free cores
 LIBTPU = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server to ask about a TPU
