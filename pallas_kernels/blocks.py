@@ -1,9 +1,10 @@
 """Tile sizes by kind of device: a table of measured choices (`tiles.json`), and a rule behind it.
 
-A row of the table holds for a chip, a pass, a head_dim and windows up to its own, and says where it comes from. A
-call takes, of the rows for its chip and pass whose window is not below its own, the one with the nearest head_dim and
-then the smallest window; what no row covers, full attention among it, takes the rule's sizes. All of them are then made
-to fit the lengths. A file of the same form, named by the environment variable PALLAS_KERNELS_TILES, comes before it.
+A row of the table holds for a chip, a pass, and head_dims and windows up to its own, and says where it comes from. A
+call takes, of the rows for its chip and pass whose head_dim and window are not below its own, the one with the smallest
+head_dim and then the smallest window; what no row covers, full attention among it, takes the rule's sizes. All of them
+are then made to fit the lengths. A file of the same form, named by the environment variable PALLAS_KERNELS_TILES, comes
+before it.
 """
 
 import contextlib
@@ -129,9 +130,12 @@ def _nearest(kind: str, which: str, head_dim: int, window: int | None) -> Row | 
     rows = [
         row
         for row in table_rows("tpu")
-        if row["chip"] in kind and row["pass"] == which and row["window"] >= window
+        if row["chip"] in kind
+        and row["pass"] == which
+        and row["head_dim"] >= head_dim
+        and row["window"] >= window
     ]
-    return min(rows, key=lambda row: (abs(row["head_dim"] - head_dim), row["window"]), default=None)
+    return min(rows, key=lambda row: (row["head_dim"], row["window"]), default=None)
 
 
 def table_rows(platform: str) -> list[Row]:
