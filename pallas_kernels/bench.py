@@ -23,7 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import api, tpu_passes
-from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_kind, preferring
+from pallas_kernels.blocks import (
+    Tiles,
+    backward_tiles,
+    choose_tiles,
+    device_kind,
+    longest_window,
+    preferring,
+)
 from pallas_kernels.decode import choose_steps
 from pallas_kernels.routed import both_branches
 from pallas_kernels.spec import AttentionSpec, coordinates
@@ -142,10 +149,10 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
     rho = shape.pop("rho", 0.75) if hybrid else None
     packed = shape.pop("packed", False)
     defaults = {"H": 8, "K": 8} if hybrid else {}
-    H, K, T, D, _, spec, tiles = _read(
+    H, K, T, D, dtype, spec, tiles = _read(
         {"window": None if name.startswith("full") else 1024} | defaults | shape
     )
-    call = _call(kind, spec, _where(T, packed), D, tiles, alone=not hybrid)
+    call = _call(kind, spec, _where(T, packed), D, dtype, tiles, alone=not hybrid)
     windowed_heads = H if rho is None else round(rho * K) * H // K
     counts = {}
     if call.window_kernel and not (backward and spec.num_sink_tokens):
@@ -202,11 +209,25 @@ def _where(T: int, packed: bool):
 
 
 def _call(
-    kind: str, spec: AttentionSpec, where, D: int, tiles: dict, alone=True, branches=False, has_slopes=False
+    kind: str,
+    spec: AttentionSpec,
+    where,
+    D: int,
+    dtype,
+    tiles: dict,
+    alone=True,
+    branches=False,
+    has_slopes=False,
 ) -> Call:
     """The call as `tpu` makes it; `alone`: no second launch serves full heads."""
     T = where.q_pos.shape[1]
-    call = Call(with_scale(spec, D), choose_tiles(kind, T, T, D), indexed=True, has_slopes=has_slopes)
+    call = Call(
+        with_scale(spec, D),
+        choose_tiles(kind, T, T, D),
+        max_window=longest_window(kind, D, dtype),
+        indexed=True,
+        has_slopes=has_slopes,
+    )
     if not branches:
         call = dataclasses.replace(call, window_kernel=window_kernel_serves(call, where))
     if alone:
@@ -229,7 +250,8 @@ def _bench(shape, *, packed=False, backward=False, activation="softmax", rho=Non
 
     def function(q, k, v, head_bias, ids, *cotangents):
         where = coordinates(T, T, q_segment_ids=ids) if packed else coordinates(T, T)
-        call = _call(device_kind(), spec, where, D, tiles, rho is None, branches, activation == "sigmoid")
+        alone, has_slopes = rho is None, activation == "sigmoid"
+        call = _call(device_kind(), spec, where, D, dtype, tiles, alone, branches, has_slopes)
         full_heads = None if rho is None else jnp.arange(K) >= round(rho * K)
         if branches:
             return both_branches(call, q, k, v, head_bias, where, full_heads)

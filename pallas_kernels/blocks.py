@@ -1,9 +1,10 @@
 """Tile sizes by kind of device: a table of measured choices (`tiles.json`), and a rule behind it.
 
-A row of the table holds for a chip, a pass, a head_dim and windows up to its own, and says where it comes from. A
-call takes, of the rows for its chip and pass whose window is not below its own, the one with the nearest head_dim and
-then the smallest window; what no row covers, full attention among it, takes the rule's sizes. All of them are then made
-to fit the lengths. A file of the same form, named by the environment variable PALLAS_KERNELS_TILES, comes before it.
+A row of the table holds for a chip, a pass, and head_dims and windows up to its own, and says where it comes from. A
+call takes, of the rows for its chip and pass whose head_dim and window are not below its own, the one with the smallest
+head_dim and then the smallest window; what no row covers, full attention among it, takes the rule's sizes. All of them
+are then made to fit the lengths. A file of the same form, named by the environment variable PALLAS_KERNELS_TILES, comes
+before it.
 """
 
 import contextlib
@@ -16,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-
-# Long windows leave so little waste at their edges that the scheduled kernel serves them as well.
-MAX_WINDOW_KERNEL = 2048
+import jax.numpy as jnp
 
 TABLE = Path(__file__).with_name("tiles.json")
 FIELDS = {  # of a row, what it is found by and what it says
@@ -103,6 +102,16 @@ def choose_tiles(
     )
 
 
+def longest_window(kind: str, head_dim: int, dtype: jax.typing.DTypeLike) -> int:
+    """The longest window that the window kernels take on a device of this kind.
+
+    Their code, all unrolled, and the VMEM for its keys grow with it: too much for wide or float32 rows, and where tiles
+    have 128 keys, of which there are four for one of 256.
+    """
+    tiles = next((tiles for name, tiles in _BY_GENERATION.items() if name in kind), Tiles())
+    return 4096 if tiles.tile >= 256 and head_dim * jnp.dtype(dtype).itemsize <= 256 else 2048
+
+
 def backward_tiles(tiles: Tiles, kind: str, head_dim: int, window: int | None) -> Tiles:
     """The tiles for the window kernel's backward pass, from those of the forward pass.
 
@@ -121,9 +130,12 @@ def _nearest(kind: str, which: str, head_dim: int, window: int | None) -> Row | 
     rows = [
         row
         for row in table_rows("tpu")
-        if row["chip"] in kind and row["pass"] == which and row["window"] >= window
+        if row["chip"] in kind
+        and row["pass"] == which
+        and row["head_dim"] >= head_dim
+        and row["window"] >= window
     ]
-    return min(rows, key=lambda row: (abs(row["head_dim"] - head_dim), row["window"]), default=None)
+    return min(rows, key=lambda row: (row["head_dim"], row["window"]), default=None)
 
 
 def table_rows(platform: str) -> list[Row]:

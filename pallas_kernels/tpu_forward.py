@@ -18,7 +18,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.blocks import MAX_WINDOW_KERNEL
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu_tiles import (
     LANES,
@@ -54,6 +53,7 @@ from pallas_kernels.tpu_walk import (
 )
 
 _RESIDENT_BYTES = 32 * 2**20  # of keys and values in VMEM
+_MAX_BRANCH_WINDOW = 2048  # that `branches_forward` takes in one go
 
 
 def scheduled_forward(
@@ -80,7 +80,7 @@ def serves_branches(call: Call, where: Coordinates, head_dim: int, dtype) -> boo
     window = call.spec.window
     return (
         window is not None
-        and window <= MAX_WINDOW_KERNEL
+        and window <= _MAX_BRANCH_WINDOW
         and has_default_positions(call, where)
         and _fits_vmem(where.kv_order.shape[1], head_dim, dtype)
     )

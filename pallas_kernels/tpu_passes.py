@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_kind, on_tpu
+from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_kind, longest_window, on_tpu
 from pallas_kernels.spec import AttentionSpec, Coordinates
 from pallas_kernels.tpu_backward import scheduled_backward
 from pallas_kernels.tpu_forward import scheduled_forward
@@ -38,6 +38,7 @@ def make_call(
     return Call(
         spec=with_scale(spec, q.shape[3]),
         tiles=choose_tiles(device_kind(), q.shape[1], k.shape[1], q.shape[3]),
+        max_window=longest_window(device_kind(), q.shape[3], q.dtype),
         indexed=is_indexed(where),
         has_slopes=alibi_slopes is not None,
         has_bias=sigmoid_bias is not None,

@@ -39,6 +39,7 @@ class Call:
     window_kernel: bool = (
         False  # default positions, causal, and a window that fits: the whole window in one grid step
     )
+    max_window: int = 2048  # that a window kernel takes: `longest_window`
     indexed: bool = False  # query and key i are token i of each row of the batch, segments or not
     outside: bool = False  # attend to what `spec` does *not* see of the keys that full attention would
     has_slopes: bool = False

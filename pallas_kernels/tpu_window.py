@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import MAX_WINDOW_KERNEL
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu_tiles import LANES, Call
 
@@ -29,7 +28,7 @@ def window_kernel_serves(call: Call, where: Coordinates) -> bool:
     spec = call.spec
     return (
         spec.window is not None
-        and spec.window <= MAX_WINDOW_KERNEL
+        and spec.window <= call.max_window
         and spec.causal
         and not call.outside
         and call.indexed

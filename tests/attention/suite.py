@@ -142,18 +142,19 @@ class Call:
             options = arrays | fixed
             return attention(*qkv, self.spec, **options, return_lse=return_lse, implementation=implementation)
 
-        return value_and_gradients(function, learned)
+        return with_gradients(function)(learned)
 
-    def run_routed(self, implementation: str, gate: jax.Array):
+    def run_routed(self, implementation: str, *gates: jax.Array):
+        """Values and gradients of `routed_attention` for each of the gates [B, T], compiled once for all."""
         learned, fixed = self.draw()
-        learned["gate"] = gate
 
         def function(learned):
             arrays = dict(learned)
             args = [arrays.pop(name) for name in ("q", "k", "v", "gate")]
             return routed_attention(*args, self.spec, **arrays, **fixed, implementation=implementation)
 
-        return value_and_gradients(function, learned)
+        both = with_gradients(function)
+        return [both(learned | {"gate": gate}) for gate in gates]
 
     @functools.cache  # noqa: B019  (calls are few, frozen and live as long as the tests)
     def expected(self):
@@ -184,8 +185,8 @@ def gates(kind, shape=(2, 50)):
     return jnp.asarray(drawn, jnp.float32)
 
 
-def value_and_gradients(function, learned: dict):
-    """Outputs of `function(learned)`, and their gradient with drawn cotangents (lse's only where it is finite)."""
+def with_gradients(function):
+    """Compiles `learned` -> its outputs, and their gradient with drawn cotangents (lse's only where it is finite)."""
 
     # Compiling is most of these tests' time, and LLVM's optimisation most of compiling.
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -199,7 +200,16 @@ def value_and_gradients(function, learned: dict):
 
         return outputs, pullback(jax.tree.map(cotangent, outputs))[0]
 
-    return both(learned)
+    return both
+
+
+def assert_matches_routed(call: Call, implementation: Implementation, *gates: jax.Array) -> None:
+    """Values and gradients of routed attention, with each of the gates."""
+    for actual, expected in zip(
+        call.run_routed(implementation.name, *gates), call.run_routed("reference", *gates), strict=True
+    ):
+        assert_close(actual[0], expected[0], call.dtype)
+        assert_close(actual[1], expected[1], call.dtype, gradient=True)
 
 
 def assert_matches_reference(call: Call, implementation: Implementation) -> None:

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import AttentionSpec, attention, routed, routed_attention
 from pallas_kernels.parts import members
 
-from .suite import PACKED, Call, Implementation, every_implementation, gates
+from .suite import PACKED, Call, Implementation, assert_matches_routed, every_implementation, gates
 from .tolerances import assert_close
 
 PLAIN = Call(AttentionSpec(window=11))
@@ -33,13 +33,9 @@ CALLS = {
 
 
 @every_implementation
-@pytest.mark.parametrize(("name", "kind"), [*((name, "soft") for name in CALLS), ("everything", "some")])
-def test_routed(implementation, name, kind):
-    call = CALLS[name]
-    values, gradients = call.run_routed(implementation.name, gates(kind))
-    expected_values, expected_gradients = call.run_routed("reference", gates(kind))
-    assert_close(values, expected_values, call.dtype)
-    assert_close(gradients, expected_gradients, call.dtype, gradient=True)
+@pytest.mark.parametrize("name", CALLS)
+def test_routed(implementation, name):
+    assert_matches_routed(CALLS[name], implementation, gates("soft"), gates("some"))
 
 
 @every_implementation
@@ -71,25 +67,24 @@ def test_hard_gates_equal_two_separate_attentions(implementation):
 
 
 @every_implementation
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("plain", "some"), ("plain", "none"), ("everything", "runs"), ("sigmoid-everything", "some")],
-)
-def test_inference_leaves_out_the_full_branch_of_other_rows(implementation, name, kind):
-    call, gate = CALLS[name], gates(kind)
+@pytest.mark.parametrize("name", ["plain", "everything", "sigmoid-everything"])
+def test_inference_leaves_out_the_full_branch_of_other_rows(implementation, name):
+    call, drawn = CALLS[name], [gates(kind) for kind in ("some", "none", "runs")]
     learned, fixed = call.draw()
 
     def routed(implementation):
         arrays = dict(learned)
         qkv = [arrays.pop(array) for array in "qkv"]
         options = arrays | fixed | {"inference": True, "implementation": implementation}
-        return jax.jit(lambda: routed_attention(*qkv, gate, call.spec, **options))()
+        run = jax.jit(lambda gate: routed_attention(*qkv, gate, call.spec, **options))
+        return [run(gate) for gate in drawn]
 
-    out, disagreement = routed(implementation.name)
-    assert_close((out, disagreement), routed("reference"), call.dtype)
-    assert (np.asarray(disagreement)[np.asarray(gate) == 0] == 0).all()
-    training, _ = call.run_routed("reference", gate)
-    assert_close(out, training[0], call.dtype)
+    training = call.run_routed("reference", *drawn)
+    cases = zip(drawn, routed(implementation.name), routed("reference"), training, strict=True)
+    for gate, (out, disagreement), expected, ((trained, _), _) in cases:
+        assert_close((out, disagreement), expected, call.dtype)
+        assert (np.asarray(disagreement)[np.asarray(gate) == 0] == 0).all()
+        assert_close(out, trained, call.dtype)
 
 
 def test_inference_cannot_be_differentiated():
@@ -121,16 +116,15 @@ def test_rows_routed_to_the_window_send_nothing_outside(implementation):
 
 def test_few_routed_rows_are_gathered_alone(monkeypatch):
     """Up to a quarter of the rows, decided at run time; what is gathered ends inside a block of rows or with one."""
-    Implementation("tpu", block=16).install(monkeypatch)
+    tpu = Implementation("tpu", block=16).install(monkeypatch)
     monkeypatch.setattr(routed, "_LEAST_FEW", 16)
     length, few = 80, 16
     call = dataclasses.replace(PLAIN, q_length=length, kv_length=length)
-    for count in (few - 3, few, few + 1):
-        gate = jnp.zeros((2, length)).at[:, length - 2 * count :: 2].set(1.0).at[1, -2].set(0.5)
-        values, gradients = call.run_routed("tpu", gate)
-        expected_values, expected_gradients = call.run_routed("reference", gate)
-        assert_close(values, expected_values, call.dtype)
-        assert_close(gradients, expected_gradients, call.dtype, gradient=True)
+    counts = (few - 3, few, few + 1)
+    drawn = [
+        jnp.zeros((2, length)).at[:, length - 2 * count :: 2].set(1.0).at[1, -2].set(0.5) for count in counts
+    ]
+    assert_matches_routed(call, tpu, *drawn)
 
 
 def test_members_are_found_in_order():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import AttentionSpec, attention, decode_attention, routed_attention
+from pallas_kernels import AttentionSpec, attention, decode_attention, routed, routed_attention, tpu_passes
 
 from .suite import IMPLEMENTATIONS, Implementation, set_parallel_dimensions
 
@@ -139,6 +139,73 @@ def test_routed_forward_reads_what_full_attention_reads(implementation, kind):
 
     table = changed(run(poisoned(k), poisoned(v)), run(k, v))
     np.testing.assert_array_equal(table, needed(AttentionSpec(), {}, heads=4))
+
+
+GATES = {
+    "some": np.random.default_rng(3).uniform(size=T) < 0.4,  # two blocks of rows, and a part of one
+    "runs": np.arange(T) // 9 % 2 == 1,
+    "all": np.ones(T, bool),
+    "none": np.zeros(T, bool),
+}
+QUICK_ROUTED = ("window-of-a-block", "some")
+
+
+@pytest.mark.parametrize(
+    ("name", "gate"),
+    [
+        pytest.param(*pair, marks=[] if pair == QUICK_ROUTED else pytest.mark.slow)
+        for pair in (
+            QUICK_ROUTED,
+            ("window-of-a-block", "all"),
+            ("window-of-a-block", "none"),
+            ("sink-tokens", "runs"),
+            ("sigmoid", "some"),
+        )
+    ],
+)
+def test_routed_backward(monkeypatch, name, gate):
+    """Each of its two passes: over the window for all rows, and over what lies outside for the routed ones alone."""
+    TPU.install(monkeypatch)
+    spec, _ = CALLS[name]
+    passes = []
+
+    def backward(call, q, k, v, head_bias, where, full_heads, dout, *others):
+        """The rows of the batch three times: clean, with poisoned keys and values, and with poisoned cotangents."""
+        k, v = spoilt(k, 1), spoilt(v, 1)
+        arguments = call, q, k, v, head_bias, where, full_heads, spoilt(dout, 2), *others
+        passes.append(tpu_passes.backward(*arguments))
+        return passes[-1]
+
+    def spoilt(x, copy):  # [3 * BLOCKS, H, T, D]
+        copies = x.swapaxes(1, 2).reshape(3, BLOCKS, T, *x.shape[1::2])
+        return copies.at[copy].set(poisoned(copies[copy])).reshape(-1, *copies.shape[2:]).swapaxes(1, 2)
+
+    monkeypatch.setattr(routed, "backward", backward)
+    routed_rows = GATES[gate]
+
+    @compiled
+    def run(q, k, v):
+        weights = jnp.broadcast_to(jnp.asarray(routed_rows, jnp.float32), q.shape[:2])
+        out, pullback = jax.vjp(
+            lambda *qkv: routed_attention(*qkv, weights, spec, implementation="tpu")[0], q, k, v
+        )
+        pullback(out)
+        return passes
+
+    inside, everything = (np.asarray(s.mask(T))[0] for s in (spec, AttentionSpec()))
+    active = int(routed_rows.sum())
+    outside = np.zeros((T, T), bool)  # of the routed rows, which are gathered into blocks of their own
+    outside[:active] = (everything & ~inside)[routed_rows]
+    results = run(*(jnp.concatenate([x] * 3) for x in drawn()))
+    for gradients, mask, rows in zip(results, (inside, outside), (BLOCKS, -(-active // BLOCK)), strict=True):
+        expected = mask.reshape(BLOCKS, BLOCK, BLOCKS, BLOCK).any(axis=(1, 3))
+        by_token = [x.swapaxes(1, 2).reshape(3, BLOCKS, T, *x.shape[1::2]) for x in gradients]
+        (dq, *_), by_query, (_, *by_key) = ([x[copy] for x in by_token] for copy in range(3))
+        table = changed(by_query[0], dq)[:, :rows]  # behind them dq is undefined
+        np.testing.assert_array_equal(table, np.broadcast_to(expected[:rows], table.shape), err_msg="dq")
+        for poisoned_by_key, clean in zip(by_key, by_token[1:3], strict=True):
+            table = changed(poisoned_by_key, clean[0])
+            np.testing.assert_array_equal(table, np.broadcast_to(expected.T, table.shape), err_msg="dk, dv")
 
 
 @kernels

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionSpec, attention, blocks, tpu_backward, tpu_forward, tpu_passes, tpu_window
-from pallas_kernels.blocks import Tiles, choose_tiles
+from pallas_kernels import AttentionSpec, attention, blocks, tpu_backward, tpu_forward, tpu_passes
+from pallas_kernels.blocks import Tiles, choose_tiles, longest_window
 from pallas_kernels.schedule import flat_visits, fully_visible, unpack, visited
 from pallas_kernels.spec import coordinates, dense_mask
 from pallas_kernels.tpu_tiles import LANES
@@ -92,7 +92,7 @@ def test_window_tiles_cover_the_window_without_whole_tiles_of_waste(window, stri
 
 @pytest.mark.parametrize("change", ["none", "positions", "full_from", "lengths", "sinks in segments", "long"])
 def test_window_kernel_serves_default_positions_only(change):
-    spec = AttentionSpec(4096 if change == "long" else 11, 2 if change == "sinks in segments" else 0)
+    spec = AttentionSpec(2049 if change == "long" else 11, 2 if change == "sinks in segments" else 0)
     options = {
         "positions": {"q_positions": np.arange(48)[None]},
         "full_from": {"full_from": np.array([4])},
@@ -101,6 +101,22 @@ def test_window_kernel_serves_default_positions_only(change):
     where = coordinates(48, 40 if change == "lengths" else 48, **options.get(change, {}))
     call = KernelCall(spec, Tiles(16, 16, strip=8, tile=8), indexed=tpu_passes.is_indexed(where))
     assert window_kernel_serves(call, where) == (change == "none")
+
+
+def test_the_longest_window_of_the_window_kernel_depends_on_the_chip_and_the_size_of_a_row():
+    for kind in ("TPU v6 lite", "TPU7x"):
+        assert longest_window(kind, 64, jnp.bfloat16) == longest_window(kind, 128, jnp.bfloat16) == 4096
+        assert longest_window(kind, 256, jnp.bfloat16) == longest_window(kind, 128, jnp.float32) == 2048
+    assert (
+        longest_window("TPU v5 lite", 128, jnp.bfloat16)
+        == longest_window("TPU v5p", 64, jnp.bfloat16)
+        == 2048
+    )
+    for head_dim, served in ((128, True), (256, False)):
+        q = jnp.zeros((1, 2, 1, head_dim), jnp.bfloat16)
+        where = coordinates(2, 2)
+        call = tpu_passes.make_call(q, q, AttentionSpec(4096), where)
+        assert tpu_passes.choose_kernel(call, where).window_kernel == served
 
 
 @pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x", "cpu"])
@@ -145,12 +161,18 @@ WALKED = {
 }
 
 
-@pytest.mark.parametrize("name", WALKED)
-@pytest.mark.parametrize("vmem", ["holds keys", "holds gradients", "holds some gradients"])
+VMEM = ("holds keys", "holds gradients", "holds some gradients")
+
+
+@pytest.mark.parametrize(
+    ("name", "vmem"),
+    # With all keys at hand, test_variants has every variant but a long causal window.
+    [("long-window", VMEM[0]), *((name, vmem) for name in WALKED for vmem in VMEM[1:])],
+)
 def test_scheduled_kernels_whatever_vmem_holds(monkeypatch, vmem, name):
     """Long sequences take a step of the grid for each pair of blocks, and longer ones their keys in chunks."""
     implementation = Implementation("tpu", block=16).install(monkeypatch)
-    monkeypatch.setattr(tpu_window, "MAX_WINDOW_KERNEL", 0)  # scheduled kernels only
+    monkeypatch.setattr(tpu_passes, "longest_window", lambda *_: 0)  # scheduled kernels only
     block_of_gradients = 2 * 4 * 16 * LANES
     keys, gradients = {
         "holds keys": (1 << 20, 1 << 20),

@@ -134,17 +134,14 @@ def test_the_spec_is_a_static_argument_and_everything_else_may_be_traced(impleme
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(outputs))
 
 
-@pytest.mark.parametrize(
-    "name", ["xla", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tpu", "triton"))]
-)
-def test_shard_map(name):
-    """On eight fake devices, which need a process of their own."""
+def run_on_eight_devices(script: str, implementation: str) -> None:
+    """Fake devices, which need a process of their own."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
     }
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.attention.sharded", name],
+        [sys.executable, "-W", "error", "-m", f"tests.attention.{script}", implementation],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -152,3 +149,17 @@ def test_shard_map(name):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize(
+    "name", ["xla", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tpu", "triton"))]
+)
+def test_shard_map(name):
+    run_on_eight_devices("sharded", name)
+
+
+@pytest.mark.parametrize(
+    "name", ["tpu", *(pytest.param(n, marks=pytest.mark.slow) for n in ("xla", "triton"))]
+)
+def test_decoding_in_shard_map(name):
+    run_on_eight_devices("sharded_decode", name)
