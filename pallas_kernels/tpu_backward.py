@@ -52,6 +52,7 @@ from pallas_kernels.tpu_walk import Walk, default_mask, seen_tiles, walk_over
 _UNIT = 256  # queries of a unit of work, as wide as the widest matrix unit
 _AHEAD = 2
 _VMEM_BYTES = 36 * 2**20  # of dk and dv, and of keys and values if they fit too
+_STEP_BYTES = 7 * 2**20  # of the blocks of a step, for which that leaves room; wider ones take from it
 
 
 def scheduled_backward(
@@ -74,9 +75,10 @@ def scheduled_backward(
     """
     run = functools.partial(_sweep, call, q, head_bias, heads, dout, statistics)
     length, block, head_dim = k.shape[2], call.tiles.kv_block, max(k.shape[3], LANES)
-    chunk = _VMEM_BYTES // (2 * 4 * head_dim * block) * block  # keys whose dk and dv VMEM holds
+    room = _VMEM_BYTES - max(0, _step_bytes(call, head_dim, k.dtype.itemsize) - _STEP_BYTES)
+    chunk = room // (2 * 4 * head_dim * block) * block  # keys whose dk and dv VMEM holds
     if length <= chunk:
-        keys_too = length * head_dim * (2 * 4 + 4 * k.dtype.itemsize) <= _VMEM_BYTES
+        keys_too = length * head_dim * (2 * 4 + 4 * k.dtype.itemsize) <= room
         walk = walk_over(call, where, resident=keys_too, flush=True, num_active=num_active)
         return run(k, v, where, walk, previous)
 
@@ -95,6 +97,13 @@ def scheduled_backward(
         parts.append(run(k[:, :, keys], v[:, :, keys], here, walk, (*dq, *by_key, *dbias)))
     dq, dk, dv, *dbias = zip(*parts, strict=True)
     return _sum(dq), *(jnp.concatenate(x, axis=2) for x in (dk, dv)), *map(_sum, dbias)
+
+
+def _step_bytes(call: Call, head_dim: int, itemsize: int) -> int:
+    """VMEM of q, dout, dq, dk and dv of a pair of blocks, two buffers each, and of what `_sweep` keeps by query."""
+    by_query = 3 * 2 * itemsize + 4 + 2 * itemsize
+    by_key = 2 * 2 * itemsize
+    return head_dim * (call.tiles.q_block * by_query + call.tiles.kv_block * by_key)
 
 
 def _sum(arrays):

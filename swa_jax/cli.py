@@ -32,7 +32,7 @@ from swa_jax.data.cli import app as data_app
 from swa_jax.evaluate_cli import evaluate
 from swa_jax.pattern import AttentionPattern
 from swa_jax.pattern_cli import PatternVerbs, diff
-from swa_jax.select.cli import app as select_app
+from swa_jax.select_cli import app as select_app
 from swa_jax.train_cli import compile_, train
 
 

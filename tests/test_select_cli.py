@@ -38,8 +38,8 @@ def checkpoint(tmp_path_factory, byte_tokenizer):
 @pytest.fixture
 def planted(monkeypatch):
     """The planted model and its examples in place of a checkpoint's and of needles."""
-    monkeypatch.setattr("swa_jax.select.cli.load_checkpoint", lambda *_: (planted_model(), None))
-    monkeypatch.setattr("swa_jax.select.cli.draw_needles", lambda *_: planted_examples())
+    monkeypatch.setattr("swa_jax.select_cli.load_checkpoint", lambda *_: (planted_model(), None))
+    monkeypatch.setattr("swa_jax.select_cli.draw_needles", lambda *_: planted_examples())
 
 
 def test_bosch_writes_a_pattern_a_picture_and_its_evaluations(planted, tmp_path):

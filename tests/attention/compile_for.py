@@ -187,7 +187,7 @@ CALLS = {
     "long-window": train(AttentionSpec(4096), kernels=2, length=6000, heads=2),
     "longer-window": train(AttentionSpec(4097), kernels=2, length=6000, heads=2),
     "longer-window-head-dim-256": train(
-        AttentionSpec(2049), kernels=2, length=6000, heads=2, head_dim=256, dtype="float32"
+        AttentionSpec(2049), kernels=2, length=4000, heads=2, head_dim=256, dtype="float32"
     ),
     "full": train(AttentionSpec(), kernels=2, length=LONG),
     "full-beyond-vmem": train(AttentionSpec(), kernels=3, length=40960, heads=1, kv_heads=1),
