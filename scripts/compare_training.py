@@ -178,19 +178,25 @@ def verdicts(runs: Mapping[str, list[dict]], claims: Sequence[tuple]) -> str:
         differences = [pair[0][seed] - pair[1][seed] for seed in seeds]
         if differences:
             shown = ", ".join(f"{d:+.3f}" for d in differences)
-            lines.append(f"| {said} | {figures} | {shown} | {verdict(differences)} |")
+            found = verdict(differences, equal="the paper: equal" in said)
+            lines.append(f"| {said} | {figures} | {shown} | {found} |")
     return "\n".join(lines) + "\n"
 
 
-def verdict(differences: Sequence[float]) -> str:
-    """Whether paired differences that a paper has above 0 are all of one sign and twice their standard error from 0."""
+def verdict(differences: Sequence[float], *, equal: bool = False) -> str:
+    """Whether paired differences that a paper has above 0 are all of one sign and twice their standard error from 0.
+
+    With `equal` the paper has no difference.
+    """
     if len(differences) < 3 or any(math.isnan(d) for d in differences):
         return "too few seeds"
     same = all(d > 0 for d in differences) or all(d < 0 for d in differences)
     mean = statistics.mean(differences)
     clear = math.isinf(mean) or abs(mean) > 2 * statistics.stdev(differences) / math.sqrt(len(differences))
     if not (same and clear):
-        return "no clear difference"
+        return "no clear difference, as in the paper" if equal else "no clear difference"
+    if equal:
+        return f"a difference, {mean:+.3f} on average"
     return "reproduced in direction" if mean > 0 else "not reproduced: the opposite"
 
 

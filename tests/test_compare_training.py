@@ -62,6 +62,11 @@ def test_verdict(script, differences, said):
     assert script.verdict(differences) == said
 
 
+def test_verdict_where_the_paper_has_no_difference(script):
+    assert script.verdict([0.2, -0.1, 0.3], equal=True) == "no clear difference, as in the paper"
+    assert script.verdict([0.2, 0.3, 0.25], equal=True) == "a difference, +0.250 on average"
+
+
 def test_table_counts_seeds_and_says_what_diverged(script):
     def run(seed, values, diverged=None):
         return {"arm": "a", "seed": seed, "values": values, "diverged": diverged}
