@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
@@ -33,15 +31,10 @@ from swa_jax.cli_options import (
 from swa_jax.config import ConfigError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from swa_jax.evaluate import Estimate, Example
+    from swa_jax.evaluate import Example
+    from swa_jax.evaluate.parts import Measured
     from swa_jax.evaluate.questions import Question
     from swa_jax.evaluate.ruler import Cell
-    from swa_jax.model import Decoder
-    from swa_jax.tokenizer import Tokenizer
-
-    type Models = Sequence[tuple[str, Decoder]]
 
 DEFAULT_NEEDLES = 48
 DEFAULT_DEPTHS = "0,0.2,0.4,0.6,0.8,1"
@@ -146,6 +139,7 @@ def evaluate(
 ) -> None:
     """Measure patterns: needles found, answer loss, memory, speed; RULER's tasks; perplexity by window and length."""
     from swa_jax.checkpoint import write_json
+    from swa_jax.evaluate import parts
     from swa_jax.evaluate.needle import read_text
     from swa_jax.report import wide_console
 
@@ -202,7 +196,7 @@ def evaluate(
     if needles or (tokens and not sweep):
         drawn = draw_needles(tokenizer, needles, length, keys, haystack, places, seed) if needles else []
         once = [] if sweep else tokens
-        finish(_needles(console, models, tokenizer, drawn, places, once, context, batch_size))
+        finish(parts.measure_needles(console, models, tokenizer, drawn, places, once, context, batch_size))
         cells = {
             ("needle", length, depth): drawn[i :: len(places)] for i, depth in enumerate(places[:needles])
         }
@@ -238,209 +232,28 @@ def evaluate(
             grid(
                 task, min(sizes), 1
             )  # too short a length is said now, not after the hours that the others take
-        finish(_ruler(console, models, tokenizer, grids(), max_new_tokens, batch_size, save))
+        finish(parts.measure_ruler(console, models, tokenizer, grids(), max_new_tokens, batch_size, save))
     if routing:
-        finish(_routing(console, models, tokens, context, cells, batch_size))
+        finish(parts.measure_routing(console, models, tokens, context, cells, batch_size))
     if sweep:
         sizes = numbers("--contexts", contexts) if contexts else [context]
         spans = numbers("--windows", windows, word="full") if windows else None
-        finish(_sweep(console, models, tokens, spans, sizes, batch_size))
+        finish(parts.measure_sweep(console, models, tokens, spans, sizes, batch_size))
     if asks:
         questions = _read_questions(longbench, longbench_prompts, longbench_v2, longmemeval)
         finish(
-            _questions(
+            parts.measure_questions(
                 console, models, tokenizer, questions, max_length, cut_middle, wrap, judge, batch_size, out
             )
         )
     if harness:
-        finish(_harness(console, models, tokenizer, harness, harness_folder, limit, max_length, batch_size))
+        finish(
+            parts.measure_harness(
+                console, models, tokenizer, harness, harness_folder, limit, max_length, batch_size
+            )
+        )
     if out is not None:
         typer.echo(f"written to {out}")
-
-
-class Measured(NamedTuple):
-    """One kind of measurement of all patterns."""
-
-    key: str  # in results.json
-    rows: list[dict[str, Any]]
-    draw: Callable[[Path], None]  # its picture, into a folder
-
-
-def _needles(
-    console: Console,
-    models: Models,
-    tokenizer: Tokenizer,
-    drawn: Sequence[Example],
-    places: Sequence[float],
-    tokens: Sequence[int],
-    context: int,
-    batch_size: int,
-) -> Measured:
-    """The project's own needles, and the perplexity of a text at one length."""
-    from swa_jax.evaluate import perplexity
-    from swa_jax.evaluate.measure import measure_pattern
-    from swa_jax.evaluate.sweep import block_interval
-    from swa_jax.report import needle_heat_map, pattern_table
-
-    longest = max((len(example.answer) for example in drawn), default=1)
-    rows: list[dict[str, Any]] = []
-    heat: list[list[float]] = []
-    for name, model in models:
-        row: dict[str, Any] = {"name": name}
-        with console.status(f"measuring {name}"):
-            if drawn:
-                row, answers = measure_pattern(
-                    name, model, tokenizer, drawn, max_new_tokens=longest + 2, batch_size=batch_size
-                )
-                by_place = [answers.scores[i :: len(places)] for i in range(len(places))]
-                heat.append([float(part.mean()) if len(part) else float("nan") for part in by_place])
-            if tokens:
-                scored = perplexity(model, tokens, context=context, batch_size=batch_size)
-                nll, _ = block_interval(scored.token_nll)  # passes may be few
-                row |= {
-                    "perplexity": scored.perplexity,
-                    "perplexity_interval": [math.exp(nll.low), math.exp(nll.high)],
-                    "text_tokens": scored.num_tokens,
-                }
-        rows.append(row)
-    if drawn:
-        console.print(pattern_table(rows))
-    for row in rows if tokens else []:
-        low, high = row["perplexity_interval"]
-        console.print(
-            f"{row['name']}: perplexity {row['perplexity']:.2f} [{low:.2f}, {high:.2f}] "
-            f"over {row['text_tokens']} tokens"
-        )
-
-    def draw(folder: Path) -> None:
-        if drawn:
-            names = [name for name, _ in models]
-            needle_heat_map(heat, names, [f"{depth:.0%}" for depth in places], folder / "needles.png")
-
-    return Measured("rows", rows, draw)
-
-
-def _ruler(
-    console: Console,
-    models: Models,
-    tokenizer: Tokenizer,
-    grids: Iterable[dict[Cell, list[Example]]],
-    max_new_tokens: int,
-    batch_size: int,
-    save: Callable[[str, list[dict[str, Any]]], None],
-) -> Measured:
-    from swa_jax.evaluate.ruler_scoring import ruler_scores
-    from swa_jax.evaluate.tables import ruler_heat, ruler_table
-    from swa_jax.report import needle_heat_map
-
-    by_model: list[list[dict[str, Any]]] = [[] for _ in models]
-    rows: list[dict[str, Any]] = []
-    for grid in grids:
-        task, length, _ = next(iter(grid))
-        for (name, model), mine in zip(models, by_model, strict=True):
-            with console.status(f"RULER under {name}: {task}, {length} tokens"):
-                scores = ruler_scores(
-                    model, tokenizer, grid, max_new_tokens=max_new_tokens, batch_size=batch_size
-                )
-            mine += [{"name": name} | dataclasses.asdict(score) for score in scores]
-        rows = [row for mine in by_model for row in mine]
-        save("ruler", rows)
-    console.print(ruler_table(rows))
-
-    def draw(folder: Path) -> None:
-        across = "Length (tokens)" if rows[0]["depth"] is None else "Depth of the needle in the prompt"
-        needle_heat_map(*ruler_heat(rows), folder / "ruler.png", title="RULER", column_title=across)
-
-    return Measured("ruler", rows, draw)
-
-
-def _sweep(
-    console: Console,
-    models: Models,
-    tokens: Sequence[int],
-    windows: Sequence[int | None] | None,
-    lengths: Sequence[int],
-    batch_size: int,
-) -> Measured:
-    from swa_jax.evaluate.sweep import perplexity_sweep
-    from swa_jax.evaluate.tables import sweep_heat, sweep_table
-    from swa_jax.report import loss_heat_map
-
-    rows = []
-    for name, model in models:
-        with console.status(f"perplexity under {name}"):
-            scores = perplexity_sweep(model, tokens, windows=windows, lengths=lengths, batch_size=batch_size)
-        rows += [{"name": name} | dataclasses.asdict(score) for score in scores]
-    console.print(sweep_table(rows))
-
-    def draw(folder: Path) -> None:
-        loss_heat_map(
-            *sweep_heat(rows),
-            folder / "perplexity.png",
-            title="Loss (nats a token)",
-            column_title="Length (tokens)",
-        )
-
-    return Measured("perplexity_sweep", rows, draw)
-
-
-def _routing(
-    console: Console,
-    models: Models,
-    tokens: Sequence[int],
-    length: int,
-    cells: dict[Cell, list[Example]],
-    batch_size: int,
-) -> Measured:
-    from swa_jax.evaluate.routing import routing_by_depth, text_routing
-    from swa_jax.evaluate.tables import routing_row, routing_table
-    from swa_jax.report import routing_chart
-
-    rows, charts = [], []
-    for name, model in models:
-        layers: list[Estimate] = []
-        lines: dict[str, list[tuple[float, Estimate]]] = {}
-        with console.status(f"routing under {name}"):
-            if tokens:
-                on_text, _ = text_routing(model, tokens, length=length, batch_size=batch_size)
-                layers = on_text.by_layer
-                rows.append(routing_row(name, ("text", length, None), on_text))
-            for cell, routed in routing_by_depth(model, cells, batch_size=batch_size).items():
-                rows.append(routing_row(name, cell, routed))
-                if cell[2] is not None:
-                    lines.setdefault(f"{cell[0]}, {cell[1]} tokens", []).append((cell[2], routed.full_ratio))
-        charts.append((layers, lines))
-    console.print(routing_table(rows))
-
-    def draw(folder: Path) -> None:
-        for number, (layers, lines) in enumerate(charts):
-            if layers or lines:
-                routing_chart(
-                    layers, lines, folder / ("routing.png" if not number else f"routing-{number + 1}.png")
-                )
-
-    return Measured("routing", rows, draw)
-
-
-def _harness(
-    console: Console,
-    models: Models,
-    tokenizer: Tokenizer,
-    tasks: Sequence[str],
-    folder: Path | None,
-    limit: int | None,
-    max_length: int | None,
-    batch_size: int,
-) -> Measured:
-    from swa_jax.evaluate.harness import HarnessModel, run_harness
-    from swa_jax.evaluate.tables import harness_table
-
-    rows = []
-    for name, model in models:
-        lm = HarnessModel(model, tokenizer, batch_size=batch_size, max_length=max_length)
-        rows += [{"name": name} | row for row in run_harness(lm, tasks, folder=folder, limit=limit)]
-    console.print(harness_table(rows))
-    return Measured("harness", rows, lambda folder: None)
 
 
 def _read_questions(
@@ -460,50 +273,6 @@ def _read_questions(
     if longmemeval is not None:
         found += questions.longmemeval(longmemeval)
     return found
-
-
-def _questions(
-    console: Console,
-    models: Models,
-    tokenizer: Tokenizer,
-    questions: Sequence[Question],
-    max_length: int | None,
-    cut_middle: bool,
-    wrap: str,
-    judge: str | None,
-    batch_size: int,
-    out: Path | None,
-) -> Measured:
-    from swa_jax.checkpoint import write_json
-    from swa_jax.evaluate.answers import score_questions
-    from swa_jax.evaluate.judges import find_judge
-    from swa_jax.evaluate.tables import questions_table
-
-    rows: list[dict[str, Any]] = []
-    answers: dict[str, list[dict[str, Any]]] = {}
-    verdict = None if judge is None else find_judge(judge)
-    for name, model in models:
-
-        def keep(records: list[dict[str, Any]], name: str = name) -> None:
-            answers[name] = records
-            if out is not None:
-                write_json(out / "answers.json", answers)
-
-        with console.status(f"questions under {name}"):
-            scores, answers[name] = score_questions(
-                model,
-                tokenizer,
-                questions,
-                max_length=max_length or model.config.max_position_embeddings,
-                cut_middle=cut_middle,
-                wrap=wrap,
-                judge=verdict,
-                keep=keep,
-                batch_size=batch_size,
-            )
-        rows += [{"name": name} | dataclasses.asdict(score) for score in scores]
-    console.print(questions_table(rows))
-    return Measured("questions", rows, lambda folder: write_json(folder / "answers.json", answers))
 
 
 def _ruler_tasks(names: Sequence[str]) -> list[str]:

@@ -113,7 +113,7 @@ def select_bosch(
         seed=seed,
         data=_data(examples, length, keys, haystack),
     )
-    _write(pattern, chosen.full, out)
+    _write_heads(pattern, chosen.full, out)
     typer.echo(
         f"needles answered: {chosen.score.accuracy:.1%}, with full attention {chosen.original.accuracy:.1%}, "
         f"all windowed {chosen.windowed.accuracy:.1%}; {evaluate.num_evaluations} masks tried in "
@@ -180,7 +180,7 @@ def select_static(
         "seconds": round(time.monotonic() - start, 1),
     }
     sinks = decoder.pattern.num_sink_tokens if sink_tokens is None else sink_tokens
-    _write(head_pattern(full, window, sinks, provenance), full, out, scores)
+    _write_heads(head_pattern(full, window, sinks, provenance), full, out, scores)
 
 
 @app.command("heuristic")
@@ -209,7 +209,7 @@ def select_heuristic(
         "windowed_heads": int((~full).sum()),
         "seed": seed if kind.startswith("random") else None,
     }
-    _write(head_pattern(full, window, sink_tokens or 0, provenance), full, out)
+    _write_heads(head_pattern(full, window, sink_tokens or 0, provenance), full, out)
 
 
 @app.command("nll")
@@ -225,12 +225,13 @@ def select_nll(
     sink_tokens: SinkTokens = None,
     fa_decode: FaDecode = False,
     score_fa_decode: Annotated[
-        bool,
+        bool | None,
         Option(
             "--score-fa-decode/--no-score-fa-decode",
-            help="Whether answers see everything while layers are scored; the paper's setting.",
+            help="Whether answers see everything while layers are scored; default: as the pattern will decode.",
+            show_default=False,
         ),
-    ] = True,
+    ] = None,
     reuse: Annotated[
         bool,
         Option(
@@ -277,7 +278,7 @@ def select_nll(
         drawn,
         sliding_window=window,
         num_sink_tokens=sink_tokens,
-        full_attention_decode=score_fa_decode,
+        full_attention_decode=fa_decode if score_fa_decode is None else score_fa_decode,
         batch_size=batch_size,
         reuse=reuse,
         toggles_at_once=toggles_at_once,
@@ -377,24 +378,26 @@ def _data(examples: int, length: int, keys: int, haystack: Path | None) -> str:
     return f"{examples} needle prompts of {length} tokens, {keys} key(s), haystack {haystack or 'python library'}"
 
 
-def _write(pattern: AttentionPattern, full: np.ndarray, out: Path, scores: np.ndarray | None = None) -> None:
+def _write_heads(
+    pattern: AttentionPattern, full: np.ndarray, out: Path, scores: np.ndarray | None = None
+) -> None:
     from swa_jax.report import head_map
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    pattern.to_json(out)
-    picture = out.with_suffix(".png")
     title = f"{pattern.provenance['method']}: {int((~full).sum())} of {full.size} KV heads windowed"
-    head_map(full, picture, title=title, scores=scores)
-    typer.echo(f"{pattern}\nwritten to {out} and {picture}")
+    _write(pattern, out, lambda picture: head_map(full, picture, title=title, scores=scores))
 
 
 def _write_layers(pattern: AttentionPattern, scores: Sequence[Estimate], out: Path, **labels: str) -> None:
     from swa_jax.report import layer_scores_chart
 
+    _write(pattern, out, lambda picture: layer_scores_chart(scores, pattern.full_layers, picture, **labels))
+
+
+def _write(pattern: AttentionPattern, out: Path, draw: Callable[[Path], None]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     pattern.to_json(out)
     picture = out.with_suffix(".png")
-    layer_scores_chart(scores, pattern.full_layers, picture, **labels)
+    draw(picture)
     typer.echo(f"{pattern}\nwritten to {out} and {picture}")
 
 

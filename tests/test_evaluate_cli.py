@@ -166,7 +166,7 @@ def test_what_was_measured_before_an_interruption_is_kept(checkpoint, tmp_path, 
             raise KeyboardInterrupt
         return [RulerScore(*cell, 1.0, [0.5, 1.0], [1.0, 1.0], 1, [890, 896], "h") for cell in cells]
 
-    monkeypatch.setattr("swa_jax.evaluate.ruler_scoring.ruler_scores", measure)
+    monkeypatch.setattr("swa_jax.evaluate.parts.ruler_scores", measure)
     arguments = ("--ruler", "niah_single_1", "--lengths", "900,1000", "--examples", 1, "--out", tmp_path)
     result = CliRunner().invoke(app, ["evaluate", str(checkpoint), *map(str, arguments)])
     assert result.exit_code != 0

@@ -142,10 +142,14 @@ def test_nll_goes_on_from_its_file_and_writes_what_it_found(checkpoint, tmp_path
     assert f"chosen in this order: {pattern.provenance['picked']}" in output
     assert pattern.full_layers == first.full_layers  # a budget of one is one round
     assert json.loads(kept.read_text())["scores"] == before
-    said = fails("select", "nll", checkpoint, *options, "--no-score-fa-decode")
-    assert said.startswith(
-        f"{kept} holds scores made with full_attention_decode = True, this search has False"
-    )
+    for other in ("--fa-decode", "--score-fa-decode"):
+        said = fails("select", "nll", checkpoint, *options, other)
+        assert said.startswith(
+            f"{kept} holds scores made with full_attention_decode = False, this search has True"
+        )
+    output = run("select", "nll", checkpoint, *options, "--fa-decode", "--no-score-fa-decode")
+    assert "going on from there" in output
+    assert AttentionPattern.from_json(out).full_attention_decode
     said = fails("select", "nll", checkpoint, *options, "--window", 17)
     assert said.startswith(f"{kept} holds scores made with sliding_window = 16, this search has 17")
 
