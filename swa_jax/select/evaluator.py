@@ -60,7 +60,9 @@ class MaskEvaluator:
     ):
         window = model.pattern.sliding_window if sliding_window is None else sliding_window
         if window is None:
-            raise ConfigError("sliding_window is missing (--window): give it, as the model's own pattern has none")
+            raise ConfigError(
+                "sliding_window is missing (--window): give it, as the model's own pattern has none"
+            )
         self.sliding_window = window
         self.num_sink_tokens = model.pattern.num_sink_tokens if num_sink_tokens is None else num_sink_tokens
         self.shape = (model.config.num_hidden_layers, model.config.num_key_value_heads)

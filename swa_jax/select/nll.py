@@ -152,7 +152,9 @@ class LayerScorer:
         window = model.pattern.sliding_window if sliding_window is None else sliding_window
         sinks = model.pattern.num_sink_tokens if num_sink_tokens is None else num_sink_tokens
         if window is None:
-            raise ConfigError("sliding_window is missing (--window): give it, as the model's own pattern has none")
+            raise ConfigError(
+                "sliding_window is missing (--window): give it, as the model's own pattern has none"
+            )
         if toggles_at_once < 1:
             raise ConfigError(f"toggles_at_once must be at least 1, got {toggles_at_once}")
         check_examples(examples)
