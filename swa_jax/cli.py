@@ -22,6 +22,7 @@ from swa_jax.cli_options import (
     Seed,
     SinkTokens,
     Window,
+    Yarn,
     load_checkpoint,
     resolve_pattern,
     with_options,
@@ -194,13 +195,14 @@ def generate(
     temperature: Annotated[float, Option(help="0 takes the likeliest token.", min=0)] = 0.0,
     top_k: Annotated[int | None, Option(help="Sample among the K likeliest tokens.", min=1)] = None,
     top_p: Annotated[float | None, Option(help="Sample among the likeliest tokens that make up P.")] = None,
+    yarn: Yarn = None,
     dtype: ComputeDtype = None,
     seed: Seed = 0,
 ) -> None:
     """Continue a prompt and print the new text."""
     from swa_jax.generation import generate as run
 
-    decoder, tokenizer = load_checkpoint(model, dtype)
+    decoder, tokenizer = load_checkpoint(model, dtype, yarn=yarn)
     decoder = with_options(decoder, pattern, window, sink_tokens, fa_decode)
     new = run(
         decoder,

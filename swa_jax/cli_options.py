@@ -43,6 +43,10 @@ ComputeDtype = Annotated[
     Dtype | None,
     Option("--dtype", help="Of weights and arithmetic; default: as stored. CPUs are faster in float32."),
 ]
+Yarn = Annotated[
+    float | None,
+    Option("--yarn", help="Stretch the model's context this many times by YaRN, for prompts beyond it."),
+]
 
 
 def resolve_pattern(
@@ -66,12 +70,16 @@ def resolve_pattern(
 
 
 def load_checkpoint(
-    model: Path, dtype: Dtype | None, partition: Partition | None = None
+    model: Path, dtype: Dtype | None, partition: Partition | None = None, yarn: float | None = None
 ) -> tuple[Decoder, Tokenizer]:
-    from swa_jax.checkpoint import load_model
+    from swa_jax.checkpoint import load_model, open_checkpoint
     from swa_jax.tokenizer import load_tokenizer
 
-    return load_model(model, dtype=dtype, partition=partition), load_tokenizer(model)
+    try:
+        config = None if yarn is None else open_checkpoint(model).config.with_yarn(yarn)
+    except ConfigError as error:
+        raise ConfigError(f"--yarn {yarn:g}: {error}") from None
+    return load_model(model, dtype=dtype, config=config, partition=partition), load_tokenizer(model)
 
 
 def parse_mesh(text: str) -> Partition:

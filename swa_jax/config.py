@@ -255,3 +255,26 @@ class ModelConfig:
     @property
     def uses_alibi(self) -> bool:
         return self.position_embedding in ("alibi", "alirope")
+
+    def with_yarn(self, factor: float) -> ModelConfig:
+        """The same model with its context stretched `factor` times by YaRN (arXiv:2309.00071); no weight changes.
+
+        Raises:
+          ConfigError: a factor that is not above 1, a model without RoPE, or one that scales its RoPE already.
+        """
+        if not factor > 1:
+            raise ConfigError(f"YaRN stretches the context: its factor must be above 1, got {factor:g}")
+        if not self.uses_rope:
+            raise ConfigError(
+                f"position_embedding is '{self.position_embedding}': YaRN needs rotary embeddings"
+            )
+        if self.rope_scaling is not None:
+            raise ConfigError(
+                f"the model scales its rotary embeddings already ({self.rope_scaling.rope_type}, factor "
+                f"{self.rope_scaling.factor:g}): change rope_scaling in its config.json instead"
+            )
+        original = self.max_position_embeddings
+        scaling = RopeScaling("yarn", factor, original_max_position_embeddings=original)
+        return dataclasses.replace(
+            self, max_position_embeddings=round(original * factor), rope_scaling=scaling
+        )

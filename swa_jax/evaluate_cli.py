@@ -21,6 +21,7 @@ from swa_jax.cli_options import (
     Seed,
     SinkTokens,
     Window,
+    Yarn,
     draw_needles,
     fractions,
     load_checkpoint,
@@ -133,6 +134,7 @@ def evaluate(
         ),
     ] = None,
     batch_size: BatchSize = 16,
+    yarn: Yarn = None,
     dtype: ComputeDtype = None,
     seed: Seed = 0,
     out: Annotated[Path | None, Option(help="Write results.json and pictures to this folder.")] = None,
@@ -154,7 +156,7 @@ def evaluate(
             "nothing to measure: --needles is 0, and no --ruler, --text, --harness or set of questions is given"
         )
     tasks = _ruler_tasks(ruler or [])
-    decoder, tokenizer = load_checkpoint(model, dtype)
+    decoder, tokenizer = load_checkpoint(model, dtype, yarn=yarn)
     names = pattern or ["own"]
     sources: list[str] | list[None] = pattern or [None]
     models = [
@@ -176,6 +178,7 @@ def evaluate(
         "haystack": str(haystack or "python library"),
         "length": length,
         "keys": keys,
+        "yarn": yarn,
         "seed": seed,
     }
     if out is not None:

@@ -175,6 +175,38 @@ def test_what_was_measured_before_an_interruption_is_kept(checkpoint, tmp_path, 
     assert [(row["length"], row["score"]) for row in kept] == [(900, 1.0)]
 
 
+# ---- a longer context ----
+
+
+def test_yarn_stretches_the_context_of_what_is_measured(checkpoint, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("All that is gold does not glitter. " * 8)
+    rows = {}
+    for name, options in {"plain": (), "yarn": ("--yarn", 2)}.items():
+        run("evaluate", checkpoint, "--text", text, "--contexts", 192, "--out", tmp_path / name, *options)
+        rows[name] = json.loads((tmp_path / name / "results.json").read_text())
+    assert (rows["plain"]["yarn"], rows["yarn"]["yarn"]) == (None, 2)
+    plain, yarn = (rows[name]["perplexity_sweep"][0] for name in ("plain", "yarn"))
+    config = load_model(checkpoint).config.with_yarn(2)
+    assert (config.max_position_embeddings, config.rope_scaling.rope_type) == (192, "yarn")
+    tokenizer = load_tokenizer(checkpoint)
+    tokens = tokenizer.start_ids + tokenizer.encode(text.read_text())
+    expected = perplexity(load_model(checkpoint, config=config), tokens, context=192)
+    np.testing.assert_allclose(yarn["nll"], np.log(expected.perplexity), rtol=1e-6)
+    assert abs(plain["nll"] - yarn["nll"]) > 1e-3
+    assert fails(checkpoint, "--yarn", 1) == (
+        "--yarn 1: YaRN stretches the context: its factor must be above 1, got 1"
+    )
+
+
+def test_yarn_wants_rotary_embeddings_that_nothing_scales(checkpoint):
+    config = load_model(checkpoint).config
+    with pytest.raises(ConfigError, match=r"scales its rotary embeddings already \(yarn, factor 2\)"):
+        config.with_yarn(2).with_yarn(2)
+    with pytest.raises(ConfigError, match="position_embedding is 'none'"):
+        dataclasses.replace(config, position_embedding="none").with_yarn(2)
+
+
 # ---- perplexity by window and length ----
 
 
