@@ -4,16 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-from flax import nnx
-from tiny_models import make
+from tiny_models import byte_checkpoint, make
 from typer.testing import CliRunner
 
 import swa_jax.demo
 import swa_jax.train
-from swa_jax.checkpoint import load_model, save_model
+from swa_jax.checkpoint import load_model
 from swa_jax.cli import app
-from swa_jax.config import ConfigError, ModelConfig
-from swa_jax.model import Decoder
+from swa_jax.config import ConfigError
 from swa_jax.pattern import AttentionPattern
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -38,20 +36,7 @@ def fails(*arguments: object) -> str:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, byte_tokenizer):
     """A tiny byte-level model with its tokenizer."""
-    config = ModelConfig(
-        vocab_size=257,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        initializer_range=0.3,
-    )
-    model = Decoder(config, make("Fw", sliding_window=16), rngs=nnx.Rngs(0))
-    return save_model(
-        model, tmp_path_factory.mktemp("cli") / "checkpoint", tokenizer_from=byte_tokenizer.parent
-    )
+    return byte_checkpoint(tmp_path_factory.mktemp("cli"), byte_tokenizer, make("Fw", sliding_window=16))
 
 
 def test_help_names_every_verb():

@@ -6,20 +6,18 @@ import json
 
 import numpy as np
 import pytest
-from flax import nnx
-from tiny_models import make
+from tiny_models import byte_checkpoint, make
 from typer.testing import CliRunner
 
-from swa_jax.checkpoint import load_model, save_model
+from swa_jax.checkpoint import load_model
 from swa_jax.cli import app
-from swa_jax.config import ConfigError, ModelConfig
+from swa_jax.config import ConfigError
 from swa_jax.evaluate import perplexity
 from swa_jax.evaluate.bootstrap import accuracy_interval, bootstrap
 from swa_jax.evaluate.ruler import ruler_grid
 from swa_jax.evaluate.ruler_scoring import RulerScore, ruler_scores
 from swa_jax.evaluate.sweep import block_interval, perplexity_sweep, with_window
 from swa_jax.generation import generate
-from swa_jax.model import Decoder
 from swa_jax.pattern import AttentionPattern
 from swa_jax.tokenizer import load_tokenizer
 
@@ -40,20 +38,11 @@ def fails(*arguments: object) -> str:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, byte_tokenizer):
-    config = ModelConfig(
-        vocab_size=257,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        initializer_range=0.3,
+    return byte_checkpoint(
+        tmp_path_factory.mktemp("evaluate"),
+        byte_tokenizer,
+        make("Fw", sliding_window=16),
         max_position_embeddings=96,
-    )
-    model = Decoder(config, make("Fw", sliding_window=16), rngs=nnx.Rngs(0))
-    return save_model(
-        model, tmp_path_factory.mktemp("evaluate") / "checkpoint", tokenizer_from=byte_tokenizer.parent
     )
 
 

@@ -1,14 +1,15 @@
 """lm-evaluation-harness on our models: the numbers are those of our own evaluator. Skipped without lm-eval."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import make
+from tiny_models import BYTES, make
 
-from swa_jax.config import ConfigError, ModelConfig
+from swa_jax.config import ConfigError
 from swa_jax.evaluate import Example, bootstrap, score_answers
 from swa_jax.generation import generate
 from swa_jax.huggingface import import_model
@@ -27,17 +28,7 @@ def requests(*arguments):
 
 @pytest.fixture(scope="module")
 def lm(byte_tokenizer) -> HarnessModel:
-    config = ModelConfig(
-        vocab_size=257,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        initializer_range=0.3,
-        max_position_embeddings=64,
-    )
+    config = dataclasses.replace(BYTES, max_position_embeddings=64)
     model = Decoder(config, make("Fw", sliding_window=8), rngs=nnx.Rngs(0))
     return HarnessModel(model, load_tokenizer(byte_tokenizer.parent), batch_size=2)
 

@@ -6,19 +6,16 @@ import sys
 import threading
 
 import pytest
-from flax import nnx
-from tiny_models import make
+from tiny_models import byte_checkpoint, make
 from typer.testing import CliRunner
 
-from swa_jax.checkpoint import save_model
 from swa_jax.cli import app
-from swa_jax.config import ConfigError, ModelConfig
+from swa_jax.config import ConfigError
 from swa_jax.evaluate import metrics
 from swa_jax.evaluate.answers import score_questions
 from swa_jax.evaluate.judges import command_judge, find_judge
 from swa_jax.evaluate.questions import Question, longbench, longbench_v2, longmemeval
 from swa_jax.generation import generate
-from swa_jax.model import Decoder
 from swa_jax.tokenizer import load_tokenizer
 
 # ---- metrics ----
@@ -189,20 +186,11 @@ def test_files_that_do_not_fit_say_where(files) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, byte_tokenizer):
-    config = ModelConfig(
-        vocab_size=257,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        initializer_range=0.3,
+    return byte_checkpoint(
+        tmp_path_factory.mktemp("questions"),
+        byte_tokenizer,
+        make("Fw", sliding_window=16),
         max_position_embeddings=128,
-    )
-    model = Decoder(config, make("Fw", sliding_window=16), rngs=nnx.Rngs(0))
-    return save_model(
-        model, tmp_path_factory.mktemp("questions") / "checkpoint", tokenizer_from=byte_tokenizer.parent
     )
 
 

@@ -4,13 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from flax import nnx
 from planted import KV_HEADS, WINDOW_SIZE, planted_examples, planted_mask, planted_model
 from test_cli import fails, run
+from tiny_models import byte_checkpoint
 
-from swa_jax.checkpoint import save_model
-from swa_jax.config import ModelConfig
-from swa_jax.model import Decoder
 from swa_jax.pattern import AttentionPattern
 from swa_jax.select.heads import head_mask, head_pattern
 
@@ -19,19 +16,12 @@ NEEDLES = ("--examples", 2, "--length", 320, "--batch-size", 2)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, byte_tokenizer):
-    config = ModelConfig(
-        vocab_size=257,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
+    return byte_checkpoint(
+        tmp_path_factory.mktemp("select"),
+        byte_tokenizer,
+        AttentionPattern.from_recipe("full", 2),
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.3,
-    )
-    model = Decoder(config, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0))
-    return save_model(
-        model, tmp_path_factory.mktemp("select") / "checkpoint", tokenizer_from=byte_tokenizer.parent
     )
 
 

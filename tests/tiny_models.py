@@ -1,9 +1,11 @@
 """Tiny models and one pattern of every kind, shared by the tests of the model and of generation."""
 
+import dataclasses
 import functools
 
 from flax import nnx
 
+from swa_jax.checkpoint import save_model
 from swa_jax.config import ModelConfig
 from swa_jax.model import Decoder
 from swa_jax.pattern import FULL, HYBRID, SWITCH, WINDOW, AttentionPattern
@@ -23,6 +25,17 @@ SOFTMAX = ModelConfig(
     qk_norm=True,
     attention_bias=True,
     tie_word_embeddings=True,
+    initializer_range=0.3,
+)
+# Its tokens are bytes: those of conftest's `byte_tokenizer`.
+BYTES = ModelConfig(
+    vocab_size=257,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
     initializer_range=0.3,
 )
 SIGMOID = ModelConfig(
@@ -83,3 +96,9 @@ def base_model(config: ModelConfig) -> Decoder:
 def model_of(name: str) -> Decoder:
     config, pattern = PATTERNS[name]
     return base_model(config).with_pattern(pattern)
+
+
+def byte_checkpoint(folder, byte_tokenizer, pattern, **changes):
+    """A checkpoint folder of a random byte-level model and its tokenizer; `changes` are to `BYTES`."""
+    model = Decoder(dataclasses.replace(BYTES, **changes), pattern, rngs=nnx.Rngs(0))
+    return save_model(model, folder / "checkpoint", tokenizer_from=byte_tokenizer.parent)
