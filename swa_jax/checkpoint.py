@@ -69,8 +69,13 @@ def save_model(
         `model.config`. None: written from `model.config`.
       tokenizer_from: a folder whose tokenizer files are copied.
 
-    Raises `ConfigError` if `hf_config` describes another model, `CheckpointError` if the destination is in use.
+    Raises `ConfigError` if `hf_config` describes another model or the model has LoRA adapters, `CheckpointError` if the
+    destination is in use.
     """
+    if model.lora is not None:
+        raise ConfigError(
+            "a checkpoint has no place for LoRA adapters: save merge_lora(model), and the adapters with save_adapter"
+        )
     destination = check_destination(destination)
     dtype = model.embedding[...].dtype.name
     if hf_config is None:

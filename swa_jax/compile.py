@@ -32,6 +32,7 @@ from swa_jax.checkpoint import open_checkpoint
 from swa_jax.config import ConfigError, ModelConfig
 from swa_jax.flops import attention_flops, peak_flops, train_flops_per_token
 from swa_jax.huggingface.weights import CheckpointError
+from swa_jax.lora import trained_and_frozen, with_lora
 from swa_jax.model import Decoder
 from swa_jax.optimizer import make_optimizer
 from swa_jax.pattern import SWITCH, AttentionPattern, load_pattern
@@ -221,9 +222,20 @@ def _train_step(
     check_batch(partition, stage.batch_size // stage.accumulate, stage.sequence_length, "stages")
     check_model(model_config, partition)
     pattern = _pattern(config, stage, model_config)
-    model = nnx.eval_shape(lambda: Decoder(model_config, pattern, rngs=nnx.Rngs(0)))
+
+    def draw() -> Decoder:
+        plain = Decoder(model_config, pattern, dtype=config.start_dtype, rngs=nnx.Rngs(0))
+        return plain if config.lora is None else with_lora(plain, config.lora, nnx.Rngs(0))
+
+    model = nnx.eval_shape(draw)
     optimizer = make_optimizer(config.optimizer, config.total_steps)
-    shapes: TrainState = jax.eval_shape(lambda p: init_state(p, optimizer), nnx.state(model, nnx.Param))
+    graph, weights = nnx.split(model)
+
+    def start(weights: nnx.State) -> TrainState:
+        trained, frozen = trained_and_frozen(nnx.merge(graph, weights))
+        return init_state(trained, optimizer, frozen)
+
+    shapes: TrainState = jax.eval_shape(start, weights)
     state = jax.tree.map(_placed, shapes, state_shardings(shapes, partition))
     rows = partition.sharding("batch", "sequence")
     size = (stage.batch_size, stage.sequence_length)
@@ -239,7 +251,11 @@ def _train_step(
     run: Any = make_step(model, optimizer, config, partition)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = run.lower(state, batch, stage.accumulate)
-    held = {"parameters": state.params, "optimizer": (state.optimizer, state.norm_mean), "batch": batch}
+    held = {
+        "parameters": (state.params, state.frozen),
+        "optimizer": (state.optimizer, state.norm_mean),
+        "batch": batch,
+    }
     described = {"rows": size[0], "length": size[1], "accumulate": stage.accumulate}
     return Compilation(lowered, held, dict(mesh.shape), model, described)
 
@@ -374,7 +390,7 @@ def _flops(traced: Compilation, matmuls: float, remat: str, step: Step, devices:
         forward *= 1 if remat == "none" else 2
         # The backward pass has five matrix products of a tile where the forward has two.
         backward = tokens * float(attention_flops(model, pattern, positions, routed).mean()) * 2.5
-        wanted = tokens * train_flops_per_token(model, pattern, length, routed)
+        wanted = tokens * train_flops_per_token(model, pattern, length, routed, traced.model.lora)
     else:
         seen = positions if step == "prefill" else positions[-1:]
         forward = rows * float(attention_flops(model, pattern, seen, routed).sum())

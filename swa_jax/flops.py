@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from swa_jax.config import ModelConfig
+from swa_jax.lora import LoraConfig
 from swa_jax.pattern import FULL, HYBRID, SWITCH, AttentionPattern
 
 # Dense bf16 operations a second of one JAX device, from the vendors' data sheets. A v7x chip is two devices.
@@ -68,14 +69,21 @@ def attention_flops(
 
 
 def train_flops_per_token(
-    config: ModelConfig, pattern: AttentionPattern, length: int, full_ratio: float = 1.0
+    config: ModelConfig,
+    pattern: AttentionPattern,
+    length: int,
+    full_ratio: float = 1.0,
+    lora: LoraConfig | None = None,
 ) -> float:
     """Forward and backward, the mean over the tokens of a row that is one document; the backward is twice the forward.
 
     What is computed a second time for want of memory does not count. `full_ratio` is for the backward of routed layers.
+    Under LoRA frozen weights have no gradient: their backward is once the forward, that of the adapters twice.
     """
     positions = np.arange(length)
     matrices = 2.0 * matrix_parameters(config)
     forward = attention_flops(config, pattern, positions).mean()
     backward = 2 * attention_flops(config, pattern, positions, full_ratio).mean()
-    return 3 * matrices + float(forward + backward)
+    if lora is None:
+        return 3 * matrices + float(forward + backward)
+    return 2 * matrices + 6 * lora.num_parameters(config) + float(forward + backward)

@@ -23,6 +23,7 @@ from swa_jax.cache import CacheLayout, KVCache, ring_entry, ring_positions, writ
 from swa_jax.config import ModelConfig
 from swa_jax.decode import decode_layer, layer_places
 from swa_jax.layers import RMSNorm, SwiGLU, linear, rope_tables
+from swa_jax.lora import LoraConfig, seed_dropout, with_lora
 from swa_jax.pattern import SWITCH, AttentionPattern
 from swa_jax.sharding import Partition, constrain
 
@@ -65,6 +66,7 @@ class Decoder(nnx.Module):
     ):
         pattern.validate(config)
         self.config, self.pattern = config, pattern
+        self.lora: LoraConfig | None = None  # set by `swa_jax.lora.with_lora`
         dtype = jnp.dtype(dtype)  # one spelling, so that equal models hash alike and share compilations
         routed = SWITCH in pattern.layer_types
         init = nnx.initializers.normal(config.initializer_range)
@@ -109,6 +111,7 @@ class Decoder(nnx.Module):
         kinds: tuple[str, ...] | None = None,
         remat: Remat = "none",
         partition: Partition | None = None,
+        dropout_key: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing]:
         """The normed hidden states [B, T, d] and every layer's routing [L, B, T].
 
@@ -116,20 +119,27 @@ class Decoder(nnx.Module):
           plan, kinds: replace the pattern's layer map by data, so that a search over patterns compiles once.
           remat: what is computed again in the backward pass rather than saved.
           partition: the mesh that parameters and tokens lie on.
+          dropout_key: a JAX key; LoRA adapters drop inputs by it, each layer its own. None: none are dropped.
         """
         kinds = kinds or kinds_of(self.pattern)
         plan = plan or self._plan(kinds)
         context = self.context(tokens, kinds, segment_ids, positions, full_from, partition)
         graph, weights = nnx.split(self.layers)
 
-        def layer(x: jax.Array, scanned: tuple[nnx.State, LayerPlan]) -> tuple[jax.Array, Routing]:
-            return nnx.merge(graph, scanned[0])(x, scanned[1], context)
+        keys = None if dropout_key is None else jax.random.split(dropout_key, self.config.num_hidden_layers)
+
+        def layer(x: jax.Array, scanned: tuple) -> tuple[jax.Array, Routing]:
+            weights, plan, key = scanned
+            block = nnx.merge(graph, weights)
+            if key is not None:
+                seed_dropout(block, key)
+            return block(x, plan, context)
 
         if remat == "layer":
             layer = jax.checkpoint(layer)
         elif remat == "projections":
             layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-        x, routing = jax.lax.scan(layer, self.embed(tokens, partition), (weights, plan))
+        x, routing = jax.lax.scan(layer, self.embed(tokens, partition), (weights, plan, keys))
         return self.norm(x), routing
 
     def embed(self, tokens: jax.Array, partition: Partition | None = None) -> jax.Array:
@@ -152,6 +162,8 @@ class Decoder(nnx.Module):
         routed = SWITCH in pattern.layer_types
         dtype = self.embedding[...].dtype
         other = nnx.eval_shape(lambda: Decoder(self.config, pattern, dtype=dtype, rngs=nnx.Rngs(0)))
+        if (lora := self.lora) is not None:
+            other = nnx.eval_shape(lambda: with_lora(other, lora, nnx.Rngs(0)))
         graph, wanted = nnx.split(other)
         mine = dict(nnx.to_flat_state(nnx.state(self)))
         if routed and not hasattr(self.layers.attention, "router"):

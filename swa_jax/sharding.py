@@ -170,6 +170,13 @@ _DIMENSIONS: dict[tuple[str, ...], tuple[str | None, ...]] = {
     ("gate_proj", "bias"): (None, "mlp"),
     ("up_proj", "bias"): (None, "mlp"),
 }
+# LoRA's factors lie as the kernel's ends do; the rank is whole.
+_DIMENSIONS |= {
+    (tail[0], factor): dimensions
+    for tail, kernel in _DIMENSIONS.items()
+    if tail[1:] == ("kernel",) and len(kernel) == 3
+    for factor, dimensions in (("lora_a", (None, kernel[1], None)), ("lora_b", (None, None, kernel[2])))
+}
 
 
 def state_shardings(state: Any, partition: Partition) -> Any:

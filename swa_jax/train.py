@@ -2,12 +2,14 @@
 many.
 
 A run folder holds `config.yaml` (resolved), `metrics.jsonl` (one line a step), `checkpoints/` and, at the end,
-`model/`. Started again with the same configuration, a run goes on from its last checkpoint, bit for bit.
+`model/`; under LoRA also `adapter/`, what was trained, which is merged in `model/`. Started again with the same
+configuration, a run goes on from its last checkpoint, bit for bit.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import logging
 import os
@@ -30,11 +32,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from swa_jax.checkpoint import load_model, open_checkpoint, save_model
+from swa_jax.checkpoint import MANIFEST_FILE, load_model, open_checkpoint, save_model
 from swa_jax.config import ConfigError, ModelConfig, from_dict, to_dict
 from swa_jax.data import check_source, make_batches
 from swa_jax.flops import peak_flops, train_flops_per_token
+from swa_jax.huggingface.adapter import save_adapter
 from swa_jax.huggingface.weights import CheckpointError
+from swa_jax.lora import merge_lora, trained_and_frozen, with_lora
 from swa_jax.model import Decoder
 from swa_jax.optimizer import make_optimizer
 from swa_jax.pattern import SWITCH, AttentionPattern, load_pattern
@@ -78,7 +82,8 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     first = jax.process_index() == 0
     if first:  # the others wait for it when they look for checkpoints
         _claim(run.folder, config)
-    state = shard_state(init_state(nnx.state(run.model, nnx.Param), run.optimizer), run.partition)
+    trained, frozen = trained_and_frozen(run.model)
+    state = shard_state(init_state(trained, run.optimizer, frozen), run.partition)
     keep, keep_period = config.keep_checkpoints, config.keep_checkpoint_period
     with (
         preemption_notices() as preempted,
@@ -86,7 +91,9 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     ):
         data_state = None
         if checkpoints.newest is not None:
-            state, data_state = checkpoints.restore(abstract_state(state))
+            frozen = state.frozen
+            state, data_state = checkpoints.restore(abstract_state(state.without_frozen()))
+            state = dataclasses.replace(state, frozen=frozen)
         done = int(state.step)
         peak = peak_flops(jax.devices()[0].device_kind)
         log = RunLog(
@@ -135,7 +142,8 @@ def _train_stage(
     losses = [make_validation_loss(model, config, partition) for model in models]
     tokens, end = stage.batch_size * stage.sequence_length, start + stage.steps
     flops = [
-        tokens * train_flops_per_token(model.config, model.pattern, stage.sequence_length) for model in models
+        tokens * train_flops_per_token(model.config, model.pattern, stage.sequence_length, lora=model.lora)
+        for model in models
     ]
     for step in range(int(state.step), end):
         which, done = step % len(models), step + 1
@@ -155,7 +163,7 @@ def _train_stage(
             log.add(done, validate(config, stage, run.tokenizer, losses[which], state, partition))
         if saving:
             log.sync()
-            checkpoints.save(done, state, batches.get_state())
+            checkpoints.save(done, state.without_frozen(), batches.get_state())
         if validating and stopping:
             log.add(done, validate(config, stage, run.tokenizer, losses[which], state, partition))
         if stopping and done < config.total_steps:
@@ -170,14 +178,16 @@ def _save_finished(run: Run, state: TrainState) -> Path:
     config, destination = run.config, run.folder / "model"
     if from_first_process(destination.exists):
         return destination
-    nnx.update(run.model, jax.tree.map(lambda p: p.astype(config.save_dtype), state.params))
     path = Path(config.tokenizer)
     hf_config = None
     if config.init_from is not None and run.model.config == open_checkpoint(config.init_from).config:
         hf_config = open_checkpoint(config.init_from).hf_config
     try:
+        model = run.model if config.lora is None else _merged(run, state)
+        trained = state.params if config.lora is None else nnx.state(model)
+        nnx.update(model, jax.tree.map(lambda p: p.astype(config.save_dtype), trained))
         save_model(
-            run.model, destination, hf_config=hf_config, tokenizer_from=path if path.is_dir() else path.parent
+            model, destination, hf_config=hf_config, tokenizer_from=path if path.is_dir() else path.parent
         )
     except (OSError, ValueError) as error:  # ValueError: TensorStore's, of a full disk
         if isinstance(error, ConfigError):
@@ -188,6 +198,27 @@ def _save_finished(run: Run, state: TrainState) -> Path:
         ) from error
     from_first_process(lambda: None)
     return destination
+
+
+def _merged(run: Run, state: TrainState) -> Decoder:
+    """The trained model with its adapters merged, which are written first.
+
+    Frozen weights are read again, since the run may have held them in bf16.
+    """
+    assert run.config.init_from is not None
+    assert run.config.lora is not None
+    jax.tree.map(lambda x: x.delete(), state.frozen)
+    source = open_checkpoint(run.config.init_from)
+    base = load_model(
+        run.config.init_from, run.model.pattern, dtype=jnp.result_type(source.dtype, run.config.save_dtype),
+        config=run.model.config, partition=run.partition,
+    )  # fmt: skip
+    model = with_lora(base, run.config.lora, nnx.Rngs(run.config.seed))
+    nnx.update(model, state.params)
+    destination = run.folder / "adapter"
+    if not from_first_process(destination.exists):
+        save_adapter(model, destination, base=source.hf_config.get("_name_or_path"))
+    return merge_lora(model)
 
 
 def local_rows(partition: Partition | None, batch_size: int) -> slice:
@@ -235,7 +266,7 @@ def validate(
     )  # fmt: skip
     total = weight = 0.0
     for batch in itertools.islice(batches, config.validation_batches * stage.accumulate):  # pieces of batches
-        nll, weights = loss(state.params, place_batch(batch, partition, rows))
+        nll, weights = loss(state.params, state.frozen, place_batch(batch, partition, rows))
         total, weight = total + float(nll), weight + float(weights)
     return {"validation_loss": total / max(weight, 1e-6)}
 
@@ -263,6 +294,10 @@ def _prepare(config: TrainConfig) -> Run:
         "num_sink_tokens": config.num_sink_tokens,
         "seed": config.seed,
     }
+    if config.lora is not None and config.init_from is None:
+        raise ConfigError(
+            "'lora' adapts a trained model: set 'init_from' to its checkpoint folder in place of 'model'"
+        )
     tokenizer = load_tokenizer(config.tokenizer)
     if config.init_from is not None:
         check_same_tokens(tokenizer, config.tokenizer, config.init_from)
@@ -283,9 +318,11 @@ def _prepare(config: TrainConfig) -> Run:
     patterns = _stage_patterns(config, tokenizer, model_config, pattern, options)
     if config.init_from is not None:
         model = load_model(
-            config.init_from, pattern, dtype=jnp.float32, config=model_config, partition=partition,
+            config.init_from, pattern, dtype=config.start_dtype, config=model_config, partition=partition,
             router_seed=config.seed,
         )  # fmt: skip
+        if config.lora is not None:
+            model = with_lora(model, config.lora, nnx.Rngs(config.seed))
     else:
         model = random_model(model_config, pattern, config.seed, partition)
     optimizer = make_optimizer(config.optimizer, config.total_steps)
@@ -337,6 +374,7 @@ def _stage_patterns(
     return patterns
 
 
+BASE_FILE = "base.sha256"  # of the model that adapters are trained on, which checkpoints do not hold
 _MAY_CHANGE = (
     "mesh",
     "sharding",
@@ -347,6 +385,7 @@ _MAY_CHANGE = (
 def _claim(run: Path, config: TrainConfig) -> None:
     """Write `config.yaml`; if there is a checkpoint to go on from, check first that the run there is the same one."""
     resolved, file = to_dict(config), run / "config.yaml"
+    base = _base_digest(config)
     if file.exists() and has_checkpoint(run / "checkpoints"):
         before = to_dict(from_dict(TrainConfig, yaml.safe_load(file.read_text())))
         changed = sorted(
@@ -357,10 +396,29 @@ def _claim(run: Path, config: TrainConfig) -> None:
                 f"{run} holds a run whose '{changed[0]}' differs: set 'output' to a new folder, or resume with "
                 f"{file} as it is"
             )
+        if base is not None and (run / BASE_FILE).read_text().strip() != base:
+            raise ConfigError(
+                f"'init_from' = {config.init_from} is not the model that the adapters in {run} were trained on: bring "
+                "that one back, or set 'output' to a new folder"
+            )
     run.mkdir(parents=True, exist_ok=True)
-    partial = run / "config.yaml.partial"
-    partial.write_text(yaml.safe_dump(resolved, sort_keys=False))
+    if base is not None:  # before the configuration, which is there whenever this is needed
+        _write(run / BASE_FILE, base + "\n")
+    _write(file, yaml.safe_dump(resolved, sort_keys=False))
+
+
+def _write(file: Path, text: str) -> None:
+    partial = file.with_name(file.name + ".partial")
+    partial.write_text(text)
     os.replace(partial, file)
+
+
+def _base_digest(config: TrainConfig) -> str | None:
+    """Of the frozen weights under LoRA: of the sums of their files."""
+    if config.lora is None:
+        return None
+    assert config.init_from is not None
+    return hashlib.sha256((Path(config.init_from) / MANIFEST_FILE).read_bytes()).hexdigest()
 
 
 def _starts(config: TrainConfig) -> list[int]:

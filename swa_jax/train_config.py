@@ -7,6 +7,7 @@ from typing import Literal
 
 from swa_jax.config import ConfigError, ModelConfig, RopeScaling
 from swa_jax.data import SourceConfig
+from swa_jax.lora import LoraConfig
 from swa_jax.model import Remat
 from swa_jax.objectives import SwitchLoss
 from swa_jax.optimizer import OptimizerConfig
@@ -80,12 +81,15 @@ class TrainConfig:
     num_sink_tokens: int | None = None
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     sharding: ShardingRules = dataclasses.field(default_factory=ShardingRules)
+    lora: LoraConfig | None = (
+        None  # train adapters of `init_from`'s projections, and routers, in place of all weights
+    )
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     switch_loss: SwitchLoss = dataclasses.field(default_factory=SwitchLoss)
     z_loss: float = 0.0  # weight of the mean squared log of the softmax's denominator
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient that is no number
     spike_factor: float | None = None  # skip updates whose gradient norm is this many times the running mean
-    bfloat16: bool = False  # compute in bf16; weights and optimiser stay f32
+    bfloat16: bool = False  # compute in bf16; what is trained and its optimiser stay f32
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the finished model's weights
     remat: Remat = "none"
     seed: int = 0
@@ -135,6 +139,11 @@ class TrainConfig:
     def attention(self) -> str:
         """The recipe or pattern file that the run trains under."""
         return self.pattern if self.method is None else METHODS[self.method]
+
+    @property
+    def start_dtype(self) -> str:
+        """Of the weights that the run starts from: f32 to be trained; frozen, what they are computed in."""
+        return "bfloat16" if self.lora is not None and self.bfloat16 else "float32"
 
     @property
     def total_steps(self) -> int:

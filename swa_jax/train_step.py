@@ -37,19 +37,28 @@ SPIKE_WARMUP = 20  # updates before it is trusted
 @dataclasses.dataclass
 class TrainState:
     step: jax.Array  # int32: steps done
-    params: Any  # nnx.State of nnx.Param, f32
+    params: Any  # nnx.State of nnx.Param, f32: what is trained
     optimizer: optax.OptState
     norm_mean: jax.Array  # f32: running mean of the gradient norm, not debiased
     skipped: jax.Array  # int32: updates left out for their gradient
+    frozen: Any = dataclasses.field(
+        default_factory=lambda: nnx.State({})
+    )  # the rest of the model, under LoRA
+
+    def without_frozen(self) -> TrainState:
+        """What a checkpoint holds: the frozen weights are those of the model that the run starts from."""
+        return dataclasses.replace(self, frozen=nnx.State({}))
 
 
-def init_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before step 0."""
+def init_state(params: Any, optimizer: optax.GradientTransformation, frozen: Any = None) -> TrainState:
+    """The state before step 0; `frozen`: the parameters that are not trained, if there are any."""
 
     def zero(dtype: Any) -> jax.Array:
         return jnp.zeros((), dtype)  # an array for each leaf: a step consumes them all
 
-    return TrainState(zero(jnp.int32), params, optimizer.init(params), zero(jnp.float32), zero(jnp.int32))
+    rest = nnx.State({}) if frozen is None else frozen
+    moments = optimizer.init(params)
+    return TrainState(zero(jnp.int32), params, moments, zero(jnp.float32), zero(jnp.int32), rest)
 
 
 def shard_state(state: TrainState, partition: Partition | None) -> TrainState:
@@ -62,12 +71,21 @@ def make_step(
 ) -> Callable[[TrainState, Batch, int], tuple[TrainState, Metrics]]:
     """`step(state, batch, pieces) -> (state, metrics)`, compiled; the state passed in is consumed.
 
-    `batch` has leaves [B, T] (and `full_from` [B, segments]); it is taken in `pieces` pieces of B / pieces rows.
+    `batch` has leaves [B, T] (and `full_from` [B, segments]); it is taken in `pieces` pieces of B / pieces rows. What
+    LoRA's dropout drops depends on the configuration's seed, the step and the piece, on no mesh.
     """
     loss_of = make_loss(model, config, partition)
+    drops = model.lora is not None and model.lora.dropout > 0
 
     def step(state: TrainState, batch: Batch, pieces: int) -> tuple[TrainState, Metrics]:
-        gradients, metrics = _gradients(loss_of, state.params, batch, pieces, partition)
+        key = jax.random.fold_in(jax.random.key(config.seed), state.step) if drops else None
+
+        def loss(
+            params: Any, piece: Batch, totals: Totals, key: jax.Array | None
+        ) -> tuple[jax.Array, Metrics]:
+            return loss_of(params, state.frozen, piece, totals, key)
+
+        gradients, metrics = _gradients(loss, state.params, batch, pieces, partition, key)
         norm = optax.tree.norm(gradients)
         metrics["gradient_norm"] = norm
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
@@ -79,7 +97,7 @@ def make_step(
             unchanged = (state.params, state.optimizer, state.norm_mean)
             changed = jax.tree.map(lambda new, old: jnp.where(accepted, new, old), changed, unchanged)
             skipped = metrics["skipped_updates"] = skipped + (1 - accepted.astype(jnp.int32))
-        new_state = TrainState(state.step + 1, *changed, skipped)
+        new_state = TrainState(state.step + 1, *changed, skipped, state.frozen)
         if partition is not None:
             new_state = jax.lax.with_sharding_constraint(new_state, state_shardings(new_state, partition))
         return new_state, metrics
@@ -89,14 +107,14 @@ def make_step(
 
 def make_validation_loss(
     model: Decoder, config: TrainConfig, partition: Partition | None
-) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
-    """`loss(params, batch) -> (summed loss in nats, summed weight)` of the language model alone, compiled."""
+) -> Callable[[Any, Any, Batch], tuple[jax.Array, jax.Array]]:
+    """`loss(params, frozen, batch) -> (summed loss in nats, summed weight)` of the language model alone, compiled."""
     loss_of = make_loss(model, config, partition)
 
-    def summed(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def summed(params: Any, frozen: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         _, weights = next_token_targets(batch["tokens"], batch["segment_ids"], batch["weights"])
         totals = totals_of(batch["segment_ids"], weights)
-        _, metrics = loss_of(params, batch, totals)
+        _, metrics = loss_of(params, frozen, batch, totals, None)
         return metrics["loss"] * totals.weight, jnp.sum(weights)
 
     return jax.jit(summed)
@@ -104,15 +122,17 @@ def make_validation_loss(
 
 def make_loss(
     model: Decoder, config: TrainConfig, partition: Partition | None
-) -> Callable[[Any, Batch, Totals], tuple[jax.Array, Metrics]]:
-    """`loss(params, batch, totals) -> (objective, metrics)`; every mean is a sum over the batch by `totals`, so that
-    the pieces of a batch add up to the whole."""
+) -> Callable[[Any, Any, Batch, Totals, jax.Array | None], tuple[jax.Array, Metrics]]:
+    """`loss(params, frozen, batch, totals, dropout_key) -> (objective, metrics)`; every mean is a sum over the batch by
+    `totals`, so that the pieces of a batch add up to the whole."""
     graph, _ = nnx.split(model)  # every variable of the model is a parameter
 
-    def loss_of(params: Any, batch: Batch, totals: Totals) -> tuple[jax.Array, Metrics]:
+    def loss_of(
+        params: Any, frozen: Any, batch: Batch, totals: Totals, dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, Metrics]:
         if config.bfloat16:
-            params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-        model = nnx.merge(graph, params)
+            params, frozen = jax.tree.map(lambda p: p.astype(jnp.bfloat16), (params, frozen))
+        model = nnx.merge(graph, params, frozen)
         segments = batch["segment_ids"]
         hidden, routing = model.features(
             batch["tokens"],
@@ -120,6 +140,7 @@ def make_loss(
             full_from=batch.get("full_from") if model.pattern.full_attention_decode else None,
             remat=config.remat,
             partition=partition,
+            dropout_key=dropout_key,
         )
         targets, weights = next_token_targets(batch["tokens"], segments, batch["weights"])
         tokens = token_loss(hidden, model.head(), targets, weights, partition=partition)
@@ -150,19 +171,24 @@ def _mean_by_layer(values: jax.Array, segments: jax.Array, tokens: jax.Array) ->
 
 
 def _gradients(
-    loss_of: Callable, params: Any, batch: Batch, pieces: int, partition: Partition | None
+    loss_of: Callable,
+    params: Any,
+    batch: Batch,
+    pieces: int,
+    partition: Partition | None,
+    dropout_key: jax.Array | None,
 ) -> tuple[Any, Metrics]:
     """The gradients and metrics of the whole batch, one piece in memory at a time."""
     _, weights = next_token_targets(batch["tokens"], batch["segment_ids"], batch["weights"])
     totals = totals_of(batch["segment_ids"], weights)
     differentiate = jax.value_and_grad(loss_of, has_aux=True)
 
-    def one(piece: Batch) -> tuple[Any, Metrics]:
-        (_, metrics), gradients = differentiate(params, piece, totals)
+    def one(piece: Batch, key: jax.Array | None) -> tuple[Any, Metrics]:
+        (_, metrics), gradients = differentiate(params, piece, totals, key)
         return gradients, metrics
 
     if pieces == 1:
-        return one(batch)
+        return one(batch, dropout_key)
 
     def split(x: jax.Array) -> jax.Array:
         # Row r goes to piece r % pieces: every device's rows are spread over all pieces, so none is moved.
@@ -172,13 +198,14 @@ def _gradients(
         )
 
     length = batch["tokens"].shape[1:]
-    split_batch = jax.tree.map(split, batch)
+    keys = None if dropout_key is None else jax.random.split(dropout_key, pieces)
+    split_batch = (jax.tree.map(split, batch), keys)
     start = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, jax.tree.map(lambda x: x[0], split_batch))
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, *jax.tree.map(lambda x: x[0], split_batch))
     )
 
-    def add(total: tuple[Any, Metrics], piece: Batch) -> tuple[tuple[Any, Metrics], None]:
-        return jax.tree.map(jnp.add, total, one(piece)), None
+    def add(total: tuple[Any, Metrics], piece: tuple[Batch, Any]) -> tuple[tuple[Any, Metrics], None]:
+        return jax.tree.map(jnp.add, total, one(*piece)), None
 
     return jax.lax.scan(add, start, split_batch)[0]
 

@@ -1,0 +1,340 @@
+"""LoRA: adapters that change nothing at first, train alone, resume to the bit, merge, and are written as PEFT reads them."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+import swa_jax.train
+from swa_jax.checkpoint import load_model, save_model
+from swa_jax.config import ConfigError, from_dict, to_dict
+from swa_jax.evaluate.needle import ANSWER, NEEDLE, QUESTION
+from swa_jax.flops import matrix_parameters, train_flops_per_token
+from swa_jax.generation import generate
+from swa_jax.huggingface import import_model
+from swa_jax.huggingface.adapter import save_adapter
+from swa_jax.lora import TARGETS, LoraConfig, LoraLinear, merge_lora, trained_and_frozen, with_lora
+from swa_jax.model import Decoder
+from swa_jax.pattern import AttentionPattern
+from swa_jax.train import train
+from swa_jax.train_config import TrainConfig
+from swa_jax.train_step import init_state, make_loss, make_step, make_validation_loss
+
+from .test_train import Interruption, interrupt_at, losses
+from .tiny_models import PATTERNS, model_of
+
+ROOT = Path(__file__).parents[1]
+EVERYWHERE = LoraConfig(rank=3, alpha=6.0, dropout=0.25, targets=tuple(TARGETS))
+TOKENS = np.random.default_rng(0).integers(1, 61, size=(4, 20)).astype(np.int32)
+BATCH = {"tokens": TOKENS, "segment_ids": np.ones_like(TOKENS), "weights": np.ones(TOKENS.shape, np.float32)}
+
+
+def randomised(model: Decoder) -> Decoder:
+    """With adapters that do change something."""
+    graph, adapters, rest = nnx.split(model, nnx.LoRAParam, ...)
+    keys = iter(jax.random.split(jax.random.key(5), 100))
+    drawn = jax.tree.map(lambda x: 0.1 * jax.random.normal(next(keys), x.shape), adapters)
+    return nnx.merge(graph, drawn, rest)
+
+
+def adapted(pattern: str, config: LoraConfig = EVERYWHERE) -> Decoder:
+    return with_lora(model_of(pattern), config, nnx.Rngs(1))
+
+
+def run_config(**changes) -> TrainConfig:
+    stages = [{"steps": 10, "sequence_length": 20, "batch_size": 4}]
+    settings = {"output": "-", "tokenizer": "-", "init_from": "-", "stages": stages}
+    settings["optimizer"] = {"name": "adamw", "learning_rate": 1e-2}
+    return from_dict(TrainConfig, settings | changes)
+
+
+def arrays(tree) -> list[np.ndarray]:
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def start(model: Decoder, config: TrainConfig):
+    """A fresh state, which a step may consume, and the step."""
+    optimizer = swa_jax.train.make_optimizer(config.optimizer, config.total_steps)
+    trained, frozen = jax.tree.map(jnp.copy, trained_and_frozen(model))
+    return init_state(trained, optimizer, frozen), make_step(model, optimizer, config, None)
+
+
+def test_a_new_adapter_changes_nothing_under_any_pattern():
+    plain = model_of("every-kind+fa-decode")
+    model = adapted("every-kind+fa-decode")
+    full_from = jnp.full(4, 12)
+    np.testing.assert_array_equal(model(TOKENS, full_from=full_from), plain(TOKENS, full_from=full_from))
+    shapes = {
+        name: (projection.lora_a.shape, projection.lora_b.shape)
+        for part in (model.layers.attention, model.layers.mlp)
+        for name, projection in vars(part).items()
+        if isinstance(projection, LoraLinear)
+    }
+    assert set(shapes) == set(TARGETS)
+    assert shapes["k_proj"] == ((4, 24, 3), (4, 3, 16))
+    assert shapes["down_proj"] == ((4, 40, 3), (4, 3, 24))
+    a = model.layers.attention.q_proj.lora_a[...]
+    assert 0.9 < float(jnp.abs(a).max()) * 24**0.5 <= 1
+    assert len(np.unique(a)) > a.size - 3  # layers are drawn one by one
+    adapters = nnx.state(model, nnx.LoRAParam)
+    assert sum(x.size for x in jax.tree.leaves(adapters)) == EVERYWHERE.num_parameters(model.config)
+
+
+def test_merged_is_unmerged_and_all_ways_through_the_model_use_the_adapters():
+    model = randomised(adapted("every-kind"))
+    merged = merge_lora(model)
+    assert nnx.split(merged)[0] == nnx.split(model_of("every-kind"))[0]  # a plain decoder
+    ours, theirs = model(TOKENS), merged(TOKENS)
+    assert float(jnp.abs(theirs - model_of("every-kind")(TOKENS)).max()) > 0.1
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    window = PATTERNS["window+fa-decode"][1]
+    moved = model.with_pattern(window)
+    assert moved.lora == model.lora
+    prompts = [TOKENS[0].tolist(), TOKENS[1, :7].tolist()]
+    replies = generate(moved, prompts, max_new_tokens=6)  # prefill, then steps
+    assert replies == generate(merged.with_pattern(window), prompts, max_new_tokens=6)
+    assert replies != generate(model_of("window+fa-decode"), prompts, max_new_tokens=6)
+
+
+def test_bfloat16_weights_stay_bfloat16():
+    small = jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(model_of("window")))
+    model = with_lora(nnx.merge(nnx.split(model_of("window"))[0], small), EVERYWHERE, nnx.Rngs(0))
+    hidden, _ = model.features(TOKENS)
+    assert hidden.dtype == jnp.bfloat16
+    assert merge_lora(model).layers.mlp.up_proj.kernel.dtype == jnp.bfloat16
+    trained, frozen = trained_and_frozen(model)
+    assert {x.dtype.name for x in jax.tree.leaves(trained)} == {"float32"}
+    assert {x.dtype.name for x in jax.tree.leaves(frozen)} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("pattern", ["window", "switch"])
+def test_only_adapters_and_routers_are_trained_and_have_moments(pattern):
+    model, config = adapted(pattern), run_config()
+    state, step = start(model, config)
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)]
+    assert all("lora_" in name or "router" in name for name in names)
+    assert len(names) == 14 + 2 * (pattern == "switch")
+    moments = [x for x in jax.tree.leaves(state.optimizer) if x.ndim > 0]
+    assert len(moments) == 2 * len(names)
+    before, frozen = arrays(state.params), arrays(state.frozen)
+    for _ in range(3):
+        state, metrics = step(state, BATCH, 2)
+    assert float(metrics["loss"]) > 0
+    for ours, theirs in zip(arrays(state.frozen), frozen, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert all((ours != theirs).any() for ours, theirs in zip(arrays(state.params), before, strict=True))
+
+
+def test_gradients_are_those_of_the_dense_weights():
+    """dA = scale dW B', dB = scale A' dW, with the weights' gradient at the merged weights."""
+    model, config = randomised(adapted("interleave")), run_config()
+    totals = swa_jax.train_step.totals_of(BATCH["segment_ids"], BATCH["weights"])
+
+    def gradients(model):
+        trained, frozen = trained_and_frozen(model)
+        loss = make_loss(model, config, None)
+        return jax.jit(jax.grad(lambda p, f: loss(p, f, BATCH, totals, None)[0]))(trained, frozen)
+
+    low, dense = gradients(model), gradients(merge_lora(model))
+    for name, part in TARGETS.items():
+        projection = getattr(getattr(model.layers, part), name)
+        change = dense["layers"][part][name]["kernel"][...]  # [L, in, out]
+        a = EVERYWHERE.scale * jnp.einsum("lio,lro->lir", change, projection.lora_b[...])
+        b = EVERYWHERE.scale * jnp.einsum("lir,lio->lro", projection.lora_a[...], change)
+        for expected, factor in ((a, "lora_a"), (b, "lora_b")):
+            found = low["layers"][part][name][factor][...]
+            assert float(jnp.abs(expected).max()) > 1e-4
+            np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5 * float(jnp.abs(expected).max()))
+
+
+def test_dropout_is_drawn_from_the_seed_the_step_the_piece_and_the_layer():
+    model, config = randomised(adapted("window")), run_config()
+    # One row again and again, in a model whose layers are all alike: what differs was dropped differently.
+    same = {name: np.repeat(x[:1], 4, axis=0) for name, x in BATCH.items()}
+
+    def norm_and_loss(pieces=1, at=0, seed=0, batch=same):
+        state, step = start(model, dataclasses.replace(config, seed=seed))
+        state.step = jnp.int32(at)
+        _, metrics = step(state, batch, pieces)
+        return float(metrics["gradient_norm"]), float(metrics["loss"])
+
+    assert norm_and_loss() == norm_and_loss()
+    outcomes = [norm_and_loss(), norm_and_loss(at=1), norm_and_loss(seed=1), norm_and_loss(pieces=4)]
+    assert len(set(outcomes)) == 4
+    key, x = jax.random.key(0), jnp.ones((4, 50, 24))
+    layer = jax.tree.map(lambda x: x[0], nnx.state(model.layers.attention.q_proj))
+    projection = nnx.merge(nnx.split(model.layers.attention.q_proj)[0], layer)
+    base = x @ projection.kernel[...] + projection.bias[...]
+    projection.dropout_key = key
+    kept = jax.random.bernoulli(key, 0.75, x.shape)
+    assert 0.7 < float(kept.mean()) < 0.8
+    expected = base + 2.0 * (kept / 0.75) @ projection.lora_a[...] @ projection.lora_b[...]
+    np.testing.assert_allclose(projection(x), expected, rtol=1e-4, atol=1e-5)
+    # Neither validation nor inference drops anything.
+    trained, frozen = trained_and_frozen(model)
+    loss, weight = make_validation_loss(model, config, None)(trained, frozen, BATCH)
+    plain, _ = make_validation_loss(merge_lora(model), config, None)(
+        nnx.state(merge_lora(model)), nnx.State({}), BATCH
+    )
+    np.testing.assert_allclose(loss / weight, plain / weight, rtol=1e-5)
+
+
+def test_pieces_add_up_without_dropout():
+    model = randomised(adapted("window", dataclasses.replace(EVERYWHERE, dropout=0.0)))
+    results = []
+    for pieces in (1, 2):
+        state, step = start(model, run_config())
+        state, metrics = step(state, BATCH, pieces)
+        results.append([float(metrics["loss"]), float(metrics["gradient_norm"])])
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
+
+
+# ---- whole runs ----
+
+
+@pytest.fixture(scope="module")
+def recall(tmp_path_factory):
+    return import_model(ROOT / "swa_jax" / "recall", tmp_path_factory.mktemp("recall") / "model")
+
+
+@pytest.fixture
+def settings(tmp_path, recall):
+    """SWAA in small: prompts with their answers under windows, every second layer full, answers full."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for i in range(48):
+        key, value = f"brave-{'otter tiger river eagle'.split()[i % 4]}", int(rng.integers(1e6, 1e7))
+        prompt = (
+            "x = 1\n" * 9 + NEEDLE.format(key=key, value=value) + "y = 2\n" * 9 + QUESTION.format(key=key)
+        )
+        lines.append(json.dumps({"prompt": prompt, "answer": ANSWER.format(key=key, value=value)}))
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    data = [{"kind": "prompts", "files": [str(tmp_path / "prompts.jsonl")]}]
+    return {
+        "output": str(tmp_path / "run"),
+        "tokenizer": str(recall),
+        "init_from": str(recall),
+        "pattern": "swaa-trained-quality",
+        "sliding_window": 8,
+        "lora": {"rank": 4, "alpha": 32},
+        "checkpoint_every": 3,
+        "optimizer": {"name": "adamw", "learning_rate": 3e-3, "warmup_steps": 1, "weight_decay": 0.0},
+        "stages": [{"steps": 8, "sequence_length": 160, "batch_size": 4, "accumulate": 2, "data": data}],
+    }
+
+
+def test_a_run_learns_resumes_to_the_bit_and_writes_model_and_adapter(
+    settings, tmp_path, recall, monkeypatch
+):
+    settings["pattern"] = (
+        "window"  # the answers cannot be known: the model learns their form under the window
+    )
+    settings["pattern"] = "interleave-1-in-2+fa-decode"
+    model = train(from_dict(TrainConfig, settings), quiet=True)
+    expected = losses(tmp_path / "run")
+    assert np.mean(expected[-2:]) < 0.8 * expected[0]
+
+    again = settings | {"output": str(tmp_path / "again")}
+    interrupt_at(monkeypatch, 5)
+    with pytest.raises(Interruption):
+        train(from_dict(TrainConfig, again), quiet=True)
+    monkeypatch.undo()
+    resumed = train(from_dict(TrainConfig, again), quiet=True)
+    assert losses(tmp_path / "again") == expected
+    trained, base = load_model(model), load_model(recall, dtype=jnp.float32)
+    assert trained.pattern.full_attention_decode
+    for ours, theirs in zip(arrays(nnx.state(trained)), arrays(nnx.state(load_model(resumed))), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+    # The checkpoints hold the adapters only.
+    size = sum(f.stat().st_size for f in (tmp_path / "run" / "checkpoints" / "8").rglob("*") if f.is_file())
+    lora = from_dict(LoraConfig, settings["lora"])
+    assert size < 4 * 4 * lora.num_parameters(base.config)
+
+    # By hand, from PEFT's files: W + scale B A.
+    folder = tmp_path / "run" / "adapter"
+    tensors = load_file(folder / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"], config["use_rslora"]) == (
+        "LORA",
+        4,
+        32,
+        False,
+    )
+    assert config["target_modules"] == ["q_proj", "k_proj", "v_proj"]
+    assert AttentionPattern.from_json(folder / "pattern.json") == trained.pattern
+    assert len(tensors) == 8 * 3 * 2
+    for layer in range(8):
+        for name, outputs in (("q_proj", 256), ("k_proj", 128), ("v_proj", 128)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            a, b = tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"]
+            assert (a.shape, b.shape) == ((4, 128), (outputs, 4))
+            ours = np.asarray(getattr(trained.layers.attention, name).kernel[layer])
+            theirs = np.asarray(getattr(base.layers.attention, name).kernel[layer])
+            np.testing.assert_allclose(ours, theirs + 8 * (b @ a).T, rtol=1e-5, atol=1e-6)
+            assert np.abs(ours - theirs).max() > 1e-4
+    np.testing.assert_array_equal(trained.layers.mlp.up_proj.kernel[...], base.layers.mlp.up_proj.kernel[...])
+
+
+def test_adapters_of_another_base_do_not_go_on(settings, tmp_path, recall, monkeypatch):
+    base = load_model(recall)
+    save_model(base, tmp_path / "base", tokenizer_from=recall)
+    settings |= {"init_from": str(tmp_path / "base"), "bfloat16": True}
+    interrupt_at(monkeypatch, 4)
+    with pytest.raises(Interruption):
+        train(from_dict(TrainConfig, settings), quiet=True)
+    monkeypatch.undo()
+    (tmp_path / "base").rename(tmp_path / "moved")
+    base.norm.scale[...] = base.norm.scale[...] * 2
+    save_model(base, tmp_path / "base", tokenizer_from=recall)
+    with pytest.raises(ConfigError, match="is not the model that the adapters in .* were trained on"):
+        train(from_dict(TrainConfig, settings), quiet=True)
+    assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("lora", "sentence"),
+    [
+        ({"rank": 0}, r"'lora\.rank' must be at least 1, got 0"),
+        ({"alpha": 0}, r"'lora\.alpha' must be a number above 0"),
+        ({"dropout": 1.0}, r"'lora\.dropout' must be a share from 0 to below 1"),
+        ({"targets": []}, r"'lora\.targets' is empty"),
+        ({"targets": ["q_prj"]}, r"'lora\.targets' names 'q_prj'.*did you mean 'q_proj'"),
+        ({"targets": ["q_proj", "q_proj"]}, "names 'q_proj' twice"),
+        ({"r": 8}, r"unknown key 'lora\.r'"),
+    ],
+)
+def test_wrong_adapters_are_one_sentence(lora, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        run_config(lora=lora)
+
+
+def test_what_lora_is_not_for_is_refused(settings, tmp_path):
+    random = settings | {"init_from": None, "model": to_dict(PATTERNS["window"][0])}
+    with pytest.raises(ConfigError, match="'lora' adapts a trained model: set 'init_from'"):
+        train(from_dict(TrainConfig, random), quiet=True)
+    model = adapted("window")
+    with pytest.raises(ConfigError, match="has LoRA adapters already"):
+        with_lora(model, EVERYWHERE, nnx.Rngs(0))
+    with pytest.raises(ConfigError, match="a checkpoint has no place for LoRA adapters"):
+        save_model(model, tmp_path / "model")
+    with pytest.raises(ConfigError, match="no LoRA adapters to save"):
+        save_adapter(model_of("window"), tmp_path / "adapter")
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "model").exists()
+
+
+def test_operations_and_scales():
+    config, pattern = PATTERNS["full"]
+    weights = matrix_parameters(config)
+    full = train_flops_per_token(config, pattern, 20)
+    lora = train_flops_per_token(config, pattern, 20, lora=EVERYWHERE)
+    assert full - lora == 2 * weights - 6 * EVERYWHERE.num_parameters(config)
+    assert LoraConfig().scale == 8
+    assert LoraConfig(alpha=32, rs_lora=True).scale == 8
