@@ -52,9 +52,7 @@ class LoraConfig:
             raise ConfigError(f"'lora.targets' is empty: name at least one of {', '.join(TARGETS)}")
         for name in self.targets:
             if name not in TARGETS:
-                raise ConfigError(
-                    f"'lora.targets' names '{name}'{nearest(name, list(TARGETS))}; known: {', '.join(TARGETS)}"
-                )
+                raise ConfigError(f"'lora.targets' names '{name}'{nearest(name, list(TARGETS))}")
             if self.targets.count(name) > 1:
                 raise ConfigError(f"'lora.targets' names '{name}' twice")
 

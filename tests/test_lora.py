@@ -1,4 +1,4 @@
-"""LoRA: adapters that change nothing at first, train alone, resume to the bit, merge, and are written as PEFT reads them."""
+"""LoRA: adapters change nothing at first, train alone, resume to the bit, merge, and are written as PEFT reads them."""
 
 import dataclasses
 import json
@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
+from test_train import Interruption, interrupt_at, losses
+from tiny_models import PATTERNS, model_of
 
 import swa_jax.train
 from swa_jax.checkpoint import load_model, save_model
@@ -22,12 +24,9 @@ from swa_jax.huggingface.adapter import save_adapter
 from swa_jax.lora import TARGETS, LoraConfig, LoraLinear, merge_lora, trained_and_frozen, with_lora
 from swa_jax.model import Decoder
 from swa_jax.pattern import AttentionPattern
-from swa_jax.train import train
+from swa_jax.train import _claim, train
 from swa_jax.train_config import TrainConfig
-from swa_jax.train_step import init_state, make_loss, make_step, make_validation_loss
-
-from .test_train import Interruption, interrupt_at, losses
-from .tiny_models import PATTERNS, model_of
+from swa_jax.train_step import _gradients, init_state, make_loss, make_step, make_validation_loss
 
 ROOT = Path(__file__).parents[1]
 EVERYWHERE = LoraConfig(rank=3, alpha=6.0, dropout=0.25, targets=tuple(TARGETS))
@@ -65,9 +64,8 @@ def start(model: Decoder, config: TrainConfig):
     return init_state(trained, optimizer, frozen), make_step(model, optimizer, config, None)
 
 
-def test_a_new_adapter_changes_nothing_under_any_pattern():
-    plain = model_of("every-kind+fa-decode")
-    model = adapted("every-kind+fa-decode")
+def test_a_new_adapter_changes_nothing():
+    plain, model = model_of("window+fa-decode"), adapted("window+fa-decode")
     full_from = jnp.full(4, 12)
     np.testing.assert_array_equal(model(TOKENS, full_from=full_from), plain(TOKENS, full_from=full_from))
     shapes = {
@@ -87,11 +85,11 @@ def test_a_new_adapter_changes_nothing_under_any_pattern():
 
 
 def test_merged_is_unmerged_and_all_ways_through_the_model_use_the_adapters():
-    model = randomised(adapted("every-kind"))
+    model = randomised(adapted("full"))
     merged = merge_lora(model)
-    assert nnx.split(merged)[0] == nnx.split(model_of("every-kind"))[0]  # a plain decoder
+    assert nnx.split(merged)[0] == nnx.split(model_of("full"))[0]  # a plain decoder
     ours, theirs = model(TOKENS), merged(TOKENS)
-    assert float(jnp.abs(theirs - model_of("every-kind")(TOKENS)).max()) > 0.1
+    assert float(jnp.abs(theirs - model_of("full")(TOKENS)).max()) > 0.1
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
     window = PATTERNS["window+fa-decode"][1]
     moved = model.with_pattern(window)
@@ -99,27 +97,20 @@ def test_merged_is_unmerged_and_all_ways_through_the_model_use_the_adapters():
     prompts = [TOKENS[0].tolist(), TOKENS[1, :7].tolist()]
     replies = generate(moved, prompts, max_new_tokens=6)  # prefill, then steps
     assert replies == generate(merged.with_pattern(window), prompts, max_new_tokens=6)
-    assert replies != generate(model_of("window+fa-decode"), prompts, max_new_tokens=6)
 
 
-def test_bfloat16_weights_stay_bfloat16():
-    small = jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(model_of("window")))
-    model = with_lora(nnx.merge(nnx.split(model_of("window"))[0], small), EVERYWHERE, nnx.Rngs(0))
-    hidden, _ = model.features(TOKENS)
-    assert hidden.dtype == jnp.bfloat16
+def test_only_adapters_and_routers_are_trained_and_have_moments():
+    """The rest stays as it is to the bit, held in bf16 where that is computed in."""
+    graph, weights = nnx.split(model_of("switch"))
+    small = nnx.merge(graph, jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights))
+    model, config = with_lora(small, EVERYWHERE, nnx.Rngs(0)), run_config(bfloat16=True)
     assert merge_lora(model).layers.mlp.up_proj.kernel.dtype == jnp.bfloat16
-    trained, frozen = trained_and_frozen(model)
-    assert {x.dtype.name for x in jax.tree.leaves(trained)} == {"float32"}
-    assert {x.dtype.name for x in jax.tree.leaves(frozen)} == {"bfloat16"}
-
-
-@pytest.mark.parametrize("pattern", ["window", "switch"])
-def test_only_adapters_and_routers_are_trained_and_have_moments(pattern):
-    model, config = adapted(pattern), run_config()
     state, step = start(model, config)
+    assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
+    assert {x.dtype.name for x in jax.tree.leaves(state.frozen)} == {"bfloat16"}
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)]
     assert all("lora_" in name or "router" in name for name in names)
-    assert len(names) == 14 + 2 * (pattern == "switch")
+    assert len(names) == 14 + 2
     moments = [x for x in jax.tree.leaves(state.optimizer) if x.ndim > 0]
     assert len(moments) == 2 * len(names)
     before, frozen = arrays(state.params), arrays(state.frozen)
@@ -133,7 +124,7 @@ def test_only_adapters_and_routers_are_trained_and_have_moments(pattern):
 
 def test_gradients_are_those_of_the_dense_weights():
     """dA = scale dW B', dB = scale A' dW, with the weights' gradient at the merged weights."""
-    model, config = randomised(adapted("interleave")), run_config()
+    model, config = randomised(adapted("full")), run_config()
     totals = swa_jax.train_step.totals_of(BATCH["segment_ids"], BATCH["weights"])
 
     def gradients(model):
@@ -153,40 +144,48 @@ def test_gradients_are_those_of_the_dense_weights():
             np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5 * float(jnp.abs(expected).max()))
 
 
-def test_dropout_is_drawn_from_the_seed_the_step_the_piece_and_the_layer():
-    model, config = randomised(adapted("window")), run_config()
-    # One row again and again, in a model whose layers are all alike: what differs was dropped differently.
-    same = {name: np.repeat(x[:1], 4, axis=0) for name, x in BATCH.items()}
-
-    def norm_and_loss(pieces=1, at=0, seed=0, batch=same):
-        state, step = start(model, dataclasses.replace(config, seed=seed))
-        state.step = jnp.int32(at)
-        _, metrics = step(state, batch, pieces)
-        return float(metrics["gradient_norm"]), float(metrics["loss"])
-
-    assert norm_and_loss() == norm_and_loss()
-    outcomes = [norm_and_loss(), norm_and_loss(at=1), norm_and_loss(seed=1), norm_and_loss(pieces=4)]
+def test_dropout_is_drawn_from_the_seed_the_step_and_the_piece():
+    model = randomised(adapted("full"))
+    outcomes = []
+    for seed in (0, 1):
+        _, step = start(model, run_config(seed=seed))
+        for at in (0, 1, 1):
+            state, _ = start(model, run_config())
+            state.step = jnp.int32(at)
+            outcomes.append(float(step(state, BATCH, 1)[1]["gradient_norm"]))
+    assert outcomes[1] == outcomes[2]
+    assert outcomes[4] == outcomes[5]
     assert len(set(outcomes)) == 4
-    key, x = jax.random.key(0), jnp.ones((4, 50, 24))
+
+    def loss(params, piece, totals, key):  # what each piece's key draws, in place of a model
+        return jnp.sum(params), {"drawn": jax.random.uniform(key)}
+
+    key = jax.random.key(7)
+    _, metrics = _gradients(loss, jnp.ones(3), BATCH, 4, None, key)
+    drawn = [jax.random.uniform(piece) for piece in jax.random.split(key, 4)]
+    assert len(set(map(float, drawn))) == 4
+    np.testing.assert_allclose(metrics["drawn"], sum(drawn), rtol=1e-6)
+
+
+def test_dropout_is_of_the_adapters_input_in_training_alone():
+    model = randomised(adapted("full"))
     layer = jax.tree.map(lambda x: x[0], nnx.state(model.layers.attention.q_proj))
     projection = nnx.merge(nnx.split(model.layers.attention.q_proj)[0], layer)
-    base = x @ projection.kernel[...] + projection.bias[...]
+    key, x = jax.random.key(0), jnp.ones((4, 50, 24))
     projection.dropout_key = key
     kept = jax.random.bernoulli(key, 0.75, x.shape)
     assert 0.7 < float(kept.mean()) < 0.8
+    base = x @ projection.kernel[...] + projection.bias[...]
     expected = base + 2.0 * (kept / 0.75) @ projection.lora_a[...] @ projection.lora_b[...]
     np.testing.assert_allclose(projection(x), expected, rtol=1e-4, atol=1e-5)
-    # Neither validation nor inference drops anything.
-    trained, frozen = trained_and_frozen(model)
-    loss, weight = make_validation_loss(model, config, None)(trained, frozen, BATCH)
-    plain, _ = make_validation_loss(merge_lora(model), config, None)(
-        nnx.state(merge_lora(model)), nnx.State({}), BATCH
-    )
+    config, merged = run_config(), merge_lora(model)
+    loss, weight = make_validation_loss(model, config, None)(*trained_and_frozen(model), BATCH)
+    plain, _ = make_validation_loss(merged, config, None)(nnx.state(merged), nnx.State({}), BATCH)
     np.testing.assert_allclose(loss / weight, plain / weight, rtol=1e-5)
 
 
 def test_pieces_add_up_without_dropout():
-    model = randomised(adapted("window", dataclasses.replace(EVERYWHERE, dropout=0.0)))
+    model = randomised(adapted("full", LoraConfig(rank=2, dropout=0.0)))
     results = []
     for pieces in (1, 2):
         state, step = start(model, run_config())
@@ -205,11 +204,11 @@ def recall(tmp_path_factory):
 
 @pytest.fixture
 def settings(tmp_path, recall):
-    """SWAA in small: prompts with their answers under windows, every second layer full, answers full."""
+    """SWAA in small: prompts under windows, answers full."""
     rng = np.random.default_rng(0)
     lines = []
     for i in range(48):
-        key, value = f"brave-{'otter tiger river eagle'.split()[i % 4]}", int(rng.integers(1e6, 1e7))
+        key, value = f"brave-{('otter', 'tiger', 'river', 'eagle')[i % 4]}", int(rng.integers(1e6, 1e7))
         prompt = (
             "x = 1\n" * 9 + NEEDLE.format(key=key, value=value) + "y = 2\n" * 9 + QUESTION.format(key=key)
         )
@@ -220,7 +219,7 @@ def settings(tmp_path, recall):
         "output": str(tmp_path / "run"),
         "tokenizer": str(recall),
         "init_from": str(recall),
-        "pattern": "swaa-trained-quality",
+        "pattern": "swaa-trained-efficiency",
         "sliding_window": 8,
         "lora": {"rank": 4, "alpha": 32},
         "checkpoint_every": 3,
@@ -282,20 +281,18 @@ def test_a_run_learns_resumes_to_the_bit_and_writes_model_and_adapter(
     np.testing.assert_array_equal(trained.layers.mlp.up_proj.kernel[...], base.layers.mlp.up_proj.kernel[...])
 
 
-def test_adapters_of_another_base_do_not_go_on(settings, tmp_path, recall, monkeypatch):
-    base = load_model(recall)
-    save_model(base, tmp_path / "base", tokenizer_from=recall)
-    settings |= {"init_from": str(tmp_path / "base"), "bfloat16": True}
-    interrupt_at(monkeypatch, 4)
-    with pytest.raises(Interruption):
-        train(from_dict(TrainConfig, settings), quiet=True)
-    monkeypatch.undo()
-    (tmp_path / "base").rename(tmp_path / "moved")
-    base.norm.scale[...] = base.norm.scale[...] * 2
-    save_model(base, tmp_path / "base", tokenizer_from=recall)
-    with pytest.raises(ConfigError, match="is not the model that the adapters in .* were trained on"):
-        train(from_dict(TrainConfig, settings), quiet=True)
-    assert not (tmp_path / "run" / "model").exists()
+def test_adapters_of_another_base_do_not_go_on(settings, tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "manifest.json").write_text("sums of the first model")
+    config, run = from_dict(TrainConfig, settings | {"init_from": str(tmp_path / "base")}), tmp_path / "run"
+    _claim(run, config)
+    (run / "checkpoints" / "3").mkdir(parents=True)
+    _claim(run, config)  # goes on
+    (tmp_path / "base" / "manifest.json").write_text("sums of another model")
+    with pytest.raises(ConfigError, match=r"is not the model that the adapters in .* were trained on"):
+        _claim(run, config)
+    (run / "checkpoints" / "3").rmdir()
+    _claim(run, config)  # nothing trained yet
 
 
 @pytest.mark.parametrize(
