@@ -10,6 +10,7 @@ from flax import nnx
 
 from swa_jax.config import ConfigError, load_config
 from swa_jax.huggingface import import_model
+from swa_jax.lora import LoraConfig
 from swa_jax.model import Decoder
 from swa_jax.pattern import AttentionPattern, load_pattern
 from swa_jax.train import train
@@ -32,6 +33,7 @@ TWINS = {
     "bosch/qwen3-1.7b.yaml": "bosch/qwen3-tiny.yaml",
     "bosch/qwen3-8b.yaml": "bosch/qwen3-tiny.yaml",
     "bosch/qwen3-14b.yaml": "bosch/qwen3-tiny.yaml",
+    "swaa/qwen3-4b-lora.yaml": "swaa/lora-tiny.yaml",
 }
 QWEN = {"bosch/qwen3-1.7b.yaml": 1.7, "bosch/qwen3-8b.yaml": 8.2, "bosch/qwen3-14b.yaml": 14.8}  # Table 4
 
@@ -181,12 +183,26 @@ def test_bosch_plans_without_a_checkpoint_and_windows_three_quarters_of_the_head
     assert optimizer.warmup_steps == round(config.total_steps / 10)
 
 
+def test_swaa_trains_adapters_as_the_paper_does():
+    name = "swaa/qwen3-4b-lora.yaml"
+    config = load(name, "model=@configs/models/qwen3-4b.yaml", "init_from=null")
+    assert abs(parameters(config) / 1e9 - 4.02) < 0.01
+    assert config.lora == LoraConfig()
+    assert (config.lora.rank, config.lora.scale, config.lora.dropout) == (16, 8, 0.1)
+    assert config.optimizer.warmup_steps == round(config.total_steps * 0.05 + 0.01)
+    assert config.stages[0].batch_size * config.total_steps == 16000
+    code = variants(name)["the scale as in the authors' code"]
+    assert load(name, *code).lora.scale == config.lora.scale
+    assert load(name, *variants(name)["trained, quality"]).attention == "swaa-trained-quality"
+
+
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_differs_in_size_only(name):
     big, small = load(name), load(TWINS[name])
     assert small.attention == big.attention or small.attention.endswith("stand-in-8x4.json")
     assert small.switch_loss == big.switch_loss
     assert small.optimizer.name == big.optimizer.name
+    assert small.lora == big.lora
     assert (small.model is None) == (big.model is None)
     if small.model is not None:
         names = ("model_type", "attention_activation", "position_embedding", "slope_schedule", "qk_norm")
@@ -217,7 +233,7 @@ def test_the_twins_train(tmp_path):
     import_model(ROOT / "swa_jax" / "recall", tmp_path / "recall")
     text = tmp_path / "text.txt"
     text.write_text("".join(f"def f{i}(x): return x + {i} * {i * 7919 % 1000}\n" for i in range(4000)))
-    starts = {"checkpoints/recall": tmp_path / "recall"}
+    starts = dict.fromkeys(("checkpoints/recall", "runs/recall-checkpoint"), tmp_path / "recall")
     for name in dict.fromkeys(TWINS.values()):
         config = load(name)
         overrides = [

@@ -1,6 +1,5 @@
 """LoRA: adapters change nothing at first, train alone, resume to the bit, merge, and are written as PEFT reads them."""
 
-import dataclasses
 import json
 from pathlib import Path
 
