@@ -183,6 +183,7 @@ def test_dropout_is_of_the_adapters_input_in_training_alone():
     np.testing.assert_allclose(loss / weight, plain / weight, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_pieces_add_up_without_dropout():
     model = randomised(adapted("full", LoraConfig(rank=2, dropout=0.0)))
     results = []
@@ -227,6 +228,7 @@ def settings(tmp_path, recall):
     }
 
 
+@pytest.mark.slow
 def test_a_run_learns_resumes_to_the_bit_and_writes_model_and_adapter(
     settings, tmp_path, recall, monkeypatch
 ):
