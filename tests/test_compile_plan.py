@@ -133,3 +133,19 @@ def test_generation(step):
     matrices = 3 * (256 * 128 * (2 * 4 + 2 * 2) + 3 * 256 * 512)
     tokens = 4 * 2048 if step == "prefill" else 4
     assert report["flops"]["matmuls"] == pytest.approx(2 * (tokens * matrices + 4 * 256 * 1024), rel=0.02)
+
+
+@pytest.mark.slow
+def test_adapters_are_held_beside_frozen_weights_in_bfloat16():
+    """On a mesh that splits no weight a chip holds all of them, and moments of the adapters only."""
+    config = run(length=1024, rows=4, mesh={"data": 4, "fsdp": 1}, lora={"rank": 8})
+    adapters = config.lora.num_parameters(config.model)
+    report = plan(config, "v5e:2x2")
+    memory, frozen = report["memory"], report["parameters"] - adapters
+    assert memory["parameters"] == 2 * frozen + 4 * adapters
+    assert 0 <= memory["optimizer"] - 8 * adapters < 64  # and a few counters
+    # As in a training step, but without the gradients of frozen weights; the adapters' own, and theirs computed again.
+    down = 256 * 512
+    layer, head = 256 * 128 * (2 * 4 + 2 * 2) + 3 * down, 256 * 1024
+    expected = 2 * 1024 * (3 * (3 * layer - down) + 3 * head + 4 * adapters)
+    assert report["flops"]["matmuls"] == pytest.approx(expected, rel=0.01)
