@@ -228,13 +228,10 @@ def settings(tmp_path, recall):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # the answers' form is what so few steps teach
 def test_a_run_learns_resumes_to_the_bit_and_writes_model_and_adapter(
     settings, tmp_path, recall, monkeypatch
 ):
-    settings["pattern"] = (
-        "window"  # the answers cannot be known: the model learns their form under the window
-    )
     settings["pattern"] = "interleave-1-in-2+fa-decode"
     model = train(from_dict(TrainConfig, settings), quiet=True)
     expected = losses(tmp_path / "run")
