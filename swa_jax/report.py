@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -294,6 +295,7 @@ def frontier_chart(rows: Sequence[Row], file: str | Path, *, title: str) -> None
     """Needle accuracy against KV-cache memory: a line for each method over its budgets, a mark for each pattern.
 
     Rows are those of `swa_jax.compare.summary`. The dashed step is the frontier: no choice finds more with less memory.
+    Marks of methods are moved sideways a little, each by its own amount.
     """
     figure = Figure(figsize=(9.2, 5.0), layout="constrained")
     axes = figure.add_subplot()
@@ -303,13 +305,18 @@ def frontier_chart(rows: Sequence[Row], file: str | Path, *, title: str) -> None
     axes.step(megabytes[order], best, where="post", color=GREY, linestyle="--", linewidth=1, zorder=1)
     names = list(dict.fromkeys(row["name"] for row in rows))
     marks = "osD^v<>pP*hX"
+    colors = mpl.color_sequences["tab10" if len(names) <= 10 else "tab20"]
+    methods = [name for name in names if sum(row["name"] == name for row in rows) > 1]
     for number, name in enumerate(names):
         here = [i for i, row in enumerate(rows) if row["name"] == name]
         here.sort(key=lambda i: megabytes[i])
         low, high = (np.array([100 * rows[i]["needle_interval"][end] for i in here]) for end in (0, 1))
         spread = np.stack([accuracy[here] - low, high - accuracy[here]]).clip(min=0)
+        # Choices that keep as much would hide one another.
+        aside = methods.index(name) - (len(methods) - 1) / 2 if name in methods else 0
         axes.errorbar(
-            megabytes[here], accuracy[here], spread, color=f"C{number % 10}", marker=marks[number % len(marks)],
+            megabytes[here] + 0.005 * megabytes.max() * aside, accuracy[here], spread,
+            color=colors[number % len(colors)], marker=marks[number % len(marks)],
             markersize=5, linewidth=1.1, elinewidth=0.7, capsize=2, alpha=0.85, label=name,
             linestyle="-" if len(here) > 1 else "none", zorder=2,
         )  # fmt: skip
