@@ -75,10 +75,13 @@ def load_checkpoint(
     from swa_jax.checkpoint import load_model, open_checkpoint
     from swa_jax.tokenizer import load_tokenizer
 
-    try:
-        config = None if yarn is None else open_checkpoint(model).config.with_yarn(yarn)
-    except ConfigError as error:
-        raise ConfigError(f"--yarn {yarn:g}: {error}") from None
+    config = None
+    if yarn is not None:
+        plain = open_checkpoint(model).config
+        try:
+            config = plain.with_yarn(yarn)
+        except ConfigError as error:
+            raise ConfigError(f"--yarn {yarn:g}: {error}") from None
     return load_model(model, dtype=dtype, config=config, partition=partition), load_tokenizer(model)
 
 
