@@ -243,12 +243,12 @@ def test_a_guard_that_is_killed(guards, victim):
     start = time.monotonic()
     os.kill(processes[victim].pid, signal.SIGKILL)
     results = ends(processes)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
     for i, (status, error) in enumerate(results):
         assert status == (-9 if i == victim else 75)
         assert i == victim or f"process {victim} of 3" in error
         assert i == victim or "has ended without a word" in error
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < deadline, "a worker outlived its guard"
         time.sleep(0.05)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from timing import least_seconds
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -25,30 +26,46 @@ def measure(**options):
 @pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_windowed_cost_is_linear_in_the_length(backward):
-    short, long = (
-        measure(implementation="xla", length=length, window=512, backward=backward)
-        for length in (8192, 16384)
-    )
-    assert long["temp_bytes"] <= 2.3 * short["temp_bytes"]
-    assert long["seconds"] <= 2.3 * short["seconds"]
+    temp_bytes = {}
+
+    def seconds(length):
+        report = measure(implementation="xla", length=length, window=512, backward=backward)
+        temp_bytes[length] = report["temp_bytes"]
+        return report["seconds"]
+
+    def linear(cost):
+        return cost[16384] <= 2.3 * cost[8192]
+
+    least = least_seconds(seconds, (8192, 16384), linear)
+    assert linear(temp_bytes), temp_bytes
+    assert linear(least), least
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_windowed_is_five_times_faster_than_dense(backward):
     """Dense is the same blockwise code without a window: the plain [T, S] form needs gigabytes and is slower still."""
-    dense, windowed = (
-        measure(implementation="xla", length=16384, window=window, backward=backward)
-        for window in (None, 512)
-    )
-    assert dense["seconds"] >= 5 * windowed["seconds"]
+
+    def seconds(window):
+        return measure(implementation="xla", length=16384, window=window, backward=backward)["seconds"]
+
+    def faster(least):
+        return least[None] >= 5 * least[512]
+
+    least = least_seconds(seconds, (None, 512), faster)
+    assert faster(least), least
 
 
 @pytest.mark.slow
 def test_windowed_heads_do_not_pay_for_full_ones():
     """One full KV head of four must cost far less than four."""
-    none, one, four = (
-        measure(implementation="xla", length=8192, window=256, backward=True, kv_heads=4, full_heads=count)
-        for count in (0, 1, 4)
-    )
-    assert one["seconds"] - none["seconds"] <= 0.4 * (four["seconds"] - none["seconds"])
+
+    def seconds(count):
+        options = {"length": 8192, "window": 256, "backward": True, "kv_heads": 4, "full_heads": count}
+        return measure(implementation="xla", **options)["seconds"]
+
+    def fair(least):
+        return least[1] - least[0] <= 0.4 * (least[4] - least[0])
+
+    least = least_seconds(seconds, (0, 1, 4), fair)
+    assert fair(least), least
