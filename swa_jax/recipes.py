@@ -103,7 +103,7 @@ def _full_layers(recipe: str, name: str, num_layers: int, seed: int) -> tuple[li
             )
         if kind == "interleave":
             return everything[int(match[3]) if match[3] else n - 1 :: n], WINDOW
-        budget = max(1, round(num_layers / n))
+        budget = max(1, num_layers // n)  # as many as interleaving keeps
         if kind == "random":
             return sorted(
                 np.random.default_rng(seed).choice(num_layers, budget, replace=False).tolist()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import json
 import sys
 
@@ -202,15 +203,19 @@ def test_adaptive_counts_by_hand():
     assert adaptive_counts(nothing, nothing, 4, 13).tolist() == [0, 0, 1, 1, 2, 2, 3, 4]
 
 
-@pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 6, 7, 8, 10, 12])
 def test_adaptive_counts_reach_the_nearest_count_and_end(heads):
     rng = np.random.default_rng(heads)
-    for layers, ratio in itertools.product([1, 2, 5, 7], np.linspace(0, 1, 9)):
-        target = int(np.ceil(ratio * layers * heads))
-        got = adaptive_counts(rng.random(layers), rng.random(layers), heads, target)
-        assert abs(int(got.sum()) - target) <= 1, (layers, target, got)
-        if heads <= 4:  # the buckets have every count
-            assert got.sum() == target
+    steps = {math.ceil(bucket * heads) for bucket in (0, 0.25, 0.5, 0.75, 1)}
+    reachable = {0}
+    for layers in range(1, 8):
+        reachable = {count + step for count in reachable for step in steps}
+        for target in range(layers * heads + 1):
+            got = adaptive_counts(rng.random(layers), rng.random(layers), heads, target)
+            assert set(got.tolist()) <= steps
+            nearest = min(abs(count - target) for count in reachable)
+            assert abs(int(got.sum()) - target) == nearest, (layers, target, got)
+            assert heads > 4 or nearest == 0  # up to four heads the buckets have every count
 
 
 def test_search_keeps_the_count_and_its_budget():

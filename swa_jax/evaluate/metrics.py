@@ -32,7 +32,8 @@ def qa_f1(answer: str, reference: str) -> float:
 def rouge_l(answer: str, reference: str) -> float:
     """ROUGE-L F1 of whole summaries: distinct words of the longest common subsequences of their sentences.
 
-    Sentences end at full stops; every pair of sentences adds the words of its subsequence to one set.
+    Sentences end at full stops; every pair of sentences adds the words of its subsequence to one set. What is blank
+    behind the last full stop counts as a sentence of one empty word, as it does in the package.
     """
     said, right = _sentences(answer), _sentences(reference)
     words_said, words_right = set(chain(*said)), set(chain(*right))
@@ -44,7 +45,7 @@ def rouge_l(answer: str, reference: str) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    return [sentence.split() for sentence in text.split(".") if sentence]
+    return [sentence.split() or [""] for sentence in text.split(".") if sentence]
 
 
 def _longest_common(a: Sequence[str], b: Sequence[str]) -> list[str]:

@@ -4,8 +4,9 @@ Source: "BOSCH: Black-Box Binary Optimization for Short-Context Attention-Head S
 Algorithms 1 to 3, Section B.2. What we read differently, and why:
 
 * Algorithm 2, line 2: delta = (original - best) / original. As printed its sign contradicts "lower w is easier".
-* Algorithm 2's loop can spin for ever: it ends with a sweep that moves nothing, and the head count it reached is the
-  nearest the buckets allow. Counts are whole heads: ceil(bucket * K), buckets that come to the same count being one.
+* Algorithm 2's loop can spin for ever: it ends with a sweep that moves nothing. Where the count is not reached then,
+  the nearest buckets that come nearest to it are taken. Counts are whole heads: ceil(bucket * K), buckets that come
+  to the same count being one.
 * The number of windowed heads is kept exactly in every subproblem; Eq. 5 only fines what is off.
 * Algorithms 1 and 3 slip by one in an index each.
 * Accuracies move in steps of one example and tie often: the answers' likelihood decides then. So it does between
@@ -192,7 +193,25 @@ def adaptive_counts(
                 if gap * step <= 0:
                     break
             moved = moved and gap * step > 0
-    return np.array(steps)[rank]
+    return np.array(steps)[_settle(rank, steps, easy, target) if gap else rank]
+
+
+def _settle(rank: np.ndarray, steps: Sequence[int], easy: np.ndarray, target: int) -> np.ndarray:
+    """The buckets nearest to `rank` of all that come nearest to the count.
+
+    Where steps are unlike (of 6 heads 2, 1, 2, 1), some layers must go up and others down. Of moves of one length, the
+    one with the easier layers windowed further.
+    """
+    hardness = np.argsort(easy)  # [L] place among the layers, 0 the easiest
+    plans: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}  # by heads windowed so far
+    for now, hard in zip(rank.tolist(), hardness.tolist(), strict=True):
+        longer: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        for count, (moved, order, chosen) in plans.items():
+            for bucket, step in enumerate(steps):
+                plan = (moved + abs(bucket - now), order + bucket * hard, (*chosen, bucket))
+                longer[count + step] = min(plan, longer.get(count + step, plan))
+        plans = longer
+    return np.array(plans[min(plans, key=lambda count: (abs(target - count), plans[count]))][2])
 
 
 def bosch_pattern(
