@@ -2,8 +2,8 @@
 
 import dataclasses
 import itertools
-import math
 import json
+import math
 import sys
 
 import numpy as np

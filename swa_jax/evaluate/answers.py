@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from swa_jax.config import ConfigError
 from swa_jax.evaluate.accuracy import generate_answers
-from swa_jax.evaluate.bootstrap import bootstrap
+from swa_jax.evaluate.bootstrap import bootstrap_groups
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.judges import Judge
 from swa_jax.evaluate.questions import Question
@@ -21,7 +22,7 @@ class GroupScore:
     """The mean score of a group's questions, from 0 to 1."""
 
     benchmark: str
-    group: str  # "all": of all questions
+    group: str  # "mean": over the groups, each counting the same, as LongBench averages; "all": over all questions
     score: float | None  # None: none of its questions was asked
     interval: list[float] | None  # 95 %, percentile bootstrap over questions
     num_questions: int
@@ -129,20 +130,27 @@ def _metric(question: Question, text: str) -> float | None:
 def _by_group(questions: Sequence[Question], records: Sequence[dict[str, Any]]) -> list[GroupScore]:
     rows = []
     for benchmark in dict.fromkeys(question.benchmark for question in questions):
-        of_it = [question for question in questions if question.benchmark == benchmark]
-        for group in [*dict.fromkeys(question.group for question in of_it), "all"]:
-            mine = [r for r in records if r["benchmark"] == benchmark and group in (r["group"], "all")]
-            total = sum(group in (question.group, "all") for question in of_it)
-            estimate = bootstrap([r["score"] for r in mine]) if mine else None
-            rows.append(
-                GroupScore(
-                    benchmark=benchmark,
-                    group=group,
-                    score=None if estimate is None else estimate.mean,
-                    interval=None if estimate is None else [estimate.low, estimate.high],
-                    num_questions=len(mine),
-                    num_left_out=total - len(mine),
-                    num_cut=sum(r["cut"] for r in mine),
-                )
-            )
+        of_it = [question.group for question in questions if question.benchmark == benchmark]
+        asked = [record for record in records if record["benchmark"] == benchmark]
+        by_group = {group: [r for r in asked if r["group"] == group] for group in dict.fromkeys(of_it)}
+        for group, mine in by_group.items():
+            rows.append(_row(benchmark, group, [mine], of_it.count(group)))
+        if len(by_group) > 1:
+            rows.append(_row(benchmark, "mean", list(by_group.values()), len(of_it)))
+        rows.append(_row(benchmark, "all", [asked], len(of_it)))
     return rows
+
+
+def _row(benchmark: str, name: str, groups: Sequence[Sequence[dict[str, Any]]], total: int) -> GroupScore:
+    asked = list(chain(*groups))
+    scores = [[record["score"] for record in group] for group in groups if group]
+    estimate = bootstrap_groups(scores) if scores else None
+    return GroupScore(
+        benchmark=benchmark,
+        group=name,
+        score=None if estimate is None else estimate.mean,
+        interval=None if estimate is None else [estimate.low, estimate.high],
+        num_questions=len(asked),
+        num_left_out=total - len(asked),
+        num_cut=sum(r["cut"] for r in asked),
+    )

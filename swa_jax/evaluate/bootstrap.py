@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,14 +21,26 @@ class Estimate(NamedTuple):
 
 def bootstrap(values: ArrayLike, *, resamples: int = 10_000, seed: int = 0) -> Estimate:
     """The mean of `values` [N] with its 95 % percentile-bootstrap interval (examples drawn with replacement)."""
-    values = np.asarray(values, np.float64)
-    if values.ndim != 1 or values.size == 0:
-        raise ValueError(f"values must be a list of at least one number, got shape {values.shape}")
-    counts = np.random.default_rng(seed).multinomial(
-        values.size, np.full(values.size, 1 / values.size), size=resamples
-    )  # [resamples, N]
-    low, high = np.quantile(counts @ values / values.size, [0.025, 0.975])
-    return Estimate(float(values.mean()), float(low), float(high))
+    return bootstrap_groups([values], resamples=resamples, seed=seed)
+
+
+def bootstrap_groups(groups: Sequence[ArrayLike], *, resamples: int = 10_000, seed: int = 0) -> Estimate:
+    """The mean of the groups' means, each group counting the same, with its 95 % interval.
+
+    Examples are drawn with replacement within their group: which groups there are is not left to chance.
+    """
+    rng = np.random.default_rng(seed)
+    drawn, means = np.zeros(resamples), []
+    for values in (np.asarray(group, np.float64) for group in groups):
+        if values.ndim != 1 or values.size == 0:
+            raise ValueError(f"values must be a list of at least one number, got shape {values.shape}")
+        counts = rng.multinomial(
+            values.size, np.full(values.size, 1 / values.size), size=resamples
+        )  # [resamples, N]
+        drawn += counts @ values / values.size
+        means.append(float(values.mean()))
+    low, high = np.quantile(drawn / len(groups), [0.025, 0.975])
+    return Estimate(sum(means) / len(means), float(low), float(high))
 
 
 def paired_bootstrap(
