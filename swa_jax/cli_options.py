@@ -29,7 +29,7 @@ FullDecode = Annotated[
     Option("--fa-decode/--no-fa-decode", help="Whether answers see everything.", show_default=False),
 ]
 NumKeys = Annotated[int, Option("--keys", help="Needles in a prompt, one of which is asked for.", min=1)]
-Length = Annotated[int, Option("--length", help="Tokens of a needle prompt with its answer.", min=1)]
+Length = Annotated[int, Option("--length", help="Tokens of a prompt with its answer.", min=1)]
 Haystack = Annotated[
     Path | None,
     Option(

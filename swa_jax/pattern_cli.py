@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from typer import Argument, Option
 
@@ -34,8 +35,8 @@ def diff(
     ] = None,
     seed: Annotated[int, Option(help="Of those drawn for --swap.", min=0)] = 0,
 ) -> None:
-    """Compare the windowed heads of two patterns: turnover, Jaccard distance, and where they differ."""
-    from swa_jax.select.heads import compare_masks, head_mask, head_pattern, swap_back
+    """Compare two patterns: turnover of the windowed heads, Jaccard distances, where they differ, ranks of scores."""
+    from swa_jax.select.heads import compare_masks, head_mask, head_pattern, rank_correlation, swap_back
 
     patterns = [AttentionPattern.from_json(file) for file in (first, second)]
     if kv_heads is None:
@@ -54,8 +55,13 @@ def diff(
     typer.echo(
         f"turnover {difference.turnover:.1%} of the first's windowed heads are not the second's "
         f"({difference.relative_turnover:.1%} of what the two counts allow)\n"
-        f"Jaccard distance {difference.jaccard_distance:.3f}"
+        f"Jaccard distance {difference.jaccard_distance:.3f}; of the full heads "
+        f"{compare_masks(~masks[0], ~masks[1]).jaccard_distance:.3f}"
     )
+    scores = [np.array(pattern.provenance.get("scores", {}), object) for pattern in patterns]
+    if scores[0].shape == scores[1].shape != ():
+        correlation = rank_correlation(*(array.astype(float) for array in scores))
+        typer.echo(f"rank correlation of the scores {correlation:.2f} (Spearman)")
     for layer in range(len(masks[0])):
         for what, heads in (
             ("only the first", ~masks[0][layer] & masks[1][layer]),

@@ -32,13 +32,22 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from swa_jax.evaluate import Example
     from swa_jax.evaluate.bootstrap import Estimate
     from swa_jax.pattern import AttentionPattern
+    from swa_jax.tokenizer import Tokenizer
 
 app = typer.Typer(no_args_is_help=True, help="Choose the layers or heads that keep full attention.")
 
 Out = Annotated[Path, Option(help="The pattern's JSON file; the picture goes beside it.")]
-NumExamples = Annotated[int, Option("--examples", help="Needle examples to choose by.", min=1)]
+NumExamples = Annotated[int, Option("--examples", help="Examples to choose by.", min=1)]
+Prompts = Annotated[
+    Path | None,
+    Option(
+        "--prompts",
+        help="Choose by these in place of needles: JSONL, Parquet or ArrayRecord with the fields prompt and answer.",
+    ),
+]
 Budget = Annotated[int | None, Option("--budget", help="Layers that stay full.", min=0)]
 OneIn = Annotated[int | None, Option("--one-in", help="Or: one full layer in N.", min=1)]
 FaDecode = Annotated[bool, Option("--fa-decode", help="Set full-attention decode in the pattern.")]
@@ -65,6 +74,7 @@ def select_bosch(
     length: Length = 1024,
     keys: NumKeys = 1,
     haystack: Haystack = None,
+    prompts: Prompts = None,
     evaluations: Annotated[
         Path | None,
         Option(
@@ -75,7 +85,7 @@ def select_bosch(
     dtype: ComputeDtype = None,
     seed: Seed = 0,
 ) -> None:
-    """BOSCH: search for the KV heads that can be windowed, by how many needles the model then finds.
+    """BOSCH: search for the KV heads that can be windowed, by how many answers the model then gets right.
 
     Run the same command again to go on after an interruption.
     """
@@ -83,7 +93,7 @@ def select_bosch(
 
     _check_out(out)
     decoder, tokenizer = load_checkpoint(model, dtype)
-    drawn = draw_needles(tokenizer, examples, length, keys, haystack, None, seed)
+    drawn, data = _drawn(tokenizer, prompts, examples, length, keys, haystack, seed)
     file = evaluations or out.with_suffix(".evaluations.json")
     evaluate = MaskEvaluator(
         decoder, drawn, sliding_window=window, num_sink_tokens=sink_tokens, batch_size=batch_size, file=file
@@ -111,11 +121,11 @@ def select_bosch(
         iterations=iterations,
         optimizer=optimizer,
         seed=seed,
-        data=_data(examples, length, keys, haystack),
+        data=data,
     )
     _write_heads(pattern, chosen.full, out)
     typer.echo(
-        f"needles answered: {chosen.score.accuracy:.1%}, with full attention {chosen.original.accuracy:.1%}, "
+        f"answers right: {chosen.score.accuracy:.1%}, with full attention {chosen.original.accuracy:.1%}, "
         f"all windowed {chosen.windowed.accuracy:.1%}; {evaluate.num_evaluations} masks tried in "
         f"{evaluate.seconds:.0f} s"
     )
@@ -142,6 +152,7 @@ def select_static(
     length: Length = 1024,
     keys: NumKeys = 1,
     haystack: Haystack = None,
+    prompts: Prompts = None,
     batch_size: BatchSize = 1,
     dtype: ComputeDtype = None,
     seed: Seed = 0,
@@ -155,7 +166,7 @@ def select_static(
     window = decoder.pattern.sliding_window if window is None else window
     if window is None:
         raise ConfigError("--window is missing: give it, as the model's own pattern has none")
-    drawn = draw_needles(tokenizer, examples, length, keys, haystack, None, seed)
+    drawn, data = _drawn(tokenizer, prompts, examples, length, keys, haystack, seed)
     start = time.monotonic()
     with _progress("scoring heads") as progress:
         scores = static_scores(
@@ -172,7 +183,7 @@ def select_static(
         "method": method,
         "ratio": ratio,
         "windowed_heads": int((~full).sum()),
-        "data": _data(examples, length, keys, haystack),
+        "data": data,
         "num_examples": examples,
         "seed": seed,
         "scores": scores.tolist(),
@@ -256,6 +267,10 @@ def select_nll(
     length: Length = 1024,
     keys: NumKeys = 1,
     haystack: Haystack = None,
+    prompts: Prompts = None,
+    min_answer: Annotated[
+        int, Option(help="Tokens that an answer of --prompts has at least; the paper takes 20.", min=1)
+    ] = 20,
     batch_size: BatchSize = 8,
     dtype: ComputeDtype = None,
     seed: Seed = 0,
@@ -272,7 +287,7 @@ def select_nll(
     full = full_layer_budget(decoder.config.num_hidden_layers, budget, one_in)
     if greedy and not full:
         raise ConfigError("--greedy chooses one layer at least, but --budget is 0")
-    drawn = draw_needles(tokenizer, examples, length, keys, haystack, None, seed)
+    drawn, data = _drawn(tokenizer, prompts, examples, length, keys, haystack, seed, min_answer)
     scorer = LayerScorer(
         decoder,
         drawn,
@@ -287,7 +302,6 @@ def select_nll(
     )
     if scorer.num_kept:
         typer.echo(f"{resume_file} has the scores of {scorer.num_kept} examples: going on from there")
-    data = _data(examples, length, keys, haystack)
     with _progress("scoring layers") as progress:
         rounds = scorer.greedy(full, progress=progress) if greedy else [scorer(progress=progress)]
     scores = rounds[0]
@@ -297,6 +311,7 @@ def select_nll(
         pattern = nll_pattern(scores, budget=full, full_attention_decode=fa_decode, data=data, seed=seed)
     title = f"What each layer is worth alone (window {scores.sliding_window})"
     _write_layers(pattern, scores.intervals(), out, title=title)
+    typer.echo(f"{examples} examples scored in {scorer.seconds:.0f} s")
     if greedy:
         typer.echo(f"chosen in this order: {pattern.provenance['picked']}; the picture shows the first round")
     if not scores.deltas.any():
@@ -325,6 +340,7 @@ def select_light_transfer(
     length: Length = 2048,
     keys: NumKeys = 1,
     haystack: Haystack = None,
+    prompts: Prompts = None,
     batch_size: BatchSize = 8,
     dtype: ComputeDtype = None,
     seed: Seed = 0,
@@ -336,7 +352,7 @@ def select_light_transfer(
     _check_budget(out, budget, one_in)
     decoder, tokenizer = load_checkpoint(model, dtype)
     full = full_layer_budget(decoder.config.num_hidden_layers, budget, one_in)
-    drawn = draw_needles(tokenizer, examples, length, keys, haystack, None, seed)
+    drawn, data = _drawn(tokenizer, prompts, examples, length, keys, haystack, seed)
     with _progress("looking at layers") as progress:
         scores = lazy_ratios(
             decoder,
@@ -353,7 +369,7 @@ def select_light_transfer(
         sliding_window=window,
         num_sink_tokens=sink_tokens,
         full_attention_decode=fa_decode,
-        data=_data(examples, length, keys, haystack),
+        data=data,
         seed=seed,
     )
     title = f"How lazy each layer is ({last} queries, {lazy_sinks} + {recent} keys)"
@@ -374,8 +390,28 @@ def _check_out(out: Path) -> None:
         raise ConfigError(f"--out is {out}: a pattern file must end in .json")
 
 
-def _data(examples: int, length: int, keys: int, haystack: Path | None) -> str:
-    return f"{examples} needle prompts of {length} tokens, {keys} key(s), haystack {haystack or 'python library'}"
+def _drawn(
+    tokenizer: Tokenizer,
+    prompts: Path | None,
+    count: int,
+    length: int,
+    keys: int,
+    haystack: Path | None,
+    seed: int,
+    min_answer: int = 1,
+) -> tuple[list[Example], str]:
+    """The examples to choose by, and what they are."""
+    if prompts is None:
+        what = f"needle prompts of {length} tokens, {keys} key(s), haystack {haystack or 'python library'}"
+        return draw_needles(tokenizer, count, length, keys, haystack, None, seed), f"{count} {what}"
+    from swa_jax.evaluate import prompt_examples
+
+    if keys != 1 or haystack is not None:
+        raise ConfigError("--keys and --haystack are of needles, which --prompts replaces: leave them out")
+    drawn = prompt_examples(
+        tokenizer, prompts, num_examples=count, length=length, min_answer=min_answer, seed=seed
+    )
+    return drawn, f"{count} prompts of {prompts} with at most {length} tokens"
 
 
 def _write_heads(

@@ -8,8 +8,12 @@ from planted import KV_HEADS, WINDOW_SIZE, planted_examples, planted_mask, plant
 from test_cli import fails, run
 from tiny_models import byte_checkpoint
 
+from swa_jax.checkpoint import load_model
+from swa_jax.evaluate import prompt_examples
 from swa_jax.pattern import AttentionPattern
-from swa_jax.select.heads import head_mask, head_pattern
+from swa_jax.select import nll_scores
+from swa_jax.select.heads import head_mask, head_pattern, rank_correlation
+from swa_jax.tokenizer import load_tokenizer
 
 NEEDLES = ("--examples", 2, "--length", 320, "--batch-size", 2)
 
@@ -36,7 +40,7 @@ def test_bosch_writes_a_pattern_a_picture_and_its_evaluations(planted, tmp_path)
     out = tmp_path / "new" / "heads.json"
     options = ("x", "--ratio", 0.75, "--window", WINDOW_SIZE, "--batch-size", 16, "--out", out)
     output = run("select", "bosch", *options)
-    assert "needles answered: 100.0%, with full attention 100.0%, all windowed 0.0%" in output
+    assert "answers right: 100.0%, with full attention 100.0%, all windowed 0.0%" in output
     assert f"written to {out} and {out.with_suffix('.png')}" in output
     pattern = AttentionPattern.from_json(out)
     np.testing.assert_array_equal(head_mask(pattern, KV_HEADS), planted_mask())
@@ -95,7 +99,8 @@ def test_pattern_diff_counts_and_swaps(tmp_path):
     files = (tmp_path / "small.json", tmp_path / "large.json")
     output = run("pattern", "diff", *files, "--kv-heads", 4, "--swap", tmp_path / "swap.json")
     assert "turnover 50.0% of the first's windowed heads are not the second's (100.0%" in output
-    assert "Jaccard distance 0.750" in output
+    assert "Jaccard distance 0.750; of the full heads 1.000" in output
+    assert "rank correlation" not in output  # these have no scores
     assert "layer 0: only the first windows KV heads [0, 1]" in output
     assert "layer 1: only the second windows KV heads [0, 1, 2, 3]" in output
     swapped = AttentionPattern.from_json(tmp_path / "swap.json")
@@ -107,6 +112,17 @@ def test_pattern_diff_counts_and_swaps(tmp_path):
     assert (
         fails("pattern", "diff", *files, "--kv-heads", 1) == "--kv-heads is 1, but a pattern names KV head 1"
     )
+
+
+def test_pattern_diff_compares_scores_by_rank(tmp_path):
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, scores in zip(files, ([3.0, 1.0, 1.0, 0.0], [9.0, 4.0, 2.0, 3.0]), strict=True):
+        pattern = AttentionPattern.from_full_layers([0], 4, 16, provenance={"scores": scores})
+        pattern.to_json(file)
+    ranks = np.array([[4, 2.5, 2.5, 1], [4, 3, 1, 2]])
+    expected = f"rank correlation of the scores {np.corrcoef(ranks)[0, 1]:.2f} (Spearman)"
+    assert expected in run("pattern", "diff", *files)
+    assert rank_correlation([1, 1], [1, 2]) == 0
 
 
 # ---- layers ----
@@ -178,3 +194,46 @@ def test_light_transfer_writes_a_pattern_with_its_scores(checkpoint, tmp_path):
     assert out.with_suffix(".png").stat().st_size > 1000
     output = run("select", "light-transfer", checkpoint, "--one-in", 2, "--out", out, *NEEDLES)
     assert "--recent reaches over whole prompts" in output
+
+
+# ---- prompts of one's own ----
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """Five records of 30 + 24 bytes and one each that is too long or whose answer is too short."""
+    records = [{"prompt": f"{i}" * 30, "answer": f"{i + 1}" * 24} for i in range(5)]
+    records += [{"prompt": "x" * 300, "answer": "y" * 24}, {"prompt": "x" * 30, "answer": "short"}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def test_layers_are_chosen_by_prompts_of_ones_own(checkpoint, prompts, tmp_path):
+    out = tmp_path / "layers.json"
+    options = ("--prompts", prompts, "--window", 8, "--length", 64, "--batch-size", 2, "--out", out)
+    output = run("select", "nll", checkpoint, "--budget", 1, "--examples", 5, *options)
+    assert "5 examples scored in" in output
+    provenance = AttentionPattern.from_json(out).provenance
+    assert provenance["data"] == f"5 prompts of {prompts} with at most 64 tokens"
+
+    tokenizer = load_tokenizer(checkpoint)
+    drawn = prompt_examples(tokenizer, prompts, num_examples=5, length=64, min_answer=20)
+    assert sorted(tokenizer.decode(e.prompt) + e.references[0] for e in drawn) == [
+        f"{i}" * 30 + f"{i + 1}" * 24 for i in range(5)
+    ]
+    model = load_model(checkpoint)
+    expected = nll_scores(model, drawn, sliding_window=8, full_attention_decode=False, batch_size=2)
+    np.testing.assert_allclose(provenance["scores"], expected, atol=1e-6)
+
+    run("select", "static", checkpoint, "qada", "--ratio", 0.5, "--examples", 6, *options)
+    assert "6 prompts of" in AttentionPattern.from_json(out).provenance["data"]  # short answers too
+    assert fails("select", "nll", checkpoint, "--budget", 1, "--examples", 6, *options) == (
+        f"6 examples are asked for, but 5 of the 7 records of {prompts} are at most 64 tokens long with an answer of "
+        "at least 20: ask for fewer, or allow longer prompts or shorter answers"
+    )
+    assert "which --prompts replaces" in fails(
+        "select", "nll", checkpoint, "--budget", 1, "--keys", 4, *options
+    )
+    prompts.write_text('{"prompt": "x"}\n')
+    assert f"{prompts}, line 1" in fails("select", "nll", checkpoint, "--budget", 1, *options)

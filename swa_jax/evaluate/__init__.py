@@ -2,7 +2,7 @@
 
 from swa_jax.evaluate.accuracy import Answers, generate_answers, needle_accuracy, needle_accuracy_grid
 from swa_jax.evaluate.bootstrap import Estimate, accuracy_interval, bootstrap, paired_bootstrap
-from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.examples import Example, prompt_examples
 from swa_jax.evaluate.needle import needle_examples, needle_grid
 from swa_jax.evaluate.nll import AnswerScores, Perplexity, answer_nll, perplexity, score_answers
 from swa_jax.evaluate.ruler import RULER_TASKS, ruler_examples, ruler_grid
@@ -29,6 +29,7 @@ __all__ = [
     "paired_bootstrap",
     "perplexity",
     "perplexity_sweep",
+    "prompt_examples",
     "ruler_examples",
     "ruler_grid",
     "ruler_scores",

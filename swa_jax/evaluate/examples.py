@@ -1,9 +1,16 @@
-"""The evaluation example that needle tasks, answer NLL and layer selection share."""
+"""The example that needle tasks, answer NLL and layer selection share, and such examples from a user's file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from swa_jax.config import ConfigError
+from swa_jax.data.documents import read_records
+from swa_jax.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -18,3 +25,37 @@ class Example:
     answer: list[int]
     references: list[str]
     meta: dict[str, Any] = field(default_factory=dict)
+
+
+def prompt_examples(
+    tokenizer: Tokenizer,
+    file: Path,
+    *,
+    num_examples: int,
+    length: int,
+    min_answer: int = 1,
+    seed: int = 0,
+) -> list[Example]:
+    """Prompts and their answers from records with these two fields, drawn by `seed`; nothing is cut.
+
+    Args:
+      file: `.jsonl`, `.parquet` or `.array_record`; a record has the texts `prompt` and `answer`.
+      length: tokens of prompt and answer together at most; min_answer: tokens of an answer at least.
+
+    Raises:
+      ConfigError: the file cannot be read, lacks a field, or has fewer than `num_examples` such records.
+    """
+    fits, total = [], 0
+    for prompt, answer in read_records(file, {"prompt": "prompt", "answer": "answer"}):
+        total += 1
+        tokens, said = tokenizer.start_ids + tokenizer.encode(prompt), tokenizer.encode(answer)
+        if tokens and len(said) >= max(1, min_answer) and len(tokens) + len(said) <= length:
+            fits.append(Example(tokens, said, [answer]))
+    if len(fits) < num_examples:
+        raise ConfigError(
+            f"{num_examples} examples are asked for, but {len(fits)} of the {total} records of {file} are at most "
+            f"{length} tokens long with an answer of at least {min_answer}: ask for fewer, or allow longer prompts "
+            "or shorter answers"
+        )
+    chosen = np.random.default_rng(seed).choice(len(fits), num_examples, replace=False)
+    return [fits[i] for i in chosen]

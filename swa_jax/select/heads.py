@@ -118,6 +118,20 @@ def compare_masks(first: np.ndarray, second: np.ndarray) -> MaskDifference:
     )
 
 
+def rank_correlation(first: ArrayLike, second: ArrayLike) -> float:
+    """Spearman's, of two arrays of scores of one shape; equals share their mean rank, and where all tie it is 0."""
+    a, b = (_ranks(np.ravel(scores)) for scores in (first, second))
+    spread = float(np.sqrt((a**2).sum() * (b**2).sum()))
+    return float((a * b).sum()) / spread if spread else 0.0
+
+
+def _ranks(scores: np.ndarray) -> np.ndarray:
+    """Ranks about their mean."""
+    _, place, count = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(count) - (count - 1) / 2)[place]
+    return ranks - ranks.mean()
+
+
 def swap_back(small: np.ndarray, large: np.ndarray, seed: int = 0) -> np.ndarray:
     """BOSCH's A' (Section C.1): `large` with the heads only `small` windows, in place of as many drawn at random.
 
