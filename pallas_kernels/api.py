@@ -80,6 +80,7 @@ def attention(
         raise ValueError(
             "return_lse is True with activation 'sigmoid', which has no log-sum-exp; leave it False."
         )
+    full_from = None if full_from is None else _as_array(full_from)
     where = _coordinates(q, k, spec, q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from)
     out, lse = backend.attention(q, k, v, spec, where, **by_head)
     out = _nan_where_unassigned(out, where, full_from).astype(q.dtype)
@@ -128,6 +129,7 @@ def routed_attention(
         raise ValueError("spec.window is None, but routed_attention needs a window for its window branch.")
     by_head = _check_by_head(q, k, spec, alibi_slopes, sigmoid_bias, sink_logits, full_heads)
     _check_array("gate", gate, {"B": q.shape[0], "T": q.shape[1]}, jnp.floating, required=True)
+    full_from = None if full_from is None else _as_array(full_from)
     where = _coordinates(q, k, spec, q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from)
     if inference:
         q, k, v, gate = _only_forward((q, k, v, gate))
@@ -327,7 +329,7 @@ def _check_array(name: str, array, axes: dict[str, int], kind, *, required: bool
         if required:
             raise ValueError(f"{name} is None; it must be [{', '.join(axes)}] = {tuple(axes.values())}.")
         return
-    shape, dtype = jnp.shape(array), jnp.result_type(array)
+    shape, dtype = _as_array(array).shape, _as_array(array).dtype
     if shape != tuple(axes.values()):
         raise ValueError(
             f"{name} has shape {shape}; it must be [{', '.join(axes)}] = {tuple(axes.values())}."
@@ -335,6 +337,11 @@ def _check_array(name: str, array, axes: dict[str, int], kind, *, required: bool
     if not jnp.issubdtype(dtype, kind):
         words = {jnp.floating: "floating-point", jnp.integer: "integers", jnp.bool_: "bool"}
         raise ValueError(f"{name} is {dtype}; it must be {words[kind]}.")
+
+
+def _as_array(array):
+    """Lists as NumPy arrays; arrays as they are."""
+    return array if hasattr(array, "dtype") else np.asarray(array)
 
 
 def _check_needs_window(name: str, array, spec: AttentionSpec) -> None:
@@ -375,12 +382,12 @@ def _coordinates(
 
 
 def _check_full_from(full_from, batch: int, spec: AttentionSpec, q_segment_ids) -> None:
-    shape = jnp.shape(full_from)
+    shape = full_from.shape
     columns = shape[1] if len(shape) == 2 else 1
     if len(shape) not in (1, 2) or shape[0] != batch or columns == 0:
         raise ValueError(f"full_from has shape {shape}; it must be [B] or [B, segments] with B = {batch}.")
-    if not jnp.issubdtype(jnp.result_type(full_from), jnp.integer):
-        raise ValueError(f"full_from is {jnp.result_type(full_from)}; it must be integers.")
+    if not jnp.issubdtype(full_from.dtype, jnp.integer):
+        raise ValueError(f"full_from is {full_from.dtype}; it must be integers.")
     _check_needs_window("full_from", full_from, spec)
     if q_segment_ids is None:
         if columns > 1:

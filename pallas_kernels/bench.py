@@ -50,13 +50,13 @@ def window_backward(packed=False, **shape):
 
 
 def full_forward(**shape):
-    """Full causal attention with lse."""
-    return _bench({"window": None} | shape)
+    """Full causal attention with lse; a window is left unread, so that every function takes the same arguments."""
+    return _bench(shape | {"window": None})
 
 
 def full_backward(**shape):
-    """dq, dk and dv of full causal attention."""
-    return _bench({"window": None} | shape, backward=True)
+    """dq, dk and dv of full causal attention; a window is left unread."""
+    return _bench(shape | {"window": None}, backward=True)
 
 
 def sigmoid_forward(**shape):
@@ -149,9 +149,8 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
     rho = shape.pop("rho", 0.75) if hybrid else None
     packed = shape.pop("packed", False)
     defaults = {"H": 8, "K": 8} if hybrid else {}
-    H, K, T, D, dtype, spec, tiles = _read(
-        {"window": None if name.startswith("full") else 1024} | defaults | shape
-    )
+    window = {"window": None} if name.startswith("full") else {}
+    H, K, T, D, dtype, spec, tiles = _read({"window": 1024} | defaults | shape | window)
     call = _call(kind, spec, _where(T, packed), D, dtype, tiles, alone=not hybrid)
     windowed_heads = H if rho is None else round(rho * K) * H // K
     counts = {}
@@ -258,9 +257,10 @@ def _bench(shape, *, packed=False, backward=False, activation="softmax", rho=Non
         if not backward:
             return tpu_passes.forward(call, q, k, v, head_bias, where, full_heads)
         with preferring("tpu", _own_row(call, D) if tiles else []):
-            return tpu_passes.backward(call, q, k, v, head_bias, where, full_heads, *cotangents)
+            dout, statistics = cotangents if activation == "softmax" else (*cotangents, None)
+            return tpu_passes.backward(call, q, k, v, head_bias, where, full_heads, dout, statistics)
 
-    cotangents = ((q, row) if activation == "softmax" else (q, None)) if backward else ()
+    cotangents = ((q, row) if activation == "softmax" else (q,)) if backward else ()
     return function, (q, kv, kv, head_bias, ids, *cotangents)
 
 
@@ -280,12 +280,16 @@ def _routed(ratio, shape):
         return api.routed_attention(q, k, v, gate, spec, implementation="tpu")[0]
 
     def both(q, k, v, gate):
-        # Every n-th token is routed: as good as random for what is measured.
-        gate = jnp.where(jnp.arange(T)[None] % round(1 / ratio) == 0, gate, 0)
+        gate = jnp.where(routed_rows(T, ratio)[None], gate, 0)
         out, pullback = jax.vjp(forward, q, k, v, gate)
         return out, pullback(out)
 
     return both, (q, kv, kv, jax.ShapeDtypeStruct((1, T), jnp.float32))
+
+
+def routed_rows(T: int, ratio: float) -> np.ndarray:
+    """Which of T tokens are routed, at even distances: as good as random for what is measured. [T] bool."""
+    return np.diff(np.floor(np.arange(T + 1) * ratio)) > 0
 
 
 def _read(shape, activation="softmax"):

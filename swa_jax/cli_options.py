@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Argument, Option
 
 from swa_jax.config import ConfigError, ModelConfig
-from swa_jax.pattern import AttentionPattern, load_pattern
+from swa_jax.pattern import AttentionPattern, read_pattern
 
 if TYPE_CHECKING:
     from swa_jax.evaluate import Example
@@ -57,16 +57,15 @@ def resolve_pattern(
     full_decode: bool | None,
 ) -> AttentionPattern:
     """A recipe or a pattern file; options that are given win over both."""
-    options = {
+    options: dict[str, Any] = {
         "sliding_window": window,
         "num_sink_tokens": sink_tokens,
         "full_attention_decode": full_decode,
     }
-    if not source.endswith(".json"):
-        return AttentionPattern.from_recipe(source, layers, **options)  # type: ignore[arg-type]
-    given = {name: value for name, value in options.items() if value is not None}
-    pattern = dataclasses.replace(AttentionPattern.from_json(Path(source)), **given)  # type: ignore[arg-type]
-    return load_pattern(pattern, layers) if isinstance(layers, ModelConfig) else pattern
+    pattern = read_pattern(source, layers, **options)
+    if isinstance(layers, ModelConfig):
+        pattern.validate(layers)
+    return pattern
 
 
 def load_checkpoint(
@@ -133,6 +132,17 @@ def with_options(
         "full_attention_decode": full_decode,
     }
     given = {name: value for name, value in options.items() if value is not None}
+    words = {
+        "sliding_window": "--window",
+        "num_sink_tokens": "--sink-tokens",
+        "full_attention_decode": "--fa-decode",
+    }
+    idle = [words[name] for name, value in given.items() if value]
+    if idle and len(model.pattern.full_layers) == model.pattern.num_layers:
+        raise ConfigError(
+            f"{idle[0]} has no effect: the checkpoint's own pattern has full attention in every layer; name another, "
+            "such as --pattern window"
+        )
     return model.with_pattern(dataclasses.replace(model.pattern, **given)) if given else model  # type: ignore[arg-type]
 
 

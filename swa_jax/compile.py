@@ -208,7 +208,7 @@ def _pattern(config: TrainConfig, stage: StageConfig, model: ModelConfig) -> Att
     return load_pattern(
         name,
         model,
-        sliding_window=stage.sliding_window or config.sliding_window,
+        sliding_window=config.stage_window(stage),
         num_sink_tokens=config.num_sink_tokens,
         seed=config.seed,
     )

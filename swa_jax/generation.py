@@ -88,9 +88,11 @@ def prepare(
     """Check and pad the prompts. Raises `ConfigError` as `generate` does."""
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if not prompts:
+    if len(prompts) == 0:
         raise ConfigError("prompts is empty: give at least one prompt")
     for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str) or np.ndim(prompt) != 1:
+            raise ConfigError(f"prompts[{i}] must be a list of token ids, got {prompt!r:.40}")
         if len(prompt) == 0:
             raise ConfigError(f"prompts[{i}] is empty: a prompt needs at least one token")
         _check_tokens(prompt, f"prompts[{i}]", model.config.vocab_size)

@@ -121,6 +121,8 @@ class Decoder(nnx.Module):
           partition: the mesh that parameters and tokens lie on.
           dropout_key: a JAX key; LoRA adapters drop inputs by it, each layer its own. None: none are dropped.
         """
+        if 0 in tokens.shape:
+            raise ValueError(f"tokens is [B, T] = {tokens.shape}: give at least one sequence of one token")
         kinds = kinds or kinds_of(self.pattern)
         plan = plan or self._plan(kinds)
         context = self.context(tokens, kinds, segment_ids, positions, full_from, partition)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any, Literal
 
 import jax
 import optax
 from optax import contrib
+
+from swa_jax.config import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +33,22 @@ class OptimizerConfig:
     b2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.01
-    clip_norm: float = 1.0
+    clip_norm: float | None = 1.0  # of the global norm of the gradients; null: not clipped
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "adam_learning_rate", "eps", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                off = ", or null for no clipping" if name == "clip_norm" else ""
+                raise ConfigError(f"'optimizer.{name}' must be above 0{off}, got {value:g}")
+        for name in ("warmup_steps", "decay_steps", "final_fraction", "weight_decay"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"'optimizer.{name}' must be 0 or more, got {getattr(self, name):g}")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(
+                    f"'optimizer.{name}' must be from 0 to below 1, got {getattr(self, name):g}"
+                )
 
 
 def learning_rate(config: OptimizerConfig, peak: float, total_steps: int) -> optax.Schedule:
@@ -47,6 +67,16 @@ def learning_rate(config: OptimizerConfig, peak: float, total_steps: int) -> opt
     if warmup == 0:
         return main
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), main], [warmup])
+
+
+def warn_of_short_runs(config: OptimizerConfig, total_steps: int) -> None:
+    """Say so where a run ends before its schedule does; a few steps of a long configuration are a common trial."""
+    decay = config.decay_steps if config.schedule == "warmup-stable-decay" else 0
+    if 0 < total_steps < config.warmup_steps + decay:
+        logger.warning(
+            "the learning rate takes %d steps to warm up and %d to decay, but the run has %d steps in all",
+            config.warmup_steps, decay, total_steps,
+        )  # fmt: skip
 
 
 def is_matrix(params: Any) -> Any:
@@ -76,7 +106,9 @@ def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientT
             adam_learning_rate=learning_rate(config, config.adam_learning_rate, total_steps),
             muon_weight_dimension_numbers=_muon_axes,
         )
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), update)
+    # A chain of two either way, so that the optimiser's state keeps its form.
+    clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
+    return optax.chain(clip, update)
 
 
 def _muon_axes(params: Any) -> Any:

@@ -47,9 +47,18 @@ class AttentionPattern:
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.layer_types, str) or isinstance(self.full_kv_heads, Mapping):
+            raise ConfigError("layer_types and full_kv_heads are lists with one entry a layer")
         object.__setattr__(self, "layer_types", tuple(self.layer_types))
-        heads = self.full_kv_heads or ((),) * len(self.layer_types)
-        object.__setattr__(self, "full_kv_heads", tuple(tuple(sorted(h or ())) for h in heads))
+        for name in ("sliding_window", "num_sink_tokens"):
+            if name == "num_sink_tokens" or self.sliding_window is not None:
+                object.__setattr__(self, name, _integer(name, getattr(self, name)))
+        given = self.full_kv_heads or ((),) * len(self.layer_types)
+        heads = tuple(
+            tuple(sorted(_integer(f"full_kv_heads[{i}]", head) for head in h or ()))
+            for i, h in enumerate(given)
+        )
+        object.__setattr__(self, "full_kv_heads", heads)
         for i, kind in enumerate(self.layer_types):
             if kind not in LAYER_TYPES:
                 raise ConfigError(f"layer_types[{i}] is '{kind}'{nearest(kind, LAYER_TYPES)}")
@@ -134,7 +143,7 @@ class AttentionPattern:
     def to_json(self, file: str | Path | None = None) -> str:
         """The pattern as JSON text, also written to `file` (atomically) when given."""
         data = dataclasses.asdict(self) | {"version": VERSION}
-        text = json.dumps(data, indent=2) + "\n"
+        text = json.dumps(data, indent=2, default=_plain) + "\n"
         if file is not None:
             partial = Path(f"{file}.partial")
             partial.write_text(text)
@@ -150,7 +159,9 @@ class AttentionPattern:
             data = json.loads(source if is_text else Path(source).read_text())  # type: ignore[arg-type]
         except FileNotFoundError:
             raise ConfigError(f"pattern file {source} does not exist") from None
-        except json.JSONDecodeError as error:
+        except OSError as error:
+            raise ConfigError(f"pattern file {source} cannot be read: {error.strerror}") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{name} is not valid JSON: {error}") from None
         if not isinstance(data, dict) or "layer_types" not in data:
             raise ConfigError(f"{name} has no 'layer_types': it is not an attention pattern")
@@ -178,7 +189,10 @@ class AttentionPattern:
         """A named pattern; see `swa_jax.recipes` for the names."""
         from swa_jax.recipes import build_recipe
 
-        layers = num_layers if isinstance(num_layers, int) else num_layers.num_hidden_layers
+        layers = num_layers.num_hidden_layers if isinstance(num_layers, ModelConfig) else num_layers
+        layers = _integer("num_layers", layers)
+        if layers < 1:
+            raise ConfigError(f"num_layers must be at least 1, got {layers}")
         return build_recipe(recipe, layers, sliding_window, num_sink_tokens, full_attention_decode, seed)
 
     @classmethod
@@ -240,14 +254,39 @@ class AttentionPattern:
 
 
 def load_pattern(
-    source: AttentionPattern | str | Path, model: ModelConfig, **recipe_options: Any
+    source: AttentionPattern | str | Path, model: ModelConfig, **options: Any
 ) -> AttentionPattern:
-    """A pattern object, the path of a pattern JSON, or a recipe name, checked against the model."""
-    if isinstance(source, AttentionPattern):
-        pattern = source
-    elif str(source).endswith(".json"):
-        pattern = AttentionPattern.from_json(Path(source))
-    else:
-        pattern = AttentionPattern.from_recipe(str(source), model, **recipe_options)
+    """A pattern object, or what `read_pattern` reads, checked against the model."""
+    pattern = source if isinstance(source, AttentionPattern) else read_pattern(source, model, **options)
     pattern.validate(model)
     return pattern
+
+
+def read_pattern(
+    source: str | Path, layers: int | ModelConfig, *, seed: int = 0, **options: Any
+) -> AttentionPattern:
+    """The path of a pattern JSON, its text, or a recipe name; options that are given win over what it says.
+
+    Args:
+      layers: of the model, for recipes; seed: for recipes that draw.
+      options: `sliding_window`, `num_sink_tokens`, `full_attention_decode`; None leaves the source's own.
+    """
+    text = str(source)
+    if not (text.endswith(".json") or text.lstrip().startswith("{")):
+        return AttentionPattern.from_recipe(text, layers, seed=seed, **options)
+    given = {name: value for name, value in options.items() if value is not None}
+    return dataclasses.replace(AttentionPattern.from_json(source), **given)
+
+
+def _integer(name: str, value: Any) -> int:
+    """A whole number of Python or NumPy as `int`."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        raise ConfigError(f"{name} must be a whole number, got {value!r}")
+    return int(value)
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's and JAX's numbers and arrays, which provenance may hold, as JSON has them."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"provenance holds a {type(value).__name__}, which JSON has no form for")

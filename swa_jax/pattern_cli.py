@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,6 +75,9 @@ def diff(
             raise ConfigError(f"{second} windows nothing: there is nothing to swap")
         full = swap_back(masks[0], masks[1], seed)
         provenance = {"method": "swap", "first": str(first), "second": str(second), "seed": seed}
-        swapped = head_pattern(full, patterns[1].sliding_window, patterns[1].num_sink_tokens, provenance)
+        swapped = dataclasses.replace(
+            head_pattern(full, patterns[1].sliding_window, patterns[1].num_sink_tokens, provenance),
+            full_attention_decode=patterns[1].full_attention_decode,
+        )
         swapped.to_json(swap)
         typer.echo(f"{swapped}\nwritten to {swap}")

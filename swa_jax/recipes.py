@@ -57,7 +57,8 @@ def build_recipe(
     seed: int,
 ) -> AttentionPattern:
     """Parse and build; arguments that are not None win over what the recipe says. Raises `ConfigError`."""
-    name, *suffixes = SWAA_ROWS.get(recipe, recipe).split("+")
+    first, _, more = recipe.partition("+")
+    name, *suffixes = "+".join(part for part in (SWAA_ROWS.get(first, first), more) if part).split("+")
     decode, sink_tokens = False, DEFAULT_SINK_TOKENS if name == "streaming" else 0
     for suffix in suffixes:
         if suffix == "fa-decode":
@@ -97,7 +98,9 @@ def _full_layers(recipe: str, name: str, num_layers: int, seed: int) -> tuple[li
         return everything[int(match[1]) :: int(match[1]) + 1], WINDOW
     if match := re.fullmatch(r"(interleave|begin-middle-end|random)-1-in-(\d+)(?:@(\d+))?", name):
         kind, n = match[1], int(match[2])
-        if n < 1 or (match[3] and (kind != "interleave" or int(match[3]) >= n)):
+        if n < 1:
+            raise ConfigError(f"recipe '{recipe}': one layer in {n} is none; n must be at least 1")
+        if match[3] and (kind != "interleave" or int(match[3]) >= n):
             raise ConfigError(
                 f"recipe '{recipe}': the offset after @ must be below n, and is for interleave only"
             )

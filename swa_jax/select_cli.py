@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 from typer import Argument, Option
@@ -37,7 +37,24 @@ if TYPE_CHECKING:
     from swa_jax.pattern import AttentionPattern
     from swa_jax.tokenizer import Tokenizer
 
-app = typer.Typer(no_args_is_help=True, help="Choose the layers or heads that keep full attention.")
+StaticMethod = Literal["dcam", "apl", "proxy", "qada", "razor", "fisher"]
+Heuristic = Literal["random", "random-heads", "begin-middle-end", "interleave"]
+
+
+class _SelectVerbs(typer.core.TyperGroup):
+    """`select fisher MODEL` is short for `select static MODEL fisher`, and so with the heuristics."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        first = "interleave" if args[:1] == ["periodic"] else "".join(args[:1])
+        for verb, methods in (("static", get_args(StaticMethod)), ("heuristic", get_args(Heuristic))):
+            if first in methods:
+                args = [verb, *args[1:], first]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_SelectVerbs, no_args_is_help=True, help="Choose the layers or heads that keep full attention."
+)
 
 Out = Annotated[Path, Option(help="The pattern's JSON file; the picture goes beside it.")]
 NumExamples = Annotated[int, Option("--examples", help="Examples to choose by.", min=1)]
@@ -141,7 +158,7 @@ def select_bosch(
 def select_static(
     model: Model,
     method: Annotated[
-        Literal["dcam", "apl", "proxy", "qada", "razor", "fisher"],
+        StaticMethod,
         Argument(help="How the heads are ranked; fisher and razor are the paper's best two."),
     ],
     out: Out,
@@ -198,7 +215,7 @@ def select_static(
 def select_heuristic(
     model: Model,
     kind: Annotated[
-        Literal["random", "random-heads", "begin-middle-end", "interleave"],
+        Heuristic,
         Argument(help="random, begin-middle-end and interleave choose whole layers."),
     ],
     out: Out,
@@ -212,7 +229,8 @@ def select_heuristic(
     from swa_jax.select.heads import head_pattern, heuristic_mask
 
     _check_out(out)
-    config = open_checkpoint(model).config
+    checkpoint = open_checkpoint(model)
+    config = checkpoint.config
     full = heuristic_mask(kind, config.num_hidden_layers, config.num_key_value_heads, ratio, seed)
     provenance = {
         "method": kind,
@@ -220,7 +238,8 @@ def select_heuristic(
         "windowed_heads": int((~full).sum()),
         "seed": seed if kind.startswith("random") else None,
     }
-    _write_heads(head_pattern(full, window, sink_tokens or 0, provenance), full, out)
+    sinks = checkpoint.pattern.num_sink_tokens if sink_tokens is None else sink_tokens
+    _write_heads(head_pattern(full, window, sinks, provenance), full, out)
 
 
 @app.command("nll")

@@ -40,7 +40,7 @@ from swa_jax.huggingface.adapter import save_adapter
 from swa_jax.huggingface.weights import CheckpointError
 from swa_jax.lora import merge_lora, trained_and_frozen, with_lora
 from swa_jax.model import Decoder
-from swa_jax.optimizer import make_optimizer
+from swa_jax.optimizer import make_optimizer, warn_of_short_runs
 from swa_jax.pattern import SWITCH, AttentionPattern, load_pattern
 from swa_jax.preemption import Preempted, preemption_notices
 from swa_jax.run_checkpoint import RunCheckpoints, from_first_process, has_checkpoint, reason
@@ -325,6 +325,7 @@ def _prepare(config: TrainConfig) -> Run:
             model = with_lora(model, config.lora, nnx.Rngs(config.seed))
     else:
         model = random_model(model_config, pattern, config.seed, partition)
+    warn_of_short_runs(config.optimizer, config.total_steps)
     optimizer = make_optimizer(config.optimizer, config.total_steps)
     return Run(config, Path(config.output), tokenizer, partition, model, patterns, optimizer)
 
@@ -356,7 +357,7 @@ def _stage_patterns(
     for number, stage in enumerate(config.stages):
         for source in stage.data:
             check_source(source, tokenizer)  # better found now than when its stage begins
-        window = {"sliding_window": stage.sliding_window or config.sliding_window}
+        window = {"sliding_window": config.stage_window(stage)}
         chosen = [load_pattern(name, model, **options | window) for name in stage.patterns]
         if stage.sliding_window is not None and not chosen:
             chosen = [load_pattern(config.attention, model, **options | window)]
@@ -383,10 +384,12 @@ _MAY_CHANGE = (
 
 
 def _claim(run: Path, config: TrainConfig) -> None:
-    """Write `config.yaml`; if there is a checkpoint to go on from, check first that the run there is the same one."""
+    """Write `config.yaml`; if the folder holds a checkpoint or a model, check first that its run is the same one."""
     resolved, file = to_dict(config), run / "config.yaml"
     base = _base_digest(config)
-    if file.exists() and has_checkpoint(run / "checkpoints"):
+    started = has_checkpoint(run / "checkpoints")
+    finished = next((run / name for name in ("model", "adapter") if (run / name).exists()), None)
+    if file.exists() and (started or finished is not None):
         before = to_dict(from_dict(TrainConfig, yaml.safe_load(file.read_text())))
         changed = sorted(
             key for key in resolved if before.get(key) != resolved[key] and key not in _MAY_CHANGE
@@ -396,11 +399,16 @@ def _claim(run: Path, config: TrainConfig) -> None:
                 f"{run} holds a run whose '{changed[0]}' differs: set 'output' to a new folder, or resume with "
                 f"{file} as it is"
             )
-        if base is not None and (run / BASE_FILE).read_text().strip() != base:
+        if base is not None and started and (run / BASE_FILE).read_text().strip() != base:
             raise ConfigError(
                 f"'init_from' = {config.init_from} is not the model that the adapters in {run} were trained on: bring "
                 "that one back, or set 'output' to a new folder"
             )
+    if finished is not None and not started and config.total_steps:
+        raise ConfigError(
+            f"{finished} is there, but no checkpoint of the run that made it is: training anew would not replace it; "
+            "set 'output' to a new folder, or move it away"
+        )
     run.mkdir(parents=True, exist_ok=True)
     if base is not None:  # before the configuration, which is there whenever this is needed
         _write(run / BASE_FILE, base + "\n")

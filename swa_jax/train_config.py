@@ -127,9 +127,13 @@ class TrainConfig:
         for name in ("checkpoint_every", "keep_checkpoints", "validation_batches"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"'{name}' must be at least 1, got {getattr(self, name)}")
-        for name in ("keep_checkpoint_period", "validate_every"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"'{name}' must be at least 1, or left out, got {getattr(self, name)}")
+        optional = {
+            name: getattr(self, name)
+            for name in ("keep_checkpoint_period", "validate_every", "sliding_window")
+        } | {f"stages.{i}.sliding_window": stage.sliding_window for i, stage in enumerate(self.stages)}
+        for name, value in optional.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"'{name}' must be at least 1, or left out, got {value}")
         if self.log.every < 1:
             raise ConfigError(f"'log.every' must be at least 1, got {self.log.every}")
         if self.spike_factor is not None and self.spike_factor <= 1:
@@ -139,6 +143,9 @@ class TrainConfig:
     def attention(self) -> str:
         """The recipe or pattern file that the run trains under."""
         return self.pattern if self.method is None else METHODS[self.method]
+
+    def stage_window(self, stage: StageConfig) -> int | None:
+        return self.sliding_window if stage.sliding_window is None else stage.sliding_window
 
     @property
     def start_dtype(self) -> str:

@@ -166,6 +166,8 @@ SIZES = {
     ("change", "sentence"),
     [
         ({"num_key_value_heads": 3}, "num_attention_heads (4) must be a multiple of num_key_value_heads (3)"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be above 0, got 0"),
+        ({"hidden_size": -4}, "hidden_size must be above 0, got -4"),
         ({"head_dim": 5}, "head_dim (5) must be even for rotary embeddings"),
         ({"position_embedding": "alibi", "alibi_negative_heads": 3}, "alibi_negative_heads (3) + "),
         (

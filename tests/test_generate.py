@@ -204,6 +204,13 @@ def test_greedy_takes_the_first_of_the_likeliest():
     assert sample(logits, jax.random.split(jax.random.key(0), 2), Sampling()).tolist() == [1, 0]
 
 
+def test_an_array_of_prompts():
+    model, prompts = model_of("window"), [[1, 2, 3], [4, 5, 6]]
+    expected = generate(model, prompts, max_new_tokens=2)
+    assert generate(model, np.array(prompts), max_new_tokens=2) == expected
+    assert generate(model, jnp.array(prompts), max_new_tokens=2) == expected
+
+
 # ---- what is refused ----
 
 
@@ -211,6 +218,8 @@ def test_greedy_takes_the_first_of_the_likeliest():
     ("change", "sentence"),
     [
         ({"prompts": []}, "prompts is empty: give at least one prompt"),
+        ({"prompts": [1, 2]}, "prompts[0] must be a list of token ids, got 1"),
+        ({"prompts": ["text"]}, "prompts[0] must be a list of token ids, got 'text'"),
         ({"prompts": [[1], []]}, "prompts[1] is empty: a prompt needs at least one token"),
         ({"prompts": [[1], [2, 61]]}, "prompts[1] holds token 61, the model's vocabulary has ids 0 to 60"),
         ({"prompts": [[-1]]}, "prompts[0] holds token -1, the model's vocabulary has ids 0 to 60"),

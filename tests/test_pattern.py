@@ -91,6 +91,37 @@ def test_begin_middle_end_meets_its_budget(depth):
         assert budget < 3 or chosen[-1] == depth - 1
 
 
+def test_one_in_n_is_one_count():
+    """Recipes that are compared keep as many layers, also where n does not divide."""
+    for recipe in ("interleave", "begin-middle-end", "random"):
+        assert len(AttentionPattern.from_recipe(f"{recipe}-1-in-4", 22).full_layers) == 5
+
+
+def test_suffixes_add_to_swaas_rows():
+    row = AttentionPattern.from_recipe("swaa-trained-efficiency-interleave+sink-tokens=3", 4)
+    assert (row.full_layers, row.num_sink_tokens, row.full_attention_decode) == ((1, 3), 3, False)
+
+
+def test_numpy_numbers_are_taken(tmp_path):
+    pattern = AttentionPattern.from_full_layers(
+        [0], 2, np.int64(4), provenance={"scores": np.arange(2.0), "seed": np.int32(1)}
+    )
+    read = AttentionPattern.from_json(pattern.to_json(tmp_path / "p.json"))
+    assert read == pattern
+    assert read.provenance == {"scores": [0, 1], "seed": 1}
+    assert AttentionPattern.from_recipe("window", np.int64(3)).num_layers == 3
+
+
+def test_options_win_over_a_file(tmp_path):
+    config = dataclasses.replace(SOFTMAX, num_hidden_layers=2)
+    pattern = AttentionPattern.from_full_layers([0], 2, 4, num_sink_tokens=2, full_attention_decode=True)
+    pattern.to_json(tmp_path / "p.json")
+    for source in (tmp_path / "p.json", str(tmp_path / "p.json"), pattern.to_json()):
+        assert load_pattern(source, config, sliding_window=None, seed=3) == pattern
+        changed = load_pattern(source, config, sliding_window=6, num_sink_tokens=0)
+        assert changed == dataclasses.replace(pattern, sliding_window=6, num_sink_tokens=0)
+
+
 @pytest.mark.parametrize(
     ("recipe", "sentence"),
     [
@@ -104,7 +135,7 @@ def test_begin_middle_end_meets_its_budget(depth):
             "random-1-in-4@1",
             "recipe 'random-1-in-4@1': the offset after @ must be below n, and is for interleave",
         ),
-        ("interleave-1-in-0", "recipe 'interleave-1-in-0'"),
+        ("interleave-1-in-0", "recipe 'interleave-1-in-0': one layer in 0 is none; n must be at least 1"),
         ("window+fadecode", "recipe 'window+fadecode': unknown suffix '+fadecode'; known: +fa-decode"),
         ("layers:2,12", "full layer 12 does not exist: the model has layers 0 to 11"),
     ],
@@ -246,6 +277,14 @@ def test_hugging_face_layer_types_are_checked():
         (
             {"layer_types": (HYBRID, HYBRID), "sliding_window": 4, "full_kv_heads": ((1,),)},
             "full_kv_heads has 1 entries for 2 layers",
+        ),
+        ({"layer_types": (WINDOW,), "sliding_window": 4.5}, "sliding_window must be a whole number, got 4.5"),
+        ({"layer_types": (WINDOW,), "sliding_window": True}, "sliding_window must be a whole number, got True"),
+        ({"layer_types": (WINDOW,), "sliding_window": "4"}, "sliding_window must be a whole number, got '4'"),
+        ({"layer_types": (WINDOW,), "sliding_window": 4, "num_sink_tokens": 1.5}, "num_sink_tokens must be a whole"),
+        (
+            {"layer_types": (HYBRID,), "sliding_window": 4, "full_kv_heads": {0: [1]}},
+            "layer_types and full_kv_heads are lists with one entry a layer",
         ),
     ],
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """`select bosch | static | heuristic` and `pattern diff` as a user calls them."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -90,12 +91,27 @@ def test_heuristics_keep_the_count(checkpoint, tmp_path):
     assert (~head_mask(AttentionPattern.from_json(out), 2)).sum() == 3
 
 
+def test_methods_can_be_named_alone(checkpoint, tmp_path):
+    options = ("--ratio", 0.5, "--window", 16)
+    for short, long in (
+        (("random", checkpoint), ("heuristic", checkpoint, "random")),
+        (("periodic", checkpoint), ("heuristic", checkpoint, "interleave")),
+        (("qada", checkpoint, *NEEDLES), ("static", checkpoint, "qada", *NEEDLES)),
+    ):
+        run("select", *short, *options, "--out", tmp_path / "short.json")
+        run("select", *long, *options, "--out", tmp_path / "long.json")
+        patterns = [AttentionPattern.from_json(tmp_path / f"{name}.json") for name in ("short", "long")]
+        assert patterns[0] == patterns[1]
+        assert patterns[0].provenance["method"] == patterns[1].provenance["method"]
+
+
 def test_pattern_diff_counts_and_swaps(tmp_path):
     small, large = np.ones((2, 4), bool), np.ones((2, 4), bool)
     small[0] = False
     large[0, 2:] = large[1] = False
     for name, mask in (("small", small), ("large", large)):
-        head_pattern(mask, 16, 2, {}).to_json(tmp_path / f"{name}.json")
+        pattern = dataclasses.replace(head_pattern(mask, 16, 2, {}), full_attention_decode=name == "large")
+        pattern.to_json(tmp_path / f"{name}.json")
     files = (tmp_path / "small.json", tmp_path / "large.json")
     output = run("pattern", "diff", *files, "--kv-heads", 4, "--swap", tmp_path / "swap.json")
     assert "turnover 50.0% of the first's windowed heads are not the second's (100.0%" in output
@@ -104,7 +120,7 @@ def test_pattern_diff_counts_and_swaps(tmp_path):
     assert "layer 0: only the first windows KV heads [0, 1]" in output
     assert "layer 1: only the second windows KV heads [0, 1, 2, 3]" in output
     swapped = AttentionPattern.from_json(tmp_path / "swap.json")
-    assert swapped.num_sink_tokens == 2
+    assert (swapped.num_sink_tokens, swapped.full_attention_decode) == (2, True)
     mask = head_mask(swapped, 4)
     assert (~mask).sum() == 6
     assert not mask[0, :2].any()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -236,6 +237,12 @@ def test_zero_shot_is_the_windowed_model_as_it_is(settings, tmp_path):
         train(config_of(settings, **changes, method="swa-zero-shot", stages=stage), quiet=True)
     )
     assert set(model.pattern.layer_types) == {"sliding_attention"}
+    narrower = config_of(settings | {"sliding_window": 5}, **changes, method="swa-zero-shot", stages=stage)
+    with pytest.raises(ConfigError, match="'sliding_window' differs"):  # there is no checkpoint, but a model
+        train(narrower, quiet=True)
+    shutil.rmtree(start.parent / "checkpoints")
+    with pytest.raises(ConfigError, match="training anew would not replace it"):
+        train(config_of(settings, stages=stage, pattern="full"), quiet=True)
     for ours, theirs in zip(
         jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(load_model(start))), strict=True
     ):

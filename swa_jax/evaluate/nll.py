@@ -123,8 +123,9 @@ def check_examples(examples: Sequence[Example]) -> None:
     if not examples:
         raise ValueError("examples is empty: give at least one example")
     for i, example in enumerate(examples):
-        if not example.prompt or not example.answer:
-            raise ValueError(f"examples[{i}] has an empty {'prompt' if not example.prompt else 'answer'}")
+        for name, tokens in (("prompt", example.prompt), ("answer", example.answer)):
+            if len(tokens) == 0:
+                raise ValueError(f"examples[{i}] has an empty {name}")
 
 
 def answer_batches(

@@ -141,6 +141,7 @@ def light_transfer_pattern(
         "num_examples": len(scores.ratios),
         "seed": seed,
         "scores": scores.mean.tolist(),
+        "intervals": [[estimate.low, estimate.high] for estimate in scores.intervals()],
         "last_queries": scores.last_queries,
         "sink_tokens": scores.num_sink_tokens,
         "recent_keys": scores.recent_keys,

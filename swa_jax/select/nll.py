@@ -352,7 +352,7 @@ def nll_pattern(
     """The pattern with the best layers full and the others windowed as they were when scored.
 
     Args:
-      budget: full layers; or `one_in_n`: one layer in n, at least 1 (as many as the recipe `interleave-1-in-n`).
+      budget: full layers; or `one_in_n`: one layer in n, at least 1.
       full_attention_decode: of the pattern; None is as scored.
       data, seed: what the examples were and how they were drawn, for the pattern's provenance.
 
@@ -397,6 +397,7 @@ def _as_scored(
     provenance = said | {
         "data": data,
         "num_examples": len(scores.deltas),
+        "intervals": [[estimate.low, estimate.high] for estimate in scores.intervals()],
         "seed": seed,
         "scored_with_full_attention_decode": scores.full_attention_decode,
     }

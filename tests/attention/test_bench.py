@@ -158,3 +158,24 @@ def test_executions_of_decoding_are_the_listed_visits(window, num_sink_tokens):
 def test_executions_are_not_guessed_where_data_decide():
     assert bench.executions("routed_forward", "TPU v6 lite") == {}
     assert bench.executions("window_backward", "TPU v6 lite", packed=True, num_sink_tokens=4) == {}
+
+
+@pytest.mark.parametrize("name", bench.FUNCTIONS)
+def test_every_function_takes_the_same_arguments(name):
+    shape = {"H": 2, "K": 1, "T": T, "D": 128, "window": WINDOW, "num_sink_tokens": 0, "dtype": "bfloat16"}
+    function, arguments = bench.FUNCTIONS[name](**shape)
+    assert all(argument.shape for argument in arguments)
+    jax.eval_shape(function, *arguments)
+    if name.startswith("full"):  # the window is left unread
+        plain = {key: value for key, value in shape.items() if key != "window"}
+        assert launches("TPU v6e", function, arguments) == launches(
+            "TPU v6e", *bench.FUNCTIONS[name](**plain)
+        )
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.13, 0.6, 0.75, 1.0])
+def test_the_given_share_of_rows_is_routed(ratio):
+    rows = bench.routed_rows(1000, ratio)
+    assert rows.shape == (1000,)
+    assert rows.sum() == round(1000 * ratio)
+    assert abs(rows[:500].sum() - 500 * ratio) <= 1  # evenly
