@@ -23,6 +23,7 @@ from swa_jax.cli_options import (
     SinkTokens,
     Window,
     Yarn,
+    check_output,
     load_checkpoint,
     resolve_pattern,
     with_options,
@@ -49,6 +50,12 @@ class Verbs(typer.core.TyperGroup):
                 raise
             Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(getattr(error, "status", 2)) from None
+        except KeyboardInterrupt:
+            typer.echo(
+                "interrupted: what keeps its progress goes on when the same command is started again",
+                err=True,
+            )
+            raise typer.Exit(130) from None
 
 
 app = typer.Typer(
@@ -127,9 +134,16 @@ def import_(
     """Turn a Hugging Face model into a checkpoint folder."""
     from swa_jax.checkpoint import open_checkpoint
     from swa_jax.huggingface import import_model
+    from swa_jax.tokenizer import load_tokenizer
 
     import_model(source, destination, pattern=pattern)
     typer.echo(f"{destination}\n{open_checkpoint(destination).pattern}")
+    try:
+        load_tokenizer(destination)
+    except (ConfigError, FileNotFoundError) as error:
+        typer.echo(
+            f"without a tokenizer that can be read, this model takes token ids only: {error}", err=True
+        )
 
 
 @app.command()
@@ -154,6 +168,8 @@ def pattern(
     out: Annotated[Path | None, Option(help="Write the pattern to this JSON file.")] = None,
 ) -> None:
     """Print which layer attends how: F full, w window, h head hybrid, S switch."""
+    if out is not None:
+        check_output("--out", out)
     size: int | ModelConfig
     if model is not None and layers is None:
         from swa_jax.checkpoint import open_checkpoint
@@ -170,7 +186,6 @@ def pattern(
     chosen = resolve_pattern(recipe, size, window, sink_tokens, fa_decode)
     typer.echo(chosen)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         chosen.to_json(out)
         typer.echo(f"written to {out}")
 
@@ -206,7 +221,7 @@ def generate(
     decoder = with_options(decoder, pattern, window, sink_tokens, fa_decode)
     new = run(
         decoder,
-        [tokenizer.start_ids + tokenizer.encode(sys.stdin.read() if prompt == "-" else prompt)],
+        [tokenizer.start_ids + tokenizer.encode(_text(prompt))],
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -215,6 +230,14 @@ def generate(
         seed=seed,
     )
     typer.echo(tokenizer.decode(new[0]))
+
+
+def _text(prompt: str) -> str:
+    """The prompt, or what standard input holds; bytes that are no text arrive as surrogates."""
+    try:
+        return (sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the prompt is not UTF-8 text, from its byte {error.start} on") from None
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Argument, Option
+from typer import Argument, Option, echo
 
 from swa_jax.config import ConfigError, ModelConfig
-from swa_jax.pattern import AttentionPattern, read_pattern
+from swa_jax.pattern import SWITCH, AttentionPattern, read_pattern
 
 if TYPE_CHECKING:
     from swa_jax.evaluate import Example
@@ -65,7 +66,25 @@ def resolve_pattern(
     pattern = read_pattern(source, layers, **options)
     if isinstance(layers, ModelConfig):
         pattern.validate(layers)
+    elif pattern.num_layers != layers:
+        raise ConfigError(f"{source} has {pattern.num_layers} layers, --layers says {layers}")
     return pattern
+
+
+def check_output(option: str, file: Path) -> None:
+    """Find out before the work what would keep its result from being written: a folder's name, no permission.
+
+    Raises:
+      ConfigError: the file could not be written.
+    """
+    if file.is_dir():
+        raise ConfigError(f"{option} is {file}, a folder: name a file in it")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{option} {file} cannot be written: {error.strerror}") from None
 
 
 def load_checkpoint(
@@ -125,7 +144,13 @@ def with_options(
 ) -> Decoder:
     """The model under another pattern, or under its own with the options that are given."""
     if source is not None:
-        return model.with_pattern(resolve_pattern(source, model.config, window, sink_tokens, full_decode))
+        chosen = resolve_pattern(source, model.config, window, sink_tokens, full_decode)
+        if SWITCH in chosen.layer_types and SWITCH not in model.pattern.layer_types:
+            echo(
+                f"the model has no routers for --pattern {source}: they are drawn at random, untrained",
+                err=True,
+            )
+        return model.with_pattern(chosen)
     options = {
         "sliding_window": window,
         "num_sink_tokens": sink_tokens,

@@ -25,11 +25,13 @@ def sentence(error: BaseException) -> str | None:
     """What a user should read of an error that is expected; None for one that needs its traceback."""
     if not isinstance(error, OSError | ValueError | FloatingPointError):
         return None
-    if not isinstance(error, ConfigError | FileNotFoundError) and not _raised_by_us(error):
-        return None
+    if isinstance(error, ConfigError):
+        return str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    return str(error)
+    if "No space left on device" in str(error):  # TensorStore's is a ValueError
+        return "the disk is full (No space left on device): make room, and start the same command again"
+    return str(error) if isinstance(error, FileNotFoundError) or _raised_by_us(error) else None
 
 
 def _raised_by_us(error: BaseException) -> bool:
@@ -109,7 +111,15 @@ def _read_yaml(file: str | Path) -> Any:
     except (IsADirectoryError, UnicodeDecodeError):
         raise ConfigError(f"configuration file {file} is not a YAML file") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not valid YAML: {error}") from None
+        raise ConfigError(f"{file} is not valid YAML: {_where(error)}") from None
+
+
+def _where(error: yaml.YAMLError) -> str:
+    """One line of what PyYAML says in several."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"{error.problem} (line {mark.line + 1}, column {mark.column + 1})"
+    return " ".join(str(error).split())
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:

@@ -22,6 +22,7 @@ from swa_jax.cli_options import (
     SinkTokens,
     Window,
     Yarn,
+    check_output,
     draw_needles,
     fractions,
     load_checkpoint,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from swa_jax.evaluate.parts import Measured
     from swa_jax.evaluate.questions import Question
     from swa_jax.evaluate.ruler import Cell
+    from swa_jax.model import Decoder
 
 DEFAULT_NEEDLES = 48
 DEFAULT_DEPTHS = "0,0.2,0.4,0.6,0.8,1"
@@ -102,7 +104,7 @@ def evaluate(
     ] = False,
     harness: Annotated[
         list[str] | None,
-        Option(help="A task of lm-evaluation-harness, repeatable (extra [eval])."),
+        Option(help="A task of lm-evaluation-harness, repeatable; needs lm-eval."),
     ] = None,
     harness_folder: Annotated[
         Path | None, Option(help="A folder with YAML files of harness tasks of one's own.")
@@ -175,6 +177,15 @@ def evaluate(
             check_routed(one.pattern)
     results: dict[str, Any] = {
         "model": str(model),
+        "patterns": {
+            name: {
+                "sliding_window": one.pattern.sliding_window,
+                "num_sink_tokens": one.pattern.num_sink_tokens,
+                "full_attention_decode": one.pattern.full_attention_decode,
+                "full_layers": list(one.pattern.full_layers),
+            }
+            for name, one in models
+        },
         "haystack": str(haystack or "python library"),
         "length": length,
         "keys": keys,
@@ -182,7 +193,9 @@ def evaluate(
         "seed": seed,
     }
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        if (out / "results.json").exists():
+            raise ConfigError(f"{out} has results already: name another folder with --out, or move it away")
+        check_output("--out", out / "results.json")
 
     def save(key: str, rows: list[dict[str, Any]]) -> None:
         """What is measured so far, so that an interruption does not cost it."""
@@ -198,6 +211,8 @@ def evaluate(
     cells: dict[Cell, list[Example]] = {}  # what --routing looks at
     if needles or (tokens and not sweep):
         drawn = draw_needles(tokenizer, needles, length, keys, haystack, places, seed) if needles else []
+        if needles:
+            _remark(models, max(len(example.prompt) for example in drawn), length)
         once = [] if sweep else tokens
         finish(parts.measure_needles(console, models, tokenizer, drawn, places, once, context, batch_size))
         cells = {
@@ -276,6 +291,21 @@ def _read_questions(
     if longmemeval is not None:
         found += questions.longmemeval(longmemeval)
     return found
+
+
+def _remark(models: Sequence[tuple[str, Decoder]], longest: int, length: int) -> None:
+    """What a reader of the table might not think of: windows that reach over everything, and prompts too long."""
+    for name, model in models:
+        pattern = model.pattern
+        visible = (pattern.sliding_window or longest) + pattern.num_sink_tokens
+        if len(pattern.full_layers) < pattern.num_layers and longest <= visible:
+            typer.echo(
+                f"{name}: the window of {pattern.sliding_window} tokens holds whole prompts ({longest}), which is full "
+                "attention: take longer prompts (--length) or a shorter --window"
+            )
+    context = models[0][1].config.max_position_embeddings
+    if length > context:
+        typer.echo(f"prompts of {length} tokens are longer than the model's context of {context}")
 
 
 def _ruler_tasks(names: Sequence[str]) -> list[str]:

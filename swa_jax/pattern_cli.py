@@ -51,12 +51,13 @@ def diff(
         raise ConfigError(f"--kv-heads is {kv_heads}, but a pattern names KV head {highest}")
     masks = [head_mask(pattern, kv_heads) for pattern in patterns]
     difference = compare_masks(masks[0], masks[1])
+    parts = "KV heads" if kv_heads > 1 else "layers"
     for file, mask in zip((first, second), masks, strict=True):
-        typer.echo(f"{file}: {(~mask).sum()} of {mask.size} KV heads windowed ({(~mask).mean():.1%})")
+        typer.echo(f"{file}: {(~mask).sum()} of {mask.size} {parts} windowed ({(~mask).mean():.1%})")
     typer.echo(
-        f"turnover {difference.turnover:.1%} of the first's windowed heads are not the second's "
+        f"turnover {difference.turnover:.1%} of the first's windowed {parts.split()[-1]} are not the second's "
         f"({difference.relative_turnover:.1%} of what the two counts allow)\n"
-        f"Jaccard distance {difference.jaccard_distance:.3f}; of the full heads "
+        f"Jaccard distance {difference.jaccard_distance:.3f}; of the full {parts.split()[-1]} "
         f"{compare_masks(~masks[0], ~masks[1]).jaccard_distance:.3f}"
     )
     scores = [np.array(pattern.provenance.get("scores", {}), object) for pattern in patterns]
@@ -69,7 +70,8 @@ def diff(
             ("only the second", masks[0][layer] & ~masks[1][layer]),
         ):
             if heads.any():
-                typer.echo(f"layer {layer}: {what} windows KV heads {heads.nonzero()[0].tolist()}")
+                which = "it" if kv_heads == 1 else f"KV heads {heads.nonzero()[0].tolist()}"
+                typer.echo(f"layer {layer}: {what} windows {which}")
     if swap is not None:
         if patterns[1].sliding_window is None:
             raise ConfigError(f"{second} windows nothing: there is nothing to swap")

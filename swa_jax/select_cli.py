@@ -21,6 +21,7 @@ from swa_jax.cli_options import (
     Seed,
     SinkTokens,
     Window,
+    check_output,
     draw_needles,
     load_checkpoint,
     parse_mesh,
@@ -83,7 +84,7 @@ def select_bosch(
         int, Option(help="Masks tried for each layer of a subproblem; fewer where there are fewer.", min=1)
     ] = 100,
     optimizer: Annotated[
-        Literal["one-plus-one", "nomad"], Option(help="nomad, as in the paper, needs swa-jax[nomad].")
+        Literal["one-plus-one", "nomad"], Option(help="nomad, as in the paper, needs PyNomadBBO.")
     ] = "one-plus-one",
     window: Window = None,
     sink_tokens: SinkTokens = None,
@@ -407,6 +408,7 @@ def _check_budget(out: Path, budget: int | None, one_in: int | None) -> None:
 def _check_out(out: Path) -> None:
     if out.suffix != ".json":
         raise ConfigError(f"--out is {out}: a pattern file must end in .json")
+    check_output("--out", out)
 
 
 def _drawn(
@@ -449,7 +451,6 @@ def _write_layers(pattern: AttentionPattern, scores: Sequence[Estimate], out: Pa
 
 
 def _write(pattern: AttentionPattern, out: Path, draw: Callable[[Path], None]) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
     pattern.to_json(out)
     picture = out.with_suffix(".png")
     draw(picture)

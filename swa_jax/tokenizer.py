@@ -24,7 +24,8 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_token: str | None = None):
         self.backend = backend
-        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        # Ids may leave gaps: what a model needs is room for the largest.
+        self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.eos_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
         if eos_token is not None and self.eos_id is None:
             raise ValueError(f"the tokenizer has no token {eos_token!r}, named as its end-of-text token")

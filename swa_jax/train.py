@@ -101,11 +101,11 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
             peak_flops=None if peak is None else peak * jax.device_count(),
         )  # fmt: skip
         with _progress(quiet or not first) as bar, log:
-            task = bar.add_task("training", total=config.total_steps, completed=done, loss=float("nan"))
+            task = bar.add_task("training", total=config.total_steps, completed=done, loss="")
 
             def show(lines: list[dict[str, Any]]) -> None:
                 for line in lines:
-                    bar.update(task, completed=line["step"], loss=line["loss"])
+                    bar.update(task, completed=line["step"], loss=f"loss {line['loss']:.3f}")
                     _stop_on_nan(line, config)
 
             for number, start in enumerate(_starts(config)):
@@ -380,6 +380,7 @@ _MAY_CHANGE = (
     "mesh",
     "sharding",
     "log",
+    "output",  # the folder may have been moved
 )  # when a run goes on: where it computes and what it tells, not what it learns
 
 
@@ -453,6 +454,6 @@ def _stop_on_nan(line: dict[str, Any], config: TrainConfig) -> None:
 
 def _progress(quiet: bool) -> Progress:
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
         TimeElapsedColumn(), TimeRemainingColumn(), disable=quiet,
     )  # fmt: skip

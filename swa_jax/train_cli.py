@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 from typer import Argument, Option
 
+from swa_jax.cli_options import check_output
 from swa_jax.config import ConfigError, load_config
 
 
@@ -99,12 +100,13 @@ def compile_(
     from swa_jax.plan_text import describe
     from swa_jax.train_config import TrainConfig
 
+    if out is not None:
+        check_output("--out", out)
     settings = load_config(TrainConfig, config, overrides or [])
     report = plan(settings, topology, step=step, stage=stage, batch_size=batch_size, length=length)
     report = {"config": str(config), "overrides": overrides or []} | report
     typer.echo(describe(report))
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out, report)
         typer.echo(f"written to {out}")
     if not report["memory"]["fits"]:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -140,6 +141,9 @@ def test_a_run_that_goes_on_may_change_its_mesh_and_nothing_that_it_learns(file,
         swa_jax.train._claim(run, load_config(TrainConfig, file, overrides))
 
     claim()
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    swa_jax.train._claim(moved, load_config(TrainConfig, file, [f"output={moved}"]))
     before = (run / "config.yaml").read_text()
     with pytest.raises(
         ConfigError, match=f"{run} holds a run whose 'seed' differs: set 'output' to a new folder"
@@ -347,3 +351,28 @@ def process(arguments: list[str], variables: dict[str, str]) -> tuple[int, str, 
 
 def _environment(variables: dict[str, str]) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "400"} | variables
+
+
+# ---- outputs ----
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(file, tmp_path, monkeypatch):
+    taken, folder = tmp_path / "taken", tmp_path / "folder.json"
+    taken.write_text("")
+    folder.mkdir()
+    for verb in (
+        ("pattern", "full", "--layers", 2),
+        ("select", "random", "absent", "--ratio", 0.5, "--window", 8),
+        ("compile", file, "--topology", "v5e:2x2"),
+        ("bench", "attention"),
+        ("bench", "generation", "absent"),
+    ):
+        assert fails(*verb, "--out", folder) == f"--out is {folder}, a folder: name a file in it"
+        assert "cannot be written: " in fails(*verb, "--out", taken / "x.json")
+    assert sorted(path.name for path in tmp_path.iterdir() if path != file) == [
+        "folder.json",
+        "taken",
+        "text.txt",
+    ]
+    assert fails("train", file, f"output={taken}").startswith(f"{taken}: ")
+    assert fails("train", file, f"output={taken}/run").startswith(f"{taken}/run: ")

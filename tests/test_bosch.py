@@ -151,7 +151,7 @@ def test_scores_of_another_search_are_refused(model, examples, tmp_path):
     first(np.ones((LAYERS, KV_HEADS), bool))
     first.save()
     kept = file.read_bytes()
-    with pytest.raises(ConfigError, match=r"scores made with examples = .*name another file"):
+    with pytest.raises(ConfigError, match=r"scores made with other examples .*name another file"):
         evaluator(model, examples[::-1], file=file)
     with pytest.raises(ConfigError, match="scores made with sliding_window = 8, this search has 9"):
         MaskEvaluator(model, examples, sliding_window=9, file=file)

@@ -1,6 +1,8 @@
 """The command line: every verb reaches its implementation, and an expected error is one sentence."""
 
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from typer.testing import CliRunner
 
 import swa_jax.demo
 import swa_jax.train
-from swa_jax.checkpoint import load_model
+from swa_jax.checkpoint import load_model, save_model
 from swa_jax.cli import app
 from swa_jax.config import ConfigError
 from swa_jax.pattern import AttentionPattern
@@ -148,6 +150,26 @@ def test_generate(checkpoint):
     assert fails("generate", checkpoint, "Hi", "--pattern", three) == sentence
 
 
+def test_generate_says_what_it_makes_of_its_options(checkpoint, tmp_path):
+    assert fails("generate", checkpoint, os.fsdecode(b"hello \xff")) == (
+        "the prompt is not UTF-8 text, from its byte 6 on"
+    )
+    output = run("generate", checkpoint, "hello", "--max-new-tokens", 1, "--pattern", "switch", "--window", 8)
+    assert "the model has no routers for --pattern switch: they are drawn at random, untrained" in output
+    full = load_model(checkpoint, pattern="full")
+    save_model(full, tmp_path / "full", tokenizer_from=checkpoint)
+    for options, named in (
+        (("--window", 8), "--window"),
+        (("--sink-tokens", 2), "--sink-tokens"),
+        (("--fa-decode",), "--fa-decode"),
+    ):
+        said = fails("generate", tmp_path / "full", "hello", *options)
+        assert said.startswith(
+            f"{named} has no effect: the checkpoint's own pattern has full attention in every"
+        )
+    run("generate", tmp_path / "full", "hello", "--max-new-tokens", 1, "--sink-tokens", 0)
+
+
 def test_select_writes_a_pattern_and_a_picture(checkpoint, tmp_path):
     out = tmp_path / "chosen.json"
     options = ("--examples", 2, "--length", 320, "--window", 16)
@@ -180,6 +202,19 @@ def test_evaluate(checkpoint, tmp_path):
     assert window["kv_cache_bytes"] == 2 * 16 * 2 * 8 * 4
     assert full["perplexity"] != window["perplexity"]
     assert (out / "needles.png").read_bytes().startswith(b"\x89PNG")
+    assert results["patterns"]["window"]["sliding_window"] == 16
+    assert "holds whole prompts" not in output
+    refused = fails("evaluate", checkpoint, *patterns, "--needles", 6, *options, "--out", out)
+    assert refused == f"{out} has results already: name another folder with --out, or move it away"
+    options = ("--needles", 1, "--length", 320, "--pattern", "window", "--pattern", "full", "--window", 400)
+    output = run("evaluate", checkpoint, *options)
+    assert re.search(
+        r"^window: the window of 400 tokens holds whole prompts \(\d+\), which is full attention",
+        output,
+        re.M,
+    )
+    assert output.count("holds whole prompts") == 1
+    assert fails("evaluate", checkpoint, "--text", tmp_path).startswith(f"{tmp_path}: ")
     assert fails("evaluate", checkpoint, "--needles", 0).startswith("nothing to measure")
     assert "length" in fails("evaluate", checkpoint, "--length", 20)
     assert fails("evaluate", checkpoint, "--text", tmp_path / "absent.txt").startswith(

@@ -145,7 +145,7 @@ def test_unreadable_files(tmp_path):
         load_config(Whole, tmp_path / "absent.yaml")
     broken = tmp_path / "broken.yaml"
     broken.write_text("name: [")
-    with pytest.raises(ConfigError, match=r"broken.yaml is not valid YAML"):
+    with pytest.raises(ConfigError, match=r"broken.yaml is not valid YAML: [^\n]*\(line 1, column 8\)$"):
         load_config(Whole, broken)
     with pytest.raises(ConfigError, match="is not a YAML file"):
         load_config(Whole, tmp_path)

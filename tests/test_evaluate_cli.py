@@ -82,6 +82,11 @@ def test_scores_are_those_of_the_texts_that_generate_gives(checkpoint):
     assert all(0.99 * s.length <= p + 8 <= s.length for s in scores for p in s.prompt_tokens)
 
 
+def test_prompts_beyond_the_context_are_remarked_on(checkpoint):
+    output = run("evaluate", checkpoint, "--needles", 1, "--length", 320)
+    assert "prompts of 320 tokens are longer than the model's context of 96" in output
+
+
 def test_an_end_token_ends_the_answer(checkpoint, monkeypatch):
     model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
     grid = ruler_grid(

@@ -136,6 +136,8 @@ def test_pattern_diff_compares_scores_by_rank(tmp_path):
         pattern = AttentionPattern.from_full_layers([0], 4, 16, provenance={"scores": scores})
         pattern.to_json(file)
     ranks = np.array([[4, 2.5, 2.5, 1], [4, 3, 1, 2]])
+    assert "2 of 4" not in (output := run("pattern", "diff", *files))
+    assert "3 of 4 layers windowed" in output
     expected = f"rank correlation of the scores {np.corrcoef(ranks)[0, 1]:.2f} (Spearman)"
     assert expected in run("pattern", "diff", *files)
     assert rank_correlation([1, 1], [1, 2]) == 0

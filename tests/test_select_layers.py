@@ -186,7 +186,7 @@ def test_scores_of_something_else_are_refused(model, examples, tmp_path):
     ):
         with pytest.raises(ConfigError, match=said):
             nll_deltas(model, examples, file=file, **(OPTIONS | changes))
-    with pytest.raises(ConfigError, match=r"made with examples = .*name another file"):
+    with pytest.raises(ConfigError, match=r"made with other examples .*name another file"):
         nll_deltas(model, examples[1:], file=file, **OPTIONS)
     with pytest.raises(ConfigError, match=r"scores of another model.*with every layer windowed"):
         nll_deltas(make_model(seed=1), examples, file=file, **OPTIONS)

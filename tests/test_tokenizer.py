@@ -88,3 +88,12 @@ def test_the_recall_tokenizer_makes_a_needle_few_tokens() -> None:
     assert pieces[8:12] == [" brave", "-otter", " is", ": "]
     assert pieces[12:19] == list("4821673")
     assert tokenizer.decode(tokenizer.encode(needle)) == needle
+
+
+def test_vocab_size_has_room_for_the_largest_id(tmp_path, byte_tokenizer):
+    stored = json.loads(byte_tokenizer.read_text())
+    ids = stored["model"]["vocab"]
+    last = max(ids, key=ids.get)
+    ids[last] = 5000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    assert load_tokenizer(tmp_path).vocab_size == 5001

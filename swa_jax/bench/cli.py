@@ -10,7 +10,16 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
-from swa_jax.cli_options import BatchSize, ComputeDtype, Model, Seed, SinkTokens, Window, load_checkpoint
+from swa_jax.cli_options import (
+    BatchSize,
+    ComputeDtype,
+    Model,
+    Seed,
+    SinkTokens,
+    Window,
+    check_output,
+    load_checkpoint,
+)
 
 app = typer.Typer(no_args_is_help=True, help="Measure the attention kernels, and what a pattern saves.")
 
@@ -92,8 +101,11 @@ def attention(
     from swa_jax.bench.search import search as search_tiles
     from swa_jax.bench.search import write_rows
     from swa_jax.bench.tables import attention_table
+    from swa_jax.checkpoint import write_json
     from swa_jax.config import ConfigError
 
+    if out is not None:
+        check_output("--out", out)
     for name in passes or []:
         if name not in PASSES:
             raise ConfigError(f"--pass is '{name}'; the choices are: {', '.join(PASSES)}")
@@ -145,8 +157,7 @@ def attention(
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(report, indent=2) + "\n")
+        write_json(out, report)
 
 
 @app.command()
@@ -178,6 +189,8 @@ def generation(
     from swa_jax.config import ConfigError
     from swa_jax.select.heads import windowed_count
 
+    if out is not None:
+        check_output("--out", out)
     ratios = ratio or [0, 0.25, 0.5, 0.75, 1]
     for share in ratios:
         windowed_count(share, 1)  # a wrong one is said now
@@ -206,7 +219,6 @@ def generation(
     title = f"{batch_size} prompts of {length} tokens, {new_tokens} new, window {window}, on {device}"
     _console().print(generation_table(rows, title))
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         report = {"model": str(model), "device": device, "jax": jax.__version__} | settings | {"rows": rows}
         write_json(out, report)
         typer.echo(f"written to {out}")

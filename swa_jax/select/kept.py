@@ -34,9 +34,11 @@ class KeptScores:
         stored = _read(file, kind)
         for name, value in self._settings.items():
             if stored["settings"].get(name) != value:
+                there = f"{name} = {stored['settings'].get(name)}, this search has {value}"
+                if name == "examples":  # hashes
+                    there = "other examples (--length, --examples, --keys, --haystack, --prompts or --seed differ)"
                 raise ConfigError(
-                    f"{file} holds scores made with {name} = {stored['settings'].get(name)}, this search has {value}: "
-                    "name another file, or remove this one to start over"
+                    f"{file} holds scores made with {there}: name another file, or remove this one to start over"
                 )
         self.scores = stored["scores"]
         self._started -= stored["seconds"]
