@@ -139,10 +139,16 @@ CLAIMS = (
         ("static-hybrid", "needles found"),
     ),
     (
-        "full-attention ratio, StaticHybrid above SwiAttn",
+        "full-attention ratio, StaticHybrid above SwiAttn (base 0.1)",
         "0.25, 0.13",
         ("static-hybrid", "full ratio"),
         ("swiattn", "full ratio"),
+    ),
+    (
+        "the same with the paper's base, 1e-3",
+        "0.25, 0.13",
+        ("static-hybrid", "full ratio"),
+        ("swiattn, base 1e-3", "full ratio"),
     ),
     (
         "ratio while answering, far needles above near ones",

@@ -68,6 +68,12 @@ def attention_flops(
     return 4.0 * config.num_attention_heads * config.head_dim * keys
 
 
+def forward_flops(config: ModelConfig, keys: float) -> float:
+    """Forward operations of a token that reads `keys` keys in a layer, the mean over the layers."""
+    attention = 4.0 * config.num_attention_heads * config.head_dim * config.num_hidden_layers * keys
+    return 2.0 * matrix_parameters(config) + attention
+
+
 def train_flops_per_token(
     config: ModelConfig,
     pattern: AttentionPattern,

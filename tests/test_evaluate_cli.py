@@ -17,6 +17,7 @@ from swa_jax.evaluate.bootstrap import accuracy_interval, bootstrap
 from swa_jax.evaluate.ruler import ruler_grid
 from swa_jax.evaluate.ruler_scoring import RulerScore, ruler_scores
 from swa_jax.evaluate.sweep import block_interval, perplexity_sweep, with_window
+from swa_jax.flops import matrix_parameters
 from swa_jax.generation import generate
 from swa_jax.pattern import AttentionPattern
 from swa_jax.tokenizer import load_tokenizer
@@ -297,6 +298,13 @@ def test_routing_on_the_command_line(checkpoint, text, tmp_path):
     assert all(len(r["by_layer"]) == 2 and 0 <= r["full_ratio"] <= 1 for r in rows)
     assert rows[0]["n"] == 560 // 64
     assert rows[1]["keys_of_full"] > 890
+    config = load_model(checkpoint).config
+    wide = config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    for row in rows:
+        saved = row["gflops_of_full"] - row["gflops"]
+        assert saved * 1e9 == pytest.approx(4 * wide * (row["keys_of_full"] - row["keys_read"]))
+        attention = 4 * wide * row["keys_of_full"]
+        assert row["gflops_of_full"] * 1e9 == pytest.approx(2 * matrix_parameters(config) + attention)
     assert (out / "routing.png").read_bytes().startswith(b"\x89PNG")
     assert "no layer of this pattern is routed" in fails(checkpoint, "--routing", "--text", text)
 

@@ -168,9 +168,9 @@ def measure_routing(
             if tokens:
                 on_text, _ = text_routing(model, tokens, length=length, batch_size=batch_size)
                 layers = on_text.by_layer
-                rows.append(routing_row(name, ("text", length, None), on_text))
+                rows.append(routing_row(name, ("text", length, None), on_text, model.config))
             for cell, routed in routing_by_depth(model, cells, batch_size=batch_size).items():
-                rows.append(routing_row(name, cell, routed))
+                rows.append(routing_row(name, cell, routed, model.config))
                 if cell[2] is not None:
                     lines.setdefault(f"{cell[0]}, {cell[1]} tokens", []).append((cell[2], routed.full_ratio))
         charts.append((layers, lines))

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
+from swa_jax.flops import forward_flops
+
 if TYPE_CHECKING:
+    from swa_jax.config import ModelConfig
     from swa_jax.evaluate.routing import Routed
     from swa_jax.evaluate.ruler import Cell
 
@@ -81,7 +84,7 @@ def sweep_heat(rows: Sequence[Row]) -> tuple[list[list[float]], list[str], list[
     )
 
 
-def routing_row(name: str, cell: Cell, routed: Routed) -> dict[str, Any]:
+def routing_row(name: str, cell: Cell, routed: Routed, config: ModelConfig) -> dict[str, Any]:
     """What a routed model does on a text, or on the answers of a (task, length, depth): a row of results.json."""
     task, length, depth = cell
     return {
@@ -96,6 +99,8 @@ def routing_row(name: str, cell: Cell, routed: Routed) -> dict[str, Any]:
         "keys_read": routed.keys_read.mean,
         "keys_read_interval": [routed.keys_read.low, routed.keys_read.high],
         "keys_of_full": routed.keys_of_full,
+        "gflops": forward_flops(config, routed.keys_read.mean) / 1e9,
+        "gflops_of_full": forward_flops(config, routed.keys_of_full) / 1e9,
         "n": routed.num_units,
     }
 
@@ -105,11 +110,12 @@ def routing_table(rows: Sequence[Row]) -> Table:
     table = _table("Routing: share of the queries that take full attention")
     table.caption = (
         "Of all queries of a text, or of those that predict an answer; mean over layers, 95 % bootstrap interval.\n"
-        "Keys read: of the KV cache, a token and layer; in brackets what full attention would read."
+        "Keys read: of the KV cache, a token and layer. GFLOPs: forward, a token, only the branch that is taken.\n"
+        "In brackets: full attention's."
     )
     table.add_column("Pattern", no_wrap=True)
     table.add_column("Data", no_wrap=True)
-    for title in ("Length", "Depth", "Full attention", "Keys read"):
+    for title in ("Length", "Depth", "Full attention", "Keys read", "GFLOPs"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         low, high = row["interval"]
@@ -120,6 +126,7 @@ def routing_table(rows: Sequence[Row]) -> Table:
             "" if row["depth"] is None else f"{row['depth']:.0%}",
             f"{100 * row['full_ratio']:.0f} % [{100 * low:.0f}, {100 * high:.0f}]",
             f"{row['keys_read']:.0f} ({row['keys_of_full']:.0f})",
+            f"{row['gflops']:.3g} ({row['gflops_of_full']:.3g})",
         )
     return table
 
