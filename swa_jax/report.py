@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from numpy.typing import ArrayLike
 from rich import box
 from rich.console import Console
@@ -96,9 +97,12 @@ def _grid(
 
 
 def _short(names: Sequence[str]) -> list[str]:
-    """Names of pattern files without folder and .json, which would fill the picture, unless two would be the same."""
-    short = [re.sub(r"^(.*[/\\])?([^/\\]+)\.json(?=, |$)", r"\2", name) for name in names]
-    return [one if short.count(one) == 1 else name for one, name in zip(short, names, strict=True)]
+    """Pattern files by their stems, as folders would fill the picture; by more where two would be named alike."""
+    for shorter in (r"\2", r"\2.json"):
+        short = [re.sub(r"^(.*[/\\])?([^/\\]+)\.json(?=, |$)", shorter, name) for name in names]
+        if len(set(short)) == len(set(names)):
+            return short
+    return list(names)
 
 
 def training_curves(
@@ -248,7 +252,10 @@ def head_map(
     panels = [mask.astype(float)] + ([] if scores is None else [np.asarray(scores, np.float64)])
     layers, heads = mask.shape
     width = len(panels) * (1.6 + 0.3 * heads)
-    figure = Figure(figsize=(max(width, 0.085 * len(title) + 1), 1.6 + 0.22 * layers), layout="compressed")
+    layout = ConstrainedLayoutEngine(
+        compress=True, w_pad=0.12
+    )  # inches, so that "windowed" ends before the scores
+    figure = Figure(figsize=(max(width, 0.085 * len(title) + 1), 1.6 + 0.22 * layers), layout=layout)
     figure.suptitle(title, fontsize=10)
     large = {None: "", True: "\n(large: windowed)", False: "\n(large: stays full)"}[larger_is_local]
     for axes, values in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):

@@ -98,7 +98,8 @@ def test_pattern_files_are_named_without_folder_unless_two_would_be_the_same():
         "x, niah, 4096",
         "layers:2,3",
     ]
-    assert _short(["nll", "/a/nll.json", "/b/fisher.json"]) == ["nll", "/a/nll.json", "fisher"]
+    assert _short(["nll", "/a/nll.json", "/a/nll.json"]) == ["nll", "nll.json", "nll.json"]
+    assert _short(["/a/nll.json", "/b/nll.json"]) == ["/a/nll.json", "/b/nll.json"]
 
 
 @pytest.fixture
