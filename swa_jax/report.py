@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from numpy.typing import ArrayLike
 from rich import box
 from rich.console import Console
@@ -68,7 +70,7 @@ def loss_heat_map(
         ink = "white" if grid[i, j] > low + 0.55 * (high - low) else "black"
         axes.text(j, i, f"{grid[i, j]:.2f}", ha="center", va="center", fontsize=8, color=ink)
     axes.set(xlabel=column_title, ylabel=row_title)
-    figure.colorbar(image, ax=axes, fraction=0.05, label="Loss (nats a token)")
+    figure.colorbar(image, ax=axes, fraction=0.05).set_label("Log of the perplexity", fontsize=8)
     _save(figure, file)
 
 
@@ -82,6 +84,7 @@ def _grid(
             f"the grid is {shape}, but there are {len(row_labels)} and {len(column_labels)} labels"
         )
     rows, columns = shape
+    row_labels = _short(row_labels)
     label_inches = 0.08 * max(map(len, row_labels))
     width = max(1.6 + label_inches + 0.75 * columns, 0.1 * len(title))  # a title is as wide as it is
     figure = Figure(figsize=(width, 1.4 + 0.34 * rows), layout="constrained")
@@ -91,6 +94,15 @@ def _grid(
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     return figure, axes
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    """Pattern files by their stems, as folders would fill the picture; by more where two would be named alike."""
+    for shorter in (r"\2", r"\2.json"):
+        short = [re.sub(r"^(.*[/\\])?([^/\\]+)\.json(?=, |$)", shorter, name) for name in names]
+        if len(set(short)) == len(set(names)):
+            return short
+    return list(names)
 
 
 def training_curves(
@@ -185,7 +197,7 @@ def routing_chart(
         )
         axes.legend(frameon=False, fontsize=8)
     for axes in figure.axes:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(-3, 103)
         axes.grid(axis="y", alpha=0.3, zorder=0)
         axes.spines[["top", "right"]].set_visible(False)
     _save(figure, file)
@@ -224,14 +236,28 @@ def layer_scores_chart(
     _save(figure, file)
 
 
-def head_map(full: ArrayLike, file: str | Path, *, title: str, scores: ArrayLike | None = None) -> None:
-    """Which KV head of which layer stays full: mask [L, K], beside it the scores [L, K] it was chosen by, if any."""
+def head_map(
+    full: ArrayLike,
+    file: str | Path,
+    *,
+    title: str,
+    scores: ArrayLike | None = None,
+    larger_is_local: bool | None = None,
+) -> None:
+    """Which KV head of which layer stays full: mask [L, K], beside it the scores [L, K] it was chosen by, if any.
+
+    `larger_is_local` says which end of the scores was windowed: True for the large ones.
+    """
     mask = np.asarray(full, bool)
     panels = [mask.astype(float)] + ([] if scores is None else [np.asarray(scores, np.float64)])
     layers, heads = mask.shape
     width = len(panels) * (1.6 + 0.3 * heads)
-    figure = Figure(figsize=(max(width, 0.085 * len(title) + 1), 1.6 + 0.22 * layers), layout="constrained")
+    layout = ConstrainedLayoutEngine(
+        compress=True, w_pad=0.12
+    )  # inches, so that "windowed" ends before the scores
+    figure = Figure(figsize=(max(width, 0.085 * len(title) + 1), 1.6 + 0.22 * layers), layout=layout)
     figure.suptitle(title, fontsize=10)
+    large = {None: "", True: "\n(large: windowed)", False: "\n(large: stays full)"}[larger_is_local]
     for axes, values in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         chosen = values is panels[0]
         colours = ListedColormap([GREY, BLUE]) if chosen else "viridis"
@@ -242,8 +268,8 @@ def head_map(full: ArrayLike, file: str | Path, *, title: str, scores: ArrayLike
         axes.set_xticks(range(heads))
         axes.set_yticks(range(layers))
         axes.tick_params(length=0, labelsize=7)
-        axes.set(xlabel="KV head", ylabel="Layer (from 0)")
-        axes.set_title("" if chosen else "score", fontsize=9)
+        axes.set(xlabel="KV head", ylabel="Layer (from 0)" if chosen else "")
+        axes.set_title("" if chosen else f"score{large}", fontsize=9)
     _save(figure, file)
 
 
@@ -255,6 +281,7 @@ def accuracy_memory_chart(
     axes = figure.add_subplot()
     megabytes = np.array([row["kv_cache_bytes"] for row in rows]) / 2**20
     accuracy = np.array([100 * row["needle_accuracy"] for row in rows])
+    labels = _short([row["name"] for row in rows])
     decode = np.array([row["name"].endswith("+fa-decode") for row in rows])
     for label, colour, some in (("as named", BLUE, ~decode), ("with full-attention decode", ORANGE, decode)):
         if some.any():
@@ -269,7 +296,7 @@ def accuracy_memory_chart(
         here = here[np.argsort(accuracy[here], kind="stable")]
         for i, y in zip(here, _apart(accuracy[here], gap=5.5, low=-3, high=105), strict=True):
             axes.annotate(
-                rows[i]["name"],
+                labels[i],
                 (megabytes[i], accuracy[i]),
                 (megabytes[here].max() + 0.025 * span, y),
                 fontsize=7.5,
@@ -302,8 +329,12 @@ def frontier_chart(rows: Sequence[Row], file: str | Path, *, title: str) -> None
     megabytes = np.array([row["kv_cache_bytes"] for row in rows]) / 2**20
     accuracy = np.array([100 * row["needle_accuracy"] for row in rows])
     best = np.maximum.accumulate(accuracy[order := np.lexsort((-accuracy, megabytes))])
-    axes.step(megabytes[order], best, where="post", color=GREY, linestyle="--", linewidth=1, zorder=1)
+    axes.step(
+        megabytes[order], best, where="post", color=GREY, linestyle="--", linewidth=1, zorder=1,
+        label="best for its memory",
+    )  # fmt: skip
     names = list(dict.fromkeys(row["name"] for row in rows))
+    labels = _short(names)
     marks = "osD^v<>pP*hX"
     colors = mpl.color_sequences["tab10" if len(names) <= 10 else "tab20"]
     methods = [name for name in names if sum(row["name"] == name for row in rows) > 1]
@@ -317,7 +348,7 @@ def frontier_chart(rows: Sequence[Row], file: str | Path, *, title: str) -> None
         axes.errorbar(
             megabytes[here] + 0.005 * megabytes.max() * aside, accuracy[here], spread,
             color=colors[number % len(colors)], marker=marks[number % len(marks)],
-            markersize=5, linewidth=1.1, elinewidth=0.7, capsize=2, alpha=0.85, label=name,
+            markersize=5, linewidth=1.1, elinewidth=0.7, capsize=2, alpha=0.85, label=labels[number],
             linestyle="-" if len(here) > 1 else "none", zorder=2,
         )  # fmt: skip
     axes.set(title=title, xlabel="KV cache, MB a sequence", ylabel="Needles found (%), with 95 % interval")

@@ -441,7 +441,12 @@ def _write_heads(
     from swa_jax.report import head_map
 
     title = f"{pattern.provenance['method']}: {int((~full).sum())} of {full.size} KV heads windowed"
-    _write(pattern, out, lambda picture: head_map(full, picture, title=title, scores=scores))
+    larger = pattern.provenance.get("larger_is_local")
+    _write(
+        pattern,
+        out,
+        lambda picture: head_map(full, picture, title=title, scores=scores, larger_is_local=larger),
+    )
 
 
 def _write_layers(pattern: AttentionPattern, scores: Sequence[Estimate], out: Path, **labels: str) -> None:

@@ -10,13 +10,17 @@ from swa_jax.evaluate import Estimate
 from swa_jax.report import (
     _apart,
     _clusters,
+    _short,
     accuracy_memory_chart,
+    frontier_chart,
+    head_map,
     layer_ratio_map,
     layer_scores_chart,
     loss_heat_map,
     needle_heat_map,
     pattern_table,
     routed_cpt_chart,
+    routing_chart,
     training_curves,
 )
 
@@ -85,3 +89,46 @@ def test_labels_are_moved_apart_as_little_as_needed():
     assert moved.max() <= 100
     groups = _clusters(np.array([4.0, 0.1, 0.2, 3.95, 2.0]), width=0.3)
     assert [group.tolist() for group in groups] == [[1, 2], [4], [3, 0]]
+
+
+def test_pattern_files_are_named_without_folder_unless_two_would_be_the_same():
+    assert _short(["full", "/a/b, c/nll.json", "/a/x.json, niah, 4096", "layers:2,3"]) == [
+        "full",
+        "nll",
+        "x, niah, 4096",
+        "layers:2,3",
+    ]
+    assert _short(["nll", "/a/nll.json", "/a/nll.json"]) == ["nll", "nll.json", "nll.json"]
+    assert _short(["/a/nll.json", "/b/nll.json"]) == ["/a/nll.json", "/b/nll.json"]
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    """The figures that are written, to look into."""
+    figures = []
+    monkeypatch.setattr("swa_jax.report._save", lambda figure, file: figures.append(figure))
+    return figures
+
+
+@pytest.mark.parametrize(
+    ("larger_is_local", "says"), [(True, "large: windowed"), (False, "large: stays full")]
+)
+def test_head_map_says_which_end_of_the_scores_is_windowed(saved, larger_is_local, says):
+    scores = [[0.1, 0.9], [0.5, 0.2]]
+    head_map(np.eye(2), "a.png", title="T", scores=scores, larger_is_local=larger_is_local)
+    assert any(says in axes.get_title() for axes in saved[0].axes)
+
+
+def test_routing_panels_show_all_of_0_to_100_percent_with_room(saved):
+    routing_chart([Estimate(1, 1, 1)], {"answers": [(0.0, Estimate(1, 1, 1))]}, "a.png")
+    assert len(saved[0].axes) == 2
+    for axes in saved[0].axes:
+        low, high = axes.get_ylim()
+        assert low < 0
+        assert high > 100
+
+
+def test_frontier_names_its_dashed_line_and_pattern_files_by_their_stems(saved):
+    frontier_chart([*ROWS[:2], row("/some/folder/nll.json", [1], 0.7, 2)], "a.png", title="T")
+    names = [text.get_text() for text in saved[0].legends[0].get_texts()]
+    assert sorted(names) == ["best for its memory", "full", "nll", "window"]
