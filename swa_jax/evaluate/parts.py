@@ -145,7 +145,7 @@ def measure_sweep(
         loss_heat_map(
             *sweep_heat(rows),
             folder / "perplexity.png",
-            title="Loss (nats a token)",
+            title="Loss of the text by its length",
             column_title="Length (tokens)",
         )
 
