@@ -140,7 +140,7 @@ def _nomad(
             failures.append(error)
             return 0
 
-    seed = int(rng.integers(1, 2**30))
+    seed = int(rng.integers(1, 2**15))  # small: NOMAD draws and drops as many random numbers as it says
     nomad.setSeed(seed + 1)  # NOMAD goes on with its old random numbers unless SEED *changes* its seed
     settings = [
         f"DIMENSION {start.size}",
