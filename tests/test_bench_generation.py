@@ -13,6 +13,7 @@ from swa_jax.generation import round_up
 from swa_jax.select.heads import head_pattern, heuristic_mask
 
 
+@pytest.mark.slow
 def test_memory_is_the_formula_and_rounds_take_turns(monkeypatch):
     ran = []
     real = generation._time

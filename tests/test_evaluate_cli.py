@@ -57,6 +57,7 @@ def text(tmp_path_factory):
 # ---- RULER ----
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_texts_that_generate_gives(checkpoint):
     model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
     grid = ruler_grid(
@@ -111,6 +112,7 @@ def test_answers_longer_than_their_room_are_refused(checkpoint):
         ruler_scores(model, tokenizer, grid, max_new_tokens=9)
 
 
+@pytest.mark.slow
 def test_ruler_on_the_command_line(checkpoint, tmp_path):
     folder = tmp_path / "essays"
     folder.mkdir()

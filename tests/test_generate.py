@@ -45,6 +45,7 @@ def random_prompts(lengths=LENGTHS, seed: int = 0) -> list[list[int]]:
 # ---- batches ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["every-kind", "every-kind+fa-decode"])
 def test_batch_equals_each_alone_and_the_full_forward(name):
     model, prompts = model_of(name), random_prompts()

@@ -98,6 +98,7 @@ def test_merged_is_unmerged_and_all_ways_through_the_model_use_the_adapters():
     assert replies == generate(merged.with_pattern(window), prompts, max_new_tokens=6)
 
 
+@pytest.mark.slow
 def test_only_adapters_and_routers_are_trained_and_have_moments():
     """The rest stays as it is to the bit, held in bf16 where that is computed in."""
     graph, weights = nnx.split(model_of("switch"))
@@ -143,6 +144,7 @@ def test_gradients_are_those_of_the_dense_weights():
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.slow
 def test_dropout_is_drawn_from_the_seed_the_step_and_the_piece():
     model = randomised(adapted("full"))
     outcomes = []

@@ -61,6 +61,7 @@ def through_the_cache(model, tokens, lengths, max_length):
 teacher_forced = nnx.jit(through_the_cache, static_argnames="max_length")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PATTERNS)
 def test_decode_equals_the_full_forward(name):
     """Totals 1 .. 3w + 8 through prompts of 1, 2, w-1, w, w+1, 2w-1 and 3w tokens and eight decoded ones."""
@@ -74,6 +75,7 @@ def test_decode_equals_the_full_forward(name):
     np.testing.assert_allclose(actual, expected, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["every-kind", "every-kind+fa-decode", "swat-every-kind"])
 def test_decoding_with_the_tpu_kernel(name, monkeypatch):
     """Interpreted: it reads the pools in place, where the others go head by head."""

@@ -77,6 +77,7 @@ def plain(model, examples):
     return nll_deltas(model, examples, reuse=False, **OPTIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "decode"), [("llama", False), ("qwen3, tied", True), ("swat", False)])
 def test_reuse_gives_the_deltas_of_whole_passes(variant, decode, examples):
     model = make_model(**VARIANTS[variant])

@@ -89,6 +89,7 @@ def interrupt_at(monkeypatch, step):
     monkeypatch.setattr(swa_jax.train, "_stop_on_nan", look)
 
 
+@pytest.mark.slow
 def test_loss_falls_and_an_interrupted_run_is_bit_identical(settings, tmp_path, monkeypatch):
     model = train(config_of(settings), quiet=True)
     expected = losses(tmp_path / "run")
@@ -116,6 +117,7 @@ def test_loss_falls_and_an_interrupted_run_is_bit_identical(settings, tmp_path, 
         train(config_of(again, seed=1), quiet=True)
 
 
+@pytest.mark.slow
 def test_routed_cpt_starts_from_the_model_and_reports_the_ratio(settings, tmp_path):
     stage = [settings["stages"][0] | {"steps": 2}]
     start = train(config_of(settings, stages=stage), quiet=True)
@@ -249,6 +251,7 @@ def test_zero_shot_is_the_windowed_model_as_it_is(settings, tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_pieces_and_remat_change_nothing_and_held_out_loss_is_logged(settings, tmp_path):
     names = []
     for i in range(12):  # documents enough that some are held out and some are not

@@ -65,6 +65,7 @@ def through_the_api(name: str):
     return (both if name.endswith("backward") else forward), (q, q, q, array(1, T, dtype=jnp.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", bench.FUNCTIONS)
 @pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v6 lite"])
 def test_bench_functions_launch_what_the_api_launches(name, kind):
@@ -160,6 +161,7 @@ def test_executions_are_not_guessed_where_data_decide():
     assert bench.executions("window_backward", "TPU v6 lite", packed=True, num_sink_tokens=4) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", bench.FUNCTIONS)
 def test_every_function_takes_the_same_arguments(name):
     shape = {"H": 2, "K": 1, "T": T, "D": 128, "window": WINDOW, "num_sink_tokens": 0, "dtype": "bfloat16"}

@@ -234,6 +234,7 @@ def expected_of_pools(q, pools, slots, spec, **options):
     return decode_attention(q, *rows, spec, **options, implementation="reference")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entries", [40, 48])
 @pytest.mark.parametrize(
     ("head_dim", "dtype"), [(16, "float32"), (128, "float32"), (128, "bfloat16"), (80, "bfloat16")]

@@ -32,6 +32,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @every_implementation
 @pytest.mark.parametrize("name", CALLS)
 def test_routed(implementation, name):
@@ -66,6 +67,7 @@ def test_hard_gates_equal_two_separate_attentions(implementation):
         assert_close(grads, expected_grads, "float32", gradient=True)
 
 
+@pytest.mark.slow
 @every_implementation
 @pytest.mark.parametrize("name", ["plain", "everything", "sigmoid-everything"])
 def test_inference_leaves_out_the_full_branch_of_other_rows(implementation, name):
@@ -98,6 +100,7 @@ def test_inference_cannot_be_differentiated():
         jax.grad(loss)(learned["q"])
 
 
+@pytest.mark.slow
 @every_implementation
 def test_rows_routed_to_the_window_send_nothing_outside(implementation):
     """With every gate 0 the keys beyond all windows of the queries that have a loss get exactly no gradient."""

@@ -164,6 +164,7 @@ WALKED = {
 VMEM = ("holds keys", "holds gradients", "holds some gradients")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "vmem"),
     # With all keys at hand, test_variants has every variant but a long causal window.

@@ -47,6 +47,7 @@ def test_remat(implementation):
     assert_close(gradients, expected_gradients(), "float32", gradient=True)
 
 
+@pytest.mark.slow
 @every_implementation
 @pytest.mark.parametrize("packed", [False, True])
 def test_vmap_over_the_batch(implementation, packed):
@@ -69,6 +70,7 @@ def test_vmap_over_the_batch(implementation, packed):
     assert_close(gradients, expected, "float32", gradient=True)
 
 
+@pytest.mark.slow
 @every_implementation
 def test_scan_over_layers_with_other_full_heads_each(implementation):
     q, k, v = drawn()
@@ -104,6 +106,7 @@ def test_no_gradient_flows_to_alibi_slopes(implementation):
         np.testing.assert_array_equal(gradient, 0)
 
 
+@pytest.mark.slow
 @every_implementation
 def test_the_spec_is_a_static_argument_and_everything_else_may_be_traced(implementation):
     @functools.partial(jax.jit, static_argnums=0)

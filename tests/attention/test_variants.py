@@ -85,6 +85,7 @@ def test_variant_with_default_blocks(implementation, name):
     assert_matches_reference(CALLS[name], implementation)
 
 
+@pytest.mark.slow
 @every_implementation
 @pytest.mark.parametrize("name", ["full", "softmax-everything", "sigmoid-everything"])
 def test_variant_in_bfloat16(implementation, name):

@@ -40,6 +40,7 @@ def test_a_step_is_crossed_where_its_window_is_cut_or_a_query_is_padding(window)
     assert 0 < expected.sum() < expected.size
 
 
+@pytest.mark.slow
 # Of the 16 combinations, the 8 in which any three of the four choices are met with every value.
 @pytest.mark.parametrize(
     ("sigmoid", "bfloat16", "alibi", "packed"),
@@ -66,6 +67,7 @@ def test_keys_that_a_sigmoid_row_does_not_see_do_not_change_a_bit_of_it():
     assert not np.array_equal(row(np.arange(0)), row(np.arange(10, 11)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize(
     ("window", "num_sink_tokens", "options", "activation"),
