@@ -54,7 +54,9 @@ class _SelectVerbs(typer.core.TyperGroup):
 
 
 app = typer.Typer(
-    cls=_SelectVerbs, no_args_is_help=True, help="Choose the layers or heads that keep full attention."
+    cls=_SelectVerbs,
+    no_args_is_help=True,
+    help="Choose the layers or heads that keep full attention. Short for static and heuristic: select fisher MODEL.",
 )
 
 Out = Annotated[Path, Option(help="The pattern's JSON file; the picture goes beside it.")]
