@@ -161,10 +161,8 @@ def topology_devices(name: str) -> list[Any]:
         ) from None
     try:
         with _silent_stderr():
-            topology = topologies.get_topology_desc(
-                platform="tpu",
-                topology_name=name.replace("v7x:", "tpu7x:", 1) if name.startswith("v7x:") else name,
-            )
+            known_as = name.replace("v7x:", "tpu7x:")  # the other tools' name for it
+            topology = topologies.get_topology_desc(platform="tpu", topology_name=known_as)
         devices: list[Any] = list(topology.devices)
     except Exception as error:
         raise ConfigError(

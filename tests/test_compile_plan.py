@@ -12,7 +12,7 @@ from swa_jax.plan_text import describe
 from swa_jax.train_config import TrainConfig
 
 pytest.importorskip("libtpu")  # the plain suite runs where it has no wheel, too
-from swa_jax.compile import CHIPS, plan
+from swa_jax.compile import CHIPS, plan, topology_devices
 
 MODEL = {
     "model_type": "llama",
@@ -61,6 +61,11 @@ def test_a_missing_checkpoint_says_how_to_plan_without_it(tmp_path):
     result = CliRunner().invoke(app, ["compile", str(file), "--topology", "v5e:2x2"])
     assert result.exit_code == 2
     assert "init_from=null model=@configs/models/NAME.yaml" in result.stderr
+
+
+def test_v7x_is_another_name_of_tpu7x():
+    kinds = [[d.device_kind for d in topology_devices(name)] for name in ("v7x:2x2x1", "tpu7x:2x2x1")]
+    assert kinds[0] == kinds[1] != []
 
 
 def test_no_topology_is_one_sentence(tmp_path):
