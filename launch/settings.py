@@ -1,6 +1,6 @@
 """What the launchers are told: one YAML file for TPU VMs and GKE, and what follows from it.
 
-`launch/example.yaml` shows every key. `swa_jax.config` reads it, which needs PyYAML and no JAX: a laptop will do.
+`launch/example.yaml` shows every key. `swa_jax.settings` reads it, which needs PyYAML and no JAX: a laptop will do.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from swa_jax.config import ConfigError, load_config, nearest
+from swa_jax.settings import ConfigError, load_config, nearest
 
 SAVED = 143  # status of a run that was told to stop, has saved, and is to be started again
 

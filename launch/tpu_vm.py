@@ -13,7 +13,7 @@ import sys
 import time
 
 from launch.settings import SAVED, CommandError, Runner, Settings, TpuVm, main
-from swa_jax.config import ConfigError
+from swa_jax.settings import ConfigError
 
 POLL = 30.0  # seconds between two questions
 LOST = ("SUSPENDING", "SUSPENDED", "FAILED")  # states of a queued resource whose machines are gone

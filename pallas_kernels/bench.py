@@ -22,21 +22,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import api, tpu_passes
-from pallas_kernels.blocks import (
-    Tiles,
-    backward_tiles,
-    choose_tiles,
-    device_kind,
-    longest_window,
-    preferring,
-)
-from pallas_kernels.decode import choose_steps
-from pallas_kernels.routed import both_branches
+from pallas_kernels import api
+from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_kind, longest_window, preferring
 from pallas_kernels.spec import AttentionSpec, coordinates
-from pallas_kernels.tpu_tiles import Call, with_scale
-from pallas_kernels.tpu_walk import has_default_positions
-from pallas_kernels.tpu_window import blocks_back, window_kernel_serves, window_steps
+from pallas_kernels.tpu import passes as tpu_passes
+from pallas_kernels.tpu.decode import choose_steps
+from pallas_kernels.tpu.routed import both_branches
+from pallas_kernels.tpu.tiles import Call, with_scale
+from pallas_kernels.tpu.walk import has_default_positions
+from pallas_kernels.tpu.window import blocks_back, window_kernel_serves, window_steps
 
 
 def window_forward(packed=False, **shape):

@@ -24,6 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+NEVER = np.iinfo(np.int32).max  # a `full_from` that no position reaches
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from swa_jax.data.batches import open_source
+from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.evaluate import perplexity
-from swa_jax.model import Decoder
-from swa_jax.pattern import AttentionPattern
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.report import loss_heat_map, training_curves
-from swa_jax.tokenizer import Tokenizer
-from swa_jax.train import TrainConfig
+from swa_jax.train.loop import TrainConfig
 
 BIN = 10  # steps that a point of a curve is the mean of
 CONFIG = "configs/compare/swat.yaml"

@@ -12,13 +12,13 @@ import numpy as np
 from compare_swat import BIN, held_out_loss
 from flax import nnx
 
+from swa_jax.data.haystack import Haystack, library_files
+from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.evaluate import Example, needle_accuracy, needle_examples, score_answers
-from swa_jax.evaluate.needle import Haystack, library_files
-from swa_jax.model import Decoder
-from swa_jax.pattern import SWITCH
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.layer_types import SWITCH
 from swa_jax.report import layer_ratio_map, needle_heat_map, training_curves
-from swa_jax.tokenizer import Tokenizer
-from swa_jax.train import TrainConfig
+from swa_jax.train.loop import TrainConfig
 
 CONFIG = "configs/compare/swiattn.yaml"
 COLUMNS = {

@@ -4,7 +4,7 @@
     python scripts/compare_training.py swat --seeds 0 1 2 --out runs/compare-swat
 
 `swiattn` continues the bundled model by SwiAttn and by its four baselines, one configuration with `method` as switch;
-`swat` trains the rows of SWAT's Tables 2 and 3 from scratch. Every run is `swa_jax.train.train` on a file of
+`swat` trains the rows of SWAT's Tables 2 and 3 from scratch. Every run is `swa_jax.train.loop.train` on a file of
 configs/compare with the overrides that compare_swiattn.py and compare_swat.py list. Runs that are finished are skipped
 and a run that was cut off goes on, so the same command may be started again at any time. The output folder gets
 `results.json`, `report.md` and pictures after every run; `--report-only` makes them from what is there, `--docs FILE`
@@ -32,11 +32,11 @@ import compare_swiattn
 import jax.numpy as jnp
 import numpy as np
 
-from swa_jax.checkpoint import load_model
-from swa_jax.config import ConfigError, load_config, to_dict
-from swa_jax.huggingface import import_model
-from swa_jax.tokenizer import load_tokenizer
-from swa_jax.train import TrainConfig, train
+from swa_jax.checkpoint.folder import load_model
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.settings import ConfigError, load_config, to_dict
+from swa_jax.train.loop import TrainConfig, train
 
 ROOT = Path(__file__).resolve().parents[1]
 RECALL = ROOT / "swa_jax" / "recall"

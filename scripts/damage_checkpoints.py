@@ -22,10 +22,10 @@ import numpy as np
 from interrupt_training import tiny_run  # beside this file; sets the platform, so it comes before jax
 from orbax.checkpoint import v1 as ocp
 
-from swa_jax.config import from_dict
-from swa_jax.huggingface.weights import CheckpointError
-from swa_jax.run_checkpoint import RunCheckpoints
-from swa_jax.train import TrainConfig, train
+from swa_jax.checkpoint.safetensors_files import CheckpointError
+from swa_jax.settings import from_dict
+from swa_jax.train.loop import TrainConfig, train
+from swa_jax.train.run_checkpoints import RunCheckpoints
 
 
 class Sentences(logging.Handler):
@@ -75,7 +75,7 @@ def main() -> None:
     began = time.monotonic()
     counts: collections.Counter[str] = collections.Counter()
     files_hit = set()
-    log = logging.getLogger("swa_jax.run_checkpoint")
+    log = logging.getLogger("swa_jax.train.run_checkpoints")
     log.propagate = False
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

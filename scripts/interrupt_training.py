@@ -30,8 +30,8 @@ import jax
 import yaml
 from orbax.checkpoint import v1 as ocp
 
-from swa_jax.preemption import EXIT_STATUS
-from swa_jax.run_checkpoint import RunCheckpoints
+from swa_jax.train.preemption import EXIT_STATUS
+from swa_jax.train.run_checkpoints import RunCheckpoints
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "swa_jax" / "recall" / "tokenizer.json"
 

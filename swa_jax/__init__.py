@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from swa_jax.config import ConfigError, ModelConfig
-from swa_jax.pattern import AttentionPattern
+from swa_jax.exports import install_old_paths, lazy
 
 if TYPE_CHECKING:
-    from swa_jax.checkpoint import load_model
-    from swa_jax.generation import generate
+    from swa_jax.checkpoint.folder import load_model
+    from swa_jax.model.config import ModelConfig
+    from swa_jax.model.generate import generate
+    from swa_jax.model.pattern import AttentionPattern
+    from swa_jax.settings import ConfigError
 
 __all__ = ["AttentionPattern", "ConfigError", "ModelConfig", "generate", "load_model"]
 
-
-def __getattr__(name: str) -> Any:
-    # These bring JAX, the model and Orbax with them: only when asked for.
-    if name == "load_model":
-        from swa_jax.checkpoint import load_model
-
-        return load_model
-    if name == "generate":
-        from swa_jax.generation import generate
-
-        return generate
-    if name in ("evaluate", "select"):
-        return importlib.import_module(f"swa_jax.{name}")
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+install_old_paths()
+_HOMES = {
+    "AttentionPattern": "model.pattern",
+    "ConfigError": "settings",
+    "ModelConfig": "model.config",
+    "generate": "model.generate",
+    "evaluate": "",
+    "load_model": "checkpoint.folder",
+    "select": "",
+}
+__getattr__ = lazy(__name__, _HOMES)

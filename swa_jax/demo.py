@@ -19,17 +19,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from swa_jax.checkpoint import load_model
-from swa_jax.config import ConfigError, ModelConfig, load_config
-from swa_jax.evaluate import (
-    Example,
-    needle_examples,
-    paired_bootstrap,
-)
+from swa_jax.checkpoint.folder import load_model
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.data.haystack import Haystack, library_files
+from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.evaluate import Example, needle_examples, paired_bootstrap
 from swa_jax.evaluate.measure import measure_pattern
-from swa_jax.evaluate.needle import Haystack, library_files
-from swa_jax.huggingface import import_model
-from swa_jax.pattern import AttentionPattern
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.report import (
     accuracy_memory_chart,
     layer_scores_chart,
@@ -39,8 +36,8 @@ from swa_jax.report import (
     wide_console,
 )
 from swa_jax.select import NLLScores, nll_deltas, nll_pattern
-from swa_jax.tokenizer import load_tokenizer
-from swa_jax.train import TrainConfig, train
+from swa_jax.settings import ConfigError, load_config
+from swa_jax.train.loop import TrainConfig, train
 
 LENGTH = 1024  # tokens of prompt and answer together
 WINDOW = 48  # with 8 layers, what windows can pass on reaches back 384 tokens; the needles lie further back

@@ -321,7 +321,7 @@ def accuracy_memory_chart(
 def frontier_chart(rows: Sequence[Row], file: str | Path, *, title: str) -> None:
     """Needle accuracy against KV-cache memory: a line for each method over its budgets, a mark for each pattern.
 
-    Rows are those of `swa_jax.compare.summary`. The dashed step is the frontier: no choice finds more with less memory.
+    Rows are those of `swa_jax.select.compare.summary`. The dashed step is the frontier: no choice finds more with less memory.
     Marks of methods are moved sideways a little, each by its own amount.
     """
     figure = Figure(figsize=(9.2, 5.0), layout="constrained")

@@ -13,18 +13,19 @@ import optax
 from flax import nnx
 
 from pallas_kernels import AttentionSpec, alibi_slopes
-from swa_jax.config import ModelConfig, from_dict
 from swa_jax.evaluate import Example
-from swa_jax.lora import trained_and_frozen, with_lora
-from swa_jax.model import Decoder
-from swa_jax.optimizer import make_optimizer
-from swa_jax.parallel_attention import attention_on_mesh
-from swa_jax.pattern import AttentionPattern, load_pattern
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.lora import trained_and_frozen, with_lora
+from swa_jax.model.mesh_attention import attention_on_mesh
+from swa_jax.model.pattern import AttentionPattern, load_pattern
+from swa_jax.model.sharding import MeshConfig, Partition, make_mesh
 from swa_jax.select import nll_deltas
-from swa_jax.sharding import MeshConfig, Partition, make_mesh
-from swa_jax.train import place_batch, random_model
-from swa_jax.train_config import TrainConfig
-from swa_jax.train_step import init_state, make_step, shard_state
+from swa_jax.settings import from_dict
+from swa_jax.train.config import TrainConfig
+from swa_jax.train.loop import place_batch, random_model
+from swa_jax.train.optimizer import make_optimizer
+from swa_jax.train.step import init_state, make_step, shard_state
 
 from .attention.tolerances import assert_close
 

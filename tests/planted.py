@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from swa_jax.config import ModelConfig
 from swa_jax.evaluate import Example
-from swa_jax.model import Decoder
-from swa_jax.pattern import AttentionPattern
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.pattern import AttentionPattern
 
 LAYERS, KV_HEADS, WINDOW_SIZE = 8, 4, 8
 # Three heads in two layers and one in two others: the only way of sharing 8 full heads out that BOSCH's buckets have.

@@ -16,14 +16,15 @@ from flax import nnx
 from tiny_models import make
 from typer.testing import CliRunner
 
-import swa_jax.train
-from swa_jax.checkpoint import save_model
-from swa_jax.cli import app
-from swa_jax.config import ConfigError, ModelConfig, from_dict, load_config
-from swa_jax.model import Decoder
-from swa_jax.sharding import AXES, mesh_shape
-from swa_jax.tokenizer import Tokenizer, check_same_tokens, load_tokenizer, train_byte_bpe
-from swa_jax.train_config import TrainConfig
+import swa_jax.train.loop
+from swa_jax.checkpoint.folder import save_model
+from swa_jax.cli.main import app
+from swa_jax.data.tokenizer import Tokenizer, check_same_tokens, load_tokenizer, train_byte_bpe
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.sharding import AXES, mesh_shape
+from swa_jax.settings import ConfigError, from_dict, load_config
+from swa_jax.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 MODEL = {
@@ -118,7 +119,7 @@ def test_a_mesh_that_does_not_divide(file, tmp_path, monkeypatch, overrides, sen
     def four(config):
         return jax.sharding.AbstractMesh(mesh_shape(config, 4), AXES)
 
-    monkeypatch.setattr(swa_jax.train, "make_mesh", four)
+    monkeypatch.setattr(swa_jax.train.loop, "make_mesh", four)
     assert fails("train", file, *overrides).startswith(sentence)
     assert not (tmp_path / "run").exists()
 
@@ -134,16 +135,16 @@ def test_a_batch_that_does_not_divide_on_four_devices(file, tmp_path):
 
 
 def test_a_run_that_goes_on_may_change_its_mesh_and_nothing_that_it_learns(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(swa_jax.train, "has_checkpoint", lambda folder: True)
+    monkeypatch.setattr(swa_jax.train.loop, "has_checkpoint", lambda folder: True)
     run = tmp_path / "run"
 
     def claim(*overrides):
-        swa_jax.train._claim(run, load_config(TrainConfig, file, overrides))
+        swa_jax.train.loop._claim(run, load_config(TrainConfig, file, overrides))
 
     claim()
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)
-    swa_jax.train._claim(moved, load_config(TrainConfig, file, [f"output={moved}"]))
+    swa_jax.train.loop._claim(moved, load_config(TrainConfig, file, [f"output={moved}"]))
     before = (run / "config.yaml").read_text()
     with pytest.raises(
         ConfigError, match=f"{run} holds a run whose 'seed' differs: set 'output' to a new folder"

@@ -16,8 +16,8 @@ from swa_jax.bench import candidates, search
 from swa_jax.bench.attention import Result, distance, grid, interleaved, measure
 from swa_jax.bench.candidates import Case, peers, splash
 from swa_jax.bench.tables import attention_table
-from swa_jax.cli import app
-from swa_jax.config import ConfigError
+from swa_jax.cli.main import app
+from swa_jax.settings import ConfigError
 
 SMALL = Case("forward+backward", 128, 48, heads=4, kv_heads=2, head_dim=16, batch=1, dtype="float32")
 SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 16, "batch": 1, "decode_batch": 3, "dtype": "float32"}

@@ -13,8 +13,8 @@ from swa_jax.bench import cycles
 from swa_jax.bench.bundles import Block, Code, read_code, sort_blocks, split_blocks
 from swa_jax.bench.cycles import COUNTED, SIMULATED, Op, combine, count_cycles
 from swa_jax.bench.tables import cycles_table
-from swa_jax.cli import app
-from swa_jax.config import ConfigError
+from swa_jax.cli.main import app
+from swa_jax.settings import ConfigError
 
 LISTING = """\
 = control target key start

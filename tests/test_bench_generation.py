@@ -8,8 +8,8 @@ from test_cli import fails, run
 
 from swa_jax.bench import generation
 from swa_jax.bench.generation import measure
-from swa_jax.cache import cache_bytes
-from swa_jax.generation import round_up
+from swa_jax.model.cache import cache_bytes
+from swa_jax.model.generate import round_up
 from swa_jax.select.heads import head_pattern, heuristic_mask
 
 
@@ -39,7 +39,7 @@ def test_memory_is_the_formula_and_rounds_take_turns(monkeypatch):
 
 
 def test_on_the_command_line(monkeypatch, tmp_path):
-    monkeypatch.setattr("swa_jax.bench.cli.load_checkpoint", lambda *_: (planted_model(), None))
+    monkeypatch.setattr("swa_jax.cli.bench.load_checkpoint", lambda *_: (planted_model(), None))
     options = ("x", "--length", 40, "--new-tokens", 2, "--rounds", 1, "--ratio", 0, "--ratio", 0.75)
     output = run("bench", "generation", *options, "--window", 8, "--out", tmp_path / "new" / "g.json")
     assert "75% (24)" in output

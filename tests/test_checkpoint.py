@@ -15,11 +15,12 @@ from flax import nnx
 from tiny_models import SOFTMAX, base_model, make, model_of
 
 import swa_jax
-from swa_jax.checkpoint import load_model, open_checkpoint, save_model
-from swa_jax.config import ConfigError, ModelConfig
-from swa_jax.huggingface import import_model
-from swa_jax.huggingface.names import tensor_names
-from swa_jax.model import Decoder
+from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.checkpoint.tensor_names import tensor_names
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Decoder
+from swa_jax.settings import ConfigError
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -10,11 +10,11 @@ from tiny_models import byte_checkpoint, make
 from typer.testing import CliRunner
 
 import swa_jax.demo
-import swa_jax.train
-from swa_jax.checkpoint import load_model, save_model
-from swa_jax.cli import app
-from swa_jax.config import ConfigError
-from swa_jax.pattern import AttentionPattern
+import swa_jax.train.loop
+from swa_jax.checkpoint.folder import load_model, save_model
+from swa_jax.cli.main import app
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.settings import ConfigError
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -110,7 +110,7 @@ def test_demo(monkeypatch, tmp_path):
 
 def test_train(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(swa_jax.train, "train", lambda config: seen.append(config) or "runs/x/model")
+    monkeypatch.setattr(swa_jax.train.loop, "train", lambda config: seen.append(config) or "runs/x/model")
     config = Path(__file__).parents[1] / "configs" / "swat-tiny.yaml"
     assert run("train", config, f"output={tmp_path}", "stages.0.steps=3").strip() == "runs/x/model"
     assert (seen[0].output, seen[0].stages[0].steps) == (str(tmp_path), 3)

@@ -8,13 +8,13 @@ import pytest
 from planted import KV_HEADS, LAYERS, PLANTED, WINDOW_SIZE, planted_examples, planted_mask, planted_model
 from test_cli import fails, run
 
-from swa_jax.compare import compare, summary
-from swa_jax.config import ConfigError
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import score_answers
-from swa_jax.pattern import AttentionPattern
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.select.compare import compare, summary
 from swa_jax.select.heads import head_mask, head_pattern
 from swa_jax.select.methods import METHODS, choose
+from swa_jax.settings import ConfigError
 
 RATIO = 1 - len(PLANTED) / (LAYERS * KV_HEADS)
 
@@ -107,8 +107,8 @@ def test_another_window_for_scoring(model, tmp_path):
 
 
 def test_on_the_command_line(monkeypatch, tmp_path):
-    monkeypatch.setattr("swa_jax.compare_cli.load_checkpoint", lambda *_: (planted_model(), None))
-    monkeypatch.setattr("swa_jax.compare_cli.draw_needles", lambda *_: planted_examples())
+    monkeypatch.setattr("swa_jax.cli.compare.load_checkpoint", lambda *_: (planted_model(), None))
+    monkeypatch.setattr("swa_jax.cli.compare.draw_needles", lambda *_: planted_examples())
     options = ("x", "--window", WINDOW_SIZE, "--seeds", 1, "--method", "fisher", "--method", "interleave")
     output = run("compare", *options, "--out", tmp_path / "c", "--pattern", "layers:2,3,5,6", "--ratio", 0.5)
     assert "layers:2,3,5,6: 100.0 % found" in output

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from swa_jax.config import ConfigError, load_config
-from swa_jax.train import TrainConfig
+from swa_jax.settings import ConfigError, load_config
+from swa_jax.train.loop import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -6,13 +6,14 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from swa_jax.cli import app
-from swa_jax.config import ConfigError, ModelConfig, from_dict, to_dict
-from swa_jax.plan_text import describe
-from swa_jax.train_config import TrainConfig
+from swa_jax.cli.main import app
+from swa_jax.model.config import ModelConfig
+from swa_jax.plan.text import describe
+from swa_jax.settings import ConfigError, from_dict, to_dict
+from swa_jax.train.config import TrainConfig
 
 pytest.importorskip("libtpu")  # the plain suite runs where it has no wheel, too
-from swa_jax.compile import CHIPS, plan, topology_devices
+from swa_jax.plan.plan import CHIPS, plan, topology_devices
 
 MODEL = {
     "model_type": "llama",

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from flax import nnx
 
-from swa_jax.config import ConfigError, load_config
-from swa_jax.huggingface import import_model
-from swa_jax.lora import LoraConfig
-from swa_jax.model import Decoder
-from swa_jax.pattern import AttentionPattern, load_pattern
-from swa_jax.train import train
-from swa_jax.train_config import METHODS, TrainConfig
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.lora import LoraConfig
+from swa_jax.model.pattern import AttentionPattern, load_pattern
+from swa_jax.settings import ConfigError, load_config
+from swa_jax.train.config import METHODS, TrainConfig
+from swa_jax.train.loop import train
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "configs"

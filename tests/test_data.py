@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from swa_jax.attention import NEVER
-from swa_jax.config import ConfigError
+from pallas_kernels.spec import NEVER
 from swa_jax.data import PackedPrompts, PackedText, SourceConfig, make_batches, read_documents, text_files
 from swa_jax.data.documents import Prompt, document_hash, is_held_out
 from swa_jax.data.packing import pack
-from swa_jax.tokenizer import load_tokenizer
+from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.settings import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 
 import swa_jax.data.stored
 import swa_jax.data.tokenize
-from swa_jax.cli import app
-from swa_jax.config import ConfigError
+from swa_jax.cli.main import app
 from swa_jax.data import SourceConfig, StoredDocuments, make_batches, read_documents
 from swa_jax.data.stored import read_manifest, verify
 from swa_jax.data.tokenize import tokenize
-from swa_jax.tokenizer import load_tokenizer, train_byte_bpe
+from swa_jax.data.tokenizer import load_tokenizer, train_byte_bpe
+from swa_jax.settings import ConfigError
 
 ROOT = Path(__file__).parents[1]
 

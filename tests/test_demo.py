@@ -8,13 +8,14 @@ import pytest
 from flax import nnx
 
 import swa_jax.demo as demo
-from swa_jax.checkpoint import save_model
-from swa_jax.config import ConfigError, ModelConfig
-from swa_jax.evaluate.needle import library_files, read_text
-from swa_jax.huggingface import export_model
-from swa_jax.model import Decoder
-from swa_jax.pattern import AttentionPattern
+from swa_jax.checkpoint.folder import save_model
+from swa_jax.checkpoint.hf_export import export_model
+from swa_jax.data.haystack import library_files, read_text
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import NLLScores
+from swa_jax.settings import ConfigError
 
 CONFIG = ModelConfig(
     vocab_size=512,

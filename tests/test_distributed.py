@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import yaml
 
-import swa_jax.cluster
-from swa_jax.cluster import Place, find_place
-from swa_jax.config import ConfigError
-from swa_jax.distributed import _difference
+import swa_jax.train.cluster
+from swa_jax.settings import ConfigError
+from swa_jax.train.cluster import Place, find_place
+from swa_jax.train.processes import _difference
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -67,7 +67,7 @@ def test_a_tpu_vm_that_is_one_of_several_workers_is_detected_without_being_asked
     for name in ("COORDINATOR_ADDRESS", "NUM_SLICES", "SLICE_ID"):  # else the metadata server is asked
         monkeypatch.setenv(f"MEGASCALE_{name}", "")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    monkeypatch.setattr(swa_jax.cluster, "_TPUS", (str(tmp_path / "accel*"),))
+    monkeypatch.setattr(swa_jax.train.cluster, "_TPUS", (str(tmp_path / "accel*"),))
     assert found() is None
     (tmp_path / "accel0").touch()
     assert found() == Place(1, 2, "localhost:8482")
@@ -91,8 +91,8 @@ def test_the_first_key_that_differs():
 # A worker that joins as the real one does, without JAX, and then does as it is told.
 _GUARD = """
 import sys
-from swa_jax.cluster import Place
-from swa_jax.distributed import ProcessError, guard
+from swa_jax.train.cluster import Place
+from swa_jax.train.processes import ProcessError, guard
 process, processes, coordinator, timeout, worker = sys.argv[1:]
 try:
     sys.exit(guard(Place(int(process), int(processes), coordinator), [sys.executable, "-c", worker], int(timeout)))

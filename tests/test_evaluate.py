@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from swa_jax.attention import NEVER
-from swa_jax.cache import cache_bytes
-from swa_jax.config import ModelConfig
+from pallas_kernels.spec import NEVER
 from swa_jax.evaluate import (
     Example,
     accuracy_interval,
@@ -27,9 +25,11 @@ from swa_jax.evaluate import (
     score_answers,
 )
 from swa_jax.evaluate.nll import score_batch
-from swa_jax.generation import generate
-from swa_jax.model import Decoder
-from swa_jax.pattern import AttentionPattern
+from swa_jax.model.cache import cache_bytes
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.generate import generate
+from swa_jax.model.pattern import AttentionPattern
 
 VOCABULARY = 128
 CONFIG = ModelConfig(

@@ -9,18 +9,18 @@ import pytest
 from tiny_models import byte_checkpoint, make
 from typer.testing import CliRunner
 
-from swa_jax.checkpoint import load_model
-from swa_jax.cli import app
-from swa_jax.config import ConfigError
+from swa_jax.checkpoint.folder import load_model
+from swa_jax.cli.main import app
+from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.evaluate import perplexity
 from swa_jax.evaluate.bootstrap import accuracy_interval, bootstrap
 from swa_jax.evaluate.ruler import ruler_grid
-from swa_jax.evaluate.ruler_scoring import RulerScore, ruler_scores
+from swa_jax.evaluate.ruler_scores import RulerScore, ruler_scores
 from swa_jax.evaluate.sweep import block_interval, perplexity_sweep, with_window
-from swa_jax.flops import matrix_parameters
-from swa_jax.generation import generate
-from swa_jax.pattern import AttentionPattern
-from swa_jax.tokenizer import load_tokenizer
+from swa_jax.model.flops import matrix_parameters
+from swa_jax.model.generate import generate
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.settings import ConfigError
 
 
 def run(*arguments: object, status: int = 0) -> str:
@@ -163,7 +163,7 @@ def test_what_was_measured_before_an_interruption_is_kept(checkpoint, tmp_path, 
             raise KeyboardInterrupt
         return [RulerScore(*cell, 1.0, [0.5, 1.0], [1.0, 1.0], 1, [890, 896], "h") for cell in cells]
 
-    monkeypatch.setattr("swa_jax.evaluate.parts.ruler_scores", measure)
+    monkeypatch.setattr("swa_jax.cli.evaluate_parts.ruler_scores", measure)
     arguments = ("--ruler", "niah_single_1", "--lengths", "900,1000", "--examples", 1, "--out", tmp_path)
     result = CliRunner().invoke(app, ["evaluate", str(checkpoint), *map(str, arguments)])
     assert result.exit_code != 0

@@ -11,9 +11,8 @@ from flax import nnx
 from tiny_models import SOFTMAX, model_of
 
 import swa_jax
-from swa_jax.cache import cache_bytes
-from swa_jax.config import ConfigError
-from swa_jax.generation import (
+from swa_jax.model.cache import cache_bytes
+from swa_jax.model.generate import (
     NOTHING,
     Sampling,
     _decode,
@@ -25,6 +24,7 @@ from swa_jax.generation import (
     round_up,
     sample,
 )
+from swa_jax.settings import ConfigError
 
 NEW = 12
 LENGTHS = (1, 5, 19, 40)

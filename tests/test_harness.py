@@ -9,13 +9,13 @@ import pytest
 from flax import nnx
 from tiny_models import BYTES, make
 
-from swa_jax.config import ConfigError
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.evaluate import Example, bootstrap, score_answers
-from swa_jax.generation import generate
-from swa_jax.huggingface import import_model
-from swa_jax.model import Decoder
-from swa_jax.pattern import AttentionPattern
-from swa_jax.tokenizer import load_tokenizer
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.generate import generate
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.settings import ConfigError
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra [eval])")
 
@@ -142,7 +142,7 @@ def test_a_local_task_file_on_the_recall_model(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    from swa_jax.checkpoint import load_model
+    from swa_jax.checkpoint.folder import load_model
     from swa_jax.evaluate import needle_examples
 
     checkpoint = import_model("swa_jax/recall", tmp_path / "checkpoint")

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swa_jax import hlo
+from swa_jax.plan import hlo
 
 MESH = {"data": 1, "fsdp": 4, "context": 2, "tensor": 1}
 

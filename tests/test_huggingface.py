@@ -17,11 +17,15 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import swa_jax
-from swa_jax import checkpoint as checkpoint_module
-from swa_jax.config import ConfigError
-from swa_jax.huggingface import export_model, import_model, model_config, weights
-from swa_jax.huggingface.names import expected_tensors
-from swa_jax.pattern import FULL, SWITCH, WINDOW, AttentionPattern
+from swa_jax.checkpoint import folder as checkpoint_module
+from swa_jax.checkpoint import safetensors_files as weights
+from swa_jax.checkpoint.hf_export import export_model
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.checkpoint.tensor_names import expected_tensors
+from swa_jax.families.config_json import model_config
+from swa_jax.model.layer_types import FULL, SWITCH, WINDOW
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.settings import ConfigError
 
 GOLDEN = Path(__file__).parent / "golden"
 Q_WEIGHT = "model.layers.1.self_attn.q_proj.weight"
@@ -299,7 +303,7 @@ def test_a_failed_import_leaves_nothing(source, destination, monkeypatch):
         yield next(stream)
         raise OSError("disk full")
 
-    monkeypatch.setattr("swa_jax.huggingface.importing.stream_tensors", broken)
+    monkeypatch.setattr("swa_jax.checkpoint.hf_import.stream_tensors", broken)
     monkeypatch.setattr(checkpoint_module, "BATCH_BYTES", 1)  # so that something has been written by then
     with pytest.raises(OSError, match="disk full"):
         import_model(source, destination)

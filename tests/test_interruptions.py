@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-import swa_jax.preemption
-import swa_jax.train
-from swa_jax.config import from_dict
-from swa_jax.preemption import EXIT_STATUS, Preempted, preemption_notices
-from swa_jax.train import TrainConfig, train
+import swa_jax.train.loop
+import swa_jax.train.preemption
+from swa_jax.settings import from_dict
+from swa_jax.train.loop import TrainConfig, train
+from swa_jax.train.preemption import EXIT_STATUS, Preempted, preemption_notices
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -57,7 +57,7 @@ def test_outside_the_main_thread_there_is_no_notice():
 
 def test_the_status_is_that_of_a_terminated_process():
     assert EXIT_STATUS == 143
-    code = "from swa_jax.preemption import Preempted; raise Preempted"
+    code = "from swa_jax.train.preemption import Preempted; raise Preempted"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 143
 
@@ -92,7 +92,7 @@ def metadata_server():
 )
 def test_a_notice_of_the_metadata_server(metadata_server, monkeypatch, notice):
     url, values, asked = metadata_server
-    monkeypatch.setattr(swa_jax.preemption, "_INTERVAL", 0.05)
+    monkeypatch.setattr(swa_jax.train.preemption, "_INTERVAL", 0.05)
     with preemption_notices(url) as preempted:
         wait_until(lambda: len(asked) > 3)
         assert not preempted(1)
@@ -105,7 +105,7 @@ def test_a_notice_of_the_metadata_server(metadata_server, monkeypatch, notice):
 
 
 def test_no_metadata_server_is_no_notice(monkeypatch):
-    monkeypatch.setattr(swa_jax.preemption, "_INTERVAL", 0.02)
+    monkeypatch.setattr(swa_jax.train.preemption, "_INTERVAL", 0.02)
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         with preemption_notices(f"http://127.0.0.1:{reserved.getsockname()[1]}") as preempted:
@@ -131,7 +131,7 @@ def test_a_terminated_run_goes_on_from_its_last_step_and_past_a_damaged_checkpoi
         return [json.loads(line)["loss"] for line in lines]
 
     expected = run("straight")
-    real, calls = swa_jax.train.place_batch, []
+    real, calls = swa_jax.train.loop.place_batch, []
 
     def terminated_in_the_sixth(*arguments):
         calls.append(arguments)
@@ -139,7 +139,7 @@ def test_a_terminated_run_goes_on_from_its_last_step_and_past_a_damaged_checkpoi
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*arguments)
 
-    monkeypatch.setattr(swa_jax.train, "place_batch", terminated_in_the_sixth)
+    monkeypatch.setattr(swa_jax.train.loop, "place_batch", terminated_in_the_sixth)
     with pytest.raises(Preempted) as stop:
         run("again")
     assert stop.value.code == 143
@@ -160,8 +160,8 @@ process, processes, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[
 jax.distributed.initialize(f"localhost:{port}", processes, process)
 from pathlib import Path
 from jax.sharding import NamedSharding, PartitionSpec as P
-from swa_jax.preemption import Preempted, preemption_notices
-from swa_jax.run_checkpoint import RunCheckpoints
+from swa_jax.train.preemption import Preempted, preemption_notices
+from swa_jax.train.run_checkpoints import RunCheckpoints
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("fsdp",))
 shardings = {"w": NamedSharding(mesh, P("fsdp")), "step": NamedSharding(mesh, P())}
 state = jax.jit(lambda: {"w": jax.numpy.arange(64.0), "step": 0}, out_shardings=shardings)()

@@ -13,8 +13,8 @@ from test_launch_local import wait_until
 
 from launch import gke, tpu_vm
 from launch.settings import Settings, main
-from swa_jax.config import ConfigError, from_dict, load_config
-from swa_jax.train_config import TrainConfig
+from swa_jax.settings import ConfigError, from_dict, load_config
+from swa_jax.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "launch" / "example.yaml"

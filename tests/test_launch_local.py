@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from swa_jax.config import from_dict
-from swa_jax.train_config import TrainConfig
+from swa_jax.settings import from_dict
+from swa_jax.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
 

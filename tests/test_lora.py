@@ -12,20 +12,20 @@ from safetensors.numpy import load_file
 from test_train import Interruption, interrupt_at, losses
 from tiny_models import PATTERNS, model_of
 
-import swa_jax.train
-from swa_jax.checkpoint import load_model, save_model
-from swa_jax.config import ConfigError, from_dict, to_dict
-from swa_jax.evaluate.needle import ANSWER, NEEDLE, QUESTION
-from swa_jax.flops import matrix_parameters, train_flops_per_token
-from swa_jax.generation import generate
-from swa_jax.huggingface import import_model
-from swa_jax.huggingface.adapter import save_adapter
-from swa_jax.lora import TARGETS, LoraConfig, LoraLinear, merge_lora, trained_and_frozen, with_lora
-from swa_jax.model import Decoder
-from swa_jax.pattern import AttentionPattern
-from swa_jax.train import _claim, train
-from swa_jax.train_config import TrainConfig
-from swa_jax.train_step import _gradients, init_state, make_loss, make_step, make_validation_loss
+import swa_jax.train.loop
+from swa_jax.checkpoint.folder import load_model, save_model
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.checkpoint.peft import save_adapter
+from swa_jax.data.haystack import ANSWER, NEEDLE, QUESTION
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.flops import matrix_parameters, train_flops_per_token
+from swa_jax.model.generate import generate
+from swa_jax.model.lora import TARGETS, LoraConfig, LoraLinear, merge_lora, trained_and_frozen, with_lora
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.settings import ConfigError, from_dict, to_dict
+from swa_jax.train.config import TrainConfig
+from swa_jax.train.loop import _claim, train
+from swa_jax.train.step import _gradients, init_state, make_loss, make_step, make_validation_loss
 
 ROOT = Path(__file__).parents[1]
 EVERYWHERE = LoraConfig(rank=3, alpha=6.0, dropout=0.25, targets=tuple(TARGETS))
@@ -58,7 +58,7 @@ def arrays(tree) -> list[np.ndarray]:
 
 def start(model: Decoder, config: TrainConfig):
     """A fresh state, which a step may consume, and the step."""
-    optimizer = swa_jax.train.make_optimizer(config.optimizer, config.total_steps)
+    optimizer = swa_jax.train.loop.make_optimizer(config.optimizer, config.total_steps)
     trained, frozen = jax.tree.map(jnp.copy, trained_and_frozen(model))
     return init_state(trained, optimizer, frozen), make_step(model, optimizer, config, None)
 
@@ -125,7 +125,7 @@ def test_only_adapters_and_routers_are_trained_and_have_moments():
 def test_gradients_are_those_of_the_dense_weights():
     """dA = scale dW B', dB = scale A' dW, with the weights' gradient at the merged weights."""
     model, config = randomised(adapted("full")), run_config()
-    totals = swa_jax.train_step.totals_of(BATCH["segment_ids"], BATCH["weights"])
+    totals = swa_jax.train.step.totals_of(BATCH["segment_ids"], BATCH["weights"])
 
     def gradients(model):
         trained, frozen = trained_and_frozen(model)

@@ -12,11 +12,12 @@ from flax import nnx
 from timing import least_seconds
 from tiny_models import LAYERS, PATTERNS, SIGMOID, SOFTMAX, WINDOW_SIZE, base_model, make, model_of
 
-from swa_jax.attention import kinds_of, layer_plan
-from swa_jax.cache import allocate, cache_bytes, cache_layout
-from swa_jax.config import ConfigError, ModelConfig
-from swa_jax.decode import attend_over_pools
-from swa_jax.model import Decoder
+from pallas_kernels.pools import attend_over_pools
+from swa_jax.model.attention import kinds_of, layer_plan
+from swa_jax.model.cache import allocate, cache_bytes, cache_layout
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Decoder
+from swa_jax.settings import ConfigError
 
 NEW = 8
 LENGTHS = (1, 2, WINDOW_SIZE - 1, WINDOW_SIZE, WINDOW_SIZE + 1, 3 * WINDOW_SIZE - NEW + 1, 3 * WINDOW_SIZE)
@@ -88,7 +89,7 @@ def test_decoding_with_the_tpu_kernel(name, monkeypatch):
         calls.append(options)
         return attend_over_pools(*args, **options | {"implementation": "tpu"})
 
-    monkeypatch.setattr("swa_jax.decode.attend_over_pools", on_a_tpu)
+    monkeypatch.setattr("pallas_kernels.pools.attend_over_pools", on_a_tpu)
     # A function of its own, as a cached trace would not see the change.
     actual = nnx.jit(lambda *args: through_the_cache(*args, MAX_LENGTH))(model, tokens, lengths)
     assert calls

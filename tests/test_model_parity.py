@@ -10,10 +10,12 @@ import pytest
 from safetensors.numpy import load_file
 
 import swa_jax
-from swa_jax.huggingface import import_model, model_config
-from swa_jax.layers import rope_frequencies
-from swa_jax.model import Decoder
-from swa_jax.pattern import FULL, WINDOW, AttentionPattern
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.families.config_json import model_config
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.model.layers import rope_frequencies
+from swa_jax.model.pattern import AttentionPattern
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(folder.parent.name for folder in GOLDEN.glob("*/golden.safetensors"))

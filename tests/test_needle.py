@@ -3,21 +3,19 @@ import hashlib
 import numpy as np
 import pytest
 
-from swa_jax.evaluate.needle import (
+from swa_jax.data.haystack import (
     ADJECTIVES,
     NOUNS,
     Haystack,
     draw_keys,
     insert_needles,
     library_files,
-    needle_examples,
-    needle_grid,
     noise_haystack,
-    score,
     split_lines,
 )
-from swa_jax.recall_data import Dictionary, Needles, Repeats
-from swa_jax.tokenizer import Tokenizer, train_byte_bpe
+from swa_jax.data.lessons import Dictionary, Needles, Repeats
+from swa_jax.data.tokenizer import Tokenizer, train_byte_bpe
+from swa_jax.evaluate.needle import needle_examples, needle_grid, score
 
 TEXT = "".join(f"line {i} of a text that goes on and on\n" for i in range(400))
 

@@ -5,16 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swa_jax.attention import Routing
-from swa_jax.objectives import (
-    SwitchLoss,
-    TokenLoss,
-    full_attention_ratio,
-    mean_loss,
-    next_token_targets,
-    switch_regularizer,
-    token_loss,
-)
+from swa_jax.model.attention import Routing
+from swa_jax.model.loss import TokenLoss, next_token_targets, token_loss
+from swa_jax.train.objectives import SwitchLoss, full_attention_ratio, mean_loss, switch_regularizer
 
 
 def random_case(batch=2, length=37, size=8, vocabulary=29):

@@ -10,7 +10,13 @@ import pytest
 from flax import nnx
 from tiny_models import model_of
 
-from swa_jax.optimizer import OptimizerConfig, is_matrix, learning_rate, make_optimizer, warn_of_short_runs
+from swa_jax.train.optimizer import (
+    OptimizerConfig,
+    is_matrix,
+    learning_rate,
+    make_optimizer,
+    warn_of_short_runs,
+)
 
 
 @pytest.mark.parametrize(

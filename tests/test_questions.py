@@ -9,14 +9,14 @@ import pytest
 from tiny_models import byte_checkpoint, make
 from typer.testing import CliRunner
 
-from swa_jax.cli import app
-from swa_jax.config import ConfigError
-from swa_jax.evaluate import metrics
-from swa_jax.evaluate.answers import score_questions
+from swa_jax.cli.main import app
+from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.evaluate import longbench_metrics as metrics
 from swa_jax.evaluate.judges import command_judge, find_judge
+from swa_jax.evaluate.question_scores import score_questions
 from swa_jax.evaluate.questions import Question, longbench, longbench_v2, longmemeval
-from swa_jax.generation import generate
-from swa_jax.tokenizer import load_tokenizer
+from swa_jax.model.generate import generate
+from swa_jax.settings import ConfigError
 
 # ---- metrics ----
 
@@ -211,7 +211,7 @@ def question(prompt: str, group: str = "g", **options) -> Question:
 
 
 def test_long_prompts_are_left_out_or_cut_and_counted(checkpoint) -> None:
-    from swa_jax.checkpoint import load_model
+    from swa_jax.checkpoint.folder import load_model
 
     model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
     seen = []

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import swa_jax.run_checkpoint
-from swa_jax.huggingface.weights import CheckpointError
-from swa_jax.run_checkpoint import MANIFEST_FILE, RunCheckpoints, has_checkpoint
+import swa_jax.train.run_checkpoints
+from swa_jax.checkpoint.safetensors_files import CheckpointError
+from swa_jax.train.run_checkpoints import MANIFEST_FILE, RunCheckpoints, has_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA_STATE = {"next": 7, "inner": [{"a": [1, 2]}, None]}
@@ -109,9 +109,9 @@ def test_the_newest_and_the_periodic_ones_stay(tmp_path):
 
 def test_an_old_checkpoint_goes_only_after_a_newer_one_is_there(tmp_path, monkeypatch):
     order = []
-    real = swa_jax.run_checkpoint._write_manifest
+    real = swa_jax.train.run_checkpoints._write_manifest
     monkeypatch.setattr(
-        swa_jax.run_checkpoint,
+        swa_jax.train.run_checkpoints,
         "_write_manifest",
         lambda folder, step: (order.append(names(tmp_path)), real(folder, step)),
     )
@@ -236,7 +236,7 @@ def test_a_failed_save_names_the_step_and_leaves_the_one_before(tmp_path, monkey
 
     saved(tmp_path, 4)
     checkpoints = RunCheckpoints(tmp_path, keep=1)
-    monkeypatch.setattr(swa_jax.run_checkpoint, "_write_manifest", no_space)
+    monkeypatch.setattr(swa_jax.train.run_checkpoints, "_write_manifest", no_space)
     sentence = r"step 8 could not be written: the disk is full.*step 4, is untouched"
     for ask in (lambda: checkpoints.save(12, state_of(12), DATA_STATE), lambda: poll(checkpoints.check)):
         checkpoints.save(8, state_of(8), DATA_STATE)  # fails in the background
@@ -253,8 +253,8 @@ def test_a_failed_save_names_the_step_and_leaves_the_one_before(tmp_path, monkey
 _FILL = """
 import sys, jax.numpy as jnp
 from pathlib import Path
-from swa_jax.run_checkpoint import RunCheckpoints
-from swa_jax.huggingface.weights import CheckpointError
+from swa_jax.train.run_checkpoints import RunCheckpoints
+from swa_jax.checkpoint.safetensors_files import CheckpointError
 folder = Path(sys.argv[1])
 try:
     with RunCheckpoints(folder, keep=2) as checkpoints:
@@ -295,7 +295,7 @@ _MESHES = """
 import sys, jax, numpy as np
 from pathlib import Path
 from jax.sharding import NamedSharding, PartitionSpec as P
-from swa_jax.run_checkpoint import RunCheckpoints
+from swa_jax.train.run_checkpoints import RunCheckpoints
 values = {"w": np.random.default_rng(0).standard_normal((16, 24), np.float32), "step": np.int32(3)}
 def state(shape, names, spec):
     devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)

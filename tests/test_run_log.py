@@ -7,10 +7,10 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from swa_jax.config import ConfigError
-from swa_jax.huggingface.weights import CheckpointError
-from swa_jax.run_log import RunLog, keep_lines
-from swa_jax.train_config import LogConfig
+from swa_jax.checkpoint.safetensors_files import CheckpointError
+from swa_jax.settings import ConfigError
+from swa_jax.train.config import LogConfig
+from swa_jax.train.run_log import RunLog, keep_lines
 
 
 def open_log(run, config=None, resume_at=0):

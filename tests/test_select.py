@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from swa_jax.config import ConfigError, ModelConfig
 from swa_jax.evaluate import Example, answer_nll
 from swa_jax.evaluate.nll import score_batch
-from swa_jax.generation import generate
-from swa_jax.model import Decoder
-from swa_jax.pattern import WINDOW, AttentionPattern
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.generate import generate
+from swa_jax.model.layer_types import WINDOW
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import NLLScores, nll_deltas, nll_pattern, nll_scores, select_layers
+from swa_jax.settings import ConfigError
 
 LAYERS, WINDOW_SIZE = 5, 6
 CARRIER, READER = 1, 3

@@ -9,12 +9,12 @@ from planted import KV_HEADS, WINDOW_SIZE, planted_examples, planted_mask, plant
 from test_cli import fails, run
 from tiny_models import byte_checkpoint
 
-from swa_jax.checkpoint import load_model
+from swa_jax.checkpoint.folder import load_model
+from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.evaluate import prompt_examples
-from swa_jax.pattern import AttentionPattern
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import nll_scores
 from swa_jax.select.heads import head_mask, head_pattern, rank_correlation
-from swa_jax.tokenizer import load_tokenizer
 
 NEEDLES = ("--examples", 2, "--length", 320, "--batch-size", 2)
 
@@ -33,8 +33,8 @@ def checkpoint(tmp_path_factory, byte_tokenizer):
 @pytest.fixture
 def planted(monkeypatch):
     """The planted model and its examples in place of a checkpoint's and of needles."""
-    monkeypatch.setattr("swa_jax.select_cli.load_checkpoint", lambda *_: (planted_model(), None))
-    monkeypatch.setattr("swa_jax.select_cli.draw_needles", lambda *_: planted_examples())
+    monkeypatch.setattr("swa_jax.cli.select.load_checkpoint", lambda *_: (planted_model(), None))
+    monkeypatch.setattr("swa_jax.cli.select.draw_needles", lambda *_: planted_examples())
 
 
 def test_bosch_writes_a_pattern_a_picture_and_its_evaluations(planted, tmp_path):

@@ -9,11 +9,11 @@ import pytest
 from flax import nnx
 from planted import CLASSES, HAY, PLANTED, VALUES, WINDOW_SIZE, planted_examples, planted_model
 
-from swa_jax.config import ConfigError, ModelConfig
 from swa_jax.evaluate import Example, answer_nll
 from swa_jax.evaluate.nll import score_batch
-from swa_jax.model import Block, Decoder
-from swa_jax.pattern import AttentionPattern
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Block, Decoder
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import (
     LayerScorer,
     greedy_pattern,
@@ -24,6 +24,7 @@ from swa_jax.select import (
     toggles,
 )
 from swa_jax.select.heads import heuristic_mask
+from swa_jax.settings import ConfigError
 
 LAYERS = 5
 CONFIG = ModelConfig(

@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from swa_jax.config import ConfigError, ModelConfig
-from swa_jax.flops import attention_flops, matrix_parameters, train_flops_per_token, visible_keys
-from swa_jax.pattern import AttentionPattern
-from swa_jax.sharding import (
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.flops import attention_flops, matrix_parameters, train_flops_per_token, visible_keys
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.sharding import (
     AXES,
     MeshConfig,
     Partition,
@@ -24,7 +24,8 @@ from swa_jax.sharding import (
     mesh_shape,
     state_shardings,
 )
-from swa_jax.train import random_model
+from swa_jax.settings import ConfigError
+from swa_jax.train.loop import random_model
 
 ROOT = Path(__file__).parents[1]
 MODEL = ModelConfig(
@@ -86,8 +87,8 @@ def test_parameters_and_moments_are_split_alike_and_what_cannot_be_is_named():
     model = random_model(MODEL, pattern, 0, None)
     from flax import nnx
 
-    from swa_jax.optimizer import OptimizerConfig, make_optimizer
-    from swa_jax.train_step import init_state
+    from swa_jax.train.optimizer import OptimizerConfig, make_optimizer
+    from swa_jax.train.step import init_state
 
     state = init_state(nnx.state(model, nnx.Param), make_optimizer(OptimizerConfig(), 10))
     partition = abstract_partition(fsdp=4, tensor=2)

@@ -10,12 +10,12 @@ import pytest
 from flax import nnx
 from planted import PLANTED, WINDOW_SIZE, planted_examples, planted_mask, planted_model
 
-from swa_jax.config import ConfigError, ModelConfig
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import answer_batches
-from swa_jax.layers import rope_tables
-from swa_jax.model import Decoder
-from swa_jax.pattern import AttentionPattern
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.layers import rope_tables
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import attention_rows, static
 from swa_jax.select.heads import (
     compare_masks,
@@ -26,6 +26,7 @@ from swa_jax.select.heads import (
     window_most_local,
 )
 from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
+from swa_jax.settings import ConfigError
 
 WINDOW = 100
 CONFIG = ModelConfig(

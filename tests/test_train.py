@@ -16,17 +16,17 @@ import pytest
 import yaml
 from flax import nnx
 
-import swa_jax.train
-from swa_jax.checkpoint import load_model
-from swa_jax.config import ConfigError, from_dict, load_config
+import swa_jax.train.loop
+from swa_jax.checkpoint.folder import load_model
 from swa_jax.data import SourceConfig
 from swa_jax.data.tokenize import tokenize
-from swa_jax.model import Decoder
-from swa_jax.optimizer import OptimizerConfig, is_matrix, learning_rate
-from swa_jax.pattern import AttentionPattern, load_pattern
-from swa_jax.tokenizer import load_tokenizer
-from swa_jax.train import TrainConfig, train
-from swa_jax.train_step import SPIKE_DECAY, SPIKE_WARMUP, init_state, make_step
+from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.pattern import AttentionPattern, load_pattern
+from swa_jax.settings import ConfigError, from_dict, load_config
+from swa_jax.train.loop import TrainConfig, train
+from swa_jax.train.optimizer import OptimizerConfig, is_matrix, learning_rate
+from swa_jax.train.step import SPIKE_DECAY, SPIKE_WARMUP, init_state, make_step
 
 ROOT = Path(__file__).parents[1]
 
@@ -86,7 +86,7 @@ def interrupt_at(monkeypatch, step):
         if line["step"] == step:
             raise Interruption
 
-    monkeypatch.setattr(swa_jax.train, "_stop_on_nan", look)
+    monkeypatch.setattr(swa_jax.train.loop, "_stop_on_nan", look)
 
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ def test_only_projection_kernels_are_decayed_and_orthogonalised():
     ]
     assert len(chosen) == 7  # q, k, v, o, gate, up, down
     assert all("kernel" in name and "router" not in name for name in chosen)
-    optimizer = swa_jax.train.make_optimizer(OptimizerConfig(name="muon"), 10)
+    optimizer = swa_jax.train.loop.make_optimizer(OptimizerConfig(name="muon"), 10)
     updates, _ = optimizer.update(jax.tree.map(np.ones_like, params), optimizer.init(params), params)
     assert np.isfinite(optax.tree.norm(updates))
 
@@ -288,7 +288,7 @@ def test_an_update_far_above_the_running_norm_is_skipped_once_that_is_trusted(se
     config = config_of(settings, spike_factor=4.0, optimizer={"name": "adamw", "warmup_steps": 0})
     pattern = AttentionPattern.from_recipe("window", 2, sliding_window=8)
     model = Decoder(config.model, pattern, rngs=nnx.Rngs(0))
-    optimizer = swa_jax.train.make_optimizer(config.optimizer, 100)
+    optimizer = swa_jax.train.loop.make_optimizer(config.optimizer, 100)
     step_function = make_step(model, optimizer, config, None)
     tokens = np.arange(64, dtype=np.int32).reshape(2, 32)
     batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens), "weights": np.ones((2, 32), np.float32)}
@@ -322,7 +322,7 @@ def test_an_update_far_above_the_running_norm_is_skipped_once_that_is_trusted(se
 def test_a_tokenizer_that_the_data_is_not_of_is_found_before_the_model_is_drawn(
     settings, tmp_path, byte_tokenizer, monkeypatch
 ):
-    monkeypatch.setattr(swa_jax.train, "random_model", None)
+    monkeypatch.setattr(swa_jax.train.loop, "random_model", None)
     tokenize(SourceConfig(files=(f"{tmp_path}/text.txt",)), byte_tokenizer, tmp_path / "tokens")
     stage = settings["stages"][0] | {"data": [{"kind": "tokens", "files": [str(tmp_path / "tokens")]}]}
     other = ROOT / "swa_jax" / "recall" / "tokenizer.json"
@@ -345,14 +345,14 @@ def test_a_held_out_loss_is_not_lost_by_a_kill_after_its_checkpoint(settings, tm
     train(config_of(settings, **changes, output=str(tmp_path / "straight")), quiet=True)
     expected = read_metrics(tmp_path / "straight")
     assert [line["step"] for line in expected if "validation_loss" in line] == [4, 8]
-    real = swa_jax.train.RunCheckpoints.save
+    real = swa_jax.train.loop.RunCheckpoints.save
 
     def killed_after(checkpoints, step, *arguments):
         real(checkpoints, step, *arguments)
         checkpoints.wait()
         raise Interruption
 
-    monkeypatch.setattr(swa_jax.train.RunCheckpoints, "save", killed_after)
+    monkeypatch.setattr(swa_jax.train.loop.RunCheckpoints, "save", killed_after)
     with pytest.raises(Interruption):
         train(config_of(settings, **changes), quiet=True)
     monkeypatch.undo()

@@ -5,10 +5,11 @@ import functools
 
 from flax import nnx
 
-from swa_jax.checkpoint import save_model
-from swa_jax.config import ModelConfig
-from swa_jax.model import Decoder
-from swa_jax.pattern import FULL, HYBRID, SWITCH, WINDOW, AttentionPattern
+from swa_jax.checkpoint.folder import save_model
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
+from swa_jax.model.pattern import AttentionPattern
 
 WINDOW_SIZE = 6
 LAYERS = 4

@@ -11,8 +11,8 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from swa_jax.generation import Batch, decode, prefill, prepare
-from swa_jax.model import Decoder
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.generate import Batch, decode, prefill, prepare
 from swa_jax.select.heads import head_pattern, heuristic_mask
 
 

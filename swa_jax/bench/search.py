@@ -12,7 +12,7 @@ import jax
 from pallas_kernels.blocks import FIELDS, Row, preferring
 from swa_jax.bench.attention import Result, measure
 from swa_jax.bench.candidates import Candidate, Case, Runner, ours
-from swa_jax.config import ConfigError
+from swa_jax.settings import ConfigError
 
 # By platform and pass of a case: the kernels that it runs and that have tiles of their own.
 KERNELS = {
@@ -35,7 +35,7 @@ def device_key(platform: str, case: Case) -> Row:
     if platform == "tpu":
         kind = jax.devices()[0].device_kind
         return {"chip": kind, "head_dim": case.head_dim, "window": case.window}
-    from pallas_kernels.gpu_triton import compute_capability
+    from pallas_kernels.gpu.triton import compute_capability
 
     itemsize = jax.numpy.dtype(case.dtype).itemsize
     return {"capability": compute_capability(), "head_dim": case.head_dim, "itemsize": itemsize}

@@ -17,15 +17,15 @@ from typing import Any
 import grain
 import numpy as np
 
-from swa_jax.attention import NEVER
-from swa_jax.config import ConfigError
+from pallas_kernels.spec import NEVER
 from swa_jax.data.documents import document_hash, is_held_out, read_documents, read_prompts, tokenizer_hash
+from swa_jax.data.haystack import Haystack
+from swa_jax.data.lessons import Dictionary, Needles, Repeats
 from swa_jax.data.packing import PackedPrompts, PackedText
 from swa_jax.data.sources import MANIFEST, SourceConfig, source_files
 from swa_jax.data.stored import StoredDocuments, read_manifest
-from swa_jax.evaluate.needle import Haystack
-from swa_jax.recall_data import Dictionary, Needles, Repeats
-from swa_jax.tokenizer import Tokenizer
+from swa_jax.data.tokenizer import Tokenizer
+from swa_jax.settings import ConfigError
 
 STATE_VERSION = 1  # of the order of samples: raise it when equal arguments give other batches than before
 ENDLESS = 1 << 60  # batches
@@ -46,7 +46,7 @@ def make_batches(
     A batch is a dict of `tokens` [B, T] int32, `segment_ids` [B, T] int32 (0 is padding) and `weights` [B, T] f32, the
     weight of each token as a target; B is the number of `rows`. If a source has prompts and answers there is also
     `full_from` [B, S] int32, where S is the most segments that a row can have: the position in segment s + 1 of its
-    answer's first token, `swa_jax.attention.NEVER` where there is none.
+    answer's first token, `pallas_kernels.spec.NEVER` where there is none.
 
     Args:
       length: T, tokens a row.

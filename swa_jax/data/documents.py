@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from swa_jax.config import ConfigError, nearest
 from swa_jax.data.sources import RECORDS
-from swa_jax.tokenizer import PROBE, Tokenizer
+from swa_jax.data.tokenizer import PROBE, Tokenizer
+from swa_jax.settings import ConfigError, nearest
 
 BATCH_TEXTS, BATCH_CHARACTERS = (
     512,

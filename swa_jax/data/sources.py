@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from swa_jax.config import ConfigError
+from swa_jax.settings import ConfigError
 
 STANDARD_LIBRARY = (
     "stdlib"  # as a file name: the interpreter's own library sources, less those held out for evaluation
@@ -17,7 +17,7 @@ PLAIN_TEXT = (".txt", ".md", ".py")  # a file is one document
 RECORDS = (".jsonl", ".parquet", ".array_record")  # files of many records with named fields
 MANIFEST = "manifest.json"  # of a folder of tokens
 
-GENERATED = ("needles", "dictionary", "repeats")  # swa_jax.recall_data
+GENERATED = ("needles", "dictionary", "repeats")  # swa_jax.data.lessons
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class SourceConfig:
 
     Kinds: `text` (documents), `tokens` (documents that `swa-jax data tokenize` made), `prompts` (records with a prompt
     and an answer; only the answer is learned), `huggingface` (data sets saved by the `datasets` library, on a local
-    disk), and the generated lessons of `swa_jax.recall_data`.
+    disk), and the generated lessons of `swa_jax.data.lessons`.
 
     `held_out` is a share of the documents, by a hash of each one's tokens: equal documents fall on the same side, and
     text read directly on the same side as when it was tokenised ahead.
@@ -75,7 +75,7 @@ def text_files(names: Sequence[str], suffixes: Sequence[str] = PLAIN_TEXT + RECO
     Of a folder those with one of the suffixes are taken; a file that is named is taken whatever its suffix. Files of no
     bytes are an error if they are named or should hold records; a folder of text may have some.
     """
-    from swa_jax.evaluate.needle import library_files
+    from swa_jax.data.haystack import library_files
 
     found: list[Path] = []
     for name in names:

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from swa_jax.config import ConfigError
 from swa_jax.data.documents import document_hash, tokenizer_hash
 from swa_jax.data.sources import MANIFEST
-from swa_jax.tokenizer import Tokenizer
+from swa_jax.data.tokenizer import Tokenizer
+from swa_jax.settings import ConfigError
 
 FORMAT = "swa-jax tokens 1"
 UNFINISHED = "unfinished.json"  # in place of the manifest until everything is there

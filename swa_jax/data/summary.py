@@ -9,11 +9,11 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from swa_jax.attention import NEVER
+from pallas_kernels.spec import NEVER
 from swa_jax.data.batches import make_batches, open_source
 from swa_jax.data.packing import PackedPrompts, PackedText
 from swa_jax.data.sources import SourceConfig
-from swa_jax.tokenizer import Tokenizer
+from swa_jax.data.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

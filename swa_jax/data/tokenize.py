@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from swa_jax.config import ConfigError
 from swa_jax.data.documents import document_hash, encode_documents, read_texts, tokenizer_hash
 from swa_jax.data.sources import MANIFEST, SourceConfig, source_files
 from swa_jax.data.stored import FORMAT, INDEX, UNFINISHED, read_manifest, sealed
-from swa_jax.tokenizer import load_tokenizer
+from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.settings import ConfigError
 
 SHARD_TOKENS = 1 << 27
 

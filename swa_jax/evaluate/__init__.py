@@ -1,12 +1,17 @@
 """Measuring a model: answer NLL, perplexity, needle accuracy, and how sure each figure is."""
 
-from swa_jax.evaluate.accuracy import Answers, generate_answers, needle_accuracy, needle_accuracy_grid
 from swa_jax.evaluate.bootstrap import Estimate, accuracy_interval, bootstrap, paired_bootstrap
 from swa_jax.evaluate.examples import Example, prompt_examples
+from swa_jax.evaluate.generated_answers import (
+    Answers,
+    generate_answers,
+    needle_accuracy,
+    needle_accuracy_grid,
+)
 from swa_jax.evaluate.needle import needle_examples, needle_grid
 from swa_jax.evaluate.nll import AnswerScores, Perplexity, answer_nll, perplexity, score_answers
 from swa_jax.evaluate.ruler import RULER_TASKS, ruler_examples, ruler_grid
-from swa_jax.evaluate.ruler_scoring import RulerScore, ruler_scores
+from swa_jax.evaluate.ruler_scores import RulerScore, ruler_scores
 from swa_jax.evaluate.sweep import SweepScore, perplexity_sweep
 
 __all__ = [

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from swa_jax.config import ConfigError
 from swa_jax.data.documents import read_records
-from swa_jax.tokenizer import Tokenizer
+from swa_jax.data.tokenizer import Tokenizer
+from swa_jax.settings import ConfigError
 
 
 @dataclass(frozen=True)

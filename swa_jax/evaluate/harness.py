@@ -13,13 +13,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from swa_jax.config import ConfigError
+from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.evaluate.bootstrap import bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
-from swa_jax.generation import generate
-from swa_jax.model import Decoder
-from swa_jax.tokenizer import Tokenizer
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.generate import generate
+from swa_jax.settings import ConfigError
 
 try:
     from lm_eval.api.model import LM  # type: ignore[import-not-found,unused-ignore]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from swa_jax.evaluate.accuracy import Answers, generate_answers
+from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.evaluate.bootstrap import accuracy_interval, bootstrap
 from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.generated_answers import Answers, generate_answers
 from swa_jax.evaluate.nll import score_answers
-from swa_jax.model import Decoder
-from swa_jax.tokenizer import Tokenizer
+from swa_jax.model.decoder import Decoder
 
 
 def measure_pattern(

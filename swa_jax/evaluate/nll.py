@@ -16,13 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from swa_jax.attention import NEVER, LayerPlan, kinds_of, layer_plan
+from pallas_kernels.spec import NEVER
 from swa_jax.evaluate.bootstrap import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
-from swa_jax.model import Decoder
-from swa_jax.objectives import token_loss
-from swa_jax.pattern import FULL, HYBRID, SWITCH, WINDOW, AttentionPattern
-from swa_jax.sharding import Partition
+from swa_jax.model.attention import LayerPlan, kinds_of, layer_plan
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
+from swa_jax.model.loss import token_loss
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.sharding import Partition
 
 LENGTH_STEP = 64  # padded lengths are multiples of it, so that lengths near each other share one compilation
 

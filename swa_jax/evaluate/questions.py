@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swa_jax.config import ConfigError, nearest
-from swa_jax.evaluate import metrics
+from swa_jax.evaluate import longbench_metrics as metrics
+from swa_jax.settings import ConfigError, nearest
 
 Score = Callable[[str, str], float]  # answer, reference
 

@@ -14,14 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from swa_jax.config import ConfigError
 from swa_jax.evaluate.bootstrap import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import answer_batches
 from swa_jax.evaluate.ruler import Cell
-from swa_jax.flops import visible_keys
-from swa_jax.model import Decoder
-from swa_jax.pattern import FULL, HYBRID, SWITCH, AttentionPattern
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.flops import visible_keys
+from swa_jax.model.layer_types import FULL, HYBRID, SWITCH
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.settings import ConfigError
 
 
 class Routed(NamedTuple):

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from swa_jax.config import ConfigError
 from swa_jax.evaluate.bootstrap import Estimate, bootstrap
 from swa_jax.evaluate.nll import perplexity
-from swa_jax.model import Decoder
-from swa_jax.pattern import FULL, AttentionPattern
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.layer_types import FULL
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.settings import ConfigError
 
 MAX_BLOCKS = 100  # of consecutive tokens, which the bootstrap draws: neighbours are not independent
 MIN_BLOCK = 64  # tokens

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
-from swa_jax.flops import forward_flops
+from swa_jax.model.flops import forward_flops
 
 if TYPE_CHECKING:
-    from swa_jax.config import ModelConfig
     from swa_jax.evaluate.routing import Routed
     from swa_jax.evaluate.ruler import Cell
+    from swa_jax.model.config import ModelConfig
 
 Row = Mapping[str, Any]
 

@@ -23,11 +23,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from swa_jax.config import ConfigError
-from swa_jax.pattern import AttentionPattern
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.evaluator import MaskEvaluator, Score
 from swa_jax.select.heads import head_pattern, windowed_count
 from swa_jax.select.search import ALPHA, Found, Optimizer, num_candidates, require_nomad, search, with_ones
+from swa_jax.settings import ConfigError
 
 Variant = Literal["bosch", "single", "multi", "layer"]
 BUCKETS = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -15,13 +15,14 @@ from typing import NamedTuple
 import numpy as np
 from flax import nnx
 
-from swa_jax.attention import layer_plan
-from swa_jax.config import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerScores, answer_batches, score_batch
-from swa_jax.model import Decoder
-from swa_jax.pattern import HYBRID, AttentionPattern
+from swa_jax.model.attention import layer_plan
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.layer_types import HYBRID
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.kept import KeptScores, digest
+from swa_jax.settings import ConfigError
 
 SAVE_SECONDS = 10.0  # how much work an interruption may cost
 VERSION = 1

@@ -13,9 +13,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-from swa_jax.config import ConfigError
-from swa_jax.pattern import FULL, HYBRID, SWITCH, WINDOW, AttentionPattern
-from swa_jax.recipes import begin_middle_end
+from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.recipes import begin_middle_end
+from swa_jax.settings import ConfigError
 
 Heuristic = Literal["random", "random-heads", "begin-middle-end", "interleave"]
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swa_jax.checkpoint import write_json
-from swa_jax.config import ConfigError
+from swa_jax.checkpoint.folder import write_json
 from swa_jax.evaluate.examples import Example
+from swa_jax.settings import ConfigError
 
 
 class KeptScores:

@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from swa_jax.config import ConfigError
 from swa_jax.evaluate.bootstrap import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import answer_batches
-from swa_jax.model import Decoder
-from swa_jax.pattern import AttentionPattern
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.attention_rows import logits_of
 from swa_jax.select.nll import full_layer_budget, select_layers
 from swa_jax.select.static import check_softmax, layer_statistics
+from swa_jax.settings import ConfigError
 
 LAST_QUERIES, SINK_TOKENS, RECENT_KEYS = 32, 4, 1020
 

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from swa_jax.config import ConfigError, nearest
 from swa_jax.evaluate.examples import Example
-from swa_jax.model import Decoder
-from swa_jax.pattern import AttentionPattern
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.bosch import Variant, bosch, bosch_pattern
 from swa_jax.select.evaluator import MaskEvaluator
 from swa_jax.select.heads import Heuristic, head_pattern, heuristic_mask, window_most_local, windowed_count
 from swa_jax.select.light_transfer import SINK_TOKENS, lazy_ratios, light_transfer_pattern
 from swa_jax.select.nll import LayerScorer, greedy_pattern, nll_pattern
 from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
+from swa_jax.settings import ConfigError, nearest
 
 VARIANTS: dict[str, Variant] = {
     "bosch" if name == "bosch" else f"bosch-{name}": name for name in get_args(Variant)

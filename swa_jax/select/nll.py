@@ -18,16 +18,16 @@ import numpy as np
 from flax import nnx
 from numpy.typing import ArrayLike
 
-from swa_jax.attention import LayerPlan, layer_plan
-from swa_jax.config import ConfigError
 from swa_jax.evaluate.bootstrap import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches, check_examples
-from swa_jax.model import Decoder
-from swa_jax.pattern import AttentionPattern
+from swa_jax.model.attention import LayerPlan, layer_plan
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.sharding import Partition, check_model, state_shardings
 from swa_jax.select import toggles
 from swa_jax.select.kept import KeptScores, digest
-from swa_jax.sharding import Partition, check_model, state_shardings
+from swa_jax.settings import ConfigError
 
 VERSION = 1  # of the file of scores
 Progress = Callable[[int, int], None]

@@ -27,15 +27,16 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels import AttentionSpec, attention
-from swa_jax.attention import AttentionContext
-from swa_jax.config import ConfigError, ModelConfig
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches
-from swa_jax.layers import rope_tables
-from swa_jax.model import Block, Decoder
-from swa_jax.objectives import token_loss
-from swa_jax.pattern import FULL
+from swa_jax.model.attention import AttentionContext
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Block, Decoder
+from swa_jax.model.layer_types import FULL
+from swa_jax.model.layers import rope_tables
+from swa_jax.model.loss import token_loss
 from swa_jax.select.attention_rows import Rows, logits_of, sum_over_rows
+from swa_jax.settings import ConfigError
 
 Method = Literal["dcam", "apl", "proxy", "qada", "razor", "fisher"]
 LARGER_IS_LOCAL: dict[Method, bool] = {

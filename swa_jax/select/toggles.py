@@ -18,11 +18,11 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from swa_jax.attention import LayerPlan
 from swa_jax.evaluate.nll import AnswerBatch, answer_loss, score_batch
-from swa_jax.model import Decoder
-from swa_jax.pattern import FULL, WINDOW
-from swa_jax.sharding import Partition, constrain
+from swa_jax.model.attention import LayerPlan
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.model.sharding import Partition, constrain
 
 KINDS = (FULL, WINDOW)
 

@@ -12,18 +12,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import (
-    AttentionSpec,
-    alibi_slopes,
-    attention,
-    blocks,
-    decode,
-    gpu,
-    routed_attention,
-    tpu_passes,
-    xla,
-)
-from pallas_kernels.gpu_triton import Tile
+from pallas_kernels import AttentionSpec, alibi_slopes, attention, blocks, gpu, routed_attention, xla
+from pallas_kernels.gpu.triton import Tile
+from pallas_kernels.tpu import decode
+from pallas_kernels.tpu import passes as tpu_passes
 
 from .tolerances import assert_close
 

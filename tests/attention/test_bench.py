@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import AttentionSpec, attention, bench, decode_attention, routed_attention
-from pallas_kernels.decode import choose_steps, list_visits
 from pallas_kernels.spec import coordinates
+from pallas_kernels.tpu.decode import choose_steps, list_visits
 from swa_jax.bench.compile_for_chip import kernel_name, pallas_calls
 
 T, WINDOW = 2048, 1024

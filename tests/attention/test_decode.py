@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionSpec, attention, cache_write, decode, decode_attention
+from pallas_kernels import AttentionSpec, attention, decode_attention
 from pallas_kernels.spec import coordinates, dense_mask
+from pallas_kernels.tpu import cache_write, decode
 
 from .suite import Call, every_implementation
 from .tolerances import assert_close

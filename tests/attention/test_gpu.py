@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 
 from pallas_kernels import AttentionSpec, api, attention, decode_attention, gpu, routed_attention
-from pallas_kernels.gpu_triton import Tile
+from pallas_kernels.gpu.triton import Tile
 
 from .suite import PACKED, Call
 from .tolerances import assert_close

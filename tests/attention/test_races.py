@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import AttentionSpec, decode_attention
-from pallas_kernels.decode import decode_pool
 from pallas_kernels.spec import coordinates
+from pallas_kernels.tpu.decode import decode_pool
 
 from .suite import PACKED, Call, Implementation, set_parallel_dimensions
 from .tolerances import assert_close

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import AttentionSpec, attention, decode_attention, routed, routed_attention, tpu_passes
+from pallas_kernels import AttentionSpec, attention, decode_attention, routed_attention
+from pallas_kernels.tpu import passes as tpu_passes
+from pallas_kernels.tpu import routed
 
 from .suite import IMPLEMENTATIONS, Implementation, set_parallel_dimensions
 

@@ -7,14 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import AttentionSpec, attention, blocks, tpu_backward, tpu_forward, tpu_passes
+from pallas_kernels import AttentionSpec, attention, blocks
 from pallas_kernels.blocks import Tiles, choose_tiles, longest_window
 from pallas_kernels.schedule import flat_visits, fully_visible, unpack, visited
 from pallas_kernels.spec import coordinates, dense_mask
-from pallas_kernels.tpu_tiles import LANES
-from pallas_kernels.tpu_tiles import Call as KernelCall
-from pallas_kernels.tpu_walk import walk_over
-from pallas_kernels.tpu_window import blocks_back, window_kernel_serves, window_steps, window_tiles
+from pallas_kernels.tpu import passes as tpu_passes
+from pallas_kernels.tpu import scheduled_backward as tpu_backward
+from pallas_kernels.tpu import scheduled_forward as tpu_forward
+from pallas_kernels.tpu.tiles import LANES
+from pallas_kernels.tpu.tiles import Call as KernelCall
+from pallas_kernels.tpu.walk import walk_over
+from pallas_kernels.tpu.window import blocks_back, window_kernel_serves, window_steps, window_tiles
 
 from .suite import PACKED, Call, Implementation, assert_matches_reference
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.gpu.loop_bounds import Bounds, loop_bounds, tables
 from pallas_kernels.spec import AttentionSpec, coordinates, dense_mask
-from pallas_kernels.visits import Bounds, loop_bounds, tables
 
 FAST = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 

@@ -11,8 +11,8 @@ import pytest
 from pallas_kernels import AttentionSpec, attention
 from pallas_kernels.blocks import Tiles
 from pallas_kernels.spec import coordinates, dense_mask
-from pallas_kernels.tpu_tiles import Call as KernelCall
-from pallas_kernels.tpu_window import is_crossed, packed_segments
+from pallas_kernels.tpu.tiles import Call as KernelCall
+from pallas_kernels.tpu.window import is_crossed, packed_segments
 
 from .suite import Call, Implementation, assert_matches_reference
 

@@ -1,0 +1,331 @@
+"""Attention on NVIDIA GPUs: what surrounds the kernels of `gpu_triton`.
+
+Schedules as loop bounds, tile sizes, the custom gradient, the folding of a decoding step's queries into one
+block. The work is that of the schedule (window, sink tokens, segments, full rows, gates), not of the length.
+Off the GPU the kernels run in Pallas' interpret mode: right, and slow.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import parts
+from pallas_kernels.blocks import table_rows
+from pallas_kernels.gpu import triton as gpu_triton
+from pallas_kernels.gpu.loop_bounds import loop_bounds, tables
+from pallas_kernels.gpu.triton import LOG2E, Heads, Operands, Side, Static, Tile
+from pallas_kernels.spec import AttentionSpec, Coordinates
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_LARGEST_HEAD_DIM = 256
+_PROGRAMS_IN_FLIGHT = 264  # two for each of an H100's 132 multiprocessors; decode splits its keys to reach it
+
+
+def unsupported(q: jax.Array) -> str | None:
+    """Why the kernels cannot take a call with these queries, as a sentence; None if they can."""
+    if q.dtype.name not in _DTYPES:
+        return f"q is {q.dtype}; the kernels for GPUs take {', '.join(_DTYPES)}."
+    if q.shape[3] > _LARGEST_HEAD_DIM:
+        return f"head_dim is {q.shape[3]}; the kernels for GPUs take at most {_LARGEST_HEAD_DIM}."
+    if gpu_triton.on_gpu() and (capability := gpu_triton.compute_capability()) < 80:
+        return f"the GPU has compute capability {capability / 10}; the kernels need 8.0 (A100) or newer."
+    return None
+
+
+class Tiles(NamedTuple):
+    forward: Tile
+    dq: Tile
+    dkv: Tile
+    decode: Tile  # its q_block is not read: a step's few queries are one block
+
+
+def tile_sizes(head_dim: int, itemsize: int, capability: int) -> Tiles:
+    """Tile sizes: those of the rule, replaced where a row of the table (`blocks`) serves the kernel and the device.
+
+    Of the rows for as large a head_dim or a larger one, the smallest counts.
+    """
+    tiles = _by_rule(head_dim, itemsize, capability)
+    device = {"capability": capability, "itemsize": itemsize}
+    rows = [row for row in table_rows("gpu") if row | device == row and row["head_dim"] >= head_dim]
+    for kernel in Tiles._fields:
+        if mine := [row for row in rows if row["pass"] == kernel]:
+            row = min(mine, key=lambda row: row["head_dim"])
+            tiles = tiles._replace(**{kernel: Tile(*(row[name] for name in Tile._fields))})
+    return tiles
+
+
+def _by_rule(head_dim: int, itemsize: int, capability: int) -> Tiles:
+    """Tile sizes by the compiler's account of registers, spills and shared memory; no timing stands behind them.
+
+    Hopper (9.0) and later have 227 KB of shared memory a multiprocessor, A100 (8.0) 163 KB, the others of
+    generation 8 about 100 KB. A tile's operands are staged there `num_stages` times, its accumulators stay in
+    registers. KV blocks of 64 keep the tiles at a window's two edges small.
+    """
+    if itemsize > 2:  # float32 in full precision has no tensor cores: small tiles, or registers spill
+        block = 32 if head_dim <= 128 else 16
+        return Tiles(*[Tile(block, block, 4, 2)] * 4)
+    if capability not in (80, 90, 100, 103):
+        if head_dim > 128:
+            return Tiles(Tile(64, 32, 4, 2), *[Tile(32, 32, 4, 2)] * 3)
+        return Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(16, 32, 4, 2))
+    if capability == 80:
+        if head_dim <= 64:
+            return Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 128, 4, 3))
+        if head_dim <= 128:
+            return Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3))
+        return Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(16, 32, 4, 3))
+    if head_dim <= 64:
+        return Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 128, 4, 3))
+    if head_dim <= 128:
+        return Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3), Tile(16, 64, 4, 4))
+    return Tiles(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(16, 64, 4, 2))
+
+
+def attention(
+    q: jax.Array,  # [B, T, H, D]
+    k: jax.Array,  # [B, S, K, D]
+    v: jax.Array,  # [B, S, K, D]
+    spec: AttentionSpec,
+    where: Coordinates,
+    *,
+    alibi_slopes: jax.Array | None = None,  # [H]
+    sigmoid_bias: jax.Array | None = None,  # [H]
+    sink_logits: jax.Array | None = None,  # [H]
+    full_heads: jax.Array | None = None,  # [K] bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns out [B, T, H, D] in q's dtype and lse [B, T, H] float32 (None for sigmoid)."""
+    static = Static(spec, not gpu_triton.on_gpu(), q.dtype.name)
+    heads = _heads(alibi_slopes, sigmoid_bias, sink_logits, full_heads)
+    return _flash(static, _tiles(q, k), *parts.vary_alike((q, k, v, heads, where)))
+
+
+def routed_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gate: jax.Array,  # [B, T]
+    spec: AttentionSpec,
+    where: Coordinates,
+    *,
+    alibi_slopes: jax.Array | None = None,
+    sigmoid_bias: jax.Array | None = None,
+    sink_logits: jax.Array | None = None,
+    full_heads: jax.Array | None = None,
+    inference: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns gate * O_full + (1 - gate) * O_window and the branch disagreement [B, T]; see `parts.route`."""
+    heads = _heads(alibi_slopes, sigmoid_bias, None, full_heads)
+
+    def part(q, where, outside):
+        static = Static(spec, not gpu_triton.on_gpu(), outside=outside)
+        return _flash(static, _tiles(q, k), *parts.vary_alike((q, k, v, heads, where)))
+
+    return parts.route(part, q, gate, where, sink_logits, inference=inference)
+
+
+def decode_attention(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    spec: AttentionSpec,
+    where: Coordinates,
+    *,
+    alibi_slopes: jax.Array | None = None,
+    sigmoid_bias: jax.Array | None = None,
+    sink_logits: jax.Array | None = None,
+    full_heads: jax.Array | None = None,
+) -> jax.Array:
+    """Attention of a few queries over a cache, [B, T, H, D] float32; not differentiable."""
+    static = Static(spec, not gpu_triton.on_gpu())
+    heads = _heads(alibi_slopes, sigmoid_bias, None, full_heads)
+    tile = _tiles(q, k_cache).decode
+    out, lse = _decode(static, tile, *parts.vary_alike((q, k_cache, v_cache, heads, where)))
+    return parts.join_sinks(out, lse, sink_logits)[0]
+
+
+def _heads(slopes, bias, sinks, full) -> Heads:
+    slopes, bias, sinks = (None if x is None else x.astype(jnp.float32) for x in (slopes, bias, sinks))
+    return Heads(slopes, bias, sinks, None if full is None else full.astype(jnp.int32))
+
+
+def _tiles(q: jax.Array, k: jax.Array) -> Tiles:
+    capability = gpu_triton.compute_capability() if gpu_triton.on_gpu() else 90
+    longest = [max(16, _next_power_of_2(x.shape[1])) for x in (q, k)]
+
+    def fit(tile: Tile) -> Tile:
+        return tile._replace(q_block=min(tile.q_block, longest[0]), kv_block=min(tile.kv_block, longest[1]))
+
+    return Tiles(*map(fit, tile_sizes(q.shape[3], q.dtype.itemsize, capability)))
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _flash(static: Static, tiles: Tiles, q, k, v, heads: Heads, where: Coordinates):
+    """The core: out [B, T, H, D] in `static.out_dtype` and lse [B, T, H] float32 (None for sigmoid)."""
+    x = _operands(static, tiles.forward, q, k, v, heads, where)
+    out, lse = gpu_triton.forward(static, tiles.forward, x)
+    return out, None if lse is None else _by_token(lse, q.shape[1])
+
+
+def _flash_fwd(static, tiles, q, k, v, heads, where):
+    out, lse = _flash(static, tiles, q, k, v, heads, where)
+    return (out, lse), (q, k, v, heads, where, out, lse)
+
+
+def _flash_bwd(static, tiles, saved, cotangents):
+    q, k, v, heads, where, out, lse = saved
+    dout, dlse = cotangents
+    # A block of rows whose cotangents are all zero (rows routed to the other branch, padding) changes
+    # nothing.
+    active = (dout != 0).any(axis=(2, 3))  # [B, T]
+    dsinks = None
+    statistics = {}
+    if lse is not None:
+        sees_any = lse > -jnp.inf
+        delta = jnp.where(
+            sees_any, (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1) - dlse, 0
+        )
+        active |= (delta != 0).any(axis=2)
+        lse = jnp.where(sees_any, lse, 0)
+        if heads.sinks is not None:
+            dsinks = -jnp.where(sees_any, jnp.exp(heads.sinks - lse) * delta, 0).sum(axis=(0, 1))
+        statistics = {"lse": lse * LOG2E, "delta": delta}
+    gradients = {"active": active, "dout": dout.astype(q.dtype), **statistics}
+
+    x = _operands(static, tiles.dq, q, k, v, heads, where, **gradients)
+    dq, dbias = gpu_triton.dq(static, tiles.dq, x)
+    x = _operands(static, tiles.dkv, q, k, v, heads, where, by_key=True, **gradients)
+    dk, dv = gpu_triton.dkv(static, tiles.dkv, x)
+    return dq, dk, dv, Heads(None, None if dbias is None else dbias.sum(axis=(0, 2)), dsinks, None), None
+
+
+_flash.defvjp(_flash_fwd, _flash_bwd)
+
+
+def _decode(static: Static, tile: Tile, q, k, v, heads: Heads, where: Coordinates):
+    """Out [B, T, H, D] float32 and lse [B, T, H] (None for sigmoid); a KV head's queries are one block of rows."""
+    batch, length, num_heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    group = num_heads // kv_heads
+    used = length * group
+    tile = tile._replace(q_block=max(16, _next_power_of_2(used)))
+    unused = (0, tile.q_block - used)
+
+    def fold(x):  # [B, T, H, D] -> [B, rows, K, D], a row being (token, head of the group)
+        x = x.reshape(batch, length, kv_heads, group, head_dim).swapaxes(2, 3)
+        return jnp.pad(x.reshape(batch, used, kv_heads, head_dim), ((0, 0), unused, (0, 0), (0, 0)))
+
+    def by_row(x):  # [H] -> [K * rows]
+        return (
+            None
+            if x is None
+            else jnp.pad(jnp.tile(x.reshape(kv_heads, group), (1, length)), ((0, 0), unused)).ravel()
+        )
+
+    def unfold(x):  # [B, K, rows, ...] -> [B, T, H, ...]
+        x = jnp.moveaxis(x[:, :, :used].reshape(batch, kv_heads, length, group, *x.shape[3:]), 1, 2)
+        return x.reshape(batch, length, num_heads, *x.shape[4:])
+
+    heads = heads._replace(slopes=by_row(heads.slopes), bias=by_row(heads.bias))
+    queries = {name: getattr(where, name) for name in ("q_pos", "q_order", "full_rows")}
+    where = where._replace(**jax.tree.map(lambda x: jnp.repeat(x, group, axis=1), queries))
+    x = _operands(static, tile, fold(q), k, v, heads, where)
+    shares = min(x.keys.pos.shape[1] // tile.kv_block, -(-_PROGRAMS_IN_FLIGHT // (batch * kv_heads)))
+    out, lse = gpu_triton.decode(static, tile, x, shares)
+    if lse is None:
+        return unfold(out.sum(axis=2)), None
+    top = lse.max(axis=2, keepdims=True)
+    top = jnp.where(top == -jnp.inf, 0, top)
+    weights = jnp.exp(lse - top)  # [B, K, shares, rows]
+    total = weights.sum(axis=2)
+    sees_any = total > 0
+    total = jnp.where(sees_any, total, 1)
+    out = (out * weights[..., None]).sum(axis=2) / total[..., None]
+    return unfold(out), unfold(jnp.where(sees_any, top[:, :, 0] + jnp.log(total), -jnp.inf))
+
+
+def _by_token(x, length: int):
+    """[B, H, T of whole blocks] -> [B, T, H]."""
+    return x[:, :, :length].swapaxes(1, 2)
+
+
+def _operands(
+    static: Static,
+    tile: Tile,
+    q,
+    k,
+    v,
+    heads: Heads,
+    where: Coordinates,
+    *,
+    by_key=False,
+    active=None,
+    dout=None,
+    lse=None,
+    delta=None,
+) -> Operands:
+    where = _blocked(where, tile)
+    full = None if where.full_rows is None else where.full_rows.astype(jnp.int32)
+
+    def turned(x):  # [B, T, H] -> [B, H, T of whole blocks]
+        return (
+            None
+            if x is None
+            else jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, -x.shape[1] % tile.q_block)))
+        )
+
+    return Operands(
+        q,
+        k,
+        v,
+        Side(where.q_pos, where.q_seg, full),
+        Side(where.kv_pos, where.kv_seg),
+        heads,
+        _bounds(static, tile, where, heads.full is not None, active, by_key),
+        dout,
+        turned(lse),
+        turned(delta),
+    )
+
+
+def _blocked(where: Coordinates, tile: Tile) -> Coordinates:
+    """Gives every array the same number of rows, and pads it to whole blocks with tokens that nothing sees."""
+    rows = max(x.shape[0] for x in jax.tree.leaves(where))
+
+    def side(x, block, fill):
+        if x is None:
+            return None
+        x = jnp.broadcast_to(x, (rows, x.shape[1]))
+        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)), constant_values=fill)
+
+    return Coordinates(
+        q_pos=side(where.q_pos, tile.q_block, -1),
+        kv_pos=side(where.kv_pos, tile.kv_block, -1),
+        q_order=side(where.q_order, tile.q_block, -1),
+        kv_order=side(where.kv_order, tile.kv_block, -1),
+        q_seg=side(where.q_seg, tile.q_block, 0),
+        kv_seg=side(where.kv_seg, tile.kv_block, 0),
+        full_rows=side(where.full_rows, tile.q_block, False),
+    )
+
+
+def _bounds(
+    static: Static, tile: Tile, where: Coordinates, some_full: bool, active, by_key: bool
+) -> jax.Array:
+    """[rows, variants, blocks, 10] int32: bounds for heads that are not full and (if some are) for those that are."""
+    variants = [where]
+    if some_full:
+        variants.append(where._replace(full_rows=jnp.ones_like(where.q_pos, bool)))
+    pairs = [tables(static.spec, w, tile.q_block, tile.kv_block, outside=static.outside) for w in variants]
+    table, whole = (jnp.stack(kind, axis=1) for kind in zip(*pairs, strict=True))  # [rows, variants, nq, nk]
+    if active is not None:
+        active = jnp.pad(active, ((0, 0), (0, -active.shape[1] % tile.q_block)))
+        table = table & active.reshape(active.shape[0], 1, -1, 1, tile.q_block).any(axis=-1)
+    if by_key:
+        table, whole = table.swapaxes(2, 3), whole.swapaxes(2, 3)
+    return loop_bounds(table, whole)

@@ -1,0 +1,493 @@
+"""The GPU's kernels, in Pallas for the Triton lowering: the only file that imports it.
+
+That lowering is deprecated; everything but the kernels (schedules, tile sizes, gradients' algebra) is in
+`gpu`. It has no scalar prefetch and no dynamic grid. Each program takes one block (of queries, or of keys)
+and runs two loops whose bounds it reads from a small table made by `visits.loop_bounds`: one over tiles that
+need a mask, one over tiles visible as a whole.
+
+* forward: a program per query block and query head; out and lse by the running maximum and sum of
+  FlashAttention.
+* dq: a program per query block and query head.
+* dkv: a program per KV block and KV head, which walks over the query heads of its group. Its tiles are
+  transposed, so that the weights need not be before `p^T dout`.
+* decode: a program per KV head and share of the visits (flash decoding); whoever calls merges the shares.
+
+Logits are kept in units of log 2 inside, because the GPU's exponential is exp2. Keys and values are read
+where they lie: nothing is repeated for grouped queries nor padded; ragged ends and odd head_dims are masked
+at the load.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.gpu.loop_bounds import Bounds
+from pallas_kernels.spec import AttentionSpec, visible
+
+LOG2E = math.log2(math.e)
+
+
+def on_gpu() -> bool:
+    """Whether kernels are compiled for a GPU: the default device, or the abstract one of the current mesh."""
+    return plgpu.is_gpu_device()
+
+
+def compute_capability() -> int:
+    """That GPU's: 90 for 9.0, and so on."""
+    return plgpu.get_gpu_info().compute_capability
+
+
+class Tile(NamedTuple):
+    q_block: int
+    kv_block: int
+    num_warps: int
+    num_stages: int
+
+
+class Heads(NamedTuple):
+    """What differs by head: [H] float32, and `full` [K] int32."""
+
+    slopes: jax.Array | None
+    bias: jax.Array | None
+    sinks: jax.Array | None
+    full: jax.Array | None
+
+
+class Side(NamedTuple):
+    """Queries or keys, [rows, length]; those of a tile are shaped to broadcast against each other."""
+
+    pos: jax.Array
+    seg: jax.Array | None
+    full: jax.Array | None = None  # int32, queries only
+
+
+class Operands(NamedTuple):
+    """The arguments of a kernel, or their block specs, or their references."""
+
+    q: jax.Array  # [B, T, H, D]
+    k: jax.Array  # [B, S, K, D]
+    v: jax.Array
+    queries: Side
+    keys: Side
+    heads: Heads
+    bounds: jax.Array  # [rows, variants, blocks, 10]
+    dout: jax.Array | None = None  # [B, T, H, D]
+    lse: jax.Array | None = None  # [B, H, T of whole blocks], in units of log 2
+    delta: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What is compiled into a kernel."""
+
+    spec: AttentionSpec
+    interpret: bool
+    out_dtype: str = "float32"
+    outside: bool = False  # attend to what `spec` does *not* see of the keys that full attention would
+
+
+def forward(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | None]:
+    """Out [B, T, H, D] in `static.out_dtype`, and lse [B, H, T of whole blocks] float32 (None for sigmoid)."""
+    grid = _query_grid(tile, x)
+    results = [_by_query_block(x.q, static.out_dtype, tile, grid)]
+    if static.spec.activation == "softmax":
+        results.append(_statistic(tile, grid))
+    out, *lse = _call(_forward_kernel, static, tile, x, grid, results)
+    return out, lse[0] if lse else None
+
+
+def dq(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | None]:
+    """The gradient of q, and (if there is a bias) that of the bias by query row: [B, H, T of whole blocks] float32."""
+    grid = _query_grid(tile, x)
+    results = [_by_query_block(x.q, x.q.dtype, tile, grid)]
+    if x.heads.bias is not None:
+        results.append(_statistic(tile, grid))
+    dq, *dbias = _call(_dq_kernel, static, tile, x, grid, results)
+    return dq, dbias[0] if dbias else None
+
+
+def dkv(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array]:
+    """The gradients of k and v; `x.bounds` are those of KV blocks."""
+    grid = (x.keys.pos.shape[1] // tile.kv_block, x.k.shape[2], x.q.shape[0])
+    dk, dv = _call(_dkv_kernel, static, tile, x, grid, [_by_kv_block(y, tile) for y in (x.k, x.v)])
+    return dk, dv
+
+
+def decode(static: Static, tile: Tile, x: Operands, shares: int) -> tuple[jax.Array, jax.Array | None]:
+    """Out [B, K, shares, rows, D] float32 and lse without the last axis (None for sigmoid).
+
+    `x.q` is [B, rows, K, D]: the queries of a KV head, of any head and token, are rows. Slopes and bias are
+    [K * rows].
+    """
+    batch, rows, kv_heads, head_dim = x.q.shape
+    shape = (batch, kv_heads, shares, rows)
+    block = (None, None, None, rows)
+    results = [
+        (
+            jax.ShapeDtypeStruct((*shape, head_dim), jnp.float32),
+            pl.BlockSpec((*block, pl.next_power_of_2(head_dim)), lambda i, h, b: (b, h, i, 0, 0)),
+        )
+    ]
+    if static.spec.activation == "softmax":
+        results.append(
+            (jax.ShapeDtypeStruct(shape, jnp.float32), pl.BlockSpec(block, lambda i, h, b: (b, h, i, 0)))
+        )
+    out, *lse = _call(_decode_kernel, static, tile, x, (shares, kv_heads, batch), results)
+    return out, lse[0] if lse else None
+
+
+def _query_grid(tile: Tile, x: Operands) -> tuple[int, int, int]:
+    return x.queries.pos.shape[1] // tile.q_block, x.q.shape[2], x.q.shape[0]
+
+
+# Each program is handed the whole sequences of its KV head and row of the batch, and reads what it visits.
+# Grids are (blocks, heads, batch), the blocks fastest, so that programs that run together share keys.
+
+
+def _call(kernel, static: Static, tile: Tile, x: Operands, grid: tuple[int, int, int], results):
+    """Runs `kernel` over the grid; `results` are pairs of a shape and a block spec."""
+    kv_heads, head_dim = x.k.shape[2:]
+    width = pl.next_power_of_2(head_dim)
+    programs = grid[1] // kv_heads  # for each KV head
+
+    def kv_head(h):
+        return h if programs == 1 else lax.div(h, programs)
+
+    def sequence(y, heads):  # [B, length, H or K, D]
+        return pl.BlockSpec((None, y.shape[1], heads, width), lambda i, h, b: (b, 0, kv_head(h), 0))
+
+    def by_row(y):  # [B or 1, ...]
+        return pl.BlockSpec(
+            (None, *y.shape[1:]), lambda i, h, b: (b if y.shape[0] > 1 else 0, *(0,) * (y.ndim - 1))
+        )
+
+    def by_head(y):  # [H], or [K]
+        per_program = y.shape[0] // kv_heads
+        return pl.BlockSpec((per_program,), lambda i, h, b: (kv_head(h),))
+
+    def statistic(y):  # [B, H, length]
+        return pl.BlockSpec((None, y.shape[1] // kv_heads, y.shape[2]), lambda i, h, b: (b, kv_head(h), 0))
+
+    group = x.q.shape[2] // kv_heads
+    specs = Operands(
+        sequence(x.q, group),
+        sequence(x.k, None),
+        sequence(x.v, None),
+        jax.tree.map(by_row, x.queries),
+        jax.tree.map(by_row, x.keys),
+        jax.tree.map(by_head, x.heads),
+        by_row(x.bounds),
+        None if x.dout is None else sequence(x.dout, group),
+        *jax.tree.map(statistic, (x.lse, x.delta)),
+    )
+    shapes, out_specs = zip(*results, strict=True)
+    return pl.pallas_call(
+        functools.partial(kernel, Program(static, tile, x.q.shape[1], x.k.shape[1], head_dim)),
+        grid=grid,
+        in_specs=[specs],
+        out_specs=out_specs,
+        out_shape=shapes,
+        interpret=static.interpret,
+        compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
+        name=kernel.__name__.strip("_"),
+    )(x)
+
+
+def _latest_first(i, blocks):
+    """The query block of program i: causal work grows with the position, so the long programs start first."""
+    return blocks - 1 - i
+
+
+def _by_query_block(x, dtype, tile: Tile, grid):
+    block = (None, tile.q_block, None, pl.next_power_of_2(x.shape[3]))
+    return jax.ShapeDtypeStruct(x.shape, dtype), pl.BlockSpec(
+        block, lambda i, h, b: (b, _latest_first(i, grid[0]), h, 0)
+    )
+
+
+def _by_kv_block(x, tile: Tile):
+    block = (None, tile.kv_block, None, pl.next_power_of_2(x.shape[3]))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype), pl.BlockSpec(block, lambda j, h, b: (b, j, h, 0))
+
+
+def _statistic(tile: Tile, grid):
+    """[B, H, T of whole blocks] float32."""
+    shape = jax.ShapeDtypeStruct((grid[2], grid[1], grid[0] * tile.q_block), jnp.float32)
+    return shape, pl.BlockSpec((None, None, tile.q_block), lambda i, h, b: (b, h, _latest_first(i, grid[0])))
+
+
+# Inside the kernels.
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a kernel knows when it is compiled, and the pieces that all kernels share."""
+
+    static: Static
+    tile: Tile
+    q_length: int
+    kv_length: int
+    head_dim: int
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5 if self.static.spec.scale is None else self.static.spec.scale
+
+    def load_queries(self, ref, i, g, edge=True):
+        return self._load(ref, i, self.tile.q_block, self.q_length, edge, g)  # [bq, width]
+
+    def load_keys(self, ref, j, edge=True):
+        return self._load(ref, j, self.tile.kv_block, self.kv_length, edge)  # [bk, width]
+
+    def _load(self, ref, i, block, length, edge, *head):
+        """Zero beyond the sequence's end and head_dim; `edge` False says that the block lies inside the sequence."""
+        width = ref.shape[-1]
+        mask = None
+        if edge and length % block:
+            mask = (i * block + jnp.arange(block) < length)[:, None]
+        if width != self.head_dim:
+            inside = (jnp.arange(width) < self.head_dim)[None, :]
+            mask = inside if mask is None else mask & inside
+        if mask is not None:
+            mask = jnp.broadcast_to(mask, (block, width))
+        view = ref.at[pl.ds(i * block, block), *head, :]
+        return plgpu.load(view, mask=mask, other=None if mask is None else 0.0)
+
+    def queries(self, side: Side, i, axis: int) -> Side:
+        return jax.tree.map(
+            lambda ref: jnp.expand_dims(ref[pl.ds(i * self.tile.q_block, self.tile.q_block)], axis), side
+        )
+
+    def keys(self, side: Side, j, axis: int) -> Side:
+        block = self.tile.kv_block
+        return jax.tree.map(lambda ref: jnp.expand_dims(ref[pl.ds(j * block, block)], axis), side)
+
+    def dot(self, a, b, contract=(1, 0)):
+        precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+        axes = (((contract[0],), (contract[1],)), ((), ()))
+        return lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)
+
+    def bounds(self, x: Operands, block) -> tuple[Bounds, jax.Array | None]:
+        """The bounds of a block's loops, and whether the head is full."""
+        full = None if x.heads.full is None else x.heads.full[0]
+        variant = 0 if full is None else full
+        return Bounds.read(lambda i: x.bounds[variant, block, i]), None if full is None else full != 0
+
+    def loops(self, bounds: Bounds, visit, carry):
+        """Runs `carry = visit(block, carry, masked)` over both kinds of visits."""
+        carry = lax.fori_loop(0, bounds.num_masked, lambda i, c: visit(bounds.block(i), c, True), carry)
+        first, last = bounds.whole
+        return lax.fori_loop(first, last, lambda j, c: visit(j, c, False), carry)
+
+    def logits(self, products, queries: Side, keys: Side, slopes, bias):
+        """Logits in units of log 2 from q.k, and their derivative (times log2 e) by the scaled q.k (None for 1)."""
+        spec = self.static.spec
+        derivative = None
+        if spec.logit_softcap is None:
+            logits = products * (self.scale * LOG2E)
+        else:
+            tanh = 1 - 2 / (1 + jnp.exp2(products * (2 * LOG2E * self.scale / spec.logit_softcap)))
+            logits, derivative = tanh * (spec.logit_softcap * LOG2E), 1 - tanh * tanh
+        if slopes is not None:
+            logits += (slopes * LOG2E) * (queries.pos - keys.pos).astype(jnp.float32)
+        if bias is not None:
+            logits += bias * LOG2E
+        return logits, derivative
+
+    def mask(self, queries: Side, keys: Side, full_head):
+        spec = self.static.spec
+        full = None if queries.full is None else queries.full != 0
+        if full_head is not None:
+            full = jnp.broadcast_to(full_head, queries.pos.shape) if full is None else full | full_head
+        seen = visible(spec, queries.pos, keys.pos, queries.seg, keys.seg, full)
+        if self.static.outside:
+            anything = dataclasses.replace(spec, window=None)
+            seen = visible(anything, queries.pos, keys.pos, queries.seg, keys.seg) & ~seen
+        return seen
+
+    def attend(self, q, queries: Side, x: Operands, slopes, bias, full_head):
+        """Returns the `visit` and the initial carry of a forward pass: (top, total, acc), or acc for sigmoid."""
+        rows, width = q.shape
+        acc = jnp.zeros((rows, width), jnp.float32)
+
+        def tile_logits(j, masked):
+            keys = self.keys(x.keys, j, 0)  # if nothing needs them, the compiler drops the loads
+            products = self.dot(q, self.load_keys(x.k, j, masked), (1, 1))
+            logits, _ = self.logits(products, queries, keys, slopes, bias)
+            return logits, self.mask(queries, keys, full_head) if masked else None
+
+        def sigmoid(j, acc, masked):
+            logits, mask = tile_logits(j, masked)
+            weights = 1 / (1 + jnp.exp2(-logits))
+            weights = jnp.where(mask, weights, 0.0) if masked else weights
+            v = self.load_keys(x.v, j, masked)
+            high = weights.astype(v.dtype)
+            acc = acc + self.dot(high, v)
+            if v.dtype == jnp.float32:
+                return acc
+            # Without a normaliser the rounding of many weights near 1 adds up: what it cut off is added as well.
+            return acc + self.dot((weights - high.astype(jnp.float32)).astype(v.dtype), v)
+
+        def softmax(j, carry, masked):
+            top, total, acc = carry
+            logits, mask = tile_logits(j, masked)
+            logits = jnp.where(mask, logits, -jnp.inf) if masked else logits
+            new_top = jnp.maximum(top, logits.max(axis=1))
+            shift = _finite(new_top) if masked else new_top
+            weights = jnp.exp2(logits - shift[:, None])
+            decay = jnp.exp2(top - shift)
+            v = self.load_keys(x.v, j, masked)
+            acc = acc * decay[:, None] + self.dot(weights.astype(v.dtype), v)
+            return new_top, total * decay + weights.sum(axis=1), acc
+
+        if self.static.spec.activation == "sigmoid":
+            return sigmoid, acc
+        total = jnp.zeros((rows,), jnp.float32)
+        return softmax, (total - jnp.inf, total, acc)
+
+    def gradients(self, logits, derivative, mask, dweights, lse, delta):
+        """Weights of a tile, the gradient of its logits, and that of its scaled q.k."""
+        if self.static.spec.activation == "sigmoid":
+            weights = 1 / (1 + jnp.exp2(-logits))
+            weights = weights if mask is None else jnp.where(mask, weights, 0.0)
+            dlogits = weights * (1 - weights) * dweights
+        else:
+            weights = jnp.exp2(logits - lse)
+            weights = weights if mask is None else jnp.where(mask, weights, 0.0)
+            dlogits = weights * (dweights - delta)
+        return weights, dlogits, dlogits if derivative is None else dlogits * derivative
+
+
+def _finite(top):
+    """A maximum that can be subtracted: 0 for rows that have seen nothing."""
+    return jnp.where(top == -jnp.inf, 0.0, top)
+
+
+def _normalise(carry, sink=None):
+    """Out and lse (natural) from a running maximum, sum and accumulator; `sink` joins the sum."""
+    top, total, acc = carry
+    sees_any = total > 0
+    if sink is not None:
+        joined = _finite(jnp.maximum(top, sink * LOG2E))
+        decay = jnp.exp2(top - joined)
+        total, acc, top = total * decay + jnp.exp2(sink * LOG2E - joined), acc * decay[:, None], joined
+    total = jnp.where(sees_any, total, 1.0)
+    lse = jnp.where(sees_any, (top + jnp.log2(total)) * (1 / LOG2E), -jnp.inf)
+    return acc / total[:, None], lse
+
+
+def _scalar(ref, g):
+    return None if ref is None else ref[g]
+
+
+def _forward_kernel(program: Program, x: Operands, out_ref, lse_ref=None):
+    i, g = _latest_first(pl.program_id(0), pl.num_programs(0)), lax.rem(pl.program_id(1), x.q.shape[1])
+    q = program.load_queries(x.q, i, g)
+    queries = program.queries(x.queries, i, 1)
+    bounds, full_head = program.bounds(x, i)
+    visit, carry = program.attend(
+        q, queries, x, _scalar(x.heads.slopes, g), _scalar(x.heads.bias, g), full_head
+    )
+    carry = program.loops(bounds, visit, carry)
+    if lse_ref is None:
+        out_ref[...] = carry.astype(out_ref.dtype)
+    else:
+        out, lse = _normalise(carry, sink=_scalar(x.heads.sinks, g))
+        out_ref[...] = out.astype(out_ref.dtype)
+        lse_ref[...] = lse
+
+
+def _decode_kernel(program: Program, x: Operands, out_ref, lse_ref=None):
+    def by_row(ref):
+        return None if ref is None else ref[...][:, None]
+
+    q = program.load_queries(x.q, 0, lax.rem(pl.program_id(1), x.q.shape[1]))
+    bounds, full_head = program.bounds(x, 0)
+    visit, carry = program.attend(
+        q, program.queries(x.queries, 0, 1), x, by_row(x.heads.slopes), by_row(x.heads.bias), full_head
+    )
+    # All visits are taken as masked, and shared out evenly: time goes into reading the cache.
+    first, last = bounds.whole
+    inner = last - first
+    visits = bounds.num_masked + inner
+    share = lax.div(visits + pl.num_programs(0) - 1, pl.num_programs(0))
+    start = pl.program_id(0) * share
+
+    def block(i):
+        return jnp.where(i < inner, first + i, bounds.block(i - inner))
+
+    carry = lax.fori_loop(
+        start, jnp.minimum(start + share, visits), lambda i, c: visit(block(i), c, True), carry
+    )
+    if lse_ref is None:
+        out_ref[...] = carry
+    else:
+        out_ref[...], lse_ref[...] = _normalise(carry)
+
+
+def _dq_kernel(program: Program, x: Operands, dq_ref, dbias_ref=None):
+    i, g = _latest_first(pl.program_id(0), pl.num_programs(0)), lax.rem(pl.program_id(1), x.q.shape[1])
+    block = program.tile.q_block
+    q, dout = (program.load_queries(ref, i, g) for ref in (x.q, x.dout))
+    queries = program.queries(x.queries, i, 1)
+    lse, delta = (
+        None if ref is None else ref[g, pl.ds(i * block, block)][:, None] for ref in (x.lse, x.delta)
+    )
+    slope, bias = _scalar(x.heads.slopes, g), _scalar(x.heads.bias, g)
+    bounds, full_head = program.bounds(x, i)
+
+    def visit(j, carry, masked):
+        dq, dbias = carry
+        keys = program.keys(x.keys, j, 0)
+        k, v = (program.load_keys(ref, j, masked) for ref in (x.k, x.v))
+        logits, derivative = program.logits(program.dot(q, k, (1, 1)), queries, keys, slope, bias)
+        mask = program.mask(queries, keys, full_head) if masked else None
+        dweights = program.dot(dout, v, (1, 1))
+        _, dlogits, dproducts = program.gradients(logits, derivative, mask, dweights, lse, delta)
+        if dbias is not None:
+            dbias += dlogits.sum(axis=1)
+        return dq + program.dot(dproducts.astype(k.dtype), k), dbias
+
+    dbias = None if dbias_ref is None else jnp.zeros((block,), jnp.float32)
+    dq, dbias = program.loops(bounds, visit, (jnp.zeros(q.shape, jnp.float32), dbias))
+    dq_ref[...] = (dq * program.scale).astype(dq_ref.dtype)
+    if dbias_ref is not None:
+        dbias_ref[...] = dbias
+
+
+def _dkv_kernel(program: Program, x: Operands, dk_ref, dv_ref):
+    j = pl.program_id(0)
+    block = program.tile.q_block
+    k, v = (program.load_keys(ref, j) for ref in (x.k, x.v))
+    keys = program.keys(x.keys, j, 1)
+    bounds, full_head = program.bounds(x, j)
+
+    def head(g, carry):
+        slope, bias = _scalar(x.heads.slopes, g), _scalar(x.heads.bias, g)
+
+        def visit(i, carry, masked):  # tiles are [bk, bq]
+            dk, dv = carry
+            queries = program.queries(x.queries, i, 0)
+            q, dout = (program.load_queries(ref, i, g, masked) for ref in (x.q, x.dout))
+            rows = pl.ds(i * block, block)
+            lse, delta = (None if ref is None else ref[g, rows][None, :] for ref in (x.lse, x.delta))
+            logits, derivative = program.logits(program.dot(k, q, (1, 1)), queries, keys, slope, bias)
+            mask = program.mask(queries, keys, full_head) if masked else None
+            dweights = program.dot(v, dout, (1, 1))
+            weights, _, dproducts = program.gradients(logits, derivative, mask, dweights, lse, delta)
+            dv += program.dot(weights.astype(dout.dtype), dout)
+            return dk + program.dot(dproducts.astype(q.dtype), q), dv
+
+        return program.loops(bounds, visit, carry)
+
+    zeros = jnp.zeros(k.shape, jnp.float32)
+    dk, dv = lax.fori_loop(0, x.q.shape[1], head, (zeros, zeros))
+    dk_ref[...] = (dk * program.scale).astype(dk_ref.dtype)
+    dv_ref[...] = dv.astype(dv_ref.dtype)

@@ -1,0 +1,105 @@
+"""Decode attention over cache pools that stay where they are, on every device."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import AttentionSpec, decode_attention
+from pallas_kernels.api import Implementation
+from pallas_kernels.blocks import on_tpu
+from pallas_kernels.spec import NEVER, coordinates
+from pallas_kernels.tpu.cache_write import write_pool
+from pallas_kernels.tpu.decode import decode_pool
+
+
+class Pools(NamedTuple):
+    """Caches [rows, B, entries, D], the row of each KV head [K], and the positions [B, entries] if not the indices."""
+
+    k: jax.Array
+    v: jax.Array
+    slots: jax.Array
+    positions: jax.Array | None = None
+
+
+def attend_over_pools(
+    q: jax.Array,
+    pools: Pools,
+    spec: AttentionSpec,
+    *,
+    others: tuple[Pools, AttentionSpec] | None = None,
+    lengths: jax.Array,
+    alibi_slopes: jax.Array | None = None,
+    sigmoid_bias: float | None = None,
+    full_from: jax.Array | None = None,
+    full_heads: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """`decode_attention` of q [B, T, H, D] over caches that stay where they are.
+
+    Args:
+      others: what the heads read whose slots are out of range in `pools`; without it every slot is in range, and those
+        of the heads follow each other.
+    """
+    batch, length, heads, size = q.shape
+    if implementation == "tpu" or (implementation is None and on_tpu()):
+        bias = None if sigmoid_bias is None else jnp.full(heads, sigmoid_bias)
+
+        def over(pools: Pools, spec: AttentionSpec) -> jax.Array:
+            where = coordinates(
+                length,
+                pools.k.shape[2],
+                q_positions=lengths[:, None] - length + jnp.arange(length),
+                kv_positions=pools.positions,
+                full_from=full_from,
+            )
+            return decode_pool(
+                q, *pools[:3], spec, where, alibi_slopes=alibi_slopes, sigmoid_bias=bias, full_heads=full_heads,
+                scattered=others is not None,
+            )  # fmt: skip
+
+        out = over(pools, spec)
+        return out if others is None else out + over(*others)
+
+    # One KV head after another: its row of a pool is a cache as it stands, where several would have to be transposed.
+    def head(
+        slots: list[jax.Array], q: jax.Array, slopes: jax.Array | None, full: jax.Array | None
+    ) -> jax.Array:
+        first_full = full_from
+        if full is not None:
+            first_full = jnp.where(full, 0, NEVER if full_from is None else full_from)
+            first_full = jnp.broadcast_to(first_full, lengths.shape)
+
+        def over(pools: Pools, spec: AttentionSpec, slot: jax.Array) -> jax.Array:
+            k, v = (jax.lax.dynamic_index_in_dim(pool, slot, keepdims=False) for pool in (pools.k, pools.v))
+            return decode_attention(
+                q, k[:, :, None], v[:, :, None], spec, lengths=lengths, kv_positions=pools.positions,
+                alibi_slopes=slopes, sigmoid_bias=sigmoid_bias, full_from=first_full, implementation=implementation,
+            )  # fmt: skip
+
+        first = functools.partial(over, pools, spec, slots[0])
+        if others is None:
+            return first()
+        return jax.lax.cond(slots[0] < pools.k.shape[0], first, functools.partial(over, *others, slots[1]))
+
+    kv_heads = pools.slots.shape[0]
+    group = heads // kv_heads
+    by_head = q.reshape(batch, length, kv_heads, group, size).transpose(2, 0, 1, 3, 4)  # [K, B, T, G, D]
+    slopes = None if alibi_slopes is None else alibi_slopes.reshape(kv_heads, group)
+    slots = [pools.slots] if others is None else [pools.slots, others[0].slots]
+    out = jax.lax.map(lambda one: head(*one), (slots, by_head, slopes, full_heads))
+    return out.transpose(1, 2, 0, 3, 4).reshape(q.shape)
+
+
+def write_token(pool: jax.Array, slots: jax.Array, values: jax.Array, entries: jax.Array) -> jax.Array:
+    """Put one token's keys (or values) [B, 1, K, D] at `entries` [B] of rows `slots` [K]; as above, may be dropped."""
+    if pool.shape[0] == 0:
+        return pool
+    if on_tpu():
+        return write_pool(pool, slots, values[:, 0], entries)
+    batch = jnp.arange(values.shape[0])
+    rows = values[:, 0].transpose(1, 0, 2).astype(pool.dtype)  # [K, B, D]
+    return pool.at[slots[:, None], batch[None], entries[None]].set(rows, mode="drop")

@@ -1,0 +1,78 @@
+"""Differentiable attention by the TPU kernels, of one set of keys: those a spec sees, or those outside."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.blocks import device_kind
+from pallas_kernels.parts import vary_alike
+from pallas_kernels.spec import Coordinates
+from pallas_kernels.tpu.passes import (
+    backward,
+    choose_kernel,
+    forward,
+    head_major,
+    pack_statistics,
+    pad_coordinates,
+    stack_head_bias,
+    token_major,
+    with_own_tiles,
+)
+from pallas_kernels.tpu.tiles import Call
+
+
+def attend(
+    call: Call,
+    q: jax.Array,  # [B, T, H, D]
+    k: jax.Array,  # [B, S, K, D]
+    v: jax.Array,  # [B, S, K, D]
+    where: Coordinates,
+    alibi_slopes: jax.Array | None = None,  # [H]
+    sigmoid_bias: jax.Array | None = None,  # [H]
+    full_heads: jax.Array | None = None,  # [K] bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Out [B, T, H, D] in q's dtype and lse [B, T, H] f32 (None for sigmoid), sink logits left out."""
+    _, length, heads, head_dim = q.shape
+    call = choose_kernel(call, where)
+    if full_heads is None:
+        call = with_own_tiles(call, where, head_dim, device_kind())
+    q = q * jnp.asarray(call.query_factor, q.dtype)
+    arguments = (
+        head_major(q, call.tiles.q_block),
+        head_major(k, call.tiles.kv_block),
+        head_major(v, call.tiles.kv_block),
+        stack_head_bias(heads, alibi_slopes, sigmoid_bias),
+        pad_coordinates(where, call.tiles),
+        full_heads,
+    )
+    out, lse = _core(call, *vary_alike(arguments))
+    return token_major(out, length), None if lse is None else lse[:, :, 0, :length].transpose(0, 2, 1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _core(call: Call, q, k, v, head_bias, where: Coordinates, full_heads):
+    out, lse = (*forward(call, q, k, v, head_bias, where, full_heads), None)[:2]
+    return out, lse
+
+
+def _core_fwd(call, *arguments):
+    out, lse = _core(call, *arguments)
+    return (out, lse), (*arguments, out, lse)
+
+
+def _core_bwd(call, saved, cotangents):
+    q, k, v, head_bias, where, full_heads, out, lse = saved
+    dout, dlse = cotangents
+    statistics = None
+    if lse is not None:
+        delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)[:, :, None] - dlse
+        statistics = pack_statistics(lse, delta)
+    dq, dk, dv, *dbias = backward(call, q, k, v, head_bias, where, full_heads, dout, statistics)
+    dhead_bias = jnp.zeros_like(head_bias)
+    if dbias:
+        dhead_bias = dhead_bias.at[1].set(dbias[0].sum(axis=(0, 2, 3)))
+    return dq, dk, dv, dhead_bias, None, None
+
+
+_core.defvjp(_core_fwd, _core_bwd)

@@ -1,0 +1,166 @@
+"""What every entry to the TPU kernels does: the static side of a call, the layout of arrays, a pass over all heads.
+
+Kernels want arrays head-major and padded to whole blocks; padding is at position -1, so nothing sees it. Calls with
+default positions, a causal window of moderate length and nothing else to widen it run in the window kernels; all others
+in the scheduled ones. With full heads, one launch serves the windowed heads and a second the full ones, each with its
+own grid, both writing to the same arrays.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_kind, longest_window, on_tpu
+from pallas_kernels.spec import AttentionSpec, Coordinates
+from pallas_kernels.tpu.scheduled_backward import scheduled_backward
+from pallas_kernels.tpu.scheduled_forward import scheduled_forward
+from pallas_kernels.tpu.tiles import LOG2E, Call, Heads, with_scale
+from pallas_kernels.tpu.walk import has_default_positions
+from pallas_kernels.tpu.window import window_kernel_serves
+from pallas_kernels.tpu.window_backward import window_backward
+from pallas_kernels.tpu.window_forward import window_forward
+
+
+def make_call(
+    q: jax.Array,  # [B, T, H, D]
+    k: jax.Array,  # [B, S, K, D]
+    spec: AttentionSpec,
+    where: Coordinates,
+    alibi_slopes: jax.Array | None = None,
+    sigmoid_bias: jax.Array | None = None,
+) -> Call:
+    if q.dtype not in (jnp.float32, jnp.bfloat16):
+        raise NotImplementedError(
+            f"implementation 'tpu' takes float32 and bfloat16, but q is {q.dtype}; use 'xla'."
+        )
+    return Call(
+        spec=with_scale(spec, q.shape[3]),
+        tiles=choose_tiles(device_kind(), q.shape[1], k.shape[1], q.shape[3]),
+        max_window=longest_window(device_kind(), q.shape[3], q.dtype),
+        indexed=is_indexed(where),
+        has_slopes=alibi_slopes is not None,
+        has_bias=sigmoid_bias is not None,
+        interpret=not on_tpu(),
+    )
+
+
+def is_indexed(where: Coordinates) -> bool:
+    """Whether queries and keys lie where their index says; `coordinates` gives such an order as NumPy arrays."""
+    return isinstance(where.q_order, np.ndarray) and where.q_order.shape == where.kv_order.shape
+
+
+def choose_kernel(call: Call, where: Coordinates) -> Call:
+    """Marks a call that the window kernels serve, its window cut to the sequence."""
+    if not window_kernel_serves(call, where):
+        return call
+    assert call.spec.window is not None  # no window kernel without a window
+    spec = dataclasses.replace(call.spec, window=min(call.spec.window, where.q_order.shape[1]))
+    return dataclasses.replace(call, spec=spec, window_kernel=True)
+
+
+def with_own_tiles(call: Call, where: Coordinates, head_dim: int, kind: str) -> Call:
+    """The kernel's own tiles, for a call whose arrays no other kernel reads."""
+    window = call.spec.window if call.window_kernel else None
+    walk = not call.window_kernel and has_default_positions(call, where)
+    if call.spec.num_sink_tokens or not (call.window_kernel or walk):
+        return call
+    length = where.q_order.shape[1]
+    tiles = choose_tiles(kind, length, length, head_dim, window=window, walk=walk)
+    return dataclasses.replace(call, tiles=tiles)
+
+
+def head_major(x: jax.Array, block: int) -> jax.Array:
+    """[B, T, H, D] -> [B, H, T, D] with T extended to whole blocks."""
+    return pad(x.transpose(0, 2, 1, 3), block, 2, 0)
+
+
+def token_major(x: jax.Array, length: int) -> jax.Array:
+    """[B, H, T, D] -> [B, T, H, D], cut to its length."""
+    return x[:, :, :length].transpose(0, 2, 1, 3)
+
+
+def pad_coordinates(where: Coordinates, tiles: Tiles) -> Coordinates:
+    return Coordinates(
+        q_pos=pad(where.q_pos, tiles.q_block, 1, -1),
+        kv_pos=pad(where.kv_pos, tiles.kv_block, 1, -1),
+        q_order=pad(where.q_order, tiles.q_block, 1, -1),
+        kv_order=pad(where.kv_order, tiles.kv_block, 1, -1),
+        q_seg=pad(where.q_seg, tiles.q_block, 1, 0),
+        kv_seg=pad(where.kv_seg, tiles.kv_block, 1, 0),
+        full_rows=pad(where.full_rows, tiles.q_block, 1, False),
+    )
+
+
+def stack_head_bias(heads: int, alibi_slopes, sigmoid_bias) -> jax.Array:
+    """[2, H] f32: slopes and biases, zeros for what is not given."""
+    zeros = jnp.zeros(heads, jnp.float32)
+    slopes = zeros if alibi_slopes is None else jax.lax.stop_gradient(alibi_slopes).astype(jnp.float32)
+    return jnp.stack([slopes, zeros if sigmoid_bias is None else sigmoid_bias.astype(jnp.float32)])
+
+
+def pack_statistics(lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """lse (natural log) and delta [B, H, 1, T] as the backward kernels read them: [B, H, 8, T] f32, lse in base 2."""
+    sees_any = lse > -jnp.inf
+    rows = [jnp.where(sees_any, lse * LOG2E, 0), jnp.where(sees_any, delta, 0)]
+    return jnp.pad(jnp.concatenate(rows, axis=2), [(0, 0), (0, 0), (0, 6), (0, 0)])
+
+
+def pad(x, block: int, axis: int, fill):
+    """Extends an axis to a multiple of `block`."""
+    if x is None or x.shape[axis] % block == 0:
+        return x
+    numpy = np if isinstance(x, np.ndarray) else jnp
+    widths = [(0, -x.shape[axis] % block if i == axis else 0) for i in range(x.ndim)]
+    return numpy.pad(x, widths, constant_values=fill)
+
+
+def forward(
+    call: Call, q, k, v, head_bias, where: Coordinates, full_heads, initial: tuple[jax.Array, ...] = ()
+) -> tuple[jax.Array, ...]:
+    """out [B, H, T, D] and, for softmax, lse [B, H, 1, T], of head-major, padded arrays and multiplied queries.
+
+    Args:
+      head_bias: [2, H] f32, ALiBi slopes and biases.
+      initial: results over other keys, which these shall include.
+    """
+    results: tuple[jax.Array, ...] = ()
+    for part, heads in _launches(call, k.shape[1], full_heads):
+        if part.window_kernel:
+            results = window_forward(part, q, k, v, head_bias, where, heads, results)
+        else:
+            results = scheduled_forward(part, q, k, v, head_bias, where, heads, results, initial)
+    return results
+
+
+def backward(
+    call: Call, q, k, v, head_bias, where: Coordinates, full_heads, dout, statistics, num_active=None
+) -> tuple[jax.Array, ...]:
+    """dq, dk, dv and, with a bias, its gradient by row [B, H, 1, T].
+
+    Args:
+      dout: [B, H, T, D].
+      statistics: [B, H, 8, T] f32, lse in base 2 and delta, the rest unused; None for sigmoid.
+      num_active: [] int32: query blocks behind so many have no cotangents; what is returned of them is undefined.
+    """
+    results: tuple[jax.Array, ...] = ()
+    for part, heads in _launches(call, k.shape[1], full_heads):
+        if part.window_kernel:
+            tiles = backward_tiles(part.tiles, device_kind(), q.shape[3], part.spec.window)
+            part = dataclasses.replace(part, tiles=tiles)
+            results = window_backward(part, q, k, v, head_bias, where, heads, dout, statistics, results)
+        else:
+            arguments = (part, q, k, v, head_bias, where, heads, dout, statistics, results)
+            results = scheduled_backward(*arguments, num_active)
+    return results
+
+
+def _launches(call: Call, kv_heads: int, full_heads) -> list[tuple[Call, Heads]]:
+    """One launch for all heads; or one for the windowed and one for the full ones."""
+    if full_heads is None:
+        return [(call, Heads(kv_heads))]
+    order = jnp.argsort(full_heads, stable=True).astype(jnp.int32)
+    num_full = full_heads.sum(dtype=jnp.int32)
+    full = dataclasses.replace(call, spec=dataclasses.replace(call.spec, window=None), window_kernel=False)
+    return [(call, Heads(kv_heads - num_full, order)), (full, Heads(num_full, order[::-1]))]

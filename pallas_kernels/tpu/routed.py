@@ -1,0 +1,240 @@
+"""SwiAttn's attention on TPUs: both branches from one pass over the keys, and a backward pass that follows the gates.
+
+A query's keys are those in its window and those outside; full attention is over both. Forward, the window's result is
+where the pass over the keys outside begins, so O_window and lse_window come on the way to O_full and lse_full, and no
+pair is computed twice.
+
+Backward, let a = exp(lse_window - lse_full), the window's share of the full softmax (1 for sigmoid: its parts add up).
+Keys in the window take part in both branches, with weights that differ by this factor, so one backward pass over the
+window with the cotangent dO_window + a dO_full (and delta likewise) is exact for both. Keys outside take part in the
+full branch only, whose cotangents are exactly zero in every row that a hard gate sends to the window: the other rows
+are gathered into dense blocks, and the pass over the keys outside runs on those alone.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.blocks import device_kind
+from pallas_kernels.parts import members, mix, route, vary_alike
+from pallas_kernels.spec import AttentionSpec, Coordinates
+from pallas_kernels.tpu.attend import attend
+from pallas_kernels.tpu.passes import (
+    backward,
+    choose_kernel,
+    forward,
+    head_major,
+    make_call,
+    pack_statistics,
+    pad,
+    pad_coordinates,
+    stack_head_bias,
+    token_major,
+    with_own_tiles,
+)
+from pallas_kernels.tpu.scheduled_forward import branches_forward, serves_branches
+from pallas_kernels.tpu.tiles import Call, Heads
+
+# Of gathered rows: the smaller the block, the narrower the span of positions that its keys are bounded by.
+_GATHERED_BLOCK = 256
+_OUTSIDE_BLOCK = 1024  # of keys outside
+# If no more than this part of the rows is routed, so many are gathered, otherwise all; short sequences never mind.
+_FEW = 4
+_LEAST_FEW = 1024
+
+
+def routed_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gate: jax.Array,  # [B, T]
+    spec: AttentionSpec,
+    where: Coordinates,
+    *,
+    sink_logits: jax.Array | None = None,
+    inference: bool = False,
+    **by_head: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns gate * O_full + (1 - gate) * O_window [B, T, H, D] f32 and the branch disagreement [B, T] f32.
+
+    Args:
+      inference: compute the full branch of rows with a gate only; without disagreement, and not differentiable by the
+        gate.
+      by_head: as in `two_branches`.
+    """
+    if not inference:
+        return mix(gate, *two_branches(q, k, v, spec, where, **by_head), sink_logits)
+    call = make_call(q, k, spec, where, by_head.get("alibi_slopes"), by_head.get("sigmoid_bias"))
+
+    def part(q, where, outside):
+        here = dataclasses.replace(call, outside=outside, indexed=call.indexed and not outside, in_parts=True)
+        out, lse = attend(here, q, k, v, where, **by_head)
+        return out, lse
+
+    return route(part, q, gate, where, sink_logits, inference=True)
+
+
+def two_branches(
+    q: jax.Array,  # [B, T, H, D]
+    k: jax.Array,  # [B, S, K, D]
+    v: jax.Array,  # [B, S, K, D]
+    spec: AttentionSpec,
+    where: Coordinates,
+    *,
+    alibi_slopes: jax.Array | None = None,  # [H]
+    sigmoid_bias: jax.Array | None = None,  # [H]
+    full_heads: jax.Array | None = None,  # [K] bool
+) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None]:
+    """O_window [B, T, H, D], lse_window [B, T, H] f32, O_full, lse_full; no lse for sigmoid."""
+    _, length, heads, _ = q.shape
+    call = make_call(q, k, spec, where, alibi_slopes, sigmoid_bias)
+    # The gate's gradient is a difference of the branches: large sums without a normaliser must not be rounded before.
+    call = dataclasses.replace(call, in_parts=not call.softmax)
+    if full_heads is None and serves_branches(call, where, q.shape[3], k.dtype):
+        call = with_own_tiles(call, where, q.shape[3], device_kind())
+    q = pad(q * jnp.asarray(call.query_factor, q.dtype), call.tiles.q_block, 1, 0)
+    k, v = (pad(x, call.tiles.kv_block, 1, 0) for x in (k, v))
+    where = pad_coordinates(where, call.tiles)
+    head_bias = stack_head_bias(heads, alibi_slopes, sigmoid_bias)
+    results = _branches(call, *vary_alike((q, k, v, head_bias, where, full_heads)))
+    window, window_lse, full, full_lse = jax.tree.map(lambda x: x[:, :length], results)
+    return window, window_lse, full, full_lse
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _branches(call: Call, q, k, v, head_bias, where: Coordinates, full_heads):
+    """As `two_branches`, of padded arrays and multiplied queries."""
+    window, full = both_branches(call, *_head_major(call, q, k, v), head_bias, where, full_heads)
+
+    def rows(out, lse=None):
+        return token_major(out.astype(call.result_dtype(q)), q.shape[1]), None if lse is None else lse[
+            :, :, 0
+        ].swapaxes(1, 2)
+
+    return *rows(*window), *rows(*full)
+
+
+def both_branches(
+    call: Call, q, k, v, head_bias, where: Coordinates, full_heads
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """out and lse of the window and of all keys, head-major: from one kernel, or from two where that cannot be."""
+    if full_heads is None and serves_branches(call, where, k.shape[3], k.dtype):
+        return branches_forward(call, q, k, v, head_bias, where, Heads(k.shape[1]))
+    in_parts = dataclasses.replace(call, in_parts=True)
+    window = forward(choose_kernel(in_parts, where), q, k, v, head_bias, where, full_heads)
+    outside = dataclasses.replace(call, outside=True)
+    return window, forward(outside, q, k, v, head_bias, where, full_heads, initial=window)
+
+
+def _branches_fwd(call, *arguments):
+    results = _branches(call, *arguments)
+    return results, (*arguments, *results)
+
+
+def _branches_bwd(call, saved, cotangents):
+    q, k, v, head_bias, where, full_heads, window, window_lse, full, full_lse = saved
+    dwindow, dwindow_lse, dfull, dfull_lse = cotangents
+    if call.softmax:
+        share = jnp.exp(jnp.where(window_lse > -jnp.inf, window_lse - full_lse, -jnp.inf))  # [B, T, H]
+        delta = _row_sums(dfull, full) - dfull_lse
+        joint = dwindow + share[..., None] * dfull.astype(jnp.float32)
+        joint_delta = _row_sums(dwindow, window) - dwindow_lse + share * delta
+    else:
+        delta, joint_delta = None, None
+        joint = dwindow + dfull
+
+    _, k_by_head, v_by_head = arrays = _head_major(call, q, k, v)
+
+    def run(call, q, where, dout, lse, delta, num_active=None):
+        block = call.tiles.q_block
+        statistics = None
+        if call.softmax:
+            by_head = (x.swapaxes(1, 2)[:, :, None] for x in (lse, delta))
+            statistics = pack_statistics(*by_head)
+        heads = k_by_head, v_by_head, head_bias, where, full_heads
+        return backward(call, q, *heads, head_major(dout.astype(q.dtype), block), statistics, num_active)
+
+    dq, dk, dv, *dbias = run(
+        choose_kernel(call, where), arrays[0], where, joint.astype(q.dtype), window_lse, joint_delta
+    )
+
+    active = (dfull != 0).any(axis=(2, 3))  # [B, T]
+    if call.softmax:
+        active |= (delta != 0).any(axis=2)
+    num_active, length = active.sum(axis=1, keepdims=True), q.shape[1]
+    tiles = dataclasses.replace(
+        call.tiles,
+        q_block=math.gcd(call.tiles.q_block, _GATHERED_BLOCK),
+        kv_block=math.gcd(call.tiles.kv_block, _OUTSIDE_BLOCK),
+    )
+    outside = dataclasses.replace(call, outside=True, indexed=False, tiles=tiles)
+
+    dq_window = token_major(dq, length)
+
+    def run_outside(size):
+        """The pass over the keys outside on the first `size` active rows: dq with the window's, dk, dv, the bias's."""
+        order = members(active, size)
+
+        def gather(x):
+            return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+        def gather_property(x):
+            return None if x is None else gather(jnp.broadcast_to(x, active.shape))
+
+        is_index = call.indexed and where.q_seg is None  # positions and all
+        rows = {
+            "q_pos": order if is_index else gather_property(where.q_pos),
+            "q_order": order if is_index else gather_property(where.q_order),
+            "q_seg": gather_property(where.q_seg),
+            "full_rows": gather_property(where.full_rows),
+        }
+        is_active = jnp.arange(size) < num_active
+        rows["q_pos"] = jnp.where(is_active, rows["q_pos"], -1)  # the others are not visited
+        lse, delta_ = None, None
+        if call.softmax:
+            lse, delta_ = jnp.split(gather(jnp.concatenate([full_lse, delta], axis=2)), 2, axis=2)
+        dq, dk, dv, *dbias = run(
+            outside,
+            head_major(gather(q), tiles.q_block),
+            where._replace(**rows),
+            gather(dfull),
+            lse,
+            delta_,
+            -(-num_active.max() // tiles.q_block),
+        )
+        # Rows without a place of their own have one, each its own, behind the array, where nothing is written.
+        place = jnp.where(is_active, order, length + jnp.arange(size))
+        batch = jnp.arange(len(place))[:, None]
+        dq = dq_window.at[batch, place].add(
+            token_major(dq, size), mode="drop", indices_are_sorted=True, unique_indices=True
+        )
+        dbias = [jnp.where(is_active[:, None, None], x, 0).sum(axis=(0, 2, 3)) for x in dbias]
+        return dq, dk, dv, *dbias
+
+    few = length // _FEW // tiles.q_block * tiles.q_block
+    if few < _LEAST_FEW:
+        results = run_outside(length)
+    else:
+        run_few, run_all = (functools.partial(run_outside, size) for size in (few, length))
+        results = jax.lax.cond(num_active.max() <= few, run_few, run_all)
+    dq, dk_outside, dv_outside, *dbias_outside = results
+    dk, dv = (token_major(a + b, k.shape[1]) for a, b in ((dk, dk_outside), (dv, dv_outside)))
+    dhead_bias = jnp.zeros_like(head_bias)
+    if dbias:
+        dhead_bias = dhead_bias.at[1].set(dbias[0].sum(axis=(0, 2, 3)) + dbias_outside[0])
+    return dq, dk, dv, dhead_bias, None, None
+
+
+_branches.defvjp(_branches_fwd, _branches_bwd)
+
+
+def _head_major(call: Call, q, k, v) -> tuple[jax.Array, jax.Array, jax.Array]:
+    tiles = call.tiles
+    return head_major(q, tiles.q_block), head_major(k, tiles.kv_block), head_major(v, tiles.kv_block)
+
+
+def _row_sums(cotangent, out):
+    return (cotangent.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)

@@ -1,0 +1,307 @@
+"""Attention backward on TPUs for any pattern: dq, dk and dv from one sweep over the queries.
+
+The grid walks over the forward's pairs of blocks (`tpu_walk`), all those of a query block together. dq of that block,
+and dk and dv of *all* keys, are accumulated in VMEM; a few more steps at the end write the latter out. Keys that VMEM
+does not hold are taken in chunks. So weights are recomputed from lse once, each pair takes five matmuls, and nothing of
+the size [T, S], or a stack of dq, is stored.
+
+With w the weights, dw = dout v^T and delta = rowsum(dout * out) - dlse:
+
+    softmax: ds = w (dw - delta)     sigmoid: ds = w (1 - w) dw
+    dv = w^T dout,  dk = ds^T q,  dq = ds k      (times the softcap's derivative and the scale)
+
+Logits are transposed, [keys, queries]: what belongs to a query is a row, and the weights are the stationary side of
+every product, so that 128 rows of q, dout or k stream past a matrix unit that they fill. Gradients are transposed too.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.spec import Coordinates
+from pallas_kernels.tpu.tiles import (
+    LANES,
+    MASKED,
+    NN,
+    NT,
+    Call,
+    Heads,
+    addend_at,
+    batch_index,
+    by_head,
+    describe_tokens,
+    dot,
+    form_logits,
+    head_at,
+    launch,
+    shape_like,
+    sigmoid_weights,
+    split,
+    take,
+    tile_mask,
+)
+from pallas_kernels.tpu.walk import Walk, default_mask, seen_tiles, walk_over
+
+_UNIT = 256  # queries of a unit of work, as wide as the widest matrix unit
+_AHEAD = 2
+_VMEM_BYTES = 36 * 2**20  # of dk and dv, and of keys and values if they fit too
+_STEP_BYTES = 7 * 2**20  # of the blocks of a step, for which that leaves room; wider ones take from it
+
+
+def scheduled_backward(
+    call: Call,
+    q: jax.Array,  # [B, H, T, D], times call.query_factor
+    k: jax.Array,  # [B, K, S, D]
+    v: jax.Array,  # [B, K, S, D]
+    head_bias: jax.Array,  # [2, H] f32: ALiBi slope and bias
+    where: Coordinates,
+    heads: Heads,
+    dout: jax.Array,  # [B, H, T, D]
+    statistics: jax.Array | None,  # [B, H, 8, T] f32: lse in base 2 and delta (softmax)
+    previous: tuple[jax.Array, ...] = (),
+    num_active: jax.Array | None = None,
+) -> tuple[jax.Array, ...]:
+    """Returns the gradients of q (as given), k and v, and with a bias also its rows' [B, H, 1, T] f32.
+
+    Args:
+      num_active: [] int32: query blocks behind so many have no cotangents; their own gradients are left undefined.
+    """
+    run = functools.partial(_sweep, call, q, head_bias, heads, dout, statistics)
+    length, block, head_dim = k.shape[2], call.tiles.kv_block, max(k.shape[3], LANES)
+    room = _VMEM_BYTES - max(0, _step_bytes(call, head_dim, k.dtype.itemsize) - _STEP_BYTES)
+    chunk = room // (2 * 4 * head_dim * block) * block  # keys whose dk and dv VMEM holds
+    if length <= chunk:
+        keys_too = length * head_dim * (2 * 4 + 4 * k.dtype.itemsize) <= room
+        walk = walk_over(call, where, resident=keys_too, flush=True, num_active=num_active)
+        return run(k, v, where, walk, previous)
+
+    parts = []
+    for start in range(0, length, chunk):
+        keys = slice(start, start + chunk)
+        here = where._replace(
+            kv_pos=where.kv_pos[:, keys],
+            kv_order=where.kv_order[:, keys],
+            kv_seg=None if where.kv_seg is None else where.kv_seg[:, keys],
+        )
+        walk = walk_over(dataclasses.replace(call, indexed=False), here, resident=False, flush=True)
+        # Of what is there already, the gradients by query are in the first part of the sum.
+        by_query, by_key = (previous[:1], previous[3:]), (x[:, :, keys] for x in previous[1:3])
+        dq, dbias = by_query if start == 0 else jax.tree.map(jnp.zeros_like, by_query)
+        parts.append(run(k[:, :, keys], v[:, :, keys], here, walk, (*dq, *by_key, *dbias)))
+    dq, dk, dv, *dbias = zip(*parts, strict=True)
+    return _sum(dq), *(jnp.concatenate(x, axis=2) for x in (dk, dv)), *map(_sum, dbias)
+
+
+def _step_bytes(call: Call, head_dim: int, itemsize: int) -> int:
+    """VMEM of q, dout, dq, dk and dv of a pair of blocks, two buffers each, and of what `_sweep` keeps by query."""
+    by_query = 3 * 2 * itemsize + 4 + 2 * itemsize
+    by_key = 2 * 2 * itemsize
+    return head_dim * (call.tiles.q_block * by_query + call.tiles.kv_block * by_key)
+
+
+def _sum(arrays):
+    return functools.reduce(jnp.add, arrays)
+
+
+def _sweep(
+    call: Call, q, head_bias, heads: Heads, dout, statistics, k, v, where: Coordinates, walk: Walk, previous
+):
+    batch, num_heads, q_length, head_dim = q.shape
+    group, num_blocks = num_heads // k.shape[1], k.shape[2] // call.tiles.kv_block
+    q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
+
+    def spec(block, index):
+        """A block located by batch, query head, KV head, visit, and the KV block whose gradients are written."""
+
+        def index_map(b, h, g, *rest):
+            indices, scalars, order = split(rest, len(walk.grid), len(walk.scalars))
+            h, visit = head_at(h, order), walk.visit(indices, scalars)
+            written = jnp.where(visit.flush & (g == group - 1), visit.column, 0)
+            return index(b, h * group + g, h, visit, written)
+
+        return pl.BlockSpec(block, index_map)
+
+    queries = spec((None, None, q_block, head_dim), lambda b, h, kv, visit, _: (b, h, visit.row, 0))
+    held = k.shape[2] if walk.resident else kv_block  # keys at hand
+
+    def column(visit):
+        return 0 if walk.resident else visit.column
+
+    keys = spec((None, None, held, head_dim), lambda b, h, kv, visit, _: (b, kv, column(visit), 0))
+    written = spec((None, None, kv_block, head_dim), lambda b, h, kv, visit, written: (b, kv, written, 0))
+
+    def of_queries(rows):
+        return spec((None, None, rows, q_block), lambda b, h, kv, visit, _: (b, h, 0, visit.row))
+
+    inputs, in_specs = [q, k, v, dout], [queries, keys, keys, queries]
+    if call.softmax:
+        inputs.append(statistics)
+        in_specs.append(of_queries(8))
+    if call.has_slopes or call.has_bias:
+        inputs.append(by_head(head_bias))
+        in_specs.append(spec((None, 8, LANES), lambda b, h, *_: (h, 0, 0)))
+    if walk.is_list:
+        tokens = describe_tokens(where)
+        by_query, by_key = (functools.partial(batch_index, info=info) for info in tokens)
+        inputs += tokens
+        in_specs += [
+            spec((None, 8, q_block), lambda b, h, kv, visit, _: (by_query(b), 0, visit.row)),
+            spec((None, 8, held), lambda b, h, kv, visit, _: (by_key(b), 0, column(visit))),
+        ]
+    outputs = [shape_like(x.shape, x.dtype, q) for x in (q, k, v)]
+    out_specs = [queries, written, written]
+    all_keys = pltpu.VMEM((num_blocks, head_dim, kv_block), jnp.float32)
+    scratch = [
+        all_keys,
+        all_keys,
+        pltpu.VMEM((head_dim, q_block), jnp.float32),
+        pltpu.VMEM((head_dim, q_block), q.dtype),
+        pltpu.VMEM((head_dim, q_block), q.dtype),
+    ]
+    if call.has_bias:
+        outputs.append(shape_like((batch, num_heads, 1, q_length), jnp.float32, q))
+        out_specs.append(of_queries(1))
+    return launch(
+        call,
+        functools.partial(_kernel, call, walk, where.q_seg is not None, where.full_rows is not None, group),
+        "scheduled_backward",
+        grid=(batch, heads.count, group, *walk.grid),
+        scalars=walk.scalars,
+        heads=heads,
+        inputs=inputs,
+        in_specs=in_specs,
+        outputs=outputs,
+        out_specs=out_specs,
+        scratch=scratch,
+        previous=previous,
+    )
+
+
+class _Unit(NamedTuple):
+    """A tile of keys and some queries of a pair of blocks."""
+
+    keys: slice
+    queries: slice
+    masked: bool
+
+
+def _units(call: Call, seen) -> list[_Unit]:
+    """The units that a pair of blocks needs, keys outermost."""
+    q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
+    tile, width = math.gcd(call.tiles.tile, kv_block), math.gcd(_UNIT, q_block)
+    return [
+        _Unit(keys, slice(start, start + width), masked)
+        for key in range(0, kv_block, tile)
+        for start in range(0, q_block, width)
+        for keys, masked in seen_tiles(call, seen, slice(start, start + width), tile, slice(key, key + tile))
+    ]
+
+
+def _kernel(call, walk, has_segments, has_full_rows, group, order, *refs):
+    scalars, (q_ref, k_ref, v_ref, do_ref, *rest) = split(refs, len(walk.scalars))
+    indices = [pl.program_id(3 + i) for i in range(len(walk.grid))]
+    visit = walk.visit(indices, scalars)
+    has_head_bias = call.has_slopes or call.has_bias
+    statistics, bias_ref, q_info, kv_info, rest = take(
+        rest, call.softmax, has_head_bias, walk.is_list, walk.is_list
+    )
+    dq_ref, dk_ref, dv_ref, *rest = rest
+    dbias_ref, (dk_acc, dv_acc, dq_acc, q_t, do_t) = take(rest, call.has_bias)
+    slope_and_bias = None if bias_ref is None else (bias_ref[0:1, 0:1], bias_ref[1:2, 0:1])
+    member, kv_block = pl.program_id(2), call.tiles.kv_block
+
+    @pl.when((member == 0) & functools.reduce(jnp.logical_and, [i == 0 for i in indices]))
+    def _():
+        dk_acc[...] = jnp.zeros_like(dk_acc)
+        dv_acc[...] = jnp.zeros_like(dv_acc)
+
+    @pl.when(visit.first)
+    def _():
+        dq_acc[...] = jnp.zeros_like(dq_acc)
+        q_t[...], do_t[...] = q_ref[...].T, do_ref[...].T
+        if call.has_bias:
+            dbias_ref[...] = jnp.zeros_like(dbias_ref)
+
+    def attend(seen, column):
+        start = pl.multiple_of(column * kv_block, kv_block) if walk.resident else 0
+        block = pl.ds(start, kv_block)
+        k_here, v_here = k_ref.at[block, :], v_ref.at[block, :]
+        k_t = k_here[...].T  # [D, keys]
+        key_info: Any = kv_info[:, block].T if walk.is_list else None  # [keys, 8]
+
+        def describe(keys, queries):
+            """The properties of the queries, as rows, and of the keys, as columns."""
+            if walk.is_list:
+                query = [q_info[i : i + 1, queries] for i in range(3)]
+                return query, [key_info[keys, i : i + 1] for i in range(2)]
+            first = (visit.row - column) * q_ref.shape[0] + queries.start - keys.start
+            query = lax.broadcasted_iota(jnp.int32, (1, queries.stop - queries.start), 1) + first
+            return [query], [lax.broadcasted_iota(jnp.int32, (keys.stop - keys.start, 1), 0)]
+
+        def products(unit):
+            return (
+                dot(k_here[unit.keys, :], q_ref[unit.queries, :], NT),  # [keys, queries]
+                dot(v_here[unit.keys, :], do_ref[unit.queries, :], NT),
+            )
+
+        def finish(unit, s, dw):
+            keys, queries = unit.keys, unit.queries
+            query, key = describe(keys, queries)
+            addend = functools.partial(addend_at, call, query, key, slope_and_bias)
+            s, derivative = form_logits(call, s, addend)
+            if unit.masked and seen == "tokens":
+                mask = tile_mask(call, has_segments, has_full_rows, query, key, s.shape)
+                s = jnp.where(mask, s, MASKED)
+            elif unit.masked:
+                relative = lax.broadcasted_iota(jnp.int32, s.shape, 1)
+                relative -= lax.broadcasted_iota(jnp.int32, s.shape, 0)
+                s = jnp.where(default_mask(call, seen, queries, keys, relative), s, MASKED)
+            lse, delta = (statistics[i : i + 1, queries] if call.softmax else None for i in range(2))
+            w, dlogits, ds = weights_and_slopes(call, s, derivative, dw, lse, delta)
+            if call.has_bias:
+                dbias_ref[:, queries] += dlogits.sum(axis=0, keepdims=True)
+            w, ds = w.astype(q_ref.dtype), ds.astype(q_ref.dtype)
+            dv_acc[column, :, keys] += dot(do_t[:, queries], w, NT)  # [D, keys]
+            dk_acc[column, :, keys] += dot(q_t[:, queries], ds, NT)
+            dq_acc[:, queries] += dot(k_t[:, keys], ds, NN)  # [D, queries]
+
+        pipelined(_units(call, seen), products, finish, ahead=_AHEAD)
+
+    walk.run(visit, scalars, attend)
+
+    @pl.when(visit.last)
+    def _():
+        dq_ref[...] = (dq_acc[...] * call.product_factor).T.astype(dq_ref.dtype)
+
+    @pl.when(visit.flush & (member == group - 1))
+    def _():
+        dk_ref[...] = (dk_acc[visit.column] * call.product_factor).T.astype(dk_ref.dtype)
+        dv_ref[...] = dv_acc[visit.column].T.astype(dv_ref.dtype)
+
+
+def weights_and_slopes(call, s, derivative, dw, lse, delta):
+    """The weights w of one tile, and the derivative of the loss by its logits before and after the softcap."""
+    if call.softmax:
+        w = jnp.exp2(s - lse)
+        ds = w * (dw - delta)
+    else:
+        w = sigmoid_weights(s)
+        ds = (w - w * w) * dw
+    return w, ds, ds if derivative is None else ds * derivative
+
+
+def pipelined(units, products, finish, ahead=1):
+    """The products of the units to come stand before the rest of this one, to keep the matrix unit busy."""
+    units = list(units)
+    queue = [products(unit) for unit in units[:ahead]]
+    for i, unit in enumerate(units):
+        if i + ahead < len(units):
+            queue.append(products(units[i + ahead]))
+        finish(unit, *queue.pop(0))

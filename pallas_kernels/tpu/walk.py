@@ -1,0 +1,307 @@
+"""In which order a scheduled TPU kernel visits pairs of query and KV blocks, and what hides in each pair.
+
+With default positions the pairs follow from the indices of blocks: a causal triangle, a band, or a triangle off the
+diagonal, nearest keys first; and which tiles of a pair are visible is known when tracing. Otherwise (packed segments,
+given positions, full rows) the pairs are a list in scalar memory, made at run time; a pair that is not visible
+throughout is masked by the positions and segments of its tokens.
+
+Where VMEM holds all keys of a head, the grid has a step for each query block, and the kernel itself visits the pairs.
+Where it does not, the grid has a step for each pair, which costs a few hundred cycles each. The triangle is then
+folded: a long row of it shares a row of the grid with a short one, so that hardly a step is empty.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from pallas_kernels.schedule import Visit, Visits, flat_visits, fully_visible, unpack, visited
+from pallas_kernels.spec import Coordinates
+from pallas_kernels.tpu.tiles import Call
+
+# How a pair of blocks is seen: throughout; as its tokens say; or as its distance in blocks says (default positions).
+Seen = None | Literal["tokens"] | int
+
+
+class Walk(NamedTuple):
+    """A walk over pairs of blocks.
+
+    Attributes:
+      grid: the dimensions of the grid that walk.
+      scalars: arrays for scalar memory.
+      visit: from the indices of these dimensions and references to the scalars to where the step is. Of a resident
+        walk only the row counts, and the column of a flush.
+      run: given the visit and the scalars, calls `attend(seen, column)` for the step's pairs.
+      resident: whether the step has all keys of the head at hand, instead of those of the visit's column.
+      is_list: whether pairs are seen as their tokens say.
+      fresh: the case of every row's first pair, where that is known.
+      partly: the distances in blocks of pairs seen in part that `run` leaves to the kernel.
+    """
+
+    grid: tuple[Any, ...]
+    scalars: tuple[jax.Array, ...]
+    visit: Callable[[Any, Any], Visit]
+    run: Callable[[Visit, Any, Callable[[Seen, Any], None]], None]
+    resident: bool
+    is_list: bool
+    fresh: Seen = None
+    partly: tuple[int, ...] = ()
+
+
+def walk_over(
+    call: Call,
+    where: Coordinates,
+    *,
+    resident: bool,
+    flush: bool = False,
+    num_active: jax.Array | None = None,
+    only_plain: bool = False,
+) -> Walk:
+    """The walk of a call over its visible pairs, and with `flush` over every KV block once more behind them.
+
+    Args:
+      num_active: [] int32: query blocks behind so many are not of interest, and a walk may leave them out.
+      only_plain: leave pairs that are seen in part to the kernel; of resident walks with default positions.
+    """
+    num_rows, num_columns = (
+        where.q_pos.shape[1] // call.tiles.q_block,
+        where.kv_pos.shape[1] // call.tiles.kv_block,
+    )
+    if has_default_positions(call, where):
+        reach = reach_of(call, num_rows)
+        fresh = 0 if reach.partly[:1] == [0] else None
+        if not resident:
+            return _folded(call, reach, num_rows, flush)._replace(fresh=fresh)
+        left = tuple(reach.partly) if only_plain else ()
+        run_reach = functools.partial(_run_reach, reach._replace(partly=[]) if only_plain else reach)
+        return _by_row(num_rows, num_columns, (), run_reach, flush)._replace(fresh=fresh, partly=left)
+    visits = _list_pairs(call, where, flush=flush and not resident)
+    if resident:
+        lists = visits.pairs, visits.starts
+        if num_active is None:
+            return _by_row(num_rows, num_columns, lists, _run_list, flush)._replace(is_list=True)
+        rows = jnp.minimum(num_active, num_rows).astype(jnp.int32)
+        scalars = (*lists, rows.reshape(1))
+        return _by_row(rows, num_columns, scalars, _run_list, flush)._replace(is_list=True)
+
+    def visit(indices, scalars):
+        return unpack(scalars[0][indices[0]])
+
+    def run(visit, scalars, attend):
+        _run_pair(visit, attend)
+
+    return Walk((visits.used,), (visits.pairs,), visit, run, resident=False, is_list=True)
+
+
+def _list_pairs(call: Call, where: Coordinates, *, flush: bool) -> Visits:
+    blocks = call.tiles.q_block, call.tiles.kv_block
+    table = visited(call.spec, where, *blocks, outside=call.outside)
+    fully = fully_visible(call.spec, where, *blocks, outside=call.outside)
+    return flat_visits(table, fully, flush=flush)
+
+
+def _run_pair(visit: Visit, attend) -> None:
+    """A pair of a list."""
+    pl.when(visit.wanted & visit.masked)(lambda: attend("tokens", visit.column))
+    pl.when(visit.wanted & ~visit.masked)(lambda: attend(None, visit.column))
+
+
+def _by_row(num_rows: int | jax.Array, num_columns: int, scalars, run, flush: bool) -> Walk:
+    """A resident walk: steps for query blocks and, to flush, KV blocks. A traced `num_rows` is a scalar too."""
+
+    def visit(indices, scalars):
+        (step,) = indices
+        rows = num_rows if isinstance(num_rows, int) else scalars[-1][0]
+        here = step < rows
+        column = jnp.maximum(step - rows, 0)
+        row = jnp.maximum(jnp.minimum(step, rows - 1), 0)
+        return Visit(row, column, first=here, last=here, wanted=here, masked=False, flush=~here)
+
+    def run_row(visit, scalars, attend):
+        pl.when(visit.wanted)(lambda: run(visit, scalars, attend))
+
+    grid = (num_rows + num_columns if flush else num_rows,)
+    return Walk(grid, scalars, visit, run_row, resident=True, is_list=False)
+
+
+def _run_list(visit: Visit, scalars, attend) -> None:
+    pairs, starts = scalars[:2]
+
+    @pl.loop(starts[visit.row], starts[visit.row + 1])
+    def _(index):
+        _run_pair(unpack(pairs[index]), attend)
+
+
+def _run_reach(reach: "Reach", visit: Visit, scalars, attend) -> None:
+    for seen in reach.partly:
+        pl.when(visit.row >= seen)(functools.partial(attend, seen, visit.row - seen))
+    if reach.plain:
+
+        @pl.loop(reach.plain[0], jnp.minimum(reach.plain[-1], visit.row) + 1)
+        def _(blocks):
+            attend(None, visit.row - blocks)
+
+
+def has_default_positions(call: Call, where: Coordinates) -> bool:
+    """Whether the visible pairs follow from indices alone."""
+    return (
+        call.spec.causal
+        and call.indexed
+        and where.q_seg is None
+        and where.full_rows is None
+        and call.tiles.q_block == call.tiles.kv_block
+        # Sink tokens belong to the window for some rows of a block and lie outside for others.
+        and call.spec.num_sink_tokens == 0
+    )
+
+
+def _folded(call: Call, reach: "Reach", num_blocks: int, flush: bool) -> Walk:
+    """A walk with default positions and a step for each pair."""
+    nearest, farthest = reach.nearest, reach.farthest
+    folded = farthest == num_blocks - 1
+
+    def length(row):  # pairs of a row
+        return jnp.minimum(row, farthest) - nearest + 1
+
+    def steps(row):  # a row without pairs has one step all the same, so that its result gets written
+        return jnp.maximum(length(row), 1)
+
+    if folded:
+        whole = [max(row - nearest + 1, 1) for row in range(num_blocks)]
+        half = math.ceil(num_blocks / 2)
+        pairs = zip(whole[:half], whole[::-1], strict=False)
+        grid = (half, max(a + b if num_blocks > 1 else a for a, b in pairs))
+    else:
+        grid = (num_blocks, farthest - nearest + 1)
+    rows, width = grid
+    last_row = rows - 1  # of a folded walk too, which ends with the longest of its short rows
+    if flush:
+        grid = (rows + math.ceil(num_blocks / width), width)
+
+    def visit(indices, scalars):
+        step, index = indices
+        flushed = (step - rows) * width + index
+        row, idle = jnp.minimum(step, rows - 1), False
+        if folded:
+            long, short = num_blocks - 1 - row, row
+            rest = index - steps(long)
+            in_short = (rest >= 0) & (short != long)
+            # An idle step behind the short row fetches what the next long row begins with.
+            idle = in_short & (rest >= steps(short))
+            index = jnp.where(idle, 0, jnp.where(in_short, rest, index))
+            row = jnp.where(idle, long - 1, jnp.where(in_short, short, long))
+        column = jnp.maximum(row - nearest - index, 0)
+        walking = step < rows
+        busy = walking & jnp.logical_not(idle)
+        return Visit(
+            jnp.where(walking, row, last_row),
+            jnp.where(walking, column, jnp.clip(flushed, 0, num_blocks - 1)),
+            first=busy & (index == 0),
+            last=busy & (index == steps(row) - 1),
+            wanted=busy & (index < length(row)),
+            masked=False,
+            flush=jnp.logical_not(walking) & (flushed < num_blocks),
+        )
+
+    def run(visit, scalars, attend):
+        distance = visit.row - visit.column
+        plain = visit.wanted
+        for seen in reach.partly:
+            pl.when(visit.wanted & (distance == seen))(functools.partial(attend, seen, visit.column))
+            plain = plain & (distance != seen)
+        if reach.plain:
+            pl.when(plain)(lambda: attend(None, visit.column))
+
+    return Walk(grid, (), visit, run, resident=False, is_list=False)
+
+
+def _bounds(call: Call) -> tuple[int, int]:
+    """The least and greatest (query - key) that is seen with default positions."""
+    window = call.spec.window
+    never = np.iinfo(np.int32).max // 2
+    if call.outside:
+        return (never, never) if window is None else (window, never)
+    return 0, never if window is None else window - 1
+
+
+class Reach(NamedTuple):
+    """The distances, in blocks, of the pairs that are seen with default positions."""
+
+    nearest: int
+    farthest: int
+    partly: list[int]  # seen in part
+    plain: list[int]  # seen throughout: one run
+
+
+def reach_of(call: Call, num_blocks: int) -> Reach:
+    block = call.tiles.q_block
+    least, greatest = _bounds(call)
+    nearest = max(0, -(-(least - block + 1) // block))
+    farthest = min(num_blocks - 1, (greatest + block - 1) // block)
+    throughout = {d: _throughout(call, d * block, *_square(call)) for d in range(nearest, farthest + 1)}
+    partly, plain = ([d for d, all_seen in throughout.items() if all_seen == kind] for kind in (False, True))
+    return Reach(nearest, farthest, partly, plain)
+
+
+def _square(call: Call) -> tuple[slice, slice]:
+    return slice(0, call.tiles.q_block), slice(0, call.tiles.kv_block)
+
+
+def _throughout(call: Call, distance: int, queries: slice, keys: slice) -> bool:
+    least, greatest = _bounds(call)
+    near, far = _span(distance, queries, keys)
+    return least <= near and far <= greatest
+
+
+def _span(distance: int, queries: slice, keys: slice) -> tuple[int, int]:
+    """The least and greatest (query - key) between slices of two blocks whose firsts are `distance` tokens apart."""
+    return distance + queries.start - (keys.stop - 1), distance + queries.stop - 1 - keys.start
+
+
+def seen_tiles(
+    call: Call, seen: Seen, queries: slice, tile: int, keys: slice | None = None
+) -> list[tuple[slice, bool]]:
+    """The keys of a block that some of its pair's queries see: slices, and whether each needs a mask.
+
+    Args:
+      tile: the keys are taken so many at a time; whole ones in a row that need no mask are one slice.
+      keys: of these keys of the block; all if None.
+    """
+    keys = keys or slice(0, call.tiles.kv_block)
+    if not isinstance(seen, int):
+        return [(keys, seen == "tokens")]
+    distance = seen * call.tiles.q_block
+    least, greatest = _bounds(call)
+    found: list[tuple[slice, bool]] = []
+    for start in range(keys.start, keys.stop, tile):
+        here = slice(start, min(start + tile, keys.stop))
+        near, far = _span(distance, queries, here)
+        if far < least or near > greatest:
+            continue
+        masked = not _throughout(call, distance, queries, here)
+        if found and not masked and not found[-1][1] and found[-1][0].stop == start:
+            here = slice(found.pop()[0].start, here.stop)
+        found.append((here, masked))
+    return found
+
+
+def default_mask(call: Call, seen: int, queries: slice, keys: slice, relative: jax.Array) -> jax.Array:
+    """The mask of a tile with default positions.
+
+    Args:
+      relative: the tile's index of a query less that of a key, each counted from the first of its slice.
+    """
+    distance = seen * call.tiles.q_block + queries.start - keys.start
+    least, greatest = _bounds(call)
+    near, far = _span(seen * call.tiles.q_block, queries, keys)
+    mask = []
+    if near < least:
+        mask.append(relative >= least - distance)
+    if far > greatest:
+        mask.append(relative <= greatest - distance)
+    return mask[0] if len(mask) == 1 else mask[0] & mask[1]

@@ -1,0 +1,397 @@
+"""The checkpoint folder: `config.json`, `pattern.json`, `weights/`, `manifest.json` and the tokenizer's files.
+
+`config.json` says what the weights are, `pattern.json` how they attend; export joins the two. `weights/` is an
+Orbax checkpoint, a flat dict with one leaf for each Hugging Face tensor; layers are stacked when a model is loaded.
+A folder is written beside its destination and renamed into place, so it is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from orbax.checkpoint import v1 as ocp
+
+from swa_jax.checkpoint.safetensors_files import CheckpointError
+from swa_jax.checkpoint.tensor_names import TensorName, expected_tensors, is_router, tensor_names
+from swa_jax.families.config_json import hf_config as make_hf_config
+from swa_jax.families.config_json import model_config
+from swa_jax.model.attention import Router
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.layer_types import SWITCH
+from swa_jax.model.pattern import AttentionPattern, load_pattern
+from swa_jax.model.sharding import Partition, state_shardings
+from swa_jax.settings import ConfigError
+
+CONFIG_FILE, PATTERN_FILE, MANIFEST_FILE, WEIGHTS = "config.json", "pattern.json", "manifest.json", "weights"
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+_MARK = ".incomplete"  # lies in a folder while it is being written
+BATCH_BYTES = 64 * 2**20  # small tensors go to and from the disk together, up to this much
+ROUTER_SEED = 0  # of the routers that a pattern asks for and the checkpoint does not have
+
+
+# ---- models ----
+
+
+def save_model(
+    model: Decoder,
+    destination: str | Path,
+    *,
+    hf_config: Mapping[str, Any] | None = None,
+    tokenizer_from: str | Path | None = None,
+) -> Path:
+    """Write a model as a checkpoint folder. With several processes all call it; process 0 writes.
+
+    Args:
+      destination: a folder that does not exist yet, or is empty.
+      hf_config: the `config.json` to keep, such as that of the model this one was trained from; it must describe
+        `model.config`. None: written from `model.config`.
+      tokenizer_from: a folder whose tokenizer files are copied.
+
+    Raises `ConfigError` if `hf_config` describes another model or the model has LoRA adapters, `CheckpointError` if the
+    destination is in use.
+    """
+    if model.lora is not None:
+        raise ConfigError(
+            "a checkpoint has no place for LoRA adapters: save merge_lora(model), and the adapters with save_adapter"
+        )
+    destination = check_destination(destination)
+    dtype = model.embedding[...].dtype.name
+    if hf_config is None:
+        hf = make_hf_config(model.config, dtype=dtype)
+    else:
+        hf = {key: value for key, value in hf_config.items() if key != "torch_dtype"} | {"dtype": dtype}
+        _check_same_model(model_config(hf), model.config)
+    routers = hasattr(model.layers.attention, "router")
+    table = tensor_names(model.config, routers=routers)
+    companions = None if tokenizer_from is None else Path(tokenizer_from)
+    write_checkpoint(destination, hf, model.pattern, _unstack(model, table), companions=companions)
+    return destination
+
+
+def load_model(
+    path: str | Path,
+    pattern: AttentionPattern | str | Path | None = None,
+    *,
+    dtype: jax.typing.DTypeLike | None = None,
+    config: ModelConfig | None = None,
+    partition: Partition | None = None,
+    router_seed: int = ROUTER_SEED,
+) -> Decoder:
+    """Read a checkpoint folder.
+
+    Args:
+      path: a folder written by `swa-jax import`, `save_model` or training.
+      pattern: an AttentionPattern, the path of a pattern JSON, or a recipe; None: the folder's own. Routers that it
+        asks for and the checkpoint lacks are drawn from `router_seed`.
+      dtype: of all parameters; None: the stored one (the widest, if several are stored).
+      config: in place of the folder's own, for changes that no weight depends on, such as YaRN.
+      partition: lay the parameters out on this mesh; the host holds one of them at a time.
+
+    Raises:
+      CheckpointError: not a checkpoint folder, or a damaged one; the sentence names the file.
+      ConfigError: a pattern that does not fit the model.
+    """
+    source = open_checkpoint(path)
+    config = config or source.config
+    chosen = source.pattern if pattern is None else load_pattern(pattern, config)
+    routed = SWITCH in chosen.layer_types
+    kind = source.dtype if dtype is None else jnp.dtype(dtype)
+    skeleton = nnx.eval_shape(lambda: Decoder(config, chosen, dtype=kind, rngs=nnx.Rngs(0)))
+    graph, wanted = nnx.split(skeleton)
+    table = tensor_names(config, routers=routed and source.has_routers)
+    places: dict[tuple[str, ...], jax.sharding.Sharding] = {}
+    if partition is not None:
+        shardings = nnx.to_flat_state(state_shardings(wanted, partition))
+        places = {_names(path): sharding.get_value() for path, sharding in shardings}
+    arrays = dict(_stack(source, table, config.num_hidden_layers, kind, places))
+    if routed and not source.has_routers:
+        routers = fresh_routers(config, kind, router_seed)
+        arrays |= {path: jax.device_put(router, places.get(path)) for path, router in routers.items()}
+    state = {path: variable.replace(arrays[_names(path)]) for path, variable in nnx.to_flat_state(wanted)}
+    return nnx.merge(graph, nnx.from_flat_state(state))
+
+
+def fresh_routers(
+    config: ModelConfig, dtype: jax.typing.DTypeLike, seed: int = ROUTER_SEED
+) -> dict[tuple[str, ...], jax.Array]:
+    """Stacked router parameters by their path in the decoder."""
+
+    @nnx.split_rngs(splits=config.num_hidden_layers)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def stack(rngs: nnx.Rngs) -> Router:
+        return Router(config, jnp.dtype(dtype), rngs)
+
+    flat = nnx.to_flat_state(nnx.state(stack(nnx.Rngs(seed))))
+    return {("layers", "attention", "router", *_names(path)): variable[...] for path, variable in flat}
+
+
+def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(map(str, path))
+
+
+def _check_same_model(described: ModelConfig, actual: ModelConfig) -> None:
+    for field in dataclasses.fields(ModelConfig):
+        theirs, ours = getattr(described, field.name), getattr(actual, field.name)
+        if theirs != ours:
+            raise ConfigError(
+                f"hf_config describes another model: {field.name} is {theirs!r} there, {ours!r} in the model"
+            )
+
+
+def _unstack(model: Decoder, table: list[TensorName]) -> Iterator[tuple[str, np.ndarray]]:
+    parameters = dict(nnx.to_flat_state(nnx.state(model)))
+    for tensor in table:
+        stacked = parameters[tensor.path][...]
+        array = fetch(stacked if tensor.layer is None else stacked[tensor.layer])
+        yield tensor.name, np.ascontiguousarray(array.T if tensor.transposed else array)
+
+
+def fetch(x: jax.Array) -> np.ndarray:
+    """The whole array on this host, also when other processes hold parts of it (all of them must then call this)."""
+    if not x.is_fully_addressable:
+        assert isinstance(x.sharding, jax.sharding.NamedSharding)
+        x = jax.device_put(x, jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec()))
+    return np.asarray(x)
+
+
+def _stack(
+    source: Checkpoint,
+    table: list[TensorName],
+    num_layers: int,
+    dtype: np.dtype,
+    places: Mapping[tuple[str, ...], jax.sharding.Sharding],
+) -> Iterator[tuple[tuple[str, ...], jax.Array]]:
+    """(path, parameter) for each parameter of the decoder; the host holds one of them at a time."""
+    for path, group in itertools.groupby(table, lambda tensor: tensor.path):
+        tensors = {tensor.name: tensor for tensor in group}
+        first = next(iter(tensors.values()))
+        shape = first.shape[::-1] if first.transposed else first.shape
+        buffer = np.empty(shape if first.layer is None else (num_layers, *shape), dtype)
+        for name, array in source.read(list(tensors)):
+            buffer[... if first.layer is None else tensors[name].layer] = (
+                array.T if first.transposed else array
+            )
+        yield path, jax.device_put(buffer, places.get(path))
+
+
+# ---- folders ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint folder: everything but the weights, which `read` fetches."""
+
+    folder: Path
+    hf_config: dict[str, Any]
+    config: ModelConfig
+    pattern: AttentionPattern
+    tensors: dict[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape by Hugging Face's name
+
+    @functools.cached_property
+    def has_routers(self) -> bool:
+        return any(map(is_router, self.tensors))
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of all tensors, or the widest needed to hold them."""
+        return np.dtype(jnp.result_type(*{dtype for dtype, _ in self.tensors.values()}))
+
+    def read(self, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
+        """(name, array) in the order of `names`, with at most `BATCH_BYTES` or one tensor in memory."""
+        batch: list[str] = []
+        size = 0
+        for name in names:
+            dtype, shape = self.tensors[name]
+            nbytes = dtype.itemsize * int(np.prod(shape))
+            if batch and size + nbytes > BATCH_BYTES:
+                yield from self._read_batch(batch)
+                batch, size = [], 0
+            batch.append(name)
+            size += nbytes
+        if batch:
+            yield from self._read_batch(batch)
+
+    def _read_batch(self, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
+        abstract: dict[str, Any] = dict.fromkeys(self.tensors, ocp.PLACEHOLDER)
+        for name in names:
+            dtype, shape = self.tensors[name]
+            abstract[name] = np.broadcast_to(np.zeros((), dtype), shape)  # a description: no memory behind it
+        arrays = ocp.load(self.folder / WEIGHTS, abstract)
+        for name in names:
+            yield name, arrays.pop(name)
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a checkpoint folder after comparing its weights' files with their SHA-256 sums.
+
+    Raises `CheckpointError` naming the file that is missing or damaged, `ConfigError` for a damaged configuration.
+    """
+    folder = Path(path).expanduser().resolve()
+    if not folder.is_dir():
+        raise CheckpointError(f"checkpoint folder {path} does not exist")
+    if not (folder / WEIGHTS).is_dir():
+        if (folder / CONFIG_FILE).is_file():
+            raise CheckpointError(
+                f"{path} is a Hugging Face folder, not a checkpoint; turn it into one with: swa-jax import {path} DST"
+            )
+        raise CheckpointError(f"{path} is not a checkpoint folder: it holds no {WEIGHTS}/")
+    hf = _read_json(folder / CONFIG_FILE)
+    config = model_config(hf)
+    pattern = AttentionPattern.from_json(folder / PATTERN_FILE)
+    pattern.validate(config)
+    _verify(folder)
+    stored = ocp.metadata(folder / WEIGHTS).metadata
+    tensors = {name: (np.dtype(leaf.dtype), tuple(leaf.shape)) for name, leaf in stored.items()}
+    expected = expected_tensors(config, routers=any(map(is_router, tensors)))
+    if {name: shape for name, (_, shape) in tensors.items()} != expected:
+        raise CheckpointError(f"the tensors in {folder / WEIGHTS} are not those that {CONFIG_FILE} asks for")
+    return Checkpoint(folder, hf, config, pattern, tensors)
+
+
+def write_checkpoint(
+    destination: Path,
+    hf_config: Mapping[str, Any],
+    pattern: AttentionPattern,
+    tensors: Iterable[tuple[str, np.ndarray]],
+    *,
+    companions: Path | None = None,
+) -> None:
+    """Write a checkpoint folder from a stream of (Hugging Face name, array); `companions`: copy tokenizer files from.
+
+    Orbax's partial save writes each leaf once, so no more than `BATCH_BYTES` and one tensor are in memory. With several
+    processes all call this with the same whole tensors, because Orbax waits for all; process 0 writes.
+    """
+    context = ocp.Context()
+    context.memory.deepcopy_host_arrays = False  # nothing changes our arrays while Orbax writes them
+    context.array.saving.use_compression = False  # weights hardly compress
+    first = jax.process_index() == 0
+    made = new_folder(destination) if first else contextlib.nullcontext(_partial(destination))
+    with made as folder, context:
+        batch: dict[str, np.ndarray] = {}
+        for name, array in tensors:
+            batch[name] = array
+            if sum(a.nbytes for a in batch.values()) >= BATCH_BYTES:
+                ocp.partial.save(folder / WEIGHTS, batch)
+                batch.clear()
+        if batch:
+            ocp.partial.save(folder / WEIGHTS, batch)
+        ocp.partial.finalize(folder / WEIGHTS)
+        if not first:
+            return
+        write_json(folder / CONFIG_FILE, hf_config)
+        pattern.to_json(folder / PATTERN_FILE)
+        write_json(folder / MANIFEST_FILE, {"sha256": _sums(folder)})
+        if companions is not None:
+            copy_companions(companions, folder)
+
+
+def check_destination(destination: str | Path) -> Path:
+    """The absolute path of a folder that may be written: one that does not exist, or is empty."""
+    path = Path(destination).expanduser().resolve()
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise CheckpointError(
+            f"{destination} exists already; give a folder that does not, or remove it first"
+        )
+    return path
+
+
+@contextlib.contextmanager
+def new_folder(destination: Path) -> Iterator[Path]:
+    """A folder `<destination>.partial` to write into, renamed to `destination` at the end and removed on an error.
+
+    What a killed run left there is cleared away, but only a folder that carries our mark.
+    """
+    partial = _partial(destination)
+    if (
+        partial.exists()
+        and not (partial / _MARK).is_file()
+        and not (partial.is_dir() and not any(partial.iterdir()))
+    ):
+        raise CheckpointError(
+            f"{partial} is in the way and was not made by an interrupted run; move it elsewhere"
+        )
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        (partial / _MARK).touch()
+        yield partial
+        (partial / _MARK).unlink()
+        os.replace(partial, destination)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _partial(destination: Path) -> Path:
+    return destination.with_name(destination.name + ".partial")
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def write_json(file: Path, data: Any) -> None:
+    partial = Path(f"{file}.partial")
+    partial.write_text(json.dumps(data, indent=2) + "\n")
+    os.replace(partial, file)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing: the checkpoint is not complete") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{file} must hold a JSON object")
+    return data
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file below `weights/`, by its path in the folder."""
+    files = sorted(file for file in (folder / WEIGHTS).rglob("*") if file.is_file())
+    return {file.relative_to(folder).as_posix(): _sha256(file) for file in files}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _verify(folder: Path) -> None:
+    sums = _read_json(folder / MANIFEST_FILE).get("sha256")
+    if not isinstance(sums, dict):
+        raise CheckpointError(f"{folder / MANIFEST_FILE} has no 'sha256' sums")
+    for name, expected in sums.items():
+        file = folder / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing: the checkpoint is not complete")
+        if _sha256(file) != expected:
+            raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one in {MANIFEST_FILE}")

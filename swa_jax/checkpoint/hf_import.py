@@ -1,0 +1,188 @@
+"""Import: a Hugging Face folder or hub id becomes a checkpoint folder (`swa_jax.checkpoint.folder`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from swa_jax.checkpoint.folder import (
+    COMPANIONS,
+    CONFIG_FILE,
+    PATTERN_FILE,
+    WEIGHTS,
+    check_destination,
+    write_checkpoint,
+)
+from swa_jax.checkpoint.safetensors_files import (
+    DTYPES,
+    CheckpointError,
+    StoredTensor,
+    read_headers,
+    stream_tensors,
+)
+from swa_jax.checkpoint.tensor_names import EMBEDDING, HEAD, expected_tensors, is_buffer, is_router
+from swa_jax.families.config_json import model_config
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.pattern import AttentionPattern, load_pattern
+from swa_jax.settings import ConfigError, nearest
+
+
+def import_model(
+    source: str | Path, destination: str | Path, *, pattern: AttentionPattern | str | Path | None = None
+) -> Path:
+    """Turn a Hugging Face model into a checkpoint folder that `swa_jax.load_model` reads.
+
+    Everything is checked from the headers before the first byte is written, and the folder appears whole or not at
+    all. Weights keep their dtype and pass through memory a tensor at a time.
+
+    Args:
+      source: a folder with `config.json` and safetensors (one file or shards with an index), or a hub id.
+      destination: a folder that does not exist yet, or is empty.
+      pattern: an AttentionPattern, the path of a pattern JSON or a recipe. None: the source's `pattern.json` (which
+        our export writes), or else what `config.json` says.
+
+    Returns:
+      The destination.
+
+    Raises:
+      ConfigError: an unsupported model or a pattern that does not fit it.
+      CheckpointError: unknown, missing or misshapen tensors, unsupported dtypes, pickled weights, damaged files, a
+        source that cannot be reached, a destination in use.
+    """
+    destination = check_destination(destination)
+    folder = _local_folder(source)
+    hf = _read_config(folder)
+    config = model_config(hf)
+    chosen = _choose_pattern(folder, hf, config, pattern)
+    tensors = _check_tensors(read_headers(folder), config)
+    write_checkpoint(destination, hf, chosen, stream_tensors(tensors), companions=folder)
+    return destination
+
+
+def _local_folder(source: str | Path) -> Path:
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    text = str(source)
+    if (
+        isinstance(source, Path)
+        or folder.exists()
+        or text.startswith((".", "~", "/"))
+        or text.count("/") != 1
+    ):
+        raise CheckpointError(
+            f"{source} is no folder; give a folder with config.json, or a hub id such as 'Qwen/Qwen3-0.6B'"
+        )
+    return _download(text)
+
+
+def _download(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        # Only the names read here: some repositories hold the same weights again under other names.
+        wanted = ["*.json", "model*.safetensors", *COMPANIONS]
+        return Path(snapshot_download(repository, allow_patterns=wanted))
+    except GatedRepoError:
+        raise CheckpointError(
+            f"'{repository}' is gated: accept its terms on the hub and log in (`hf auth login`), or give a folder"
+        ) from None
+    except (RepositoryNotFoundError, HFValidationError):
+        raise CheckpointError(
+            f"'{repository}' is neither a folder here nor a model on the Hugging Face hub"
+        ) from None
+    except (HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise CheckpointError(
+            f"'{repository}' is no folder here, and the Hugging Face hub cannot be reached ({reason}); "
+            "give a folder with the downloaded model"
+        ) from None
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / CONFIG_FILE
+    if (folder / WEIGHTS).is_dir():
+        raise CheckpointError(
+            f"{folder} is already a checkpoint folder of this library: load it with load_model"
+        )
+    if not file.is_file():
+        raise CheckpointError(f"{folder} holds no {CONFIG_FILE}: it is not a Hugging Face model")
+    try:
+        hf = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(hf, dict):
+        raise ConfigError(f"{file} must hold a JSON object")
+    return hf
+
+
+def _choose_pattern(
+    folder: Path, hf: Mapping[str, Any], config: ModelConfig, pattern: AttentionPattern | str | Path | None
+) -> AttentionPattern:
+    if pattern is None and (folder / PATTERN_FILE).is_file():
+        pattern = folder / PATTERN_FILE
+    return load_pattern(AttentionPattern.from_hf_config(hf) if pattern is None else pattern, config)
+
+
+def _check_tensors(found: dict[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
+    """The tensors to read, after comparing what was found with what the configuration asks for."""
+    expected = expected_tensors(config, routers=any(map(is_router, found)))
+    tensors = {name: tensor for name, tensor in found.items() if not is_buffer(name)}
+    if config.tie_word_embeddings and HEAD in tensors:
+        _check_tied(tensors)
+        del tensors[HEAD]
+    for name, tensor in tensors.items():
+        if name not in expected:
+            raise CheckpointError(
+                f"{tensor.file.name} holds tensor '{name}', which a {config.model_type} model with this config.json "
+                f"does not have{_nearest_tensor(name, list(expected))}"
+            )
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(
+            f"the weights lack tensor '{missing[0]}'{others}; config.json asks for {len(expected)} tensors in "
+            f"{config.num_hidden_layers} layers"
+        )
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(
+                f"tensor '{name}' in {tensor.file.name} has dtype {tensor.dtype}; supported: {', '.join(DTYPES)}"
+            )
+        if tensor.shape != expected[name]:
+            raise CheckpointError(
+                f"tensor '{name}' in {tensor.file.name} has shape {list(tensor.shape)}, config.json asks for "
+                f"{list(expected[name])}"
+            )
+    return tensors
+
+
+def _nearest_tensor(name: str, expected: list[str]) -> str:
+    clause = nearest(name, expected)
+    return clause if clause.startswith("; did you mean") else ""  # a list of all tensors would help nobody
+
+
+def _check_tied(tensors: Mapping[str, StoredTensor]) -> None:
+    """A tied model may store its head again; another matrix there means that config.json is wrong."""
+    if EMBEDDING not in tensors:
+        return  # reported as missing
+    pair = [dict(stream_tensors({name: tensors[name]}))[name] for name in (EMBEDDING, HEAD)]
+    if tensors[EMBEDDING].dtype != tensors[HEAD].dtype or not _same_bits(*pair):
+        raise CheckpointError(
+            f"config.json ties the embeddings (tie_word_embeddings), but '{HEAD}' differs from '{EMBEDDING}': "
+            "set tie_word_embeddings to false to use both"
+        )
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.shape == b.shape and np.array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))

@@ -1,0 +1,229 @@
+"""The verbs `swa-jax bench cycles`, `swa-jax bench attention` and `swa-jax bench generation`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from typer import Argument, Option
+
+from swa_jax.cli.options import (
+    BatchSize,
+    ComputeDtype,
+    Model,
+    Seed,
+    SinkTokens,
+    Window,
+    check_output,
+    load_checkpoint,
+)
+
+app = typer.Typer(no_args_is_help=True, help="Measure the attention kernels, and what a pattern saves.")
+
+
+@app.command()
+def cycles(
+    names: Annotated[
+        list[str] | None,
+        Argument(metavar="[NAME]...", help="Functions of pallas_kernels/bench.py; default: all of them."),
+    ] = None,
+    chip: Annotated[list[str] | None, Option(help="v5e, v5p, v6e or v7x, repeatable; default: v6e.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        Option("--set", metavar="NAME=VALUE", help="Such as T=8192 or window=2048, repeatable."),
+    ] = None,
+    ops: Annotated[int, Option(help="Ops to list below each total.", min=0)] = 4,
+    as_json: Annotated[bool, Option("--json", help="Print JSON, with every op, instead of a table.")] = False,
+) -> None:
+    """Cycles of the TPU kernels, by libtpu's own simulator: no TPU is needed. Takes seconds a function and chip."""
+    from pallas_kernels.bench import FUNCTIONS
+    from swa_jax.bench.cycles import check, measure, read_settings
+    from swa_jax.bench.tables import HOW_TO_READ, cycles_table
+
+    settings = read_settings(set_ or [])
+    functions, chips = names or list(FUNCTIONS), chip or ["v6e"]
+    check(functions, chips, settings)
+    console, measured = _console(), []
+    if not as_json:
+        console.print(HOW_TO_READ, highlight=False)
+    for name in functions:
+        for target in chips:
+            with Console(stderr=True).status(f"compiling {name} for {target}"):
+                measured.append(measure(name, target, settings))
+            if not as_json:
+                console.print(cycles_table(measured[-1], ops))
+    if as_json:
+        typer.echo(json.dumps([measurement.to_dict() for measurement in measured], indent=2))
+
+
+@app.command()
+def attention(
+    passes: Annotated[
+        list[str] | None,
+        Option("--pass", help="forward, forward+backward or decode, repeatable; default: all."),
+    ] = None,
+    length: Annotated[
+        list[int] | None,
+        Option(help="Tokens, repeatable; default: 4096 to 131072, on a CPU 512 and 1024.", min=1),
+    ] = None,
+    window: Annotated[
+        list[int] | None,
+        Option(help="Repeatable, 0 is full; default: 1024, 2048, 0, on a CPU 128, 0.", min=0),
+    ] = None,
+    heads: Annotated[int, Option(min=1)] = 32,
+    kv_heads: Annotated[int, Option(min=1)] = 8,
+    head_dim: Annotated[int, Option(min=1)] = 128,
+    batch: Annotated[int, Option(help="Sequences, decoding aside.", min=1)] = 1,
+    decode_batch: Annotated[int, Option(help="Sequences when decoding.", min=1)] = 8,
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], Option()] = "bfloat16",
+    rounds: Annotated[int, Option(help="Each times every candidate once, in turn.", min=1)] = 20,
+    search: Annotated[bool, Option("--search", help="Try tile sizes for this device instead.")] = False,
+    write: Annotated[
+        Path | None,
+        Option(help="With --search: add the winners to this table; PALLAS_KERNELS_TILES=FILE uses it."),
+    ] = None,
+    out: Annotated[Path | None, Option(help="Also write the results to this JSON file.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON instead of tables.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="List what would run; nothing is compiled.")] = False,
+) -> None:
+    """Time attention on this machine beside whatever peers are installed, as ratios from one run.
+
+    A ratio is a candidate's time over that of the first: above 1 it is slower. Results are compared before they are
+    timed; what differs or fails has no ratio but a reason.
+    """
+    import jax
+
+    from swa_jax.bench.attention import candidates, grid, measure
+    from swa_jax.bench.candidates import PASSES
+    from swa_jax.bench.search import search as search_tiles
+    from swa_jax.bench.search import write_rows
+    from swa_jax.bench.tables import attention_table
+    from swa_jax.checkpoint.folder import write_json
+    from swa_jax.settings import ConfigError
+
+    if out is not None:
+        check_output("--out", out)
+    for name in passes or []:
+        if name not in PASSES:
+            raise ConfigError(f"--pass is '{name}'; the choices are: {', '.join(PASSES)}")
+    if heads % kv_heads:
+        raise ConfigError(f"--heads is {heads}, which is no multiple of --kv-heads {kv_heads}")
+    if write is not None and not search:
+        raise ConfigError("--write is for the winners of --search; --out takes the results of a comparison")
+    small = jax.default_backend() == "cpu"
+    lengths = length or ([512, 1024] if small else [4096 << i for i in range(6)])
+    windows = window if window is not None else ([128, 0] if small else [1024, 2048, 0])
+    cases = list(
+        grid(
+            passes or PASSES,
+            lengths,
+            [w or None for w in windows],
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            batch=batch,
+            decode_batch=decode_batch,
+            dtype=dtype,
+        )
+    )
+    if not cases:
+        raise ConfigError("nothing to time: no --window is shorter than a --length, and none is 0")
+    device = jax.devices()[0].device_kind
+    console = _console()
+    results = []
+    if dry_run:
+        for case in cases:
+            console.print(f"{case}  {', '.join(c.name for c in candidates(case))}")
+        return
+    for case in cases:
+        with Console(stderr=True).status(str(case)):
+            if search:
+                found = list(search_tiles(case, rounds))
+                rows = [row for row, _ in found]
+                if write is not None:
+                    write_rows(write, jax.default_backend(), rows)
+                results += rows
+                for row in rows:
+                    typer.echo(json.dumps(row))
+                continue
+            measured = measure(case, candidates(case), rounds)
+        results.append(measured.to_dict())
+        if not as_json:
+            console.print(attention_table(measured, device))
+    report = {"device": device, "jax": jax.__version__, "rounds": rounds, "results": results}
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    if out is not None:
+        write_json(out, report)
+
+
+@app.command()
+def generation(
+    model: Model,
+    window: Window = None,
+    sink_tokens: SinkTokens = None,
+    ratio: Annotated[
+        list[float] | None,
+        Option(help="Share of windowed KV heads, repeatable.", show_default="0, 0.25, 0.5, 0.75, 1"),
+    ] = None,
+    length: Annotated[int, Option(help="Tokens of a prompt.", min=1)] = 4096,
+    new_tokens: Annotated[int, Option(help="Tokens that are then written.", min=2)] = 64,
+    batch_size: BatchSize = 4,
+    rounds: Annotated[int, Option(help="Each times every ratio once, in turn.", min=1)] = 5,
+    dtype: ComputeDtype = None,
+    seed: Seed = 0,
+    out: Annotated[Path | None, Option(help="Also write the results to this JSON file.")] = None,
+) -> None:
+    """Cache memory, prefill and decode speed of this model on this machine, by the share of windowed KV heads.
+
+    Heads are drawn: how much is saved depends on how many they are, what is lost on which.
+    """
+    import jax
+    from rich.progress import Progress
+
+    from swa_jax.bench.generation import generation_table, measure
+    from swa_jax.checkpoint.folder import write_json
+    from swa_jax.select.heads import windowed_count
+    from swa_jax.settings import ConfigError
+
+    if out is not None:
+        check_output("--out", out)
+    ratios = ratio or [0, 0.25, 0.5, 0.75, 1]
+    for share in ratios:
+        windowed_count(share, 1)  # a wrong one is said now
+    decoder, _ = load_checkpoint(model, dtype)
+    window = decoder.pattern.sliding_window if window is None else window
+    if window is None:
+        raise ConfigError("--window is missing: give it, as the model's own pattern has none")
+    settings = {
+        "sliding_window": window,
+        "num_sink_tokens": decoder.pattern.num_sink_tokens if sink_tokens is None else sink_tokens,
+        "length": length,
+        "batch_size": batch_size,
+        "new_tokens": new_tokens,
+        "rounds": rounds,
+        "seed": seed,
+    }
+    with Progress(transient=True) as progress:
+        task = progress.add_task("generating")
+        rows = measure(
+            decoder,
+            ratios,
+            **settings,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    device = jax.devices()[0].device_kind
+    title = f"{batch_size} prompts of {length} tokens, {new_tokens} new, window {window}, on {device}"
+    _console().print(generation_table(rows, title))
+    if out is not None:
+        report = {"model": str(model), "device": device, "jax": jax.__version__} | settings | {"rows": rows}
+        write_json(out, report)
+        typer.echo(f"written to {out}")
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.width >= 110 else Console(width=110)

@@ -1,0 +1,128 @@
+"""The verb `compare`: patterns, and methods that choose them, on the same needles in one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from swa_jax.cli.options import (
+    BatchSize,
+    ComputeDtype,
+    Haystack,
+    Length,
+    Model,
+    NumKeys,
+    Seed,
+    SinkTokens,
+    Window,
+    draw_needles,
+    load_checkpoint,
+    resolve_pattern,
+)
+from swa_jax.settings import ConfigError, nearest
+
+HELD_OUT_SEED = 10**6  # far from any seed that prompts to choose by are drawn with
+
+
+def compare(
+    model: Model,
+    out: Annotated[Path, Option(help="A folder for results, patterns and the picture.")],
+    pattern: Annotated[
+        list[str] | None,
+        Option(help="A recipe or a pattern JSON, repeatable; full and window are always there."),
+    ] = None,
+    method: Annotated[
+        list[str] | None,
+        Option(
+            help="A way of choosing, repeatable: nll, light-transfer, bosch, fisher, interleave, ...; or all."
+        ),
+    ] = None,
+    ratio: Annotated[
+        list[float] | None,
+        Option(help="Share of the KV heads that a method windows, repeatable.", show_default="0.5 and 0.75"),
+    ] = None,
+    seeds: Annotated[
+        int, Option(help="How often each method chooses, each time by other prompts.", min=1)
+    ] = 3,
+    window: Window = None,
+    sink_tokens: SinkTokens = None,
+    eval_window: Annotated[
+        int | None,
+        Option("--eval-window", help="Window while scoring; default: that of the choice.", min=1),
+    ] = None,
+    examples: Annotated[int, Option("--examples", help="Needle prompts to choose by.", min=1)] = 64,
+    held_out: Annotated[int, Option("--held-out", help="Needle prompts to score on.", min=1)] = 200,
+    length: Length = 1024,
+    keys: NumKeys = 1,
+    haystack: Haystack = None,
+    iterations: Annotated[
+        int, Option(help="BOSCH: masks tried for each layer of a subproblem.", min=1)
+    ] = 100,
+    against: Annotated[
+        str | None, Option(help="The method that differences are to; default: the first.")
+    ] = None,
+    batch_size: BatchSize = 8,
+    dtype: ComputeDtype = None,
+    seed: Seed = 0,
+) -> None:
+    """Compare patterns and methods: needles found against memory, on prompts that nobody chose by.
+
+    Run the same command again to go on after an interruption, or with more methods, ratios or seeds to add them.
+    """
+    from swa_jax.report import frontier_chart, wide_console
+    from swa_jax.select.compare import compare as run
+    from swa_jax.select.compare import compare_table, summary
+    from swa_jax.select.methods import METHODS
+
+    methods = list(METHODS) if method == ["all"] else list(dict.fromkeys(method or []))
+    for name in methods:
+        if name not in METHODS:
+            raise ConfigError(f"--method '{name}' is not known{nearest(name, METHODS)}")
+    if against is not None and against not in methods:
+        raise ConfigError(f"--against '{against}' is not among the methods: {', '.join(methods) or 'none'}")
+    ratios = ratio or [0.5, 0.75]
+    for share in ratios:
+        if not 0 <= share <= 1:
+            raise ConfigError(f"--ratio is {share}: the share of windowed heads must lie between 0 and 1")
+    decoder, tokenizer = load_checkpoint(model, dtype)
+    window = decoder.pattern.sliding_window if window is None else window
+    if window is None:
+        raise ConfigError("--window is missing: give it, as the model's own pattern has none")
+    sinks = decoder.pattern.num_sink_tokens if sink_tokens is None else sink_tokens
+    names = list(dict.fromkeys(["full", "window", *(pattern or [])]))
+    patterns = [
+        (name, resolve_pattern(name, decoder.config, eval_window or window, sinks, None)) for name in names
+    ]
+
+    def draw(number: int, count: int = examples) -> list:
+        return draw_needles(tokenizer, count, length, keys, haystack, None, number)
+
+    console = wide_console()
+    rows = run(
+        decoder,
+        patterns,
+        draw(HELD_OUT_SEED + seed, held_out),
+        out,
+        methods=methods,
+        ratios=ratios,
+        seeds=range(seed, seed + seeds),
+        draw=draw,
+        sliding_window=window,
+        num_sink_tokens=sinks,
+        eval_window=eval_window,
+        iterations=iterations,
+        batch_size=batch_size,
+        settings={
+            "model": str(model), "window": window, "num_sink_tokens": sinks, "eval_window": eval_window,
+            "examples": examples, "held_out": held_out, "length": length, "keys": keys,
+            "haystack": str(haystack or "python library"), "iterations": iterations, "dtype": dtype, "seed": seed,
+        },
+        report=lambda line: console.print(line, highlight=False),
+    )  # fmt: skip
+    summed = summary(rows, against)
+    console.print(compare_table(summed, window))
+    frontier_chart(summed, out / "frontier.png", title=f"What the memory buys (window {window})")
+    typer.echo(f"written to {out}")

@@ -1,0 +1,103 @@
+"""The verbs `swa-jax data tokenize` and `swa-jax data inspect`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from typer import Argument, Option
+
+if TYPE_CHECKING:
+    from swa_jax.data.sources import SourceConfig
+    from swa_jax.data.tokenizer import Tokenizer
+
+app = typer.Typer(no_args_is_help=True, help="Tokenise training data ahead, and look at it.")
+
+
+@app.command()
+def tokenize(
+    sources: Annotated[
+        list[str],
+        Argument(metavar="SRC...", help="Files (text, JSONL, Parquet, ArrayRecord), folders or globs."),
+    ],
+    tokenizer: Annotated[Path, Option(help="tokenizer.json, or a folder that has one.")],
+    out: Annotated[Path, Option(help="Folder of the tokens; run again to go on after an interruption.")],
+    field: Annotated[str, Option(help="The field of a record that has the text.")] = "text",
+    kind: Annotated[
+        Literal["text", "huggingface"], Option(help="huggingface: SRC are folders of data sets.")
+    ] = "text",
+    split: Annotated[str, Option(help="Of Hugging Face data sets.")] = "train",
+    shard_tokens: Annotated[int, Option(help="Tokens at which a shard ends.", min=1)] = 1 << 27,
+) -> None:
+    """Tokenise documents once, for training with a source of kind `tokens`."""
+    from swa_jax.data.sources import SourceConfig
+    from swa_jax.data.tokenize import tokenize as run
+
+    source = SourceConfig(kind, tuple(sources), text_field=field, split=split)
+    with Console(stderr=True).status("tokenising") as status:
+        made = run(
+            source,
+            tokenizer,
+            out,
+            shard_tokens=shard_tokens,
+            progress=lambda file, tokens: status.update(f"{file}: {tokens:,} tokens so far"),
+        )
+    typer.echo(
+        f"{out}: {made['tokens']:,} tokens, {made['documents']:,} documents, {len(made['shards'])} shards"
+    )
+    if made["left_out"]:
+        typer.echo(f"{made['left_out']:,} empty documents left out")
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, Argument(help="A training configuration, or a folder of tokens.")],
+    overrides: Annotated[
+        list[str] | None, Argument(metavar="[a.b=c]...", help="Settings that replace those of the file.")
+    ] = None,
+    rows: Annotated[int, Option(help="First rows to print as text.", min=0)] = 2,
+    length: Annotated[int, Option(help="Tokens a row, for a folder of tokens.", min=1)] = 512,
+) -> None:
+    """Print sources, tokens, shares, padding and the first rows. A folder's every byte is verified."""
+    from swa_jax.data.sources import SourceConfig
+    from swa_jax.data.tokenizer import load_tokenizer
+    from swa_jax.settings import ConfigError, load_config
+
+    if path.is_dir():
+        from swa_jax.data.stored import read_manifest, verify
+
+        if overrides:
+            raise ConfigError(f"{path} is a folder of tokens, which has no settings such as '{overrides[0]}'")
+        with Console(stderr=True).status("verifying") as status:
+            verify(path, lambda done, total: status.update(f"verified {done:,} of {total:,} bytes"))
+        source = SourceConfig("tokens", (str(path),))
+        length = min(length, read_manifest(path)["tokens"])
+        _print((source,), load_tokenizer(path), length, 0, rows, f"rows of {length} tokens")
+        typer.echo(f"{path}: every shard is as it was written")
+        return
+    from swa_jax.train.loop import TrainConfig
+
+    config = load_config(TrainConfig, path, overrides or [])
+    tokenizer = load_tokenizer(config.tokenizer)
+    for number, stage in enumerate(config.stages):
+        tokens = stage.steps * stage.batch_size * stage.sequence_length
+        shape = f"{stage.batch_size} x {stage.sequence_length}"
+        title = f"stage {number}: {stage.steps:,} steps of {shape}, {tokens:,} tokens"
+        # The seed that train gives this stage, so that the rows are those of its first step.
+        _print(stage.data, tokenizer, stage.sequence_length, config.seed + 1000 * number, rows, title)
+
+
+def _print(
+    sources: Sequence[SourceConfig], tokenizer: Tokenizer, length: int, seed: int, rows: int, title: str
+) -> None:
+    from swa_jax.data.summary import first_rows, summarize, summary_table
+
+    console = Console()
+    console = console if console.width >= 110 else Console(width=110)
+    summaries = summarize(sources, tokenizer, length=length, seed=seed)
+    console.print(summary_table(summaries, title), highlight=False)
+    for line in first_rows(sources, tokenizer, length=length, seed=seed, rows=rows) if rows else ():
+        typer.echo(line)

@@ -1,0 +1,107 @@
+"""Reading a `tokenizer.json`, and learning the small byte-level BPE of the recall model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+from swa_jax.settings import ConfigError
+
+END_OF_TEXT = "<eos>"
+PROBE = "Café  naïve 你好,\n\tx_1 = 3.14159; <eos> \U0001f600 it's"  # notices merges and rules that differ
+
+# One digit a piece; a word carries the blank or hyphen before it, punctuation the blanks around it. A needle
+# sentence thus becomes few tokens: " brave" "-otter" " is" ": " "1" "2" ...
+_PIECES = r"\p{N}|[ \-]?\p{L}+| ?[^\s\p{L}\p{N}]+ ?|\s+"
+
+
+class Tokenizer:
+    """Text to ids and back; ids never include special tokens unless the text spells them out."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, eos_token: str | None = None):
+        self.backend = backend
+        # Ids may leave gaps: what a model needs is room for the largest.
+        self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.eos_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
+        if eos_token is not None and self.eos_id is None:
+            raise ValueError(f"the tokenizer has no token {eos_token!r}, named as its end-of-text token")
+        # What the model expects before a text: Llama's and Mistral's tokenizers put a <bos> there, Qwen's nothing.
+        self.start_ids: list[int] = [i for i in backend.encode("").ids if i != self.eos_id]
+
+    def encode(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids; special tokens are left out."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:
+    """Read `tokenizer.json` at `path` or inside the folder `path`.
+
+    Without `eos_token`, the folder's `tokenizer_config.json` names it; failing that, `<eos>` if there is one.
+    """
+    path = Path(path)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"no tokenizer at {file}; expected a tokenizer.json")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # what the library raises is an Exception and no more
+        raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from None
+    backend.no_padding()
+    backend.no_truncation()
+    if eos_token is None:
+        eos_token = _configured_eos(file.with_name("tokenizer_config.json"))
+    if eos_token is None and backend.token_to_id(END_OF_TEXT) is not None:
+        eos_token = END_OF_TEXT
+    return Tokenizer(backend, eos_token)
+
+
+def check_same_tokens(tokenizer: Tokenizer, path: str | Path, checkpoint: str | Path) -> None:
+    """Raise `ConfigError` if a checkpoint folder has a tokenizer, and it gives a text other ids than `tokenizer` does.
+
+    Start and end tokens may differ: `path`, where `tokenizer` is from, may leave them open.
+    """
+    if not (Path(checkpoint) / "tokenizer.json").is_file():
+        return
+    learned = load_tokenizer(checkpoint)
+    vocabularies = [t.backend.get_vocab(with_added_tokens=True) for t in (tokenizer, learned)]
+    if vocabularies[0] != vocabularies[1] or tokenizer.encode(PROBE) != learned.encode(PROBE):
+        raise ConfigError(
+            f"tokenizer {path} ({tokenizer.vocab_size} tokens) is not the one that {checkpoint} was trained with "
+            f"({learned.vocab_size} tokens): set 'tokenizer' to {checkpoint}"
+        )
+
+
+def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learn a byte-level BPE of `vocab_size` tokens, `<eos>` (id 0) and the 256 bytes included.
+
+    Every digit is a token of its own. Equal texts in equal order give an equal vocabulary.
+    """
+    if vocab_size < 257:
+        raise ValueError(f"vocab_size is {vocab_size}; the 256 bytes and {END_OF_TEXT} alone are 257")
+    backend = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(_PIECES), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return Tokenizer(backend, END_OF_TEXT)
+
+
+def _configured_eos(file: Path) -> str | None:
+    if not file.is_file():
+        return None
+    token = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+    return token["content"] if isinstance(token, dict) else token

@@ -1,0 +1,155 @@
+"""Needle accuracy by real generation, with what it took: time and cache memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from swa_jax.data.tokenizer import Tokenizer
+from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.needle import score
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.generate import NOTHING, decode, prefill, prepare
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Generated answers to N examples, in batches of `batch_size`. Times exclude compilation."""
+
+    texts: list[str]
+    scores: np.ndarray  # [N] f64: the share of each example's references found in its text
+    batch_size: int
+    max_length: int  # T_max of the caches, tokens
+    prefill_seconds: float  # a prompt: of a batch, divided by its size
+    decode_tokens_per_second: float  # of the whole batch together
+    kv_cache_bytes: int  # a sequence, from the allocated arrays
+
+
+def needle_accuracy(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    examples: Sequence[Example],
+    *,
+    max_new_tokens: int,
+    batch_size: int = 16,
+) -> np.ndarray:
+    """The share of each example's references found in its greedy continuation: [N] float64, from 0 to 1."""
+    return generate_answers(
+        model, tokenizer, examples, max_new_tokens=max_new_tokens, batch_size=batch_size, timed=False
+    ).scores
+
+
+def generate_answers(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    examples: Sequence[Example],
+    *,
+    max_new_tokens: int,
+    batch_size: int = 16,
+    timed: bool = True,
+    stop_tokens: Sequence[int] = (),
+) -> Answers:
+    """Greedy answers to all examples, scored by string match (RULER); `stop_tokens` end one before `max_new_tokens`.
+
+    Times are the median over the batches after the first of their shape, which compiles. If there are none, `timed`
+    runs the first batch once more; without it the times are NaN.
+
+    Raises:
+      ValueError: no examples.
+    """
+    if not examples:
+        raise ValueError("examples is empty: give at least one example")
+    batch_size = min(batch_size, len(examples))
+    longest = max((e.prompt for e in examples), key=len)
+    max_length = prepare(model, [longest], max_new_tokens).max_length
+    starts = range(0, len(examples), batch_size)
+    runs = [
+        _run_batch(model, examples[i : i + batch_size], batch_size, max_new_tokens, max_length, stop_tokens)
+        for i in starts
+    ]
+    warm = [run for i, run in enumerate(runs) if run.prompt_tokens in {r.prompt_tokens for r in runs[:i]}]
+    if timed and not warm:
+        warm = [_run_batch(model, examples[:batch_size], batch_size, max_new_tokens, max_length, stop_tokens)]
+    texts = [tokenizer.decode(row[row != NOTHING].tolist()) for run in runs for row in run.new][
+        : len(examples)
+    ]
+    scores = [score(text, example.references) for text, example in zip(texts, examples, strict=True)]
+    prefill_seconds, steps_per_second = (
+        float(np.median(values)) if warm else float("nan")
+        for values in (
+            [run.prefill_seconds for run in warm],
+            [run.decode_steps / run.decode_seconds for run in warm],
+        )
+    )
+    return Answers(
+        texts=texts,
+        scores=np.array(scores, np.float64),
+        batch_size=batch_size,
+        max_length=max_length,
+        prefill_seconds=prefill_seconds / batch_size,
+        decode_tokens_per_second=batch_size * steps_per_second,
+        kv_cache_bytes=runs[0].cache_bytes // batch_size,
+    )
+
+
+class _Run(NamedTuple):
+    """One batch through prefill and decode."""
+
+    new: np.ndarray  # [B, max_new_tokens] int32
+    prompt_tokens: int  # a row, with padding
+    prefill_seconds: float
+    decode_seconds: float
+    decode_steps: int  # one fewer than the tokens drawn: the first comes with the prefill
+    cache_bytes: int
+
+
+def _run_batch(
+    model: Decoder,
+    examples: Sequence[Example],
+    batch_size: int,
+    max_new_tokens: int,
+    max_length: int,
+    stop_tokens: Sequence[int],
+) -> _Run:
+    rows = [
+        *examples,
+        *[examples[-1]] * (batch_size - len(examples)),
+    ]  # one shape, hence one compilation, for all
+    batch = prepare(model, [e.prompt for e in rows], max_new_tokens, max_length=max_length)
+    start = time.perf_counter()
+    logits, cache = jax.block_until_ready(prefill(model, batch))
+    middle = time.perf_counter()
+    cache_bytes = cache.nbytes
+    new = np.asarray(decode(model, batch, logits, cache, max_new_tokens, stop_tokens=stop_tokens)[0])
+    end = time.perf_counter()
+    drawn = (new != NOTHING).sum(1)  # [B], without the stop token
+    steps = int((drawn + (drawn < max_new_tokens)).max()) - 1
+    return _Run(new[: len(examples)], batch.tokens.shape[1], middle - start, end - middle, steps, cache_bytes)
+
+
+def needle_accuracy_grid(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    grid: Mapping[tuple[int, float], Sequence[Example]],
+    *,
+    max_new_tokens: int,
+    batch_size: int = 16,
+) -> dict[tuple[int, float], float]:
+    """Mean needle accuracy of each (length, depth) cell of `needle_grid`; the depths of one length share batches."""
+    accuracy: dict[tuple[int, float], float] = {}
+    for length in sorted({length for length, _ in grid}):
+        cells = [cell for cell in grid if cell[0] == length]
+        examples = [example for cell in cells for example in grid[cell]]
+        scores = needle_accuracy(
+            model, tokenizer, examples, max_new_tokens=max_new_tokens, batch_size=batch_size
+        )
+        ends = np.cumsum([len(grid[cell]) for cell in cells])
+        accuracy |= {
+            cell: float(part.mean()) for cell, part in zip(cells, np.split(scores, ends[:-1]), strict=True)
+        }
+    return accuracy

@@ -1,0 +1,156 @@
+"""A model on `Question`s: its answers, their scores by group, and a judge where there is no metric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from swa_jax.data.tokenizer import Tokenizer
+from swa_jax.evaluate.bootstrap import bootstrap_groups
+from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.generated_answers import generate_answers
+from swa_jax.evaluate.judges import Judge
+from swa_jax.evaluate.questions import Question
+from swa_jax.model.decoder import Decoder
+from swa_jax.settings import ConfigError
+
+
+@dataclass(frozen=True)
+class GroupScore:
+    """The mean score of a group's questions, from 0 to 1."""
+
+    benchmark: str
+    group: str  # "mean": over the groups, each counting the same, as LongBench averages; "all": over all questions
+    score: float | None  # None: none of its questions was asked
+    interval: list[float] | None  # 95 %, percentile bootstrap over questions
+    num_questions: int
+    num_left_out: int  # longer than max_length, and not scored
+    num_cut: int  # cut in the middle to fit
+
+
+def score_questions(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    questions: Sequence[Question],
+    *,
+    max_length: int,
+    cut_middle: bool = False,
+    wrap: str = "{prompt}",
+    judge: Judge | None = None,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda _: None,
+    batch_size: int = 8,
+) -> tuple[list[GroupScore], list[dict[str, Any]]]:
+    """Greedy answers, scored: by group and over all, and a record for each question asked.
+
+    A prompt that does not fit `max_length` with its answer is left out, or, as LongBench does, loses its middle:
+    both are counted in the scores, and neither happens unsaid. `keep` gets the records before the judge is asked,
+    whose scores are then None, so that a judge that fails does not cost the answers.
+
+    Raises:
+      ConfigError: a judge is needed and not given, or no question fits.
+    """
+    if judge is None and any(question.score is None for question in questions):
+        raise ConfigError("these questions have no metric of their own: name a judge's command with --judge")
+    asked: list[tuple[Question, list[int], bool]] = []
+    for question in questions:
+        tokens, cut = _prompt_tokens(tokenizer, question, max_length, cut_middle, wrap)
+        if tokens:
+            asked.append((question, tokens, cut))
+    if not asked:
+        raise ConfigError(
+            f"none of the {len(questions)} prompts fits max_length = {max_length}: raise it, or cut them in the middle"
+        )
+    texts: list[str] = [""] * len(asked)
+    stop = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    for new in sorted({question.max_new_tokens for question, _, _ in asked}):
+        some = [i for i, (question, _, _) in enumerate(asked) if question.max_new_tokens == new]
+        some.sort(key=lambda i: len(asked[i][1]))
+        for start in range(0, len(some), batch_size):
+            batch = some[start : start + batch_size]
+            examples = [Example(asked[i][1], [], asked[i][0].references) for i in batch]
+            answers = generate_answers(
+                model,
+                tokenizer,
+                examples,
+                max_new_tokens=new,
+                batch_size=batch_size,
+                timed=False,
+                stop_tokens=stop,
+            )
+            for i, text in zip(batch, answers.texts, strict=True):
+                texts[i] = text
+    records: list[dict[str, Any]] = [
+        {
+            "benchmark": question.benchmark,
+            "group": question.group,
+            "prompt_tokens": len(tokens),
+            "cut": cut,
+            "answer": text,
+            "references": question.references,
+            "score": _metric(question, text),
+        }
+        for (question, tokens, cut), text in zip(asked, texts, strict=True)
+    ]
+    keep(records)
+    judged = [i for i, record in enumerate(records) if record["score"] is None]
+    if judged and judge is not None:
+        told = [{**(asked[i][0].judged or {}), "answer": texts[i]} for i in judged]
+        for i, verdict in zip(judged, judge(told), strict=True):
+            records[i]["score"] = verdict
+    return _by_group(questions, records), records
+
+
+def _prompt_tokens(
+    tokenizer: Tokenizer, question: Question, max_length: int, cut_middle: bool, wrap: str
+) -> tuple[list[int], bool]:
+    """The prompt's tokens, and whether they were cut; none if they do not fit."""
+    before, _, after = (wrap if question.chat else "{prompt}").partition("{prompt}")
+    start = tokenizer.start_ids + tokenizer.encode(before)
+    body, end = tokenizer.encode(question.prompt), tokenizer.encode(after)
+    room = max_length - question.max_new_tokens - len(start) - len(end)
+    if len(body) <= room:
+        whole = tokenizer.start_ids + tokenizer.encode(before + question.prompt + after)
+        return whole, False
+    if not cut_middle or room < 2:
+        return [], False
+    head = room // 2
+    return [*start, *body[:head], *body[len(body) - (room - head) :], *end], True
+
+
+def _metric(question: Question, text: str) -> float | None:
+    """The best score over the references; None where a judge decides."""
+    if question.score is None:
+        return None
+    answer = text.lstrip("\n").split("\n")[0] if question.first_line else text
+    return float(max(question.score(answer, reference) for reference in question.references))
+
+
+def _by_group(questions: Sequence[Question], records: Sequence[dict[str, Any]]) -> list[GroupScore]:
+    rows = []
+    for benchmark in dict.fromkeys(question.benchmark for question in questions):
+        of_it = [question.group for question in questions if question.benchmark == benchmark]
+        asked = [record for record in records if record["benchmark"] == benchmark]
+        by_group = {group: [r for r in asked if r["group"] == group] for group in dict.fromkeys(of_it)}
+        for group, mine in by_group.items():
+            rows.append(_row(benchmark, group, [mine], of_it.count(group)))
+        if len(by_group) > 1:
+            rows.append(_row(benchmark, "mean", list(by_group.values()), len(of_it)))
+        rows.append(_row(benchmark, "all", [asked], len(of_it)))
+    return rows
+
+
+def _row(benchmark: str, name: str, groups: Sequence[Sequence[dict[str, Any]]], total: int) -> GroupScore:
+    asked = list(chain(*groups))
+    scores = [[record["score"] for record in group] for group in groups if group]
+    estimate = bootstrap_groups(scores) if scores else None
+    return GroupScore(
+        benchmark=benchmark,
+        group=name,
+        score=None if estimate is None else estimate.mean,
+        interval=None if estimate is None else [estimate.low, estimate.high],
+        num_questions=len(asked),
+        num_left_out=total - len(asked),
+        num_cut=sum(r["cut"] for r in asked),
+    )

@@ -1,0 +1,88 @@
+"""A model on RULER's needle tasks: every (task, length, depth) generated, scored, and with its intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from swa_jax.data.tokenizer import Tokenizer
+from swa_jax.evaluate.bootstrap import accuracy_interval, bootstrap
+from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.generated_answers import generate_answers
+from swa_jax.evaluate.ruler import TOKENS_TO_GENERATE, Cell
+from swa_jax.model.decoder import Decoder
+from swa_jax.settings import ConfigError
+
+
+@dataclass(frozen=True)
+class RulerScore:
+    """One cell. `score` is the mean of `string_match_all`, from 0 to 1."""
+
+    task: str
+    length: int
+    depth: float | None
+    score: float
+    interval: list[float]  # Wilson's, 95 %
+    bootstrap_interval: list[
+        float
+    ]  # percentile bootstrap over examples, 95 %; no width where all scores are equal
+    num_examples: int
+    prompt_tokens: list[int]  # the shortest and the longest
+    haystack: str
+
+
+def ruler_scores(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    cells: dict[Cell, list[Example]],
+    *,
+    max_new_tokens: int = TOKENS_TO_GENERATE,
+    batch_size: int = 16,
+) -> list[RulerScore]:
+    """Greedy answers to every cell of `ruler_grid`, in its order. Cells of one length share batches.
+
+    Args:
+      max_new_tokens: as the cells were made with; an end-of-text token ends an answer earlier.
+
+    Raises:
+      ConfigError: a cell was made for fewer new tokens, so that its prompts leave no room for these.
+    """
+    stop = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    by_length: dict[int, list[Cell]] = {}
+    for cell in cells:
+        by_length.setdefault(cell[1], []).append(cell)
+    scores: dict[Cell, np.ndarray] = {}
+    for length, some in by_length.items():
+        examples = [example for cell in some for example in cells[cell]]
+        if any(example.meta["max_new_tokens"] < max_new_tokens for example in examples):
+            raise ConfigError(
+                f"prompts of length {length} leave less than max_new_tokens = {max_new_tokens} for the answer"
+            )
+        answers = generate_answers(
+            model,
+            tokenizer,
+            examples,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            timed=False,
+            stop_tokens=stop,
+        )
+        ends = np.cumsum([len(cells[cell]) for cell in some])[:-1]
+        scores |= dict(zip(some, np.split(answers.scores, ends), strict=True))
+    return [_cell_score(cell, examples, scores[cell]) for cell, examples in cells.items()]
+
+
+def _cell_score(cell: Cell, examples: Sequence[Example], scores: np.ndarray) -> RulerScore:
+    wilson, resampled = accuracy_interval(scores), bootstrap(scores)
+    tokens = [len(example.prompt) for example in examples]
+    return RulerScore(
+        *cell,
+        score=wilson.mean,
+        interval=[wilson.low, wilson.high],
+        bootstrap_interval=[resampled.low, resampled.high],
+        num_examples=len(examples),
+        prompt_tokens=[min(tokens), max(tokens)],
+        haystack=examples[0].meta["haystack"],
+    )

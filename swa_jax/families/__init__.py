@@ -1,0 +1,1 @@
+"""Model families: what each reads and writes of Hugging Face's config.json."""

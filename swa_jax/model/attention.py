@@ -1,0 +1,192 @@
+"""The attention module of a decoder layer: projections, rotary embeddings, router, and the choice of kind.
+
+Which kind a layer is comes as data (`LayerPlan`), scanned with the stacked weights, so one compiled layer serves
+the whole depth; `lax.switch` runs only the kind that is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from pallas_kernels import AttentionSpec, alibi_slopes
+from pallas_kernels.api import Implementation
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.layer_types import FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
+from swa_jax.model.layers import RMSNorm, apply_rope, linear
+from swa_jax.model.mesh_attention import attention_on_mesh
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.sharding import Partition
+
+
+class LayerPlan(NamedTuple):
+    """What differs by layer, as data: an index into the kinds compiled, and the KV heads that stay full."""
+
+    kind: jax.Array  # [L] int32
+    full_heads: jax.Array  # [L, K] bool
+
+
+class Routing(NamedTuple):
+    """What a layer's router did, for every token [B, T]; zeros where the layer is not routed."""
+
+    logit: jax.Array  # f32
+    gate: jax.Array  # f32, exactly 0 or 1
+    disagreement: jax.Array  # f32, mean squared O_full - O_window over heads and head_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionContext:
+    """What all layers of one forward pass share."""
+
+    spec: AttentionSpec
+    kinds: tuple[str, ...]  # the layer types compiled; `LayerPlan.kind` indexes them
+    cos: jax.Array | None  # [B, T, D/2]
+    sin: jax.Array | None
+    segment_ids: jax.Array | None = None  # [B, T]
+    positions: jax.Array | None = None  # [B, T], only when they are not those of the segments
+    full_from: jax.Array | None = None  # [B] or [B, segments]
+    implementation: Implementation | None = None
+    inference: bool = False  # nothing is differentiated: tokens routed to the window skip the full branch
+    partition: Partition | None = None  # the mesh that the arrays lie on
+
+
+def kinds_of(pattern: AttentionPattern) -> tuple[str, ...]:
+    """The layer types that occur in a pattern, in a fixed order."""
+    return tuple(kind for kind in LAYER_TYPES if kind in pattern.layer_types)
+
+
+def layer_plan(pattern: AttentionPattern, num_kv_heads: int, kinds: tuple[str, ...]) -> LayerPlan:
+    full_heads = np.zeros((pattern.num_layers, num_kv_heads), bool)
+    for layer, heads in enumerate(pattern.full_kv_heads):
+        full_heads[layer, list(heads)] = True
+    kind = np.array([kinds.index(kind) for kind in pattern.layer_types], np.int32)
+    return LayerPlan(jnp.asarray(kind), jnp.asarray(full_heads))
+
+
+def model_spec(config: ModelConfig, pattern: AttentionPattern) -> AttentionSpec:
+    return AttentionSpec(
+        window=pattern.sliding_window,
+        num_sink_tokens=pattern.num_sink_tokens if pattern.sliding_window else 0,
+        activation=config.attention_activation,
+    )
+
+
+def model_slopes(config: ModelConfig) -> jax.Array | None:
+    """SWAT's balanced slopes [H] (Eq. 4), None for a model without ALiBi."""
+    if not config.uses_alibi:
+        return None
+    return alibi_slopes(config.alibi_negative_heads, config.alibi_positive_heads, config.slope_schedule)
+
+
+def model_sigmoid_bias(config: ModelConfig) -> float | None:
+    return config.sigmoid_bias if config.attention_activation == "sigmoid" else None
+
+
+class Router(nnx.Module):
+    """SwiAttn's router: one linear map of the normed hidden state to one logit a token, shared by all heads."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.proj = linear(config.hidden_size, 1, True, config, dtype, rngs)
+        self.proj.bias = nnx.Param(jnp.full(1, config.router_bias_init, dtype))
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x [B, T, d] -> logit [B, T] f32 and the straight-through gate [B, T] f32 (1 = full attention)."""
+        logit = self.proj(x)[..., 0].astype(jnp.float32)
+        soft = jax.nn.sigmoid(logit)
+        # The brackets keep the gate exactly 0 or 1 in floating point while its gradient is the sigmoid's.
+        return logit, (soft > 0.5).astype(jnp.float32) + (soft - jax.lax.stop_gradient(soft))
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: ModelConfig, routed: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
+        d, heads, kv_heads, size = (
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.config = config
+        self.q_proj = linear(d, heads * size, config.attention_bias, config, dtype, rngs)
+        self.k_proj = linear(d, kv_heads * size, config.attention_bias, config, dtype, rngs)
+        self.v_proj = linear(d, kv_heads * size, config.attention_bias, config, dtype, rngs)
+        self.o_proj = linear(heads * size, d, config.attention_out_bias, config, dtype, rngs)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(size, config.rms_norm_eps, dtype)
+            self.k_norm = RMSNorm(size, config.rms_norm_eps, dtype)
+        if routed:
+            self.router = Router(config, dtype, rngs)
+
+    def qkv(self, x: jax.Array, context: AttentionContext) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [B, T, d] -> q [B, T, H, D], k and v [B, T, K, D], normed and rotated."""
+        heads = (*x.shape[:2], -1, self.config.head_dim)
+        q, k, v = (proj(x).reshape(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if context.cos is not None and context.sin is not None:
+            q, k = (apply_rope(t, context.cos, context.sin) for t in (q, k))
+        return q, k, v
+
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if hasattr(self, "router"):
+            return self.router(x)
+        zeros = jnp.zeros(x.shape[:2], jnp.float32)
+        return zeros, zeros
+
+    def output(self, mixed: jax.Array) -> jax.Array:
+        return self.o_proj(mixed.reshape(*mixed.shape[:2], -1))
+
+    def __call__(
+        self, x: jax.Array, plan: LayerPlan, context: AttentionContext
+    ) -> tuple[jax.Array, Routing, tuple[jax.Array, jax.Array]]:
+        """x [B, T, d] and this layer's row of the plan -> output [B, T, d], routing [B, T], (k, v) [B, T, K, D]."""
+        q, k, v = self.qkv(x, context)
+        logit, gate = self.route(x)
+        windowed: dict[str, Any] = {"full_from": context.full_from}
+
+        def attend(spec: AttentionSpec, **options: Any) -> tuple[jax.Array, jax.Array]:
+            return attention_on_mesh(q, k, v, spec, context.partition, **self._shared(context), **options)
+
+        def full() -> tuple[jax.Array, jax.Array]:
+            return attend(full_spec(context.spec))
+
+        def window() -> tuple[jax.Array, jax.Array]:
+            return attend(context.spec, **windowed)
+
+        def hybrid() -> tuple[jax.Array, jax.Array]:
+            return attend(context.spec, full_heads=plan.full_heads, **windowed)
+
+        def switch() -> tuple[jax.Array, jax.Array]:
+            return attend(context.spec, gate=gate, inference=context.inference, **windowed)
+
+        branches = {FULL: full, WINDOW: window, HYBRID: hybrid, SWITCH: switch}
+        mixed, disagreement = choose(plan.kind, [branches[kind] for kind in context.kinds])
+        routed = _is_kind(plan.kind, context.kinds, SWITCH)
+        routing = Routing(logit * routed, gate * routed, disagreement)
+        return self.output(mixed), routing, (k, v)
+
+    def _shared(self, context: AttentionContext) -> dict[str, Any]:
+        return {
+            "alibi_slopes": model_slopes(self.config),
+            "sigmoid_bias": model_sigmoid_bias(self.config),
+            "segment_ids": context.segment_ids,
+            "positions": context.positions,
+            "implementation": context.implementation,
+        }
+
+
+def full_spec(spec: AttentionSpec) -> AttentionSpec:
+    return dataclasses.replace(spec, window=None, num_sink_tokens=0)
+
+
+def choose(index: jax.Array, branches: list[Any]) -> Any:
+    """Run one branch; only the chosen one costs anything."""
+    return branches[0]() if len(branches) == 1 else jax.lax.switch(index, branches)
+
+
+def _is_kind(index: jax.Array, kinds: tuple[str, ...], kind: str) -> jax.Array | float:
+    return (index == kinds.index(kind)).astype(jnp.float32) if kind in kinds else 0.0

@@ -1,0 +1,268 @@
+"""The decoder: embeddings, stacked and scanned layers, head. One module for every family and every pattern."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pallas_kernels.pools import write_token
+from pallas_kernels.spec import segment_positions
+from swa_jax.model.attention import (
+    Attention,
+    AttentionContext,
+    LayerPlan,
+    Routing,
+    kinds_of,
+    layer_plan,
+    model_spec,
+)
+from swa_jax.model.cache import CacheLayout, KVCache, ring_entry, ring_positions, write_prompt
+from swa_jax.model.cached_attention import decode_layer, layer_places
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.layer_types import SWITCH
+from swa_jax.model.layers import RMSNorm, SwiGLU, linear, rope_tables
+from swa_jax.model.lora import LoraConfig, seed_dropout, with_lora
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.sharding import Partition, constrain
+
+# What the backward pass finds saved: everything, each layer's input only, or also the outputs of its projections.
+Remat = Literal["none", "layer", "projections"]
+
+
+class Block(nnx.Module):
+    """One pre-norm decoder layer."""
+
+    def __init__(self, config: ModelConfig, routed: bool, dtype: jnp.dtype, *, rngs: nnx.Rngs):
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.attention = Attention(config, routed, dtype, rngs)
+        self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp = SwiGLU(config, dtype, rngs)
+
+    def __call__(self, x: jax.Array, plan: LayerPlan, context: AttentionContext) -> tuple[jax.Array, Routing]:
+        """x [B, T, d] and this layer's row of the plan -> output [B, T, d], routing [B, T]."""
+        mixed, routing, _ = self.attention(self.input_norm(x), plan, context)
+        x = constrain(x + mixed, context.partition, "batch", "sequence", None)
+        return constrain(self.feed_forward(x), context.partition, "batch", "sequence", None), routing
+
+    def feed_forward(self, x: jax.Array) -> jax.Array:
+        return x + self.mlp(self.post_attention_norm(x))
+
+
+class Decoder(nnx.Module):
+    """A causal language model. `model(tokens [B, T]) -> logits [B, T, V]` f32.
+
+    The parameter tree does not depend on the pattern, but for the routers, which exist if any layer is routed.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        pattern: AttentionPattern,
+        *,
+        dtype: jax.typing.DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        pattern.validate(config)
+        self.config, self.pattern = config, pattern
+        self.lora: LoraConfig | None = None  # set by `swa_jax.model.lora.with_lora`
+        dtype = jnp.dtype(dtype)  # one spelling, so that equal models hash alike and share compilations
+        routed = SWITCH in pattern.layer_types
+        init = nnx.initializers.normal(config.initializer_range)
+        self.embedding = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_size), dtype))
+
+        @nnx.split_rngs(splits=config.num_hidden_layers)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def stack(rngs: nnx.Rngs) -> Block:
+            return Block(config, routed, dtype, rngs=rngs)
+
+        self.layers = stack(rngs)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = linear(config.hidden_size, config.vocab_size, False, config, dtype, rngs)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        full_from: jax.Array | None = None,
+    ) -> jax.Array:
+        """tokens [B, T] int32 -> logits [B, T, V] f32.
+
+        Args:
+          segment_ids: [B, T] int32; tokens see only their own segment, 0 is padding. None: one segment.
+          positions: [B, T] int32; None counts from the start of each segment.
+          full_from: [B] or [B, segments] int32; queries of windowed layers at this position or later see everything.
+        """
+        hidden, _ = self.features(tokens, segment_ids=segment_ids, positions=positions, full_from=full_from)
+        return self.logits(hidden)
+
+    def features(
+        self,
+        tokens: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        full_from: jax.Array | None = None,
+        plan: LayerPlan | None = None,
+        kinds: tuple[str, ...] | None = None,
+        remat: Remat = "none",
+        partition: Partition | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> tuple[jax.Array, Routing]:
+        """The normed hidden states [B, T, d] and every layer's routing [L, B, T].
+
+        Args:
+          plan, kinds: replace the pattern's layer map by data, so that a search over patterns compiles once.
+          remat: what is computed again in the backward pass rather than saved.
+          partition: the mesh that parameters and tokens lie on.
+          dropout_key: a JAX key; LoRA adapters drop inputs by it, each layer its own. None: none are dropped.
+        """
+        if 0 in tokens.shape:
+            raise ValueError(f"tokens is [B, T] = {tokens.shape}: give at least one sequence of one token")
+        kinds = kinds or kinds_of(self.pattern)
+        plan = plan or self._plan(kinds)
+        context = self.context(tokens, kinds, segment_ids, positions, full_from, partition)
+        graph, weights = nnx.split(self.layers)
+
+        keys = None if dropout_key is None else jax.random.split(dropout_key, self.config.num_hidden_layers)
+
+        def layer(x: jax.Array, scanned: tuple) -> tuple[jax.Array, Routing]:
+            weights, plan, key = scanned
+            block = nnx.merge(graph, weights)
+            if key is not None:
+                seed_dropout(block, key)
+            return block(x, plan, context)
+
+        if remat == "layer":
+            layer = jax.checkpoint(layer)
+        elif remat == "projections":
+            layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+        x, routing = jax.lax.scan(layer, self.embed(tokens, partition), (weights, plan, keys))
+        return self.norm(x), routing
+
+    def embed(self, tokens: jax.Array, partition: Partition | None = None) -> jax.Array:
+        """tokens [B, T] int32 -> [B, T, d]."""
+        # The table is gathered over fsdp, as the layers' weights are; else XLA would gather the tokens of all rows.
+        table = constrain(self.embedding[...], partition, "vocab", None)
+        return constrain(table[tokens], partition, "batch", "sequence", None)
+
+    def head(self) -> jax.Array:
+        """The output matrix [d, V]."""
+        return self.embedding[...].T if self.config.tie_word_embeddings else self.lm_head.kernel[...]
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [..., d] -> logits [..., V] f32."""
+        return jnp.einsum("...d,dv->...v", hidden, self.head(), preferred_element_type=jnp.float32)
+
+    def with_pattern(self, pattern: AttentionPattern, *, rngs: nnx.Rngs | None = None) -> Decoder:
+        """The same weights under another pattern (arrays are shared). Routed layers get fresh routers from `rngs`."""
+        pattern.validate(self.config)
+        routed = SWITCH in pattern.layer_types
+        dtype = self.embedding[...].dtype
+        other = nnx.eval_shape(lambda: Decoder(self.config, pattern, dtype=dtype, rngs=nnx.Rngs(0)))
+        if (lora := self.lora) is not None:
+            other = nnx.eval_shape(lambda: with_lora(other, lora, nnx.Rngs(0)))
+        graph, wanted = nnx.split(other)
+        mine = dict(nnx.to_flat_state(nnx.state(self)))
+        if routed and not hasattr(self.layers.attention, "router"):
+            fresh = nnx.state(Decoder(self.config, pattern, dtype=dtype, rngs=rngs or nnx.Rngs(0)))
+            mine = dict(nnx.to_flat_state(fresh)) | mine
+        kept = {path: mine[path] for path, _ in nnx.to_flat_state(wanted)}
+        return nnx.merge(graph, nnx.from_flat_state(kept))
+
+    # ---- generation: a prompt into the cache, then one token at a time ----
+
+    def prefill(
+        self, tokens: jax.Array, lengths: jax.Array, cache: KVCache, layout: CacheLayout
+    ) -> tuple[jax.Array, KVCache]:
+        """Right-padded prompts [B, T] of `lengths` [B] -> logits after each last token [B, V] f32, the filled cache."""
+        segments = (jnp.arange(tokens.shape[1])[None] < lengths[:, None]).astype(jnp.int32)
+        kinds = kinds_of(self.pattern)
+        context = dataclasses.replace(self.context(tokens, kinds, segments), inference=True)
+        graph, weights = nnx.split(self.layers)
+        ring = ring_positions(layout, lengths)
+
+        def layer(carry: tuple[jax.Array, KVCache], scanned: tuple) -> tuple[tuple[jax.Array, KVCache], None]:
+            (x, cache), (weights, plan, place) = carry, scanned
+            block = nnx.merge(graph, weights)
+            mixed, _, (k, v) = block.attention(block.input_norm(x), plan, context)
+            cache = dataclasses.replace(
+                cache,
+                k_whole=write_prompt(cache.k_whole, place.whole_slots, k, None),
+                v_whole=write_prompt(cache.v_whole, place.whole_slots, v, None),
+                k_ring=write_prompt(cache.k_ring, place.ring_slots, k, ring),
+                v_ring=write_prompt(cache.v_ring, place.ring_slots, v, ring),
+            )
+            return (block.feed_forward(x + mixed), cache), None
+
+        cache = dataclasses.replace(cache, lengths=lengths)
+        scanned = (weights, self._plan(kinds), layer_places(layout))
+        (x, cache), _ = jax.lax.scan(layer, (self.embed(tokens), cache), scanned)
+        last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0]  # [B, d]
+        return self.logits(self.norm(last)), cache
+
+    def decode_step(
+        self, tokens: jax.Array, cache: KVCache, layout: CacheLayout, full_from: jax.Array | None = None
+    ) -> tuple[jax.Array, KVCache]:
+        """One new token a sequence, tokens [B] -> logits [B, V] f32 of what follows, and the cache with it in.
+
+        `full_from` [B]: the length of each prompt under full-attention decode, else None.
+        """
+        context = self.context(
+            tokens[:, None], kinds_of(self.pattern), None, cache.lengths[:, None], full_from
+        )
+        graph, weights = nnx.split(self.layers)
+        lengths = cache.lengths + 1
+        entry, ring = ring_entry(layout, cache.lengths), ring_positions(layout, lengths)
+
+        def layer(carry: tuple[jax.Array, KVCache], scanned: tuple) -> tuple[tuple[jax.Array, KVCache], None]:
+            (x, cache), (weights, plan, place) = carry, scanned
+            block = nnx.merge(graph, weights)
+            normed = block.input_norm(x)
+            q, k, v = block.attention.qkv(normed, context)
+            _, gate = block.attention.route(normed)
+            cache = dataclasses.replace(
+                cache,
+                k_whole=write_token(cache.k_whole, place.whole_slots, k, cache.lengths),
+                v_whole=write_token(cache.v_whole, place.whole_slots, v, cache.lengths),
+                k_ring=write_token(cache.k_ring, place.ring_slots, k, entry),
+                v_ring=write_token(cache.v_ring, place.ring_slots, v, entry),
+            )
+            mixed = decode_layer(
+                self.config, q, gate[:, 0], cache, layout, place, plan, context, lengths, ring
+            )
+            return (block.feed_forward(x + block.attention.output(mixed)), cache), None
+
+        scanned = (weights, self._plan(context.kinds), layer_places(layout))
+        (x, cache), _ = jax.lax.scan(layer, (self.embed(tokens[:, None]), cache), scanned)
+        return self.logits(self.norm(x[:, 0])), dataclasses.replace(cache, lengths=lengths)
+
+    def _plan(self, kinds: tuple[str, ...]) -> LayerPlan:
+        return layer_plan(self.pattern, self.config.num_key_value_heads, kinds)
+
+    def context(
+        self,
+        tokens: jax.Array,
+        kinds: tuple[str, ...],
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        full_from: jax.Array | None = None,
+        partition: Partition | None = None,
+    ) -> AttentionContext:
+        """What the layers of one pass over tokens [B, T] share; the arguments are those of `features`."""
+        cos = sin = None
+        if self.config.uses_rope:
+            turned = positions
+            if turned is None and segment_ids is not None:
+                turned = segment_positions(segment_ids)
+            if turned is None:
+                turned = jnp.arange(tokens.shape[1])[None]
+            cos, sin = rope_tables(self.config, turned)
+        spec = model_spec(self.config, self.pattern)
+        return AttentionContext(spec, kinds, cos, sin, segment_ids, positions, full_from, partition=partition)

@@ -1,0 +1,96 @@
+"""Floating-point operations of a model, counted from its configuration: a multiplication and an addition are two."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.layer_types import FULL, HYBRID, SWITCH
+from swa_jax.model.lora import LoraConfig
+from swa_jax.model.pattern import AttentionPattern
+
+# Dense bf16 operations a second of one JAX device, from the vendors' data sheets. A v7x chip is two devices.
+PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "TPU7x": 1153.5e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Of one device, or None where its kind is not in the table."""
+    if device_kind in PEAK_FLOPS:
+        return PEAK_FLOPS[device_kind]
+    known = [name for name in PEAK_FLOPS if name.startswith("NVIDIA") and device_kind.startswith(name)]
+    return PEAK_FLOPS[known[0]] if known else None
+
+
+def matrix_parameters(config: ModelConfig) -> int:
+    """Weights that every token is multiplied with: the projections of all layers and the output matrix."""
+    d, size = config.hidden_size, config.head_dim
+    attention = d * size * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+    layer = attention + 3 * d * config.intermediate_size
+    return config.num_hidden_layers * layer + d * config.vocab_size
+
+
+def visible_keys(position: np.ndarray, window: int | None, num_sink_tokens: int = 0) -> np.ndarray:
+    """Keys that a query at `position` (from 0) of one document sees."""
+    seen = np.asarray(position, np.int64) + 1
+    return seen if window is None else np.minimum(seen, window + np.minimum(num_sink_tokens, seen))
+
+
+def attention_flops(
+    config: ModelConfig, pattern: AttentionPattern, position: np.ndarray, full_ratio: float = 1.0
+) -> np.ndarray:
+    """Forward operations of all layers' attention for the token at each position: 4 D for a head and visible key.
+
+    Args:
+      full_ratio: share of the tokens that routed layers send to full attention (a backward pass or a prefill; a
+        forward pass that trains computes both branches, full_ratio = 1).
+    """
+    full = visible_keys(position, None)
+    window = full
+    if pattern.sliding_window is not None:
+        window = visible_keys(position, pattern.sliding_window, pattern.num_sink_tokens)
+    keys = np.zeros_like(full, np.float64)
+    for kind, heads in zip(pattern.layer_types, pattern.full_kv_heads, strict=True):
+        share = {FULL: 1.0, HYBRID: len(heads) / config.num_key_value_heads, SWITCH: full_ratio}.get(
+            kind, 0.0
+        )
+        keys += share * full + (1 - share) * window
+    return 4.0 * config.num_attention_heads * config.head_dim * keys
+
+
+def forward_flops(config: ModelConfig, keys: float) -> float:
+    """Forward operations of a token that reads `keys` keys in a layer, the mean over the layers."""
+    attention = 4.0 * config.num_attention_heads * config.head_dim * config.num_hidden_layers * keys
+    return 2.0 * matrix_parameters(config) + attention
+
+
+def train_flops_per_token(
+    config: ModelConfig,
+    pattern: AttentionPattern,
+    length: int,
+    full_ratio: float = 1.0,
+    lora: LoraConfig | None = None,
+) -> float:
+    """Forward and backward, the mean over the tokens of a row that is one document; the backward is twice the forward.
+
+    What is computed a second time for want of memory does not count. `full_ratio` is for the backward of routed layers.
+    Under LoRA frozen weights have no gradient: their backward is once the forward, that of the adapters twice.
+    """
+    positions = np.arange(length)
+    matrices = 2.0 * matrix_parameters(config)
+    forward = attention_flops(config, pattern, positions).mean()
+    backward = 2 * attention_flops(config, pattern, positions, full_ratio).mean()
+    if lora is None:
+        return 3 * matrices + float(forward + backward)
+    return 2 * matrices + 6 * lora.num_parameters(config) + float(forward + backward)

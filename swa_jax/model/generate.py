@@ -1,0 +1,263 @@
+"""Generation: a batch of unequal prompts into the caches, then one token at a time until every sequence has stopped.
+
+`generate` is the whole of it. `prepare`, `prefill` and `decode` are its three steps, for callers who time them or look
+at the cache. Prefill and decode are compiled once for each pattern and (rounded) shape; sampling settings, seeds and
+stop tokens are data.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from swa_jax.model.cache import KVCache, allocate, cache_layout
+from swa_jax.model.decoder import Decoder
+from swa_jax.settings import ConfigError
+
+NOTHING = -1  # in a row of new tokens: the sequence had ended
+
+
+def generate(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_tokens: Sequence[int] = (),
+    seed: int = 0,
+    max_length: int | None = None,
+) -> list[list[int]]:
+    """Continue each prompt; the new tokens only, without the stop token that ended them.
+
+    A prompt's continuation does not depend on what else is in the batch: greedy or sampled, it is the one that the
+    prompt alone would get (up to rounding in the logits). Equal prompts in a batch draw different samples.
+
+    Args:
+      prompts: token ids, at least one a prompt; lengths may differ.
+      temperature: 0 takes the likeliest token; else logits are divided by it and sampled.
+      top_k: sample among the k likeliest tokens only.
+      top_p: sample among the fewest likeliest tokens whose probabilities (after temperature and top_k) reach p.
+      stop_tokens: ids that end a sequence.
+      seed: of the samples.
+      max_length: the caches' T_max in tokens; by default the longest prompt and `max_new_tokens`, rounded up.
+
+    Raises:
+      ConfigError: an argument is out of its range; the sentence names it.
+    """
+    batch = prepare(model, prompts, max_new_tokens, max_length=max_length)
+    chosen = sampling(temperature, top_k, top_p)
+    _check_tokens(stop_tokens, "stop_tokens", model.config.vocab_size)
+    logits, cache = prefill(model, batch)
+    new, _ = decode(model, batch, logits, cache, max_new_tokens, chosen, stop_tokens=stop_tokens, seed=seed)
+    return [[token for token in row if token != NOTHING] for row in np.asarray(new).tolist()]
+
+
+class Batch(NamedTuple):
+    """Prompts, right-padded to a rounded length."""
+
+    tokens: jax.Array  # [B, T] int32
+    lengths: jax.Array  # [B] int32
+    keys: jax.Array  # [B] uint32: what tells one sequence's samples from another's
+    max_length: int  # T_max of the caches
+
+
+class Sampling(NamedTuple):
+    """How a token is drawn; all data. What is None is not compiled, and no temperature means greedy."""
+
+    temperature: jax.Array | None = None  # f32
+    top_k: jax.Array | None = None  # int32
+    top_p: jax.Array | None = None  # f32
+
+
+GREEDY = Sampling()
+
+
+def prepare(
+    model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, max_length: int | None = None
+) -> Batch:
+    """Check and pad the prompts. Raises `ConfigError` as `generate` does."""
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if len(prompts) == 0:
+        raise ConfigError("prompts is empty: give at least one prompt")
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str) or np.ndim(prompt) != 1:
+            raise ConfigError(f"prompts[{i}] must be a list of token ids, got {prompt!r:.40}")
+        if len(prompt) == 0:
+            raise ConfigError(f"prompts[{i}] is empty: a prompt needs at least one token")
+        _check_tokens(prompt, f"prompts[{i}]", model.config.vocab_size)
+    longest = max(map(len, prompts))
+    if max_length is None:
+        max_length = round_up(longest + max_new_tokens)
+    elif longest + max_new_tokens > max_length:
+        raise ConfigError(
+            f"max_length is {max_length}, but the longest prompt has {longest} tokens and max_new_tokens is "
+            f"{max_new_tokens}: it must be at least {longest + max_new_tokens}"
+        )
+    padded = min(round_up(longest), max_length)
+    tokens = np.zeros((len(prompts), padded), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    return Batch(jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(_sequence_keys(prompts)), max_length)
+
+
+def sampling(temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None) -> Sampling:
+    """Check the settings (see `generate`). Raises `ConfigError`."""
+    if not 0 <= temperature < float("inf"):
+        raise ConfigError(f"temperature must be 0 (greedy) or a positive number, got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top_k must be at least 1 (or None), got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ConfigError(f"top_p must be above 0 and at most 1 (or None), got {top_p}")
+    if temperature == 0:
+        return GREEDY
+    return Sampling(
+        jnp.float32(temperature),
+        None if top_k is None else jnp.int32(top_k),
+        None if top_p is None else jnp.float32(top_p),
+    )
+
+
+def prefill(model: Decoder, batch: Batch) -> tuple[jax.Array, KVCache]:
+    """The prompts through the model: logits [B, V] f32 of what follows each, and the filled caches."""
+    graph, weights = nnx.split(model)
+    return _prefill(graph, weights, batch.tokens, batch.lengths, batch.max_length)
+
+
+def decode(
+    model: Decoder,
+    batch: Batch,
+    logits: jax.Array,
+    cache: KVCache,
+    max_new_tokens: int,
+    sampling: Sampling = GREEDY,
+    *,
+    stop_tokens: Sequence[int] = (),
+    seed: int = 0,
+) -> tuple[jax.Array, KVCache]:
+    """Draw up to `max_new_tokens` after a prefill: [B, max_new_tokens] int32, `NOTHING` once a sequence has ended.
+
+    Runs one step fewer than the tokens it returns, as the first comes from the prefill's `logits`, and ends early when
+    every sequence has. `cache` is consumed (its memory is reused); the caches afterwards are returned.
+    """
+    graph, weights = nnx.split(model)
+    stop = jnp.asarray(np.asarray(stop_tokens, np.int32))
+    limit = jnp.int32(max_new_tokens)
+    new, cache = _decode(
+        graph, weights, logits, cache, batch.lengths, batch.keys, sampling, stop, jnp.uint32(seed % 2**32), limit,
+        max_length=batch.max_length, buffer=round_up(max_new_tokens),
+    )  # fmt: skip
+    return new[:, :max_new_tokens], cache
+
+
+def round_up(length: int) -> int:
+    """The next of a few lengths: a multiple of 64, or of an eighth of the power of two below, at most 1/8 more."""
+    step = max(64, 2 ** (length.bit_length() - 4))
+    return -(-length // step) * step
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "max_length"))
+def _prefill(
+    graph: Any, weights: nnx.State, tokens: jax.Array, lengths: jax.Array, max_length: int
+) -> tuple[jax.Array, KVCache]:
+    model: Decoder = nnx.merge(graph, weights)
+    layout = cache_layout(model.pattern, model.config.num_key_value_heads, max_length)
+    cache = allocate(layout, tokens.shape[0], model.config.head_dim, model.embedding[...].dtype)
+    return model.prefill(tokens, lengths, cache, layout)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "max_length", "buffer"), donate_argnames="cache")
+def _decode(
+    graph: Any,
+    weights: nnx.State,
+    logits: jax.Array,
+    cache: KVCache,
+    prompt_lengths: jax.Array,
+    sequence_keys: jax.Array,
+    sampling: Sampling,
+    stop: jax.Array,
+    seed: jax.Array,
+    limit: jax.Array,
+    *,
+    max_length: int,
+    buffer: int,
+) -> tuple[jax.Array, KVCache]:
+    model: Decoder = nnx.merge(graph, weights)
+    layout = cache_layout(model.pattern, model.config.num_key_value_heads, max_length)
+    full_from = prompt_lengths if model.pattern.full_attention_decode else None
+    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(sequence_keys)  # [B]
+
+    class Loop(NamedTuple):
+        step: jax.Array  # tokens drawn so far
+        token: jax.Array  # [B] the newest
+        ended: jax.Array  # [B] bool
+        new: jax.Array  # [B, buffer]
+        cache: KVCache
+
+    def draw(logits: jax.Array, step: jax.Array, ended: jax.Array, new: jax.Array, cache: KVCache) -> Loop:
+        token = sample(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, step), sampling)
+        ended = ended | jnp.isin(token, stop)
+        return Loop(step + 1, token, ended, new.at[:, step].set(jnp.where(ended, NOTHING, token)), cache)
+
+    def step(now: Loop) -> Loop:
+        logits, cache = model.decode_step(now.token, now.cache, layout, full_from)
+        return draw(logits, now.step, now.ended, now.new, cache)
+
+    rows = logits.shape[0]
+    nothing = jnp.full((rows, buffer), NOTHING, jnp.int32)
+    first = draw(logits, jnp.int32(0), jnp.zeros(rows, bool), nothing, cache)
+    last = jax.lax.while_loop(lambda now: (now.step < limit) & ~now.ended.all(), step, first)
+    return last.new, last.cache
+
+
+def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
+    """One token a row: logits [B, V] f32 and a key each [B] -> [B] int32."""
+    temperature, top_k, top_p = sampling
+    if temperature is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits / temperature
+    if top_k is None and top_p is None:
+        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+    # Ranks, not thresholds, decide what is kept, so that ties cannot let more than k through.
+    order = jnp.argsort(logits, axis=-1, descending=True)  # [B, V], likeliest first
+    logits = jnp.take_along_axis(logits, order, axis=-1)
+    if top_k is not None:
+        logits = jnp.where(jnp.arange(logits.shape[-1]) < top_k, logits, -jnp.inf)
+    if top_p is not None:
+        shares = jax.nn.softmax(logits, axis=-1)
+        before = (
+            jnp.cumsum(shares, axis=-1) - shares
+        )  # of the likelier tokens: 0 for the first, which is always kept
+        logits = jnp.where(before < top_p, logits, -jnp.inf)
+    rank = jax.vmap(jax.random.categorical)(keys, logits)
+    return jnp.take_along_axis(order, rank[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+
+def _sequence_keys(prompts: Sequence[Sequence[int]]) -> np.ndarray:
+    """A number for each sequence from its prompt alone, but for equal prompts, which are told apart: [B] uint32."""
+    seen: Counter[bytes] = Counter()
+    keys = []
+    for prompt in prompts:
+        content = np.asarray(prompt, np.int32).tobytes()
+        keys.append(zlib.crc32(seen[content].to_bytes(4), zlib.crc32(content)))
+        seen[content] += 1
+    return np.array(keys, np.uint32)
+
+
+def _check_tokens(tokens: Sequence[int], name: str, vocab_size: int) -> None:
+    wrong = [token for token in tokens if not 0 <= token < vocab_size]
+    if wrong:
+        raise ConfigError(
+            f"{name} holds token {wrong[0]}, the model's vocabulary has ids 0 to {vocab_size - 1}"
+        )

@@ -1,0 +1,110 @@
+"""The parts of a decoder layer that are not attention: RMSNorm, rotary embeddings, SwiGLU."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from swa_jax.model.config import ModelConfig, RopeScaling
+from swa_jax.settings import ConfigError
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, in f32 whatever the input's dtype."""
+
+    def __init__(self, size: int, eps: float, dtype: jnp.dtype):
+        self.scale = nnx.Param(jnp.ones(size, dtype))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return normed.astype(x.dtype) * self.scale[...].astype(x.dtype)
+
+
+class SwiGLU(nnx.Module):
+    """`down(silu(gate(x)) * up(x))`, x [B, T, d]."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        d, f, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = linear(d, f, bias, config, dtype, rngs)
+        self.up_proj = linear(d, f, bias, config, dtype, rngs)
+        self.down_proj = linear(f, d, bias, config, dtype, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def linear(
+    inputs: int, outputs: int, bias: bool, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs
+) -> nnx.Linear:
+    """A projection with the family's initialisation, kernel [inputs, outputs]."""
+    init = nnx.initializers.normal(config.initializer_range)
+    return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=init, param_dtype=dtype, rngs=rngs)
+
+
+def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [B, T, D/2] f32 at integer positions [B, T]."""
+    frequencies, factor = rope_frequencies(config.rope_theta, config.head_dim, config.rope_scaling, config)
+    angles = positions[..., None].astype(jnp.float32) * frequencies  # [B, T, D/2]
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate channel pairs (c, c + D/2) of x [B, T, H, D]; cos and sin [B, T, D/2]."""
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]  # [B, T, 1, D/2]
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+
+
+def rope_frequencies(
+    theta: float, head_dim: int, scaling: RopeScaling | None, config: ModelConfig
+) -> tuple[np.ndarray, float]:
+    """Angular frequencies [D/2] f32 in radians a token, and the factor on cos and sin (YaRN's attention factor)."""
+    plain = (1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)).astype(np.float32)
+    if scaling is None:
+        return plain, 1.0
+    original = scaling.original_max_position_embeddings or config.max_position_embeddings
+    if scaling.rope_type == "linear":
+        return plain / scaling.factor, 1.0
+    if scaling.rope_type == "llama3":
+        # Long wavelengths are interpolated, short ones kept, those between blended (Llama 3.1).
+        wavelength = 2 * np.pi / plain
+        blend = (original / wavelength - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
+        blend = np.clip(blend, 0, 1)
+        return ((1 - blend) * plain / scaling.factor + blend * plain).astype(np.float32), 1.0
+    if scaling.rope_type == "yarn":
+        return _yarn(theta, head_dim, scaling, original, plain)
+    raise ConfigError(
+        f"rope_scaling.rope_type '{scaling.rope_type}' is not supported: use linear, llama3 or yarn"
+    )
+
+
+def _yarn(
+    theta: float, head_dim: int, scaling: RopeScaling, original: int, plain: np.ndarray
+) -> tuple[np.ndarray, float]:
+    """YaRN (Peng et al., arXiv:2309.00071): interpolate the channels that turn less than `beta_slow` times."""
+
+    def channel(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / max(high - low, 1e-3), 0, 1)
+    frequencies = plain / scaling.factor * ramp + plain * (1 - ramp)
+
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    factor = scaling.attention_factor
+    if factor is None and scaling.mscale and scaling.mscale_all_dim:
+        factor = temperature(scaling.mscale) / temperature(scaling.mscale_all_dim)
+    return frequencies.astype(np.float32), temperature(1.0) if factor is None else factor

@@ -1,0 +1,171 @@
+"""Low-rank adaptation (LoRA, Hu et al., arXiv:2106.09685), with which SWAA trains a model to its window (4.1.3).
+
+A projection's weights W [in, out] stay as they are; y = x W + scale * dropout(x) A B learns A [in, r] and B [r, out].
+Layers are stacked, so the arrays have an axis L in front, and scanned with the rest of the layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from swa_jax.model.config import ModelConfig
+from swa_jax.settings import ConfigError, nearest
+
+if TYPE_CHECKING:  # the decoder imports this module
+    from swa_jax.model.decoder import Block, Decoder
+
+# Every projection that can be adapted, and the part of a layer that it is in.
+TARGETS = {
+    "q_proj": "attention",
+    "k_proj": "attention",
+    "v_proj": "attention",
+    "o_proj": "attention",
+    "gate_proj": "mlp",
+    "up_proj": "mlp",
+    "down_proj": "mlp",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Of the adapters of a run. The defaults are SWAA's."""
+
+    rank: int = 16
+    alpha: float = 128.0  # A B is multiplied with alpha / rank
+    dropout: float = 0.1  # of what goes into A, while training
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    rs_lora: bool = False  # alpha / sqrt(rank) instead (Kalajdzievski, arXiv:2312.03732)
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"'lora.rank' must be at least 1, got {self.rank}")
+        if not (self.alpha > 0 and math.isfinite(self.alpha)):
+            raise ConfigError(f"'lora.alpha' must be a number above 0, got {self.alpha}")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"'lora.dropout' must be a share from 0 to below 1, got {self.dropout}")
+        if not self.targets:
+            raise ConfigError(f"'lora.targets' is empty: name at least one of {', '.join(TARGETS)}")
+        for name in self.targets:
+            if name not in TARGETS:
+                raise ConfigError(f"'lora.targets' names '{name}'{nearest(name, list(TARGETS))}")
+            if self.targets.count(name) > 1:
+                raise ConfigError(f"'lora.targets' names '{name}' twice")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rs_lora else self.rank)
+
+    def num_parameters(self, model: ModelConfig) -> int:
+        """Of all adapters of a model."""
+        heads, kv_heads = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
+        d, f = model.hidden_size, model.intermediate_size
+        ends = {"q_proj": (d, heads), "k_proj": (d, kv_heads), "v_proj": (d, kv_heads), "o_proj": (heads, d)}
+        ends |= {"gate_proj": (d, f), "up_proj": (d, f), "down_proj": (f, d)}
+        return model.num_hidden_layers * self.rank * sum(sum(ends[name]) for name in self.targets)
+
+
+class LoraLinear(nnx.Linear):
+    """A projection with its adapter; `kernel` and `bias` are those of the projection it is made from, at their paths.
+
+    `lora_a` [..., in, r] is drawn as PEFT draws it (Kaiming uniform with a = sqrt(5): within 1 / sqrt(in)), `lora_b`
+    [..., r, out] is zero, so that a new adapter changes nothing. Both are f32 and computed in the output's dtype.
+    """
+
+    def __init__(self, base: nnx.Linear, config: LoraConfig, key: jax.Array):
+        super().__init__(base.in_features, base.out_features, **_shape_only(base))
+        self.kernel = base.kernel
+        if base.bias is not None:
+            self.bias = base.bias
+        *stack, inputs, outputs = base.kernel.shape
+        bound = 1 / math.sqrt(inputs)
+        drawn = jax.random.uniform(key, (*stack, inputs, config.rank), jnp.float32, -bound, bound)
+        self.lora_a = nnx.LoRAParam(drawn)
+        self.lora_b = nnx.LoRAParam(jnp.zeros((*stack, config.rank, outputs), jnp.float32))
+        self.lora = config
+        self.dropout_key: jax.Array | None = nnx.data(None)  # set for one training pass by `seed_dropout`
+
+    def __call__(self, x: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """x [..., in] -> [..., out]."""
+        y = super().__call__(x, out_sharding)
+        x = x.astype(y.dtype)
+        if self.dropout_key is not None:
+            kept = jax.random.bernoulli(self.dropout_key, 1 - self.lora.dropout, x.shape)
+            x = jnp.where(kept, x / (1 - self.lora.dropout), 0)
+        low = x @ self.lora_a[...].astype(y.dtype)  # [..., r]
+        return y + self.lora.scale * (low @ self.lora_b[...].astype(y.dtype))
+
+    def merged(self) -> nnx.Linear:
+        """The projection with weights W + scale A B, added in f32 and rounded to W's dtype."""
+        plain = nnx.Linear(self.in_features, self.out_features, **_shape_only(self))
+        a, b, kernel = self.lora_a[...], self.lora_b[...], self.kernel[...]
+        change = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+        plain.kernel = nnx.Param((kernel.astype(jnp.float32) + self.lora.scale * change).astype(kernel.dtype))
+        if self.bias is not None:
+            plain.bias = self.bias
+        return plain
+
+
+def with_lora(model: Decoder, config: LoraConfig, rngs: nnx.Rngs) -> Decoder:
+    """The model with new adapters, which change nothing yet; its arrays are shared.
+
+    Raises `ConfigError` if it has adapters already.
+    """
+    if model.lora is not None:
+        raise ConfigError("the model has LoRA adapters already: merge them into its weights first")
+    adapted = nnx.merge(*nnx.split(model))
+    for name, part in TARGETS.items():  # in this order, whatever that of `targets`: equal seeds, equal draws
+        if name in config.targets:
+            parent = getattr(adapted.layers, part)
+            setattr(parent, name, LoraLinear(getattr(parent, name), config, rngs.params()))
+    adapted.lora = config
+    return adapted
+
+
+def merge_lora(model: Decoder) -> Decoder:
+    """The plain model of the same function: W + scale A B in place of each adapted W. Other arrays are shared."""
+    merged = nnx.merge(*nnx.split(model))
+    for part, name, projection in _adapted(merged.layers):
+        setattr(part, name, projection.merged())
+    merged.lora = None
+    return merged
+
+
+def trained_and_frozen(model: Decoder) -> tuple[nnx.State, nnx.State]:
+    """(what training changes, what it leaves): everything and nothing, or, with adapters, those and the routers.
+
+    The first is f32, the second as it is.
+    """
+    if model.lora is None:
+        return nnx.state(model, nnx.Param), nnx.State({})
+    trained, frozen = nnx.state(model, nnx.Any(nnx.LoRAParam, nnx.PathContains("router")), ...)
+    return jax.tree.map(lambda x: x.astype(jnp.float32), trained), frozen
+
+
+def seed_dropout(block: Block, key: jax.Array) -> None:
+    """Have one layer's adapters drop inputs, each its own, until the block is thrown away."""
+    for i, (_, _, projection) in enumerate(_adapted(block)):
+        projection.dropout_key = jax.random.fold_in(key, i)
+
+
+def _adapted(block: Block) -> list[tuple[nnx.Module, str, LoraLinear]]:
+    """(part, name, projection) of the adapted projections of a layer, or of the stacked layers."""
+    places = [(getattr(block, part), name) for name, part in TARGETS.items()]
+    found = [(part, name, getattr(part, name)) for part, name in places]
+    return [place for place in found if isinstance(place[2], LoraLinear)]
+
+
+def _shape_only(base: nnx.Linear) -> dict[str, Any]:
+    """Arguments of a Linear whose own arrays are about to be replaced."""
+    zeros = nnx.initializers.zeros
+    return {
+        "use_bias": base.use_bias,
+        "param_dtype": base.param_dtype,
+        "kernel_init": zeros,
+        "rngs": nnx.Rngs(0),
+    }

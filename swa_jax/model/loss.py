@@ -1,0 +1,129 @@
+"""The next-token loss of hidden states, in chunks, on one device or a mesh."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from swa_jax.model.sharding import Partition
+
+CHUNK = 1024  # tokens whose logits exist at one time
+
+
+class TokenLoss(NamedTuple):
+    nll: jax.Array  # [B, T] f32: of the *next* token, 0 where there is no target
+    weight: jax.Array  # [B, T] f32: weight of that target, 0 where there is none
+    correct: jax.Array  # [B, T] f32: 1 where the most likely token is the target
+    log_z: jax.Array | None = None  # [B, T] f32: log of the softmax's denominator, 0 where there is no target
+
+
+def next_token_targets(
+    tokens: jax.Array, segment_ids: jax.Array, weights: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Targets [B, T] int32 and their weights [B, T] f32: token t + 1 of the same segment, else weight 0.
+
+    `weights` [B, T] belong to the *predicted* tokens (unshifted, as Hugging Face's labels are); None means 1.
+    """
+    targets = jnp.roll(tokens, -1, axis=1)
+    follows = (jnp.roll(segment_ids, -1, axis=1) == segment_ids) & (segment_ids != 0)
+    follows = follows.at[:, -1].set(False).astype(jnp.float32)
+    return targets, follows if weights is None else follows * jnp.roll(weights, -1, axis=1)
+
+
+def token_loss(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    chunk: int = CHUNK,
+    partition: Partition | None = None,
+) -> TokenLoss:
+    """Cross-entropy in nats; logits exist for `chunk` tokens at a time (on each device), forward and backward.
+
+    Args:
+      hidden: [B, T, d]; head: [d, V]; targets: [B, T] int32; weights: [B, T] f32.
+      partition: the mesh they lie on; each device then scores its tokens over its part of the vocabulary.
+    """
+    if partition is None:
+        nll, correct, log_z = _local_loss(hidden, head, targets, weights, chunk, None)
+        return TokenLoss(nll, weights, correct, log_z)
+    tokens = partition.spec("batch", "sequence")
+    vocab = partition.rules.axes("vocab")
+    axis = vocab[0] if partition.size("vocab") > 1 else None
+
+    def local(
+        hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        return _local_loss(hidden, head, targets, weights, chunk, axis)
+
+    sharded = jax.shard_map(
+        local,
+        mesh=partition.mesh,
+        in_specs=(partition.spec("batch", "sequence", None), partition.spec(None, "vocab"), tokens, tokens),
+        out_specs=(tokens,) * 3,
+        check_vma=False,  # with it, differentiating this fails inside JAX 0.12.0 ("too few leaves")
+    )
+    nll, correct, log_z = sharded(hidden, head, targets, weights)
+    return TokenLoss(nll, weights, correct, log_z)
+
+
+def _local_loss(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, chunk: int, axis: str | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """nll, correct and log_z of `TokenLoss`; `axis`: the mesh axis that splits the vocabulary, head [d, V / n]."""
+    batch, length, _ = hidden.shape
+    rows = batch * length
+    chunk = min(chunk, rows)
+    padding = -rows % chunk
+    first = (
+        0 if axis is None else jax.lax.axis_index(axis) * head.shape[1]
+    )  # token id of this part's first column
+
+    def split(x: jax.Array) -> jax.Array:
+        flat = x.reshape(rows, *x.shape[2:])
+        return jnp.pad(flat, [(0, padding)] + [(0, 0)] * (flat.ndim - 1)).reshape(-1, chunk, *flat.shape[1:])
+
+    @jax.checkpoint  # the backward pass recomputes the chunk's logits
+    def one_chunk(
+        _: None, piece: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[None, tuple[jax.Array, ...]]:
+        x, target, weight = piece
+        logits = jnp.einsum("cd,dv->cv", x, head, preferred_element_type=jnp.float32)  # [chunk, V]
+        log_z, chosen, likeliest = _over_vocabulary(logits, target, first, axis)
+        scored = weight > 0
+        return None, (
+            jnp.where(scored, log_z - chosen, 0),
+            scored & (likeliest == target),
+            jnp.where(scored, log_z, 0),
+        )
+
+    _, (nll, correct, log_z) = jax.lax.scan(one_chunk, None, (split(hidden), split(targets), split(weights)))
+
+    def join(x: jax.Array) -> jax.Array:
+        return x.reshape(-1)[:rows].reshape(batch, length).astype(jnp.float32)
+
+    return join(nll), join(correct), join(log_z)
+
+
+def _over_vocabulary(
+    logits: jax.Array, target: jax.Array, first: jax.Array | int, axis: str | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-sum-exp, the target's logit and the likeliest token, each [chunk], of logits [chunk, V or its part]."""
+    if axis is None:
+        chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
+        return jax.nn.logsumexp(logits, axis=-1), chosen, jnp.argmax(logits, axis=-1)
+    size = logits.shape[1]
+    held = jax.lax.stop_gradient(logits)
+    top, likeliest = held.max(axis=-1), jnp.argmax(held, axis=-1) + first
+    highest = jax.lax.pmax(top, axis)
+    total = jax.lax.psum(jnp.exp(logits - highest[:, None]).sum(axis=-1), axis)
+    here = (target >= first) & (target < first + size)
+    column = jnp.clip(target - first, 0, size - 1)[:, None]
+    chosen = jax.lax.psum(jnp.where(here, jnp.take_along_axis(logits, column, axis=-1)[:, 0], 0), axis)
+    none = jnp.iinfo(jnp.int32).max
+    likeliest = jax.lax.pmin(
+        jnp.where(top == highest, likeliest, none), axis
+    )  # of equals the first, as argmax
+    return highest + jnp.log(total), chosen, likeliest

@@ -1,0 +1,287 @@
+"""AttentionPattern: which layer, and inside it which KV head, attends how.
+
+Recipes and selection methods produce it; model, generation, export and compilation consume it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.layer_types import FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
+from swa_jax.settings import ConfigError, from_dict, nearest
+
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionPattern:
+    """How each of L layers attends.
+
+    Attributes:
+      layer_types: L names out of `LAYER_TYPES` (the first two are Hugging Face's).
+      sliding_window: visible keys of a windowed query, its own included; None only if every layer is full.
+      num_sink_tokens: first keys of a segment that stay visible beside the window.
+      full_attention_decode: answer queries see everything (SWAA); the boundary is data, `full_from`.
+      full_kv_heads: for each layer the KV heads that stay full; used by `head_hybrid_attention` layers, () elsewhere.
+      provenance: how the pattern came about: method, data, scores, seed. Not part of equality.
+    """
+
+    layer_types: tuple[str, ...]
+    sliding_window: int | None = None
+    num_sink_tokens: int = 0
+    full_attention_decode: bool = False
+    full_kv_heads: tuple[tuple[int, ...], ...] = ()
+    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.layer_types, str) or isinstance(self.full_kv_heads, Mapping):
+            raise ConfigError("layer_types and full_kv_heads are lists with one entry a layer")
+        object.__setattr__(self, "layer_types", tuple(self.layer_types))
+        for name in ("sliding_window", "num_sink_tokens"):
+            if name == "num_sink_tokens" or self.sliding_window is not None:
+                object.__setattr__(self, name, _integer(name, getattr(self, name)))
+        given = self.full_kv_heads or ((),) * len(self.layer_types)
+        heads = tuple(
+            tuple(sorted(_integer(f"full_kv_heads[{i}]", head) for head in h or ()))
+            for i, h in enumerate(given)
+        )
+        object.__setattr__(self, "full_kv_heads", heads)
+        for i, kind in enumerate(self.layer_types):
+            if kind not in LAYER_TYPES:
+                raise ConfigError(f"layer_types[{i}] is '{kind}'{nearest(kind, LAYER_TYPES)}")
+            if kind != HYBRID and self.full_kv_heads[i : i + 1] not in ((), ((),)):
+                raise ConfigError(f"full_kv_heads[{i}] is set, but layer {i} is {kind}, not {HYBRID}")
+        if not self.layer_types:
+            raise ConfigError("layer_types is empty: a pattern needs at least one layer")
+        if len(self.full_kv_heads) != len(self.layer_types):
+            raise ConfigError(
+                f"full_kv_heads has {len(self.full_kv_heads)} entries for {len(self.layer_types)} layers: "
+                "give one a layer"
+            )
+        if self.sliding_window is None and set(self.layer_types) != {FULL}:
+            raise ConfigError("sliding_window is missing: every layer type but full_attention needs one")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ConfigError(
+                f"sliding_window must be at least 1 (the query's own key), got {self.sliding_window}"
+            )
+        if self.num_sink_tokens < 0:
+            raise ConfigError(f"num_sink_tokens must be 0 or more, got {self.num_sink_tokens}")
+
+    # ---- reading it ----
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_types)
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """Indices (from 0) of the layers with full attention throughout."""
+        return tuple(i for i, kind in enumerate(self.layer_types) if kind == FULL)
+
+    @property
+    def full_head_counts(self) -> tuple[int, ...]:
+        return tuple(len(heads) for heads in self.full_kv_heads)
+
+    def full_cache_heads(self, num_kv_heads: int) -> np.ndarray:
+        """Which (layer, KV head) needs the whole sequence in its cache: bool [L, K]."""
+        whole = np.array([self.full_attention_decode or kind in (FULL, SWITCH) for kind in self.layer_types])
+        table = np.repeat(whole[:, None], num_kv_heads, axis=1)  # [L, K]
+        for layer, heads in enumerate(self.full_kv_heads):
+            table[layer, list(heads)] = True
+        return table
+
+    def validate(self, model: ModelConfig) -> None:
+        """Raise `ConfigError` where this pattern does not fit the model."""
+        if self.num_layers != model.num_hidden_layers:
+            raise ConfigError(
+                f"the pattern has {self.num_layers} layers, the model {model.num_hidden_layers}: they must agree"
+            )
+        for layer, heads in enumerate(self.full_kv_heads):
+            wrong = [h for h in heads if not 0 <= h < model.num_key_value_heads]
+            if wrong:
+                raise ConfigError(
+                    f"full_kv_heads[{layer}] names KV head {wrong[0]}, the model has heads 0 to "
+                    f"{model.num_key_value_heads - 1}"
+                )
+            if len(set(heads)) != len(heads):
+                raise ConfigError(f"full_kv_heads[{layer}] names a KV head twice: {list(heads)}")
+
+    def __str__(self) -> str:
+        """The effective per-layer map, on one screen: F full, w window, h head hybrid, S switch."""
+        letters = {FULL: "F", WINDOW: "w", HYBRID: "h", SWITCH: "S"}
+        row = "".join(letters[kind] for kind in self.layer_types)
+        lines = [
+            f"{self.num_layers} layers: {' '.join(row[i : i + 8] for i in range(0, len(row), 8))}",
+            f"full attention in {len(self.full_layers)} layers: {list(self.full_layers)}",
+            f"window {self.sliding_window} (own key included), {self.num_sink_tokens} sink tokens, "
+            f"full-attention decode {'on' if self.full_attention_decode else 'off'}",
+        ]
+        hybrids = [
+            f"{i}:{list(h)}" for i, h in enumerate(self.full_kv_heads) if self.layer_types[i] == HYBRID
+        ]
+        if hybrids:
+            lines.append(f"full KV heads by layer: {', '.join(hybrids)}")
+        if self.provenance:
+            lines.append(f"made by {self.provenance.get('method', 'unknown')}")
+        return "\n".join(lines)
+
+    # ---- JSON ----
+
+    def to_json(self, file: str | Path | None = None) -> str:
+        """The pattern as JSON text, also written to `file` (atomically) when given."""
+        data = dataclasses.asdict(self) | {"version": VERSION}
+        text = json.dumps(data, indent=2, default=_plain) + "\n"
+        if file is not None:
+            partial = Path(f"{file}.partial")
+            partial.write_text(text)
+            os.replace(partial, file)
+        return text
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> AttentionPattern:
+        """Read JSON text or a file; unknown keys, a newer version or contradictions raise `ConfigError`."""
+        is_text = isinstance(source, str) and source.lstrip().startswith("{")
+        name = "the pattern" if is_text else str(source)
+        try:
+            data = json.loads(source if is_text else Path(source).read_text())  # type: ignore[arg-type]
+        except FileNotFoundError:
+            raise ConfigError(f"pattern file {source} does not exist") from None
+        except OSError as error:
+            raise ConfigError(f"pattern file {source} cannot be read: {error.strerror}") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{name} is not valid JSON: {error}") from None
+        if not isinstance(data, dict) or "layer_types" not in data:
+            raise ConfigError(f"{name} has no 'layer_types': it is not an attention pattern")
+        version = data.pop("version", VERSION)
+        if version != VERSION:
+            raise ConfigError(f"{name} has version {version}, this library reads version {VERSION}")
+        try:
+            return from_dict(cls, data)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+
+    # ---- where patterns come from ----
+
+    @classmethod
+    def from_recipe(
+        cls,
+        recipe: str,
+        num_layers: int | ModelConfig,
+        *,
+        sliding_window: int | None = None,
+        num_sink_tokens: int | None = None,
+        full_attention_decode: bool | None = None,
+        seed: int = 0,
+    ) -> AttentionPattern:
+        """A named pattern; see `swa_jax.model.recipes` for the names."""
+        from swa_jax.model.recipes import build_recipe
+
+        layers = num_layers.num_hidden_layers if isinstance(num_layers, ModelConfig) else num_layers
+        layers = _integer("num_layers", layers)
+        if layers < 1:
+            raise ConfigError(f"num_layers must be at least 1, got {layers}")
+        return build_recipe(recipe, layers, sliding_window, num_sink_tokens, full_attention_decode, seed)
+
+    @classmethod
+    def from_full_layers(
+        cls,
+        full_layers: Sequence[int],
+        num_layers: int,
+        sliding_window: int,
+        *,
+        rest: str = WINDOW,
+        **fields: Any,
+    ) -> AttentionPattern:
+        """Full attention in the named layers (from 0), `rest` in all others."""
+        wrong = [i for i in full_layers if not 0 <= i < num_layers]
+        if wrong:
+            raise ConfigError(
+                f"full layer {wrong[0]} does not exist: the model has layers 0 to {num_layers - 1}"
+            )
+        types = tuple(FULL if i in set(full_layers) else rest for i in range(num_layers))
+        return cls(types, sliding_window, **fields)
+
+    @classmethod
+    def from_swaa_config(cls, config: Mapping[str, Any], num_layers: int) -> AttentionPattern:
+        """Read SWAA's words: `sliding_window_size`, `keep_first`, `force_fa_decode`, `non_sliding_layers`."""
+        known = ("sliding_window_size", "keep_first", "force_fa_decode", "non_sliding_layers")
+        for key in config:
+            if key not in known:
+                raise ConfigError(f"SWAA config: unknown key '{key}'{nearest(key, known)}")
+        if config.get("sliding_window_size") is None:
+            return cls((FULL,) * num_layers, provenance={"method": "swaa-config"})
+        return cls.from_full_layers(
+            config.get("non_sliding_layers") or [],
+            num_layers,
+            config["sliding_window_size"],
+            num_sink_tokens=config.get("keep_first") or 0,
+            full_attention_decode=bool(config.get("force_fa_decode")),
+            provenance={"method": "swaa-config"},
+        )
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any]) -> AttentionPattern:
+        """The pattern a Hugging Face `config.json` describes (`layer_types`, or the older `sliding_window` keys)."""
+        layers, family = config["num_hidden_layers"], config.get("model_type")
+        windowed = family in ("mistral", "ministral", "qwen2", "qwen3")
+        window = config.get(
+            "sliding_window", 4096 if windowed else None
+        )  # the families' default for an absent key
+        if family in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
+            window = None  # these families store a window they do not use
+        types = config.get("layer_types")
+        if types is None:
+            # Qwen's older key: layers below `max_window_layers` are full. Mistral windows every layer.
+            first = config.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
+            first = layers if family == "llama" else first  # Llama knows no windows
+            types = [WINDOW if window is not None and i >= first else FULL for i in range(layers)]
+        if len(types) != layers:
+            raise ConfigError(f"config.json: layer_types has {len(types)} entries for {layers} layers")
+        return cls(tuple(types), window if WINDOW in types else None, provenance={"method": "hf-config"})
+
+
+def load_pattern(
+    source: AttentionPattern | str | Path, model: ModelConfig, **options: Any
+) -> AttentionPattern:
+    """A pattern object, or what `read_pattern` reads, checked against the model."""
+    pattern = source if isinstance(source, AttentionPattern) else read_pattern(source, model, **options)
+    pattern.validate(model)
+    return pattern
+
+
+def read_pattern(
+    source: str | Path, layers: int | ModelConfig, *, seed: int = 0, **options: Any
+) -> AttentionPattern:
+    """The path of a pattern JSON, its text, or a recipe name; options that are given win over what it says.
+
+    Args:
+      layers: of the model, for recipes; seed: for recipes that draw.
+      options: `sliding_window`, `num_sink_tokens`, `full_attention_decode`; None leaves the source's own.
+    """
+    text = str(source)
+    if not (text.endswith(".json") or text.lstrip().startswith("{")):
+        return AttentionPattern.from_recipe(text, layers, seed=seed, **options)
+    given = {name: value for name, value in options.items() if value is not None}
+    return dataclasses.replace(AttentionPattern.from_json(source), **given)
+
+
+def _integer(name: str, value: Any) -> int:
+    """A whole number of Python or NumPy as `int`."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        raise ConfigError(f"{name} must be a whole number, got {value!r}")
+    return int(value)
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's and JAX's numbers and arrays, which provenance may hold, as JSON has them."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"provenance holds a {type(value).__name__}, which JSON has no form for")

@@ -1,0 +1,133 @@
+"""Named patterns, as `NAME[-1-in-N][@OFFSET][+fa-decode][+sink-tokens=K]`.
+
+| recipe | full attention in |
+|---|---|
+| `full` | every layer |
+| `window` | no layer (naive sliding window) |
+| `streaming` | no layer; the first tokens stay visible (window + sink tokens) |
+| `interleave-1-in-4`, `interleave-1-in-4@1` | one layer in n, at offset n-1 unless told (SWAA 3.1.2) |
+| `static-hybrid-1:3` | one full after three windowed layers (SwiAttn's StaticHybrid: 3, 7, 11, 15, 19 of 22) |
+| `begin-middle-end-1-in-4` | thirds of the budget at the start, the middle and the end (BOSCH's BME) |
+| `random-1-in-4` | drawn with `seed` |
+| `layers:2,5` | the layers named |
+| `switch` | routed in every layer (SwiAttn) |
+| `swaa-…` | SWAA's Table 2, see `SWAA_ROWS` |
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from swa_jax.model.layer_types import FULL, SWITCH, WINDOW
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.settings import ConfigError, nearest
+
+DEFAULT_WINDOW = 2048  # SWAA's and NLL-guided selection's
+DEFAULT_SINK_TOKENS = 10  # likewise
+
+# SWAA Table 2 (its marks are lost in our copy; read from the text). The value is the recipe it stands for.
+SWAA_ROWS = {
+    "swaa-no-training": "interleave-1-in-2+fa-decode+sink-tokens",
+    "swaa-no-training-thinking-efficiency": "window+fa-decode+sink-tokens",
+    "swaa-no-training-thinking-quality": "interleave-1-in-2+fa-decode+sink-tokens",
+    "swaa-trained-efficiency": "window+fa-decode",
+    "swaa-trained-efficiency-interleave": "interleave-1-in-2",
+    "swaa-trained-quality": "interleave-1-in-2+fa-decode",
+}
+BASES = (
+    "full",
+    "window",
+    "streaming",
+    "switch",
+    "interleave",
+    "static-hybrid",
+    "begin-middle-end",
+    "random",
+    "layers",
+)
+
+
+def build_recipe(
+    recipe: str,
+    num_layers: int,
+    sliding_window: int | None,
+    num_sink_tokens: int | None,
+    full_attention_decode: bool | None,
+    seed: int,
+) -> AttentionPattern:
+    """Parse and build; arguments that are not None win over what the recipe says. Raises `ConfigError`."""
+    first, _, more = recipe.partition("+")
+    name, *suffixes = "+".join(part for part in (SWAA_ROWS.get(first, first), more) if part).split("+")
+    decode, sink_tokens = False, DEFAULT_SINK_TOKENS if name == "streaming" else 0
+    for suffix in suffixes:
+        if suffix == "fa-decode":
+            decode = True
+        elif match := re.fullmatch(r"sink-tokens(?:=(\d+))?", suffix):
+            sink_tokens = int(match[1] or DEFAULT_SINK_TOKENS)
+        else:
+            raise ConfigError(
+                f"recipe '{recipe}': unknown suffix '+{suffix}'; known: +fa-decode, +sink-tokens=K"
+            )
+    full, rest = _full_layers(recipe, name, num_layers, seed)
+    if len(full) < num_layers and sliding_window is None:
+        sliding_window = DEFAULT_WINDOW
+    return AttentionPattern.from_full_layers(
+        full,
+        num_layers,
+        sliding_window,  # type: ignore[arg-type]
+        rest=rest,
+        num_sink_tokens=sink_tokens if num_sink_tokens is None else num_sink_tokens,
+        full_attention_decode=decode if full_attention_decode is None else full_attention_decode,
+        provenance={"method": recipe} | ({"seed": seed} if name.startswith("random") else {}),
+    )
+
+
+def _full_layers(recipe: str, name: str, num_layers: int, seed: int) -> tuple[list[int], str]:
+    """The full layers and the type of the others."""
+    everything = list(range(num_layers))
+    if name == "full":
+        return everything, FULL
+    if name in ("window", "streaming"):
+        return [], WINDOW
+    if name == "switch":
+        return [], SWITCH
+    if match := re.fullmatch(r"layers:(\d+(?:,\d+)*)", name):
+        return [int(i) for i in match[1].split(",")], WINDOW
+    if match := re.fullmatch(r"static-hybrid-1:(\d+)", name):
+        return everything[int(match[1]) :: int(match[1]) + 1], WINDOW
+    if match := re.fullmatch(r"(interleave|begin-middle-end|random)-1-in-(\d+)(?:@(\d+))?", name):
+        kind, n = match[1], int(match[2])
+        if n < 1:
+            raise ConfigError(f"recipe '{recipe}': one layer in {n} is none; n must be at least 1")
+        if match[3] and (kind != "interleave" or int(match[3]) >= n):
+            raise ConfigError(
+                f"recipe '{recipe}': the offset after @ must be below n, and is for interleave only"
+            )
+        if kind == "interleave":
+            return everything[int(match[3]) if match[3] else n - 1 :: n], WINDOW
+        budget = max(1, num_layers // n)  # as many as interleaving keeps
+        if kind == "random":
+            return sorted(
+                np.random.default_rng(seed).choice(num_layers, budget, replace=False).tolist()
+            ), WINDOW
+        return begin_middle_end(budget, num_layers), WINDOW
+    base = re.split(r"-1-in-|-1:|:", name)[0]
+    if base in BASES:
+        raise ConfigError(f"recipe '{recipe}' is incomplete: write it as in {_example(base)}")
+    raise ConfigError(f"unknown recipe '{recipe}'{nearest(base, [*BASES, *SWAA_ROWS])}")
+
+
+def _example(base: str) -> str:
+    return {"static-hybrid": "'static-hybrid-1:3'", "layers": "'layers:2,5'"}.get(base, f"'{base}-1-in-4'")
+
+
+def begin_middle_end(budget: int, num_layers: int) -> list[int]:
+    """`budget` layers in three runs: at the start, round the middle, at the end (extras go start first)."""
+    begin, middle, end = (budget // 3 + (i < budget % 3) for i in range(3))
+    start = (num_layers - middle) // 2
+    chosen = [*range(begin), *range(start, start + middle), *range(num_layers - end, num_layers)]
+    # Near a full budget the runs touch: fill up with the first layers not chosen yet.
+    spare = [i for i in range(num_layers) if i not in chosen]
+    return sorted({*chosen, *spare[: budget - len(set(chosen))]})

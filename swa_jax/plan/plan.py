@@ -1,0 +1,464 @@
+"""Plans a run without a pod: compiles its real step for a TPU topology on this host, and reads what came out.
+
+`plan` gives what each chip holds, computes and sends. Memory is what the TPU compiler allots; operations and
+collectives are counted in the compiled program (`swa_jax.plan.hlo`); the time is an estimate, whose assumptions the report
+states.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import importlib.metadata
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from swa_jax.bench.cycles import QUIET
+from swa_jax.checkpoint.folder import open_checkpoint
+from swa_jax.checkpoint.safetensors_files import CheckpointError
+from swa_jax.model.attention import kinds_of
+from swa_jax.model.cache import allocate, cache_layout
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.flops import attention_flops, peak_flops, train_flops_per_token
+from swa_jax.model.layer_types import SWITCH
+from swa_jax.model.lora import trained_and_frozen, with_lora
+from swa_jax.model.pattern import AttentionPattern, load_pattern
+from swa_jax.model.sharding import MeshConfig, Partition, check_batch, check_model, make_mesh, state_shardings
+from swa_jax.plan import hlo
+from swa_jax.settings import ConfigError
+from swa_jax.train.config import StageConfig, TrainConfig
+from swa_jax.train.optimizer import make_optimizer
+from swa_jax.train.step import TrainState, init_state, make_step
+
+Step = Literal["train", "prefill", "decode"]
+GIB = 2**30
+
+
+class Chip(NamedTuple):
+    """One JAX device of a kind of TPU."""
+
+    hbm_gib: float  # that a program may use, as the compiler says when one does not fit
+    link_bytes: float  # a second, over one link in one direction: the vendor's figure for a chip by its links
+    torus: int  # dimensions of the chips' network, with two links each
+    gigahertz: float
+    kernel_share: tuple[
+        float, float
+    ]  # of the bf16 peak that our kernels reach forward, backward: docs/kernels.md
+
+
+CHIPS = {
+    "TPU v5 lite": Chip(15.75, 50e9, 2, 1.5, (0.77, 0.85)),
+    "TPU v5": Chip(95.73, 100e9, 3, 1.75, (0.77, 0.85)),
+    "TPU v6 lite": Chip(31.24, 100e9, 2, 1.75, (0.32, 0.5)),
+    "TPU7x": Chip(94.74, 100e9, 3, 1.88, (0.32, 0.5)),
+}
+ROUTED_SHARE = 0.13  # of the tokens, to full attention, after SwiAttn's training (paper, Figure 4)
+
+
+class Compilation(NamedTuple):
+    """A step that is traced but not compiled, and what it holds."""
+
+    lowered: Any
+    held: dict[str, Any]  # its arguments, by what they are
+    mesh: dict[str, int]
+    model: Decoder
+    batch: dict[str, int]
+
+
+def plan(
+    config: TrainConfig,
+    topology: str,
+    *,
+    step: Step = "train",
+    stage: int = 0,
+    batch_size: int = 8,
+    length: int | None = None,
+) -> dict[str, Any]:
+    """Compile one step of a run for a topology; the report, plain JSON. Bytes are a chip's.
+
+    Args:
+      topology: such as "v5p:4x4x8".
+      step: "train" is the step of the run. "prefill" and "decode" are generation's in bf16, on one chip: generation
+        does not split a model, so the other chips would each do the same for prompts of their own.
+      stage: of the run's stages.
+      batch_size, length: of a prefill or decode step: prompts, and tokens of a prompt (or of the caches).
+
+    Raises:
+      ConfigError: the topology, or what the run asks of it, is not possible.
+      CheckpointError: the run starts from a checkpoint that is not there.
+    """
+    if not 0 <= stage < len(config.stages):
+        raise ConfigError(f"--stage is {stage}: the run has stages 0 to {len(config.stages) - 1}")
+    devices = topology_devices(topology)
+    kind = devices[0].device_kind
+    model_config = _model_config(config)
+    if step == "train":
+        traced = _train_step(config, config.stages[stage], model_config, devices)
+    else:
+        traced = _generation_step(
+            config, config.stages[stage], model_config, devices, step, batch_size, length
+        )
+    report: dict[str, Any] = {
+        "topology": topology,
+        "chip": kind,
+        "devices": len(devices),
+        "step": step,
+        "mesh": traced.mesh,
+        "batch": traced.batch,
+        "pattern": str(traced.model.pattern),
+        "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(traced.model))),
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "libtpu")},
+    }
+    held = {name: _local_bytes(tree) for name, tree in traced.held.items()}
+    began = time.perf_counter()
+    try:
+        compiled = traced.lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        report["memory"] = _does_not_fit(str(error), held, CHIPS[kind])
+        return report
+    report["compile_seconds"] = round(time.perf_counter() - began, 1)
+    program = hlo.parse(compiled.as_text())
+    counts = hlo.executions(program, _branch_shares(traced.model.pattern))
+    kept = hlo.stacked_outputs(program, model_config.num_hidden_layers) if step == "train" else 0
+    report["memory"] = _memory(compiled.memory_analysis(), held, kept, CHIPS[kind])
+    sends = hlo.collectives(program, counts, traced.mesh)
+    report["collectives"] = _by_kind(sends)
+    report["flops"] = _flops(traced, hlo.matmul_flops(program, counts), config.remat, step, len(devices))
+    report["time"] = _time(report["flops"], hlo.estimated_cycles(program, counts), sends, traced, kind, step)
+    if uncounted := hlo.uncounted_loops(program, counts):
+        report["time"]["assumptions"].append(
+            f"{uncounted} loops whose number of runs is not in the program are counted once"
+        )
+    return report
+
+
+# ---- the topology ----
+
+
+def topology_devices(name: str) -> list[Any]:
+    """The devices of a TPU topology that is not here.
+
+    Raises:
+      ConfigError: libtpu is not installed, or does not know the topology.
+    """
+    for variable, value in QUIET.items():
+        os.environ.setdefault(variable, value)
+    try:
+        importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            "compiling for a TPU needs the package libtpu, which is not installed: pip install libtpu (Linux, x86-64)"
+        ) from None
+    try:
+        with _silent_stderr():
+            known_as = name.replace("v7x:", "tpu7x:")  # the other tools' name for it
+            topology = topologies.get_topology_desc(platform="tpu", topology_name=known_as)
+        devices: list[Any] = list(topology.devices)
+    except Exception as error:
+        raise ConfigError(
+            f"--topology is '{name}', which libtpu does not take ({str(error).splitlines()[0]}): write a kind and its "
+            "chips, such as v5e:16x16, v5p:4x4x8, v6e:16x16 or tpu7x:4x4x4"
+        ) from error
+    if devices[0].device_kind not in CHIPS:
+        raise ConfigError(f"--topology '{name}' is of {devices[0].device_kind}; known: {', '.join(CHIPS)}")
+    return devices
+
+
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """libtpu writes a warning of no use here straight to the file descriptor."""
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
+
+
+# ---- the steps ----
+
+
+def _model_config(config: TrainConfig) -> ModelConfig:
+    if config.model is not None:
+        return config.model
+    assert config.init_from is not None
+    try:
+        return config.model_changes.apply(open_checkpoint(config.init_from).config)
+    except (CheckpointError, FileNotFoundError) as error:
+        raise CheckpointError(
+            f"{error}; a plan needs the model's shapes only: name a file of them with init_from=null "
+            "model=@configs/models/NAME.yaml"
+        ) from error
+
+
+def _pattern(config: TrainConfig, stage: StageConfig, model: ModelConfig) -> AttentionPattern:
+    """The pattern of a stage; the first, where its steps take several in turn."""
+    name = stage.patterns[0] if stage.patterns else config.attention
+    return load_pattern(
+        name,
+        model,
+        sliding_window=config.stage_window(stage),
+        num_sink_tokens=config.num_sink_tokens,
+        seed=config.seed,
+    )
+
+
+def _train_step(
+    config: TrainConfig, stage: StageConfig, model_config: ModelConfig, devices: list[Any]
+) -> Compilation:
+    mesh = make_mesh(config.mesh, devices)
+    partition = Partition(mesh, config.sharding)
+    check_batch(partition, stage.batch_size // stage.accumulate, stage.sequence_length, "stages")
+    check_model(model_config, partition)
+    pattern = _pattern(config, stage, model_config)
+
+    def draw() -> Decoder:
+        plain = Decoder(model_config, pattern, dtype=config.start_dtype, rngs=nnx.Rngs(0))
+        return plain if config.lora is None else with_lora(plain, config.lora, nnx.Rngs(0))
+
+    model = nnx.eval_shape(draw)
+    optimizer = make_optimizer(config.optimizer, config.total_steps)
+    graph, weights = nnx.split(model)
+
+    def start(weights: nnx.State) -> TrainState:
+        trained, frozen = trained_and_frozen(nnx.merge(graph, weights))
+        return init_state(trained, optimizer, frozen)
+
+    shapes: TrainState = jax.eval_shape(start, weights)
+    state = jax.tree.map(_placed, shapes, state_shardings(shapes, partition))
+    rows = partition.sharding("batch", "sequence")
+    size = (stage.batch_size, stage.sequence_length)
+    batch = {
+        "tokens": jax.ShapeDtypeStruct(size, jnp.int32, sharding=rows),
+        "segment_ids": jax.ShapeDtypeStruct(size, jnp.int32, sharding=rows),
+        "weights": jax.ShapeDtypeStruct(size, jnp.float32, sharding=rows),
+    }
+    if pattern.full_attention_decode:
+        batch["full_from"] = jax.ShapeDtypeStruct(
+            (stage.batch_size, 1), jnp.int32, sharding=partition.sharding("batch", None)
+        )
+    run: Any = make_step(model, optimizer, config, partition)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = run.lower(state, batch, stage.accumulate)
+    held = {
+        "parameters": (state.params, state.frozen),
+        "optimizer": (state.optimizer, state.norm_mean),
+        "batch": batch,
+    }
+    described = {"rows": size[0], "length": size[1], "accumulate": stage.accumulate}
+    return Compilation(lowered, held, dict(mesh.shape), model, described)
+
+
+def _generation_step(
+    config: TrainConfig,
+    stage: StageConfig,
+    model_config: ModelConfig,
+    devices: list[Any],
+    step: Step,
+    rows: int,
+    length: int | None,
+) -> Compilation:
+    length = length or stage.sequence_length
+    pattern = _pattern(config, stage, model_config)
+    layout = cache_layout(pattern, model_config.num_key_value_heads, length)
+    here = SingleDeviceSharding(devices[0])
+
+    def at_device(tree: Any) -> Any:
+        return jax.tree.map(lambda x: _placed(x, here), tree)
+
+    model = nnx.eval_shape(lambda: Decoder(model_config, pattern, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    graph, shapes = nnx.split(model)
+    weights = at_device(shapes)
+    cache = at_device(
+        jax.eval_shape(lambda: allocate(layout, rows, model_config.head_dim, jnp.dtype(jnp.bfloat16)))
+    )
+    numbers = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=here)
+    prompts = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=here)
+
+    def prefill(weights: Any, cache: Any, tokens: jax.Array, lengths: jax.Array) -> Any:
+        return nnx.merge(graph, weights).prefill(tokens, lengths, cache, layout)
+
+    def decode(weights: Any, cache: Any, tokens: jax.Array, prompt_lengths: jax.Array) -> Any:
+        full_from = prompt_lengths if pattern.full_attention_decode else None
+        return nnx.merge(graph, weights).decode_step(tokens, cache, layout, full_from)
+
+    function, tokens = (prefill, prompts) if step == "prefill" else (decode, numbers)
+    mesh = make_mesh(MeshConfig(), devices[:1])
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jax.jit(function, donate_argnums=1).lower(weights, cache, tokens, numbers)
+    held = {"parameters": weights, "cache": cache, "batch": (tokens, numbers)}
+    return Compilation(lowered, held, dict(mesh.shape), model, {"rows": rows, "length": length})
+
+
+def _placed(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _local_bytes(tree: Any) -> int:
+    """Of one device's parts."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _branch_shares(pattern: AttentionPattern) -> Callable[[int], list[float]]:
+    """Layers of each kind, for the branch that chooses among them; other branches are taken equally often."""
+    kinds = kinds_of(pattern)
+
+    def shares(branches: int) -> list[float]:
+        if branches == len(kinds):
+            return [pattern.layer_types.count(kind) / pattern.num_layers for kind in kinds]
+        return [1 / branches] * branches
+
+    return shares
+
+
+# ---- what came out ----
+
+
+def _memory(analysis: Any, held: dict[str, int], kept: int, chip: Chip) -> dict[str, Any]:
+    """Bytes by what they hold. `activations` are what layers keep for the backward pass, `temporaries` the rest."""
+    # What XLA pads or keeps of outputs that are not written over their arguments.
+    new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    padding = analysis.argument_size_in_bytes - sum(held.values())
+    parts = held | {
+        "activations": kept,
+        "temporaries": max(analysis.temp_size_in_bytes - kept, 0),
+        "outputs_and_padding": max(new, 0) + padding,
+        "program": analysis.generated_code_size_in_bytes,
+    }
+    total, capacity = sum(parts.values()), int(chip.hbm_gib * GIB)
+    return parts | {
+        "total": total,
+        "capacity": capacity,
+        "fits": total <= capacity,
+        "free": capacity - total,
+    }
+
+
+def _does_not_fit(message: str, held: dict[str, int], chip: Chip) -> dict[str, Any]:
+    """The compiler's refusal; anything else that it says is raised again as it is."""
+    sizes = re.search(r"\(([\d.]+)([KMGT])\) exceeds available HBM", message) or re.search(
+        r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", message
+    )
+    if sizes is None:
+        raise RuntimeError(message)
+    needed = int(float(sizes[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[sizes[2]])
+    capacity = int(chip.hbm_gib * GIB)
+    said = message.split("CompileTimeHbmOom:")[-1].strip().splitlines()[0]
+    return held | {
+        "needed": needed,
+        "capacity": capacity,
+        "fits": False,
+        "free": capacity - needed,
+        "compiler": said,
+    }
+
+
+def _by_kind(sends: list[hlo.Collective]) -> list[dict[str, Any]]:
+    """Collectives gathered by kind and axes, the largest first; bytes that a chip sends in a step."""
+    totals: dict[tuple[str, str], list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+    for send in sends:
+        entry = totals[send.kind, " x ".join(send.axes) or "?"]
+        entry[0] += send.executions
+        entry[1] += send.executions * send.sent_bytes
+    ordered = sorted(totals.items(), key=lambda item: -item[1][1])
+    return [
+        {"kind": kind, "axes": axes, "executions": round(times, 1), "bytes": round(size)}
+        for (kind, axes), (times, size) in ordered
+    ]
+
+
+def _flops(traced: Compilation, matmuls: float, remat: str, step: Step, devices: int) -> dict[str, float]:
+    """Operations of one chip. `model` is what the mathematics asks for, the base of MFU; the others are done."""
+    model, pattern = traced.model.config, traced.model.pattern
+    rows, length = traced.batch["rows"], traced.batch["length"]
+    routed = ROUTED_SHARE if SWITCH in pattern.layer_types else 1.0
+    positions = np.arange(length)
+    if step == "train":
+        tokens = rows * length / devices
+        forward = tokens * float(attention_flops(model, pattern, positions).mean())
+        forward *= 1 if remat == "none" else 2
+        # The backward pass has five matrix products of a tile where the forward has two.
+        backward = tokens * float(attention_flops(model, pattern, positions, routed).mean()) * 2.5
+        wanted = tokens * train_flops_per_token(model, pattern, length, routed, traced.model.lora)
+    else:
+        seen = positions if step == "prefill" else positions[-1:]
+        forward = rows * float(attention_flops(model, pattern, seen, routed).sum())
+        backward, wanted = 0.0, matmuls + forward
+    return {
+        "model": wanted,
+        "matmuls": matmuls,
+        "attention_forward": forward,
+        "attention_backward": backward,
+    }
+
+
+def _time(
+    flops: dict[str, float],
+    cycles: float,
+    sends: list[hlo.Collective],
+    traced: Compilation,
+    kind: str,
+    step: Step,
+) -> dict[str, Any]:
+    chip, peak = CHIPS[kind], peak_flops(kind)
+    assert peak is not None
+    pattern = traced.model.pattern
+    forward, backward = chip.kernel_share
+    kernels = flops["attention_forward"] / (peak * forward) + flops["attention_backward"] / (peak * backward)
+    context, busiest = traced.mesh["context"], 1.0
+    if step == "train":  # the last device along the context sees the most keys
+        every = attention_flops(traced.model.config, pattern, np.arange(traced.batch["length"]))
+        busiest = float(every[-(len(every) // context) :].mean() / every.mean())
+        kernels *= busiest
+    operations = cycles / (chip.gigahertz * 1e9)
+    devices = math.prod(traced.mesh.values())
+    network = sum(
+        send.sent_bytes
+        * send.executions
+        / (2 * (chip.torus if send.group == devices else 1) * chip.link_bytes)
+        for send in sends
+    )
+    hidden, shown = max(operations + kernels, network), operations + kernels + network
+    assumptions = [
+        "matrix products and other operations of XLA: the TPU compiler's own estimates of cycles, at "
+        f"{chip.gigahertz} GHz",
+        f"attention kernels: {forward:.0%} (forward) and {backward:.0%} (backward) of the bf16 peak on visible keys, "
+        "from static cycle counts at window 1024 and head_dim 128 (docs/kernels.md); narrower windows reach less",
+        f"collectives: rings in both directions, over one axis of the torus, or over all {chip.torus} where every "
+        f"device takes part, {chip.link_bytes / 1e9:.0f} GB/s a link and direction; 'seconds_hidden' has them run "
+        "wholly beside the rest, 'seconds_shown' not at all",
+    ]
+    if busiest > 1:
+        assumptions.append(
+            f"the step waits for the last of {context} devices along the context, whose attention is {busiest:.2f} "
+            "times the mean"
+        )
+    if SWITCH in pattern.layer_types:
+        assumptions.append(f"routed layers send {ROUTED_SHARE:.0%} of the tokens to full attention")
+    if step == "decode":
+        assumptions.append("the time that decode kernels take to read the caches is not in it")
+    tokens = traced.batch["rows"] * (1 if step == "decode" else traced.batch["length"])
+    return {
+        "xla_seconds": operations,
+        "kernel_seconds": kernels,
+        "collective_seconds": network,
+        "seconds_hidden": hidden,
+        "seconds_shown": shown,
+        "tokens_per_second": [tokens / shown, tokens / hidden],
+        "mfu": [flops["model"] / (peak * shown), flops["model"] / (peak * hidden)],
+        "assumptions": assumptions,
+    }

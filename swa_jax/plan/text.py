@@ -1,0 +1,78 @@
+"""The plan of `swa_jax.plan.plan` as text to read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+GIB = 2**30
+_MEMORY = {
+    "parameters": "parameters",
+    "optimizer": "optimizer",
+    "cache": "key/value caches",
+    "batch": "batch",
+    "activations": "activations kept for the backward pass",
+    "temporaries": "temporaries",
+    "outputs_and_padding": "outputs and padding",
+    "program": "program",
+}
+
+
+def describe(plan: dict[str, Any]) -> str:
+    """A few dozen lines; see `swa_jax.plan.plan.plan` for what they say."""
+    mesh = ", ".join(f"{axis} {size}" for axis, size in plan["mesh"].items())
+    batch = ", ".join(f"{name} {size}" for name, size in plan["batch"].items())
+    lines = [
+        f"{plan['step']} step on {plan['topology']}: {plan['devices']} x {plan['chip']}",
+        f"mesh: {mesh}",
+        f"batch: {batch}",
+        f"model: {plan['parameters'] / 1e9:.2f}B parameters; {plan['pattern'].splitlines()[0]}",
+        "",
+        *_memory_lines(plan["memory"]),
+    ]
+    if "time" in plan:
+        lines += ["", *_collective_lines(plan["collectives"]), "", *_time_lines(plan)]
+    return "\n".join(lines)
+
+
+def _memory_lines(memory: dict[str, Any]) -> list[str]:
+    lines = ["memory of a chip                            GiB"]
+    lines += [f"  {text:40} {memory[name] / GIB:6.2f}" for name, text in _MEMORY.items() if name in memory]
+    capacity = memory["capacity"] / GIB
+    if memory["fits"]:
+        lines.append(f"  {'total':40} {memory['total'] / GIB:6.2f}")
+        lines.append(f"FITS: {memory['free'] / GIB:.2f} of {capacity:.2f} GiB stay free")
+    else:
+        lines.append(
+            f"DOES NOT FIT: {-memory['free'] / GIB:.2f} GiB over the {capacity:.2f} GiB of a chip. The compiler: "
+            f"{memory['compiler']}"
+        )
+        lines.append(
+            "Take the batch in more pieces (stages.N.accumulate), save less (remat: layer), or split more (mesh)."
+        )
+    return lines
+
+
+def _collective_lines(collectives: list[dict[str, Any]]) -> list[str]:
+    lines = [f"{'collectives, in a step':22} {'over':24} {'times':>8} {'GB a chip sends':>16}"]
+    lines += [
+        f"  {c['kind']:20} {c['axes']:24} {c['executions']:8.0f} {c['bytes'] / 1e9:16.3f}"
+        for c in collectives
+    ]
+    return lines if collectives else ["collectives: none"]
+
+
+def _time_lines(plan: dict[str, Any]) -> list[str]:
+    flops, time = plan["flops"], plan["time"]
+    kernels = flops["attention_forward"] + flops["attention_backward"]
+    slow, fast = time["tokens_per_second"]
+    low, high = time["mfu"]
+    return [
+        f"operations of a chip: {flops['model'] / 1e12:.2f} TFLOP asked for by the model; done: "
+        f"{flops['matmuls'] / 1e12:.2f} in matrix products, {kernels / 1e12:.2f} in attention",
+        f"time of a step, estimated: {time['seconds_hidden']:.3g} to {time['seconds_shown']:.3g} s "
+        f"({slow:,.0f} to {fast:,.0f} tokens/s, MFU {low:.0%} to {high:.0%})",
+        f"  XLA's operations {time['xla_seconds']:.3g} s, attention kernels {time['kernel_seconds']:.3g} s, "
+        f"collectives {time['collective_seconds']:.3g} s",
+        "assumptions:",
+        *(f"  - {assumption}" for assumption in time["assumptions"]),
+    ]

@@ -1,0 +1,190 @@
+"""Typed configuration: frozen dataclasses read from YAML or JSON, with `a.b=c` overrides.
+
+Every error names the key at fault and, where one is near, the key that was probably meant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import traceback
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the key and what would be right."""
+
+
+def sentence(error: BaseException) -> str | None:
+    """What a user should read of an error that is expected; None for one that needs its traceback."""
+    if not isinstance(error, OSError | ValueError | FloatingPointError):
+        return None
+    if isinstance(error, ConfigError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if "No space left on device" in str(error):  # TensorStore's is a ValueError
+        return "the disk is full (No space left on device): make room, and start the same command again"
+    return str(error) if isinstance(error, FileNotFoundError) or _raised_by_us(error) else None
+
+
+def _raised_by_us(error: BaseException) -> bool:
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return frames[-1][0].f_globals["__name__"].split(".")[0] in ("swa_jax", "pallas_kernels")
+
+
+def nearest(word: str, choices: Sequence[str]) -> str:
+    """A ready clause such as "; did you mean 'seed'?", or the list of choices when none is near."""
+    close = difflib.get_close_matches(word, choices, n=1)
+    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(sorted(choices))}"
+
+
+def from_dict[T](cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
+    """Build the dataclass `cls` from nested mappings; unknown keys and wrong types raise `ConfigError`."""
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{path or 'the configuration'} must be a mapping of keys, got {data!r}")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    for key in data:
+        if key not in fields:
+            raise ConfigError(f"unknown key '{_join(path, key)}'{nearest(str(key), list(fields))}")
+    missing = [
+        name
+        for name, f in fields.items()
+        if name not in data and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"missing key '{_join(path, missing[0])}'")
+    return cls(**{key: _convert(hints[key], value, _join(path, key)) for key, value in data.items()})
+
+
+def to_dict(config: Any) -> Any:
+    """The plain nested form of a configuration, ready for YAML or JSON."""
+    if dataclasses.is_dataclass(config):
+        return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    if isinstance(config, Mapping):
+        return {key: to_dict(value) for key, value in config.items()}
+    if isinstance(config, tuple | list):
+        return [to_dict(value) for value in config]
+    return config
+
+
+def load_config[T](cls: type[T], file: str | Path, overrides: Sequence[str] = ()) -> T:
+    """Read a YAML file into `cls`, with `a.b=c` overrides on top; a value is YAML, or `@file.yaml`: what is in it.
+
+    A file may name another with `base: FILE` (beside it, unless absolute) and then holds only what differs from it.
+    """
+    data = _read_with_base(Path(file))
+    for override in overrides:
+        _apply_override(data, override)
+    return from_dict(cls, data)
+
+
+def _read_with_base(file: Path, above: tuple[Path, ...] = ()) -> Any:
+    data = _read_yaml(file)
+    if not isinstance(data, Mapping) or "base" not in data:
+        return {} if data is None else data
+    base = file.parent / str(data["base"])
+    if base.resolve() in [path.resolve() for path in (file, *above)]:
+        raise ConfigError(f"{file}: 'base' leads back to {base}")
+    return _merged(_read_with_base(base, (file, *above)), {k: v for k, v in data.items() if k != "base"})
+
+
+def _merged(below: Any, above: Any) -> Any:
+    """Mappings key by key; anything else, lists included, replaces what is below."""
+    if not isinstance(below, Mapping) or not isinstance(above, Mapping):
+        return above
+    return {**below, **{key: _merged(below.get(key), value) for key, value in above.items()}}
+
+
+def _read_yaml(file: str | Path) -> Any:
+    try:
+        return yaml.safe_load(Path(file).read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file {file} does not exist") from None
+    except (IsADirectoryError, UnicodeDecodeError):
+        raise ConfigError(f"configuration file {file} is not a YAML file") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is not valid YAML: {_where(error)}") from None
+
+
+def _where(error: yaml.YAMLError) -> str:
+    """One line of what PyYAML says in several."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"{error.problem} (line {mark.line + 1}, column {mark.column + 1})"
+    return " ".join(str(error).split())
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override '{override}' must have the form a.b=value")
+    node: Any = data
+    *parents, last = key.split(".")
+    for parent in parents:
+        node = node[_list_index(node, parent, key)] if isinstance(node, list) else node.setdefault(parent, {})
+        if not isinstance(node, dict | list):
+            raise ConfigError(f"override '{override}': '{parent}' is a value, not a group of keys")
+    try:
+        value = _read_yaml(text[1:]) if text.startswith("@") else yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"override '{override}': '{text}' is not valid YAML") from None
+    if isinstance(node, list):
+        node[_list_index(node, last, key)] = value
+    else:
+        node[last] = value
+
+
+def _list_index(items: list[Any], text: str, key: str) -> int:
+    if not text.isdigit() or int(text) >= len(items):
+        raise ConfigError(f"override '{key}': '{text}' is no index into a list of {len(items)}")
+    return int(text)
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        failures = []
+        for option in (a for a in args if a is not type(None)):
+            try:
+                return _convert(option, value, path)
+            except ConfigError as error:
+                failures.append(str(error))
+        raise ConfigError(failures[0])
+    if origin is Literal:
+        if value not in args:
+            raise ConfigError(f"'{path}' must be one of {', '.join(map(str, args))}, got {value!r}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"'{path}' must be a list, got {value!r}")
+        return tuple(_convert(args[0], item, f"{path}.{i}") for i, item in enumerate(value))
+    if origin in (dict, Mapping):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"'{path}' must be a mapping, got {value!r}")
+        return {key: _convert(args[1], item, _join(path, key)) for key, item in value.items()}
+    if dataclasses.is_dataclass(hint):
+        return from_dict(typing.cast(type, hint), value, path)
+    if hint is float and isinstance(value, int | str) and not isinstance(value, bool):
+        try:
+            return float(value)  # YAML 1.1 reads 1e-3 as a string
+        except ValueError:
+            pass
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ConfigError(f"'{path}' must be {hint.__name__}, got {value!r}")
+    return value

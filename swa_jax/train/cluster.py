@@ -1,0 +1,110 @@
+"""Which of how many processes this one is: as the arguments say, or as the cluster that it runs in does."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import os
+
+from swa_jax.settings import ConfigError
+
+_TPUS = ("/dev/accel*", "/dev/vfio/[0-9]*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Which of how many processes this one is, and where process 0 listens."""
+
+    process: int
+    processes: int
+    coordinator: str  # host:port
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.process < self.processes:
+            raise ConfigError(
+                f"--process-id {self.process} is not one of {self.processes} processes: it must be from 0 to "
+                f"{self.processes - 1}"
+            )
+        host, _, port = self.coordinator.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ConfigError(f"--coordinator is '{self.coordinator}': it must be HOST:PORT of process 0")
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.coordinator.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    def __str__(self) -> str:
+        return f"process {self.process} of {self.processes}"
+
+
+def find_place(
+    processes: int | None, process: int | None, coordinator: str | None, *, detect: bool, timeout: int
+) -> Place | None:
+    """This process's place, as the arguments say or as the cluster does; None if it trains alone.
+
+    With `detect`, JAX's detection (TPU pods on Compute Engine and GKE, Slurm, Open MPI) fills in what is not given.
+    Without it and without arguments, only a TPU VM is asked, and only about the workers of its own slices: they cannot
+    use their chips one by one, so there is no question of what is wanted.
+
+    Raises `ConfigError` where some arguments are given and others lack, or where nothing is detected.
+    """
+    given = {"--processes": processes, "--process-id": process, "--coordinator": coordinator}
+    missing = [name for name, value in given.items() if value is None]
+    if missing and detect:
+        processes, process, coordinator = _detect(processes, process, coordinator, timeout)
+    elif len(missing) == len(given):
+        found = _tpu_pod(timeout)
+        if found is None:
+            return None
+        processes, process, coordinator = found
+    elif missing:
+        raise ConfigError(
+            f"{', '.join(name for name in given if name not in missing)} without {' and '.join(missing)}: give all "
+            "three, or --distributed to have them detected"
+        )
+    assert processes is not None
+    assert process is not None
+    assert coordinator is not None
+    place = Place(process, processes, coordinator)
+    return None if processes == 1 else place
+
+
+def _detect(
+    processes: int | None, process: int | None, coordinator: str | None, timeout: int
+) -> tuple[int, int, str]:
+    from jax._src.clusters import ClusterEnv
+
+    try:
+        coordinator, processes, process, devices = ClusterEnv.auto_detect_unset_distributed_params(
+            coordinator, processes, process, None, None, timeout
+        )
+    except (OSError, RuntimeError) as error:  # a metadata server or a name that does not answer
+        raise ConfigError(f"--distributed: the cluster could not be read: {error}") from None
+    if coordinator is None or processes is None or process is None:
+        raise ConfigError(
+            "--distributed found no cluster (a TPU pod, GKE, Slurm, Open MPI): give --coordinator HOST:PORT, "
+            "--processes and --process-id"
+        )
+    if devices is not None:  # Slurm gives each task of a machine its own GPU
+        os.environ.setdefault("JAX_LOCAL_DEVICE_IDS", ",".join(map(str, devices)))
+    return processes, process, coordinator
+
+
+def _tpu_pod(timeout: int) -> tuple[int, int, str] | None:
+    """The place of a TPU VM that is one of several workers."""
+    platforms = os.environ.get("JAX_PLATFORMS", "tpu")
+    if "tpu" not in platforms or not any(map(glob.glob, _TPUS)):
+        return None
+    from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster, GkeTpuCluster
+
+    try:
+        for kind in (GkeTpuCluster, GceTpuCluster):
+            if kind.is_env_present():
+                count = kind.get_process_count()
+                if count == 1:
+                    return None
+                return count, kind.get_process_id(), kind.get_coordinator_address(timeout, None)
+    except (OSError, RuntimeError, ValueError):  # no metadata server: TPUs, but not a pod of Google Cloud
+        return None
+    return None

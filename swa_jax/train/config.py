@@ -1,0 +1,158 @@
+"""The configuration of a training run, as its YAML file has it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from swa_jax.data import SourceConfig
+from swa_jax.model.config import ModelConfig, RopeScaling
+from swa_jax.model.decoder import Remat
+from swa_jax.model.lora import LoraConfig
+from swa_jax.model.sharding import MeshConfig, ShardingRules
+from swa_jax.settings import ConfigError
+from swa_jax.train.objectives import SwitchLoss
+from swa_jax.train.optimizer import OptimizerConfig
+
+# SwiAttn's comparison from one file: what each method trains. "swa-zero-shot" is the windowed model as it is.
+METHODS = {
+    "swiattn": "switch",
+    "full": "full",
+    "static-hybrid": "interleave-1-in-4",
+    "swa-cpt": "window",
+    "swa-zero-shot": "window",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StageConfig:
+    """Consecutive steps with one shape of batch."""
+
+    steps: int
+    sequence_length: int
+    batch_size: int  # rows a step, over all devices and accumulated pieces
+    accumulate: int = 1  # pieces that a step's batch is taken in, one after the other
+    data: tuple[SourceConfig, ...] = (SourceConfig(),)
+    patterns: tuple[str, ...] = ()  # recipes taken in turn, a step each, in place of the run's pattern
+    sliding_window: int | None = None  # in place of the run's
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelChanges:
+    """Changes to the configuration of the model that a run starts from, such as YaRN for a longer context."""
+
+    max_position_embeddings: int | None = None
+    rope_theta: float | None = None
+    rope_scaling: RopeScaling | None = None
+    router_bias_init: float | None = None
+
+    def apply(self, config: ModelConfig) -> ModelConfig:
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return dataclasses.replace(
+            config, **{name: value for name, value in given.items() if value is not None}
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig:
+    """Beside `metrics.jsonl`, which is always written. Process 0 writes."""
+
+    tensorboard: bool = False  # to the run's folder `tensorboard/`
+    wandb_project: str | None = None
+    every: int = 1  # steps between lines
+    profile_from: int | None = None  # first step of a profiler trace, in the run's folder `profile/`
+    profile_steps: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One run. Exactly one of `model` (random start) and `init_from` (a checkpoint folder) is given."""
+
+    output: str
+    tokenizer: str  # tokenizer.json, or a folder that has one
+    stages: tuple[StageConfig, ...]
+    model: ModelConfig | None = None
+    init_from: str | None = None
+    model_changes: ModelChanges = dataclasses.field(default_factory=ModelChanges)  # to `init_from`'s model
+    pattern: str = "full"  # a recipe, or the path of a pattern JSON
+    method: Literal["swiattn", "full", "static-hybrid", "swa-cpt", "swa-zero-shot"] | None = (
+        None  # in place of pattern
+    )
+    sliding_window: int | None = None
+    num_sink_tokens: int | None = None
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    sharding: ShardingRules = dataclasses.field(default_factory=ShardingRules)
+    lora: LoraConfig | None = (
+        None  # train adapters of `init_from`'s projections, and routers, in place of all weights
+    )
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    switch_loss: SwitchLoss = dataclasses.field(default_factory=SwitchLoss)
+    z_loss: float = 0.0  # weight of the mean squared log of the softmax's denominator
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient that is no number
+    spike_factor: float | None = None  # skip updates whose gradient norm is this many times the running mean
+    bfloat16: bool = False  # compute in bf16; what is trained and its optimiser stay f32
+    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the finished model's weights
+    remat: Remat = "none"
+    seed: int = 0
+    checkpoint_every: int = 500  # steps
+    keep_checkpoints: int = 2
+    keep_checkpoint_period: int | None = None  # steps: multiples of it are kept for good
+    validate_every: int | None = None  # steps between losses of the held-out documents (`data[].held_out`)
+    validation_batches: int = 8
+    log: LogConfig = dataclasses.field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.init_from is None):
+            raise ConfigError(
+                "give exactly one of 'model' (start at random) and 'init_from' (a checkpoint folder)"
+            )
+        if self.model is not None and self.model_changes != ModelChanges():
+            raise ConfigError("'model_changes' is for a run with 'init_from'; write its keys into 'model'")
+        if self.method is not None and self.pattern != "full":
+            raise ConfigError(
+                f"'method' = {self.method} stands for a pattern, but 'pattern' is set too: drop one"
+            )
+        if not self.stages:
+            raise ConfigError(
+                "'stages' is empty: name at least one, with steps, sequence_length and batch_size"
+            )
+        for i, stage in enumerate(self.stages):
+            for name in ("steps", "sequence_length", "batch_size", "accumulate"):
+                if getattr(stage, name) < 1:
+                    raise ConfigError(f"'stages.{i}.{name}' must be at least 1, got {getattr(stage, name)}")
+            if stage.batch_size % stage.accumulate:
+                raise ConfigError(
+                    f"'stages.{i}.batch_size' = {stage.batch_size} must be a multiple of 'accumulate' = "
+                    f"{stage.accumulate}"
+                )
+        for name in ("checkpoint_every", "keep_checkpoints", "validation_batches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"'{name}' must be at least 1, got {getattr(self, name)}")
+        optional = {
+            name: getattr(self, name)
+            for name in ("keep_checkpoint_period", "validate_every", "sliding_window")
+        } | {f"stages.{i}.sliding_window": stage.sliding_window for i, stage in enumerate(self.stages)}
+        for name, value in optional.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"'{name}' must be at least 1, or left out, got {value}")
+        if self.log.every < 1:
+            raise ConfigError(f"'log.every' must be at least 1, got {self.log.every}")
+        if self.spike_factor is not None and self.spike_factor <= 1:
+            raise ConfigError(f"'spike_factor' must be greater than 1, got {self.spike_factor}")
+
+    @property
+    def attention(self) -> str:
+        """The recipe or pattern file that the run trains under."""
+        return self.pattern if self.method is None else METHODS[self.method]
+
+    def stage_window(self, stage: StageConfig) -> int | None:
+        return self.sliding_window if stage.sliding_window is None else stage.sliding_window
+
+    @property
+    def start_dtype(self) -> str:
+        """Of the weights that the run starts from: f32 to be trained; frozen, what they are computed in."""
+        return "bfloat16" if self.lora is not None and self.bfloat16 else "float32"
+
+    @property
+    def total_steps(self) -> int:
+        return 0 if self.method == "swa-zero-shot" else sum(stage.steps for stage in self.stages)

@@ -1,0 +1,461 @@
+"""Training: pretraining, continued pretraining (CPT) and SwiAttn's routed CPT, from one YAML file, on one device or
+many.
+
+A run folder holds `config.yaml` (resolved), `metrics.jsonl` (one line a step), `checkpoints/` and, at the end,
+`model/`; under LoRA also `adapter/`, what was trained, which is merged in `model/`. Started again with the same
+configuration, a run goes on from its last checkpoint, bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import yaml
+from flax import nnx
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from swa_jax.checkpoint.folder import MANIFEST_FILE, load_model, open_checkpoint, save_model
+from swa_jax.checkpoint.peft import save_adapter
+from swa_jax.checkpoint.safetensors_files import CheckpointError
+from swa_jax.data import check_source, make_batches
+from swa_jax.data.tokenizer import Tokenizer, check_same_tokens, load_tokenizer
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.flops import peak_flops, train_flops_per_token
+from swa_jax.model.layer_types import SWITCH
+from swa_jax.model.lora import merge_lora, trained_and_frozen, with_lora
+from swa_jax.model.pattern import AttentionPattern, load_pattern
+from swa_jax.model.sharding import Partition, check_batch, check_model, make_mesh, state_shardings
+from swa_jax.settings import ConfigError, from_dict, to_dict
+from swa_jax.train.config import StageConfig, TrainConfig
+from swa_jax.train.optimizer import make_optimizer, warn_of_short_runs
+from swa_jax.train.preemption import Preempted, preemption_notices
+from swa_jax.train.run_checkpoints import RunCheckpoints, from_first_process, has_checkpoint, reason
+from swa_jax.train.run_log import RunLog
+from swa_jax.train.step import TrainState, init_state, make_step, make_validation_loss, shard_state
+
+__all__ = ["StageConfig", "TrainConfig", "train"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run but for its state: what its steps are made of."""
+
+    config: TrainConfig
+    folder: Path
+    tokenizer: Tokenizer
+    partition: Partition | None
+    model: Decoder  # at step 0
+    patterns: list[list[AttentionPattern]]  # by stage: those that its steps take in turn
+    optimizer: optax.GradientTransformation
+
+
+def train(config: TrainConfig, *, quiet: bool = False) -> Path:
+    """Run, or go on with, a training run; returns the folder of the finished model (a checkpoint folder).
+
+    With several processes (`jax.distributed`) all call it with the same configuration; they see the same run folder.
+
+    Raises:
+      ConfigError: the configuration cannot be used, or differs from that of the run being resumed.
+      CheckpointError: a checkpoint could not be written, or none of those that are there is good.
+      Preempted: the machine is being taken away (SIGTERM); a checkpoint of the last step is on the disk.
+    """
+    run = _prepare(config)
+    first = jax.process_index() == 0
+    if first:  # the others wait for it when they look for checkpoints
+        _claim(run.folder, config)
+    trained, frozen = trained_and_frozen(run.model)
+    state = shard_state(init_state(trained, run.optimizer, frozen), run.partition)
+    keep, keep_period = config.keep_checkpoints, config.keep_checkpoint_period
+    with (
+        preemption_notices() as preempted,
+        RunCheckpoints(run.folder / "checkpoints", keep=keep, keep_period=keep_period) as checkpoints,
+    ):
+        data_state = None
+        if checkpoints.newest is not None:
+            frozen = state.frozen
+            state, data_state = checkpoints.restore(abstract_state(state.without_frozen()))
+            state = dataclasses.replace(state, frozen=frozen)
+        done = int(state.step)
+        peak = peak_flops(jax.devices()[0].device_kind)
+        log = RunLog(
+            run.folder, config.log, resume_at=done, settings=to_dict(config),
+            peak_flops=None if peak is None else peak * jax.device_count(),
+        )  # fmt: skip
+        with _progress(quiet or not first) as bar, log:
+            task = bar.add_task("training", total=config.total_steps, completed=done, loss="")
+
+            def show(lines: list[dict[str, Any]]) -> None:
+                for line in lines:
+                    bar.update(task, completed=line["step"], loss=f"loss {line['loss']:.3f}")
+                    _stop_on_nan(line, config)
+
+            for number, start in enumerate(_starts(config)):
+                if done < start + config.stages[number].steps:
+                    state = _train_stage(
+                        run, number, start, state, data_state if done > start else None, checkpoints, log,
+                        show, preempted,
+                    )  # fmt: skip
+                    done = int(state.step)
+    return _save_finished(run, state)
+
+
+def _train_stage(
+    run: Run,
+    number: int,
+    start: int,
+    state: TrainState,
+    data_state: Any,
+    checkpoints: RunCheckpoints,
+    log: RunLog,
+    show: Callable[[list[dict[str, Any]]], None],
+    preempted: Callable[[int], bool],
+) -> TrainState:
+    """The steps of a stage that are left, the stage's first being `start`; consumes the state, returns the last."""
+    config, partition, stage = run.config, run.partition, run.config.stages[number]
+    batches = make_batches(
+        stage.data, run.tokenizer, length=stage.sequence_length, batch_size=stage.batch_size,
+        seed=config.seed + 1000 * number, rows=local_rows(partition, stage.batch_size),
+    )  # fmt: skip
+    if data_state is not None:
+        batches.set_state(data_state)
+    models = [run.model.with_pattern(pattern) for pattern in run.patterns[number]]
+    steps = [make_step(model, run.optimizer, config, partition) for model in models]
+    losses = [make_validation_loss(model, config, partition) for model in models]
+    tokens, end = stage.batch_size * stage.sequence_length, start + stage.steps
+    flops = [
+        tokens * train_flops_per_token(model.config, model.pattern, stage.sequence_length, lora=model.lora)
+        for model in models
+    ]
+    for step in range(int(state.step), end):
+        which, done = step % len(models), step + 1
+        checkpoints.check()
+        log.trace(step)
+        batch = place_batch(next(batches), partition, stage.batch_size)
+        state, metrics = steps[which](state, batch, stage.accumulate)
+        show(log.write(done, metrics, tokens, flops[which]))
+        stopping = preempted(done)
+        saving = stopping or done % config.checkpoint_every == 0 or done == end
+        validating = config.validate_every is not None and done % config.validate_every == 0
+        if saving or validating:
+            show(log.flush())  # a state that is no number is not saved
+        # The loss first: after a checkpoint it would not be made up if the run were killed between the two. A run that
+        # is told to stop has little time, and saves first.
+        if validating and not stopping:
+            log.add(done, validate(config, stage, run.tokenizer, losses[which], state, partition))
+        if saving:
+            log.sync()
+            checkpoints.save(done, state.without_frozen(), batches.get_state())
+        if validating and stopping:
+            log.add(done, validate(config, stage, run.tokenizer, losses[which], state, partition))
+        if stopping and done < config.total_steps:
+            checkpoints.wait()
+            logger.warning("stopped at step %d by SIGTERM: start the same command again to go on", done)
+            raise Preempted
+    return state
+
+
+def _save_finished(run: Run, state: TrainState) -> Path:
+    """Write the model of a run that is done, unless it is there; all processes leave when it is."""
+    config, destination = run.config, run.folder / "model"
+    if from_first_process(destination.exists):
+        return destination
+    path = Path(config.tokenizer)
+    hf_config = None
+    if config.init_from is not None and run.model.config == open_checkpoint(config.init_from).config:
+        hf_config = open_checkpoint(config.init_from).hf_config
+    try:
+        model = run.model if config.lora is None else _merged(run, state)
+        trained = state.params if config.lora is None else nnx.state(model)
+        nnx.update(model, jax.tree.map(lambda p: p.astype(config.save_dtype), trained))
+        save_model(
+            model, destination, hf_config=hf_config, tokenizer_from=path if path.is_dir() else path.parent
+        )
+    except (OSError, ValueError) as error:  # ValueError: TensorStore's, of a full disk
+        if isinstance(error, ConfigError):
+            raise
+        raise CheckpointError(
+            f"{destination} could not be written: {reason(error)}; the checkpoint of step {int(state.step)} is "
+            "untouched: start the same command again to write the model"
+        ) from error
+    from_first_process(lambda: None)
+    return destination
+
+
+def _merged(run: Run, state: TrainState) -> Decoder:
+    """The trained model with its adapters merged, which are written first.
+
+    Frozen weights are read again, since the run may have held them in bf16.
+    """
+    assert run.config.init_from is not None
+    assert run.config.lora is not None
+    jax.tree.map(lambda x: x.delete(), state.frozen)
+    source = open_checkpoint(run.config.init_from)
+    base = load_model(
+        run.config.init_from, run.model.pattern, dtype=jnp.result_type(source.dtype, run.config.save_dtype),
+        config=run.model.config, partition=run.partition,
+    )  # fmt: skip
+    model = with_lora(base, run.config.lora, nnx.Rngs(run.config.seed))
+    nnx.update(model, state.params)
+    destination = run.folder / "adapter"
+    if not from_first_process(destination.exists):
+        save_adapter(model, destination, base=source.hf_config.get("_name_or_path"))
+    return merge_lora(model)
+
+
+def local_rows(partition: Partition | None, batch_size: int) -> slice:
+    """The rows of a global batch that this process's devices hold some of."""
+    if partition is None:
+        return slice(0, batch_size)
+    indices = partition.sharding("batch").addressable_devices_indices_map((batch_size,)).values()
+    spans = [index[0].indices(batch_size) for index in indices if index is not None]
+    return slice(min(first for first, _, _ in spans), max(last for _, last, _ in spans))
+
+
+def place_batch(
+    batch: dict[str, np.ndarray], partition: Partition | None, batch_size: int
+) -> dict[str, jax.Array]:
+    """This process's rows [b, T] of a batch, on the devices as the whole batch [B, T], split by rows and tokens."""
+    if partition is None:
+        return jax.tree.map(jnp.asarray, batch)
+    here = local_rows(partition, batch_size).start
+
+    def place(name: str, x: np.ndarray) -> jax.Array:
+        def piece(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            first, last, _ = index[0].indices(batch_size)
+            return x[(slice(first - here, last - here), *index[1:])]
+
+        sharding = partition.sharding("batch", None if name == "full_from" else "sequence")
+        return jax.make_array_from_callback((batch_size, *x.shape[1:]), sharding, piece)
+
+    return {name: place(name, x) for name, x in batch.items()}
+
+
+def validate(
+    config: TrainConfig,
+    stage: StageConfig,
+    tokenizer: Tokenizer,
+    loss: Any,
+    state: TrainState,
+    partition: Partition | None,
+) -> dict[str, float]:
+    """Mean loss of the documents that the stage's data holds out, over `validation_batches` batches at most."""
+    rows = stage.batch_size // stage.accumulate
+    batches = make_batches(
+        stage.data, tokenizer, length=stage.sequence_length, batch_size=rows, seed=config.seed,
+        rows=local_rows(partition, rows), held_out=True,
+    )  # fmt: skip
+    total = weight = 0.0
+    for batch in itertools.islice(batches, config.validation_batches * stage.accumulate):  # pieces of batches
+        nll, weights = loss(state.params, state.frozen, place_batch(batch, partition, rows))
+        total, weight = total + float(nll), weight + float(weights)
+    return {"validation_loss": total / max(weight, 1e-6)}
+
+
+# ---- starting and resuming ----
+
+
+def make_partition(config: TrainConfig) -> Partition | None:
+    """The mesh of a run, checked against its stages; None on a single device."""
+    mesh = make_mesh(config.mesh)
+    if mesh.size == 1:
+        return None
+    partition = Partition(mesh, config.sharding)
+    for number, stage in enumerate(config.stages):
+        check_batch(
+            partition, stage.batch_size // stage.accumulate, stage.sequence_length, f"stages.{number}"
+        )
+    return partition
+
+
+def _prepare(config: TrainConfig) -> Run:
+    """Everything that can be wrong is found before the model is drawn or read."""
+    options = {
+        "sliding_window": config.sliding_window,
+        "num_sink_tokens": config.num_sink_tokens,
+        "seed": config.seed,
+    }
+    if config.lora is not None and config.init_from is None:
+        raise ConfigError(
+            "'lora' adapts a trained model: set 'init_from' to its checkpoint folder in place of 'model'"
+        )
+    tokenizer = load_tokenizer(config.tokenizer)
+    if config.init_from is not None:
+        check_same_tokens(tokenizer, config.tokenizer, config.init_from)
+    partition = make_partition(config)
+    if config.model is not None:
+        model_config = config.model
+    else:
+        assert config.init_from is not None
+        model_config = config.model_changes.apply(open_checkpoint(config.init_from).config)
+    if partition is not None:
+        check_model(model_config, partition)
+    if tokenizer.vocab_size > model_config.vocab_size:
+        raise ConfigError(
+            f"tokenizer {config.tokenizer} has {tokenizer.vocab_size} tokens, the model's vocab_size is "
+            f"{model_config.vocab_size}: they do not belong together"
+        )
+    pattern = load_pattern(config.attention, model_config, **options)
+    patterns = _stage_patterns(config, tokenizer, model_config, pattern, options)
+    if config.init_from is not None:
+        model = load_model(
+            config.init_from, pattern, dtype=config.start_dtype, config=model_config, partition=partition,
+            router_seed=config.seed,
+        )  # fmt: skip
+        if config.lora is not None:
+            model = with_lora(model, config.lora, nnx.Rngs(config.seed))
+    else:
+        model = random_model(model_config, pattern, config.seed, partition)
+    warn_of_short_runs(config.optimizer, config.total_steps)
+    optimizer = make_optimizer(config.optimizer, config.total_steps)
+    return Run(config, Path(config.output), tokenizer, partition, model, patterns, optimizer)
+
+
+def random_model(
+    config: ModelConfig, pattern: AttentionPattern, seed: int, partition: Partition | None
+) -> Decoder:
+    """A model drawn at random in f32; on a mesh every device draws its own part, and the whole is the same."""
+
+    def draw() -> Decoder:
+        return Decoder(config, pattern, rngs=nnx.Rngs(seed))
+
+    if partition is None:
+        return draw()
+    graph, abstract = nnx.split(nnx.eval_shape(draw))
+    return nnx.merge(
+        graph, jax.jit(lambda: nnx.state(draw()), out_shardings=state_shardings(abstract, partition))()
+    )
+
+
+def _stage_patterns(
+    config: TrainConfig,
+    tokenizer: Tokenizer,
+    model: ModelConfig,
+    pattern: AttentionPattern,
+    options: dict[str, Any],
+) -> list[list[AttentionPattern]]:
+    patterns = []
+    for number, stage in enumerate(config.stages):
+        for source in stage.data:
+            check_source(source, tokenizer)  # better found now than when its stage begins
+        window = {"sliding_window": config.stage_window(stage)}
+        chosen = [load_pattern(name, model, **options | window) for name in stage.patterns]
+        if stage.sliding_window is not None and not chosen:
+            chosen = [load_pattern(config.attention, model, **options | window)]
+        patterns.append(chosen or [pattern])
+        for one in patterns[-1]:
+            if (SWITCH in one.layer_types) != (SWITCH in pattern.layer_types):
+                raise ConfigError(f"'stages.{number}.patterns' and 'pattern' must both be routed, or neither")
+            without = [source.kind for source in stage.data if source.kind != "prompts"]
+            if one.full_attention_decode and without:
+                raise ConfigError(
+                    f"training data of kind '{without[0]}' ('stages.{number}.data') has no prompts and answers, so "
+                    "full-attention decode has no boundary to start at: leave '+fa-decode' out of the pattern, or "
+                    "train on kind 'prompts' alone"
+                )
+    return patterns
+
+
+BASE_FILE = "base.sha256"  # of the model that adapters are trained on, which checkpoints do not hold
+_MAY_CHANGE = (
+    "mesh",
+    "sharding",
+    "log",
+    "output",  # the folder may have been moved
+)  # when a run goes on: where it computes and what it tells, not what it learns
+
+
+def _claim(run: Path, config: TrainConfig) -> None:
+    """Write `config.yaml`; if the folder holds a checkpoint or a model, check first that its run is the same one."""
+    resolved, file = to_dict(config), run / "config.yaml"
+    base = _base_digest(config)
+    started = has_checkpoint(run / "checkpoints")
+    finished = next((run / name for name in ("model", "adapter") if (run / name).exists()), None)
+    if file.exists() and (started or finished is not None):
+        before = to_dict(from_dict(TrainConfig, yaml.safe_load(file.read_text())))
+        changed = sorted(
+            key for key in resolved if before.get(key) != resolved[key] and key not in _MAY_CHANGE
+        )
+        if changed:
+            raise ConfigError(
+                f"{run} holds a run whose '{changed[0]}' differs: set 'output' to a new folder, or resume with "
+                f"{file} as it is"
+            )
+        if base is not None and started and (run / BASE_FILE).read_text().strip() != base:
+            raise ConfigError(
+                f"'init_from' = {config.init_from} is not the model that the adapters in {run} were trained on: bring "
+                "that one back, or set 'output' to a new folder"
+            )
+    if finished is not None and not started and config.total_steps:
+        raise ConfigError(
+            f"{finished} is there, but no checkpoint of the run that made it is: training anew would not replace it; "
+            "set 'output' to a new folder, or move it away"
+        )
+    run.mkdir(parents=True, exist_ok=True)
+    if base is not None:  # before the configuration, which is there whenever this is needed
+        _write(run / BASE_FILE, base + "\n")
+    _write(file, yaml.safe_dump(resolved, sort_keys=False))
+
+
+def _write(file: Path, text: str) -> None:
+    partial = file.with_name(file.name + ".partial")
+    partial.write_text(text)
+    os.replace(partial, file)
+
+
+def _base_digest(config: TrainConfig) -> str | None:
+    """Of the frozen weights under LoRA: of the sums of their files."""
+    if config.lora is None:
+        return None
+    assert config.init_from is not None
+    return hashlib.sha256((Path(config.init_from) / MANIFEST_FILE).read_bytes()).hexdigest()
+
+
+def _starts(config: TrainConfig) -> list[int]:
+    """The first step of each stage."""
+    steps = [stage.steps for stage in config.stages] if config.total_steps else []
+    return [sum(steps[:number]) for number in range(len(steps))]
+
+
+def abstract_state(state: TrainState) -> TrainState:
+    """What a checkpoint is to be read as: shapes, dtypes and shardings."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+# ---- what is shown ----
+
+
+def _stop_on_nan(line: dict[str, Any], config: TrainConfig) -> None:
+    if config.on_nonfinite == "stop" and not np.isfinite([line["loss"], line["gradient_norm"]]).all():
+        raise FloatingPointError(
+            f"the loss or its gradient is not a number at step {line['step']}: lower optimizer.learning_rate; the last "
+            "checkpoint is untouched"
+        )
+
+
+def _progress(quiet: bool) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
+        TimeElapsedColumn(), TimeRemainingColumn(), disable=quiet,
+    )  # fmt: skip

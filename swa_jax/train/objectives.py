@@ -1,0 +1,88 @@
+"""What training minimises: chunked cross-entropy, and SwiAttn's adaptive regularisation of full attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from swa_jax.model.attention import Routing
+from swa_jax.model.loss import TokenLoss
+
+
+class Totals(NamedTuple):
+    """What the sums over a batch are divided by; of the whole batch when it is taken in several pieces."""
+
+    weight: jax.Array  # of all targets
+    targets: jax.Array  # how many
+    tokens: jax.Array  # that are not padding
+
+
+def totals_of(segment_ids: jax.Array, weights: jax.Array) -> Totals:
+    """segment_ids [..., B, T]; weights [..., B, T] of the targets, as `next_token_targets` gives them."""
+    return Totals(
+        jnp.maximum(jnp.sum(weights), 1e-6),
+        jnp.maximum(jnp.sum(weights > 0), 1).astype(jnp.float32),
+        jnp.maximum(jnp.sum(segment_ids != 0), 1).astype(jnp.float32),
+    )
+
+
+def mean_loss(loss: TokenLoss, total_weight: jax.Array | None = None) -> jax.Array:
+    """Weighted mean over the targets, in nats; `total_weight` is that of the whole batch if `loss` is a piece of it."""
+    total = jnp.maximum(jnp.sum(loss.weight), 1e-6) if total_weight is None else total_weight
+    return jnp.sum(loss.nll * loss.weight) / total
+
+
+def z_loss(loss: TokenLoss, total_weight: jax.Array) -> jax.Array:
+    """Weighted mean of the squared log of the softmax's denominator, which keeps logits from drifting."""
+    assert loss.log_z is not None
+    return jnp.sum(jnp.square(loss.log_z) * loss.weight) / total_weight
+
+
+@dataclasses.dataclass(frozen=True)
+class SwitchLoss:
+    """SwiAttn's regulariser; defaults are the paper's (Eq. 8).
+
+    Its ablations (Table 4): V1 `adaptive: false`, V2 `nll: 0`, V3 `alpha: 10`, V4 `alpha: 1`, V5 `alpha: 0`,
+    V6 `eps: 0.2`, V7 `eps: 0.01`.
+    """
+
+    base: float = 1e-3  # the numerator of gamma
+    eps: float = 0.1
+    alpha: float = 100.0  # weight of the branch disagreement
+    nll: float = 1.0  # weight of the token's loss
+    adaptive: bool = True  # False: gamma is `base` for every token
+
+
+def switch_regularizer(
+    routing: Routing, loss: TokenLoss, constants: SwitchLoss, total_targets: jax.Array | None = None
+) -> jax.Array:
+    """Eq. 7 to 9: the mean over tokens and layers of `gamma * softplus(logit)`.
+
+    `gamma = base / (eps + NLL_t + alpha * MSE_tl)` is a weight: no gradient flows through it. NLL_t is that of target
+    t + 1; positions without a target are left out.
+
+    Args:
+      routing: leaves [L, B, T]; loss: leaves [B, T].
+      total_targets: of the whole batch, if `loss` is a piece of it.
+    """
+    counted = (loss.weight > 0).astype(jnp.float32)[None]  # [1, B, T]
+    gamma = jnp.full_like(routing.logit, constants.base)
+    if constants.adaptive:
+        gamma = constants.base / (
+            constants.eps + constants.nll * loss.nll[None] + constants.alpha * routing.disagreement
+        )
+    penalty = jax.lax.stop_gradient(gamma) * jax.nn.softplus(routing.logit) * counted
+    total = jnp.maximum(jnp.sum(counted), 1) if total_targets is None else total_targets
+    return jnp.sum(penalty) / (total * routing.logit.shape[0])
+
+
+def full_attention_ratio(
+    routing: Routing, counted: jax.Array, total_tokens: jax.Array | None = None
+) -> jax.Array:
+    """Share of the counted tokens [B, T] that see everything, by layer: [L]; `total_tokens` as in the losses."""
+    weight = (counted > 0).astype(jnp.float32)
+    total = jnp.maximum(jnp.sum(weight), 1) if total_tokens is None else total_tokens
+    return jnp.sum(routing.gate * weight, axis=(1, 2)) / total

@@ -1,0 +1,117 @@
+"""Optimisers and learning-rate schedules, all optax's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any, Literal
+
+import jax
+import optax
+from optax import contrib
+
+from swa_jax.settings import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW for everything, or Muon for the matrices and AdamW for the rest.
+
+    Weights and moments are f32. Weight decay is for the matrices only: not for embeddings, norms, biases, routers.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = 3e-4
+    adam_learning_rate: float = 3e-3  # muon: for embeddings, norms, biases and the router
+    schedule: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = "cosine"
+    warmup_steps: int = 0
+    decay_steps: int = 0  # warmup-stable-decay: length of the final cosine
+    final_fraction: float = 0.1  # of the peak, at the end
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_norm: float | None = 1.0  # of the global norm of the gradients; null: not clipped
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "adam_learning_rate", "eps", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                off = ", or null for no clipping" if name == "clip_norm" else ""
+                raise ConfigError(f"'optimizer.{name}' must be above 0{off}, got {value:g}")
+        for name in ("warmup_steps", "decay_steps", "final_fraction", "weight_decay"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"'optimizer.{name}' must be 0 or more, got {getattr(self, name):g}")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(
+                    f"'optimizer.{name}' must be from 0 to below 1, got {getattr(self, name):g}"
+                )
+
+
+def learning_rate(config: OptimizerConfig, peak: float, total_steps: int) -> optax.Schedule:
+    """The rate by step: linear warmup, then constant, linear or cosine to the end, or stable with a final cosine."""
+    warmup = config.warmup_steps
+    if config.schedule == "cosine":
+        main = optax.cosine_decay_schedule(peak, max(total_steps - warmup, 1), config.final_fraction)
+    elif config.schedule == "linear":
+        main = optax.linear_schedule(peak, peak * config.final_fraction, max(total_steps - warmup, 1))
+    elif config.schedule == "warmup-stable-decay":
+        stable = max(total_steps - warmup - config.decay_steps, 0)
+        decay = optax.cosine_decay_schedule(peak, max(config.decay_steps, 1), config.final_fraction)
+        main = optax.join_schedules([optax.constant_schedule(peak), decay], [stable])
+    else:
+        main = optax.constant_schedule(peak)
+    if warmup == 0:
+        return main
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), main], [warmup])
+
+
+def warn_of_short_runs(config: OptimizerConfig, total_steps: int) -> None:
+    """Say so where a run ends before its schedule does; a few steps of a long configuration are a common trial."""
+    decay = config.decay_steps if config.schedule == "warmup-stable-decay" else 0
+    if 0 < total_steps < config.warmup_steps + decay:
+        logger.warning(
+            "the learning rate takes %d steps to warm up and %d to decay, but the run has %d steps in all",
+            config.warmup_steps, decay, total_steps,
+        )  # fmt: skip
+
+
+def is_matrix(params: Any) -> Any:
+    """True for projection kernels; embeddings, norms, biases and the router are not matrices in this sense."""
+
+    def one(path: tuple, leaf: jax.Array) -> bool:
+        names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
+        return "kernel" in names and "router" not in names and "lm_head" not in names
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
+    """Clipping by the global norm, then the optimiser. Parameters are stacked: kernels are [L, in, out]."""
+    rate = learning_rate(config, config.learning_rate, total_steps)
+    if config.name == "adamw":
+        update = optax.adamw(
+            rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=is_matrix
+        )
+    else:
+        update = contrib.muon(
+            rate,
+            weight_decay=config.weight_decay,
+            weight_decay_mask=is_matrix,
+            adam_b1=config.b1,
+            adam_b2=config.b2,
+            adam_learning_rate=learning_rate(config, config.adam_learning_rate, total_steps),
+            muon_weight_dimension_numbers=_muon_axes,
+        )
+    # A chain of two either way, so that the optimiser's state keeps its form.
+    clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
+    return optax.chain(clip, update)
+
+
+def _muon_axes(params: Any) -> Any:
+    """Each layer's kernel [in, out] is orthogonalised on its own; None sends a leaf to AdamW."""
+    axes = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+    return jax.tree.map(lambda matrix: axes if matrix else None, is_matrix(params))

@@ -1,0 +1,399 @@
+"""The checkpoints of a training run: saved in the background, verified by SHA-256, one folder a step.
+
+    checkpoints/120/             Orbax's files and `manifest.json`, the SHA-256 sums of all of them
+    checkpoints/130.writing      not finished: never read, removed when the run starts again
+    checkpoints/110.damaged      passed over by a run that went on from an earlier one; nothing removes it
+
+A step's folder gets its plain name, by a rename, when its manifest is on the disk: it is there whole or not at all,
+whenever a process is killed. With several processes the folder is one that all of them see (NFS, Filestore, a FUSE
+mount); each writes its own shards, process 0 does the rest.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from orbax.checkpoint import v1 as ocp
+
+from swa_jax.checkpoint.safetensors_files import CheckpointError
+
+MANIFEST_FILE = "manifest.json"
+_LEFTOVER = re.compile(r"\d+\.(writing|deleting)\b.*")  # of a killed process; Orbax appends to our name
+_MESSAGE_BYTES = 65536  # of what process 0 tells the others
+
+log = logging.getLogger(__name__)
+# Orbax logs the traceback of a failed save once a thread, pages of it, and raises it as well: we say it in a sentence.
+logging.getLogger("absl").addFilter(lambda record: "_SignalingThread.run() raised" not in str(record.msg))
+
+
+class RunCheckpoints:
+    """The checkpoints in a folder, which is made if need be; as a context manager, it waits for the last save.
+
+    Opening it removes what a killed run left half-written and verifies checkpoints, newest first, until a good one
+    is found. A damaged one is set aside as `<step>.damaged`, with a warning that names the file.
+
+    With several processes every method but `check` is called by all of them in the same order. A save that failed is
+    raised on the process where it failed: whoever runs the processes ends them all (`swa_jax.train.processes` does).
+
+    Args:
+      keep: how many of the newest checkpoints stay.
+      keep_period: checkpoints whose step is a multiple of it stay for ever, in addition.
+
+    Raises `CheckpointError`, changing nothing, if there are checkpoints and each of them is damaged.
+    """
+
+    newest: int | None  # step of the newest good checkpoint
+
+    def __init__(self, folder: Path, *, keep: int, keep_period: int | None = None):
+        self.folder = Path(folder).absolute()
+        self.keep, self.keep_period = keep, keep_period
+        self._pending: threading.Thread | None = None
+        self._failure = ""  # of the last save, in a sentence
+        self._cause: Exception | None = None
+        self.newest, error = from_first_process(self._open)
+        if error:
+            raise CheckpointError(error)
+        self._verified = self.newest  # by this process since it was opened
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.wait()
+        elif self._pending is not None:
+            self._pending.join()  # not `wait`: the other processes may not be leaving, so they are not waited for
+            if self._failure:
+                log.error(self._failure)
+
+    def save(self, step: int, state: Any, data_state: Any) -> None:
+        """Write a checkpoint in the background; returns once the arrays are copied off their devices.
+
+        Args:
+          state: a tree of jax.Array.
+          data_state: what JSON can hold; the same on every process.
+
+        A step that is the newest already is not written again. Raises `CheckpointError` if the save before this one
+        failed, or this one at once; the sentence says which checkpoint is there to go on from.
+        """
+        self.wait()
+        if step == self.newest:
+            return
+        if (self.folder / str(step)).exists():
+            raise CheckpointError(
+                f"{self.folder / str(step)} exists already; move it elsewhere to save that step"
+            )
+        try:
+            with _orbax_options():
+                response = ocp.save_async(
+                    self._writing(step), named(state), custom_metadata={"data_state": data_state}
+                )
+        except Exception as error:
+            self._failed(step, error)
+            self.check()
+        else:
+            self._pending = threading.Thread(target=self._finish, args=(step, response), name=f"save-{step}")
+            self._pending.start()
+
+    def check(self) -> None:
+        """Raise `CheckpointError`, once, if the save in the background has failed on this process; does not wait."""
+        failure, cause = self._failure, self._cause
+        self._failure, self._cause = "", None
+        if failure:
+            raise CheckpointError(failure) from cause
+
+    def wait(self) -> None:
+        """Return when this process's part of the last save is done; raises `CheckpointError` if it failed.
+
+        On process 0 the checkpoint is then on the disk under its name.
+        """
+        if self._pending is not None:
+            self._pending.join()
+            self._pending = None
+        self.check()
+
+    def restore(self, abstract: Any, step: int | None = None) -> tuple[Any, Any]:
+        """Read a checkpoint, by default the newest good one, onto whatever mesh the shardings name.
+
+        Args:
+          abstract: a tree of jax.ShapeDtypeStruct with shardings, in the structure of the state that was saved.
+
+        Returns (state, data_state).
+
+        Raises `CheckpointError` if there is none, if `step` is damaged (the sentence names the file, and an earlier
+        checkpoint that is good), or if an array has another shape or dtype than `abstract` says.
+        """
+        self.wait()
+        if step is None:
+            step = self.newest
+        if step is None:
+            raise CheckpointError(f"{self.folder} holds no checkpoint")
+        if step != self._verified:
+            error = from_first_process(lambda: self._refusal(step))
+            if error:
+                raise CheckpointError(error)
+            self._verified = step
+        path, wanted = self.folder / str(step), named(abstract)
+        metadata = ocp.metadata(path)
+        _check_arrays(path, metadata.metadata, wanted)
+        with _orbax_options():
+            loaded = ocp.load(path, wanted)
+        state = jax.tree.unflatten(jax.tree.structure(abstract), [loaded[name] for name in wanted])
+        return state, metadata.custom_metadata["data_state"]
+
+    # ---- writing ----
+
+    def _writing(self, step: int) -> Path:
+        return self.folder / f"{step}.writing"
+
+    def _finish(self, step: int, response: Any) -> None:
+        """In a thread: when Orbax is done, write the manifest, give the folder its name, drop old checkpoints."""
+        try:
+            response.result()
+            if jax.process_index() == 0:
+                _write_manifest(self._writing(step), step)
+                os.rename(self._writing(step), self.folder / str(step))
+                _sync(self.folder)
+        except Exception as error:
+            self._failed(step, error)
+            return
+        self.newest = step
+        if jax.process_index() == 0:
+            self._drop_old()
+
+    def _failed(self, step: int, error: Exception) -> None:
+        if jax.process_index() == 0:  # half a checkpoint is of no use, and would keep a full disk full
+            for leftover in self.folder.glob(f"{step}.writing*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        before = (
+            "there is no earlier one"
+            if self.newest is None
+            else f"the previous one, of step {self.newest}, is untouched, and the run can go on from it"
+        )
+        self._cause = error
+        self._failure = (
+            f"{self.folder}: the checkpoint of step {step} could not be written: {reason(error)}; {before}"
+        )
+
+    def _drop_old(self) -> None:
+        steps = _steps(self.folder)
+        period = self.keep_period
+        for step in steps[: -self.keep]:
+            if period is not None and step % period == 0:
+                continue
+            # Renamed first: a removal cut short must not look like a damaged checkpoint.
+            doomed = self.folder / f"{step}.deleting"
+            try:
+                os.rename(self.folder / str(step), doomed)
+                shutil.rmtree(doomed)
+            except OSError as error:
+                log.warning("checkpoint %s could not be removed: %s", self.folder / str(step), error)
+
+    # ---- finding ----
+
+    def _open(self) -> tuple[int | None, str]:
+        """(step of the newest good checkpoint, "" or what stands in the way)."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return self._look_through()
+        except OSError as error:  # told to the other processes, which wait for an answer
+            return None, f"{error.filename}: {error.strerror}"
+
+    def _look_through(self) -> tuple[int | None, str]:
+        good, damaged = _newest_good(self.folder, _steps(self.folder))
+        if damaged and good is None:
+            step, problem = damaged[0]
+            others = f" (and {len(damaged) - 1} more are damaged)" if damaged[1:] else ""
+            return None, (
+                f"{problem}; no good checkpoint is left{others}: bring one back from a copy, or move {self.folder} "
+                "elsewhere to start the run from its beginning"
+            )
+        for leftover in self.folder.iterdir():
+            if _LEFTOVER.fullmatch(leftover.name):
+                shutil.rmtree(leftover)
+        for step, problem in damaged:
+            aside = _unused(self.folder / f"{step}.damaged")
+            os.rename(self.folder / str(step), aside)
+            log.warning(
+                "%s; going on from the checkpoint of step %d (%s is now %s)", problem, good, step, aside.name
+            )
+        return good, ""
+
+    def _refusal(self, step: int) -> str:
+        """Why the checkpoint of a step cannot be read, or ""."""
+        if step not in _steps(self.folder):
+            return f"{self.folder} holds no checkpoint of step {step}; it has {_steps(self.folder)}"
+        good, damaged = _newest_good(self.folder, [s for s in _steps(self.folder) if s <= step])
+        if not damaged:
+            return ""
+        offer = (
+            "no earlier one is good" if good is None else f"the newest good one before it is of step {good}"
+        )
+        return f"{damaged[0][1]}; {offer}"
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run has a finished checkpoint there, good or damaged."""
+    return folder.is_dir() and bool(_steps(folder))
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """A flat dict in leaf order: what is on disk does not depend on optax's or NNX's container types."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _steps(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in folder.iterdir() if re.fullmatch("0|[1-9][0-9]*", path.name))
+
+
+def _unused(path: Path) -> Path:
+    candidate, number = path, 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
+def _orbax_options() -> ocp.Context:
+    context = ocp.Context()
+    context.array.saving.use_compression = False  # weights hardly compress
+    return context
+
+
+def _check_arrays(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Orbax would cast, and its sentences for other differences are long."""
+    for name in wanted.keys() | stored.keys():
+        if name not in stored or name not in wanted:
+            has, lacks = ("this run", path) if name in wanted else (path, "this run")
+            raise CheckpointError(
+                f"array '{name}' is in {has} and not in {lacks}: they are of different models"
+            )
+    for name, leaf in wanted.items():
+        there, here = ((str(np.dtype(x.dtype)), tuple(x.shape)) for x in (stored[name], leaf))
+        if there != here:
+            raise CheckpointError(
+                f"array '{name}' in {path} is {there[0]} {list(there[1])}, this run's is {here[0]} {list(here[1])}"
+            )
+
+
+def reason(error: Exception) -> str:
+    """Why something could not be written, in few words."""
+    text = str(error)
+    for sign in ("No space left on device", "Disk quota exceeded"):
+        if sign in text:
+            return f"the disk is full ({sign})"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {(text.splitlines() or [''])[0][:300]}"
+
+
+# ---- the manifest ----
+
+
+def _write_manifest(folder: Path, step: int) -> None:
+    """The sums of what is on the disk: every file is flushed as it is read, the manifest after them."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        sums = dict(zip(names, pool.map(lambda name: _sha256(folder / name, flush=True), names), strict=True))
+    for inner in folder.rglob("*"):
+        if inner.is_dir():
+            _sync(inner)
+    with (folder / MANIFEST_FILE).open("w") as file:
+        file.write(_manifest(step, sums))
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(folder)
+
+
+def _manifest(step: int, sums: dict[str, str]) -> str:
+    """The only text that a manifest of these sums can be, its own sum included."""
+    body = {"step": step, "sha256": sums}
+    own = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+    return json.dumps(body | {"sha256_of_the_above": own}, indent=2) + "\n"
+
+
+def _damage(folder: Path, step: int) -> str:
+    """A sentence that names the damaged file of a checkpoint, or ""."""
+    manifest = folder / MANIFEST_FILE
+    try:
+        text = manifest.read_bytes().decode()
+        sums = json.loads(text)["sha256"]
+        if text != _manifest(step, sums):
+            return f"{manifest} is damaged: it does not have its own SHA-256, or is not of step {step}"
+    except FileNotFoundError:
+        return f"{manifest} is missing"
+    except (ValueError, KeyError, TypeError):
+        return f"{manifest} is damaged: it is not a manifest"
+    except OSError as error:
+        return f"{manifest} cannot be read: {error.strerror}"
+
+    def problem(name: str) -> str:
+        try:
+            if _sha256(folder / name) != sums[name]:
+                return f"{folder / name} is damaged: its SHA-256 is not the one in {MANIFEST_FILE}"
+        except FileNotFoundError:
+            return f"{folder / name} is missing"
+        except OSError as error:
+            return f"{folder / name} cannot be read: {error.strerror}"
+        return ""
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return next(filter(None, pool.map(problem, sums)), "")
+
+
+def _newest_good(folder: Path, steps: list[int]) -> tuple[int | None, list[tuple[int, str]]]:
+    """(the newest step that verifies, [(step, its damage)] of those after it, newest first)."""
+    damaged: list[tuple[int, str]] = []
+    for step in sorted(steps, reverse=True):
+        problem = _damage(folder / str(step), step)
+        if not problem:
+            return step, damaged
+        damaged.append((step, problem))
+    return None, damaged
+
+
+def _sha256(path: Path, *, flush: bool = False) -> str:
+    with path.open("rb") as file:
+        if flush:
+            os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    """Put a folder's entries on the disk: a rename or a new file is durable only then."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- several processes ----
+
+
+def from_first_process(ask: Callable[[], Any]) -> Any:
+    """What `ask()` returns on process 0, JSON-able, on every process; the others do not call it, but wait for it."""
+    if jax.process_count() == 1:
+        return ask()
+    padded = np.zeros(_MESSAGE_BYTES, np.uint8)
+    if jax.process_index() == 0:
+        encoded = json.dumps(ask()).encode()
+        padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    return json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)).rstrip(b"\0"))

@@ -1,0 +1,176 @@
+"""What a run says while it trains: a line of JSON a step, TensorBoard, Weights & Biases, profiler traces.
+
+Metrics stay on the device until the next step has been started, so that logging does not hold the devices up.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from swa_jax.checkpoint.safetensors_files import CheckpointError
+from swa_jax.settings import ConfigError
+from swa_jax.train.config import LogConfig
+
+
+class RunLog:
+    """A context manager; `write` returns the lines that are now known. Process 0 writes files, all know the lines."""
+
+    def __init__(
+        self, run: Path, config: LogConfig, *, resume_at: int, peak_flops: float | None, settings: dict
+    ):
+        self.run, self.config, self.peak_flops = run, config, peak_flops
+        self.file = self.tensorboard = self.wandb = None
+        self.pending: tuple[int, dict[str, jax.Array], int, float] | None = None
+        self.clock = time.perf_counter()
+        self.trace_until: int | None = None
+        self.trace_asked = False
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGUSR1, self._ask_for_trace)
+        if jax.process_index() != 0:
+            return
+        if config.tensorboard:
+            module = _optional("tensorboardX", "log.tensorboard")
+            self.tensorboard = module.SummaryWriter(str(run / "tensorboard"), purge_step=resume_at + 1)
+        if config.wandb_project is not None:
+            module = _optional("wandb", "log.wandb_project")
+            self.wandb = module.init(
+                project=config.wandb_project, dir=str(run), id=run.name, resume="allow", config=settings
+            )
+        keep_lines(run / "metrics.jsonl", resume_at)
+        self.file = open(run / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
+
+    def write(
+        self, step: int, metrics: dict[str, jax.Array], tokens: int, flops: float
+    ) -> list[dict[str, Any]]:
+        """Hand over the metrics of a step that has been started; `tokens` and `flops` are the whole step's."""
+        lines = self.flush()
+        self.pending = (step, metrics, tokens, flops)
+        return lines
+
+    def flush(self) -> list[dict[str, Any]]:
+        """Wait for the step that is pending, if any."""
+        if self.pending is None:
+            return []
+        (step, metrics, tokens, flops), self.pending = self.pending, None
+        line = {"step": step} | {name: _plain(value) for name, value in metrics.items()}
+        now = time.perf_counter()
+        seconds, self.clock = now - self.clock, now
+        line["tokens_per_second"] = round(tokens / seconds, 1)
+        if self.peak_flops is not None:
+            line["mfu"] = round(flops / seconds / self.peak_flops, 4)
+        self._store(line)
+        return [line]
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        """A line beside those of the steps, such as a validation's."""
+        self._store({"step": step} | values)
+        self.clock = time.perf_counter()
+
+    def sync(self) -> None:
+        """Make what was written survive a crash of the machine."""
+        if self.file is not None:
+            os.fsync(self.file.fileno())
+
+    def _store(self, line: dict[str, Any]) -> None:
+        if self.file is None:
+            return
+        step = line["step"]
+        if step % self.config.every == 0 or "loss" not in line:
+            self._append((json.dumps(line) + "\n").encode())
+            if self.tensorboard is not None:
+                for name, value in _scalars(line).items():
+                    self.tensorboard.add_scalar(name, value, step)
+            if self.wandb is not None:
+                self.wandb.log(_scalars(line), step=step)
+
+    def _append(self, text: bytes) -> None:
+        assert self.file is not None
+        try:
+            written = self.file.write(text)
+            if written != len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.run / 'metrics.jsonl'} could not be written: {error.strerror}; the last checkpoint is "
+                "untouched: make room and start the same command again"
+            ) from error
+
+    # ---- profiler ----
+
+    def trace(self, step: int) -> None:
+        """Start or stop a trace before `step`, as the configuration asks of process 0, or SIGUSR1 of any."""
+        if self.trace_until is not None and step >= self.trace_until:
+            jax.profiler.stop_trace()
+            self.trace_until = None
+        due = jax.process_index() == 0 and step == self.config.profile_from
+        if self.trace_until is None and (self.trace_asked or due):
+            self.trace_asked = False
+            jax.profiler.start_trace(str(self.run / "profile"))
+            self.trace_until = step + self.config.profile_steps
+
+    def _ask_for_trace(self, *_: Any) -> None:
+        self.trace_asked = True
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.trace_until is not None:
+            jax.profiler.stop_trace()
+        for sink in (self.file, self.tensorboard):
+            if sink is not None:
+                sink.close()
+        if self.wandb is not None:
+            self.wandb.finish(exit_code=0 if kind is None else 1)
+
+
+def keep_lines(file: Path, steps: int) -> None:
+    """Drop the lines of steps after `steps`, which are about to be run again, and a line that was cut short."""
+    if not file.exists():
+        return
+    kept = []
+    for text in file.read_text(errors="replace").splitlines(keepends=True):
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            break
+        if line["step"] <= steps and text.endswith("\n"):
+            kept.append(text)
+    partial = file.with_suffix(".partial")
+    partial.write_text("".join(kept))
+    os.replace(partial, file)
+
+
+def _scalars(line: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a line; a list by layer becomes one number a layer."""
+    flat: dict[str, float] = {}
+    for name, value in line.items():
+        if isinstance(value, list):
+            flat |= {f"{name}/{i}": item for i, item in enumerate(value)}
+        elif name != "step":
+            flat[name] = value
+    return flat
+
+
+def _optional(module: str, key: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ConfigError(f"'{key}' needs the package {module}: pip install 'swa-jax[logging]'") from None
+
+
+def _plain(value: jax.Array) -> float | list[float]:
+    return value.item() if value.ndim == 0 else value.tolist()

@@ -1,0 +1,221 @@
+"""One training step as a pure function: loss, gradients over accumulated pieces, guarded update. On a mesh or off."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.layer_types import SWITCH
+from swa_jax.model.loss import next_token_targets, token_loss
+from swa_jax.model.sharding import Partition, constrain, state_shardings
+from swa_jax.train.config import TrainConfig
+from swa_jax.train.objectives import (
+    Totals,
+    full_attention_ratio,
+    mean_loss,
+    switch_regularizer,
+    totals_of,
+    z_loss,
+)
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+SPIKE_DECAY = 0.98  # of the running mean of gradient norms
+SPIKE_WARMUP = 20  # updates before it is trusted
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class TrainState:
+    step: jax.Array  # int32: steps done
+    params: Any  # nnx.State of nnx.Param, f32: what is trained
+    optimizer: optax.OptState
+    norm_mean: jax.Array  # f32: running mean of the gradient norm, not debiased
+    skipped: jax.Array  # int32: updates left out for their gradient
+    frozen: Any = dataclasses.field(
+        default_factory=lambda: nnx.State({})
+    )  # the rest of the model, under LoRA
+
+    def without_frozen(self) -> TrainState:
+        """What a checkpoint holds: the frozen weights are those of the model that the run starts from."""
+        return dataclasses.replace(self, frozen=nnx.State({}))
+
+
+def init_state(params: Any, optimizer: optax.GradientTransformation, frozen: Any = None) -> TrainState:
+    """The state before step 0; `frozen`: the parameters that are not trained, if there are any."""
+
+    def zero(dtype: Any) -> jax.Array:
+        return jnp.zeros((), dtype)  # an array for each leaf: a step consumes them all
+
+    rest = nnx.State({}) if frozen is None else frozen
+    moments = optimizer.init(params)
+    return TrainState(zero(jnp.int32), params, moments, zero(jnp.float32), zero(jnp.int32), rest)
+
+
+def shard_state(state: TrainState, partition: Partition | None) -> TrainState:
+    """The state laid out on the mesh."""
+    return state if partition is None else jax.device_put(state, state_shardings(state, partition))
+
+
+def make_step(
+    model: Decoder, optimizer: optax.GradientTransformation, config: TrainConfig, partition: Partition | None
+) -> Callable[[TrainState, Batch, int], tuple[TrainState, Metrics]]:
+    """`step(state, batch, pieces) -> (state, metrics)`, compiled; the state passed in is consumed.
+
+    `batch` has leaves [B, T] (and `full_from` [B, segments]); it is taken in `pieces` pieces of B / pieces rows. What
+    LoRA's dropout drops depends on the configuration's seed, the step and the piece, on no mesh.
+    """
+    loss_of = make_loss(model, config, partition)
+    drops = model.lora is not None and model.lora.dropout > 0
+
+    def step(state: TrainState, batch: Batch, pieces: int) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.key(config.seed), state.step) if drops else None
+
+        def loss(
+            params: Any, piece: Batch, totals: Totals, key: jax.Array | None
+        ) -> tuple[jax.Array, Metrics]:
+            return loss_of(params, state.frozen, piece, totals, key)
+
+        gradients, metrics = _gradients(loss, state.params, batch, pieces, partition, key)
+        norm = optax.tree.norm(gradients)
+        metrics["gradient_norm"] = norm
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
+        norm_mean = SPIKE_DECAY * state.norm_mean + (1 - SPIKE_DECAY) * norm
+        changed = (optax.apply_updates(state.params, updates), optimizer_state, norm_mean)
+        skipped = state.skipped
+        if config.on_nonfinite == "skip" or config.spike_factor is not None:
+            accepted = _accept(state, metrics["loss"], norm, config)
+            unchanged = (state.params, state.optimizer, state.norm_mean)
+            changed = jax.tree.map(lambda new, old: jnp.where(accepted, new, old), changed, unchanged)
+            skipped = metrics["skipped_updates"] = skipped + (1 - accepted.astype(jnp.int32))
+        new_state = TrainState(state.step + 1, *changed, skipped, state.frozen)
+        if partition is not None:
+            new_state = jax.lax.with_sharding_constraint(new_state, state_shardings(new_state, partition))
+        return new_state, metrics
+
+    return jax.jit(step, static_argnums=2, donate_argnums=0)
+
+
+def make_validation_loss(
+    model: Decoder, config: TrainConfig, partition: Partition | None
+) -> Callable[[Any, Any, Batch], tuple[jax.Array, jax.Array]]:
+    """`loss(params, frozen, batch) -> (summed loss in nats, summed weight)` of the language model alone, compiled."""
+    loss_of = make_loss(model, config, partition)
+
+    def summed(params: Any, frozen: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        _, weights = next_token_targets(batch["tokens"], batch["segment_ids"], batch["weights"])
+        totals = totals_of(batch["segment_ids"], weights)
+        _, metrics = loss_of(params, frozen, batch, totals, None)
+        return metrics["loss"] * totals.weight, jnp.sum(weights)
+
+    return jax.jit(summed)
+
+
+def make_loss(
+    model: Decoder, config: TrainConfig, partition: Partition | None
+) -> Callable[[Any, Any, Batch, Totals, jax.Array | None], tuple[jax.Array, Metrics]]:
+    """`loss(params, frozen, batch, totals, dropout_key) -> (objective, metrics)`; every mean is a sum over the batch by
+    `totals`, so that the pieces of a batch add up to the whole."""
+    graph, _ = nnx.split(model)  # every variable of the model is a parameter
+
+    def loss_of(
+        params: Any, frozen: Any, batch: Batch, totals: Totals, dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, Metrics]:
+        if config.bfloat16:
+            params, frozen = jax.tree.map(lambda p: p.astype(jnp.bfloat16), (params, frozen))
+        model = nnx.merge(graph, params, frozen)
+        segments = batch["segment_ids"]
+        hidden, routing = model.features(
+            batch["tokens"],
+            segment_ids=segments,
+            full_from=batch.get("full_from") if model.pattern.full_attention_decode else None,
+            remat=config.remat,
+            partition=partition,
+            dropout_key=dropout_key,
+        )
+        targets, weights = next_token_targets(batch["tokens"], segments, batch["weights"])
+        tokens = token_loss(hidden, model.head(), targets, weights, partition=partition)
+        loss = language_loss = mean_loss(tokens, totals.weight)
+        metrics = {"loss": language_loss, "accuracy": jnp.sum(tokens.correct * weights) / totals.weight}
+        if config.z_loss:
+            metrics["z_loss"] = z_loss(tokens, totals.weight)
+            loss = loss + config.z_loss * metrics["z_loss"]
+        if SWITCH in model.pattern.layer_types:
+            penalty = switch_regularizer(routing, tokens, config.switch_loss, totals.targets)
+            by_layer = full_attention_ratio(routing, segments, totals.tokens)
+            loss = loss + penalty
+            metrics |= {
+                "regularization": penalty,
+                "full_attention_ratio": jnp.mean(by_layer),
+                "full_attention_ratio_by_layer": by_layer,
+                "router_logit_by_layer": _mean_by_layer(routing.logit, segments, totals.tokens),
+                "disagreement_by_layer": _mean_by_layer(routing.disagreement, segments, totals.tokens),
+            }
+        return loss, metrics
+
+    return loss_of
+
+
+def _mean_by_layer(values: jax.Array, segments: jax.Array, tokens: jax.Array) -> jax.Array:
+    """values [L, B, T] -> [L], padding left out."""
+    return jnp.sum(values * (segments != 0), axis=(1, 2)) / tokens
+
+
+def _gradients(
+    loss_of: Callable,
+    params: Any,
+    batch: Batch,
+    pieces: int,
+    partition: Partition | None,
+    dropout_key: jax.Array | None,
+) -> tuple[Any, Metrics]:
+    """The gradients and metrics of the whole batch, one piece in memory at a time."""
+    _, weights = next_token_targets(batch["tokens"], batch["segment_ids"], batch["weights"])
+    totals = totals_of(batch["segment_ids"], weights)
+    differentiate = jax.value_and_grad(loss_of, has_aux=True)
+
+    def one(piece: Batch, key: jax.Array | None) -> tuple[Any, Metrics]:
+        (_, metrics), gradients = differentiate(params, piece, totals, key)
+        return gradients, metrics
+
+    if pieces == 1:
+        return one(batch, dropout_key)
+
+    def split(x: jax.Array) -> jax.Array:
+        # Row r goes to piece r % pieces: every device's rows are spread over all pieces, so none is moved.
+        x = x.reshape(x.shape[0] // pieces, pieces, *x.shape[1:]).swapaxes(0, 1)
+        return constrain(
+            x, partition, None, "batch", *["sequence" if x.shape[2:] == length else None] * (x.ndim - 2)
+        )
+
+    length = batch["tokens"].shape[1:]
+    keys = None if dropout_key is None else jax.random.split(dropout_key, pieces)
+    split_batch = (jax.tree.map(split, batch), keys)
+    start = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, *jax.tree.map(lambda x: x[0], split_batch))
+    )
+
+    def add(total: tuple[Any, Metrics], piece: tuple[Batch, Any]) -> tuple[tuple[Any, Metrics], None]:
+        return jax.tree.map(jnp.add, total, one(*piece)), None
+
+    return jax.lax.scan(add, start, split_batch)[0]
+
+
+def _accept(state: TrainState, loss: jax.Array, norm: jax.Array, config: TrainConfig) -> jax.Array:
+    """Whether the update is made."""
+    accepted = jnp.ones((), bool)
+    if config.on_nonfinite == "skip":
+        accepted &= jnp.isfinite(loss) & jnp.isfinite(norm)
+    if config.spike_factor is not None:
+        done = state.step - state.skipped
+        mean = state.norm_mean / jnp.maximum(1 - SPIKE_DECAY**done, 1e-6)
+        accepted &= (done < SPIKE_WARMUP) | (norm <= config.spike_factor * mean)
+    return accepted

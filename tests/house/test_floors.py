@@ -1,0 +1,113 @@
+"""Who may import whom: a room imports only rooms that stand below it, and no two files import each other in a circle."""
+
+import ast
+import collections
+import graphlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# The rooms of the house, ground floor first. A room imports only what stands on a floor below its own.
+FLOORS = (
+    ("pallas_kernels", "swa_jax.errors", "swa_jax.estimates", "swa_jax.exports", "swa_jax.files", "swa_jax.chips"),
+    ("swa_jax.settings", "swa_jax.report", "launch"),
+    ("swa_jax.data", "swa_jax.model"),
+    ("swa_jax.families",),
+    ("swa_jax.checkpoint",),
+    ("swa_jax.evaluate", "swa_jax.train"),
+    ("swa_jax.select", "swa_jax.plan"),
+    ("swa_jax.bench", "swa_jax.demo"),
+    ("swa_jax.cli",),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def modules():
+    """{dotted name: file} of everything that is shipped."""
+    files = [file for package in ("pallas_kernels", "swa_jax", "launch") for file in (ROOT / package).rglob("*.py")]
+    names = [file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for file in files]
+    return {name.removesuffix(".__init__"): file for name, file in zip(names, files, strict=True)}
+
+
+def imported(name, known):
+    """The project's modules that a module imports, wherever in the file, also those imported for types only."""
+    found = set()
+    for node in ast.walk(ast.parse(known[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{name} imports relatively: write the whole path"
+            # `from package import module` imports the module, `from module import name` the module before it.
+            found |= {f"{node.module}.{alias.name}" for alias in node.names if f"{node.module}.{alias.name}" in known}
+            if any(f"{node.module}.{alias.name}" not in known for alias in node.names):
+                found.add(node.module)
+    return {module for module in found if module in known and module != name}
+
+
+def room(module):
+    """The room that a module stands in: a package of the top level, or a module of `swa_jax` itself."""
+    parts = module.split(".")
+    return parts[0] if parts[0] != "swa_jax" or len(parts) == 1 else ".".join(parts[:2])
+
+
+@pytest.fixture(scope="module")
+def graph():
+    known = modules()
+    return {name: imported(name, known) for name in known}
+
+
+def test_every_room_has_a_floor(graph):
+    rooms = {room(module) for module in graph} - {"swa_jax"}
+    assert rooms == set(FLOOR), "FLOORS names every room that there is, and no other"
+    for floor in reversed(range(len(FLOORS))):
+        print(floor, *FLOORS[floor])
+
+
+def test_imports_run_downwards(graph):
+    upward = sorted(
+        f"{module} (floor {FLOOR[room(module)]}) imports {other} (floor {FLOOR[room(other)]})"
+        for module, others in graph.items()
+        for other in others
+        if room(module) != room(other)
+        and "swa_jax" not in (room(module), room(other))
+        and FLOOR[room(other)] >= FLOOR[room(module)]
+    )
+    assert not upward, "\n".join(upward)
+
+
+def test_no_circles(graph):
+    """Packages' `__init__` are left out: their names are loaded when they are asked for."""
+    packages = {name for name, file in modules().items() if file.name == "__init__.py"}
+    files = {name: others - packages for name, others in graph.items() if name not in packages}
+    try:
+        tuple(graphlib.TopologicalSorter(files).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_few_rooms(graph):
+    own = {module.split(".")[1] for module in graph if module.startswith("swa_jax.")}
+    assert len(own) <= 18, sorted(own)
+
+
+def test_nobody_imports_the_command_line(graph):
+    importers = {module for module, others in graph.items() if any(room(o) == "swa_jax.cli" for o in others)}
+    assert {room(module) for module in importers} <= {"swa_jax.cli"}
+
+
+def test_the_checks_see_what_they_forbid():
+    """The reader of imports finds each way of writing one."""
+    known = dict.fromkeys(("a.b", "a.c", "a.d", "a"), None)
+    counts = collections.Counter()
+    for text, expected in (
+        ("from a.b import x", {"a.b"}),
+        ("import a.c as y", {"a.c"}),
+        ("def f():\n    from a import d", {"a.d"}),
+        ("from a import d, name", {"a.d", "a"}),
+    ):
+        known["a.z"] = type("File", (), {"read_text": lambda self, text=text: text})()
+        assert imported("a.z", known) == expected
+        counts[len(expected)] += 1
+    assert counts
