@@ -383,10 +383,24 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _verify(folder: Path) -> None:
+def weights_sum(path: str | Path) -> str:
+    """One SHA-256 for a checkpoint folder's weights: of the sums of their files that its manifest has.
+
+    Raises `CheckpointError` where there is no manifest. That the files have these sums is for `open_checkpoint` to see.
+    """
+    sums = _manifest(Path(path).expanduser())
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
+
+
+def _manifest(folder: Path) -> dict[str, str]:
     sums = _read_json(folder / MANIFEST_FILE).get("sha256")
     if not isinstance(sums, dict):
         raise CheckpointError(f"{folder / MANIFEST_FILE} has no 'sha256' sums")
+    return sums
+
+
+def _verify(folder: Path) -> None:
+    sums = _manifest(folder)
     for name, expected in sums.items():
         file = folder / name
         if not file.is_file():

@@ -109,6 +109,7 @@ def select_bosch(
 
     Run the same command again to go on after an interruption.
     """
+    from swa_jax.checkpoint import weights_sum
     from swa_jax.select import MaskEvaluator, bosch, bosch_pattern
 
     _check_out(out)
@@ -116,7 +117,13 @@ def select_bosch(
     drawn, data = _drawn(tokenizer, prompts, examples, length, keys, haystack, seed)
     file = evaluations or out.with_suffix(".evaluations.json")
     evaluate = MaskEvaluator(
-        decoder, drawn, sliding_window=window, num_sink_tokens=sink_tokens, batch_size=batch_size, file=file
+        decoder,
+        drawn,
+        sliding_window=window,
+        num_sink_tokens=sink_tokens,
+        batch_size=batch_size,
+        file=file,
+        weights=weights_sum(model),
     )
     if evaluate.num_evaluations:
         typer.echo(f"{file} has the scores of {evaluate.num_evaluations} masks: going on from there")
@@ -298,6 +305,7 @@ def select_nll(
     seed: Seed = 0,
 ) -> None:
     """NLL-guided selection: keep full the layers whose full attention helps the answers most."""
+    from swa_jax.checkpoint import weights_sum
     from swa_jax.select import LayerScorer, greedy_pattern, nll_pattern
     from swa_jax.select.nll import full_layer_budget
 
@@ -321,6 +329,7 @@ def select_nll(
         toggles_at_once=toggles_at_once,
         partition=partition,
         file=resume_file,
+        weights=weights_sum(model),
     )
     if scorer.num_kept:
         typer.echo(f"{resume_file} has the scores of {scorer.num_kept} examples: going on from there")

@@ -35,6 +35,7 @@ def planted(monkeypatch):
     """The planted model and its examples in place of a checkpoint's and of needles."""
     monkeypatch.setattr("swa_jax.select_cli.load_checkpoint", lambda *_: (planted_model(), None))
     monkeypatch.setattr("swa_jax.select_cli.draw_needles", lambda *_: planted_examples())
+    monkeypatch.setattr("swa_jax.checkpoint.weights_sum", lambda _: "planted")
 
 
 def test_bosch_writes_a_pattern_a_picture_and_its_evaluations(planted, tmp_path):
