@@ -32,7 +32,7 @@ from swa_jax.compare_cli import compare
 from swa_jax.config import ConfigError, ModelConfig, sentence
 from swa_jax.data.cli import app as data_app
 from swa_jax.evaluate_cli import evaluate
-from swa_jax.pattern import AttentionPattern
+from swa_jax.pattern import is_pattern_file, layers_of_file
 from swa_jax.pattern_cli import PatternVerbs, diff
 from swa_jax.select_cli import app as select_app
 from swa_jax.train_cli import compile_, train
@@ -177,8 +177,8 @@ def pattern(
         size = open_checkpoint(model).config
     elif layers is not None and model is None:
         size = layers
-    elif model is None and recipe.endswith(".json"):
-        size = AttentionPattern.from_json(Path(recipe)).num_layers
+    elif model is None and is_pattern_file(recipe) and (stated := layers_of_file(recipe)) is not None:
+        size = stated
     else:
         raise ConfigError(
             "give one of --layers N and --model DIR: a recipe needs to know how deep the model is"

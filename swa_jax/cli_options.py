@@ -56,14 +56,18 @@ def resolve_pattern(
     window: int | None,
     sink_tokens: int | None,
     full_decode: bool | None,
+    default_window: int | None = None,
 ) -> AttentionPattern:
-    """A recipe or a pattern file; options that are given win over both."""
+    """A recipe or a pattern file; options that the user gave win over both, None being what was not given.
+
+    `default_window` is for recipes alone, which name none.
+    """
     options: dict[str, Any] = {
         "sliding_window": window,
         "num_sink_tokens": sink_tokens,
         "full_attention_decode": full_decode,
     }
-    pattern = read_pattern(source, layers, **options)
+    pattern = read_pattern(source, layers, default_window=default_window, **options)
     if isinstance(layers, ModelConfig):
         pattern.validate(layers)
     elif pattern.num_layers != layers:

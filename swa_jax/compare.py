@@ -2,6 +2,9 @@
 
 Prompts are scored teacher-forced: an answer is right if each of its tokens is the likeliest, which is what greedy
 decoding would write. A pattern costs the KV cache of one sequence as long as the prompts, by the cache's formula.
+
+A row belongs to content and not to names: to the weights, the prompts and the pattern that was scored, or to the
+prompts and options that a method chose by. What was scored on other content stays in the file, but is not shown.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ from swa_jax.evaluate.bootstrap import accuracy_interval, paired_bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.model import Decoder
-from swa_jax.pattern import AttentionPattern
+from swa_jax.pattern import FULL, AttentionPattern
 from swa_jax.select.methods import choose
+from swa_jax.select.score_file import content_key, digest, examples_sum
 
 Row = Mapping[str, Any]
 
@@ -39,95 +43,149 @@ def compare(
     ratios: Sequence[float] = (),
     seeds: Sequence[int] = (),
     draw: Callable[[int], Sequence[Example]],
-    sliding_window: int,
+    sliding_window: int | None,
     num_sink_tokens: int = 0,
     eval_window: int | None = None,
     iterations: int = 100,
     batch_size: int = 8,
+    weights: str | None = None,
     settings: Mapping[str, Any],
+    force: bool = False,
     report: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
     """Rows for `patterns`, then for each method, seed and ratio; written to `out` as they come, found there again.
+
+    What methods chose before in `out`, with the same `settings` on the same content, comes with them; rows of other
+    content stay in the file.
 
     Args:
       held_out: the prompts that all patterns are scored on.
       out: a folder for `results.json` and, under `patterns/`, what the methods chose.
       ratios: shares of windowed KV heads, each reached by every method for every seed.
       draw: the prompts to choose by, of a seed.
-      sliding_window, num_sink_tokens: of the windowed heads while choosing.
+      sliding_window, num_sink_tokens: of the windowed heads while choosing; the window is needed with `methods` alone.
       eval_window: of the chosen patterns while scored; None for the same.
-      settings: what else decides the results; `out` made with others is refused.
-      report: called with a line for each row.
+      weights: the sum of the weights, as in `content_key`; None sums the model's arrays.
+      settings: how the prompts came about, in plain JSON values.
+      force: go on where no pattern finds a single needle.
+      report: called with a line for each row that is scored.
 
     Raises:
-      ConfigError: results of other settings in `out`, or what a method refuses.
+      ConfigError: `out` holds something else; what a method refuses; or none of `patterns` finds a needle.
     """
-    file = out / "results.json"
+    scored_on = content_key(model, held_out, weights=weights)
+    choice = {
+        "sliding_window": sliding_window, "num_sink_tokens": num_sink_tokens, "eval_window": eval_window,
+        "iterations": iterations,
+    }  # fmt: skip
+    results = _Results(out / "results.json", digest([scored_on, choice, dict(settings)]))
     (out / "patterns").mkdir(parents=True, exist_ok=True)
-    rows = _known(file, settings)
-    config = model.config
-    length = max(len(e.prompt) + len(e.answer) for e in held_out)
 
-    def measure(name: str, pattern: AttentionPattern, **more: Any) -> None:
-        scored = score_answers(model, held_out, batch_size=batch_size, pattern=pattern)
-        found = accuracy_interval(scored.exact.astype(float))
-        rows.append(
-            {
-                "name": name, **more,
-                "needle_accuracy": found.mean,
-                "needle_interval": [found.low, found.high],
-                "answer_nll": float(scored.nll.mean()),
-                "kv_cache_bytes": cache_bytes(config, pattern, 1, length, 2),
-                "full_layers": list(pattern.full_layers),
-                "full_head_counts": list(pattern.full_head_counts),
-                "exact": scored.exact.astype(int).tolist(),
-            }
-        )  # fmt: skip
-        write_json(file, {"settings": dict(settings), "rows": rows})
-        report(f"{_title(rows[-1])}: {100 * found.mean:.1f} % found")
+    def measure(
+        key: str, pattern: AttentionPattern, chosen: AttentionPattern, **names: Any
+    ) -> dict[str, Any]:
+        row = names | _score(model, held_out, pattern, batch_size) | {
+            "pattern": json.loads(chosen.to_json()), "scored_on": scored_on, "settings": dict(settings) | choice,
+        }  # fmt: skip
+        report(f"{_title(row)}: {100 * row['needle_accuracy']:.1f} % found")
+        return results.add(key, row)
 
-    known = {_key(row) for row in rows}
+    rows = []
     for name, pattern in patterns:
-        if (name, None, None) not in known:
-            measure(name, pattern)
-    for seed in seeds:
+        key = digest([scored_on, _content(pattern)])
+        rows.append(results.find(key, name=name) or measure(key, pattern, pattern, name=name))
+    if rows and not force and not any(row["needle_accuracy"] for row in rows):
+        raise ConfigError(
+            f"no pattern finds one of the {len(held_out)} needles ({', '.join(row['name'] for row in rows)}), so that "
+            "a comparison means nothing: take shorter prompts or a model that finds some, or go on with --force"
+        )
+    for seed in seeds if methods else ():
+        examples = draw(seed)
+        masks = digest([scored_on, examples_sum(examples), sliding_window, num_sink_tokens])
         for method in methods:
-            missing = [ratio for ratio in ratios if (method, ratio, seed) not in known]
+            keys = {ratio: digest([masks, choice, method, ratio, seed]) for ratio in ratios}
+            missing = [ratio for ratio in ratios if results.find(keys[ratio]) is None]
             if not missing:
                 continue
+            if sliding_window is None:
+                raise ConfigError("sliding_window is missing: methods need to know what a windowed head sees")
             chosen = choose(
-                method, model, draw(seed), missing,
+                method, model, examples, missing,
                 sliding_window=sliding_window, num_sink_tokens=num_sink_tokens, batch_size=batch_size,
-                iterations=iterations, seed=seed, evaluations=out / f"evaluations-{seed}.json",
+                iterations=iterations, seed=seed, evaluations=out / f"evaluations-{seed}-{masks[:8]}.json",
+                weights=weights,
             )  # fmt: skip
             for ratio, pattern in zip(missing, chosen, strict=True):
-                pattern.to_json(out / "patterns" / f"{method}-{ratio:g}-seed-{seed}.json")
+                under = pattern
                 if eval_window is not None:
-                    pattern = dataclasses.replace(pattern, sliding_window=eval_window)
-                measure(method, pattern, ratio=ratio, seed=seed)
-    return rows
+                    under = dataclasses.replace(pattern, sliding_window=eval_window)
+                measure(keys[ratio], under, pattern, name=method, ratio=ratio, seed=seed)
+    for row in results.chosen:
+        name = f"{row['name']}-{row['ratio']:g}-seed-{row['seed']}.json"
+        AttentionPattern.from_json(json.dumps(row["pattern"])).to_json(out / "patterns" / name)
+    if results.others:
+        report(
+            f"{results.file} also holds {results.others} rows of other weights, prompts or options: not shown"
+        )
+    return [*rows, *results.chosen]
 
 
-def _known(file: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    if not file.exists():
-        return []
-    try:
-        stored = json.loads(file.read_text())
-        rows, found = list(stored["rows"]), dict(stored["settings"])
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{file} holds no results of `compare`: name another --out") from None
-    now = json.loads(json.dumps(dict(settings)))
-    for name in now:
-        if found.get(name) != now[name]:
-            raise ConfigError(
-                f"{file} was made with {name} = {found.get(name)}, this is {now[name]}: name another --out, or "
-                "remove that folder to start over"
-            )
-    return rows
+class _Results:
+    """The rows of `results.json`, found by their content; none is ever taken away."""
+
+    def __init__(self, file: Path, comparison: str):
+        self.file, self.comparison = file, comparison
+        try:
+            self._rows = [dict(row) for row in json.loads(file.read_text())["rows"]] if file.exists() else []
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{file} holds no results of `compare`: name another --out") from None
+
+    @property
+    def chosen(self) -> list[dict[str, Any]]:
+        """What methods chose in this comparison; the latest, where the prompts of a seed have changed since."""
+        rows = [row for row in self._rows if row.get("comparison") == self.comparison and "ratio" in row]
+        return list({(row["name"], row["ratio"], row["seed"]): row for row in rows}.values())
+
+    @property
+    def others(self) -> int:
+        return sum(row.get("comparison") != self.comparison for row in self._rows)
+
+    def find(self, key: str, **names: Any) -> dict[str, Any] | None:
+        """The row of this content, under the names it has in this comparison."""
+        same = [row for row in self._rows if row.get("key") == key]
+        here = names | {"comparison": self.comparison}
+        exact = next((row for row in same if row | here == row), None)
+        return exact or (self.add(key, same[0] | names) if same else None)
+
+    def add(self, key: str, row: dict[str, Any]) -> dict[str, Any]:
+        row = row | {"key": key, "comparison": self.comparison}
+        self._rows.append(row)
+        write_json(self.file, {"rows": self._rows})
+        return row
 
 
-def _key(row: Row) -> tuple[str, float | None, int | None]:
-    return row["name"], row.get("ratio"), row.get("seed")
+def _score(
+    model: Decoder, held_out: Sequence[Example], pattern: AttentionPattern, batch_size: int
+) -> dict[str, Any]:
+    scored = score_answers(model, held_out, batch_size=batch_size, pattern=pattern)
+    found = accuracy_interval(scored.exact.astype(float))
+    length = max(len(e.prompt) + len(e.answer) for e in held_out)
+    return {
+        "needle_accuracy": found.mean,
+        "needle_interval": [found.low, found.high],
+        "answer_nll": float(scored.nll.mean()),
+        "kv_cache_bytes": cache_bytes(model.config, pattern, 1, length, 2),
+        "full_layers": list(pattern.full_layers),
+        "full_head_counts": list(pattern.full_head_counts),
+        "exact": scored.exact.astype(int).tolist(),
+    }
+
+
+def _content(pattern: AttentionPattern) -> dict[str, Any]:
+    """What a pattern computes; how it came about does not count, nor does a window that no layer has."""
+    content = dataclasses.asdict(pattern)
+    del content["provenance"]
+    return {"layer_types": content["layer_types"]} if set(pattern.layer_types) == {FULL} else content
 
 
 def _title(row: Row) -> str:
@@ -171,8 +229,8 @@ def summary(
     return result
 
 
-def compare_table(summed: Sequence[Row], window: int) -> Table:
-    """The summary as a table for the terminal."""
+def compare_table(summed: Sequence[Row], window: int | None) -> Table:
+    """The summary as a table for the terminal; `window`: what methods choose for, and recipes without one have."""
     against = next((row["against"] for row in summed if "against" in row), None)
     table = Table(
         title="What each choice keeps and costs", box=box.SIMPLE, title_justify="left", caption_justify="left"
@@ -192,9 +250,12 @@ def compare_table(summed: Sequence[Row], window: int) -> Table:
             f"{row['kv_cache_bytes'] / 2**20:.2f}",
         ]
         table.add_row(*cells, *([_interval(*row["gap"]) if "gap" in row else ""] if against else []))
-    table.caption = (
-        f"Windows of {window} keys. Windowed: the share of KV heads. Found: needles, %, teacher-forced, with the 95 %\n"
-        "interval over prompts of the mean over seeds. KV cache: at 2 bytes a number."
+    windows = (
+        "" if window is None else f"Windows of {window} keys, but for pattern files, which have their own.\n"
+    )
+    table.caption = windows + (
+        "Windowed: the share of KV heads. Found: needles, %, teacher-forced, with the 95 % interval over prompts of\n"
+        "the mean over seeds. KV cache: at 2 bytes a number."
     )
     return table
 

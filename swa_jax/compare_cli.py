@@ -23,6 +23,7 @@ from swa_jax.cli_options import (
     resolve_pattern,
 )
 from swa_jax.config import ConfigError, nearest
+from swa_jax.pattern import is_pattern_file
 
 HELD_OUT_SEED = 10**6  # far from any seed that prompts to choose by are drawn with
 
@@ -66,12 +67,16 @@ def compare(
     ] = None,
     batch_size: BatchSize = 8,
     dtype: ComputeDtype = None,
+    force: Annotated[
+        bool, Option("--force", help="Go on where no pattern finds a single needle, which tells nothing.")
+    ] = False,
     seed: Seed = 0,
 ) -> None:
     """Compare patterns and methods: needles found against memory, on prompts that nobody chose by.
 
     Run the same command again to go on after an interruption, or with more methods, ratios or seeds to add them.
     """
+    from swa_jax.checkpoint import weights_sum
     from swa_jax.compare import compare as run
     from swa_jax.compare import compare_table, summary
     from swa_jax.report import frontier_chart, wide_console
@@ -88,13 +93,17 @@ def compare(
         if not 0 <= share <= 1:
             raise ConfigError(f"--ratio is {share}: the share of windowed heads must lie between 0 and 1")
     decoder, tokenizer = load_checkpoint(model, dtype)
-    window = decoder.pattern.sliding_window if window is None else window
-    if window is None:
+    own = decoder.pattern
+    choose_window = own.sliding_window if window is None else window
+    recipes = [name for name in pattern or [] if name != "full" and not is_pattern_file(name)]
+    if choose_window is None and (methods or recipes or not pattern):
         raise ConfigError("--window is missing: give it, as the model's own pattern has none")
-    sinks = decoder.pattern.num_sink_tokens if sink_tokens is None else sink_tokens
-    names = list(dict.fromkeys(["full", "window", *(pattern or [])]))
+    # A window says what the row `window` is; without one, pattern files bring their own.
+    names = ["full", "window"] if choose_window is not None else ["full"]
+    override = window if eval_window is None else eval_window
     patterns = [
-        (name, resolve_pattern(name, decoder.config, eval_window or window, sinks, None)) for name in names
+        (name, resolve_pattern(name, decoder.config, override, sink_tokens, None, choose_window))
+        for name in dict.fromkeys([*names, *(pattern or [])])
     ]
 
     def draw(number: int, count: int = examples) -> list:
@@ -110,19 +119,21 @@ def compare(
         ratios=ratios,
         seeds=range(seed, seed + seeds),
         draw=draw,
-        sliding_window=window,
-        num_sink_tokens=sinks,
+        sliding_window=choose_window,
+        num_sink_tokens=own.num_sink_tokens if sink_tokens is None else sink_tokens,
         eval_window=eval_window,
         iterations=iterations,
         batch_size=batch_size,
+        weights=weights_sum(model),
         settings={
-            "model": str(model), "window": window, "num_sink_tokens": sinks, "eval_window": eval_window,
-            "examples": examples, "held_out": held_out, "length": length, "keys": keys,
-            "haystack": str(haystack or "python library"), "iterations": iterations, "dtype": dtype, "seed": seed,
+            "model": str(model), "examples": examples, "held_out": held_out, "length": length, "keys": keys,
+            "haystack": str(haystack or "python library"), "seed": seed,
         },
+        force=force,
         report=lambda line: console.print(line, highlight=False),
     )  # fmt: skip
     summed = summary(rows, against)
-    console.print(compare_table(summed, window))
-    frontier_chart(summed, out / "frontier.png", title=f"What the memory buys (window {window})")
+    console.print(compare_table(summed, choose_window))
+    title = "What the memory buys" + ("" if choose_window is None else f" (window {choose_window})")
+    frontier_chart(summed, out / "frontier.png", title=title)
     typer.echo(f"written to {out}")

@@ -38,6 +38,7 @@ def choose(
     seed: int = 0,
     data: str = "",
     evaluations: Path | None = None,
+    weights: str | None = None,
 ) -> list[AttentionPattern]:
     """A pattern for each ratio, the share of KV heads (of layers, for `LAYER_METHODS`) that is windowed, rounded up.
 
@@ -49,6 +50,7 @@ def choose(
       iterations: BOSCH's kappa.
       data: what the examples are, for the provenance.
       evaluations: where BOSCH keeps its scores; shared by its variants and ratios.
+      weights: the sum of the weights for that file, as in `content_key`.
 
     Raises:
       ConfigError: an unknown method, a ratio outside [0, 1], or what the method itself refuses.
@@ -76,7 +78,7 @@ def choose(
     if method in VARIANTS:
         evaluate = MaskEvaluator(
             model, examples, sliding_window=sliding_window, num_sink_tokens=num_sink_tokens,
-            batch_size=batch_size, file=evaluations,
+            batch_size=batch_size, file=evaluations, weights=weights,
         )  # fmt: skip
         told = {"variant": VARIANTS[method], "iterations": iterations, "seed": seed}
         try:
