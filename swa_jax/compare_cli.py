@@ -24,6 +24,7 @@ from swa_jax.cli_options import (
 )
 from swa_jax.config import ConfigError, nearest
 from swa_jax.pattern import is_pattern_file
+from swa_jax.selection_methods import METHODS
 
 HELD_OUT_SEED = 10**6  # far from any seed that prompts to choose by are drawn with
 
@@ -38,7 +39,7 @@ def compare(
     method: Annotated[
         list[str] | None,
         Option(
-            help="A way of choosing, repeatable: nll, light-transfer, bosch, fisher, interleave, ...; or all."
+            help=f"A method of `swa-jax select`, repeatable, or all of them: all. There are {', '.join(METHODS)}."
         ),
     ] = None,
     ratio: Annotated[
@@ -80,12 +81,11 @@ def compare(
     from swa_jax.compare import compare as run
     from swa_jax.compare import compare_table, summary
     from swa_jax.report import frontier_chart, wide_console
-    from swa_jax.select.methods import METHODS
 
     methods = list(METHODS) if method == ["all"] else list(dict.fromkeys(method or []))
     for name in methods:
         if name not in METHODS:
-            raise ConfigError(f"--method '{name}' is not known{nearest(name, METHODS)}")
+            raise ConfigError(f"--method '{name}' is not known{nearest(name, list(METHODS))}")
     if against is not None and against not in methods:
         raise ConfigError(f"--against '{against}' is not among the methods: {', '.join(methods) or 'none'}")
     ratios = ratio or [0.5, 0.75]

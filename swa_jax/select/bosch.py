@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -28,8 +28,8 @@ from swa_jax.pattern import AttentionPattern
 from swa_jax.select.evaluator import MaskEvaluator, Score
 from swa_jax.select.heads import head_pattern, windowed_count
 from swa_jax.select.search import ALPHA, Found, Optimizer, num_candidates, require_nomad, search, with_ones
+from swa_jax.selection_methods import Variant
 
-Variant = Literal["bosch", "single", "multi", "layer"]
 BUCKETS = (0.0, 0.25, 0.5, 0.75, 1.0)
 PERCENTILES = (2.5, 97.5)
 

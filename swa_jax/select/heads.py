@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,8 +16,7 @@ from numpy.typing import ArrayLike
 from swa_jax.config import ConfigError
 from swa_jax.pattern import FULL, HYBRID, SWITCH, WINDOW, AttentionPattern
 from swa_jax.recipes import begin_middle_end
-
-Heuristic = Literal["random", "random-heads", "begin-middle-end", "interleave"]
+from swa_jax.selection_methods import Heuristic
 
 
 def windowed_count(ratio: float, heads: int) -> int:

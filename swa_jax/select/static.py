@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,9 @@ from swa_jax.model import Block, Decoder
 from swa_jax.objectives import token_loss
 from swa_jax.pattern import FULL
 from swa_jax.select.attention_rows import Rows, logits_of, sum_over_rows
+from swa_jax.selection_methods import StaticMethod
 
-Method = Literal["dcam", "apl", "proxy", "qada", "razor", "fisher"]
-LARGER_IS_LOCAL: dict[Method, bool] = {
+LARGER_IS_LOCAL: dict[StaticMethod, bool] = {
     "dcam": True,
     "apl": True,
     "proxy": False,
@@ -46,6 +46,11 @@ LARGER_IS_LOCAL: dict[Method, bool] = {
     "razor": False,
     "fisher": True,
 }
+IN_WINDOW: tuple[StaticMethod, ...] = (
+    "dcam",
+    "qada",
+    "fisher",
+)  # 1 for all heads where the window holds everything
 PROXY_BLOCK, PROXY_MASS = 64, 0.9
 QADA_BUFFER = 64
 
@@ -53,7 +58,7 @@ QADA_BUFFER = 64
 def static_scores(
     model: Decoder,
     examples: Sequence[Example],
-    method: Method,
+    method: StaticMethod,
     *,
     sliding_window: int,
     batch_size: int = 1,
