@@ -55,20 +55,16 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Rows for `patterns`, then for each method, seed and ratio; written to `out` as they come, found there again.
 
-    What methods chose before in `out`, with the same `settings` on the same content, comes with them; rows of other
-    content stay in the file.
+    What methods chose before in `out`, with the same settings on the same content, comes with them.
 
     Args:
-      held_out: the prompts that all patterns are scored on.
+      held_out: the prompts that all patterns are scored on; draw: those that methods choose by, of a seed.
       out: a folder for `results.json` and, under `patterns/`, what the methods chose.
       ratios: shares of windowed KV heads, each reached by every method for every seed.
-      draw: the prompts to choose by, of a seed.
       sliding_window, num_sink_tokens: of the windowed heads while choosing; the window is needed with `methods` alone.
       eval_window: of the chosen patterns while scored; None for the same.
-      weights: the sum of the weights, as in `content_key`; None sums the model's arrays.
-      settings: how the prompts came about, in plain JSON values.
-      force: go on where no pattern finds a single needle.
-      report: called with a line for each row that is scored.
+      weights: the sum of the weights, as in `content_key`; settings: how the prompts came about, plain JSON values.
+      force: go on where no pattern finds a single needle; report: called with a line for each row that is scored.
 
     Raises:
       ConfigError: `out` holds something else; what a method refuses; or none of `patterns` finds a needle.
@@ -79,7 +75,6 @@ def compare(
         "iterations": iterations,
     }  # fmt: skip
     results = _Results(out / "results.json", digest([scored_on, choice, dict(settings)]))
-    (out / "patterns").mkdir(parents=True, exist_ok=True)
 
     def measure(
         key: str, pattern: AttentionPattern, chosen: AttentionPattern, **names: Any
@@ -94,11 +89,10 @@ def compare(
     for name, pattern in patterns:
         key = digest([scored_on, _content(pattern)])
         rows.append(results.find(key, name=name) or measure(key, pattern, pattern, name=name))
-    if rows and not force and not any(row["needle_accuracy"] for row in rows):
-        raise ConfigError(
-            f"no pattern finds one of the {len(held_out)} needles ({', '.join(row['name'] for row in rows)}), so that "
-            "a comparison means nothing: take shorter prompts or a model that finds some, or go on with --force"
-        )
+    if not force:
+        _check_found(rows, len(held_out))
+    if methods and sliding_window is None:
+        raise ConfigError("sliding_window is missing: methods need to know what a windowed head sees")
     for seed in seeds if methods else ():
         examples = draw(seed)
         masks = digest([scored_on, examples_sum(examples), sliding_window, num_sink_tokens])
@@ -107,22 +101,17 @@ def compare(
             missing = [ratio for ratio in ratios if results.find(keys[ratio]) is None]
             if not missing:
                 continue
-            if sliding_window is None:
-                raise ConfigError("sliding_window is missing: methods need to know what a windowed head sees")
             chosen = choose(
                 method, model, examples, missing,
-                sliding_window=sliding_window, num_sink_tokens=num_sink_tokens, batch_size=batch_size,
+                sliding_window=sliding_window, num_sink_tokens=num_sink_tokens, batch_size=batch_size,  # type: ignore[arg-type]
                 iterations=iterations, seed=seed, evaluations=out / f"evaluations-{seed}-{masks[:8]}.json",
                 weights=weights,
             )  # fmt: skip
             for ratio, pattern in zip(missing, chosen, strict=True):
-                under = pattern
-                if eval_window is not None:
-                    under = dataclasses.replace(pattern, sliding_window=eval_window)
+                window = pattern.sliding_window if eval_window is None else eval_window
+                under = dataclasses.replace(pattern, sliding_window=window)
                 measure(keys[ratio], under, pattern, name=method, ratio=ratio, seed=seed)
-    for row in results.chosen:
-        name = f"{row['name']}-{row['ratio']:g}-seed-{row['seed']}.json"
-        AttentionPattern.from_json(json.dumps(row["pattern"])).to_json(out / "patterns" / name)
+    results.write_patterns(out / "patterns")
     if results.others:
         report(
             f"{results.file} also holds {results.others} rows of other weights, prompts or options: not shown"
@@ -135,6 +124,7 @@ class _Results:
 
     def __init__(self, file: Path, comparison: str):
         self.file, self.comparison = file, comparison
+        file.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._rows = [dict(row) for row in json.loads(file.read_text())["rows"]] if file.exists() else []
         except (ValueError, KeyError, TypeError):
@@ -162,6 +152,22 @@ class _Results:
         self._rows.append(row)
         write_json(self.file, {"rows": self._rows})
         return row
+
+    def write_patterns(self, folder: Path) -> None:
+        """What methods chose in this comparison, in place of what the same names stood for in another."""
+        folder.mkdir(exist_ok=True)
+        for row in self.chosen:
+            name = f"{row['name']}-{row['ratio']:g}-seed-{row['seed']}.json"
+            AttentionPattern.from_json(json.dumps(row["pattern"])).to_json(folder / name)
+
+
+def _check_found(rows: Sequence[Row], needles: int) -> None:
+    """Raise `ConfigError` where rows are there and none has found a needle."""
+    if rows and not any(row["needle_accuracy"] for row in rows):
+        raise ConfigError(
+            f"no pattern finds one of the {needles} needles ({', '.join(row['name'] for row in rows)}), so that a "
+            "comparison means nothing: take shorter prompts or a model that finds some, or go on with --force"
+        )
 
 
 def _score(

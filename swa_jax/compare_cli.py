@@ -26,6 +26,7 @@ from swa_jax.config import ConfigError, nearest
 from swa_jax.pattern import is_pattern_file
 from swa_jax.selection_methods import METHODS
 
+NO_WINDOW = "--window is missing: give it, as the model's own pattern has none"
 HELD_OUT_SEED = 10**6  # far from any seed that prompts to choose by are drawn with
 
 
@@ -95,15 +96,13 @@ def compare(
     decoder, tokenizer = load_checkpoint(model, dtype)
     own = decoder.pattern
     choose_window = own.sliding_window if window is None else window
-    recipes = [name for name in pattern or [] if name != "full" and not is_pattern_file(name)]
-    if choose_window is None and (methods or recipes or not pattern):
-        raise ConfigError("--window is missing: give it, as the model's own pattern has none")
-    # A window says what the row `window` is; without one, pattern files bring their own.
-    names = ["full", "window"] if choose_window is not None else ["full"]
+    if choose_window is None and methods:
+        raise ConfigError(NO_WINDOW)
+    sources = _sources(pattern or [], choose_window)
     override = window if eval_window is None else eval_window
     patterns = [
         (name, resolve_pattern(name, decoder.config, override, sink_tokens, None, choose_window))
-        for name in dict.fromkeys([*names, *(pattern or [])])
+        for name in sources
     ]
 
     def draw(number: int, count: int = examples) -> list:
@@ -137,3 +136,12 @@ def compare(
     title = "What the memory buys" + ("" if choose_window is None else f" (window {choose_window})")
     frontier_chart(summed, out / "frontier.png", title=title)
     typer.echo(f"written to {out}")
+
+
+def _sources(named: list[str], window: int | None) -> list[str]:
+    """The patterns to compare; without a window for `window`, files that bring their own are enough."""
+    if window is not None:
+        return list(dict.fromkeys(["full", "window", *named]))
+    if not named or any(name != "full" and not is_pattern_file(name) for name in named):
+        raise ConfigError(NO_WINDOW)
+    return list(dict.fromkeys(["full", *named]))

@@ -504,7 +504,7 @@ def _with_fixed(command: Callable[..., None], fixed: Mapping[str, Any]) -> Calla
 for _method in METHODS.values():
     # `bosch` and `nll` keep the options that name their variants.
     _fixed = {} if _method.name in _COMMANDS else _method.options
-    _text = None if _method.name in _COMMANDS else f"Choose {_method.chooses} by this: {_method.by}."
+    _text = None if _method.name in _COMMANDS else f"Choose {_method.chooses} by {_method.by}."
     app.command(_method.name, help=_text)(_with_fixed(_COMMANDS[_method.family], _fixed))
 app.command("static", hidden=True)(select_static)
 app.command("heuristic", hidden=True)(select_heuristic)
