@@ -55,11 +55,10 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Rows for `patterns`, then for each method, seed and ratio; written to `out` as they come, found there again.
 
-    What methods chose before in `out`, with the same settings on the same content, comes with them.
-
     Args:
       held_out: the prompts that all patterns are scored on; draw: those that methods choose by, of a seed.
-      out: a folder for `results.json` and, under `patterns/`, what the methods chose.
+      out: a folder for `results.json` and `patterns/`; what methods chose there before, with the same settings on the
+        same content, comes with the rows.
       ratios: shares of windowed KV heads, each reached by every method for every seed.
       sliding_window, num_sink_tokens: of the windowed heads while choosing; the window is needed with `methods` alone.
       eval_window: of the chosen patterns while scored; None for the same.
@@ -76,9 +75,7 @@ def compare(
     }  # fmt: skip
     results = _Results(out / "results.json", digest([scored_on, choice, dict(settings)]))
 
-    def measure(
-        key: str, pattern: AttentionPattern, chosen: AttentionPattern, **names: Any
-    ) -> dict[str, Any]:
+    def measure(key: str, pattern: AttentionPattern, chosen: AttentionPattern, **names: Any) -> Any:
         row = names | _score(model, held_out, pattern, batch_size) | {
             "pattern": json.loads(chosen.to_json()), "scored_on": scored_on, "settings": dict(settings) | choice,
         }  # fmt: skip
@@ -89,8 +86,7 @@ def compare(
     for name, pattern in patterns:
         key = digest([scored_on, _content(pattern)])
         rows.append(results.find(key, name=name) or measure(key, pattern, pattern, name=name))
-    if not force:
-        _check_found(rows, len(held_out))
+    _check_found(rows, len(held_out), force)
     if methods and sliding_window is None:
         raise ConfigError("sliding_window is missing: methods need to know what a windowed head sees")
     for seed in seeds if methods else ():
@@ -161,9 +157,9 @@ class _Results:
             AttentionPattern.from_json(json.dumps(row["pattern"])).to_json(folder / name)
 
 
-def _check_found(rows: Sequence[Row], needles: int) -> None:
-    """Raise `ConfigError` where rows are there and none has found a needle."""
-    if rows and not any(row["needle_accuracy"] for row in rows):
+def _check_found(rows: Sequence[Row], needles: int, force: bool) -> None:
+    """Raise `ConfigError` where rows are there and none has found a needle, unless by force."""
+    if rows and not force and not any(row["needle_accuracy"] for row in rows):
         raise ConfigError(
             f"no pattern finds one of the {needles} needles ({', '.join(row['name'] for row in rows)}), so that a "
             "comparison means nothing: take shorter prompts or a model that finds some, or go on with --force"
