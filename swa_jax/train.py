@@ -32,6 +32,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from swa_jax.attention import cast_parameters
 from swa_jax.checkpoint import MANIFEST_FILE, load_model, open_checkpoint, save_model
 from swa_jax.config import ConfigError, ModelConfig, from_dict, to_dict
 from swa_jax.data import check_source, make_batches
@@ -185,7 +186,7 @@ def _save_finished(run: Run, state: TrainState) -> Path:
     try:
         model = run.model if config.lora is None else _merged(run, state)
         trained = state.params if config.lora is None else nnx.state(model)
-        nnx.update(model, jax.tree.map(lambda p: p.astype(config.save_dtype), trained))
+        nnx.update(model, cast_parameters(trained, config.save_dtype))
         save_model(
             model, destination, hf_config=hf_config, tokenizer_from=path if path.is_dir() else path.parent
         )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from swa_jax.attention import cast_parameters
 from swa_jax.model import Decoder
 from swa_jax.objectives import (
     Totals,
@@ -131,7 +132,7 @@ def make_loss(
         params: Any, frozen: Any, batch: Batch, totals: Totals, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, Metrics]:
         if config.bfloat16:
-            params, frozen = jax.tree.map(lambda p: p.astype(jnp.bfloat16), (params, frozen))
+            params, frozen = cast_parameters((params, frozen), jnp.bfloat16)
         model = nnx.merge(graph, params, frozen)
         segments = batch["segment_ids"]
         hidden, routing = model.features(
