@@ -101,7 +101,8 @@ class Router(nnx.Module):
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x [B, T, d] of any dtype -> logit [B, T] f32 and straight-through gate [B, T] f32 (1 = full attention)."""
-        kernel, bias = (p[...].astype(jnp.float32) for p in (self.proj.kernel, self.proj.bias))
+        assert self.proj.bias is not None
+        kernel, bias = self.proj.kernel[...].astype(jnp.float32), self.proj.bias[...].astype(jnp.float32)
         # A TPU multiplies f32 in bf16 unless told otherwise.
         highest = jax.lax.Precision.HIGHEST
         logit = (jnp.matmul(x.astype(jnp.float32), kernel, precision=highest) + bias)[..., 0]

@@ -26,7 +26,7 @@ from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
 from swa_jax.attention import Router
-from swa_jax.config import ConfigError, ModelConfig
+from swa_jax.config import ConfigError, ModelConfig, check_local
 from swa_jax.huggingface.config import hf_config as make_hf_config
 from swa_jax.huggingface.config import model_config
 from swa_jax.huggingface.names import TensorName, expected_tensors, is_router, tensor_names
@@ -248,6 +248,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
     Raises `CheckpointError` naming the file that is missing or damaged, `ConfigError` for a damaged configuration.
     """
+    check_local(path, "checkpoint folder")
     folder = Path(path).expanduser().resolve()
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint folder {path} does not exist")
@@ -309,6 +310,7 @@ def write_checkpoint(
 
 def check_destination(destination: str | Path) -> Path:
     """The absolute path of a folder that may be written: one that does not exist, or is empty."""
+    check_local(destination, "the destination")
     path = Path(destination).expanduser().resolve()
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(

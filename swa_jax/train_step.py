@@ -67,6 +67,11 @@ def shard_state(state: TrainState, partition: Partition | None) -> TrainState:
     return state if partition is None else jax.device_put(state, state_shardings(state, partition))
 
 
+def abstract_state(state: TrainState) -> TrainState:
+    """What a checkpoint is to be read as: shapes, dtypes and shardings."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
 def make_step(
     model: Decoder, optimizer: optax.GradientTransformation, config: TrainConfig, partition: Partition | None
 ) -> Callable[[TrainState, Batch, int], tuple[TrainState, Metrics]]:

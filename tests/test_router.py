@@ -64,9 +64,7 @@ def test_training_a_prompt_and_decoding_route_alike(monkeypatch):
 
     def recorded(router, x):
         logit, gate = real(router, x)
-        seen.append(
-            [str(a.dtype) for a in (x, router.proj.kernel[...], router.proj.bias[...], logit, gate)]
-        )
+        seen.append([str(a.dtype) for a in (x, router.proj.kernel[...], router.proj.bias[...], logit, gate)])
         return logit, gate
 
     monkeypatch.setattr(swa_jax.attention.Router, "__call__", recorded)

@@ -102,7 +102,7 @@ def make_batches(
             fingerprint[f"data.{i}.{key}"] = _listing(source) if key == "files" else value
         fingerprint[f"data.{i}.content"] = _content(source)
     count = -(-len(mixed) // batch_size) if held_out else ENDLESS
-    return Batches(_GlobalBatches(mixed, batch_size, taken, segments, count), fingerprint)
+    return Batches(_GlobalBatches(mixed, batch_size, taken, segments, count), fingerprint, samples)
 
 
 def open_source(
@@ -158,8 +158,9 @@ def check_source(source: SourceConfig, tokenizer: Tokenizer | None = None) -> No
 class Batches(grain.DatasetIterator):
     """Global batches, or this process's rows of them; what `make_batches` returns."""
 
-    def __init__(self, batches: _GlobalBatches, fingerprint: dict[str, Any]):
+    def __init__(self, batches: _GlobalBatches, fingerprint: dict[str, Any], sources: Sequence[Any]):
         super().__init__()
+        self._sources = sources
         self._batches, self._fingerprint = batches, fingerprint
         self._done = 0
         self._reader: grain.DatasetIterator | None = None
@@ -177,6 +178,11 @@ class Batches(grain.DatasetIterator):
             raise
         self._done += 1
         return batch
+
+    def check(self) -> None:
+        """Read one sample of every source, to find out early what opening them did not show; nothing is handed out."""
+        for source in self._sources:
+            source[0]
 
     def get_state(self) -> dict[str, Any]:
         """Global batches handed out, and what they were made of: plain JSON, the same in every process."""
