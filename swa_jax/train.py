@@ -320,7 +320,7 @@ def _prepare(config: TrainConfig) -> Run:
             f"tokenizer {config.tokenizer} has {tokenizer.vocab_size} tokens, the model's vocab_size is "
             f"{model_config.vocab_size}: they do not belong together"
         )
-    if config.init_optimizer:
+    if config.init_optimizer and not has_checkpoint(Path(config.output) / "checkpoints"):
         check_earlier_run(config)
     pattern = load_pattern(config.attention, model_config, **options)
     patterns = _stage_patterns(config, tokenizer, model_config, pattern, options)
