@@ -26,7 +26,7 @@ from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
 from swa_jax.attention import Router
-from swa_jax.config import ConfigError, ModelConfig
+from swa_jax.config import ConfigError, ModelConfig, check_local
 from swa_jax.huggingface.config import hf_config as make_hf_config
 from swa_jax.huggingface.config import model_config
 from swa_jax.huggingface.names import TensorName, expected_tensors, is_router, tensor_names
@@ -105,7 +105,7 @@ def load_model(
       path: a folder written by `swa-jax import`, `save_model` or training.
       pattern: an AttentionPattern, the path of a pattern JSON, or a recipe; None: the folder's own. Routers that it
         asks for and the checkpoint lacks are drawn from `router_seed`.
-      dtype: of all parameters; None: the stored one (the widest, if several are stored).
+      dtype: of all parameters but the routers, which are f32; None: the stored one (the widest, if several are stored).
       config: in place of the folder's own, for changes that no weight depends on, such as YaRN.
       partition: lay the parameters out on this mesh; the host holds one of them at a time.
 
@@ -125,23 +125,22 @@ def load_model(
     if partition is not None:
         shardings = nnx.to_flat_state(state_shardings(wanted, partition))
         places = {_names(path): sharding.get_value() for path, sharding in shardings}
-    arrays = dict(_stack(source, table, config.num_hidden_layers, kind, places))
+    dtypes = {_names(path): variable.dtype for path, variable in nnx.to_flat_state(wanted)}
+    arrays = dict(_stack(source, table, config.num_hidden_layers, dtypes, places))
     if routed and not source.has_routers:
-        routers = fresh_routers(config, kind, router_seed)
+        routers = fresh_routers(config, router_seed)
         arrays |= {path: jax.device_put(router, places.get(path)) for path, router in routers.items()}
     state = {path: variable.replace(arrays[_names(path)]) for path, variable in nnx.to_flat_state(wanted)}
     return nnx.merge(graph, nnx.from_flat_state(state))
 
 
-def fresh_routers(
-    config: ModelConfig, dtype: jax.typing.DTypeLike, seed: int = ROUTER_SEED
-) -> dict[tuple[str, ...], jax.Array]:
-    """Stacked router parameters by their path in the decoder."""
+def fresh_routers(config: ModelConfig, seed: int = ROUTER_SEED) -> dict[tuple[str, ...], jax.Array]:
+    """Stacked router parameters, f32, by their path in the decoder."""
 
     @nnx.split_rngs(splits=config.num_hidden_layers)
     @nnx.vmap(in_axes=(0,), out_axes=0)
     def stack(rngs: nnx.Rngs) -> Router:
-        return Router(config, jnp.dtype(dtype), rngs)
+        return Router(config, rngs)
 
     flat = nnx.to_flat_state(nnx.state(stack(nnx.Rngs(seed))))
     return {("layers", "attention", "router", *_names(path)): variable[...] for path, variable in flat}
@@ -180,7 +179,7 @@ def _stack(
     source: Checkpoint,
     table: list[TensorName],
     num_layers: int,
-    dtype: np.dtype,
+    dtypes: Mapping[tuple[str, ...], np.dtype],
     places: Mapping[tuple[str, ...], jax.sharding.Sharding],
 ) -> Iterator[tuple[tuple[str, ...], jax.Array]]:
     """(path, parameter) for each parameter of the decoder; the host holds one of them at a time."""
@@ -188,7 +187,7 @@ def _stack(
         tensors = {tensor.name: tensor for tensor in group}
         first = next(iter(tensors.values()))
         shape = first.shape[::-1] if first.transposed else first.shape
-        buffer = np.empty(shape if first.layer is None else (num_layers, *shape), dtype)
+        buffer = np.empty(shape if first.layer is None else (num_layers, *shape), dtypes[path])
         for name, array in source.read(list(tensors)):
             buffer[... if first.layer is None else tensors[name].layer] = (
                 array.T if first.transposed else array
@@ -215,8 +214,9 @@ class Checkpoint:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of all tensors, or the widest needed to hold them."""
-        return np.dtype(jnp.result_type(*{dtype for dtype, _ in self.tensors.values()}))
+        """The dtype of all tensors but the routers', or the widest needed to hold them."""
+        dtypes = {dtype for name, (dtype, _) in self.tensors.items() if not is_router(name)}
+        return np.dtype(jnp.result_type(*dtypes))
 
     def read(self, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
         """(name, array) in the order of `names`, with at most `BATCH_BYTES` or one tensor in memory."""
@@ -248,6 +248,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
     Raises `CheckpointError` naming the file that is missing or damaged, `ConfigError` for a damaged configuration.
     """
+    check_local(path, "checkpoint folder")
     folder = Path(path).expanduser().resolve()
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint folder {path} does not exist")
@@ -309,6 +310,7 @@ def write_checkpoint(
 
 def check_destination(destination: str | Path) -> Path:
     """The absolute path of a folder that may be written: one that does not exist, or is empty."""
+    check_local(destination, "the destination")
     path = Path(destination).expanduser().resolve()
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(

@@ -29,7 +29,7 @@ from swa_jax.cli_options import (
     with_options,
 )
 from swa_jax.compare_cli import compare
-from swa_jax.config import ConfigError, ModelConfig, sentence
+from swa_jax.config import ConfigError, ModelConfig, check_local, sentence
 from swa_jax.data.cli import app as data_app
 from swa_jax.evaluate_cli import evaluate
 from swa_jax.pattern import is_pattern_file, layers_of_file
@@ -43,6 +43,9 @@ class Verbs(typer.core.TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
+            for argument in [*ctx._protected_args, *ctx.args]:  # before any verb has done anything
+                key, _, value = argument.rpartition("=")
+                check_local(value, f"'{key}' =" if key else "the argument")
             return super().invoke(ctx)
         except (OSError, ValueError, FloatingPointError) as error:
             message = sentence(error)

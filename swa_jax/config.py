@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import traceback
 import types
 import typing
@@ -43,6 +44,21 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     """A ready clause such as "; did you mean 'seed'?", or the list of choices when none is near."""
     close = difflib.get_close_matches(word, choices, n=1)
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(sorted(choices))}"
+
+
+_BUCKET = re.compile(r"(gs|gcs|s3|s3a|r2|az|abfs|abfss|hdfs):/\S+")
+
+
+def check_local(path: str | Path, what: str) -> None:
+    """Raise `ConfigError` if a path is the address of a bucket: weights, data and runs are on file systems alone.
+
+    `Path` makes one slash of the two, so that `gs:/bucket` is found as well.
+    """
+    if _BUCKET.fullmatch(str(path)):
+        raise ConfigError(
+            f"{what} {path} is the address of a bucket, which is not read or written directly: mount the bucket on "
+            "every machine (for gs:// with GCS FUSE, see docs/pods.md), and give the path of the mounted folder"
+        )
 
 
 def from_dict[T](cls: type[T], data: Mapping[str, Any], path: str = "") -> T:

@@ -1,6 +1,6 @@
 """The checkpoints of a training run: saved in the background, verified by SHA-256, one folder a step.
 
-    checkpoints/120/             Orbax's files and `manifest.json`, the SHA-256 sums of all of them
+    checkpoints/120/             Orbax's files, the run's settings, and `manifest.json`, the SHA-256 sums of all of them
     checkpoints/130.writing      not finished: never read, removed when the run starts again
     checkpoints/110.damaged      passed over by a run that went on from an earlier one; nothing removes it
 
@@ -19,9 +19,9 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import jax
@@ -52,15 +52,23 @@ class RunCheckpoints:
     Args:
       keep: how many of the newest checkpoints stay.
       keep_period: checkpoints whose step is a multiple of it stay for ever, in addition.
+      records: the text files, by name, that every checkpoint gets beside the state; `recorded` reads them.
 
     Raises `CheckpointError`, changing nothing, if there are checkpoints and each of them is damaged.
     """
 
     newest: int | None  # step of the newest good checkpoint
 
-    def __init__(self, folder: Path, *, keep: int, keep_period: int | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        keep_period: int | None = None,
+        records: Mapping[str, str] = MappingProxyType({}),
+    ):
         self.folder = Path(folder).absolute()
-        self.keep, self.keep_period = keep, keep_period
+        self.keep, self.keep_period, self.records = keep, keep_period, records
         self._pending: threading.Thread | None = None
         self._failure = ""  # of the last save, in a sentence
         self._cause: Exception | None = None
@@ -149,13 +157,7 @@ class RunCheckpoints:
             if error:
                 raise CheckpointError(error)
             self._verified = step
-        path, wanted = self.folder / str(step), named(abstract)
-        metadata = ocp.metadata(path)
-        _check_arrays(path, metadata.metadata, wanted)
-        with _orbax_options():
-            loaded = ocp.load(path, wanted)
-        state = jax.tree.unflatten(jax.tree.structure(abstract), [loaded[name] for name in wanted])
-        return state, metadata.custom_metadata["data_state"]
+        return load_state(self.folder / str(step), abstract)
 
     # ---- writing ----
 
@@ -167,6 +169,8 @@ class RunCheckpoints:
         try:
             response.result()
             if jax.process_index() == 0:
+                for name, text in self.records.items():
+                    (self._writing(step) / name).write_text(text)
                 _write_manifest(self._writing(step), step)
                 os.rename(self._writing(step), self.folder / str(step))
                 _sync(self.folder)
@@ -251,6 +255,52 @@ class RunCheckpoints:
 def has_checkpoint(folder: Path) -> bool:
     """Whether a run has a finished checkpoint there, good or damaged."""
     return folder.is_dir() and bool(_steps(folder))
+
+
+def last_good(folder: Path) -> int:
+    """The step of a run's last checkpoint, after its files are verified; nothing in the folder is changed.
+
+    Raises `CheckpointError` if there is none, or the last is damaged.
+    """
+    good, damaged = _newest_good(folder, _steps(folder) if folder.is_dir() else [])
+    if damaged:
+        raise CheckpointError(damaged[0][1])
+    if good is None:
+        raise CheckpointError(f"{folder} holds no checkpoint")
+    return good
+
+
+def load_state(path: Path, abstract: Any) -> tuple[Any, Any]:
+    """(state, data_state) of one checkpoint, whose files are not verified here; see `RunCheckpoints.restore`."""
+    wanted = named(abstract)
+    metadata = ocp.metadata(path)
+    _check_arrays(path, metadata.metadata, wanted)
+    with _orbax_options():
+        loaded = ocp.load(path, wanted)
+    state = jax.tree.unflatten(jax.tree.structure(abstract), [loaded[name] for name in wanted])
+    return state, metadata.custom_metadata["data_state"]
+
+
+def recorded(run: Path, name: str) -> Path | None:
+    """The file in which a run has recorded something: the undamaged copy of its newest checkpoint that has one, else
+    the run folder's own. That one comes second, because somebody may have edited it.
+    """
+    folder = run / "checkpoints"
+    for step in reversed(_steps(folder) if folder.is_dir() else []):
+        file = folder / str(step) / name
+        try:
+            manifest = (folder / str(step) / MANIFEST_FILE).read_text()
+            sums = json.loads(manifest)["sha256"]
+            if manifest == _manifest(step, sums) and _sha256(file) == sums[name]:
+                return file
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged, which opening the checkpoints tells, or of a version without records
+    return run / name if (run / name).is_file() else None
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest finished checkpoint, good or damaged; 0 if there is none."""
+    return max(_steps(folder), default=0) if folder.is_dir() else 0
 
 
 def named(tree: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import importlib
 import json
+import logging
 import os
 import signal
 import threading
@@ -21,6 +22,8 @@ import jax
 from swa_jax.config import ConfigError
 from swa_jax.huggingface.weights import CheckpointError
 from swa_jax.train_config import LogConfig
+
+logger = logging.getLogger(__name__)
 
 
 class RunLog:
@@ -138,20 +141,34 @@ class RunLog:
 
 
 def keep_lines(file: Path, steps: int) -> None:
-    """Drop the lines of steps after `steps`, which are about to be run again, and a line that was cut short."""
+    """Drop the lines of steps after `steps`, which are about to be run again, and a last line that was cut short.
+
+    A damaged line is dropped too, with a warning that says which one; the good lines after it stay.
+    """
     if not file.exists():
         return
-    kept = []
-    for text in file.read_text(errors="replace").splitlines(keepends=True):
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            break
-        if line["step"] <= steps and text.endswith("\n"):
-            kept.append(text)
+    good = []
+    *lines, _ = file.read_bytes().split(b"\n")
+    for number, text in enumerate(lines, 1):
+        step = _step_of(text)
+        if step is None:
+            logger.warning(
+                "%s, line %d is damaged: it is not a line of metrics and is left out", file, number
+            )
+        elif step <= steps:
+            good.append(text + b"\n")
     partial = file.with_suffix(".partial")
-    partial.write_text("".join(kept))
+    partial.write_bytes(b"".join(good))
     os.replace(partial, file)
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step that a line of `metrics.jsonl` is of; None for a line that is damaged."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 def _scalars(line: dict[str, Any]) -> dict[str, float]:

@@ -32,9 +32,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from swa_jax.attention import cast_parameters
 from swa_jax.checkpoint import MANIFEST_FILE, load_model, open_checkpoint, save_model
 from swa_jax.config import ConfigError, ModelConfig, from_dict, to_dict
-from swa_jax.data import check_source, make_batches
+from swa_jax.data import check_source
+from swa_jax.data.batches import Batches
+from swa_jax.earlier_run import check_earlier_run, with_earlier_optimizer
 from swa_jax.flops import peak_flops, train_flops_per_token
 from swa_jax.huggingface.adapter import save_adapter
 from swa_jax.huggingface.weights import CheckpointError
@@ -43,12 +46,26 @@ from swa_jax.model import Decoder
 from swa_jax.optimizer import make_optimizer, warn_of_short_runs
 from swa_jax.pattern import SWITCH, AttentionPattern, load_pattern
 from swa_jax.preemption import Preempted, preemption_notices
-from swa_jax.run_checkpoint import RunCheckpoints, from_first_process, has_checkpoint, reason
+from swa_jax.run_checkpoint import (
+    RunCheckpoints,
+    from_first_process,
+    has_checkpoint,
+    reason,
+    recorded,
+)
 from swa_jax.run_log import RunLog
 from swa_jax.sharding import Partition, check_batch, check_model, make_mesh, state_shardings
+from swa_jax.stage_data import held_out_batches, local_rows, open_stages, stage_batches
 from swa_jax.tokenizer import Tokenizer, check_same_tokens, load_tokenizer
 from swa_jax.train_config import StageConfig, TrainConfig
-from swa_jax.train_step import TrainState, init_state, make_step, make_validation_loss, shard_state
+from swa_jax.train_step import (
+    TrainState,
+    abstract_state,
+    init_state,
+    make_step,
+    make_validation_loss,
+    shard_state,
+)
 
 __all__ = ["StageConfig", "TrainConfig", "train"]
 
@@ -66,6 +83,7 @@ class Run:
     model: Decoder  # at step 0
     patterns: list[list[AttentionPattern]]  # by stage: those that its steps take in turn
     optimizer: optax.GradientTransformation
+    batches: dict[int, Batches]  # by stage: of those that are still to come
 
 
 def train(config: TrainConfig, *, quiet: bool = False) -> Path:
@@ -79,15 +97,18 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
       Preempted: the machine is being taken away (SIGTERM); a checkpoint of the last step is on the disk.
     """
     run = _prepare(config)
+    trained, frozen = trained_and_frozen(run.model)
+    state = shard_state(init_state(trained, run.optimizer, frozen), run.partition)
+    folder = run.folder / "checkpoints"
+    if config.init_optimizer and not from_first_process(lambda: has_checkpoint(folder)):
+        state = with_earlier_optimizer(state, config)
     first = jax.process_index() == 0
     if first:  # the others wait for it when they look for checkpoints
         _claim(run.folder, config)
-    trained, frozen = trained_and_frozen(run.model)
-    state = shard_state(init_state(trained, run.optimizer, frozen), run.partition)
-    keep, keep_period = config.keep_checkpoints, config.keep_checkpoint_period
+    keep, keep_period, records = config.keep_checkpoints, config.keep_checkpoint_period, _records(config)
     with (
         preemption_notices() as preempted,
-        RunCheckpoints(run.folder / "checkpoints", keep=keep, keep_period=keep_period) as checkpoints,
+        RunCheckpoints(folder, keep=keep, keep_period=keep_period, records=records) as checkpoints,
     ):
         data_state = None
         if checkpoints.newest is not None:
@@ -108,7 +129,7 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
                     bar.update(task, completed=line["step"], loss=f"loss {line['loss']:.3f}")
                     _stop_on_nan(line, config)
 
-            for number, start in enumerate(_starts(config)):
+            for number, start in enumerate(config.starts):
                 if done < start + config.stages[number].steps:
                     state = _train_stage(
                         run, number, start, state, data_state if done > start else None, checkpoints, log,
@@ -131,10 +152,7 @@ def _train_stage(
 ) -> TrainState:
     """The steps of a stage that are left, the stage's first being `start`; consumes the state, returns the last."""
     config, partition, stage = run.config, run.partition, run.config.stages[number]
-    batches = make_batches(
-        stage.data, run.tokenizer, length=stage.sequence_length, batch_size=stage.batch_size,
-        seed=config.seed + 1000 * number, rows=local_rows(partition, stage.batch_size),
-    )  # fmt: skip
+    batches = run.batches.pop(number, None) or stage_batches(config, number, run.tokenizer, partition)
     if data_state is not None:
         batches.set_state(data_state)
     models = [run.model.with_pattern(pattern) for pattern in run.patterns[number]]
@@ -185,7 +203,7 @@ def _save_finished(run: Run, state: TrainState) -> Path:
     try:
         model = run.model if config.lora is None else _merged(run, state)
         trained = state.params if config.lora is None else nnx.state(model)
-        nnx.update(model, jax.tree.map(lambda p: p.astype(config.save_dtype), trained))
+        nnx.update(model, cast_parameters(trained, config.save_dtype))
         save_model(
             model, destination, hf_config=hf_config, tokenizer_from=path if path.is_dir() else path.parent
         )
@@ -221,15 +239,6 @@ def _merged(run: Run, state: TrainState) -> Decoder:
     return merge_lora(model)
 
 
-def local_rows(partition: Partition | None, batch_size: int) -> slice:
-    """The rows of a global batch that this process's devices hold some of."""
-    if partition is None:
-        return slice(0, batch_size)
-    indices = partition.sharding("batch").addressable_devices_indices_map((batch_size,)).values()
-    spans = [index[0].indices(batch_size) for index in indices if index is not None]
-    return slice(min(first for first, _, _ in spans), max(last for _, last, _ in spans))
-
-
 def place_batch(
     batch: dict[str, np.ndarray], partition: Partition | None, batch_size: int
 ) -> dict[str, jax.Array]:
@@ -260,10 +269,7 @@ def validate(
 ) -> dict[str, float]:
     """Mean loss of the documents that the stage's data holds out, over `validation_batches` batches at most."""
     rows = stage.batch_size // stage.accumulate
-    batches = make_batches(
-        stage.data, tokenizer, length=stage.sequence_length, batch_size=rows, seed=config.seed,
-        rows=local_rows(partition, rows), held_out=True,
-    )  # fmt: skip
+    batches = held_out_batches(config, stage, tokenizer, partition)
     total = weight = 0.0
     for batch in itertools.islice(batches, config.validation_batches * stage.accumulate):  # pieces of batches
         nll, weights = loss(state.params, state.frozen, place_batch(batch, partition, rows))
@@ -314,8 +320,11 @@ def _prepare(config: TrainConfig) -> Run:
             f"tokenizer {config.tokenizer} has {tokenizer.vocab_size} tokens, the model's vocab_size is "
             f"{model_config.vocab_size}: they do not belong together"
         )
+    if config.init_optimizer and not has_checkpoint(Path(config.output) / "checkpoints"):
+        check_earlier_run(config)
     pattern = load_pattern(config.attention, model_config, **options)
     patterns = _stage_patterns(config, tokenizer, model_config, pattern, options)
+    batches = open_stages(config, tokenizer, partition)
     if config.init_from is not None:
         model = load_model(
             config.init_from, pattern, dtype=config.start_dtype, config=model_config, partition=partition,
@@ -327,7 +336,7 @@ def _prepare(config: TrainConfig) -> Run:
         model = random_model(model_config, pattern, config.seed, partition)
     warn_of_short_runs(config.optimizer, config.total_steps)
     optimizer = make_optimizer(config.optimizer, config.total_steps)
-    return Run(config, Path(config.output), tokenizer, partition, model, patterns, optimizer)
+    return Run(config, Path(config.output), tokenizer, partition, model, patterns, optimizer, batches)
 
 
 def random_model(
@@ -375,6 +384,7 @@ def _stage_patterns(
     return patterns
 
 
+CONFIG_FILE = "config.yaml"
 BASE_FILE = "base.sha256"  # of the model that adapters are trained on, which checkpoints do not hold
 _MAY_CHANGE = (
     "mesh",
@@ -384,36 +394,53 @@ _MAY_CHANGE = (
 )  # when a run goes on: where it computes and what it tells, not what it learns
 
 
-def _claim(run: Path, config: TrainConfig) -> None:
-    """Write `config.yaml`; if the folder holds a checkpoint or a model, check first that its run is the same one."""
-    resolved, file = to_dict(config), run / "config.yaml"
+def _records(config: TrainConfig) -> dict[str, str]:
+    """What says which run this is, by file: in the run's folder, and in every checkpoint."""
     base = _base_digest(config)
+    settings = {CONFIG_FILE: yaml.safe_dump(to_dict(config), sort_keys=False)}  # last: then all else is there
+    return settings if base is None else {BASE_FILE: base + "\n"} | settings
+
+
+def _claim(run: Path, config: TrainConfig) -> None:
+    """Write the records; if the folder holds a checkpoint or a model, check first that its run is the same one."""
+    records = _records(config)
     started = has_checkpoint(run / "checkpoints")
     finished = next((run / name for name in ("model", "adapter") if (run / name).exists()), None)
-    if file.exists() and (started or finished is not None):
-        before = to_dict(from_dict(TrainConfig, yaml.safe_load(file.read_text())))
-        changed = sorted(
-            key for key in resolved if before.get(key) != resolved[key] and key not in _MAY_CHANGE
-        )
-        if changed:
-            raise ConfigError(
-                f"{run} holds a run whose '{changed[0]}' differs: set 'output' to a new folder, or resume with "
-                f"{file} as it is"
-            )
-        if base is not None and started and (run / BASE_FILE).read_text().strip() != base:
-            raise ConfigError(
-                f"'init_from' = {config.init_from} is not the model that the adapters in {run} were trained on: bring "
-                "that one back, or set 'output' to a new folder"
-            )
+    if started or finished is not None:
+        _check_same_run(run, config, records.get(BASE_FILE) if started else None)
     if finished is not None and not started and config.total_steps:
         raise ConfigError(
             f"{finished} is there, but no checkpoint of the run that made it is: training anew would not replace it; "
             "set 'output' to a new folder, or move it away"
         )
     run.mkdir(parents=True, exist_ok=True)
-    if base is not None:  # before the configuration, which is there whenever this is needed
-        _write(run / BASE_FILE, base + "\n")
-    _write(file, yaml.safe_dump(resolved, sort_keys=False))
+    for name, text in records.items():
+        _write(run / name, text)
+
+
+def _check_same_run(run: Path, config: TrainConfig, base: str | None) -> None:
+    """Compare what the run in a folder has recorded with how it is to go on; `base`: where that matters."""
+    file = recorded(run, CONFIG_FILE)
+    if file is None:
+        raise ConfigError(
+            f"{run} holds a run whose settings are unknown, because {run / CONFIG_FILE} is missing: bring that file "
+            "back, or set 'output' to a new folder"
+        )
+    text = file.read_text()
+    if (run / CONFIG_FILE).is_file() and (run / CONFIG_FILE).read_text() == text:
+        file = run / CONFIG_FILE  # the copy that is easier to find
+    resolved, before = to_dict(config), to_dict(from_dict(TrainConfig, yaml.safe_load(text)))
+    changed = sorted(key for key in resolved if before.get(key) != resolved[key] and key not in _MAY_CHANGE)
+    if changed:
+        raise ConfigError(
+            f"{run} holds a run whose '{changed[0]}' differs: set 'output' to a new folder, or resume with "
+            f"{file} as it is"
+        )
+    if base is not None and ((old := recorded(run, BASE_FILE)) is None or old.read_text() != base):
+        raise ConfigError(
+            f"'init_from' = {config.init_from} is not the model that the adapters in {run} were trained on: bring "
+            "that one back, or set 'output' to a new folder"
+        )
 
 
 def _write(file: Path, text: str) -> None:
@@ -428,17 +455,6 @@ def _base_digest(config: TrainConfig) -> str | None:
         return None
     assert config.init_from is not None
     return hashlib.sha256((Path(config.init_from) / MANIFEST_FILE).read_bytes()).hexdigest()
-
-
-def _starts(config: TrainConfig) -> list[int]:
-    """The first step of each stage."""
-    steps = [stage.steps for stage in config.stages] if config.total_steps else []
-    return [sum(steps[:number]) for number in range(len(steps))]
-
-
-def abstract_state(state: TrainState) -> TrainState:
-    """What a checkpoint is to be read as: shapes, dtypes and shardings."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
 # ---- what is shown ----

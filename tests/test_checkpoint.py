@@ -106,7 +106,7 @@ def test_a_dtype_can_be_asked_for(saved):
     model = load_model(saved, dtype=jnp.bfloat16)
     assert_same_parameters(load_model(saved, dtype="bfloat16"), model)
     for path, array in parameters(model).items():
-        assert array.dtype == jnp.bfloat16, path
+        assert array.dtype == (jnp.float32 if "router" in path else jnp.bfloat16), path
     expected = np.asarray(model_of("every-kind").layers.mlp.up_proj.kernel[...]).astype(jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(model.layers.mlp.up_proj.kernel[...]), expected)
     assert model(jnp.zeros((1, 4), jnp.int32)).dtype == jnp.float32  # it runs

@@ -18,7 +18,7 @@ from flax import nnx
 
 import swa_jax.train
 from swa_jax.checkpoint import load_model
-from swa_jax.config import ConfigError, from_dict, load_config
+from swa_jax.config import ConfigError, from_dict, load_config, to_dict
 from swa_jax.data import SourceConfig
 from swa_jax.data.tokenize import tokenize
 from swa_jax.model import Decoder
@@ -156,6 +156,67 @@ def test_a_wrong_configuration_writes_nothing(settings, tmp_path, changes, sente
     with pytest.raises(ConfigError, match=sentence):
         train(config_of(settings, **changes), quiet=True)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ({"kind": "prompts", "files": ["later.jsonl"]}, r"later\.jsonl, line 2: not valid JSON"),
+        ({"kind": "prompts", "files": ["good.jsonl"]}, "none of the 1 prompts fits sequence_length = 8"),
+        ({"files": ["short.txt"]}, "has 4 tokens, less than one row of sequence_length = 8"),
+        ({"files": ["text.txt"], "held_out": 0.999}, "none to train on"),
+        ({"files": ["text.txt"]}, "no source holds anything out"),
+        ({"kind": "needles"}, "more than length = 8"),
+    ],
+)
+def test_the_data_of_every_stage_is_opened_before_the_first_step(
+    settings, tmp_path, monkeypatch, data, sentence
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.jsonl").write_text(json.dumps({"prompt": "how much", "answer": "3"}))
+    (tmp_path / "later.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c",\n')
+    (tmp_path / "short.txt").write_text("abc")
+    later = {"steps": 1, "sequence_length": 8, "batch_size": 2, "data": [data]}
+    held_out = {"validate_every": 1} if sentence == "no source holds anything out" else {}
+    first = settings["stages"][0]
+    if held_out:
+        names = []
+        for i in range(12):
+            (tmp_path / f"document{i}.txt").write_text(f"{i} " + TEXT[i : 400 + i])
+            names.append(f"document{i}.txt")
+        first = first | {"data": [{"files": names, "held_out": 0.3}]}
+    monkeypatch.setattr(swa_jax.train, "random_model", None)
+    with pytest.raises(ValueError, match=sentence):
+        train(config_of(settings, stages=[first, later], **held_out), quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_without_its_config_goes_on_under_its_own_settings_only(settings, tmp_path, monkeypatch):
+    stage = [settings["stages"][0] | {"steps": 6}]
+    config = config_of(settings, stages=stage)
+    interrupt_at(monkeypatch, 5)
+    with pytest.raises(Interruption):
+        train(config, quiet=True)
+    monkeypatch.undo()
+    run = tmp_path / "run"
+    written = (run / "config.yaml").read_text()
+    (run / "config.yaml").unlink()
+    recorded = run / "checkpoints" / "4" / "config.yaml"
+    assert recorded.read_text() == written
+    other = config_of(settings, stages=stage, optimizer=settings["optimizer"] | {"learning_rate": 0.1})
+    with pytest.raises(ConfigError, match=f"'optimizer' differs.*resume with {recorded} as it is"):
+        train(other, quiet=True)
+    (run / "config.yaml").write_text(yaml.safe_dump(to_dict(other)))  # edited to agree with what is asked for
+    with pytest.raises(ConfigError, match=f"'optimizer' differs.*resume with {recorded} as it is"):
+        train(other, quiet=True)
+    (run / "config.yaml").unlink()
+    train(config, quiet=True)
+    assert (run / "config.yaml").read_text() == written
+    assert len(losses(run)) == 6
+    shutil.rmtree(run / "checkpoints")
+    (run / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=f"settings are unknown, because {run / 'config.yaml'} is missing"):
+        train(config, quiet=True)
 
 
 @pytest.mark.slow
