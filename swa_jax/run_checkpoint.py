@@ -29,7 +29,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from swa_jax.huggingface.weights import CheckpointError
+from swa_jax.errors import CheckpointError, reason
 
 MANIFEST_FILE = "manifest.json"
 _LEFTOVER = re.compile(r"\d+\.(writing|deleting)\b.*")  # of a killed process; Orbax appends to our name
@@ -291,17 +291,6 @@ def _check_arrays(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) ->
             raise CheckpointError(
                 f"array '{name}' in {path} is {there[0]} {list(there[1])}, this run's is {here[0]} {list(here[1])}"
             )
-
-
-def reason(error: Exception) -> str:
-    """Why something could not be written, in few words."""
-    text = str(error)
-    for sign in ("No space left on device", "Disk quota exceeded"):
-        if sign in text:
-            return f"the disk is full ({sign})"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return f"{type(error).__name__}: {(text.splitlines() or [''])[0][:300]}"
 
 
 # ---- the manifest ----

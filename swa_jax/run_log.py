@@ -18,8 +18,7 @@ from typing import Any
 
 import jax
 
-from swa_jax.config import ConfigError
-from swa_jax.huggingface.weights import CheckpointError
+from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.train_config import LogConfig
 
 

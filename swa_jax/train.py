@@ -33,17 +33,17 @@ from rich.progress import (
 )
 
 from swa_jax.checkpoint import MANIFEST_FILE, load_model, open_checkpoint, save_model
-from swa_jax.config import ConfigError, ModelConfig, from_dict, to_dict
+from swa_jax.config import ModelConfig, from_dict, to_dict
 from swa_jax.data import check_source, make_batches
+from swa_jax.errors import CheckpointError, ConfigError, NotFiniteError, full_disk, reason
 from swa_jax.flops import peak_flops, train_flops_per_token
 from swa_jax.huggingface.adapter import save_adapter
-from swa_jax.huggingface.weights import CheckpointError
 from swa_jax.lora import merge_lora, trained_and_frozen, with_lora
 from swa_jax.model import Decoder
 from swa_jax.optimizer import make_optimizer, warn_of_short_runs
 from swa_jax.pattern import SWITCH, AttentionPattern, load_pattern
 from swa_jax.preemption import Preempted, preemption_notices
-from swa_jax.run_checkpoint import RunCheckpoints, from_first_process, has_checkpoint, reason
+from swa_jax.run_checkpoint import RunCheckpoints, from_first_process, has_checkpoint
 from swa_jax.run_log import RunLog
 from swa_jax.sharding import Partition, check_batch, check_model, make_mesh, state_shardings
 from swa_jax.tokenizer import Tokenizer, check_same_tokens, load_tokenizer
@@ -190,7 +190,7 @@ def _save_finished(run: Run, state: TrainState) -> Path:
             model, destination, hf_config=hf_config, tokenizer_from=path if path.is_dir() else path.parent
         )
     except (OSError, ValueError) as error:  # ValueError: TensorStore's, of a full disk
-        if isinstance(error, ConfigError):
+        if isinstance(error, ConfigError) or not (isinstance(error, OSError) or full_disk(error)):
             raise
         raise CheckpointError(
             f"{destination} could not be written: {reason(error)}; the checkpoint of step {int(state.step)} is "
@@ -446,7 +446,7 @@ def abstract_state(state: TrainState) -> TrainState:
 
 def _stop_on_nan(line: dict[str, Any], config: TrainConfig) -> None:
     if config.on_nonfinite == "stop" and not np.isfinite([line["loss"], line["gradient_norm"]]).all():
-        raise FloatingPointError(
+        raise NotFiniteError(
             f"the loss or its gradient is not a number at step {line['step']}: lower optimizer.learning_rate; the last "
             "checkpoint is untouched"
         )

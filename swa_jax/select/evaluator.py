@@ -45,7 +45,7 @@ class MaskEvaluator:
 
     Raises:
       ConfigError: no window; or `file` holds the scores of another model, other examples or another window.
-      ValueError: no examples, or one with an empty prompt or answer.
+      ConfigError: no examples, or one with an empty prompt or answer.
     """
 
     def __init__(

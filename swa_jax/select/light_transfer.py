@@ -67,7 +67,7 @@ def lazy_ratios(
 
     Raises:
       ConfigError: a number out of range, or a model whose attention is not softmax or has ALiBi.
-      ValueError: no examples, or one with an empty prompt or answer.
+      ConfigError: no examples, or one with an empty prompt or answer.
     """
     for name, value, least in (
         ("last_queries", last_queries, 1),

@@ -132,7 +132,7 @@ class LayerScorer:
     Raises:
       ConfigError: no window, neither given nor in the model's pattern; `toggles_at_once` below 1; or `file` holds the
         scores of another model, other examples or other settings.
-      ValueError: no examples, or one with an empty prompt or answer.
+      ConfigError: no examples, or one with an empty prompt or answer.
     """
 
     def __init__(
