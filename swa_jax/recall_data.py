@@ -9,7 +9,6 @@ out what can be known: an answer's digits count most, the digits inside a needle
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from swa_jax.evaluate.needle import (
     library_files,
     read_text,
 )
+from swa_jax.files import write_text
 from swa_jax.tokenizer import END_OF_TEXT, Tokenizer, train_byte_bpe
 
 VOCAB_SIZE = 1024
@@ -193,8 +193,7 @@ def write_recall_tokenizer(folder: Path) -> None:
         "tokenizer_config.json": config % (END_OF_TEXT, END_OF_TEXT),
     }
     for name, text in files.items():
-        (folder / f"{name}.partial").write_text(text, encoding="utf-8")
-        os.replace(folder / f"{name}.partial", folder / name)
+        write_text(folder / name, text)
 
 
 def _sample(tokens: list[int], weights: list[float]) -> dict[str, np.ndarray]:

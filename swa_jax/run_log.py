@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from swa_jax.errors import CheckpointError, ConfigError
+from swa_jax.files import write_text
 from swa_jax.train_config import LogConfig
 
 
@@ -148,9 +149,7 @@ def keep_lines(file: Path, steps: int) -> None:
             break
         if line["step"] <= steps and text.endswith("\n"):
             kept.append(text)
-    partial = file.with_suffix(".partial")
-    partial.write_text("".join(kept))
-    os.replace(partial, file)
+    write_text(file, "".join(kept))
 
 
 def _scalars(line: dict[str, Any]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from swa_jax.errors import ConfigError
+from swa_jax.files import read_json
 
 END_OF_TEXT = "<eos>"
 PROBE = "Café  naïve 你好,\n\tx_1 = 3.14159; <eos> \U0001f600 it's"  # notices merges and rules that differ
@@ -103,5 +103,5 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def _configured_eos(file: Path) -> str | None:
     if not file.is_file():
         return None
-    token = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+    token = read_json(file).get("eos_token")
     return token["content"] if isinstance(token, dict) else token

@@ -9,10 +9,8 @@ configuration, a run goes on from its last checkpoint, bit for bit.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +34,7 @@ from swa_jax.checkpoint import MANIFEST_FILE, load_model, open_checkpoint, save_
 from swa_jax.config import ModelConfig, from_dict, to_dict
 from swa_jax.data import check_source, make_batches
 from swa_jax.errors import CheckpointError, ConfigError, NotFiniteError, full_disk, reason
+from swa_jax.files import sum_of_file, write_text
 from swa_jax.flops import peak_flops, train_flops_per_token
 from swa_jax.huggingface.adapter import save_adapter
 from swa_jax.lora import merge_lora, trained_and_frozen, with_lora
@@ -412,14 +411,8 @@ def _claim(run: Path, config: TrainConfig) -> None:
         )
     run.mkdir(parents=True, exist_ok=True)
     if base is not None:  # before the configuration, which is there whenever this is needed
-        _write(run / BASE_FILE, base + "\n")
-    _write(file, yaml.safe_dump(resolved, sort_keys=False))
-
-
-def _write(file: Path, text: str) -> None:
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(text)
-    os.replace(partial, file)
+        write_text(run / BASE_FILE, base + "\n")
+    write_text(file, yaml.safe_dump(resolved, sort_keys=False))
 
 
 def _base_digest(config: TrainConfig) -> str | None:
@@ -427,7 +420,7 @@ def _base_digest(config: TrainConfig) -> str | None:
     if config.lora is None:
         return None
     assert config.init_from is not None
-    return hashlib.sha256((Path(config.init_from) / MANIFEST_FILE).read_bytes()).hexdigest()
+    return sum_of_file(Path(config.init_from) / MANIFEST_FILE)
 
 
 def _starts(config: TrainConfig) -> list[int]:

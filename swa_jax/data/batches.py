@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +22,7 @@ from swa_jax.data.packing import PackedPrompts, PackedText
 from swa_jax.data.sources import MANIFEST, SourceConfig, source_files
 from swa_jax.data.stored import StoredDocuments, read_manifest
 from swa_jax.evaluate.needle import Haystack
+from swa_jax.files import sum_of_json
 from swa_jax.recall_data import Dictionary, Needles, Repeats
 from swa_jax.tokenizer import Tokenizer
 
@@ -291,5 +290,5 @@ def _listing(source: SourceConfig) -> str:
     else:
         inside = [p for f in files for p in (sorted(f.rglob("*")) if f.is_dir() else [f]) if p.is_file()]
         names = [(file.name, file.stat().st_size) for file in inside]
-    digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:12]
+    digest = sum_of_json(names)[:12]
     return f"{len(names)} files ({digest})"

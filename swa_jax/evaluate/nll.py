@@ -18,7 +18,7 @@ from flax import nnx
 
 from swa_jax.attention import NEVER, LayerPlan, kinds_of, layer_plan
 from swa_jax.errors import ConfigError
-from swa_jax.evaluate.bootstrap import Estimate, bootstrap
+from swa_jax.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.model import Decoder
 from swa_jax.objectives import token_loss
@@ -211,7 +211,9 @@ def answer_loss(model: Decoder, hidden: jax.Array, batch: AnswerBatch) -> tuple[
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """Perplexity of a text. `nll` is the mean and its 95 % interval over the passes, nats a token."""
+    """Perplexity of a text. `nll`, nats a token, is the mean with its 95 % interval over the passes.
+
+    A pass counts by the tokens that it scores; one pass alone gives no interval."""
 
     perplexity: float
     nll: Estimate
@@ -266,11 +268,8 @@ def perplexity(
             where = np.flatnonzero(weights[one])
             token_nll[one * stride + where] = values[where]
             by_pass.append(values[where].mean())
-    mean = float(token_nll.mean())
-    interval = bootstrap(by_pass)
-    return Perplexity(
-        float(np.exp(mean)), Estimate(mean, interval.low, interval.high), token_nll.size, token_nll
-    )
+    mean = bootstrap(by_pass, weights=weights.sum(1))
+    return Perplexity(math.exp(mean.mean), mean, token_nll.size, token_nll)
 
 
 @functools.partial(jax.jit, static_argnames="graph")

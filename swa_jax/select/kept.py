@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swa_jax.checkpoint import write_json
-from swa_jax.config import ConfigError
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
+from swa_jax.files import read_json, sum_of_json, write_json
 
 
 class KeptScores:
@@ -66,15 +64,11 @@ class KeptScores:
 
 
 def digest(examples: Sequence[Example]) -> str:
-    tokens = json.dumps([[list(map(int, e.prompt)), list(map(int, e.answer))] for e in examples])
-    return hashlib.sha256(tokens.encode()).hexdigest()[:16]
+    return sum_of_json([[list(map(int, e.prompt)), list(map(int, e.answer))] for e in examples])[:16]
 
 
 def _read(file: Path, kind: str) -> dict[str, Any]:
-    try:
-        stored = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(stored, dict) or not {"settings", "seconds", "scores"} <= stored.keys():
+    stored = read_json(file)
+    if not {"settings", "seconds", "scores"} <= stored.keys():
         raise ConfigError(f"{file} holds no {kind}: it is not a file that this search wrote")
     return stored

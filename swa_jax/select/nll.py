@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 
 from swa_jax.attention import LayerPlan, layer_plan
 from swa_jax.config import ConfigError
-from swa_jax.evaluate.bootstrap import Estimate, bootstrap
+from swa_jax.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches, check_examples
 from swa_jax.model import Decoder
@@ -397,7 +397,7 @@ def _as_scored(
     provenance = said | {
         "data": data,
         "num_examples": len(scores.deltas),
-        "intervals": [[estimate.low, estimate.high] for estimate in scores.intervals()],
+        "intervals": [estimate.interval for estimate in scores.intervals()],
         "seed": seed,
         "scored_with_full_attention_decode": scores.full_attention_decode,
     }
