@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 
 
 class UserError(ValueError):
@@ -35,9 +35,8 @@ def sentence(error: BaseException) -> str | None:
         return f"{error.filename}: {error.strerror}"
     if sign := full_disk(error):
         return f"the disk is full ({sign}): make room, and start the same command again"
-    # Imported late: with it comes JAX, for which `--help` does not wait.
-    kernels = importlib.import_module("pallas_kernels.spec")
-    return str(error) if isinstance(error, kernels.ArgumentError) else None
+    kernels = sys.modules.get("pallas_kernels.spec")  # not imported for this: with it would come JAX
+    return str(error) if kernels is not None and isinstance(error, kernels.ArgumentError) else None
 
 
 def reason(error: Exception) -> str:

@@ -135,9 +135,9 @@ def mean_of_groups(groups: Sequence[ArrayLike]) -> Estimate:
 
 
 def interval_of_score(score: float, values: Sequence[Any]) -> list[float] | None:
-    """The 95 % interval of a score that another program made of the documents' values, if they say how.
+    """The 95 % interval of a score that another program made of the documents' values, or None if they do not make it.
 
-    The score may be the mean of the values, the perplexity exp(-mean) or the bits -mean / ln 2; else there is no interval.
+    The score may be the mean of the values, the perplexity exp(-mean) or the bits -mean / ln 2.
 
     Args:
       values: [N] numbers, or [N] pairs (log-likelihood, number of words or bytes), which count by that number.

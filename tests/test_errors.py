@@ -15,12 +15,15 @@ import swa_jax.distributed
 import swa_jax.huggingface.weights
 from pallas_kernels import AttentionSpec, bench, blocks
 from pallas_kernels.spec import ArgumentError
+from swa_jax.data.sources import SourceConfig
+from swa_jax.data.tokenize import tokenize
 from swa_jax.errors import CheckpointError, ConfigError, NotFiniteError, UserError, sentence
 from swa_jax.evaluate import Example, needle_examples, perplexity
 from swa_jax.evaluate.accuracy import generate_answers
 from swa_jax.evaluate.metrics import retrieval
 from swa_jax.evaluate.needle import Haystack, draw_keys
 from swa_jax.evaluate.nll import check_examples
+from swa_jax.evaluate.questions import longbench, longbench_v2
 from swa_jax.recall_data import Needles
 from swa_jax.tokenizer import Tokenizer, load_tokenizer, train_byte_bpe
 
@@ -151,3 +154,43 @@ def test_mistakes_that_a_user_can_make_have_a_sentence(mistake):
     with pytest.raises(ValueError, match=words) as caught:
         call()
     assert sentence(caught.value) == str(caught.value)
+
+
+def _tokenizer_folder(folder):
+    TOKENIZER.backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text("{")
+    load_tokenizer(folder)
+
+
+def _records(folder):
+    (folder / "v2.json").write_bytes(b"\xff\xfe{}")
+    longbench_v2(folder / "v2.json")
+
+
+def _prompts(folder):
+    (folder / "prompts.json").write_text("[]")
+    (folder / "musique.jsonl").write_text("{}")
+    longbench(folder / "musique.jsonl", folder / "prompts.json")
+
+
+def _interrupted(folder):
+    TOKENIZER.backend.save(str(folder / "tokenizer.json"))
+    (folder / "a.txt").write_text("text")
+    (folder / "out").mkdir()
+    (folder / "out" / "unfinished.json").write_text('{"shards": [')
+    tokenize(SourceConfig(files=(str(folder / "a.txt"),)), folder / "tokenizer.json", folder / "out")
+
+
+@pytest.mark.parametrize(
+    ("read", "words"),
+    [
+        (_tokenizer_folder, "tokenizer_config.json is not valid JSON: "),
+        (_records, "v2.json is not JSON or JSON lines: "),
+        (_prompts, "prompts.json must hold a JSON object"),
+        (_interrupted, "unfinished.json is not valid JSON: "),
+    ],
+)
+def test_files_that_are_no_json_are_named(tmp_path, read, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        read(tmp_path)
+    assert str(tmp_path) in str(caught.value)

@@ -13,7 +13,6 @@ import errno
 import fcntl
 import hashlib
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from swa_jax.config import ConfigError
 from swa_jax.data.documents import document_hash, encode_documents, read_texts, tokenizer_hash
 from swa_jax.data.sources import MANIFEST, SourceConfig, source_files
 from swa_jax.data.stored import FORMAT, INDEX, UNFINISHED, read_manifest, sealed
-from swa_jax.files import sum_of, write_bytes, write_json
+from swa_jax.files import read_json, sum_of, write_bytes, write_json
 from swa_jax.tokenizer import load_tokenizer
 
 SHARD_TOKENS = 1 << 27
@@ -183,7 +182,7 @@ def _alone(out: Path) -> Iterator[None]:
 def _unfinished(out: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """The state to go on from, which is on disk afterwards."""
     if (out / UNFINISHED).exists():
-        state = json.loads((out / UNFINISHED).read_bytes())
+        state = read_json(out / UNFINISHED)
         if state["shards"]:
             _check_same(out, wanted, state)
             return state
