@@ -33,7 +33,7 @@ from pallas_kernels.blocks import (
 )
 from pallas_kernels.decode import choose_steps
 from pallas_kernels.routed import both_branches
-from pallas_kernels.spec import AttentionSpec, coordinates
+from pallas_kernels.spec import ArgumentError, AttentionSpec, coordinates
 from pallas_kernels.tpu_tiles import Call, with_scale
 from pallas_kernels.tpu_walk import has_default_positions
 from pallas_kernels.tpu_window import blocks_back, window_kernel_serves, window_steps
@@ -233,7 +233,7 @@ def _call(
         call = tpu_passes.with_own_tiles(call, where, D, kind)
     call = dataclasses.replace(call, tiles=dataclasses.replace(call.tiles, **tiles))
     if T % call.tiles.q_block:
-        raise ValueError(
+        raise ArgumentError(
             f"T is {T}; what is measured are whole blocks, so T must be a multiple of {call.tiles.q_block}."
         )
     return call

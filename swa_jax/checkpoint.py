@@ -10,10 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
-import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -26,11 +23,21 @@ from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
 from swa_jax.attention import Router
-from swa_jax.config import ConfigError, ModelConfig, check_local
+from swa_jax.config import ModelConfig
+from swa_jax.errors import CheckpointError, ConfigError
+from swa_jax.files import (
+    check_destination,
+    check_local,
+    new_folder,
+    partial_folder,
+    read_json,
+    sum_of_file,
+    sum_of_json,
+    write_json,
+)
 from swa_jax.huggingface.config import hf_config as make_hf_config
 from swa_jax.huggingface.config import model_config
 from swa_jax.huggingface.names import TensorName, expected_tensors, is_router, tensor_names
-from swa_jax.huggingface.weights import CheckpointError
 from swa_jax.model import Decoder
 from swa_jax.pattern import SWITCH, AttentionPattern, load_pattern
 from swa_jax.sharding import Partition, state_shardings
@@ -46,7 +53,6 @@ COMPANIONS = (
     "vocab.json",
     "merges.txt",
 )
-_MARK = ".incomplete"  # lies in a folder while it is being written
 BATCH_BYTES = 64 * 2**20  # small tensors go to and from the disk together, up to this much
 ROUTER_SEED = 0  # of the routers that a pattern asks for and the checkpoint does not have
 
@@ -288,7 +294,7 @@ def write_checkpoint(
     context.memory.deepcopy_host_arrays = False  # nothing changes our arrays while Orbax writes them
     context.array.saving.use_compression = False  # weights hardly compress
     first = jax.process_index() == 0
-    made = new_folder(destination) if first else contextlib.nullcontext(_partial(destination))
+    made = new_folder(destination) if first else contextlib.nullcontext(partial_folder(destination))
     with made as folder, context:
         batch: dict[str, np.ndarray] = {}
         for name, array in tensors:
@@ -308,81 +314,23 @@ def write_checkpoint(
             copy_companions(companions, folder)
 
 
-def check_destination(destination: str | Path) -> Path:
-    """The absolute path of a folder that may be written: one that does not exist, or is empty."""
-    check_local(destination, "the destination")
-    path = Path(destination).expanduser().resolve()
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise CheckpointError(
-            f"{destination} exists already; give a folder that does not, or remove it first"
-        )
-    return path
-
-
-@contextlib.contextmanager
-def new_folder(destination: Path) -> Iterator[Path]:
-    """A folder `<destination>.partial` to write into, renamed to `destination` at the end and removed on an error.
-
-    What a killed run left there is cleared away, but only a folder that carries our mark.
-    """
-    partial = _partial(destination)
-    if (
-        partial.exists()
-        and not (partial / _MARK).is_file()
-        and not (partial.is_dir() and not any(partial.iterdir()))
-    ):
-        raise CheckpointError(
-            f"{partial} is in the way and was not made by an interrupted run; move it elsewhere"
-        )
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        (partial / _MARK).touch()
-        yield partial
-        (partial / _MARK).unlink()
-        os.replace(partial, destination)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _partial(destination: Path) -> Path:
-    return destination.with_name(destination.name + ".partial")
-
-
 def copy_companions(source: Path, folder: Path) -> None:
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
 
-def write_json(file: Path, data: Any) -> None:
-    partial = Path(f"{file}.partial")
-    partial.write_text(json.dumps(data, indent=2) + "\n")
-    os.replace(partial, file)
-
-
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        data = json.loads(file.read_text())
+        return read_json(file, CheckpointError)
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing: the checkpoint is not complete") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{file} must hold a JSON object")
-    return data
 
 
 def _sums(folder: Path) -> dict[str, str]:
     """SHA-256 of every file below `weights/`, by its path in the folder."""
     files = sorted(file for file in (folder / WEIGHTS).rglob("*") if file.is_file())
-    return {file.relative_to(folder).as_posix(): _sha256(file) for file in files}
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+    return {file.relative_to(folder).as_posix(): sum_of_file(file) for file in files}
 
 
 def weights_sum(path: str | Path) -> str:
@@ -391,7 +339,7 @@ def weights_sum(path: str | Path) -> str:
     Raises `CheckpointError` where there is no manifest. That the files have these sums is for `open_checkpoint` to see.
     """
     sums = _manifest(Path(path).expanduser())
-    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
+    return sum_of_json(sums)
 
 
 def _manifest(folder: Path) -> dict[str, str]:
@@ -407,5 +355,5 @@ def _verify(folder: Path) -> None:
         file = folder / name
         if not file.is_file():
             raise CheckpointError(f"{file} is missing: the checkpoint is not complete")
-        if _sha256(file) != expected:
+        if sum_of_file(file) != expected:
             raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one in {MANIFEST_FILE}")

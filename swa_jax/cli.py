@@ -29,9 +29,11 @@ from swa_jax.cli_options import (
     with_options,
 )
 from swa_jax.compare_cli import compare
-from swa_jax.config import ConfigError, ModelConfig, check_local, sentence
+from swa_jax.config import ModelConfig
 from swa_jax.data.cli import app as data_app
+from swa_jax.errors import ConfigError, sentence
 from swa_jax.evaluate_cli import evaluate
+from swa_jax.files import check_local
 from swa_jax.pattern import is_pattern_file, layers_of_file
 from swa_jax.pattern_cli import PatternVerbs, diff
 from swa_jax.select_cli import app as select_app
@@ -39,7 +41,7 @@ from swa_jax.train_cli import compile_, train
 
 
 class Verbs(typer.core.TyperGroup):
-    """Verbs whose expected errors are one red sentence and their status, or 2; anything else keeps its traceback."""
+    """Verbs whose expected errors are one red sentence and a status (2 by default); all others keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -47,7 +49,7 @@ class Verbs(typer.core.TyperGroup):
                 key, _, value = argument.rpartition("=")
                 check_local(value, f"'{key}' =" if key else "the argument")
             return super().invoke(ctx)
-        except (OSError, ValueError, FloatingPointError) as error:
+        except Exception as error:
             message = sentence(error)
             if message is None:
                 raise
@@ -143,7 +145,7 @@ def import_(
     typer.echo(f"{destination}\n{open_checkpoint(destination).pattern}")
     try:
         load_tokenizer(destination)
-    except (ConfigError, FileNotFoundError) as error:
+    except ConfigError as error:
         typer.echo(
             f"without a tokenizer that can be read, this model takes token ids only: {error}", err=True
         )

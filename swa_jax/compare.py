@@ -20,11 +20,11 @@ from rich import box
 from rich.table import Table
 
 from swa_jax.cache import cache_bytes
-from swa_jax.checkpoint import write_json
 from swa_jax.config import ConfigError
-from swa_jax.evaluate.bootstrap import accuracy_interval, paired_bootstrap
+from swa_jax.estimates import Estimate, accuracy_interval, in_brackets, paired_bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
+from swa_jax.files import write_json
 from swa_jax.model import Decoder
 from swa_jax.pattern import FULL, AttentionPattern
 from swa_jax.select.methods import choose
@@ -216,7 +216,7 @@ def summary(
         found = accuracy_interval(exact.mean(0))
         one: dict[str, Any] = {
             "name": name, "ratio": ratio, "seeds": [row.get("seed") for row in some],
-            "needle_accuracy": found.mean, "needle_interval": [found.low, found.high],
+            "needle_accuracy": found.mean, "needle_interval": found.interval,
             "by_seed": exact.mean(1).tolist(),
             "answer_nll": float(np.mean([row["answer_nll"] for row in some])),
             "kv_cache_bytes": float(np.mean([row["kv_cache_bytes"] for row in some])),
@@ -225,7 +225,7 @@ def summary(
         if other and one["seeds"] == [row.get("seed") for row in other]:
             base = np.array([row["exact"] for row in other], float)
             gap = paired_bootstrap(exact.mean(0), base.mean(0))
-            one |= {"against": first, "gap": [gap.mean, gap.low, gap.high]}
+            one |= {"against": first, "gap": list(gap)}
             one["gap_by_seed"] = (exact.mean(1) - base.mean(1)).tolist()
         result.append(one)
     return result
@@ -246,12 +246,15 @@ def compare_table(summed: Sequence[Row], window: int | None) -> Table:
         cells = [
             row["name"],
             "" if row["ratio"] is None else f"{row['ratio']:.0%}",
-            _interval(row["needle_accuracy"], *row["needle_interval"]),
+            _points(row["needle_accuracy"], row["needle_interval"]),
             "" if row["ratio"] is None else ", ".join(f"{100 * value:.0f}" for value in row["by_seed"]),
             f"{row['answer_nll']:.2f}",
             f"{row['kv_cache_bytes'] / 2**20:.2f}",
         ]
-        table.add_row(*cells, *([_interval(*row["gap"]) if "gap" in row else ""] if against else []))
+        if against:
+            gap = Estimate(*row["gap"]) if "gap" in row else None
+            cells.append("" if gap is None else _points(gap.mean, gap.interval))
+        table.add_row(*cells)
     windows = (
         "" if window is None else f"Windows of {window} keys, but for pattern files, which have their own.\n"
     )
@@ -262,5 +265,5 @@ def compare_table(summed: Sequence[Row], window: int | None) -> Table:
     return table
 
 
-def _interval(mean: float, low: float, high: float) -> str:
-    return f"{100 * mean:.0f} [{100 * low:.0f}, {100 * high:.0f}]"
+def _points(mean: float, interval: Sequence[float] | None) -> str:
+    return f"{100 * mean:.0f}{in_brackets(interval, '{:.0f}', 100)}"

@@ -29,9 +29,9 @@ from swa_jax.attention import kinds_of
 from swa_jax.bench.cycles import QUIET
 from swa_jax.cache import allocate, cache_layout
 from swa_jax.checkpoint import open_checkpoint
-from swa_jax.config import ConfigError, ModelConfig
+from swa_jax.config import ModelConfig
+from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.flops import attention_flops, peak_flops, train_flops_per_token
-from swa_jax.huggingface.weights import CheckpointError
 from swa_jax.lora import trained_and_frozen, with_lora
 from swa_jax.model import Decoder
 from swa_jax.optimizer import make_optimizer

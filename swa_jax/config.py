@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
-import traceback
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -17,48 +15,17 @@ from typing import Any, Literal, Union
 
 import yaml
 
+from swa_jax.errors import ConfigError, sentence
 
-class ConfigError(ValueError):
-    """A configuration that cannot be used; the message names the key and what would be right."""
-
-
-def sentence(error: BaseException) -> str | None:
-    """What a user should read of an error that is expected; None for one that needs its traceback."""
-    if not isinstance(error, OSError | ValueError | FloatingPointError):
-        return None
-    if isinstance(error, ConfigError):
-        return str(error)
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    if "No space left on device" in str(error):  # TensorStore's is a ValueError
-        return "the disk is full (No space left on device): make room, and start the same command again"
-    return str(error) if isinstance(error, FileNotFoundError) or _raised_by_us(error) else None
-
-
-def _raised_by_us(error: BaseException) -> bool:
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return frames[-1][0].f_globals["__name__"].split(".")[0] in ("swa_jax", "pallas_kernels")
+__all__ = [
+    "ConfigError", "ModelConfig", "RopeScaling", "from_dict", "load_config", "nearest", "sentence", "to_dict",
+]  # fmt: skip
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:
     """A ready clause such as "; did you mean 'seed'?", or the list of choices when none is near."""
     close = difflib.get_close_matches(word, choices, n=1)
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(sorted(choices))}"
-
-
-_BUCKET = re.compile(r"(gs|gcs|s3|s3a|r2|az|abfs|abfss|hdfs):/\S+")
-
-
-def check_local(path: str | Path, what: str) -> None:
-    """Raise `ConfigError` if a path is the address of a bucket: weights, data and runs are on file systems alone.
-
-    `Path` makes one slash of the two, so that `gs:/bucket` is found as well.
-    """
-    if _BUCKET.fullmatch(str(path)):
-        raise ConfigError(
-            f"{what} {path} is the address of a bucket, which is not read or written directly: mount the bucket on "
-            "every machine (for gs:// with GCS FUSE, see docs/pods.md), and give the path of the mounted folder"
-        )
 
 
 def from_dict[T](cls: type[T], data: Mapping[str, Any], path: str = "") -> T:

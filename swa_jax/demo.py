@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from swa_jax.evaluate import (
 )
 from swa_jax.evaluate.measure import measure_pattern
 from swa_jax.evaluate.needle import Haystack, library_files
+from swa_jax.files import write_json
 from swa_jax.huggingface import import_model
 from swa_jax.pattern import AttentionPattern
 from swa_jax.report import (
@@ -136,7 +136,7 @@ def run_demo(out: str | Path = "runs/demo", model_dir: str | Path | None = None)
         "routed_cpt": steps,
         "selection": {
             "scores": scores.mean.tolist(),
-            "intervals": [list(interval[1:]) for interval in scores.intervals()],
+            "intervals": [estimate.interval for estimate in scores.intervals()],
             "nll-1-in-4": list(patterns["nll-1-in-4"].full_layers),
             "nll-1-in-2": list(patterns["nll-1-in-2"].full_layers),
         },
@@ -144,7 +144,7 @@ def run_demo(out: str | Path = "runs/demo", model_dir: str | Path | None = None)
         "notes": notes,
         "seconds": round(time.perf_counter() - begin, 1),
     }
-    _write(out / "report.json", report)
+    write_json(out / "report.json", report)
     _pictures(out, report, by_example, examples, scores, patterns["nll-1-in-4"])
     console.print(pattern_table(rows))
     for note in notes:
@@ -207,19 +207,20 @@ def demo_patterns(config: ModelConfig, scores: NLLScores) -> dict[str, Attention
 def compare(nll: np.ndarray, interleave: np.ndarray) -> tuple[str, bool]:
     """A sentence that says whether NLL-guided 1-in-4 beats interleaved 1-in-4 (scores [N], same examples), and bool."""
     difference = paired_bootstrap(nll, interleave)
+    low, high = difference.interval or (-1.0, 1.0)  # one needle proves nothing
     figures = (
         f"nll-1-in-4 finds {nll.mean():.0%} of the needles, interleave-1-in-4 {interleave.mean():.0%}: a difference of "
-        f"{100 * difference.mean:.0f} points, 95 % interval [{100 * difference.low:.0f}, {100 * difference.high:.0f}] "
+        f"{100 * difference.mean:.0f} points, 95 % interval [{100 * low:.0f}, {100 * high:.0f}] "
         f"(paired bootstrap, n = {nll.size})."
     )
-    if difference.low > 0:
+    if low > 0:
         return (
             f"{figures} Choosing layers by answer NLL beats interleaving beyond its confidence interval.",
             True,
         )
     if max(nll.mean(), interleave.mean()) < 0.2:
         why = "neither choice of a quarter of the layers carries the needle"
-    elif difference.high < 0:
+    elif high < 0:
         why = (
             "the interleaved layers happen to be the better ones: NLL-guided selection scores layers one at a time and "
             "cannot see that two of them work only together"
@@ -286,9 +287,3 @@ def _claim(out: Path) -> None:
     (out / MARK).touch()
     for made in ("model", "swiattn-cpt"):
         shutil.rmtree(out / made, ignore_errors=True)
-
-
-def _write(file: Path, data: Any) -> None:
-    partial = Path(f"{file}.partial")
-    partial.write_text(json.dumps(data, indent=2) + "\n")
-    os.replace(partial, file)

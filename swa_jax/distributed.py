@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from swa_jax.cluster import Place
-from swa_jax.config import sentence
+from swa_jax.errors import UserError, sentence
 
 CHANNEL = "SWA_JAX_GUARD"  # environment variable of a worker: the descriptor of its socket to the guard
 TIMEOUT = 45  # seconds in which all processes must have come, and after which a silent one counts as lost
@@ -42,7 +42,7 @@ _LINE = 2**24  # bytes of a message
 _AGAIN = "start all processes again to go on from the last checkpoint"
 
 
-class ProcessError(ValueError):
+class ProcessError(UserError):
     """A process of the run is missing, has failed or is gone; the sentence says which, and what to do."""
 
 

@@ -142,9 +142,9 @@ def evaluate(
     out: Annotated[Path | None, Option(help="Write results.json and pictures to this folder.")] = None,
 ) -> None:
     """Measure patterns: needles found, answer loss, memory, speed; RULER's tasks; perplexity by window and length."""
-    from swa_jax.checkpoint import write_json
     from swa_jax.evaluate import parts
     from swa_jax.evaluate.needle import read_text
+    from swa_jax.files import write_json
     from swa_jax.report import wide_console
 
     sweep = windows is not None or contexts is not None

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from swa_jax.config import ConfigError, ModelConfig, from_dict, nearest
+from swa_jax.config import ModelConfig, from_dict, nearest
+from swa_jax.errors import ConfigError
+from swa_jax.files import write_text
 
 FULL, WINDOW, HYBRID, SWITCH = (
     "full_attention",
@@ -146,9 +147,7 @@ class AttentionPattern:
         data = dataclasses.asdict(self) | {"version": VERSION}
         text = json.dumps(data, indent=2, default=_plain) + "\n"
         if file is not None:
-            partial = Path(f"{file}.partial")
-            partial.write_text(text)
-            os.replace(partial, file)
+            write_text(file, text)
         return text
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from swa_jax.evaluate.bootstrap import Estimate
+from swa_jax.estimates import Estimate, in_brackets
+from swa_jax.files import write_bytes
 
 BLUE, ORANGE, GREY = "#2a6fbb", "#e07b39", "#b8bec6"
 Row = Mapping[str, Any]
@@ -155,11 +156,6 @@ def routing_chart(
     figure.suptitle(title, fontsize=11)
     panels = iter(np.atleast_1d(figure.subplots(sum(parts), 1)))
 
-    def errors(ratios: Sequence[Estimate]) -> np.ndarray:
-        return 100 * np.array([[r.mean - r.low for r in ratios], [r.high - r.mean for r in ratios]]).clip(
-            min=0
-        )
-
     if by_layer:
         axes = next(panels)
         layers = np.arange(len(by_layer))
@@ -167,7 +163,7 @@ def routing_chart(
         axes.errorbar(
             layers,
             [100 * r.mean for r in by_layer],
-            errors(by_layer),
+            100 * _errors(by_layer),
             fmt="none",
             ecolor="black",
             capsize=3,
@@ -183,7 +179,7 @@ def routing_chart(
             axes.errorbar(
                 depths,
                 [100 * r.mean for r in ratios],
-                errors(ratios),
+                100 * _errors(ratios),
                 color=f"C{number}",
                 label=name,
                 marker="o",
@@ -214,7 +210,7 @@ def layer_scores_chart(
     """One bar a layer with its 95 % interval; the layers chosen to stay full stand out."""
     layers = np.arange(len(scores))
     means = np.array([s.mean for s in scores])
-    errors = np.array([[s.mean - s.low for s in scores], [s.high - s.mean for s in scores]]).clip(min=0)
+    errors = _errors(scores)
     figure = Figure(figsize=(max(5.0, 1.5 + 0.45 * len(scores)), 3.6), layout="constrained")
     axes = figure.add_subplot()
     for label, colour, some in (
@@ -286,9 +282,9 @@ def accuracy_memory_chart(
     for label, colour, some in (("as named", BLUE, ~decode), ("with full-attention decode", ORANGE, decode)):
         if some.any():
             axes.scatter(megabytes[some], accuracy[some], s=42, color=colour, label=label, zorder=3)
-    for x, y, row in zip(megabytes, accuracy, rows, strict=True):
-        low, high = (100 * bound for bound in row.get("needle_interval", (y / 100, y / 100)))
-        axes.vlines(x, low, high, color=GREY, linewidth=1, zorder=1)
+    for x, row in zip(megabytes, rows, strict=True):
+        if interval := row.get("needle_interval"):
+            axes.vlines(x, 100 * interval[0], 100 * interval[1], color=GREY, linewidth=1, zorder=1)
     # Labels stand in a column right of the points they name, moved apart where they would touch.
     span = max(megabytes.max(), 1e-9)
     axes.set(xlim=(0, 1.5 * span), ylim=(-6, 108))
@@ -341,8 +337,12 @@ def frontier_chart(rows: Sequence[Row], file: str | Path, *, title: str) -> None
     for number, name in enumerate(names):
         here = [i for i, row in enumerate(rows) if row["name"] == name]
         here.sort(key=lambda i: megabytes[i])
-        low, high = (np.array([100 * rows[i]["needle_interval"][end] for i in here]) for end in (0, 1))
-        spread = np.stack([accuracy[here] - low, high - accuracy[here]]).clip(min=0)
+        spread = 100 * _errors(
+            [
+                Estimate(rows[i]["needle_accuracy"], *(rows[i]["needle_interval"] or (None, None)))
+                for i in here
+            ]
+        )
         # Choices that keep as much would hide one another.
         aside = methods.index(name) - (len(methods) - 1) / 2 if name in methods else 0
         axes.errorbar(
@@ -357,6 +357,13 @@ def frontier_chart(rows: Sequence[Row], file: str | Path, *, title: str) -> None
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, fontsize=8, loc="outside right upper")
     _save(figure, file)
+
+
+def _errors(estimates: Sequence[Estimate]) -> np.ndarray:
+    """How far each interval reaches below and above its mean: [2, N]; NaN, which is not drawn, where there is none."""
+    ends = [one.interval or (math.nan, math.nan) for one in estimates]
+    reach = [(one.mean - low, high - one.mean) for one, (low, high) in zip(estimates, ends, strict=True)]
+    return np.array(reach).T.clip(min=0)
 
 
 def _clusters(values: np.ndarray, *, width: float) -> list[np.ndarray]:
@@ -432,11 +439,10 @@ def pattern_table(rows: Sequence[Row]) -> Table:
     ):
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
-        low, high = row["needle_interval"]
         table.add_row(
             row["name"],
             _layer_list(row["full_layers"], row.get("num_layers")),
-            f"{100 * row['needle_accuracy']:.0f} % [{100 * low:.0f}, {100 * high:.0f}]",
+            f"{100 * row['needle_accuracy']:.0f} %{in_brackets(row['needle_interval'], '{:.0f}', 100)}",
             f"{row['answer_nll']:.2f}",
             f"{row['kv_cache_bytes'] / 2**20:.2f}",
             f"{1000 * row['prefill_seconds']:.0f}",
@@ -455,6 +461,4 @@ def _save(figure: Figure, file: str | Path) -> None:
     picture = io.BytesIO()
     FigureCanvasAgg(figure)
     figure.savefig(picture, format="png", dpi=150)
-    partial = Path(f"{file}.partial")
-    partial.write_bytes(picture.getvalue())
-    os.replace(partial, file)
+    write_bytes(file, picture.getvalue())

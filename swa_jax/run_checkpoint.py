@@ -12,7 +12,6 @@ mount); each writes its own shards, process 0 does the rest.
 from __future__ import annotations
 
 import concurrent.futures
-import hashlib
 import json
 import logging
 import os
@@ -29,7 +28,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from swa_jax.huggingface.weights import CheckpointError
+from swa_jax.errors import CheckpointError, reason
+from swa_jax.files import sum_of, sum_of_file, sync_folder, write_text
 
 MANIFEST_FILE = "manifest.json"
 _LEFTOVER = re.compile(r"\d+\.(writing|deleting)\b.*")  # of a killed process; Orbax appends to our name
@@ -173,7 +173,7 @@ class RunCheckpoints:
                     (self._writing(step) / name).write_text(text)
                 _write_manifest(self._writing(step), step)
                 os.rename(self._writing(step), self.folder / str(step))
-                _sync(self.folder)
+                sync_folder(self.folder)
         except Exception as error:
             self._failed(step, error)
             return
@@ -291,7 +291,7 @@ def recorded(run: Path, name: str) -> Path | None:
         try:
             manifest = (folder / str(step) / MANIFEST_FILE).read_text()
             sums = json.loads(manifest)["sha256"]
-            if manifest == _manifest(step, sums) and _sha256(file) == sums[name]:
+            if manifest == _manifest(step, sums) and sum_of_file(file) == sums[name]:
                 return file
         except (OSError, ValueError, KeyError, TypeError):
             continue  # damaged, which opening the checkpoints tells, or of a version without records
@@ -343,17 +343,6 @@ def _check_arrays(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) ->
             )
 
 
-def reason(error: Exception) -> str:
-    """Why something could not be written, in few words."""
-    text = str(error)
-    for sign in ("No space left on device", "Disk quota exceeded"):
-        if sign in text:
-            return f"the disk is full ({sign})"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return f"{type(error).__name__}: {(text.splitlines() or [''])[0][:300]}"
-
-
 # ---- the manifest ----
 
 
@@ -361,21 +350,20 @@ def _write_manifest(folder: Path, step: int) -> None:
     """The sums of what is on the disk: every file is flushed as it is read, the manifest after them."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        sums = dict(zip(names, pool.map(lambda name: _sha256(folder / name, flush=True), names), strict=True))
+        sums = dict(
+            zip(names, pool.map(lambda name: sum_of_file(folder / name, flush=True), names), strict=True)
+        )
     for inner in folder.rglob("*"):
         if inner.is_dir():
-            _sync(inner)
-    with (folder / MANIFEST_FILE).open("w") as file:
-        file.write(_manifest(step, sums))
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(folder)
+            sync_folder(inner)
+    write_text(folder / MANIFEST_FILE, _manifest(step, sums))
+    sync_folder(folder)
 
 
 def _manifest(step: int, sums: dict[str, str]) -> str:
     """The only text that a manifest of these sums can be, its own sum included."""
     body = {"step": step, "sha256": sums}
-    own = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+    own = sum_of(json.dumps(body))
     return json.dumps(body | {"sha256_of_the_above": own}, indent=2) + "\n"
 
 
@@ -396,7 +384,7 @@ def _damage(folder: Path, step: int) -> str:
 
     def problem(name: str) -> str:
         try:
-            if _sha256(folder / name) != sums[name]:
+            if sum_of_file(folder / name) != sums[name]:
                 return f"{folder / name} is damaged: its SHA-256 is not the one in {MANIFEST_FILE}"
         except FileNotFoundError:
             return f"{folder / name} is missing"
@@ -417,22 +405,6 @@ def _newest_good(folder: Path, steps: list[int]) -> tuple[int | None, list[tuple
             return step, damaged
         damaged.append((step, problem))
     return None, damaged
-
-
-def _sha256(path: Path, *, flush: bool = False) -> str:
-    with path.open("rb") as file:
-        if flush:
-            os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    """Put a folder's entries on the disk: a rename or a new file is durable only then."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ---- several processes ----

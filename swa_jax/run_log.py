@@ -19,8 +19,8 @@ from typing import Any
 
 import jax
 
-from swa_jax.config import ConfigError
-from swa_jax.huggingface.weights import CheckpointError
+from swa_jax.errors import CheckpointError, ConfigError
+from swa_jax.files import write_bytes
 from swa_jax.train_config import LogConfig
 
 logger = logging.getLogger(__name__)
@@ -157,9 +157,7 @@ def keep_lines(file: Path, steps: int) -> None:
             )
         elif step <= steps:
             good.append(text + b"\n")
-    partial = file.with_suffix(".partial")
-    partial.write_bytes(b"".join(good))
-    os.replace(partial, file)
+    write_bytes(file, b"".join(good))
 
 
 def _step_of(line: bytes) -> int | None:

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from swa_jax.estimates import Estimate
     from swa_jax.evaluate import Example
-    from swa_jax.evaluate.bootstrap import Estimate
     from swa_jax.pattern import AttentionPattern
     from swa_jax.tokenizer import Tokenizer
 

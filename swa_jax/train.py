@@ -9,10 +9,8 @@ configuration, a run goes on from its last checkpoint, bit for bit.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,25 +32,20 @@ from rich.progress import (
 
 from swa_jax.attention import cast_parameters
 from swa_jax.checkpoint import MANIFEST_FILE, load_model, open_checkpoint, save_model
-from swa_jax.config import ConfigError, ModelConfig, from_dict, to_dict
+from swa_jax.config import ModelConfig, from_dict, to_dict
 from swa_jax.data import check_source
 from swa_jax.data.batches import Batches
 from swa_jax.earlier_run import check_earlier_run, with_earlier_optimizer
+from swa_jax.errors import CheckpointError, ConfigError, NotFiniteError, full_disk, reason
+from swa_jax.files import sum_of_file, write_text
 from swa_jax.flops import peak_flops, train_flops_per_token
 from swa_jax.huggingface.adapter import save_adapter
-from swa_jax.huggingface.weights import CheckpointError
 from swa_jax.lora import merge_lora, trained_and_frozen, with_lora
 from swa_jax.model import Decoder
 from swa_jax.optimizer import make_optimizer, warn_of_short_runs
 from swa_jax.pattern import SWITCH, AttentionPattern, load_pattern
 from swa_jax.preemption import Preempted, preemption_notices
-from swa_jax.run_checkpoint import (
-    RunCheckpoints,
-    from_first_process,
-    has_checkpoint,
-    reason,
-    recorded,
-)
+from swa_jax.run_checkpoint import RunCheckpoints, from_first_process, has_checkpoint, recorded
 from swa_jax.run_log import RunLog
 from swa_jax.sharding import Partition, check_batch, check_model, make_mesh, state_shardings
 from swa_jax.stage_data import held_out_batches, local_rows, open_stages, stage_batches
@@ -208,7 +201,7 @@ def _save_finished(run: Run, state: TrainState) -> Path:
             model, destination, hf_config=hf_config, tokenizer_from=path if path.is_dir() else path.parent
         )
     except (OSError, ValueError) as error:  # ValueError: TensorStore's, of a full disk
-        if isinstance(error, ConfigError):
+        if isinstance(error, ConfigError) or not (isinstance(error, OSError) or full_disk(error)):
             raise
         raise CheckpointError(
             f"{destination} could not be written: {reason(error)}; the checkpoint of step {int(state.step)} is "
@@ -415,7 +408,7 @@ def _claim(run: Path, config: TrainConfig) -> None:
         )
     run.mkdir(parents=True, exist_ok=True)
     for name, text in records.items():
-        _write(run / name, text)
+        write_text(run / name, text)
 
 
 def _check_same_run(run: Path, config: TrainConfig, base: str | None) -> None:
@@ -443,18 +436,12 @@ def _check_same_run(run: Path, config: TrainConfig, base: str | None) -> None:
         )
 
 
-def _write(file: Path, text: str) -> None:
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(text)
-    os.replace(partial, file)
-
-
 def _base_digest(config: TrainConfig) -> str | None:
     """Of the frozen weights under LoRA: of the sums of their files."""
     if config.lora is None:
         return None
     assert config.init_from is not None
-    return hashlib.sha256((Path(config.init_from) / MANIFEST_FILE).read_bytes()).hexdigest()
+    return sum_of_file(Path(config.init_from) / MANIFEST_FILE)
 
 
 # ---- what is shown ----
@@ -462,7 +449,7 @@ def _base_digest(config: TrainConfig) -> str | None:
 
 def _stop_on_nan(line: dict[str, Any], config: TrainConfig) -> None:
     if config.on_nonfinite == "stop" and not np.isfinite([line["loss"], line["gradient_norm"]]).all():
-        raise FloatingPointError(
+        raise NotFiniteError(
             f"the loss or its gradient is not a number at step {line['step']}: lower optimizer.learning_rate; the last "
             "checkpoint is untouched"
         )

@@ -95,8 +95,8 @@ def compile_(
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from swa_jax.checkpoint import write_json
     from swa_jax.compile import plan
+    from swa_jax.files import write_json
     from swa_jax.plan_text import describe
     from swa_jax.train_config import TrainConfig
 

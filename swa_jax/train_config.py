@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from swa_jax.config import ConfigError, ModelConfig, RopeScaling, check_local
+from swa_jax.config import ModelConfig, RopeScaling
 from swa_jax.data import SourceConfig
+from swa_jax.errors import ConfigError
+from swa_jax.files import check_local
 from swa_jax.lora import LoraConfig
 from swa_jax.model import Remat
 from swa_jax.objectives import SwitchLoss

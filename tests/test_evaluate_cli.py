@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from swa_jax.checkpoint import load_model
 from swa_jax.cli import app
 from swa_jax.config import ConfigError
+from swa_jax.estimates import accuracy_interval, bootstrap
 from swa_jax.evaluate import perplexity
-from swa_jax.evaluate.bootstrap import accuracy_interval, bootstrap
 from swa_jax.evaluate.ruler import ruler_grid
 from swa_jax.evaluate.ruler_scoring import RulerScore, ruler_scores
 from swa_jax.evaluate.sweep import block_interval, perplexity_sweep, with_window
@@ -247,6 +247,9 @@ def test_block_intervals_are_wider_where_neighbours_agree():
     assert low < mean < high < low + 0.07
     wide, _ = block_interval(alike)
     assert wide.high - wide.low > 5 * (high - low)
+    assert mean == pytest.approx(independent.mean(), abs=1e-12)
+    few, blocks = block_interval(independent[:20])
+    assert (blocks, few.interval) == (1, None)
 
 
 def test_a_sweep_on_the_command_line(checkpoint, text, tmp_path):

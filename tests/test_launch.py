@@ -35,6 +35,22 @@ def flag(command: list[str], name: str) -> str:
     return next(word.partition("=")[2] for word in command if word.startswith(f"--{name}="))
 
 
+# ---- errors ----
+
+
+def test_only_what_is_expected_is_a_sentence(capsys):
+    def absent(*_):
+        Path("absent.yaml").read_text()
+
+    def broken(*_):
+        list(zip([1], [1, 2], strict=True))
+
+    assert main({"up": absent}, "", ["up", str(EXAMPLE)]) == 2
+    assert capsys.readouterr().err == "absent.yaml: No such file or directory\n"
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        main({"up": broken}, "", ["up", str(EXAMPLE)])
+
+
 # ---- settings ----
 
 

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from swa_jax.evaluate import Estimate
+from swa_jax.compare import compare_table
+from swa_jax.estimates import Estimate
+from swa_jax.evaluate.tables import harness_table, questions_table, routing_table, ruler_table, sweep_table
 from swa_jax.report import (
     _apart,
     _clusters,
+    _errors,
     _short,
     accuracy_memory_chart,
     frontier_chart,
@@ -132,3 +135,55 @@ def test_frontier_names_its_dashed_line_and_pattern_files_by_their_stems(saved):
     frontier_chart([*ROWS[:2], row("/some/folder/nll.json", [1], 0.7, 2)], "a.png", title="T")
     names = [text.get_text() for text in saved[0].legends[0].get_texts()]
     assert sorted(names) == ["best for its memory", "full", "nll", "window"]
+
+
+def test_pictures_and_tables_do_without_intervals(tmp_path):
+    alone = [one | {"needle_interval": None, "ratio": 0.5, "seeds": [0], "by_seed": [0.5]} for one in ROWS]
+    nothing = Estimate(0.5, None, None)
+    layer_scores_chart([nothing, Estimate(0.1, 0.0, 0.2)], [0], tmp_path / "a.png", title="Layers")
+    accuracy_memory_chart(alone, tmp_path / "b.png")
+    routing_chart([nothing] * 2, {"niah": [(0.0, nothing), (1.0, nothing)]}, tmp_path / "c.png")
+    frontier_chart(alone, tmp_path / "d.png", title="T")
+    assert len(list(tmp_path.iterdir())) == 4
+    text = Console(width=125)
+    with text.capture() as captured:
+        text.print(pattern_table(alone))
+        text.print(compare_table(alone, 32))
+        text.print(
+            harness_table(
+                [dict(name="p", task="t", filter="none", metric="acc", score=0.5, interval=None, n=1)]
+            )
+        )
+        text.print(
+            questions_table(
+                [
+                    dict(
+                        name="p",
+                        benchmark="b",
+                        group="g",
+                        score=0.5,
+                        interval=None,
+                        num_questions=1,
+                        num_left_out=0,
+                        num_cut=0,
+                    )
+                ]
+            )
+        )
+        sweep = dict(name="p", window=8, length=16, perplexity=3.0, interval=None, num_tokens=9, num_blocks=1)
+        text.print(sweep_table([sweep | {"past_training_length": False}]))
+        ruler = dict(name="p", task="t", length=9, depth=None, score=0.5, interval=None, num_examples=1)
+        text.print(ruler_table([ruler | {"haystack": "noise"}]))
+        routed = dict(name="p", data="t", length=9, depth=None, full_ratio=0.5, interval=None, keys_read=3.0)
+        text.print(routing_table([routed | {"keys_of_full": 4.0, "gflops": 1.0, "gflops_of_full": 2.0}]))
+    shown = captured.get()
+    assert "None" not in shown
+    assert "nan" not in shown
+    assert "[]" not in shown
+    assert "50 %" in shown
+    assert "too few for an interval" in shown
+
+
+def test_bars_reach_to_the_ends_of_the_intervals():
+    reach = _errors([Estimate(2.0, 1.5, 4.0), Estimate(1.0, None, None), Estimate(1.0, 1.0 + 1e-17, 1.0)])
+    np.testing.assert_array_equal(reach, [[0.5, np.nan, 0], [2.0, np.nan, 0]])

@@ -4,6 +4,7 @@ import pytest
 import tokenizers
 from tokenizers import processors
 
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate.needle import NEEDLE, needle_examples
 from swa_jax.recall_data import train_recall_tokenizer
 from swa_jax.tokenizer import Tokenizer, load_tokenizer, train_byte_bpe
@@ -55,7 +56,7 @@ def test_tokenizer_config_names_the_end_of_text(tokenizer: Tokenizer, tmp_path, 
 
 
 def test_errors_name_what_is_missing(tokenizer: Tokenizer, tmp_path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"expected a tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"expected a tokenizer\.json"):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match="no token '<end>'"):
         Tokenizer(tokenizer.backend, "<end>")

@@ -101,8 +101,8 @@ def attention(
     from swa_jax.bench.search import search as search_tiles
     from swa_jax.bench.search import write_rows
     from swa_jax.bench.tables import attention_table
-    from swa_jax.checkpoint import write_json
     from swa_jax.config import ConfigError
+    from swa_jax.files import write_json
 
     if out is not None:
         check_output("--out", out)
@@ -185,8 +185,8 @@ def generation(
     from rich.progress import Progress
 
     from swa_jax.bench.generation import generation_table, measure
-    from swa_jax.checkpoint import write_json
     from swa_jax.config import ConfigError
+    from swa_jax.files import write_json
     from swa_jax.select.heads import windowed_count
 
     if out is not None:

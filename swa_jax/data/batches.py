@@ -10,8 +10,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from swa_jax.data.packing import PackedPrompts, PackedText
 from swa_jax.data.sources import MANIFEST, SourceConfig, source_files
 from swa_jax.data.stored import StoredDocuments, read_manifest
 from swa_jax.evaluate.needle import Haystack
+from swa_jax.files import sum_of_file, sum_of_json
 from swa_jax.recall_data import Dictionary, Needles, Repeats
 from swa_jax.tokenizer import Tokenizer
 
@@ -300,7 +299,7 @@ def _listing(source: SourceConfig) -> str:
         names = [(MANIFEST, read_manifest(folder)["sha256"]) for folder in source_files(source)]
     else:
         names = [(file.name, file.stat().st_size) for file in _files_inside(source)]
-    digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:12]
+    digest = sum_of_json(names)[:12]
     return f"{len(names)} files ({digest})"
 
 
@@ -311,8 +310,8 @@ def _content(source: SourceConfig) -> str:
     """
     if source.kind == "tokens":
         return ""
-    sums = [_sha256(file, _state_of(file)) for file in _files_inside(source)]
-    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:12]
+    sums = [_sum_of(file, _state_of(file)) for file in _files_inside(source)]
+    return sum_of_json(sums)[:12]
 
 
 def _files_inside(source: SourceConfig) -> list[Path]:
@@ -327,6 +326,5 @@ def _state_of(file: Path) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=1 << 16)  # stages and validations of a process read the same files
-def _sha256(file: Path, state: tuple[int, ...]) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+def _sum_of(file: Path, state: tuple[int, ...]) -> str:
+    return sum_of_file(file)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.needle import score
 from swa_jax.generation import NOTHING, decode, prefill, prepare
@@ -60,10 +61,10 @@ def generate_answers(
     runs the first batch once more; without it the times are NaN.
 
     Raises:
-      ValueError: no examples.
+      ConfigError: no examples.
     """
     if not examples:
-        raise ValueError("examples is empty: give at least one example")
+        raise ConfigError("examples is empty: give at least one example")
     batch_size = min(batch_size, len(examples))
     longest = max((e.prompt for e in examples), key=len)
     max_length = prepare(model, [longest], max_new_tokens).max_length

@@ -8,8 +8,8 @@ from itertools import chain
 from typing import Any
 
 from swa_jax.config import ConfigError
+from swa_jax.estimates import mean_of_groups
 from swa_jax.evaluate.accuracy import generate_answers
-from swa_jax.evaluate.bootstrap import bootstrap_groups
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.judges import Judge
 from swa_jax.evaluate.questions import Question
@@ -24,7 +24,9 @@ class GroupScore:
     benchmark: str
     group: str  # "mean": over the groups, each counting the same, as LongBench averages; "all": over all questions
     score: float | None  # None: none of its questions was asked
-    interval: list[float] | None  # 95 %, percentile bootstrap over questions
+    interval: (
+        list[float] | None
+    )  # 95 %, see `estimates.mean_of_groups`; None for one question with a score between
     num_questions: int
     num_left_out: int  # longer than max_length, and not scored
     num_cut: int  # cut in the middle to fit
@@ -144,12 +146,12 @@ def _by_group(questions: Sequence[Question], records: Sequence[dict[str, Any]]) 
 def _row(benchmark: str, name: str, groups: Sequence[Sequence[dict[str, Any]]], total: int) -> GroupScore:
     asked = list(chain(*groups))
     scores = [[record["score"] for record in group] for group in groups if group]
-    estimate = bootstrap_groups(scores) if scores else None
+    estimate = mean_of_groups(scores) if scores else None
     return GroupScore(
         benchmark=benchmark,
         group=name,
         score=None if estimate is None else estimate.mean,
-        interval=None if estimate is None else [estimate.low, estimate.high],
+        interval=None if estimate is None else estimate.interval,
         num_questions=len(asked),
         num_left_out=total - len(asked),
         num_cut=sum(r["cut"] for r in asked),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from swa_jax.estimates import accuracy_interval, bootstrap
 from swa_jax.evaluate.accuracy import Answers, generate_answers
-from swa_jax.evaluate.bootstrap import accuracy_interval, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.model import Decoder
@@ -43,8 +43,8 @@ def measure_pattern(
         "kv_cache_bytes": answers.kv_cache_bytes,
         "prefill_seconds": answers.prefill_seconds,
         "decode_tokens_per_second": answers.decode_tokens_per_second,
-        "needle_interval": [found.low, found.high],
-        "answer_nll_interval": [nll.low, nll.high],
+        "needle_interval": found.interval,
+        "answer_nll_interval": nll.interval,
         "n": len(examples),
         "answer_nll_n": len(scored),
         "batch_size": answers.batch_size,

@@ -23,6 +23,7 @@ from typing import Protocol
 
 import numpy as np
 
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 
 # fmt: off
@@ -78,7 +79,7 @@ def draw_keys(rng: np.random.Generator, num_keys: int) -> list[str]:
     """`num_keys` different adjective-noun keys."""
     total = len(ADJECTIVES) * len(NOUNS)
     if not 1 <= num_keys <= total:
-        raise ValueError(f"num_keys is {num_keys}; there are between 1 and {total} different keys")
+        raise ConfigError(f"num_keys is {num_keys}; there are between 1 and {total} different keys")
     picks = rng.choice(total, num_keys, replace=False)
     return [f"{ADJECTIVES[p // len(NOUNS)]}-{NOUNS[p % len(NOUNS)]}" for p in picks]
 
@@ -112,7 +113,7 @@ class Haystack:
             self.name, text = "python standard library (held out)", library_files(held_out=True)
         self.parts = split_lines(text if isinstance(text, str) else read_text(text))
         if not any(part.strip() for part in self.parts):
-            raise ValueError("the haystack is empty; give a text or files with some words in them")
+            raise ConfigError("the haystack is empty; give a text or files with some words in them")
         self._tokens: dict[int, list[int]] = {}
 
     def part_tokens(self, part: int) -> list[int]:
@@ -168,7 +169,7 @@ def needle_examples(
       seed: of a NumPy generator; equal arguments give equal examples.
 
     Raises:
-      ValueError: a length too small for needles, question and answer, or a depth outside [0, 1].
+      ConfigError: a length too small for needles, question and answer, or a depth outside [0, 1].
     """
     rng = np.random.default_rng(seed)
     hay = haystack if isinstance(haystack, Haystack) else Haystack(tokenizer, haystack)
@@ -215,7 +216,7 @@ def _draw_depths(rng: np.random.Generator, depths: Depths, num_examples: int) ->
     if depths is None:
         depths = (0.0, 1.0)
     if len(depths) == 0 or any(not 0.0 <= depth <= 1.0 for depth in depths):
-        raise ValueError(f"depths must be fractions of the prompt between 0 and 1, got {depths!r}")
+        raise ConfigError(f"depths must be fractions of the prompt between 0 and 1, got {depths!r}")
     if isinstance(depths, tuple) and len(depths) == 2:
         low, high = depths
         return [low + (high - low) * rng.random() for _ in range(num_examples)]
@@ -241,7 +242,7 @@ def _one_example(
 
     needed = len(opening) + sum(map(len, needles)) + len(question) + len(answer)
     if length < needed:
-        raise ValueError(
+        raise ConfigError(
             f"length is {length} tokens, but {num_keys} needle(s), the question and the answer alone take "
             f"{needed}; raise length or lower num_keys"
         )
@@ -283,7 +284,7 @@ def _share_out(
         if len(needle) > free[side]:
             side = 1 - side
         if len(needle) > free[side]:
-            raise ValueError(
+            raise ConfigError(
                 f"the {len(needles) + 1} needles do not fit around the target, which leaves {before} tokens before "
                 f"and {after} after it; raise length, lower num_keys or choose another depth"
             )

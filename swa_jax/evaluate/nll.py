@@ -17,7 +17,8 @@ import numpy as np
 from flax import nnx
 
 from swa_jax.attention import NEVER, LayerPlan, kinds_of, layer_plan
-from swa_jax.evaluate.bootstrap import Estimate, bootstrap
+from swa_jax.errors import ConfigError
+from swa_jax.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.model import Decoder
 from swa_jax.objectives import token_loss
@@ -50,7 +51,7 @@ def answer_nll(
       full_attention_decode: None takes the model's pattern's.
 
     Raises:
-      ValueError: no examples, or one whose prompt or answer is empty.
+      ConfigError: no examples, or one whose prompt or answer is empty.
     """
     return score_answers(
         model, examples, batch_size=batch_size, full_attention_decode=full_attention_decode
@@ -119,13 +120,13 @@ class AnswerBatch(NamedTuple):
 
 
 def check_examples(examples: Sequence[Example]) -> None:
-    """Raise `ValueError` if there is none, or one whose prompt or answer is empty."""
+    """Raise `ConfigError` if there is none, or one whose prompt or answer is empty."""
     if not examples:
-        raise ValueError("examples is empty: give at least one example")
+        raise ConfigError("examples is empty: give at least one example")
     for i, example in enumerate(examples):
         for name, tokens in (("prompt", example.prompt), ("answer", example.answer)):
             if len(tokens) == 0:
-                raise ValueError(f"examples[{i}] has an empty {name}")
+                raise ConfigError(f"examples[{i}] has an empty {name}")
 
 
 def answer_batches(
@@ -210,7 +211,9 @@ def answer_loss(model: Decoder, hidden: jax.Array, batch: AnswerBatch) -> tuple[
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """Perplexity of a text. `nll` is the mean and its 95 % interval over the passes, nats a token."""
+    """Perplexity of a text. `nll`, nats a token, is the mean with its 95 % interval over the passes.
+
+    A pass counts by the tokens that it scores; one pass alone gives no interval."""
 
     perplexity: float
     nll: Estimate
@@ -234,14 +237,14 @@ def perplexity(
       stride: tokens from one pass to the next, at most `context`.
 
     Raises:
-      ValueError: too few tokens, or a stride that is not between 1 and `context`.
+      ConfigError: too few tokens, or a stride that is not between 1 and `context`.
     """
     text = np.asarray(tokens, np.int32)
     stride = context if stride is None else stride
     if text.ndim != 1 or text.size < 2:
-        raise ValueError(f"tokens must be a list of at least 2 ids, got shape {text.shape}")
+        raise ConfigError(f"tokens must be a list of at least 2 ids, got shape {text.shape}")
     if not 1 <= stride <= context:
-        raise ValueError(f"stride must be between 1 and context ({context}), got {stride}")
+        raise ConfigError(f"stride must be between 1 and context ({context}), got {stride}")
     context = min(context, text.size - 1)
     stride = min(stride, context)
     passes = max(1, -(-(text.size - 1 - context) // stride) + 1)
@@ -265,11 +268,8 @@ def perplexity(
             where = np.flatnonzero(weights[one])
             token_nll[one * stride + where] = values[where]
             by_pass.append(values[where].mean())
-    mean = float(token_nll.mean())
-    interval = bootstrap(by_pass)
-    return Perplexity(
-        float(np.exp(mean)), Estimate(mean, interval.low, interval.high), token_nll.size, token_nll
-    )
+    mean = bootstrap(by_pass, weights=weights.sum(1))
+    return Perplexity(math.exp(mean.mean), mean, token_nll.size, token_nll)
 
 
 @functools.partial(jax.jit, static_argnames="graph")

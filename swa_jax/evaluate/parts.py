@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from swa_jax.checkpoint import write_json
+from swa_jax.estimates import Estimate, in_brackets
 from swa_jax.evaluate.answers import score_questions
-from swa_jax.evaluate.bootstrap import Estimate
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.judges import find_judge
 from swa_jax.evaluate.measure import measure_pattern
@@ -32,6 +31,7 @@ from swa_jax.evaluate.tables import (
     sweep_heat,
     sweep_table,
 )
+from swa_jax.files import write_json
 from swa_jax.model import Decoder
 from swa_jax.report import loss_heat_map, needle_heat_map, pattern_table, routing_chart
 from swa_jax.tokenizer import Tokenizer
@@ -75,17 +75,16 @@ def measure_needles(
                 nll, _ = block_interval(scored.token_nll)  # passes may be few
                 row |= {
                     "perplexity": scored.perplexity,
-                    "perplexity_interval": [math.exp(nll.low), math.exp(nll.high)],
+                    "perplexity_interval": nll.map(math.exp).interval,
                     "text_tokens": scored.num_tokens,
                 }
         rows.append(row)
     if drawn:
         console.print(pattern_table(rows))
     for row in rows if tokens else []:
-        low, high = row["perplexity_interval"]
+        interval = in_brackets(row["perplexity_interval"], "{:.2f}")
         console.print(
-            f"{row['name']}: perplexity {row['perplexity']:.2f} [{low:.2f}, {high:.2f}] "
-            f"over {row['text_tokens']} tokens"
+            f"{row['name']}: perplexity {row['perplexity']:.2f}{interval} over {row['text_tokens']} tokens"
         )
 
     def draw(folder: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from swa_jax.config import ConfigError
-from swa_jax.evaluate.bootstrap import Estimate, bootstrap
+from swa_jax.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import answer_batches
 from swa_jax.evaluate.ruler import Cell

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from swa_jax.config import ConfigError
+from swa_jax.estimates import accuracy_interval, bootstrap
 from swa_jax.evaluate.accuracy import generate_answers
-from swa_jax.evaluate.bootstrap import accuracy_interval, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.ruler import TOKENS_TO_GENERATE, Cell
 from swa_jax.model import Decoder
@@ -24,10 +24,9 @@ class RulerScore:
     length: int
     depth: float | None
     score: float
-    interval: list[float]  # Wilson's, 95 %
-    bootstrap_interval: list[
-        float
-    ]  # percentile bootstrap over examples, 95 %; no width where all scores are equal
+    interval: list[float] | None  # Wilson's, 95 %
+    # Percentile bootstrap over examples, 95 %: no width where all scores are equal, None for one example.
+    bootstrap_interval: list[float] | None
     num_examples: int
     prompt_tokens: list[int]  # the shortest and the longest
     haystack: str
@@ -80,8 +79,8 @@ def _cell_score(cell: Cell, examples: Sequence[Example], scores: np.ndarray) -> 
     return RulerScore(
         *cell,
         score=wilson.mean,
-        interval=[wilson.low, wilson.high],
-        bootstrap_interval=[resampled.low, resampled.high],
+        interval=wilson.interval,
+        bootstrap_interval=resampled.interval,
         num_examples=len(examples),
         prompt_tokens=[min(tokens), max(tokens)],
         haystack=examples[0].meta["haystack"],

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from swa_jax.config import ConfigError
-from swa_jax.evaluate.bootstrap import Estimate, bootstrap
+from swa_jax.estimates import Estimate, bootstrap
 from swa_jax.evaluate.nll import perplexity
 from swa_jax.model import Decoder
 from swa_jax.pattern import FULL, AttentionPattern
@@ -25,7 +26,8 @@ class SweepScore:
     window: int | None  # None: full attention in every layer
     length: int
     perplexity: float
-    interval: list[float]  # of the perplexity: 95 % bootstrap over blocks of consecutive tokens
+    # Of the perplexity: 95 % bootstrap over blocks of consecutive tokens; None if they fill one block only.
+    interval: list[float] | None
     nll: float
     num_tokens: int
     num_blocks: int
@@ -83,7 +85,7 @@ def perplexity_sweep(
                     window=window,
                     length=length,
                     perplexity=result.perplexity,
-                    interval=[float(np.exp(nll.low)), float(np.exp(nll.high))],
+                    interval=nll.map(math.exp).interval,
                     nll=nll.mean,
                     num_tokens=result.num_tokens,
                     num_blocks=blocks,
@@ -106,9 +108,7 @@ def with_window(pattern: AttentionPattern, window: int | None) -> AttentionPatte
 
 
 def block_interval(token_nll: np.ndarray) -> tuple[Estimate, int]:
-    """Mean of token losses [N] and its 95 % interval by bootstrap over equal blocks of consecutive ones; the blocks."""
+    """The mean of token losses [N], with a 95 % interval by bootstrap over blocks of consecutive ones; their number."""
     blocks = max(1, min(MAX_BLOCKS, token_nll.size // MIN_BLOCK))
-    means = [block.mean() for block in np.array_split(token_nll, blocks)]
-    drawn = bootstrap(means)
-    mean = float(token_nll.mean())
-    return Estimate(mean, min(mean, drawn.low), max(mean, drawn.high)), blocks
+    cut = np.array_split(token_nll, blocks)
+    return bootstrap([block.mean() for block in cut], weights=[block.size for block in cut]), blocks

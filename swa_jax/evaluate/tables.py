@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
+from swa_jax.estimates import in_brackets
 from swa_jax.flops import forward_flops
 
 if TYPE_CHECKING:
@@ -34,9 +35,8 @@ def ruler_table(rows: Sequence[Row]) -> Table:
     for title in ("Length", *(["Depth"] if deep else []), "Found", "Examples"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
-        low, high = row["interval"]
         depth = [f"{row['depth']:.0%}"] if deep else []
-        found = f"{100 * row['score']:.0f} % [{100 * low:.0f}, {100 * high:.0f}]"
+        found = f"{100 * row['score']:.0f} %{in_brackets(row['interval'], '{:.0f}', 100)}"
         table.add_row(row["name"], row["task"], str(row["length"]), *depth, found, str(row["num_examples"]))
     return table
 
@@ -57,19 +57,22 @@ def ruler_heat(rows: Sequence[Row]) -> tuple[list[list[float]], list[str], list[
 def sweep_table(rows: Sequence[Row]) -> Table:
     """One line a pattern and window, one column a length."""
     table = _table("Perplexity by evaluation window and length")
-    extrapolated = any(row["past_training_length"] for row in rows)
+    extrapolated, blocks = any(row["past_training_length"] for row in rows), rows[0]["num_blocks"]
     table.caption = (
-        f"The same {rows[0]['num_tokens']} tokens in every cell; 95 % bootstrap interval over "
-        f"{rows[0]['num_blocks']} blocks of them."
+        f"The same {rows[0]['num_tokens']} tokens in every cell; "
+        + (
+            f"95 % bootstrap interval over {blocks} blocks of them."
+            if blocks > 1
+            else "too few for an interval."
+        )
     ) + ("\n* longer than the context that the model's config names." if extrapolated else "")
     table.add_column("Pattern", no_wrap=True)
     table.add_column("Window", justify="right", no_wrap=True)
     cells: dict[tuple[str, str], dict[int, str]] = {}
     for row in rows:
-        low, high = row["interval"]
         star = "*" if row["past_training_length"] else ""
         line = cells.setdefault((row["name"], _window(row)), {})
-        line[row["length"]] = f"{row['perplexity']:.2f}{star} [{low:.2f}, {high:.2f}]"
+        line[row["length"]] = f"{row['perplexity']:.2f}{star}{in_brackets(row['interval'], '{:.2f}')}"
     for length in dict.fromkeys(row["length"] for row in rows):
         table.add_column(f"Length {length}", justify="right", no_wrap=True)
     for (name, window), line in cells.items():
@@ -93,11 +96,11 @@ def routing_row(name: str, cell: Cell, routed: Routed, config: ModelConfig) -> d
         "length": length,
         "depth": depth,
         "full_ratio": routed.full_ratio.mean,
-        "interval": [routed.full_ratio.low, routed.full_ratio.high],
+        "interval": routed.full_ratio.interval,
         "by_layer": [layer.mean for layer in routed.by_layer],
-        "by_layer_intervals": [[layer.low, layer.high] for layer in routed.by_layer],
+        "by_layer_intervals": [layer.interval for layer in routed.by_layer],
         "keys_read": routed.keys_read.mean,
-        "keys_read_interval": [routed.keys_read.low, routed.keys_read.high],
+        "keys_read_interval": routed.keys_read.interval,
         "keys_of_full": routed.keys_of_full,
         "gflops": forward_flops(config, routed.keys_read.mean) / 1e9,
         "gflops_of_full": forward_flops(config, routed.keys_of_full) / 1e9,
@@ -118,13 +121,12 @@ def routing_table(rows: Sequence[Row]) -> Table:
     for title in ("Length", "Depth", "Full attention", "Keys read", "GFLOPs"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
-        low, high = row["interval"]
         table.add_row(
             row["name"],
             row["data"],
             str(row["length"]),
             "" if row["depth"] is None else f"{row['depth']:.0%}",
-            f"{100 * row['full_ratio']:.0f} % [{100 * low:.0f}, {100 * high:.0f}]",
+            f"{100 * row['full_ratio']:.0f} %{in_brackets(row['interval'], '{:.0f}', 100)}",
             f"{row['keys_read']:.0f} ({row['keys_of_full']:.0f})",
             f"{row['gflops']:.3g} ({row['gflops_of_full']:.3g})",
         )
@@ -135,16 +137,17 @@ def harness_table(rows: Sequence[Row]) -> Table:
     """One line a pattern, task and metric."""
     table = _table("lm-evaluation-harness")
     table.caption = (
-        "95 % bootstrap interval over documents in brackets, where the metric is a mean over them."
+        "95 % interval over documents in brackets, where the metric is a mean over them (Wilson for right or wrong,\n"
+        "bootstrap otherwise)."
     )
     for title in ("Pattern", "Task", "Metric"):
         table.add_column(title, no_wrap=True)
     for title in ("Score", "Documents"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
-        interval = "" if row["interval"] is None else " [{:.4g}, {:.4g}]".format(*row["interval"])
         metric = row["metric"] + ("" if row["filter"] == "none" else f" ({row['filter']})")
-        table.add_row(row["name"], row["task"], metric, f"{row['score']:.4g}{interval}", str(row["n"] or ""))
+        score = f"{row['score']:.4g}{in_brackets(row['interval'], '{:.4g}')}"
+        table.add_row(row["name"], row["task"], metric, score, str(row["n"] or ""))
     return table
 
 
@@ -152,20 +155,18 @@ def questions_table(rows: Sequence[Row]) -> Table:
     """One line a pattern and group of questions."""
     table = _table("Questions about long texts")
     table.caption = (
-        "Mean score of 100, 95 % bootstrap interval over questions. Left out: longer than the context "
-        "(see --max-length, --cut-middle)."
+        "Mean score of 100, 95 % interval over questions (Wilson for right or wrong, bootstrap otherwise).\n"
+        "Left out: longer than the context (see --max-length, --cut-middle)."
     )
     for title in ("Pattern", "Benchmark", "Group"):
         table.add_column(title, no_wrap=True)
     for title in ("Score", "Questions", "Left out", "Cut"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
-        score = "" if row["score"] is None else f"{100 * row['score']:.1f} "
-        interval = (
-            "" if row["interval"] is None else "[{:.1f}, {:.1f}]".format(*(100 * x for x in row["interval"]))
-        )
+        score = "" if row["score"] is None else f"{100 * row['score']:.1f}"
+        score += in_brackets(row["interval"], "{:.1f}", 100)
         counts = (str(row[name]) for name in ("num_questions", "num_left_out", "num_cut"))
-        table.add_row(row["name"], row["benchmark"], row["group"], score + interval, *counts)
+        table.add_row(row["name"], row["benchmark"], row["group"], score, *counts)
     return table
 
 

@@ -9,8 +9,9 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from swa_jax.checkpoint import PATTERN_FILE, check_destination, fetch, new_folder, write_json
-from swa_jax.config import ConfigError
+from swa_jax.checkpoint import PATTERN_FILE, fetch
+from swa_jax.errors import ConfigError
+from swa_jax.files import check_destination, new_folder, write_json
 from swa_jax.huggingface.names import tensor_names
 from swa_jax.model import Decoder
 

@@ -5,15 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from swa_jax.checkpoint import (
-    CONFIG_FILE,
-    PATTERN_FILE,
-    check_destination,
-    copy_companions,
-    new_folder,
-    open_checkpoint,
-    write_json,
-)
+from swa_jax.checkpoint import CONFIG_FILE, PATTERN_FILE, copy_companions, open_checkpoint
+from swa_jax.files import check_destination, new_folder, write_json
 from swa_jax.huggingface.config import apply_pattern
 from swa_jax.huggingface.names import tensor_names
 from swa_jax.huggingface.weights import write_model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,14 @@ from swa_jax.checkpoint import (
     CONFIG_FILE,
     PATTERN_FILE,
     WEIGHTS,
-    check_destination,
     write_checkpoint,
 )
-from swa_jax.config import ConfigError, ModelConfig, nearest
+from swa_jax.config import ModelConfig, nearest
+from swa_jax.errors import CheckpointError
+from swa_jax.files import check_destination, read_json
 from swa_jax.huggingface.config import model_config
 from swa_jax.huggingface.names import EMBEDDING, HEAD, expected_tensors, is_buffer, is_router
-from swa_jax.huggingface.weights import DTYPES, CheckpointError, StoredTensor, read_headers, stream_tensors
+from swa_jax.huggingface.weights import DTYPES, StoredTensor, read_headers, stream_tensors
 from swa_jax.pattern import AttentionPattern, load_pattern
 
 
@@ -110,13 +110,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     if not file.is_file():
         raise CheckpointError(f"{folder} holds no {CONFIG_FILE}: it is not a Hugging Face model")
-    try:
-        hf = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(hf, dict):
-        raise ConfigError(f"{file} must hold a JSON object")
-    return hf
+    return read_json(file)
 
 
 def _choose_pattern(

@@ -44,9 +44,8 @@ class MaskEvaluator:
       weights: with `file`, the sum of the weights, as in `content_key`; None sums the model's arrays.
 
     Raises:
-      ConfigError: no window; or `file` holds scores of other weights, another configuration or dtype, other examples,
-        another window or other sink tokens.
-      ValueError: no examples, or one with an empty prompt or answer.
+      ConfigError: no window; no examples, or one with an empty prompt or answer; or `file` holds scores of other
+        weights, another configuration or dtype, other examples, another window or other sink tokens.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 
 from swa_jax.attention import LayerPlan, layer_plan
 from swa_jax.config import ConfigError
-from swa_jax.evaluate.bootstrap import Estimate, bootstrap
+from swa_jax.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches, check_examples
 from swa_jax.model import Decoder
@@ -131,9 +131,9 @@ class LayerScorer:
       weights: with `file`, the sum of the weights, as in `content_key`; None sums the model's arrays.
 
     Raises:
-      ConfigError: no window, neither given nor in the model's pattern; `toggles_at_once` below 1; or `file` holds
-        scores of other weights, another configuration or dtype, other examples or other settings.
-      ValueError: no examples, or one with an empty prompt or answer.
+      ConfigError: no window, neither given nor in the model's pattern; `toggles_at_once` below 1; no examples, or one
+        with an empty prompt or answer; or `file` holds scores of other weights, another configuration or dtype, other
+        examples or other settings.
     """
 
     def __init__(
@@ -381,7 +381,7 @@ def _as_scored(
     provenance = said | {
         "data": data,
         "num_examples": len(scores.deltas),
-        "intervals": [[estimate.low, estimate.high] for estimate in scores.intervals()],
+        "intervals": [estimate.interval for estimate in scores.intervals()],
         "seed": seed,
         "scored_with_full_attention_decode": scores.full_attention_decode,
     }

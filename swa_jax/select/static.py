@@ -28,7 +28,8 @@ from flax import nnx
 
 from pallas_kernels import AttentionSpec, attention
 from swa_jax.attention import AttentionContext
-from swa_jax.config import ConfigError, ModelConfig
+from swa_jax.config import ModelConfig
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches
 from swa_jax.layers import rope_tables
@@ -74,7 +75,7 @@ def static_scores(
 
     Raises:
       ConfigError: a model whose attention is not softmax, or has ALiBi: the scores are not defined for it.
-      ValueError: no examples, or one with an empty prompt or answer.
+      ConfigError: no examples, or one with an empty prompt or answer.
     """
     config = model.config
     check_softmax(config, f"{method} scores heads")
@@ -231,7 +232,7 @@ def _razor(
 ) -> np.ndarray:
     """Eq. 22 for every query head, [L, H]: a random text of a quarter of the examples' length, four times over."""
     if not examples:
-        raise ValueError("examples is empty: give at least one example")
+        raise ConfigError("examples is empty: give at least one example")
     period = max(1, max(len(e.prompt) + len(e.answer) for e in examples) // 4)
     passage = np.random.default_rng(seed).integers(vocab_size, size=period)
     tokens = jnp.asarray(np.tile(passage, 4)[None], jnp.int32)
