@@ -30,6 +30,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from swa_jax.huggingface.weights import CheckpointError
+from swa_jax.worker import check_lease, meet
 
 MANIFEST_FILE = "manifest.json"
 _LEFTOVER = re.compile(r"\d+\.(writing|deleting)\b.*")  # of a killed process; Orbax appends to our name
@@ -166,8 +167,10 @@ class RunCheckpoints:
         """In a thread: when Orbax is done, write the manifest, give the folder its name, drop old checkpoints."""
         try:
             response.result()
+            check_lease()
             if jax.process_index() == 0:
                 _write_manifest(self._writing(step), step)
+                check_lease()
                 os.rename(self._writing(step), self.folder / str(step))
                 _sync(self.folder)
         except Exception as error:
@@ -178,6 +181,7 @@ class RunCheckpoints:
             self._drop_old()
 
     def _failed(self, step: int, error: Exception) -> None:
+        check_lease()
         if jax.process_index() == 0:  # half a checkpoint is of no use, and would keep a full disk full
             for leftover in self.folder.glob(f"{step}.writing*"):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -195,6 +199,7 @@ class RunCheckpoints:
         steps = _steps(self.folder)
         period = self.keep_period
         for step in steps[: -self.keep]:
+            check_lease()
             if period is not None and step % period == 0:
                 continue
             # Renamed first: a removal cut short must not look like a damaged checkpoint.
@@ -396,4 +401,5 @@ def from_first_process(ask: Callable[[], Any]) -> Any:
     if jax.process_index() == 0:
         encoded = json.dumps(ask()).encode()
         padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    meet()  # `ask` may take minutes, as verifying a checkpoint does
     return json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)).rstrip(b"\0"))

@@ -21,6 +21,7 @@ import jax
 from swa_jax.config import ConfigError
 from swa_jax.huggingface.weights import CheckpointError
 from swa_jax.train_config import LogConfig
+from swa_jax.worker import check_lease
 
 
 class RunLog:
@@ -96,6 +97,7 @@ class RunLog:
 
     def _append(self, text: bytes) -> None:
         assert self.file is not None
+        check_lease()
         try:
             written = self.file.write(text)
             if written != len(text):

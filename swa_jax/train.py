@@ -49,6 +49,7 @@ from swa_jax.sharding import Partition, check_batch, check_model, make_mesh, sta
 from swa_jax.tokenizer import Tokenizer, check_same_tokens, load_tokenizer
 from swa_jax.train_config import StageConfig, TrainConfig
 from swa_jax.train_step import TrainState, init_state, make_step, make_validation_loss, shard_state
+from swa_jax.worker import check_lease, compile_together
 
 __all__ = ["StageConfig", "TrainConfig", "train"]
 
@@ -145,11 +146,14 @@ def _train_stage(
         tokens * train_flops_per_token(model.config, model.pattern, stage.sequence_length, lora=model.lora)
         for model in models
     ]
-    for step in range(int(state.step), end):
+    first = int(state.step)
+    for step in range(first, end):
         which, done = step % len(models), step + 1
         checkpoints.check()
         log.trace(step)
         batch = place_batch(next(batches), partition, stage.batch_size)
+        if step < first + len(models):
+            compile_together(steps[which], state, batch, stage.accumulate)
         state, metrics = steps[which](state, batch, stage.accumulate)
         show(log.write(done, metrics, tokens, flops[which]))
         stopping = preempted(done)
@@ -186,6 +190,7 @@ def _save_finished(run: Run, state: TrainState) -> Path:
         model = run.model if config.lora is None else _merged(run, state)
         trained = state.params if config.lora is None else nnx.state(model)
         nnx.update(model, jax.tree.map(lambda p: p.astype(config.save_dtype), trained))
+        check_lease()
         save_model(
             model, destination, hf_config=hf_config, tokenizer_from=path if path.is_dir() else path.parent
         )
@@ -265,8 +270,12 @@ def validate(
         rows=local_rows(partition, rows), held_out=True,
     )  # fmt: skip
     total = weight = 0.0
-    for batch in itertools.islice(batches, config.validation_batches * stage.accumulate):  # pieces of batches
-        nll, weights = loss(state.params, state.frozen, place_batch(batch, partition, rows))
+    pieces = itertools.islice(batches, config.validation_batches * stage.accumulate)
+    for number, batch in enumerate(pieces):
+        placed = place_batch(batch, partition, rows)
+        if number == 0:
+            compile_together(loss, state.params, state.frozen, placed)
+        nll, weights = loss(state.params, state.frozen, placed)
         total, weight = total + float(nll), weight + float(weights)
     return {"validation_loss": total / max(weight, 1e-6)}
 

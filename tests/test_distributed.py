@@ -101,12 +101,21 @@ except ProcessError as error:
     sys.exit(getattr(error, "status", 1))
 """
 _WORKER = """
-import json, os, signal, socket, sys, time
+import contextlib, json, os, signal, socket, sys, threading, time
 channel = socket.socket(fileno=int(os.environ["SWA_JAX_GUARD"]))
 say = lambda **message: channel.sendall(json.dumps(message).encode() + b"\\n")
+def pulse():
+    with contextlib.suppress(OSError):
+        while True:
+            say(alive=1)
+            time.sleep(0.3)
+threading.Thread(target=pulse, daemon=True).start()
 say(settings={"seed": %s})
-go = channel.recv(1000)
-if not go: sys.exit(9)
+go = b""
+while b'"go"' not in go:
+    received = channel.recv(1000)
+    if not received: sys.exit(9)
+    go += received
 print("going", os.getpid(), flush=True)
 %s
 """
@@ -254,14 +263,104 @@ def test_a_guard_that_is_killed(guards, victim):
         time.sleep(0.05)
 
 
-def test_a_guard_that_is_silent(guards):
-    processes = guards([worker(WAIT)] * 2, timeout=6)
+def running(pid):
+    """Whether a process exists and is not a zombie."""
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_that_is_frozen_is_named_and_ended(guards, victim):
+    processes = guards([worker(WAIT)] * 3, timeout=4)
+    workers = [int(process.stdout.readline().split()[1]) for process in processes]
+    os.kill(workers[victim], signal.SIGSTOP)
+    for status, error in ends(processes):
+        assert status == 75
+        assert f"process {victim} of 3 (127.0.0.1) has not answered for 4 s" in error
+    assert not any(map(running, workers))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_frozen_is_named_and_ends_when_it_goes_on(guards, victim):
+    """Guard and worker, as a machine that stands still, or has lost its network."""
+    processes = guards([worker(WAIT)] * 3, timeout=5)
+    workers = [int(process.stdout.readline().split()[1]) for process in processes]
+    os.killpg(processes[victim].pid, signal.SIGSTOP)
+    frozen = processes.pop(victim)
+    for status, error in ends(processes):
+        assert status == 75
+        assert f"process {victim} of 3 (127.0.0.1" in error
+        assert "has not been heard of for 5 s" in error
+    os.killpg(frozen.pid, signal.SIGCONT)
+    ((status, error),) = ends([frozen])
+    assert status == 75
+    assert f"process {victim} of 3 stood still for" in error
+    assert not any(map(running, workers))
+
+
+def test_a_process_that_is_frozen_for_a_moment_goes_on(guards):
+    processes = guards([worker("time.sleep(5)")] * 2, timeout=6)
     for process in processes:
         process.stdout.readline()
-    os.kill(processes[1].pid, signal.SIGSTOP)  # as a machine that has lost its network
-    ((status, error),) = ends(processes[:1])
-    assert status == 75
-    assert "process 1 of 2 (127.0.0.1) has not been heard of for 6 s" in error
+    os.killpg(processes[1].pid, signal.SIGSTOP)
+    time.sleep(2)
+    os.killpg(processes[1].pid, signal.SIGCONT)
+    assert ends(processes) == [(0, "")] * 2
+
+
+def test_a_worker_that_never_says_a_word(guards):
+    """Frozen while it starts, before it has joined."""
+    silent = "import time; time.sleep(60)"
+    for status, error in ends(guards([worker(WAIT), silent], timeout=4)):
+        assert status == 75
+        assert "process 1 of 2 (127.0.0.1) has not answered for 4 s" in error
+
+
+# The real worker's side, with this test as its guard.
+_LEASE = """
+import sys, time
+from pathlib import Path
+from swa_jax.cluster import Place
+from swa_jax.worker import check_lease, worker
+with worker(Place(1, 2, "here:1"), 2):
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.01)
+        check_lease()
+        Path(sys.argv[1]).write_text(str(time.monotonic()))
+"""
+
+
+@pytest.mark.parametrize("how", ["worker frozen", "guard frozen", "guard gone"])
+def test_a_worker_ends_when_its_lease_has_run_out(launch, tmp_path, how):
+    ours, theirs = socket.socketpair()
+    file = tmp_path / "written"
+    process = launch(
+        [sys.executable, "-c", _LEASE, str(file)],
+        env=os.environ | {"SWA_JAX_GUARD": str(theirs.fileno())}, pass_fds=[theirs.fileno()],
+    )  # fmt: skip
+    theirs.close()
+    process.stdout.readline()
+    for _ in range(8):  # well beyond the lease, in all
+        ours.sendall(b'{"alive": 1}\n')
+        time.sleep(0.3)
+    assert process.poll() is None
+    frozen = time.monotonic()
+    if how == "worker frozen":
+        process.send_signal(signal.SIGSTOP)
+        for _ in range(8):
+            ours.sendall(b'{"alive": 1}\n')
+            time.sleep(0.3)
+        process.send_signal(signal.SIGCONT)
+    if how == "guard gone":
+        ours.close()
+    else:
+        assert b'{"alive": 1}' in ours.recv(65536)
+    assert process.wait(10) == 75
+    ours.close()
+    written = float(file.read_text()) - frozen
+    assert written < {"worker frozen": 0.1, "guard frozen": 1.7, "guard gone": 0.5}[how]
 
 
 def test_signals_reach_the_worker(guards):
