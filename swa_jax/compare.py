@@ -46,6 +46,7 @@ def compare(
     batch_size: int = 8,
     settings: Mapping[str, Any],
     report: Callable[[str], None] = lambda _: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[dict[str, Any]]:
     """Rows for `patterns`, then for each method, seed and ratio; written to `out` as they come, found there again.
 
@@ -58,6 +59,7 @@ def compare(
       eval_window: of the chosen patterns while scored; None for the same.
       settings: what else decides the results; `out` made with others is refused.
       report: called with a line for each row.
+      progress: called with (patterns scored, patterns to be scored); those found in `out` do not count.
 
     Raises:
       ConfigError: results of other settings in `out`, or what a method refuses.
@@ -85,8 +87,11 @@ def compare(
         )  # fmt: skip
         write_json(file, {"settings": dict(settings), "rows": rows})
         report(f"{_title(rows[-1])}: {100 * found.mean:.1f} % found")
+        progress(len(rows) - len(known), len(wanted - known))
 
     known = {_key(row) for row in rows}
+    wanted: set[tuple[str, float | None, int | None]] = {(name, None, None) for name, _ in patterns}
+    wanted |= {(method, ratio, seed) for method in methods for ratio in ratios for seed in seeds}
     for name, pattern in patterns:
         if (name, None, None) not in known:
             measure(name, pattern)

@@ -74,6 +74,7 @@ def compare(
     """
     from swa_jax.compare import compare as run
     from swa_jax.compare import compare_table, summary
+    from swa_jax.progress import Progress
     from swa_jax.report import frontier_chart, wide_console
     from swa_jax.select.methods import METHODS
 
@@ -101,27 +102,29 @@ def compare(
         return draw_needles(tokenizer, count, length, keys, haystack, None, number)
 
     console = wide_console()
-    rows = run(
-        decoder,
-        patterns,
-        draw(HELD_OUT_SEED + seed, held_out),
-        out,
-        methods=methods,
-        ratios=ratios,
-        seeds=range(seed, seed + seeds),
-        draw=draw,
-        sliding_window=window,
-        num_sink_tokens=sinks,
-        eval_window=eval_window,
-        iterations=iterations,
-        batch_size=batch_size,
-        settings={
-            "model": str(model), "window": window, "num_sink_tokens": sinks, "eval_window": eval_window,
-            "examples": examples, "held_out": held_out, "length": length, "keys": keys,
-            "haystack": str(haystack or "python library"), "iterations": iterations, "dtype": dtype, "seed": seed,
-        },
-        report=lambda line: console.print(line, highlight=False),
-    )  # fmt: skip
+    with Progress("patterns") as progress:
+        rows = run(
+            decoder,
+            patterns,
+            draw(HELD_OUT_SEED + seed, held_out),
+            out,
+            methods=methods,
+            ratios=ratios,
+            seeds=range(seed, seed + seeds),
+            draw=draw,
+            sliding_window=window,
+            num_sink_tokens=sinks,
+            eval_window=eval_window,
+            iterations=iterations,
+            batch_size=batch_size,
+            settings={
+                "model": str(model), "window": window, "num_sink_tokens": sinks, "eval_window": eval_window,
+                "examples": examples, "held_out": held_out, "length": length, "keys": keys,
+                "haystack": str(haystack or "python library"), "iterations": iterations, "dtype": dtype, "seed": seed,
+            },
+            report=lambda line: progress.console.print(line, highlight=False, soft_wrap=True),
+            progress=progress.update,
+        )  # fmt: skip
     summed = summary(rows, against)
     console.print(compare_table(summed, window))
     frontier_chart(summed, out / "frontier.png", title=f"What the memory buys (window {window})")

@@ -121,7 +121,7 @@ def select_bosch(
     if evaluate.num_evaluations:
         typer.echo(f"{file} has the scores of {evaluate.num_evaluations} masks: going on from there")
     try:
-        with _progress("trying masks") as progress:
+        with _progress("masks tried") as progress:
             chosen = bosch(
                 evaluate,
                 ratio,
@@ -188,7 +188,7 @@ def select_static(
         raise ConfigError("--window is missing: give it, as the model's own pattern has none")
     drawn, data = _drawn(tokenizer, prompts, examples, length, keys, haystack, seed)
     start = time.monotonic()
-    with _progress("scoring heads") as progress:
+    with _progress("batches") as progress:
         scores = static_scores(
             decoder,
             drawn,
@@ -324,7 +324,7 @@ def select_nll(
     )
     if scorer.num_kept:
         typer.echo(f"{resume_file} has the scores of {scorer.num_kept} examples: going on from there")
-    with _progress("scoring layers") as progress:
+    with _progress("passes") as progress:
         rounds = scorer.greedy(full, progress=progress) if greedy else [scorer(progress=progress)]
     scores = rounds[0]
     if greedy:
@@ -375,7 +375,7 @@ def select_light_transfer(
     decoder, tokenizer = load_checkpoint(model, dtype)
     full = full_layer_budget(decoder.config.num_hidden_layers, budget, one_in)
     drawn, data = _drawn(tokenizer, prompts, examples, length, keys, haystack, seed)
-    with _progress("looking at layers") as progress:
+    with _progress("batches") as progress:
         scores = lazy_ratios(
             decoder,
             drawn,
@@ -466,8 +466,7 @@ def _write(pattern: AttentionPattern, out: Path, draw: Callable[[Path], None]) -
 
 @contextmanager
 def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    from rich.progress import Progress
+    from swa_jax.progress import Progress
 
-    with Progress(transient=True) as progress:
-        task = progress.add_task(label)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    with Progress(label) as progress:
+        yield progress.update

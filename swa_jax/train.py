@@ -23,14 +23,6 @@ import numpy as np
 import optax
 import yaml
 from flax import nnx
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from swa_jax.checkpoint import MANIFEST_FILE, load_model, open_checkpoint, save_model
 from swa_jax.config import ConfigError, ModelConfig, from_dict, to_dict
@@ -43,13 +35,14 @@ from swa_jax.model import Decoder
 from swa_jax.optimizer import make_optimizer, warn_of_short_runs
 from swa_jax.pattern import SWITCH, AttentionPattern, load_pattern
 from swa_jax.preemption import Preempted, preemption_notices
+from swa_jax.progress import Progress, rate
 from swa_jax.run_checkpoint import RunCheckpoints, from_first_process, has_checkpoint, reason
 from swa_jax.run_log import RunLog
 from swa_jax.sharding import Partition, check_batch, check_model, make_mesh, state_shardings
 from swa_jax.tokenizer import Tokenizer, check_same_tokens, load_tokenizer
 from swa_jax.train_config import StageConfig, TrainConfig
 from swa_jax.train_step import TrainState, init_state, make_step, make_validation_loss, shard_state
-from swa_jax.worker import check_lease, compile_together
+from swa_jax.worker import check_lease, compile_together, meet
 
 __all__ = ["StageConfig", "TrainConfig", "train"]
 
@@ -83,6 +76,7 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     first = jax.process_index() == 0
     if first:  # the others wait for it when they look for checkpoints
         _claim(run.folder, config)
+    meet()
     trained, frozen = trained_and_frozen(run.model)
     state = shard_state(init_state(trained, run.optimizer, frozen), run.partition)
     keep, keep_period = config.keep_checkpoints, config.keep_checkpoint_period
@@ -101,12 +95,13 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
             run.folder, config.log, resume_at=done, settings=to_dict(config),
             peak_flops=None if peak is None else peak * jax.device_count(),
         )  # fmt: skip
-        with _progress(quiet or not first) as bar, log:
-            task = bar.add_task("training", total=config.total_steps, completed=done, loss="")
+        with Progress("step", transient=False, quiet=quiet or not first) as progress, log:
 
             def show(lines: list[dict[str, Any]]) -> None:
                 for line in lines:
-                    bar.update(task, completed=line["step"], loss=f"loss {line['loss']:.3f}")
+                    newest = checkpoints.newest
+                    note = "" if newest is None else f"last checkpoint {newest}"
+                    progress.update(line["step"], config.total_steps, _summary(line), note)
                     _stop_on_nan(line, config)
 
             for number, start in enumerate(_starts(config)):
@@ -461,8 +456,8 @@ def _stop_on_nan(line: dict[str, Any], config: TrainConfig) -> None:
         )
 
 
-def _progress(quiet: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
-        TimeElapsedColumn(), TimeRemainingColumn(), disable=quiet,
-    )  # fmt: skip
+def _summary(line: dict[str, Any]) -> str:
+    words = [f"loss {line['loss']:.3f}", f"{rate(line['tokens_per_second'])} tokens/s"]
+    if "mfu" in line:  # the peak of the chip is known
+        words.append(f"MFU {100 * line['mfu']:.0f} %")
+    return "  ".join(words)

@@ -61,9 +61,7 @@ def worker(place: Place, timeout: int) -> Iterator[Callable[[dict[str, Any]], No
         known = "it was interrupted" if isinstance(error, KeyboardInterrupt) else sentence(error)
         late = _says(error, "Gloo context initialization failed")
         if late:
-            known = (
-                f"it waited for another process for longer than gloo, which connects CPUs, allows; {AGAIN}"
-            )
+            known = f"another process came over 30 s later, and gloo, which connects CPUs, waits no longer; {AGAIN}"
         brief = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
         line.say(
             failed=known or brief,
@@ -163,6 +161,7 @@ def meet() -> None:
     if jax.process_count() > 1:
         from jax._src.distributed import global_state  # no public name
 
+        assert global_state.client is not None
         global_state.client.wait_at_barrier(f"swa_jax/{next(_meetings)}", _DAY * 1000)
 
 

@@ -165,13 +165,14 @@ def guards(launch):
 
 
 def ends(processes, seconds=60):
-    """[(status, last line of stderr)]"""
+    """[(status, last line of stderr that is not of the progress)]"""
     deadline = time.monotonic() + seconds
     results = []
     for process in processes:
         _, error = process.communicate(timeout=max(1, deadline - time.monotonic()))
         assert "StreamReaderProtocol" not in error, error  # a traceback of a guard
-        results.append((process.returncode, (error.strip().splitlines() or [""])[-1]))
+        lines = [line for line in error.strip().splitlines() if not line.startswith("step ")]
+        results.append((process.returncode, (lines or [""])[-1]))
     return results
 
 
@@ -393,7 +394,7 @@ def training(launch, tmp_path, byte_tokenizer):
     settings = {"tokenizer": str(byte_tokenizer), "model": MODEL, "stages": [stage], "checkpoint_every": 10}
     settings |= {"pattern": "window", "sliding_window": 4}
 
-    def start(name, count, *, limit=None, changes=None):
+    def start(name, count, *, limit=None, changes=None, timeout=45, python_path=None):
         port = free_port()
         environment = os.environ | {
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}",
@@ -401,6 +402,8 @@ def training(launch, tmp_path, byte_tokenizer):
             "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
+        if python_path is not None:
+            environment["PYTHONPATH"] = f"{python_path}:{os.environ.get('PYTHONPATH', '')}"
         processes = []
         for i in range(count):
             file = tmp_path / f"{name}{i}.yaml"
@@ -410,7 +413,7 @@ def training(launch, tmp_path, byte_tokenizer):
             command = [sys.executable, "-m", "swa_jax.cli", "train", str(file)]
             if count > 1:
                 command += ["--processes", str(count), "--process-id", str(i)]
-                command += ["--coordinator", f"127.0.0.1:{port}"]
+                command += ["--coordinator", f"127.0.0.1:{port}", "--timeout", str(timeout)]
             if i == limit:  # this process can write no file longer than 4 KiB
                 command = ["bash", "-c", 'ulimit -f 4; exec "$@"', "bash", *command]
             processes.append(launch(command, env=environment))
@@ -481,3 +484,69 @@ def test_configurations_that_differ(training, tmp_path):
     results = ends(training("run", 2, changes={1: {"seed": 7}}))
     assert all(status == 2 and "'seed' is 7 there and 0 in process 0" in error for status, error in results)
     assert not (tmp_path / "run").exists()
+
+
+def worker_of(process):
+    """The process that a guard has started."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return int(children.read_text().split()[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_training_process_that_is_frozen_ends_all_and_changes_nothing_when_it_goes_on(
+    training, tmp_path, victim
+):
+    run = tmp_path / "run"
+    processes = training("run", 2, timeout=15)
+    wait_for_step(run, 20, processes)
+    pid = worker_of(processes[victim])
+    os.killpg(processes[victim].pid, signal.SIGSTOP)
+    frozen = processes.pop(victim)
+    ((status, error),) = ends(processes)
+    assert status == 75
+    assert f"process {victim} of 2 (127.0.0.1" in error
+    assert "has not been heard of for 15 s" in error
+    assert ends(training("run", 2), 240) == [(0, "")] * 2  # as `up` does, while the other is still frozen
+
+    def contents():
+        files = (path for path in run.rglob("*") if path.is_file())
+        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
+
+    before = contents()
+    os.killpg(frozen.pid, signal.SIGCONT)
+    ((status, error),) = ends([frozen])
+    assert status == 75
+    assert f"process {victim} of 2 stood still" in error
+    assert not running(pid)
+    assert contents() == before
+    losses(run)
+
+
+# Delays process 1 when JAX's processes know each other and before the first message between their devices.
+_SLOW_START = """
+import time
+import jax._src.distributed as distributed
+
+initialize = distributed.State.initialize
+
+def slow(self, *arguments, **options):
+    import swa_jax.train
+
+    initialize(self, *arguments, **options)
+    prepare = swa_jax.train._prepare
+    if self.process_id == 1:
+        swa_jax.train._prepare = lambda config: (prepare(config), time.sleep(SECONDS))[0]
+
+distributed.State.initialize = slow
+"""
+
+
+@pytest.mark.slow
+def test_a_start_that_is_slower_than_gloo_waits(training, tmp_path):
+    """By 33 s, where gloo gives up after 30, and where a silent process is lost after 15."""
+    (tmp_path / "sitecustomize.py").write_text(_SLOW_START.replace("SECONDS", "33"))
+    start = time.monotonic()
+    assert ends(training("run", 2, timeout=15, python_path=tmp_path), 240) == [(0, "")] * 2
+    assert time.monotonic() - start > 33
+    losses(tmp_path / "run")
