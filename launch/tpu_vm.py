@@ -23,7 +23,9 @@ SILENT = 20  # questions in a row without an answer until it is given up
 GONE = 75
 GOING = "kill -0 $(cat train.pid 2> /dev/null) 2> /dev/null"  # on a machine, in the folder
 # What a lost run has left there, such as a process that is frozen, with the shell that would write its status.
-END_LEFTOVER = f"while {GOING}; do kill -KILL -- -$(ps -o pgid= -p $(cat train.pid) | tr -d ' ') || true; sleep 0.1; done"
+END_LEFTOVER = (
+    f"while {GOING}; do kill -KILL -- -$(ps -o pgid= -p $(cat train.pid) | tr -d ' '); sleep 0.1; done"
+)
 
 
 def place(settings: Settings) -> TpuVm:

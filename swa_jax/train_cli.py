@@ -33,7 +33,10 @@ def train(
     ] = False,
     timeout: Annotated[
         int,
-        Option(help="Seconds for all processes to come, and after which a silent one is lost.", min=10),
+        Option(
+            help="Seconds for all processes to come, and without a sign of life after which one is lost.",
+            min=10,
+        ),
     ] = 45,
 ) -> None:
     """Train from scratch, or go on from a checkpoint; run it again to go on after an interruption.
