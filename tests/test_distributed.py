@@ -237,6 +237,21 @@ def test_a_failure_is_told_to_all_and_comes_before_what_follows_from_it(guards, 
         assert expected in error, results
 
 
+def test_a_peer_that_came_too_late_for_gloo_is_a_lost_process(guards):
+    late = """
+from swa_jax.cluster import Place
+from swa_jax.worker import worker
+with worker(Place(1, 2, "here:1"), 20) as join:
+    raise RuntimeError("UNKNOWN: Gloo context initialization failed: DEADLINE_EXCEEDED: GetKeyValue() timed out")
+"""
+    results = ends(guards([worker(WAIT), late]))
+    assert [status for status, _ in results] == [75, 75]
+    assert results[0][1].startswith(
+        "LostProcess: process 1 of 2 failed: another process came over 30 s later"
+    )
+    assert results[1][1].startswith("LostProcess: another process came over 30 s later")
+
+
 def test_an_unexpected_error_is_a_traceback_in_its_process_and_a_sentence_in_the_others(guards):
     fails = "say(failed='KeyError: 7', certain=False, traceback='Traceback: KeyError: 7')\n" + WAIT
     results = ends(guards([worker(WAIT), worker(fails)]))
