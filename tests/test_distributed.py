@@ -380,9 +380,9 @@ def test_a_worker_ends_when_its_lease_has_run_out(launch, tmp_path, how):
 
 
 def test_signals_reach_the_worker(guards):
-    catches = (
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print('ready', flush=True); time.sleep(60)"
-    )
+    # Short sleeps: a signal that comes just before a sleep begins is handled after it.
+    waits = "print('ready', flush=True)\nwhile True: time.sleep(0.1)"
+    catches = f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n{waits}"
     processes = guards([worker(catches)] * 2)
     for process in processes:
         process.stdout.readline()
