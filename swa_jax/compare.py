@@ -10,6 +10,7 @@ prompts and options that a method chose by. What was scored on other content sta
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ def compare(
     settings: Mapping[str, Any],
     force: bool = False,
     report: Callable[[str], None] = lambda _: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[dict[str, Any]]:
     """Rows for `patterns`, then for each method, seed and ratio; written to `out` as they come, found there again.
 
@@ -64,6 +66,7 @@ def compare(
       eval_window: of the chosen patterns while scored; None for the same.
       weights: the sum of the weights, as in `content_key`; settings: how the prompts came about, plain JSON values.
       force: go on where no pattern finds a single needle; report: called with a line for each row that is scored.
+      progress: called with (patterns scored, patterns to be scored); those found in `out` do not count.
 
     Raises:
       ConfigError: `out` holds something else; what a method refuses; or none of `patterns` finds a needle.
@@ -80,33 +83,44 @@ def compare(
             "pattern": json.loads(chosen.to_json()), "scored_on": scored_on, "settings": dict(settings) | choice,
         }  # fmt: skip
         report(f"{_title(row)}: {100 * row['needle_accuracy']:.1f} % found")
-        return results.add(key, row)
+        results.add(key, row)
+        progress(next(scored), len(missing))
+        return row
+
+    if methods and sliding_window is None:
+        raise ConfigError("sliding_window is missing: methods need to know what a windowed head sees")
+    draws = {seed: draw(seed) for seed in (seeds if methods else ())}
+    masks = {
+        seed: digest([scored_on, examples_sum(examples), sliding_window, num_sink_tokens])
+        for seed, examples in draws.items()
+    }
+    keys = {name: digest([scored_on, _content(pattern)]) for name, pattern in patterns}
+    chosen_keys = {
+        (method, ratio, seed): digest([masks[seed], choice, method, ratio, seed])
+        for seed, method, ratio in itertools.product(draws, methods, ratios)
+    }
+    missing = {key for key in [*keys.values(), *chosen_keys.values()] if results.find(key) is None}
+    scored = itertools.count(1)
 
     rows = []
     for name, pattern in patterns:
-        key = digest([scored_on, _content(pattern)])
+        key = keys[name]
         rows.append(results.find(key, name=name) or measure(key, pattern, pattern, name=name))
     _check_found(rows, len(held_out), force)
-    if methods and sliding_window is None:
-        raise ConfigError("sliding_window is missing: methods need to know what a windowed head sees")
-    for seed in seeds if methods else ():
-        examples = draw(seed)
-        masks = digest([scored_on, examples_sum(examples), sliding_window, num_sink_tokens])
-        for method in methods:
-            keys = {ratio: digest([masks, choice, method, ratio, seed]) for ratio in ratios}
-            missing = [ratio for ratio in ratios if results.find(keys[ratio]) is None]
-            if not missing:
-                continue
-            chosen = choose(
-                method, model, examples, missing,
-                sliding_window=sliding_window, num_sink_tokens=num_sink_tokens, batch_size=batch_size,  # type: ignore[arg-type]
-                iterations=iterations, seed=seed, evaluations=out / f"evaluations-{seed}-{masks[:8]}.json",
-                weights=weights,
-            )  # fmt: skip
-            for ratio, pattern in zip(missing, chosen, strict=True):
-                window = pattern.sliding_window if eval_window is None else eval_window
-                under = dataclasses.replace(pattern, sliding_window=window)
-                measure(keys[ratio], under, pattern, name=method, ratio=ratio, seed=seed)
+    for seed, method in itertools.product(draws, methods):
+        to_choose = [ratio for ratio in ratios if chosen_keys[method, ratio, seed] in missing]
+        if not to_choose:
+            continue
+        chosen = choose(
+            method, model, draws[seed], to_choose,
+            sliding_window=sliding_window, num_sink_tokens=num_sink_tokens, batch_size=batch_size,  # type: ignore[arg-type]
+            iterations=iterations, seed=seed, evaluations=out / f"evaluations-{seed}-{masks[seed][:8]}.json",
+            weights=weights,
+        )  # fmt: skip
+        for ratio, pattern in zip(to_choose, chosen, strict=True):
+            window = pattern.sliding_window if eval_window is None else eval_window
+            under = dataclasses.replace(pattern, sliding_window=window)
+            measure(chosen_keys[method, ratio, seed], under, pattern, name=method, ratio=ratio, seed=seed)
     results.write_patterns(out / "patterns")
     if results.others:
         report(

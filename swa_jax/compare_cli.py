@@ -81,6 +81,7 @@ def compare(
     from swa_jax.checkpoint import weights_sum
     from swa_jax.compare import compare as run
     from swa_jax.compare import compare_table, summary
+    from swa_jax.progress import Progress
     from swa_jax.report import frontier_chart, wide_console
 
     methods = list(METHODS) if method == ["all"] else list(dict.fromkeys(method or []))
@@ -109,28 +110,30 @@ def compare(
         return draw_needles(tokenizer, count, length, keys, haystack, None, number)
 
     console = wide_console()
-    rows = run(
-        decoder,
-        patterns,
-        draw(HELD_OUT_SEED + seed, held_out),
-        out,
-        methods=methods,
-        ratios=ratios,
-        seeds=range(seed, seed + seeds),
-        draw=draw,
-        sliding_window=choose_window,
-        num_sink_tokens=own.num_sink_tokens if sink_tokens is None else sink_tokens,
-        eval_window=eval_window,
-        iterations=iterations,
-        batch_size=batch_size,
-        weights=weights_sum(model),
-        settings={
-            "model": str(model), "examples": examples, "held_out": held_out, "length": length, "keys": keys,
-            "haystack": str(haystack or "python library"), "seed": seed,
-        },
-        force=force,
-        report=lambda line: console.print(line, highlight=False),
-    )  # fmt: skip
+    with Progress("patterns") as progress:
+        rows = run(
+            decoder,
+            patterns,
+            draw(HELD_OUT_SEED + seed, held_out),
+            out,
+            methods=methods,
+            ratios=ratios,
+            seeds=range(seed, seed + seeds),
+            draw=draw,
+            sliding_window=choose_window,
+            num_sink_tokens=own.num_sink_tokens if sink_tokens is None else sink_tokens,
+            eval_window=eval_window,
+            iterations=iterations,
+            batch_size=batch_size,
+            weights=weights_sum(model),
+            settings={
+                "model": str(model), "examples": examples, "held_out": held_out, "length": length, "keys": keys,
+                "haystack": str(haystack or "python library"), "seed": seed,
+            },
+            force=force,
+            report=lambda line: progress.console.print(line, highlight=False, soft_wrap=True),
+            progress=progress.update,
+        )  # fmt: skip
     summed = summary(rows, against)
     console.print(compare_table(summed, choose_window))
     title = "What the memory buys" + ("" if choose_window is None else f" (window {choose_window})")

@@ -250,7 +250,12 @@ def evaluate(
             grid(
                 task, min(sizes), 1
             )  # too short a length is said now, not after the hours that the others take
-        finish(parts.measure_ruler(console, models, tokenizer, grids(), max_new_tokens, batch_size, save))
+        prompts = len(tasks) * len(sizes) * examples * (1 if depths is None else len(places))
+        finish(
+            parts.measure_ruler(
+                console, models, tokenizer, grids(), prompts, max_new_tokens, batch_size, save
+            )
+        )
     if routing:
         finish(parts.measure_routing(console, models, tokens, context, cells, batch_size))
     if sweep:

@@ -30,6 +30,7 @@ from orbax.checkpoint import v1 as ocp
 
 from swa_jax.errors import CheckpointError, reason
 from swa_jax.files import sum_of, sum_of_file, sync_folder, write_text
+from swa_jax.worker import check_lease, meet
 
 MANIFEST_FILE = "manifest.json"
 _LEFTOVER = re.compile(r"\d+\.(writing|deleting)\b.*")  # of a killed process; Orbax appends to our name
@@ -168,10 +169,12 @@ class RunCheckpoints:
         """In a thread: when Orbax is done, write the manifest, give the folder its name, drop old checkpoints."""
         try:
             response.result()
+            check_lease()
             if jax.process_index() == 0:
                 for name, text in self.records.items():
                     (self._writing(step) / name).write_text(text)
                 _write_manifest(self._writing(step), step)
+                check_lease()
                 os.rename(self._writing(step), self.folder / str(step))
                 sync_folder(self.folder)
         except Exception as error:
@@ -182,6 +185,7 @@ class RunCheckpoints:
             self._drop_old()
 
     def _failed(self, step: int, error: Exception) -> None:
+        check_lease()
         if jax.process_index() == 0:  # half a checkpoint is of no use, and would keep a full disk full
             for leftover in self.folder.glob(f"{step}.writing*"):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -199,6 +203,7 @@ class RunCheckpoints:
         steps = _steps(self.folder)
         period = self.keep_period
         for step in steps[: -self.keep]:
+            check_lease()
             if period is not None and step % period == 0:
                 continue
             # Renamed first: a removal cut short must not look like a damaged checkpoint.
@@ -418,4 +423,5 @@ def from_first_process(ask: Callable[[], Any]) -> Any:
     if jax.process_index() == 0:
         encoded = json.dumps(ask()).encode()
         padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    meet()  # `ask` may take minutes, as verifying a checkpoint does
     return json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)).rstrip(b"\0"))

@@ -22,6 +22,7 @@ import jax
 from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.files import write_bytes
 from swa_jax.train_config import LogConfig
+from swa_jax.worker import check_lease
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class RunLog:
 
     def _append(self, text: bytes) -> None:
         assert self.file is not None
+        check_lease()
         try:
             written = self.file.write(text)
             if written != len(text):

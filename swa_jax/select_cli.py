@@ -117,7 +117,7 @@ def select_bosch(
     if evaluate(np.ones(evaluate.shape, bool)) == evaluate(np.zeros(evaluate.shape, bool)):
         _means_nothing("windows everywhere do just as well as full attention", force)
     try:
-        with _progress("trying masks") as progress:
+        with _progress("masks tried") as progress:
             chosen = bosch(
                 evaluate,
                 ratio,
@@ -181,7 +181,7 @@ def select_static(
     if method in IN_WINDOW and max(len(e.prompt) + len(e.answer) for e in drawn) <= window:
         _means_nothing(f"the window of {window} keys holds whole prompts, so that every head is local", force)
     start = time.monotonic()
-    with _progress("scoring heads") as progress:
+    with _progress("batches") as progress:
         scores = static_scores(
             decoder,
             drawn,
@@ -317,7 +317,7 @@ def select_nll(
     )
     if scorer.num_kept:
         typer.echo(f"{resume_file} has the scores of {scorer.num_kept} examples: going on from there")
-    with _progress("scoring layers") as progress:
+    with _progress("passes") as progress:
         rounds = scorer.greedy(full, progress=progress) if greedy else [scorer(progress=progress)]
     scores = rounds[0]
     if not scores.deltas.any():
@@ -370,7 +370,7 @@ def select_light_transfer(
     drawn, data = _drawn(tokenizer, prompts, examples, length, keys, haystack, seed)
     if max(len(example.prompt) for example in drawn) <= recent + lazy_sinks:
         _means_nothing(f"--recent {recent} reaches over whole prompts, so that every layer is lazy", force)
-    with _progress("looking at layers") as progress:
+    with _progress("batches") as progress:
         scores = lazy_ratios(
             decoder,
             drawn,
@@ -469,11 +469,10 @@ def _write(pattern: AttentionPattern, out: Path, draw: Callable[[Path], None]) -
 
 @contextmanager
 def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    from rich.progress import Progress
+    from swa_jax.progress import Progress
 
-    with Progress(transient=True) as progress:
-        task = progress.add_task(label)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    with Progress(label) as progress:
+        yield progress.update
 
 
 # ---- a command for each method; `static`, `heuristic` and `periodic` are older spellings ----

@@ -21,14 +21,6 @@ import numpy as np
 import optax
 import yaml
 from flax import nnx
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from swa_jax.attention import cast_parameters
 from swa_jax.checkpoint import MANIFEST_FILE, load_model, open_checkpoint, save_model
@@ -45,6 +37,7 @@ from swa_jax.model import Decoder
 from swa_jax.optimizer import make_optimizer, warn_of_short_runs
 from swa_jax.pattern import SWITCH, AttentionPattern, load_pattern
 from swa_jax.preemption import Preempted, preemption_notices
+from swa_jax.progress import Progress, rate
 from swa_jax.run_checkpoint import RunCheckpoints, from_first_process, has_checkpoint, recorded
 from swa_jax.run_log import RunLog
 from swa_jax.sharding import Partition, check_batch, check_model, make_mesh, state_shardings
@@ -59,6 +52,7 @@ from swa_jax.train_step import (
     make_validation_loss,
     shard_state,
 )
+from swa_jax.worker import check_lease, compile_together, meet
 
 __all__ = ["StageConfig", "TrainConfig", "train"]
 
@@ -90,6 +84,7 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
       Preempted: the machine is being taken away (SIGTERM); a checkpoint of the last step is on the disk.
     """
     run = _prepare(config)
+    meet()
     trained, frozen = trained_and_frozen(run.model)
     state = shard_state(init_state(trained, run.optimizer, frozen), run.partition)
     folder = run.folder / "checkpoints"
@@ -114,12 +109,13 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
             run.folder, config.log, resume_at=done, settings=to_dict(config),
             peak_flops=None if peak is None else peak * jax.device_count(),
         )  # fmt: skip
-        with _progress(quiet or not first) as bar, log:
-            task = bar.add_task("training", total=config.total_steps, completed=done, loss="")
+        with Progress("step", transient=False, quiet=quiet or not first) as progress, log:
 
             def show(lines: list[dict[str, Any]]) -> None:
                 for line in lines:
-                    bar.update(task, completed=line["step"], loss=f"loss {line['loss']:.3f}")
+                    newest = checkpoints.newest
+                    note = "" if newest is None else f"last checkpoint {newest}"
+                    progress.update(line["step"], config.total_steps, _summary(line), note)
                     _stop_on_nan(line, config)
 
             for number, start in enumerate(config.starts):
@@ -156,11 +152,14 @@ def _train_stage(
         tokens * train_flops_per_token(model.config, model.pattern, stage.sequence_length, lora=model.lora)
         for model in models
     ]
-    for step in range(int(state.step), end):
+    first = int(state.step)
+    for step in range(first, end):
         which, done = step % len(models), step + 1
         checkpoints.check()
         log.trace(step)
         batch = place_batch(next(batches), partition, stage.batch_size)
+        if step < first + len(models):
+            compile_together(steps[which], state, batch, stage.accumulate)
         state, metrics = steps[which](state, batch, stage.accumulate)
         show(log.write(done, metrics, tokens, flops[which]))
         stopping = preempted(done)
@@ -197,6 +196,7 @@ def _save_finished(run: Run, state: TrainState) -> Path:
         model = run.model if config.lora is None else _merged(run, state)
         trained = state.params if config.lora is None else nnx.state(model)
         nnx.update(model, cast_parameters(trained, config.save_dtype))
+        check_lease()
         save_model(
             model, destination, hf_config=hf_config, tokenizer_from=path if path.is_dir() else path.parent
         )
@@ -264,8 +264,12 @@ def validate(
     rows = stage.batch_size // stage.accumulate
     batches = held_out_batches(config, stage, tokenizer, partition)
     total = weight = 0.0
-    for batch in itertools.islice(batches, config.validation_batches * stage.accumulate):  # pieces of batches
-        nll, weights = loss(state.params, state.frozen, place_batch(batch, partition, rows))
+    pieces = itertools.islice(batches, config.validation_batches * stage.accumulate)
+    for number, batch in enumerate(pieces):
+        placed = place_batch(batch, partition, rows)
+        if number == 0:
+            compile_together(loss, state.params, state.frozen, placed)
+        nll, weights = loss(state.params, state.frozen, placed)
         total, weight = total + float(nll), weight + float(weights)
     return {"validation_loss": total / max(weight, 1e-6)}
 
@@ -455,8 +459,8 @@ def _stop_on_nan(line: dict[str, Any], config: TrainConfig) -> None:
         )
 
 
-def _progress(quiet: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
-        TimeElapsedColumn(), TimeRemainingColumn(), disable=quiet,
-    )  # fmt: skip
+def _summary(line: dict[str, Any]) -> str:
+    words = [f"loss {line['loss']:.3f}", f"{rate(line['tokens_per_second'])} tokens/s"]
+    if "mfu" in line:  # the peak of the chip is known
+        words.append(f"MFU {100 * line['mfu']:.0f} %")
+    return "  ".join(words)

@@ -33,7 +33,10 @@ def train(
     ] = False,
     timeout: Annotated[
         int,
-        Option(help="Seconds for all processes to come, and after which a silent one is lost.", min=10),
+        Option(
+            help="Seconds for all processes to come, and without a sign of life after which one is lost.",
+            min=10,
+        ),
     ] = 45,
 ) -> None:
     """Train from scratch, or go on from a checkpoint; run it again to go on after an interruption.
@@ -42,7 +45,8 @@ def train(
     of a TPU pod find each other without.
     """
     from swa_jax.cluster import find_place
-    from swa_jax.distributed import Traceback, guard, is_worker, worker
+    from swa_jax.distributed import Traceback, guard
+    from swa_jax.worker import is_worker, worker
 
     place = find_place(processes, process_id, coordinator, detect=distributed, timeout=timeout)
     if place is not None and not is_worker():
@@ -55,14 +59,17 @@ def train(
             typer.echo(str(error), err=True)
             raise typer.Exit(1) from None
 
-    from swa_jax.config import to_dict
-    from swa_jax.train import TrainConfig
-    from swa_jax.train import train as run
-
     if place is None:
+        from swa_jax.train import TrainConfig
+        from swa_jax.train import train as run
+
         typer.echo(run(load_config(TrainConfig, config, overrides or [])))
         return
     with worker(place, timeout) as join:
+        from swa_jax.config import to_dict
+        from swa_jax.train import TrainConfig
+        from swa_jax.train import train as run
+
         loaded = load_config(TrainConfig, config, overrides or [])
         join(to_dict(loaded))
         model = run(loaded)

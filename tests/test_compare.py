@@ -71,17 +71,19 @@ def test_results_are_kept_and_summed_up(model, tmp_path):
             model, [("full", AttentionPattern.from_recipe("full", LAYERS))], planted_examples(16, seed=9), tmp_path,
             methods=methods, ratios=[RATIO], seeds=seeds, draw=lambda seed: planted_examples(seed=seed),
             sliding_window=WINDOW_SIZE, iterations=100, batch_size=16, settings={"model": "planted"} | settings,
-            report=lines.append,
+            report=lines.append, progress=lambda *count: counts.append(count),
         )  # fmt: skip
 
-    lines = []
+    lines, counts = [], []
     rows = go(["random-heads"])
+    assert counts == [(1, 3), (2, 3), (3, 3)]
     assert [line.split(":")[0] for line in lines] == [
         "full", "random-heads at 0.75, seed 0", "random-heads at 0.75, seed 1",
     ]  # fmt: skip
     lines.clear()
     rows = go(["random-heads", "bosch"])
     assert len(lines) == 2  # what was there is not done again
+    assert counts[3:] == [(1, 2), (2, 2)]
     assert json.loads((tmp_path / "results.json").read_text())["rows"] == rows
     kept = AttentionPattern.from_json(tmp_path / "patterns" / "bosch-0.75-seed-0.json")
     np.testing.assert_array_equal(head_mask(kept, KV_HEADS), planted_mask())
@@ -259,6 +261,8 @@ def test_on_the_command_line(monkeypatch, tmp_path):
     output = run("compare", *options, "--out", tmp_path / "c", "--pattern", "layers:2,3,5,6", "--ratio", 0.5)
     assert "layers:2,3,5,6: 100.0 % found" in output
     assert "Against fisher" in output
+    assert "patterns 1/5\n" in output
+    assert "patterns 5/5\n" in output
     assert (tmp_path / "c" / "frontier.png").stat().st_size > 10_000
     assert "--method 'fischer' is not known; did you mean 'fisher'?" in fails(
         "compare", "x", "--method", "fischer", "--out", tmp_path

@@ -124,6 +124,7 @@ def test_ruler_on_the_command_line(checkpoint, tmp_path):
     tasks = ("--ruler", "niah_single_2", "--ruler", "niah_single_1")
     output = run("evaluate", checkpoint, *patterns, *tasks, *options, "--haystack", folder, "--out", out)
     assert "niah_single_2" in output
+    assert "RULER's prompts 16/16\n" in output
     assert "Haystacks: files; noise (RULER)." in output
     results = json.loads((out / "results.json").read_text())
     assert "rows" not in results  # needles only where they are asked for
@@ -180,7 +181,9 @@ def test_yarn_stretches_the_context_of_what_is_measured(checkpoint, tmp_path):
     text.write_text("All that is gold does not glitter. " * 8)
     rows = {}
     for name, options in {"plain": (), "yarn": ("--yarn", 2)}.items():
-        run("evaluate", checkpoint, "--text", text, "--contexts", 192, "--out", tmp_path / name, *options)
+        output = run(
+            "evaluate", checkpoint, "--text", text, "--contexts", 192, "--out", tmp_path / name, *options
+        )
         rows[name] = json.loads((tmp_path / name / "results.json").read_text())
     assert (rows["plain"]["yarn"], rows["yarn"]["yarn"]) == (None, 2)
     plain, yarn = (rows[name]["perplexity_sweep"][0] for name in ("plain", "yarn"))
@@ -188,6 +191,7 @@ def test_yarn_stretches_the_context_of_what_is_measured(checkpoint, tmp_path):
     assert (config.max_position_embeddings, config.rope_scaling.rope_type) == (192, "yarn")
     tokenizer = load_tokenizer(checkpoint)
     tokens = tokenizer.start_ids + tokenizer.encode(text.read_text())
+    assert f"tokens of the text {len(tokens) - 1}/{len(tokens) - 1}\n" in output
     expected = perplexity(load_model(checkpoint, config=config), tokens, context=192)
     np.testing.assert_allclose(yarn["nll"], np.log(expected.perplexity), rtol=1e-6)
     assert abs(plain["nll"] - yarn["nll"]) > 1e-3

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 from test_launch_local import wait_until
 
 from launch import gke, tpu_vm
-from launch.settings import Settings, main
+from launch.settings import Runner, Settings, main
 from swa_jax.config import ConfigError, from_dict, load_config
 from swa_jax.train_config import TrainConfig
 
@@ -186,6 +187,21 @@ def test_what_is_started_on_a_machine_says_its_status_and_gets_its_arguments(tmp
     assert shell(question).stdout == "143\n"
     status.unlink()  # the machine went down before it could say
     assert shell(question).stdout == "lost\n"
+
+    # A process that is frozen does not keep a lost run from being started again.
+    settings = load_config(Settings, EXAMPLE, changes)
+    tpu_vm.start(settings, Runner(dry_run=True), lost=True)
+    again = shlex.split(capsys.readouterr().out)
+    assert shell(start).returncode == 0
+    frozen = int((folder / "train.pid").read_text())
+    os.kill(frozen, signal.SIGSTOP)
+    assert shell(start).returncode == 1
+    assert shell(again).returncode == 0
+    assert int((folder / "train.pid").read_text()) != frozen
+    assert not Path(f"/proc/{frozen}").exists()
+    assert shell(question).stdout == "running\n"
+    assert shell(stop).returncode == 0
+    wait_until(status.exists)
 
 
 def test_the_install_command_is_a_shell_command(capsys):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -246,6 +247,20 @@ def test_sigkill_twice_then_resume_is_bit_identical(settings, tmp_path):
     subprocess.run(commands["killed"], check=True, capture_output=True)
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
     assert len(losses(tmp_path / "killed")) == 600
+
+
+def test_what_is_shown_without_a_terminal(settings, capsys):
+    stage = settings["stages"][0] | {"steps": 2}
+    train(config_of(settings, stages=[stage], checkpoint_every=1))
+    first, last = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"step 1/2  loss \d\.\d{3}  [\d.]+k? tokens/s(  last checkpoint 1)?", first)
+    assert re.fullmatch(r"step 2/2  loss \d\.\d{3}  [\d.]+k? tokens/s(  last checkpoint [12])?", last)
+
+
+def test_the_share_of_the_peak_is_shown_where_the_peak_is_known():
+    line = {"step": 1, "loss": 2.7141, "tokens_per_second": 412345.6}
+    assert swa_jax.train._summary(line) == "loss 2.714  412k tokens/s"
+    assert swa_jax.train._summary(line | {"mfu": 0.4149}) == "loss 2.714  412k tokens/s  MFU 41 %"
 
 
 def test_schedules():

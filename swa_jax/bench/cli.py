@@ -182,11 +182,11 @@ def generation(
     Heads are drawn: how much is saved depends on how many they are, what is lost on which.
     """
     import jax
-    from rich.progress import Progress
 
     from swa_jax.bench.generation import generation_table, measure
     from swa_jax.config import ConfigError
     from swa_jax.files import write_json
+    from swa_jax.progress import Progress
     from swa_jax.select.heads import windowed_count
 
     if out is not None:
@@ -207,14 +207,8 @@ def generation(
         "rounds": rounds,
         "seed": seed,
     }
-    with Progress(transient=True) as progress:
-        task = progress.add_task("generating")
-        rows = measure(
-            decoder,
-            ratios,
-            **settings,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    with Progress("rounds of generation") as progress:
+        rows = measure(decoder, ratios, **settings, progress=progress.update)
     device = jax.devices()[0].device_kind
     title = f"{batch_size} prompts of {length} tokens, {new_tokens} new, window {window}, on {device}"
     _console().print(generation_table(rows, title))

@@ -43,12 +43,14 @@ def score_questions(
     judge: Judge | None = None,
     keep: Callable[[list[dict[str, Any]]], None] = lambda _: None,
     batch_size: int = 8,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> tuple[list[GroupScore], list[dict[str, Any]]]:
     """Greedy answers, scored: by group and over all, and a record for each question asked.
 
     A prompt that does not fit `max_length` with its answer is left out, or, as LongBench does, loses its middle:
     both are counted in the scores, and neither happens unsaid. `keep` gets the records before the judge is asked,
-    whose scores are then None, so that a judge that fails does not cost the answers.
+    whose scores are then None, so that a judge that fails does not cost the answers. `advance` is
+    called with how many more questions are answered or left out.
 
     Raises:
       ConfigError: a judge is needed and not given, or no question fits.
@@ -64,6 +66,7 @@ def score_questions(
         raise ConfigError(
             f"none of the {len(questions)} prompts fits max_length = {max_length}: raise it, or cut them in the middle"
         )
+    advance(len(questions) - len(asked))
     texts: list[str] = [""] * len(asked)
     stop = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     for new in sorted({question.max_new_tokens for question, _, _ in asked}):
@@ -80,6 +83,7 @@ def score_questions(
                 batch_size=batch_size,
                 timed=False,
                 stop_tokens=stop,
+                advance=advance,
             )
             for i, text in zip(batch, answers.texts, strict=True):
                 texts[i] = text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from swa_jax.estimates import accuracy_interval, bootstrap
@@ -22,19 +22,21 @@ def measure_pattern(
     max_new_tokens: int,
     batch_size: int = 16,
     num_nll_examples: int | None = None,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> tuple[dict[str, Any], Answers]:
     """Needle accuracy, answer NLL, memory and speed of a model under its pattern: the row, and the answers behind it.
 
     Args:
       max_new_tokens: generated for each needle; at least as many as the longest answer.
       num_nll_examples: how many of the examples are also scored for answer NLL; None for all.
+      advance: called with how many more examples have been answered or scored.
     """
     answers = generate_answers(
-        model, tokenizer, examples, max_new_tokens=max_new_tokens, batch_size=batch_size
+        model, tokenizer, examples, max_new_tokens=max_new_tokens, batch_size=batch_size, advance=advance
     )
     found = accuracy_interval(answers.scores)
     scored = examples[:num_nll_examples]
-    nll = bootstrap(score_answers(model, scored, batch_size=batch_size).nll)
+    nll = bootstrap(score_answers(model, scored, batch_size=batch_size, advance=advance).nll)
     row = {
         "name": name,
         "full_layers": list(model.pattern.full_layers),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -65,12 +65,13 @@ def score_answers(
     batch_size: int = 8,
     full_attention_decode: bool | None = None,
     pattern: AttentionPattern | None = None,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> AnswerScores:
     """As `answer_nll`, and whether greedy decoding would give the answer; under `pattern` if given, else the model's.
 
     Patterns of full and windowed layers with the same window and sink tokens share one compilation for each padded
     length, and so do those with per-head layers: the layer map, the heads and the boundary of full-attention decode
-    are data.
+    are data. `advance` is called with how many more examples are scored.
     """
     pattern = model.pattern if pattern is None else pattern
     if full_attention_decode is None:
@@ -87,6 +88,7 @@ def score_answers(
         mean, right = score_batch(graph, weights, batch, plan, kinds)
         nll[index] = np.asarray(mean, np.float64)[: len(index)]
         exact[index] = np.asarray(right)[: len(index)]
+        advance(len(index))
     return AnswerScores(nll, exact)
 
 
@@ -222,7 +224,13 @@ class Perplexity:
 
 
 def perplexity(
-    model: Decoder, tokens: Sequence[int], *, context: int, stride: int | None = None, batch_size: int = 8
+    model: Decoder,
+    tokens: Sequence[int],
+    *,
+    context: int,
+    stride: int | None = None,
+    batch_size: int = 8,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> Perplexity:
     """Perplexity of one text; every token but the first is scored exactly once.
 
@@ -235,6 +243,7 @@ def perplexity(
       tokens: the text, at least 2 token ids.
       context: tokens a pass.
       stride: tokens from one pass to the next, at most `context`.
+      advance: called with how many more tokens are scored.
 
     Raises:
       ConfigError: too few tokens, or a stride that is not between 1 and `context`.
@@ -268,6 +277,7 @@ def perplexity(
             where = np.flatnonzero(weights[one])
             token_nll[one * stride + where] = values[where]
             by_pass.append(values[where].mean())
+            advance(len(where))
     mean = bootstrap(by_pass, weights=weights.sum(1))
     return Perplexity(math.exp(mean.mean), mean, token_nll.size, token_nll)
 

@@ -6,7 +6,7 @@ The paper's Figures 4b (memory access), 5 (layers) and 6 (needle depth). Everyth
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,11 +35,17 @@ class Routed(NamedTuple):
 
 
 def text_routing(
-    model: Decoder, tokens: Sequence[int], *, length: int, batch_size: int = 8
+    model: Decoder,
+    tokens: Sequence[int],
+    *,
+    length: int,
+    batch_size: int = 8,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> tuple[Routed, np.ndarray]:
     """Routing on plain text in sequences of `length` tokens: the figures, and keys read at each position [length].
 
     What is left at the end and is shorter than `length` is not read; `Routed.num_units` counts the sequences.
+    `advance` is called with how many more of them are read.
 
     Raises:
       ConfigError: no layer of the model is routed, or the text is shorter than one sequence.
@@ -54,13 +60,20 @@ def text_routing(
     for start in range(0, count, batch_size):
         batch = np.resize(rows[start : start + batch_size], (batch_size, length))
         gates.append(_gates(*nnx.split(model), jnp.asarray(batch), None, None)[: count - start])
+        advance(len(gates[-1]))
     gate = _with_static_layers(np.concatenate(gates), model)  # [S, L, T]
     position = np.broadcast_to(np.arange(length), (count, length))
     keys = keys_read(gate, position, model.pattern)
     return _routed(gate, keys, position, np.ones((count, length))), keys.mean((0, 1))
 
 
-def answer_routing(model: Decoder, examples: Sequence[Example], *, batch_size: int = 8) -> Routed:
+def answer_routing(
+    model: Decoder,
+    examples: Sequence[Example],
+    *,
+    batch_size: int = 8,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Routed:
     """Routing of the queries that predict the answers' tokens, each example a unit. Raises as `text_routing`."""
     check_routed(model.pattern)
     width = max(len(example.answer) for example in examples)
@@ -73,15 +86,23 @@ def answer_routing(model: Decoder, examples: Sequence[Example], *, batch_size: i
         gate[index] = chosen[: len(index)]
         position[index] = queries[: len(index)]
         weight[index] = np.asarray(batch.weights)[: len(index)]
+        advance(len(index))
     gate = _with_static_layers(gate, model)
     return _routed(gate, keys_read(gate, position, model.pattern), position, weight)
 
 
 def routing_by_depth(
-    model: Decoder, cells: Mapping[Cell, Sequence[Example]], *, batch_size: int = 8
+    model: Decoder,
+    cells: Mapping[Cell, Sequence[Example]],
+    *,
+    batch_size: int = 8,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> dict[Cell, Routed]:
     """`answer_routing` of every (task, length, depth): does a model look far only where the needle is far?"""
-    return {cell: answer_routing(model, some, batch_size=batch_size) for cell, some in cells.items()}
+    return {
+        cell: answer_routing(model, examples, batch_size=batch_size, advance=advance)
+        for cell, examples in cells.items()
+    }
 
 
 def keys_read(gate: np.ndarray, position: np.ndarray, pattern: AttentionPattern) -> np.ndarray:

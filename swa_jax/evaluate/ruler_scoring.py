@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,11 +39,13 @@ def ruler_scores(
     *,
     max_new_tokens: int = TOKENS_TO_GENERATE,
     batch_size: int = 16,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> list[RulerScore]:
     """Greedy answers to every cell of `ruler_grid`, in its order. Cells of one length share batches.
 
     Args:
       max_new_tokens: as the cells were made with; an end-of-text token ends an answer earlier.
+      advance: called with how many more examples are answered.
 
     Raises:
       ConfigError: a cell was made for fewer new tokens, so that its prompts leave no room for these.
@@ -67,6 +69,7 @@ def ruler_scores(
             batch_size=batch_size,
             timed=False,
             stop_tokens=stop,
+            advance=advance,
         )
         ends = np.cumsum([len(cells[cell]) for cell in some])[:-1]
         scores |= dict(zip(some, np.split(answers.scores, ends), strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +42,7 @@ def perplexity_sweep(
     lengths: Sequence[int],
     stride: int | None = None,
     batch_size: int = 16,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> list[SweepScore]:
     """Perplexity of one text under every window, cut into sequences of every length; windows outermost.
 
@@ -54,6 +55,7 @@ def perplexity_sweep(
         of the list keeps the pattern as it is.
       lengths: tokens a sequence. A stride below a length slides by it, see `perplexity`.
       batch_size: sequences of the greatest length at once; shorter ones fill as many tokens.
+      advance: called with how many more tokens are scored; all cells together score `len(tokens) - 1` a cell.
 
     Raises:
       ConfigError: the text is too short for a length, or the pattern has no windowed layer for a window to change.
@@ -78,6 +80,7 @@ def perplexity_sweep(
                 context=length,
                 stride=None if stride is None else min(stride, length),
                 batch_size=batch_size * max(lengths) // length,
+                advance=advance,
             )
             nll, blocks = block_interval(result.token_nll)
             scores.append(
