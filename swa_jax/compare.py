@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.table import Table
 
 from swa_jax.cache import cache_bytes
 from swa_jax.checkpoint import write_json
@@ -24,6 +22,7 @@ from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.model import Decoder
 from swa_jax.pattern import AttentionPattern
+from swa_jax.report import compare_table as compare_table  # its earlier place
 from swa_jax.select.methods import choose
 
 Row = Mapping[str, Any]
@@ -169,35 +168,3 @@ def summary(
             one["gap_by_seed"] = (exact.mean(1) - base.mean(1)).tolist()
         result.append(one)
     return result
-
-
-def compare_table(summed: Sequence[Row], window: int) -> Table:
-    """The summary as a table for the terminal."""
-    against = next((row["against"] for row in summed if "against" in row), None)
-    table = Table(
-        title="What each choice keeps and costs", box=box.SIMPLE, title_justify="left", caption_justify="left"
-    )
-    for column in ("Pattern or method", "Windowed"):
-        table.add_column(column, no_wrap=True)
-    columns = ["Found", "By seed", "Answer loss\n(nats/token)", "KV cache\n(MB/sequence)"]
-    for column in columns + ([f"Against {against}"] if against else []):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in summed:
-        cells = [
-            row["name"],
-            "" if row["ratio"] is None else f"{row['ratio']:.0%}",
-            _interval(row["needle_accuracy"], *row["needle_interval"]),
-            "" if row["ratio"] is None else ", ".join(f"{100 * value:.0f}" for value in row["by_seed"]),
-            f"{row['answer_nll']:.2f}",
-            f"{row['kv_cache_bytes'] / 2**20:.2f}",
-        ]
-        table.add_row(*cells, *([_interval(*row["gap"]) if "gap" in row else ""] if against else []))
-    table.caption = (
-        f"Windows of {window} keys. Windowed: the share of KV heads. Found: needles, %, teacher-forced, with the 95 %\n"
-        "interval over prompts of the mean over seeds. KV cache: at 2 bytes a number."
-    )
-    return table
-
-
-def _interval(mean: float, low: float, high: float) -> str:
-    return f"{100 * mean:.0f} [{100 * low:.0f}, {100 * high:.0f}]"

@@ -73,8 +73,8 @@ def compare(
     Run the same command again to go on after an interruption, or with more methods, ratios or seeds to add them.
     """
     from swa_jax.compare import compare as run
-    from swa_jax.compare import compare_table, summary
-    from swa_jax.report import frontier_chart, wide_console
+    from swa_jax.compare import summary
+    from swa_jax.report import compare_table, frontier_chart, table_console
     from swa_jax.select.methods import METHODS
 
     methods = list(METHODS) if method == ["all"] else list(dict.fromkeys(method or []))
@@ -100,7 +100,7 @@ def compare(
     def draw(number: int, count: int = examples) -> list:
         return draw_needles(tokenizer, count, length, keys, haystack, None, number)
 
-    console = wide_console()
+    console = table_console()
     rows = run(
         decoder,
         patterns,
