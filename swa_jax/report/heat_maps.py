@@ -34,9 +34,8 @@ def needle_heat_map(
 ) -> None:
     """Draw accuracies [rows, columns] from 0 to 1 in percent; NaN cells (no example) stay blank."""
     percent = 100 * np.asarray(accuracy, np.float64)
-    figure, axes = _table(percent, row_labels, column_labels, f"{title} (%)")
+    figure, axes = _table(percent, row_labels, column_labels, f"{title} (%)", row_title, column_title)
     _cells(axes, percent, 0, 100, ".0f")
-    axes.set(xlabel=column_title, ylabel=row_title)
     style.save(figure, file)
 
 
@@ -53,18 +52,22 @@ def loss_heat_map(
 ) -> None:
     """Draw losses [rows, columns] in nats a token; NaN cells stay blank. Colours end 1.5 nats above the lowest loss."""
     grid = np.asarray(loss, np.float64)
-    figure, axes = _table(grid, row_labels, column_labels, title)
+    figure, axes = _table(grid, row_labels, column_labels, title, row_title, column_title)
     low, top = float(np.nanmin(grid)), float(np.nanmax(grid))
     high = max(min(top, low + 1.5), low + 1e-3)
     _cells(axes, grid, low, high, ".2f")
-    axes.set(xlabel=column_title, ylabel=row_title)
     if top > high:
         figure.supxlabel(f"From {high:.2f} on the colour is the same.", fontsize=SMALL, x=0.99, ha="right")
     style.save(figure, file)
 
 
 def _table(
-    values: np.ndarray, row_labels: Sequence[str], column_labels: Sequence[str], title: str
+    values: np.ndarray,
+    row_labels: Sequence[str],
+    column_labels: Sequence[str],
+    title: str,
+    row_title: str,
+    column_title: str,
 ) -> tuple[Figure, Axes]:
     """An empty picture of a table with these labels, for values of this shape."""
     if values.shape != (len(row_labels), len(column_labels)):
@@ -73,10 +76,13 @@ def _table(
         )
     rows, columns = values.shape
     row_labels = short_names(row_labels)
-    label_inches = 0.08 * max(map(len, row_labels))
-    cell = max(0.62, 0.085 * max(map(len, column_labels)))  # inches
-    figure = style.new_figure(0.9 + label_inches + cell * columns, 1.1 + 0.27 * rows, title)
+    # In inches. The cells together are at least as wide and as high as what is written along them.
+    left = 0.5 + 0.08 * max(map(len, row_labels))
+    width = max(0.62 * columns, 0.085 * max(map(len, column_labels)) * columns, 0.085 * len(column_title))
+    height = max(0.27 * rows, 0.085 * len(row_title))
+    figure = style.new_figure(left + width, 1.1 + height, title)
     axes = figure.add_subplot()
+    axes.set(xlabel=column_title, ylabel=row_title)
     axes.set_xticks(range(columns), column_labels)
     axes.set_yticks(range(rows), row_labels)
     axes.tick_params(length=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -87,11 +88,11 @@ def frontier_chart(rows: Sequence[Row], file: str | Path, *, title: str) -> None
     width, height = panel_size(len(names))
     figure = style.new_figure(width, height + 0.2, title)
     others = "Grey: the other methods. Dashed: the best that any finds with that memory or less."
-    xlabel = f"{MEMORY}\n{others} {BARS}"
+    note = textwrap.fill(f"{others} {BARS}", int(width / 0.075))
     megabytes, accuracy = _megabytes(rows), _percent(rows)
     order = np.lexsort((-accuracy, megabytes))
     best = np.maximum.accumulate(accuracy[order])
-    for name, axes in draw_panels(figure, names, xlabel, FOUND).items():
+    for name, axes in draw_panels(figure, names, f"{MEMORY}\n{note}", FOUND).items():
         axes.step(
             megabytes[order], best, where="post", color=AXIS, linestyle=(0, (4, 3)), linewidth=0.8, zorder=2
         )

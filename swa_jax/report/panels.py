@@ -25,7 +25,7 @@ def panel_shape(count: int) -> tuple[int, int]:
 def panel_size(count: int) -> tuple[float, float]:
     """Width and height in inches of this many panels together, with their axes."""
     rows, columns = panel_shape(count)
-    return 0.8 + PANEL[0] * columns, 0.5 + PANEL[1] * rows
+    return max(5.0, 0.8 + PANEL[0] * columns), 0.5 + PANEL[1] * rows
 
 
 def draw_panels(figure: FigureBase, names: Sequence[str], xlabel: str, ylabel: str) -> dict[str, Axes]:
