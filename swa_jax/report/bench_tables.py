@@ -18,9 +18,9 @@ HOW_TO_READ_CYCLES = (
 def cycles_table(measurement: Row, num_ops: int) -> Table:
     """The total, and below it the most expensive ops."""
     ops = measurement["ops"]
+    settings = "".join(f" {name}={value}" for name, value in measurement["settings"].items())
     table = Table(
-        f"{measurement['function']} on {measurement['chip']} "
-        + " ".join(f"{name}={value}" for name, value in measurement["settings"].items()),
+        f"{measurement['function']}{settings} on {measurement['chip']}",
         [
             Column("Op", text=True),
             Column("Cycles"),
