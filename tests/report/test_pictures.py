@@ -309,6 +309,14 @@ def test_no_point_stands_left_of_the_dashed_best(saved):
             assert y <= best[memory <= x + 1e-9].max() + 1e-9
 
 
+def test_the_dashed_best_never_falls(saved):
+    """More memory can be used badly: what a smaller pattern finds is still to be had."""
+    rows = [row("a", 0.2, 0.3), row("a", 0.9, 0.5), row("a", 0.5, 1), row("full", 0.4, 2)]
+    frontier_chart(rows, "a.png", title="T")
+    (step,) = [line for line in saved[0].axes[0].lines if line.get_drawstyle() == "steps-post"]
+    np.testing.assert_allclose(step.get_xydata(), [(0.3, 20), (0.5, 90), (1, 90), (2, 90)], rtol=1e-6)
+
+
 def test_other_patterns_have_a_panel_and_full_and_window_stand_in_all(saved):
     frontier_chart([*METHODS[:5], row("/a/mine.json", 0.7, 1, None)], "a.png", title="T")
     panels = {axes.get_title("left"): axes for axes in saved[0].axes}
