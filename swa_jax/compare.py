@@ -17,17 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.table import Table
 
 from swa_jax.cache import cache_bytes
 from swa_jax.config import ConfigError
-from swa_jax.estimates import Estimate, accuracy_interval, in_brackets, paired_bootstrap
+from swa_jax.estimates import accuracy_interval, paired_bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.files import write_json
 from swa_jax.model import Decoder
 from swa_jax.pattern import FULL, AttentionPattern
+from swa_jax.report import compare_table as compare_table  # its earlier place
 from swa_jax.select.methods import choose
 from swa_jax.select.score_file import content_key, digest, examples_sum
 
@@ -83,9 +82,8 @@ def compare(
             "pattern": json.loads(chosen.to_json()), "scored_on": scored_on, "settings": dict(settings) | choice,
         }  # fmt: skip
         report(f"{_title(row)}: {100 * row['needle_accuracy']:.1f} % found")
-        results.add(key, row)
         progress(next(scored), len(missing))
-        return row
+        return results.add(key, row)
 
     if methods and sliding_window is None:
         raise ConfigError("sliding_window is missing: methods need to know what a windowed head sees")
@@ -243,41 +241,3 @@ def summary(
             one["gap_by_seed"] = (exact.mean(1) - base.mean(1)).tolist()
         result.append(one)
     return result
-
-
-def compare_table(summed: Sequence[Row], window: int | None) -> Table:
-    """The summary as a table for the terminal; `window`: what methods choose for, and recipes without one have."""
-    against = next((row["against"] for row in summed if "against" in row), None)
-    table = Table(
-        title="What each choice keeps and costs", box=box.SIMPLE, title_justify="left", caption_justify="left"
-    )
-    for column in ("Pattern or method", "Windowed"):
-        table.add_column(column, no_wrap=True)
-    columns = ["Found", "By seed", "Answer loss\n(nats/token)", "KV cache\n(MB/sequence)"]
-    for column in columns + ([f"Against {against}"] if against else []):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in summed:
-        cells = [
-            row["name"],
-            "" if row["ratio"] is None else f"{row['ratio']:.0%}",
-            _points(row["needle_accuracy"], row["needle_interval"]),
-            "" if row["ratio"] is None else ", ".join(f"{100 * value:.0f}" for value in row["by_seed"]),
-            f"{row['answer_nll']:.2f}",
-            f"{row['kv_cache_bytes'] / 2**20:.2f}",
-        ]
-        if against:
-            gap = Estimate(*row["gap"]) if "gap" in row else None
-            cells.append("" if gap is None else _points(gap.mean, gap.interval))
-        table.add_row(*cells)
-    windows = (
-        "" if window is None else f"Windows of {window} keys, but for pattern files, which have their own.\n"
-    )
-    table.caption = windows + (
-        "Windowed: the share of KV heads. Found: needles, %, teacher-forced, with the 95 % interval over prompts of\n"
-        "the mean over seeds. KV cache: at 2 bytes a number."
-    )
-    return table
-
-
-def _points(mean: float, interval: Sequence[float] | None) -> str:
-    return f"{100 * mean:.0f}{in_brackets(interval, '{:.0f}', 100)}"

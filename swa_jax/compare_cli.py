@@ -80,9 +80,9 @@ def compare(
     """
     from swa_jax.checkpoint import weights_sum
     from swa_jax.compare import compare as run
-    from swa_jax.compare import compare_table, summary
+    from swa_jax.compare import summary
     from swa_jax.progress import Progress
-    from swa_jax.report import frontier_chart, wide_console
+    from swa_jax.report import compare_table, frontier_chart, table_console
 
     methods = list(METHODS) if method == ["all"] else list(dict.fromkeys(method or []))
     for name in methods:
@@ -109,7 +109,7 @@ def compare(
     def draw(number: int, count: int = examples) -> list:
         return draw_needles(tokenizer, count, length, keys, haystack, None, number)
 
-    console = wide_console()
+    console = table_console()
     with Progress("patterns") as progress:
         rows = run(
             decoder,

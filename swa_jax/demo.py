@@ -36,7 +36,7 @@ from swa_jax.report import (
     needle_heat_map,
     pattern_table,
     routed_cpt_chart,
-    wide_console,
+    table_console,
 )
 from swa_jax.select import NLLScores, nll_deltas, nll_pattern
 from swa_jax.tokenizer import load_tokenizer
@@ -70,7 +70,7 @@ def run_demo(out: str | Path = "runs/demo", model_dir: str | Path | None = None)
       ConfigError: `out` holds something else, or the model is too shallow or too deep for the demo's context.
     """
     begin = time.perf_counter()
-    console = wide_console()
+    console = table_console()
     out = Path(out)
     cpt = cpt_config(out)  # now, so that a mistake in it does not show after minutes only
     _claim(out)

@@ -145,7 +145,7 @@ def evaluate(
     from swa_jax.evaluate import parts
     from swa_jax.evaluate.needle import read_text
     from swa_jax.files import write_json
-    from swa_jax.report import wide_console
+    from swa_jax.report import table_console
 
     sweep = windows is not None or contexts is not None
     asks = longbench or longbench_v2 or longmemeval
@@ -169,7 +169,7 @@ def evaluate(
     tokens = tokenizer.start_ids + tokenizer.encode(read_text([text])) if text is not None else []
     files = None if haystack is None else text_files(haystack)
     wrap = "{prompt}" if template is None else read_text([template])
-    console = wide_console()
+    console = table_console()
     if routing:
         from swa_jax.evaluate.routing import check_routed
 

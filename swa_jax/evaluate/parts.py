@@ -17,24 +17,28 @@ from swa_jax.evaluate.judges import find_judge
 from swa_jax.evaluate.measure import measure_pattern
 from swa_jax.evaluate.nll import perplexity
 from swa_jax.evaluate.questions import Question
-from swa_jax.evaluate.routing import routing_by_depth, text_routing
+from swa_jax.evaluate.routing import routing_by_depth, routing_row, text_routing
 from swa_jax.evaluate.ruler import Cell
 from swa_jax.evaluate.ruler_scoring import ruler_scores
 from swa_jax.evaluate.sweep import block_interval, perplexity_sweep
-from swa_jax.evaluate.tables import (
-    harness_table,
-    questions_table,
-    routing_row,
-    routing_table,
-    ruler_heat,
-    ruler_table,
-    sweep_heat,
-    sweep_table,
-)
 from swa_jax.files import write_json
 from swa_jax.model import Decoder
 from swa_jax.progress import counted
-from swa_jax.report import loss_heat_map, needle_heat_map, pattern_table, routing_chart
+from swa_jax.report import (
+    loss_heat_map,
+    needle_heat_map,
+    pattern_table,
+    routing_chart,
+    ruler_heat,
+    sweep_heat,
+)
+from swa_jax.report.evaluation_tables import (
+    harness_table,
+    questions_table,
+    routing_table,
+    ruler_table,
+    sweep_table,
+)
 from swa_jax.tokenizer import Tokenizer
 
 type Models = Sequence[tuple[str, Decoder]]

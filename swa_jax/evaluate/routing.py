@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from swa_jax.config import ConfigError
+from swa_jax.config import ConfigError, ModelConfig
 from swa_jax.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import answer_batches
 from swa_jax.evaluate.ruler import Cell
-from swa_jax.flops import visible_keys
+from swa_jax.flops import forward_flops, visible_keys
 from swa_jax.model import Decoder
 from swa_jax.pattern import FULL, HYBRID, SWITCH, AttentionPattern
 
@@ -169,3 +169,24 @@ def _gates(
 ) -> np.ndarray:
     """1 where a token takes full attention: [B, L, T]."""
     return np.asarray(_all_gates(graph, state, tokens, segment_ids, full_from)).transpose(1, 0, 2)
+
+
+def routing_row(name: str, cell: Cell, routed: Routed, config: ModelConfig) -> dict[str, Any]:
+    """What a routed model does on a text, or on the answers of a (task, length, depth): a row of results.json."""
+    task, length, depth = cell
+    return {
+        "name": name,
+        "data": task,
+        "length": length,
+        "depth": depth,
+        "full_ratio": routed.full_ratio.mean,
+        "interval": routed.full_ratio.interval,
+        "by_layer": [layer.mean for layer in routed.by_layer],
+        "by_layer_intervals": [layer.interval for layer in routed.by_layer],
+        "keys_read": routed.keys_read.mean,
+        "keys_read_interval": routed.keys_read.interval,
+        "keys_of_full": routed.keys_of_full,
+        "gflops": forward_flops(config, routed.keys_read.mean) / 1e9,
+        "gflops_of_full": forward_flops(config, routed.keys_of_full) / 1e9,
+        "n": routed.num_units,
+    }
