@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from launch.settings import SAVED, Gke, Runner, Settings, main
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
 
 GRACE = 120  # seconds between SIGTERM and SIGKILL: a step and a checkpoint
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from swa_jax.settings import ConfigError, load_config, nearest
+from swa_jax.errors import ConfigError, UserError, sentence
+from swa_jax.settings import load_config, nearest
 
 SAVED = 143  # status of a run that was told to stop, has saved, and is to be started again
 
@@ -209,7 +210,7 @@ class Runner:
             raise CommandError(f"{command[0]} is not installed, or not on PATH") from None
 
 
-class CommandError(RuntimeError):
+class CommandError(UserError):
     """A command that a launcher ran has failed."""
 
 
@@ -235,8 +236,11 @@ def main(
     try:
         settings = load_config(Settings, given.settings, given.changes)
         return verbs[given.verb](settings, Runner(given.dry_run)) or 0
-    except (ConfigError, CommandError) as error:
-        print(error, file=sys.stderr)
+    except Exception as error:
+        message = sentence(error)
+        if message is None:
+            raise
+        print(message, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted here; what was started on the pod goes on", file=sys.stderr)

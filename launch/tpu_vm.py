@@ -13,7 +13,7 @@ import sys
 import time
 
 from launch.settings import SAVED, CommandError, Runner, Settings, TpuVm, main
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
 
 POLL = 30.0  # seconds between two questions
 LOST = ("SUSPENDING", "SUSPENDED", "FAILED")  # states of a queued resource whose machines are gone
@@ -22,6 +22,10 @@ SILENT = 20  # questions in a row without an answer until it is given up
 # that way (EX_TEMPFAIL).
 GONE = 75
 GOING = "kill -0 $(cat train.pid 2> /dev/null) 2> /dev/null"  # on a machine, in the folder
+# What a lost run has left there, such as a process that is frozen, with the shell that would write its status.
+END_LEFTOVER = (
+    f"while {GOING}; do kill -KILL -- -$(ps -o pgid= -p $(cat train.pid) | tr -d ' '); sleep 0.1; done"
+)
 
 
 def place(settings: Settings) -> TpuVm:
@@ -101,13 +105,18 @@ def install(settings: Settings, run: Runner) -> None:
     run(on_machines(settings, " && ".join(steps)))
 
 
-def start(settings: Settings, run: Runner) -> None:
-    """Start the run on every machine. It outlives the connection; `train.log` and at last `train.status` tell of it."""
+def start(settings: Settings, run: Runner, *, lost: bool = False) -> None:
+    """Start the run on every machine. It outlives the connection; `train.log` and at last `train.status` tell of it.
+
+    A machine where a run is going is refused, unless that run is `lost`: then what is left of it is ended.
+    """
     vm = place(settings)
     script = shlex.join([".venv/bin/swa-jax", *settings.arguments])
     # The status is moved into its place, so that nobody reads half of it.
     script += " & echo $! > train.pid; wait $!; echo $? > train.status.new; mv train.status.new train.status"
     steps = [f"cd {shlex.quote(vm.folder)}"]
+    if lost:
+        steps.append(END_LEFTOVER)
     steps.append(f"if {GOING}; then echo 'a run is going here: stop it first' >&2; exit 1; fi")
     steps.append("rm -f train.pid train.status")
     steps += [f"({vm.prepare})"] if vm.prepare else []
@@ -166,7 +175,7 @@ def delete(settings: Settings, run: Runner) -> None:
 
 def up(settings: Settings, run: Runner) -> int:
     """Until the run has finished: have the machines, run, and once more after each preemption."""
-    installed = started = False
+    installed = started = lost = False
     first = True
     while True:
         now = state(settings, run)
@@ -184,7 +193,7 @@ def up(settings: Settings, run: Runner) -> int:
             if not installed:
                 install(settings, run)
             if not started:
-                start(settings, run)
+                start(settings, run, lost=lost)
             ended = watch(settings, run)
             if ended not in (0, SAVED, GONE):  # perhaps because one of the machines has just been taken away
                 time.sleep(POLL)
@@ -209,7 +218,7 @@ def up(settings: Settings, run: Runner) -> int:
             "the run was told to stop and has saved" if ended == SAVED else "the run or its machines are gone"
         )
         run.note(f"{what}: once more")
-        installed, started, first = ended == SAVED, False, False
+        installed, started, lost, first = ended == SAVED, False, ended == GONE, False
         time.sleep(POLL)  # a notice comes before the machines go
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from pallas_kernels import api
 from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_kind, longest_window, preferring
-from pallas_kernels.spec import AttentionSpec, coordinates
+from pallas_kernels.spec import ArgumentError, AttentionSpec, coordinates
 from pallas_kernels.tpu import passes as tpu_passes
 from pallas_kernels.tpu.decode import choose_steps
 from pallas_kernels.tpu.routed import both_branches
@@ -227,7 +227,7 @@ def _call(
         call = tpu_passes.with_own_tiles(call, where, D, kind)
     call = dataclasses.replace(call, tiles=dataclasses.replace(call.tiles, **tiles))
     if T % call.tiles.q_block:
-        raise ValueError(
+        raise ArgumentError(
             f"T is {T}; what is measured are whole blocks, so T must be a multiple of {call.tiles.q_block}."
         )
     return call

@@ -19,6 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.spec import ArgumentError
+
 TABLE = Path(__file__).with_name("tiles.json")
 FIELDS = {  # of a row, what it is found by and what it says
     "tpu": (("chip", "pass", "head_dim", "window"), ("block", "strip", "tile")),
@@ -142,7 +144,7 @@ def table_rows(platform: str) -> list[Row]:
     """The rows for "tpu" or "gpu", those that win a tie first.
 
     Raises:
-      ValueError: the file that PALLAS_KERNELS_TILES names is no table of tiles.
+      ArgumentError: the file that PALLAS_KERNELS_TILES names is no table of tiles.
     """
     own = os.environ.get("PALLAS_KERNELS_TILES")
     tables = [_read(Path(own))] if own else []
@@ -171,7 +173,7 @@ def _read(file: Path) -> dict[str, list[Row]]:
                 if missing := [name for name in (*key, *value) if name not in row]:
                     raise ValueError(f"a row for {platform} lacks {', '.join(missing)}: {row}")
     except (OSError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(
+        raise ArgumentError(
             f"{file} is no table of tiles: {error}; `swa-jax bench attention --search --write` makes one."
         ) from error
     return rows

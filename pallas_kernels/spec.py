@@ -24,6 +24,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+
+class ArgumentError(ValueError):
+    """An argument, an option or a file that cannot be used; the message says what would be right."""
+
+
 NEVER = np.iinfo(np.int32).max  # a `full_from` that no position reaches
 
 
@@ -41,7 +46,7 @@ class AttentionSpec:
       causal: whether a query is blind to keys after its own.
 
     Raises:
-      ValueError: a field is out of its range; the sentence names it.
+      ArgumentError: a field is out of its range; the sentence names it.
     """
 
     window: int | None = None
@@ -58,15 +63,15 @@ class AttentionSpec:
             self, "num_sink_tokens", _integer("num_sink_tokens", self.num_sink_tokens, at_least=0)
         )
         if self.activation not in ("softmax", "sigmoid"):
-            raise ValueError(f"activation is {self.activation!r}; it must be 'softmax' or 'sigmoid'.")
+            raise ArgumentError(f"activation is {self.activation!r}; it must be 'softmax' or 'sigmoid'.")
         for name in ("logit_softcap", "scale"):
             value = getattr(self, name)
             if value is not None:
                 if not 0 < float(value) < float("inf"):
-                    raise ValueError(f"{name} is {value!r}; it must be a positive finite number or None.")
+                    raise ArgumentError(f"{name} is {value!r}; it must be a positive finite number or None.")
                 object.__setattr__(self, name, float(value))
         if not isinstance(self.causal, bool):
-            raise ValueError(f"causal is {self.causal!r}; it must be True or False.")
+            raise ArgumentError(f"causal is {self.causal!r}; it must be True or False.")
 
     def mask(
         self,
@@ -103,7 +108,7 @@ def _integer(name: str, value, at_least: int) -> int:
         number = None
     if number is None or isinstance(value, bool) or number < at_least:
         none = " or None" if name == "window" else ""
-        raise ValueError(f"{name} is {value!r}; it must be an integer >= {at_least}{none}.")
+        raise ArgumentError(f"{name} is {value!r}; it must be an integer >= {at_least}{none}.")
     return number
 
 

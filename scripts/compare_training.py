@@ -14,7 +14,6 @@ also puts them into a document.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -35,7 +34,9 @@ import numpy as np
 from swa_jax.checkpoint.folder import load_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.settings import ConfigError, load_config, to_dict
+from swa_jax.errors import ConfigError
+from swa_jax.files import sum_of_json, write_text
+from swa_jax.settings import load_config, to_dict
 from swa_jax.train.loop import TrainConfig, train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,7 +99,7 @@ def fingerprint(config: TrainConfig) -> str:
         for key, value in to_dict(config).items()
         if key not in ("output", "init_from", "tokenizer")
     }
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    return sum_of_json(settings)[:16]
 
 
 def read_curves(run: Path) -> dict[str, list]:
@@ -120,9 +121,7 @@ def read_results(out: Path) -> dict[str, dict]:
 
 def write(file: Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(f"{file}.partial")
-    partial.write_text(text)
-    os.replace(partial, file)
+    write_text(file, text)
 
 
 # ---- reporting ----

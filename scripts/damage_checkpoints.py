@@ -22,7 +22,7 @@ import numpy as np
 from interrupt_training import tiny_run  # beside this file; sets the platform, so it comes before jax
 from orbax.checkpoint import v1 as ocp
 
-from swa_jax.checkpoint.safetensors_files import CheckpointError
+from swa_jax.errors import CheckpointError
 from swa_jax.settings import from_dict
 from swa_jax.train.loop import TrainConfig, train
 from swa_jax.train.run_checkpoints import RunCheckpoints

@@ -8,17 +8,17 @@ from swa_jax.exports import install_old_paths, lazy
 
 if TYPE_CHECKING:
     from swa_jax.checkpoint.folder import load_model
+    from swa_jax.errors import ConfigError
     from swa_jax.model.config import ModelConfig
     from swa_jax.model.generate import generate
     from swa_jax.model.pattern import AttentionPattern
-    from swa_jax.settings import ConfigError
 
 __all__ = ["AttentionPattern", "ConfigError", "ModelConfig", "generate", "load_model"]
 
 install_old_paths()
 _HOMES = {
     "AttentionPattern": "model.pattern",
-    "ConfigError": "settings",
+    "ConfigError": "errors",
     "ModelConfig": "model.config",
     "generate": "model.generate",
     "evaluate": "",

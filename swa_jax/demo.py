@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -23,8 +22,10 @@ from swa_jax.checkpoint.folder import load_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.data.haystack import Haystack, library_files
 from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example, needle_examples, paired_bootstrap
 from swa_jax.evaluate.measure import measure_pattern
+from swa_jax.files import write_json
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.report import (
@@ -33,10 +34,10 @@ from swa_jax.report import (
     needle_heat_map,
     pattern_table,
     routed_cpt_chart,
-    wide_console,
+    table_console,
 )
 from swa_jax.select import NLLScores, nll_deltas, nll_pattern
-from swa_jax.settings import ConfigError, load_config
+from swa_jax.settings import load_config
 from swa_jax.train.loop import TrainConfig, train
 
 LENGTH = 1024  # tokens of prompt and answer together
@@ -67,7 +68,7 @@ def run_demo(out: str | Path = "runs/demo", model_dir: str | Path | None = None)
       ConfigError: `out` holds something else, or the model is too shallow or too deep for the demo's context.
     """
     begin = time.perf_counter()
-    console = wide_console()
+    console = table_console()
     out = Path(out)
     cpt = cpt_config(out)  # now, so that a mistake in it does not show after minutes only
     _claim(out)
@@ -133,7 +134,7 @@ def run_demo(out: str | Path = "runs/demo", model_dir: str | Path | None = None)
         "routed_cpt": steps,
         "selection": {
             "scores": scores.mean.tolist(),
-            "intervals": [list(interval[1:]) for interval in scores.intervals()],
+            "intervals": [estimate.interval for estimate in scores.intervals()],
             "nll-1-in-4": list(patterns["nll-1-in-4"].full_layers),
             "nll-1-in-2": list(patterns["nll-1-in-2"].full_layers),
         },
@@ -141,7 +142,7 @@ def run_demo(out: str | Path = "runs/demo", model_dir: str | Path | None = None)
         "notes": notes,
         "seconds": round(time.perf_counter() - begin, 1),
     }
-    _write(out / "report.json", report)
+    write_json(out / "report.json", report)
     _pictures(out, report, by_example, examples, scores, patterns["nll-1-in-4"])
     console.print(pattern_table(rows))
     for note in notes:
@@ -204,19 +205,20 @@ def demo_patterns(config: ModelConfig, scores: NLLScores) -> dict[str, Attention
 def compare(nll: np.ndarray, interleave: np.ndarray) -> tuple[str, bool]:
     """A sentence that says whether NLL-guided 1-in-4 beats interleaved 1-in-4 (scores [N], same examples), and bool."""
     difference = paired_bootstrap(nll, interleave)
+    low, high = difference.interval or (-1.0, 1.0)  # one needle proves nothing
     figures = (
         f"nll-1-in-4 finds {nll.mean():.0%} of the needles, interleave-1-in-4 {interleave.mean():.0%}: a difference of "
-        f"{100 * difference.mean:.0f} points, 95 % interval [{100 * difference.low:.0f}, {100 * difference.high:.0f}] "
+        f"{100 * difference.mean:.0f} points, 95 % interval [{100 * low:.0f}, {100 * high:.0f}] "
         f"(paired bootstrap, n = {nll.size})."
     )
-    if difference.low > 0:
+    if low > 0:
         return (
             f"{figures} Choosing layers by answer NLL beats interleaving beyond its confidence interval.",
             True,
         )
     if max(nll.mean(), interleave.mean()) < 0.2:
         why = "neither choice of a quarter of the layers carries the needle"
-    elif difference.high < 0:
+    elif high < 0:
         why = (
             "the interleaved layers happen to be the better ones: NLL-guided selection scores layers one at a time and "
             "cannot see that two of them work only together"
@@ -283,9 +285,3 @@ def _claim(out: Path) -> None:
     (out / MARK).touch()
     for made in ("model", "swiattn-cpt"):
         shutil.rmtree(out / made, ignore_errors=True)
-
-
-def _write(file: Path, data: Any) -> None:
-    partial = Path(f"{file}.partial")
-    partial.write_text(json.dumps(data, indent=2) + "\n")
-    os.replace(partial, file)

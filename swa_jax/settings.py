@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import traceback
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -16,27 +15,7 @@ from typing import Any, Literal, Union
 
 import yaml
 
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used; the message names the key and what would be right."""
-
-
-def sentence(error: BaseException) -> str | None:
-    """What a user should read of an error that is expected; None for one that needs its traceback."""
-    if not isinstance(error, OSError | ValueError | FloatingPointError):
-        return None
-    if isinstance(error, ConfigError):
-        return str(error)
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    if "No space left on device" in str(error):  # TensorStore's is a ValueError
-        return "the disk is full (No space left on device): make room, and start the same command again"
-    return str(error) if isinstance(error, FileNotFoundError) or _raised_by_us(error) else None
-
-
-def _raised_by_us(error: BaseException) -> bool:
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return frames[-1][0].f_globals["__name__"].split(".")[0] in ("swa_jax", "pallas_kernels")
+from swa_jax.errors import ConfigError
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:

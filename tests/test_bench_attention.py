@@ -15,9 +15,9 @@ from swa_jax.bench import attention as timing
 from swa_jax.bench import candidates, search
 from swa_jax.bench.attention import Result, distance, grid, interleaved, measure
 from swa_jax.bench.candidates import Case, peers, splash
-from swa_jax.bench.tables import attention_table
 from swa_jax.cli.main import app
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
+from swa_jax.report.bench_tables import attention_table
 
 SMALL = Case("forward+backward", 128, 48, heads=4, kv_heads=2, head_dim=16, batch=1, dtype="float32")
 SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 16, "batch": 1, "decode_batch": 3, "dtype": "float32"}
@@ -124,12 +124,12 @@ def test_distance_is_relative_and_takes_the_worst():
 
 def test_table_shows_ratios_and_reasons():
     results = (Result("ours", 0.002, 1.0, 1.0, 1.0), Result("flex", missing="Error: no"))
-    table = attention_table(timing.Row(SMALL, results), "a device")
-    cells = [list(column.cells) for column in table.columns]
-    assert cells[1] == ["2.000", "–"]
-    assert cells[2] == ["1.00", "–"]
-    assert cells[4] == ["", "Error: no"]
-    assert "over\nours" in table.columns[2].header
+    table = attention_table(timing.Row(SMALL, results).to_dict(), "a device")
+    assert table.rows == [
+        ("ours", "2.000", "1.00", "1.00 – 1.00", ""),
+        ("flex", "–", "–", "–", "Error: no"),
+    ]
+    assert table.columns[2].title == "Time over ours's"
 
 
 # ---- the search for tiles ----

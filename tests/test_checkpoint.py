@@ -18,9 +18,9 @@ import swa_jax
 from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.tensor_names import tensor_names
+from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
-from swa_jax.settings import ConfigError
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -107,7 +107,7 @@ def test_a_dtype_can_be_asked_for(saved):
     model = load_model(saved, dtype=jnp.bfloat16)
     assert_same_parameters(load_model(saved, dtype="bfloat16"), model)
     for path, array in parameters(model).items():
-        assert array.dtype == jnp.bfloat16, path
+        assert array.dtype == (jnp.float32 if "router" in path else jnp.bfloat16), path
     expected = np.asarray(model_of("every-kind").layers.mlp.up_proj.kernel[...]).astype(jnp.bfloat16)
     np.testing.assert_array_equal(np.asarray(model.layers.mlp.up_proj.kernel[...]), expected)
     assert model(jnp.zeros((1, 4), jnp.int32)).dtype == jnp.float32  # it runs

@@ -13,8 +13,10 @@ import swa_jax.demo
 import swa_jax.train.loop
 from swa_jax.checkpoint.folder import load_model, save_model
 from swa_jax.cli.main import app
+from swa_jax.errors import ConfigError
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.settings import ConfigError
+from swa_jax.settings import from_dict
+from swa_jax.train.config import TrainConfig
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -224,3 +226,70 @@ def test_evaluate(checkpoint, tmp_path):
 
 def test_config_error_is_a_value_error():
     assert issubclass(ConfigError, ValueError)  # what callers of the Python functions may catch
+
+
+# ---- buckets ----
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "import swa_jax/recall gs://bucket/model",
+        "import gs://bucket/hf out",
+        "export gs://bucket/model out",
+        "export model s3://bucket/out",
+        "generate gs://bucket/model hello",
+        "evaluate gs://bucket/model",
+        "compare --model gs://bucket/model",
+        "compare model --out=gs://bucket/table",
+        "select random gs://bucket/model",
+        "data tokenize a.txt --tokenizer tokenizer.json --out gs://bucket/tokens",
+        "data inspect gs://bucket/tokens",
+        "pattern print window --model gs://bucket/model",
+        "demo --out gs://bucket/demo",
+        "compile gs://bucket/run.yaml",
+        "train gs://bucket/run.yaml",
+        "train run.yaml output=gs://bucket/run",
+        "train run.yaml init_from=gs://bucket/run/model",
+    ],
+)
+def test_a_bucket_is_refused_before_anything_runs(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert re.fullmatch(
+        r"(the argument|'[\w-]+' =) (gs|s3)://\S+ is the address of a bucket, .* the path of the mounted folder",
+        fails(*command.split()),
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_prompt_may_speak_of_buckets(checkpoint):
+    run("generate", checkpoint, "gs://bucket is where", "--max-new-tokens", 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"output": "gs://b/run"}, "'output' = gs://b/run"),
+        ({"init_from": "gs://b/model", "model": None}, "'init_from' = gs://b/model"),
+        ({"tokenizer": "gs://b/t"}, "'tokenizer' = gs://b/t"),
+        ({"pattern": "gs://b/p.json"}, "'pattern' = gs://b/p.json"),
+        ({"stages": [{"steps": 1, "sequence_length": 8, "batch_size": 1, "data": [{"files": ["s3://b/d"]}]}]},
+         "data files s3://b/d"),
+    ],
+)  # fmt: skip
+def test_a_configuration_names_no_bucket(change, what):
+    stages = [{"steps": 1, "sequence_length": 8, "batch_size": 1}]
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), 8)
+    sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
+    settings = {"output": "run", "tokenizer": "t", "stages": stages, "model": sizes}
+    from_dict(TrainConfig, settings)
+    with pytest.raises(ConfigError, match=f"^{re.escape(what)} is the address of a bucket"):
+        from_dict(TrainConfig, settings | change)
+
+
+def test_the_library_refuses_buckets_too(checkpoint):
+    for path in ("gs://bucket/model", Path("gs://bucket/model")):
+        with pytest.raises(ConfigError, match=r"gs:/+bucket/model is the address of a bucket"):
+            load_model(path)
+        with pytest.raises(ConfigError, match=r"gs:/+bucket/model is the address of a bucket"):
+            save_model(load_model(checkpoint), path)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from swa_jax.settings import ConfigError, load_config
+from swa_jax.errors import ConfigError
+from swa_jax.settings import load_config
 from swa_jax.train.loop import TrainConfig
 
 ROOT = Path(__file__).parents[1]

@@ -7,9 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from swa_jax.cli.main import app
+from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig
 from swa_jax.plan.text import describe
-from swa_jax.settings import ConfigError, from_dict, to_dict
+from swa_jax.settings import from_dict, to_dict
 from swa_jax.train.config import TrainConfig
 
 pytest.importorskip("libtpu")  # the plain suite runs where it has no wheel, too

@@ -6,8 +6,9 @@ from typing import Any, Literal
 import pytest
 import yaml
 
+from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig, RopeScaling
-from swa_jax.settings import ConfigError, from_dict, load_config, to_dict
+from swa_jax.settings import from_dict, load_config, to_dict
 
 
 @dataclasses.dataclass(frozen=True)

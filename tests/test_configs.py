@@ -5,16 +5,19 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from flax import nnx
 
 from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.errors import ConfigError
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.lora import LoraConfig
 from swa_jax.model.pattern import AttentionPattern, load_pattern
-from swa_jax.settings import ConfigError, load_config
+from swa_jax.settings import load_config
 from swa_jax.train.config import METHODS, TrainConfig
 from swa_jax.train.loop import train
+from swa_jax.train.optimizer import learning_rate
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "configs"
@@ -105,6 +108,31 @@ def test_sizes_and_tokens_are_the_papers(name, overrides, millions, trained):
     if millions is not None:
         assert millions[0] < parameters(config) / 1e6 < millions[1]
     assert 0.95 < tokens(config) / trained < 1.1
+
+
+def test_swiattns_32k_model_has_one_schedule_over_both_of_its_runs():
+    """Appendix C: "during the first 2000 steps" to 1e-3, "during the last 24B tokens (i.e., last 6000 steps)" to 0."""
+    first = load("swiattn/pretrain-4k.yaml", *variants("swiattn/pretrain-4k.yaml")["192B"])
+    second = load("swiattn/extend-32k.yaml")
+    assert second.init_optimizer
+    assert second.init_from == f"{first.output}/model"
+    assert second.optimizer.first_step == first.total_steps
+    assert (first.optimizer.b1, first.optimizer.b2, first.optimizer.weight_decay) == (
+        second.optimizer.b1, second.optimizer.b2, second.optimizer.weight_decay,
+    )  # fmt: skip
+    rates = [
+        learning_rate(c.optimizer, c.optimizer.learning_rate, c.total_steps)(step)
+        for c, step in (
+            (first, 0),
+            (first, 1000),
+            (first, 2000),
+            (first, 45775),
+            (second, 0),
+            (second, 3000),
+            (second, 6000),
+        )
+    ]
+    np.testing.assert_allclose(rates, [0, 5e-4, 1e-3, 1e-3, 1e-3, 5e-4, 0], atol=1e-9)
 
 
 def test_swats_ablations_are_all_there():

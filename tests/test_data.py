@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 
 import hypothesis.strategies as st
 import numpy as np
@@ -13,7 +14,7 @@ from swa_jax.data import PackedPrompts, PackedText, SourceConfig, make_batches, 
 from swa_jax.data.documents import Prompt, document_hash, is_held_out
 from swa_jax.data.packing import pack
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -310,6 +311,26 @@ def test_a_state_of_other_data_is_refused_by_name(folder, tokenizer, tmp_path_fa
         file.write("more")
     with pytest.raises(ConfigError, match=r"'data\.0\.files' was 1 files \(.*\) and is now 1 files"):
         batches_of(folder, tokenizer).set_state(state)
+
+
+@pytest.mark.parametrize("file", ["a.txt", "b.md", "c.txt"])
+def test_an_edit_of_the_same_size_at_the_same_time_is_noticed(folder, tokenizer, file):
+    state = json.loads(json.dumps(batches_of(folder, tokenizer).get_state()))
+    batches_of(folder, tokenizer).set_state(state)
+    before = (folder / file).stat()
+    text = (folder / file).read_text()
+    (folder / file).write_text(text[:-3] + chr(ord(text[-3]) ^ 1) + text[-2:])
+    os.utime(folder / file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = (folder / file).stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    with pytest.raises(ConfigError, match=r"'data\.\d\.content' was \w+ and is now \w+"):
+        batches_of(folder, tokenizer).set_state(state)
+
+
+def test_the_state_of_a_version_without_sums_of_contents_goes_on(folder, tokenizer):
+    state = batches_of(folder, tokenizer).get_state()
+    state["data"] = {key: value for key, value in state["data"].items() if not key.endswith(".content")}
+    batches_of(folder, tokenizer).set_state(state)
 
 
 def test_files_may_move(folder, tokenizer, tmp_path_factory):

@@ -10,7 +10,8 @@ import pytest
 from swa_jax.data import SourceConfig, check_source, make_batches, read_documents, source_files
 from swa_jax.data.documents import read_prompts, read_texts
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.settings import ConfigError, from_dict
+from swa_jax.errors import ConfigError
+from swa_jax.settings import from_dict
 
 TEXTS = ["The grass is green.", "The sky is blue.\nThe sun is yellow.", "Here we go: é, 你好."]
 

@@ -22,7 +22,7 @@ from swa_jax.data import SourceConfig, StoredDocuments, make_batches, read_docum
 from swa_jax.data.stored import read_manifest, verify
 from swa_jax.data.tokenize import tokenize
 from swa_jax.data.tokenizer import load_tokenizer, train_byte_bpe
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 

@@ -11,11 +11,11 @@ import swa_jax.demo as demo
 from swa_jax.checkpoint.folder import save_model
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.data.haystack import library_files, read_text
+from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import NLLScores
-from swa_jax.settings import ConfigError
 
 CONFIG = ModelConfig(
     vocab_size=512,

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import swa_jax.train.cluster
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
 from swa_jax.train.cluster import Place, find_place
 from swa_jax.train.processes import _difference
 
@@ -101,12 +101,21 @@ except ProcessError as error:
     sys.exit(getattr(error, "status", 1))
 """
 _WORKER = """
-import json, os, signal, socket, sys, time
+import contextlib, json, os, signal, socket, sys, threading, time
 channel = socket.socket(fileno=int(os.environ["SWA_JAX_GUARD"]))
 say = lambda **message: channel.sendall(json.dumps(message).encode() + b"\\n")
+def pulse():
+    with contextlib.suppress(OSError):
+        while True:
+            say(alive=1)
+            time.sleep(0.3)
+threading.Thread(target=pulse, daemon=True).start()
 say(settings={"seed": %s})
-go = channel.recv(1000)
-if not go: sys.exit(9)
+go = b""
+while b'"go"' not in go:
+    received = channel.recv(1000)
+    if not received: sys.exit(9)
+    go += received
 print("going", os.getpid(), flush=True)
 %s
 """
@@ -156,13 +165,14 @@ def guards(launch):
 
 
 def ends(processes, seconds=60):
-    """[(status, last line of stderr)]"""
+    """[(status, last line of stderr that is not of the progress)]"""
     deadline = time.monotonic() + seconds
     results = []
     for process in processes:
         _, error = process.communicate(timeout=max(1, deadline - time.monotonic()))
         assert "StreamReaderProtocol" not in error, error  # a traceback of a guard
-        results.append((process.returncode, (error.strip().splitlines() or [""])[-1]))
+        lines = [line for line in error.strip().splitlines() if not line.startswith("step ")]
+        results.append((process.returncode, (lines or [""])[-1]))
     return results
 
 
@@ -227,6 +237,21 @@ def test_a_failure_is_told_to_all_and_comes_before_what_follows_from_it(guards, 
         assert expected in error, results
 
 
+def test_a_peer_that_came_too_late_for_gloo_is_a_lost_process(guards):
+    late = """
+from swa_jax.train.cluster import Place
+from swa_jax.train.worker import worker
+with worker(Place(1, 2, "here:1"), 20) as join:
+    raise RuntimeError("UNKNOWN: Gloo context initialization failed: DEADLINE_EXCEEDED: GetKeyValue() timed out")
+"""
+    results = ends(guards([worker(WAIT), late]))
+    assert [status for status, _ in results] == [75, 75]
+    assert results[0][1].startswith(
+        "LostProcess: process 1 of 2 failed: another process came over 30 s later"
+    )
+    assert results[1][1].startswith("LostProcess: another process came over 30 s later")
+
+
 def test_an_unexpected_error_is_a_traceback_in_its_process_and_a_sentence_in_the_others(guards):
     fails = "say(failed='KeyError: 7', certain=False, traceback='Traceback: KeyError: 7')\n" + WAIT
     results = ends(guards([worker(WAIT), worker(fails)]))
@@ -254,20 +279,110 @@ def test_a_guard_that_is_killed(guards, victim):
         time.sleep(0.05)
 
 
-def test_a_guard_that_is_silent(guards):
-    processes = guards([worker(WAIT)] * 2, timeout=6)
+def running(pid):
+    """Whether a process exists and is not a zombie."""
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_that_is_frozen_is_named_and_ended(guards, victim):
+    processes = guards([worker(WAIT)] * 3, timeout=4)
+    workers = [int(process.stdout.readline().split()[1]) for process in processes]
+    os.kill(workers[victim], signal.SIGSTOP)
+    for status, error in ends(processes):
+        assert status == 75
+        assert f"process {victim} of 3 (127.0.0.1) has not answered for 4 s" in error
+    assert not any(map(running, workers))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_frozen_is_named_and_ends_when_it_goes_on(guards, victim):
+    """Guard and worker, as a machine that stands still, or has lost its network."""
+    processes = guards([worker(WAIT)] * 3, timeout=5)
+    workers = [int(process.stdout.readline().split()[1]) for process in processes]
+    os.killpg(processes[victim].pid, signal.SIGSTOP)
+    frozen = processes.pop(victim)
+    for status, error in ends(processes):
+        assert status == 75
+        assert f"process {victim} of 3 (127.0.0.1" in error
+        assert "has not been heard of for 5 s" in error
+    os.killpg(frozen.pid, signal.SIGCONT)
+    ((status, error),) = ends([frozen])
+    assert status == 75
+    assert f"process {victim} of 3 stood still for" in error
+    assert not any(map(running, workers))
+
+
+def test_a_process_that_is_frozen_for_a_moment_goes_on(guards):
+    processes = guards([worker("time.sleep(5)")] * 2, timeout=6)
     for process in processes:
         process.stdout.readline()
-    os.kill(processes[1].pid, signal.SIGSTOP)  # as a machine that has lost its network
-    ((status, error),) = ends(processes[:1])
-    assert status == 75
-    assert "process 1 of 2 (127.0.0.1) has not been heard of for 6 s" in error
+    os.killpg(processes[1].pid, signal.SIGSTOP)
+    time.sleep(2)
+    os.killpg(processes[1].pid, signal.SIGCONT)
+    assert ends(processes) == [(0, "")] * 2
+
+
+def test_a_worker_that_never_says_a_word(guards):
+    """Frozen while it starts, before it has joined."""
+    silent = "import time; time.sleep(60)"
+    for status, error in ends(guards([worker(WAIT), silent], timeout=4)):
+        assert status == 75
+        assert "process 1 of 2 (127.0.0.1) has not answered for 4 s" in error
+
+
+# The real worker's side, with this test as its guard.
+_LEASE = """
+import sys, time
+from pathlib import Path
+from swa_jax.train.cluster import Place
+from swa_jax.train.worker import check_lease, worker
+with worker(Place(1, 2, "here:1"), 2):
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.01)
+        check_lease()
+        Path(sys.argv[1]).write_text(str(time.monotonic()))
+"""
+
+
+@pytest.mark.parametrize("how", ["worker frozen", "guard frozen", "guard gone"])
+def test_a_worker_ends_when_its_lease_has_run_out(launch, tmp_path, how):
+    ours, theirs = socket.socketpair()
+    file = tmp_path / "written"
+    process = launch(
+        [sys.executable, "-c", _LEASE, str(file)],
+        env=os.environ | {"SWA_JAX_GUARD": str(theirs.fileno())}, pass_fds=[theirs.fileno()],
+    )  # fmt: skip
+    theirs.close()
+    process.stdout.readline()
+    for _ in range(8):  # well beyond the lease, in all
+        ours.sendall(b'{"alive": 1}\n')
+        time.sleep(0.3)
+    assert process.poll() is None
+    frozen = time.monotonic()
+    if how == "worker frozen":
+        process.send_signal(signal.SIGSTOP)
+        for _ in range(8):
+            ours.sendall(b'{"alive": 1}\n')
+            time.sleep(0.3)
+        process.send_signal(signal.SIGCONT)
+    if how == "guard gone":
+        ours.close()
+    else:
+        assert b'{"alive": 1}' in ours.recv(65536)
+    assert process.wait(10) == 75
+    ours.close()
+    written = float(file.read_text()) - frozen
+    assert written < {"worker frozen": 0.1, "guard frozen": 1.7, "guard gone": 0.5}[how]
 
 
 def test_signals_reach_the_worker(guards):
-    catches = (
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print('ready', flush=True); time.sleep(60)"
-    )
+    # Short sleeps: a signal that comes just before a sleep begins is handled after it.
+    waits = "print('ready', flush=True)\nwhile True: time.sleep(0.1)"
+    catches = f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n{waits}"
     processes = guards([worker(catches)] * 2)
     for process in processes:
         process.stdout.readline()
@@ -294,7 +409,7 @@ def training(launch, tmp_path, byte_tokenizer):
     settings = {"tokenizer": str(byte_tokenizer), "model": MODEL, "stages": [stage], "checkpoint_every": 10}
     settings |= {"pattern": "window", "sliding_window": 4}
 
-    def start(name, count, *, limit=None, changes=None):
+    def start(name, count, *, limit=None, changes=None, timeout=45, python_path=None):
         port = free_port()
         environment = os.environ | {
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}",
@@ -302,6 +417,8 @@ def training(launch, tmp_path, byte_tokenizer):
             "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
+        if python_path is not None:
+            environment["PYTHONPATH"] = f"{python_path}:{os.environ.get('PYTHONPATH', '')}"
         processes = []
         for i in range(count):
             file = tmp_path / f"{name}{i}.yaml"
@@ -311,7 +428,7 @@ def training(launch, tmp_path, byte_tokenizer):
             command = [sys.executable, "-m", "swa_jax.cli", "train", str(file)]
             if count > 1:
                 command += ["--processes", str(count), "--process-id", str(i)]
-                command += ["--coordinator", f"127.0.0.1:{port}"]
+                command += ["--coordinator", f"127.0.0.1:{port}", "--timeout", str(timeout)]
             if i == limit:  # this process can write no file longer than 4 KiB
                 command = ["bash", "-c", 'ulimit -f 4; exec "$@"', "bash", *command]
             processes.append(launch(command, env=environment))
@@ -382,3 +499,69 @@ def test_configurations_that_differ(training, tmp_path):
     results = ends(training("run", 2, changes={1: {"seed": 7}}))
     assert all(status == 2 and "'seed' is 7 there and 0 in process 0" in error for status, error in results)
     assert not (tmp_path / "run").exists()
+
+
+def worker_of(process):
+    """The process that a guard has started."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return int(children.read_text().split()[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_training_process_that_is_frozen_ends_all_and_changes_nothing_when_it_goes_on(
+    training, tmp_path, victim
+):
+    run = tmp_path / "run"
+    processes = training("run", 2, timeout=15)
+    wait_for_step(run, 20, processes)
+    pid = worker_of(processes[victim])
+    os.killpg(processes[victim].pid, signal.SIGSTOP)
+    frozen = processes.pop(victim)
+    ((status, error),) = ends(processes)
+    assert status == 75
+    assert f"process {victim} of 2 (127.0.0.1" in error
+    assert "has not been heard of for 15 s" in error
+    assert ends(training("run", 2), 240) == [(0, "")] * 2  # as `up` does, while the other is still frozen
+
+    def contents():
+        files = (path for path in run.rglob("*") if path.is_file())
+        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
+
+    before = contents()
+    os.killpg(frozen.pid, signal.SIGCONT)
+    ((status, error),) = ends([frozen])
+    assert status == 75
+    assert f"process {victim} of 2 stood still" in error
+    assert not running(pid)
+    assert contents() == before
+    losses(run)
+
+
+# Delays process 1 when JAX's processes know each other and before the first message between their devices.
+_SLOW_START = """
+import time
+import jax._src.distributed as distributed
+
+initialize = distributed.State.initialize
+
+def slow(self, *arguments, **options):
+    import swa_jax.train.loop
+
+    initialize(self, *arguments, **options)
+    prepare = swa_jax.train.loop._prepare
+    if self.process_id == 1:
+        swa_jax.train.loop._prepare = lambda config: (prepare(config), time.sleep(SECONDS))[0]
+
+distributed.State.initialize = slow
+"""
+
+
+@pytest.mark.slow
+def test_a_start_that_is_slower_than_gloo_waits(training, tmp_path):
+    """By 33 s, where gloo gives up after 30, and where a silent process is lost after 15."""
+    (tmp_path / "sitecustomize.py").write_text(_SLOW_START.replace("SECONDS", "33"))
+    start = time.monotonic()
+    assert ends(training("run", 2, timeout=15, python_path=tmp_path), 240) == [(0, "")] * 2
+    assert time.monotonic() - start > 33
+    losses(tmp_path / "run")

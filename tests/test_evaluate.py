@@ -1,4 +1,4 @@
-"""Answer NLL, perplexity, generated needle accuracy and intervals, on a tiny random model."""
+"""Answer NLL, perplexity and generated needle accuracy, on a tiny random model."""
 
 import dataclasses
 import functools
@@ -10,17 +10,15 @@ import pytest
 from flax import nnx
 
 from pallas_kernels.spec import NEVER
+from swa_jax.estimates import bootstrap
 from swa_jax.evaluate import (
     Example,
-    accuracy_interval,
     answer_nll,
-    bootstrap,
     generate_answers,
     needle_accuracy,
     needle_accuracy_grid,
     needle_examples,
     needle_grid,
-    paired_bootstrap,
     perplexity,
     score_answers,
 )
@@ -155,7 +153,16 @@ def test_chunked_perplexity_scores_every_token_once_with_its_chunk_as_context(mo
     np.testing.assert_allclose(got.token_nll, want, rtol=1e-4, atol=1e-5)
     assert got.num_tokens == length - 1
     assert got.perplexity == pytest.approx(np.exp(want.mean()), rel=1e-4)
-    assert got.nll.low <= got.nll.mean <= got.nll.high
+    passes = np.split(got.token_nll, range(24, length - 1, 24))
+    tokens = [len(one) for one in passes]
+    assert got.nll == bootstrap([one.mean() for one in passes], weights=tokens)
+    assert got.nll.mean == pytest.approx(got.token_nll.mean(), rel=1e-6)
+
+
+def test_one_pass_gives_no_interval(model):
+    text = np.random.default_rng(2).integers(0, VOCABULARY, 20).tolist()
+    assert perplexity(model, text, context=24).nll.interval is None
+    assert perplexity(model, text, context=18).nll.interval is not None
 
 
 def test_sliding_perplexity_gives_each_token_at_least_the_overlap(model):
@@ -240,38 +247,3 @@ def test_accuracy_grid_keeps_cells_apart(model):
     ]  # the empty text is in every text
     accuracy = needle_accuracy_grid(model, Characters(), grid, max_new_tokens=6, batch_size=2)
     assert accuracy == {(190, 0.1): 0, (190, 0.8): 0, (220, 0.1): 0, (220, 0.8): 1}
-
-
-# ---- intervals ----
-
-
-def test_bootstrap_covers_the_mean_at_its_rate():
-    rng = np.random.default_rng(0)
-    hits = 0
-    for trial in range(200):
-        estimate = bootstrap(rng.normal(2.0, 1.0, 40), resamples=1000, seed=trial)
-        hits += estimate.low <= 2.0 <= estimate.high
-    assert 180 <= hits <= 198  # 95 % nominal; the percentile interval is slightly narrow at n = 40
-
-
-def test_pairing_removes_what_is_common_to_both():
-    rng = np.random.default_rng(1)
-    hard = rng.normal(0, 10, 50)
-    better, worse = hard + 1 + rng.normal(0, 0.1, 50), hard + rng.normal(0, 0.1, 50)
-    difference = paired_bootstrap(better, worse)
-    assert 0.9 < difference.low < 1 < difference.high < 1.1
-    with pytest.raises(ValueError, match="same examples"):
-        paired_bootstrap([1, 2], [1])
-
-
-def test_accuracy_interval_is_wilsons_and_honest_at_the_ends():
-    # 81 of 263, from Newcombe (1998), table I: 0.2553 to 0.3662.
-    scores = [1] * 81 + [0] * 182
-    assert accuracy_interval(scores)[1:] == pytest.approx((0.2553, 0.3662), abs=1e-4)
-    for n in (3, 6, 48):
-        assert accuracy_interval([0] * n).low == 0
-        assert accuracy_interval([1] * n).high == 1
-    perfect = accuracy_interval([1] * 48)
-    assert 0.92 < perfect.low < 0.93
-    with pytest.raises(ValueError, match="from 0 to 1"):
-        accuracy_interval([2])

@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 from swa_jax.checkpoint.folder import load_model
 from swa_jax.cli.main import app
 from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.errors import ConfigError
+from swa_jax.estimates import accuracy_interval, bootstrap
 from swa_jax.evaluate import perplexity
-from swa_jax.evaluate.bootstrap import accuracy_interval, bootstrap
 from swa_jax.evaluate.ruler import ruler_grid
 from swa_jax.evaluate.ruler_scores import RulerScore, ruler_scores
 from swa_jax.evaluate.sweep import block_interval, perplexity_sweep, with_window
 from swa_jax.model.flops import matrix_parameters
 from swa_jax.model.generate import generate
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.settings import ConfigError
 
 
 def run(*arguments: object, status: int = 0) -> str:
@@ -124,6 +124,7 @@ def test_ruler_on_the_command_line(checkpoint, tmp_path):
     tasks = ("--ruler", "niah_single_2", "--ruler", "niah_single_1")
     output = run("evaluate", checkpoint, *patterns, *tasks, *options, "--haystack", folder, "--out", out)
     assert "niah_single_2" in output
+    assert "RULER's prompts 16/16\n" in output
     assert "Haystacks: files; noise (RULER)." in output
     results = json.loads((out / "results.json").read_text())
     assert "rows" not in results  # needles only where they are asked for
@@ -180,7 +181,9 @@ def test_yarn_stretches_the_context_of_what_is_measured(checkpoint, tmp_path):
     text.write_text("All that is gold does not glitter. " * 8)
     rows = {}
     for name, options in {"plain": (), "yarn": ("--yarn", 2)}.items():
-        run("evaluate", checkpoint, "--text", text, "--contexts", 192, "--out", tmp_path / name, *options)
+        output = run(
+            "evaluate", checkpoint, "--text", text, "--contexts", 192, "--out", tmp_path / name, *options
+        )
         rows[name] = json.loads((tmp_path / name / "results.json").read_text())
     assert (rows["plain"]["yarn"], rows["yarn"]["yarn"]) == (None, 2)
     plain, yarn = (rows[name]["perplexity_sweep"][0] for name in ("plain", "yarn"))
@@ -188,6 +191,7 @@ def test_yarn_stretches_the_context_of_what_is_measured(checkpoint, tmp_path):
     assert (config.max_position_embeddings, config.rope_scaling.rope_type) == (192, "yarn")
     tokenizer = load_tokenizer(checkpoint)
     tokens = tokenizer.start_ids + tokenizer.encode(text.read_text())
+    assert f"tokens of the text {len(tokens) - 1}/{len(tokens) - 1}\n" in output
     expected = perplexity(load_model(checkpoint, config=config), tokens, context=192)
     np.testing.assert_allclose(yarn["nll"], np.log(expected.perplexity), rtol=1e-6)
     assert abs(plain["nll"] - yarn["nll"]) > 1e-3
@@ -247,6 +251,9 @@ def test_block_intervals_are_wider_where_neighbours_agree():
     assert low < mean < high < low + 0.07
     wide, _ = block_interval(alike)
     assert wide.high - wide.low > 5 * (high - low)
+    assert mean == pytest.approx(independent.mean(), abs=1e-12)
+    few, blocks = block_interval(independent[:20])
+    assert (blocks, few.interval) == (1, None)
 
 
 def test_a_sweep_on_the_command_line(checkpoint, text, tmp_path):

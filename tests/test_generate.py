@@ -11,6 +11,7 @@ from flax import nnx
 from tiny_models import SOFTMAX, model_of
 
 import swa_jax
+from swa_jax.errors import ConfigError
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.generate import (
     NOTHING,
@@ -24,7 +25,6 @@ from swa_jax.model.generate import (
     round_up,
     sample,
 )
-from swa_jax.settings import ConfigError
 
 NEW = 12
 LENGTHS = (1, 5, 19, 40)

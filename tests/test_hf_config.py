@@ -5,11 +5,11 @@ import json
 
 import pytest
 
+from swa_jax.errors import ConfigError
 from swa_jax.families.config_json import apply_pattern, hf_config, model_config
 from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.settings import ConfigError
 
 SIZES = {
     "vocab_size": 40,

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ import yaml
 from test_launch_local import wait_until
 
 from launch import gke, tpu_vm
-from launch.settings import Settings, main
-from swa_jax.settings import ConfigError, from_dict, load_config
+from launch.settings import Runner, Settings, main
+from swa_jax.errors import ConfigError
+from swa_jax.settings import from_dict, load_config
 from swa_jax.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
@@ -33,6 +35,22 @@ def dry(capsys, verbs, verb: str, *changes: str) -> list[list[str]]:
 
 def flag(command: list[str], name: str) -> str:
     return next(word.partition("=")[2] for word in command if word.startswith(f"--{name}="))
+
+
+# ---- errors ----
+
+
+def test_only_what_is_expected_is_a_sentence(capsys):
+    def absent(*_):
+        Path("absent.yaml").read_text()
+
+    def broken(*_):
+        list(zip([1], [1, 2], strict=True))
+
+    assert main({"up": absent}, "", ["up", str(EXAMPLE)]) == 2
+    assert capsys.readouterr().err == "absent.yaml: No such file or directory\n"
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        main({"up": broken}, "", ["up", str(EXAMPLE)])
 
 
 # ---- settings ----
@@ -170,6 +188,21 @@ def test_what_is_started_on_a_machine_says_its_status_and_gets_its_arguments(tmp
     assert shell(question).stdout == "143\n"
     status.unlink()  # the machine went down before it could say
     assert shell(question).stdout == "lost\n"
+
+    # A process that is frozen does not keep a lost run from being started again.
+    settings = load_config(Settings, EXAMPLE, changes)
+    tpu_vm.start(settings, Runner(dry_run=True), lost=True)
+    again = shlex.split(capsys.readouterr().out)
+    assert shell(start).returncode == 0
+    frozen = int((folder / "train.pid").read_text())
+    os.kill(frozen, signal.SIGSTOP)
+    assert shell(start).returncode == 1
+    assert shell(again).returncode == 0
+    assert int((folder / "train.pid").read_text()) != frozen
+    assert not Path(f"/proc/{frozen}").exists()
+    assert shell(question).stdout == "running\n"
+    assert shell(stop).returncode == 0
+    wait_until(status.exists)
 
 
 def test_the_install_command_is_a_shell_command(capsys):

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from planted import LAYERS, PLANTED, WINDOW_SIZE, planted_examples, planted_model
 
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import answer_batches
 from swa_jax.model.config import ModelConfig
@@ -16,7 +17,6 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import LazyRatios, lazy_ratios, light_transfer_pattern, static
 from swa_jax.select.light_transfer import lazy_ratio
-from swa_jax.settings import ConfigError
 
 CONFIG = ModelConfig(
     vocab_size=61,

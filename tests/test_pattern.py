@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from tiny_models import PATTERNS, SOFTMAX, make
 
+from swa_jax.errors import ConfigError
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern, load_pattern
 from swa_jax.model.recipes import SWAA_ROWS, begin_middle_end
-from swa_jax.settings import ConfigError
 
 
 def layers(recipe: str, depth: int = 12, **options) -> tuple[int, ...]:

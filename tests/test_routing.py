@@ -8,11 +8,11 @@ import pytest
 from flax import nnx
 from tiny_models import make
 
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.routing import answer_routing, keys_read, routing_by_depth, text_routing
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
-from swa_jax.settings import ConfigError
 
 CONFIG = ModelConfig(
     vocab_size=64,

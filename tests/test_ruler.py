@@ -6,6 +6,7 @@ from itertools import cycle, islice
 import pytest
 
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate.ruler import (
     RULER_TASKS,
     ruler_examples,
@@ -14,7 +15,6 @@ from swa_jax.evaluate.ruler import (
     string_match_part,
 )
 from swa_jax.evaluate.ruler_words import ADJECTIVES, NOUNS
-from swa_jax.settings import ConfigError
 
 ESSAY = """Work hard.  Then rest!
 Is that all? It is.

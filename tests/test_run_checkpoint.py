@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import swa_jax.train.run_checkpoints
-from swa_jax.checkpoint.safetensors_files import CheckpointError
+from swa_jax.errors import CheckpointError
 from swa_jax.train.run_checkpoints import MANIFEST_FILE, RunCheckpoints, has_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]

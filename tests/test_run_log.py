@@ -7,8 +7,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 
-from swa_jax.checkpoint.safetensors_files import CheckpointError
-from swa_jax.settings import ConfigError
+from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.train.config import LogConfig
 from swa_jax.train.run_log import RunLog, keep_lines
 
@@ -40,6 +39,18 @@ def test_a_resume_drops_later_lines_and_one_that_was_cut_short(tmp_path):
     with open_log(tmp_path, resume_at=2) as log:
         log.add(2, {"validation_loss": 1.0})
     assert file.read_text() == '{"step": 1}\n{"step": 2, "validation_loss": 1.0}\n'
+
+
+@pytest.mark.parametrize("damage", [b"\x00\xff{", b'{"loss": 2.0}', b"[1]", b"", b'{"step": "6"}', b"7"])
+def test_a_damaged_line_is_named_and_the_good_ones_after_it_stay(tmp_path, caplog, damage):
+    file = tmp_path / "metrics.jsonl"
+    lines = [b'{"step": %d, "loss": NaN}' % step for step in range(1, 56)]
+    lines[5] = damage
+    file.write_bytes(b"\n".join(lines) + b'\n{"step": 56')
+    keep_lines(file, 53)
+    assert file.read_bytes() == b"\n".join(lines[:5] + lines[6:53]) + b"\n"
+    (sentence,) = caplog.messages
+    assert sentence.startswith(f"{file}, line 6 is damaged")
 
 
 def test_a_full_disk_is_one_sentence(tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example, answer_nll
 from swa_jax.evaluate.nll import score_batch
 from swa_jax.model.config import ModelConfig
@@ -15,7 +16,6 @@ from swa_jax.model.generate import generate
 from swa_jax.model.layer_types import WINDOW
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import NLLScores, nll_deltas, nll_pattern, nll_scores, select_layers
-from swa_jax.settings import ConfigError
 
 LAYERS, WINDOW_SIZE = 5, 6
 CARRIER, READER = 1, 3

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from planted import KV_HEADS, WINDOW_SIZE, planted_examples, planted_mask, planted_model
+from planted import KV_HEADS, LAYERS, WINDOW_SIZE, planted_examples, planted_mask, planted_model
 from test_cli import fails, run
 from tiny_models import byte_checkpoint
 
@@ -35,6 +37,12 @@ def planted(monkeypatch):
     """The planted model and its examples in place of a checkpoint's and of needles."""
     monkeypatch.setattr("swa_jax.cli.select.load_checkpoint", lambda *_: (planted_model(), None))
     monkeypatch.setattr("swa_jax.cli.select.draw_needles", lambda *_: planted_examples())
+    monkeypatch.setattr("swa_jax.checkpoint.folder.weights_sum", lambda _: "planted")
+
+    def opened(_):
+        return SimpleNamespace(config=planted_model().config, pattern=planted_model().pattern)
+
+    monkeypatch.setattr("swa_jax.checkpoint.folder.open_checkpoint", opened)
 
 
 def test_bosch_writes_a_pattern_a_picture_and_its_evaluations(planted, tmp_path):
@@ -56,8 +64,51 @@ def test_bosch_writes_a_pattern_a_picture_and_its_evaluations(planted, tmp_path)
 
 
 def test_bosch_says_when_the_prompts_are_too_short(planted, tmp_path):
-    output = run("select", "bosch", "x", "--ratio", 0.5, "--window", 64, "--out", tmp_path / "p.json")
-    assert "windows everywhere do just as well: take longer prompts" in output
+    refused_unless_forced("bosch", tmp_path, "--ratio", 0.5)
+    refused_unless_forced("bosch-single", tmp_path, "--ratio", 0.5)
+
+
+def refused_unless_forced(method, folder, *options):
+    """By prompts of 49 tokens that a window of 64 holds."""
+    out = folder / f"{method}.json"
+    arguments = ("select", method, "x", *options, "--out", out)
+    arguments = arguments if "--recent" in options else (*arguments, "--window", 64)
+    said = run(*arguments, status=2).strip()  # a progress bar leaves a line
+    assert ": the choice would mean nothing, and no pattern is written. Take longer prompts" in said
+    assert not out.exists()
+    output = run(*arguments, "--force")
+    assert f"{said.split(': the choice')[0]}: the choice means nothing" in output
+    assert AttentionPattern.from_json(out).num_layers == LAYERS
+
+
+@pytest.mark.parametrize("method", ["dcam", "qada", "fisher"])
+def test_heads_are_not_ranked_by_a_window_that_holds_everything(planted, tmp_path, method):
+    refused_unless_forced(method, tmp_path, "--ratio", 0.5)
+
+
+def test_rankings_without_a_window_go_on(planted, tmp_path):
+    run("select", "apl", "x", "--ratio", 0.5, "--window", 64, "--out", tmp_path / "p.json")
+    assert (tmp_path / "p.json").exists()
+
+
+def test_every_method_is_a_command_and_a_row_of_the_docs(planted, tmp_path):
+    from swa_jax.select.method_table import METHODS, methods_table
+    from swa_jax.select.methods import choose
+
+    assert methods_table() in (Path(__file__).parents[1] / "docs" / "selection.md").read_text()
+    for name in METHODS:
+        assert "--out" in run("select", name, "--help")
+    # What a command chooses is what `compare` has chosen by that name.
+    for name in ("bosch-single", "bosch-layer", "fisher", "interleave", "random-heads"):
+        more = () if METHODS[name].family in ("static", "heuristic") else ("--iterations", 2)
+        options = ("--ratio", 0.75, "--window", WINDOW_SIZE, "--out", tmp_path / "p.json", *more)
+        run("select", name, "x", *options)
+        chosen = AttentionPattern.from_json(tmp_path / "p.json")
+        assert chosen.provenance["method"] == name
+        (same,) = choose(
+            name, planted_model(), planted_examples(), [0.75], sliding_window=WINDOW_SIZE, iterations=2
+        )  # fmt: skip
+        assert (same, same.provenance["method"]) == (chosen, name)
 
 
 def test_bosch_refuses_a_model_that_finds_nothing(checkpoint, tmp_path):
@@ -179,8 +230,9 @@ def test_nll_goes_on_from_its_file_and_writes_what_it_found(checkpoint, tmp_path
 
 
 def test_nll_says_when_the_prompts_are_too_short(planted, tmp_path):
-    output = run("select", "nll", "x", "--budget", 2, "--window", 64, "--out", tmp_path / "p.json")
-    assert "windows everywhere do just as well: take longer prompts" in output
+    refused_unless_forced("nll", tmp_path, "--budget", 2)
+    refused_unless_forced("nll-greedy", tmp_path, "--budget", 1)
+    refused_unless_forced("light-transfer", tmp_path, "--budget", 2, "--recent", 60)
 
 
 def test_wrong_arguments_of_layer_selection_get_a_sentence(checkpoint, tmp_path):
@@ -210,8 +262,9 @@ def test_light_transfer_writes_a_pattern_with_its_scores(checkpoint, tmp_path):
     assert (pattern.sliding_window, pattern.num_sink_tokens, len(pattern.full_layers)) == (24, 2, 1)
     assert (said["method"], said["recent_keys"], np.shape(said["scores"])) == ("light-transfer", 16, (2,))
     assert out.with_suffix(".png").stat().st_size > 1000
-    output = run("select", "light-transfer", checkpoint, "--one-in", 2, "--out", out, *NEEDLES)
-    assert "--recent reaches over whole prompts" in output
+    said = fails("select", "light-transfer", checkpoint, "--one-in", 2, "--out", out, *NEEDLES)
+    assert said.startswith("--recent 1020 reaches over whole prompts, so that every layer is lazy: ")
+    assert AttentionPattern.from_json(out) == pattern  # what was there is not lost
 
 
 # ---- prompts of one's own ----

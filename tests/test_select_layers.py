@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from planted import CLASSES, HAY, PLANTED, VALUES, WINDOW_SIZE, planted_examples, planted_model
 
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example, answer_nll
 from swa_jax.evaluate.nll import score_batch
 from swa_jax.model.config import ModelConfig
@@ -24,7 +25,6 @@ from swa_jax.select import (
     toggles,
 )
 from swa_jax.select.heads import heuristic_mask
-from swa_jax.settings import ConfigError
 
 LAYERS = 5
 CONFIG = ModelConfig(
@@ -190,7 +190,7 @@ def test_scores_of_something_else_are_refused(model, examples, tmp_path):
             nll_deltas(model, examples, file=file, **(OPTIONS | changes))
     with pytest.raises(ConfigError, match=r"made with other examples .*name another file"):
         nll_deltas(model, examples[1:], file=file, **OPTIONS)
-    with pytest.raises(ConfigError, match=r"scores of another model.*with every layer windowed"):
+    with pytest.raises(ConfigError, match=r"scores of another model: its weights differ"):
         nll_deltas(make_model(seed=1), examples, file=file, **OPTIONS)
     assert file.read_bytes() == kept
     file.write_text("{}")

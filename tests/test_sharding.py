@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.flops import attention_flops, matrix_parameters, train_flops_per_token, visible_keys
 from swa_jax.model.pattern import AttentionPattern
@@ -24,7 +25,6 @@ from swa_jax.model.sharding import (
     mesh_shape,
     state_shardings,
 )
-from swa_jax.settings import ConfigError
 from swa_jax.train.loop import random_model
 
 ROOT = Path(__file__).parents[1]

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from planted import PLANTED, WINDOW_SIZE, planted_examples, planted_mask, planted_model
 
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import answer_batches
 from swa_jax.model.config import ModelConfig
@@ -26,7 +27,6 @@ from swa_jax.select.heads import (
     window_most_local,
 )
 from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
-from swa_jax.settings import ConfigError
 
 WINDOW = 100
 CONFIG = ModelConfig(

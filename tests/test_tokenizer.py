@@ -7,6 +7,7 @@ from tokenizers import processors
 from swa_jax.data.haystack import NEEDLE
 from swa_jax.data.lessons import train_recall_tokenizer
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer, train_byte_bpe
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate.needle import needle_examples
 
 TEXT = "def area(width, height):\n    return width * height  # 1024 is: 7\n"
@@ -56,7 +57,7 @@ def test_tokenizer_config_names_the_end_of_text(tokenizer: Tokenizer, tmp_path, 
 
 
 def test_errors_name_what_is_missing(tokenizer: Tokenizer, tmp_path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"expected a tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"expected a tokenizer\.json"):
         load_tokenizer(tmp_path)
     with pytest.raises(ValueError, match="no token '<end>'"):
         Tokenizer(tokenizer.backend, "<end>")

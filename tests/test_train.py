@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,9 +22,10 @@ from swa_jax.checkpoint.folder import load_model
 from swa_jax.data import SourceConfig
 from swa_jax.data.tokenize import tokenize
 from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.errors import ConfigError
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern, load_pattern
-from swa_jax.settings import ConfigError, from_dict, load_config
+from swa_jax.settings import from_dict, load_config, to_dict
 from swa_jax.train.loop import TrainConfig, train
 from swa_jax.train.optimizer import OptimizerConfig, is_matrix, learning_rate
 from swa_jax.train.step import SPIKE_DECAY, SPIKE_WARMUP, init_state, make_step
@@ -158,6 +160,67 @@ def test_a_wrong_configuration_writes_nothing(settings, tmp_path, changes, sente
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ({"kind": "prompts", "files": ["later.jsonl"]}, r"later\.jsonl, line 2: not valid JSON"),
+        ({"kind": "prompts", "files": ["good.jsonl"]}, "none of the 1 prompts fits sequence_length = 8"),
+        ({"files": ["short.txt"]}, "has 4 tokens, less than one row of sequence_length = 8"),
+        ({"files": ["text.txt"], "held_out": 0.999}, "none to train on"),
+        ({"files": ["text.txt"]}, "no source holds anything out"),
+        ({"kind": "needles"}, "more than length = 8"),
+    ],
+)
+def test_the_data_of_every_stage_is_opened_before_the_first_step(
+    settings, tmp_path, monkeypatch, data, sentence
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.jsonl").write_text(json.dumps({"prompt": "how much", "answer": "3"}))
+    (tmp_path / "later.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c",\n')
+    (tmp_path / "short.txt").write_text("abc")
+    later = {"steps": 1, "sequence_length": 8, "batch_size": 2, "data": [data]}
+    held_out = {"validate_every": 1} if sentence == "no source holds anything out" else {}
+    first = settings["stages"][0]
+    if held_out:
+        names = []
+        for i in range(12):
+            (tmp_path / f"document{i}.txt").write_text(f"{i} " + TEXT[i : 400 + i])
+            names.append(f"document{i}.txt")
+        first = first | {"data": [{"files": names, "held_out": 0.3}]}
+    monkeypatch.setattr(swa_jax.train.loop, "random_model", None)
+    with pytest.raises(ValueError, match=sentence):
+        train(config_of(settings, stages=[first, later], **held_out), quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_without_its_config_goes_on_under_its_own_settings_only(settings, tmp_path, monkeypatch):
+    stage = [settings["stages"][0] | {"steps": 6}]
+    config = config_of(settings, stages=stage)
+    interrupt_at(monkeypatch, 5)
+    with pytest.raises(Interruption):
+        train(config, quiet=True)
+    monkeypatch.undo()
+    run = tmp_path / "run"
+    written = (run / "config.yaml").read_text()
+    (run / "config.yaml").unlink()
+    recorded = run / "checkpoints" / "4" / "config.yaml"
+    assert recorded.read_text() == written
+    other = config_of(settings, stages=stage, optimizer=settings["optimizer"] | {"learning_rate": 0.1})
+    with pytest.raises(ConfigError, match=f"'optimizer' differs.*resume with {recorded} as it is"):
+        train(other, quiet=True)
+    (run / "config.yaml").write_text(yaml.safe_dump(to_dict(other)))  # edited to agree with what is asked for
+    with pytest.raises(ConfigError, match=f"'optimizer' differs.*resume with {recorded} as it is"):
+        train(other, quiet=True)
+    (run / "config.yaml").unlink()
+    train(config, quiet=True)
+    assert (run / "config.yaml").read_text() == written
+    assert len(losses(run)) == 6
+    shutil.rmtree(run / "checkpoints")
+    (run / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=f"settings are unknown, because {run / 'config.yaml'} is missing"):
+        train(config, quiet=True)
+
+
 @pytest.mark.slow
 def test_sigkill_twice_then_resume_is_bit_identical(settings, tmp_path):
     stages = [settings["stages"][0] | {"steps": 600}]
@@ -185,6 +248,20 @@ def test_sigkill_twice_then_resume_is_bit_identical(settings, tmp_path):
     subprocess.run(commands["killed"], check=True, capture_output=True)
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
     assert len(losses(tmp_path / "killed")) == 600
+
+
+def test_what_is_shown_without_a_terminal(settings, capsys):
+    stage = settings["stages"][0] | {"steps": 2}
+    train(config_of(settings, stages=[stage], checkpoint_every=1))
+    first, last = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"step 1/2  loss \d\.\d{3}  [\d.]+k? tokens/s(  last checkpoint 1)?", first)
+    assert re.fullmatch(r"step 2/2  loss \d\.\d{3}  [\d.]+k? tokens/s(  last checkpoint [12])?", last)
+
+
+def test_the_share_of_the_peak_is_shown_where_the_peak_is_known():
+    line = {"step": 1, "loss": 2.7141, "tokens_per_second": 412345.6}
+    assert swa_jax.train.loop._summary(line) == "loss 2.714  412k tokens/s"
+    assert swa_jax.train.loop._summary(line | {"mfu": 0.4149}) == "loss 2.714  412k tokens/s  MFU 41 %"
 
 
 def test_schedules():

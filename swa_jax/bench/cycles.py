@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from pallas_kernels import bench
 from pallas_kernels.bench import Executions
 from swa_jax.bench.bundles import Code, read_code
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
 
 
 class Chip(NamedTuple):

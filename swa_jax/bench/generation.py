@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from rich import box
-from rich.table import Table
 
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import Batch, decode, prefill, prepare
@@ -91,24 +89,3 @@ def _time(model: Decoder, batch: Batch, new_tokens: int) -> tuple[float, float, 
     held = cache.nbytes  # decoding takes the arrays over
     jax.block_until_ready(decode(model, batch, logits, cache, new_tokens)[0])
     return middle - start, time.perf_counter() - middle, held
-
-
-def generation_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """The rows of `measure` as a table for the terminal."""
-    table = Table(title=title, box=box.SIMPLE, title_justify="left")
-    for name in (
-        "Windowed KV heads", "KV cache\n(MB/sequence)", "against\nthe first", "Prefill\n(tokens/s)",
-        "against\nthe first", "Decode\n(tokens/s)", "against\nthe first",
-    ):  # fmt: skip
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            f"{row['ratio']:.0%} ({row['windowed_heads']})",
-            f"{row['kv_cache_bytes'] / 2**20:.2f}",
-            f"{row['kv_cache_bytes_ratio']:.2f}",
-            f"{row['prefill_tokens_per_second']:,.0f}",
-            f"{row['prefill_tokens_per_second_ratio']:.2f}",
-            f"{row['decode_tokens_per_second']:,.0f}",
-            f"{row['decode_tokens_per_second_ratio']:.2f}",
-        )
-    return table

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ import jax
 from pallas_kernels.blocks import FIELDS, Row, preferring
 from swa_jax.bench.attention import Result, measure
 from swa_jax.bench.candidates import Candidate, Case, Runner, ours
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
+from swa_jax.files import read_json, write_text
 
 # By platform and pass of a case: the kernels that it runs and that have tiles of their own.
 KERNELS = {
@@ -98,15 +98,13 @@ def winner(rows: Sequence[Row], results: Sequence[Result], case: Case, device: s
 
 def write_rows(file: Path, platform: str, rows: Sequence[Row]) -> None:
     """Adds rows to a table, in place of those that are found by the same key."""
-    table: dict[str, list[dict[str, Any]]] = json.loads(file.read_text()) if file.exists() else {}
+    table: dict[str, list[dict[str, Any]]] = read_json(file) if file.exists() else {}
     key = FIELDS[platform][0]
     new = {tuple(row[name] for name in key): row for row in rows}
     old = {tuple(row[name] for name in key): row for row in table.get(platform, [])}
     table = {name: table.get(name, []) for name in FIELDS} | {platform: list((old | new).values())}
     lines = [f"  {json.dumps(name)}: [\n{_listed(rows)}\n  ]" for name, rows in table.items()]
-    partial = Path(f"{file}.partial")
-    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    os.replace(partial, file)
+    write_text(file, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def _listed(rows: Sequence[Row]) -> str:

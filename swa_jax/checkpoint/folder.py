@@ -10,10 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
-import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -25,17 +22,26 @@ import numpy as np
 from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
-from swa_jax.checkpoint.safetensors_files import CheckpointError
 from swa_jax.checkpoint.tensor_names import TensorName, expected_tensors, is_router, tensor_names
+from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.families.config_json import hf_config as make_hf_config
 from swa_jax.families.config_json import model_config
+from swa_jax.files import (
+    check_destination,
+    check_local,
+    new_folder,
+    partial_folder,
+    read_json,
+    sum_of_file,
+    sum_of_json,
+    write_json,
+)
 from swa_jax.model.attention import Router
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.pattern import AttentionPattern, load_pattern
 from swa_jax.model.sharding import Partition, state_shardings
-from swa_jax.settings import ConfigError
 
 CONFIG_FILE, PATTERN_FILE, MANIFEST_FILE, WEIGHTS = "config.json", "pattern.json", "manifest.json", "weights"
 COMPANIONS = (
@@ -48,7 +54,6 @@ COMPANIONS = (
     "vocab.json",
     "merges.txt",
 )
-_MARK = ".incomplete"  # lies in a folder while it is being written
 BATCH_BYTES = 64 * 2**20  # small tensors go to and from the disk together, up to this much
 ROUTER_SEED = 0  # of the routers that a pattern asks for and the checkpoint does not have
 
@@ -107,7 +112,7 @@ def load_model(
       path: a folder written by `swa-jax import`, `save_model` or training.
       pattern: an AttentionPattern, the path of a pattern JSON, or a recipe; None: the folder's own. Routers that it
         asks for and the checkpoint lacks are drawn from `router_seed`.
-      dtype: of all parameters; None: the stored one (the widest, if several are stored).
+      dtype: of all parameters but the routers, which are f32; None: the stored one (the widest, if several are stored).
       config: in place of the folder's own, for changes that no weight depends on, such as YaRN.
       partition: lay the parameters out on this mesh; the host holds one of them at a time.
 
@@ -127,23 +132,22 @@ def load_model(
     if partition is not None:
         shardings = nnx.to_flat_state(state_shardings(wanted, partition))
         places = {_names(path): sharding.get_value() for path, sharding in shardings}
-    arrays = dict(_stack(source, table, config.num_hidden_layers, kind, places))
+    dtypes = {_names(path): variable.dtype for path, variable in nnx.to_flat_state(wanted)}
+    arrays = dict(_stack(source, table, config.num_hidden_layers, dtypes, places))
     if routed and not source.has_routers:
-        routers = fresh_routers(config, kind, router_seed)
+        routers = fresh_routers(config, router_seed)
         arrays |= {path: jax.device_put(router, places.get(path)) for path, router in routers.items()}
     state = {path: variable.replace(arrays[_names(path)]) for path, variable in nnx.to_flat_state(wanted)}
     return nnx.merge(graph, nnx.from_flat_state(state))
 
 
-def fresh_routers(
-    config: ModelConfig, dtype: jax.typing.DTypeLike, seed: int = ROUTER_SEED
-) -> dict[tuple[str, ...], jax.Array]:
-    """Stacked router parameters by their path in the decoder."""
+def fresh_routers(config: ModelConfig, seed: int = ROUTER_SEED) -> dict[tuple[str, ...], jax.Array]:
+    """Stacked router parameters, f32, by their path in the decoder."""
 
     @nnx.split_rngs(splits=config.num_hidden_layers)
     @nnx.vmap(in_axes=(0,), out_axes=0)
     def stack(rngs: nnx.Rngs) -> Router:
-        return Router(config, jnp.dtype(dtype), rngs)
+        return Router(config, rngs)
 
     flat = nnx.to_flat_state(nnx.state(stack(nnx.Rngs(seed))))
     return {("layers", "attention", "router", *_names(path)): variable[...] for path, variable in flat}
@@ -182,7 +186,7 @@ def _stack(
     source: Checkpoint,
     table: list[TensorName],
     num_layers: int,
-    dtype: np.dtype,
+    dtypes: Mapping[tuple[str, ...], np.dtype],
     places: Mapping[tuple[str, ...], jax.sharding.Sharding],
 ) -> Iterator[tuple[tuple[str, ...], jax.Array]]:
     """(path, parameter) for each parameter of the decoder; the host holds one of them at a time."""
@@ -190,7 +194,7 @@ def _stack(
         tensors = {tensor.name: tensor for tensor in group}
         first = next(iter(tensors.values()))
         shape = first.shape[::-1] if first.transposed else first.shape
-        buffer = np.empty(shape if first.layer is None else (num_layers, *shape), dtype)
+        buffer = np.empty(shape if first.layer is None else (num_layers, *shape), dtypes[path])
         for name, array in source.read(list(tensors)):
             buffer[... if first.layer is None else tensors[name].layer] = (
                 array.T if first.transposed else array
@@ -217,8 +221,9 @@ class Checkpoint:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of all tensors, or the widest needed to hold them."""
-        return np.dtype(jnp.result_type(*{dtype for dtype, _ in self.tensors.values()}))
+        """The dtype of all tensors but the routers', or the widest needed to hold them."""
+        dtypes = {dtype for name, (dtype, _) in self.tensors.items() if not is_router(name)}
+        return np.dtype(jnp.result_type(*dtypes))
 
     def read(self, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
         """(name, array) in the order of `names`, with at most `BATCH_BYTES` or one tensor in memory."""
@@ -250,6 +255,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
     Raises `CheckpointError` naming the file that is missing or damaged, `ConfigError` for a damaged configuration.
     """
+    check_local(path, "checkpoint folder")
     folder = Path(path).expanduser().resolve()
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint folder {path} does not exist")
@@ -289,7 +295,7 @@ def write_checkpoint(
     context.memory.deepcopy_host_arrays = False  # nothing changes our arrays while Orbax writes them
     context.array.saving.use_compression = False  # weights hardly compress
     first = jax.process_index() == 0
-    made = new_folder(destination) if first else contextlib.nullcontext(_partial(destination))
+    made = new_folder(destination) if first else contextlib.nullcontext(partial_folder(destination))
     with made as folder, context:
         batch: dict[str, np.ndarray] = {}
         for name, array in tensors:
@@ -309,89 +315,46 @@ def write_checkpoint(
             copy_companions(companions, folder)
 
 
-def check_destination(destination: str | Path) -> Path:
-    """The absolute path of a folder that may be written: one that does not exist, or is empty."""
-    path = Path(destination).expanduser().resolve()
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise CheckpointError(
-            f"{destination} exists already; give a folder that does not, or remove it first"
-        )
-    return path
-
-
-@contextlib.contextmanager
-def new_folder(destination: Path) -> Iterator[Path]:
-    """A folder `<destination>.partial` to write into, renamed to `destination` at the end and removed on an error.
-
-    What a killed run left there is cleared away, but only a folder that carries our mark.
-    """
-    partial = _partial(destination)
-    if (
-        partial.exists()
-        and not (partial / _MARK).is_file()
-        and not (partial.is_dir() and not any(partial.iterdir()))
-    ):
-        raise CheckpointError(
-            f"{partial} is in the way and was not made by an interrupted run; move it elsewhere"
-        )
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        (partial / _MARK).touch()
-        yield partial
-        (partial / _MARK).unlink()
-        os.replace(partial, destination)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-def _partial(destination: Path) -> Path:
-    return destination.with_name(destination.name + ".partial")
-
-
 def copy_companions(source: Path, folder: Path) -> None:
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
 
-def write_json(file: Path, data: Any) -> None:
-    partial = Path(f"{file}.partial")
-    partial.write_text(json.dumps(data, indent=2) + "\n")
-    os.replace(partial, file)
-
-
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        data = json.loads(file.read_text())
+        return read_json(file, CheckpointError)
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing: the checkpoint is not complete") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{file} must hold a JSON object")
-    return data
 
 
 def _sums(folder: Path) -> dict[str, str]:
     """SHA-256 of every file below `weights/`, by its path in the folder."""
     files = sorted(file for file in (folder / WEIGHTS).rglob("*") if file.is_file())
-    return {file.relative_to(folder).as_posix(): _sha256(file) for file in files}
+    return {file.relative_to(folder).as_posix(): sum_of_file(file) for file in files}
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+def weights_sum(path: str | Path) -> str:
+    """One SHA-256 for a checkpoint folder's weights: of the sums of their files that its manifest has.
+
+    Raises `CheckpointError` where there is no manifest. That the files have these sums is for `open_checkpoint` to see.
+    """
+    sums = _manifest(Path(path).expanduser())
+    return sum_of_json(sums)
 
 
-def _verify(folder: Path) -> None:
+def _manifest(folder: Path) -> dict[str, str]:
     sums = _read_json(folder / MANIFEST_FILE).get("sha256")
     if not isinstance(sums, dict):
         raise CheckpointError(f"{folder / MANIFEST_FILE} has no 'sha256' sums")
+    return sums
+
+
+def _verify(folder: Path) -> None:
+    sums = _manifest(folder)
     for name, expected in sums.items():
         file = folder / name
         if not file.is_file():
             raise CheckpointError(f"{file} is missing: the checkpoint is not complete")
-        if _sha256(file) != expected:
+        if sum_of_file(file) != expected:
             raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one in {MANIFEST_FILE}")

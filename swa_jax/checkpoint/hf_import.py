@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from swa_jax.checkpoint.folder import (
-    COMPANIONS,
-    CONFIG_FILE,
-    PATTERN_FILE,
-    WEIGHTS,
-    check_destination,
-    write_checkpoint,
-)
-from swa_jax.checkpoint.safetensors_files import (
-    DTYPES,
-    CheckpointError,
-    StoredTensor,
-    read_headers,
-    stream_tensors,
-)
+from swa_jax.checkpoint.folder import COMPANIONS, CONFIG_FILE, PATTERN_FILE, WEIGHTS, write_checkpoint
+from swa_jax.checkpoint.safetensors_files import DTYPES, StoredTensor, read_headers, stream_tensors
 from swa_jax.checkpoint.tensor_names import EMBEDDING, HEAD, expected_tensors, is_buffer, is_router
+from swa_jax.errors import CheckpointError
 from swa_jax.families.config_json import model_config
+from swa_jax.files import check_destination, read_json
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.pattern import AttentionPattern, load_pattern
-from swa_jax.settings import ConfigError, nearest
+from swa_jax.settings import nearest
 
 
 def import_model(
@@ -117,13 +105,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     if not file.is_file():
         raise CheckpointError(f"{folder} holds no {CONFIG_FILE}: it is not a Hugging Face model")
-    try:
-        hf = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(hf, dict):
-        raise ConfigError(f"{file} must hold a JSON object")
-    return hf
+    return read_json(file)
 
 
 def _choose_pattern(

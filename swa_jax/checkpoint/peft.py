@@ -9,10 +9,11 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from swa_jax.checkpoint.folder import PATTERN_FILE, check_destination, fetch, new_folder, write_json
+from swa_jax.checkpoint.folder import PATTERN_FILE, fetch
 from swa_jax.checkpoint.tensor_names import tensor_names
+from swa_jax.errors import ConfigError
+from swa_jax.files import check_destination, new_folder, write_json
 from swa_jax.model.decoder import Decoder
-from swa_jax.settings import ConfigError
 
 PREFIX = "base_model.model."  # PEFT wraps the model twice; its names begin with both wrappers
 

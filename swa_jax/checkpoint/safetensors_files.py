@@ -12,15 +12,12 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from swa_jax.settings import ConfigError
+from swa_jax.errors import CheckpointError
+from swa_jax.files import write_json
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 MAX_SHARD_BYTES = 5_000_000_000
-
-
-class CheckpointError(ConfigError):
-    """Weights or a folder of them that cannot be used; the message names the file or tensor and what would be right."""
 
 
 class StoredTensor(NamedTuple):
@@ -134,7 +131,7 @@ def write_model(
         places |= dict.fromkeys(names, file)
     total = sum(_size(*tensor) for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    write_json(folder / INDEX_FILE, index)
 
 
 def _size(dtype: np.dtype, shape: tuple[int, ...]) -> int:

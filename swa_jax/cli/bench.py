@@ -41,20 +41,22 @@ def cycles(
     """Cycles of the TPU kernels, by libtpu's own simulator: no TPU is needed. Takes seconds a function and chip."""
     from pallas_kernels.bench import FUNCTIONS
     from swa_jax.bench.cycles import check, measure, read_settings
-    from swa_jax.bench.tables import HOW_TO_READ, cycles_table
+    from swa_jax.report import table_console
+    from swa_jax.report.bench_tables import HOW_TO_READ_CYCLES, cycles_table
 
     settings = read_settings(set_ or [])
     functions, chips = names or list(FUNCTIONS), chip or ["v6e"]
     check(functions, chips, settings)
-    console, measured = _console(), []
+    console, measured = table_console(), []
     if not as_json:
-        console.print(HOW_TO_READ, highlight=False)
+        for line in HOW_TO_READ_CYCLES:
+            console.print(line, highlight=False)
     for name in functions:
         for target in chips:
             with Console(stderr=True).status(f"compiling {name} for {target}"):
                 measured.append(measure(name, target, settings))
             if not as_json:
-                console.print(cycles_table(measured[-1], ops))
+                console.print(cycles_table(measured[-1].to_dict(), ops))
     if as_json:
         typer.echo(json.dumps([measurement.to_dict() for measurement in measured], indent=2))
 
@@ -100,9 +102,10 @@ def attention(
     from swa_jax.bench.candidates import PASSES
     from swa_jax.bench.search import search as search_tiles
     from swa_jax.bench.search import write_rows
-    from swa_jax.bench.tables import attention_table
-    from swa_jax.checkpoint.folder import write_json
-    from swa_jax.settings import ConfigError
+    from swa_jax.errors import ConfigError
+    from swa_jax.files import write_json
+    from swa_jax.report import table_console
+    from swa_jax.report.bench_tables import attention_table
 
     if out is not None:
         check_output("--out", out)
@@ -132,7 +135,7 @@ def attention(
     if not cases:
         raise ConfigError("nothing to time: no --window is shorter than a --length, and none is 0")
     device = jax.devices()[0].device_kind
-    console = _console()
+    console = table_console()
     results = []
     if dry_run:
         for case in cases:
@@ -152,7 +155,11 @@ def attention(
             measured = measure(case, candidates(case), rounds)
         results.append(measured.to_dict())
         if not as_json:
-            console.print(attention_table(measured, device))
+            title = (
+                f"{case}, {case.dtype}, {case.heads} heads, {case.kv_heads} KV heads, head_dim {case.head_dim}, "
+                f"batch {case.batch}, on {device}"
+            )
+            console.print(attention_table(measured.to_dict(), title))
     report = {"device": device, "jax": jax.__version__, "rounds": rounds, "results": results}
     if as_json:
         typer.echo(json.dumps(report, indent=2))
@@ -182,12 +189,14 @@ def generation(
     Heads are drawn: how much is saved depends on how many they are, what is lost on which.
     """
     import jax
-    from rich.progress import Progress
 
-    from swa_jax.bench.generation import generation_table, measure
-    from swa_jax.checkpoint.folder import write_json
+    from swa_jax.bench.generation import measure
+    from swa_jax.errors import ConfigError
+    from swa_jax.files import write_json
+    from swa_jax.report import table_console
+    from swa_jax.report.bench_tables import generation_table
+    from swa_jax.report.progress import Progress
     from swa_jax.select.heads import windowed_count
-    from swa_jax.settings import ConfigError
 
     if out is not None:
         check_output("--out", out)
@@ -207,23 +216,12 @@ def generation(
         "rounds": rounds,
         "seed": seed,
     }
-    with Progress(transient=True) as progress:
-        task = progress.add_task("generating")
-        rows = measure(
-            decoder,
-            ratios,
-            **settings,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    with Progress("rounds of generation") as progress:
+        rows = measure(decoder, ratios, **settings, progress=progress.update)
     device = jax.devices()[0].device_kind
     title = f"{batch_size} prompts of {length} tokens, {new_tokens} new, window {window}, on {device}"
-    _console().print(generation_table(rows, title))
+    table_console().print(generation_table(rows, title))
     if out is not None:
         report = {"model": str(model), "device": device, "jax": jax.__version__} | settings | {"rows": rows}
         write_json(out, report)
         typer.echo(f"written to {out}")
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.width >= 110 else Console(width=110)

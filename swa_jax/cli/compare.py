@@ -22,8 +22,12 @@ from swa_jax.cli.options import (
     load_checkpoint,
     resolve_pattern,
 )
-from swa_jax.settings import ConfigError, nearest
+from swa_jax.errors import ConfigError
+from swa_jax.model.pattern import is_pattern_file
+from swa_jax.select.method_table import METHODS
+from swa_jax.settings import nearest
 
+NO_WINDOW = "--window is missing: give it, as the model's own pattern has none"
 HELD_OUT_SEED = 10**6  # far from any seed that prompts to choose by are drawn with
 
 
@@ -37,7 +41,7 @@ def compare(
     method: Annotated[
         list[str] | None,
         Option(
-            help="A way of choosing, repeatable: nll, light-transfer, bosch, fisher, interleave, ...; or all."
+            help=f"A method of `swa-jax select`, repeatable, or all of them: all. There are {', '.join(METHODS)}."
         ),
     ] = None,
     ratio: Annotated[
@@ -66,21 +70,25 @@ def compare(
     ] = None,
     batch_size: BatchSize = 8,
     dtype: ComputeDtype = None,
+    force: Annotated[
+        bool, Option("--force", help="Go on where no pattern finds a single needle, which tells nothing.")
+    ] = False,
     seed: Seed = 0,
 ) -> None:
     """Compare patterns and methods: needles found against memory, on prompts that nobody chose by.
 
     Run the same command again to go on after an interruption, or with more methods, ratios or seeds to add them.
     """
-    from swa_jax.report import frontier_chart, wide_console
+    from swa_jax.checkpoint.folder import weights_sum
+    from swa_jax.report import compare_table, frontier_chart, table_console
+    from swa_jax.report.progress import Progress
     from swa_jax.select.compare import compare as run
-    from swa_jax.select.compare import compare_table, summary
-    from swa_jax.select.methods import METHODS
+    from swa_jax.select.compare import summary
 
     methods = list(METHODS) if method == ["all"] else list(dict.fromkeys(method or []))
     for name in methods:
         if name not in METHODS:
-            raise ConfigError(f"--method '{name}' is not known{nearest(name, METHODS)}")
+            raise ConfigError(f"--method '{name}' is not known{nearest(name, list(METHODS))}")
     if against is not None and against not in methods:
         raise ConfigError(f"--against '{against}' is not among the methods: {', '.join(methods) or 'none'}")
     ratios = ratio or [0.5, 0.75]
@@ -88,41 +96,56 @@ def compare(
         if not 0 <= share <= 1:
             raise ConfigError(f"--ratio is {share}: the share of windowed heads must lie between 0 and 1")
     decoder, tokenizer = load_checkpoint(model, dtype)
-    window = decoder.pattern.sliding_window if window is None else window
-    if window is None:
-        raise ConfigError("--window is missing: give it, as the model's own pattern has none")
-    sinks = decoder.pattern.num_sink_tokens if sink_tokens is None else sink_tokens
-    names = list(dict.fromkeys(["full", "window", *(pattern or [])]))
+    own = decoder.pattern
+    choose_window = own.sliding_window if window is None else window
+    if choose_window is None and methods:
+        raise ConfigError(NO_WINDOW)
+    sources = _sources(pattern or [], choose_window)
+    override = window if eval_window is None else eval_window
     patterns = [
-        (name, resolve_pattern(name, decoder.config, eval_window or window, sinks, None)) for name in names
+        (name, resolve_pattern(name, decoder.config, override, sink_tokens, None, choose_window))
+        for name in sources
     ]
 
     def draw(number: int, count: int = examples) -> list:
         return draw_needles(tokenizer, count, length, keys, haystack, None, number)
 
-    console = wide_console()
-    rows = run(
-        decoder,
-        patterns,
-        draw(HELD_OUT_SEED + seed, held_out),
-        out,
-        methods=methods,
-        ratios=ratios,
-        seeds=range(seed, seed + seeds),
-        draw=draw,
-        sliding_window=window,
-        num_sink_tokens=sinks,
-        eval_window=eval_window,
-        iterations=iterations,
-        batch_size=batch_size,
-        settings={
-            "model": str(model), "window": window, "num_sink_tokens": sinks, "eval_window": eval_window,
-            "examples": examples, "held_out": held_out, "length": length, "keys": keys,
-            "haystack": str(haystack or "python library"), "iterations": iterations, "dtype": dtype, "seed": seed,
-        },
-        report=lambda line: console.print(line, highlight=False),
-    )  # fmt: skip
+    console = table_console()
+    with Progress("patterns") as progress:
+        rows = run(
+            decoder,
+            patterns,
+            draw(HELD_OUT_SEED + seed, held_out),
+            out,
+            methods=methods,
+            ratios=ratios,
+            seeds=range(seed, seed + seeds),
+            draw=draw,
+            sliding_window=choose_window,
+            num_sink_tokens=own.num_sink_tokens if sink_tokens is None else sink_tokens,
+            eval_window=eval_window,
+            iterations=iterations,
+            batch_size=batch_size,
+            weights=weights_sum(model),
+            settings={
+                "model": str(model), "examples": examples, "held_out": held_out, "length": length, "keys": keys,
+                "haystack": str(haystack or "python library"), "seed": seed,
+            },
+            force=force,
+            report=lambda line: progress.console.print(line, highlight=False, soft_wrap=True),
+            progress=progress.update,
+        )  # fmt: skip
     summed = summary(rows, against)
-    console.print(compare_table(summed, window))
-    frontier_chart(summed, out / "frontier.png", title=f"What the memory buys (window {window})")
+    console.print(compare_table(summed, choose_window))
+    title = "What the memory buys" + ("" if choose_window is None else f" (window {choose_window})")
+    frontier_chart(summed, out / "frontier.png", title=title)
     typer.echo(f"written to {out}")
+
+
+def _sources(named: list[str], window: int | None) -> list[str]:
+    """The patterns to compare; without a window for `window`, files that bring their own are enough."""
+    if window is not None:
+        return list(dict.fromkeys(["full", "window", *named]))
+    if not named or any(name != "full" and not is_pattern_file(name) for name in named):
+        raise ConfigError(NO_WINDOW)
+    return list(dict.fromkeys(["full", *named]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -64,7 +65,8 @@ def inspect(
     """Print sources, tokens, shares, padding and the first rows. A folder's every byte is verified."""
     from swa_jax.data.sources import SourceConfig
     from swa_jax.data.tokenizer import load_tokenizer
-    from swa_jax.settings import ConfigError, load_config
+    from swa_jax.errors import ConfigError
+    from swa_jax.settings import load_config
 
     if path.is_dir():
         from swa_jax.data.stored import read_manifest, verify
@@ -93,11 +95,12 @@ def inspect(
 def _print(
     sources: Sequence[SourceConfig], tokenizer: Tokenizer, length: int, seed: int, rows: int, title: str
 ) -> None:
-    from swa_jax.data.summary import first_rows, summarize, summary_table
+    from swa_jax.data.summary import first_rows, summarize
+    from swa_jax.report import table_console
+    from swa_jax.report.bench_tables import source_table
 
-    console = Console()
-    console = console if console.width >= 110 else Console(width=110)
     summaries = summarize(sources, tokenizer, length=length, seed=seed)
-    console.print(summary_table(summaries, title), highlight=False)
+    rows_of_table = [dataclasses.asdict(summary) for summary in summaries]
+    table_console().print(source_table(rows_of_table, title), highlight=False)
     for line in first_rows(sources, tokenizer, length=length, seed=seed, rows=rows) if rows else ():
         typer.echo(line)

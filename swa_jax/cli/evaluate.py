@@ -30,7 +30,7 @@ from swa_jax.cli.options import (
     text_files,
     with_options,
 )
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
 
 if TYPE_CHECKING:
     from swa_jax.cli.evaluate_parts import Measured
@@ -142,10 +142,10 @@ def evaluate(
     out: Annotated[Path | None, Option(help="Write results.json and pictures to this folder.")] = None,
 ) -> None:
     """Measure patterns: needles found, answer loss, memory, speed; RULER's tasks; perplexity by window and length."""
-    from swa_jax.checkpoint.folder import write_json
     from swa_jax.cli import evaluate_parts as parts
     from swa_jax.data.haystack import read_text
-    from swa_jax.report import wide_console
+    from swa_jax.files import write_json
+    from swa_jax.report import table_console
 
     sweep = windows is not None or contexts is not None
     asks = longbench or longbench_v2 or longmemeval
@@ -169,7 +169,7 @@ def evaluate(
     tokens = tokenizer.start_ids + tokenizer.encode(read_text([text])) if text is not None else []
     files = None if haystack is None else text_files(haystack)
     wrap = "{prompt}" if template is None else read_text([template])
-    console = wide_console()
+    console = table_console()
     if routing:
         from swa_jax.evaluate.routing import check_routed
 
@@ -250,7 +250,12 @@ def evaluate(
             grid(
                 task, min(sizes), 1
             )  # too short a length is said now, not after the hours that the others take
-        finish(parts.measure_ruler(console, models, tokenizer, grids(), max_new_tokens, batch_size, save))
+        prompts = len(tasks) * len(sizes) * examples * (1 if depths is None else len(places))
+        finish(
+            parts.measure_ruler(
+                console, models, tokenizer, grids(), prompts, max_new_tokens, batch_size, save
+            )
+        )
     if routing:
         finish(parts.measure_routing(console, models, tokens, context, cells, batch_size))
     if sweep:

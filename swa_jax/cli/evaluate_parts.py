@@ -10,31 +10,36 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from swa_jax.checkpoint.folder import write_json
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.evaluate.bootstrap import Estimate
+from swa_jax.estimates import Estimate, in_brackets
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.judges import find_judge
 from swa_jax.evaluate.measure import measure_pattern
 from swa_jax.evaluate.nll import perplexity
 from swa_jax.evaluate.question_scores import score_questions
 from swa_jax.evaluate.questions import Question
-from swa_jax.evaluate.routing import routing_by_depth, text_routing
+from swa_jax.evaluate.routing import routing_by_depth, routing_row, text_routing
 from swa_jax.evaluate.ruler import Cell
 from swa_jax.evaluate.ruler_scores import ruler_scores
 from swa_jax.evaluate.sweep import block_interval, perplexity_sweep
-from swa_jax.evaluate.tables import (
+from swa_jax.files import write_json
+from swa_jax.model.decoder import Decoder
+from swa_jax.report import (
+    loss_heat_map,
+    needle_heat_map,
+    pattern_table,
+    routing_chart,
+    ruler_heat,
+    sweep_heat,
+)
+from swa_jax.report.evaluation_tables import (
     harness_table,
     questions_table,
-    routing_row,
     routing_table,
-    ruler_heat,
     ruler_table,
-    sweep_heat,
     sweep_table,
 )
-from swa_jax.model.decoder import Decoder
-from swa_jax.report import loss_heat_map, needle_heat_map, pattern_table, routing_chart
+from swa_jax.report.progress import counted
 
 type Models = Sequence[tuple[str, Decoder]]
 
@@ -59,33 +64,34 @@ def measure_needles(
 ) -> Measured:
     """The project's own needles, and the perplexity of a text at one length."""
     longest = max((len(example.answer) for example in drawn), default=1)
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = [{"name": name} for name, _ in models]
     heat: list[list[float]] = []
-    for name, model in models:
-        row: dict[str, Any] = {"name": name}
-        with console.status(f"measuring {name}"):
-            if drawn:
-                row, answers = measure_pattern(
-                    name, model, tokenizer, drawn, max_new_tokens=longest + 2, batch_size=batch_size
-                )
+    if drawn:
+        with counted("needles, answered and scored", 2 * len(drawn) * len(models)) as advance:
+            for row, (name, model) in zip(rows, models, strict=True):
+                measured, answers = measure_pattern(
+                    name, model, tokenizer, drawn, max_new_tokens=longest + 2, batch_size=batch_size,
+                    advance=advance,
+                )  # fmt: skip
+                row |= measured
                 by_place = [answers.scores[i :: len(places)] for i in range(len(places))]
                 heat.append([float(part.mean()) if len(part) else float("nan") for part in by_place])
-            if tokens:
-                scored = perplexity(model, tokens, context=context, batch_size=batch_size)
+    if tokens:
+        with counted("tokens of the text", (len(tokens) - 1) * len(models)) as advance:
+            for row, (_, model) in zip(rows, models, strict=True):
+                scored = perplexity(model, tokens, context=context, batch_size=batch_size, advance=advance)
                 nll, _ = block_interval(scored.token_nll)  # passes may be few
                 row |= {
                     "perplexity": scored.perplexity,
-                    "perplexity_interval": [math.exp(nll.low), math.exp(nll.high)],
+                    "perplexity_interval": nll.map(math.exp).interval,
                     "text_tokens": scored.num_tokens,
                 }
-        rows.append(row)
     if drawn:
         console.print(pattern_table(rows))
     for row in rows if tokens else []:
-        low, high = row["perplexity_interval"]
+        interval = in_brackets(row["perplexity_interval"], "{:.2f}")
         console.print(
-            f"{row['name']}: perplexity {row['perplexity']:.2f} [{low:.2f}, {high:.2f}] "
-            f"over {row['text_tokens']} tokens"
+            f"{row['name']}: perplexity {row['perplexity']:.2f}{interval} over {row['text_tokens']} tokens"
         )
 
     def draw(folder: Path) -> None:
@@ -101,22 +107,28 @@ def measure_ruler(
     models: Models,
     tokenizer: Tokenizer,
     grids: Iterable[dict[Cell, list[Example]]],
+    num_prompts: int,
     max_new_tokens: int,
     batch_size: int,
     save: Callable[[str, list[dict[str, Any]]], None],
 ) -> Measured:
+    """RULER's needle tasks; `num_prompts` are in all grids together."""
     by_model: list[list[dict[str, Any]]] = [[] for _ in models]
     rows: list[dict[str, Any]] = []
-    for grid in grids:
-        task, length, _ = next(iter(grid))
-        for (name, model), mine in zip(models, by_model, strict=True):
-            with console.status(f"RULER under {name}: {task}, {length} tokens"):
+    with counted("RULER's prompts", num_prompts * len(models)) as advance:
+        for grid in grids:
+            for (name, model), mine in zip(models, by_model, strict=True):
                 scores = ruler_scores(
-                    model, tokenizer, grid, max_new_tokens=max_new_tokens, batch_size=batch_size
+                    model,
+                    tokenizer,
+                    grid,
+                    max_new_tokens=max_new_tokens,
+                    batch_size=batch_size,
+                    advance=advance,
                 )
-            mine += [{"name": name} | dataclasses.asdict(score) for score in scores]
-        rows = [row for mine in by_model for row in mine]
-        save("ruler", rows)
+                mine += [{"name": name} | dataclasses.asdict(score) for score in scores]
+            rows = [row for mine in by_model for row in mine]
+            save("ruler", rows)
     console.print(ruler_table(rows))
 
     def draw(folder: Path) -> None:
@@ -135,10 +147,13 @@ def measure_sweep(
     batch_size: int,
 ) -> Measured:
     rows = []
-    for name, model in models:
-        with console.status(f"perplexity under {name}"):
-            scores = perplexity_sweep(model, tokens, windows=windows, lengths=lengths, batch_size=batch_size)
-        rows += [{"name": name} | dataclasses.asdict(score) for score in scores]
+    cells = len(models) * len(windows or [None]) * len(lengths)
+    with counted("tokens of the text", cells * (len(tokens) - 1)) as advance:
+        for name, model in models:
+            scores = perplexity_sweep(
+                model, tokens, windows=windows, lengths=lengths, batch_size=batch_size, advance=advance
+            )
+            rows += [{"name": name} | dataclasses.asdict(score) for score in scores]
     console.print(sweep_table(rows))
 
     def draw(folder: Path) -> None:
@@ -161,19 +176,23 @@ def measure_routing(
     batch_size: int,
 ) -> Measured:
     rows, charts = [], []
-    for name, model in models:
-        layers: list[Estimate] = []
-        lines: dict[str, list[tuple[float, Estimate]]] = {}
-        with console.status(f"routing under {name}"):
+    prompts = len(tokens) // length + sum(map(len, cells.values()))
+    with counted("sequences", prompts * len(models)) as advance:
+        for name, model in models:
+            layers: list[Estimate] = []
+            lines: dict[str, list[tuple[float, Estimate]]] = {}
             if tokens:
-                on_text, _ = text_routing(model, tokens, length=length, batch_size=batch_size)
+                on_text, _ = text_routing(
+                    model, tokens, length=length, batch_size=batch_size, advance=advance
+                )
                 layers = on_text.by_layer
                 rows.append(routing_row(name, ("text", length, None), on_text, model.config))
-            for cell, routed in routing_by_depth(model, cells, batch_size=batch_size).items():
+            found = routing_by_depth(model, cells, batch_size=batch_size, advance=advance)
+            for cell, routed in found.items():
                 rows.append(routing_row(name, cell, routed, model.config))
                 if cell[2] is not None:
                     lines.setdefault(f"{cell[0]}, {cell[1]} tokens", []).append((cell[2], routed.full_ratio))
-        charts.append((layers, lines))
+            charts.append((layers, lines))
     console.print(routing_table(rows))
 
     def draw(folder: Path) -> None:
@@ -221,14 +240,14 @@ def measure_questions(
     rows: list[dict[str, Any]] = []
     answers: dict[str, list[dict[str, Any]]] = {}
     verdict = None if judge is None else find_judge(judge)
-    for name, model in models:
+    with counted("questions", len(questions) * len(models)) as advance:
+        for name, model in models:
 
-        def keep(records: list[dict[str, Any]], name: str = name) -> None:
-            answers[name] = records
-            if out is not None:
-                write_json(out / "answers.json", answers)
+            def keep(records: list[dict[str, Any]], name: str = name) -> None:
+                answers[name] = records
+                if out is not None:
+                    write_json(out / "answers.json", answers)
 
-        with console.status(f"questions under {name}"):
             scores, answers[name] = score_questions(
                 model,
                 tokenizer,
@@ -239,7 +258,8 @@ def measure_questions(
                 judge=verdict,
                 keep=keep,
                 batch_size=batch_size,
+                advance=advance,
             )
-        rows += [{"name": name} | dataclasses.asdict(score) for score in scores]
+            rows += [{"name": name} | dataclasses.asdict(score) for score in scores]
     console.print(questions_table(rows))
     return Measured("questions", rows, lambda folder: write_json(folder / "answers.json", answers))

@@ -34,18 +34,22 @@ from swa_jax.cli.options import (
 from swa_jax.cli.pattern import PatternVerbs, diff
 from swa_jax.cli.select import app as select_app
 from swa_jax.cli.train import compile_, train
+from swa_jax.errors import ConfigError, sentence
+from swa_jax.files import check_local
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.pattern import AttentionPattern
-from swa_jax.settings import ConfigError, sentence
+from swa_jax.model.pattern import is_pattern_file, layers_of_file
 
 
 class Verbs(typer.core.TyperGroup):
-    """Verbs whose expected errors are one red sentence and their status, or 2; anything else keeps its traceback."""
+    """Verbs whose expected errors are one red sentence and a status (2 by default); all others keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
+            for argument in [*ctx._protected_args, *ctx.args]:  # before any verb has done anything
+                key, _, value = argument.rpartition("=")
+                check_local(value, f"'{key}' =" if key else "the argument")
             return super().invoke(ctx)
-        except (OSError, ValueError, FloatingPointError) as error:
+        except Exception as error:
             message = sentence(error)
             if message is None:
                 raise
@@ -141,7 +145,7 @@ def import_(
     typer.echo(f"{destination}\n{open_checkpoint(destination).pattern}")
     try:
         load_tokenizer(destination)
-    except (ConfigError, FileNotFoundError) as error:
+    except ConfigError as error:
         typer.echo(
             f"without a tokenizer that can be read, this model takes token ids only: {error}", err=True
         )
@@ -178,8 +182,8 @@ def pattern(
         size = open_checkpoint(model).config
     elif layers is not None and model is None:
         size = layers
-    elif model is None and recipe.endswith(".json"):
-        size = AttentionPattern.from_json(Path(recipe)).num_layers
+    elif model is None and is_pattern_file(recipe) and (stated := layers_of_file(recipe)) is not None:
+        size = stated
     else:
         raise ConfigError(
             "give one of --layers N and --model DIR: a recipe needs to know how deep the model is"
@@ -239,3 +243,7 @@ def _text(prompt: str) -> str:
         return (sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)).decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"the prompt is not UTF-8 text, from its byte {error.start} on") from None
+
+
+if __name__ == "__main__":
+    main()

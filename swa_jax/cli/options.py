@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option, echo
 
+from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.pattern import AttentionPattern, read_pattern
-from swa_jax.settings import ConfigError
 
 if TYPE_CHECKING:
     from swa_jax.data.tokenizer import Tokenizer
@@ -58,14 +58,18 @@ def resolve_pattern(
     window: int | None,
     sink_tokens: int | None,
     full_decode: bool | None,
+    default_window: int | None = None,
 ) -> AttentionPattern:
-    """A recipe or a pattern file; options that are given win over both."""
+    """A recipe or a pattern file; options that the user gave win over both, None being what was not given.
+
+    `default_window` is for recipes alone, which name none.
+    """
     options: dict[str, Any] = {
         "sliding_window": window,
         "num_sink_tokens": sink_tokens,
         "full_attention_decode": full_decode,
     }
-    pattern = read_pattern(source, layers, **options)
+    pattern = read_pattern(source, layers, default_window=default_window, **options)
     if isinstance(layers, ModelConfig):
         pattern.validate(layers)
     elif pattern.num_layers != layers:

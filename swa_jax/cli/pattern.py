@@ -10,9 +10,9 @@ import numpy as np
 import typer
 from typer import Argument, Option
 
+from swa_jax.errors import ConfigError
 from swa_jax.model.layer_types import HYBRID
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.settings import ConfigError
 
 
 class PatternVerbs(typer.core.TyperGroup):

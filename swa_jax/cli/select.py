@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -26,38 +28,20 @@ from swa_jax.cli.options import (
     load_checkpoint,
     parse_mesh,
 )
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
+from swa_jax.select.method_table import METHODS, Family, Heuristic, StaticMethod, Variant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
 
     from swa_jax.data.tokenizer import Tokenizer
+    from swa_jax.estimates import Estimate
     from swa_jax.evaluate import Example
-    from swa_jax.evaluate.bootstrap import Estimate
     from swa_jax.model.pattern import AttentionPattern
 
-StaticMethod = Literal["dcam", "apl", "proxy", "qada", "razor", "fisher"]
-Heuristic = Literal["random", "random-heads", "begin-middle-end", "interleave"]
-
-
-class _SelectVerbs(typer.core.TyperGroup):
-    """`select fisher MODEL` is short for `select static MODEL fisher`, and so with the heuristics."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        first = "interleave" if args[:1] == ["periodic"] else "".join(args[:1])
-        for verb, methods in (("static", get_args(StaticMethod)), ("heuristic", get_args(Heuristic))):
-            if first in methods:
-                args = [verb, *args[1:], first]
-        return super().parse_args(ctx, args)
-
-
-app = typer.Typer(
-    cls=_SelectVerbs,
-    no_args_is_help=True,
-    help="Choose the layers or heads that keep full attention. Short for static and heuristic: select fisher MODEL.",
-)
+app = typer.Typer(no_args_is_help=True, help="Choose the layers or KV heads that keep full attention.")
 
 Out = Annotated[Path, Option(help="The pattern's JSON file; the picture goes beside it.")]
 NumExamples = Annotated[int, Option("--examples", help="Examples to choose by.", min=1)]
@@ -72,16 +56,16 @@ Budget = Annotated[int | None, Option("--budget", help="Layers that stay full.",
 OneIn = Annotated[int | None, Option("--one-in", help="Or: one full layer in N.", min=1)]
 FaDecode = Annotated[bool, Option("--fa-decode", help="Set full-attention decode in the pattern.")]
 Ratio = Annotated[float, Option("--ratio", help="Share of the KV heads that are windowed.", min=0, max=1)]
+Force = Annotated[
+    bool, Option("--force", help="Write the pattern also where the prompts tell nothing about the choice.")
+]
 
 
-@app.command("bosch")
 def select_bosch(
     model: Model,
     out: Out,
     ratio: Ratio,
-    variant: Annotated[
-        Literal["bosch", "single", "multi", "layer"], Option(help="BOSCH, or one of its ablations.")
-    ] = "bosch",
+    variant: Annotated[Variant, Option(help="BOSCH, or one of its ablations.")] = "bosch",
     iterations: Annotated[
         int, Option(help="Masks tried for each layer of a subproblem; fewer where there are fewer.", min=1)
     ] = 100,
@@ -103,12 +87,16 @@ def select_bosch(
     ] = None,
     batch_size: BatchSize = 8,
     dtype: ComputeDtype = None,
+    force: Force = False,
     seed: Seed = 0,
 ) -> None:
     """BOSCH: search for the KV heads that can be windowed, by how many answers the model then gets right.
 
     Run the same command again to go on after an interruption.
     """
+    import numpy as np
+
+    from swa_jax.checkpoint.folder import weights_sum
     from swa_jax.select import MaskEvaluator, bosch, bosch_pattern
 
     _check_out(out)
@@ -116,12 +104,20 @@ def select_bosch(
     drawn, data = _drawn(tokenizer, prompts, examples, length, keys, haystack, seed)
     file = evaluations or out.with_suffix(".evaluations.json")
     evaluate = MaskEvaluator(
-        decoder, drawn, sliding_window=window, num_sink_tokens=sink_tokens, batch_size=batch_size, file=file
+        decoder,
+        drawn,
+        sliding_window=window,
+        num_sink_tokens=sink_tokens,
+        batch_size=batch_size,
+        file=file,
+        weights=weights_sum(model),
     )
     if evaluate.num_evaluations:
         typer.echo(f"{file} has the scores of {evaluate.num_evaluations} masks: going on from there")
+    if evaluate(np.ones(evaluate.shape, bool)) == evaluate(np.zeros(evaluate.shape, bool)):
+        _means_nothing("windows everywhere do just as well as full attention", force)
     try:
-        with _progress("trying masks") as progress:
+        with _progress("masks tried") as progress:
             chosen = bosch(
                 evaluate,
                 ratio,
@@ -149,21 +145,15 @@ def select_bosch(
         f"all windowed {chosen.windowed.accuracy:.1%}; {evaluate.num_evaluations} masks tried in "
         f"{evaluate.seconds:.0f} s"
     )
-    if chosen.windowed == chosen.original:
-        typer.echo("windows everywhere do just as well: take longer prompts, or the choice means nothing")
     if chosen.num_windowed != chosen.target:
         typer.echo(
             f"windowed {chosen.num_windowed} heads and not {chosen.target}: the nearest this method can reach"
         )
 
 
-@app.command("static")
 def select_static(
     model: Model,
-    method: Annotated[
-        StaticMethod,
-        Argument(help="How the heads are ranked; fisher and razor are the paper's best two."),
-    ],
+    method: Annotated[StaticMethod, Argument(help="Its name is a command, too.")],
     out: Out,
     ratio: Ratio,
     window: Window = None,
@@ -175,11 +165,12 @@ def select_static(
     prompts: Prompts = None,
     batch_size: BatchSize = 1,
     dtype: ComputeDtype = None,
+    force: Force = False,
     seed: Seed = 0,
 ) -> None:
     """Rank the KV heads of the unchanged model from local to global, and window the most local ones."""
     from swa_jax.select.heads import head_pattern, window_most_local
-    from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
+    from swa_jax.select.static import IN_WINDOW, LARGER_IS_LOCAL, static_scores
 
     _check_out(out)
     decoder, tokenizer = load_checkpoint(model, dtype)
@@ -187,8 +178,10 @@ def select_static(
     if window is None:
         raise ConfigError("--window is missing: give it, as the model's own pattern has none")
     drawn, data = _drawn(tokenizer, prompts, examples, length, keys, haystack, seed)
+    if method in IN_WINDOW and max(len(e.prompt) + len(e.answer) for e in drawn) <= window:
+        _means_nothing(f"the window of {window} keys holds whole prompts, so that every head is local", force)
     start = time.monotonic()
-    with _progress("scoring heads") as progress:
+    with _progress("batches") as progress:
         scores = static_scores(
             decoder,
             drawn,
@@ -198,6 +191,8 @@ def select_static(
             seed=seed,
             progress=progress,
         )
+    if (scores == scores[0, 0]).all():
+        _means_nothing("every head has the same score", force)
     full = window_most_local(scores, ratio, larger_is_local=LARGER_IS_LOCAL[method])
     provenance = {
         "method": method,
@@ -214,13 +209,9 @@ def select_static(
     _write_heads(head_pattern(full, window, sinks, provenance), full, out, scores)
 
 
-@app.command("heuristic")
 def select_heuristic(
     model: Model,
-    kind: Annotated[
-        Heuristic,
-        Argument(help="random, begin-middle-end and interleave choose whole layers."),
-    ],
+    kind: Annotated[Heuristic, Argument(help="Its name is a command, too.")],
     out: Out,
     ratio: Ratio,
     window: Annotated[int, Option("--window", help="Visible keys of a windowed query.", min=1)],
@@ -245,7 +236,6 @@ def select_heuristic(
     _write_heads(head_pattern(full, window, sinks, provenance), full, out)
 
 
-@app.command("nll")
 def select_nll(
     model: Model,
     out: Out,
@@ -295,9 +285,11 @@ def select_nll(
     ] = 20,
     batch_size: BatchSize = 8,
     dtype: ComputeDtype = None,
+    force: Force = False,
     seed: Seed = 0,
 ) -> None:
     """NLL-guided selection: keep full the layers whose full attention helps the answers most."""
+    from swa_jax.checkpoint.folder import weights_sum
     from swa_jax.select import LayerScorer, greedy_pattern, nll_pattern
     from swa_jax.select.nll import full_layer_budget
 
@@ -321,12 +313,15 @@ def select_nll(
         toggles_at_once=toggles_at_once,
         partition=partition,
         file=resume_file,
+        weights=weights_sum(model),
     )
     if scorer.num_kept:
         typer.echo(f"{resume_file} has the scores of {scorer.num_kept} examples: going on from there")
-    with _progress("scoring layers") as progress:
+    with _progress("passes") as progress:
         rounds = scorer.greedy(full, progress=progress) if greedy else [scorer(progress=progress)]
     scores = rounds[0]
+    if not scores.deltas.any():
+        _means_nothing("windows everywhere do just as well as full attention", force)
     if greedy:
         pattern = greedy_pattern(rounds, full_attention_decode=fa_decode, data=data, seed=seed)
     else:
@@ -336,11 +331,8 @@ def select_nll(
     typer.echo(f"{examples} examples scored in {scorer.seconds:.0f} s")
     if greedy:
         typer.echo(f"chosen in this order: {pattern.provenance['picked']}; the picture shows the first round")
-    if not scores.deltas.any():
-        typer.echo("windows everywhere do just as well: take longer prompts, or the choice means nothing")
 
 
-@app.command("light-transfer")
 def select_light_transfer(
     model: Model,
     out: Out,
@@ -365,6 +357,7 @@ def select_light_transfer(
     prompts: Prompts = None,
     batch_size: BatchSize = 8,
     dtype: ComputeDtype = None,
+    force: Force = False,
     seed: Seed = 0,
 ) -> None:
     """LightTransfer: window the layers whose last queries attend to sink tokens and recent keys anyway."""
@@ -375,7 +368,9 @@ def select_light_transfer(
     decoder, tokenizer = load_checkpoint(model, dtype)
     full = full_layer_budget(decoder.config.num_hidden_layers, budget, one_in)
     drawn, data = _drawn(tokenizer, prompts, examples, length, keys, haystack, seed)
-    with _progress("looking at layers") as progress:
+    if max(len(example.prompt) for example in drawn) <= recent + lazy_sinks:
+        _means_nothing(f"--recent {recent} reaches over whole prompts, so that every layer is lazy", force)
+    with _progress("batches") as progress:
         scores = lazy_ratios(
             decoder,
             drawn,
@@ -397,8 +392,16 @@ def select_light_transfer(
     title = f"How lazy each layer is ({last} queries, {lazy_sinks} + {recent} keys)"
     axis = "Attention on sink tokens\nand recent keys"
     _write_layers(pattern, scores.intervals(), out, title=title, axis=axis)
-    if max(len(example.prompt) for example in drawn) <= recent + lazy_sinks:
-        typer.echo("--recent reaches over whole prompts: take longer ones, or the choice means nothing")
+
+
+def _means_nothing(reason: str, force: bool) -> None:
+    """Stop before a pattern is written that was chosen by nothing; with `force` say so and go on."""
+    if not force:
+        raise ConfigError(
+            f"{reason}: the choice would mean nothing, and no pattern is written. Take longer prompts or a smaller "
+            "window, or write it all the same with --force"
+        )
+    typer.echo(f"{reason}: the choice means nothing")
 
 
 def _check_budget(out: Path, budget: int | None, one_in: int | None) -> None:
@@ -466,8 +469,42 @@ def _write(pattern: AttentionPattern, out: Path, draw: Callable[[Path], None]) -
 
 @contextmanager
 def _progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    from rich.progress import Progress
+    from swa_jax.report.progress import Progress
 
-    with Progress(transient=True) as progress:
-        task = progress.add_task(label)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+    with Progress(label) as progress:
+        yield progress.update
+
+
+# ---- a command for each method; `static`, `heuristic` and `periodic` are older spellings ----
+
+_COMMANDS: dict[Family, Callable[..., None]] = {
+    "nll": select_nll,
+    "light-transfer": select_light_transfer,
+    "bosch": select_bosch,
+    "static": select_static,
+    "heuristic": select_heuristic,
+}
+
+
+def _with_fixed(command: Callable[..., None], fixed: Mapping[str, Any]) -> Callable[..., None]:
+    """The command without the parameters that are fixed."""
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        command(**given, **fixed)
+
+    signature = inspect.signature(command, eval_str=True)
+    run.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[parameter for name, parameter in signature.parameters.items() if name not in fixed]
+    )
+    return run
+
+
+for _method in METHODS.values():
+    # `bosch` and `nll` keep the options that name their variants.
+    _fixed = {} if _method.name in _COMMANDS else _method.options
+    _text = None if _method.name in _COMMANDS else f"Choose {_method.chooses} by {_method.by}."
+    app.command(_method.name, help=_text)(_with_fixed(_COMMANDS[_method.family], _fixed))
+app.command("static", hidden=True)(select_static)
+app.command("heuristic", hidden=True)(select_heuristic)
+app.command("periodic", hidden=True)(_with_fixed(select_heuristic, {"kind": "interleave"}))

@@ -10,7 +10,8 @@ import typer
 from typer import Argument, Option
 
 from swa_jax.cli.options import check_output
-from swa_jax.settings import ConfigError, load_config
+from swa_jax.errors import ConfigError
+from swa_jax.settings import load_config
 
 
 def train(
@@ -33,7 +34,10 @@ def train(
     ] = False,
     timeout: Annotated[
         int,
-        Option(help="Seconds for all processes to come, and after which a silent one is lost.", min=10),
+        Option(
+            help="Seconds for all processes to come, and without a sign of life after which one is lost.",
+            min=10,
+        ),
     ] = 45,
 ) -> None:
     """Train from scratch, or go on from a checkpoint; run it again to go on after an interruption.
@@ -42,7 +46,8 @@ def train(
     of a TPU pod find each other without.
     """
     from swa_jax.train.cluster import find_place
-    from swa_jax.train.processes import Traceback, guard, is_worker, worker
+    from swa_jax.train.processes import Traceback, guard
+    from swa_jax.train.worker import is_worker, worker
 
     place = find_place(processes, process_id, coordinator, detect=distributed, timeout=timeout)
     if place is not None and not is_worker():
@@ -55,14 +60,17 @@ def train(
             typer.echo(str(error), err=True)
             raise typer.Exit(1) from None
 
-    from swa_jax.settings import to_dict
-    from swa_jax.train.loop import TrainConfig
-    from swa_jax.train.loop import train as run
-
     if place is None:
+        from swa_jax.train.loop import TrainConfig
+        from swa_jax.train.loop import train as run
+
         typer.echo(run(load_config(TrainConfig, config, overrides or [])))
         return
     with worker(place, timeout) as join:
+        from swa_jax.settings import to_dict
+        from swa_jax.train.loop import TrainConfig
+        from swa_jax.train.loop import train as run
+
         loaded = load_config(TrainConfig, config, overrides or [])
         join(to_dict(loaded))
         model = run(loaded)
@@ -95,7 +103,7 @@ def compile_(
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from swa_jax.checkpoint.folder import write_json
+    from swa_jax.files import write_json
     from swa_jax.plan.plan import plan
     from swa_jax.plan.text import describe
     from swa_jax.train.config import TrainConfig

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import hashlib
-import json
+import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import grain
@@ -25,7 +25,8 @@ from swa_jax.data.packing import PackedPrompts, PackedText
 from swa_jax.data.sources import MANIFEST, SourceConfig, source_files
 from swa_jax.data.stored import StoredDocuments, read_manifest
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
+from swa_jax.files import sum_of_file, sum_of_json
 
 STATE_VERSION = 1  # of the order of samples: raise it when equal arguments give other batches than before
 ENDLESS = 1 << 60  # batches
@@ -98,8 +99,9 @@ def make_batches(
     for i, source in enumerate(sources):
         for key, value in dataclasses.asdict(source).items():
             fingerprint[f"data.{i}.{key}"] = _listing(source) if key == "files" else value
+        fingerprint[f"data.{i}.content"] = _content(source)
     count = -(-len(mixed) // batch_size) if held_out else ENDLESS
-    return Batches(_GlobalBatches(mixed, batch_size, taken, segments, count), fingerprint)
+    return Batches(_GlobalBatches(mixed, batch_size, taken, segments, count), fingerprint, samples)
 
 
 def open_source(
@@ -155,8 +157,9 @@ def check_source(source: SourceConfig, tokenizer: Tokenizer | None = None) -> No
 class Batches(grain.DatasetIterator):
     """Global batches, or this process's rows of them; what `make_batches` returns."""
 
-    def __init__(self, batches: _GlobalBatches, fingerprint: dict[str, Any]):
+    def __init__(self, batches: _GlobalBatches, fingerprint: dict[str, Any], sources: Sequence[Any]):
         super().__init__()
+        self._sources = sources
         self._batches, self._fingerprint = batches, fingerprint
         self._done = 0
         self._reader: grain.DatasetIterator | None = None
@@ -175,6 +178,11 @@ class Batches(grain.DatasetIterator):
         self._done += 1
         return batch
 
+    def check(self) -> None:
+        """Read one sample of every source, to find out early what opening them did not show; nothing is handed out."""
+        for source in self._sources:
+            source[0]
+
     def get_state(self) -> dict[str, Any]:
         """Global batches handed out, and what they were made of: plain JSON, the same in every process."""
         return {"batches": self._done, "data": dict(self._fingerprint)}
@@ -192,6 +200,8 @@ class Batches(grain.DatasetIterator):
                 "the data cannot be resumed: its state is not one that make_batches's iterator gave"
             ) from None
         for key in [*self._fingerprint, *before]:
+            if key.endswith(".content") and key not in before:
+                continue  # the state of a version that compared names and sizes only
             if before.get(key) != self._fingerprint.get(key):
                 raise ConfigError(
                     f"the data cannot be resumed without losing or repeating samples: '{key}' was "
@@ -285,11 +295,36 @@ def _chosen(
 
 def _listing(source: SourceConfig) -> str:
     """Number, bytes and names of a source's files in brief; not where they lie, which may differ between machines."""
-    files = source_files(source)
     if source.kind == "tokens":
-        names = [(MANIFEST, read_manifest(folder)["sha256"]) for folder in files]
+        names = [(MANIFEST, read_manifest(folder)["sha256"]) for folder in source_files(source)]
     else:
-        inside = [p for f in files for p in (sorted(f.rglob("*")) if f.is_dir() else [f]) if p.is_file()]
-        names = [(file.name, file.stat().st_size) for file in inside]
-    digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:12]
+        names = [(file.name, file.stat().st_size) for file in _files_inside(source)]
+    digest = sum_of_json(names)[:12]
     return f"{len(names)} files ({digest})"
+
+
+def _content(source: SourceConfig) -> str:
+    """The SHA-256 in brief of every byte of a source's files.
+
+    Nothing for tokens: their manifest has the sums, and each document is compared with its own when it is read.
+    """
+    if source.kind == "tokens":
+        return ""
+    sums = [_sum_of(file, _state_of(file)) for file in _files_inside(source)]
+    return sum_of_json(sums)[:12]
+
+
+def _files_inside(source: SourceConfig) -> list[Path]:
+    files = source_files(source)
+    return [p for f in files for p in (sorted(f.rglob("*")) if f.is_dir() else [f]) if p.is_file()]
+
+
+def _state_of(file: Path) -> tuple[int, ...]:
+    """What changes when a file is written. The time of its last change, unlike that of its content, cannot be set."""
+    status = file.stat()
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+@functools.lru_cache(maxsize=1 << 16)  # stages and validations of a process read the same files
+def _sum_of(file: Path, state: tuple[int, ...]) -> str:
+    return sum_of_file(file)

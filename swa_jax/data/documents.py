@@ -14,7 +14,9 @@ import numpy as np
 
 from swa_jax.data.sources import RECORDS
 from swa_jax.data.tokenizer import PROBE, Tokenizer
-from swa_jax.settings import ConfigError, nearest
+from swa_jax.errors import ConfigError
+from swa_jax.files import sum_of_json
+from swa_jax.settings import nearest
 
 BATCH_TEXTS, BATCH_CHARACTERS = (
     512,
@@ -105,7 +107,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     """
     vocabulary = sorted(tokenizer.backend.get_vocab(with_added_tokens=True).items())
     what = [vocabulary, tokenizer.start_ids, tokenizer.eos_id, tokenizer.encode(PROBE)]
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+    return sum_of_json(what)
 
 
 # ---- records ----

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
+from swa_jax.errors import ConfigError
+
 ADJECTIVES = (
     "amber", "brave", "calm", "clever", "cold", "crisp", "dark", "eager", "fair", "fierce", "gentle", "glad",
     "grand", "happy", "humble", "icy", "jolly", "keen", "kind", "lively", "loud", "mellow", "merry", "noble",
@@ -59,7 +61,7 @@ def draw_keys(rng: np.random.Generator, num_keys: int) -> list[str]:
     """`num_keys` different adjective-noun keys."""
     total = len(ADJECTIVES) * len(NOUNS)
     if not 1 <= num_keys <= total:
-        raise ValueError(f"num_keys is {num_keys}; there are between 1 and {total} different keys")
+        raise ConfigError(f"num_keys is {num_keys}; there are between 1 and {total} different keys")
     picks = rng.choice(total, num_keys, replace=False)
     return [f"{ADJECTIVES[p // len(NOUNS)]}-{NOUNS[p % len(NOUNS)]}" for p in picks]
 
@@ -93,7 +95,7 @@ class Haystack:
             self.name, text = "python standard library (held out)", library_files(held_out=True)
         self.parts = split_lines(text if isinstance(text, str) else read_text(text))
         if not any(part.strip() for part in self.parts):
-            raise ValueError("the haystack is empty; give a text or files with some words in them")
+            raise ConfigError("the haystack is empty; give a text or files with some words in them")
         self._tokens: dict[int, list[int]] = {}
 
     def part_tokens(self, part: int) -> list[int]:

@@ -9,7 +9,6 @@ out what can be known: an answer's digits count most, the digits inside a needle
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -31,6 +30,8 @@ from swa_jax.data.haystack import (
     read_text,
 )
 from swa_jax.data.tokenizer import END_OF_TEXT, Tokenizer, train_byte_bpe
+from swa_jax.errors import ConfigError
+from swa_jax.files import write_text
 
 VOCAB_SIZE = 1024
 ENDLESS = 10**9  # samples
@@ -54,7 +55,7 @@ class Needles:
         text_weight: float = 0.25,
     ):
         if not 1 <= num_questions <= num_keys:
-            raise ValueError(
+            raise ConfigError(
                 f"num_questions is {num_questions}; it must be between 1 and num_keys = {num_keys}"
             )
         self.tokenizer, self.haystack = tokenizer, haystack
@@ -77,7 +78,7 @@ class Needles:
                 asked[1].extend(weights)
         room = self.length - sum(len(tokens) for tokens, _ in needles) - len(asked[0])
         if room < 0:
-            raise ValueError(
+            raise ConfigError(
                 f"{self.num_keys} needles and {self.num_questions} questions take {self.length - room} tokens, more "
                 f"than length = {self.length}"
             )
@@ -176,7 +177,7 @@ def train_recall_tokenizer(vocab_size: int = VOCAB_SIZE) -> Tokenizer:
         w for w in [f" {a}" for a in ADJECTIVES] + [f"-{n}" for n in NOUNS] if len(tokenizer.encode(w)) > 1
     ]
     if split:
-        raise ValueError(f"vocab_size = {vocab_size} leaves key words in several tokens ({split}); raise it")
+        raise ConfigError(f"vocab_size = {vocab_size} leaves key words in several tokens ({split}); raise it")
     return tokenizer
 
 
@@ -192,8 +193,7 @@ def write_recall_tokenizer(folder: Path) -> None:
         "tokenizer_config.json": config % (END_OF_TEXT, END_OF_TEXT),
     }
     for name, text in files.items():
-        (folder / f"{name}.partial").write_text(text, encoding="utf-8")
-        os.replace(folder / f"{name}.partial", folder / name)
+        write_text(folder / name, text)
 
 
 def _sample(tokens: list[int], weights: list[float]) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from swa_jax.data.documents import Prompt
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
 
 ENDLESS = 1_000_000  # epochs
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
+from swa_jax.files import check_local
 
 STANDARD_LIBRARY = (
     "stdlib"  # as a file name: the interpreter's own library sources, less those held out for evaluation
@@ -52,6 +53,8 @@ class SourceConfig:
             raise ConfigError(
                 f"a source of kind '{self.kind}' has no documents to hold out: leave out its 'held_out'"
             )
+        for file in self.files:
+            check_local(file, "data files")
         if self.kind in ("tokens", "prompts", "huggingface") and STANDARD_LIBRARY in self.files:
             raise ConfigError(f"a source of kind '{self.kind}' needs its 'files' named")
 

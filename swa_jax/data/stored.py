@@ -10,7 +10,6 @@ is read. `verify` reads everything and compares the SHA-256 of every shard.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -24,7 +23,8 @@ import numpy as np
 from swa_jax.data.documents import document_hash, tokenizer_hash
 from swa_jax.data.sources import MANIFEST
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
+from swa_jax.files import sum_of, sum_of_file, sum_of_json
 
 FORMAT = "swa-jax tokens 1"
 UNFINISHED = "unfinished.json"  # in place of the manifest until everything is there
@@ -129,7 +129,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     """The manifest with the SHA-256 of everything else in it."""
     rest = {key: value for key, value in manifest.items() if key != "sha256"}
-    return rest | {"sha256": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
+    return rest | {"sha256": sum_of_json(rest)}
 
 
 def verify(folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -140,15 +140,16 @@ def verify(folder: Path, progress: Callable[[int, int], None] = lambda done, tot
     """
     shards = read_manifest(folder)["shards"]
     done, total = 0, sum(shard["bytes"] for shard in shards)
+
+    def read(size: int) -> None:
+        nonlocal done
+        done += size
+        progress(done, total)
+
     for shard in shards:
         _read_index(folder, shard)
-        sha = hashlib.sha256()
         file = folder / shard["name"]
-        with open(file, "rb") as data:
-            while block := data.read(1 << 22):
-                sha.update(block)
-                progress(done := done + len(block), total)
-        if sha.hexdigest() != shard["sha256"]:
+        if sum_of_file(file, progress=read) != shard["sha256"]:
             raise ConfigError(
                 f"{file} is damaged: its SHA-256 is not the manifest's; put back a copy, or tokenise again"
             )
@@ -159,7 +160,7 @@ def _read_index(folder: Path, shard: dict[str, Any]) -> np.ndarray:
     file = folder / shard["index"]
     _check_size(file, shard["index_bytes"])
     data = file.read_bytes()
-    if hashlib.sha256(data).hexdigest() != shard["index_sha256"]:
+    if sum_of(data) != shard["index_sha256"]:
         raise ConfigError(
             f"{file} is damaged: its SHA-256 is not the manifest's; put back a copy, or tokenise again"
         )

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 
 from pallas_kernels.spec import NEVER
 from swa_jax.data.batches import make_batches, open_source
@@ -52,23 +50,6 @@ def summarize(
             SourceSummary(name, source.weight / total, documents, tokens, held_out, padding, left_out)
         )
     return found
-
-
-def summary_table(summaries: Sequence[SourceSummary], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in ("source", "documents", "tokens", "share", "padding", "held-out tokens", "too long"):
-        table.add_column(name, justify="left" if name == "source" else "right")
-    for one in summaries:
-        table.add_row(
-            Text(one.name),
-            "no end" if one.documents is None else f"{one.documents:,}",
-            "no end" if one.tokens is None else f"{one.tokens:,}",
-            f"{one.share:.1%}",
-            f"{one.padding:.1%}",
-            f"{one.held_out_tokens:,}",
-            f"{one.left_out:,}",
-        )
-    return table
 
 
 def first_rows(

@@ -13,7 +13,6 @@ import errno
 import fcntl
 import hashlib
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +24,8 @@ from swa_jax.data.documents import document_hash, encode_documents, read_texts, 
 from swa_jax.data.sources import MANIFEST, SourceConfig, source_files
 from swa_jax.data.stored import FORMAT, INDEX, UNFINISHED, read_manifest, sealed
 from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
+from swa_jax.files import read_json, sum_of, write_bytes, write_json
 
 SHARD_TOKENS = 1 << 27
 
@@ -101,7 +101,7 @@ def tokenize(
             raise ConfigError(f"{', '.join(source.files)}: every document is empty")
         totals = {key: sum(shard[key] for shard in state["shards"]) for key in ("documents", "tokens")}
         manifest = sealed({key: value for key, value in state.items() if key != "next"} | totals)
-        _write(out / MANIFEST, manifest)
+        write_json(out / MANIFEST, manifest)
         (out / UNFINISHED).unlink()
     return manifest
 
@@ -138,7 +138,7 @@ class _Shard:
         self._file.close()
         index = np.empty(len(self._ends), INDEX)
         index["end"], index["hash"] = self._ends, self._hashes
-        _write(self.folder / f"{self.name}.index", index.tobytes())
+        write_bytes(self.folder / f"{self.name}.index", index.tobytes())
         os.replace(self._partial, self.folder / f"{self.name}.tokens")
         shard = {
             "name": f"{self.name}.tokens",
@@ -146,7 +146,7 @@ class _Shard:
             "sha256": self._sha.hexdigest(),
             "index": f"{self.name}.index",
             "index_bytes": index.nbytes,
-            "index_sha256": hashlib.sha256(index.tobytes()).hexdigest(),
+            "index_sha256": sum_of(index.tobytes()),
             "documents": len(index),
             "tokens": self.tokens,
         }
@@ -155,7 +155,7 @@ class _Shard:
             "left_out": self.state["left_out"] + self.left_out,
             "next": place,
         }
-        _write(self.folder / UNFINISHED, self.state | changed)
+        write_json(self.folder / UNFINISHED, self.state | changed)
         self.state.update(changed)
 
     def discard(self) -> None:
@@ -182,13 +182,13 @@ def _alone(out: Path) -> Iterator[None]:
 def _unfinished(out: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """The state to go on from, which is on disk afterwards."""
     if (out / UNFINISHED).exists():
-        state = json.loads((out / UNFINISHED).read_bytes())
+        state = read_json(out / UNFINISHED)
         if state["shards"]:
             _check_same(out, wanted, state)
             return state
     elif extra := sorted(path.name for path in out.iterdir()):
         raise ConfigError(f"{out} is not empty (it has {extra[0]}): name a new folder")
-    _write(out / UNFINISHED, wanted)
+    write_json(out / UNFINISHED, wanted)
     return wanted
 
 
@@ -206,9 +206,9 @@ def _check_same(out: Path, wanted: dict[str, Any], there: dict[str, Any]) -> Non
 def _copy_tokenizer(path: Path, out: Path) -> None:
     """Beside the tokens, so that they can be read as text wherever they go."""
     folder = path if path.is_dir() else path.parent
-    _write(out / "tokenizer.json", (path / "tokenizer.json" if path.is_dir() else path).read_bytes())
+    write_bytes(out / "tokenizer.json", (path / "tokenizer.json" if path.is_dir() else path).read_bytes())
     if (folder / "tokenizer_config.json").is_file():
-        _write(out / "tokenizer_config.json", (folder / "tokenizer_config.json").read_bytes())
+        write_bytes(out / "tokenizer_config.json", (folder / "tokenizer_config.json").read_bytes())
 
 
 def _size(file: Path) -> int:
@@ -216,12 +216,3 @@ def _size(file: Path) -> int:
     if file.is_dir():
         return sum(path.stat().st_size for path in file.rglob("*") if path.is_file())
     return file.stat().st_size
-
-
-def _write(file: Path, data: bytes | dict[str, Any]) -> None:
-    partial = file.with_name(f"{file.name}.partial")
-    with open(partial, "wb") as out:
-        out.write(data if isinstance(data, bytes) else json.dumps(data, indent=1).encode())
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(partial, file)

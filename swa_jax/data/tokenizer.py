@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
+from swa_jax.files import read_json
 
 END_OF_TEXT = "<eos>"
 PROBE = "Café  naïve 你好,\n\tx_1 = 3.14159; <eos> \U0001f600 it's"  # notices merges and rules that differ
@@ -28,7 +28,7 @@ class Tokenizer:
         self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.eos_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
         if eos_token is not None and self.eos_id is None:
-            raise ValueError(f"the tokenizer has no token {eos_token!r}, named as its end-of-text token")
+            raise ConfigError(f"the tokenizer has no token {eos_token!r}, named as its end-of-text token")
         # What the model expects before a text: Llama's and Mistral's tokenizers put a <bos> there, Qwen's nothing.
         self.start_ids: list[int] = [i for i in backend.encode("").ids if i != self.eos_id]
 
@@ -48,7 +48,7 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise FileNotFoundError(f"no tokenizer at {file}; expected a tokenizer.json")
+        raise ConfigError(f"no tokenizer at {file}; expected a tokenizer.json")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # what the library raises is an Exception and no more
@@ -84,7 +84,7 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     Every digit is a token of its own. Equal texts in equal order give an equal vocabulary.
     """
     if vocab_size < 257:
-        raise ValueError(f"vocab_size is {vocab_size}; the 256 bytes and {END_OF_TEXT} alone are 257")
+        raise ConfigError(f"vocab_size is {vocab_size}; the 256 bytes and {END_OF_TEXT} alone are 257")
     backend = tokenizers.Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(_PIECES), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -103,5 +103,5 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def _configured_eos(file: Path) -> str | None:
     if not file.is_file():
         return None
-    token = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
+    token = read_json(file).get("eos_token")
     return token["content"] if isinstance(token, dict) else token

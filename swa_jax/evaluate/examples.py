@@ -10,7 +10,7 @@ import numpy as np
 
 from swa_jax.data.documents import read_records
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from swa_jax.data.tokenizer import Tokenizer
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.needle import score
 from swa_jax.model.decoder import Decoder
@@ -53,25 +54,27 @@ def generate_answers(
     batch_size: int = 16,
     timed: bool = True,
     stop_tokens: Sequence[int] = (),
+    advance: Callable[[int], None] = lambda _: None,
 ) -> Answers:
     """Greedy answers to all examples, scored by string match (RULER); `stop_tokens` end one before `max_new_tokens`.
 
     Times are the median over the batches after the first of their shape, which compiles. If there are none, `timed`
-    runs the first batch once more; without it the times are NaN.
+    runs the first batch once more; without it the times are NaN. `advance` is called with how many more examples are
+    done.
 
     Raises:
-      ValueError: no examples.
+      ConfigError: no examples.
     """
     if not examples:
-        raise ValueError("examples is empty: give at least one example")
+        raise ConfigError("examples is empty: give at least one example")
     batch_size = min(batch_size, len(examples))
     longest = max((e.prompt for e in examples), key=len)
     max_length = prepare(model, [longest], max_new_tokens).max_length
-    starts = range(0, len(examples), batch_size)
-    runs = [
-        _run_batch(model, examples[i : i + batch_size], batch_size, max_new_tokens, max_length, stop_tokens)
-        for i in starts
-    ]
+    runs = []
+    for i in range(0, len(examples), batch_size):
+        batch = examples[i : i + batch_size]
+        runs.append(_run_batch(model, batch, batch_size, max_new_tokens, max_length, stop_tokens))
+        advance(len(batch))
     warm = [run for i, run in enumerate(runs) if run.prompt_tokens in {r.prompt_tokens for r in runs[:i]}]
     if timed and not warm:
         warm = [_run_batch(model, examples[:batch_size], batch_size, max_new_tokens, max_length, stop_tokens)]

@@ -6,7 +6,6 @@ Nothing is cut: a request that does not fit the context is an error that says ho
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,12 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.evaluate.bootstrap import bootstrap
+from swa_jax.errors import ConfigError
+from swa_jax.estimates import interval_of_score
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import generate
-from swa_jax.settings import ConfigError
 
 try:
     from lm_eval.api.model import LM  # type: ignore[import-not-found,unused-ignore]
@@ -186,10 +185,11 @@ def _sampling(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 def run_harness(
     model: HarnessModel, tasks: Sequence[str], *, folder: str | Path | None = None, limit: int | None = None
 ) -> list[dict[str, Any]]:
-    """The harness on these tasks: a row for every task, filter and metric, with its 95 % bootstrap interval.
+    """The harness on these tasks: a row for every task, filter and metric, with its 95 % interval.
 
-    The interval is ours, over documents (the harness would fork this process for its own). It is None where the
-    metric is neither a mean over documents nor the perplexity of their mean.
+    The interval is ours, over documents (the harness would fork this process for its own): Wilson's where every
+    document is right or wrong, else a bootstrap. It is None where the metric is neither a mean over documents nor the
+    perplexity or the bits of one.
 
     Args:
       tasks: names known to the harness, or defined by YAML files in `folder`.
@@ -216,21 +216,9 @@ def run_harness(
             if not chain or metric.endswith("_stderr") or not isinstance(score, int | float):
                 continue
             documents = [s for s in found["samples"].get(task, []) if s.get("filter", chain) == chain]
-            interval = _interval(float(score), [document.get(metric) for document in documents])
+            interval = interval_of_score(float(score), [document.get(metric) for document in documents])
             count = len(documents) or None
             rows.append(
                 dict(task=task, filter=chain, metric=metric, score=float(score), interval=interval, n=count)
             )
     return rows
-
-
-def _interval(score: float, values: Sequence[Any]) -> list[float] | None:
-    """Of a score that is the mean of the documents' values, or exp(-mean) of their log-likelihoods."""
-    if not values or not all(isinstance(value, int | float) for value in values):
-        return None
-    estimate = bootstrap([float(value) for value in values])
-    if math.isclose(score, estimate.mean, rel_tol=1e-6, abs_tol=1e-9):
-        return [estimate.low, estimate.high]
-    if estimate.mean <= 0 and math.isclose(score, math.exp(-estimate.mean), rel_tol=1e-6):
-        return [math.exp(-estimate.high), math.exp(-estimate.low)]
-    return None

@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
 
 # A list of {type, question, reference, unanswerable, answer} -> scores from 0 to 1.
 Judge = Callable[[Sequence[dict[str, Any]]], list[float]]

@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 
+from swa_jax.errors import ConfigError
+
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -80,7 +82,7 @@ def retrieval(answer: str, reference: str) -> float:
     """The share of the numbers in the answer that are the reference's, which is written `Paragraph 12`."""
     right = re.search(r"Paragraph (\d+)", reference)
     if right is None:
-        raise ValueError(f"the reference names no paragraph: '{reference}'")
+        raise ConfigError(f"the reference names no paragraph: '{reference}'")
     return count(answer, right.group(1))
 
 

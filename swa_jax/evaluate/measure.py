@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.evaluate.bootstrap import accuracy_interval, bootstrap
+from swa_jax.estimates import accuracy_interval, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.generated_answers import Answers, generate_answers
 from swa_jax.evaluate.nll import score_answers
@@ -22,19 +22,21 @@ def measure_pattern(
     max_new_tokens: int,
     batch_size: int = 16,
     num_nll_examples: int | None = None,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> tuple[dict[str, Any], Answers]:
     """Needle accuracy, answer NLL, memory and speed of a model under its pattern: the row, and the answers behind it.
 
     Args:
       max_new_tokens: generated for each needle; at least as many as the longest answer.
       num_nll_examples: how many of the examples are also scored for answer NLL; None for all.
+      advance: called with how many more examples have been answered or scored.
     """
     answers = generate_answers(
-        model, tokenizer, examples, max_new_tokens=max_new_tokens, batch_size=batch_size
+        model, tokenizer, examples, max_new_tokens=max_new_tokens, batch_size=batch_size, advance=advance
     )
     found = accuracy_interval(answers.scores)
     scored = examples[:num_nll_examples]
-    nll = bootstrap(score_answers(model, scored, batch_size=batch_size).nll)
+    nll = bootstrap(score_answers(model, scored, batch_size=batch_size, advance=advance).nll)
     row = {
         "name": name,
         "full_layers": list(model.pattern.full_layers),
@@ -43,8 +45,8 @@ def measure_pattern(
         "kv_cache_bytes": answers.kv_cache_bytes,
         "prefill_seconds": answers.prefill_seconds,
         "decode_tokens_per_second": answers.decode_tokens_per_second,
-        "needle_interval": [found.low, found.high],
-        "answer_nll_interval": [nll.low, nll.high],
+        "needle_interval": found.interval,
+        "answer_nll_interval": nll.interval,
         "n": len(examples),
         "answer_nll_n": len(scored),
         "batch_size": answers.batch_size,

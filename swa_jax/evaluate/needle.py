@@ -30,6 +30,7 @@ from swa_jax.data.haystack import (
     draw_keys,
     draw_value,
 )
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 
 Depths = tuple[float, float] | Sequence[float] | None
@@ -59,7 +60,7 @@ def needle_examples(
       seed: of a NumPy generator; equal arguments give equal examples.
 
     Raises:
-      ValueError: a length too small for needles, question and answer, or a depth outside [0, 1].
+      ConfigError: a length too small for needles, question and answer, or a depth outside [0, 1].
     """
     rng = np.random.default_rng(seed)
     hay = haystack if isinstance(haystack, Haystack) else Haystack(tokenizer, haystack)
@@ -106,7 +107,7 @@ def _draw_depths(rng: np.random.Generator, depths: Depths, num_examples: int) ->
     if depths is None:
         depths = (0.0, 1.0)
     if len(depths) == 0 or any(not 0.0 <= depth <= 1.0 for depth in depths):
-        raise ValueError(f"depths must be fractions of the prompt between 0 and 1, got {depths!r}")
+        raise ConfigError(f"depths must be fractions of the prompt between 0 and 1, got {depths!r}")
     if isinstance(depths, tuple) and len(depths) == 2:
         low, high = depths
         return [low + (high - low) * rng.random() for _ in range(num_examples)]
@@ -132,7 +133,7 @@ def _one_example(
 
     needed = len(opening) + sum(map(len, needles)) + len(question) + len(answer)
     if length < needed:
-        raise ValueError(
+        raise ConfigError(
             f"length is {length} tokens, but {num_keys} needle(s), the question and the answer alone take "
             f"{needed}; raise length or lower num_keys"
         )
@@ -174,7 +175,7 @@ def _share_out(
         if len(needle) > free[side]:
             side = 1 - side
         if len(needle) > free[side]:
-            raise ValueError(
+            raise ConfigError(
                 f"the {len(needles) + 1} needles do not fit around the target, which leaves {before} tokens before "
                 f"and {after} after it; raise length, lower num_keys or choose another depth"
             )

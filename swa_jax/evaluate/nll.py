@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,8 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels.spec import NEVER
-from swa_jax.evaluate.bootstrap import Estimate, bootstrap
+from swa_jax.errors import ConfigError
+from swa_jax.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.model.attention import LayerPlan, kinds_of, layer_plan
 from swa_jax.model.decoder import Decoder
@@ -52,7 +53,7 @@ def answer_nll(
       full_attention_decode: None takes the model's pattern's.
 
     Raises:
-      ValueError: no examples, or one whose prompt or answer is empty.
+      ConfigError: no examples, or one whose prompt or answer is empty.
     """
     return score_answers(
         model, examples, batch_size=batch_size, full_attention_decode=full_attention_decode
@@ -66,12 +67,13 @@ def score_answers(
     batch_size: int = 8,
     full_attention_decode: bool | None = None,
     pattern: AttentionPattern | None = None,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> AnswerScores:
     """As `answer_nll`, and whether greedy decoding would give the answer; under `pattern` if given, else the model's.
 
     Patterns of full and windowed layers with the same window and sink tokens share one compilation for each padded
     length, and so do those with per-head layers: the layer map, the heads and the boundary of full-attention decode
-    are data.
+    are data. `advance` is called with how many more examples are scored.
     """
     pattern = model.pattern if pattern is None else pattern
     if full_attention_decode is None:
@@ -88,6 +90,7 @@ def score_answers(
         mean, right = score_batch(graph, weights, batch, plan, kinds)
         nll[index] = np.asarray(mean, np.float64)[: len(index)]
         exact[index] = np.asarray(right)[: len(index)]
+        advance(len(index))
     return AnswerScores(nll, exact)
 
 
@@ -121,13 +124,13 @@ class AnswerBatch(NamedTuple):
 
 
 def check_examples(examples: Sequence[Example]) -> None:
-    """Raise `ValueError` if there is none, or one whose prompt or answer is empty."""
+    """Raise `ConfigError` if there is none, or one whose prompt or answer is empty."""
     if not examples:
-        raise ValueError("examples is empty: give at least one example")
+        raise ConfigError("examples is empty: give at least one example")
     for i, example in enumerate(examples):
         for name, tokens in (("prompt", example.prompt), ("answer", example.answer)):
             if len(tokens) == 0:
-                raise ValueError(f"examples[{i}] has an empty {name}")
+                raise ConfigError(f"examples[{i}] has an empty {name}")
 
 
 def answer_batches(
@@ -212,7 +215,9 @@ def answer_loss(model: Decoder, hidden: jax.Array, batch: AnswerBatch) -> tuple[
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """Perplexity of a text. `nll` is the mean and its 95 % interval over the passes, nats a token."""
+    """Perplexity of a text. `nll`, nats a token, is the mean with its 95 % interval over the passes.
+
+    A pass counts by the tokens that it scores; one pass alone gives no interval."""
 
     perplexity: float
     nll: Estimate
@@ -221,7 +226,13 @@ class Perplexity:
 
 
 def perplexity(
-    model: Decoder, tokens: Sequence[int], *, context: int, stride: int | None = None, batch_size: int = 8
+    model: Decoder,
+    tokens: Sequence[int],
+    *,
+    context: int,
+    stride: int | None = None,
+    batch_size: int = 8,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> Perplexity:
     """Perplexity of one text; every token but the first is scored exactly once.
 
@@ -234,16 +245,17 @@ def perplexity(
       tokens: the text, at least 2 token ids.
       context: tokens a pass.
       stride: tokens from one pass to the next, at most `context`.
+      advance: called with how many more tokens are scored.
 
     Raises:
-      ValueError: too few tokens, or a stride that is not between 1 and `context`.
+      ConfigError: too few tokens, or a stride that is not between 1 and `context`.
     """
     text = np.asarray(tokens, np.int32)
     stride = context if stride is None else stride
     if text.ndim != 1 or text.size < 2:
-        raise ValueError(f"tokens must be a list of at least 2 ids, got shape {text.shape}")
+        raise ConfigError(f"tokens must be a list of at least 2 ids, got shape {text.shape}")
     if not 1 <= stride <= context:
-        raise ValueError(f"stride must be between 1 and context ({context}), got {stride}")
+        raise ConfigError(f"stride must be between 1 and context ({context}), got {stride}")
     context = min(context, text.size - 1)
     stride = min(stride, context)
     passes = max(1, -(-(text.size - 1 - context) // stride) + 1)
@@ -267,11 +279,9 @@ def perplexity(
             where = np.flatnonzero(weights[one])
             token_nll[one * stride + where] = values[where]
             by_pass.append(values[where].mean())
-    mean = float(token_nll.mean())
-    interval = bootstrap(by_pass)
-    return Perplexity(
-        float(np.exp(mean)), Estimate(mean, interval.low, interval.high), token_nll.size, token_nll
-    )
+            advance(len(where))
+    mean = bootstrap(by_pass, weights=weights.sum(1))
+    return Perplexity(math.exp(mean.mean), mean, token_nll.size, token_nll)
 
 
 @functools.partial(jax.jit, static_argnames="graph")

@@ -8,13 +8,13 @@ from itertools import chain
 from typing import Any
 
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.evaluate.bootstrap import bootstrap_groups
+from swa_jax.errors import ConfigError
+from swa_jax.estimates import mean_of_groups
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.generated_answers import generate_answers
 from swa_jax.evaluate.judges import Judge
 from swa_jax.evaluate.questions import Question
 from swa_jax.model.decoder import Decoder
-from swa_jax.settings import ConfigError
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,9 @@ class GroupScore:
     benchmark: str
     group: str  # "mean": over the groups, each counting the same, as LongBench averages; "all": over all questions
     score: float | None  # None: none of its questions was asked
-    interval: list[float] | None  # 95 %, percentile bootstrap over questions
+    interval: (
+        list[float] | None
+    )  # 95 %, see `estimates.mean_of_groups`; None for one question with a score between
     num_questions: int
     num_left_out: int  # longer than max_length, and not scored
     num_cut: int  # cut in the middle to fit
@@ -41,12 +43,14 @@ def score_questions(
     judge: Judge | None = None,
     keep: Callable[[list[dict[str, Any]]], None] = lambda _: None,
     batch_size: int = 8,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> tuple[list[GroupScore], list[dict[str, Any]]]:
     """Greedy answers, scored: by group and over all, and a record for each question asked.
 
     A prompt that does not fit `max_length` with its answer is left out, or, as LongBench does, loses its middle:
     both are counted in the scores, and neither happens unsaid. `keep` gets the records before the judge is asked,
-    whose scores are then None, so that a judge that fails does not cost the answers.
+    whose scores are then None, so that a judge that fails does not cost the answers. `advance` is
+    called with how many more questions are answered or left out.
 
     Raises:
       ConfigError: a judge is needed and not given, or no question fits.
@@ -62,6 +66,7 @@ def score_questions(
         raise ConfigError(
             f"none of the {len(questions)} prompts fits max_length = {max_length}: raise it, or cut them in the middle"
         )
+    advance(len(questions) - len(asked))
     texts: list[str] = [""] * len(asked)
     stop = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     for new in sorted({question.max_new_tokens for question, _, _ in asked}):
@@ -78,6 +83,7 @@ def score_questions(
                 batch_size=batch_size,
                 timed=False,
                 stop_tokens=stop,
+                advance=advance,
             )
             for i, text in zip(batch, answers.texts, strict=True):
                 texts[i] = text
@@ -144,12 +150,12 @@ def _by_group(questions: Sequence[Question], records: Sequence[dict[str, Any]]) 
 def _row(benchmark: str, name: str, groups: Sequence[Sequence[dict[str, Any]]], total: int) -> GroupScore:
     asked = list(chain(*groups))
     scores = [[record["score"] for record in group] for group in groups if group]
-    estimate = bootstrap_groups(scores) if scores else None
+    estimate = mean_of_groups(scores) if scores else None
     return GroupScore(
         benchmark=benchmark,
         group=name,
         score=None if estimate is None else estimate.mean,
-        interval=None if estimate is None else [estimate.low, estimate.high],
+        interval=None if estimate is None else estimate.interval,
         num_questions=len(asked),
         num_left_out=total - len(asked),
         num_cut=sum(r["cut"] for r in asked),

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate import longbench_metrics as metrics
-from swa_jax.settings import ConfigError, nearest
+from swa_jax.files import read_json
+from swa_jax.settings import nearest
 
 Score = Callable[[str, str], float]  # answer, reference
 
@@ -217,13 +219,13 @@ def _files(path: Path) -> list[Path]:
 
 def _records(file: Path) -> list[dict[str, Any]]:
     """Of a JSON list, or of one JSON object a line."""
-    text = file.read_text(encoding="utf-8")
     try:
+        text = file.read_text(encoding="utf-8")
         if text.lstrip().startswith("["):
             records = json.loads(text)
         else:
             records = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not JSON or JSON lines: {error}") from None
     if not records or not all(isinstance(record, dict) for record in records):
         raise ConfigError(f"{file} must hold JSON objects, one a line or in a list, and at least one")
@@ -231,10 +233,4 @@ def _records(file: Path) -> list[dict[str, Any]]:
 
 
 def _object(file: Path) -> dict[str, str]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} must be a JSON object of prompts by data set")
-    return content
+    return read_json(file)

@@ -6,7 +6,7 @@ The paper's Figures 4b (memory access), 5 (layers) and 6 (needle depth). Everyth
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,15 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from swa_jax.evaluate.bootstrap import Estimate, bootstrap
+from swa_jax.errors import ConfigError
+from swa_jax.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import answer_batches
 from swa_jax.evaluate.ruler import Cell
+from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
-from swa_jax.model.flops import visible_keys
+from swa_jax.model.flops import forward_flops, visible_keys
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.settings import ConfigError
 
 
 class Routed(NamedTuple):
@@ -36,11 +37,17 @@ class Routed(NamedTuple):
 
 
 def text_routing(
-    model: Decoder, tokens: Sequence[int], *, length: int, batch_size: int = 8
+    model: Decoder,
+    tokens: Sequence[int],
+    *,
+    length: int,
+    batch_size: int = 8,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> tuple[Routed, np.ndarray]:
     """Routing on plain text in sequences of `length` tokens: the figures, and keys read at each position [length].
 
     What is left at the end and is shorter than `length` is not read; `Routed.num_units` counts the sequences.
+    `advance` is called with how many more of them are read.
 
     Raises:
       ConfigError: no layer of the model is routed, or the text is shorter than one sequence.
@@ -55,13 +62,20 @@ def text_routing(
     for start in range(0, count, batch_size):
         batch = np.resize(rows[start : start + batch_size], (batch_size, length))
         gates.append(_gates(*nnx.split(model), jnp.asarray(batch), None, None)[: count - start])
+        advance(len(gates[-1]))
     gate = _with_static_layers(np.concatenate(gates), model)  # [S, L, T]
     position = np.broadcast_to(np.arange(length), (count, length))
     keys = keys_read(gate, position, model.pattern)
     return _routed(gate, keys, position, np.ones((count, length))), keys.mean((0, 1))
 
 
-def answer_routing(model: Decoder, examples: Sequence[Example], *, batch_size: int = 8) -> Routed:
+def answer_routing(
+    model: Decoder,
+    examples: Sequence[Example],
+    *,
+    batch_size: int = 8,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Routed:
     """Routing of the queries that predict the answers' tokens, each example a unit. Raises as `text_routing`."""
     check_routed(model.pattern)
     width = max(len(example.answer) for example in examples)
@@ -74,15 +88,23 @@ def answer_routing(model: Decoder, examples: Sequence[Example], *, batch_size: i
         gate[index] = chosen[: len(index)]
         position[index] = queries[: len(index)]
         weight[index] = np.asarray(batch.weights)[: len(index)]
+        advance(len(index))
     gate = _with_static_layers(gate, model)
     return _routed(gate, keys_read(gate, position, model.pattern), position, weight)
 
 
 def routing_by_depth(
-    model: Decoder, cells: Mapping[Cell, Sequence[Example]], *, batch_size: int = 8
+    model: Decoder,
+    cells: Mapping[Cell, Sequence[Example]],
+    *,
+    batch_size: int = 8,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> dict[Cell, Routed]:
     """`answer_routing` of every (task, length, depth): does a model look far only where the needle is far?"""
-    return {cell: answer_routing(model, some, batch_size=batch_size) for cell, some in cells.items()}
+    return {
+        cell: answer_routing(model, examples, batch_size=batch_size, advance=advance)
+        for cell, examples in cells.items()
+    }
 
 
 def keys_read(gate: np.ndarray, position: np.ndarray, pattern: AttentionPattern) -> np.ndarray:
@@ -149,3 +171,24 @@ def _gates(
 ) -> np.ndarray:
     """1 where a token takes full attention: [B, L, T]."""
     return np.asarray(_all_gates(graph, state, tokens, segment_ids, full_from)).transpose(1, 0, 2)
+
+
+def routing_row(name: str, cell: Cell, routed: Routed, config: ModelConfig) -> dict[str, Any]:
+    """What a routed model does on a text, or on the answers of a (task, length, depth): a row of results.json."""
+    task, length, depth = cell
+    return {
+        "name": name,
+        "data": task,
+        "length": length,
+        "depth": depth,
+        "full_ratio": routed.full_ratio.mean,
+        "interval": routed.full_ratio.interval,
+        "by_layer": [layer.mean for layer in routed.by_layer],
+        "by_layer_intervals": [layer.interval for layer in routed.by_layer],
+        "keys_read": routed.keys_read.mean,
+        "keys_read_interval": routed.keys_read.interval,
+        "keys_of_full": routed.keys_of_full,
+        "gflops": forward_flops(config, routed.keys_read.mean) / 1e9,
+        "gflops_of_full": forward_flops(config, routed.keys_of_full) / 1e9,
+        "n": routed.num_units,
+    }

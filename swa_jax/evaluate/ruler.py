@@ -27,9 +27,10 @@ from uuid import UUID
 import numpy as np
 
 from swa_jax.data.haystack import NOISE, TextTokenizer, library_files, read_text
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.ruler_words import ADJECTIVES, NOUNS
-from swa_jax.settings import ConfigError, nearest
+from swa_jax.settings import nearest
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 TASK_TEMPLATE = (

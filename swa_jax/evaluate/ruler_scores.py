@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.evaluate.bootstrap import accuracy_interval, bootstrap
+from swa_jax.errors import ConfigError
+from swa_jax.estimates import accuracy_interval, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.generated_answers import generate_answers
 from swa_jax.evaluate.ruler import TOKENS_TO_GENERATE, Cell
 from swa_jax.model.decoder import Decoder
-from swa_jax.settings import ConfigError
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,9 @@ class RulerScore:
     length: int
     depth: float | None
     score: float
-    interval: list[float]  # Wilson's, 95 %
-    bootstrap_interval: list[
-        float
-    ]  # percentile bootstrap over examples, 95 %; no width where all scores are equal
+    interval: list[float] | None  # Wilson's, 95 %
+    # Percentile bootstrap over examples, 95 %: no width where all scores are equal, None for one example.
+    bootstrap_interval: list[float] | None
     num_examples: int
     prompt_tokens: list[int]  # the shortest and the longest
     haystack: str
@@ -40,11 +39,13 @@ def ruler_scores(
     *,
     max_new_tokens: int = TOKENS_TO_GENERATE,
     batch_size: int = 16,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> list[RulerScore]:
     """Greedy answers to every cell of `ruler_grid`, in its order. Cells of one length share batches.
 
     Args:
       max_new_tokens: as the cells were made with; an end-of-text token ends an answer earlier.
+      advance: called with how many more examples are answered.
 
     Raises:
       ConfigError: a cell was made for fewer new tokens, so that its prompts leave no room for these.
@@ -68,6 +69,7 @@ def ruler_scores(
             batch_size=batch_size,
             timed=False,
             stop_tokens=stop,
+            advance=advance,
         )
         ends = np.cumsum([len(cells[cell]) for cell in some])[:-1]
         scores |= dict(zip(some, np.split(answers.scores, ends), strict=True))
@@ -80,8 +82,8 @@ def _cell_score(cell: Cell, examples: Sequence[Example], scores: np.ndarray) -> 
     return RulerScore(
         *cell,
         score=wilson.mean,
-        interval=[wilson.low, wilson.high],
-        bootstrap_interval=[resampled.low, resampled.high],
+        interval=wilson.interval,
+        bootstrap_interval=resampled.interval,
         num_examples=len(examples),
         prompt_tokens=[min(tokens), max(tokens)],
         haystack=examples[0].meta["haystack"],

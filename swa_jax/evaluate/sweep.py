@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from swa_jax.evaluate.bootstrap import Estimate, bootstrap
+from swa_jax.errors import ConfigError
+from swa_jax.estimates import Estimate, bootstrap
 from swa_jax.evaluate.nll import perplexity
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.settings import ConfigError
 
 MAX_BLOCKS = 100  # of consecutive tokens, which the bootstrap draws: neighbours are not independent
 MIN_BLOCK = 64  # tokens
@@ -26,7 +27,8 @@ class SweepScore:
     window: int | None  # None: full attention in every layer
     length: int
     perplexity: float
-    interval: list[float]  # of the perplexity: 95 % bootstrap over blocks of consecutive tokens
+    # Of the perplexity: 95 % bootstrap over blocks of consecutive tokens; None if they fill one block only.
+    interval: list[float] | None
     nll: float
     num_tokens: int
     num_blocks: int
@@ -41,6 +43,7 @@ def perplexity_sweep(
     lengths: Sequence[int],
     stride: int | None = None,
     batch_size: int = 16,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> list[SweepScore]:
     """Perplexity of one text under every window, cut into sequences of every length; windows outermost.
 
@@ -53,6 +56,7 @@ def perplexity_sweep(
         of the list keeps the pattern as it is.
       lengths: tokens a sequence. A stride below a length slides by it, see `perplexity`.
       batch_size: sequences of the greatest length at once; shorter ones fill as many tokens.
+      advance: called with how many more tokens are scored; all cells together score `len(tokens) - 1` a cell.
 
     Raises:
       ConfigError: the text is too short for a length, or the pattern has no windowed layer for a window to change.
@@ -77,6 +81,7 @@ def perplexity_sweep(
                 context=length,
                 stride=None if stride is None else min(stride, length),
                 batch_size=batch_size * max(lengths) // length,
+                advance=advance,
             )
             nll, blocks = block_interval(result.token_nll)
             scores.append(
@@ -84,7 +89,7 @@ def perplexity_sweep(
                     window=window,
                     length=length,
                     perplexity=result.perplexity,
-                    interval=[float(np.exp(nll.low)), float(np.exp(nll.high))],
+                    interval=nll.map(math.exp).interval,
                     nll=nll.mean,
                     num_tokens=result.num_tokens,
                     num_blocks=blocks,
@@ -107,9 +112,7 @@ def with_window(pattern: AttentionPattern, window: int | None) -> AttentionPatte
 
 
 def block_interval(token_nll: np.ndarray) -> tuple[Estimate, int]:
-    """Mean of token losses [N] and its 95 % interval by bootstrap over equal blocks of consecutive ones; the blocks."""
+    """The mean of token losses [N], with a 95 % interval by bootstrap over blocks of consecutive ones; their number."""
     blocks = max(1, min(MAX_BLOCKS, token_nll.size // MIN_BLOCK))
-    means = [block.mean() for block in np.array_split(token_nll, blocks)]
-    drawn = bootstrap(means)
-    mean = float(token_nll.mean())
-    return Estimate(mean, min(mean, drawn.low), max(mean, drawn.high)), blocks
+    cut = np.array_split(token_nll, blocks)
+    return bootstrap([block.mean() for block in cut], weights=[block.size for block in cut]), blocks

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.settings import ConfigError, from_dict, nearest, to_dict
+from swa_jax.settings import from_dict, nearest, to_dict
 
 SWAT = "swat"  # our own family: every field of ModelConfig under its own name
 ARCHITECTURES = {

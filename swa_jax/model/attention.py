@@ -88,18 +88,36 @@ def model_sigmoid_bias(config: ModelConfig) -> float | None:
 
 
 class Router(nnx.Module):
-    """SwiAttn's router: one linear map of the normed hidden state to one logit a token, shared by all heads."""
+    """SwiAttn's router: one linear map of the normed hidden state to one logit a token, shared by all heads.
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.proj = linear(config.hidden_size, 1, True, config, dtype, rngs)
-        self.proj.bias = nnx.Param(jnp.full(1, config.router_bias_init, dtype))
+    Its parameters and its arithmetic are f32 in a model of any dtype: a logit near 0 that is rounded to bf16 can turn
+    the gate over, and rounds to a multiple of 2^-8 of its size where the regulariser wants its value.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.proj = linear(config.hidden_size, 1, True, config, jnp.dtype(jnp.float32), rngs)
+        self.proj.bias = nnx.Param(jnp.full(1, config.router_bias_init, jnp.float32))
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x [B, T, d] -> logit [B, T] f32 and the straight-through gate [B, T] f32 (1 = full attention)."""
-        logit = self.proj(x)[..., 0].astype(jnp.float32)
+        """x [B, T, d] of any dtype -> logit [B, T] f32 and straight-through gate [B, T] f32 (1 = full attention)."""
+        assert self.proj.bias is not None
+        kernel, bias = self.proj.kernel[...].astype(jnp.float32), self.proj.bias[...].astype(jnp.float32)
+        # A TPU multiplies f32 in bf16 unless told otherwise.
+        highest = jax.lax.Precision.HIGHEST
+        logit = (jnp.matmul(x.astype(jnp.float32), kernel, precision=highest) + bias)[..., 0]
         soft = jax.nn.sigmoid(logit)
         # The brackets keep the gate exactly 0 or 1 in floating point while its gradient is the sigmoid's.
         return logit, (soft > 0.5).astype(jnp.float32) + (soft - jax.lax.stop_gradient(soft))
+
+
+def cast_parameters(params: Any, dtype: jax.typing.DTypeLike) -> Any:
+    """A tree of parameters in `dtype`, but for the routers, which are f32 in a model of any dtype."""
+
+    def one(path: tuple, leaf: jax.Array) -> jax.Array:
+        names = [getattr(key, "key", getattr(key, "name", key)) for key in path]
+        return leaf.astype(jnp.float32 if "router" in names else dtype)
+
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 class Attention(nnx.Module):
@@ -119,7 +137,7 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(size, config.rms_norm_eps, dtype)
             self.k_norm = RMSNorm(size, config.rms_norm_eps, dtype)
         if routed:
-            self.router = Router(config, dtype, rngs)
+            self.router = Router(config, rngs)
 
     def qkv(self, x: jax.Array, context: AttentionContext) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, T, d] -> q [B, T, H, D], k and v [B, T, K, D], normed and rotated."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from swa_jax.errors import ConfigError
 from swa_jax.model.cache import KVCache, allocate, cache_layout
 from swa_jax.model.decoder import Decoder
-from swa_jax.settings import ConfigError
 
 NOTHING = -1  # in a row of new tokens: the sequence had ended
 

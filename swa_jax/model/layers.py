@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig, RopeScaling
-from swa_jax.settings import ConfigError
 
 
 class RMSNorm(nnx.Module):

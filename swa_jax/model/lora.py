@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig
-from swa_jax.settings import ConfigError, nearest
+from swa_jax.settings import nearest
 
 if TYPE_CHECKING:  # the decoder imports this module
     from swa_jax.model.decoder import Block, Decoder

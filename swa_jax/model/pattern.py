@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from swa_jax.errors import ConfigError
+from swa_jax.files import write_text
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
-from swa_jax.settings import ConfigError, from_dict, nearest
+from swa_jax.settings import from_dict, nearest
 
+SWAA_KEYS = ("sliding_window_size", "keep_first", "force_fa_decode", "non_sliding_layers")
 VERSION = 1
 
 
@@ -140,25 +142,18 @@ class AttentionPattern:
         data = dataclasses.asdict(self) | {"version": VERSION}
         text = json.dumps(data, indent=2, default=_plain) + "\n"
         if file is not None:
-            partial = Path(f"{file}.partial")
-            partial.write_text(text)
-            os.replace(partial, file)
+            write_text(file, text)
         return text
 
     @classmethod
     def from_json(cls, source: str | Path) -> AttentionPattern:
         """Read JSON text or a file; unknown keys, a newer version or contradictions raise `ConfigError`."""
-        is_text = isinstance(source, str) and source.lstrip().startswith("{")
-        name = "the pattern" if is_text else str(source)
-        try:
-            data = json.loads(source if is_text else Path(source).read_text())  # type: ignore[arg-type]
-        except FileNotFoundError:
-            raise ConfigError(f"pattern file {source} does not exist") from None
-        except OSError as error:
-            raise ConfigError(f"pattern file {source} cannot be read: {error.strerror}") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{name} is not valid JSON: {error}") from None
-        if not isinstance(data, dict) or "layer_types" not in data:
+        name, data = _read_object(source)
+        return cls._from_object(name, data)
+
+    @classmethod
+    def _from_object(cls, name: str, data: dict[str, Any]) -> AttentionPattern:
+        if "layer_types" not in data:
             raise ConfigError(f"{name} has no 'layer_types': it is not an attention pattern")
         version = data.pop("version", VERSION)
         if version != VERSION:
@@ -211,19 +206,29 @@ class AttentionPattern:
 
     @classmethod
     def from_swaa_config(cls, config: Mapping[str, Any], num_layers: int) -> AttentionPattern:
-        """Read SWAA's words: `sliding_window_size`, `keep_first`, `force_fa_decode`, `non_sliding_layers`."""
-        known = ("sliding_window_size", "keep_first", "force_fa_decode", "non_sliding_layers")
+        """Read SWAA's words: `sliding_window_size`, `keep_first`, `force_fa_decode`, `non_sliding_layers`.
+
+        Raises `ConfigError` for an unknown key, a value of the wrong kind, or a layer that does not exist.
+        """
         for key in config:
-            if key not in known:
-                raise ConfigError(f"SWAA config: unknown key '{key}'{nearest(key, known)}")
+            if key not in SWAA_KEYS:
+                raise ConfigError(f"SWAA config: unknown key '{key}'{nearest(key, SWAA_KEYS)}")
+        decode, full_layers = config.get("force_fa_decode"), config.get("non_sliding_layers")
+        if not isinstance(decode, bool | None):
+            raise ConfigError(f"force_fa_decode must be true or false, got {decode!r}")
+        if not isinstance(full_layers, list | tuple | None):
+            raise ConfigError(f"non_sliding_layers must be a list of layers, got {full_layers!r}")
+        full_layers = [
+            _integer(f"non_sliding_layers[{i}]", layer) for i, layer in enumerate(full_layers or ())
+        ]
         if config.get("sliding_window_size") is None:
             return cls((FULL,) * num_layers, provenance={"method": "swaa-config"})
         return cls.from_full_layers(
-            config.get("non_sliding_layers") or [],
+            full_layers,
             num_layers,
-            config["sliding_window_size"],
-            num_sink_tokens=config.get("keep_first") or 0,
-            full_attention_decode=bool(config.get("force_fa_decode")),
+            _integer("sliding_window_size", config["sliding_window_size"]),
+            num_sink_tokens=_integer("keep_first", config.get("keep_first") or 0),
+            full_attention_decode=bool(decode),
             provenance={"method": "swaa-config"},
         )
 
@@ -258,19 +263,75 @@ def load_pattern(
 
 
 def read_pattern(
-    source: str | Path, layers: int | ModelConfig, *, seed: int = 0, **options: Any
+    source: str | Path,
+    layers: int | ModelConfig,
+    *,
+    default_window: int | None = None,
+    seed: int = 0,
+    **options: Any,
 ) -> AttentionPattern:
-    """The path of a pattern JSON, its text, or a recipe name; options that are given win over what it says.
+    """The path of a JSON file, its text, or the name of a recipe; options that are given win over what it says.
+
+    A JSON file holds a pattern as `swa-jax select` writes it, a SWAA configuration (see `from_swaa_config`) or a
+    model's own `config.json` (see `from_hf_config`).
 
     Args:
-      layers: of the model, for recipes; seed: for recipes that draw.
+      layers: of the model, for sources that do not say how many there are; seed: for recipes that draw.
+      default_window: of a recipe, which names no window, where none is given in `options`; None: the recipes' own.
       options: `sliding_window`, `num_sink_tokens`, `full_attention_decode`; None leaves the source's own.
+
+    Raises:
+      ConfigError: an unknown recipe, or a file that is none of these.
     """
-    text = str(source)
-    if not (text.endswith(".json") or text.lstrip().startswith("{")):
-        return AttentionPattern.from_recipe(text, layers, seed=seed, **options)
+    if not is_pattern_file(source):
+        if options.get("sliding_window") is None:
+            options["sliding_window"] = default_window
+        return AttentionPattern.from_recipe(str(source), layers, seed=seed, **options)
     given = {name: value for name, value in options.items() if value is not None}
-    return dataclasses.replace(AttentionPattern.from_json(source), **given)
+    name, data = _read_object(source)
+    if "num_hidden_layers" in data:
+        pattern = AttentionPattern.from_hf_config(data)
+    elif any(key in data for key in SWAA_KEYS) and "layer_types" not in data:
+        number = layers.num_hidden_layers if isinstance(layers, ModelConfig) else layers
+        try:
+            pattern = AttentionPattern.from_swaa_config(data, number)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+    else:
+        pattern = AttentionPattern._from_object(name, data)
+    return dataclasses.replace(pattern, **given)
+
+
+def is_pattern_file(source: str | Path) -> bool:
+    """Whether a pattern is named by a JSON file, or by its text, and not by a recipe."""
+    text = str(source)
+    return text.endswith(".json") or text.lstrip().startswith("{")
+
+
+def layers_of_file(source: str | Path) -> int | None:
+    """How many layers the pattern of a JSON file has; None for a SWAA configuration, which does not say."""
+    _, data = _read_object(source)
+    if "num_hidden_layers" in data:
+        return AttentionPattern.from_hf_config(data).num_layers
+    types = data.get("layer_types")
+    return len(types) if isinstance(types, list) else None
+
+
+def _read_object(source: str | Path) -> tuple[str, dict[str, Any]]:
+    """The JSON object of a file, or of a text, and what to call it in messages."""
+    is_text = isinstance(source, str) and source.lstrip().startswith("{")
+    name = "the pattern" if is_text else str(source)
+    try:
+        data = json.loads(source if is_text else Path(source).read_text())  # type: ignore[arg-type]
+    except FileNotFoundError:
+        raise ConfigError(f"pattern file {source} does not exist") from None
+    except OSError as error:
+        raise ConfigError(f"pattern file {source} cannot be read: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{name} has no 'layer_types': it is not an attention pattern")
+    return name, data
 
 
 def _integer(name: str, value: Any) -> int:

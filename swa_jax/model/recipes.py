@@ -20,9 +20,10 @@ import re
 
 import numpy as np
 
+from swa_jax.errors import ConfigError
 from swa_jax.model.layer_types import FULL, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.settings import ConfigError, nearest
+from swa_jax.settings import nearest
 
 DEFAULT_WINDOW = 2048  # SWAA's and NLL-guided selection's
 DEFAULT_SINK_TOKENS = 10  # likewise

@@ -18,8 +18,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig
-from swa_jax.settings import ConfigError
 
 AXES = ("data", "fsdp", "context", "tensor")
 

@@ -26,7 +26,7 @@ from jax.sharding import SingleDeviceSharding
 
 from swa_jax.bench.cycles import QUIET
 from swa_jax.checkpoint.folder import open_checkpoint
-from swa_jax.checkpoint.safetensors_files import CheckpointError
+from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.model.attention import kinds_of
 from swa_jax.model.cache import allocate, cache_layout
 from swa_jax.model.config import ModelConfig
@@ -37,7 +37,6 @@ from swa_jax.model.lora import trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern, load_pattern
 from swa_jax.model.sharding import MeshConfig, Partition, check_batch, check_model, make_mesh, state_shardings
 from swa_jax.plan import hlo
-from swa_jax.settings import ConfigError
 from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.optimizer import make_optimizer
 from swa_jax.train.step import TrainState, init_state, make_step

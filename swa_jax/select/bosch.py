@@ -19,17 +19,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from swa_jax.errors import ConfigError
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.evaluator import MaskEvaluator, Score
 from swa_jax.select.heads import head_pattern, windowed_count
+from swa_jax.select.method_table import Variant
 from swa_jax.select.search import ALPHA, Found, Optimizer, num_candidates, require_nomad, search, with_ones
-from swa_jax.settings import ConfigError
 
-Variant = Literal["bosch", "single", "multi", "layer"]
 BUCKETS = (0.0, 0.25, 0.5, 0.75, 1.0)
 PERCENTILES = (2.5, 97.5)
 

@@ -2,29 +2,33 @@
 
 Prompts are scored teacher-forced: an answer is right if each of its tokens is the likeliest, which is what greedy
 decoding would write. A pattern costs the KV cache of one sequence as long as the prompts, by the cache's formula.
+
+A row belongs to content and not to names: to the weights, the prompts and the pattern that was scored, or to the
+prompts and options that a method chose by. What was scored on other content stays in the file, but is not shown.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.table import Table
 
-from swa_jax.checkpoint.folder import write_json
-from swa_jax.evaluate.bootstrap import accuracy_interval, paired_bootstrap
+from swa_jax.errors import ConfigError
+from swa_jax.estimates import accuracy_interval, paired_bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
+from swa_jax.files import write_json
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.decoder import Decoder
+from swa_jax.model.layer_types import FULL
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.methods import choose
-from swa_jax.settings import ConfigError
+from swa_jax.select.score_file import content_key, digest, examples_sum
 
 Row = Mapping[str, Any]
 
@@ -39,95 +43,163 @@ def compare(
     ratios: Sequence[float] = (),
     seeds: Sequence[int] = (),
     draw: Callable[[int], Sequence[Example]],
-    sliding_window: int,
+    sliding_window: int | None,
     num_sink_tokens: int = 0,
     eval_window: int | None = None,
     iterations: int = 100,
     batch_size: int = 8,
+    weights: str | None = None,
     settings: Mapping[str, Any],
+    force: bool = False,
     report: Callable[[str], None] = lambda _: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[dict[str, Any]]:
     """Rows for `patterns`, then for each method, seed and ratio; written to `out` as they come, found there again.
 
     Args:
-      held_out: the prompts that all patterns are scored on.
-      out: a folder for `results.json` and, under `patterns/`, what the methods chose.
+      held_out: the prompts that all patterns are scored on; draw: those that methods choose by, of a seed.
+      out: a folder for `results.json` and `patterns/`; what methods chose there before, with the same settings on the
+        same content, comes with the rows.
       ratios: shares of windowed KV heads, each reached by every method for every seed.
-      draw: the prompts to choose by, of a seed.
-      sliding_window, num_sink_tokens: of the windowed heads while choosing.
+      sliding_window, num_sink_tokens: of the windowed heads while choosing; the window is needed with `methods` alone.
       eval_window: of the chosen patterns while scored; None for the same.
-      settings: what else decides the results; `out` made with others is refused.
-      report: called with a line for each row.
+      weights: the sum of the weights, as in `content_key`; settings: how the prompts came about, plain JSON values.
+      force: go on where no pattern finds a single needle; report: called with a line for each row that is scored.
+      progress: called with (patterns scored, patterns to be scored); those found in `out` do not count.
 
     Raises:
-      ConfigError: results of other settings in `out`, or what a method refuses.
+      ConfigError: `out` holds something else; what a method refuses; or none of `patterns` finds a needle.
     """
-    file = out / "results.json"
-    (out / "patterns").mkdir(parents=True, exist_ok=True)
-    rows = _known(file, settings)
-    config = model.config
-    length = max(len(e.prompt) + len(e.answer) for e in held_out)
+    scored_on = content_key(model, held_out, weights=weights)
+    choice = {
+        "sliding_window": sliding_window, "num_sink_tokens": num_sink_tokens, "eval_window": eval_window,
+        "iterations": iterations,
+    }  # fmt: skip
+    results = _Results(out / "results.json", digest([scored_on, choice, dict(settings)]))
 
-    def measure(name: str, pattern: AttentionPattern, **more: Any) -> None:
-        scored = score_answers(model, held_out, batch_size=batch_size, pattern=pattern)
-        found = accuracy_interval(scored.exact.astype(float))
-        rows.append(
-            {
-                "name": name, **more,
-                "needle_accuracy": found.mean,
-                "needle_interval": [found.low, found.high],
-                "answer_nll": float(scored.nll.mean()),
-                "kv_cache_bytes": cache_bytes(config, pattern, 1, length, 2),
-                "full_layers": list(pattern.full_layers),
-                "full_head_counts": list(pattern.full_head_counts),
-                "exact": scored.exact.astype(int).tolist(),
-            }
-        )  # fmt: skip
-        write_json(file, {"settings": dict(settings), "rows": rows})
-        report(f"{_title(rows[-1])}: {100 * found.mean:.1f} % found")
+    def measure(key: str, pattern: AttentionPattern, chosen: AttentionPattern, **names: Any) -> Any:
+        row = names | _score(model, held_out, pattern, batch_size) | {
+            "pattern": json.loads(chosen.to_json()), "scored_on": scored_on, "settings": dict(settings) | choice,
+        }  # fmt: skip
+        report(f"{_title(row)}: {100 * row['needle_accuracy']:.1f} % found")
+        progress(next(scored), len(missing))
+        return results.add(key, row)
 
-    known = {_key(row) for row in rows}
+    if methods and sliding_window is None:
+        raise ConfigError("sliding_window is missing: methods need to know what a windowed head sees")
+    draws = {seed: draw(seed) for seed in (seeds if methods else ())}
+    masks = {
+        seed: digest([scored_on, examples_sum(examples), sliding_window, num_sink_tokens])
+        for seed, examples in draws.items()
+    }
+    keys = {name: digest([scored_on, _content(pattern)]) for name, pattern in patterns}
+    chosen_keys = {
+        (method, ratio, seed): digest([masks[seed], choice, method, ratio, seed])
+        for seed, method, ratio in itertools.product(draws, methods, ratios)
+    }
+    missing = {key for key in [*keys.values(), *chosen_keys.values()] if results.find(key) is None}
+    scored = itertools.count(1)
+
+    rows = []
     for name, pattern in patterns:
-        if (name, None, None) not in known:
-            measure(name, pattern)
-    for seed in seeds:
-        for method in methods:
-            missing = [ratio for ratio in ratios if (method, ratio, seed) not in known]
-            if not missing:
-                continue
-            chosen = choose(
-                method, model, draw(seed), missing,
-                sliding_window=sliding_window, num_sink_tokens=num_sink_tokens, batch_size=batch_size,
-                iterations=iterations, seed=seed, evaluations=out / f"evaluations-{seed}.json",
-            )  # fmt: skip
-            for ratio, pattern in zip(missing, chosen, strict=True):
-                pattern.to_json(out / "patterns" / f"{method}-{ratio:g}-seed-{seed}.json")
-                if eval_window is not None:
-                    pattern = dataclasses.replace(pattern, sliding_window=eval_window)
-                measure(method, pattern, ratio=ratio, seed=seed)
-    return rows
+        key = keys[name]
+        rows.append(results.find(key, name=name) or measure(key, pattern, pattern, name=name))
+    _check_found(rows, len(held_out), force)
+    for seed, method in itertools.product(draws, methods):
+        to_choose = [ratio for ratio in ratios if chosen_keys[method, ratio, seed] in missing]
+        if not to_choose:
+            continue
+        chosen = choose(
+            method, model, draws[seed], to_choose,
+            sliding_window=sliding_window, num_sink_tokens=num_sink_tokens, batch_size=batch_size,  # type: ignore[arg-type]
+            iterations=iterations, seed=seed, evaluations=out / f"evaluations-{seed}-{masks[seed][:8]}.json",
+            weights=weights,
+        )  # fmt: skip
+        for ratio, pattern in zip(to_choose, chosen, strict=True):
+            window = pattern.sliding_window if eval_window is None else eval_window
+            under = dataclasses.replace(pattern, sliding_window=window)
+            measure(chosen_keys[method, ratio, seed], under, pattern, name=method, ratio=ratio, seed=seed)
+    results.write_patterns(out / "patterns")
+    if results.others:
+        report(
+            f"{results.file} also holds {results.others} rows of other weights, prompts or options: not shown"
+        )
+    return [*rows, *results.chosen]
 
 
-def _known(file: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    if not file.exists():
-        return []
-    try:
-        stored = json.loads(file.read_text())
-        rows, found = list(stored["rows"]), dict(stored["settings"])
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{file} holds no results of `compare`: name another --out") from None
-    now = json.loads(json.dumps(dict(settings)))
-    for name in now:
-        if found.get(name) != now[name]:
-            raise ConfigError(
-                f"{file} was made with {name} = {found.get(name)}, this is {now[name]}: name another --out, or "
-                "remove that folder to start over"
-            )
-    return rows
+class _Results:
+    """The rows of `results.json`, found by their content; none is ever taken away."""
+
+    def __init__(self, file: Path, comparison: str):
+        self.file, self.comparison = file, comparison
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._rows = [dict(row) for row in json.loads(file.read_text())["rows"]] if file.exists() else []
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{file} holds no results of `compare`: name another --out") from None
+
+    @property
+    def chosen(self) -> list[dict[str, Any]]:
+        """What methods chose in this comparison; the latest, where the prompts of a seed have changed since."""
+        rows = [row for row in self._rows if row.get("comparison") == self.comparison and "ratio" in row]
+        return list({(row["name"], row["ratio"], row["seed"]): row for row in rows}.values())
+
+    @property
+    def others(self) -> int:
+        return sum(row.get("comparison") != self.comparison for row in self._rows)
+
+    def find(self, key: str, **names: Any) -> dict[str, Any] | None:
+        """The row of this content, under the names it has in this comparison."""
+        same = [row for row in self._rows if row.get("key") == key]
+        here = names | {"comparison": self.comparison}
+        exact = next((row for row in same if row | here == row), None)
+        return exact or (self.add(key, same[0] | names) if same else None)
+
+    def add(self, key: str, row: dict[str, Any]) -> dict[str, Any]:
+        row = row | {"key": key, "comparison": self.comparison}
+        self._rows.append(row)
+        write_json(self.file, {"rows": self._rows})
+        return row
+
+    def write_patterns(self, folder: Path) -> None:
+        """What methods chose in this comparison, in place of what the same names stood for in another."""
+        folder.mkdir(exist_ok=True)
+        for row in self.chosen:
+            name = f"{row['name']}-{row['ratio']:g}-seed-{row['seed']}.json"
+            AttentionPattern.from_json(json.dumps(row["pattern"])).to_json(folder / name)
 
 
-def _key(row: Row) -> tuple[str, float | None, int | None]:
-    return row["name"], row.get("ratio"), row.get("seed")
+def _check_found(rows: Sequence[Row], needles: int, force: bool) -> None:
+    """Raise `ConfigError` where rows are there and none has found a needle, unless by force."""
+    if rows and not force and not any(row["needle_accuracy"] for row in rows):
+        raise ConfigError(
+            f"no pattern finds one of the {needles} needles ({', '.join(row['name'] for row in rows)}), so that a "
+            "comparison means nothing: take shorter prompts or a model that finds some, or go on with --force"
+        )
+
+
+def _score(
+    model: Decoder, held_out: Sequence[Example], pattern: AttentionPattern, batch_size: int
+) -> dict[str, Any]:
+    scored = score_answers(model, held_out, batch_size=batch_size, pattern=pattern)
+    found = accuracy_interval(scored.exact.astype(float))
+    length = max(len(e.prompt) + len(e.answer) for e in held_out)
+    return {
+        "needle_accuracy": found.mean,
+        "needle_interval": [found.low, found.high],
+        "answer_nll": float(scored.nll.mean()),
+        "kv_cache_bytes": cache_bytes(model.config, pattern, 1, length, 2),
+        "full_layers": list(pattern.full_layers),
+        "full_head_counts": list(pattern.full_head_counts),
+        "exact": scored.exact.astype(int).tolist(),
+    }
+
+
+def _content(pattern: AttentionPattern) -> dict[str, Any]:
+    """What a pattern computes; how it came about does not count, nor does a window that no layer has."""
+    content = dataclasses.asdict(pattern)
+    del content["provenance"]
+    return {"layer_types": content["layer_types"]} if set(pattern.layer_types) == {FULL} else content
 
 
 def _title(row: Row) -> str:
@@ -156,7 +228,7 @@ def summary(
         found = accuracy_interval(exact.mean(0))
         one: dict[str, Any] = {
             "name": name, "ratio": ratio, "seeds": [row.get("seed") for row in some],
-            "needle_accuracy": found.mean, "needle_interval": [found.low, found.high],
+            "needle_accuracy": found.mean, "needle_interval": found.interval,
             "by_seed": exact.mean(1).tolist(),
             "answer_nll": float(np.mean([row["answer_nll"] for row in some])),
             "kv_cache_bytes": float(np.mean([row["kv_cache_bytes"] for row in some])),
@@ -165,39 +237,7 @@ def summary(
         if other and one["seeds"] == [row.get("seed") for row in other]:
             base = np.array([row["exact"] for row in other], float)
             gap = paired_bootstrap(exact.mean(0), base.mean(0))
-            one |= {"against": first, "gap": [gap.mean, gap.low, gap.high]}
+            one |= {"against": first, "gap": list(gap)}
             one["gap_by_seed"] = (exact.mean(1) - base.mean(1)).tolist()
         result.append(one)
     return result
-
-
-def compare_table(summed: Sequence[Row], window: int) -> Table:
-    """The summary as a table for the terminal."""
-    against = next((row["against"] for row in summed if "against" in row), None)
-    table = Table(
-        title="What each choice keeps and costs", box=box.SIMPLE, title_justify="left", caption_justify="left"
-    )
-    for column in ("Pattern or method", "Windowed"):
-        table.add_column(column, no_wrap=True)
-    columns = ["Found", "By seed", "Answer loss\n(nats/token)", "KV cache\n(MB/sequence)"]
-    for column in columns + ([f"Against {against}"] if against else []):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in summed:
-        cells = [
-            row["name"],
-            "" if row["ratio"] is None else f"{row['ratio']:.0%}",
-            _interval(row["needle_accuracy"], *row["needle_interval"]),
-            "" if row["ratio"] is None else ", ".join(f"{100 * value:.0f}" for value in row["by_seed"]),
-            f"{row['answer_nll']:.2f}",
-            f"{row['kv_cache_bytes'] / 2**20:.2f}",
-        ]
-        table.add_row(*cells, *([_interval(*row["gap"]) if "gap" in row else ""] if against else []))
-    table.caption = (
-        f"Windows of {window} keys. Windowed: the share of KV heads. Found: needles, %, teacher-forced, with the 95 %\n"
-        "interval over prompts of the mean over seeds. KV cache: at 2 bytes a number."
-    )
-    return table
-
-
-def _interval(mean: float, low: float, high: float) -> str:
-    return f"{100 * mean:.0f} [{100 * low:.0f}, {100 * high:.0f}]"

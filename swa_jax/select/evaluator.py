@@ -15,17 +15,16 @@ from typing import NamedTuple
 import numpy as np
 from flax import nnx
 
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerScores, answer_batches, score_batch
 from swa_jax.model.attention import layer_plan
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import HYBRID
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.select.kept import KeptScores, digest
-from swa_jax.settings import ConfigError
+from swa_jax.select.score_file import ScoreFile, content_key
 
 SAVE_SECONDS = 10.0  # how much work an interruption may cost
-VERSION = 1
 
 
 class Score(NamedTuple):
@@ -43,10 +42,11 @@ class MaskEvaluator:
     Args:
       sliding_window, num_sink_tokens: of the windowed heads; None takes the model's pattern's.
       file: a JSON file, written atomically every few seconds and by `save`.
+      weights: with `file`, the sum of the weights, as in `content_key`; None sums the model's arrays.
 
     Raises:
-      ConfigError: no window; or `file` holds the scores of another model, other examples or another window.
-      ValueError: no examples, or one with an empty prompt or answer.
+      ConfigError: no window; no examples, or one with an empty prompt or answer; or `file` holds scores of other
+        weights, another configuration or dtype, other examples, another window or other sink tokens.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class MaskEvaluator:
         num_sink_tokens: int | None = None,
         batch_size: int = 8,
         file: Path | None = None,
+        weights: str | None = None,
     ):
         window = model.pattern.sliding_window if sliding_window is None else sliding_window
         if window is None:
@@ -72,18 +73,14 @@ class MaskEvaluator:
         self._pattern = AttentionPattern(kinds, window, self.num_sink_tokens)
         self._batches = list(answer_batches(examples, batch_size, full_attention_decode=False))
         self._graph, self._weights = nnx.split(model.with_pattern(self._pattern))
-        settings = {
-            "version": VERSION,
-            "layers": self.shape[0],
-            "kv_heads": self.shape[1],
-            "sliding_window": window,
-            "num_sink_tokens": self.num_sink_tokens,
-            "examples": digest(examples),
-        }
-        self._kept = KeptScores(file, settings, "scores of masks")
-        self._scores: dict[str, Score] = self._kept.scores
-        if self._scores:
-            self._resume()
+        content = {} if file is None else content_key(
+            model, examples, weights=weights, sliding_window=window, num_sink_tokens=self.num_sink_tokens,
+            full_attention_decode=False,
+        )  # fmt: skip
+        self._file = ScoreFile(file, content, "scores of masks")
+        self._scores: dict[str, Score] = self._file.scores
+        for key, score in self._scores.items():
+            self._scores[key] = Score(*score)
 
     @property
     def num_evaluations(self) -> int:
@@ -93,19 +90,19 @@ class MaskEvaluator:
     @property
     def seconds(self) -> float:
         """Since this evaluator was made, and what the runs before it took by their file."""
-        return self._kept.seconds
+        return self._file.seconds
 
     def __call__(self, full: np.ndarray) -> Score:
         key = _key(full)
         if key not in self._scores:
             self._scores[key] = self._evaluate(full)
-            if time.monotonic() - self._kept.saved > SAVE_SECONDS:
+            if time.monotonic() - self._file.saved > SAVE_SECONDS:
                 self.save()
         return self._scores[key]
 
     def save(self) -> None:
         """Write what is known to the file, if there is one."""
-        self._kept.save()
+        self._file.save()
 
     def answers(self, full: np.ndarray) -> AnswerScores:
         """What the pass says of each example; not kept."""
@@ -122,14 +119,6 @@ class MaskEvaluator:
     def _evaluate(self, full: np.ndarray) -> Score:
         nll, exact = self.answers(full)
         return Score(float(exact.mean()), -float(nll.mean()))
-
-    def _resume(self) -> None:
-        for key, score in self._scores.items():
-            self._scores[key] = Score(*score)
-        full = np.ones(self.shape, bool)
-        known, now = self._scores.get(_key(full)), self._evaluate(full)
-        if known is not None and not np.allclose(known, now, rtol=1e-3, atol=1e-3):
-            raise self._kept.other_model("with full attention", known.log_likelihood, now.log_likelihood)
 
 
 def _key(full: np.ndarray) -> str:

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from swa_jax.evaluate.bootstrap import Estimate, bootstrap
+from swa_jax.errors import ConfigError
+from swa_jax.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import answer_batches
 from swa_jax.model.decoder import Decoder
@@ -23,7 +24,6 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.attention_rows import logits_of
 from swa_jax.select.nll import full_layer_budget, select_layers
 from swa_jax.select.static import check_softmax, layer_statistics
-from swa_jax.settings import ConfigError
 
 LAST_QUERIES, SINK_TOKENS, RECENT_KEYS = 32, 4, 1020
 
@@ -67,7 +67,7 @@ def lazy_ratios(
 
     Raises:
       ConfigError: a number out of range, or a model whose attention is not softmax or has ALiBi.
-      ValueError: no examples, or one with an empty prompt or answer.
+      ConfigError: no examples, or one with an empty prompt or answer.
     """
     for name, value, least in (
         ("last_queries", last_queries, 1),
@@ -141,7 +141,7 @@ def light_transfer_pattern(
         "num_examples": len(scores.ratios),
         "seed": seed,
         "scores": scores.mean.tolist(),
-        "intervals": [[estimate.low, estimate.high] for estimate in scores.intervals()],
+        "intervals": [estimate.interval for estimate in scores.intervals()],
         "last_queries": scores.last_queries,
         "sink_tokens": scores.num_sink_tokens,
         "recent_keys": scores.recent_keys,

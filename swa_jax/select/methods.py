@@ -4,25 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.select.bosch import Variant, bosch, bosch_pattern
+from swa_jax.select.bosch import bosch, bosch_pattern
 from swa_jax.select.evaluator import MaskEvaluator
-from swa_jax.select.heads import Heuristic, head_pattern, heuristic_mask, window_most_local, windowed_count
+from swa_jax.select.heads import head_pattern, heuristic_mask, window_most_local, windowed_count
 from swa_jax.select.light_transfer import SINK_TOKENS, lazy_ratios, light_transfer_pattern
+from swa_jax.select.method_table import METHODS, Heuristic, StaticMethod, Variant
 from swa_jax.select.nll import LayerScorer, greedy_pattern, nll_pattern
 from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
-from swa_jax.settings import ConfigError, nearest
+from swa_jax.settings import nearest
 
-VARIANTS: dict[str, Variant] = {
-    "bosch" if name == "bosch" else f"bosch-{name}": name for name in get_args(Variant)
-}
-HEURISTICS: tuple[Heuristic, ...] = get_args(Heuristic)
-LAYER_METHODS = ("nll", "nll-greedy", "light-transfer")
-METHODS = (*LAYER_METHODS, *VARIANTS, *LARGER_IS_LOCAL, *HEURISTICS)
+__all__ = ["METHODS", "choose"]
+
+
+class Task(NamedTuple):
+    """What is to be chosen, for any method."""
+
+    model: Decoder
+    examples: Sequence[Example]
+    ratios: Sequence[float]
+    sliding_window: int
+    num_sink_tokens: int
+    batch_size: int
+    iterations: int
+    seed: int
+    data: str
+    evaluations: Path | None
+    weights: str | None
+
+    @property
+    def windowed(self) -> dict[str, Any]:
+        return {"sliding_window": self.sliding_window, "num_sink_tokens": self.num_sink_tokens}
+
+    @property
+    def layer_budgets(self) -> list[int]:
+        """Full layers at each ratio."""
+        layers = self.model.config.num_hidden_layers
+        return [layers - windowed_count(ratio, layers) for ratio in self.ratios]
 
 
 def choose(
@@ -38,77 +63,110 @@ def choose(
     seed: int = 0,
     data: str = "",
     evaluations: Path | None = None,
+    weights: str | None = None,
 ) -> list[AttentionPattern]:
-    """A pattern for each ratio, the share of KV heads (of layers, for `LAYER_METHODS`) that is windowed, rounded up.
+    """A pattern for each ratio: the share of KV heads, or of layers, that is windowed, rounded up.
 
     Patterns are chosen and meant for decoding without full attention; each says in its provenance how it was chosen.
 
     Args:
-      method: one of `METHODS`.
+      method: a name in `swa_jax.select.method_table.METHODS`.
       examples: what to choose by; those that look at places alone ignore them.
       iterations: BOSCH's kappa.
       data: what the examples are, for the provenance.
       evaluations: where BOSCH keeps its scores; shared by its variants and ratios.
+      weights: the sum of the weights for that file, as in `content_key`.
 
     Raises:
       ConfigError: an unknown method, a ratio outside [0, 1], or what the method itself refuses.
     """
     if method not in METHODS:
-        raise ConfigError(f"method '{method}' is not known{nearest(method, METHODS)}")
-    layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
-    if method in LAYER_METHODS:
-        budgets = [layers - windowed_count(ratio, layers) for ratio in ratios]
-        window: dict[str, Any] = {"sliding_window": sliding_window, "num_sink_tokens": num_sink_tokens}
-        said: dict[str, Any] = {"data": data, "seed": seed}
-        if method == "light-transfer":  # the paper's 4 + 1020 keys are its window of 1024
-            recent = max(1, sliding_window - SINK_TOKENS)
-            lazy = lazy_ratios(model, examples, recent_keys=recent, batch_size=batch_size)
-            return [light_transfer_pattern(lazy, budget=n, **window, **said) for n in budgets]
-        scorer = LayerScorer(model, examples, **window, full_attention_decode=False, batch_size=batch_size)
-        if method == "nll":
-            scores = scorer()
-            return [nll_pattern(scores, budget=n, **said) for n in budgets]
-        rounds = scorer.greedy(max(1, *budgets))
-        return [
-            greedy_pattern(rounds[:n], **said) if n else nll_pattern(rounds[0], budget=0, **said)
-            for n in budgets
-        ]
-    if method in VARIANTS:
-        evaluate = MaskEvaluator(
-            model, examples, sliding_window=sliding_window, num_sink_tokens=num_sink_tokens,
-            batch_size=batch_size, file=evaluations,
-        )  # fmt: skip
-        told = {"variant": VARIANTS[method], "iterations": iterations, "seed": seed}
-        try:
-            return [
-                bosch_pattern(bosch(evaluate, ratio, **told), evaluate, ratio=ratio, data=data, **told)  # type: ignore[arg-type]
-                for ratio in ratios
-            ]
-        finally:
-            evaluate.save()
+        raise ConfigError(f"method '{method}' is not known{nearest(method, list(METHODS))}")
+    task = Task(
+        model, examples, ratios, sliding_window, num_sink_tokens, batch_size, iterations, seed, data, evaluations,
+        weights,
+    )  # fmt: skip
+    row = METHODS[method]
+    return _RUN[row.family](task, **row.options)
 
-    if method in LARGER_IS_LOCAL:
-        ranks = static_scores(
-            model, examples, method, sliding_window=sliding_window, batch_size=batch_size, seed=seed
-        )  # fmt: skip
-        local = LARGER_IS_LOCAL[method]
-        masks = [window_most_local(ranks, ratio, larger_is_local=local) for ratio in ratios]
-        more = {"data": data, "scores": ranks.tolist(), "larger_is_local": local}
-    else:
-        masks = [heuristic_mask(method, layers, heads, ratio, seed) for ratio in ratios]  # type: ignore[arg-type]
-        more = {}
+
+def _nll(task: Task, greedy: bool = False) -> list[AttentionPattern]:
+    scorer = LayerScorer(
+        task.model, task.examples, **task.windowed, full_attention_decode=False, batch_size=task.batch_size
+    )  # fmt: skip
+    drawn: dict[str, Any] = {"data": task.data, "seed": task.seed}
+    if not greedy:
+        scores = scorer()
+        return [nll_pattern(scores, budget=n, **drawn) for n in task.layer_budgets]
+    rounds = scorer.greedy(max(1, *task.layer_budgets))
+    return [
+        greedy_pattern(rounds[:n], **drawn) if n else nll_pattern(rounds[0], budget=0, **drawn)
+        for n in task.layer_budgets
+    ]
+
+
+def _light_transfer(task: Task) -> list[AttentionPattern]:
+    recent = max(1, task.sliding_window - SINK_TOKENS)  # the paper's 4 + 1020 keys are its window of 1024
+    lazy = lazy_ratios(task.model, task.examples, recent_keys=recent, batch_size=task.batch_size)
+    return [
+        light_transfer_pattern(
+            lazy, budget=n, sliding_window=task.sliding_window, num_sink_tokens=task.num_sink_tokens, data=task.data,
+            seed=task.seed,
+        )
+        for n in task.layer_budgets
+    ]  # fmt: skip
+
+
+def _bosch(task: Task, variant: Variant) -> list[AttentionPattern]:
+    evaluate = MaskEvaluator(
+        task.model, task.examples, **task.windowed, batch_size=task.batch_size, file=task.evaluations,
+        weights=task.weights,
+    )  # fmt: skip
+    settings: dict[str, Any] = {"variant": variant, "iterations": task.iterations, "seed": task.seed}
+    try:
+        return [
+            bosch_pattern(
+                bosch(evaluate, ratio, **settings), evaluate, ratio=ratio, data=task.data, **settings
+            )
+            for ratio in task.ratios
+        ]
+    finally:
+        evaluate.save()
+
+
+def _static(task: Task, method: StaticMethod) -> list[AttentionPattern]:
+    scores = static_scores(
+        task.model, task.examples, method, sliding_window=task.sliding_window, batch_size=task.batch_size,
+        seed=task.seed,
+    )  # fmt: skip
+    local = LARGER_IS_LOCAL[method]
+    masks = [window_most_local(scores, ratio, larger_is_local=local) for ratio in task.ratios]
+    more = {"data": task.data, "scores": scores.tolist(), "larger_is_local": local}
+    return _of_masks(task, masks, method, more)
+
+
+def _heuristic(task: Task, kind: Heuristic) -> list[AttentionPattern]:
+    shape = (task.model.config.num_hidden_layers, task.model.config.num_key_value_heads)
+    masks = [heuristic_mask(kind, *shape, ratio, task.seed) for ratio in task.ratios]
+    return _of_masks(task, masks, kind, {})
+
+
+def _of_masks(
+    task: Task, masks: Sequence[np.ndarray], method: str, more: dict[str, Any]
+) -> list[AttentionPattern]:
     return [
         head_pattern(
-            full,
-            sliding_window,
-            num_sink_tokens,
-            {
-                "method": method,
-                "ratio": ratio,
-                "windowed_heads": int((~full).sum()),
-                "seed": seed,
-                **more,
-            },
+            full, task.sliding_window, task.num_sink_tokens,
+            {"method": method, "ratio": ratio, "windowed_heads": int((~full).sum()), "seed": task.seed, **more},
         )
-        for full, ratio in zip(masks, ratios, strict=True)
-    ]
+        for full, ratio in zip(masks, task.ratios, strict=True)
+    ]  # fmt: skip
+
+
+_RUN: dict[str, Any] = {
+    "nll": _nll,
+    "light-transfer": _light_transfer,
+    "bosch": _bosch,
+    "static": _static,
+    "heuristic": _heuristic,
+}

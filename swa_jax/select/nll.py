@@ -18,7 +18,8 @@ import numpy as np
 from flax import nnx
 from numpy.typing import ArrayLike
 
-from swa_jax.evaluate.bootstrap import Estimate, bootstrap
+from swa_jax.errors import ConfigError
+from swa_jax.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches, check_examples
 from swa_jax.model.attention import LayerPlan, layer_plan
@@ -26,10 +27,8 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, check_model, state_shardings
 from swa_jax.select import toggles
-from swa_jax.select.kept import KeptScores, digest
-from swa_jax.settings import ConfigError
+from swa_jax.select.score_file import ScoreFile, content_key
 
-VERSION = 1  # of the file of scores
 Progress = Callable[[int, int], None]
 
 
@@ -67,6 +66,7 @@ class Options(TypedDict, total=False):
     toggles_at_once: int
     partition: Partition | None
     file: Path | None
+    weights: str | None
 
 
 def nll_scores(
@@ -128,11 +128,12 @@ class LayerScorer:
         The layers' inputs in memory are as many and one more, and twice that while they are put together.
       partition: a mesh to lay weights and examples out on; rows of a batch and tokens are rounded up to what divides.
       file: a JSON file that keeps the scores of finished batches, so that an interrupted selection goes on.
+      weights: with `file`, the sum of the weights, as in `content_key`; None sums the model's arrays.
 
     Raises:
-      ConfigError: no window, neither given nor in the model's pattern; `toggles_at_once` below 1; or `file` holds the
-        scores of another model, other examples or other settings.
-      ValueError: no examples, or one with an empty prompt or answer.
+      ConfigError: no window, neither given nor in the model's pattern; `toggles_at_once` below 1; no examples, or one
+        with an empty prompt or answer; or `file` holds scores of other weights, another configuration or dtype, other
+        examples or other settings.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class LayerScorer:
         toggles_at_once: int = 1,
         partition: Partition | None = None,
         file: Path | None = None,
+        weights: str | None = None,
     ):
         window = model.pattern.sliding_window if sliding_window is None else sliding_window
         sinks = model.pattern.num_sink_tokens if num_sink_tokens is None else num_sink_tokens
@@ -182,27 +184,21 @@ class LayerScorer:
                 [examples[i] for i in some], batch_size, full_attention_decode, partition
             )
         ]
-        settings = {
-            "version": VERSION,
-            "layers": self.layers,
-            "sliding_window": window,
-            "num_sink_tokens": sinks,
-            "full_attention_decode": full_attention_decode,
-            "examples": digest(examples),
-        }
-        self._kept = KeptScores(file, settings, "scores of layers")
-        if self._kept.scores:
-            self._check_model()
+        content = {} if file is None else content_key(
+            model, examples, weights=weights, sliding_window=window, num_sink_tokens=sinks,
+            full_attention_decode=full_attention_decode,
+        )  # fmt: skip
+        self._file = ScoreFile(file, content, "scores of layers")
 
     @property
     def num_kept(self) -> int:
         """Examples whose scores with every layer windowed are known, those found in the file included."""
-        return sum(_key((), i) in self._kept.scores for i in range(self.num_examples))
+        return sum(_key((), i) in self._file.scores for i in range(self.num_examples))
 
     @property
     def seconds(self) -> float:
         """Since this scorer was made, and what the runs before it took by their file."""
-        return self._kept.seconds
+        return self._file.seconds
 
     def __call__(self, full_layers: Sequence[int] = (), *, progress: Progress | None = None) -> NLLScores:
         """Score the layers that are not in `full_layers`; progress is called with (passes done, passes in all), a
@@ -218,13 +214,13 @@ class LayerScorer:
                 progress(int(done[1]), total)
 
         for index, batch, short in self._batches:
-            if not all(_key(chosen, i) in self._kept.scores for i in index):
+            if not all(_key(chosen, i) in self._file.scores for i in index):
                 for i, row in zip(index, self._rows(batch, short, chosen, len(index), report), strict=False):
-                    self._kept.scores[_key(chosen, i)] = row.tolist()
-                self._kept.save()
+                    self._file.scores[_key(chosen, i)] = row.tolist()
+                self._file.save()
             else:
                 report(len(index), total)
-        rows = np.array([self._kept.scores[_key(chosen, i)] for i in range(self.num_examples)])  # [N, 1 + L]
+        rows = np.array([self._file.scores[_key(chosen, i)] for i in range(self.num_examples)])  # [N, 1 + L]
         return NLLScores(
             rows[:, :1] - rows[:, 1:],
             rows[:, 0],
@@ -276,18 +272,6 @@ class LayerScorer:
         rows = np.repeat(nll[:1], 1 + self.layers, axis=0)
         rows[[1 + layer for layer in rest]] = nll[1:]
         return rows.T
-
-    def _check_model(self) -> None:
-        for index, batch, short in self._batches:
-            if _key((), index[0]) in self._kept.scores:
-                base = self._plan(range(self.layers) if short else ())
-                now = toggles.passes(self._graph, self._weights, batch, base, [], partition=self._partition)[
-                    0
-                ]
-                known = self._kept.scores[_key((), index[0])][0]
-                if not np.isclose(known, now[0], rtol=1e-3, atol=1e-3):
-                    raise self._kept.other_model("with every layer windowed", -known, -now[0])
-                return
 
     def _pattern(self, full_layers: Sequence[int]) -> AttentionPattern:
         return AttentionPattern.from_full_layers(
@@ -397,7 +381,7 @@ def _as_scored(
     provenance = said | {
         "data": data,
         "num_examples": len(scores.deltas),
-        "intervals": [[estimate.low, estimate.high] for estimate in scores.intervals()],
+        "intervals": [estimate.interval for estimate in scores.intervals()],
         "seed": seed,
         "scored_with_full_attention_decode": scores.full_attention_decode,
     }

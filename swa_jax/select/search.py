@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from swa_jax.errors import ConfigError
 from swa_jax.select.evaluator import Score
-from swa_jax.settings import ConfigError
 
 Optimizer = Literal["one-plus-one", "nomad"]
 ALPHA = 100.0  # BOSCH's weight of the penalty in Eq. 5

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ import numpy as np
 from flax import nnx
 
 from pallas_kernels import AttentionSpec, attention
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches
 from swa_jax.model.attention import AttentionContext
@@ -36,10 +37,9 @@ from swa_jax.model.layer_types import FULL
 from swa_jax.model.layers import rope_tables
 from swa_jax.model.loss import token_loss
 from swa_jax.select.attention_rows import Rows, logits_of, sum_over_rows
-from swa_jax.settings import ConfigError
+from swa_jax.select.method_table import StaticMethod
 
-Method = Literal["dcam", "apl", "proxy", "qada", "razor", "fisher"]
-LARGER_IS_LOCAL: dict[Method, bool] = {
+LARGER_IS_LOCAL: dict[StaticMethod, bool] = {
     "dcam": True,
     "apl": True,
     "proxy": False,
@@ -47,6 +47,11 @@ LARGER_IS_LOCAL: dict[Method, bool] = {
     "razor": False,
     "fisher": True,
 }
+IN_WINDOW: tuple[StaticMethod, ...] = (
+    "dcam",
+    "qada",
+    "fisher",
+)  # 1 for all heads where the window holds everything
 PROXY_BLOCK, PROXY_MASS = 64, 0.9
 QADA_BUFFER = 64
 
@@ -54,7 +59,7 @@ QADA_BUFFER = 64
 def static_scores(
     model: Decoder,
     examples: Sequence[Example],
-    method: Method,
+    method: StaticMethod,
     *,
     sliding_window: int,
     batch_size: int = 1,
@@ -70,7 +75,7 @@ def static_scores(
 
     Raises:
       ConfigError: a model whose attention is not softmax, or has ALiBi: the scores are not defined for it.
-      ValueError: no examples, or one with an empty prompt or answer.
+      ConfigError: no examples, or one with an empty prompt or answer.
     """
     config = model.config
     check_softmax(config, f"{method} scores heads")
@@ -227,7 +232,7 @@ def _razor(
 ) -> np.ndarray:
     """Eq. 22 for every query head, [L, H]: a random text of a quarter of the examples' length, four times over."""
     if not examples:
-        raise ValueError("examples is empty: give at least one example")
+        raise ConfigError("examples is empty: give at least one example")
     period = max(1, max(len(e.prompt) + len(e.answer) for e in examples) // 4)
     passage = np.random.default_rng(seed).integers(vocab_size, size=period)
     tokens = jnp.asarray(np.tile(passage, 4)[None], jnp.int32)

@@ -6,7 +6,7 @@ import dataclasses
 import glob
 import os
 
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
 
 _TPUS = ("/dev/accel*", "/dev/vfio/[0-9]*")
 

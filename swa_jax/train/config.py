@@ -6,11 +6,12 @@ import dataclasses
 from typing import Literal
 
 from swa_jax.data import SourceConfig
+from swa_jax.errors import ConfigError
+from swa_jax.files import check_local
 from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.decoder import Remat
 from swa_jax.model.lora import LoraConfig
 from swa_jax.model.sharding import MeshConfig, ShardingRules
-from swa_jax.settings import ConfigError
 from swa_jax.train.objectives import SwitchLoss
 from swa_jax.train.optimizer import OptimizerConfig
 
@@ -73,6 +74,7 @@ class TrainConfig:
     stages: tuple[StageConfig, ...]
     model: ModelConfig | None = None
     init_from: str | None = None
+    init_optimizer: bool = False  # go on with the optimizer state of the run that made `init_from`
     model_changes: ModelChanges = dataclasses.field(default_factory=ModelChanges)  # to `init_from`'s model
     pattern: str = "full"  # a recipe, or the path of a pattern JSON
     method: Literal["swiattn", "full", "static-hybrid", "swa-cpt", "swa-zero-shot"] | None = (
@@ -102,12 +104,23 @@ class TrainConfig:
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
+        for name in ("output", "tokenizer", "init_from", "pattern"):
+            check_local(getattr(self, name) or "", f"'{name}' =")
         if (self.model is None) == (self.init_from is None):
             raise ConfigError(
                 "give exactly one of 'model' (start at random) and 'init_from' (a checkpoint folder)"
             )
         if self.model is not None and self.model_changes != ModelChanges():
             raise ConfigError("'model_changes' is for a run with 'init_from'; write its keys into 'model'")
+        if self.init_optimizer and (self.init_from is None or self.lora is not None):
+            raise ConfigError(
+                "'init_optimizer' goes on with the optimizer of the run that made 'init_from': "
+                + (
+                    "set 'init_from' to that run's model"
+                    if self.lora is None
+                    else "new LoRA adapters have none"
+                )
+            )
         if self.method is not None and self.pattern != "full":
             raise ConfigError(
                 f"'method' = {self.method} stands for a pattern, but 'pattern' is set too: drop one"
@@ -156,3 +169,9 @@ class TrainConfig:
     @property
     def total_steps(self) -> int:
         return 0 if self.method == "swa-zero-shot" else sum(stage.steps for stage in self.stages)
+
+    @property
+    def starts(self) -> list[int]:
+        """The first step of each stage that is trained."""
+        steps = [stage.steps for stage in self.stages] if self.total_steps else []
+        return [sum(steps[:number]) for number in range(len(steps))]

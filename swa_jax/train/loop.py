@@ -9,10 +9,8 @@ configuration, a run goes on from its last checkpoint, bit for bit.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,20 +21,15 @@ import numpy as np
 import optax
 import yaml
 from flax import nnx
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from swa_jax.checkpoint.folder import MANIFEST_FILE, load_model, open_checkpoint, save_model
 from swa_jax.checkpoint.peft import save_adapter
-from swa_jax.checkpoint.safetensors_files import CheckpointError
-from swa_jax.data import check_source, make_batches
+from swa_jax.data import check_source
+from swa_jax.data.batches import Batches
 from swa_jax.data.tokenizer import Tokenizer, check_same_tokens, load_tokenizer
+from swa_jax.errors import CheckpointError, ConfigError, NotFiniteError, full_disk, reason
+from swa_jax.files import sum_of_file, write_text
+from swa_jax.model.attention import cast_parameters
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.flops import peak_flops, train_flops_per_token
@@ -44,13 +37,24 @@ from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.lora import merge_lora, trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern, load_pattern
 from swa_jax.model.sharding import Partition, check_batch, check_model, make_mesh, state_shardings
-from swa_jax.settings import ConfigError, from_dict, to_dict
+from swa_jax.report.progress import Progress, rate
+from swa_jax.settings import from_dict, to_dict
 from swa_jax.train.config import StageConfig, TrainConfig
+from swa_jax.train.earlier_run import check_earlier_run, with_earlier_optimizer
 from swa_jax.train.optimizer import make_optimizer, warn_of_short_runs
 from swa_jax.train.preemption import Preempted, preemption_notices
-from swa_jax.train.run_checkpoints import RunCheckpoints, from_first_process, has_checkpoint, reason
+from swa_jax.train.run_checkpoints import RunCheckpoints, from_first_process, has_checkpoint, recorded
 from swa_jax.train.run_log import RunLog
-from swa_jax.train.step import TrainState, init_state, make_step, make_validation_loss, shard_state
+from swa_jax.train.stage_data import held_out_batches, local_rows, open_stages, stage_batches
+from swa_jax.train.step import (
+    TrainState,
+    abstract_state,
+    init_state,
+    make_step,
+    make_validation_loss,
+    shard_state,
+)
+from swa_jax.train.worker import check_lease, compile_together, meet
 
 __all__ = ["StageConfig", "TrainConfig", "train"]
 
@@ -68,6 +72,7 @@ class Run:
     model: Decoder  # at step 0
     patterns: list[list[AttentionPattern]]  # by stage: those that its steps take in turn
     optimizer: optax.GradientTransformation
+    batches: dict[int, Batches]  # by stage: of those that are still to come
 
 
 def train(config: TrainConfig, *, quiet: bool = False) -> Path:
@@ -81,15 +86,19 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
       Preempted: the machine is being taken away (SIGTERM); a checkpoint of the last step is on the disk.
     """
     run = _prepare(config)
+    meet()
+    trained, frozen = trained_and_frozen(run.model)
+    state = shard_state(init_state(trained, run.optimizer, frozen), run.partition)
+    folder = run.folder / "checkpoints"
+    if config.init_optimizer and not from_first_process(lambda: has_checkpoint(folder)):
+        state = with_earlier_optimizer(state, config)
     first = jax.process_index() == 0
     if first:  # the others wait for it when they look for checkpoints
         _claim(run.folder, config)
-    trained, frozen = trained_and_frozen(run.model)
-    state = shard_state(init_state(trained, run.optimizer, frozen), run.partition)
-    keep, keep_period = config.keep_checkpoints, config.keep_checkpoint_period
+    keep, keep_period, records = config.keep_checkpoints, config.keep_checkpoint_period, _records(config)
     with (
         preemption_notices() as preempted,
-        RunCheckpoints(run.folder / "checkpoints", keep=keep, keep_period=keep_period) as checkpoints,
+        RunCheckpoints(folder, keep=keep, keep_period=keep_period, records=records) as checkpoints,
     ):
         data_state = None
         if checkpoints.newest is not None:
@@ -102,15 +111,16 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
             run.folder, config.log, resume_at=done, settings=to_dict(config),
             peak_flops=None if peak is None else peak * jax.device_count(),
         )  # fmt: skip
-        with _progress(quiet or not first) as bar, log:
-            task = bar.add_task("training", total=config.total_steps, completed=done, loss="")
+        with Progress("step", transient=False, quiet=quiet or not first) as progress, log:
 
             def show(lines: list[dict[str, Any]]) -> None:
                 for line in lines:
-                    bar.update(task, completed=line["step"], loss=f"loss {line['loss']:.3f}")
+                    newest = checkpoints.newest
+                    note = "" if newest is None else f"last checkpoint {newest}"
+                    progress.update(line["step"], config.total_steps, _summary(line), note)
                     _stop_on_nan(line, config)
 
-            for number, start in enumerate(_starts(config)):
+            for number, start in enumerate(config.starts):
                 if done < start + config.stages[number].steps:
                     state = _train_stage(
                         run, number, start, state, data_state if done > start else None, checkpoints, log,
@@ -133,10 +143,7 @@ def _train_stage(
 ) -> TrainState:
     """The steps of a stage that are left, the stage's first being `start`; consumes the state, returns the last."""
     config, partition, stage = run.config, run.partition, run.config.stages[number]
-    batches = make_batches(
-        stage.data, run.tokenizer, length=stage.sequence_length, batch_size=stage.batch_size,
-        seed=config.seed + 1000 * number, rows=local_rows(partition, stage.batch_size),
-    )  # fmt: skip
+    batches = run.batches.pop(number, None) or stage_batches(config, number, run.tokenizer, partition)
     if data_state is not None:
         batches.set_state(data_state)
     models = [run.model.with_pattern(pattern) for pattern in run.patterns[number]]
@@ -147,11 +154,14 @@ def _train_stage(
         tokens * train_flops_per_token(model.config, model.pattern, stage.sequence_length, lora=model.lora)
         for model in models
     ]
-    for step in range(int(state.step), end):
+    first = int(state.step)
+    for step in range(first, end):
         which, done = step % len(models), step + 1
         checkpoints.check()
         log.trace(step)
         batch = place_batch(next(batches), partition, stage.batch_size)
+        if step < first + len(models):
+            compile_together(steps[which], state, batch, stage.accumulate)
         state, metrics = steps[which](state, batch, stage.accumulate)
         show(log.write(done, metrics, tokens, flops[which]))
         stopping = preempted(done)
@@ -187,12 +197,13 @@ def _save_finished(run: Run, state: TrainState) -> Path:
     try:
         model = run.model if config.lora is None else _merged(run, state)
         trained = state.params if config.lora is None else nnx.state(model)
-        nnx.update(model, jax.tree.map(lambda p: p.astype(config.save_dtype), trained))
+        nnx.update(model, cast_parameters(trained, config.save_dtype))
+        check_lease()
         save_model(
             model, destination, hf_config=hf_config, tokenizer_from=path if path.is_dir() else path.parent
         )
     except (OSError, ValueError) as error:  # ValueError: TensorStore's, of a full disk
-        if isinstance(error, ConfigError):
+        if isinstance(error, ConfigError) or not (isinstance(error, OSError) or full_disk(error)):
             raise
         raise CheckpointError(
             f"{destination} could not be written: {reason(error)}; the checkpoint of step {int(state.step)} is "
@@ -221,15 +232,6 @@ def _merged(run: Run, state: TrainState) -> Decoder:
     if not from_first_process(destination.exists):
         save_adapter(model, destination, base=source.hf_config.get("_name_or_path"))
     return merge_lora(model)
-
-
-def local_rows(partition: Partition | None, batch_size: int) -> slice:
-    """The rows of a global batch that this process's devices hold some of."""
-    if partition is None:
-        return slice(0, batch_size)
-    indices = partition.sharding("batch").addressable_devices_indices_map((batch_size,)).values()
-    spans = [index[0].indices(batch_size) for index in indices if index is not None]
-    return slice(min(first for first, _, _ in spans), max(last for _, last, _ in spans))
 
 
 def place_batch(
@@ -262,13 +264,14 @@ def validate(
 ) -> dict[str, float]:
     """Mean loss of the documents that the stage's data holds out, over `validation_batches` batches at most."""
     rows = stage.batch_size // stage.accumulate
-    batches = make_batches(
-        stage.data, tokenizer, length=stage.sequence_length, batch_size=rows, seed=config.seed,
-        rows=local_rows(partition, rows), held_out=True,
-    )  # fmt: skip
+    batches = held_out_batches(config, stage, tokenizer, partition)
     total = weight = 0.0
-    for batch in itertools.islice(batches, config.validation_batches * stage.accumulate):  # pieces of batches
-        nll, weights = loss(state.params, state.frozen, place_batch(batch, partition, rows))
+    pieces = itertools.islice(batches, config.validation_batches * stage.accumulate)
+    for number, batch in enumerate(pieces):
+        placed = place_batch(batch, partition, rows)
+        if number == 0:
+            compile_together(loss, state.params, state.frozen, placed)
+        nll, weights = loss(state.params, state.frozen, placed)
         total, weight = total + float(nll), weight + float(weights)
     return {"validation_loss": total / max(weight, 1e-6)}
 
@@ -316,8 +319,11 @@ def _prepare(config: TrainConfig) -> Run:
             f"tokenizer {config.tokenizer} has {tokenizer.vocab_size} tokens, the model's vocab_size is "
             f"{model_config.vocab_size}: they do not belong together"
         )
+    if config.init_optimizer and not has_checkpoint(Path(config.output) / "checkpoints"):
+        check_earlier_run(config)
     pattern = load_pattern(config.attention, model_config, **options)
     patterns = _stage_patterns(config, tokenizer, model_config, pattern, options)
+    batches = open_stages(config, tokenizer, partition)
     if config.init_from is not None:
         model = load_model(
             config.init_from, pattern, dtype=config.start_dtype, config=model_config, partition=partition,
@@ -329,7 +335,7 @@ def _prepare(config: TrainConfig) -> Run:
         model = random_model(model_config, pattern, config.seed, partition)
     warn_of_short_runs(config.optimizer, config.total_steps)
     optimizer = make_optimizer(config.optimizer, config.total_steps)
-    return Run(config, Path(config.output), tokenizer, partition, model, patterns, optimizer)
+    return Run(config, Path(config.output), tokenizer, partition, model, patterns, optimizer, batches)
 
 
 def random_model(
@@ -377,6 +383,7 @@ def _stage_patterns(
     return patterns
 
 
+CONFIG_FILE = "config.yaml"
 BASE_FILE = "base.sha256"  # of the model that adapters are trained on, which checkpoints do not hold
 _MAY_CHANGE = (
     "mesh",
@@ -386,42 +393,53 @@ _MAY_CHANGE = (
 )  # when a run goes on: where it computes and what it tells, not what it learns
 
 
-def _claim(run: Path, config: TrainConfig) -> None:
-    """Write `config.yaml`; if the folder holds a checkpoint or a model, check first that its run is the same one."""
-    resolved, file = to_dict(config), run / "config.yaml"
+def _records(config: TrainConfig) -> dict[str, str]:
+    """What says which run this is, by file: in the run's folder, and in every checkpoint."""
     base = _base_digest(config)
+    settings = {CONFIG_FILE: yaml.safe_dump(to_dict(config), sort_keys=False)}  # last: then all else is there
+    return settings if base is None else {BASE_FILE: base + "\n"} | settings
+
+
+def _claim(run: Path, config: TrainConfig) -> None:
+    """Write the records; if the folder holds a checkpoint or a model, check first that its run is the same one."""
+    records = _records(config)
     started = has_checkpoint(run / "checkpoints")
     finished = next((run / name for name in ("model", "adapter") if (run / name).exists()), None)
-    if file.exists() and (started or finished is not None):
-        before = to_dict(from_dict(TrainConfig, yaml.safe_load(file.read_text())))
-        changed = sorted(
-            key for key in resolved if before.get(key) != resolved[key] and key not in _MAY_CHANGE
-        )
-        if changed:
-            raise ConfigError(
-                f"{run} holds a run whose '{changed[0]}' differs: set 'output' to a new folder, or resume with "
-                f"{file} as it is"
-            )
-        if base is not None and started and (run / BASE_FILE).read_text().strip() != base:
-            raise ConfigError(
-                f"'init_from' = {config.init_from} is not the model that the adapters in {run} were trained on: bring "
-                "that one back, or set 'output' to a new folder"
-            )
+    if started or finished is not None:
+        _check_same_run(run, config, records.get(BASE_FILE) if started else None)
     if finished is not None and not started and config.total_steps:
         raise ConfigError(
             f"{finished} is there, but no checkpoint of the run that made it is: training anew would not replace it; "
             "set 'output' to a new folder, or move it away"
         )
     run.mkdir(parents=True, exist_ok=True)
-    if base is not None:  # before the configuration, which is there whenever this is needed
-        _write(run / BASE_FILE, base + "\n")
-    _write(file, yaml.safe_dump(resolved, sort_keys=False))
+    for name, text in records.items():
+        write_text(run / name, text)
 
 
-def _write(file: Path, text: str) -> None:
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(text)
-    os.replace(partial, file)
+def _check_same_run(run: Path, config: TrainConfig, base: str | None) -> None:
+    """Compare what the run in a folder has recorded with how it is to go on; `base`: where that matters."""
+    file = recorded(run, CONFIG_FILE)
+    if file is None:
+        raise ConfigError(
+            f"{run} holds a run whose settings are unknown, because {run / CONFIG_FILE} is missing: bring that file "
+            "back, or set 'output' to a new folder"
+        )
+    text = file.read_text()
+    if (run / CONFIG_FILE).is_file() and (run / CONFIG_FILE).read_text() == text:
+        file = run / CONFIG_FILE  # the copy that is easier to find
+    resolved, before = to_dict(config), to_dict(from_dict(TrainConfig, yaml.safe_load(text)))
+    changed = sorted(key for key in resolved if before.get(key) != resolved[key] and key not in _MAY_CHANGE)
+    if changed:
+        raise ConfigError(
+            f"{run} holds a run whose '{changed[0]}' differs: set 'output' to a new folder, or resume with "
+            f"{file} as it is"
+        )
+    if base is not None and ((old := recorded(run, BASE_FILE)) is None or old.read_text() != base):
+        raise ConfigError(
+            f"'init_from' = {config.init_from} is not the model that the adapters in {run} were trained on: bring "
+            "that one back, or set 'output' to a new folder"
+        )
 
 
 def _base_digest(config: TrainConfig) -> str | None:
@@ -429,18 +447,7 @@ def _base_digest(config: TrainConfig) -> str | None:
     if config.lora is None:
         return None
     assert config.init_from is not None
-    return hashlib.sha256((Path(config.init_from) / MANIFEST_FILE).read_bytes()).hexdigest()
-
-
-def _starts(config: TrainConfig) -> list[int]:
-    """The first step of each stage."""
-    steps = [stage.steps for stage in config.stages] if config.total_steps else []
-    return [sum(steps[:number]) for number in range(len(steps))]
-
-
-def abstract_state(state: TrainState) -> TrainState:
-    """What a checkpoint is to be read as: shapes, dtypes and shardings."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    return sum_of_file(Path(config.init_from) / MANIFEST_FILE)
 
 
 # ---- what is shown ----
@@ -448,14 +455,14 @@ def abstract_state(state: TrainState) -> TrainState:
 
 def _stop_on_nan(line: dict[str, Any], config: TrainConfig) -> None:
     if config.on_nonfinite == "stop" and not np.isfinite([line["loss"], line["gradient_norm"]]).all():
-        raise FloatingPointError(
+        raise NotFiniteError(
             f"the loss or its gradient is not a number at step {line['step']}: lower optimizer.learning_rate; the last "
             "checkpoint is untouched"
         )
 
 
-def _progress(quiet: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
-        TimeElapsedColumn(), TimeRemainingColumn(), disable=quiet,
-    )  # fmt: skip
+def _summary(line: dict[str, Any]) -> str:
+    words = [f"loss {line['loss']:.3f}", f"{rate(line['tokens_per_second'])} tokens/s"]
+    if "mfu" in line:  # the peak of the chip is known
+        words.append(f"MFU {100 * line['mfu']:.0f} %")
+    return "  ".join(words)

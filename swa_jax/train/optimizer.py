@@ -10,7 +10,7 @@ import jax
 import optax
 from optax import contrib
 
-from swa_jax.settings import ConfigError
+from swa_jax.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ class OptimizerConfig:
     adam_learning_rate: float = 3e-3  # muon: for embeddings, norms, biases and the router
     schedule: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = "cosine"
     warmup_steps: int = 0
+    first_step: int = 0  # the schedule's step at which this run begins: what an earlier run has made of it
     decay_steps: int = 0  # warmup-stable-decay: length of the final cosine
     final_fraction: float = 0.1  # of the peak, at the end
     b1: float = 0.9
@@ -41,7 +42,7 @@ class OptimizerConfig:
             if value is not None and not value > 0:
                 off = ", or null for no clipping" if name == "clip_norm" else ""
                 raise ConfigError(f"'optimizer.{name}' must be above 0{off}, got {value:g}")
-        for name in ("warmup_steps", "decay_steps", "final_fraction", "weight_decay"):
+        for name in ("warmup_steps", "first_step", "decay_steps", "final_fraction", "weight_decay"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"'optimizer.{name}' must be 0 or more, got {getattr(self, name):g}")
         for name in ("b1", "b2"):
@@ -52,7 +53,13 @@ class OptimizerConfig:
 
 
 def learning_rate(config: OptimizerConfig, peak: float, total_steps: int) -> optax.Schedule:
-    """The rate by step: linear warmup, then constant, linear or cosine to the end, or stable with a final cosine."""
+    """The rate by step of this run: linear warmup, then constant, linear or cosine to the end, or stable with a final
+    cosine. The whole schedule takes `config.first_step` + `total_steps` steps, of which these are the last."""
+    schedule = _schedule(config, peak, config.first_step + total_steps)
+    return schedule if config.first_step == 0 else lambda step: schedule(config.first_step + step)
+
+
+def _schedule(config: OptimizerConfig, peak: float, total_steps: int) -> optax.Schedule:
     warmup = config.warmup_steps
     if config.schedule == "cosine":
         main = optax.cosine_decay_schedule(peak, max(total_steps - warmup, 1), config.final_fraction)
@@ -72,10 +79,11 @@ def learning_rate(config: OptimizerConfig, peak: float, total_steps: int) -> opt
 def warn_of_short_runs(config: OptimizerConfig, total_steps: int) -> None:
     """Say so where a run ends before its schedule does; a few steps of a long configuration are a common trial."""
     decay = config.decay_steps if config.schedule == "warmup-stable-decay" else 0
-    if 0 < total_steps < config.warmup_steps + decay:
+    last = config.first_step + total_steps
+    if total_steps > 0 and last < config.warmup_steps + decay:
         logger.warning(
             "the learning rate takes %d steps to warm up and %d to decay, but the run has %d steps in all",
-            config.warmup_steps, decay, total_steps,
+            config.warmup_steps, decay, last,
         )  # fmt: skip
 
 

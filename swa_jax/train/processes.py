@@ -3,12 +3,16 @@
 When a process of a JAX run dies, the others wait in a collective, or are aborted from C++ with a page of log and no
 word on what happened. Each process is therefore two: a guard, which touches no device, and the worker that it starts,
 which trains. The guards keep connections to a hub in the guard of process 0. The hub knows who is missing at the
-start, compares the configurations, and when a worker fails or a connection ends it tells all the others why: they end
-their workers and say it in one sentence.
+start, compares the configurations, and when a worker fails, is silent, or a connection ends, it tells all the others
+why: they end their workers and say it in one sentence.
 
-Messages are lines of JSON. Worker to guard: settings, failed. Guard to hub: hello, settings, failed, finished, alive.
-Hub to guard: go, end, done, alive. Guard to worker: go. A worker whose guard is gone ends, and so does a guard whose
-hub is gone.
+Messages are lines of JSON. Worker to guard: settings, failed, alive. Guard to hub: hello, settings, failed, silent,
+finished, alive. Hub to guard: go, end, done, alive. Guard to worker: go, alive (handed on from the hub).
+
+A guard whose hub is silent or gone ends, and so does a worker whose guard is. A process that was frozen (SIGSTOP, a
+machine that stood still) must not write into a run that others have started again in the meantime. Signs of life are
+therefore also a lease: a process that has seen none for `lease(timeout)` seconds ends, whatever arrives then, and
+writes nothing more (`check_lease`). The lease is shorter than the time after which the others count it as lost.
 """
 
 from __future__ import annotations
@@ -19,14 +23,10 @@ import json
 import os
 import signal
 import socket
-import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
 from typing import Any
 
-from swa_jax.settings import sentence
+from swa_jax.errors import UserError
 from swa_jax.train.cluster import Place
 
 CHANNEL = "SWA_JAX_GUARD"  # environment variable of a worker: the descriptor of its socket to the guard
@@ -36,13 +36,13 @@ GOOD_ENDS = (
     128 + signal.SIGTERM,
 )  # finished, and stopped by a notice after saving (preemption.EXIT_STATUS)
 
-_PULSES = 5  # signs of life in the time after which a silent process counts as lost
+PULSES = 5  # signs of life in the time after which a silent process counts as lost
 _HOLD = 3.0  # seconds that an error which may follow from another process's end waits for word of that
 _LINE = 2**24  # bytes of a message
-_AGAIN = "start all processes again to go on from the last checkpoint"
+AGAIN = "start all processes again to go on from the last checkpoint"
 
 
-class ProcessError(ValueError):
+class ProcessError(UserError):
     """A process of the run is missing, has failed or is gone; the sentence says which, and what to do."""
 
 
@@ -54,6 +54,15 @@ class LostProcess(ProcessError):
 
 class Traceback(ProcessError):
     """This process failed by an error that nobody expected; the text is its traceback."""
+
+
+def lease(timeout: float) -> float:
+    """Seconds without a sign of life after which a process must end by itself.
+
+    The others count it as lost `timeout` seconds after its last sign of life, which it gave up to a pulse before it
+    was frozen: this is never later than that.
+    """
+    return timeout * (PULSES - 1) / PULSES
 
 
 # ---- the guard ----
@@ -88,15 +97,25 @@ async def _guard(place: Place, command: list[str], timeout: int) -> int:
         from_worker, to_worker = await asyncio.open_connection(sock=ours, limit=_LINE)
         stack.callback(to_worker.close)
         own: dict[str, Any] = {}  # the worker's failure, as it told it
-        tasks = [
-            asyncio.create_task(_listen_to_worker(place, worker, from_worker, writer, own)),
-            asyncio.create_task(_pulse(writer, timeout)),
-        ]
+        pulse = _Pulse(writer, timeout)
+        hub = asyncio.create_task(_listen_to_hub(place, reader, to_worker, own, worker, timeout))
+        ends = {hub, asyncio.create_task(pulse.run())}
+        tasks = ends | {
+            asyncio.create_task(_listen_to_worker(place, worker, from_worker, writer, own, timeout))
+        }
         try:
-            return await _listen_to_hub(place, reader, to_worker, own, worker, timeout)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            # A guard that stood still hears the others' end first, and would take it for the cause.
+            if pulse.stood_still() and not (hub.done() and hub.exception() is None):
+                raise LostProcess(
+                    f"{place} stood still for {pulse.longest:.0f} s, because it or its machine was stopped, and the "
+                    f"others do not wait that long; {AGAIN}"
+                )
+            return await hub
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _connect(place: Place, timeout: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -121,20 +140,35 @@ async def _listen_to_worker(
     reader: asyncio.StreamReader,
     hub: asyncio.StreamWriter,
     own: dict[str, Any],
+    timeout: int,
 ) -> None:
-    """Hand on what the worker says, and how it ended."""
-    async for line in reader:
+    """Hand on what the worker says, that it says nothing, or how it ended."""
+    while True:
+        try:
+            line = await asyncio.wait_for(reader.readline(), timeout)
+        except TimeoutError:
+            _send(hub, silent=1)
+            return
+        except OSError:  # it has ended without having read all that it was sent
+            line = b""
+        if not line:
+            break
         message = json.loads(line)
+        if "alive" in message:  # the guard gives its own signs of life
+            continue
         if "failed" in message:
             own |= message
-            _send(hub, failed=f"{place} failed: {message['failed']}", certain=message["certain"])
+            failed = f"{place} failed: {message['failed']}"
+            _send(hub, failed=failed, certain=message["certain"], lost=message.get("lost", False))
             return  # it waits for its end
         _send(hub, **message)
     status = await worker.wait()
     if status in GOOD_ENDS:
         _send(hub, finished=status)
         return
-    if status >= 0:
+    if status == LostProcess.status:
+        how = f"had no sign of life from its guard for {lease(timeout):.0f} s, and ended"
+    elif status >= 0:
         how = f"ended with status {status}"
     elif -status == signal.SIGKILL:
         how = "was killed (SIGKILL; out of memory, if nobody sent it)"
@@ -142,7 +176,7 @@ async def _listen_to_worker(
         how = f"was ended by {signal.Signals(-status).name}; what it said last is in its log"
     # Such signals may be JAX's answer to the end of another process.
     certain = -status not in (signal.SIGABRT, signal.SIGSEGV)
-    _send(hub, failed=f"{place} {how}; {_AGAIN}", certain=certain)
+    _send(hub, failed=f"{place} {how}; {AGAIN}", certain=certain, lost=status == LostProcess.status)
 
 
 async def _listen_to_hub(
@@ -164,22 +198,35 @@ async def _listen_to_hub(
         if not line:
             if own.get("certain"):
                 raise ProcessError(own["failed"])
-            raise LostProcess(f"process 0 of {place.processes} ({place.coordinator}) {gone}; {_AGAIN}")
+            raise LostProcess(f"process 0 of {place.processes} ({place.coordinator}) {gone}; {AGAIN}")
         message = json.loads(line)
-        if "go" in message:
+        if "go" in message or "alive" in message:
             _send(worker, **message)
         elif "end" in message:
+            error = LostProcess if message["lost"] else ProcessError
             if message["process"] == place.process and own:  # it is this one's own failure
-                raise Traceback(own["traceback"]) if own.get("traceback") else ProcessError(own["failed"])
-            raise (LostProcess if message["lost"] else ProcessError)(message["end"])
+                raise Traceback(own["traceback"]) if own.get("traceback") else error(own["failed"])
+            raise error(message["end"])
         elif "done" in message:
             return await process.wait()
 
 
-async def _pulse(writer: asyncio.StreamWriter, timeout: int) -> None:
-    while True:
-        await asyncio.sleep(timeout / _PULSES)
-        _send(writer, alive=1)
+class _Pulse:
+    """A guard's signs of life; `run` returns when they have paused for so long that the lease has run out."""
+
+    def __init__(self, writer: asyncio.StreamWriter, timeout: int):
+        self.writer, self.timeout = writer, timeout
+        self.last, self.longest = time.monotonic(), 0.0  # seconds
+
+    async def run(self) -> None:
+        while not self.stood_still():
+            self.last = time.monotonic()
+            _send(self.writer, alive=1)
+            await asyncio.sleep(self.timeout / PULSES)
+
+    def stood_still(self) -> bool:
+        self.longest = max(self.longest, time.monotonic() - self.last)
+        return self.longest > lease(self.timeout)
 
 
 def _forward(worker: asyncio.subprocess.Process, number: int) -> None:
@@ -254,7 +301,7 @@ class _Hub:
 
     async def _pulse(self) -> None:
         while True:
-            await asyncio.sleep(self.timeout / _PULSES)
+            await asyncio.sleep(self.timeout / PULSES)
             for writer in self.members.values():
                 _send(writer, alive=1)
 
@@ -290,14 +337,18 @@ class _Hub:
         gone = "has ended without a word: it was killed, or its machine is gone"
         try:
             while line := await asyncio.wait_for(reader.readline(), self.timeout):
-                self._heard(number, json.loads(line))
+                message = json.loads(line)
+                if "silent" in message:
+                    gone = f"has not answered for {self.timeout} s, though its guard does: it was stopped, or hangs"
+                    break
+                self._heard(number, message)
         except TimeoutError:
             gone = f"has not been heard of for {self.timeout} s: its machine or the network is gone"
         except OSError:
             pass
-        del self.members[number]
         if number not in self.finished:
-            self._end(f"process {number} of {self.place.processes} ({host}) {gone}; {_AGAIN}", lost=True)
+            self._end(f"process {number} of {self.place.processes} ({host}) {gone}; {AGAIN}", lost=True)
+        del self.members[number]  # after the last word, which a process that is only frozen reads one day
 
     def _heard(self, number: int, message: dict[str, Any]) -> None:
         if "settings" in message:
@@ -306,9 +357,9 @@ class _Hub:
                 self._go()
         elif "failed" in message:
             if message["certain"]:
-                self._end(message["failed"], number)
+                self._end(message["failed"], number, lost=message["lost"])
             else:
-                self._start(self._end_later(message["failed"], number))
+                self._start(self._end_later(message["failed"], number, lost=message["lost"]))
         elif "finished" in message:
             self.finished.add(number)
             if len(self.finished) == self.place.processes and not self.over:
@@ -328,9 +379,9 @@ class _Hub:
         for writer in self.members.values():
             _send(writer, go=address)
 
-    async def _end_later(self, sentence: str, number: int) -> None:
+    async def _end_later(self, sentence: str, number: int, *, lost: bool) -> None:
         await asyncio.sleep(_HOLD)
-        self._end(sentence, number)
+        self._end(sentence, number, lost=lost)
 
     def _end(self, sentence: str, number: int | None = None, *, lost: bool = False) -> None:
         if not self.over:
@@ -360,70 +411,3 @@ def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("", 0))
         return free.getsockname()[1]
-
-
-# ---- the worker ----
-
-
-def is_worker() -> bool:
-    """Whether a guard started this process."""
-    return CHANNEL in os.environ
-
-
-@contextlib.contextmanager
-def worker(place: Place, timeout: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Gives `join(settings)`, which starts `jax.distributed` once all processes have joined with equal settings.
-
-    An exception is told to the guard, which ends this process: it does not come out of the block.
-    """
-    channel = socket.socket(fileno=int(os.environ.pop(CHANNEL)))
-
-    def say(**message: Any) -> None:
-        channel.sendall(json.dumps(message).encode() + b"\n")
-
-    def join(settings: dict[str, Any]) -> None:
-        import jax
-
-        say(settings=settings | {"version of jax": jax.__version__})
-        with channel.makefile(encoding="utf-8") as file:
-            answer = file.readline()
-        if not answer:
-            os._exit(1)
-        threading.Thread(target=_end_with_guard, args=(channel,), name="guard", daemon=True).start()
-        jax.distributed.initialize(
-            json.loads(answer)["go"], place.processes, place.process,
-            cluster_detection_method="deactivate", initialization_timeout=timeout,
-        )  # fmt: skip
-
-    try:
-        yield join
-    except SystemExit:
-        raise
-    except BaseException as error:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        known = "it was interrupted" if isinstance(error, KeyboardInterrupt) else sentence(error)
-        brief = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
-        say(
-            failed=known or brief,
-            certain=known is not None and not _may_follow(error),
-            traceback=None if known else traceback.format_exc(),
-        )
-        sys.stdout.flush()
-        while True:  # leaving would wait for the other processes; the guard ends this one
-            time.sleep(1)
-
-
-def _may_follow(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, may be how JAX says that another process is gone."""
-    signs = ("Gloo", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
-    while error is not None:
-        if any(sign in str(error) for sign in signs):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _end_with_guard(channel: socket.socket) -> None:
-    while channel.recv(1):
-        pass
-    os._exit(1)

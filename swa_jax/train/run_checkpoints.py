@@ -1,6 +1,6 @@
 """The checkpoints of a training run: saved in the background, verified by SHA-256, one folder a step.
 
-    checkpoints/120/             Orbax's files and `manifest.json`, the SHA-256 sums of all of them
+    checkpoints/120/             Orbax's files, the run's settings, and `manifest.json`, the SHA-256 sums of all of them
     checkpoints/130.writing      not finished: never read, removed when the run starts again
     checkpoints/110.damaged      passed over by a run that went on from an earlier one; nothing removes it
 
@@ -12,16 +12,15 @@ mount); each writes its own shards, process 0 does the rest.
 from __future__ import annotations
 
 import concurrent.futures
-import hashlib
 import json
 import logging
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import jax
@@ -29,7 +28,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from swa_jax.checkpoint.safetensors_files import CheckpointError
+from swa_jax.errors import CheckpointError, reason
+from swa_jax.files import sum_of, sum_of_file, sync_folder, write_text
+from swa_jax.train.worker import check_lease, meet
 
 MANIFEST_FILE = "manifest.json"
 _LEFTOVER = re.compile(r"\d+\.(writing|deleting)\b.*")  # of a killed process; Orbax appends to our name
@@ -52,15 +53,23 @@ class RunCheckpoints:
     Args:
       keep: how many of the newest checkpoints stay.
       keep_period: checkpoints whose step is a multiple of it stay for ever, in addition.
+      records: the text files, by name, that every checkpoint gets beside the state; `recorded` reads them.
 
     Raises `CheckpointError`, changing nothing, if there are checkpoints and each of them is damaged.
     """
 
     newest: int | None  # step of the newest good checkpoint
 
-    def __init__(self, folder: Path, *, keep: int, keep_period: int | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        keep_period: int | None = None,
+        records: Mapping[str, str] = MappingProxyType({}),
+    ):
         self.folder = Path(folder).absolute()
-        self.keep, self.keep_period = keep, keep_period
+        self.keep, self.keep_period, self.records = keep, keep_period, records
         self._pending: threading.Thread | None = None
         self._failure = ""  # of the last save, in a sentence
         self._cause: Exception | None = None
@@ -149,13 +158,7 @@ class RunCheckpoints:
             if error:
                 raise CheckpointError(error)
             self._verified = step
-        path, wanted = self.folder / str(step), named(abstract)
-        metadata = ocp.metadata(path)
-        _check_arrays(path, metadata.metadata, wanted)
-        with _orbax_options():
-            loaded = ocp.load(path, wanted)
-        state = jax.tree.unflatten(jax.tree.structure(abstract), [loaded[name] for name in wanted])
-        return state, metadata.custom_metadata["data_state"]
+        return load_state(self.folder / str(step), abstract)
 
     # ---- writing ----
 
@@ -166,10 +169,14 @@ class RunCheckpoints:
         """In a thread: when Orbax is done, write the manifest, give the folder its name, drop old checkpoints."""
         try:
             response.result()
+            check_lease()
             if jax.process_index() == 0:
+                for name, text in self.records.items():
+                    (self._writing(step) / name).write_text(text)
                 _write_manifest(self._writing(step), step)
+                check_lease()
                 os.rename(self._writing(step), self.folder / str(step))
-                _sync(self.folder)
+                sync_folder(self.folder)
         except Exception as error:
             self._failed(step, error)
             return
@@ -178,6 +185,7 @@ class RunCheckpoints:
             self._drop_old()
 
     def _failed(self, step: int, error: Exception) -> None:
+        check_lease()
         if jax.process_index() == 0:  # half a checkpoint is of no use, and would keep a full disk full
             for leftover in self.folder.glob(f"{step}.writing*"):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -195,6 +203,7 @@ class RunCheckpoints:
         steps = _steps(self.folder)
         period = self.keep_period
         for step in steps[: -self.keep]:
+            check_lease()
             if period is not None and step % period == 0:
                 continue
             # Renamed first: a removal cut short must not look like a damaged checkpoint.
@@ -253,6 +262,52 @@ def has_checkpoint(folder: Path) -> bool:
     return folder.is_dir() and bool(_steps(folder))
 
 
+def last_good(folder: Path) -> int:
+    """The step of a run's last checkpoint, after its files are verified; nothing in the folder is changed.
+
+    Raises `CheckpointError` if there is none, or the last is damaged.
+    """
+    good, damaged = _newest_good(folder, _steps(folder) if folder.is_dir() else [])
+    if damaged:
+        raise CheckpointError(damaged[0][1])
+    if good is None:
+        raise CheckpointError(f"{folder} holds no checkpoint")
+    return good
+
+
+def load_state(path: Path, abstract: Any) -> tuple[Any, Any]:
+    """(state, data_state) of one checkpoint, whose files are not verified here; see `RunCheckpoints.restore`."""
+    wanted = named(abstract)
+    metadata = ocp.metadata(path)
+    _check_arrays(path, metadata.metadata, wanted)
+    with _orbax_options():
+        loaded = ocp.load(path, wanted)
+    state = jax.tree.unflatten(jax.tree.structure(abstract), [loaded[name] for name in wanted])
+    return state, metadata.custom_metadata["data_state"]
+
+
+def recorded(run: Path, name: str) -> Path | None:
+    """The file in which a run has recorded something: the undamaged copy of its newest checkpoint that has one, else
+    the run folder's own. That one comes second, because somebody may have edited it.
+    """
+    folder = run / "checkpoints"
+    for step in reversed(_steps(folder) if folder.is_dir() else []):
+        file = folder / str(step) / name
+        try:
+            manifest = (folder / str(step) / MANIFEST_FILE).read_text()
+            sums = json.loads(manifest)["sha256"]
+            if manifest == _manifest(step, sums) and sum_of_file(file) == sums[name]:
+                return file
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged, which opening the checkpoints tells, or of a version without records
+    return run / name if (run / name).is_file() else None
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest finished checkpoint, good or damaged; 0 if there is none."""
+    return max(_steps(folder), default=0) if folder.is_dir() else 0
+
+
 def named(tree: Any) -> dict[str, Any]:
     """A flat dict in leaf order: what is on disk does not depend on optax's or NNX's container types."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -293,17 +348,6 @@ def _check_arrays(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) ->
             )
 
 
-def reason(error: Exception) -> str:
-    """Why something could not be written, in few words."""
-    text = str(error)
-    for sign in ("No space left on device", "Disk quota exceeded"):
-        if sign in text:
-            return f"the disk is full ({sign})"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return f"{type(error).__name__}: {(text.splitlines() or [''])[0][:300]}"
-
-
 # ---- the manifest ----
 
 
@@ -311,21 +355,20 @@ def _write_manifest(folder: Path, step: int) -> None:
     """The sums of what is on the disk: every file is flushed as it is read, the manifest after them."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        sums = dict(zip(names, pool.map(lambda name: _sha256(folder / name, flush=True), names), strict=True))
+        sums = dict(
+            zip(names, pool.map(lambda name: sum_of_file(folder / name, flush=True), names), strict=True)
+        )
     for inner in folder.rglob("*"):
         if inner.is_dir():
-            _sync(inner)
-    with (folder / MANIFEST_FILE).open("w") as file:
-        file.write(_manifest(step, sums))
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(folder)
+            sync_folder(inner)
+    write_text(folder / MANIFEST_FILE, _manifest(step, sums))
+    sync_folder(folder)
 
 
 def _manifest(step: int, sums: dict[str, str]) -> str:
     """The only text that a manifest of these sums can be, its own sum included."""
     body = {"step": step, "sha256": sums}
-    own = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+    own = sum_of(json.dumps(body))
     return json.dumps(body | {"sha256_of_the_above": own}, indent=2) + "\n"
 
 
@@ -346,7 +389,7 @@ def _damage(folder: Path, step: int) -> str:
 
     def problem(name: str) -> str:
         try:
-            if _sha256(folder / name) != sums[name]:
+            if sum_of_file(folder / name) != sums[name]:
                 return f"{folder / name} is damaged: its SHA-256 is not the one in {MANIFEST_FILE}"
         except FileNotFoundError:
             return f"{folder / name} is missing"
@@ -369,22 +412,6 @@ def _newest_good(folder: Path, steps: list[int]) -> tuple[int | None, list[tuple
     return None, damaged
 
 
-def _sha256(path: Path, *, flush: bool = False) -> str:
-    with path.open("rb") as file:
-        if flush:
-            os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    """Put a folder's entries on the disk: a rename or a new file is durable only then."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # ---- several processes ----
 
 
@@ -396,4 +423,5 @@ def from_first_process(ask: Callable[[], Any]) -> Any:
     if jax.process_index() == 0:
         encoded = json.dumps(ask()).encode()
         padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    meet()  # `ask` may take minutes, as verifying a checkpoint does
     return json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)).rstrip(b"\0"))

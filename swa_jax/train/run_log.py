@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import importlib
 import json
+import logging
 import os
 import signal
 import threading
@@ -18,9 +19,12 @@ from typing import Any
 
 import jax
 
-from swa_jax.checkpoint.safetensors_files import CheckpointError
-from swa_jax.settings import ConfigError
+from swa_jax.errors import CheckpointError, ConfigError
+from swa_jax.files import write_bytes
 from swa_jax.train.config import LogConfig
+from swa_jax.train.worker import check_lease
+
+logger = logging.getLogger(__name__)
 
 
 class RunLog:
@@ -96,6 +100,7 @@ class RunLog:
 
     def _append(self, text: bytes) -> None:
         assert self.file is not None
+        check_lease()
         try:
             written = self.file.write(text)
             if written != len(text):
@@ -138,20 +143,32 @@ class RunLog:
 
 
 def keep_lines(file: Path, steps: int) -> None:
-    """Drop the lines of steps after `steps`, which are about to be run again, and a line that was cut short."""
+    """Drop the lines of steps after `steps`, which are about to be run again, and a last line that was cut short.
+
+    A damaged line is dropped too, with a warning that says which one; the good lines after it stay.
+    """
     if not file.exists():
         return
-    kept = []
-    for text in file.read_text(errors="replace").splitlines(keepends=True):
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            break
-        if line["step"] <= steps and text.endswith("\n"):
-            kept.append(text)
-    partial = file.with_suffix(".partial")
-    partial.write_text("".join(kept))
-    os.replace(partial, file)
+    good = []
+    *lines, _ = file.read_bytes().split(b"\n")
+    for number, text in enumerate(lines, 1):
+        step = _step_of(text)
+        if step is None:
+            logger.warning(
+                "%s, line %d is damaged: it is not a line of metrics and is left out", file, number
+            )
+        elif step <= steps:
+            good.append(text + b"\n")
+    write_bytes(file, b"".join(good))
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step that a line of `metrics.jsonl` is of; None for a line that is damaged."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 def _scalars(line: dict[str, Any]) -> dict[str, float]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from swa_jax.model.attention import cast_parameters
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.loss import next_token_targets, token_loss
@@ -63,6 +64,11 @@ def init_state(params: Any, optimizer: optax.GradientTransformation, frozen: Any
 def shard_state(state: TrainState, partition: Partition | None) -> TrainState:
     """The state laid out on the mesh."""
     return state if partition is None else jax.device_put(state, state_shardings(state, partition))
+
+
+def abstract_state(state: TrainState) -> TrainState:
+    """What a checkpoint is to be read as: shapes, dtypes and shardings."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
 def make_step(
@@ -130,7 +136,7 @@ def make_loss(
         params: Any, frozen: Any, batch: Batch, totals: Totals, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, Metrics]:
         if config.bfloat16:
-            params, frozen = jax.tree.map(lambda p: p.astype(jnp.bfloat16), (params, frozen))
+            params, frozen = cast_parameters((params, frozen), jnp.bfloat16)
         model = nnx.merge(graph, params, frozen)
         segments = batch["segment_ids"]
         hidden, routing = model.features(

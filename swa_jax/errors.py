@@ -1,0 +1,55 @@
+"""The errors that a user reads as one sentence; every other error keeps its traceback."""
+
+from __future__ import annotations
+
+import sys
+
+
+class UserError(ValueError):
+    """A mistake or an accident that a user can mend; the message is one sentence that says how."""
+
+
+class ConfigError(UserError):
+    """An option, a setting or a file that cannot be used; the message names it and what would be right."""
+
+
+class CheckpointError(ConfigError):
+    """Weights or a folder of them that cannot be used; the message names the file or tensor and what would be right."""
+
+
+class NotFiniteError(UserError, FloatingPointError):
+    """A training whose loss or gradient is no longer a number."""
+
+
+_FULL_DISK = ("No space left on device", "Disk quota exceeded")
+
+
+def sentence(error: BaseException) -> str | None:
+    """What a user should read of an error that is expected; None for one that needs its traceback.
+
+    Expected are `UserError`, the kernels' `ArgumentError`, a full disk, and what the system says of a file.
+    """
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if sign := full_disk(error):
+        return f"the disk is full ({sign}): make room, and start the same command again"
+    kernels = sys.modules.get("pallas_kernels.spec")  # not imported for this: with it would come JAX
+    return str(error) if kernels is not None and isinstance(error, kernels.ArgumentError) else None
+
+
+def reason(error: Exception) -> str:
+    """Why something could not be written, in few words."""
+    if sign := full_disk(error):
+        return f"the disk is full ({sign})"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+
+
+def full_disk(error: BaseException) -> str | None:
+    """The system's words for a full disk, or None; TensorStore says them in a `ValueError`."""
+    if not isinstance(error, OSError | ValueError):
+        return None
+    return next((sign for sign in _FULL_DISK if sign in str(error)), None)

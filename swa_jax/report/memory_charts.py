@@ -1,0 +1,140 @@
+"""What the memory of a pattern buys: needles found against the KV cache."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from swa_jax.report import style
+from swa_jax.report.labels import short_names
+from swa_jax.report.numbers import MEGABYTE, Row, error_bars, row_estimate
+from swa_jax.report.panels import draw_panels, panel_size
+from swa_jax.report.style import AXIS, BLUE, GREY, INK, SMALL, styled
+
+FOUND, MEMORY = "Needles found (%)", "KV cache (MB a sequence)"
+BARS = "Bars: 95 % intervals."
+REFERENCES = ("full", "window")  # shown in every panel of `frontier_chart`
+
+
+@styled
+def accuracy_memory_chart(
+    rows: Sequence[Row], file: str | Path, *, title: str = "What the memory buys"
+) -> None:
+    """Draw a line for each row, the least memory first: needles found with their interval, and the KV cache beside it.
+
+    Rows have `name`, `needle_accuracy` (0 to 1), `needle_interval` (two numbers, or None) and `kv_cache_bytes`. Blue is
+    what no other row beats: none finds more with as much memory, or as much with less.
+    """
+    rows = sorted(rows, key=lambda row: (row["kv_cache_bytes"], -row["needle_accuracy"]))
+    megabytes, accuracy = _megabytes(rows), _percent(rows)
+    best = _unbeaten(megabytes, accuracy)
+    colors = np.where(best, BLUE, AXIS)
+    places = np.arange(len(rows))
+    figure = style.new_figure(7.0, 1.3 + 0.24 * len(rows), title)
+    figure.supxlabel(
+        "Blue: no other finds more with as much memory, or as much with less.",
+        fontsize=SMALL,
+        x=0.99,
+        ha="right",
+    )
+    found, memory = figure.subplots(1, 2, sharey=True, width_ratios=[1.7, 1])
+    style.percent_axis(found, "x")
+    reach = error_bars([row_estimate(row, "needle_accuracy", "needle_interval") for row in rows], 100)
+    found.errorbar(accuracy, places, xerr=reach, fmt="none", ecolor=colors, elinewidth=1.2, capsize=0)
+    found.scatter(accuracy, places, s=30, color=colors, zorder=3, clip_on=False)
+    memory.barh(places, megabytes, height=0.55, color=np.where(best, BLUE, GREY))
+    for y, value in zip(places, megabytes, strict=True):
+        memory.annotate(
+            f"{value:.2f}", (value, y), (3, 0), textcoords="offset points", fontsize=SMALL, va="center"
+        )
+    memory.set_xlim(0, 1.2 * max(float(megabytes.max()), 1e-9))
+    memory.set_xticks([])  # the numbers stand beside the bars
+    memory.spines["bottom"].set_visible(False)
+    found.set(xlabel=f"{FOUND}, with 95 % interval", ylim=(len(rows) - 0.5, -0.5))
+    found.set_yticks(places, short_names([row["name"] for row in rows]))
+    for label, blue in zip(found.get_yticklabels(), best, strict=True):
+        label.set(color=BLUE if blue else INK, fontweight="bold" if blue else "normal")
+    found.tick_params(axis="y", length=0)
+    memory.tick_params(axis="y", length=0)
+    memory.set_xlabel(MEMORY)
+    figure.align_xlabels([found, memory])
+    for axes in (found, memory):
+        axes.spines["left"].set_visible(False)
+        axes.hlines(places[:-1] + 0.5, *axes.get_xlim(), color="#EEF0F2", linewidth=0.7, zorder=0)
+    style.save(figure, file)
+
+
+@styled
+def frontier_chart(rows: Sequence[Row], file: str | Path, *, title: str) -> None:
+    """Draw needles found against the KV cache: a panel for each method over its budgets, all others grey behind it.
+
+    Rows are those of `accuracy_memory_chart`; a method is a name that several rows have. `full` and `window` are shown
+    in every panel, other patterns have their own. The dashed step is the best that any row finds with that memory or
+    less. Without a method the rows are drawn by `accuracy_memory_chart`.
+    """
+    by_name: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["kv_cache_bytes"]):
+        by_name.setdefault(row["name"], []).append(row)
+    if all(len(same) == 1 for same in by_name.values()):
+        accuracy_memory_chart(rows, file, title=title)
+        return
+    in_order = dict.fromkeys(row["name"] for row in rows)
+    references = {name: by_name[name] for name in REFERENCES if len(by_name.get(name, [])) == 1}
+    names = [name for name in in_order if name not in references]
+    width, height = panel_size(len(names))
+    figure = style.new_figure(width, height + 0.2, title)
+    others = "Grey: the other methods. Dashed: the best that any finds with that memory or less."
+    note = textwrap.fill(f"{others} {BARS}", int(width / 0.075))
+    megabytes, accuracy = _megabytes(rows), _percent(rows)
+    order = np.lexsort((-accuracy, megabytes))
+    best = np.maximum.accumulate(accuracy[order])
+    for name, axes in draw_panels(figure, names, f"{MEMORY}\n{note}", FOUND).items():
+        axes.step(
+            megabytes[order], best, where="post", color=AXIS, linestyle=(0, (4, 3)), linewidth=0.8, zorder=2
+        )
+        for other in names:
+            if other != name:
+                same = by_name[other]
+                axes.plot(_megabytes(same), _percent(same), color=GREY, linewidth=0.8, zorder=1)
+        _method(axes, by_name[name])
+        _references(axes, references)
+        axes.set_xlim(0, 1.08 * float(megabytes.max()))
+        style.percent_axis(axes, low=-18)  # room for a name below `window`
+    style.save(figure, file)
+
+
+def _method(axes: Axes, rows: Sequence[Row]) -> None:
+    reach = error_bars([row_estimate(row, "needle_accuracy", "needle_interval") for row in rows], 100)
+    axes.errorbar(
+        _megabytes(rows), _percent(rows), reach, color=BLUE, marker="o", markersize=4, elinewidth=1, zorder=4
+    )
+
+
+def _references(axes: Axes, references: Mapping[str, Sequence[Row]]) -> None:
+    for name, (row,) in references.items():
+        x, y = _megabytes([row])[0], _percent([row])[0]
+        axes.plot([x], [y], marker="o", markersize=4, color=INK, markerfacecolor="white", zorder=3)
+        far_right = x > 0.5 * axes.get_xlim()[1]
+        axes.annotate(
+            name, (x, y), (2 if far_right else 0, -6), textcoords="offset points", fontsize=7,
+            ha="right" if far_right else "left", va="top", color=INK,
+        )  # fmt: skip
+
+
+def _megabytes(rows: Sequence[Row]) -> np.ndarray:
+    return np.array([row["kv_cache_bytes"] for row in rows]) / MEGABYTE
+
+
+def _percent(rows: Sequence[Row]) -> np.ndarray:
+    return np.array([100 * row["needle_accuracy"] for row in rows])
+
+
+def _unbeaten(megabytes: np.ndarray, accuracy: np.ndarray) -> np.ndarray:
+    """Whether no other row has more accuracy with as little memory, or as much accuracy with less [N]."""
+    no_worse = (megabytes <= megabytes[:, None]) & (accuracy >= accuracy[:, None])  # [N, others]
+    better = (megabytes < megabytes[:, None]) | (accuracy > accuracy[:, None])
+    return ~(no_worse & better).any(1)

@@ -1,0 +1,74 @@
+"""The one style of all pictures: colours that colour-blind readers can tell apart, sizes, and how a file is written."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from numpy.typing import ArrayLike
+
+from swa_jax.files import write_bytes
+
+# Six colours of Okabe and Ito's eight (Color Universal Design, 2008): black is for text, yellow is too pale on white.
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9",
+)  # fmt: skip
+HIGHLIGHTS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
+GREY = "#C3C8CE"  # what stands behind the highlighted series
+INK, AXIS = "#1F2328", "#6E7781"
+
+# Larger numbers are darker, in every map. Lightness alone tells them apart, so that no colour vision is needed.
+SEQUENTIAL = LinearSegmentedColormap.from_list("swa-jax", ["#F5F8FB", "#A9CCE3", BLUE, "#003F66"])
+
+SMALL = 8  # points
+# A picture is drawn inside this context: `@styled`.
+styled = mpl.rc_context(
+    {
+        "font.size": 9, "axes.labelsize": 9, "xtick.labelsize": SMALL, "ytick.labelsize": SMALL,
+        "axes.titlesize": 9, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 5,
+        "text.color": INK, "axes.labelcolor": INK, "axes.titlecolor": INK, "xtick.labelcolor": INK,
+        "ytick.labelcolor": INK, "xtick.color": AXIS, "ytick.color": AXIS, "axes.edgecolor": AXIS,
+        "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7,
+        "xtick.major.width": 0.7, "ytick.major.width": 0.7, "xtick.major.size": 3, "ytick.major.size": 3,
+        "grid.color": "#E4E7EB", "grid.linewidth": 0.7, "axes.axisbelow": True,
+        "lines.linewidth": 1.5, "lines.markersize": 4.5, "errorbar.capsize": 2,
+        "legend.frameon": False, "legend.fontsize": SMALL, "savefig.dpi": 200,
+    }
+)  # fmt: skip
+
+
+def new_figure(width: float, height: float, title: str = "") -> Figure:
+    """An empty figure of this size in inches, at least as wide as its title."""
+    figure = Figure(figsize=(max(width, 0.09 * len(title) + 0.2), height), layout="constrained")
+    if title:
+        figure.suptitle(title, x=0.008, ha="left", fontsize=10.5, fontweight="bold")
+    return figure
+
+
+def percent_axis(axes: Axes, which: str = "y", *, low: float = -4) -> None:
+    """An axis from 0 to 100 % with room for marks at both ends."""
+    limits: dict[str, Any] = {f"{which}lim": (low, 104), f"{which}ticks": [0, 25, 50, 75, 100]}
+    axes.set(**limits)
+    axes.grid(axis=which)  # type: ignore[arg-type]
+
+
+def luminance(color: ArrayLike) -> float:
+    """Relative luminance, from 0 to 1, of an sRGB colour of three or four numbers from 0 to 1 (WCAG 2.2)."""
+    rgb = np.asarray(color, np.float64)[:3]
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+def save(figure: Figure, file: str | Path) -> None:
+    """Write the picture as PNG; the file appears whole or not at all."""
+    picture = io.BytesIO()
+    FigureCanvasAgg(figure)
+    figure.savefig(picture, format="png")
+    write_bytes(file, picture.getvalue())

@@ -1,0 +1,65 @@
+"""The selection methods: one table for `swa-jax select`, `swa-jax compare` and docs/selection.md.
+
+It imports nothing heavy, so that the command line can read it for `--help`. `swa_jax.select.methods.choose` runs a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+Family = Literal["nll", "light-transfer", "bosch", "static", "heuristic"]
+Variant = Literal["bosch", "single", "multi", "layer"]
+StaticMethod = Literal["dcam", "apl", "proxy", "qada", "razor", "fisher"]
+Heuristic = Literal["random", "random-heads", "begin-middle-end", "interleave"]
+
+
+class Method(NamedTuple):
+    """One way of choosing which layers or KV heads keep full attention."""
+
+    name: str  # everywhere: of the command, of `compare --method`, in results and in `provenance`
+    family: Family  # the function that runs it, and the options that its command has
+    options: Mapping[str, Any]  # what makes this method of its family
+    chooses: Literal["layers", "KV heads", "layers or KV heads"]
+    by: str
+    costs: str
+
+
+_PASSES, _SEARCH = "one pass with whole attention rows", "hundreds to thousands of passes"
+_ROWS = (
+    Method("nll", "nll", {}, "layers",
+           "what making one layer full, all others windowed, does for the answers", "(layers + 3) / 2 passes"),
+    Method("nll-greedy", "nll", {"greedy": True}, "layers",
+           "the score of `nll`, taken again after each layer chosen", "at most that for each layer chosen"),
+    Method("light-transfer", "light-transfer", {}, "layers",
+           "how much the last queries look at near keys anyway", "one pass"),
+    Method("bosch", "bosch", {"variant": "bosch"}, "KV heads",
+           "a search over which heads are windowed, scored by answers that are right", _SEARCH),
+    Method("bosch-single", "bosch", {"variant": "single"}, "KV heads",
+           "BOSCH's first stage alone: one layer at a time, each at the same ratio", _SEARCH),
+    Method("bosch-multi", "bosch", {"variant": "multi"}, "KV heads",
+           "BOSCH's first stage over groups of four layers", _SEARCH),
+    Method("bosch-layer", "bosch", {"variant": "layer"}, "layers",
+           "BOSCH's search over whole layers", _SEARCH),
+    Method("dcam", "static", {"method": "dcam"}, "KV heads", "attention inside the window", _PASSES),
+    Method("apl", "static", {"method": "apl"}, "KV heads", "how far back the last token looks most", _PASSES),
+    Method("proxy", "static", {"method": "proxy"}, "KV heads", "how few blocks of keys a head needs", _PASSES),
+    Method("qada", "static", {"method": "qada"}, "KV heads",
+           "attention inside the window, that outside estimated", _PASSES),
+    Method("razor", "static", {"method": "razor"}, "KV heads",
+           "how much a head looks back to earlier occurrences of a token, in random text", "one pass"),
+    Method("fisher", "static", {"method": "fisher"}, "KV heads",
+           "whether the answers depend on attention outside the window", "one pass and its gradient"),
+    Method("random", "heuristic", {"kind": "random"}, "layers", "chance", "nothing"),
+    Method("random-heads", "heuristic", {"kind": "random-heads"}, "KV heads", "chance", "nothing"),
+    Method("begin-middle-end", "heuristic", {"kind": "begin-middle-end"}, "layers",
+           "place: at the start, in the middle and at the end", "nothing"),
+    Method("interleave", "heuristic", {"kind": "interleave"}, "layers", "place: at equal distances", "nothing"),
+)  # fmt: skip
+METHODS: dict[str, Method] = {method.name: method for method in _ROWS}
+
+
+def methods_table() -> str:
+    """The table as Markdown, for docs/selection.md."""
+    rows = [f"| `{m.name}` | {m.chooses} | {m.by} | {m.costs} |" for m in _ROWS]
+    return "\n".join(["| method | chooses | by | costs |", "|---|---|---|---|", *rows]) + "\n"

@@ -1,0 +1,66 @@
+"""The batches of a run's stages: this process's rows of them, for training and for validation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from swa_jax.data import make_batches
+from swa_jax.data.batches import Batches
+from swa_jax.data.tokenizer import Tokenizer
+from swa_jax.errors import ConfigError
+from swa_jax.model.sharding import Partition
+from swa_jax.train.config import StageConfig, TrainConfig
+from swa_jax.train.run_checkpoints import newest_step
+
+
+def open_stages(config: TrainConfig, tokenizer: Tokenizer, partition: Partition | None) -> dict[int, Batches]:
+    """The batches of every stage that has steps left, by its number, after reading a sample of each source.
+
+    All are opened before the first step: that the last stage's data is damaged, too short or without documents to hold
+    out must not be found out after days of training.
+    """
+    done = newest_step(Path(config.output) / "checkpoints")
+    opened = {}
+    for number, start in enumerate(config.starts):
+        stage = config.stages[number]
+        if done >= start + stage.steps:
+            continue  # its data may be gone by now
+        try:
+            opened[number] = stage_batches(config, number, tokenizer, partition)
+            opened[number].check()
+            if config.validate_every is not None:
+                held_out_batches(config, stage, tokenizer, partition).check()
+        except ConfigError as error:
+            raise ConfigError(f"'stages.{number}.data': {error}") from None
+    return opened
+
+
+def stage_batches(
+    config: TrainConfig, number: int, tokenizer: Tokenizer, partition: Partition | None
+) -> Batches:
+    """What a stage trains on; without end."""
+    stage = config.stages[number]
+    return make_batches(
+        stage.data, tokenizer, length=stage.sequence_length, batch_size=stage.batch_size,
+        seed=config.seed + 1000 * number, rows=local_rows(partition, stage.batch_size),
+    )  # fmt: skip
+
+
+def held_out_batches(
+    config: TrainConfig, stage: StageConfig, tokenizer: Tokenizer, partition: Partition | None
+) -> Batches:
+    """The documents that a stage holds out, once, in batches of one piece's rows."""
+    rows = stage.batch_size // stage.accumulate
+    return make_batches(
+        stage.data, tokenizer, length=stage.sequence_length, batch_size=rows, seed=config.seed,
+        rows=local_rows(partition, rows), held_out=True,
+    )  # fmt: skip
+
+
+def local_rows(partition: Partition | None, batch_size: int) -> slice:
+    """The rows of a global batch that this process's devices hold some of."""
+    if partition is None:
+        return slice(0, batch_size)
+    indices = partition.sharding("batch").addressable_devices_indices_map((batch_size,)).values()
+    spans = [index[0].indices(batch_size) for index in indices if index is not None]
+    return slice(min(first for first, _, _ in spans), max(last for _, last, _ in spans))

@@ -1,0 +1,220 @@
+"""Tables: as wide as the terminal, nothing cut off at any width, and a mean alone where there is no interval."""
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+from rich.console import Console
+
+from swa_jax.report import compare_table, pattern_table, table_console, wide_console
+from swa_jax.report.bench_tables import attention_table, cycles_table, generation_table, source_table
+from swa_jax.report.evaluation_tables import (
+    harness_table,
+    questions_table,
+    routing_table,
+    ruler_table,
+    sweep_table,
+)
+from swa_jax.report.tables import Column, Table
+
+INTERVALS = ([0.9, 1.0], None, [None, None])
+
+
+def pattern(name, layers, interval):
+    return {
+        "name": name, "full_layers": layers, "num_layers": 4, "needle_accuracy": 0.97, "needle_interval": interval,
+        "answer_nll": 1.234, "kv_cache_bytes": 2**19, "prefill_seconds": 0.0305, "decode_tokens_per_second": 812.4,
+    }  # fmt: skip
+
+
+NAMES = ("full", "interleave-1-in-4+fa-decode", "/a/folder/with/a/rather/long/name/nll-1-in-4.json")
+PATTERNS = [
+    pattern(name, layers, interval)
+    for name, layers, interval in zip(NAMES, ([0, 1, 2, 3], [], [1, 2]), INTERVALS, strict=True)
+]
+COMPARED = [
+    {
+        "name": name, "ratio": ratio, "needle_accuracy": 0.97, "needle_interval": interval, "by_seed": [1.0, 0.5, 1.0],
+        "answer_nll": 0.5, "kv_cache_bytes": 2**20,
+    }
+    for name, ratio, interval in zip(NAMES, (None, 0.5, 0.75), INTERVALS, strict=True)
+]  # fmt: skip
+COMPARED[2] |= {"against": "bosch-single", "gap": [-0.3, -0.4, -0.2]}
+RULER = [
+    {
+        "name": name, "task": "niah_multiquery", "length": 16384, "depth": 0.5, "score": 0.97, "interval": interval,
+        "num_examples": 100, "haystack": "python library in place of essays",
+    }
+    for name, interval in zip(NAMES, INTERVALS, strict=True)
+]  # fmt: skip
+SWEEP = [
+    {
+        "name": name, "window": window, "length": length, "perplexity": 0.97, "interval": interval,
+        "past_training_length": length > 1000, "num_tokens": 4096, "num_blocks": 32,
+    }
+    for name, interval in zip(NAMES, INTERVALS, strict=True)
+    for window in (1024, None)
+    for length in (128, 1024, 4096, 16384, 65536)
+]  # fmt: skip
+ROUTING = [
+    {
+        "name": name, "data": "niah_single_1", "length": 4096, "depth": None, "full_ratio": 0.97, "interval": interval,
+        "keys_read": 300.4, "keys_of_full": 2048.5, "gflops": 0.0123, "gflops_of_full": 0.5,
+    }
+    for name, interval in zip(NAMES, INTERVALS, strict=True)
+]  # fmt: skip
+HARNESS = [
+    {"name": name, "task": "hellaswag", "metric": "acc_norm", "filter": "strict-match", "score": 0.97,
+     "interval": interval, "n": 10042}
+    for name, interval in zip(NAMES, INTERVALS, strict=True)
+]  # fmt: skip
+QUESTIONS = [
+    {"name": name, "benchmark": "LongBench", "group": "multi_news", "score": score, "interval": interval,
+     "num_questions": 200, "num_left_out": 3, "num_cut": 0}
+    for name, interval, score in zip(NAMES, INTERVALS, (0.97, 0.97, None), strict=True)
+]  # fmt: skip
+CYCLES = {
+    "function": "window_forward", "chip": "v6e", "settings": {"T": 8192, "window": 1024}, "cycles": None,
+    "cycles_per_1024_rows_and_head": None, "milliseconds": None, "temp_bytes": 512, "notes": ["a remark"],
+    "ops": [{"name": f"window_forward.{i}", "cycles": 10_000, "source": "simulated"} for i in range(9)]
+    + [{"name": "copy", "cycles": None, "source": "not simulated, for a long reason " * 4}],
+}  # fmt: skip
+ATTENTION = {
+    "results": [
+        {"name": "ours", "seconds": 0.002, "ratio": 1.0, "low": 1.0, "high": 1.0, "missing": None},
+        {"name": "flex_attention", "seconds": None, "ratio": None, "low": None, "high": None,
+         "missing": "Error: " + "no " * 90},
+    ]
+}  # fmt: skip
+GENERATION = [
+    {"ratio": 0.75, "windowed_heads": 24}
+    | {f"{key}{end}": 1234567.0 if not end else 1.5 for key in
+       ("kv_cache_bytes", "prefill_tokens_per_second", "decode_tokens_per_second") for end in ("", "_ratio")}
+]  # fmt: skip
+SOURCES = [
+    {"name": "text: " + ", ".join(f"corpus/part-{i}.jsonl" for i in range(9)), "documents": None, "tokens": 12_345_678,
+     "share": 0.5, "padding": 0.01, "held_out_tokens": 1000, "left_out": 0}
+]  # fmt: skip
+
+TABLES = {
+    "patterns": pattern_table(PATTERNS),
+    "compared": compare_table(COMPARED, 48),
+    "ruler": ruler_table(RULER),
+    "sweep": sweep_table(SWEEP),
+    "routing": routing_table(ROUTING),
+    "harness": harness_table(HARNESS),
+    "questions": questions_table(QUESTIONS),
+    "cycles": cycles_table(CYCLES, 4),
+    "attention": attention_table(ATTENTION, "forward  T=8192  window=1024, on a device"),
+    "generation": generation_table(GENERATION, "4 prompts"),
+    "sources": source_table(SOURCES, "stage 0"),
+}
+
+
+def printed(table, width):
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(table)
+    return console.export_text()
+
+
+@pytest.mark.parametrize("width", [40, 80, 125, 200])
+@pytest.mark.parametrize("name", TABLES)
+def test_nothing_is_wider_than_the_terminal_and_nothing_cut_off(name, width):
+    table = TABLES[name]
+    text = printed(table, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    # Wrapping may spread a cell over lines; each of its characters is there all the same.
+    letters = {c: text.count(c) for c in set(text)}
+    for c in set("".join("".join(row) for row in table.rows)) - set(" \n"):
+        assert letters.get(c, 0) >= sum("".join(row).count(c) for row in table.rows), c
+
+
+def test_each_width_has_its_form():
+    rows = {width: printed(TABLES["patterns"], width) for width in (125, 80, 40)}
+    assert re.search(r"^full +all +97 % \[90, 100\] +1\.23 +0\.50 +30 +812", rows[125], re.M)
+    assert re.search(r"^full +all +97 % +1\.23 +0\.50 +30 +812 *\n +\[90, 100\]", rows[80], re.M)
+    assert "full, all\n  Needles found  97 % [90, 100]\n  Answer loss    1.23 nats/token\n" in rows[40]
+    for unit in ("nats/token", "MB/sequence", "ms/prompt", "tokens/s"):
+        assert all(unit in " ".join(text.split()) for text in rows.values())
+    assert "Read it against 'full'" in rows[125]
+
+
+def test_names_are_wrapped_where_they_can_be_read():
+    table = Table("T", [Column("Pattern", text=True), Column("Found")])
+    table.add_row("interleave-1-in-4+fa-decode", "97 %\n[90, 100]")
+    lines = [line.split("  ")[0].strip() for line in printed(table, 30).splitlines()]
+    assert "interleave-1-in-4+" in lines
+    assert "fa-decode" in lines
+
+
+@pytest.mark.parametrize("name", ["patterns", "compared", "ruler", "routing"])
+def test_a_mean_without_an_interval_stands_alone(name):
+    for row in printed(TABLES[name], 200).splitlines():
+        if "97" in row and not row.startswith("full "):
+            assert not re.search(r"97( %)? \[", row), row
+    assert "None" not in printed(TABLES[name], 200)
+
+
+def test_a_score_that_is_not_there_is_blank():
+    last = TABLES["questions"].rows[-1]
+    assert last[3] == ""
+
+
+def test_a_total_with_a_gap_is_marked():
+    total, *ops = TABLES["cycles"].rows
+    assert total[1] == "> 90,000"
+    assert total[3] == "no figure"
+    assert [row[0].strip() for row in ops] == [*(f"window_forward.{i}" for i in range(4)), "6 more"]
+    assert ops[-1][1] == "50,000"
+
+
+def test_attention_shows_ratios_and_reasons():
+    ours, flex = TABLES["attention"].rows
+    assert ours == ("ours", "2.000", "1.00", "1.00 – 1.00", "")
+    assert flex[1:4] == ("–", "–", "–")
+    assert flex[4].startswith("Error: no")
+    assert TABLES["attention"].columns[2].title == "Time over ours's"
+
+
+def test_a_row_has_as_many_cells_as_there_are_columns():
+    with pytest.raises(ValueError, match="2 cells, but there are 1 columns"):
+        Table("T", [Column("a")]).add_row("1", "2")
+
+
+# ---- the console ----
+
+
+def test_without_a_terminal_tables_have_125_columns(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert table_console().width == 125
+    monkeypatch.setenv("COLUMNS", "90")
+    assert table_console().width == 90
+    assert wide_console is table_console
+
+
+@pytest.mark.parametrize("columns", [80, 125])
+def test_a_terminal_is_filled_and_no_more(columns):
+    """In a pseudo-terminal of this width, which is the real thing."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    code = "from swa_jax.report import table_console as t; print(t().width)"
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
+    subprocess.run(
+        [sys.executable, "-c", code],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        check=True,
+        env=environment,
+    )
+    os.close(follower)
+    assert os.read(leader, 1000).decode().split() == [str(columns)]
+    os.close(leader)

@@ -1,0 +1,151 @@
+"""Scores in a file belong to the content that they were made from, whatever its name and however alike it scores."""
+
+import dataclasses
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from planted import KV_HEADS, LAYERS, WINDOW_SIZE, planted_examples, planted_model
+from test_cli import fails, run
+from tiny_models import BYTES, SOFTMAX, byte_checkpoint, make
+
+from swa_jax.checkpoint.folder import load_model, save_model
+from swa_jax.errors import ConfigError
+from swa_jax.evaluate import Example
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.select import LayerScorer, MaskEvaluator
+
+FULL = np.ones((LAYERS, KV_HEADS), bool)
+
+
+def saturated(**changes):
+    """A planted model so sure of its answers that its likelihoods under full attention are all 0."""
+    model = planted_model(**changes)
+    model.lm_head.kernel[...] = 1000 * model.lm_head.kernel[...]
+    return model
+
+
+def mute(seed):
+    """A model whose head says the same of every token: all of them score the logarithm of the vocabulary."""
+    model = Decoder(BYTES, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(seed))
+    model.lm_head.kernel[...] = jnp.zeros_like(model.lm_head.kernel[...])
+    return model
+
+
+def test_a_saturated_model_is_not_taken_for_another(tmp_path):
+    file, examples = tmp_path / "scores.json", planted_examples()
+    options = {"sliding_window": WINDOW_SIZE, "batch_size": 16}
+    first, other = saturated(), saturated(seed=3)
+    scored = MaskEvaluator(first, examples, file=file, **options)
+    alone = MaskEvaluator(other, examples, **options)
+    np.testing.assert_allclose(
+        scored(FULL), alone(FULL), atol=1e-3
+    )  # full attention does not tell them apart
+    assert not np.allclose(scored(~FULL), alone(~FULL), rtol=1e-3)
+    scored.save()
+    with pytest.raises(ConfigError, match="holds scores of another model: its weights differ"):
+        MaskEvaluator(other, examples, file=file, **options)
+    again = MaskEvaluator(saturated(), examples, file=file, **options)  # the same weights, made anew
+    assert again.num_evaluations == 2
+
+
+@pytest.mark.parametrize("scorer", [MaskEvaluator, LayerScorer])
+def test_models_that_score_alike_have_files_of_their_own(scorer, tmp_path):
+    file, examples = tmp_path / "scores.json", [Example(list(range(20)), [5, 6], [])]
+
+    def make_scorer(model=None, examples=examples, **options):
+        model = mute(0) if model is None else model
+        return scorer(model, examples, **({"sliding_window": 4, "file": file} | options))
+
+    made = make_scorer()
+    if scorer is LayerScorer:
+        made()
+    else:
+        made(np.ones((2, 1), bool))
+        made.save()
+    before = file.read_bytes()
+    graph, state = nnx.split(mute(0))
+    half = nnx.merge(graph, nnx.map_state(lambda _, x: x.replace(x[...].astype(jnp.bfloat16)), state))
+    for said, options in (
+        ("scores of another model: its weights differ", {"model": mute(1)}),
+        ("scores of another model: its weights differ", {"model": half}),
+        ("made with num_sink_tokens = 0, this search has 1", {"num_sink_tokens": 1}),
+        ("made with other examples", {"examples": [Example(list(range(20)), [5, 7], [])]}),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            make_scorer(**options)
+    assert file.read_bytes() == before
+    file.unlink()
+    make_scorer(weights="a folder's").save() if scorer is MaskEvaluator else make_scorer(
+        weights="a folder's"
+    )()
+    with pytest.raises(ConfigError, match="made with dtype = float32, this search has bfloat16"):
+        make_scorer(half, weights="a folder's")
+
+
+def test_the_content_key_sees_what_decides_and_nothing_else():
+    from swa_jax.select.score_file import content_key, digest
+
+    model = Decoder(SOFTMAX, make("wwww"), rngs=nnx.Rngs(0))
+    examples = [Example([1, 2, 3], [4], ["four"]), Example([5, 6], [7, 8], [])]
+    key = content_key(model, examples, sliding_window=6)
+    same = [Example(np.array([1, 2, 3]), (4,), [], {"depth": 0.5}), examples[1]]
+    assert content_key(model.with_pattern(make("FFFF", sliding_window=None)), same, sliding_window=6) == key
+    assert digest(dict(reversed(key.items()))) == digest(key)
+    stretched = Decoder(dataclasses.replace(SOFTMAX, rope_theta=5e5), make("wwww"), rngs=nnx.Rngs(0))
+    nudged = Decoder(SOFTMAX, make("wwww"), rngs=nnx.Rngs(0))
+    kernel = nudged.layers.mlp.down_proj.kernel
+    kernel[...] = kernel[...].at[-1, -1, -1].multiply(1 + 1e-6)
+    for name, changed in (
+        ("config", content_key(stretched, examples, sliding_window=6)),
+        ("weights", content_key(nudged, examples, sliding_window=6)),
+        ("weights", content_key(model, examples, sliding_window=6, weights="other")),
+        ("examples", content_key(model, examples[::-1], sliding_window=6)),
+        ("examples", content_key(model, [Example([1, 2, 3, 4], [], []), examples[1]], sliding_window=6)),
+        ("sliding_window", content_key(model, examples, sliding_window=7)),
+    ):
+        assert [part for part in key if key[part] != changed[part]] == [name]
+
+
+def test_a_folders_sum_is_that_of_its_weights(tmp_path):
+    from swa_jax.checkpoint.folder import weights_sum
+
+    def save(seed, name, pattern):
+        return save_model(Decoder(BYTES, make(pattern), rngs=nnx.Rngs(seed)), tmp_path / name)
+
+    first, other = save(0, "first", "ww"), save(1, "other", "ww")
+    shutil.copytree(first, tmp_path / "copy")
+    make("Fw", sliding_window=3).to_json(tmp_path / "copy" / "pattern.json")
+    assert weights_sum(first) == weights_sum(str(tmp_path / "copy")) != weights_sum(other)
+
+
+def test_weights_changed_under_the_same_path_are_noticed(tmp_path, byte_tokenizer):
+    """Where the model's answers are so alike that no likelihood tells."""
+    checkpoint = byte_checkpoint(tmp_path, byte_tokenizer, make("ww"))
+    options = ("--window", 16, "--examples", 2, "--length", 320, "--batch-size", 2)
+    options = (
+        *options,
+        "--budget",
+        1,
+        "--resume-file",
+        tmp_path / "scores.json",
+        "--out",
+        tmp_path / "p.json",
+    )
+    run("select", "nll", checkpoint, *options)
+    before = (tmp_path / "p.json").read_bytes()
+    model = load_model(checkpoint)
+    shutil.rmtree(checkpoint)
+    kernel = model.layers.mlp.down_proj.kernel
+    kernel[...] = kernel[...] * (1 + 1e-5)
+    save_model(model, checkpoint, tokenizer_from=byte_tokenizer.parent)
+    assert fails("select", "nll", checkpoint, *options) == (
+        f"{tmp_path / 'scores.json'} holds scores of another model: its weights differ: name another file, or remove "
+        "this one to start over"
+    )
+    assert (tmp_path / "p.json").read_bytes() == before
+    stale = (*options[:-4], "--resume-file", tmp_path / "new.json", "--out", tmp_path / "p.json")
+    run("select", "nll", checkpoint, *stale)
