@@ -13,7 +13,8 @@ from swa_jax.settings import ConfigError, from_dict, to_dict
 from swa_jax.train.config import TrainConfig
 
 pytest.importorskip("libtpu")  # the plain suite runs where it has no wheel, too
-from swa_jax.plan.plan import CHIPS, plan, topology_devices
+from swa_jax.chips import TARGETS
+from swa_jax.plan.plan import plan, topology_devices
 
 MODEL = {
     "model_type": "llama",
@@ -94,7 +95,7 @@ def test_a_training_step(tmp_path):
         memory[name] for name in ("parameters", "optimizer", "batch", "activations", "temporaries", "program")
     ]
     assert memory["total"] == sum(parts) + memory["outputs_and_padding"]
-    assert memory["capacity"] == CHIPS["TPU v5 lite"].hbm_gib * 2**30 == memory["free"] + memory["total"]
+    assert memory["capacity"] == TARGETS["v5e"].hbm_gib * 2**30 == memory["free"] + memory["total"]
     # Matrix products: once forward, twice backward and, but for the last of a layer, again for want of memory.
     tokens, down = 8 * 4096 / 8, 256 * 512
     layer, head = 256 * 128 * (2 * 4 + 2 * 2) + 3 * down, 256 * 1024

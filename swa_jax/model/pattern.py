@@ -16,6 +16,7 @@ import numpy as np
 
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
+from swa_jax.model.recipes import DEFAULT_WINDOW, read_recipe
 from swa_jax.settings import ConfigError, from_dict, nearest
 
 VERSION = 1
@@ -182,13 +183,26 @@ class AttentionPattern:
         seed: int = 0,
     ) -> AttentionPattern:
         """A named pattern; see `swa_jax.model.recipes` for the names."""
-        from swa_jax.model.recipes import build_recipe
-
         layers = num_layers.num_hidden_layers if isinstance(num_layers, ModelConfig) else num_layers
         layers = _integer("num_layers", layers)
         if layers < 1:
             raise ConfigError(f"num_layers must be at least 1, got {layers}")
-        return build_recipe(recipe, layers, sliding_window, num_sink_tokens, full_attention_decode, seed)
+        read = read_recipe(recipe, layers, seed)
+        if len(read.full_layers) < layers and sliding_window is None:
+            sliding_window = DEFAULT_WINDOW
+        if num_sink_tokens is None:
+            num_sink_tokens = read.num_sink_tokens
+        if full_attention_decode is None:
+            full_attention_decode = read.full_attention_decode
+        return cls.from_full_layers(
+            read.full_layers,
+            layers,
+            sliding_window,  # type: ignore[arg-type]
+            rest=read.rest,
+            num_sink_tokens=num_sink_tokens,
+            full_attention_decode=full_attention_decode,
+            provenance={"method": recipe} | ({"seed": seed} if read.drawn else {}),
+        )
 
     @classmethod
     def from_full_layers(

@@ -1,4 +1,4 @@
-"""Who may import whom: a room imports only rooms that stand below it, and no two files import each other in a circle."""
+"""Who may import whom: a room imports only rooms that stand below it, and no files import each other in a circle."""
 
 import ast
 import collections
@@ -11,9 +11,16 @@ ROOT = Path(__file__).parents[2]
 
 # The rooms of the house, ground floor first. A room imports only what stands on a floor below its own.
 FLOORS = (
-    ("pallas_kernels", "swa_jax.errors", "swa_jax.estimates", "swa_jax.exports", "swa_jax.files", "swa_jax.chips"),
-    ("swa_jax.settings", "swa_jax.report", "launch"),
-    ("swa_jax.data", "swa_jax.model"),
+    (
+        "pallas_kernels",
+        "swa_jax.errors",
+        "swa_jax.estimates",
+        "swa_jax.exports",
+        "swa_jax.files",
+        "swa_jax.chips",
+    ),
+    ("swa_jax.settings", "swa_jax.report"),
+    ("swa_jax.data", "swa_jax.model", "launch"),
     ("swa_jax.families",),
     ("swa_jax.checkpoint",),
     ("swa_jax.evaluate", "swa_jax.train"),
@@ -26,7 +33,9 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 def modules():
     """{dotted name: file} of everything that is shipped."""
-    files = [file for package in ("pallas_kernels", "swa_jax", "launch") for file in (ROOT / package).rglob("*.py")]
+    files = [
+        file for package in ("pallas_kernels", "swa_jax", "launch") for file in (ROOT / package).rglob("*.py")
+    ]
     names = [file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for file in files]
     return {name.removesuffix(".__init__"): file for name, file in zip(names, files, strict=True)}
 
@@ -40,7 +49,11 @@ def imported(name, known):
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{name} imports relatively: write the whole path"
             # `from package import module` imports the module, `from module import name` the module before it.
-            found |= {f"{node.module}.{alias.name}" for alias in node.names if f"{node.module}.{alias.name}" in known}
+            found |= {
+                f"{node.module}.{alias.name}"
+                for alias in node.names
+                if f"{node.module}.{alias.name}" in known
+            }
             if any(f"{node.module}.{alias.name}" not in known for alias in node.names):
                 found.add(node.module)
     return {module for module in found if module in known and module != name}
