@@ -18,7 +18,7 @@ import swa_jax.train.run_checkpoints
 from swa_jax.checkpoint.safetensors_files import CheckpointError
 from swa_jax.train.run_checkpoints import MANIFEST_FILE, RunCheckpoints, has_checkpoint
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DATA_STATE = {"next": 7, "inner": [{"a": [1, 2]}, None]}
 
 

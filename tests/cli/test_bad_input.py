@@ -26,7 +26,7 @@ from swa_jax.model.sharding import AXES, mesh_shape
 from swa_jax.settings import ConfigError, from_dict, load_config
 from swa_jax.train.config import TrainConfig
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MODEL = {
     "model_type": "qwen3", "vocab_size": 260, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,

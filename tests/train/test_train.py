@@ -1,6 +1,5 @@
 """Training: the loss falls, an interrupted run goes on bit for bit, wrong configurations cost nothing."""
 
-import json
 import os
 import shutil
 import signal
@@ -15,6 +14,7 @@ import optax
 import pytest
 import yaml
 from flax import nnx
+from training_runs import Interruption, interrupt_at, losses, read_metrics
 
 import swa_jax.train.loop
 from swa_jax.checkpoint.folder import load_model
@@ -28,7 +28,7 @@ from swa_jax.train.loop import TrainConfig, train
 from swa_jax.train.optimizer import OptimizerConfig, is_matrix, learning_rate
 from swa_jax.train.step import SPIKE_DECAY, SPIKE_WARMUP, init_state, make_step
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 MODEL = {
     "model_type": "qwen3",
@@ -65,28 +65,6 @@ def settings(tmp_path, byte_tokenizer):
 
 def config_of(settings, **changes):
     return from_dict(TrainConfig, settings | changes)
-
-
-def read_metrics(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(run):
-    lines = read_metrics(run)
-    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
-    return [line["loss"] for line in lines]
-
-
-class Interruption(Exception):
-    pass
-
-
-def interrupt_at(monkeypatch, step):
-    def look(line, config):
-        if line["step"] == step:
-            raise Interruption
-
-    monkeypatch.setattr(swa_jax.train.loop, "_stop_on_nan", look)
 
 
 @pytest.mark.slow

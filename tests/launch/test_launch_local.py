@@ -6,16 +6,16 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
+from timing import wait_until
 
 from swa_jax.settings import from_dict
 from swa_jax.train.config import TrainConfig
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def local(*arguments: object, stand_in: str | None = None) -> subprocess.Popen[str]:
@@ -32,13 +32,6 @@ def local(*arguments: object, stand_in: str | None = None) -> subprocess.Popen[s
         [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-
-
-def wait_until(condition, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 def test_local_dry_run():

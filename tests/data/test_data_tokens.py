@@ -24,7 +24,7 @@ from swa_jax.data.tokenize import tokenize
 from swa_jax.data.tokenizer import load_tokenizer, train_byte_bpe
 from swa_jax.settings import ConfigError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

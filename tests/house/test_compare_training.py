@@ -11,7 +11,7 @@ import pytest
 from swa_jax.settings import ConfigError, load_config
 from swa_jax.train.loop import TrainConfig
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
 
 

@@ -16,7 +16,7 @@ from swa_jax.settings import ConfigError, load_config
 from swa_jax.train.config import METHODS, TrainConfig
 from swa_jax.train.loop import train
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "configs"
 FILES = sorted(
     path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.yaml") if path.parent.name != "models"

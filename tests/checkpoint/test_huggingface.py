@@ -27,7 +27,7 @@ from swa_jax.model.layer_types import FULL, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.settings import ConfigError
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 Q_WEIGHT = "model.layers.1.self_attn.q_proj.weight"
 
 

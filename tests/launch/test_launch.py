@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_launch_local import wait_until
+from timing import wait_until
 
 from launch import gke, tpu_vm
 from launch.settings import Settings, main
 from swa_jax.settings import ConfigError, from_dict, load_config
 from swa_jax.train.config import TrainConfig
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "launch" / "example.yaml"
 HOSTILE = 'output=/shared/it\'s $HOME; `no` "shell"'
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
-from test_train import Interruption, interrupt_at, losses
 from tiny_models import PATTERNS, model_of
+from training_runs import Interruption, interrupt_at, losses
 
 import swa_jax.train.loop
 from swa_jax.checkpoint.folder import load_model, save_model
@@ -27,7 +27,7 @@ from swa_jax.train.config import TrainConfig
 from swa_jax.train.loop import _claim, train
 from swa_jax.train.step import _gradients, init_state, make_loss, make_step, make_validation_loss
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EVERYWHERE = LoraConfig(rank=3, alpha=6.0, dropout=0.25, targets=tuple(TARGETS))
 TOKENS = np.random.default_rng(0).integers(1, 61, size=(4, 20)).astype(np.int32)
 BATCH = {"tokens": TOKENS, "segment_ids": np.ones_like(TOKENS), "weights": np.ones(TOKENS.shape, np.float32)}

@@ -19,7 +19,7 @@ from swa_jax.settings import ConfigError
 from swa_jax.train.cluster import Place, find_place
 from swa_jax.train.processes import _difference
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 # ---- which process this is ----

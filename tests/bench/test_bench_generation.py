@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from command_line import fails, run
 from planted import CONFIG, KV_HEADS, LAYERS, planted_model
-from test_cli import fails, run
 
 from swa_jax.bench import generation
 from swa_jax.bench.generation import measure

@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 import pytest
+from command_line import fails, run
 from planted import KV_HEADS, WINDOW_SIZE, planted_examples, planted_mask, planted_model
-from test_cli import fails, run
 from tiny_models import byte_checkpoint
 
 from swa_jax.checkpoint.folder import load_model

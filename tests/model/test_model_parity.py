@@ -17,7 +17,7 @@ from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.layers import rope_frequencies
 from swa_jax.model.pattern import AttentionPattern
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(folder.parent.name for folder in GOLDEN.glob("*/golden.safetensors"))
 ROPE = json.loads((GOLDEN / "rope.json").read_text())
 TOLERANCE = 1e-4

@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 import pytest
+from command_line import fails, run
 from planted import KV_HEADS, LAYERS, PLANTED, WINDOW_SIZE, planted_examples, planted_mask, planted_model
-from test_cli import fails, run
 
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import score_answers

@@ -19,7 +19,7 @@ from swa_jax.settings import from_dict
 from swa_jax.train.loop import TrainConfig, train
 from swa_jax.train.preemption import EXIT_STATUS, Preempted, preemption_notices
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def wait_until(condition, seconds=10.0):

@@ -6,33 +6,16 @@ import re
 from pathlib import Path
 
 import pytest
+from command_line import fails, run
 from tiny_models import byte_checkpoint, make
-from typer.testing import CliRunner
 
 import swa_jax.demo
 import swa_jax.train.loop
 from swa_jax.checkpoint.folder import load_model, save_model
-from swa_jax.cli.main import app
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.settings import ConfigError
 
-GOLDEN = Path(__file__).parent / "golden"
-
-
-def run(*arguments: object, status: int = 0, input: str | None = None) -> str:
-    """What a verb printed, errors included."""
-    result = CliRunner().invoke(app, [str(a) for a in arguments], input=input, env={"COLUMNS": "200"})
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result.output
-
-
-def fails(*arguments: object) -> str:
-    output = run(*arguments, status=2)
-    assert "Traceback" not in output
-    assert len(output.splitlines()) == 1, output
-    return output.strip()
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +94,7 @@ def test_demo(monkeypatch, tmp_path):
 def test_train(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(swa_jax.train.loop, "train", lambda config: seen.append(config) or "runs/x/model")
-    config = Path(__file__).parents[1] / "configs" / "swat-tiny.yaml"
+    config = Path(__file__).parents[2] / "configs" / "swat-tiny.yaml"
     assert run("train", config, f"output={tmp_path}", "stages.0.steps=3").strip() == "runs/x/model"
     assert (seen[0].output, seen[0].stages[0].steps) == (str(tmp_path), 3)
     assert fails("train", config, "sed=3") == "unknown key 'sed'; did you mean 'seed'?"
