@@ -3,32 +3,21 @@
 import ast
 import collections
 import graphlib
+import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# The rooms of the house, ground floor first. A room imports only what stands on a floor below its own.
-FLOORS = (
-    (
-        "pallas_kernels",
-        "swa_jax.errors",
-        "swa_jax.estimates",
-        "swa_jax.exports",
-        "swa_jax.files",
-        "swa_jax.chips",
-    ),
-    ("swa_jax.settings", "swa_jax.report"),
-    ("swa_jax.data", "swa_jax.model", "launch"),
-    ("swa_jax.families",),
-    ("swa_jax.checkpoint",),
-    ("swa_jax.evaluate", "swa_jax.train"),
-    ("swa_jax.select", "swa_jax.plan"),
-    ("swa_jax.bench", "swa_jax.demo"),
-    ("swa_jax.cli",),
-)
-FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+def floors():
+    """{room: floor}, from the map in docs/architecture.md."""
+    table = re.findall(r"(?m)^\| (\d+) \| (.+?) \|", (ROOT / "docs" / "architecture.md").read_text())
+    return {room: int(floor) for floor, rooms in table for room in re.findall(r"`([\w.]+)`", rooms)}
+
+
+FLOOR = floors()
 
 
 def modules():
@@ -73,9 +62,9 @@ def graph():
 
 def test_every_room_has_a_floor(graph):
     rooms = {room(module) for module in graph} - {"swa_jax"}
-    assert rooms == set(FLOOR), "FLOORS names every room that there is, and no other"
-    for floor in reversed(range(len(FLOORS))):
-        print(floor, *FLOORS[floor])
+    assert rooms == set(FLOOR), "docs/architecture.md names every room that there is, and no other"
+    for floor in sorted(set(FLOOR.values()), reverse=True):
+        print(f"floor {floor}:", *(room for room in FLOOR if FLOOR[room] == floor))
 
 
 def test_imports_run_downwards(graph):
