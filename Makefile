@@ -11,12 +11,14 @@ FAST_MALLOC := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 # Unless told otherwise, no search for an accelerator: libtpu, which is there to compile, would complain of its absence.
 PLATFORM := JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu}
-PYTEST := $(PLATFORM) $(BIN)/python -m pytest -q -n 2 --durations=10
+PYTEST := $(PLATFORM) $(BIN)/python -m pytest -q -n auto --durations=10
+# The longest tests in seven parts, another one each day.
+PART := $(shell expr $$(date +%j) % 7 + 1)/7
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test test-slow check clean
+.PHONY: help venv demo test test-slow test-part test-all docs check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,19 +26,29 @@ help: ## this list
 demo: venv ## import the bundled model, window its attention, measure the cost: runs/demo/report.json (minutes)
 	$(PLATFORM) $(FAST_MALLOC) $(BIN)/swa-jax demo
 
-test: venv ## the test suite without its slow part
-	$(PYTEST) -m "not slow"
+test: venv ## the test suite without its slow part (minutes)
+	$(PYTEST) -m "not slow and not long"
 
 test-slow: venv ## the slow part
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not long"
+
+test-part: venv ## one part in seven of the longest tests: today's, or `make test-part PART=3/7`
+	$(PYTEST) -m long --part $(PART)
+
+test-all: venv ## all of the longest tests (hours)
+	$(PYTEST) -m long
 
 check: venv ## lint, formatting, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: venv ## the documentation site: build/docs
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[docs]'
+	$(PLATFORM) $(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+
 clean: ## remove environments, caches and builds; runs/ and checkpoints/ stay
-	rm -rf .venv .venv-jax* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-jax* .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 venv: $(INSTALLED) ## the virtual environment alone

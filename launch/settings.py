@@ -16,32 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from swa_jax.chips import CLOUD, Cloud
 from swa_jax.errors import ConfigError, UserError, sentence
 from swa_jax.settings import load_config, nearest
 
 SAVED = 143  # status of a run that was told to stop, has saved, and is to be started again
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """A TPU generation: its names, and the chips of a machine in slices of several machines."""
-
-    dimensions: int
-    gke: str  # the node label cloud.google.com/gke-tpu-accelerator
-    type: str | None  # of --accelerator-type and xpk's --tpu-type
-    cores: int  # that the number in `type` counts for a chip
-    runtime: str | None  # the TPU VM image; None: not offered as TPU VM
-    machine: int = 4
-    single: int = 4  # chips of the largest machine that is a slice by itself
-
-
-CHIPS = {
-    "v4": Chip(3, "tpu-v4-podslice", "v4", 2, "tpu-ubuntu2204-base"),
-    "v5e": Chip(2, "tpu-v5-lite-podslice", "v5litepod", 1, "v2-alpha-tpuv5-lite", single=8),
-    "v5p": Chip(3, "tpu-v5p-slice", "v5p", 2, "v2-alpha-tpuv5"),
-    "v6e": Chip(2, "tpu-v6e-slice", "v6e", 1, "v2-alpha-tpuv6e", single=8),
-    "tpu7x": Chip(3, "tpu7x", None, 2, None),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,11 +111,11 @@ class Settings:
         return self.topology.partition(":")[2]
 
     @property
-    def chip(self) -> Chip:
-        if self.generation not in CHIPS:
-            known = nearest(self.generation, list(CHIPS))
+    def chip(self) -> Cloud:
+        if self.generation not in CLOUD:
+            known = nearest(self.generation, list(CLOUD))
             raise ConfigError(f"'topology' is '{self.topology}': unknown TPU '{self.generation}'{known}")
-        return CHIPS[self.generation]
+        return CLOUD[self.generation]
 
     @property
     def chips(self) -> int:

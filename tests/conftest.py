@@ -1,8 +1,14 @@
-"""What every test shares: the CPU as platform unless told otherwise, skips without hardware, a byte tokenizer."""
+"""What every test shares: JAX's settings, skips without hardware, a byte tokenizer."""
 
 import os
+from pathlib import Path
 
+# Before JAX is imported, and in the environment, so that processes which a test starts share them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Compilation is most of the suite's time: what one run has compiled, the next one loads.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
 import pytest
@@ -10,7 +16,16 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--part", metavar="K/N", help="run only the Kth of N parts of the tests that are chosen")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    if part := config.getoption("--part"):
+        number, parts = map(int, part.split("/"))
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != number - 1])
+        items[:] = items[number - 1 :: parts]
     platform = jax.default_backend()
     for item in items:
         for kind in ("gpu", "tpu"):

@@ -27,7 +27,7 @@ from swa_jax.train.loop import place_batch, random_model
 from swa_jax.train.optimizer import make_optimizer
 from swa_jax.train.step import init_state, make_step, shard_state
 
-from .attention.tolerances import assert_close
+from .kernels.tolerances import assert_close
 
 MESHES = {
     "8x1x1x1": MeshConfig(8, 1, 1, 1),

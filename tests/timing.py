@@ -1,6 +1,7 @@
 """Times that other work on the machine can only lengthen: more rounds are made where they say too much."""
 
 import math
+import time
 
 
 def least_seconds(seconds, cases, holds, rounds=8):
@@ -15,3 +16,10 @@ def least_seconds(seconds, cases, holds, rounds=8):
         if holds(least):
             break
     return least
+
+
+def wait_until(condition, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)

@@ -23,32 +23,11 @@ from typing import Any, NamedTuple
 from pallas_kernels import bench
 from pallas_kernels.bench import Executions
 from swa_jax.bench.bundles import Code, read_code
+from swa_jax.chips import COMPILE_ONLY, TARGETS
 from swa_jax.errors import ConfigError
 
-
-class Chip(NamedTuple):
-    topology: str
-    num_cores: int  # that work as one device
-    gigahertz: float
-
-
-CHIPS = {
-    "v5e": Chip("v5e:2x2", 1, 1.5),
-    "v5p": Chip("v5p:2x2x1", 2, 1.75),
-    "v6e": Chip("v6e:2x2", 1, 1.75),
-    # Not the nominal clock: the one at which published timings are met. One of the chip's two cores.
-    "v7x": Chip("tpu7x:2x2x1", 1, 1.88),
-}
 SIMULATED, COUNTED = "simulated", "bundles x visits"
 TIMEOUT = 300  # seconds for one compilation; a grid whose size is data can keep the simulator busy for longer
-QUIET = {  # libtpu compiles only: it must not look for chips, nor fill the disk and the terminal with logs
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_LOG_DIR": "disabled",
-    "TPU_STDERR_LOG_LEVEL": "3",
-    "TPU_MIN_LOG_LEVEL": "3",
-}
 _ESTIMATE = re.compile(r'hlo_op_name:\s*"([^"]+)"\s+estimated_cycles:\s*(\d+)')
 
 
@@ -83,7 +62,7 @@ class Measurement:
 
     @property
     def milliseconds(self) -> float | None:
-        return None if self.cycles is None else self.cycles / CHIPS[self.chip].gigahertz / 1e6
+        return None if self.cycles is None else self.cycles / TARGETS[self.chip].gigahertz / 1e6
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -115,7 +94,7 @@ def read_settings(items: Sequence[str]) -> dict[str, Any]:
 
 def check(functions: Sequence[str], chips: Sequence[str], settings: dict[str, Any]) -> None:
     """Raises ConfigError for a name that is not known, before anything is compiled."""
-    for given, choices, what in ((functions, bench.FUNCTIONS, "function"), (chips, CHIPS, "chip")):
+    for given, choices, what in ((functions, bench.FUNCTIONS, "function"), (chips, TARGETS, "chip")):
         for name in given:
             if name not in choices:
                 raise ConfigError(_unknown(what, name, list(choices)))
@@ -219,13 +198,13 @@ class _Compilation(NamedTuple):
 
 
 def _compile(function: str, chip: str, settings: dict[str, Any], flags: str) -> _Compilation:
-    topology, num_cores, _ = CHIPS[chip]
+    target = TARGETS[chip]
     command = [sys.executable, "-m", "swa_jax.bench.compile_for_chip"]
-    command += [function, topology, str(num_cores), json.dumps(settings)]
+    command += [function, target.topology, str(target.num_cores), json.dumps(settings)]
     sources = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, [sources, os.environ.get("PYTHONPATH")]))
     own = {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": flags, "PYTHONPATH": paths}
-    environment = os.environ | QUIET | own
+    environment = os.environ | COMPILE_ONLY | own
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, errors="replace", timeout=TIMEOUT

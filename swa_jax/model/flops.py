@@ -9,30 +9,8 @@ from swa_jax.model.layer_types import FULL, HYBRID, SWITCH
 from swa_jax.model.lora import LoraConfig
 from swa_jax.model.pattern import AttentionPattern
 
+
 # Dense bf16 operations a second of one JAX device, from the vendors' data sheets. A v7x chip is two devices.
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "TPU7x": 1153.5e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-}
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Of one device, or None where its kind is not in the table."""
-    if device_kind in PEAK_FLOPS:
-        return PEAK_FLOPS[device_kind]
-    known = [name for name in PEAK_FLOPS if name.startswith("NVIDIA") and device_kind.startswith(name)]
-    return PEAK_FLOPS[known[0]] if known else None
-
-
 def matrix_parameters(config: ModelConfig) -> int:
     """Weights that every token is multiplied with: the projections of all layers and the output matrix."""
     d, size = config.hidden_size, config.head_dim

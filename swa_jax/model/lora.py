@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,6 @@ from flax import nnx
 from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig
 from swa_jax.settings import nearest
-
-if TYPE_CHECKING:  # the decoder imports this module
-    from swa_jax.model.decoder import Block, Decoder
 
 # Every projection that can be adapted, and the part of a layer that it is in.
 TARGETS = {
@@ -71,6 +68,13 @@ class LoraConfig:
         return model.num_hidden_layers * self.rank * sum(sum(ends[name]) for name in self.targets)
 
 
+class Adaptable(Protocol):
+    """A model whose stacked layers can have adapters: the decoder."""
+
+    lora: LoraConfig | None
+    layers: Any
+
+
 class LoraLinear(nnx.Linear):
     """A projection with its adapter; `kernel` and `bias` are those of the projection it is made from, at their paths.
 
@@ -112,7 +116,7 @@ class LoraLinear(nnx.Linear):
         return plain
 
 
-def with_lora(model: Decoder, config: LoraConfig, rngs: nnx.Rngs) -> Decoder:
+def with_lora[M: Adaptable](model: M, config: LoraConfig, rngs: nnx.Rngs) -> M:
     """The model with new adapters, which change nothing yet; its arrays are shared.
 
     Raises `ConfigError` if it has adapters already.
@@ -128,7 +132,7 @@ def with_lora(model: Decoder, config: LoraConfig, rngs: nnx.Rngs) -> Decoder:
     return adapted
 
 
-def merge_lora(model: Decoder) -> Decoder:
+def merge_lora[M: Adaptable](model: M) -> M:
     """The plain model of the same function: W + scale A B in place of each adapted W. Other arrays are shared."""
     merged = nnx.merge(*nnx.split(model))
     for part, name, projection in _adapted(merged.layers):
@@ -137,7 +141,7 @@ def merge_lora(model: Decoder) -> Decoder:
     return merged
 
 
-def trained_and_frozen(model: Decoder) -> tuple[nnx.State, nnx.State]:
+def trained_and_frozen(model: Adaptable) -> tuple[nnx.State, nnx.State]:
     """(what training changes, what it leaves): everything and nothing, or, with adapters, those and the routers.
 
     The first is f32, the second as it is.
@@ -148,13 +152,13 @@ def trained_and_frozen(model: Decoder) -> tuple[nnx.State, nnx.State]:
     return jax.tree.map(lambda x: x.astype(jnp.float32), trained), frozen
 
 
-def seed_dropout(block: Block, key: jax.Array) -> None:
+def seed_dropout(block: nnx.Module, key: jax.Array) -> None:
     """Have one layer's adapters drop inputs, each its own, until the block is thrown away."""
     for i, (_, _, projection) in enumerate(_adapted(block)):
         projection.dropout_key = jax.random.fold_in(key, i)
 
 
-def _adapted(block: Block) -> list[tuple[nnx.Module, str, LoraLinear]]:
+def _adapted(block: nnx.Module) -> list[tuple[nnx.Module, str, LoraLinear]]:
     """(part, name, projection) of the adapted projections of a layer, or of the stacked layers."""
     places = [(getattr(block, part), name) for name, part in TARGETS.items()]
     found = [(part, name, getattr(part, name)) for part, name in places]

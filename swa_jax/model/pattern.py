@@ -17,6 +17,7 @@ from swa_jax.errors import ConfigError
 from swa_jax.files import write_text
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
+from swa_jax.model.recipes import DEFAULT_WINDOW, read_recipe
 from swa_jax.settings import from_dict, nearest
 
 SWAA_KEYS = ("sliding_window_size", "keep_first", "force_fa_decode", "non_sliding_layers")
@@ -177,13 +178,26 @@ class AttentionPattern:
         seed: int = 0,
     ) -> AttentionPattern:
         """A named pattern; see `swa_jax.model.recipes` for the names."""
-        from swa_jax.model.recipes import build_recipe
-
         layers = num_layers.num_hidden_layers if isinstance(num_layers, ModelConfig) else num_layers
         layers = _integer("num_layers", layers)
         if layers < 1:
             raise ConfigError(f"num_layers must be at least 1, got {layers}")
-        return build_recipe(recipe, layers, sliding_window, num_sink_tokens, full_attention_decode, seed)
+        read = read_recipe(recipe, layers, seed)
+        if len(read.full_layers) < layers and sliding_window is None:
+            sliding_window = DEFAULT_WINDOW
+        if num_sink_tokens is None:
+            num_sink_tokens = read.num_sink_tokens
+        if full_attention_decode is None:
+            full_attention_decode = read.full_attention_decode
+        return cls.from_full_layers(
+            read.full_layers,
+            layers,
+            sliding_window,  # type: ignore[arg-type]
+            rest=read.rest,
+            num_sink_tokens=num_sink_tokens,
+            full_attention_decode=full_attention_decode,
+            provenance={"method": recipe} | ({"seed": seed} if read.drawn else {}),
+        )
 
     @classmethod
     def from_full_layers(

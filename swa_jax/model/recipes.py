@@ -17,12 +17,12 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 import numpy as np
 
 from swa_jax.errors import ConfigError
 from swa_jax.model.layer_types import FULL, SWITCH, WINDOW
-from swa_jax.model.pattern import AttentionPattern
 from swa_jax.settings import nearest
 
 DEFAULT_WINDOW = 2048  # SWAA's and NLL-guided selection's
@@ -50,15 +50,18 @@ BASES = (
 )
 
 
-def build_recipe(
-    recipe: str,
-    num_layers: int,
-    sliding_window: int | None,
-    num_sink_tokens: int | None,
-    full_attention_decode: bool | None,
-    seed: int,
-) -> AttentionPattern:
-    """Parse and build; arguments that are not None win over what the recipe says. Raises `ConfigError`."""
+class Recipe(NamedTuple):
+    """What a recipe says of a model of known depth."""
+
+    full_layers: list[int]
+    rest: str  # the type of the other layers
+    num_sink_tokens: int
+    full_attention_decode: bool
+    drawn: bool  # with a seed
+
+
+def read_recipe(recipe: str, num_layers: int, seed: int) -> Recipe:
+    """Parse a recipe's name. Raises `ConfigError` for one that is not known."""
     first, _, more = recipe.partition("+")
     name, *suffixes = "+".join(part for part in (SWAA_ROWS.get(first, first), more) if part).split("+")
     decode, sink_tokens = False, DEFAULT_SINK_TOKENS if name == "streaming" else 0
@@ -72,17 +75,7 @@ def build_recipe(
                 f"recipe '{recipe}': unknown suffix '+{suffix}'; known: +fa-decode, +sink-tokens=K"
             )
     full, rest = _full_layers(recipe, name, num_layers, seed)
-    if len(full) < num_layers and sliding_window is None:
-        sliding_window = DEFAULT_WINDOW
-    return AttentionPattern.from_full_layers(
-        full,
-        num_layers,
-        sliding_window,  # type: ignore[arg-type]
-        rest=rest,
-        num_sink_tokens=sink_tokens if num_sink_tokens is None else num_sink_tokens,
-        full_attention_decode=decode if full_attention_decode is None else full_attention_decode,
-        provenance={"method": recipe} | ({"seed": seed} if name.startswith("random") else {}),
-    )
+    return Recipe(full, rest, sink_tokens, decode, name.startswith("random"))
 
 
 def _full_layers(recipe: str, name: str, num_layers: int, seed: int) -> tuple[list[int], str]:

@@ -1,8 +1,8 @@
 """Plans a run without a pod: compiles its real step for a TPU topology on this host, and reads what came out.
 
 `plan` gives what each chip holds, computes and sends. Memory is what the TPU compiler allots; operations and
-collectives are counted in the compiled program (`swa_jax.plan.hlo`); the time is an estimate, whose assumptions the report
-states.
+collectives are counted in the compiled program (`swa_jax.plan.hlo`); the time is an estimate, whose assumptions the
+report states.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from swa_jax.bench.cycles import QUIET
 from swa_jax.checkpoint.folder import open_checkpoint
+from swa_jax.chips import COMPILE_ONLY, TARGETS, Target, find_chip
 from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.model.attention import kinds_of
 from swa_jax.model.cache import allocate, cache_layout
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
-from swa_jax.model.flops import attention_flops, peak_flops, train_flops_per_token
+from swa_jax.model.flops import attention_flops, train_flops_per_token
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.lora import trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern, load_pattern
@@ -45,24 +45,6 @@ Step = Literal["train", "prefill", "decode"]
 GIB = 2**30
 
 
-class Chip(NamedTuple):
-    """One JAX device of a kind of TPU."""
-
-    hbm_gib: float  # that a program may use, as the compiler says when one does not fit
-    link_bytes: float  # a second, over one link in one direction: the vendor's figure for a chip by its links
-    torus: int  # dimensions of the chips' network, with two links each
-    gigahertz: float
-    kernel_share: tuple[
-        float, float
-    ]  # of the bf16 peak that our kernels reach forward, backward: docs/kernels.md
-
-
-CHIPS = {
-    "TPU v5 lite": Chip(15.75, 50e9, 2, 1.5, (0.77, 0.85)),
-    "TPU v5": Chip(95.73, 100e9, 3, 1.75, (0.77, 0.85)),
-    "TPU v6 lite": Chip(31.24, 100e9, 2, 1.75, (0.32, 0.5)),
-    "TPU7x": Chip(94.74, 100e9, 3, 1.88, (0.32, 0.5)),
-}
 ROUTED_SHARE = 0.13  # of the tokens, to full attention, after SwiAttn's training (paper, Figure 4)
 
 
@@ -125,13 +107,13 @@ def plan(
     try:
         compiled = traced.lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        report["memory"] = _does_not_fit(str(error), held, CHIPS[kind])
+        report["memory"] = _does_not_fit(str(error), held, target_of(kind)[0])
         return report
     report["compile_seconds"] = round(time.perf_counter() - began, 1)
     program = hlo.parse(compiled.as_text())
     counts = hlo.executions(program, _branch_shares(traced.model.pattern))
     kept = hlo.stacked_outputs(program, model_config.num_hidden_layers) if step == "train" else 0
-    report["memory"] = _memory(compiled.memory_analysis(), held, kept, CHIPS[kind])
+    report["memory"] = _memory(compiled.memory_analysis(), held, kept, target_of(kind)[0])
     sends = hlo.collectives(program, counts, traced.mesh)
     report["collectives"] = _by_kind(sends)
     report["flops"] = _flops(traced, hlo.matmul_flops(program, counts), config.remat, step, len(devices))
@@ -152,7 +134,7 @@ def topology_devices(name: str) -> list[Any]:
     Raises:
       ConfigError: libtpu is not installed, or does not know the topology.
     """
-    for variable, value in QUIET.items():
+    for variable, value in COMPILE_ONLY.items():
         os.environ.setdefault(variable, value)
     try:
         importlib.metadata.version("libtpu")
@@ -170,9 +152,16 @@ def topology_devices(name: str) -> list[Any]:
             f"--topology is '{name}', which libtpu does not take ({str(error).splitlines()[0]}): write a kind and its "
             "chips, such as v5e:16x16, v5p:4x4x8, v6e:16x16 or tpu7x:4x4x4"
         ) from error
-    if devices[0].device_kind not in CHIPS:
-        raise ConfigError(f"--topology '{name}' is of {devices[0].device_kind}; known: {', '.join(CHIPS)}")
+    target_of(devices[0].device_kind)
     return devices
+
+
+def target_of(device_kind: str) -> tuple[Target, float]:
+    """What is known of a TPU that is compiled for, and its peak in operations a second."""
+    chip = find_chip(device_kind)
+    if chip is None or chip.target is None:
+        raise ConfigError(f"no plan can be made for {device_kind}; known: {', '.join(TARGETS)}")
+    return chip.target, chip.peak_flops
 
 
 @contextlib.contextmanager
@@ -327,7 +316,7 @@ def _branch_shares(pattern: AttentionPattern) -> Callable[[int], list[float]]:
 # ---- what came out ----
 
 
-def _memory(analysis: Any, held: dict[str, int], kept: int, chip: Chip) -> dict[str, Any]:
+def _memory(analysis: Any, held: dict[str, int], kept: int, chip: Target) -> dict[str, Any]:
     """Bytes by what they hold. `activations` are what layers keep for the backward pass, `temporaries` the rest."""
     # What XLA pads or keeps of outputs that are not written over their arguments.
     new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
@@ -347,7 +336,7 @@ def _memory(analysis: Any, held: dict[str, int], kept: int, chip: Chip) -> dict[
     }
 
 
-def _does_not_fit(message: str, held: dict[str, int], chip: Chip) -> dict[str, Any]:
+def _does_not_fit(message: str, held: dict[str, int], chip: Target) -> dict[str, Any]:
     """The compiler's refusal; anything else that it says is raised again as it is."""
     sizes = re.search(r"\(([\d.]+)([KMGT])\) exceeds available HBM", message) or re.search(
         r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", message
@@ -413,8 +402,7 @@ def _time(
     kind: str,
     step: Step,
 ) -> dict[str, Any]:
-    chip, peak = CHIPS[kind], peak_flops(kind)
-    assert peak is not None
+    chip, peak = target_of(kind)
     pattern = traced.model.pattern
     forward, backward = chip.kernel_share
     kernels = flops["attention_forward"] / (peak * forward) + flops["attention_backward"] / (peak * backward)

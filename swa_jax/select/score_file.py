@@ -33,8 +33,8 @@ def content_key(
     The model's own pattern is not part of it: give what is used of it as options.
 
     Args:
-      weights: `swa_jax.checkpoint.folder.weights_sum` of the folder that the model was loaded from, which is there already;
-        None sums the model's arrays, every one of which is then brought to this host.
+      weights: `weights_sum` of the folder that the model was loaded from, which is there already; None sums
+        the model's arrays, every one of which is then brought to this host.
       options: whatever else decides, such as window, sink tokens and full-attention decode; plain JSON values.
     """
     return {

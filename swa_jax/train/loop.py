@@ -24,6 +24,7 @@ from flax import nnx
 
 from swa_jax.checkpoint.folder import MANIFEST_FILE, load_model, open_checkpoint, save_model
 from swa_jax.checkpoint.peft import save_adapter
+from swa_jax.chips import peak_flops
 from swa_jax.data import check_source
 from swa_jax.data.batches import Batches
 from swa_jax.data.tokenizer import Tokenizer, check_same_tokens, load_tokenizer
@@ -32,7 +33,7 @@ from swa_jax.files import sum_of_file, write_text
 from swa_jax.model.attention import cast_parameters
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
-from swa_jax.model.flops import peak_flops, train_flops_per_token
+from swa_jax.model.flops import train_flops_per_token
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.lora import merge_lora, trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern, load_pattern

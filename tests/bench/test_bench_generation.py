@@ -1,0 +1,49 @@
+"""`swa-jax bench generation`: memory by the cache's formula, times in turn, ratios to the first row."""
+
+import json
+
+import pytest
+from command_line import fails, run
+from planted import CONFIG, KV_HEADS, LAYERS, planted_model
+
+from swa_jax.bench import generation
+from swa_jax.bench.generation import measure
+from swa_jax.model.cache import cache_bytes
+from swa_jax.model.generate import round_up
+from swa_jax.select.heads import head_pattern, heuristic_mask
+
+
+@pytest.mark.slow
+def test_memory_is_the_formula_and_rounds_take_turns(monkeypatch):
+    ran = []
+    real = generation._time
+
+    def time(model, *rest):
+        ran.append(sum(model.pattern.full_head_counts) + KV_HEADS * len(model.pattern.full_layers))
+        return real(model, *rest)
+
+    monkeypatch.setattr(generation, "_time", time)
+    told = {"sliding_window": 8, "num_sink_tokens": 2, "length": 60, "batch_size": 2, "new_tokens": 3}
+    rows = measure(planted_model(), [0.0, 0.5, 1.0], rounds=1, **told)
+    assert ran == 2 * [32, 16, 0]
+    for row in rows:
+        mask = heuristic_mask("random-heads", LAYERS, KV_HEADS, row["ratio"])
+        pattern = head_pattern(mask, 8, 2, {})
+        assert row["windowed_heads"] == (~mask).sum()
+        assert row["kv_cache_bytes"] == cache_bytes(CONFIG, pattern, 1, round_up(63), 4)
+        assert row["decode_tokens_per_second"] > 0
+    assert rows[0]["prefill_tokens_per_second_ratio"] == 1
+    longest = round_up(63)
+    assert rows[2]["kv_cache_bytes_ratio"] == pytest.approx(10 / longest)
+    assert rows[1]["kv_cache_bytes_ratio"] == pytest.approx((longest + 10) / 2 / longest)
+
+
+def test_on_the_command_line(monkeypatch, tmp_path):
+    monkeypatch.setattr("swa_jax.cli.bench.load_checkpoint", lambda *_: (planted_model(), None))
+    options = ("x", "--length", 40, "--new-tokens", 2, "--rounds", 1, "--ratio", 0, "--ratio", 0.75)
+    output = run("bench", "generation", *options, "--window", 8, "--out", tmp_path / "new" / "g.json")
+    assert "75% (24)" in output
+    report = json.loads((tmp_path / "new" / "g.json").read_text())
+    assert [row["ratio"] for row in report["rows"]] == [0, 0.75]
+    assert "--window is missing" in fails("bench", "generation", *options)
+    assert "ratio is 2.0" in fails("bench", "generation", "x", "--window", 8, "--ratio", 2)

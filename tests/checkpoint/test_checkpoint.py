@@ -1,0 +1,201 @@
+"""The checkpoint folder: what is saved comes back, and damage is noticed and named."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny_models import SOFTMAX, base_model, make, model_of
+
+import swa_jax
+from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.checkpoint.tensor_names import tensor_names
+from swa_jax.errors import ConfigError
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Decoder
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """A small routed model with every kind of layer, saved."""
+    return save_model(model_of("every-kind"), tmp_path / "saved")
+
+
+def parameters(model: Decoder) -> dict:
+    return {
+        path: np.asarray(variable[...]) for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }
+
+
+def assert_same_parameters(one: Decoder, other: Decoder) -> None:
+    ours, theirs = parameters(one), parameters(other)
+    assert ours.keys() == theirs.keys()
+    for path, array in ours.items():
+        assert array.dtype == theirs[path].dtype
+        np.testing.assert_array_equal(array, theirs[path], err_msg=str(path))
+
+
+@pytest.mark.parametrize("name", ["full", "streaming", "every-kind+fa-decode", "swat-every-kind"])
+def test_what_is_saved_comes_back(tmp_path, name):
+    model = model_of(name)
+    again = load_model(save_model(model, tmp_path / "saved"))
+    assert again.pattern == model.pattern
+    # These models are no Llama, whatever they say: no Hugging Face family expresses them.
+    assert again.config == dataclasses.replace(model.config, model_type="swat")
+    assert_same_parameters(model, again)
+
+
+def test_a_familys_model_stays_in_its_family_under_any_pattern(tmp_path):
+    config = ModelConfig(40, 24, 32, 2, 4, 2, 6, model_type="llama")
+    model = Decoder(config, make("wF"), rngs=nnx.Rngs(0))  # Llama has no windows, the pattern file has
+    again = load_model(save_model(model, tmp_path / "saved"))
+    assert (again.config, again.pattern) == (config, model.pattern)
+
+
+def test_one_leaf_on_disk_for_each_hugging_face_tensor(saved):
+    opened = open_checkpoint(saved)
+    assert set(opened.tensors) == {t.name for t in tensor_names(opened.config, routers=True)}
+    model = model_of("every-kind")
+    name = "model.layers.2.mlp.down_proj.weight"
+    kernel = np.asarray(model.layers.mlp.down_proj.kernel[...])[2]
+    np.testing.assert_array_equal(dict(opened.read([name]))[name], kernel.T)
+    names = list(reversed(opened.tensors))
+    assert [name for name, _ in opened.read(names)] == names
+
+
+def test_the_pattern_may_be_another(saved, tmp_path):
+    model = model_of("every-kind")
+    other = make("wwFw", num_sink_tokens=1)
+    other.to_json(tmp_path / "other.json")
+    for given in (other, tmp_path / "other.json", str(tmp_path / "other.json")):
+        again = swa_jax.load_model(saved, given)
+        assert again.pattern == other
+        assert_same_parameters(again, model.with_pattern(other))  # without routers: no layer is routed
+    assert load_model(saved, "interleave-1-in-2").pattern.full_layers == (1, 3)
+    with pytest.raises(ConfigError, match="pattern has 2 layers, the model 4"):
+        load_model(saved, make("Fw"))
+
+
+def test_routers_come_from_the_disk_or_from_a_fixed_seed(saved, tmp_path):
+    switch = make("SSwS")
+    assert_same_parameters(load_model(saved, switch), base_model(SOFTMAX))
+    plain = save_model(model_of("window"), tmp_path / "plain")
+    one, two = load_model(plain, switch), load_model(plain, switch)
+    assert_same_parameters(one, two)
+    kernel, bias = (
+        np.asarray(p[...])
+        for p in (one.layers.attention.router.proj.kernel, one.layers.attention.router.proj.bias)
+    )
+    assert kernel.shape == (4, SOFTMAX.hidden_size, 1)
+    assert kernel.std() == pytest.approx(SOFTMAX.initializer_range, rel=0.3)
+    assert len(np.unique(kernel)) == kernel.size  # every layer its own
+    np.testing.assert_array_equal(bias, np.full((4, 1), SOFTMAX.router_bias_init))
+    assert_same_parameters(one.with_pattern(make("wwww")), model_of("window"))
+
+
+def test_a_dtype_can_be_asked_for(saved):
+    model = load_model(saved, dtype=jnp.bfloat16)
+    assert_same_parameters(load_model(saved, dtype="bfloat16"), model)
+    for path, array in parameters(model).items():
+        assert array.dtype == (jnp.float32 if "router" in path else jnp.bfloat16), path
+    expected = np.asarray(model_of("every-kind").layers.mlp.up_proj.kernel[...]).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(model.layers.mlp.up_proj.kernel[...]), expected)
+    assert model(jnp.zeros((1, 4), jnp.int32)).dtype == jnp.float32  # it runs
+
+
+def test_no_initial_weights_are_drawn_for_a_model_that_is_loaded(saved, monkeypatch):
+    def shapes_only(stddev):
+        def init(key, shape, dtype):
+            assert isinstance(key, jax.core.Tracer), "an initial weight was drawn"
+            return jnp.zeros(shape, dtype)
+
+        return init
+
+    monkeypatch.setattr(nnx.initializers, "normal", shapes_only)
+    model = load_model(saved)
+    with pytest.raises(AssertionError, match="an initial weight was drawn"):
+        Decoder(model.config, model.pattern, rngs=nnx.Rngs(0))
+
+
+def test_a_given_config_is_kept_if_it_describes_the_model(tmp_path):
+    hf = json.loads((GOLDEN / "qwen3-hybrid" / "config.json").read_text()) | {
+        "note": "mine",
+        "torch_dtype": "float32",
+    }
+    model = load_model(import_model(GOLDEN / "qwen3-hybrid", tmp_path / "imported"), dtype=jnp.bfloat16)
+    saved = save_model(model, tmp_path / "saved", hf_config=hf, tokenizer_from=tmp_path / "imported")
+    written = json.loads((saved / "config.json").read_text())
+    assert written == {key: value for key, value in hf.items() if key != "torch_dtype"} | {
+        "dtype": "bfloat16"
+    }
+    assert (saved / "generation_config.json").is_file()
+    assert_same_parameters(load_model(saved), model)
+    with pytest.raises(ConfigError, match=r"another model: rope_theta is 10.0 there, 10000.0 in the model"):
+        save_model(model, tmp_path / "other", hf_config=hf | {"rope_parameters": {"rope_theta": 10.0}})
+    with pytest.raises(ConfigError, match="exists already"):
+        save_model(model, saved)
+    assert not (tmp_path / "other").exists()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    return sorted(file for file in (folder / "weights").rglob("*") if file.is_file())
+
+
+def test_a_flipped_byte_is_named_by_file(saved):
+    largest = max(weight_files(saved), key=lambda file: file.stat().st_size)
+    for file in {largest, *weight_files(saved)[:2]}:
+        whole = file.read_bytes()
+        if not whole:
+            continue
+        middle = len(whole) // 2
+        file.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+        with pytest.raises(ConfigError, match=f"{file.name} is damaged: its SHA-256"):
+            load_model(saved)
+        file.write_bytes(whole)
+    load_model(saved)
+
+
+def test_a_folder_that_is_not_whole_is_refused(saved, tmp_path):
+    largest = max(weight_files(saved), key=lambda file: file.stat().st_size)
+    kept = largest.rename(tmp_path / "kept")
+    with pytest.raises(ConfigError, match=f"{largest.name} is missing: the checkpoint is not complete"):
+        load_model(saved)
+    kept.rename(largest)
+    for name in ("config.json", "manifest.json", "pattern.json"):
+        text = (saved / name).read_text()
+        (saved / name).unlink()
+        with pytest.raises(ConfigError, match=f"{name} (is missing|does not exist)"):
+            load_model(saved)
+        (saved / name).write_text(text[:-5])
+        with pytest.raises(ConfigError, match=f"{name} is not valid JSON"):
+            load_model(saved)
+        (saved / name).write_text(text)
+    hf = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(hf | {"intermediate_size": 41}))
+    with pytest.raises(ConfigError, match=r"weights are not those that config.json asks for"):
+        load_model(saved)
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere does not exist"):
+        load_model(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"is not a checkpoint folder: it holds no weights/"):
+        load_model(tmp_path)
+    folder = shutil.copytree(GOLDEN / "qwen2-full", tmp_path / "hf")
+    with pytest.raises(ConfigError, match=r"is a Hugging Face folder, .* with: swa-jax import .*hf DST"):
+        load_model(folder)
+
+
+def test_the_package_itself_imports_lightly():
+    code = "import sys, swa_jax; assert not {'jax', 'orbax', 'flax'} & set(sys.modules); swa_jax.load_model"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,418 @@
+"""Import and export of Hugging Face models: what is read, what is refused and in which words."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import huggingface_hub
+import huggingface_hub.errors
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import swa_jax
+from swa_jax.checkpoint import folder as checkpoint_module
+from swa_jax.checkpoint import safetensors_files as weights
+from swa_jax.checkpoint.hf_export import export_model
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.checkpoint.tensor_names import expected_tensors
+from swa_jax.errors import ConfigError
+from swa_jax.families.config_json import model_config
+from swa_jax.model.layer_types import FULL, SWITCH, WINDOW
+from swa_jax.model.pattern import AttentionPattern
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+Q_WEIGHT = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """A copy of a golden model (Qwen2, tied) that a test may damage."""
+    ignore = shutil.ignore_patterns("golden.safetensors", "legacy_config.json")
+    return shutil.copytree(GOLDEN / "qwen2-full", tmp_path / "source", ignore=ignore)
+
+
+@pytest.fixture
+def destination(tmp_path) -> Path:
+    return tmp_path / "out" / "checkpoint"
+
+
+def edit_config(folder: Path, **keys) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+
+
+def edit_tensors(folder: Path, changes: dict[str, np.ndarray | None]) -> None:
+    """Replace, add or (None) remove tensors of `model.safetensors`."""
+    tensors = load_file(folder / "model.safetensors") | changes
+    kept = {name: array for name, array in tensors.items() if array is not None}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+
+def assert_refused(source: Path | str, destination: Path, sentence: str, **options) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        import_model(source, destination, **options)
+    assert "\n" not in str(caught.value)
+    assert not destination.parent.exists()  # nothing was written, not even a folder to write into
+
+
+# ---- import: refusals, each before anything is written ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"model.layers.1.self_attn.q_proj.weigth": np.zeros(3, np.float32)},
+            "model.safetensors holds tensor 'model.layers.1.self_attn.q_proj.weigth', which a qwen2 model .*"
+            f"did you mean '{Q_WEIGHT}'",
+        ),
+        (
+            {"zzz": np.zeros(3, np.float32)},
+            "holds tensor 'zzz', which a qwen2 model with this config.json does not have$",
+        ),
+        (
+            {Q_WEIGHT: None},
+            f"the weights lack tensor '{Q_WEIGHT}'; config.json asks for 50 tensors in 4 layers",
+        ),
+        ({Q_WEIGHT: None, "model.norm.weight": None}, f"lack tensor '{Q_WEIGHT}' and 1 more"),
+        ({"model.embed_tokens.weight": None}, "lack tensor 'model.embed_tokens.weight'"),
+        (
+            {Q_WEIGHT: np.zeros((36, 37), np.float32)},
+            rf"'{Q_WEIGHT}' in model.safetensors has shape \[36, 37\], config.json asks for \[36, 36\]",
+        ),
+        (
+            {Q_WEIGHT: np.zeros((36, 36), np.float64)},
+            f"'{Q_WEIGHT}' .* has dtype F64; supported: F32, F16, BF16",
+        ),
+        ({Q_WEIGHT: np.zeros((36, 36), np.int8)}, "has dtype I8"),
+        (
+            {"lm_head.weight": np.zeros((131, 36), np.float32)},
+            "ties the embeddings .* 'lm_head.weight' differs .* set tie_word_embeddings to false",
+        ),
+        (
+            {"model.layers.0.self_attn.router.proj.weight": np.zeros((1, 36), np.float32)},
+            "lack tensor 'model.layers.0.self_attn.router.proj.bias' and 6 more|"
+            "lack tensor 'model.layers.1.self_attn.router.proj.weight' and 6 more",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(source, destination, changes, sentence):
+    edit_tensors(source, changes)
+    assert_refused(source, destination, sentence)
+
+
+def test_configurations_and_patterns_that_do_not_fit_are_refused(source, destination):
+    assert_refused(
+        source, destination, "pattern has 2 layers, the model 4", pattern=AttentionPattern((FULL,) * 2)
+    )
+    assert_refused(source, destination, "unknown recipe 'widow'; did you mean 'window'", pattern="widow")
+    edit_config(source, model_type="mamba")
+    assert_refused(source, destination, "model_type 'mamba' is not supported")
+    (source / "config.json").write_text("{")
+    assert_refused(source, destination, "config.json is not valid JSON")
+    (source / "config.json").unlink()
+    assert_refused(source, destination, "holds no config.json: it is not a Hugging Face model")
+
+
+def test_weights_that_are_no_safetensors_are_refused(source, destination):
+    file = source / "model.safetensors"
+    whole = file.read_bytes()
+    for damaged in (whole[:-1], whole[:100], b"version https://git-lfs.github.com/spec/v1\n", b""):
+        file.write_bytes(damaged)
+        assert_refused(
+            source, destination, "model.safetensors is not a complete safetensors file .* fetch it again"
+        )
+    file.rename(source / "consolidated.safetensors")
+    assert_refused(source, destination, "holds consolidated.safetensors, but neither model.safetensors or")
+    (source / "consolidated.safetensors").rename(source / "pytorch_model.bin")
+    assert_refused(
+        source, destination, r"holds pickled weights only \(pytorch_model.bin\), which are never read"
+    )
+    (source / "pytorch_model.bin").unlink()
+    assert_refused(source, destination, "holds no weights: expected model.safetensors")
+
+
+def test_shards_and_their_index_must_agree(tmp_path, destination):
+    source = shutil.copytree(GOLDEN / "qwen3-full", tmp_path / "source")
+    index, shard = source / weights.INDEX_FILE, source / "model-00002-of-00003.safetensors"
+    places = json.loads(index.read_text())
+    shard.rename(source / "elsewhere")
+    assert_refused(
+        source, destination, "index.json names the shard model-00002-of-00003.safetensors, which is not in"
+    )
+    (source / "elsewhere").rename(shard)
+    save_file(load_file(shard) | {"model.norm.weight": np.ones(36, np.float32)}, shard)
+    assert_refused(source, destination, "tensor model.norm.weight is stored twice")
+    kept = {name: array for name, array in load_file(shard).items() if name != "model.norm.weight"}
+    lost = sorted(kept)[0]
+    save_file({name: array for name, array in kept.items() if name != lost}, shard)
+    assert_refused(
+        source, destination, f"places tensor {re.escape(lost)} in {shard.name}, which does not hold it"
+    )
+    index.write_text(json.dumps(places | {"weight_map": {lost: "../model.safetensors"}}))
+    assert_refused(source, destination, "a shard must lie beside its index")
+    index.write_text("[]")
+    assert_refused(source, destination, "is not a safetensors index")
+
+
+def test_a_destination_in_use_is_refused(source, destination):
+    destination.mkdir(parents=True)
+    (destination / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="exists already; give a folder that does not"):
+        import_model(source, destination)
+    assert [file.name for file in destination.iterdir()] == ["notes.txt"]
+    (destination / "notes.txt").unlink()
+    swa_jax.load_model(import_model(source, destination))  # an empty folder will do
+    with pytest.raises(ConfigError, match="is already a checkpoint folder of this library"):
+        import_model(destination, destination.with_name("other"))
+
+
+def test_sources_that_are_not_there(tmp_path, destination, monkeypatch):
+    for name in (tmp_path / "missing", "./missing", "missing", "a/b/c"):
+        assert_refused(name, destination, "missing is no folder|a/b/c is no folder")
+
+    def answer(error: type[Exception], *arguments):
+        def snapshot_download(repository, **options):
+            assert repository == "someone/model"
+            raise error(*arguments)
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+
+    answer(huggingface_hub.errors.LocalEntryNotFoundError, "no connection\nmore")
+    assert_refused(
+        "someone/model",
+        destination,
+        r"the Hugging Face hub cannot be reached \(no connection\); give a folder",
+    )
+    answer(huggingface_hub.errors.HFValidationError, "bad name")
+    assert_refused(
+        "someone/model", destination, "'someone/model' is neither a folder here nor a model on the"
+    )
+
+
+def test_a_hub_id_downloads_only_what_is_read(destination, monkeypatch):
+    asked = {}
+
+    def snapshot_download(repository, allow_patterns):
+        asked[repository] = allow_patterns
+        return str(GOLDEN / "qwen2-full")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    swa_jax.load_model(import_model("someone/model", destination))
+    assert {"*.json", "model*.safetensors"} <= set(asked["someone/model"])
+    assert not any(
+        "bin" in pattern or pattern in ("*", "*.safetensors") for pattern in asked["someone/model"]
+    )
+
+
+# ---- import: what arrives ----
+
+
+def test_an_import_keeps_config_pattern_and_tokenizer(source, destination):
+    edit_config(source, a_key_of_its_own={"x": [1, None]})
+    (source / "tokenizer.json").write_text("{}")
+    (source / "merges.txt").write_text("a b")
+    assert import_model(source, str(destination), pattern="interleave-1-in-2") == destination
+    assert json.loads((destination / "config.json").read_text()) == json.loads(
+        (source / "config.json").read_text()
+    )
+    pattern = AttentionPattern.from_json(destination / "pattern.json")
+    assert pattern.full_layers == (1, 3)
+    assert swa_jax.load_model(destination).pattern == pattern
+    assert sorted(file.name for file in destination.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "manifest.json",
+        "merges.txt",
+        "pattern.json",
+        "tokenizer.json",
+        "weights",
+    ]
+    assert [file.name for file in destination.parent.iterdir()] == ["checkpoint"]
+
+
+def test_redundant_tensors_are_left_out(source, destination):
+    head = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
+    buffer = np.zeros(3, np.float32)
+    edit_tensors(source, {"lm_head.weight": head, "model.layers.2.self_attn.rotary_emb.inv_freq": buffer})
+    import_model(source, destination)
+    stored = checkpoint_module.open_checkpoint(destination).tensors
+    assert set(stored) == set(load_file(GOLDEN / "qwen2-full" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_half_precision_weights_stay_as_they_are(source, destination, dtype):
+    original = {name: array.astype(dtype) for name, array in load_file(source / "model.safetensors").items()}
+    save_file(original, source / "model.safetensors")
+    import_model(source, destination)
+    opened = checkpoint_module.open_checkpoint(destination)
+    for name, array in opened.read(list(original)):
+        assert array.dtype == dtype
+        assert array.tobytes() == original[name].tobytes()
+    model = swa_jax.load_model(destination)
+    assert model.embedding[...].dtype == model.layers.attention.q_proj.kernel[...].dtype == dtype
+    kernel = original[Q_WEIGHT].T
+    np.testing.assert_array_equal(np.asarray(model.layers.attention.q_proj.kernel[...])[1], kernel)
+
+
+def test_an_import_holds_one_tensor_at_a_time(tmp_path, destination, monkeypatch):
+    """Peak Python memory (numpy's arrays included) stays near the largest tensor, whatever the depth."""
+    source = tmp_path / "deep"
+    source.mkdir()
+    config = {"model_type": "llama", "vocab_size": 64, "hidden_size": 128, "intermediate_size": 1024}
+    config |= {"num_hidden_layers": 10, "num_attention_heads": 4}
+    (source / "config.json").write_text(json.dumps(config))
+    shapes = expected_tensors(model_config(config))
+    save_file(
+        {name: np.ones(shape, np.float32) for name, shape in shapes.items()}, source / "model.safetensors"
+    )
+    total = (source / "model.safetensors").stat().st_size
+    largest = 4 * 128 * 1024
+    assert total > 30 * largest
+    monkeypatch.setattr(checkpoint_module, "BATCH_BYTES", largest)
+    import_model(GOLDEN / "qwen2-full", tmp_path / "warm-up")
+    tracemalloc.start()
+    try:
+        import_model(source, destination)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        opened = checkpoint_module.open_checkpoint(destination)
+        for _ in opened.read(list(opened.tensors)):
+            pass
+        reading = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert peak < 6 * largest, f"{peak / 2**20:.1f} MB for a model of {total / 2**20:.1f} MB"
+    assert reading < 6 * largest, f"{reading / 2**20:.1f} MB for a model of {total / 2**20:.1f} MB"
+
+
+# ---- import: interrupted ----
+
+
+def test_a_failed_import_leaves_nothing(source, destination, monkeypatch):
+    def broken(tensors):
+        stream = weights.stream_tensors(tensors)
+        yield next(stream)
+        raise OSError("disk full")
+
+    monkeypatch.setattr("swa_jax.checkpoint.hf_import.stream_tensors", broken)
+    monkeypatch.setattr(checkpoint_module, "BATCH_BYTES", 1)  # so that something has been written by then
+    with pytest.raises(OSError, match="disk full"):
+        import_model(source, destination)
+    assert list(destination.parent.iterdir()) == []
+
+
+KILLED = """
+import os, sys
+from swa_jax import checkpoint
+from swa_jax.huggingface import import_model, weights
+def dying(tensors):
+    stream = stream_tensors(tensors)
+    yield next(stream)
+    yield next(stream)
+    os._exit(9)
+from swa_jax.huggingface import importing
+stream_tensors, importing.stream_tensors, checkpoint.BATCH_BYTES = importing.stream_tensors, dying, 1
+import_model(sys.argv[1], sys.argv[2])
+"""
+
+
+def test_a_killed_import_can_be_run_again(source, destination):
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, source, destination], env={**os.environ, "JAX_PLATFORMS": "cpu"}
+    )
+    assert done.returncode == 9
+    partial = destination.with_name("checkpoint.partial")
+    assert any(partial.rglob("weights*"))
+    assert not destination.exists()
+    swa_jax.load_model(import_model(source, destination))
+    assert not partial.exists()
+
+
+def test_a_folder_of_somebody_else_is_not_cleared_away(source, destination):
+    partial = destination.with_name("checkpoint.partial")
+    partial.mkdir(parents=True)
+    (partial / "thesis.tex").write_text("mine")
+    with pytest.raises(ConfigError, match=r"checkpoint.partial is in the way"):
+        import_model(source, destination)
+    assert (partial / "thesis.tex").read_text() == "mine"
+
+
+# ---- export ----
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "case", ["llama3-rope", "mistral-window", "qwen2-full", "qwen3-full", "qwen3-hybrid"]
+)
+def test_export_gives_back_what_was_imported(tmp_path, case):
+    checkpoint = import_model(GOLDEN / case, tmp_path / "checkpoint")
+    exported = export_model(checkpoint, tmp_path / "exported")
+    original = {n: a for f in (GOLDEN / case).glob("model*.safetensors") for n, a in load_file(f).items()}
+    again = load_file(exported / "model.safetensors")
+    assert {name: array.tobytes() for name, array in again.items()} == {
+        n: a.tobytes() for n, a in original.items()
+    }
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (GOLDEN / case, exported))
+    before.pop("max_window_layers", None)  # `layer_types` says it in full
+    assert {key: after[key] for key in before} == before
+    second = export_model(import_model(exported, tmp_path / "checkpoint2"), tmp_path / "exported2")
+    assert files_of(second) == files_of(exported)
+
+
+def test_export_in_shards(tmp_path, monkeypatch):
+    checkpoint = import_model(GOLDEN / "qwen3-hybrid", tmp_path / "checkpoint")
+    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 60_000)
+    exported = export_model(checkpoint, tmp_path / "exported")
+    index = json.loads((exported / "model.safetensors.index.json").read_text())
+    shards = sorted(exported.glob("model-*.safetensors"))
+    assert len(shards) > 3
+    assert {shard.name for shard in shards} == set(index["weight_map"].values())
+    assert all(sum(a.nbytes for a in load_file(shard).values()) <= 60_000 for shard in shards)
+    original = load_file(GOLDEN / "qwen3-hybrid" / "model.safetensors")
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in original.values())
+    again = {name: array for shard in shards for name, array in load_file(shard).items()}
+    assert {name: array.tobytes() for name, array in again.items()} == {
+        n: a.tobytes() for n, a in original.items()
+    }
+    swa_jax.load_model(import_model(exported, tmp_path / "again"))
+
+
+def test_a_pattern_hugging_face_cannot_express_survives(tmp_path, caplog):
+    pattern = AttentionPattern(
+        (WINDOW, SWITCH, FULL, WINDOW), 8, num_sink_tokens=2, provenance={"method": "by hand"}
+    )
+    model = swa_jax.load_model(import_model(GOLDEN / "qwen3-full", tmp_path / "plain"), pattern)
+    checkpoint = checkpoint_module.save_model(model, tmp_path / "checkpoint")
+    exported = export_model(checkpoint, tmp_path / "exported")
+    assert "Hugging Face cannot express this pattern (it routes tokens)" in caplog.text
+    hf = json.loads((exported / "config.json").read_text())
+    assert hf["layer_types"] == [FULL] * 4
+    again = swa_jax.load_model(import_model(exported, tmp_path / "again"))
+    assert again.pattern == pattern
+    assert again.pattern.provenance == pattern.provenance
+    kernels = [np.asarray(m.layers.attention.router.proj.kernel[...]) for m in (model, again)]
+    np.testing.assert_array_equal(*kernels)
+
+
+def test_mixed_dtypes_are_exported_aligned(source, tmp_path):
+    halves = {
+        n: a.astype(np.float16) for n, a in load_file(source / "model.safetensors").items() if "norm" not in n
+    }
+    edit_tensors(source, halves)
+    exported = export_model(import_model(source, tmp_path / "checkpoint"), tmp_path / "exported")
+    assert {name: a.dtype for name, a in load_file(exported / "model.safetensors").items()} == {
+        name: a.dtype for name, a in load_file(source / "model.safetensors").items()
+    }
+    assert swa_jax.load_model(tmp_path / "checkpoint").layers.mlp.up_proj.kernel[...].dtype == np.float32

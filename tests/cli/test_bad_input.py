@@ -1,0 +1,380 @@
+"""Bad input on the command line: one sentence that names what is wrong, status 2, and nothing written or lost."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+import yaml
+from flax import nnx
+from tiny_models import make
+from typer.testing import CliRunner
+
+import swa_jax.train.loop
+from swa_jax.checkpoint.folder import save_model
+from swa_jax.cli.main import app
+from swa_jax.data.tokenizer import Tokenizer, check_same_tokens, load_tokenizer, train_byte_bpe
+from swa_jax.errors import ConfigError
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.sharding import AXES, mesh_shape
+from swa_jax.settings import from_dict, load_config
+from swa_jax.train.config import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+MODEL = {
+    "model_type": "qwen3", "vocab_size": 260, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+}  # fmt: skip
+TEXT = "the quick brown fox jumps over a lazy dog. " * 40
+
+
+def fails(*arguments: object) -> str:
+    """The sentence that a verb ends with."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 2, result.output
+    assert len(result.stderr.splitlines()) == 1, result.output
+    return result.stderr.strip()
+
+
+@pytest.fixture
+def file(tmp_path, byte_tokenizer):
+    """A configuration that could be trained, in a folder with its text."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    data = [{"files": [str(tmp_path / "text.txt")]}]
+    config = {
+        "output": str(tmp_path / "run"),
+        "tokenizer": str(byte_tokenizer),
+        "model": MODEL,
+        "stages": [{"steps": 2, "sequence_length": 16, "batch_size": 6, "data": data}],
+    }
+    return _write(tmp_path / "config.yaml", config)
+
+
+def _write(file: Path, config: dict) -> Path:
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+# ---- the configuration ----
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["optimiser.name=muon"], "unknown key 'optimiser'; did you mean 'optimizer'?"),
+        (["stages.0.data.0.file=[a]"], "unknown key 'stages.0.data.0.file'; did you mean 'files'?"),
+        (["optimizer.learning_rate=fast"], "'optimizer.learning_rate' must be float, got 'fast'"),
+        (["optimizer.clip_norm=0"], "'optimizer.clip_norm' must be above 0, or null for no clipping, got 0"),
+        (["optimizer.learning_rate=-1"], "'optimizer.learning_rate' must be above 0, got -1"),
+        (["optimizer.warmup_steps=-5"], "'optimizer.warmup_steps' must be 0 or more, got -5"),
+        (["optimizer.b2=1"], "'optimizer.b2' must be from 0 to below 1, got 1"),
+        (["stages.0.sliding_window=0"], "'stages.0.sliding_window' must be at least 1, or left out, got 0"),
+        (["model.num_key_value_heads=0"], "num_key_value_heads must be above 0, got 0"),
+        (["optimizer.schedule=cosin"], "'optimizer.schedule' must be one of constant, linear, cosine, warmup"),
+        (["model.num_key_value_heads=3"], "num_attention_heads (2) must be a multiple of num_key_value_heads (3)"),
+        (["pattern=interleave-1-in-0"], "recipe 'interleave-1-in-0': "),
+        (["pattern=absent.json"], "pattern file absent.json does not exist"),
+        (["tokenizer=absent"], "no tokenizer at absent; expected a tokenizer.json"),
+        (["model=null", "init_from=absent"], "checkpoint folder absent does not exist"),
+        (["stages.0.accumulate=4"], "'stages.0.batch_size' = 6 must be a multiple of 'accumulate' = 4"),
+        (["model=@absent.yaml"], "configuration file absent.yaml does not exist"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting(file, tmp_path, overrides, sentence):
+    assert fails("train", file, *overrides).startswith(sentence)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_configuration_that_is_none(tmp_path):
+    assert fails("train", tmp_path / "absent.yaml") == (
+        f"configuration file {tmp_path / 'absent.yaml'} does not exist"
+    )
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    assert "must be a mapping of keys" in fails("train", tmp_path / "list.yaml")
+    assert fails("train", tmp_path) == f"configuration file {tmp_path} is not a YAML file"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["mesh.fsdp=4"], "'stages.0': batch_size / accumulate = 6 cannot be split in 4 (data 1 x fsdp 4): make it a "
+         "multiple of 4, or change 'mesh'"),
+        (["mesh.context=4", "mesh.fsdp=1", "stages.0.sequence_length=18"],
+         "'stages.0': sequence_length = 18 cannot be split in 4 (context 4): make it a multiple of 4, or change"),
+        (["mesh.fsdp=3"], "'mesh' (slices 1, data 1, fsdp 3, context 1, tensor 1) asks for 3 devices, but there are 4"),
+        (["mesh.tensor=4", "mesh.fsdp=1"], "num_attention_heads is 2, which 'mesh.tensor' = 4 does not divide"),
+    ],
+)  # fmt: skip
+def test_a_mesh_that_does_not_divide(file, tmp_path, monkeypatch, overrides, sentence):
+    """On four devices that are only thought of: nothing is computed before it is refused."""
+
+    def four(config):
+        return jax.sharding.AbstractMesh(mesh_shape(config, 4), AXES)
+
+    monkeypatch.setattr(swa_jax.train.loop, "make_mesh", four)
+    assert fails("train", file, *overrides).startswith(sentence)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_batch_that_does_not_divide_on_four_devices(file, tmp_path):
+    devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    status, out, error = process(["train", str(file)], devices)
+    assert (status, out) == (2, "")
+    assert error.startswith("'stages.0': batch_size / accumulate = 6 cannot be split in 4 (data 1 x fsdp 4)")
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_goes_on_may_change_its_mesh_and_nothing_that_it_learns(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(swa_jax.train.loop, "has_checkpoint", lambda folder: True)
+    run = tmp_path / "run"
+
+    def claim(*overrides):
+        swa_jax.train.loop._claim(run, load_config(TrainConfig, file, overrides))
+
+    claim()
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    swa_jax.train.loop._claim(moved, load_config(TrainConfig, file, [f"output={moved}"]))
+    before = (run / "config.yaml").read_text()
+    with pytest.raises(
+        ConfigError, match=f"{run} holds a run whose 'seed' differs: set 'output' to a new folder"
+    ):
+        claim("seed=1", "mesh.fsdp=2")
+    assert (run / "config.yaml").read_text() == before
+    claim("mesh.fsdp=2", "log.every=5")
+    assert load_config(TrainConfig, run / "config.yaml") == load_config(
+        TrainConfig, file, ["mesh.fsdp=2", "log.every=5"]
+    )
+
+
+# ---- data ----
+
+
+def test_missing_data(file, tmp_path):
+    for kind, what in (
+        ("text", "no such file, and no folder or glob with text in it"),
+        ("prompts", "no such file, and no folder or glob"),
+        ("tokens", "no such folder, which is what kind 'tokens' reads"),
+    ):
+        data = f"stages.0.data=[{{kind: {kind}, files: [{tmp_path}/absent]}}]"
+        for verb in (["train"], ["data", "inspect"]):
+            assert fails(*verb, file, data).startswith(f"data files '{tmp_path}/absent': {what}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_that_goes_missing_between_two_stages_is_found_at_once(file, tmp_path):
+    second = "stages=[{steps: 1, sequence_length: 16, batch_size: 6}, "
+    second += "{steps: 1, sequence_length: 16, batch_size: 6, data: [{files: [absent.txt]}]}]"
+    assert fails("train", file, second).startswith("data files 'absent.txt': no such file")
+
+
+@pytest.mark.parametrize("name", ["shard.txt", "shard.jsonl", "shard.parquet", "shard.array_record"])
+def test_an_empty_shard_among_others(file, tmp_path, name):
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    (folder / "good.jsonl").write_text('{"text": "' + TEXT + '"}\n')
+    (folder / name).touch()
+    listed = [str(folder / "good.jsonl"), str(folder / name)] if name == "shard.txt" else [str(folder)]
+    sentence = fails("train", file, f"stages.0.data=[{{files: {listed}}}]")
+    assert sentence == f"data file {folder / name} is empty: make it again, or leave it out of 'files'"
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "array_record"])
+@pytest.mark.parametrize("kind", ["text", "prompts"])
+def test_a_shard_without_records(file, tmp_path, suffix, kind):
+    shard = tmp_path / f"shard.{suffix}"
+    if suffix == "jsonl":
+        shard.write_text("\n\n")
+    elif suffix == "parquet":
+        pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+        fields = {name: pyarrow.array([], pyarrow.string()) for name in ("text", "prompt", "answer")}
+        parquet.write_table(pyarrow.table(fields), shard)
+    else:
+        from array_record.python.array_record_module import ArrayRecordWriter
+
+        ArrayRecordWriter(str(shard), "group_size:1").close()
+    good = tmp_path / "good.jsonl"
+    good.write_text(f'{{"text": "{TEXT}", "prompt": "a", "answer": "b"}}\n')
+    sentence = fails("train", file, f"stages.0.data=[{{kind: {kind}, files: [{good}, {shard}]}}]")
+    assert sentence == f"{shard} is empty: it has no records; make it again, or leave it out of 'files'"
+
+
+def test_shards_of_tokens_that_are_empty_missing_or_cut(file, tmp_path, byte_tokenizer):
+    done = CliRunner().invoke(
+        app,
+        ["data", "tokenize", str(tmp_path / "text.txt"), "--tokenizer", str(byte_tokenizer), "--out",
+         str(tmp_path / "tokens")],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    shard = tmp_path / "tokens" / "00000.tokens"
+    data, source = shard.read_bytes(), f"stages.0.data=[{{kind: tokens, files: [{tmp_path / 'tokens'}]}}]"
+    for damaged, how in (
+        (b"", "is empty"),
+        (data[:-2], f"is {len(data) - 2} bytes long"),
+        (None, "is missing"),
+    ):
+        shard.unlink()
+        if damaged is not None:
+            shard.write_bytes(damaged)
+        assert fails("train", file, source).startswith(f"{shard} {how}")
+        shard.write_bytes(data)
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_little_text_names_the_files(file, tmp_path):
+    (tmp_path / "short.txt").write_text("a")
+    sentence = fails("train", file, f"stages.0.data.0.files=[{tmp_path / 'short.txt'}]")
+    assert sentence.startswith(f"the text of {tmp_path / 'short.txt'} has 2 tokens, less than one row")
+
+
+# ---- the tokenizer ----
+
+
+@pytest.fixture
+def checkpoint(tmp_path, byte_tokenizer):
+    config = from_dict(ModelConfig, MODEL)
+    model = Decoder(config, make("w", sliding_window=8), rngs=nnx.Rngs(0))
+    return save_model(model, tmp_path / "checkpoint", tokenizer_from=byte_tokenizer.parent)
+
+
+def test_another_tokenizer_than_the_checkpoints(file, tmp_path, checkpoint):
+    other = tmp_path / "other.json"
+    train_byte_bpe([TEXT], 260).backend.save(str(other))
+    start = ["model=null", f"init_from={checkpoint}"]
+    before = {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+    sentence = fails("train", file, *start, f"tokenizer={other}")
+    assert sentence == (
+        f"tokenizer {other} (260 tokens) is not the one that {checkpoint} was trained with (257 tokens): set "
+        f"'tokenizer' to {checkpoint}"
+    )
+    assert not (tmp_path / "run").exists()
+    assert {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()} == before
+    # The same vocabulary under other merges gives other ids, too.
+    spoiled = (checkpoint / "tokenizer.json").read_text().replace('"use_regex":false', '"use_regex":true')
+    spoiled = spoiled.replace('"add_prefix_space": false', '"add_prefix_space": true')
+    other.write_text(spoiled)
+    assert "is not the one that" in fails("train", file, *start, f"tokenizer={other}")
+
+
+def test_the_checkpoints_own_tokenizer_may_lie_anywhere_and_name_no_end(checkpoint, byte_tokenizer):
+    for path in (checkpoint, checkpoint / "tokenizer.json", byte_tokenizer):
+        check_same_tokens(load_tokenizer(path), path, checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
+    check_same_tokens(Tokenizer(tokenizer.backend, None), "a file", checkpoint)
+    (checkpoint / "tokenizer.json").unlink()
+    check_same_tokens(train_byte_bpe([TEXT], 260), "a file", checkpoint)  # nothing to compare with
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(file, tmp_path):
+    sentence = fails("train", file, "model.vocab_size=100")
+    assert sentence.endswith("has 257 tokens, the model's vocab_size is 100: they do not belong together")
+    assert not (tmp_path / "run").exists()
+
+
+def test_tokens_of_another_tokenizer(file, tmp_path, byte_tokenizer):
+    other = tmp_path / "other.json"
+    train_byte_bpe([TEXT], 260).backend.save(str(other))
+    result = CliRunner().invoke(
+        app,
+        ["data", "tokenize", str(tmp_path / "text.txt"), "--tokenizer", str(other), "--out",
+         str(tmp_path / "tokens")],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    sentence = fails("train", file, f"stages.0.data=[{{kind: tokens, files: [{tmp_path / 'tokens'}]}}]")
+    assert "was tokenised with another tokenizer" in sentence
+
+
+def test_a_tokenizer_that_cannot_be_read(file, tmp_path):
+    broken = tmp_path / "tokenizer.json"
+    broken.write_text("{}")
+    assert fails("train", file, f"tokenizer={broken}").startswith(f"{broken} cannot be read as a tokenizer: ")
+
+
+# ---- the disk ----
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_during_a_save(file, tmp_path):
+    """A real file system of 6 MB, on which a second checkpoint has no room; then it grows, and the run goes on."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["unshare", "--mount", "--map-root-user", "mount", "-t", "tmpfs", "none", str(small)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("this kernel lets no one mount a small file system")
+    size = ["stages.0.steps=6", "checkpoint_every=2", "keep_checkpoints=9", "model.vocab_size=12000"]
+    train = [sys.executable, "-m", "swa_jax.cli", "train", str(file), f"output={small}/run", *size]
+    script = f"""
+        mount -t tmpfs -o size=6m none {small} || exit 9
+        {shlex.join(train)} 2> {tmp_path}/error; echo status $?
+        ls {small}/run/checkpoints
+        mount -o remount,size=60m {small}
+        {shlex.join(train)}; echo status $?
+        cp {small}/run/metrics.jsonl {tmp_path}
+    """
+    command = ["unshare", "--mount", "--map-root-user", "bash", "-c", script]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=_environment({}), timeout=400
+    )
+    assert re.findall(r"status (\d+)", done.stdout) == ["2", "0"], done.stdout + done.stderr
+    (error,) = (tmp_path / "error").read_text().splitlines()
+    assert re.search(
+        "the checkpoint of step 4 could not be written: the disk is full .*; the previous one, of step 2, is "
+        "untouched, and the run can go on from it",
+        error,
+    )
+    assert (
+        "\n2\n" in done.stdout
+    )  # of the listing: the checkpoint of step 2 under its own name, and step 4 not
+    assert "\n4\n" not in done.stdout
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 7))
+
+
+def process(arguments: list[str], variables: dict[str, str]) -> tuple[int, str, str]:
+    """Status, standard output and standard error of the command line in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "swa_jax.cli", *arguments],
+        capture_output=True, text=True, cwd=ROOT, env=_environment(variables), timeout=240,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def _environment(variables: dict[str, str]) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "400"} | variables
+
+
+# ---- outputs ----
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(file, tmp_path, monkeypatch):
+    taken, folder = tmp_path / "taken", tmp_path / "folder.json"
+    taken.write_text("")
+    folder.mkdir()
+    for verb in (
+        ("pattern", "full", "--layers", 2),
+        ("select", "random", "absent", "--ratio", 0.5, "--window", 8),
+        ("compile", file, "--topology", "v5e:2x2"),
+        ("bench", "attention"),
+        ("bench", "generation", "absent"),
+    ):
+        assert fails(*verb, "--out", folder) == f"--out is {folder}, a folder: name a file in it"
+        assert "cannot be written: " in fails(*verb, "--out", taken / "x.json")
+    assert sorted(path.name for path in tmp_path.iterdir() if path != file) == [
+        "folder.json",
+        "taken",
+        "text.txt",
+    ]
+    assert fails("train", file, f"output={taken}").startswith(f"{taken}: ")
+    assert fails("train", file, f"output={taken}/run").startswith(f"{taken}/run: ")

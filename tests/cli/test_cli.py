@@ -1,0 +1,278 @@
+"""The command line: every verb reaches its implementation, and an expected error is one sentence."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from command_line import fails, run
+from tiny_models import byte_checkpoint, make
+
+import swa_jax.demo
+import swa_jax.train.loop
+from swa_jax.checkpoint.folder import load_model, save_model
+from swa_jax.errors import ConfigError
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.settings import from_dict
+from swa_jax.train.config import TrainConfig
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, byte_tokenizer):
+    """A tiny byte-level model with its tokenizer."""
+    return byte_checkpoint(tmp_path_factory.mktemp("cli"), byte_tokenizer, make("Fw", sliding_window=16))
+
+
+def test_help_names_every_verb():
+    output = run("--help")
+    for verb in ("demo", "import", "export", "pattern", "select", "train", "generate", "evaluate"):
+        assert f" {verb} " in output
+    assert "nll" in run("select", "--help")
+
+
+def test_version():
+    assert run("--version").startswith("swa-jax")
+
+
+# ---- patterns ----
+
+
+def test_pattern_prints_the_map(tmp_path):
+    out = tmp_path / "new" / "pattern.json"
+    output = run(
+        "pattern", "interleave-1-in-4", "--layers", 8, "--window", 64, "--sink-tokens", 3, "--out", out
+    )
+    assert "8 layers: wwwFwwwF" in output
+    assert "window 64 (own key included), 3 sink tokens, full-attention decode off" in output
+    assert AttentionPattern.from_json(out).full_layers == (3, 7)
+    again = run("pattern", out, "--fa-decode")
+    assert "8 layers: wwwFwwwF" in again
+    assert "window 64 (own key included), 3 sink tokens, full-attention decode on" in again
+
+
+def test_pattern_of_a_model(checkpoint):
+    assert "2 layers: wF" in run("pattern", "interleave-1-in-2", "--model", checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ("interleav-1-in-4", "--layers", 8),
+            "unknown recipe 'interleav-1-in-4'; did you mean 'interleave'?",
+        ),
+        (("full",), "give one of --layers N and --model DIR: a recipe needs to know how deep the model is"),
+        (("absent.json",), "pattern file absent.json does not exist"),
+        (("layers:9", "--layers", 8), "full layer 9 does not exist: the model has layers 0 to 7"),
+    ],
+)
+def test_pattern_errors_are_one_sentence(arguments, sentence):
+    assert fails("pattern", *arguments) == sentence
+
+
+def test_unexpected_errors_keep_their_traceback(monkeypatch):
+    def broken(*_):
+        return int("x")  # a ValueError of the interpreter's, raised in this file
+
+    monkeypatch.setattr(swa_jax.demo, "run_demo", broken)
+    with pytest.raises(ValueError, match="invalid literal"):
+        run("demo")
+
+
+# ---- wiring ----
+
+
+def test_demo(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(swa_jax.demo, "run_demo", lambda *args: calls.append(args))
+    run("demo")
+    run("demo", "--out", tmp_path, "--model", "m")
+    assert calls == [(Path("runs/demo"), None), (tmp_path, Path("m"))]
+
+
+def test_train(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(swa_jax.train.loop, "train", lambda config: seen.append(config) or "runs/x/model")
+    config = Path(__file__).parents[2] / "configs" / "swat-tiny.yaml"
+    assert run("train", config, f"output={tmp_path}", "stages.0.steps=3").strip() == "runs/x/model"
+    assert (seen[0].output, seen[0].stages[0].steps) == (str(tmp_path), 3)
+    assert fails("train", config, "sed=3") == "unknown key 'sed'; did you mean 'seed'?"
+    assert fails("train", "absent.yaml") == "configuration file absent.yaml does not exist"
+
+
+def test_import_and_export(tmp_path):
+    output = run("import", GOLDEN / "llama-plain", tmp_path / "model", "--pattern", "window")
+    assert "full attention in 0 layers" in output
+    run("export", tmp_path / "model", tmp_path / "back")
+    assert (tmp_path / "back" / "config.json").is_file()
+    assert json.loads((tmp_path / "back" / "pattern.json").read_text())["sliding_window"] == 2048
+    assert str(tmp_path / "model") in fails("import", GOLDEN / "llama-plain", tmp_path / "model")
+    assert "absent" in fails("export", tmp_path / "absent", tmp_path / "other")
+
+
+def test_generate(checkpoint):
+    options = ("--max-new-tokens", 6)
+    output = run("generate", checkpoint, "Hello, world. " * 4, *options)
+    assert output.endswith("\n")
+    assert run("generate", checkpoint, "-", *options, input="Hello, world. " * 4) == output
+    assert run("generate", checkpoint, "Hello, world. " * 4, *options, "--window", 2) != output
+    sampled = (*options, "--temperature", 2.0, "--top-k", 50)
+    drawn = [
+        run("generate", checkpoint, "Hello, world. " * 4, *sampled, "--seed", seed) for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert (
+        fails("generate", checkpoint, "Hi", "--top-p", 2)
+        == "top_p must be above 0 and at most 1 (or None), got 2.0"
+    )
+    assert fails("generate", checkpoint, "") == "prompts[0] is empty: a prompt needs at least one token"
+    assert "absent" in fails("generate", "absent", "Hi")
+    three = make("www").to_json(checkpoint.parent / "three.json") and checkpoint.parent / "three.json"
+    sentence = "the pattern has 3 layers, the model 2: they must agree"
+    assert fails("generate", checkpoint, "Hi", "--pattern", three) == sentence
+
+
+def test_generate_says_what_it_makes_of_its_options(checkpoint, tmp_path):
+    assert fails("generate", checkpoint, os.fsdecode(b"hello \xff")) == (
+        "the prompt is not UTF-8 text, from its byte 6 on"
+    )
+    output = run("generate", checkpoint, "hello", "--max-new-tokens", 1, "--pattern", "switch", "--window", 8)
+    assert "the model has no routers for --pattern switch: they are drawn at random, untrained" in output
+    full = load_model(checkpoint, pattern="full")
+    save_model(full, tmp_path / "full", tokenizer_from=checkpoint)
+    for options, named in (
+        (("--window", 8), "--window"),
+        (("--sink-tokens", 2), "--sink-tokens"),
+        (("--fa-decode",), "--fa-decode"),
+    ):
+        said = fails("generate", tmp_path / "full", "hello", *options)
+        assert said.startswith(
+            f"{named} has no effect: the checkpoint's own pattern has full attention in every"
+        )
+    run("generate", tmp_path / "full", "hello", "--max-new-tokens", 1, "--sink-tokens", 0)
+
+
+def test_select_writes_a_pattern_and_a_picture(checkpoint, tmp_path):
+    out = tmp_path / "chosen.json"
+    options = ("--examples", 2, "--length", 320, "--window", 16)
+    output = run("select", "nll", checkpoint, "--out", out, "--one-in", 2, *options)
+    assert "full attention in 1 layers" in output
+    pattern = AttentionPattern.from_json(out)
+    assert (len(pattern.full_layers), pattern.sliding_window) == (1, 16)
+    assert pattern.provenance["method"] == "nll"
+    assert len(pattern.provenance["scores"]) == 2
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert load_model(checkpoint, pattern=out).pattern == pattern
+    sentence = "give exactly one of --budget and --one-in: how many layers stay full"
+    assert fails("select", "nll", checkpoint, "--out", out) == sentence
+    assert fails("select", "nll", checkpoint, "--out", "x.txt", "--budget", 1).startswith("--out is x.txt")
+
+
+def test_evaluate(checkpoint, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("All that is gold does not glitter. " * 12)
+    out = tmp_path / "results"
+    options = ("--length", 320, "--text", text, "--context", 64)
+    patterns = ("--pattern", "full", "--pattern", "window", "--window", 16)
+    output = run("evaluate", checkpoint, *patterns, "--needles", 6, *options, "--batch-size", 6, "--out", out)
+    assert "Needles found" in output
+    assert "window: perplexity" in output
+    results = json.loads((out / "results.json").read_text())
+    full, window = results["rows"]
+    assert (full["name"], window["name"]) == ("full", "window")
+    assert full["kv_cache_bytes"] == 2 * full["cache_tokens"] * 2 * 8 * 4
+    assert window["kv_cache_bytes"] == 2 * 16 * 2 * 8 * 4
+    assert full["perplexity"] != window["perplexity"]
+    assert (out / "needles.png").read_bytes().startswith(b"\x89PNG")
+    assert results["patterns"]["window"]["sliding_window"] == 16
+    assert "holds whole prompts" not in output
+    refused = fails("evaluate", checkpoint, *patterns, "--needles", 6, *options, "--out", out)
+    assert refused == f"{out} has results already: name another folder with --out, or move it away"
+    options = ("--needles", 1, "--length", 320, "--pattern", "window", "--pattern", "full", "--window", 400)
+    output = run("evaluate", checkpoint, *options)
+    assert re.search(
+        r"^window: the window of 400 tokens holds whole prompts \(\d+\), which is full attention",
+        output,
+        re.M,
+    )
+    assert output.count("holds whole prompts") == 1
+    assert fails("evaluate", checkpoint, "--text", tmp_path).startswith(f"{tmp_path}: ")
+    assert fails("evaluate", checkpoint, "--needles", 0).startswith("nothing to measure")
+    assert "length" in fails("evaluate", checkpoint, "--length", 20)
+    assert fails("evaluate", checkpoint, "--text", tmp_path / "absent.txt").startswith(
+        str(tmp_path / "absent.txt")
+    )
+
+
+def test_config_error_is_a_value_error():
+    assert issubclass(ConfigError, ValueError)  # what callers of the Python functions may catch
+
+
+# ---- buckets ----
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "import swa_jax/recall gs://bucket/model",
+        "import gs://bucket/hf out",
+        "export gs://bucket/model out",
+        "export model s3://bucket/out",
+        "generate gs://bucket/model hello",
+        "evaluate gs://bucket/model",
+        "compare --model gs://bucket/model",
+        "compare model --out=gs://bucket/table",
+        "select random gs://bucket/model",
+        "data tokenize a.txt --tokenizer tokenizer.json --out gs://bucket/tokens",
+        "data inspect gs://bucket/tokens",
+        "pattern print window --model gs://bucket/model",
+        "demo --out gs://bucket/demo",
+        "compile gs://bucket/run.yaml",
+        "train gs://bucket/run.yaml",
+        "train run.yaml output=gs://bucket/run",
+        "train run.yaml init_from=gs://bucket/run/model",
+    ],
+)
+def test_a_bucket_is_refused_before_anything_runs(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert re.fullmatch(
+        r"(the argument|'[\w-]+' =) (gs|s3)://\S+ is the address of a bucket, .* the path of the mounted folder",
+        fails(*command.split()),
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_prompt_may_speak_of_buckets(checkpoint):
+    run("generate", checkpoint, "gs://bucket is where", "--max-new-tokens", 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"output": "gs://b/run"}, "'output' = gs://b/run"),
+        ({"init_from": "gs://b/model", "model": None}, "'init_from' = gs://b/model"),
+        ({"tokenizer": "gs://b/t"}, "'tokenizer' = gs://b/t"),
+        ({"pattern": "gs://b/p.json"}, "'pattern' = gs://b/p.json"),
+        ({"stages": [{"steps": 1, "sequence_length": 8, "batch_size": 1, "data": [{"files": ["s3://b/d"]}]}]},
+         "data files s3://b/d"),
+    ],
+)  # fmt: skip
+def test_a_configuration_names_no_bucket(change, what):
+    stages = [{"steps": 1, "sequence_length": 8, "batch_size": 1}]
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), 8)
+    sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
+    settings = {"output": "run", "tokenizer": "t", "stages": stages, "model": sizes}
+    from_dict(TrainConfig, settings)
+    with pytest.raises(ConfigError, match=f"^{re.escape(what)} is the address of a bucket"):
+        from_dict(TrainConfig, settings | change)
+
+
+def test_the_library_refuses_buckets_too(checkpoint):
+    for path in ("gs://bucket/model", Path("gs://bucket/model")):
+        with pytest.raises(ConfigError, match=r"gs:/+bucket/model is the address of a bucket"):
+            load_model(path)
+        with pytest.raises(ConfigError, match=r"gs:/+bucket/model is the address of a bucket"):
+            save_model(load_model(checkpoint), path)

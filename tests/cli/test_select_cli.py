@@ -1,0 +1,310 @@
+"""`select bosch | static | heuristic` and `pattern diff` as a user calls them."""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from command_line import fails, run
+from planted import KV_HEADS, LAYERS, WINDOW_SIZE, planted_examples, planted_mask, planted_model
+from tiny_models import byte_checkpoint
+
+from swa_jax.checkpoint.folder import load_model
+from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.evaluate import prompt_examples
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.select import nll_scores
+from swa_jax.select.heads import head_mask, head_pattern, rank_correlation
+
+NEEDLES = ("--examples", 2, "--length", 320, "--batch-size", 2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, byte_tokenizer):
+    return byte_checkpoint(
+        tmp_path_factory.mktemp("select"),
+        byte_tokenizer,
+        AttentionPattern.from_recipe("full", 2),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """The planted model and its examples in place of a checkpoint's and of needles."""
+    monkeypatch.setattr("swa_jax.cli.select.load_checkpoint", lambda *_: (planted_model(), None))
+    monkeypatch.setattr("swa_jax.cli.select.draw_needles", lambda *_: planted_examples())
+    monkeypatch.setattr("swa_jax.checkpoint.folder.weights_sum", lambda _: "planted")
+
+    def opened(_):
+        return SimpleNamespace(config=planted_model().config, pattern=planted_model().pattern)
+
+    monkeypatch.setattr("swa_jax.checkpoint.folder.open_checkpoint", opened)
+
+
+def test_bosch_writes_a_pattern_a_picture_and_its_evaluations(planted, tmp_path):
+    out = tmp_path / "new" / "heads.json"
+    options = ("x", "--ratio", 0.75, "--window", WINDOW_SIZE, "--batch-size", 16, "--out", out)
+    output = run("select", "bosch", *options)
+    assert "answers right: 100.0%, with full attention 100.0%, all windowed 0.0%" in output
+    assert f"written to {out} and {out.with_suffix('.png')}" in output
+    pattern = AttentionPattern.from_json(out)
+    np.testing.assert_array_equal(head_mask(pattern, KV_HEADS), planted_mask())
+    kept = json.loads(out.with_suffix(".evaluations.json").read_text())["scores"]
+    assert len(kept) == pattern.provenance["evaluations"]
+    assert out.with_suffix(".png").stat().st_size > 1000
+    again = run("select", "bosch", *options)
+    assert f"has the scores of {len(kept)} masks: going on from there" in again
+    assert AttentionPattern.from_json(out) == pattern
+    output = run("select", "bosch", *options, "--variant", "layer", "--iterations", 2, "--seed", 1)
+    assert AttentionPattern.from_json(out).provenance["method"] == "bosch-layer"
+
+
+def test_bosch_says_when_the_prompts_are_too_short(planted, tmp_path):
+    refused_unless_forced("bosch", tmp_path, "--ratio", 0.5)
+    refused_unless_forced("bosch-single", tmp_path, "--ratio", 0.5)
+
+
+def refused_unless_forced(method, folder, *options):
+    """By prompts of 49 tokens that a window of 64 holds."""
+    out = folder / f"{method}.json"
+    arguments = ("select", method, "x", *options, "--out", out)
+    arguments = arguments if "--recent" in options else (*arguments, "--window", 64)
+    said = run(*arguments, status=2).strip()  # a progress bar leaves a line
+    assert ": the choice would mean nothing, and no pattern is written. Take longer prompts" in said
+    assert not out.exists()
+    output = run(*arguments, "--force")
+    assert f"{said.split(': the choice')[0]}: the choice means nothing" in output
+    assert AttentionPattern.from_json(out).num_layers == LAYERS
+
+
+@pytest.mark.parametrize("method", ["dcam", "qada", "fisher"])
+def test_heads_are_not_ranked_by_a_window_that_holds_everything(planted, tmp_path, method):
+    refused_unless_forced(method, tmp_path, "--ratio", 0.5)
+
+
+def test_rankings_without_a_window_go_on(planted, tmp_path):
+    run("select", "apl", "x", "--ratio", 0.5, "--window", 64, "--out", tmp_path / "p.json")
+    assert (tmp_path / "p.json").exists()
+
+
+def test_every_method_is_a_command_and_a_row_of_the_docs(planted, tmp_path):
+    from swa_jax.select.method_table import METHODS, methods_table
+    from swa_jax.select.methods import choose
+
+    assert methods_table() in (Path(__file__).parents[1] / "docs" / "selection.md").read_text()
+    for name in METHODS:
+        assert "--out" in run("select", name, "--help")
+    # What a command chooses is what `compare` has chosen by that name.
+    for name in ("bosch-single", "bosch-layer", "fisher", "interleave", "random-heads"):
+        more = () if METHODS[name].family in ("static", "heuristic") else ("--iterations", 2)
+        options = ("--ratio", 0.75, "--window", WINDOW_SIZE, "--out", tmp_path / "p.json", *more)
+        run("select", name, "x", *options)
+        chosen = AttentionPattern.from_json(tmp_path / "p.json")
+        assert chosen.provenance["method"] == name
+        (same,) = choose(
+            name, planted_model(), planted_examples(), [0.75], sliding_window=WINDOW_SIZE, iterations=2
+        )  # fmt: skip
+        assert (same, same.provenance["method"]) == (chosen, name)
+
+
+def test_bosch_refuses_a_model_that_finds_nothing(checkpoint, tmp_path):
+    out = tmp_path / "p.json"
+    arguments = ("--ratio", 0.5, "--window", 16, "--out", out, *NEEDLES)
+    said = run("select", "bosch", checkpoint, *arguments, status=2).strip()  # the progress bar leaves a line
+    assert said.startswith("full attention gets 0.0% of the answers right and windows everywhere 0.0%")
+    assert not out.exists()
+    assert fails("select", "bosch", checkpoint, "--ratio", 0.5, "--out", "x.txt").startswith("--out is x.txt")
+
+
+@pytest.mark.parametrize("method", ["dcam", "razor"])
+def test_static_writes_a_pattern_with_its_scores(checkpoint, tmp_path, method):
+    out = tmp_path / "p.json"
+    run("select", "static", checkpoint, method, "--ratio", 0.5, "--window", 16, "--out", out, *NEEDLES)
+    pattern = AttentionPattern.from_json(out)
+    said = pattern.provenance
+    assert (said["method"], said["windowed_heads"], np.shape(said["scores"])) == (method, 2, (2, 2))
+    assert (~head_mask(pattern, 2)).sum() == 2
+    assert out.with_suffix(".png").exists()
+
+
+def test_static_needs_a_window(checkpoint, tmp_path):
+    arguments = ("select", "static", checkpoint, "dcam", "--ratio", 0.5, "--out", tmp_path / "p.json")
+    assert fails(*arguments) == "--window is missing: give it, as the model's own pattern has none"
+
+
+def test_heuristics_keep_the_count(checkpoint, tmp_path):
+    out = tmp_path / "p.json"
+    run("select", "heuristic", checkpoint, "random-heads", "--ratio", 0.75, "--window", 16, "--out", out)
+    assert (~head_mask(AttentionPattern.from_json(out), 2)).sum() == 3
+
+
+def test_methods_can_be_named_alone(checkpoint, tmp_path):
+    options = ("--ratio", 0.5, "--window", 16)
+    for short, long in (
+        (("random", checkpoint), ("heuristic", checkpoint, "random")),
+        (("periodic", checkpoint), ("heuristic", checkpoint, "interleave")),
+        (("qada", checkpoint, *NEEDLES), ("static", checkpoint, "qada", *NEEDLES)),
+    ):
+        run("select", *short, *options, "--out", tmp_path / "short.json")
+        run("select", *long, *options, "--out", tmp_path / "long.json")
+        patterns = [AttentionPattern.from_json(tmp_path / f"{name}.json") for name in ("short", "long")]
+        assert patterns[0] == patterns[1]
+        assert patterns[0].provenance["method"] == patterns[1].provenance["method"]
+
+
+def test_pattern_diff_counts_and_swaps(tmp_path):
+    small, large = np.ones((2, 4), bool), np.ones((2, 4), bool)
+    small[0] = False
+    large[0, 2:] = large[1] = False
+    for name, mask in (("small", small), ("large", large)):
+        pattern = dataclasses.replace(head_pattern(mask, 16, 2, {}), full_attention_decode=name == "large")
+        pattern.to_json(tmp_path / f"{name}.json")
+    files = (tmp_path / "small.json", tmp_path / "large.json")
+    output = run("pattern", "diff", *files, "--kv-heads", 4, "--swap", tmp_path / "swap.json")
+    assert "turnover 50.0% of the first's windowed heads are not the second's (100.0%" in output
+    assert "Jaccard distance 0.750; of the full heads 1.000" in output
+    assert "rank correlation" not in output  # these have no scores
+    assert "layer 0: only the first windows KV heads [0, 1]" in output
+    assert "layer 1: only the second windows KV heads [0, 1, 2, 3]" in output
+    swapped = AttentionPattern.from_json(tmp_path / "swap.json")
+    assert (swapped.num_sink_tokens, swapped.full_attention_decode) == (2, True)
+    mask = head_mask(swapped, 4)
+    assert (~mask).sum() == 6
+    assert not mask[0, :2].any()
+    assert fails("pattern", "diff", *files).startswith("--kv-heads is missing")
+    assert (
+        fails("pattern", "diff", *files, "--kv-heads", 1) == "--kv-heads is 1, but a pattern names KV head 1"
+    )
+
+
+def test_pattern_diff_compares_scores_by_rank(tmp_path):
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, scores in zip(files, ([3.0, 1.0, 1.0, 0.0], [9.0, 4.0, 2.0, 3.0]), strict=True):
+        pattern = AttentionPattern.from_full_layers([0], 4, 16, provenance={"scores": scores})
+        pattern.to_json(file)
+    ranks = np.array([[4, 2.5, 2.5, 1], [4, 3, 1, 2]])
+    assert "2 of 4" not in (output := run("pattern", "diff", *files))
+    assert "3 of 4 layers windowed" in output
+    expected = f"rank correlation of the scores {np.corrcoef(ranks)[0, 1]:.2f} (Spearman)"
+    assert expected in run("pattern", "diff", *files)
+    assert rank_correlation([1, 1], [1, 2]) == 0
+
+
+# ---- layers ----
+
+LAYER_NEEDLES = ("--window", 16, *NEEDLES)
+
+
+def test_nll_goes_on_from_its_file_and_writes_what_it_found(checkpoint, tmp_path):
+    out, kept = tmp_path / "new" / "p.json", tmp_path / "scores.json"
+    options = ("--budget", 1, "--resume-file", kept, "--out", out, *LAYER_NEEDLES)
+    output = run("select", "nll", checkpoint, *options, "--toggles-at-once", 2)
+    assert f"written to {out} and {out.with_suffix('.png')}" in output
+    first = AttentionPattern.from_json(out)
+    assert first.provenance["method"] == "nll"
+    assert len(first.full_layers) == 1
+    before = json.loads(kept.read_text())["scores"]
+    output = run("select", "nll", checkpoint, *options, "--no-reuse")
+    assert f"{kept} has the scores of 2 examples: going on from there" in output
+    assert AttentionPattern.from_json(out) == first
+    output = run("select", "nll", checkpoint, *options, "--greedy")
+    pattern = AttentionPattern.from_json(out)
+    assert pattern.provenance["method"] == "nll-greedy"
+    assert f"chosen in this order: {pattern.provenance['picked']}" in output
+    assert pattern.full_layers == first.full_layers  # a budget of one is one round
+    assert json.loads(kept.read_text())["scores"] == before
+    for other in ("--fa-decode", "--score-fa-decode"):
+        said = fails("select", "nll", checkpoint, *options, other)
+        assert said.startswith(
+            f"{kept} holds scores made with full_attention_decode = False, this search has True"
+        )
+    output = run("select", "nll", checkpoint, *options, "--fa-decode", "--no-score-fa-decode")
+    assert "going on from there" in output
+    assert AttentionPattern.from_json(out).full_attention_decode
+    said = fails("select", "nll", checkpoint, *options, "--window", 17)
+    assert said.startswith(f"{kept} holds scores made with sliding_window = 16, this search has 17")
+
+
+def test_nll_says_when_the_prompts_are_too_short(planted, tmp_path):
+    refused_unless_forced("nll", tmp_path, "--budget", 2)
+    refused_unless_forced("nll-greedy", tmp_path, "--budget", 1)
+    refused_unless_forced("light-transfer", tmp_path, "--budget", 2, "--recent", 60)
+
+
+def test_wrong_arguments_of_layer_selection_get_a_sentence(checkpoint, tmp_path):
+    nll = ("select", "nll", checkpoint, "--out", tmp_path / "p.json", *LAYER_NEEDLES)
+    assert fails(*nll) == "give exactly one of --budget and --one-in: how many layers stay full"
+    assert fails(*nll, "--budget", 3) == "budget is 3 full layers, the model has 2"
+    assert fails(*nll, "--budget", 0, "--greedy") == "--greedy chooses one layer at least, but --budget is 0"
+    said = fails(*nll, "--budget", 1, "--no-reuse", "--toggles-at-once", 2)
+    assert said == "--toggles-at-once goes with reused activations: leave out --no-reuse"
+    assert fails(*nll, "--budget", 1, "--mesh", "rows=2").startswith(
+        "--mesh must be sizes of the axes data, fsdp,"
+    )
+    said = fails(*nll, "--budget", 1, "--mesh", "data=64")
+    assert said.startswith("--mesh data=64: 'mesh' (")
+    assert "asks for 64 devices" in said
+    lazy = ("select", "light-transfer", checkpoint, "--out", tmp_path / "p.json", *NEEDLES)
+    assert fails(*lazy, "--budget", 3) == "budget is 3 full layers, the model has 2"
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_light_transfer_writes_a_pattern_with_its_scores(checkpoint, tmp_path):
+    out = tmp_path / "p.json"
+    options = ("--one-in", 2, "--recent", 16, "--lazy-sinks", 2, "--out", out, *NEEDLES)
+    run("select", "light-transfer", checkpoint, *options, "--window", 24)
+    pattern = AttentionPattern.from_json(out)
+    said = pattern.provenance
+    assert (pattern.sliding_window, pattern.num_sink_tokens, len(pattern.full_layers)) == (24, 2, 1)
+    assert (said["method"], said["recent_keys"], np.shape(said["scores"])) == ("light-transfer", 16, (2,))
+    assert out.with_suffix(".png").stat().st_size > 1000
+    said = fails("select", "light-transfer", checkpoint, "--one-in", 2, "--out", out, *NEEDLES)
+    assert said.startswith("--recent 1020 reaches over whole prompts, so that every layer is lazy: ")
+    assert AttentionPattern.from_json(out) == pattern  # what was there is not lost
+
+
+# ---- prompts of one's own ----
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """Five records of 30 + 24 bytes and one each that is too long or whose answer is too short."""
+    records = [{"prompt": f"{i}" * 30, "answer": f"{i + 1}" * 24} for i in range(5)]
+    records += [{"prompt": "x" * 300, "answer": "y" * 24}, {"prompt": "x" * 30, "answer": "short"}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def test_layers_are_chosen_by_prompts_of_ones_own(checkpoint, prompts, tmp_path):
+    out = tmp_path / "layers.json"
+    options = ("--prompts", prompts, "--window", 8, "--length", 64, "--batch-size", 2, "--out", out)
+    output = run("select", "nll", checkpoint, "--budget", 1, "--examples", 5, *options)
+    assert "5 examples scored in" in output
+    provenance = AttentionPattern.from_json(out).provenance
+    assert provenance["data"] == f"5 prompts of {prompts} with at most 64 tokens"
+
+    tokenizer = load_tokenizer(checkpoint)
+    drawn = prompt_examples(tokenizer, prompts, num_examples=5, length=64, min_answer=20)
+    assert sorted(tokenizer.decode(e.prompt) + e.references[0] for e in drawn) == [
+        f"{i}" * 30 + f"{i + 1}" * 24 for i in range(5)
+    ]
+    model = load_model(checkpoint)
+    expected = nll_scores(model, drawn, sliding_window=8, full_attention_decode=False, batch_size=2)
+    np.testing.assert_allclose(provenance["scores"], expected, atol=1e-6)
+
+    run("select", "static", checkpoint, "qada", "--ratio", 0.5, "--examples", 6, *options)
+    assert "6 prompts of" in AttentionPattern.from_json(out).provenance["data"]  # short answers too
+    assert fails("select", "nll", checkpoint, "--budget", 1, "--examples", 6, *options) == (
+        f"6 examples are asked for, but 5 of the 7 records of {prompts} are at most 64 tokens long with an answer of "
+        "at least 20: ask for fewer, or allow longer prompts or shorter answers"
+    )
+    assert "which --prompts replaces" in fails(
+        "select", "nll", checkpoint, "--budget", 1, "--keys", 4, *options
+    )
+    prompts.write_text('{"prompt": "x"}\n')
+    assert f"{prompts}, line 1" in fails("select", "nll", checkpoint, "--budget", 1, *options)

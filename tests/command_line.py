@@ -1,0 +1,21 @@
+"""The command line inside the test process: what a verb prints, and the one line of a user's mistake."""
+
+from typer.testing import CliRunner
+
+from swa_jax.cli.main import app
+
+
+def run(*arguments: object, status: int = 0, input: str | None = None) -> str:
+    """What a verb printed, errors included."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments], input=input, env={"COLUMNS": "200"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def fails(*arguments: object) -> str:
+    output = run(*arguments, status=2)
+    assert "Traceback" not in output
+    assert len(output.splitlines()) == 1, output
+    return output.strip()

@@ -1,0 +1,74 @@
+"""Every notebook runs from top to bottom, in a process of its own and an empty folder, and shows its pictures."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+# The cells are plain Python; of IPython they use display(Image(file)) only, which is checked here without it.
+_RUN = """
+import json, sys, types, warnings
+from pathlib import Path
+warnings.simplefilter("error")
+import matplotlib
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+plt.show = lambda: print("shown: figure") or plt.close("all")
+ipython = types.ModuleType("IPython.display")
+ipython.Image = lambda file, width: Path(file)
+ipython.display = lambda file: print("shown:", file.read_bytes()[1:4].decode(), file.stat().st_size)
+sys.modules["IPython.display"] = ipython
+cells = json.loads(Path(sys.argv[1]).read_text())["cells"]
+names = {"__name__": "__main__"}
+for number, cell in enumerate(cells):
+    if cell["cell_type"] == "code":
+        exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
+"""
+
+
+def test_there_is_one_for_each_story():
+    assert [path.stem for path in NOTEBOOKS] == [
+        "1-adapt-a-model",
+        "2-choose-layers-and-heads",
+        "3-continue-into-swiattn",
+        "4-swat-from-scratch",
+        "5-inside-the-kernels",
+    ]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_saved_outputs_name_no_folder_of_the_machine_that_made_them(path):
+    text = path.read_text()
+    assert not re.search(r"/(root|home|Users|tmp|work)/", text)
+    assert not any(
+        output.get("output_type") == "error"
+        for cell in json.loads(text)["cells"]
+        for output in cell.get("outputs", [])
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs(path, tmp_path):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, "-c", _RUN, str(path)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    cells = json.loads(path.read_text())["cells"]
+    code = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    pictures = re.findall(r"shown: (?:PNG (\d+)|figure)", ran.stdout)
+    assert len(pictures) >= len(re.findall(r"display\(|plt\.show\(", code))
+    assert all(int(size or 10_000) > 3000 for size in pictures)

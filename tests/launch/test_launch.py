@@ -1,0 +1,448 @@
+"""The launchers for pods: what they would run, what they refuse, and what they do when machines come and go."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from timing import wait_until
+
+from launch import gke, tpu_vm
+from launch.settings import Runner, Settings, main
+from swa_jax.errors import ConfigError
+from swa_jax.settings import from_dict, load_config
+from swa_jax.train.config import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "launch" / "example.yaml"
+HOSTILE = 'output=/shared/it\'s $HOME; `no` "shell"'
+
+
+def settings(*changes: str) -> Settings:
+    return load_config(Settings, EXAMPLE, changes)
+
+
+def dry(capsys, verbs, verb: str, *changes: str) -> list[list[str]]:
+    """The commands that a dry run prints, as the shell would split them; comments are left out."""
+    assert main(verbs, "", [verb, str(EXAMPLE), *changes, "--dry-run"]) == 0
+    return [shlex.split(line) for line in capsys.readouterr().out.splitlines() if not line.startswith("# ")]
+
+
+def flag(command: list[str], name: str) -> str:
+    return next(word.partition("=")[2] for word in command if word.startswith(f"--{name}="))
+
+
+# ---- errors ----
+
+
+def test_only_what_is_expected_is_a_sentence(capsys):
+    def absent(*_):
+        Path("absent.yaml").read_text()
+
+    def broken(*_):
+        list(zip([1], [1, 2], strict=True))
+
+    assert main({"up": absent}, "", ["up", str(EXAMPLE)]) == 2
+    assert capsys.readouterr().err == "absent.yaml: No such file or directory\n"
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        main({"up": broken}, "", ["up", str(EXAMPLE)])
+
+
+# ---- settings ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (["nam=x"], "unknown key 'nam'; did you mean 'name'?"),
+        (["name=Big Run"], "'name' is 'Big Run': it must be 1 to 40 small letters"),
+        (["topology=v5q:4x4x4"], "'topology' is 'v5q:4x4x4': unknown TPU 'v5q'; did you mean 'v5p'?"),
+        (["topology=v5p:4x4"], "'topology' is 'v5p:4x4': it must be as in v5p:4x4x4"),
+        (["topology=v6e"], "'topology' is 'v6e': it must be as in v6e:4x4"),
+        (["topology=v5e:3x3"], "'topology' is 'v5e:3x3': 9 chips are no whole machines of 4"),
+        (["slices=0"], "'slices' must be at least 1, got 0"),
+        (["overrides=[seed=1]"], "'overrides' has no output: 32 machines need one folder that all of them mount"),
+        (["overrides=[output=runs/x]"], "'overrides' has output=runs/x: 32 machines need one folder"),
+        (["overrides=[seed]"], "'overrides' has 'seed', which has not the form a.b=value"),
+        (["slices=2", "overrides=[output=/s, mesh.slices=4]"], "'overrides' has mesh.slices=4, but 'slices' is 2"),
+        (["tpu_vm=null"], "missing key 'tpu_vm': project, zone and repository"),
+        (["tpu_vm={zone: a, repository: b}"], "missing key 'tpu_vm.project'"),
+        (["tpu_vm.reserved=true"], "'tpu_vm.spot' and 'tpu_vm.reserved' are both set"),
+        (["topology=tpu7x:4x4x4"], "'topology' is 'tpu7x:4x4x4', which Google offers through GKE only"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_or_wrong_is_one_sentence(capsys, changes, sentence):
+    assert main(tpu_vm.VERBS, "", ["up", str(EXAMPLE), *changes, "--dry-run"]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith(sentence)
+    assert error.count("\n") == 1
+
+
+def test_gkes_own_settings(capsys):
+    for verb, change, sentence in (
+        ("apply", "gke=null", "missing key 'gke': image and volume_claim"),
+        ("apply", "gke={image: x}", "missing key 'gke.volume_claim'"),
+        ("xpk", "slices=1", "missing key 'gke.cluster': xpk needs it"),
+    ):
+        assert main(gke.VERBS, "", [verb, str(EXAMPLE), change]) == 2
+        assert capsys.readouterr().err.startswith(sentence)
+    with pytest.raises(SystemExit, match="2"):
+        main(gke.VERBS, "", ["aply", str(EXAMPLE)])
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("topology", "machines", "chips", "name"),
+    [
+        ("v5p:2x2x1", 1, 4, "v5p-8"),
+        ("v5p:4x4x8", 32, 4, "v5p-256"),
+        ("v4:4x4x4", 16, 4, "v4-128"),
+        ("v5e:2x4", 1, 8, "v5litepod-8"),
+        ("v5e:16x16", 64, 4, "v5litepod-256"),
+        ("v6e:16x16", 64, 4, "v6e-256"),
+        ("tpu7x:4x4x4", 16, 4, "tpu7x-4x4x4"),
+    ],
+)
+def test_machines_of_a_slice(topology, machines, chips, name):
+    slice = settings(f"topology={topology}")
+    assert (slice.machines, slice.chips_per_machine, slice.accelerator_type) == (machines, chips, name)
+
+
+def test_the_run_that_the_example_starts_can_be_read(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    verb, file, *overrides, timeout = settings("slices=2").arguments
+    assert timeout == "--timeout=300"
+    config = load_config(TrainConfig, file, overrides)
+    assert (verb, config.output, config.mesh.slices) == ("train", "/shared/runs/bosch-8b", 2)
+    assert config.stages[0].data[0].files == ("/shared/data/prolong",)
+
+
+# ---- TPU VMs ----
+
+
+def test_one_slice_is_asked_for(capsys):
+    (command,) = dry(capsys, tpu_vm.VERBS, "create")
+    assert command[:6] == ["gcloud", "compute", "tpus", "queued-resources", "create", "bosch-8b"]
+    assert set(command[6:]) == {
+        "--project=my-project", "--zone=us-east5-a", "--type=v5p", "--topology=4x4x8",
+        "--runtime-version=v2-alpha-tpuv5", "--node-id=bosch-8b", "--spot",
+    }  # fmt: skip
+
+
+def test_several_slices_are_asked_for(capsys):
+    (command,) = dry(capsys, tpu_vm.VERBS, "create", "slices=4", "topology=v6e:16x16", "tpu_vm.spot=false")
+    assert set(command[6:]) == {
+        "--project=my-project", "--zone=us-east5-a", "--accelerator-type=v6e-256",
+        "--runtime-version=v2-alpha-tpuv6e", "--node-count=4", "--node-prefix=bosch-8b",
+    }  # fmt: skip
+    (command,) = dry(capsys, tpu_vm.VERBS, "start", "slices=4")
+    assert (flag(command, "node"), flag(command, "worker")) == ("all", "all")
+    assert "mesh.slices=4" in flag(command, "command")
+
+
+def test_the_whole_of_up_is_printed_and_nothing_is_run(capsys, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", None)
+    commands = dry(capsys, tpu_vm.VERBS, "up")
+    verbs = [command[4] for command in commands]
+    assert verbs == ["describe", "create", "describe", "ssh", "ssh", "describe", "ssh"]
+
+
+def test_what_is_started_on_a_machine_says_its_status_and_gets_its_arguments(tmp_path, capsys):
+    """The command for ssh, run here in place of a TPU VM."""
+    folder = tmp_path / "swa-jax"
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    program = folder / ".venv" / "bin" / "swa-jax"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "print(json.dumps(sys.argv[1:]), flush=True)\ntime.sleep(60)\n"
+    )
+    program.chmod(0o755)
+    (folder / "train.status").write_text("2\n")  # of an earlier start
+    changes = [f"overrides={json.dumps([HOSTILE])}", "tpu_vm.prepare=touch ../prepared && true"]
+    start, stop = (dry(capsys, tpu_vm.VERBS, verb, *changes)[0] for verb in ("start", "stop"))
+    question = dry(capsys, tpu_vm.VERBS, "watch", *changes)[-1]
+
+    def shell(command: list[str]) -> subprocess.CompletedProcess[str]:
+        script = ["bash", "-c", flag(command, "command")]
+        return subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+
+    assert shell(question).stdout == "2\n"
+    assert subprocess.run(["bash", "-n", "-c", flag(start, "command")]).returncode == 0
+    assert shell(start).returncode == 0
+    log, status = folder / "train.log", folder / "train.status"
+    wait_until(lambda: log.exists() and log.read_text())
+    assert json.loads(log.read_text()) == ["train", "configs/bosch/qwen3-8b.yaml", HOSTILE, "--timeout=300"]
+    assert (tmp_path / "prepared").exists()
+    assert shell(question).stdout == "running\n"
+    twice = shell(start)
+    assert (twice.returncode, twice.stderr) == (1, "a run is going here: stop it first\n")
+    assert shell(stop).returncode == 0
+    wait_until(status.exists)
+    assert shell(question).stdout == "143\n"
+    status.unlink()  # the machine went down before it could say
+    assert shell(question).stdout == "lost\n"
+
+    # A process that is frozen does not keep a lost run from being started again.
+    settings = load_config(Settings, EXAMPLE, changes)
+    tpu_vm.start(settings, Runner(dry_run=True), lost=True)
+    again = shlex.split(capsys.readouterr().out)
+    assert shell(start).returncode == 0
+    frozen = int((folder / "train.pid").read_text())
+    os.kill(frozen, signal.SIGSTOP)
+    assert shell(start).returncode == 1
+    assert shell(again).returncode == 0
+    assert int((folder / "train.pid").read_text()) != frozen
+    assert not Path(f"/proc/{frozen}").exists()
+    assert shell(question).stdout == "running\n"
+    assert shell(stop).returncode == 0
+    wait_until(status.exists)
+
+
+def test_the_install_command_is_a_shell_command(capsys):
+    (command,) = dry(capsys, tpu_vm.VERBS, "install", "tpu_vm.repository=it's/a repo.git")
+    assert subprocess.run(["bash", "-n", "-c", flag(command, "command")]).returncode == 0
+    assert "'it'\"'\"'s/a repo.git'" in flag(command, "command")
+
+
+GCLOUD = """#!{python}
+import json, pathlib, sys
+folder = pathlib.Path({folder!r})
+with (folder / "calls").open("a") as file:
+    file.write(json.dumps(sys.argv[1:]) + "\\n")
+def next_of(name):
+    first, *rest = (folder / name).read_text().split("\\n")
+    (folder / name).write_text("\\n".join(rest))
+    return first
+verb, command = sys.argv[4], next((a for a in sys.argv if a.startswith("--command=")), "")
+if verb == "describe":
+    state = next_of("states")
+    if state == "NOT_FOUND" or state == "offline":
+        sys.exit("ERROR: (gcloud) " + state)
+    print(state)
+elif "cat train.status" in command:
+    answer = next_of("answers")
+    if answer == "no answer":
+        sys.exit(255)
+    print(answer)
+elif "ls swa-jax/train.pid" in command:
+    print((folder / "started").read_text() if (folder / "started").exists() else "")
+elif verb == "ssh" and (folder / "broken").exists():
+    sys.exit(1)
+"""
+
+
+@pytest.fixture
+def cloud(tmp_path, monkeypatch):
+    """A `gcloud` that answers from two lists; gives `play(states, answers)`: status of `up` and the verbs it ran."""
+    program = tmp_path / "gcloud"
+    program.write_text(GCLOUD.format(python=sys.executable, folder=str(tmp_path)))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(tpu_vm, "POLL", 0)
+
+    def play(states, answers, verb="up"):
+        (tmp_path / "states").write_text("\n".join(states))
+        (tmp_path / "answers").write_text("\n".join(answers))
+        (tmp_path / "calls").write_text("")
+        status = main(tpu_vm.VERBS, "", [verb, str(EXAMPLE)])
+        assert (tmp_path / "states").read_text() == "", "not all states were asked for"
+        calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+        return status, [_kind(call) for call in calls]
+
+    return play
+
+
+def _kind(call: list[str]) -> str:
+    command = " ".join(call)
+    for part, name in (
+        ("git clone", "install"),
+        ("setsid", "start"),
+        ("cat train.status ", "ask"),
+        ("tail", "logs"),
+    ):
+        if part in command:
+            return name
+    return call[3]
+
+
+def _steps(kinds: list[str]) -> list[str]:
+    return [kind for kind in kinds if kind not in ("describe", "ask")]
+
+
+def test_up_asks_for_machines_and_starts_the_run(cloud, capfd):
+    status, kinds = cloud(
+        ["NOT_FOUND", "WAITING_FOR_RESOURCES", "ACTIVE", "ACTIVE", "ACTIVE"], ["running", "0"]
+    )
+    assert status == 0
+    assert _steps(kinds) == ["create", "install", "start"]
+    assert "the run has finished" in capfd.readouterr().out
+
+
+def test_up_starts_a_saved_run_again_on_the_same_machines(cloud):
+    status, kinds = cloud(["NOT_FOUND", "ACTIVE", "ACTIVE", "ACTIVE", "ACTIVE"], ["143", "0"])
+    assert status == 0
+    assert _steps(kinds) == ["create", "install", "start", "start"]
+
+
+def test_up_asks_for_new_machines_after_a_preemption(cloud, capfd):
+    states = ["NOT_FOUND", "ACTIVE", "ACTIVE", "SUSPENDED", "SUSPENDED", "PROVISIONING", "ACTIVE", "ACTIVE"]
+    status, kinds = cloud(states, ["running", "running", "0"])
+    assert status == 0
+    assert _steps(kinds) == ["create", "install", "start", "delete", "create", "install", "start"]
+    assert "the run or its machines are gone: once more" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("lost", ["lost", "75"])
+def test_up_starts_again_what_is_gone_from_machines_that_were_started_anew(cloud, lost):
+    status, kinds = cloud(["NOT_FOUND", "ACTIVE", "ACTIVE", "ACTIVE", "ACTIVE"], [lost, "0"])
+    assert status == 0
+    assert _steps(kinds) == ["create", "install", "start", "install", "start"]
+
+
+def test_up_stops_at_a_failure_and_keeps_the_machines(cloud, capfd):
+    status, kinds = cloud(["NOT_FOUND", "ACTIVE", "ACTIVE", "ACTIVE"], ["2"])
+    assert status == 2
+    assert _steps(kinds) == ["create", "install", "start", "logs"]
+    assert "the run failed with status 2; the machines are kept" in capfd.readouterr().out
+
+
+def test_a_failure_because_a_machine_was_taken_away_is_a_preemption(cloud):
+    states = ["NOT_FOUND", "ACTIVE", "ACTIVE", "SUSPENDING", "SUSPENDED", "ACTIVE", "ACTIVE"]
+    status, kinds = cloud(states, ["2", "0"])
+    assert status == 0
+    assert _steps(kinds) == ["create", "install", "start", "delete", "create", "install", "start"]
+
+
+def test_up_takes_up_the_watch_of_a_run_that_it_had_started(cloud, tmp_path):
+    (tmp_path / "started").write_text("swa-jax/train.pid")
+    status, kinds = cloud(["ACTIVE", "ACTIVE", "ACTIVE"], ["running", "0"])
+    assert status == 0
+    assert _steps(kinds) == ["ssh"]
+
+
+def test_up_bears_a_network_that_is_away_for_a_while(cloud, capfd):
+    states = ["NOT_FOUND", "ACTIVE", *["offline"] * 15, "ACTIVE"]
+    status, _ = cloud(states, ["0"])
+    assert status == 0
+    states = ["NOT_FOUND", "ACTIVE", *["ACTIVE"] * tpu_vm.SILENT, "ACTIVE"]
+    status, _ = cloud(states, ["no answer"] * tpu_vm.SILENT)
+    assert status == 2
+    assert f"has not answered {tpu_vm.SILENT} times" in capfd.readouterr().err
+
+
+def test_up_gives_up_where_no_machines_will_come(cloud, capfd):
+    status, _ = cloud(["NOT_FOUND", "FAILED"], [])
+    assert status == 2
+    assert "bosch-8b is FAILED: no machines will come" in capfd.readouterr().err
+    status, _ = cloud(["offline"], [])
+    assert status == 2
+    assert "gcloud does not say how bosch-8b is: ERROR: (gcloud) offline" in capfd.readouterr().err
+
+
+def test_a_failed_install_is_no_preemption(cloud, tmp_path, capfd):
+    (tmp_path / "broken").touch()
+    status, kinds = cloud(["NOT_FOUND", "ACTIVE", "ACTIVE"], [])
+    assert status == 2
+    assert _steps(kinds) == ["create", "install"]
+    assert "failed with status 1" in capfd.readouterr().err
+
+
+def test_a_program_that_is_not_installed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(tpu_vm.VERBS, "", ["create", str(EXAMPLE)]) == 2
+    assert capsys.readouterr().err == "gcloud is not installed, or not on PATH\n"
+
+
+# ---- GKE ----
+
+# The fields of a JobSet (jobset.x-k8s.io/v1alpha2), and of the Kubernetes objects in it, that exist.
+SPEC = {"replicatedJobs", "network", "successPolicy", "failurePolicy", "startupPolicy", "suspend", "coordinator",
+        "managedBy", "ttlSecondsAfterFinished"}  # fmt: skip
+JOB = {"parallelism", "completions", "backoffLimit", "podFailurePolicy", "template"}
+
+
+def test_the_manifest_is_a_jobset(capsys):
+    assert (
+        main(gke.VERBS, "", ["render", str(EXAMPLE), "slices=2", f"overrides={json.dumps([HOSTILE])}"]) == 0
+    )
+    jobset = yaml.safe_load(capsys.readouterr().out)
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert set(jobset) == {"apiVersion", "kind", "metadata", "spec"}
+    assert set(jobset["spec"]) <= SPEC
+    (slices,) = jobset["spec"]["replicatedJobs"]
+    assert (slices["replicas"], set(slices)) == (2, {"name", "replicas", "template"})
+    job = slices["template"]["spec"]
+    assert set(job) == JOB
+    assert (job["parallelism"], job["completions"], job["backoffLimit"]) == (32, 32, 0)
+    pod = job["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"  # a pod failure policy demands it
+    assert pod["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
+        "cloud.google.com/gke-tpu-topology": "4x4x8",
+        "cloud.google.com/gke-spot": "true",
+    }
+    (container,) = pod["containers"]
+    assert container["command"] == [
+        "swa-jax", "train", "configs/bosch/qwen3-8b.yaml", HOSTILE, "mesh.slices=2", "--timeout=300",
+    ]  # fmt: skip
+    assert container["resources"] == {"limits": {"google.com/tpu": 4}}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    claims = {volume["name"]: volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"]}
+    assert (mounts, claims) == ({"shared": "/shared"}, {"shared": "shared"})
+
+
+def test_preemptions_restart_the_jobset_for_ever_and_failures_do_not():
+    spec = gke.manifest(settings())["spec"]
+    job = spec["replicatedJobs"][0]["template"]["spec"]
+    rules = job["podFailurePolicy"]["rules"]
+    assert {rule["action"] for rule in rules} == {"FailJob"}
+    assert rules[0]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    (container,) = job["template"]["spec"]["containers"]
+    assert rules[1]["onExitCodes"] == {
+        "containerName": container["name"], "operator": "In", "values": [143],
+    }  # fmt: skip
+    assert spec["failurePolicy"] == {
+        "maxRestarts": 3,
+        "rules": [
+            {"action": "RestartJobSetAndIgnoreMaxRestarts", "onJobFailureReasons": ["PodFailurePolicy"]}
+        ],
+    }
+
+
+def test_apply_gives_kubectl_the_manifest(tmp_path, monkeypatch, capsys):
+    assert (
+        main(gke.VERBS, "", ["apply", str(EXAMPLE), "gke.namespace=team", "gke.queue=tpus", "--dry-run"]) == 0
+    )
+    first, *text, end = capsys.readouterr().out.splitlines()
+    assert shlex.split(first)[:3] == ["kubectl", "--namespace=team", "apply"]
+    assert (first[-7:], end) == ("<<'END'", "END")
+    expected = gke.manifest(settings("gke.namespace=team", "gke.queue=tpus"))
+    assert yaml.safe_load("\n".join(text)) == expected
+    assert expected["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "tpus"}
+    program = tmp_path / "kubectl"
+    program.write_text(f"#!/bin/sh\ncat > {shlex.quote(str(tmp_path / 'applied'))}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert main(gke.VERBS, "", ["apply", str(EXAMPLE)]) == 0
+    assert yaml.safe_load((tmp_path / "applied").read_text()) == gke.manifest(settings())
+
+
+def test_xpk(capsys):
+    where = ["gke.cluster=c", "gke.project=p", "gke.zone=z", f"overrides={json.dumps([HOSTILE])}"]
+    (command,) = dry(capsys, gke.VERBS, "xpk", "slices=2", *where)
+    assert command[:3] == ["xpk", "workload", "create"]
+    assert flag(command, "tpu-type") == "v5p-256"
+    assert flag(command, "num-slices") == "2"
+    assert shlex.split(flag(command, "command"))[-3:-1] == [HOSTILE, "mesh.slices=2"]
+
+
+def test_settings_are_refused_as_configurations_are():
+    with pytest.raises(ConfigError, match="missing key 'name'"):
+        from_dict(Settings, {})

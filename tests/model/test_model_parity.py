@@ -1,0 +1,109 @@
+"""The decoder against what Hugging Face's own models computed (tests/golden), at f32."""
+
+import functools
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import swa_jax
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.families.config_json import model_config
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.model.layers import rope_frequencies
+from swa_jax.model.pattern import AttentionPattern
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CASES = sorted(folder.parent.name for folder in GOLDEN.glob("*/golden.safetensors"))
+ROPE = json.loads((GOLDEN / "rope.json").read_text())
+TOLERANCE = 1e-4
+PATTERNS = {
+    "llama-bias": "FF",
+    "llama-plain": "FFFF",
+    "llama-yarn": "FFFF",
+    "llama3-rope": "FFFF",
+    "ministral-hybrid": "FwwwF",
+    "mistral-full": "FFFF",
+    "mistral-window": "wwww",
+    "qwen2-full": "FFFF",
+    "qwen2-hybrid": "FFwww",
+    "qwen3-full": "FFFF",
+    "qwen3-hybrid": "wFwFw",
+}
+
+
+@functools.cache
+def golden(case: str) -> dict[str, np.ndarray]:
+    return load_file(GOLDEN / case / "golden.safetensors")
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    """`load(case)`: the golden model, imported once."""
+    folder = tmp_path_factory.mktemp("parity")
+
+    @functools.cache
+    def imported(case: str) -> Decoder:
+        return swa_jax.load_model(import_model(GOLDEN / case, folder / case))
+
+    return imported
+
+
+def logits(model: Decoder, case: str) -> np.ndarray:
+    return np.asarray(model(jnp.asarray(golden(case)["tokens"])))
+
+
+def uniform(kind: str, model: Decoder) -> AttentionPattern:
+    return AttentionPattern((kind,) * model.config.num_hidden_layers, model.pattern.sliding_window)
+
+
+def test_the_cases_are_those_known():
+    assert sorted(PATTERNS) == CASES
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_with_the_pattern_of_the_config(load, case):
+    model = load(case)
+    letters = {FULL: "F", WINDOW: "w"}
+    assert "".join(letters[kind] for kind in model.pattern.layer_types) == PATTERNS[case]
+    np.testing.assert_allclose(logits(model, case), golden(case)["logits"], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "w" in PATTERNS[case]])
+def test_other_patterns_on_the_same_weights(load, case):
+    model, expected = load(case), golden(case)
+    assert expected["tokens"].shape[1] >= 4 * model.pattern.sliding_window
+    full = logits(model.with_pattern(uniform(FULL, model)), case)
+    np.testing.assert_allclose(full, expected["logits_full"], rtol=0, atol=TOLERANCE)
+    # Were windows and full attention alike here, the test above would show nothing.
+    after_window = np.s_[:, model.pattern.sliding_window :]
+    assert np.abs(full - expected["logits"])[after_window].max() > 100 * TOLERANCE
+    if "logits_window" in expected:
+        window = logits(model.with_pattern(uniform(WINDOW, model)), case)
+        np.testing.assert_allclose(window, expected["logits_window"], rtol=0, atol=TOLERANCE)
+        assert np.abs(window - expected["logits"])[after_window].max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_4_and_5_spell_the_same_model(case):
+    new, old = (json.loads((GOLDEN / case / f).read_text()) for f in ("config.json", "legacy_config.json"))
+    assert ("rope_parameters" in new, "rope_parameters" in old) == (True, False)
+    assert model_config(old) == model_config(new)
+    assert AttentionPattern.from_hf_config(old) == AttentionPattern.from_hf_config(new)
+
+
+@pytest.mark.parametrize("name", ROPE)
+def test_rope_frequencies_of_released_models(name):
+    case = ROPE[name]
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = model_config(
+        {"model_type": "llama", **sizes, "num_attention_heads": 1}
+        | {"head_dim": case["head_dim"], "rope_parameters": case["rope_parameters"]}
+    )
+    frequencies, factor = rope_frequencies(config.rope_theta, config.head_dim, config.rope_scaling, config)
+    np.testing.assert_allclose(frequencies, case["inv_freq"], rtol=1e-6)
+    np.testing.assert_allclose(factor, case["attention_factor"], rtol=1e-12)

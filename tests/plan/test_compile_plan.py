@@ -1,0 +1,159 @@
+"""Plans: a real step compiled for TPUs that are not here, its memory, what it sends and what it computes."""
+
+import dataclasses
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from swa_jax.cli.main import app
+from swa_jax.errors import ConfigError
+from swa_jax.model.config import ModelConfig
+from swa_jax.plan.text import describe
+from swa_jax.settings import from_dict, to_dict
+from swa_jax.train.config import TrainConfig
+
+pytest.importorskip("libtpu")  # the plain suite runs where it has no wheel, too
+from swa_jax.chips import TARGETS
+from swa_jax.plan.plan import plan, topology_devices
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 65536,
+}
+
+
+def run(*, length=4096, rows=8, **changes):
+    settings = {
+        "output": "runs/none",
+        "tokenizer": "none",
+        "model": MODEL,
+        "pattern": "window",
+        "sliding_window": 512,
+        "bfloat16": True,
+        "remat": "layer",
+        "stages": [{"steps": 1, "sequence_length": length, "batch_size": rows}],
+    }
+    return from_dict(TrainConfig, settings | changes)
+
+
+def test_what_cannot_be_planned_is_one_sentence():
+    with pytest.raises(
+        ConfigError, match=r"--topology is 'v5e:3x5x7x9', which libtpu does not take .* such as v5e:16x16"
+    ):
+        plan(run(), "v5e:3x5x7x9")
+    with pytest.raises(ConfigError, match="--stage is 1: the run has stages 0 to 0"):
+        plan(run(), "v5e:2x2", stage=1)
+    with pytest.raises(
+        ConfigError, match=r"= 3 cannot be split in 4 .*make it a multiple of 4, or change 'mesh'"
+    ):
+        plan(run(rows=3), "v5e:2x2")
+
+
+def test_a_missing_checkpoint_says_how_to_plan_without_it(tmp_path):
+    file = tmp_path / "run.yaml"
+    settings = to_dict(run()) | {"model": None, "init_from": str(tmp_path / "nothing")}
+    file.write_text(json.dumps(settings))
+    result = CliRunner().invoke(app, ["compile", str(file), "--topology", "v5e:2x2"])
+    assert result.exit_code == 2
+    assert "init_from=null model=@configs/models/NAME.yaml" in result.stderr
+
+
+def test_v7x_is_another_name_of_tpu7x():
+    kinds = [[d.device_kind for d in topology_devices(name)] for name in ("v7x:2x2x1", "tpu7x:2x2x1")]
+    assert kinds[0] == kinds[1] != []
+
+
+def test_no_topology_is_one_sentence(tmp_path):
+    result = CliRunner().invoke(app, ["compile", str(tmp_path / "run.yaml")])
+    assert result.exit_code == 2
+    assert "give --topology" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_training_step(tmp_path):
+    file, out = tmp_path / "run.yaml", tmp_path / "plan.json"
+    file.write_text(json.dumps(to_dict(run(mesh={"fsdp": 4, "context": 2}))))
+    result = CliRunner().invoke(app, ["compile", str(file), "--topology", "v5e:2x4", "--out", str(out)])
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(out.read_text())
+    assert "FITS" in result.stdout
+    assert describe(report) in result.stdout
+    memory, parameters = report["memory"], report["parameters"]
+    # Norms are whole on every chip; all else is split in eight, in f32, and Adam keeps two numbers for each.
+    assert parameters * 4 / 8 <= memory["parameters"] < parameters * 4 / 8 * 1.02
+    assert memory["optimizer"] == pytest.approx(2 * memory["parameters"], rel=1e-3)
+    # 8 rows in 4, 4096 tokens in 2, bf16: the input of each of three layers.
+    assert memory["activations"] == pytest.approx(3 * 2 * 2048 * 256 * 2, rel=0.1)
+    parts = [
+        memory[name] for name in ("parameters", "optimizer", "batch", "activations", "temporaries", "program")
+    ]
+    assert memory["total"] == sum(parts) + memory["outputs_and_padding"]
+    assert memory["capacity"] == TARGETS["v5e"].hbm_gib * 2**30 == memory["free"] + memory["total"]
+    # Matrix products: once forward, twice backward and, but for the last of a layer, again for want of memory.
+    tokens, down = 8 * 4096 / 8, 256 * 512
+    layer, head = 256 * 128 * (2 * 4 + 2 * 2) + 3 * down, 256 * 1024
+    assert report["flops"]["matmuls"] == pytest.approx(2 * tokens * (3 * (4 * layer - down) + 4 * head))
+    time = report["time"]
+    assert 0 < time["seconds_hidden"] < time["seconds_shown"]
+    assert 0 < time["mfu"][0] < time["mfu"][1] < 1
+
+
+@pytest.mark.slow
+def test_a_windowed_layer_sends_no_more_over_the_context_when_rows_grow():
+    """Rows four times as long: what windowed layers send stays, what full layers gather grows with it."""
+    over_context = {}
+    for pattern in ("window", "full"):
+        for length in (8192, 32768):
+            config = run(length=length, rows=1, pattern=pattern, mesh={"fsdp": 1, "context": 4}, remat="none")
+            report = plan(config, "v5e:2x2")
+            over_context[pattern, length] = sum(c["bytes"] for c in report["collectives"])
+    assert over_context["window", 32768] < 1.02 * over_context["window", 8192]
+    assert over_context["full", 32768] > 2 * over_context["full", 8192]
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_says_by_how_much():
+    wide = dataclasses.replace(from_dict(ModelConfig, MODEL), hidden_size=8192, intermediate_size=32768)
+    report = plan(run(model=to_dict(wide), remat="none", length=32768, rows=64), "v5e:2x2")
+    assert not report["memory"]["fits"]
+    assert report["memory"]["free"] < 0
+    assert "DOES NOT FIT" in describe(report)
+    assert "of a chip" in describe(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["prefill", "decode"])
+def test_generation(step):
+    report = plan(run(), "v6e:2x2", step=step, batch_size=4, length=2048)
+    memory = report["memory"]
+    # The ring of each layer: 512 tokens of two heads, keys and values, in bf16.
+    assert memory["cache"] == pytest.approx(3 * 2 * 4 * 512 * 128 * 2 * 2, abs=64)
+    assert memory["fits"]
+    assert report["collectives"] == []
+    matrices = 3 * (256 * 128 * (2 * 4 + 2 * 2) + 3 * 256 * 512)
+    tokens = 4 * 2048 if step == "prefill" else 4
+    assert report["flops"]["matmuls"] == pytest.approx(2 * (tokens * matrices + 4 * 256 * 1024), rel=0.02)
+
+
+@pytest.mark.slow
+def test_adapters_are_held_beside_frozen_weights_in_bfloat16():
+    """On a mesh that splits no weight a chip holds all of them, and moments of the adapters only."""
+    config = run(length=1024, rows=4, mesh={"data": 4, "fsdp": 1}, lora={"rank": 8})
+    adapters = config.lora.num_parameters(config.model)
+    report = plan(config, "v5e:2x2")
+    memory, frozen = report["memory"], report["parameters"] - adapters
+    assert memory["parameters"] == 2 * frozen + 4 * adapters
+    assert 0 <= memory["optimizer"] - 8 * adapters < 64  # and a few counters
+    # As in a training step, but without the gradients of frozen weights; the adapters' own, and theirs computed again.
+    down = 256 * 512
+    layer, head = 256 * 128 * (2 * 4 + 2 * 2) + 3 * down, 256 * 1024
+    expected = 2 * 1024 * (3 * (3 * layer - down) + 3 * head + 4 * adapters)
+    assert report["flops"]["matmuls"] == pytest.approx(expected, rel=0.01)

@@ -1,0 +1,273 @@
+"""`swa-jax compare`: methods at equal budgets, on prompts they did not choose by."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+from command_line import fails, run
+from flax import nnx
+from planted import KV_HEADS, LAYERS, PLANTED, WINDOW_SIZE, planted_examples, planted_mask, planted_model
+from tiny_models import BYTES, byte_checkpoint, make
+
+from swa_jax.checkpoint.folder import save_model
+from swa_jax.errors import ConfigError
+from swa_jax.evaluate import Example
+from swa_jax.evaluate.nll import score_answers
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.select.compare import compare, summary
+from swa_jax.select.heads import head_mask, head_pattern
+from swa_jax.select.methods import METHODS, choose
+
+RATIO = 1 - len(PLANTED) / (LAYERS * KV_HEADS)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return planted_model()
+
+
+def test_patterns_with_heads_are_data_to_one_program(model, monkeypatch):
+    """And score as the model does that was made for the pattern."""
+    import swa_jax.evaluate.nll as nll
+
+    examples = planted_examples(4)
+    rng = np.random.default_rng(0)
+    masks = [planted_mask(), *(rng.random((LAYERS, KV_HEADS)) < p for p in (0.2, 0.8))]
+    masks[1][0] = [True, False, True, False]
+    sizes = []
+    for mask in masks:
+        pattern = head_pattern(mask, WINDOW_SIZE, 1, {})
+        scored = score_answers(model, examples, pattern=pattern)
+        sizes.append(nll.score_batch._cache_size())
+        own = score_answers(model.with_pattern(pattern), examples)
+        np.testing.assert_allclose(scored.nll, own.nll, rtol=1e-5)
+        assert scored.nll.max() < 2 or mask is not masks[0]
+    assert sizes[0] == sizes[1] == sizes[2]
+    two = [Example(e.prompt[:-1], [e.prompt[-1], *e.answer], []) for e in examples]
+    pattern = dataclasses.replace(head_pattern(masks[1], WINDOW_SIZE, 1, {}), full_attention_decode=True)
+    free = score_answers(model, two, pattern=pattern)
+    np.testing.assert_allclose(free.nll, score_answers(model.with_pattern(pattern), two).nll, rtol=1e-5)
+    bound = score_answers(model, two, pattern=pattern, full_attention_decode=False)
+    assert not np.allclose(free.nll, bound.nll)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_windows_the_share_it_is_told(model, method):
+    patterns = choose(
+        method, model, planted_examples(4), [0.5, 0.75], sliding_window=WINDOW_SIZE, iterations=2, batch_size=4
+    )  # fmt: skip
+    for pattern, ratio in zip(patterns, (0.5, 0.75), strict=True):
+        assert (~head_mask(pattern, KV_HEADS)).mean() == ratio
+        assert pattern.sliding_window == WINDOW_SIZE
+        assert pattern.provenance["method"].startswith(method.removesuffix("-heads"))
+
+
+def test_results_are_kept_and_summed_up(model, tmp_path):
+    def go(methods, seeds=(0, 1), **settings):
+        return compare(
+            model, [("full", AttentionPattern.from_recipe("full", LAYERS))], planted_examples(16, seed=9), tmp_path,
+            methods=methods, ratios=[RATIO], seeds=seeds, draw=lambda seed: planted_examples(seed=seed),
+            sliding_window=WINDOW_SIZE, iterations=100, batch_size=16, settings={"model": "planted"} | settings,
+            report=lines.append, progress=lambda *count: counts.append(count),
+        )  # fmt: skip
+
+    lines, counts = [], []
+    rows = go(["random-heads"])
+    assert counts == [(1, 3), (2, 3), (3, 3)]
+    assert [line.split(":")[0] for line in lines] == [
+        "full", "random-heads at 0.75, seed 0", "random-heads at 0.75, seed 1",
+    ]  # fmt: skip
+    lines.clear()
+    rows = go(["random-heads", "bosch"])
+    assert len(lines) == 2  # what was there is not done again
+    assert counts[3:] == [(1, 2), (2, 2)]
+    assert json.loads((tmp_path / "results.json").read_text())["rows"] == rows
+    kept = AttentionPattern.from_json(tmp_path / "patterns" / "bosch-0.75-seed-0.json")
+    np.testing.assert_array_equal(head_mask(kept, KV_HEADS), planted_mask())
+    full, drawn, found = summary(rows, "bosch")
+    assert full["needle_accuracy"] == found["by_seed"][0] == 1
+    assert drawn["needle_accuracy"] < 0.6
+    assert drawn["gap"][0] == pytest.approx(drawn["needle_accuracy"] - found["needle_accuracy"])
+    assert drawn["gap"][2] < 0
+    assert drawn["by_seed"] == [row["needle_accuracy"] for row in rows if row["name"] == "random-heads"]
+    assert "gap" not in found
+    quarter = 1 / 4 + 3 / 4 * WINDOW_SIZE / 49  # prompts of 48 tokens and one of answer
+    assert found["kv_cache_bytes"] / full["kv_cache_bytes"] == pytest.approx(quarter)
+    lines.clear()
+    assert go(["random-heads"], seeds=(1,)) == rows  # what was chosen before comes with it
+    assert (
+        go(["random-heads", "bosch"]) == rows == json.loads((tmp_path / "results.json").read_text())["rows"]
+    )
+    assert lines == []
+    (tmp_path / "results.json").write_text("[]")
+    with pytest.raises(ConfigError, match="holds no results of `compare`"):
+        go(["bosch"])
+
+
+def scored(model, patterns, out, **options):
+    """The rows of these patterns, and the lines of those that were scored and not found."""
+    lines = []
+    options = {"draw": lambda _: [], "sliding_window": None, "settings": {}, "batch_size": 16} | options
+    rows = compare(model, patterns, planted_examples(), out, report=lines.append, **options)
+    return rows, [line for line in lines if line.endswith("% found")]
+
+
+def test_a_pattern_that_changes_under_its_name_is_scored_again(model, tmp_path):
+    full = AttentionPattern.from_recipe("full", LAYERS)
+    planted = head_pattern(planted_mask(), WINDOW_SIZE, 0, {})
+    windows = AttentionPattern.from_recipe("window", LAYERS, sliding_window=WINDOW_SIZE)
+    first, _ = scored(model, [("full", full), ("mine.json", planted)], tmp_path)
+    second, lines = scored(model, [("full", full), ("mine.json", windows)], tmp_path)
+    assert [row["needle_accuracy"] for row in first + second] == [1, 1, 1, 0]
+    assert lines == ["mine.json: 0.0 % found"]
+    wider = dataclasses.replace(planted, num_sink_tokens=1)
+    _, lines = scored(model, [("full", full), ("mine.json", wider)], tmp_path)
+    assert len(lines) == 1
+    # Going back, another provenance, another name, and full attention with a window that no layer has are known.
+    again = dataclasses.replace(planted, provenance={"method": "by hand"})
+    idle = dataclasses.replace(full, sliding_window=5, full_attention_decode=True)
+    for _ in range(2):
+        rows, lines = scored(model, [("all", idle), ("mine.json", again), ("yours.json", windows)], tmp_path)
+        assert lines == []
+        assert [row["name"] for row in rows] == ["all", "mine.json", "yours.json"]
+        assert [row["needle_accuracy"] for row in rows] == [1, 1, 0]
+        size = (tmp_path / "results.json").stat().st_size
+    scored(model, [("all", idle), ("mine.json", again), ("yours.json", windows)], tmp_path)
+    assert (tmp_path / "results.json").stat().st_size == size  # finding rows adds none
+
+
+def test_rows_of_other_weights_data_and_options_are_not_taken(model, tmp_path):
+    full = [("full", AttentionPattern.from_recipe("full", LAYERS))]
+    scored(model, full, tmp_path)
+    nudged = planted_model(noise=0.0021)  # the same answers
+    half = nnx.merge(*_half(model))
+    for other, options in ((nudged, {}), (half, {}), (model, {"weights": "another folder's"})):
+        rows, lines = scored(other, full, tmp_path, **options)
+        assert (len(rows), len(lines)) == (1, 1)
+        assert scored(other, full, tmp_path, **options)[1] == []
+    assert scored(model, full, tmp_path)[1] == []
+    # What a method chose depends on all that it chose by.
+    choose_by = {"methods": ["dcam"], "ratios": [0.5], "seeds": [0], "draw": lambda seed: planted_examples(4)}
+    window = {"sliding_window": WINDOW_SIZE}
+    assert len(scored(model, full, tmp_path, **choose_by, **window)[1]) == 1
+    assert scored(model, full, tmp_path, **choose_by, **window)[1] == []
+    for change in (
+        {"sliding_window": 9},
+        {"num_sink_tokens": 1},
+        {"eval_window": 7},
+        {"draw": lambda seed: planted_examples(4, seed=5)},
+    ):
+        rows, lines = scored(model, full, tmp_path, **(choose_by | window | change))
+        assert (len(rows), len(lines)) == (2, 1)
+    chosen = AttentionPattern.from_json(tmp_path / "patterns" / "dcam-0.5-seed-0.json")
+    assert chosen == AttentionPattern.from_json(json.dumps(rows[1]["pattern"]))
+    scored(model, full, tmp_path, **choose_by, sliding_window=9)  # its own again, though nothing is scored
+    assert AttentionPattern.from_json(tmp_path / "patterns" / "dcam-0.5-seed-0.json").sliding_window == 9
+
+
+def _half(model):
+    graph, state = nnx.split(model)
+    return graph, nnx.map_state(lambda _, x: x.replace(x[...].astype("bfloat16")), state)
+
+
+def test_a_comparison_where_nothing_is_found_is_refused(model, tmp_path):
+    windows = AttentionPattern.from_recipe("window", LAYERS, sliding_window=WINDOW_SIZE)
+    named = [("window", windows), ("streaming", dataclasses.replace(windows, num_sink_tokens=4))]
+    choose_by = {"methods": ["interleave"], "ratios": [0.5], "seeds": [0], "sliding_window": WINDOW_SIZE}
+    with pytest.raises(ConfigError, match=r"no pattern finds one of the 16 needles \(window, streaming\)"):
+        scored(model, named, tmp_path, **choose_by)
+    assert len(json.loads((tmp_path / "results.json").read_text())["rows"]) == 2  # the methods were not tried
+    rows, lines = scored(model, named, tmp_path, force=True, **choose_by)
+    assert (len(rows), len(lines)) == (3, 1)
+    # One that finds some is enough, whichever it is.
+    full = ("full", AttentionPattern.from_recipe("full", LAYERS))
+    assert len(scored(model, [*named, full], tmp_path, **choose_by)[0]) == 4
+
+
+def test_a_model_that_finds_nothing_is_refused_on_the_command_line(tmp_path, byte_tokenizer):
+    checkpoint = byte_checkpoint(tmp_path, byte_tokenizer, make("ww", sliding_window=16))
+    options = (
+        "--out",
+        tmp_path / "out",
+        "--held-out",
+        2,
+        "--length",
+        320,
+        "--method",
+        "interleave",
+        "--seeds",
+        1,
+    )
+    output = run("compare", checkpoint, *options, status=2)
+    assert (
+        "no pattern finds one of the 2 needles (full, window), so that a comparison means nothing" in output
+    )
+    assert "What each choice keeps and costs" not in output
+    assert not (tmp_path / "out" / "frontier.png").exists()
+    assert "What each choice keeps and costs" in run("compare", checkpoint, *options, "--force")
+
+
+def test_weights_that_change_under_their_path_are_scored_again(tmp_path, byte_tokenizer):
+    checkpoint = byte_checkpoint(tmp_path, byte_tokenizer, make("ww", sliding_window=16))
+    options = ("--out", tmp_path / "out", "--held-out", 2, "--length", 320, "--force")
+    assert "full: 0.0 % found" in run("compare", checkpoint, *options)
+    assert "% found" not in run("compare", checkpoint, *options)
+    assert "full: 0.0 % found" in run("compare", checkpoint, *options, "--dtype", "bfloat16")
+    shutil.rmtree(checkpoint)
+    save_model(
+        Decoder(BYTES, make("ww", sliding_window=16), rngs=nnx.Rngs(1)), checkpoint,
+        tokenizer_from=byte_tokenizer.parent,
+    )  # fmt: skip
+    output = run("compare", checkpoint, *options)
+    assert "full: 0.0 % found" in output
+    assert "also holds 4 rows of other weights, prompts or options: not shown" in output
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert len({row["answer_nll"] for row in rows if row["name"] == "full"}) == 3
+
+
+def test_a_window_is_needed_where_something_windows_without_one(tmp_path, byte_tokenizer):
+    checkpoint = byte_checkpoint(tmp_path, byte_tokenizer, make("FF", sliding_window=None))
+    options = ("--out", tmp_path / "out", "--held-out", 2, "--length", 320, "--force")
+    missing = "--window is missing: give it, as the model's own pattern has none"
+    file = tmp_path / "mine.json"
+    make("Fw", sliding_window=96, num_sink_tokens=10).to_json(file)
+    assert fails("compare", checkpoint, *options) == missing
+    assert fails("compare", checkpoint, *options, "--pattern", "streaming", "--pattern", file) == missing
+    assert fails("compare", checkpoint, *options, "--method", "nll", "--pattern", file) == missing
+    run("compare", checkpoint, *options, "--pattern", file)
+    full, mine = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert (full["name"], mine["name"]) == ("full", str(file))
+    assert (mine["pattern"]["sliding_window"], mine["pattern"]["num_sink_tokens"]) == (96, 10)
+
+
+def test_another_window_for_scoring(model, tmp_path):
+    rows = compare(
+        model, [], planted_examples(8), tmp_path, methods=["interleave"], ratios=[1.0], seeds=[0],
+        draw=lambda _: [], sliding_window=WINDOW_SIZE, eval_window=48, settings={},
+    )  # fmt: skip
+    assert rows[0]["needle_accuracy"] == 1
+    chosen = AttentionPattern.from_json(tmp_path / "patterns" / "interleave-1-seed-0.json")
+    assert chosen.sliding_window == WINDOW_SIZE
+
+
+def test_on_the_command_line(monkeypatch, tmp_path):
+    monkeypatch.setattr("swa_jax.cli.compare.load_checkpoint", lambda *_: (planted_model(), None))
+    monkeypatch.setattr("swa_jax.cli.compare.draw_needles", lambda *_: planted_examples())
+    monkeypatch.setattr("swa_jax.checkpoint.folder.weights_sum", lambda _: "planted")
+    options = ("x", "--window", WINDOW_SIZE, "--seeds", 1, "--method", "fisher", "--method", "interleave")
+    output = run("compare", *options, "--out", tmp_path / "c", "--pattern", "layers:2,3,5,6", "--ratio", 0.5)
+    assert "layers:2,3,5,6: 100.0 % found" in output
+    assert "Against fisher" in output
+    assert "patterns 1/5\n" in output
+    assert "patterns 5/5\n" in output
+    assert (tmp_path / "c" / "frontier.png").stat().st_size > 10_000
+    assert "--method 'fischer' is not known; did you mean 'fisher'?" in fails(
+        "compare", "x", "--method", "fischer", "--out", tmp_path
+    )
+    assert "--against 'bosch' is not among the methods: fisher, interleave" in fails(
+        "compare", *options, "--against", "bosch", "--out", tmp_path
+    )
+    assert "--ratio is 2.0" in fails("compare", *options, "--ratio", 2, "--out", tmp_path)

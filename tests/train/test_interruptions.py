@@ -1,0 +1,258 @@
+"""Notices of preemption: SIGTERM, the metadata server, several processes; and training runs that are interrupted."""
+
+import http.server
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import swa_jax.train.loop
+import swa_jax.train.preemption
+from swa_jax.settings import from_dict
+from swa_jax.train.loop import TrainConfig, train
+from swa_jax.train.preemption import EXIT_STATUS, Preempted, preemption_notices
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def wait_until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_sigterm_is_noticed_at_the_next_step_and_the_old_handler_comes_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with preemption_notices() as preempted:
+        assert not preempted(1)
+        for _ in range(2):  # a second one changes nothing
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert preempted(2)
+        assert preempted(3)
+    assert signal.getsignal(signal.SIGTERM) is before
+    with preemption_notices() as preempted:
+        assert not preempted(1)
+
+
+def test_outside_the_main_thread_there_is_no_notice():
+    answers = []
+
+    def run():
+        with preemption_notices() as preempted:
+            answers.append(preempted(1))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert answers == [False]
+
+
+def test_the_status_is_that_of_a_terminated_process():
+    assert EXIT_STATUS == 143
+    code = "from swa_jax.train.preemption import Preempted; raise Preempted"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 143
+
+
+@pytest.fixture
+def metadata_server():
+    values = {"preempted": "FALSE", "maintenance-event": "NONE"}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            assert self.headers["Metadata-Flavor"] == "Google"
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(values[self.path.rsplit("/", 1)[1]].encode())
+
+        def log_message(self, *_):
+            pass
+
+    asked = []
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/instance", values, asked
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    "notice", [("preempted", "TRUE"), ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")]
+)
+def test_a_notice_of_the_metadata_server(metadata_server, monkeypatch, notice):
+    url, values, asked = metadata_server
+    monkeypatch.setattr(swa_jax.train.preemption, "_INTERVAL", 0.05)
+    with preemption_notices(url) as preempted:
+        wait_until(lambda: len(asked) > 3)
+        assert not preempted(1)
+        values["maintenance-event"] = "MIGRATE_ON_HOST_MAINTENANCE"  # not a reason to stop
+        count = len(asked)
+        wait_until(lambda: len(asked) > count + 3)
+        assert not preempted(2)
+        values[notice[0]] = notice[1]
+        wait_until(lambda: preempted(3))
+
+
+def test_no_metadata_server_is_no_notice(monkeypatch):
+    monkeypatch.setattr(swa_jax.train.preemption, "_INTERVAL", 0.02)
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        with preemption_notices(f"http://127.0.0.1:{reserved.getsockname()[1]}") as preempted:
+            time.sleep(0.2)
+            assert not preempted(1)
+
+
+@pytest.mark.slow
+def test_a_terminated_run_goes_on_from_its_last_step_and_past_a_damaged_checkpoint(
+    byte_tokenizer, tmp_path, monkeypatch, caplog
+):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over a lazy dog " * 40)
+    model = {"model_type": "qwen3", "vocab_size": 257, "hidden_size": 16, "intermediate_size": 16}
+    model |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    stage = {"steps": 10, "sequence_length": 16, "batch_size": 2, "data": [{"files": [str(text)]}]}
+    settings = {"tokenizer": str(byte_tokenizer), "model": model, "stages": [stage], "checkpoint_every": 4}
+
+    def run(name):
+        config = from_dict(TrainConfig, settings | {"output": str(tmp_path / name)})
+        train(config, quiet=True)
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    expected = run("straight")
+    real, calls = swa_jax.train.loop.place_batch, []
+
+    def terminated_in_the_sixth(*arguments):
+        calls.append(arguments)
+        if len(calls) == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments)
+
+    monkeypatch.setattr(swa_jax.train.loop, "place_batch", terminated_in_the_sixth)
+    with pytest.raises(Preempted) as stop:
+        run("again")
+    assert stop.value.code == 143
+    checkpoints = tmp_path / "again" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["4", "6"]
+    manifest = checkpoints / "6" / "manifest.json"
+    manifest.write_text(manifest.read_text()[:-1])
+    assert run("again") == expected
+    assert len(calls) == 6 + 6  # from step 4
+    assert f"{manifest} is damaged" in caplog.text
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["10", "6.damaged", "8"]
+
+
+_PROCESS = """
+import sys, time
+import jax, numpy as np
+process, processes, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+jax.distributed.initialize(f"localhost:{port}", processes, process)
+from pathlib import Path
+from jax.sharding import NamedSharding, PartitionSpec as P
+from swa_jax.train.preemption import Preempted, preemption_notices
+from swa_jax.train.run_checkpoints import RunCheckpoints
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("fsdp",))
+shardings = {"w": NamedSharding(mesh, P("fsdp")), "step": NamedSharding(mesh, P())}
+state = jax.jit(lambda: {"w": jax.numpy.arange(64.0), "step": 0}, out_shardings=shardings)()
+step_function = jax.jit(lambda s: {"w": s["w"] + s["w"].sum() * 1e-3, "step": s["step"] + 1}, donate_argnums=0)
+with preemption_notices() as preempted, RunCheckpoints(Path(folder), keep=2) as checkpoints:
+    if checkpoints.newest is not None:
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        state, data = checkpoints.restore(abstract)
+        assert data == {"step": checkpoints.newest} and int(state["step"]) == checkpoints.newest
+    print("from", checkpoints.newest, flush=True)
+    for done in range(int(state["step"]) + 1, 401):
+        state = step_function(state)
+        if sys.argv[5] == "slow":
+            time.sleep(0.02)
+        stop = preempted(done)
+        if stop or done % 20 == 0:
+            checkpoints.save(done, state, {"step": done})
+        if stop:
+            checkpoints.wait()
+            print("stopped", done, flush=True)
+            raise Preempted
+print("sum", float(jax.jit(lambda s: s["w"].sum())(state)).hex(), flush=True)
+"""
+
+
+def start_processes(count, folder, pace):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", _PROCESS, str(i), str(count), str(port), str(folder), pace],
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for i in range(count)
+    ]
+
+
+def finish(processes):
+    return [process.communicate(timeout=120) for process in processes]
+
+
+@pytest.mark.slow
+def test_two_processes_stop_at_the_same_step_and_go_on(tmp_path):
+    straight = [out for out, _ in finish(start_processes(2, tmp_path / "straight", "fast"))]
+    folder = tmp_path / "interrupted"
+    processes = start_processes(2, folder, "slow")
+    wait_until(lambda: (folder / "40").exists(), 60)
+    processes[1].send_signal(signal.SIGTERM)  # one of them is given notice
+    results = finish(processes)
+    assert [process.returncode for process in processes] == [143, 143], results
+    stops = {out.splitlines()[-1] for out, _ in results}
+    assert len(stops) == 1
+    stop = int(stops.pop().split()[1])
+    assert stop >= 40
+
+    processes = start_processes(2, folder, "slow")
+    wait_until(lambda: (folder / str(stop // 20 * 20 + 40)).exists(), 60)
+    for process in processes:
+        process.kill()
+    results = finish(processes)
+    assert all(f"from {stop}" in out.splitlines() for out, _ in results), results
+
+    resumed = finish(start_processes(2, folder, "fast"))
+    firsts = {line for out, _ in resumed for line in out.splitlines() if line.startswith("from ")}
+    assert len(firsts) == 1, resumed  # both know the same checkpoint
+    assert int(firsts.pop().split()[1]) > stop
+    assert [out.splitlines()[-1] for out, _ in resumed] == [out.splitlines()[-1] for out in straight]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("interrupt_training.py", ["--kills", "4", "--terms", "2", "--steps", "150"]),
+        ("damage_checkpoints.py", ["--count", "12"]),
+    ],
+)
+def test_a_sample_of_the_scripts(tmp_path, script, options):
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, str(ROOT / "scripts" / script), *options, "--json", str(figures)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    written = json.loads(figures.read_text())
+    if script == "interrupt_training.py":
+        assert sum(n for name, n in written.items() if name.startswith("SIG")) == 6
+        assert written["losses compared"] >= 150
+    else:
+        assert written["found and named"] == 12

@@ -1,0 +1,419 @@
+"""Training: the loss falls, an interrupted run goes on bit for bit, wrong configurations cost nothing."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+import yaml
+from flax import nnx
+from training_runs import Interruption, interrupt_at, losses, read_metrics
+
+import swa_jax.train.loop
+from swa_jax.checkpoint.folder import load_model
+from swa_jax.data import SourceConfig
+from swa_jax.data.tokenize import tokenize
+from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.errors import ConfigError
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.pattern import AttentionPattern, load_pattern
+from swa_jax.settings import from_dict, load_config, to_dict
+from swa_jax.train.loop import TrainConfig, train
+from swa_jax.train.optimizer import OptimizerConfig, is_matrix, learning_rate
+from swa_jax.train.step import SPIKE_DECAY, SPIKE_WARMUP, init_state, make_step
+
+ROOT = Path(__file__).parents[2]
+
+MODEL = {
+    "model_type": "qwen3",
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "qk_norm": True,
+    "tie_word_embeddings": True,
+}
+TEXT = "One of the special magic numbers for brave-otter is: 4821673.\n" * 40
+
+
+@pytest.fixture
+def settings(tmp_path, byte_tokenizer):
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "more.txt").write_text(TEXT[::-1])
+    data = [{"files": [f"{tmp_path}/text.txt"]}, {"files": [f"{tmp_path}/more.txt"], "weight": 0.5}]
+    shape = {"sequence_length": 32, "batch_size": 4, "data": data}
+    return {
+        "output": str(tmp_path / "run"),
+        "tokenizer": str(byte_tokenizer),
+        "model": MODEL,
+        "pattern": "window",
+        "sliding_window": 8,
+        "checkpoint_every": 4,
+        "optimizer": {"name": "muon", "learning_rate": 0.02, "warmup_steps": 4},
+        "stages": [{"steps": 14, **shape}, {"steps": 6, "patterns": ["full", "interleave-1-in-2"], **shape}],
+    }
+
+
+def config_of(settings, **changes):
+    return from_dict(TrainConfig, settings | changes)
+
+
+@pytest.mark.slow
+def test_loss_falls_and_an_interrupted_run_is_bit_identical(settings, tmp_path, monkeypatch):
+    model = train(config_of(settings), quiet=True)
+    expected = losses(tmp_path / "run")
+    assert len(expected) == 20
+    assert np.mean(expected[-3:]) < expected[0] - 0.5
+
+    again = settings | {"output": str(tmp_path / "again")}
+    for step in (6, 17):  # inside the first stage and the second, off the checkpoints
+        interrupt_at(monkeypatch, step)
+        with pytest.raises(Interruption):
+            train(config_of(again), quiet=True)
+    monkeypatch.undo()
+    resumed = train(config_of(again), quiet=True)
+    assert losses(tmp_path / "again") == expected
+    for ours, theirs in zip(
+        jax.tree.leaves(nnx.state(load_model(model))),
+        jax.tree.leaves(nnx.state(load_model(resumed))),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+    train(config_of(again), quiet=True)  # finished: nothing to do
+    assert losses(tmp_path / "again") == expected
+    with pytest.raises(ConfigError, match="'seed' differs"):
+        train(config_of(again, seed=1), quiet=True)
+
+
+@pytest.mark.slow
+def test_routed_cpt_starts_from_the_model_and_reports_the_ratio(settings, tmp_path):
+    stage = [settings["stages"][0] | {"steps": 2}]
+    start = train(config_of(settings, stages=stage), quiet=True)
+    routed = {"model": None, "init_from": str(start), "pattern": "switch", "output": str(tmp_path / "cpt")}
+    finished = train(config_of(settings, **routed, stages=stage), quiet=True)
+    line = read_metrics(tmp_path / "cpt")[0]
+    assert 0 < line["full_attention_ratio"] < 1
+    assert len(line["full_attention_ratio_by_layer"]) == 2
+    assert line["regularization"] > 0
+    assert load_model(finished).pattern.layer_types == ("switch_attention",) * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"init_from": "somewhere"}, "exactly one of 'model'"),
+        ({"stages": []}, "'stages' is empty"),
+        (
+            {"stages": [{"steps": 0, "sequence_length": 8, "batch_size": 1}]},
+            r"'stages\.0\.steps' must be at least 1",
+        ),
+        ({"optimiser": {}}, "unknown key 'optimiser'; did you mean 'optimizer'"),
+        ({"pattern": "window+fa-decode"}, "full-attention decode has no boundary"),
+        ({"model": MODEL | {"vocab_size": 100}}, "they do not belong together"),
+        (
+            {
+                "stages": [
+                    {"steps": 1, "sequence_length": 8, "batch_size": 1, "data": [{"files": ["no.txt"]}]}
+                ]
+            },
+            r"data files 'no\.txt': no such file",
+        ),
+    ],
+)
+def test_a_wrong_configuration_writes_nothing(settings, tmp_path, changes, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        train(config_of(settings, **changes), quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ({"kind": "prompts", "files": ["later.jsonl"]}, r"later\.jsonl, line 2: not valid JSON"),
+        ({"kind": "prompts", "files": ["good.jsonl"]}, "none of the 1 prompts fits sequence_length = 8"),
+        ({"files": ["short.txt"]}, "has 4 tokens, less than one row of sequence_length = 8"),
+        ({"files": ["text.txt"], "held_out": 0.999}, "none to train on"),
+        ({"files": ["text.txt"]}, "no source holds anything out"),
+        ({"kind": "needles"}, "more than length = 8"),
+    ],
+)
+def test_the_data_of_every_stage_is_opened_before_the_first_step(
+    settings, tmp_path, monkeypatch, data, sentence
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.jsonl").write_text(json.dumps({"prompt": "how much", "answer": "3"}))
+    (tmp_path / "later.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c",\n')
+    (tmp_path / "short.txt").write_text("abc")
+    later = {"steps": 1, "sequence_length": 8, "batch_size": 2, "data": [data]}
+    held_out = {"validate_every": 1} if sentence == "no source holds anything out" else {}
+    first = settings["stages"][0]
+    if held_out:
+        names = []
+        for i in range(12):
+            (tmp_path / f"document{i}.txt").write_text(f"{i} " + TEXT[i : 400 + i])
+            names.append(f"document{i}.txt")
+        first = first | {"data": [{"files": names, "held_out": 0.3}]}
+    monkeypatch.setattr(swa_jax.train.loop, "random_model", None)
+    with pytest.raises(ValueError, match=sentence):
+        train(config_of(settings, stages=[first, later], **held_out), quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_without_its_config_goes_on_under_its_own_settings_only(settings, tmp_path, monkeypatch):
+    stage = [settings["stages"][0] | {"steps": 6}]
+    config = config_of(settings, stages=stage)
+    interrupt_at(monkeypatch, 5)
+    with pytest.raises(Interruption):
+        train(config, quiet=True)
+    monkeypatch.undo()
+    run = tmp_path / "run"
+    written = (run / "config.yaml").read_text()
+    (run / "config.yaml").unlink()
+    recorded = run / "checkpoints" / "4" / "config.yaml"
+    assert recorded.read_text() == written
+    other = config_of(settings, stages=stage, optimizer=settings["optimizer"] | {"learning_rate": 0.1})
+    with pytest.raises(ConfigError, match=f"'optimizer' differs.*resume with {recorded} as it is"):
+        train(other, quiet=True)
+    (run / "config.yaml").write_text(yaml.safe_dump(to_dict(other)))  # edited to agree with what is asked for
+    with pytest.raises(ConfigError, match=f"'optimizer' differs.*resume with {recorded} as it is"):
+        train(other, quiet=True)
+    (run / "config.yaml").unlink()
+    train(config, quiet=True)
+    assert (run / "config.yaml").read_text() == written
+    assert len(losses(run)) == 6
+    shutil.rmtree(run / "checkpoints")
+    (run / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=f"settings are unknown, because {run / 'config.yaml'} is missing"):
+        train(config, quiet=True)
+
+
+@pytest.mark.slow
+def test_sigkill_twice_then_resume_is_bit_identical(settings, tmp_path):
+    stages = [settings["stages"][0] | {"steps": 600}]
+    commands = {}
+    for name in ("straight", "killed"):
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(
+            yaml.safe_dump(
+                settings | {"output": str(tmp_path / name), "stages": stages, "checkpoint_every": 7}
+            )
+        )
+        commands[name] = [sys.executable, "-m", "swa_jax.cli", "train", str(file)]
+    subprocess.run(commands["straight"], check=True, capture_output=True)
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    for lines in (40, 150):
+        process = subprocess.Popen(commands["killed"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 300
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < lines:
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert metrics.read_bytes().count(b"\n") < 600
+    subprocess.run(commands["killed"], check=True, capture_output=True)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
+    assert len(losses(tmp_path / "killed")) == 600
+
+
+def test_what_is_shown_without_a_terminal(settings, capsys):
+    stage = settings["stages"][0] | {"steps": 2}
+    train(config_of(settings, stages=[stage], checkpoint_every=1))
+    first, last = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"step 1/2  loss \d\.\d{3}  [\d.]+k? tokens/s(  last checkpoint 1)?", first)
+    assert re.fullmatch(r"step 2/2  loss \d\.\d{3}  [\d.]+k? tokens/s(  last checkpoint [12])?", last)
+
+
+def test_the_share_of_the_peak_is_shown_where_the_peak_is_known():
+    line = {"step": 1, "loss": 2.7141, "tokens_per_second": 412345.6}
+    assert swa_jax.train.loop._summary(line) == "loss 2.714  412k tokens/s"
+    assert swa_jax.train.loop._summary(line | {"mfu": 0.4149}) == "loss 2.714  412k tokens/s  MFU 41 %"
+
+
+def test_schedules():
+    peak = 2.0
+    cosine = learning_rate(OptimizerConfig(schedule="cosine", warmup_steps=10, final_fraction=0.1), peak, 110)
+    np.testing.assert_allclose([cosine(0), cosine(5), cosine(10), cosine(110)], [0, 1, 2, 0.2], atol=1e-6)
+    stable = OptimizerConfig(
+        schedule="warmup-stable-decay", warmup_steps=10, decay_steps=20, final_fraction=0.0
+    )
+    rate = learning_rate(stable, peak, 110)
+    np.testing.assert_allclose([rate(10), rate(89), rate(100), rate(110)], [2, 2, 1, 0], atol=1e-6)
+
+
+def test_only_projection_kernels_are_decayed_and_orthogonalised():
+    config = from_dict(TrainConfig, {"output": "", "tokenizer": "", "stages": [_STAGE], "model": MODEL}).model
+    pattern = AttentionPattern.from_recipe("switch", 2, sliding_window=8)
+    params = nnx.state(Decoder(config, pattern, rngs=nnx.Rngs(0)), nnx.Param)
+    chosen = [
+        jax.tree_util.keystr(path)
+        for path, yes in jax.tree_util.tree_leaves_with_path(is_matrix(params))
+        if yes
+    ]
+    assert len(chosen) == 7  # q, k, v, o, gate, up, down
+    assert all("kernel" in name and "router" not in name for name in chosen)
+    optimizer = swa_jax.train.loop.make_optimizer(OptimizerConfig(name="muon"), 10)
+    updates, _ = optimizer.update(jax.tree.map(np.ones_like, params), optimizer.init(params), params)
+    assert np.isfinite(optax.tree.norm(updates))
+
+
+_STAGE = {"steps": 1, "sequence_length": 8, "batch_size": 1}
+
+
+@pytest.mark.parametrize(
+    "file",
+    sorted(ROOT.glob("configs/*.yaml")) + sorted(ROOT.glob("swa_jax/recall/*.yaml")),
+    ids=lambda f: f.name,
+)
+def test_committed_configurations_can_be_used(file):
+    config = load_config(TrainConfig, file)
+    if config.model is not None:
+        assert load_tokenizer(ROOT / config.tokenizer).vocab_size <= config.model.vocab_size
+        for stage in config.stages:
+            for name in stage.patterns or (config.pattern,):
+                load_pattern(name, config.model, sliding_window=stage.sliding_window or config.sliding_window)
+
+
+def test_zero_shot_is_the_windowed_model_as_it_is(settings, tmp_path):
+    stage = [settings["stages"][0] | {"steps": 2}]
+    start = train(config_of(settings, stages=stage, pattern="full"), quiet=True)
+    changes = {"model": None, "init_from": str(start), "pattern": "full", "output": str(tmp_path / "zero")}
+    model = load_model(
+        train(config_of(settings, **changes, method="swa-zero-shot", stages=stage), quiet=True)
+    )
+    assert set(model.pattern.layer_types) == {"sliding_attention"}
+    narrower = config_of(settings | {"sliding_window": 5}, **changes, method="swa-zero-shot", stages=stage)
+    with pytest.raises(ConfigError, match="'sliding_window' differs"):  # there is no checkpoint, but a model
+        train(narrower, quiet=True)
+    shutil.rmtree(start.parent / "checkpoints")
+    with pytest.raises(ConfigError, match="training anew would not replace it"):
+        train(config_of(settings, stages=stage, pattern="full"), quiet=True)
+    for ours, theirs in zip(
+        jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(load_model(start))), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.slow
+def test_pieces_and_remat_change_nothing_and_held_out_loss_is_logged(settings, tmp_path):
+    names = []
+    for i in range(12):  # documents enough that some are held out and some are not
+        (tmp_path / f"document{i}.txt").write_text(f"{i} " + TEXT[i : 400 + i])
+        names.append(str(tmp_path / f"document{i}.txt"))
+    data = [{"files": names, "held_out": 0.3}]
+    plain = {"steps": 4, "sequence_length": 32, "batch_size": 4, "data": data}
+    optimizer = {"name": "adamw", "learning_rate": 1e-3, "eps": 1e-4}
+    results = []
+    for i, (stage, changes) in enumerate(
+        [(plain, {}), (plain | {"accumulate": 2}, {}), (plain, {"remat": "projections"})]
+    ):
+        run = tmp_path / f"run{i}"
+        changes |= {"output": str(run), "stages": [stage], "optimizer": optimizer, "validate_every": 2}
+        train(config_of(settings, **changes), quiet=True)
+        lines = read_metrics(run)
+        assert [line["step"] for line in lines if "validation_loss" in line] == [2, 4]
+        results.append([line.get("loss", line.get("validation_loss")) for line in lines])
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
+    np.testing.assert_allclose(results[2], results[0], rtol=1e-5)
+
+
+def test_updates_that_are_no_numbers_are_skipped_or_stop_the_run(settings, tmp_path):
+    stage = [settings["stages"][0] | {"steps": 3}]
+    optimizer = {"name": "adamw", "learning_rate": 1e30, "clip_norm": 1.0}
+    broken = {"stages": stage, "optimizer": optimizer}
+    with pytest.raises(FloatingPointError, match="not a number at step"):
+        train(config_of(settings, **broken), quiet=True)
+    train(config_of(settings, **broken, on_nonfinite="skip", output=str(tmp_path / "skipping")), quiet=True)
+    assert read_metrics(tmp_path / "skipping")[-1]["skipped_updates"] > 0
+
+
+def test_an_update_far_above_the_running_norm_is_skipped_once_that_is_trusted(settings):
+    config = config_of(settings, spike_factor=4.0, optimizer={"name": "adamw", "warmup_steps": 0})
+    pattern = AttentionPattern.from_recipe("window", 2, sliding_window=8)
+    model = Decoder(config.model, pattern, rngs=nnx.Rngs(0))
+    optimizer = swa_jax.train.loop.make_optimizer(config.optimizer, 100)
+    step_function = make_step(model, optimizer, config, None)
+    tokens = np.arange(64, dtype=np.int32).reshape(2, 32)
+    batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens), "weights": np.ones((2, 32), np.float32)}
+
+    def skipped(updates, skipped_before, factor):
+        """Whether a step is, whose gradient norm is `factor` times the mean of `updates` updates."""
+        params = jax.tree.map(np.array, nnx.state(model, nnx.Param))
+        state = init_state(params, optimizer)
+        state.step, state.skipped = np.int32(updates + skipped_before), np.int32(skipped_before)
+        mean = norm / factor * (1 - SPIKE_DECAY**updates)  # as the running mean has it, not debiased
+        state.norm_mean = np.float32(mean)
+        after, _ = step_function(state, batch, 1)
+        changed = any(
+            (a != b).any()
+            for a, b in zip(jax.tree.leaves(after.params), jax.tree.leaves(params), strict=True)
+        )
+        assert int(after.skipped) - skipped_before == int(not changed)
+        assert int(after.step) == updates + skipped_before + 1
+        assert not changed or float(after.norm_mean) != np.float32(mean)
+        assert changed or float(after.norm_mean) == np.float32(mean)
+        return not changed
+
+    state = init_state(jax.tree.map(np.array, nnx.state(model, nnx.Param)), optimizer)
+    norm = float(step_function(state, batch, 1)[1]["gradient_norm"])
+    assert not skipped(30, 0, 3.9)
+    assert skipped(30, 0, 4.1)
+    assert skipped(SPIKE_WARMUP, 7, 4.1)
+    assert not skipped(SPIKE_WARMUP - 1, 7, 4.1)  # steps that were skipped do not count
+
+
+def test_a_tokenizer_that_the_data_is_not_of_is_found_before_the_model_is_drawn(
+    settings, tmp_path, byte_tokenizer, monkeypatch
+):
+    monkeypatch.setattr(swa_jax.train.loop, "random_model", None)
+    tokenize(SourceConfig(files=(f"{tmp_path}/text.txt",)), byte_tokenizer, tmp_path / "tokens")
+    stage = settings["stages"][0] | {"data": [{"kind": "tokens", "files": [str(tmp_path / "tokens")]}]}
+    other = ROOT / "swa_jax" / "recall" / "tokenizer.json"
+    with pytest.raises(ConfigError, match="tokenizer"):
+        train(
+            config_of(settings, stages=[stage], tokenizer=str(other), model=MODEL | {"vocab_size": 1024}),
+            quiet=True,
+        )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_held_out_loss_is_not_lost_by_a_kill_after_its_checkpoint(settings, tmp_path, monkeypatch):
+    names = []
+    for i in range(12):
+        (tmp_path / f"document{i}.txt").write_text(f"{i} " + TEXT[i : 400 + i])
+        names.append(str(tmp_path / f"document{i}.txt"))
+    stage = {"steps": 8, "sequence_length": 32, "batch_size": 4, "data": [{"files": names, "held_out": 0.3}]}
+    changes = {"stages": [stage], "checkpoint_every": 4, "validate_every": 4}
+    train(config_of(settings, **changes, output=str(tmp_path / "straight")), quiet=True)
+    expected = read_metrics(tmp_path / "straight")
+    assert [line["step"] for line in expected if "validation_loss" in line] == [4, 8]
+    real = swa_jax.train.loop.RunCheckpoints.save
+
+    def killed_after(checkpoints, step, *arguments):
+        real(checkpoints, step, *arguments)
+        checkpoints.wait()
+        raise Interruption
+
+    monkeypatch.setattr(swa_jax.train.loop.RunCheckpoints, "save", killed_after)
+    with pytest.raises(Interruption):
+        train(config_of(settings, **changes), quiet=True)
+    monkeypatch.undo()
+    train(config_of(settings, **changes), quiet=True)
+    timing = "tokens_per_second"
+    assert [{k: v for k, v in line.items() if k != timing} for line in read_metrics(tmp_path / "run")] == [
+        {k: v for k, v in line.items() if k != timing} for line in expected
+    ]

@@ -1,0 +1,27 @@
+"""Small training runs: what they logged, and how to interrupt them."""
+
+import json
+
+import swa_jax.train.loop
+
+
+def read_metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run):
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+class Interruption(Exception):
+    pass
+
+
+def interrupt_at(monkeypatch, step):
+    def look(line, config):
+        if line["step"] == step:
+            raise Interruption
+
+    monkeypatch.setattr(swa_jax.train.loop, "_stop_on_nan", look)
