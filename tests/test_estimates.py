@@ -199,8 +199,8 @@ def test_intervals_are_those_of_the_metric():
     for other in (["a", "b"], ["0.7", "0.7"], [None], [[0.7], [0.7, 0.7]], [[0.7, 0.7, 0.7]]):
         assert interval_of_score(0.7, other) is None
     # Word perplexity and bits per byte: (log-likelihood, words or bytes) of each document.
-    texts = [(-2000.0, 1000), (-1.0, 2), (-900.0, 500)]
-    nats = 2901 / 1502
+    texts = [(-2000.0, 1000), (-900.0, 500)] * 5 + [(-1.0, 2)]
+    nats = 14501 / 7502
     for score in (np.exp(nats), nats / np.log(2)):
         low, high = interval_of_score(score, texts)
         assert low < score < high
