@@ -47,10 +47,11 @@ def sweep_table(rows: Sequence[Row]) -> Table:
         cells.setdefault((row["name"], window), {})[row["length"]] = with_interval(
             row["perplexity"], row.get("interval"), "{:.2f}".format, star
         )
-    notes = [
-        f"The same {rows[0]['num_tokens']} tokens in every cell; 95 % bootstrap interval over "
-        f"{rows[0]['num_blocks']} blocks of them."
-    ]
+    blocks = rows[0]["num_blocks"]
+    interval = (
+        f"95 % bootstrap interval over {blocks} blocks of them" if blocks > 1 else "too few for an interval"
+    )
+    notes = [f"The same {rows[0]['num_tokens']} tokens in every cell; {interval}."]
     if any(row["past_training_length"] for row in rows):
         notes.append("* longer than the context that the model's config names.")
     table = Table(
@@ -100,7 +101,10 @@ def harness_table(rows: Sequence[Row]) -> Table:
             Column("Score"),
             Column("Documents"),
         ],
-        ("95 % interval over documents in brackets, where the metric is a mean over them.",),
+        (
+            "95 % interval over documents in brackets, where the metric is a mean over them (Wilson for right or "
+            "wrong, bootstrap otherwise).",
+        ),
     )
     for row in rows:
         metric = row["metric"] + ("" if row["filter"] == "none" else f" ({row['filter']})")
@@ -118,7 +122,7 @@ def questions_table(rows: Sequence[Row]) -> Table:
             *(Column(title) for title in ("Score", "Questions", "Left out", "Cut")),
         ],
         (
-            "Mean score of 100, 95 % bootstrap interval over questions.",
+            "Mean score of 100, 95 % interval over questions (Wilson for right or wrong, bootstrap otherwise).",
             "Left out: longer than the context (see --max-length, --cut-middle).",
         ),
     )

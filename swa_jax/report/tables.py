@@ -171,9 +171,6 @@ def pattern_table(rows: Sequence[Row]) -> Table:
 
 def compare_table(summed: Sequence[Row], window: int | None) -> Table:
     """The rows of `compare`'s summary; `window`: what methods choose for, and recipes without one have."""
-    windows = (
-        "" if window is None else f"Windows of {window} keys, but for pattern files, which have their own. "
-    )
     against = next((row["against"] for row in summed if "against" in row), None)
     table = Table(
         "What each choice keeps and costs",
@@ -187,7 +184,12 @@ def compare_table(summed: Sequence[Row], window: int | None) -> Table:
             *([Column(f"Against {against}")] if against else []),
         ],
         (
-            f"{windows}Windowed: the share of KV heads. KV cache: at 2 bytes a number.",
+            *(
+                []
+                if window is None
+                else [f"Windows of {window} keys, but for pattern files, which have their own."]
+            ),
+            "Windowed: the share of KV heads. KV cache: at 2 bytes a number.",
             "Found: needles, %, teacher-forced, with the 95 % interval over prompts of the mean over seeds.",
         ),
     )

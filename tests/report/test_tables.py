@@ -163,6 +163,13 @@ def test_a_mean_without_an_interval_stands_alone(name):
     assert "None" not in printed(TABLES[name], 200)
 
 
+def test_notes_say_when_there_is_nothing_to_say():
+    assert "too few for an interval" in " ".join(sweep_table([SWEEP[0] | {"num_blocks": 1}]).notes)
+    assert "32 blocks" in " ".join(TABLES["sweep"].notes)
+    assert "Windows of 48 keys" in " ".join(TABLES["compared"].notes)
+    assert "keys" not in " ".join(compare_table(COMPARED, None).notes)
+
+
 def test_a_score_that_is_not_there_is_blank():
     last = TABLES["questions"].rows[-1]
     assert last[3] == ""
