@@ -136,13 +136,13 @@ def test_a_batch_that_does_not_divide_on_four_devices(file, tmp_path):
 
 
 def test_a_run_that_goes_on_may_change_its_mesh_and_nothing_that_it_learns(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(swa_jax.train.loop, "has_checkpoint", lambda folder: True)
     run = tmp_path / "run"
 
     def claim(*overrides):
         swa_jax.train.loop._claim(run, load_config(TrainConfig, file, overrides))
 
     claim()
+    monkeypatch.setattr(swa_jax.train.loop, "has_checkpoint", lambda folder: True)
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)
     swa_jax.train.loop._claim(moved, load_config(TrainConfig, file, [f"output={moved}"]))
@@ -208,7 +208,8 @@ def test_a_shard_without_records(file, tmp_path, suffix, kind):
     good = tmp_path / "good.jsonl"
     good.write_text(f'{{"text": "{TEXT}", "prompt": "a", "answer": "b"}}\n')
     sentence = fails("train", file, f"stages.0.data=[{{kind: {kind}, files: [{good}, {shard}]}}]")
-    assert sentence == f"{shard} is empty: it has no records; make it again, or leave it out of 'files'"
+    reason = f"{shard} is empty: it has no records; make it again, or leave it out of 'files'"
+    assert sentence == f"'stages.0.data': {reason}"
 
 
 def test_shards_of_tokens_that_are_empty_missing_or_cut(file, tmp_path, byte_tokenizer):
@@ -236,7 +237,9 @@ def test_shards_of_tokens_that_are_empty_missing_or_cut(file, tmp_path, byte_tok
 def test_too_little_text_names_the_files(file, tmp_path):
     (tmp_path / "short.txt").write_text("a")
     sentence = fails("train", file, f"stages.0.data.0.files=[{tmp_path / 'short.txt'}]")
-    assert sentence.startswith(f"the text of {tmp_path / 'short.txt'} has 2 tokens, less than one row")
+    assert sentence.startswith(
+        f"'stages.0.data': the text of {tmp_path / 'short.txt'} has 2 tokens, less than one row"
+    )
 
 
 # ---- the tokenizer ----
