@@ -11,6 +11,8 @@ from tiny_models import SOFTMAX, make
 
 import swa_jax.model.attention
 from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
+from swa_jax.checkpoint.hf_export import export_model
+from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.model.attention import Router
 from swa_jax.model.cache import allocate, cache_layout
 from swa_jax.model.decoder import Decoder
@@ -96,6 +98,11 @@ def test_a_bfloat16_checkpoint_keeps_its_routers(tmp_path):
             ours, theirs = (getattr(m.layers.attention.router.proj, name)[...] for m in (model, again))
             assert theirs.dtype == jnp.float32
             np.testing.assert_array_equal(ours, theirs)
+    export_model(folder, tmp_path / "exported")
+    import_model(tmp_path / "exported", tmp_path / "imported")
+    assert open_checkpoint(tmp_path / "imported").tensors == open_checkpoint(folder).tensors
+    again = load_model(tmp_path / "imported").layers.attention.router.proj.bias[...]
+    np.testing.assert_array_equal(again, model.layers.attention.router.proj.bias[...])
     plain = save_model(model.with_pattern(make("wwww")), tmp_path / "plain")
     fresh = load_model(plain, make("SSSS"))
     assert fresh.layers.attention.router.proj.kernel[...].dtype == jnp.float32
