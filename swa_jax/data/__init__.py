@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from swa_jax.data.sources import STANDARD_LIBRARY, SourceConfig, source_files, text_files
+from swa_jax.exports import lazy
 
 if TYPE_CHECKING:
     from swa_jax.data.batches import check_source, make_batches
@@ -30,17 +30,14 @@ __all__ = [
 ]
 
 # These bring grain, JAX and the tokenizer with them: only when asked for.
-_HOMES = {
-    "PackedPrompts": "packing",
-    "PackedText": "packing",
-    "StoredDocuments": "stored",
-    "check_source": "batches",
-    "make_batches": "batches",
-    "read_documents": "documents",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy(
+    __name__,
+    {
+        "PackedPrompts": "packing",
+        "PackedText": "packing",
+        "StoredDocuments": "stored",
+        "check_source": "batches",
+        "make_batches": "batches",
+        "read_documents": "documents",
+    },
+)

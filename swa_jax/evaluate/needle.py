@@ -17,9 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from swa_jax.data import haystack
 from swa_jax.data.haystack import (
     ANSWER,
     NEEDLE,
@@ -182,3 +184,7 @@ def _share_out(
         sides[side].append(needle)
         free[side] -= len(needle)
     return sides
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(haystack, name)  # what has moved there is still found here

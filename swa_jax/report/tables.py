@@ -30,6 +30,9 @@ def table_console() -> Console:
     return console if known else Console(width=WITHOUT_TERMINAL)
 
 
+wide_console = table_console  # its earlier name
+
+
 @dataclasses.dataclass(frozen=True)
 class Column:
     """A column: its title, the unit of its numbers, and whether it holds text, which may be wrapped."""

@@ -1,19 +1,26 @@
 """Choosing the layers, and inside them the heads, that keep full attention."""
 
-from swa_jax.select.bosch import Selection, bosch, bosch_pattern
-from swa_jax.select.evaluator import MaskEvaluator, Score
-from swa_jax.select.light_transfer import LazyRatios, lazy_ratios, light_transfer_pattern
-from swa_jax.select.nll import (
-    LayerScorer,
-    NLLScores,
-    greedy_pattern,
-    nll_deltas,
-    nll_greedy,
-    nll_pattern,
-    nll_scores,
-    select_layers,
-)
-from swa_jax.select.static import static_scores
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from swa_jax.exports import lazy
+
+if TYPE_CHECKING:
+    from swa_jax.select.bosch_search import Selection, bosch, bosch_pattern
+    from swa_jax.select.evaluator import MaskEvaluator, Score
+    from swa_jax.select.light_transfer import LazyRatios, lazy_ratios, light_transfer_pattern
+    from swa_jax.select.nll import (
+        LayerScorer,
+        NLLScores,
+        greedy_pattern,
+        nll_deltas,
+        nll_greedy,
+        nll_pattern,
+        nll_scores,
+        select_layers,
+    )
+    from swa_jax.select.static import static_scores
 
 __all__ = [
     "LayerScorer",
@@ -34,3 +41,26 @@ __all__ = [
     "select_layers",
     "static_scores",
 ]
+
+__getattr__ = lazy(
+    __name__,
+    {
+        "Selection": "bosch_search",
+        "bosch": "bosch_search",
+        "bosch_pattern": "bosch_search",
+        "MaskEvaluator": "evaluator",
+        "Score": "evaluator",
+        "LazyRatios": "light_transfer",
+        "lazy_ratios": "light_transfer",
+        "light_transfer_pattern": "light_transfer",
+        "LayerScorer": "nll",
+        "NLLScores": "nll",
+        "greedy_pattern": "nll",
+        "nll_deltas": "nll",
+        "nll_greedy": "nll",
+        "nll_pattern": "nll",
+        "nll_scores": "nll",
+        "select_layers": "nll",
+        "static_scores": "static",
+    },
+)

@@ -12,7 +12,7 @@ from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.select.bosch import bosch, bosch_pattern
+from swa_jax.select.bosch_search import bosch, bosch_pattern
 from swa_jax.select.evaluator import MaskEvaluator
 from swa_jax.select.heads import head_pattern, heuristic_mask, window_most_local, windowed_count
 from swa_jax.select.light_transfer import SINK_TOKENS, lazy_ratios, light_transfer_pattern

@@ -22,7 +22,7 @@ from swa_jax.errors import ConfigError
 from swa_jax.evaluate.nll import score_batch
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import MaskEvaluator, Score, bosch, bosch_pattern
-from swa_jax.select.bosch import adaptive_counts, layer_weights
+from swa_jax.select.bosch_search import adaptive_counts, layer_weights
 from swa_jax.select.heads import head_mask
 from swa_jax.select.search import search, with_ones
 
