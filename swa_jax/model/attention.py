@@ -73,6 +73,8 @@ def model_spec(config: ModelConfig, pattern: AttentionPattern) -> AttentionSpec:
         window=pattern.sliding_window,
         num_sink_tokens=pattern.num_sink_tokens if pattern.sliding_window else 0,
         activation=config.attention_activation,
+        logit_softcap=config.attention_softcap,
+        scale=config.attention_scale,
     )
 
 
