@@ -10,11 +10,12 @@ import numpy as np
 
 from swa_jax.checkpoint.folder import COMPANIONS, CONFIG_FILE, PATTERN_FILE, WEIGHTS, write_checkpoint
 from swa_jax.checkpoint.safetensors_files import DTYPES, StoredTensor, read_headers, stream_tensors
-from swa_jax.checkpoint.tensor_names import EMBEDDING, HEAD, expected_tensors, is_buffer, is_router
+from swa_jax.checkpoint.tensor_names import expected_tensors, is_buffer, is_router
 from swa_jax.errors import CheckpointError
 from swa_jax.families.config_json import model_config
 from swa_jax.files import check_destination, read_json
 from swa_jax.model.config import ModelConfig
+from swa_jax.model.parameters import EMBEDDING, HEAD
 from swa_jax.model.pattern import AttentionPattern, load_pattern
 from swa_jax.settings import nearest
 

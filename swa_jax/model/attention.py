@@ -69,10 +69,13 @@ def layer_plan(pattern: AttentionPattern, num_kv_heads: int, kinds: tuple[str, .
 
 
 def model_spec(config: ModelConfig, pattern: AttentionPattern) -> AttentionSpec:
+    """All that is static in a model's attention; whatever computes its attention, or scores it, starts from this."""
     return AttentionSpec(
         window=pattern.sliding_window,
         num_sink_tokens=pattern.num_sink_tokens if pattern.sliding_window else 0,
         activation=config.attention_activation,
+        logit_softcap=config.attention_softcap,
+        scale=config.attention_scale,
     )
 
 
@@ -95,8 +98,7 @@ class Router(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.proj = linear(config.hidden_size, 1, True, config, jnp.dtype(jnp.float32), rngs)
-        self.proj.bias = nnx.Param(jnp.full(1, config.router_bias_init, jnp.float32))
+        self.proj = linear("layers.attention.router.proj", config, jnp.dtype(jnp.float32), rngs)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x [B, T, d] of any dtype -> logit [B, T] f32 and straight-through gate [B, T] f32 (1 = full attention)."""
@@ -122,20 +124,14 @@ def cast_parameters(params: Any, dtype: jax.typing.DTypeLike) -> Any:
 
 class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, routed: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
-        d, heads, kv_heads, size = (
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
         self.config = config
-        self.q_proj = linear(d, heads * size, config.attention_bias, config, dtype, rngs)
-        self.k_proj = linear(d, kv_heads * size, config.attention_bias, config, dtype, rngs)
-        self.v_proj = linear(d, kv_heads * size, config.attention_bias, config, dtype, rngs)
-        self.o_proj = linear(heads * size, d, config.attention_out_bias, config, dtype, rngs)
+        self.q_proj = linear("layers.attention.q_proj", config, dtype, rngs)
+        self.k_proj = linear("layers.attention.k_proj", config, dtype, rngs)
+        self.v_proj = linear("layers.attention.v_proj", config, dtype, rngs)
+        self.o_proj = linear("layers.attention.o_proj", config, dtype, rngs)
         if config.qk_norm:
-            self.q_norm = RMSNorm(size, config.rms_norm_eps, dtype)
-            self.k_norm = RMSNorm(size, config.rms_norm_eps, dtype)
+            self.q_norm = RMSNorm("layers.attention.q_norm", config, dtype)
+            self.k_norm = RMSNorm("layers.attention.k_norm", config, dtype)
         if routed:
             self.router = Router(config, rngs)
 

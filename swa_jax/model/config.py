@@ -49,6 +49,8 @@ class ModelConfig:
     attention_out_bias: bool = False  # on o (Llama's attention_bias sets both)
     mlp_bias: bool = False
     qk_norm: bool = False
+    attention_scale: float | None = None  # factor on q.k; None is 1 / sqrt(head_dim)
+    attention_softcap: float | None = None  # c in c * tanh(x / c) on attention logits
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     attention_activation: Literal["softmax", "sigmoid"] = "softmax"
@@ -63,9 +65,11 @@ class ModelConfig:
         for name in (
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta",
+            "attention_scale", "attention_softcap",
         ):  # fmt: skip
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be above 0, got {value}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "

@@ -26,6 +26,7 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.layers import RMSNorm, SwiGLU, linear, rope_tables
 from swa_jax.model.lora import LoraConfig, seed_dropout, with_lora
+from swa_jax.model.parameters import declared
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, constrain
 
@@ -37,9 +38,9 @@ class Block(nnx.Module):
     """One pre-norm decoder layer."""
 
     def __init__(self, config: ModelConfig, routed: bool, dtype: jnp.dtype, *, rngs: nnx.Rngs):
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.input_norm = RMSNorm("layers.input_norm", config, dtype)
         self.attention = Attention(config, routed, dtype, rngs)
-        self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.post_attention_norm = RMSNorm("layers.post_attention_norm", config, dtype)
         self.mlp = SwiGLU(config, dtype, rngs)
 
     def __call__(self, x: jax.Array, plan: LayerPlan, context: AttentionContext) -> tuple[jax.Array, Routing]:
@@ -71,8 +72,8 @@ class Decoder(nnx.Module):
         self.lora: LoraConfig | None = None  # set by `swa_jax.model.lora.with_lora`
         dtype = jnp.dtype(dtype)  # one spelling, so that equal models hash alike and share compilations
         routed = SWITCH in pattern.layer_types
-        init = nnx.initializers.normal(config.initializer_range)
-        self.embedding = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_size), dtype))
+        embedding = declared(config)["embedding"]
+        self.embedding = nnx.Param(embedding.init(rngs.params(), embedding.shape, dtype))
 
         @nnx.split_rngs(splits=config.num_hidden_layers)
         @nnx.vmap(in_axes=(0,), out_axes=0)
@@ -80,9 +81,9 @@ class Decoder(nnx.Module):
             return Block(config, routed, dtype, rngs=rngs)
 
         self.layers = stack(rngs)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.norm = RMSNorm("norm", config, dtype)
         if not config.tie_word_embeddings:
-            self.lm_head = linear(config.hidden_size, config.vocab_size, False, config, dtype, rngs)
+            self.lm_head = linear("lm_head", config, dtype, rngs)
 
     def __call__(
         self,

@@ -89,7 +89,8 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     run = _prepare(config)
     meet()
     trained, frozen = trained_and_frozen(run.model)
-    state = shard_state(init_state(trained, run.optimizer, frozen), run.partition)
+    state = init_state(trained, run.optimizer, frozen)
+    state = shard_state(state, run.partition, run.model.config)
     folder = run.folder / "checkpoints"
     if config.init_optimizer and not from_first_process(lambda: has_checkpoint(folder)):
         state = with_earlier_optimizer(state, config)
@@ -335,7 +336,7 @@ def _prepare(config: TrainConfig) -> Run:
     else:
         model = random_model(model_config, pattern, config.seed, partition)
     warn_of_short_runs(config.optimizer, config.total_steps)
-    optimizer = make_optimizer(config.optimizer, config.total_steps)
+    optimizer = make_optimizer(config.optimizer, config.total_steps, model_config)
     return Run(config, Path(config.output), tokenizer, partition, model, patterns, optimizer, batches)
 
 
@@ -350,9 +351,8 @@ def random_model(
     if partition is None:
         return draw()
     graph, abstract = nnx.split(nnx.eval_shape(draw))
-    return nnx.merge(
-        graph, jax.jit(lambda: nnx.state(draw()), out_shardings=state_shardings(abstract, partition))()
-    )
+    shardings = state_shardings(abstract, partition, config)
+    return nnx.merge(graph, jax.jit(lambda: nnx.state(draw()), out_shardings=shardings)())
 
 
 def _stage_patterns(

@@ -103,7 +103,9 @@ def test_weights_and_moments_are_the_last_checkpoints_and_the_counts_are_new(run
     folder, after = runs
     config = from_dict(TrainConfig, after)
     model = load_model(config.init_from, dtype="float32")
-    fresh = init_state(trained_and_frozen(model)[0], make_optimizer(config.optimizer, config.total_steps))
+    fresh = init_state(
+        trained_and_frozen(model)[0], make_optimizer(config.optimizer, config.total_steps, model.config)
+    )
     earlier, _ = load_state(folder / "first" / "checkpoints" / str(FIRST), abstract_state(fresh))
     assert int(earlier.step) == FIRST
     state = with_earlier_optimizer(fresh, config)

@@ -254,7 +254,7 @@ _FILL = """
 import sys, jax.numpy as jnp
 from pathlib import Path
 from swa_jax.train.run_checkpoints import RunCheckpoints
-from swa_jax.checkpoint.safetensors_files import CheckpointError
+from swa_jax.errors import CheckpointError
 folder = Path(sys.argv[1])
 try:
     with RunCheckpoints(folder, keep=2) as checkpoints:
