@@ -19,7 +19,6 @@ at the load.
 
 import dataclasses
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -28,10 +27,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.parts import LOG2E
 from pallas_kernels.spec import AttentionSpec, visible
 from pallas_kernels.visits import Bounds
-
-LOG2E = math.log2(math.e)
 
 
 def on_gpu() -> bool:
@@ -94,7 +92,7 @@ class Static:
 
 
 def forward(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | None]:
-    """Out [B, T, H, D] in `static.out_dtype`, and lse [B, H, T of whole blocks] float32 (None for sigmoid)."""
+    """Out [B, T, H, D] in `static.out_dtype`, and lse [B, H, T of whole blocks] float32 in base 2 (None for sigmoid)."""
     grid = _query_grid(tile, x)
     results = [_by_query_block(x.q, static.out_dtype, tile, grid)]
     if static.spec.activation == "softmax":
@@ -371,15 +369,15 @@ def _finite(top):
 
 
 def _normalise(carry, sink=None):
-    """Out and lse (natural) from a running maximum, sum and accumulator; `sink` joins the sum."""
+    """Out and lse (base 2) from a running maximum, sum and accumulator; `sink` joins the sum."""
     top, total, acc = carry
-    sees_any = total > 0
+    sees_any = total != 0  # NaN is not to be hidden
     if sink is not None:
         joined = _finite(jnp.maximum(top, sink * LOG2E))
         decay = jnp.exp2(top - joined)
         total, acc, top = total * decay + jnp.exp2(sink * LOG2E - joined), acc * decay[:, None], joined
     total = jnp.where(sees_any, total, 1.0)
-    lse = jnp.where(sees_any, (top + jnp.log2(total)) * (1 / LOG2E), -jnp.inf)
+    lse = jnp.where(sees_any, top + jnp.log2(total), -jnp.inf)
     return acc / total[:, None], lse
 
 

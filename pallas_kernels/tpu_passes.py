@@ -16,7 +16,7 @@ from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_ki
 from pallas_kernels.spec import AttentionSpec, Coordinates
 from pallas_kernels.tpu_backward import scheduled_backward
 from pallas_kernels.tpu_forward import scheduled_forward
-from pallas_kernels.tpu_tiles import LOG2E, Call, Heads, with_scale
+from pallas_kernels.tpu_tiles import Call, Heads, with_scale
 from pallas_kernels.tpu_walk import has_default_positions
 from pallas_kernels.tpu_window import window_kernel_serves
 from pallas_kernels.tpu_window_backward import window_backward
@@ -101,9 +101,9 @@ def stack_head_bias(heads: int, alibi_slopes, sigmoid_bias) -> jax.Array:
 
 
 def pack_statistics(lse: jax.Array, delta: jax.Array) -> jax.Array:
-    """lse (natural log) and delta [B, H, 1, T] as the backward kernels read them: [B, H, 8, T] f32, lse in base 2."""
-    sees_any = lse > -jnp.inf
-    rows = [jnp.where(sees_any, lse * LOG2E, 0), jnp.where(sees_any, delta, 0)]
+    """lse (base 2) and delta [B, H, 1, T] as the backward kernels read them: [B, H, 8, T] f32."""
+    sees_any = lse != -jnp.inf  # true for NaN, which is not to be hidden
+    rows = [jnp.where(sees_any, lse, 0), jnp.where(sees_any, delta, 0)]
     return jnp.pad(jnp.concatenate(rows, axis=2), [(0, 0), (0, 0), (0, 6), (0, 0)])
 
 
@@ -119,7 +119,7 @@ def pad(x, block: int, axis: int, fill):
 def forward(
     call: Call, q, k, v, head_bias, where: Coordinates, full_heads, initial: tuple[jax.Array, ...] = ()
 ) -> tuple[jax.Array, ...]:
-    """out [B, H, T, D] and, for softmax, lse [B, H, 1, T], of head-major, padded arrays and multiplied queries.
+    """out [B, H, T, D] and, for softmax, lse [B, H, 1, T] in base 2, of head-major, padded arrays and multiplied queries.
 
     Args:
       head_bias: [2, H] f32, ALiBi slopes and biases.

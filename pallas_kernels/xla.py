@@ -230,7 +230,7 @@ def _forward(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates):
             return None, (lax.fori_loop(0, row.num_visits, sigmoid_visit, acc), None)
         total = jnp.zeros_like(acc[..., 0])
         top, total, acc = lax.fori_loop(0, row.num_visits, softmax_visit, (total - jnp.inf, total, acc))
-        sees_any = total > 0
+        sees_any = total != 0  # NaN is not to be hidden
         total = jnp.where(sees_any, total, 1)
         return None, (acc / total[..., None], jnp.where(sees_any, top + jnp.log(total), -jnp.inf))
 
@@ -244,7 +244,7 @@ def _backward(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates, out
     queries, keys = _cut(static, q, k, v, where)
     statistics: tuple[jax.Array, ...] = ()
     if lse is not None:
-        sees_any = lse > -jnp.inf
+        sees_any = lse != -jnp.inf  # true for NaN, which is not to be hidden
         delta = jnp.where(sees_any, (dout * out).sum(axis=-1) - dlse, 0)
         statistics = tuple(
             _cut_rows(x, static.q_block, k.shape[2]) for x in (jnp.where(sees_any, lse, 0), delta)
