@@ -103,6 +103,8 @@ def stack_head_bias(heads: int, alibi_slopes, sigmoid_bias) -> jax.Array:
 def pack_statistics(lse: jax.Array, delta: jax.Array) -> jax.Array:
     """lse (base 2) and delta [B, H, 1, T] as the backward kernels read them: [B, H, 8, T] f32."""
     sees_any = lse != -jnp.inf  # true for NaN, which is not to be hidden
+    # Weights of a row whose cotangents are not finite are NaN, for its keys; masked tiles take the cotangents as zero.
+    lse = jnp.where(jnp.isfinite(delta), lse, jnp.nan)
     rows = [jnp.where(sees_any, lse, 0), jnp.where(sees_any, delta, 0)]
     return jnp.pad(jnp.concatenate(rows, axis=2), [(0, 0), (0, 0), (0, 6), (0, 0)])
 
