@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 def is_finite(x: jax.Array) -> jax.Array:
     """As jnp.isfinite, in operations that every kernel language has."""
-    return jnp.abs(x.astype(jnp.float32)) < jnp.inf
+    return jnp.abs(x) < jnp.inf
 
 
 def finite(x: jax.Array) -> jax.Array:
