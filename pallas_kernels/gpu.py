@@ -190,9 +190,12 @@ def _flash_bwd(static, tiles, saved, cotangents):
             sees_any, (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1) - dlse, 0
         )
         active |= (delta != 0).any(axis=2)
-        lse = jnp.where(sees_any, lse, 0)
+        # Weights of a row whose cotangents are not finite are NaN; masked tiles take the cotangents as zero.
+        lse = jnp.where(sees_any, jnp.where(jnp.isfinite(delta), lse, jnp.nan), 0)
         if heads.sinks is not None:
-            dsinks = -jnp.where(sees_any, jnp.exp2(heads.sinks * parts.LOG2E - lse) * delta, 0).sum(axis=(0, 1))
+            dsinks = -jnp.where(sees_any, jnp.exp2(heads.sinks * parts.LOG2E - lse) * delta, 0).sum(
+                axis=(0, 1)
+            )
         statistics = {"lse": lse, "delta": delta}
     gradients = {"active": active, "dout": dout.astype(q.dtype), **statistics}
 

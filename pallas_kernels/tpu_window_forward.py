@@ -254,7 +254,9 @@ def _window_kernel(
                 ahead = logits(start + strip)
             finish(*current)
         if not call.softmax:
-            sizes = [jnp.abs(out_ref[start : start + 8, :].astype(jnp.float32)) for start in range(0, block, strip)]
+            sizes = [
+                jnp.abs(out_ref[start : start + 8, :].astype(jnp.float32)) for start in range(0, block, strip)
+            ]
         spoilt_ref[0] = jnp.any(~(functools.reduce(jnp.add, sizes) < jnp.inf)).astype(jnp.int32)
 
     # The first steps lack blocks before the sequence, and their window may cover some of the sink tokens.
