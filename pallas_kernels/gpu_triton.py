@@ -93,7 +93,7 @@ class Static:
 
 
 def forward(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | None]:
-    """Out [B, T, H, D] in `static.out_dtype`, and lse [B, H, T of whole blocks] float32 in base 2 (None for sigmoid)."""
+    """Out [B, T, H, D] in `static.out_dtype`, and lse [B, H, T of whole blocks] float32, base 2 (None: sigmoid)."""
     grid = _query_grid(tile, x)
     results = [_by_query_block(x.q, static.out_dtype, tile, grid)]
     if static.spec.activation == "softmax":

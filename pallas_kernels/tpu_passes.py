@@ -121,7 +121,8 @@ def pad(x, block: int, axis: int, fill):
 def forward(
     call: Call, q, k, v, head_bias, where: Coordinates, full_heads, initial: tuple[jax.Array, ...] = ()
 ) -> tuple[jax.Array, ...]:
-    """out [B, H, T, D] and, for softmax, lse [B, H, 1, T] in base 2, of head-major, padded arrays and multiplied queries.
+    """out [B, H, T, D] and, for softmax, lse [B, H, 1, T] in base 2, of head-major, padded arrays and
+    multiplied queries.
 
     Args:
       head_bias: [2, H] f32, ALiBi slopes and biases.
