@@ -4,6 +4,7 @@ A query's keys are split into those that a spec sees (the window, its sink token
 over both follows exactly from the softmax over each and its lse; sigmoid parts add up.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -11,6 +12,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.spec import Coordinates
+
+LOG2E = math.log2(math.e)
+
+
+def natural_lse(lse: jax.Array | None) -> jax.Array | None:
+    """The natural log-sum-exp from a kernel's, which is in base 2 (both None for sigmoid).
+
+    Kernels take exponentials in base 2, and their backward passes subtract lse from logits in the same unit. There and
+    back again would cost digits: 1e4 * log2 e rounded is off by 5e-4, and so is every weight. So residuals stay in base
+    2, and only what a differentiable function returns goes through here.
+    """
+    return None if lse is None else lse * (1 / LOG2E)
 
 
 def route(
@@ -63,7 +76,7 @@ def merge(out_a, lse_a, out_b, lse_b):
     top = jnp.where(top == -jnp.inf, 0, top)
     part_a, part_b = jnp.exp(lse_a - top), jnp.exp(lse_b - top)
     total = part_a + part_b
-    sees_any = total > 0
+    sees_any = total != 0  # NaN is not to be hidden
     total = jnp.where(sees_any, total, 1)
     out = out_a * (part_a / total)[..., None] + out_b * (part_b / total)[..., None]
     return out, jnp.where(sees_any, top + jnp.log(total), -jnp.inf)
@@ -74,7 +87,7 @@ def join_sinks(out, lse, sink_logits):
     if sink_logits is None:
         return out, lse
     sink_logits = sink_logits.astype(lse.dtype)
-    sees_any = lse > -jnp.inf
+    sees_any = lse != -jnp.inf  # true for NaN, which is not to be hidden
     joined = jnp.logaddexp(jnp.where(sees_any, lse, 0), sink_logits)
     return out * jax.nn.sigmoid(lse - sink_logits)[..., None], jnp.where(sees_any, joined, -jnp.inf)
 

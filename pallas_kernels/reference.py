@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.nonfinite import finite, taint
 from pallas_kernels.spec import AttentionSpec, Coordinates, dense_mask
 
 
@@ -46,6 +47,9 @@ def attention(
         return jnp.asarray(per_head, dtype).reshape(kv_heads, -1, 1, 1)
 
     q = q.reshape(batch, q_length, kv_heads, heads // kv_heads, head_dim)
+    query_taint = taint(q).transpose(0, 2, 3, 1)[..., None]  # [B, K, G, T, 1]
+    key_taint = taint(k, v).transpose(0, 2, 1)[:, :, None, None]  # [B, K, 1, 1, S]
+    q, k, v = finite(q), finite(k), finite(v)
     scale = head_dim**-0.5 if spec.scale is None else spec.scale
     logits = scale * jnp.einsum("btkgd,bskd->bkgts", q, k, precision=lax.Precision.HIGHEST)
     if spec.logit_softcap is not None:
@@ -53,6 +57,7 @@ def attention(
     if alibi_slopes is not None:
         distance = (where.q_pos[:, :, None] - where.kv_pos[:, None, :])[:, None, None]  # [B, 1, 1, T, S]
         logits = logits + by_kv_head(lax.stop_gradient(alibi_slopes)) * distance
+    logits = logits + (query_taint + key_taint)
     mask = dense_mask(spec, where)[:, None, None]  # [B, 1, 1, T, S]
     if full_heads is not None:
         all_keys = dense_mask(dataclasses.replace(spec, window=None), where)[:, None, None]

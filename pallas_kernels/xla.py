@@ -33,6 +33,7 @@ from jax import lax
 
 from pallas_kernels import parts
 from pallas_kernels.blocks import platform
+from pallas_kernels.nonfinite import finite, taint
 from pallas_kernels.schedule import make_schedule
 from pallas_kernels.spec import AttentionSpec, Coordinates, visible
 
@@ -183,7 +184,8 @@ _flash.defvjp(_flash_fwd, _flash_bwd)
 class _QueryBlock(NamedTuple):
     """One step of the scan over query blocks (outside the scan, all of them, with a leading axis nq)."""
 
-    q: jax.Array  # [B, K, G, bq, D]
+    q: jax.Array  # [B, K, G, bq, D], finite
+    taint: jax.Array  # [B, K, G, bq]
     pos: jax.Array  # [B, bq]
     seg: jax.Array | None
     full: jax.Array | None
@@ -192,8 +194,9 @@ class _QueryBlock(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    k: jax.Array  # [B, nk, bk, K, D]
+    k: jax.Array  # [B, nk, bk, K, D], finite
     v: jax.Array
+    taint: jax.Array  # [B, nk, bk, K]
     pos: jax.Array  # [B, nk, bk]
     seg: jax.Array | None
 
@@ -230,7 +233,7 @@ def _forward(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates):
             return None, (lax.fori_loop(0, row.num_visits, sigmoid_visit, acc), None)
         total = jnp.zeros_like(acc[..., 0])
         top, total, acc = lax.fori_loop(0, row.num_visits, softmax_visit, (total - jnp.inf, total, acc))
-        sees_any = total > 0
+        sees_any = total != 0  # NaN is not to be hidden
         total = jnp.where(sees_any, total, 1)
         return None, (acc / total[..., None], jnp.where(sees_any, top + jnp.log(total), -jnp.inf))
 
@@ -244,17 +247,19 @@ def _backward(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates, out
     queries, keys = _cut(static, q, k, v, where)
     statistics: tuple[jax.Array, ...] = ()
     if lse is not None:
-        sees_any = lse > -jnp.inf
+        sees_any = lse != -jnp.inf  # true for NaN, which is not to be hidden
         delta = jnp.where(sees_any, (dout * out).sum(axis=-1) - dlse, 0)
         statistics = tuple(
             _cut_rows(x, static.q_block, k.shape[2]) for x in (jnp.where(sees_any, lse, 0), delta)
         )
     dout = _cut_rows(dout, static.q_block, k.shape[2])
+    queries = queries._replace(taint=queries.taint + taint(dout))
     # A block of rows whose cotangents are all zero (rows routed to the other branch, padding) changes nothing.
     active = jnp.stack([(x != 0).any(axis=range(1, x.ndim)) for x in (dout, *statistics[1:])]).any(
         axis=0
     )  # [nq]
     queries = queries._replace(num_visits=jnp.where(active, queries.num_visits, 0))
+    dout = finite(dout)
 
     def query_block(carry, inputs):
         row, dout, statistics = inputs
@@ -273,6 +278,7 @@ def _backward(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates, out
                 lse, delta = statistics
                 weights = jnp.where(mask, jnp.exp(logits - lse[..., None]), 0)
                 dlogits = weights * (dweights - delta[..., None])
+            dlogits = jnp.where(mask, dlogits, 0)  # a row's delta may be NaN
             if dbias is not None:
                 dbias = dbias + dlogits.sum(axis=-1)
             dlogits = dlogits * slope
@@ -320,7 +326,7 @@ class _Tile:
             logits = logits + self.bias.slopes[:, :, None, None] * distance[:, None, None]
         if self.bias.constant is not None:
             logits = logits + self.bias.constant[:, :, None, None]
-        return logits, slope
+        return logits + (row.taint[..., None] + kv.taint.swapaxes(1, 2)[:, :, None, None]), slope
 
     def mask(self, row: _QueryBlock, kv: _Keys) -> jax.Array:
         """[B, 1, 1, bq, bk] bool, B being 1 when all rows of the batch agree."""
@@ -355,15 +361,17 @@ def _cut(static: _Static, q, k, v, where: Coordinates) -> tuple[_QueryBlock, _Ke
     def blocks(x):  # [B, T] -> [nq, B, bq]
         return None if x is None else jnp.moveaxis(x.reshape(x.shape[0], -1, static.q_block), 1, 0)
 
+    rows = _cut_rows(q, static.q_block, k.shape[2])
     queries = _QueryBlock(
-        _cut_rows(q, static.q_block, k.shape[2]),
+        finite(rows),
+        taint(rows),
         blocks(where.q_pos),
         blocks(where.q_seg),
         blocks(where.full_rows),
         schedule.blocks,
         schedule.counts,
     )
-    keys = _Keys(k, v, where.kv_pos, where.kv_seg)
+    keys = _Keys(finite(k), finite(v), taint(k, v), where.kv_pos, where.kv_seg)
     return queries, jax.tree.map(
         lambda x: (x := _pad(x, static.kv_block, 0)).reshape(x.shape[0], -1, static.kv_block, *x.shape[2:]),
         keys,

@@ -15,7 +15,7 @@ from pallas_kernels import parts
 from pallas_kernels.blocks import table_rows
 from pallas_kernels.gpu import triton as gpu_triton
 from pallas_kernels.gpu.loop_bounds import loop_bounds, tables
-from pallas_kernels.gpu.triton import LOG2E, Heads, Operands, Side, Static, Tile
+from pallas_kernels.gpu.triton import Heads, Operands, Side, Static, Tile
 from pallas_kernels.spec import AttentionSpec, Coordinates
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -167,14 +167,14 @@ def _next_power_of_2(n: int) -> int:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _flash(static: Static, tiles: Tiles, q, k, v, heads: Heads, where: Coordinates):
     """The core: out [B, T, H, D] in `static.out_dtype` and lse [B, T, H] float32 (None for sigmoid)."""
-    x = _operands(static, tiles.forward, q, k, v, heads, where)
-    out, lse = gpu_triton.forward(static, tiles.forward, x)
-    return out, None if lse is None else _by_token(lse, q.shape[1])
+    return _flash_fwd(static, tiles, q, k, v, heads, where)[0]
 
 
 def _flash_fwd(static, tiles, q, k, v, heads, where):
-    out, lse = _flash(static, tiles, q, k, v, heads, where)
-    return (out, lse), (q, k, v, heads, where, out, lse)
+    x = _operands(static, tiles.forward, q, k, v, heads, where)
+    out, lse = gpu_triton.forward(static, tiles.forward, x)
+    lse = None if lse is None else _by_token(lse, q.shape[1])
+    return (out, parts.natural_lse(lse)), (q, k, v, heads, where, out, lse)
 
 
 def _flash_bwd(static, tiles, saved, cotangents):
@@ -186,15 +186,18 @@ def _flash_bwd(static, tiles, saved, cotangents):
     dsinks = None
     statistics = {}
     if lse is not None:
-        sees_any = lse > -jnp.inf
+        sees_any = lse != -jnp.inf  # true for NaN, which is not to be hidden
         delta = jnp.where(
             sees_any, (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1) - dlse, 0
         )
         active |= (delta != 0).any(axis=2)
-        lse = jnp.where(sees_any, lse, 0)
+        # Weights of a row whose cotangents are not finite are NaN; masked tiles take the cotangents as zero.
+        lse = jnp.where(sees_any, jnp.where(jnp.isfinite(delta), lse, jnp.nan), 0)
         if heads.sinks is not None:
-            dsinks = -jnp.where(sees_any, jnp.exp(heads.sinks - lse) * delta, 0).sum(axis=(0, 1))
-        statistics = {"lse": lse * LOG2E, "delta": delta}
+            dsinks = -jnp.where(sees_any, jnp.exp2(heads.sinks * parts.LOG2E - lse) * delta, 0).sum(
+                axis=(0, 1)
+            )
+        statistics = {"lse": lse, "delta": delta}
     gradients = {"active": active, "dout": dout.astype(q.dtype), **statistics}
 
     x = _operands(static, tiles.dq, q, k, v, heads, where, **gradients)
@@ -241,12 +244,13 @@ def _decode(static: Static, tile: Tile, q, k, v, heads: Heads, where: Coordinate
         return unfold(out.sum(axis=2)), None
     top = lse.max(axis=2, keepdims=True)
     top = jnp.where(top == -jnp.inf, 0, top)
-    weights = jnp.exp(lse - top)  # [B, K, shares, rows]
+    weights = jnp.exp2(lse - top)  # [B, K, shares, rows]
     total = weights.sum(axis=2)
-    sees_any = total > 0
+    sees_any = total != 0  # NaN is not to be hidden
     total = jnp.where(sees_any, total, 1)
     out = (out * weights[..., None]).sum(axis=2) / total[..., None]
-    return unfold(out), unfold(jnp.where(sees_any, top[:, :, 0] + jnp.log(total), -jnp.inf))
+    lse = jnp.where(sees_any, top[:, :, 0] + jnp.log2(total), -jnp.inf)
+    return unfold(out), unfold(parts.natural_lse(lse))
 
 
 def _by_token(x, length: int):

@@ -19,7 +19,6 @@ at the load.
 
 import dataclasses
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -29,9 +28,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.gpu.loop_bounds import Bounds
+from pallas_kernels.nonfinite import finite, is_finite
+from pallas_kernels.parts import LOG2E
 from pallas_kernels.spec import AttentionSpec, visible
-
-LOG2E = math.log2(math.e)
 
 
 def on_gpu() -> bool:
@@ -94,7 +93,7 @@ class Static:
 
 
 def forward(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | None]:
-    """Out [B, T, H, D] in `static.out_dtype`, and lse [B, H, T of whole blocks] float32 (None for sigmoid)."""
+    """Out [B, T, H, D] in `static.out_dtype`, and lse [B, H, T of whole blocks] float32, base 2 (None: sigmoid)."""
     grid = _query_grid(tile, x)
     results = [_by_query_block(x.q, static.out_dtype, tile, grid)]
     if static.spec.activation == "softmax":
@@ -321,13 +320,17 @@ class Program:
             keys = self.keys(x.keys, j, 0)  # if nothing needs them, the compiler drops the loads
             products = self.dot(q, self.load_keys(x.k, j, masked), (1, 1))
             logits, _ = self.logits(products, queries, keys, slopes, bias)
-            return logits, self.mask(queries, keys, full_head) if masked else None
+            v = self.load_keys(x.v, j, masked)
+            if not masked:
+                return logits, None, v
+            spoilt = jnp.where(is_finite(v), 0.0, 1.0).sum(axis=1) > 0  # [keys]: NaN for those who see them
+            logits = jnp.where(spoilt[None, :], jnp.nan, logits)
+            return logits, self.mask(queries, keys, full_head), finite(v)
 
         def sigmoid(j, acc, masked):
-            logits, mask = tile_logits(j, masked)
+            logits, mask, v = tile_logits(j, masked)
             weights = 1 / (1 + jnp.exp2(-logits))
             weights = jnp.where(mask, weights, 0.0) if masked else weights
-            v = self.load_keys(x.v, j, masked)
             high = weights.astype(v.dtype)
             acc = acc + self.dot(high, v)
             if v.dtype == jnp.float32:
@@ -337,13 +340,12 @@ class Program:
 
         def softmax(j, carry, masked):
             top, total, acc = carry
-            logits, mask = tile_logits(j, masked)
+            logits, mask, v = tile_logits(j, masked)
             logits = jnp.where(mask, logits, -jnp.inf) if masked else logits
             new_top = jnp.maximum(top, logits.max(axis=1))
             shift = _finite(new_top) if masked else new_top
             weights = jnp.exp2(logits - shift[:, None])
             decay = jnp.exp2(top - shift)
-            v = self.load_keys(x.v, j, masked)
             acc = acc * decay[:, None] + self.dot(weights.astype(v.dtype), v)
             return new_top, total * decay + weights.sum(axis=1), acc
 
@@ -362,7 +364,10 @@ class Program:
             weights = jnp.exp2(logits - lse)
             weights = weights if mask is None else jnp.where(mask, weights, 0.0)
             dlogits = weights * (dweights - delta)
-        return weights, dlogits, dlogits if derivative is None else dlogits * derivative
+        dproducts = dlogits if derivative is None else dlogits * derivative
+        if mask is not None:  # last, so that nothing of what it hides gets through, not even NaN
+            dlogits, dproducts = jnp.where(mask, dlogits, 0.0), jnp.where(mask, dproducts, 0.0)
+        return weights, dlogits, dproducts
 
 
 def _finite(top):
@@ -371,15 +376,15 @@ def _finite(top):
 
 
 def _normalise(carry, sink=None):
-    """Out and lse (natural) from a running maximum, sum and accumulator; `sink` joins the sum."""
+    """Out and lse (base 2) from a running maximum, sum and accumulator; `sink` joins the sum."""
     top, total, acc = carry
-    sees_any = total > 0
+    sees_any = total != 0  # NaN is not to be hidden
     if sink is not None:
         joined = _finite(jnp.maximum(top, sink * LOG2E))
         decay = jnp.exp2(top - joined)
         total, acc, top = total * decay + jnp.exp2(sink * LOG2E - joined), acc * decay[:, None], joined
     total = jnp.where(sees_any, total, 1.0)
-    lse = jnp.where(sees_any, (top + jnp.log2(total)) * (1 / LOG2E), -jnp.inf)
+    lse = jnp.where(sees_any, top + jnp.log2(total), -jnp.inf)
     return acc / total[:, None], lse
 
 
@@ -453,7 +458,7 @@ def _dq_kernel(program: Program, x: Operands, dq_ref, dbias_ref=None):
         _, dlogits, dproducts = program.gradients(logits, derivative, mask, dweights, lse, delta)
         if dbias is not None:
             dbias += dlogits.sum(axis=1)
-        return dq + program.dot(dproducts.astype(k.dtype), k), dbias
+        return dq + program.dot(dproducts.astype(k.dtype), finite(k) if masked else k), dbias
 
     dbias = None if dbias_ref is None else jnp.zeros((block,), jnp.float32)
     dq, dbias = program.loops(bounds, visit, (jnp.zeros(q.shape, jnp.float32), dbias))
@@ -482,6 +487,8 @@ def _dkv_kernel(program: Program, x: Operands, dk_ref, dv_ref):
             mask = program.mask(queries, keys, full_head) if masked else None
             dweights = program.dot(v, dout, (1, 1))
             weights, _, dproducts = program.gradients(logits, derivative, mask, dweights, lse, delta)
+            if masked:
+                q, dout = finite(q), finite(dout)
             dv += program.dot(weights.astype(dout.dtype), dout)
             return dk + program.dot(dproducts.astype(q.dtype), q), dv
 

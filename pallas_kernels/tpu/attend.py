@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.blocks import device_kind
-from pallas_kernels.parts import vary_alike
+from pallas_kernels.parts import natural_lse, vary_alike
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.passes import (
     backward,
@@ -52,13 +52,12 @@ def attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(call: Call, q, k, v, head_bias, where: Coordinates, full_heads):
-    out, lse = (*forward(call, q, k, v, head_bias, where, full_heads), None)[:2]
-    return out, lse
+    return _core_fwd(call, q, k, v, head_bias, where, full_heads)[0]
 
 
 def _core_fwd(call, *arguments):
-    out, lse = _core(call, *arguments)
-    return (out, lse), (*arguments, out, lse)
+    out, lse = (*forward(call, *arguments), None)[:2]
+    return (out, natural_lse(lse)), (*arguments, out, lse)
 
 
 def _core_bwd(call, saved, cotangents):

@@ -16,7 +16,7 @@ from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_ki
 from pallas_kernels.spec import AttentionSpec, Coordinates
 from pallas_kernels.tpu.scheduled_backward import scheduled_backward
 from pallas_kernels.tpu.scheduled_forward import scheduled_forward
-from pallas_kernels.tpu.tiles import LOG2E, Call, Heads, with_scale
+from pallas_kernels.tpu.tiles import Call, Heads, with_scale
 from pallas_kernels.tpu.walk import has_default_positions
 from pallas_kernels.tpu.window import window_kernel_serves
 from pallas_kernels.tpu.window_backward import window_backward
@@ -101,9 +101,11 @@ def stack_head_bias(heads: int, alibi_slopes, sigmoid_bias) -> jax.Array:
 
 
 def pack_statistics(lse: jax.Array, delta: jax.Array) -> jax.Array:
-    """lse (natural log) and delta [B, H, 1, T] as the backward kernels read them: [B, H, 8, T] f32, lse in base 2."""
-    sees_any = lse > -jnp.inf
-    rows = [jnp.where(sees_any, lse * LOG2E, 0), jnp.where(sees_any, delta, 0)]
+    """lse (base 2) and delta [B, H, 1, T] as the backward kernels read them: [B, H, 8, T] f32."""
+    sees_any = lse != -jnp.inf  # true for NaN, which is not to be hidden
+    # Weights of a row whose cotangents are not finite are NaN, for its keys; masked tiles take the cotangents as zero.
+    lse = jnp.where(jnp.isfinite(delta), lse, jnp.nan)
+    rows = [jnp.where(sees_any, lse, 0), jnp.where(sees_any, delta, 0)]
     return jnp.pad(jnp.concatenate(rows, axis=2), [(0, 0), (0, 0), (0, 6), (0, 0)])
 
 
@@ -119,7 +121,8 @@ def pad(x, block: int, axis: int, fill):
 def forward(
     call: Call, q, k, v, head_bias, where: Coordinates, full_heads, initial: tuple[jax.Array, ...] = ()
 ) -> tuple[jax.Array, ...]:
-    """out [B, H, T, D] and, for softmax, lse [B, H, 1, T], of head-major, padded arrays and multiplied queries.
+    """out [B, H, T, D] and, for softmax, lse [B, H, 1, T] in base 2, of head-major, padded arrays and
+    multiplied queries.
 
     Args:
       head_bias: [2, H] f32, ALiBi slopes and biases.

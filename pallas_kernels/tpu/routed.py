@@ -4,7 +4,7 @@ A query's keys are those in its window and those outside; full attention is over
 where the pass over the keys outside begins, so O_window and lse_window come on the way to O_full and lse_full, and no
 pair is computed twice.
 
-Backward, let a = exp(lse_window - lse_full), the window's share of the full softmax (1 for sigmoid: its parts add up).
+Backward, let a = 2^(lse_window - lse_full), the window's share of the full softmax (1 for sigmoid: its parts add up).
 Keys in the window take part in both branches, with weights that differ by this factor, so one backward pass over the
 window with the cotangent dO_window + a dO_full (and delta likewise) is exact for both. Keys outside take part in the
 full branch only, whose cotangents are exactly zero in every row that a hard gate sends to the window: the other rows
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.blocks import device_kind
-from pallas_kernels.parts import members, mix, route, vary_alike
+from pallas_kernels.parts import members, mix, natural_lse, route, vary_alike
 from pallas_kernels.spec import AttentionSpec, Coordinates
 from pallas_kernels.tpu.attend import attend
 from pallas_kernels.tpu.passes import (
@@ -107,6 +107,10 @@ def two_branches(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _branches(call: Call, q, k, v, head_bias, where: Coordinates, full_heads):
     """As `two_branches`, of padded arrays and multiplied queries."""
+    return _branches_fwd(call, q, k, v, head_bias, where, full_heads)[0]
+
+
+def _branches_fwd(call, q, k, v, head_bias, where: Coordinates, full_heads):
     window, full = both_branches(call, *_head_major(call, q, k, v), head_bias, where, full_heads)
 
     def rows(out, lse=None):
@@ -114,7 +118,9 @@ def _branches(call: Call, q, k, v, head_bias, where: Coordinates, full_heads):
             :, :, 0
         ].swapaxes(1, 2)
 
-    return *rows(*window), *rows(*full)
+    (window, window_lse), (full, full_lse) = rows(*window), rows(*full)
+    saved = q, k, v, head_bias, where, full_heads, window, window_lse, full, full_lse
+    return (window, natural_lse(window_lse), full, natural_lse(full_lse)), saved
 
 
 def both_branches(
@@ -129,16 +135,11 @@ def both_branches(
     return window, forward(outside, q, k, v, head_bias, where, full_heads, initial=window)
 
 
-def _branches_fwd(call, *arguments):
-    results = _branches(call, *arguments)
-    return results, (*arguments, *results)
-
-
 def _branches_bwd(call, saved, cotangents):
     q, k, v, head_bias, where, full_heads, window, window_lse, full, full_lse = saved
     dwindow, dwindow_lse, dfull, dfull_lse = cotangents
     if call.softmax:
-        share = jnp.exp(jnp.where(window_lse > -jnp.inf, window_lse - full_lse, -jnp.inf))  # [B, T, H]
+        share = jnp.exp2(jnp.where(window_lse == -jnp.inf, -jnp.inf, window_lse - full_lse))  # [B, T, H]
         delta = _row_sums(dfull, full) - dfull_lse
         joint = dwindow + share[..., None] * dfull.astype(jnp.float32)
         joint_delta = _row_sums(dwindow, window) - dwindow_lse + share * delta

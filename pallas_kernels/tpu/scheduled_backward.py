@@ -25,10 +25,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.nonfinite import finite as finite_under_mask
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.tiles import (
     LANES,
-    MASKED,
     NN,
     NT,
     Call,
@@ -256,21 +256,22 @@ def _kernel(call, walk, has_segments, has_full_rows, group, order, *refs):
             query, key = describe(keys, queries)
             addend = functools.partial(addend_at, call, query, key, slope_and_bias)
             s, derivative = form_logits(call, s, addend)
+            mask = None
             if unit.masked and seen == "tokens":
                 mask = tile_mask(call, has_segments, has_full_rows, query, key, s.shape)
-                s = jnp.where(mask, s, MASKED)
             elif unit.masked:
                 relative = lax.broadcasted_iota(jnp.int32, s.shape, 1)
                 relative -= lax.broadcasted_iota(jnp.int32, s.shape, 0)
-                s = jnp.where(default_mask(call, seen, queries, keys, relative), s, MASKED)
+                mask = default_mask(call, seen, queries, keys, relative)
             lse, delta = (statistics[i : i + 1, queries] if call.softmax else None for i in range(2))
-            w, dlogits, ds = weights_and_slopes(call, s, derivative, dw, lse, delta)
+            w, dlogits, ds = weights_and_slopes(call, s, derivative, dw, lse, delta, mask)
+            finite = finite_under_mask if unit.masked else lambda x: x
             if call.has_bias:
                 dbias_ref[:, queries] += dlogits.sum(axis=0, keepdims=True)
             w, ds = w.astype(q_ref.dtype), ds.astype(q_ref.dtype)
-            dv_acc[column, :, keys] += dot(do_t[:, queries], w, NT)  # [D, keys]
-            dk_acc[column, :, keys] += dot(q_t[:, queries], ds, NT)
-            dq_acc[:, queries] += dot(k_t[:, keys], ds, NN)  # [D, queries]
+            dv_acc[column, :, keys] += dot(finite(do_t[:, queries]), w, NT)  # [D, keys]
+            dk_acc[column, :, keys] += dot(finite(q_t[:, queries]), ds, NT)
+            dq_acc[:, queries] += dot(finite(k_t[:, keys]), ds, NN)  # [D, queries]
 
         pipelined(_units(call, seen), products, finish, ahead=_AHEAD)
 
@@ -286,15 +287,24 @@ def _kernel(call, walk, has_segments, has_full_rows, group, order, *refs):
         dv_ref[...] = dv_acc[visit.column].T.astype(dv_ref.dtype)
 
 
-def weights_and_slopes(call, s, derivative, dw, lse, delta):
-    """The weights w of one tile, and the derivative of the loss by its logits before and after the softcap."""
+def weights_and_slopes(call, s, derivative, dw, lse, delta, seen=None):
+    """The weights w of one tile, and the derivative of the loss by its logits before and after the softcap.
+
+    Args:
+      seen: the mask of the tile, None where every pair is visible. It comes last, so that nothing of what it hides gets
+        through, not even NaN.
+    """
     if call.softmax:
         w = jnp.exp2(s - lse)
         ds = w * (dw - delta)
     else:
         w = sigmoid_weights(s)
         ds = (w - w * w) * dw
-    return w, ds, ds if derivative is None else ds * derivative
+    dlogits = ds if derivative is None else ds * derivative
+    if seen is not None:
+        w, dlogits = jnp.where(seen, w, 0), jnp.where(seen, dlogits, 0)
+        ds = dlogits if derivative is None else jnp.where(seen, ds, 0)
+    return w, ds, dlogits
 
 
 def pipelined(units, products, finish, ahead=1):

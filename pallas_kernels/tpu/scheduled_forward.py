@@ -21,7 +21,6 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.tiles import (
     LANES,
-    LOG2E,
     MASKED,
     NN,
     NT,
@@ -61,7 +60,7 @@ def scheduled_forward(
     previous: tuple[jax.Array, ...] = (),
     initial: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, ...]:
-    """Returns out [B, H, T, D] and, for softmax, lse [B, H, 1, T] f32 (natural log, -inf where nothing is seen).
+    """Returns out [B, H, T, D] and, for softmax, lse [B, H, 1, T] f32 (base 2, -inf where nothing is seen).
 
     Args:
       initial: out and lse over other keys of the same queries; the results are then those over all keys together.
@@ -303,7 +302,7 @@ def _kernel(call, walk, has_segments, has_full_rows, branches, num_initial, orde
             if call.softmax:
                 top_ref, total_ref = statistics
                 if initial:
-                    lse = jnp.broadcast_to(initial[1][...] * LOG2E, (LANES, q_block)).T
+                    lse = jnp.broadcast_to(initial[1][...], (LANES, q_block)).T
                     top_ref[...] = jnp.maximum(lse, MASKED)
                     total_ref[...] = jnp.where(lse > MASKED, 1.0, 0.0)
                 else:

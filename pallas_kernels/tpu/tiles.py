@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.blocks import Tiles
+from pallas_kernels.parts import LOG2E
 from pallas_kernels.spec import AttentionSpec, Coordinates, visible
 
-LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite, so that a difference of two is no NaN
 LANES = 128
 VMEM_LIMIT_BYTES = 48 * 2**20  # of the 64 MiB of a v5p or v7x core; the compiler keeps arrays in the rest
@@ -240,9 +240,9 @@ def over_lanes(operator, tiles):
 
 
 def write_softmax(out_ref, lse_ref, rows, acc, top, total, may_be_empty=True):
-    """Normalises a strip; a row whose maximum is still MASKED has seen nothing."""
+    """Normalises a strip, its lse in base 2; a row whose maximum is still MASKED has seen nothing."""
     out = acc * (1 / total)
-    lse = (top + jnp.log2(total)) * (1 / LOG2E)
+    lse = top + jnp.log2(total)
     if may_be_empty:
         sees_none = top <= 0.5 * MASKED  # False for NaN, which is not to be hidden
         out, lse = jnp.where(sees_none, 0, out), jnp.where(sees_none, -jnp.inf, lse)

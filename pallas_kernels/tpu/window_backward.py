@@ -22,11 +22,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.nonfinite import finite as finite_under_mask
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.scheduled_backward import pipelined, weights_and_slopes
 from pallas_kernels.tpu.tiles import (
     LANES,
-    MASKED,
     NN,
     NT,
     Call,
@@ -258,32 +258,32 @@ def _kernel(
                 seen.append(row >= first_key[:, queries] - (queries.start - distance))
             elif not sink and distance + num_queries - 1 >= window:
                 seen.append(relative < window - distance)
-            if seen:
-                s = jnp.where(functools.reduce(jnp.logical_and, seen), s, MASKED)
+            mask = functools.reduce(jnp.logical_and, seen) if seen else None
+            finite = finite_under_mask if seen else lambda x: x
             lse, delta = (statistics[i : i + 1, queries] if call.softmax else None for i in range(2))
-            w, dlogits, ds = weights_and_slopes(call, s, derivative, dw, lse, delta)
+            w, dlogits, ds = weights_and_slopes(call, s, derivative, dw, lse, delta, mask)
             if call.has_bias:
                 dbias_ref[:, queries] += dlogits.sum(axis=0, keepdims=True)
             w, ds = w.astype(q_ref.dtype), ds.astype(q_ref.dtype)
             if sink:
-                dv_sinks_acc[...] += dot(do_t[:, queries], w, NT)
-                dk_sinks_acc[...] += dot(q_t[:, queries], ds, NT)
-                add_to_queries(queries, dot(sink_k_t, ds, NN))
+                dv_sinks_acc[...] += dot(finite(do_t[:, queries]), w, NT)
+                dk_sinks_acc[...] += dot(finite(q_t[:, queries]), ds, NT)
+                add_to_queries(queries, dot(finite(sink_k_t), ds, NN))
                 return
             at = slot(unit.block)
             entering = unit.block == back and group == 1 and keys.start not in started_keys
             leaving = group == 1 and last_units.get(keys.start) == unit
             started_keys.add(keys.start if unit.block == back else None)
             for ring, out_ref, factor, gradient in (
-                (dv_ring, dv_ref, 1.0, dot(do_t[:, queries], w, NT)),  # [D, keys]
-                (dk_ring, dk_ref, call.product_factor, dot(q_t[:, queries], ds, NT)),
+                (dv_ring, dv_ref, 1.0, dot(finite(do_t[:, queries]), w, NT)),  # [D, keys]
+                (dk_ring, dk_ref, call.product_factor, dot(finite(q_t[:, queries]), ds, NT)),
             ):
                 total = gradient if entering else ring[at, :, keys] + gradient
                 if leaving:
                     write(out_ref, keys, total, factor)
                 else:
                     ring[at, :, keys] = total
-            add_to_queries(queries, dot(k_t[unit.block, :, keys], ds, NN))
+            add_to_queries(queries, dot(finite(k_t[unit.block, :, keys]), ds, NN))
 
         units = _units(call, present)
         last_units.update({unit.keys.start: unit for unit in units if unit.block == 0 and present > back})

@@ -20,7 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.nonfinite import finite, sees_non_finite
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.tiles import (
     LANES,
@@ -51,7 +53,7 @@ from pallas_kernels.tpu.window import (
 
 class _Scores(NamedTuple):
     logits: jax.Array  # [strip, keys]
-    value: Ref  # [keys, D], sliced
+    value: jax.Array  # [keys, D]; finite where some of the strip's queries do not see all keys
     total: Callable[[], jax.Array]  # of the values, [1, D]
     seen: jax.Array | None  # None where every key is visible
     mean: jax.Array | None  # [1, 1], the tanh about which a sigmoid's is rounded
@@ -116,6 +118,7 @@ def window_forward(
         in_specs=in_specs,
         outputs=outputs,
         out_specs=out_specs,
+        scratch=[pltpu.SMEM((1,), jnp.int32)],
         previous=previous,
     )
 
@@ -133,17 +136,25 @@ def _window_kernel(
         sink_k_ref, sink_v_ref, *rest = rest
     if has_segments:
         first_key_ref, *rest = rest
-    out_ref, lse_ref = (*rest, None)[:2]
+    out_ref, lse_ref, spoilt_ref = rest if call.softmax else (rest[0], None, rest[1])
 
     step = pl.program_id(2)
     slope, bias = bias_ref[0:1, 0:1] * call.unit, bias_ref[1:2, 0:1] * call.unit
     block, window = call.tiles.q_block, window_of(call)
     strip = math.gcd(call.tiles.strip, block)
 
-    def attend(present: int, sinks: str | None, packed: bool = False):
-        """All strips of the step, whose window's last `present` blocks exist."""
-        if packed:  # [block, 1], counted from the step's first query
+    def attend(present: int, sinks: str | None, packed: bool = False, exact: bool = False):
+        """All strips of the step, whose window's last `present` blocks exist.
+
+        Args:
+          packed: mask every tile by each query's first key.
+          exact: leave values that are not finite out of tiles with a mask.
+        """
+        if packed and has_segments:  # [block, 1], counted from the step's first query
             first_key = first_key_ref[...].T[:, :1] - step * block
+        elif packed:
+            first_key = lax.broadcasted_iota(jnp.int32, (block, 1), 0) - (window - 1)
+            first_key = jnp.maximum(first_key, -step * block)
 
         def relative(size):
             """Row minus column, of a strip's tile."""
@@ -160,9 +171,13 @@ def _window_kernel(
         def total(block, keys):
             return v_refs[block][keys, :].astype(jnp.float32).sum(axis=0, keepdims=True)
 
-        def scores(s, value, total, masks, middle):
+        sizes = []  # of what the first rows add up to: a value that is not finite spoils every row of its strip
+
+        def scores(s, value_ref, total, masks, middle):
             """`middle` is the distance in the middle of a tile whose weights are rounded about their mean."""
-            seen = functools.reduce(jnp.logical_and, masks) if masks else None
+            seen, value = functools.reduce(jnp.logical_and, masks) if masks else None, value_ref[...]
+            if masks and exact:
+                value = finite(value)
             if call.softmax:
                 return _Scores(s if seen is None else jnp.where(seen, s, MASKED), value, total, None, None)
             mean = None
@@ -217,13 +232,14 @@ def _window_kernel(
             acc: Any = 0.0  # Grown product by product: so the compiler adds in the matrix unit.
             partial_sums = []
             for tile in tiles:
-                value = tile.value[...]
+                value = tile.value
                 weights = jnp.exp2(tile.logits - top)
                 if call.tiles.sum_on_mxu:
                     value = jnp.concatenate([value, jnp.ones_like(value)], axis=1)
                 else:
                     partial_sums.append(weights)
                 acc += dot(weights.astype(value.dtype), value, NN)
+            sizes.append(jnp.abs(acc[:8]))
             if call.tiles.sum_on_mxu:
                 head_dim = acc.shape[1] // 2
                 write_softmax(out_ref, lse_ref, rows, acc[:, :head_dim], top, acc[:, head_dim:], packed)
@@ -237,6 +253,11 @@ def _window_kernel(
             if start + strip < block:
                 ahead = logits(start + strip)
             finish(*current)
+        if not call.softmax:
+            sizes = [
+                jnp.abs(out_ref[start : start + 8, :].astype(jnp.float32)) for start in range(0, block, strip)
+            ]
+        spoilt_ref[0] = jnp.any(~(functools.reduce(jnp.add, sizes) < jnp.inf)).astype(jnp.int32)
 
     # The first steps lack blocks before the sequence, and their window may cover some of the sink tokens.
     steps = window_steps(call, num_steps)
@@ -248,6 +269,36 @@ def _window_kernel(
         here = is_crossed(crossed, pl.program_id(0), step, num_steps)
         pl.when(here)(functools.partial(attend, steps[-1][0], None, packed=True))
 
+    # A value that is not finite has spoilt queries that do not see it: all of the step once more, in one slow body.
+    @pl.when(spoilt_ref[0] != 0)
+    def _():
+        attend(steps[-1][0], "some" if num_sinks else None, packed=True, exact=True)
+        sink_ref = sink_v_ref if num_sinks else None
+        first_key = first_key_ref if has_segments else None
+        _spoil_rows(call, step, out_ref, v_refs, sink_ref, first_key)
+
+
+def _spoil_rows(call: Call, step, out_ref: Ref, v_refs: list[Ref], sink_v_ref, first_key_ref) -> None:
+    """Writes NaN where a query of the step sees a value that is not finite. Hardly ever run, so short and slow."""
+    block, window, num_sinks = call.tiles.q_block, window_of(call), call.spec.num_sink_tokens
+    strip = math.gcd(call.tiles.strip, block)
+
+    @pl.loop(0, block // strip)
+    def _(i):
+        rows = pl.ds(pl.multiple_of(i * strip, strip), strip)
+        query = step * block + i * strip + lax.broadcasted_iota(jnp.int32, (strip, 1), 0)
+        oldest = jnp.maximum(query - window + 1, 0)
+        if first_key_ref is not None:
+            oldest = first_key_ref[:, rows].T[:, :1]
+        hit = jnp.zeros((strip, out_ref.shape[1]), bool)
+        for back, v_ref in enumerate(reversed(v_refs)):
+            key = (step - back) * block + lax.broadcasted_iota(jnp.int32, (strip, block), 1)
+            hit |= sees_non_finite((key <= query) & (key >= oldest), v_ref[...])
+        if sink_v_ref is not None:
+            key = lax.broadcasted_iota(jnp.int32, (strip, sink_v_ref.shape[0]), 1)
+            hit |= sees_non_finite((key <= query) & (key < num_sinks), sink_v_ref[...])
+        out_ref[rows, :] = jnp.where(hit, jnp.nan, out_ref[rows, :])
+
 
 def _over_lanes(operator: Callable, tiles: list[jax.Array]) -> jax.Array:
     """Combines tiles column group by column group, leaving [rows, LANES] for one pass over the lanes at the end."""
@@ -258,7 +309,7 @@ def _over_lanes(operator: Callable, tiles: list[jax.Array]) -> jax.Array:
 
 def _sigmoid_values(tile: _Scores) -> jax.Array:
     """2 * weights @ values of one tile: a sigmoid is half of 1 + tanh, and rows are fewer than weights."""
-    value, tanh = tile.value[...], jnp.tanh(tile.logits)
+    value, tanh = tile.value, jnp.tanh(tile.logits)
     if tile.mean is None:
         weights = tanh + 1
         if tile.seen is not None:

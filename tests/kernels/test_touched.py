@@ -14,9 +14,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import AttentionSpec, attention, decode_attention, routed_attention
+from pallas_kernels import AttentionSpec, attention, decode_attention, reference, routed_attention
+from pallas_kernels.gpu import triton as gpu_triton
 from pallas_kernels.tpu import passes as tpu_passes
 from pallas_kernels.tpu import routed
+from pallas_kernels.tpu import scheduled_backward as tpu_backward
+from pallas_kernels.tpu import window_backward as tpu_window_backward
+from pallas_kernels.tpu import window_forward as tpu_window_forward
 
 from .suite import IMPLEMENTATIONS, Implementation, set_parallel_dimensions
 
@@ -49,6 +53,15 @@ CALLS = {
     ),
 }
 QUICK = ("window-of-a-block", "sink-tokens", "full-heads")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_taken_for_zero(monkeypatch):
+    """Lets NaN through masks again, which `nonfinite` keeps out: it shows what is multiplied."""
+    for module in (reference, tpu_window_forward, gpu_triton):
+        monkeypatch.setattr(module, "finite", lambda x: x)
+    for module in (tpu_backward, tpu_window_backward):
+        monkeypatch.setattr(module, "finite_under_mask", lambda x: x)
 
 
 def drawn():
