@@ -253,7 +253,7 @@ def test_settings_are_json_where_they_can_be():
     assert read == {"T": 8192, "dtype": "float32", "packed": True, "window": None}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the `tpu` extra) to compile"
 )

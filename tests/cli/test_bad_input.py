@@ -125,7 +125,7 @@ def test_a_mesh_that_does_not_divide(file, tmp_path, monkeypatch, overrides, sen
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_batch_that_does_not_divide_on_four_devices(file, tmp_path):
     devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     status, out, error = process(["train", str(file)], devices)

@@ -100,7 +100,7 @@ def test_report_goes_between_its_marks(script, tmp_path):
         script.put_into(document, "swiattn", "new", [], tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_swat_from_the_command_line_goes_on_where_it_was(tmp_path):
     arm = "sigmoid AliRope (-+)"
     wrong = command("swat", "--arms", "sigmoid", "--out", tmp_path)
@@ -121,7 +121,7 @@ def test_swat_from_the_command_line_goes_on_where_it_was(tmp_path):
     assert "with other settings: name a new folder with --out" in other.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_swiattn_from_the_command_line(tmp_path):
     done = command("swiattn", "--tiny", "--seeds", 0, "--arms", "swiattn", "swa-zero-shot", "--out", tmp_path)
     assert done.returncode == 0, done.stderr

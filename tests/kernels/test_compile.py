@@ -32,7 +32,6 @@ LIBTPU = {
 
 # Where libtpu cannot be installed these tests skip; where it can, the dev extra has it, and its absence is an error.
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(
         (sys.platform, platform.machine()) != ("linux", "x86_64"),
         reason=f"libtpu exists for Linux on x86-64 only; this is {sys.platform} on {platform.machine()}",
@@ -54,6 +53,7 @@ def run(script: str, topology: str, *names: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 def test_jax_still_runs_on_the_cpu_with_libtpu_installed():
     """Without JAX_PLATFORMS it looks for a TPU, finds none, and says nothing that is a warning."""
     accelerators = [
@@ -73,14 +73,22 @@ def test_jax_still_runs_on_the_cpu_with_libtpu_installed():
     assert done.stdout.split() == ["cpu"], done.stderr[-2000:]
 
 
+# One chip before every change, all of them before a piece of work is done.
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "topology",
+    [
+        pytest.param(t, marks=pytest.mark.slow if t.startswith("v6e") else pytest.mark.long)
+        for t in TOPOLOGIES
+    ],
+)
 def test_every_kernel_compiles(topology, part):
     names = list(CALLS)[part::PARTS]
     reports = run("compile_for.py", topology, *names)
     assert {r["name"]: r["kernels"] for r in reports} == {name: CALLS[name].kernels for name in names}
 
 
+@pytest.mark.long
 def test_backward_needs_little_memory_beside_its_results():
     """Nothing of the size [T, T] or [T, window] is stored, nor a stack of partial gradients."""
     [sizes] = run("memory_for.py", "v6e:2x2")

@@ -383,7 +383,7 @@ print("compiled", len(CALLS))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the `tpu` extra) to compile"
 )

@@ -89,7 +89,7 @@ def check(run, expected):
 
 
 def slow_but(*quick):
-    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in CALLS]
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.long]) for name in CALLS]
 
 
 @pytest.mark.parametrize("name", slow_but("window"))
@@ -99,7 +99,7 @@ def test_attention(name, request):
     check(lambda: CALLS[name].run("tpu"), CALLS[name].expected())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["window", "sigmoid-everything"])
 def test_routed_attention(name, request):
     if "full_heads" in CALLS[name].options:
@@ -109,7 +109,7 @@ def test_routed_attention(name, request):
     check(lambda: CALLS[name].run_routed("tpu", gate)[0], expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("window", [None, 11])
 def test_decode_attention(window, tokens):
@@ -128,7 +128,7 @@ def test_decode_attention(window, tokens):
     assert_close(actual, decode(**learned, name="reference"), "float32")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("scattered", [False, True])
 def test_decode_from_pools(scattered):
     """As the model decodes: KV heads are rows of pools, next to each other or anywhere; a third row is not theirs."""

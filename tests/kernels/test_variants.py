@@ -241,7 +241,7 @@ def test_drawn_calls(implementation, monkeypatch, call, block):
     assert_matches_reference(call, with_block(implementation, block, monkeypatch))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @every_implementation
 @examples(24)
 @given(call=calls(), block=BLOCKS)
@@ -249,7 +249,7 @@ def test_many_drawn_calls(implementation, monkeypatch, call, block):
     assert_matches_reference(call, with_block(implementation, block, monkeypatch))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @every_implementation
 @examples(8)
 @given(call=calls(window=True), block=BLOCKS, gate=GATES)

@@ -43,8 +43,14 @@ def abstract_partition(**sizes: int) -> Partition:
     return Partition(jax.sharding.AbstractMesh(shape, AXES))  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["attention", "training", "selection"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param("attention", marks=pytest.mark.slow),
+        pytest.param("training", marks=pytest.mark.long),
+        pytest.param("selection", marks=pytest.mark.long),
+    ],
+)
 def test_every_mesh_computes_what_one_device_does(what):
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",

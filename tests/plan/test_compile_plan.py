@@ -106,7 +106,7 @@ def test_a_training_step(tmp_path):
     assert 0 < time["mfu"][0] < time["mfu"][1] < 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_windowed_layer_sends_no_more_over_the_context_when_rows_grow():
     """Rows four times as long: what windowed layers send stays, what full layers gather grows with it."""
     over_context = {}
@@ -119,7 +119,7 @@ def test_a_windowed_layer_sends_no_more_over_the_context_when_rows_grow():
     assert over_context["full", 32768] > 2 * over_context["full", 8192]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_does_not_fit_says_by_how_much():
     wide = dataclasses.replace(from_dict(ModelConfig, MODEL), hidden_size=8192, intermediate_size=32768)
     report = plan(run(model=to_dict(wide), remat="none", length=32768, rows=64), "v5e:2x2")
@@ -129,7 +129,7 @@ def test_what_does_not_fit_says_by_how_much():
     assert "of a chip" in describe(report)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("step", ["prefill", "decode"])
 def test_generation(step):
     report = plan(run(), "v6e:2x2", step=step, batch_size=4, length=2048)
@@ -143,7 +143,7 @@ def test_generation(step):
     assert report["flops"]["matmuls"] == pytest.approx(2 * (tokens * matrices + 4 * 256 * 1024), rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_adapters_are_held_beside_frozen_weights_in_bfloat16():
     """On a mesh that splits no weight a chip holds all of them, and moments of the adapters only."""
     config = run(length=1024, rows=4, mesh={"data": 4, "fsdp": 1}, lora={"rank": 8})

@@ -233,7 +233,7 @@ def test_only_what_the_answers_depend_on_points_at_the_planted_heads(method, hit
     assert int((full & planted_mask()).sum()) in hits
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("method", LARGER_IS_LOCAL)
 def test_32k_tokens_take_less_than_2_gb(method):
     config = dataclasses.replace(

@@ -482,7 +482,7 @@ def test_killed_and_terminated_runs_go_on(training, tmp_path):
     np.testing.assert_allclose(losses(run), expected, rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_that_cannot_write_ends_all(training, tmp_path):
     results = ends(training("run", 2, limit=1), 200)
     for status, error in results:
@@ -494,7 +494,7 @@ def test_a_process_that_cannot_write_ends_all(training, tmp_path):
     assert (tmp_path / "run" / "model" / "manifest.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_configurations_that_differ(training, tmp_path):
     results = ends(training("run", 2, changes={1: {"seed": 7}}))
     assert all(status == 2 and "'seed' is 7 there and 0 in process 0" in error for status, error in results)
@@ -557,7 +557,7 @@ distributed.State.initialize = slow
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_start_that_is_slower_than_gloo_waits(training, tmp_path):
     """By 33 s, where gloo gives up after 30, and where a silent process is lost after 15."""
     (tmp_path / "sitecustomize.py").write_text(_SLOW_START.replace("SECONDS", "33"))

@@ -209,7 +209,7 @@ def finish(processes):
     return [process.communicate(timeout=120) for process in processes]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_stop_at_the_same_step_and_go_on(tmp_path):
     straight = [out for out, _ in finish(start_processes(2, tmp_path / "straight", "fast"))]
     folder = tmp_path / "interrupted"
@@ -237,7 +237,7 @@ def test_two_processes_stop_at_the_same_step_and_go_on(tmp_path):
     assert [out.splitlines()[-1] for out, _ in resumed] == [out.splitlines()[-1] for out in straight]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "options"),
     [
