@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from swa_jax.families.config_json import apply_pattern, hf_config, model_config
+from swa_jax.families import apply_pattern, hf_config, hf_pattern, model_config
 from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
@@ -127,7 +127,7 @@ def test_what_a_configuration_may_not_ask_for(keys, sentence):
 
 def test_patterns_of_hf_configs_with_absent_keys():
     def types(family: str, **keys) -> str:
-        pattern = AttentionPattern.from_hf_config({"model_type": family, **SIZES, **keys})
+        pattern = hf_pattern({"model_type": family, **SIZES, **keys})
         return "".join("w" if kind == WINDOW else "F" for kind in pattern.layer_types) + str(
             pattern.sliding_window
         )
@@ -217,7 +217,7 @@ def test_patterns_hugging_face_knows(family, letters, written_as):
     pattern, config = pattern_of(letters), config_of(family, num_key_value_heads=2, head_dim=6)
     for hf in (hf_config(config, pattern), apply_pattern(hf_config(config), pattern)[0]):
         assert (hf["model_type"], hf["architectures"]) == (written_as, [f"{written_as.title()}ForCausalLM"])
-        assert AttentionPattern.from_hf_config(hf) == pattern
+        assert hf_pattern(hf) == pattern
         assert dataclasses.replace(model_config(hf), model_type=family) == config
     # Absent keys mean something else in another family.
     short = {"model_type": family, **SIZES, "num_key_value_heads": 2, "head_dim": 6}
@@ -238,7 +238,7 @@ def test_patterns_hugging_face_knows(family, letters, written_as):
 def test_patterns_hugging_face_does_not_know(family, pattern, reason):
     config = config_of(family, num_key_value_heads=2, attention_bias=True)
     hf, notice = apply_pattern(hf_config(config), pattern)
-    assert AttentionPattern.from_hf_config(hf) == pattern_of("FFF")
+    assert hf_pattern(hf) == pattern_of("FFF")
     assert model_config(hf) == config
     assert reason in notice
     assert "pattern.json" in notice

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 import swa_jax
 from swa_jax.checkpoint.hf_import import import_model
-from swa_jax.families.config_json import model_config
+from swa_jax.families import hf_pattern, model_config
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.layers import rope_frequencies
@@ -93,7 +93,7 @@ def test_transformers_4_and_5_spell_the_same_model(case):
     new, old = (json.loads((GOLDEN / case / f).read_text()) for f in ("config.json", "legacy_config.json"))
     assert ("rope_parameters" in new, "rope_parameters" in old) == (True, False)
     assert model_config(old) == model_config(new)
-    assert AttentionPattern.from_hf_config(old) == AttentionPattern.from_hf_config(new)
+    assert hf_pattern(old) == hf_pattern(new)
 
 
 @pytest.mark.parametrize("name", ROPE)

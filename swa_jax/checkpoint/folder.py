@@ -27,8 +27,8 @@ from orbax.checkpoint import v1 as ocp
 
 from swa_jax.checkpoint.safetensors_files import CheckpointError
 from swa_jax.checkpoint.tensor_names import TensorName, expected_tensors, is_router, tensor_names
-from swa_jax.families.config_json import hf_config as make_hf_config
-from swa_jax.families.config_json import model_config
+from swa_jax.families import hf_config as make_hf_config
+from swa_jax.families import model_config
 from swa_jax.model.attention import Router
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder

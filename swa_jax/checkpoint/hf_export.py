@@ -16,7 +16,7 @@ from swa_jax.checkpoint.folder import (
 )
 from swa_jax.checkpoint.safetensors_files import write_model
 from swa_jax.checkpoint.tensor_names import tensor_names
-from swa_jax.families.config_json import apply_pattern
+from swa_jax.families import apply_pattern
 
 log = logging.getLogger(__name__)
 

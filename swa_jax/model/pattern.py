@@ -241,26 +241,6 @@ class AttentionPattern:
             provenance={"method": "swaa-config"},
         )
 
-    @classmethod
-    def from_hf_config(cls, config: Mapping[str, Any]) -> AttentionPattern:
-        """The pattern a Hugging Face `config.json` describes (`layer_types`, or the older `sliding_window` keys)."""
-        layers, family = config["num_hidden_layers"], config.get("model_type")
-        windowed = family in ("mistral", "ministral", "qwen2", "qwen3")
-        window = config.get(
-            "sliding_window", 4096 if windowed else None
-        )  # the families' default for an absent key
-        if family in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
-            window = None  # these families store a window they do not use
-        types = config.get("layer_types")
-        if types is None:
-            # Qwen's older key: layers below `max_window_layers` are full. Mistral windows every layer.
-            first = config.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
-            first = layers if family == "llama" else first  # Llama knows no windows
-            types = [WINDOW if window is not None and i >= first else FULL for i in range(layers)]
-        if len(types) != layers:
-            raise ConfigError(f"config.json: layer_types has {len(types)} entries for {layers} layers")
-        return cls(tuple(types), window if WINDOW in types else None, provenance={"method": "hf-config"})
-
 
 def load_pattern(
     source: AttentionPattern | str | Path, model: ModelConfig, **options: Any

@@ -1,0 +1,209 @@
+"""What a family is, and the keys of `config.json` that mean the same in every family."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from swa_jax.model.config import ModelConfig, RopeScaling
+from swa_jax.model.layer_types import FULL
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.settings import ConfigError, from_dict, to_dict
+
+# A window, and the layer types that go with it where `config.json` has no key `layer_types`.
+Windows = tuple[int | None, Sequence[str]]
+
+# Fields of `ModelConfig` that every family writes under the field's own name.
+FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "initializer_range",
+)
+
+# The keys of `rope_parameters` that each type reads, and those among them it cannot do without.
+_ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
+_ROPE_REQUIRED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
+
+
+def no_windows(hf: Mapping[str, Any], layers: int) -> Windows:
+    """A family whose layers are all full where no key says otherwise."""
+    return hf.get("sliding_window"), [FULL] * layers
+
+
+def no_window_keys(pattern: AttentionPattern) -> dict[str, Any]:
+    """A family that has no keys for windows: full attention is all that it can say."""
+    return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How one family of models is described in `config.json`.
+
+    Attributes:
+      model_type, architecture: its names there.
+      from_hf: reads a `config.json` of this family as a `ModelConfig`, with the family's defaults for absent keys.
+      to_hf: writes what a `ModelConfig` of this family says, less the windows.
+      read_windows: the window, and the layer types where there is no key `layer_types`, of a number of layers.
+      window_keys: the keys that say what a pattern says; all of its layers are full or windowed.
+      peculiarity: what this family computes and no family with windows does, for a sentence; "" if nothing.
+    """
+
+    model_type: str
+    architecture: str
+    from_hf: Callable[[Mapping[str, Any]], ModelConfig]
+    to_hf: Callable[[ModelConfig], dict[str, Any]]
+    read_windows: Callable[[Mapping[str, Any], int], Windows] = no_windows
+    window_keys: Callable[[AttentionPattern], dict[str, Any]] = no_window_keys
+    peculiarity: str = ""
+
+
+# ---- reading ----
+
+
+def read_dense(hf: Mapping[str, Any], defaults: Mapping[str, Any], **fields: Any) -> ModelConfig:
+    """A dense decoder as most families spell it.
+
+    Args:
+      defaults: what Hugging Face's configuration class assumes where a key is absent. `num_key_value_heads` None
+        means as many as query heads.
+      fields: fields of `ModelConfig` that the family reads in its own way, or that it fixes.
+
+    Raises:
+      ConfigError: a feature that the decoder does not have, a missing key, or a value of the wrong type.
+    """
+    _refuse_unsupported(hf)
+    given = {key: hf[key] for key in FIELDS if hf.get(key) is not None}
+    values = {key: value for key, value in defaults.items() if key not in hf} | given
+    heads = values.get("num_attention_heads")
+    if values.get("num_key_value_heads") is None:
+        values["num_key_value_heads"] = heads
+    if "head_dim" not in values and isinstance(heads, int) and isinstance(values.get("hidden_size"), int):
+        values["head_dim"] = _divide(values["hidden_size"], heads)
+    values |= {"model_type": hf["model_type"]} | fields
+    config = from_dict(ModelConfig, values, "config.json")
+    theta, scaling = read_rope(hf, config.rope_theta, config.max_position_embeddings)
+    return dataclasses.replace(config, rope_theta=theta, rope_scaling=scaling)
+
+
+def _divide(hidden_size: int, heads: int) -> int:
+    if heads < 1 or hidden_size % heads:
+        raise ConfigError(
+            f"config.json: hidden_size ({hidden_size}) is not a multiple of num_attention_heads ({heads}); "
+            "give head_dim"
+        )
+    return hidden_size // heads
+
+
+def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
+    if hf.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ConfigError(f"config.json: hidden_act '{hf['hidden_act']}' is not supported; supported: silu")
+    if hf.get("quantization_config"):
+        raise ConfigError(
+            "config.json: quantization_config is not supported; import the float16, bfloat16 or float32 weights"
+        )
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if hf.get(key):
+            raise ConfigError(
+                f"config.json: {key} is set, but mixtures of experts are not supported; supported: dense models"
+            )
+    if hf.get("use_mrope"):
+        raise ConfigError(
+            "config.json: use_mrope (rotary embeddings of images) is not supported; supported: text"
+        )
+
+
+def read_rope(
+    hf: Mapping[str, Any], default_theta: float, max_positions: int
+) -> tuple[float, RopeScaling | None]:
+    """theta and the scaling, from either spelling; Hugging Face lets a non-empty `rope_scaling` win."""
+    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    rope = hf.get(key) or {}
+    if not isinstance(rope, Mapping):
+        raise ConfigError(f"config.json: '{key}' must be a mapping, got {rope!r}")
+    rope = _agreed(rope, key)
+    theta = rope.get("rope_theta", hf.get("rope_theta"))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ConfigError("config.json: partial_rotary_factor is not supported; supported: 1.0")
+    if theta is None:
+        theta = default_theta
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+        raise ConfigError(f"config.json: rope_theta must be a positive number, got {theta!r}")
+    if kind == "default":
+        return float(theta), None
+    if kind not in _ROPE_FIELDS:
+        raise ConfigError(
+            f"config.json: {key}.rope_type '{kind}' is not supported; supported: default, linear, llama3, yarn"
+        )
+    values = {name: rope[name] for name in _ROPE_FIELDS[kind] if rope.get(name) is not None}
+    for name in _ROPE_REQUIRED[kind]:
+        if name not in values:
+            raise ConfigError(f"config.json: {key}.{name} is missing; rope_type '{kind}' needs it")
+    if kind != "linear":
+        # Some checkpoints keep the pretraining length outside the mapping; it wins there.
+        original = hf.get("original_max_position_embeddings") or values.get(
+            "original_max_position_embeddings"
+        )
+        values["original_max_position_embeddings"] = original or max_positions
+        values.setdefault("factor", max_positions / values["original_max_position_embeddings"])
+    return float(theta), from_dict(RopeScaling, {"rope_type": kind} | values, f"config.json.{key}")
+
+
+def _agreed(rope: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """One set of RoPE parameters, also where they are nested by layer type."""
+    nested = [value for value in rope.values() if isinstance(value, Mapping)]
+    if not nested:
+        return rope
+    if any(other != nested[0] for other in nested):
+        raise ConfigError(
+            f"config.json: {key} differs between layer types ({', '.join(rope)}); supported: one for all layers"
+        )
+    return nested[0]
+
+
+# ---- writing ----
+
+
+def write_dense(config: ModelConfig, **keys: Any) -> dict[str, Any]:
+    """The keys that most families write, and `keys` beside them."""
+    hf: dict[str, Any] = {"model_type": config.model_type, "hidden_act": "silu"}
+    return hf | {key: getattr(config, key) for key in FIELDS} | keys | rope_keys(config)
+
+
+def rope_keys(config: ModelConfig) -> dict[str, Any]:
+    """Both spellings, so that either transformers reads the same."""
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    if config.rope_scaling is not None:
+        kind, values = config.rope_scaling.rope_type, to_dict(config.rope_scaling)
+        scaling = {"rope_type": kind} | {k: values[k] for k in _ROPE_FIELDS[kind] if values[k] is not None}
+    return {
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if config.rope_scaling is None else dict(scaling),
+        "rope_parameters": scaling | {"rope_theta": config.rope_theta},
+    }
