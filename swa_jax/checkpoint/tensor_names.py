@@ -52,8 +52,15 @@ def tensor_names(config: ModelConfig, *, routers: bool = False) -> list[TensorNa
         for i in range(config.num_hidden_layers):
             table.append(TensorName(f"model.layers.{i}.{name}", shape, ("layers", *path), i, transposed))
 
-    norm("input_layernorm", d, ("input_norm",))
-    norm("post_attention_layernorm", d, ("post_attention_norm",))
+    if config.norm_placement == "pre":
+        norm("input_layernorm", d, ("input_norm",))
+        norm("post_attention_layernorm", d, ("post_attention_norm",))
+    else:
+        norm("post_attention_layernorm", d, ("attention_out_norm",))
+        norm("post_feedforward_layernorm", d, ("mlp_out_norm",))
+    if config.norm_placement == "sandwich":
+        norm("input_layernorm", d, ("input_norm",))
+        norm("pre_feedforward_layernorm", d, ("post_attention_norm",))
     for name, shape, bias in (
         ("q_proj", (queries, d), config.attention_bias),
         ("k_proj", (keys, d), config.attention_bias),
@@ -62,8 +69,9 @@ def tensor_names(config: ModelConfig, *, routers: bool = False) -> list[TensorNa
     ):
         linear(f"self_attn.{name}", shape, bias, ("attention", name))
     if config.qk_norm:
-        norm("self_attn.q_norm", config.head_dim, ("attention", "q_norm"))
-        norm("self_attn.k_norm", config.head_dim, ("attention", "k_norm"))
+        by_head = config.qk_norm_over == "head"
+        norm("self_attn.q_norm", config.head_dim if by_head else queries, ("attention", "q_norm"))
+        norm("self_attn.k_norm", config.head_dim if by_head else keys, ("attention", "k_norm"))
     if routers:
         linear("self_attn.router.proj", (1, d), True, ("attention", "router", "proj"))
     for name, shape in (("gate_proj", (f, d)), ("up_proj", (f, d)), ("down_proj", (d, f))):

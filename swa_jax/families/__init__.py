@@ -44,11 +44,7 @@ def hf_pattern(hf: Mapping[str, Any]) -> AttentionPattern:
     Raises:
       ConfigError: an unknown family, or layer types that do not fit the number of layers or are not supported.
     """
-    layers = hf["num_hidden_layers"]
-    window, by_default = _family(hf).read_windows(hf, layers)
-    types = by_default if hf.get("layer_types") is None else hf["layer_types"]
-    if len(types) != layers:
-        raise ConfigError(f"config.json: layer_types has {len(types)} entries for {layers} layers")
+    window, types = _family(hf).read_windows(hf, hf["num_hidden_layers"])
     return AttentionPattern(
         tuple(types), window if WINDOW in types else None, provenance={"method": "hf-config"}
     )
@@ -128,7 +124,7 @@ def _expressed(
     window = pattern.sliding_window if WINDOW in pattern.layer_types else None
     plain = AttentionPattern(pattern.layer_types, window)
     out = {key: value for key, value in hf.items() if key not in ("layer_types", "sliding_window")}
-    out |= family.window_keys(plain)
+    out |= family.window_keys(config, plain)
     same = dataclasses.replace(model_config(out), model_type=config.model_type) == config
     return out if same and hf_pattern(out) == plain else None
 

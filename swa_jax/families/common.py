@@ -11,7 +11,7 @@ from swa_jax.model.layer_types import FULL
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.settings import ConfigError, from_dict, to_dict
 
-# A window, and the layer types that go with it where `config.json` has no key `layer_types`.
+# A window, and the type of each layer.
 Windows = tuple[int | None, Sequence[str]]
 
 # Fields of `ModelConfig` that every family writes under the field's own name.
@@ -28,6 +28,9 @@ FIELDS = (
     "tie_word_embeddings",
     "initializer_range",
 )
+
+# `hidden_act` of config.json and of `ModelConfig`; the first of several spellings is written.
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 # The keys of `rope_parameters` that each type reads, and those among them it cannot do without.
 _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
@@ -53,12 +56,24 @@ _ROPE_REQUIRED = {
 
 def no_windows(hf: Mapping[str, Any], layers: int) -> Windows:
     """A family whose layers are all full where no key says otherwise."""
-    return hf.get("sliding_window"), [FULL] * layers
+    return hf.get("sliding_window"), layer_types(hf, [FULL] * layers)
 
 
-def no_window_keys(pattern: AttentionPattern) -> dict[str, Any]:
+def no_window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:
     """A family that has no keys for windows: full attention is all that it can say."""
     return {}
+
+
+def layer_types(hf: Mapping[str, Any], by_default: Sequence[str]) -> Sequence[str]:
+    """The key `layer_types`, or else what the family assumes.
+
+    Raises:
+      ConfigError: another number of layer types than of layers.
+    """
+    types = by_default if hf.get("layer_types") is None else hf["layer_types"]
+    if len(types) != len(by_default):
+        raise ConfigError(f"config.json: layer_types has {len(types)} entries for {len(by_default)} layers")
+    return types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +84,9 @@ class Family:
       model_type, architecture: its names there.
       from_hf: reads a `config.json` of this family as a `ModelConfig`, with the family's defaults for absent keys.
       to_hf: writes what a `ModelConfig` of this family says, less the windows.
-      read_windows: the window, and the layer types where there is no key `layer_types`, of a number of layers.
-      window_keys: the keys that say what a pattern says; all of its layers are full or windowed.
+      read_windows: reads the window and the layer types of a `config.json` with a number of layers.
+      window_keys: the keys that say what a pattern says of a model; all of its layers are full or windowed. Whether
+        they really do is found by reading them again.
       peculiarity: what this family computes and no family with windows does, for a sentence; "" if nothing.
     """
 
@@ -79,7 +95,7 @@ class Family:
     from_hf: Callable[[Mapping[str, Any]], ModelConfig]
     to_hf: Callable[[ModelConfig], dict[str, Any]]
     read_windows: Callable[[Mapping[str, Any], int], Windows] = no_windows
-    window_keys: Callable[[AttentionPattern], dict[str, Any]] = no_window_keys
+    window_keys: Callable[[ModelConfig, AttentionPattern], dict[str, Any]] = no_window_keys
     peculiarity: str = ""
 
 
@@ -105,7 +121,7 @@ def read_dense(hf: Mapping[str, Any], defaults: Mapping[str, Any], **fields: Any
         values["num_key_value_heads"] = heads
     if "head_dim" not in values and isinstance(heads, int) and isinstance(values.get("hidden_size"), int):
         values["head_dim"] = _divide(values["hidden_size"], heads)
-    values |= {"model_type": hf["model_type"]} | fields
+    values |= {"model_type": hf["model_type"], "hidden_act": _activation(hf)} | fields
     config = from_dict(ModelConfig, values, "config.json")
     theta, scaling = read_rope(hf, config.rope_theta, config.max_position_embeddings)
     return dataclasses.replace(config, rope_theta=theta, rope_scaling=scaling)
@@ -120,9 +136,16 @@ def _divide(hidden_size: int, heads: int) -> int:
     return hidden_size // heads
 
 
+def _activation(hf: Mapping[str, Any]) -> str:
+    name = hf.get("hidden_act", "silu")
+    if name not in _ACTIVATIONS:
+        raise ConfigError(
+            f"config.json: hidden_act '{name}' is not supported; supported: silu, gelu_pytorch_tanh"
+        )
+    return _ACTIVATIONS[name]
+
+
 def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
-    if hf.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ConfigError(f"config.json: hidden_act '{hf['hidden_act']}' is not supported; supported: silu")
     if hf.get("quantization_config"):
         raise ConfigError(
             "config.json: quantization_config is not supported; import the float16, bfloat16 or float32 weights"
@@ -192,7 +215,8 @@ def _agreed(rope: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 def write_dense(config: ModelConfig, **keys: Any) -> dict[str, Any]:
     """The keys that most families write, and `keys` beside them."""
-    hf: dict[str, Any] = {"model_type": config.model_type, "hidden_act": "silu"}
+    activation = next(name for name, ours in _ACTIVATIONS.items() if ours == config.hidden_act)
+    hf: dict[str, Any] = {"model_type": config.model_type, "hidden_act": activation}
     return hf | {key: getattr(config, key) for key in FIELDS} | keys | rope_keys(config)
 
 

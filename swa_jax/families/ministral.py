@@ -6,10 +6,11 @@ from typing import Any
 
 from swa_jax.families.common import Family, write_dense
 from swa_jax.families.mistral import from_hf, read_windows
+from swa_jax.model.config import ModelConfig
 from swa_jax.model.pattern import AttentionPattern
 
 
-def window_keys(pattern: AttentionPattern) -> dict[str, Any]:
+def window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:
     return {"sliding_window": pattern.sliding_window, "layer_types": list(pattern.layer_types)}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swa_jax.families.common import Family, Windows, read_dense, write_dense
+from swa_jax.families.common import Family, Windows, layer_types, read_dense, write_dense
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
@@ -22,10 +22,10 @@ def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
     """Without `use_sliding_window` the window is stored, but not used. The first `max_window_layers` are full."""
     window = hf.get("sliding_window", DEFAULT_WINDOW) if hf.get("use_sliding_window", False) else None
     full = layers if window is None else hf.get("max_window_layers", DEFAULT_FULL_LAYERS)
-    return window, [FULL if i < full else WINDOW for i in range(layers)]
+    return window, layer_types(hf, [FULL if i < full else WINDOW for i in range(layers)])
 
 
-def window_keys(pattern: AttentionPattern) -> dict[str, Any]:
+def window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:
     window, types = pattern.sliding_window, list(pattern.layer_types)
     keys = {"sliding_window": window, "layer_types": types, "use_sliding_window": window is not None}
     if window is not None:  # how many layers at the start are full: what older readers go by

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from swa_jax.families.common import Family, Windows
+from swa_jax.families.common import Family, Windows, layer_types
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
@@ -38,10 +38,10 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
     window = hf.get("sliding_window")
-    return window, [FULL if window is None else WINDOW] * layers
+    return window, layer_types(hf, [FULL if window is None else WINDOW] * layers)
 
 
-def window_keys(pattern: AttentionPattern) -> dict[str, Any]:
+def window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:
     if pattern.sliding_window is None:
         return {}
     return {"sliding_window": pattern.sliding_window, "layer_types": list(pattern.layer_types)}
