@@ -171,9 +171,11 @@ def run(config, pattern, partition, batch, pieces) -> tuple[list[float], list[fl
     model: Decoder = random_model(config.model, pattern, 0, partition)
     if config.lora is not None:
         model = with_lora(model, config.lora, nnx.Rngs(0))
-    optimizer: optax.GradientTransformation = make_optimizer(config.optimizer, config.total_steps)
+    optimizer: optax.GradientTransformation = make_optimizer(
+        config.optimizer, config.total_steps, model.config
+    )
     trained, frozen = trained_and_frozen(model)
-    state = shard_state(init_state(trained, optimizer, frozen), partition)
+    state = shard_state(init_state(trained, optimizer, frozen), partition, model.config)
     step = make_step(model, optimizer, config, partition)
     losses, norms = [], []
     for _ in range(20):

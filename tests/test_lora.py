@@ -58,7 +58,7 @@ def arrays(tree) -> list[np.ndarray]:
 
 def start(model: Decoder, config: TrainConfig):
     """A fresh state, which a step may consume, and the step."""
-    optimizer = swa_jax.train.loop.make_optimizer(config.optimizer, config.total_steps)
+    optimizer = swa_jax.train.loop.make_optimizer(config.optimizer, config.total_steps, model.config)
     trained, frozen = jax.tree.map(jnp.copy, trained_and_frozen(model))
     return init_state(trained, optimizer, frozen), make_step(model, optimizer, config, None)
 

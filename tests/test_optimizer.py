@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tiny_models import model_of
+from tiny_models import SOFTMAX, model_of
 
 from swa_jax.train.optimizer import (
     OptimizerConfig,
@@ -46,13 +46,13 @@ def params():
 
 def updates(params, **options):
     """The first update, of gradients that are all 1."""
-    optimizer = make_optimizer(OptimizerConfig(schedule="constant", **options), 10)
+    optimizer = make_optimizer(OptimizerConfig(schedule="constant", **options), 10, SOFTMAX)
     gradients = jax.tree.map(jnp.ones_like, params)
     return optimizer.update(gradients, optimizer.init(params), params)[0]
 
 
 def test_matrices_are_the_projections(params):
-    leaves = jax.tree_util.tree_leaves_with_path(is_matrix(params))
+    leaves = jax.tree_util.tree_leaves_with_path(is_matrix(params, SOFTMAX))
     names = {jax.tree_util.keystr(path): matrix for path, matrix in leaves}
     matrices = [name for name, matrix in names.items() if matrix]
     assert len(matrices) == 7  # q, k, v, o, gate, up, down
@@ -64,7 +64,7 @@ def test_matrices_are_the_projections(params):
 def test_weight_decay_is_for_matrices_alone(params):
     plain, decayed = (updates(params, learning_rate=0.1, weight_decay=decay) for decay in (0, 0.5))
     for one, other, parameter, matrix in zip(
-        *(jax.tree.leaves(tree) for tree in (plain, decayed, params, is_matrix(params))), strict=True
+        *(jax.tree.leaves(tree) for tree in (plain, decayed, params, is_matrix(params, SOFTMAX))), strict=True
     ):
         expected = one - 0.1 * 0.5 * parameter if matrix else one
         np.testing.assert_allclose(other, expected, atol=1e-7)
@@ -74,7 +74,7 @@ def test_clipping(params):
     """Adam's first step hides the gradient's size; its first moment does not."""
 
     def moment(clip_norm):
-        optimizer = make_optimizer(OptimizerConfig(clip_norm=clip_norm), 10)
+        optimizer = make_optimizer(OptimizerConfig(clip_norm=clip_norm), 10, SOFTMAX)
         gradients = jax.tree.map(jnp.ones_like, params)
         state = optimizer.update(gradients, optimizer.init(params), params)[1]
         return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(optax.tree.get(state, "mu"))])

@@ -90,9 +90,9 @@ def test_parameters_and_moments_are_split_alike_and_what_cannot_be_is_named():
     from swa_jax.train.optimizer import OptimizerConfig, make_optimizer
     from swa_jax.train.step import init_state
 
-    state = init_state(nnx.state(model, nnx.Param), make_optimizer(OptimizerConfig(), 10))
+    state = init_state(nnx.state(model, nnx.Param), make_optimizer(OptimizerConfig(), 10, MODEL))
     partition = abstract_partition(fsdp=4, tensor=2)
-    paths = jax.tree_util.tree_leaves_with_path(state_shardings(state, partition))
+    paths = jax.tree_util.tree_leaves_with_path(state_shardings(state, partition, MODEL))
     specs = {jax.tree_util.keystr(path, simple=True, separator="."): place.spec for path, place in paths}
     wanted = P(None, ("fsdp", "context"), ("tensor",))
     kernels = [spec for name, spec in specs.items() if "q_proj" in name and "kernel" in name]
@@ -101,7 +101,7 @@ def test_parameters_and_moments_are_split_alike_and_what_cannot_be_is_named():
     with pytest.raises(
         ConfigError, match=r"embedding, axis 0 \(vocab\), is 60 long and cannot be split in 8"
     ):
-        state_shardings(state, abstract_partition(tensor=8))
+        state_shardings(state, abstract_partition(tensor=8), MODEL)
 
 
 def test_batches_and_heads_that_do_not_divide_are_named():

@@ -204,12 +204,12 @@ def test_only_projection_kernels_are_decayed_and_orthogonalised():
     params = nnx.state(Decoder(config, pattern, rngs=nnx.Rngs(0)), nnx.Param)
     chosen = [
         jax.tree_util.keystr(path)
-        for path, yes in jax.tree_util.tree_leaves_with_path(is_matrix(params))
+        for path, yes in jax.tree_util.tree_leaves_with_path(is_matrix(params, config))
         if yes
     ]
     assert len(chosen) == 7  # q, k, v, o, gate, up, down
     assert all("kernel" in name and "router" not in name for name in chosen)
-    optimizer = swa_jax.train.loop.make_optimizer(OptimizerConfig(name="muon"), 10)
+    optimizer = swa_jax.train.loop.make_optimizer(OptimizerConfig(name="muon"), 10, config)
     updates, _ = optimizer.update(jax.tree.map(np.ones_like, params), optimizer.init(params), params)
     assert np.isfinite(optax.tree.norm(updates))
 
@@ -288,7 +288,7 @@ def test_an_update_far_above_the_running_norm_is_skipped_once_that_is_trusted(se
     config = config_of(settings, spike_factor=4.0, optimizer={"name": "adamw", "warmup_steps": 0})
     pattern = AttentionPattern.from_recipe("window", 2, sliding_window=8)
     model = Decoder(config.model, pattern, rngs=nnx.Rngs(0))
-    optimizer = swa_jax.train.loop.make_optimizer(config.optimizer, 100)
+    optimizer = swa_jax.train.loop.make_optimizer(config.optimizer, 100, model.config)
     step_function = make_step(model, optimizer, config, None)
     tokens = np.arange(64, dtype=np.int32).reshape(2, 32)
     batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens), "weights": np.ones((2, 32), np.float32)}

@@ -125,7 +125,7 @@ def load_model(
     table = tensor_names(config, routers=routed and source.has_routers)
     places: dict[tuple[str, ...], jax.sharding.Sharding] = {}
     if partition is not None:
-        shardings = nnx.to_flat_state(state_shardings(wanted, partition))
+        shardings = nnx.to_flat_state(state_shardings(wanted, partition, config))
         places = {_names(path): sharding.get_value() for path, sharding in shardings}
     arrays = dict(_stack(source, table, config.num_hidden_layers, kind, places))
     if routed and not source.has_routers:

@@ -10,8 +10,9 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from swa_jax.checkpoint.folder import PATTERN_FILE, check_destination, fetch, new_folder, write_json
-from swa_jax.checkpoint.tensor_names import tensor_names
+from swa_jax.checkpoint.tensor_names import hf_parameters, tensors_of
 from swa_jax.model.decoder import Decoder
+from swa_jax.model.parameters import low_rank
 from swa_jax.settings import ConfigError
 
 PREFIX = "base_model.model."  # PEFT wraps the model twice; its names begin with both wrappers
@@ -61,13 +62,11 @@ def adapter_tensors(model: Decoder) -> dict[str, np.ndarray]:
         tuple(map(str, path)): fetch(variable[...])
         for path, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
     }
-    tensors = {}
-    for tensor in tensor_names(model.config):
-        for factor, name in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
-            path = (*tensor.path[:-1], factor)
-            if tensor.path[-1] == "kernel" and path in stacked:
-                module = tensor.name.removesuffix(".weight")
-                tensors[f"{PREFIX}{module}.{name}.weight"] = np.ascontiguousarray(
-                    stacked[path][tensor.layer].T
-                )
+    tensors: dict[str, np.ndarray] = {}
+    if model.lora is None:
+        return tensors
+    adapted = [row for row in hf_parameters(model.config) if row.projection in model.lora.targets]
+    for factor in (factor for row in adapted for factor in low_rank(row, model.lora.rank)):
+        for tensor in tensors_of(factor):
+            tensors[PREFIX + tensor.name] = np.ascontiguousarray(stacked[factor.path][tensor.layer].T)
     return tensors

@@ -50,6 +50,11 @@ def hf_pattern(hf: Mapping[str, Any]) -> AttentionPattern:
     )
 
 
+def renamed_tensors(config: ModelConfig) -> Mapping[str, str]:
+    """{parameter: name in checkpoints} where the model's family departs from the declared names."""
+    return FAMILIES[config.model_type].tensor_names if config.model_type in FAMILIES else {}
+
+
 def _family(hf: Mapping[str, Any]) -> Family:
     name = hf.get("model_type")
     if name not in FAMILIES:

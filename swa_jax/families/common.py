@@ -88,6 +88,9 @@ class Family:
       window_keys: the keys that say what a pattern says of a model; all of its layers are full or windowed. Whether
         they really do is found by reading them again.
       peculiarity: what this family computes and no family with windows does, for a sentence; "" if nothing.
+      tensor_names: {parameter of the decoder: its name in checkpoints} where that is not the one that
+        `swa_jax.model.parameters` declares, such as {"norm.scale": "model.final_layernorm.weight"}; "{layer}" stands
+        for the number of a layer.
     """
 
     model_type: str
@@ -97,6 +100,7 @@ class Family:
     read_windows: Callable[[Mapping[str, Any], int], Windows] = no_windows
     window_keys: Callable[[ModelConfig, AttentionPattern], dict[str, Any]] = no_window_keys
     peculiarity: str = ""
+    tensor_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 # ---- reading ----

@@ -97,8 +97,7 @@ class Router(nnx.Module):
     """SwiAttn's router: one linear map of the normed hidden state to one logit a token, shared by all heads."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.proj = linear(config.hidden_size, 1, True, config, dtype, rngs)
-        self.proj.bias = nnx.Param(jnp.full(1, config.router_bias_init, dtype))
+        self.proj = linear("layers.attention.router.proj", config, dtype, rngs)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """x [B, T, d] -> logit [B, T] f32 and the straight-through gate [B, T] f32 (1 = full attention)."""
@@ -110,21 +109,14 @@ class Router(nnx.Module):
 
 class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, routed: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
-        d, heads, kv_heads, size = (
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
         self.config = config
-        self.q_proj = linear(d, heads * size, config.attention_bias, config, dtype, rngs)
-        self.k_proj = linear(d, kv_heads * size, config.attention_bias, config, dtype, rngs)
-        self.v_proj = linear(d, kv_heads * size, config.attention_bias, config, dtype, rngs)
-        self.o_proj = linear(heads * size, d, config.attention_out_bias, config, dtype, rngs)
+        self.q_proj = linear("layers.attention.q_proj", config, dtype, rngs)
+        self.k_proj = linear("layers.attention.k_proj", config, dtype, rngs)
+        self.v_proj = linear("layers.attention.v_proj", config, dtype, rngs)
+        self.o_proj = linear("layers.attention.o_proj", config, dtype, rngs)
         if config.qk_norm:
-            by_head = config.qk_norm_over == "head"
-            self.q_norm = RMSNorm(size if by_head else heads * size, config, dtype)
-            self.k_norm = RMSNorm(size if by_head else kv_heads * size, config, dtype)
+            self.q_norm = RMSNorm("layers.attention.q_norm", config, dtype)
+            self.k_norm = RMSNorm("layers.attention.k_norm", config, dtype)
         if routed:
             self.router = Router(config, dtype, rngs)
 

@@ -27,6 +27,7 @@ from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.layers import GatedMLP, RMSNorm, linear, rope_tables
 from swa_jax.model.lora import LoraConfig, seed_dropout, with_lora
 from swa_jax.model.loss import TokenLoss, scaled_logits, token_loss
+from swa_jax.model.parameters import declared
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, constrain
 
@@ -42,16 +43,15 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, routed: bool, dtype: jnp.dtype, *, rngs: nnx.Rngs):
-        def norm(*placements: str) -> RMSNorm | None:
-            wanted = config.norm_placement in placements
-            return RMSNorm(config.hidden_size, config, dtype) if wanted else None
+        def norm(name: str, *placements: str) -> RMSNorm | None:
+            return RMSNorm(f"layers.{name}", config, dtype) if config.norm_placement in placements else None
 
-        self.input_norm = norm("pre", "sandwich")
+        self.input_norm = norm("input_norm", "pre", "sandwich")
         self.attention = Attention(config, routed, dtype, rngs)
-        self.attention_out_norm = norm("post", "sandwich")
-        self.post_attention_norm = norm("pre", "sandwich")
+        self.attention_out_norm = norm("attention_out_norm", "post", "sandwich")
+        self.post_attention_norm = norm("post_attention_norm", "pre", "sandwich")
         self.mlp = GatedMLP(config, dtype, rngs)
-        self.mlp_out_norm = norm("post", "sandwich")
+        self.mlp_out_norm = norm("mlp_out_norm", "post", "sandwich")
         self.residual_multiplier = config.residual_multiplier
 
     def __call__(self, x: jax.Array, plan: LayerPlan, context: AttentionContext) -> tuple[jax.Array, Routing]:
@@ -99,8 +99,8 @@ class Decoder(nnx.Module):
         self.lora: LoraConfig | None = None  # set by `swa_jax.model.lora.with_lora`
         dtype = jnp.dtype(dtype)  # one spelling, so that equal models hash alike and share compilations
         routed = SWITCH in pattern.layer_types
-        init = nnx.initializers.normal(config.initializer_range)
-        self.embedding = nnx.Param(init(rngs.params(), (config.vocab_size, config.hidden_size), dtype))
+        embedding = declared(config)["embedding"]
+        self.embedding = nnx.Param(embedding.init(rngs.params(), embedding.shape, dtype))
 
         @nnx.split_rngs(splits=config.num_hidden_layers)
         @nnx.vmap(in_axes=(0,), out_axes=0)
@@ -108,9 +108,9 @@ class Decoder(nnx.Module):
             return Block(config, routed, dtype, rngs=rngs)
 
         self.layers = stack(rngs)
-        self.norm = RMSNorm(config.hidden_size, config, dtype)
+        self.norm = RMSNorm("norm", config, dtype)
         if not config.tie_word_embeddings:
-            self.lm_head = linear(config.hidden_size, config.vocab_size, False, config, dtype, rngs)
+            self.lm_head = linear("lm_head", config, dtype, rngs)
 
     def __call__(
         self,

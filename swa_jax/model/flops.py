@@ -7,16 +7,13 @@ import numpy as np
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH
 from swa_jax.model.lora import LoraConfig
+from swa_jax.model.parameters import parameters
 from swa_jax.model.pattern import AttentionPattern
 
 
-# Dense bf16 operations a second of one JAX device, from the vendors' data sheets. A v7x chip is two devices.
 def matrix_parameters(config: ModelConfig) -> int:
     """Weights that every token is multiplied with: the projections of all layers and the output matrix."""
-    d, size = config.hidden_size, config.head_dim
-    attention = d * size * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
-    layer = attention + 3 * d * config.intermediate_size
-    return config.num_hidden_layers * layer + d * config.vocab_size
+    return sum(parameter.size for parameter in parameters(config) if parameter.matrix or parameter.output)
 
 
 def visible_keys(position: np.ndarray, window: int | None, num_sink_tokens: int = 0) -> np.ndarray:

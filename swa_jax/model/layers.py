@@ -10,15 +10,18 @@ import numpy as np
 from flax import nnx
 
 from swa_jax.model.config import ModelConfig, RopeScaling
+from swa_jax.model.parameters import declared
 from swa_jax.settings import ConfigError
 
 
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, in f32 whatever the input's dtype."""
 
-    def __init__(self, size: int, config: ModelConfig, dtype: jnp.dtype):
+    def __init__(self, path: str, config: ModelConfig, dtype: jnp.dtype):
+        """`path` is the module's place in the decoder: what is declared there says its size."""
+        scale = declared(config)[f"{path}.scale"]
+        self.scale = nnx.Param(scale.init(jax.random.key(0), scale.shape, dtype))  # the same for every key
         self.unit_offset = config.norm_unit_offset
-        self.scale = nnx.Param((jnp.zeros if self.unit_offset else jnp.ones)(size, dtype))
         self.eps = config.rms_norm_eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -33,11 +36,10 @@ class GatedMLP(nnx.Module):
     """`down(act(gate(x)) * up(x))`, x [B, T, d]: SwiGLU with "silu", GeGLU with "gelu_tanh"."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
-        d, f, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.activation = config.hidden_act
-        self.gate_proj = linear(d, f, bias, config, dtype, rngs)
-        self.up_proj = linear(d, f, bias, config, dtype, rngs)
-        self.down_proj = linear(f, d, bias, config, dtype, rngs)
+        self.gate_proj = linear("layers.mlp.gate_proj", config, dtype, rngs)
+        self.up_proj = linear("layers.mlp.up_proj", config, dtype, rngs)
+        self.down_proj = linear("layers.mlp.down_proj", config, dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate = self.gate_proj(x)
@@ -45,12 +47,15 @@ class GatedMLP(nnx.Module):
         return self.down_proj(active * self.up_proj(x))
 
 
-def linear(
-    inputs: int, outputs: int, bias: bool, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs
-) -> nnx.Linear:
-    """A projection with the family's initialisation, kernel [inputs, outputs]."""
-    init = nnx.initializers.normal(config.initializer_range)
-    return nnx.Linear(inputs, outputs, use_bias=bias, kernel_init=init, param_dtype=dtype, rngs=rngs)
+def linear(path: str, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Linear:
+    """The linear map at a place in the decoder, such as "layers.mlp.up_proj", as `parameters` declares it."""
+    rows = declared(config)
+    kernel, bias = rows[f"{path}.kernel"], rows.get(f"{path}.bias")
+    zeros = nnx.initializers.zeros
+    return nnx.Linear(
+        *kernel.shape, use_bias=bias is not None, kernel_init=kernel.init, bias_init=bias.init if bias else zeros,
+        param_dtype=dtype, rngs=rngs,
+    )  # fmt: skip
 
 
 def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -15,18 +15,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from swa_jax.model.config import ModelConfig
+from swa_jax.model.parameters import Parameter, low_rank, parameters
 from swa_jax.settings import ConfigError, nearest
 
-# Every projection that can be adapted, and the part of a layer that it is in.
-TARGETS = {
-    "q_proj": "attention",
-    "k_proj": "attention",
-    "v_proj": "attention",
-    "o_proj": "attention",
-    "gate_proj": "mlp",
-    "up_proj": "mlp",
-    "down_proj": "mlp",
-}
+# Every projection that can be adapted, and the part of a layer that it is in: no model's sizes change them.
+_ANY_MODEL = ModelConfig(1, 1, 1, 1, 1, 1, 2)
+TARGETS = {row.projection: row.path[-3] for row in parameters(_ANY_MODEL) if row.projection is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,17 +53,22 @@ class LoraConfig:
         return self.alpha / (math.sqrt(self.rank) if self.rs_lora else self.rank)
 
     def num_parameters(self, model: ModelConfig) -> int:
-        """Of all adapters of a model."""
-        heads, kv_heads = (n * model.head_dim for n in (model.num_attention_heads, model.num_key_value_heads))
-        d, f = model.hidden_size, model.intermediate_size
-        ends = {"q_proj": (d, heads), "k_proj": (d, kv_heads), "v_proj": (d, kv_heads), "o_proj": (heads, d)}
-        ends |= {"gate_proj": (d, f), "up_proj": (d, f), "down_proj": (f, d)}
-        return model.num_hidden_layers * self.rank * sum(sum(ends[name]) for name in self.targets)
+        """The numbers in all adapters of a model."""
+        return sum(factor.size for factors in self.factors(model).values() for factor in factors)
+
+    def factors(self, model: ModelConfig) -> dict[str, tuple[Parameter, Parameter]]:
+        """`lora_a` and `lora_b` of each adapted projection, in the order of the model's parameters."""
+        return {
+            row.projection: low_rank(row, self.rank)
+            for row in parameters(model)
+            if row.projection is not None and row.projection in self.targets
+        }
 
 
 class Adaptable(Protocol):
     """A model whose stacked layers can have adapters: the decoder."""
 
+    config: ModelConfig
     lora: LoraConfig | None
     layers: Any
 
@@ -77,20 +76,19 @@ class Adaptable(Protocol):
 class LoraLinear(nnx.Linear):
     """A projection with its adapter; `kernel` and `bias` are those of the projection it is made from, at their paths.
 
-    `lora_a` [..., in, r] is drawn as PEFT draws it (Kaiming uniform with a = sqrt(5): within 1 / sqrt(in)), `lora_b`
-    [..., r, out] is zero, so that a new adapter changes nothing. Both are f32 and computed in the output's dtype.
+    `lora_a` [L, in, r] and `lora_b` [L, r, out] are f32 and computed in the output's dtype; `lora_b` begins as zero, so
+    that a new adapter changes nothing.
     """
 
-    def __init__(self, base: nnx.Linear, config: LoraConfig, key: jax.Array):
+    def __init__(
+        self, base: nnx.Linear, config: LoraConfig, factors: tuple[Parameter, Parameter], key: jax.Array
+    ):
         super().__init__(base.in_features, base.out_features, **_shape_only(base))
         self.kernel = base.kernel
         if base.bias is not None:
             self.bias = base.bias
-        *stack, inputs, outputs = base.kernel.shape
-        bound = 1 / math.sqrt(inputs)
-        drawn = jax.random.uniform(key, (*stack, inputs, config.rank), jnp.float32, -bound, bound)
-        self.lora_a = nnx.LoRAParam(drawn)
-        self.lora_b = nnx.LoRAParam(jnp.zeros((*stack, config.rank, outputs), jnp.float32))
+        a, b = (factor.init(key, factor.stacked_shape, jnp.float32) for factor in factors)
+        self.lora_a, self.lora_b = nnx.LoRAParam(a), nnx.LoRAParam(b)
         self.lora = config
         self.dropout_key: jax.Array | None = nnx.data(None)  # set for one training pass by `seed_dropout`
 
@@ -118,15 +116,20 @@ class LoraLinear(nnx.Linear):
 def with_lora[M: Adaptable](model: M, config: LoraConfig, rngs: nnx.Rngs) -> M:
     """The model with new adapters, which change nothing yet; its arrays are shared.
 
-    Raises `ConfigError` if it has adapters already.
+    Raises `ConfigError` if it has adapters already, or lacks one of the projections.
     """
     if model.lora is not None:
         raise ConfigError("the model has LoRA adapters already: merge them into its weights first")
     adapted = nnx.merge(*nnx.split(model))
-    for name, part in TARGETS.items():  # in this order, whatever that of `targets`: equal seeds, equal draws
-        if name in config.targets:
-            parent = getattr(adapted.layers, part)
-            setattr(parent, name, LoraLinear(getattr(parent, name), config, rngs.params()))
+    adapters = config.factors(model.config)
+    for name in config.targets:
+        if name not in adapters:
+            raise ConfigError(
+                f"'lora.targets' names '{name}', which a {model.config.model_type} model does not have"
+            )
+    for name, factors in adapters.items():  # whatever the order of `targets`: equal seeds, equal draws
+        parent = getattr(adapted.layers, TARGETS[name])
+        setattr(parent, name, LoraLinear(getattr(parent, name), config, factors, rngs.params()))
     adapted.lora = config
     return adapted
 
@@ -160,8 +163,8 @@ def seed_dropout(block: nnx.Module, key: jax.Array) -> None:
 def _adapted(block: nnx.Module) -> list[tuple[nnx.Module, str, LoraLinear]]:
     """(part, name, projection) of the adapted projections of a layer, or of the stacked layers."""
     places = [(getattr(block, part), name) for name, part in TARGETS.items()]
-    found = [(part, name, getattr(part, name)) for part, name in places]
-    return [place for place in found if isinstance(place[2], LoraLinear)]
+    found = [(part, name, getattr(part, name, None)) for part, name in places]
+    return [(part, name, module) for part, name, module in found if isinstance(module, LoraLinear)]
 
 
 def _shape_only(base: nnx.Linear) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from swa_jax.model.config import ModelConfig
+from swa_jax.model.parameters import Parameter, declared, low_rank, map_parameters
 from swa_jax.settings import ConfigError
 
 AXES = ("data", "fsdp", "context", "tensor")
@@ -154,54 +155,34 @@ def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, int, int, int
 
 # ---- parameters ----
 
-# The dimensions of each parameter of the decoder by the tail of its path; layers are stacked in front.
-_DIMENSIONS: dict[tuple[str, ...], tuple[str | None, ...]] = {
-    ("embedding",): ("vocab", "embed"),
-    ("lm_head", "kernel"): ("embed", "vocab"),
-    ("q_proj", "kernel"): (None, "embed", "heads"),
-    ("k_proj", "kernel"): (None, "embed", "kv_heads"),
-    ("v_proj", "kernel"): (None, "embed", "kv_heads"),
-    ("o_proj", "kernel"): (None, "heads", "embed"),
-    ("q_proj", "bias"): (None, "heads"),
-    ("k_proj", "bias"): (None, "kv_heads"),
-    ("v_proj", "bias"): (None, "kv_heads"),
-    ("gate_proj", "kernel"): (None, "embed", "mlp"),
-    ("up_proj", "kernel"): (None, "embed", "mlp"),
-    ("down_proj", "kernel"): (None, "mlp", "embed"),
-    ("gate_proj", "bias"): (None, "mlp"),
-    ("up_proj", "bias"): (None, "mlp"),
-}
-# LoRA's factors lie as the kernel's ends do; the rank is whole.
-_DIMENSIONS |= {
-    (tail[0], factor): dimensions
-    for tail, kernel in _DIMENSIONS.items()
-    if tail[1:] == ("kernel",) and len(kernel) == 3
-    for factor, dimensions in (("lora_a", (None, kernel[1], None)), ("lora_b", (None, None, kernel[2])))
-}
 
+def state_shardings(state: Any, partition: Partition, config: ModelConfig) -> Any:
+    """A sharding for every leaf of `state`: parameters, and whatever carries a parameter's path and rank, such as an
+    optimizer's moments. Norms, routers, output biases, and what is not declared, such as counters, are whole."""
+    rows = declared(config)
+    for parameter in list(rows.values()):
+        if parameter.projection is not None:
+            rows |= {factor.name: factor for factor in low_rank(parameter, rank=1)}
 
-def state_shardings(state: Any, partition: Partition) -> Any:
-    """A sharding for every leaf of `state`: parameters, and whatever carries a parameter's name and shape, such as an
-    optimiser's moments. Norms, routers, output biases and counters are small and whole."""
-
-    def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        names = tuple(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
-        names = tuple(name for name in names if name not in ("value", "raw_value"))
-        dimensions = next((d for tail, d in _DIMENSIONS.items() if names[-len(tail) :] == tail), ())
-        if len(dimensions) != leaf.ndim:
+    def place(parameter: Parameter | None, leaf: Any) -> NamedSharding:
+        if parameter is None or not any(parameter.axes) or len(parameter.stacked_axes) != leaf.ndim:
             return partition.replicated
-        tensor = ".".join(names)
-        for i, dimension in enumerate(dimensions):
-            pieces = 1 if dimension is None else partition.size(dimension)
-            if dimension is not None and leaf.shape[i] % pieces:
-                axes = _sizes(partition, dimension)
-                raise ConfigError(
-                    f"parameter {tensor}, axis {i} ({dimension}), is {leaf.shape[i]} long and cannot be split in "
-                    f"{pieces} ({axes}): change 'mesh' so that it can, or set 'sharding.{dimension}' to []"
-                )
-        return NamedSharding(partition.mesh, partition.rules.spec(tensor, dimensions))
+        return NamedSharding(partition.mesh, _parameter_spec(parameter, leaf.shape, partition))
 
-    return jax.tree_util.tree_map_with_path(one, state)
+    return map_parameters(place, state, rows)
+
+
+def _parameter_spec(parameter: Parameter, shape: tuple[int, ...], partition: Partition) -> P:
+    """How a parameter of this shape lies; `ConfigError` names the axis that cannot be split as the rules say."""
+    for i, dimension in enumerate(parameter.stacked_axes):
+        pieces = 1 if dimension is None else partition.size(dimension)
+        if dimension is not None and shape[i] % pieces:
+            raise ConfigError(
+                f"parameter {parameter.name}, axis {i} ({dimension}), is {shape[i]} long and cannot be split in "
+                f"{pieces} ({_sizes(partition, dimension)}): change 'mesh' so that it can, or set "
+                f"'sharding.{dimension}' to []"
+            )
+    return partition.rules.spec(parameter.name, parameter.stacked_axes)
 
 
 def _sizes(partition: Partition, dimension: str) -> str:
@@ -209,7 +190,7 @@ def _sizes(partition: Partition, dimension: str) -> str:
 
 
 def check_model(config: ModelConfig, partition: Partition) -> None:
-    """Heads must be split whole; `ConfigError` names the count and the axis."""
+    """Heads must be split whole, and every parameter must divide; `ConfigError` names the count and the axis."""
     for dimension, count, name in (
         ("heads", config.num_attention_heads, "num_attention_heads"),
         ("kv_heads", config.num_key_value_heads, "num_key_value_heads"),
@@ -219,6 +200,8 @@ def check_model(config: ModelConfig, partition: Partition) -> None:
                 f"{name} is {count}, which 'mesh.tensor' = {partition.size(dimension)} does not divide: heads are "
                 "split whole, so make it a divisor"
             )
+    for parameter in declared(config).values():
+        _parameter_spec(parameter, parameter.stacked_shape, partition)
 
 
 def check_batch(partition: Partition, batch: int, length: int, where: str) -> None:

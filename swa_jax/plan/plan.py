@@ -220,7 +220,7 @@ def _train_step(
         return plain if config.lora is None else with_lora(plain, config.lora, nnx.Rngs(0))
 
     model = nnx.eval_shape(draw)
-    optimizer = make_optimizer(config.optimizer, config.total_steps)
+    optimizer = make_optimizer(config.optimizer, config.total_steps, model_config)
     graph, weights = nnx.split(model)
 
     def start(weights: nnx.State) -> TrainState:
@@ -228,7 +228,7 @@ def _train_step(
         return init_state(trained, optimizer, frozen)
 
     shapes: TrainState = jax.eval_shape(start, weights)
-    state = jax.tree.map(_placed, shapes, state_shardings(shapes, partition))
+    state = jax.tree.map(_placed, shapes, state_shardings(shapes, partition, model_config))
     rows = partition.sharding("batch", "sequence")
     size = (stage.batch_size, stage.sequence_length)
     batch = {

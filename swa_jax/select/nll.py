@@ -166,7 +166,8 @@ class LayerScorer:
         self._graph, self._weights = nnx.split(model.with_pattern(self._pattern(())))
         if partition is not None:
             check_model(model.config, partition)
-            self._weights = jax.device_put(self._weights, state_shardings(self._weights, partition))
+            shardings = state_shardings(self._weights, partition, model.config)
+            self._weights = jax.device_put(self._weights, shardings)
         self._partition, self._reuse, self._at_once = partition, reuse, toggles_at_once
         # Where the window holds the whole prompt, window and full attention are the same function. Different kernels
         # would still round differently, and ranking that noise is what this avoids: all layers take the full kernel,

@@ -86,7 +86,8 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     if first:  # the others wait for it when they look for checkpoints
         _claim(run.folder, config)
     trained, frozen = trained_and_frozen(run.model)
-    state = shard_state(init_state(trained, run.optimizer, frozen), run.partition)
+    state = init_state(trained, run.optimizer, frozen)
+    state = shard_state(state, run.partition, run.model.config)
     keep, keep_period = config.keep_checkpoints, config.keep_checkpoint_period
     with (
         preemption_notices() as preempted,
@@ -329,7 +330,7 @@ def _prepare(config: TrainConfig) -> Run:
     else:
         model = random_model(model_config, pattern, config.seed, partition)
     warn_of_short_runs(config.optimizer, config.total_steps)
-    optimizer = make_optimizer(config.optimizer, config.total_steps)
+    optimizer = make_optimizer(config.optimizer, config.total_steps, model_config)
     return Run(config, Path(config.output), tokenizer, partition, model, patterns, optimizer)
 
 
@@ -344,9 +345,8 @@ def random_model(
     if partition is None:
         return draw()
     graph, abstract = nnx.split(nnx.eval_shape(draw))
-    return nnx.merge(
-        graph, jax.jit(lambda: nnx.state(draw()), out_shardings=state_shardings(abstract, partition))()
-    )
+    shardings = state_shardings(abstract, partition, config)
+    return nnx.merge(graph, jax.jit(lambda: nnx.state(draw()), out_shardings=shardings)())
 
 
 def _stage_patterns(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from typing import Any, Literal
 
-import jax
 import optax
 from optax import contrib
 
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.parameters import Parameter, declared, map_parameters
 from swa_jax.settings import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -79,39 +81,43 @@ def warn_of_short_runs(config: OptimizerConfig, total_steps: int) -> None:
         )  # fmt: skip
 
 
-def is_matrix(params: Any) -> Any:
-    """True for projection kernels; embeddings, norms, biases and the router are not matrices in this sense."""
-
-    def one(path: tuple, leaf: jax.Array) -> bool:
-        names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
-        return "kernel" in names and "router" not in names and "lm_head" not in names
-
-    return jax.tree_util.tree_map_with_path(one, params)
+def is_matrix(params: Any, model: ModelConfig) -> Any:
+    """True for what the model declares as a matrix: the projections, not embeddings, norms, biases or the router."""
+    return map_parameters(lambda row, leaf: row is not None and row.matrix, params, declared(model))
 
 
-def make_optimizer(config: OptimizerConfig, total_steps: int) -> optax.GradientTransformation:
-    """Clipping by the global norm, then the optimiser. Parameters are stacked: kernels are [L, in, out]."""
+def make_optimizer(
+    config: OptimizerConfig, total_steps: int, model: ModelConfig
+) -> optax.GradientTransformation:
+    """Clipping by the global norm, then the optimizer; what `model` declares says which parameters are matrices."""
     rate = learning_rate(config, config.learning_rate, total_steps)
+    matrices = functools.partial(is_matrix, model=model)
     if config.name == "adamw":
         update = optax.adamw(
-            rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=is_matrix
+            rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=matrices
         )
     else:
         update = contrib.muon(
             rate,
             weight_decay=config.weight_decay,
-            weight_decay_mask=is_matrix,
+            weight_decay_mask=matrices,
             adam_b1=config.b1,
             adam_b2=config.b2,
             adam_learning_rate=learning_rate(config, config.adam_learning_rate, total_steps),
-            muon_weight_dimension_numbers=_muon_axes,
+            muon_weight_dimension_numbers=functools.partial(_muon_axes, model=model),
         )
     # A chain of two either way, so that the optimiser's state keeps its form.
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     return optax.chain(clip, update)
 
 
-def _muon_axes(params: Any) -> Any:
+def _muon_axes(params: Any, model: ModelConfig) -> Any:
     """Each layer's kernel [in, out] is orthogonalised on its own; None sends a leaf to AdamW."""
-    axes = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
-    return jax.tree.map(lambda matrix: axes if matrix else None, is_matrix(params))
+
+    def axes(row: Parameter | None, leaf: Any) -> contrib.MuonDimensionNumbers | None:
+        if row is None or not row.matrix:
+            return None
+        rank = len(row.stacked_shape)
+        return contrib.MuonDimensionNumbers(reduction_axis=rank - 2, output_axis=rank - 1)
+
+    return map_parameters(axes, params, declared(model))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.loss import next_token_targets
@@ -60,9 +61,11 @@ def init_state(params: Any, optimizer: optax.GradientTransformation, frozen: Any
     return TrainState(zero(jnp.int32), params, moments, zero(jnp.float32), zero(jnp.int32), rest)
 
 
-def shard_state(state: TrainState, partition: Partition | None) -> TrainState:
+def shard_state(state: TrainState, partition: Partition | None, model: ModelConfig) -> TrainState:
     """The state laid out on the mesh."""
-    return state if partition is None else jax.device_put(state, state_shardings(state, partition))
+    if partition is None:
+        return state
+    return jax.device_put(state, state_shardings(state, partition, model))
 
 
 def make_step(
@@ -98,7 +101,8 @@ def make_step(
             skipped = metrics["skipped_updates"] = skipped + (1 - accepted.astype(jnp.int32))
         new_state = TrainState(state.step + 1, *changed, skipped, state.frozen)
         if partition is not None:
-            new_state = jax.lax.with_sharding_constraint(new_state, state_shardings(new_state, partition))
+            shardings = state_shardings(new_state, partition, model.config)
+            new_state = jax.lax.with_sharding_constraint(new_state, shardings)
         return new_state, metrics
 
     return jax.jit(step, static_argnums=2, donate_argnums=0)

@@ -1,0 +1,225 @@
+"""Every parameter of the decoder, declared once: its place, shape, axes, initializer and Hugging Face name.
+
+The modules are built from these rows, and everything else that knows parameters reads them: the tensor names of
+checkpoints, the layout on a mesh, LoRA's targets and size, the count of operations, and the optimizer's groups.
+The idea is that of `ArrayInfo` in jax-llm-examples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.nn.initializers import Initializer
+
+from swa_jax.model.config import ModelConfig
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One parameter of the decoder.
+
+    Attributes:
+      path: its place in the decoder's tree.
+      shape: its shape; of one layer, where `layers` are stacked.
+      axes: for each axis of `shape` the dimension that `ShardingRules` may split, or None.
+      init: draws it: `init(key, shape, dtype)`.
+      hf_name: Hugging Face's name, with `{layer}` for the layer's number.
+      layers: how many layers are stacked on an axis in front of `shape`; None for a parameter outside the layers.
+      transposed: a linear map is [in, out] here and [out, in] in Hugging Face's checkpoints.
+      matrix: a projection of a layer: every token is multiplied with it, weight decay and Muon are for it, and LoRA
+        can adapt it.
+      output: the matrix, or the tied embedding, that makes logits.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: Initializer
+    hf_name: str
+    layers: int | None = None
+    transposed: bool = False
+    matrix: bool = False
+    output: bool = False
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+    @property
+    def projection(self) -> str | None:
+        """The module that LoRA can adapt, such as "q_proj"; None for what is no projection."""
+        return self.path[-2] if self.matrix else None
+
+    @property
+    def stacked_shape(self) -> tuple[int, ...]:
+        return self.shape if self.layers is None else (self.layers, *self.shape)
+
+    @property
+    def stacked_axes(self) -> tuple[str | None, ...]:
+        return self.axes if self.layers is None else (None, *self.axes)
+
+    @property
+    def size(self) -> int:
+        """Numbers in it, those of all layers."""
+        return math.prod(self.stacked_shape)
+
+
+def parameters(config: ModelConfig, routed: bool = False) -> tuple[Parameter, ...]:
+    """Every parameter of a model, in the order of its checkpoints; `routed` adds the routers of switch layers."""
+    d, vocab, tied = config.hidden_size, config.vocab_size, config.tie_word_embeddings
+    layer = [
+        dataclasses.replace(
+            row,
+            path=("layers", *row.path),
+            hf_name=f"model.layers.{{layer}}.{row.hf_name}",
+            layers=config.num_hidden_layers,
+        )
+        for row in (*_norms(config), *_attention(config, routed), *_mlp(config))
+    ]
+    draw = nnx.initializers.normal(config.initializer_range)
+    return (
+        Parameter(("embedding",), (vocab, d), ("vocab", "embed"), draw, EMBEDDING, output=tied),
+        *layer,
+        _norm("norm", "model.norm", d, config),
+        *([] if tied else _linear("lm_head", "lm_head", (d, vocab), ("embed", "vocab"), config, output=True)),
+    )
+
+
+def _norms(config: ModelConfig) -> list[Parameter]:
+    """The norms round attention and MLP. "post_attention_layernorm" is the name of the norm before the MLP in families
+    that have none on what attention gives, and of that one in the others."""
+    rows: dict[str, str] = {}
+    if config.norm_placement in ("pre", "sandwich"):
+        rows |= {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+    if config.norm_placement in ("post", "sandwich"):
+        rows |= {
+            "attention_out_norm": "post_attention_layernorm",
+            "mlp_out_norm": "post_feedforward_layernorm",
+        }
+    if config.norm_placement == "sandwich":
+        rows["post_attention_norm"] = "pre_feedforward_layernorm"
+    return [_norm(path, hf_name, config.hidden_size, config) for path, hf_name in rows.items()]
+
+
+def _attention(config: ModelConfig, routed: bool) -> list[Parameter]:
+    d, size = config.hidden_size, config.head_dim
+    queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
+    bias, out_bias = config.attention_bias, config.attention_out_bias
+    rows = []
+    for name, shape, axes, has_bias in (
+        ("q_proj", (d, queries), ("embed", "heads"), bias),
+        ("k_proj", (d, keys), ("embed", "kv_heads"), bias),
+        ("v_proj", (d, keys), ("embed", "kv_heads"), bias),
+        ("o_proj", (queries, d), ("heads", "embed"), out_bias),
+    ):
+        rows += _projection(f"attention.{name}", f"self_attn.{name}", shape, axes, has_bias, config)
+    if config.qk_norm:
+        by_head = config.qk_norm_over == "head"
+        for name, whole in (("q_norm", queries), ("k_norm", keys)):
+            rows.append(_norm(f"attention.{name}", f"self_attn.{name}", size if by_head else whole, config))
+    if routed:
+        path, first = "router.proj", nnx.initializers.constant(config.router_bias_init)
+        rows += _linear(
+            f"attention.{path}", f"self_attn.{path}", (d, 1), (None, None), config, bias_init=first
+        )
+    return rows
+
+
+def _mlp(config: ModelConfig) -> list[Parameter]:
+    d, f = config.hidden_size, config.intermediate_size
+    rows = []
+    for name, shape, axes in (
+        ("gate_proj", (d, f), ("embed", "mlp")),
+        ("up_proj", (d, f), ("embed", "mlp")),
+        ("down_proj", (f, d), ("mlp", "embed")),
+    ):
+        rows += _projection(f"mlp.{name}", f"mlp.{name}", shape, axes, config.mlp_bias, config)
+    return rows
+
+
+def _norm(path: str, hf_name: str, size: int, config: ModelConfig) -> Parameter:
+    first = nnx.initializers.zeros if config.norm_unit_offset else nnx.initializers.ones
+    return Parameter((*path.split("."), "scale"), (size,), (None,), first, f"{hf_name}.weight")
+
+
+def _projection(
+    path: str, hf_name: str, shape: tuple[int, int], axes: tuple[str, str], bias: bool, config: ModelConfig
+) -> list[Parameter]:
+    zeros = nnx.initializers.zeros if bias else None
+    return _linear(path, hf_name, shape, axes, config, bias_init=zeros, matrix=True)
+
+
+def _linear(
+    path: str,
+    hf_name: str,
+    shape: tuple[int, int],
+    axes: tuple[str | None, str | None],
+    config: ModelConfig,
+    *,
+    bias_init: Initializer | None = None,
+    matrix: bool = False,
+    output: bool = False,
+) -> list[Parameter]:
+    """A linear map [in, out], and its bias [out] if there is one."""
+    place, draw = tuple(path.split(".")), nnx.initializers.normal(config.initializer_range)
+    kernel = Parameter(
+        (*place, "kernel"), shape, axes, draw, f"{hf_name}.weight",
+        transposed=True, matrix=matrix, output=output,
+    )  # fmt: skip
+    if bias_init is None:
+        return [kernel]
+    # Activations keep their `embed` dimension whole, and so do the biases that are added to them.
+    outputs = None if axes[1] == "embed" else axes[1]
+    return [kernel, Parameter((*place, "bias"), shape[1:], (outputs,), bias_init, f"{hf_name}.bias")]
+
+
+def low_rank(parameter: Parameter, rank: int) -> tuple[Parameter, Parameter]:
+    """LoRA's factors of a projection [in, out]: `lora_a` [in, rank] and `lora_b` [rank, out].
+
+    They lie on a mesh as the projection's ends do; the rank is whole. `lora_a` is drawn as PEFT draws it (Kaiming
+    uniform with a = sqrt(5): within 1 / sqrt(in)), `lora_b` is zero.
+    """
+    (inputs, outputs), (of_inputs, of_outputs) = parameter.shape, parameter.axes
+    place, bound = parameter.path[:-1], 1 / math.sqrt(inputs)
+
+    def draw(key: jax.Array, shape: Any, dtype: Any = jnp.float32, out_sharding: Any = None) -> jax.Array:
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    module = parameter.hf_name.removesuffix(".weight")
+    a = Parameter(
+        (*place, "lora_a"), (inputs, rank), (of_inputs, None), draw, f"{module}.lora_A.weight",
+        layers=parameter.layers, transposed=True,
+    )  # fmt: skip
+    b = Parameter(
+        (*place, "lora_b"), (rank, outputs), (None, of_outputs), nnx.initializers.zeros,
+        f"{module}.lora_B.weight", layers=parameter.layers, transposed=True,
+    )  # fmt: skip
+    return a, b
+
+
+def declared(config: ModelConfig) -> dict[str, Parameter]:
+    """What a model may have, routers included, by name: "layers.attention.q_proj.kernel" and so on."""
+    return {parameter.name: parameter for parameter in parameters(config, routed=True)}
+
+
+def map_parameters[R](
+    function: Callable[[Parameter | None, Any], R], tree: Any, rows: Mapping[str, Parameter]
+) -> Any:
+    """`function(row, leaf)` for every leaf of a JAX tree. A leaf whose path ends with a parameter's has that row: the
+    parameter, or what stands for it, such as an optimizer's moment. Other leaves have None."""
+
+    def one(path: tuple[Any, ...], leaf: Any) -> R:
+        names = [str(getattr(key, "key", getattr(key, "name", key))) for key in path]
+        names = [name for name in names if name not in ("value", "raw_value")]
+        ends = (".".join(names[start:]) for start in range(len(names)))  # the longest first
+        return function(next((rows[end] for end in ends if end in rows), None), leaf)
+
+    return jax.tree_util.tree_map_with_path(one, tree)

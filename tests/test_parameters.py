@@ -1,0 +1,198 @@
+"""The declaration of the parameters is what the decoder holds, and what everything that knows parameters reads."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+from tiny_models import BYTES, SANDWICH, SIGMOID, SOFTMAX
+
+from swa_jax.checkpoint import tensor_names as names
+from swa_jax.families import FAMILIES
+from swa_jax.model import parameters as declaration
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.flops import matrix_parameters
+from swa_jax.model.lora import LoraConfig, with_lora
+from swa_jax.model.parameters import Parameter, low_rank, parameters
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.sharding import AXES, Partition, check_model, state_shardings
+from swa_jax.settings import ConfigError, load_config
+from swa_jax.train.config import TrainConfig
+from swa_jax.train.optimizer import OptimizerConfig, is_matrix, make_optimizer
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+LORA = LoraConfig(rank=3, targets=("down_proj", "q_proj", "v_proj"))
+
+
+def committed():
+    """{file: ModelConfig} of every configuration that describes a model."""
+    found = {}
+    for file in sorted(CONFIGS.rglob("*.yaml")):
+        shapes = file.parent.name == "models"
+        model = load_config(ModelConfig, file) if shapes else load_config(TrainConfig, file).model
+        if model is not None:
+            found[file.relative_to(CONFIGS).as_posix()] = model
+    return found
+
+
+MODELS = committed() | {
+    "tiny softmax": SOFTMAX,
+    "tiny sigmoid": SIGMOID,
+    "tiny bytes": BYTES,
+    "tiny sandwich": SANDWICH,
+    "norms after": dataclasses.replace(SANDWICH, norm_placement="post"),
+    "every bias": dataclasses.replace(
+        SOFTMAX, attention_out_bias=True, mlp_bias=True, tie_word_embeddings=False, router_bias_init=-2.0
+    ),
+}
+
+
+def test_the_committed_models_are_among_those_tested():
+    assert len([name for name in MODELS if name.startswith("models/")]) == 5
+    assert any(name.startswith("swat/") for name in MODELS)
+    assert any(name.startswith("swiattn/") for name in MODELS)
+
+
+def leaves(config, routed, lora):
+    """{path: shape} of a decoder that is drawn but not computed."""
+
+    def draw():
+        pattern = AttentionPattern.from_recipe("switch" if routed else "full", config)
+        model = Decoder(config, pattern, rngs=nnx.Rngs(0))
+        return model if lora is None else with_lora(model, lora, nnx.Rngs(0))
+
+    flat = nnx.to_flat_state(nnx.state(nnx.eval_shape(draw)))
+    return {path: variable.shape for path, variable in flat}
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["plain", "lora"])
+@pytest.mark.parametrize("routed", [False, True], ids=["plain", "routed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_decoder_holds_what_is_declared(name, routed, lora):
+    config = MODELS[name]
+    rows = list(parameters(config, routed))
+    if lora is not None:
+        rows += [f for row in rows if row.projection in lora.targets for f in low_rank(row, lora.rank)]
+    assert len({row.path for row in rows}) == len({row.hf_name for row in rows}) == len(rows)
+    assert leaves(config, routed, lora) == {row.path: row.stacked_shape for row in rows}
+    assert all(len(row.shape) == len(row.axes) for row in rows)
+
+
+def test_parameters_are_drawn_as_is_declared():
+    config = MODELS["every bias"]
+    model = Decoder(config, AttentionPattern.from_recipe("switch", config), rngs=nnx.Rngs(0))
+    attention = model.layers.attention
+    np.testing.assert_array_equal(attention.router.proj.bias[...], -2)
+    np.testing.assert_array_equal(attention.o_proj.bias[...], 0)
+    np.testing.assert_array_equal(model.norm.scale[...], 1)
+    assert float(model.embedding[...].std()) == pytest.approx(config.initializer_range, rel=0.1)
+
+
+def partition(**sizes):
+    """A partition over a mesh without devices: enough to look at shapes."""
+    return Partition(AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES))
+
+
+# ---- a row that is added is known everywhere ----
+
+
+@pytest.fixture
+def gain(monkeypatch):
+    """One more matrix, [d, 41], which no module holds; 41 is `intermediate_size` + 1."""
+    layer = declaration._mlp
+
+    def with_gain(config):
+        draw = nnx.initializers.normal(0.1)
+        shape = (config.hidden_size, config.intermediate_size + 1)
+        new = Parameter(
+            ("attention", "gain_proj", "kernel"), shape, ("embed", "mlp"), draw,
+            "self_attn.gain_proj.weight", transposed=True, matrix=True,
+        )  # fmt: skip
+        return [new, *layer(config)]
+
+    monkeypatch.setattr(declaration, "_mlp", with_gain)
+    return ("layers", "attention", "gain_proj", "kernel")
+
+
+def test_a_new_row_has_names_layout_cost_and_group(gain):
+    config, shape = dataclasses.replace(SOFTMAX, vocab_size=60), (4, 24, 41)
+    tensors = [tensor for tensor in names.tensor_names(config) if tensor.path == gain]
+    assert [tensor.name for tensor in tensors] == [
+        f"model.layers.{i}.self_attn.gain_proj.weight" for i in range(4)
+    ]
+    assert tensors[3] == (tensors[3].name, (41, 24), gain, 3, True)
+    assert names.expected_tensors(config)["model.layers.0.self_attn.gain_proj.weight"] == (41, 24)
+
+    tree = {"layers": {"attention": {"gain_proj": {"kernel": np.zeros(shape)}, "other": np.zeros(shape)}}}
+    places = state_shardings((tree, 0), partition(fsdp=4), config)[0]["layers"]["attention"]
+    assert places["gain_proj"]["kernel"].spec == P(None, ("fsdp", "context"), ("tensor",))
+    assert places["other"].spec == P()
+    with pytest.raises(
+        ConfigError, match=r"gain_proj.kernel, axis 2 \(mlp\), is 41 long and cannot be split"
+    ):
+        check_model(config, partition(tensor=2))
+
+    assert is_matrix(tree, config)["layers"]["attention"] == {"gain_proj": {"kernel": True}, "other": False}
+    assert LoraConfig(rank=3).factors(config).keys() == {"q_proj", "k_proj", "v_proj"}
+
+
+def test_a_new_row_costs(request):
+    before = matrix_parameters(SOFTMAX)
+    request.getfixturevalue("gain")
+    assert matrix_parameters(SOFTMAX) == before + 4 * 24 * 41
+
+
+def test_muon_orthogonalises_a_new_row(gain):
+    """A direction of the update that is orthogonalised has singular values near 1, a plain Adam step has not."""
+    optimizer = make_optimizer(OptimizerConfig(name="muon", schedule="constant", clip_norm=None), 10, SOFTMAX)
+    rng = np.random.default_rng(0)
+    tree = {
+        "layers": {"attention": {"gain_proj": {"kernel": rng.normal(size=(4, 24, 41)).astype(np.float32)}}}
+    }
+    update, _ = optimizer.update(tree, optimizer.init(tree), tree)
+    values = np.linalg.svd(jax.tree.leaves(update)[0] / -3e-4, compute_uv=False)
+    assert values.shape == (4, 24)
+    assert np.ptp(values) / values.mean() < 0.7
+
+
+# ---- names ----
+
+
+def test_a_family_renames_tensors(monkeypatch):
+    """A family says which names differ from those that are declared."""
+    renamed = {"layers.post_attention_norm.scale": "model.layers.{layer}.second_norm.weight"}
+    other = dataclasses.replace(FAMILIES["llama"], model_type="other", tensor_names=renamed)
+    monkeypatch.setitem(FAMILIES, "other", other)
+    theirs = names.expected_tensors(dataclasses.replace(SOFTMAX, model_type="other"))
+    ours = names.expected_tensors(SOFTMAX)
+    assert theirs.keys() - ours.keys() == {f"model.layers.{i}.second_norm.weight" for i in range(4)}
+    assert ours.keys() - theirs.keys() == {
+        f"model.layers.{i}.post_attention_layernorm.weight" for i in range(4)
+    }
+
+
+def test_norms_by_placement():
+    """The name before the MLP is another one where attention's output is normed too."""
+
+    def norms(placement):
+        config = dataclasses.replace(SOFTMAX, norm_placement=placement, qk_norm_over="projection")
+        rows = parameters(config)
+        sizes = {row.path[-2]: row.shape for row in rows if {*row.path} & {"q_norm", "k_norm"}}
+        assert sizes == {"q_norm": (32,), "k_norm": (16,)}
+        first = {row.hf_name.split(".")[3]: row.path[1] for row in rows if "layernorm" in row.hf_name}
+        return dict(sorted(first.items()))
+
+    assert norms("pre") == {
+        "input_layernorm": "input_norm",
+        "post_attention_layernorm": "post_attention_norm",
+    }
+    outputs = {"post_attention_layernorm": "attention_out_norm", "post_feedforward_layernorm": "mlp_out_norm"}
+    assert norms("post") == outputs
+    assert norms("sandwich") == outputs | {
+        "input_layernorm": "input_norm", "pre_feedforward_layernorm": "post_attention_norm",
+    }  # fmt: skip
