@@ -85,6 +85,7 @@ CASES = {
     ),
     "ministral-hybrid": dict(model_type="ministral", **WIDE_HEADS, **HYBRID, layer_types=mixed_layers(0, 4)),
     "llama-bias": dict(model_type="llama", num_hidden_layers=2, attention_bias=True, mlp_bias=True),
+    "olmo2-full": dict(model_type="olmo2"),
 }
 SHARDED = "qwen3-full"
 GENERATED = ("qwen3-full", "ministral-hybrid")
