@@ -6,13 +6,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from swa_jax.model.config import ModelConfig, RopeScaling
+from swa_jax.families.rope import Windows as Windows
+from swa_jax.families.rope import read_rope, rope_keys
+from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.settings import ConfigError, from_dict, to_dict
-
-# A window, and the type of each layer.
-Windows = tuple[int | None, Sequence[str]]
+from swa_jax.settings import ConfigError, from_dict
 
 # Fields of `ModelConfig` that every family writes under the field's own name.
 FIELDS = (
@@ -31,27 +30,6 @@ FIELDS = (
 
 # `hidden_act` of config.json and of `ModelConfig`; the first of several spellings is written.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-
-# The keys of `rope_parameters` that each type reads, and those among them it cannot do without.
-_ROPE_FIELDS: dict[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
-}
-_ROPE_REQUIRED = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": (),
-}
 
 
 def no_windows(hf: Mapping[str, Any], layers: int) -> Windows:
@@ -165,55 +143,6 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
         )
 
 
-def read_rope(
-    hf: Mapping[str, Any], default_theta: float, max_positions: int
-) -> tuple[float, RopeScaling | None]:
-    """theta and the scaling, from either spelling; Hugging Face lets a non-empty `rope_scaling` win."""
-    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
-    rope = hf.get(key) or {}
-    if not isinstance(rope, Mapping):
-        raise ConfigError(f"config.json: '{key}' must be a mapping, got {rope!r}")
-    rope = _agreed(rope, key)
-    theta = rope.get("rope_theta", hf.get("rope_theta"))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ConfigError("config.json: partial_rotary_factor is not supported; supported: 1.0")
-    if theta is None:
-        theta = default_theta
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
-        raise ConfigError(f"config.json: rope_theta must be a positive number, got {theta!r}")
-    if kind == "default":
-        return float(theta), None
-    if kind not in _ROPE_FIELDS:
-        raise ConfigError(
-            f"config.json: {key}.rope_type '{kind}' is not supported; supported: default, linear, llama3, yarn"
-        )
-    values = {name: rope[name] for name in _ROPE_FIELDS[kind] if rope.get(name) is not None}
-    for name in _ROPE_REQUIRED[kind]:
-        if name not in values:
-            raise ConfigError(f"config.json: {key}.{name} is missing; rope_type '{kind}' needs it")
-    if kind != "linear":
-        # Some checkpoints keep the pretraining length outside the mapping; it wins there.
-        original = hf.get("original_max_position_embeddings") or values.get(
-            "original_max_position_embeddings"
-        )
-        values["original_max_position_embeddings"] = original or max_positions
-        values.setdefault("factor", max_positions / values["original_max_position_embeddings"])
-    return float(theta), from_dict(RopeScaling, {"rope_type": kind} | values, f"config.json.{key}")
-
-
-def _agreed(rope: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """One set of RoPE parameters, also where they are nested by layer type."""
-    nested = [value for value in rope.values() if isinstance(value, Mapping)]
-    if not nested:
-        return rope
-    if any(other != nested[0] for other in nested):
-        raise ConfigError(
-            f"config.json: {key} differs between layer types ({', '.join(rope)}); supported: one for all layers"
-        )
-    return nested[0]
-
-
 # ---- writing ----
 
 
@@ -222,16 +151,3 @@ def write_dense(config: ModelConfig, **keys: Any) -> dict[str, Any]:
     activation = next(name for name, ours in _ACTIVATIONS.items() if ours == config.hidden_act)
     hf: dict[str, Any] = {"model_type": config.model_type, "hidden_act": activation}
     return hf | {key: getattr(config, key) for key in FIELDS} | keys | rope_keys(config)
-
-
-def rope_keys(config: ModelConfig) -> dict[str, Any]:
-    """Both spellings, so that either transformers reads the same."""
-    scaling: dict[str, Any] = {"rope_type": "default"}
-    if config.rope_scaling is not None:
-        kind, values = config.rope_scaling.rope_type, to_dict(config.rope_scaling)
-        scaling = {"rope_type": kind} | {k: values[k] for k in _ROPE_FIELDS[kind] if values[k] is not None}
-    return {
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if config.rope_scaling is None else dict(scaling),
-        "rope_parameters": scaling | {"rope_theta": config.rope_theta},
-    }
