@@ -86,6 +86,14 @@ CASES = {
     "ministral-hybrid": dict(model_type="ministral", **WIDE_HEADS, **HYBRID, layer_types=mixed_layers(0, 4)),
     "llama-bias": dict(model_type="llama", num_hidden_layers=2, attention_bias=True, mlp_bias=True),
     "olmo2-full": dict(model_type="olmo2"),
+    # Layers 1 (full) and 4 (windowed) have no rotary embeddings.
+    "smollm3-hybrid": dict(
+        model_type="smollm3",
+        **HYBRID,
+        use_sliding_window=True,
+        layer_types=mixed_layers(1, 3),
+        no_rope_layers=[1, 0, 1, 1, 0],
+    ),
 }
 SHARDED = "qwen3-full"
 GENERATED = ("qwen3-full", "ministral-hybrid")

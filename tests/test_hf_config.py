@@ -232,7 +232,7 @@ def test_patterns_hugging_face_knows(family, letters, written_as):
         ("qwen3", pattern_of("wSF"), "routes tokens"),
         ("qwen3", pattern_of("wwF", num_sink_tokens=4), "num_sink_tokens = 4"),
         ("qwen3", pattern_of("wwF", full_attention_decode=True), "full_attention_decode"),
-        ("llama", pattern_of("wwF"), "Llama's biases"),
+        ("olmo2", pattern_of("wwF"), "OLMo 2's norms"),
     ],
 )
 def test_patterns_hugging_face_does_not_know(family, pattern, reason):
@@ -242,3 +242,24 @@ def test_patterns_hugging_face_does_not_know(family, pattern, reason):
     assert model_config(hf) == config
     assert reason in notice
     assert "pattern.json" in notice
+
+
+def test_another_family_that_computes_the_same_is_written():
+    """No Llama knows windows, but SmolLM3 has its biases and knows them, where every layer has rotary embeddings."""
+    config, pattern = config_of("llama", attention_bias=True, mlp_bias=True), pattern_of("wwF")
+    hf, notice = apply_pattern(hf_config(config) | {"bos_token_id": 7}, pattern)
+    assert (hf["model_type"], hf["architectures"]) == ("smollm3", ["SmolLM3ForCausalLM"])
+    assert (dataclasses.replace(model_config(hf), model_type="llama"), hf_pattern(hf)) == (config, pattern)
+    assert hf["bos_token_id"] == 7
+    assert "model_type changed from llama to smollm3" in notice
+
+
+@pytest.mark.parametrize(
+    "keys", [{"no_rope_layers": [1, 0]}, {"no_rope_layers": "1"}, {"no_rope_layer_interval": 0}]
+)
+def test_layers_without_rope_are_named_for_every_layer(keys):
+    with pytest.raises(ConfigError, match=r"no_rope_layers must be a list with 1 .* for each of the 3 layers"):
+        config_of("smollm3", **keys)
+    assert config_of("smollm3", no_rope_layers=[1, 0, 1, 0]).rope_layers == ("global", "none", "global")
+    assert config_of("smollm3").rope_layers == ()  # three layers: the fourth would be without
+    assert config_of("smollm3", no_rope_layer_interval=2).rope_layers == ("global", "none", "global")
