@@ -10,7 +10,20 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from swa_jax.families import llama, ministral, mistral, olmo2, qwen2, qwen3, smollm3, swat
+from swa_jax.families import (
+    gemma2,
+    gemma3,
+    granite,
+    llama,
+    ministral,
+    mistral,
+    olmo2,
+    olmo3,
+    qwen2,
+    qwen3,
+    smollm3,
+    swat,
+)
 from swa_jax.families.common import Family
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
@@ -18,7 +31,9 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.settings import ConfigError, nearest
 
 # Where several families can express a model under a pattern, the first is written; our own is the last resort.
-_MODULES = (llama, mistral, ministral, qwen2, qwen3, olmo2, smollm3, swat)
+_MODULES = (
+    llama, mistral, ministral, qwen2, qwen3, olmo2, smollm3, olmo3, gemma2, gemma3, granite, swat,
+)  # fmt: skip
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _OURS = swat.FAMILY
 
