@@ -295,6 +295,17 @@ def test_rope_stays_with_the_layer_it_was_trained_in(family):
         ("gemma2", {"final_logit_softcapping": -1.0}, "logit_softcap must be above 0, got -1.0"),
         ("gemma3_text", {"hidden_size": "24"}, "hidden_size must be a number above 0, got '24'"),
         ("granite", {"logits_scaling": 0}, "logits_scaling must be a number above 0, got 0"),
+        (
+            "gemma3_text",
+            {"sliding_window_pattern": 0},
+            "sliding_window_pattern must be a whole number above 0",
+        ),
+        (
+            "olmo3",
+            {"layer_types": "full_attention"},
+            "layer_types must be a list with one type a layer, got 'full",
+        ),
+        ("smollm3", {"no_rope_layers": [[], 1, 1]}, "no_rope_layers must be a list"),
     ],
 )
 def test_what_these_families_refuse(family, keys, sentence):

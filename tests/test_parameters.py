@@ -17,11 +17,12 @@ from swa_jax.model import parameters as declaration
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.flops import matrix_parameters
-from swa_jax.model.lora import LoraConfig, with_lora
+from swa_jax.model.lora import TARGETS, LoraConfig, with_lora
 from swa_jax.model.parameters import Parameter, low_rank, parameters
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import AXES, Partition, check_model, state_shardings
 from swa_jax.settings import ConfigError, load_config
+from swa_jax.train import optimizer
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.optimizer import OptimizerConfig, is_matrix, make_optimizer
 
@@ -149,15 +150,44 @@ def test_a_new_row_costs(request):
 
 def test_muon_orthogonalises_a_new_row(gain):
     """A direction of the update that is orthogonalised has singular values near 1, a plain Adam step has not."""
-    optimizer = make_optimizer(OptimizerConfig(name="muon", schedule="constant", clip_norm=None), 10, SOFTMAX)
+    muon = make_optimizer(OptimizerConfig(name="muon", schedule="constant", clip_norm=None), 10, SOFTMAX)
     rng = np.random.default_rng(0)
     tree = {
         "layers": {"attention": {"gain_proj": {"kernel": rng.normal(size=(4, 24, 41)).astype(np.float32)}}}
     }
-    update, _ = optimizer.update(tree, optimizer.init(tree), tree)
+    update, _ = muon.update(tree, muon.init(tree), tree)
     values = np.linalg.svd(jax.tree.leaves(update)[0] / -3e-4, compute_uv=False)
     assert values.shape == (4, 24)
     assert np.ptp(values) / values.mean() < 0.7
+
+
+def test_a_row_of_experts_is_laid_out_and_orthogonalised_but_has_no_adapter(monkeypatch):
+    """An axis in front of a projection is one more axis of its row."""
+    draw = nnx.initializers.normal(0.1)
+    experts = Parameter(
+        ("mlp", "experts", "kernel"), (3, 24, 40), (None, "embed", "mlp"), draw, "x", matrix=True
+    )
+    layer = declaration._mlp
+    monkeypatch.setattr(declaration, "_mlp", lambda config: [*layer(config), experts])
+    shape = (4, 3, 24, 40)  # [L, E, in, out]
+    tree = {"layers": {"mlp": {"experts": {"kernel": np.zeros(shape, np.float32)}}}}
+    config = dataclasses.replace(SOFTMAX, vocab_size=60)
+    (place,) = jax.tree.leaves(state_shardings(tree, partition(fsdp=4, tensor=2), config))
+    assert place.spec == P(None, None, ("fsdp", "context"), ("tensor",))
+    axes = optimizer._muon_axes(tree, config)["layers"]["mlp"]["experts"]["kernel"]
+    assert (axes.reduction_axis, axes.output_axis) == (2, 3)
+    assert len(LoraConfig(targets=tuple(TARGETS)).factors(config)) == 7
+
+
+def test_lora_names_a_projection_that_the_model_lacks(monkeypatch):
+    pattern = AttentionPattern.from_recipe("full", BYTES)
+    model = nnx.eval_shape(lambda: Decoder(BYTES, pattern, rngs=nnx.Rngs(0)))
+    layer = declaration._mlp
+    monkeypatch.setattr(
+        declaration, "_mlp", lambda config: [row for row in layer(config) if row.path[1] != "gate_proj"]
+    )
+    with pytest.raises(ConfigError, match="names 'gate_proj', which a llama model does not have"):
+        with_lora(model, LoraConfig(targets=("q_proj", "gate_proj")), nnx.Rngs(0))
 
 
 # ---- names ----

@@ -24,9 +24,10 @@ from swa_jax.checkpoint.safetensors_files import (
     read_headers,
     stream_tensors,
 )
-from swa_jax.checkpoint.tensor_names import EMBEDDING, HEAD, expected_tensors, is_buffer, is_router
+from swa_jax.checkpoint.tensor_names import expected_tensors, is_buffer, is_router
 from swa_jax.families import hf_pattern, model_config
 from swa_jax.model.config import ModelConfig
+from swa_jax.model.parameters import EMBEDDING, HEAD
 from swa_jax.model.pattern import AttentionPattern, load_pattern
 from swa_jax.settings import ConfigError, nearest
 

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from swa_jax.families import renamed_tensors
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.parameters import EMBEDDING as EMBEDDING
-from swa_jax.model.parameters import HEAD as HEAD
 from swa_jax.model.parameters import Parameter, parameters
 
 # Buffers that old checkpoints stored and that are computed here.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from swa_jax.families.rope import Windows as Windows
@@ -42,13 +42,15 @@ def no_window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, 
     return {}
 
 
-def layer_types(hf: Mapping[str, Any], by_default: Sequence[str]) -> Sequence[str]:
+def layer_types(hf: Mapping[str, Any], by_default: list[str]) -> list[str]:
     """The key `layer_types`, or else what the family assumes.
 
     Raises:
-      ConfigError: another number of layer types than of layers.
+      ConfigError: no list, or another number of layer types than of layers.
     """
     types = by_default if hf.get("layer_types") is None else hf["layer_types"]
+    if not isinstance(types, list):
+        raise ConfigError(f"config.json: layer_types must be a list with one type a layer, got {types!r}")
     if len(types) != len(by_default):
         raise ConfigError(f"config.json: layer_types has {len(types)} entries for {len(by_default)} layers")
     return types

@@ -16,6 +16,7 @@ from swa_jax.families.rope import (
 )
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.settings import ConfigError
 
 DEFAULT_CONTEXT = 131072
 DEFAULTS = gemma2.DEFAULTS | {"max_position_embeddings": DEFAULT_CONTEXT, "rope_theta": 1e6}
@@ -38,7 +39,9 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 def _types(hf: Mapping[str, Any], layers: int) -> list[str]:
     """Without `layer_types` one layer in `sliding_window_pattern` is full."""
     n = hf.get("sliding_window_pattern", 6)
-    return list(layer_types(hf, [WINDOW if (i + 1) % n else FULL for i in range(layers)]))
+    if not isinstance(n, int) or n < 1:
+        raise ConfigError(f"config.json: sliding_window_pattern must be a whole number above 0, got {n!r}")
+    return layer_types(hf, [WINDOW if (i + 1) % n else FULL for i in range(layers)])
 
 
 def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:

@@ -32,7 +32,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def _types(hf: Mapping[str, Any], layers: int) -> list[str]:
     """Without `layer_types` every fourth layer is full."""
-    return list(layer_types(hf, [FULL if (i + 1) % 4 == 0 else WINDOW for i in range(layers)]))
+    return layer_types(hf, [FULL if (i + 1) % 4 == 0 else WINDOW for i in range(layers)])
 
 
 def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:

@@ -153,7 +153,7 @@ def rope_keys_by_type(config: ModelConfig) -> dict[str, Any]:
 
 def read_windows_by_type(window: int | None, types: Sequence[str], max_positions: int) -> Windows:
     """A window that reaches over the whole context stands for full attention (see `window_keys_by_type`)."""
-    if window is None or window >= max_positions:
+    if window is None or (isinstance(window, int) and window >= max_positions):
         return None, [FULL] * len(types)
     return window, types
 

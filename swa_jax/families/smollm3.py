@@ -36,7 +36,7 @@ def _ropes(hf: Mapping[str, Any], layers: int) -> list[str]:
     turned, interval = hf.get("no_rope_layers"), hf.get("no_rope_layer_interval", 4)
     if turned is None and isinstance(interval, int) and interval > 0:
         turned = [int((i + 1) % interval != 0) for i in range(layers)]
-    if not isinstance(turned, list) or len(turned) < layers or not set(turned) <= {0, 1}:
+    if not isinstance(turned, list) or len(turned) < layers or any(one not in (0, 1) for one in turned):
         raise ConfigError(
             "config.json: no_rope_layers must be a list with 1 (rotary embeddings) or 0 (none) for each of the "
             f"{layers} layers, or be absent with no_rope_layer_interval above 0; got {turned!r}"

@@ -73,6 +73,7 @@ def layer_plan(pattern: AttentionPattern, config: ModelConfig, kinds: tuple[str,
 
 
 def model_spec(config: ModelConfig, pattern: AttentionPattern) -> AttentionSpec:
+    """All that is static in a model's attention; whatever computes its attention, or scores it, starts from this."""
     return AttentionSpec(
         window=pattern.sliding_window,
         num_sink_tokens=pattern.num_sink_tokens if pattern.sliding_window else 0,

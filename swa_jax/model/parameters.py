@@ -19,7 +19,7 @@ from jax.nn.initializers import Initializer
 
 from swa_jax.model.config import ModelConfig
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Parameter:
       hf_name: Hugging Face's name, with `{layer}` for the layer's number.
       layers: how many layers are stacked on an axis in front of `shape`; None for a parameter outside the layers.
       transposed: a linear map is [in, out] here and [out, in] in Hugging Face's checkpoints.
-      matrix: a projection of a layer: every token is multiplied with it, weight decay and Muon are for it, and LoRA
-        can adapt it.
+      matrix: a projection of a layer, [in, out] in its last two axes: every token is multiplied with it, weight decay
+        and Muon are for it, and LoRA can adapt it.
       output: the matrix, or the tied embedding, that makes logits.
     """
 
@@ -55,8 +55,8 @@ class Parameter:
 
     @property
     def projection(self) -> str | None:
-        """The module that LoRA can adapt, such as "q_proj"; None for what is no projection."""
-        return self.path[-2] if self.matrix else None
+        """The module that LoRA can adapt, such as "q_proj"; None for what is no projection [in, out]."""
+        return self.path[-2] if self.matrix and len(self.shape) == 2 else None
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import answer_batches
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.select.attention_rows import logits_of
+from swa_jax.select.attention_rows import Heads, logits_of
 from swa_jax.select.nll import full_layer_budget, select_layers
 from swa_jax.select.static import check_softmax, layer_statistics
 from swa_jax.settings import ConfigError
@@ -66,7 +66,7 @@ def lazy_ratios(
       progress: called with (batches done, batches in all).
 
     Raises:
-      ConfigError: a number out of range, or a model whose attention is not softmax or has ALiBi.
+      ConfigError: a number out of range, or a model whose attention is not softmax.
       ValueError: no examples, or one with an empty prompt or answer.
     """
     for name, value, least in (
@@ -92,19 +92,20 @@ def lazy_ratios(
     return LazyRatios(ratios, last_queries, num_sink_tokens, recent_keys)
 
 
-def lazy_ratio(q: jax.Array, k: jax.Array, lengths: jax.Array, settings: tuple[int, int, int]) -> jax.Array:
-    """The ratio of every head [B, H] f32; q [B, T, H, D], k [B, T, K, D], `lengths` [B] int32.
+def lazy_ratio(heads: Heads, settings: tuple[int, int, int]) -> jax.Array:
+    """The ratio of every head [B, H] f32.
 
     `settings`: last queries, sink tokens, recent keys. One query at a time, so that memory is O(B H T).
     """
     last, sinks, recent = settings
-    keys = jnp.arange(k.shape[1])
+    q, lengths = heads.q, heads.lengths
+    keys = jnp.arange(q.shape[1])
 
     def one_query(back: jax.Array) -> jax.Array:
         position = lengths - 1 - back  # [B], negative before the start of a short prompt
         row = jnp.take_along_axis(q, jnp.maximum(position, 0)[:, None, None, None], axis=1)  # [B, 1, H, D]
         lag = jnp.maximum(position, 0)[:, None] - keys  # [B, T]
-        weights = jax.nn.softmax(logits_of(row, k, (lag >= 0)[:, None, None, None]), axis=-1)
+        weights = jax.nn.softmax(logits_of(heads, row, lag[:, None]), axis=-1)
         near = (lag < recent) | (keys < sinks)
         mass = jnp.where(near[:, None, None, None], weights, 0).sum(-1)[..., 0]  # [B, K, G]
         return jnp.where(position[:, None] >= 0, mass.reshape(q.shape[0], -1), 0)  # [B, H]

@@ -7,7 +7,7 @@ score is that of a KV head, the mean over its query heads. Where the paper is si
 * APL, Eq. 9 and 10: the query is the last answer token; of equal peaks the nearest key counts.
 * PROXY, Eq. 11 to 14: blocks of 64, gamma = .9; the proxy head of a layer and example has the largest mean query norm.
   Few blocks mean local; the text says the opposite and ranks this way.
-* QADA, Eq. 15 to 19: keys and queries as attention sees them (after RoPE), buffer of 64; q' Sigma q is the variance of
+* QADA, Eq. 15 to 19: logits as attention has them (after RoPE, with ALiBi), buffer of 64; q' Sigma q is the variance of
   the buffer's logits. All in logarithms. A query whose window holds everything counts 1.
 * RAZOR, Eq. 20 to 22: induction looks at m - K + 1, the token *after* the earlier occurrence (Eq. 20 misprints it).
   z-scores are over all heads of the model.
@@ -29,13 +29,20 @@ from flax import nnx
 from pallas_kernels import attention
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches
-from swa_jax.model.attention import AttentionContext, LayerPlan, layer_plan, model_spec
+from swa_jax.model.attention import (
+    AttentionContext,
+    LayerPlan,
+    layer_plan,
+    model_sigmoid_bias,
+    model_slopes,
+    model_spec,
+)
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Block, Decoder
 from swa_jax.model.layer_types import FULL
 from swa_jax.model.layers import rope_tables
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.select.attention_rows import Rows, logits_of, sum_over_rows
+from swa_jax.select.attention_rows import Heads, Rows, logits_of, sum_over_rows
 from swa_jax.settings import ConfigError
 
 Method = Literal["dcam", "apl", "proxy", "qada", "razor", "fisher"]
@@ -69,7 +76,7 @@ def static_scores(
       progress: called with (batches done, batches in all).
 
     Raises:
-      ConfigError: a model whose attention is not softmax, or has ALiBi: the scores are not defined for it.
+      ConfigError: a model whose attention is not softmax: the scores are not defined for it.
       ValueError: no examples, or one with an empty prompt or answer.
     """
     config = model.config
@@ -104,11 +111,10 @@ def static_scores(
 
 
 def check_softmax(config: ModelConfig, what: str) -> None:
-    """Raise `ConfigError`, which begins with `what`, unless attention is softmax without ALiBi."""
-    if config.attention_activation != "softmax" or config.uses_alibi:
+    """Raise `ConfigError`, which begins with `what`, unless attention is softmax: the scores are shares of its mass."""
+    if config.attention_activation != "softmax":
         raise ConfigError(
-            f"{what} of softmax attention without ALiBi, the model has "
-            f"{config.attention_activation} attention and position_embedding '{config.position_embedding}'"
+            f"{what} of softmax attention, the model has {config.attention_activation} attention"
         )
 
 
@@ -117,35 +123,35 @@ def _by_group(scores: np.ndarray, kv_heads: int) -> np.ndarray:
     return scores.reshape(len(scores), kv_heads, -1).mean(-1)
 
 
-# ---- one layer's statistics, from q [B, T, H, D] and k [B, T, K, D]: [B, H], summed over the real queries ----
+# ---- one layer's statistics: [B, H], summed over the real queries ----
 
 
-def dcam(q: jax.Array, k: jax.Array, lengths: jax.Array, window: int) -> jax.Array:
+def dcam(heads: Heads, window: int) -> jax.Array:
     """Eq. 7 and 8: the attention mass inside the window."""
-    return sum_over_rows(lambda rows: _inside(rows.weights, rows, window), q, k, lengths)
+    return sum_over_rows(lambda rows: _inside(rows.weights, rows, window), heads)
 
 
-def apl(q: jax.Array, k: jax.Array, lengths: jax.Array, window: int) -> jax.Array:
+def apl(heads: Heads, window: int) -> jax.Array:
     """Eq. 9: how far back from the last token the largest weight lies, [B, H], no sum."""
-    last = lengths - 1  # [B]
-    visible = jnp.arange(k.shape[1]) <= last[:, None]  # [B, T]
-    row = jnp.take_along_axis(q, last[:, None, None, None], axis=1)  # [B, 1, H, D]
-    logits = logits_of(row, k, visible[:, None, None, None])[..., 0, :]  # [B, K, G, T]
-    nearest = k.shape[1] - 1 - jnp.argmax(logits[..., ::-1], axis=-1)
-    return (last[:, None, None] - nearest).reshape(q.shape[0], -1)
+    length, last = heads.q.shape[1], heads.lengths - 1  # [B]
+    lag = last[:, None, None] - jnp.arange(length)  # [B, 1, T]
+    row = jnp.take_along_axis(heads.q, last[:, None, None, None], axis=1)  # [B, 1, H, D]
+    logits = logits_of(heads, row, lag)[..., 0, :]  # [B, K, G, T]
+    nearest = length - 1 - jnp.argmax(logits[..., ::-1], axis=-1)
+    return (last[:, None, None] - nearest).reshape(len(last), -1)
 
 
-def proxy(q: jax.Array, k: jax.Array, lengths: jax.Array, window: int) -> jax.Array:
+def proxy(heads: Heads, window: int) -> jax.Array:
     """Eq. 11 to 14: the share of its blocks a head needs for most of its mass, in the proxy head's order."""
-    batch, length, heads, _ = q.shape
-    real = (jnp.arange(length) < lengths[:, None])[..., None]  # [B, T, 1]
-    norms = jnp.linalg.norm(q.astype(jnp.float32), axis=-1)  # [B, T, H]
+    batch, length, count, _ = heads.q.shape
+    real = (jnp.arange(length) < heads.lengths[:, None])[..., None]  # [B, T, 1]
+    norms = jnp.linalg.norm(heads.q.astype(jnp.float32), axis=-1)  # [B, T, H]
     chosen = jnp.where(real, norms, 0).sum(1).argmax(-1)[:, None, None, None]  # [B, 1, 1, 1]
     padding = -length % PROXY_BLOCK
 
     def share(rows: Rows) -> jax.Array:
         weights = jnp.pad(rows.weights, [(0, 0)] * 4 + [(0, padding)])
-        masses = weights.reshape(batch, heads, weights.shape[3], -1, PROXY_BLOCK).sum(-1)  # [B, H, R, blocks]
+        masses = weights.reshape(batch, count, weights.shape[3], -1, PROXY_BLOCK).sum(-1)  # [B, H, R, blocks]
         begun = rows.lag[:, ::PROXY_BLOCK] >= 0  # [R, blocks]
         ranking = jnp.where(begun, jnp.take_along_axis(masses, chosen, axis=1), -1)  # [B, 1, R, blocks]
         order = jnp.argsort(-ranking, axis=-1, stable=True)
@@ -153,10 +159,10 @@ def proxy(q: jax.Array, k: jax.Array, lengths: jax.Array, window: int) -> jax.Ar
         needed = (reached < PROXY_MASS * masses.sum(-1, keepdims=True)).sum(-1) + 1  # [B, H, R]
         return (needed / begun.sum(-1)).reshape(*rows.logits.shape[:3], -1)
 
-    return sum_over_rows(share, q, k, lengths)
+    return sum_over_rows(share, heads)
 
 
-def qada(q: jax.Array, k: jax.Array, lengths: jax.Array, window: int) -> jax.Array:
+def qada(heads: Heads, window: int) -> jax.Array:
     """Eq. 15 to 19: the mass inside the window, that outside being estimated from the keys just before it."""
 
     def share(rows: Rows) -> jax.Array:
@@ -170,10 +176,10 @@ def qada(q: jax.Array, k: jax.Array, lengths: jax.Array, window: int) -> jax.Arr
         outside = jnp.log(jnp.maximum(outside_keys, 1)) + mean + variance / 2
         return jnp.where(outside_keys > 0, jax.nn.sigmoid(inside - outside), 1)
 
-    return sum_over_rows(share, q, k, lengths)
+    return sum_over_rows(share, heads)
 
 
-def razor(q: jax.Array, k: jax.Array, lengths: jax.Array, period: int) -> jax.Array:
+def razor(heads: Heads, period: int) -> jax.Array:
     """Eq. 20 and 21: weight on the previous occurrence of the token and on the token after that, [B, H, 2]."""
 
     def echo_and_induction(rows: Rows) -> jax.Array:
@@ -181,7 +187,7 @@ def razor(q: jax.Array, k: jax.Array, lengths: jax.Array, period: int) -> jax.Ar
         at = [jnp.where(rows.lag == lag, weights, 0).sum(-1) * again for lag in (period, period - 1)]
         return jnp.stack(at, axis=-1)
 
-    return sum_over_rows(echo_and_induction, q, k, lengths)
+    return sum_over_rows(echo_and_induction, heads)
 
 
 STATISTICS = {"dcam": dcam, "apl": apl, "proxy": proxy, "qada": qada, "razor": razor}
@@ -204,7 +210,7 @@ def layer_statistics(
 ) -> jax.Array:
     """A statistic of every layer under full attention: [L, B, H, ...] f32.
 
-    `statistic`: a function of q, k, lengths and a setting, or the name of one of `STATISTICS`; and that setting.
+    `statistic`: a function of `Heads` and a setting, or the name of one of `STATISTICS`; and that setting.
 
     tokens, segment_ids [B, T]: as in `AnswerBatch`, one right-padded text a row.
     """
@@ -218,7 +224,7 @@ def layer_statistics(
         out, (q, k, _) = _full_layer(block, x, 0.0, row, context)
         function, setting = statistic
         measure = STATISTICS[function] if isinstance(function, str) else function
-        return out, measure(q, k, lengths, setting)
+        return out, measure(Heads(q, k, lengths, context.spec, model_slopes(model.config)), setting)
 
     return jax.lax.scan(layer, model.embed(tokens), (layers, plan))[1]
 
@@ -278,7 +284,8 @@ def fisher_masses(graph: Any, weights: nnx.State, batch: AnswerBatch, window: in
             phi = jnp.square(rows.weights * d_weights)
             return jnp.stack([_inside(phi, rows, window), phi.sum(-1)], axis=-1)
 
-        return dx, sum_over_rows(masses, q, k, lengths, d_mixed)
+        heads = Heads(q, k, lengths, context.spec, model_slopes(config))
+        return dx, sum_over_rows(masses, heads, d_mixed)
 
     x, inputs = jax.lax.scan(forward, model.embed(batch.tokens), (layers, plan))
     return jax.lax.scan(backward, jax.grad(loss)(x), (layers, plan, inputs), reverse=True)[1]
@@ -287,16 +294,15 @@ def fisher_masses(graph: Any, weights: nnx.State, batch: AnswerBatch, window: in
 def _full_layer(
     block: Block, x: jax.Array, probe: jax.Array | float, plan: LayerPlan, context: AttentionContext
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    """One layer under full attention, `probe` [B, T, H, D] being added to what its heads say; also its q, k, v.
-
-    That q carries the model's scale, so that the logits are q.k / sqrt(head_dim); a softcap is not in them.
-    """
+    """One layer under full attention, `probe` [B, T, H, D] being added to what its heads say; also its q, k, v."""
     q, k, v = block.attention.qkv(block.attention_input(x), plan, context)
-    mixed = attention(q, k, v, context.spec, q_segment_ids=context.segment_ids)
+    config = block.attention.config
+    mixed = attention(
+        q, k, v, context.spec, q_segment_ids=context.segment_ids, alibi_slopes=model_slopes(config),
+        sigmoid_bias=model_sigmoid_bias(config),
+    )  # fmt: skip
     assert isinstance(mixed, jax.Array)
     x = block.add_attention(x, block.attention.output(mixed + probe))
-    if context.spec.scale is not None:
-        q = q * (context.spec.scale * q.shape[-1] ** 0.5)
     return block.feed_forward(x), (q, k, v)
 
 

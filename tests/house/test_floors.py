@@ -124,3 +124,10 @@ def test_the_checks_see_what_they_forbid():
         assert imported("a.z", known) == expected
         counts[len(expected)] += 1
     assert counts
+
+
+def test_the_model_asks_for_no_device():
+    """Which kernel runs where is `pallas_kernels`' to know."""
+    asking = [name for name, file in modules().items() if "on_tpu" in file.read_text()]
+    assert asking, "the reader finds who asks"
+    assert {room(name) for name in asking} == {"pallas_kernels"}

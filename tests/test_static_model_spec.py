@@ -1,0 +1,197 @@
+"""Selection scores are those of the model's own attention: its scale, softcap and ALiBi, not plain attention's."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from pallas_kernels import alibi_slopes
+from swa_jax.evaluate import Example
+from swa_jax.model.attention import layer_plan, model_spec
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.generate import generate
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.select import lazy_ratios
+from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
+from swa_jax.settings import ConfigError
+
+WINDOW, LENGTH, LAST, SINKS = 9, 150, 20, 2
+PLAIN = ModelConfig(
+    vocab_size=61,
+    hidden_size=24,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    initializer_range=0.4,
+)
+SCALE = 0.11  # a third of the usual 1 / sqrt(8)
+ALIBI = {
+    "position_embedding": "alirope", "alibi_negative_heads": 3, "alibi_positive_heads": 1,
+    "slope_schedule": "press",
+}  # fmt: skip
+OWN = {
+    "scale": {"attention_scale": SCALE},
+    "softcap": {"attention_softcap": 0.7},
+    "alibi": ALIBI,
+    "all": {
+        "attention_scale": SCALE,
+        "attention_softcap": 1.3,
+        **ALIBI,
+        "rope_layers": ("none", "local"),
+        "norm_placement": "sandwich",
+        "qk_norm": True,
+        "qk_norm_over": "projection",
+        "residual_multiplier": 0.8,
+    },
+}
+EXAMPLES = [
+    Example(tokens[:-3], tokens[-3:], [])
+    for tokens in [np.random.default_rng(0).integers(61, size=LENGTH).tolist()]
+]
+
+
+def model_of(**changes):
+    return Decoder(
+        dataclasses.replace(PLAIN, **changes), AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0)
+    )
+
+
+def dense(model, tokens, probes):
+    """Logits [T, V] and attention probabilities [L, H, T, T] of one text, by whole matrices; `probes` [L, H, T, T] are
+    added to the probabilities."""
+    config = model.config
+    graph, weights = nnx.split(model.layers)
+    context = model.context(jnp.asarray([tokens]), ("full_attention",))
+    plan = layer_plan(model.pattern, config, ("full_attention",))
+    lag = np.subtract.outer(np.arange(len(tokens)), np.arange(len(tokens)))
+    x, found = model.embed(jnp.asarray([tokens])), []
+    for layer in range(config.num_hidden_layers):
+        block = nnx.merge(graph, jax.tree.map(lambda w, layer=layer: w[layer], weights))
+        row = jax.tree.map(lambda p, layer=layer: p[layer], plan)
+        q, k, v = (t[0] for t in block.attention.qkv(block.attention_input(x), row, context))
+        k, v = (jnp.repeat(t, 2, axis=1) for t in (k, v))
+        scale = config.attention_scale or config.head_dim**-0.5
+        logits = jnp.einsum("thd,shd->hts", q, k, precision="highest") * scale
+        if (cap := config.attention_softcap) is not None:
+            logits = cap * jnp.tanh(logits / cap)
+        if config.uses_alibi:
+            logits += np.asarray(alibi_slopes(3, 1, "press"))[:, None, None] * lag
+        found.append(jax.nn.softmax(jnp.where(lag >= 0, logits, -jnp.inf), axis=-1))
+        mixed = jnp.einsum("hts,shd->thd", found[-1] + probes[layer], v, precision="highest")[None]
+        x = block.feed_forward(block.add_attention(x, block.attention.output(mixed)))
+    return model.logits(model.norm(x))[0], jnp.stack(found)
+
+
+def slow_but(names, fast):
+    """All of `names`, those that are not in `fast` marked slow."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.fixture(scope="module", params=slow_but(OWN, ["all"]))
+def own(request):
+    """A model, its logits and its attention probabilities [L, H, T, T] under full attention."""
+    model = model_of(**OWN[request.param])
+    tokens = EXAMPLES[0].prompt + EXAMPLES[0].answer
+    logits, weights = dense(model, tokens, np.zeros((2, 1, 1, 1)))
+    _, plain = dense(model_of(), tokens, np.zeros((2, 1, 1, 1)))
+    assert float(jnp.abs(weights - plain).max()) > 0.1  # what the variant changes can be seen
+    return model, np.asarray(logits), np.asarray(weights, np.float64)
+
+
+def by_group(scores):
+    return scores.reshape(2, 2, 2).mean(-1)  # [L, H] -> [L, K]
+
+
+def test_the_model_computes_what_its_configuration_says(own):
+    model, logits, _ = own
+    tokens = EXAMPLES[0].prompt + EXAMPLES[0].answer
+    np.testing.assert_allclose(model(jnp.asarray([tokens]))[0], logits, atol=2e-4)
+
+
+def test_in_window_mass_is_that_of_the_model(own):
+    model, _, weights = own
+    lag = np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))
+    wanted = np.where(lag < WINDOW, weights, 0).sum(-1).mean(-1)
+    got = static_scores(model, EXAMPLES, "dcam", sliding_window=WINDOW)
+    np.testing.assert_allclose(got, by_group(wanted), atol=1e-5)
+
+
+def test_the_peak_is_that_of_the_model(own):
+    model, _, weights = own
+    wanted = 1 - np.minimum(1, np.argmax(weights[:, :, -1, ::-1], axis=-1) / LENGTH)
+    got = static_scores(model, EXAMPLES, "apl", sliding_window=LENGTH)
+    np.testing.assert_allclose(got, by_group(wanted), atol=1e-6)
+
+
+def test_fisher_masses_are_those_of_the_model(own):
+    model, _, weights = own
+    tokens, begin = EXAMPLES[0].prompt + EXAMPLES[0].answer, len(EXAMPLES[0].prompt)
+
+    def loss(probes):
+        log_p = jax.nn.log_softmax(dense(model, tokens, probes)[0])
+        return -log_p[np.arange(begin - 1, LENGTH - 1), jnp.asarray(EXAMPLES[0].answer)].mean()
+
+    slope = jax.grad(loss)(jnp.zeros(weights.shape))
+    phi = (np.asarray(slope, np.float64) * weights) ** 2
+    lag = np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))
+    wanted = np.where(lag < WINDOW, phi, 0).sum((2, 3)) / phi.sum((2, 3))
+    got = static_scores(model, EXAMPLES, "fisher", sliding_window=WINDOW)
+    np.testing.assert_allclose(got, by_group(wanted), atol=1e-4)
+
+
+def test_lazy_ratios_are_those_of_the_model(own):
+    model, _, weights = own
+    end = len(EXAMPLES[0].prompt)
+    place = np.arange(LENGTH)
+    near = (place[:, None] - place < WINDOW) | (place < SINKS)
+    wanted = (weights * near).sum(-1)[:, :, end - LAST : end].mean((1, 2))
+    got = lazy_ratios(model, EXAMPLES, last_queries=LAST, num_sink_tokens=SINKS, recent_keys=WINDOW)
+    np.testing.assert_allclose(got.ratios[0], wanted, atol=1e-5)
+
+
+def twins():
+    """The same function twice: with `attention_scale`, and with that scale in the queries' weights."""
+    scaled, folded = model_of(attention_scale=SCALE), model_of()
+    kernel = folded.layers.attention.q_proj.kernel
+    kernel[...] = kernel[...] * (SCALE * PLAIN.head_dim**0.5)
+    return scaled, folded
+
+
+@pytest.mark.parametrize("method", slow_but(LARGER_IS_LOCAL, ["apl", "qada"]))
+def test_a_scale_scores_like_the_same_scale_in_the_weights(method):
+    scaled, folded = (static_scores(model, EXAMPLES, method, sliding_window=WINDOW) for model in twins())
+    np.testing.assert_allclose(scaled, folded, atol=1e-5)
+    plain = static_scores(model_of(), EXAMPLES, method, sliding_window=WINDOW)
+    assert np.abs(plain - folded).max() > 1e-3
+
+
+@pytest.mark.parametrize("recipe", ["full", "streaming"])
+def test_a_scale_generates_like_the_same_scale_in_the_weights(recipe):
+    pattern = AttentionPattern.from_recipe(recipe, 2, sliding_window=None if recipe == "full" else WINDOW)
+    one, other = (
+        generate(model.with_pattern(pattern), [EXAMPLES[0].prompt[:40]], max_new_tokens=8)
+        for model in twins()
+    )
+    assert one == other
+
+
+def test_the_spec_of_a_model_has_all_that_its_configuration_has():
+    config = dataclasses.replace(PLAIN, attention_activation="sigmoid", **OWN["all"])
+    spec = model_spec(config, AttentionPattern.from_recipe("streaming", 2, sliding_window=7))
+    assert (spec.window, spec.activation, spec.scale, spec.logit_softcap) == (7, "sigmoid", SCALE, 1.3)
+    assert spec.num_sink_tokens > 0
+    for name in ("attention_scale", "attention_softcap"):
+        with pytest.raises(ConfigError, match=f"{name} must be above 0, got -1"):
+            dataclasses.replace(PLAIN, **{name: -1})
+
+
+def test_sigmoid_attention_has_no_such_scores():
+    model = model_of(attention_activation="sigmoid")
+    with pytest.raises(ConfigError, match="dcam scores heads of softmax attention, the model has sigmoid"):
+        static_scores(model, EXAMPLES, "dcam", sliding_window=WINDOW)
