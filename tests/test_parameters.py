@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from tiny_models import BYTES, SANDWICH, SIGMOID, SOFTMAX
 
 from swa_jax.checkpoint import tensor_names as names
-from swa_jax.families import FAMILIES
+from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
+from swa_jax.families import FAMILIES, apply_pattern
 from swa_jax.model import parameters as declaration
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
@@ -204,6 +205,27 @@ def test_a_family_renames_tensors(monkeypatch):
     assert ours.keys() - theirs.keys() == {
         f"model.layers.{i}.post_attention_layernorm.weight" for i in range(4)
     }
+
+
+@pytest.mark.parametrize(("qk_norm", "written_as"), [(False, "other"), (True, "swat")])
+def test_a_checkpoint_has_the_names_of_the_family_that_is_written(qk_norm, written_as, monkeypatch, tmp_path):
+    """A family that cannot express the model is not written, and then its names are not either."""
+    renamed = {"norm.scale": "model.last_norm.weight"}
+    other = dataclasses.replace(FAMILIES["llama"], model_type="other", tensor_names=renamed)
+    monkeypatch.setitem(FAMILIES, "other", other)
+    config = dataclasses.replace(BYTES, model_type="other", qk_norm=qk_norm)
+    pattern = AttentionPattern.from_recipe("window", config)
+    model = Decoder(config, pattern, rngs=nnx.Rngs(0))
+    folder = save_model(model, tmp_path / "model")
+    source = open_checkpoint(folder)
+    assert source.config.model_type == written_as
+    assert ("model.last_norm.weight" in source.tensors) == (written_as == "other")
+    again = load_model(folder)
+    np.testing.assert_array_equal(again.norm.scale[...], model.norm.scale[...])
+    if written_as == "other":  # Mistral knows the windows, but not these names
+        hf, notice = apply_pattern(source.hf_config, pattern)
+        assert hf["model_type"] == "other"
+        assert "no family with windows" in notice
 
 
 def test_norms_by_placement():

@@ -86,7 +86,7 @@ def save_model(
         hf = {key: value for key, value in hf_config.items() if key != "torch_dtype"} | {"dtype": dtype}
         _check_same_model(model_config(hf), model.config)
     routers = hasattr(model.layers.attention, "router")
-    table = tensor_names(model.config, routers=routers)
+    table = tensor_names(model_config(hf), routers=routers)  # the names of the family that is written
     companions = None if tokenizer_from is None else Path(tokenizer_from)
     write_checkpoint(destination, hf, model.pattern, _unstack(model, table), companions=companions)
     return destination

@@ -120,7 +120,7 @@ def apply_pattern(hf: Mapping[str, Any], pattern: AttentionPattern) -> tuple[dic
             return out, None
         config = model_config(hf)
         for other in FAMILIES.values():
-            if other not in (family, _OURS):
+            if other not in (family, _OURS) and other.tensor_names == family.tensor_names:  # the weights stay
                 out = _expressed(other, {**hf, **_written(other, config)}, pattern, config)
                 if out is not None:
                     return out, (
