@@ -99,7 +99,21 @@ def check_attention() -> None:
 MODELS = {
     "full": {"pattern": "full"},
     "window": {"pattern": "window"},
-    "layers": {"pattern": "interleave-1-in-2"},
+    # And what a mesh splits otherwise: norms over the whole projection, RoPE by layer, a softcap over the vocabulary.
+    "layers": {
+        "pattern": "interleave-1-in-2",
+        "model": {
+            "norm_placement": "sandwich",
+            "qk_norm": True,
+            "qk_norm_over": "projection",
+            "rope_layers": ["local", "none"],
+            "hidden_act": "gelu_tanh",
+            "attention_softcap": 2.0,
+            "logit_softcap": 3.0,
+            "logit_multiplier": 1.5,
+            "embedding_multiplier": 4.0,
+        },
+    },
     "heads": {
         "pattern": AttentionPattern(
             ("head_hybrid_attention",) * 2, 12, num_sink_tokens=2, full_kv_heads=((0,), (1,))
