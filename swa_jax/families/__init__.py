@@ -1,6 +1,6 @@
 """Model families: what each reads and writes of Hugging Face's `config.json`.
 
-A family is one file with a `FAMILY`; a line of `FAMILIES` makes it known. `ModelConfig` describes what the decoder
+A family is one file with a `FAMILY`; its name in `_MODULES` makes it known. `ModelConfig` describes what the decoder
 computes, so nothing above or below this room asks for a family's name.
 """
 
@@ -44,7 +44,7 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
     """The decoder that a Hugging Face `config.json` describes.
 
     Reads transformers 4's spelling (`rope_theta`, `rope_scaling`) and 5's (`rope_parameters`, also one for each
-    layer type where all agree), with the defaults of Hugging Face's configuration classes for absent keys.
+    layer type), with the defaults of Hugging Face's configuration classes for absent keys.
 
     Raises:
       ConfigError: a family, activation, RoPE type or other feature this decoder does not have, a missing key, or a
@@ -110,8 +110,9 @@ def apply_pattern(hf: Mapping[str, Any], pattern: AttentionPattern) -> tuple[dic
     """`hf` with the keys that make Hugging Face attend as `pattern` says, and a notice where they cannot.
 
     Where the model's own family cannot express the pattern, but another one computes the same and can, the family
-    changes: Llama and Mistral without biases become Mistral (windows in every layer) or Ministral (`layer_types`). A
-    pattern that none can express leaves full attention in every layer.
+    changes: Llama and Mistral become Mistral (windows in every layer) or Ministral (`layer_types`), Llama with biases
+    becomes SmolLM3, OLMo 2 becomes OLMo 3. A family can express a model and a pattern if what it writes reads as the
+    same model and pattern. A pattern that none can express leaves full attention in every layer.
     """
     family = _family(hf)
     reason = _inexpressible(pattern)
