@@ -85,6 +85,51 @@ CASES = {
     ),
     "ministral-hybrid": dict(model_type="ministral", **WIDE_HEADS, **HYBRID, layer_types=mixed_layers(0, 4)),
     "llama-bias": dict(model_type="llama", num_hidden_layers=2, attention_bias=True, mlp_bias=True),
+    "olmo2-full": dict(model_type="olmo2"),
+    # Layers 1 (full) and 4 (windowed) have no rotary embeddings.
+    "smollm3-hybrid": dict(
+        model_type="smollm3",
+        **HYBRID,
+        use_sliding_window=True,
+        layer_types=mixed_layers(1, 3),
+        no_rope_layers=[1, 0, 1, 1, 0],
+    ),
+    "olmo3-hybrid": dict(
+        model_type="olmo3",
+        **HYBRID,
+        layer_types=mixed_layers(1, 4),
+        rope_parameters=dict(
+            full_attention=dict(YARN_ROPE, rope_theta=5e5),
+            sliding_attention=dict(rope_type="default", rope_theta=5e5),
+        ),
+    ),
+    # Caps that bite, and a scale that is not that of head_dim.
+    "gemma2-hybrid": dict(
+        model_type="gemma2",
+        **WIDE_HEADS,
+        **HYBRID,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=5.0,
+        query_pre_attn_scalar=24,
+    ),
+    "gemma3-hybrid": dict(
+        model_type="gemma3_text",
+        **WIDE_HEADS,
+        **HYBRID,
+        layer_types=mixed_layers(2),
+        query_pre_attn_scalar=24,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
+            sliding_attention=dict(rope_type="default", rope_theta=100.0),
+        ),
+    ),
+    "granite-full": dict(
+        model_type="granite",
+        embedding_multiplier=3.0,
+        attention_multiplier=0.3,
+        residual_multiplier=0.6,
+        logits_scaling=2.5,
+    ),
 }
 SHARDED = "qwen3-full"
 GENERATED = ("qwen3-full", "ministral-hybrid")
@@ -130,11 +175,19 @@ def make_model(config, seed: int):
 def with_layers(model, layer_types: list[str]):
     """The same weights with other attention kinds (Mistral, which has one kind only, reads `sliding_window`)."""
     config = copy.deepcopy(model.config)
-    if hasattr(config, "layer_types"):
+    if by_layer_type(config.rope_parameters):
+        # The layers' types choose their RoPE as well: a window that nothing reaches stands for full attention.
+        assert set(layer_types) == {"full_attention"}
+        config.sliding_window = LENGTH
+    elif hasattr(config, "layer_types"):
         config.layer_types = layer_types
     elif set(layer_types) == {"full_attention"}:
         config.sliding_window = None
     return build(config, model.state_dict())
+
+
+def by_layer_type(rope: dict) -> bool:
+    return "full_attention" in rope
 
 
 def layer_types_of(config) -> list[str]:
@@ -154,7 +207,7 @@ def run(model, tokens, attention_mask=None) -> torch.Tensor:
     i, j = torch.arange(tokens.shape[1])[:, None], torch.arange(tokens.shape[1])[None, :]
     real = torch.ones_like(tokens) if attention_mask is None else attention_mask
     for layer, (kind, weights) in enumerate(zip(layer_types_of(model.config), out.attentions, strict=True)):
-        visible = (j <= i) & (j > i - WINDOW) if kind == "sliding_attention" else j <= i
+        visible = (j <= i) & (j > i - model.config.sliding_window) if kind == "sliding_attention" else j <= i
         visible = visible[None, None] & real[:, None, None, :].bool()
         # Queries that are padding themselves see whatever eager attention gives them.
         wrong = ((weights > 0) != visible) & real[:, None, :, None].bool()
@@ -196,11 +249,19 @@ def legacy_config(config: dict) -> dict:
     """The settings as transformers 4 spelled them, less the keys whose default says the same."""
     legacy = dict(config)
     rope = dict(legacy.pop("rope_parameters"))
+    nested = by_layer_type(rope)
+    if nested:
+        if config["model_type"] == "gemma3_text":
+            legacy["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = dict(rope["full_attention"])
     legacy["rope_theta"] = rope.pop("rope_theta")
     kind = rope.pop("rope_type")
-    # Both spellings of the key are common: Llama 3.1 says rope_type, Qwen2.5's page on YaRN says type.
+    # Both spellings of the key are common: Llama 3.1 says rope_type, Qwen2.5's page on YaRN says type. Where RoPE goes
+    # by layer type, transformers 5 does not read the second.
     legacy["rope_scaling"] = (
-        {"type" if kind == "yarn" else "rope_type": kind, **rope} if kind != "default" else None
+        {"type" if kind == "yarn" and not nested else "rope_type": kind, **rope}
+        if kind != "default"
+        else None
     )
     legacy["torch_dtype"] = legacy.pop("dtype")
     legacy["transformers_version"] = "4.46.0"
@@ -219,7 +280,8 @@ def legacy_config(config: dict) -> dict:
         "num_key_value_heads",
         "tie_word_embeddings",
     ):
-        assert getattr(reread, key, None) == getattr(wanted, key, None), f"legacy_config.json changes {key}"
+        old, new = getattr(reread, key, None), getattr(wanted, key, None)
+        assert old == new, f"legacy_config.json changes {key} from {new} to {old}"
     return legacy
 
 
@@ -233,7 +295,7 @@ def write_case(folder: Path, name: str, seed: int) -> str:
     kinds = layer_types_of(config)
     if "sliding_attention" in kinds:
         golden["logits_full"] = run(with_layers(model, ["full_attention"] * len(kinds)), tokens)
-        if "full_attention" in kinds:
+        if "full_attention" in kinds and not by_layer_type(config.rope_parameters):
             golden["logits_window"] = run(with_layers(model, ["sliding_attention"] * len(kinds)), tokens)
         for other in golden.keys() - {"tokens", "logits"}:
             # The first window sees the same keys either way; everything after it must differ.
@@ -261,7 +323,9 @@ def write_case(folder: Path, name: str, seed: int) -> str:
     tied = "tied" if config.tie_word_embeddings else "untied"
     head_dim = model.model.layers[0].self_attn.head_dim
     heads = f"{config.num_attention_heads}/{config.num_key_value_heads} x {head_dim}"
-    rope = f"{config.rope_parameters['rope_type']}, theta {config.rope_parameters['rope_theta']:g}"
+    rope = config.rope_parameters
+    by_type = [rope["full_attention"], rope["sliding_attention"]] if by_layer_type(rope) else [rope]
+    rope = " / ".join(f"{one['rope_type']}, theta {one['rope_theta']:g}" for one in by_type)
     cells = [f"`{name}`", config.model_type, f"`{letters}`", heads, rope, tied, f"{float(logits.std()):.2f}"]
     return f"| {' | '.join(cells)} |"
 
@@ -307,7 +371,8 @@ Each folder is one model as `save_pretrained` writes it, and beside it:
 
 - `golden.safetensors`: `tokens` int32 [{batch}, {length}], `logits` float32 [{batch}, {length}, {vocab}]. Models with
   windowed layers (w = {window}, counting the query's own key) also have `logits_full`, the same weights with full
-  attention in every layer. Those that mix both kinds have `logits_window` too, with windows in every layer.
+  attention in every layer. Those that mix both kinds have `logits_window` too, with windows in every layer, unless
+  their rotary embeddings go by layer type.
 - `legacy_config.json`: the same settings as transformers 4 spelled them (`rope_theta`, `rope_scaling`,
   `torch_dtype`).
 - `generation.safetensors` (in {generated}): a left-padded batch `tokens` int32

@@ -14,11 +14,12 @@ from flax import nnx
 
 from pallas_kernels import AttentionSpec, alibi_slopes
 from swa_jax.evaluate import Example
+from swa_jax.families.pattern_files import load_pattern
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.lora import trained_and_frozen, with_lora
 from swa_jax.model.mesh_attention import attention_on_mesh
-from swa_jax.model.pattern import AttentionPattern, load_pattern
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import MeshConfig, Partition, make_mesh
 from swa_jax.select import nll_deltas
 from swa_jax.settings import from_dict
@@ -99,7 +100,21 @@ def check_attention() -> None:
 MODELS = {
     "full": {"pattern": "full"},
     "window": {"pattern": "window"},
-    "layers": {"pattern": "interleave-1-in-2"},
+    # And what a mesh splits otherwise: norms over the whole projection, RoPE by layer, a softcap over the vocabulary.
+    "layers": {
+        "pattern": "interleave-1-in-2",
+        "model": {
+            "norm_placement": "sandwich",
+            "qk_norm": True,
+            "qk_norm_over": "projection",
+            "rope_layers": ["local", "none"],
+            "hidden_act": "gelu_tanh",
+            "attention_softcap": 2.0,
+            "logit_softcap": 3.0,
+            "logit_multiplier": 1.5,
+            "embedding_multiplier": 4.0,
+        },
+    },
     "heads": {
         "pattern": AttentionPattern(
             ("head_hybrid_attention",) * 2, 12, num_sink_tokens=2, full_kv_heads=((0,), (1,))

@@ -28,6 +28,23 @@ SOFTMAX = ModelConfig(
     tie_word_embeddings=True,
     initializer_range=0.3,
 )
+# All that other families do: norms on both sides, RoPE by layer, softcaps, scales and multipliers.
+SANDWICH = dataclasses.replace(
+    SOFTMAX,
+    attention_bias=False,
+    hidden_act="gelu_tanh",
+    rope_layers=("local", "none", "global", "local"),
+    local_rope_theta=50.0,
+    norm_placement="sandwich",
+    norm_unit_offset=True,
+    qk_norm_over="projection",
+    attention_scale=0.6,
+    attention_softcap=2.0,
+    logit_softcap=3.0,
+    embedding_multiplier=4.0,
+    residual_multiplier=0.7,
+    logit_multiplier=1.3,
+)
 # Its tokens are bytes: those of conftest's `byte_tokenizer`.
 BYTES = ModelConfig(
     vocab_size=257,
@@ -82,6 +99,7 @@ PATTERNS = {
         SOFTMAX,
         make("FwhS", ((), (), (1,), ()), num_sink_tokens=1, full_attention_decode=True),
     ),
+    "sandwich-every-kind": (SANDWICH, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
     "swat": (SIGMOID, make("wwww")),
     "swat-every-kind": (SIGMOID, make("FwhS", ((), (), (0,), ()), num_sink_tokens=2)),
 }

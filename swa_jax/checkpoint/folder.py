@@ -24,8 +24,9 @@ from orbax.checkpoint import v1 as ocp
 
 from swa_jax.checkpoint.tensor_names import TensorName, expected_tensors, is_router, tensor_names
 from swa_jax.errors import CheckpointError, ConfigError
-from swa_jax.families.config_json import hf_config as make_hf_config
-from swa_jax.families.config_json import model_config
+from swa_jax.families import hf_config as make_hf_config
+from swa_jax.families import model_config
+from swa_jax.families.pattern_files import load_pattern
 from swa_jax.files import (
     check_destination,
     check_local,
@@ -40,7 +41,7 @@ from swa_jax.model.attention import Router
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import SWITCH
-from swa_jax.model.pattern import AttentionPattern, load_pattern
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, state_shardings
 
 CONFIG_FILE, PATTERN_FILE, MANIFEST_FILE, WEIGHTS = "config.json", "pattern.json", "manifest.json", "weights"
@@ -91,7 +92,7 @@ def save_model(
         hf = {key: value for key, value in hf_config.items() if key != "torch_dtype"} | {"dtype": dtype}
         _check_same_model(model_config(hf), model.config)
     routers = hasattr(model.layers.attention, "router")
-    table = tensor_names(model.config, routers=routers)
+    table = tensor_names(model_config(hf), routers=routers)  # the names of the family that is written
     companions = None if tokenizer_from is None else Path(tokenizer_from)
     write_checkpoint(destination, hf, model.pattern, _unstack(model, table), companions=companions)
     return destination

@@ -8,7 +8,7 @@ from pathlib import Path
 from swa_jax.checkpoint.folder import CONFIG_FILE, PATTERN_FILE, copy_companions, open_checkpoint
 from swa_jax.checkpoint.safetensors_files import write_model
 from swa_jax.checkpoint.tensor_names import tensor_names
-from swa_jax.families.config_json import apply_pattern
+from swa_jax.families import apply_pattern
 from swa_jax.files import check_destination, new_folder, write_json
 
 log = logging.getLogger(__name__)

@@ -12,11 +12,12 @@ from swa_jax.checkpoint.folder import COMPANIONS, CONFIG_FILE, PATTERN_FILE, WEI
 from swa_jax.checkpoint.safetensors_files import DTYPES, StoredTensor, read_headers, stream_tensors
 from swa_jax.checkpoint.tensor_names import expected_tensors, is_buffer, is_router
 from swa_jax.errors import CheckpointError
-from swa_jax.families.config_json import model_config
+from swa_jax.families import hf_pattern, model_config
+from swa_jax.families.pattern_files import load_pattern
 from swa_jax.files import check_destination, read_json
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import EMBEDDING, HEAD
-from swa_jax.model.pattern import AttentionPattern, load_pattern
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.settings import nearest
 
 
@@ -114,7 +115,7 @@ def _choose_pattern(
 ) -> AttentionPattern:
     if pattern is None and (folder / PATTERN_FILE).is_file():
         pattern = folder / PATTERN_FILE
-    return load_pattern(AttentionPattern.from_hf_config(hf) if pattern is None else pattern, config)
+    return load_pattern(hf_pattern(hf) if pattern is None else pattern, config)
 
 
 def _check_tensors(found: dict[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from typing import NamedTuple
 
+from swa_jax.families import renamed_tensors
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import Parameter, parameters
 
@@ -42,7 +42,7 @@ def tensor_names(config: ModelConfig, *, routers: bool = False) -> list[TensorNa
 
 def hf_parameters(config: ModelConfig, routers: bool = False) -> list[Parameter]:
     """The parameters of a model with the names that its family has for them."""
-    renamed = _renamed(config)
+    renamed = renamed_tensors(config)
     return [
         dataclasses.replace(row, hf_name=renamed.get(row.name, row.hf_name))
         for row in parameters(config, routers)
@@ -57,12 +57,6 @@ def tensors_of(parameter: Parameter) -> list[TensorName]:
         TensorName(parameter.hf_name.format(layer=i), shape, parameter.path, i, parameter.transposed)
         for i in layers
     ]
-
-
-def _renamed(config: ModelConfig) -> Mapping[str, str]:
-    """{parameter: Hugging Face's name} where a family departs from Llama's names, such as
-    {"layers.post_attention_norm.scale": "model.layers.{layer}.pre_feedforward_layernorm.weight"}."""
-    return {}
 
 
 def expected_tensors(config: ModelConfig, *, routers: bool = False) -> dict[str, tuple[int, ...]]:

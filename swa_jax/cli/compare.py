@@ -23,7 +23,7 @@ from swa_jax.cli.options import (
     resolve_pattern,
 )
 from swa_jax.errors import ConfigError
-from swa_jax.model.pattern import is_pattern_file
+from swa_jax.families.pattern_files import is_pattern_file
 from swa_jax.select.method_table import METHODS
 from swa_jax.settings import nearest
 

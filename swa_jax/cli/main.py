@@ -35,9 +35,9 @@ from swa_jax.cli.pattern import PatternVerbs, diff
 from swa_jax.cli.select import app as select_app
 from swa_jax.cli.train import compile_, train
 from swa_jax.errors import ConfigError, sentence
+from swa_jax.families.pattern_files import is_pattern_file, layers_of_file
 from swa_jax.files import check_local
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.pattern import is_pattern_file, layers_of_file
 
 
 class Verbs(typer.core.TyperGroup):

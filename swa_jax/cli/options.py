@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Argument, Option, echo
 
 from swa_jax.errors import ConfigError
+from swa_jax.families.pattern_files import read_pattern
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import SWITCH
-from swa_jax.model.pattern import AttentionPattern, read_pattern
+from swa_jax.model.pattern import AttentionPattern
 
 if TYPE_CHECKING:
     from swa_jax.data.tokenizer import Tokenizer

@@ -23,7 +23,6 @@ from swa_jax.evaluate.examples import Example
 from swa_jax.model.attention import LayerPlan, kinds_of, layer_plan
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
-from swa_jax.model.loss import token_loss
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition
 
@@ -83,7 +82,7 @@ def score_answers(
         kinds = (FULL, WINDOW)
     elif SWITCH not in kinds and HYBRID in kinds:
         pattern, kinds = _by_heads(pattern, model.config.num_key_value_heads), (HYBRID,)
-    plan = layer_plan(pattern, model.config.num_key_value_heads, kinds)
+    plan = layer_plan(pattern, model.config, kinds)
     graph, weights = _shared_graph(model, pattern, kinds)
     nll, exact = np.empty(len(examples)), np.empty(len(examples), bool)
     for index, batch in answer_batches(examples, batch_size, full_attention_decode):
@@ -205,7 +204,7 @@ def score_batch(
 
 def answer_loss(model: Decoder, hidden: jax.Array, batch: AnswerBatch) -> tuple[jax.Array, jax.Array]:
     """What `score_batch` returns, from the normed hidden states of the label-predicting positions [B, A, d]."""
-    loss = token_loss(hidden, model.head(), batch.labels, batch.weights)
+    loss = model.token_loss(hidden, batch.labels, batch.weights)
     count = batch.weights.sum(1)
     return loss.nll.sum(1) / count, loss.correct.sum(1) == count
 
@@ -290,7 +289,7 @@ def _text_nll(
 ) -> jax.Array:
     model: Decoder = nnx.merge(graph, state)
     hidden, _ = model.features(tokens)
-    return token_loss(hidden, model.head(), labels, weights).nll
+    return model.token_loss(hidden, labels, weights).nll
 
 
 def _round_up(length: int, step: int) -> int:

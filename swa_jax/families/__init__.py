@@ -1,1 +1,164 @@
-"""Model families: what each reads and writes of Hugging Face's config.json."""
+"""Model families: what each reads and writes of Hugging Face's `config.json`.
+
+A family is one file with a `FAMILY`; its name in `_MODULES` makes it known. `ModelConfig` describes what the decoder
+computes, so nothing above or below this room asks for a family's name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from swa_jax.errors import ConfigError
+from swa_jax.families import (
+    gemma2,
+    gemma3,
+    granite,
+    llama,
+    ministral,
+    mistral,
+    olmo2,
+    olmo3,
+    qwen2,
+    qwen3,
+    smollm3,
+    swat,
+)
+from swa_jax.families.common import Family
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.settings import nearest
+
+# Where several families can express a model under a pattern, the first is written; our own is the last resort.
+_MODULES = (
+    llama, mistral, ministral, qwen2, qwen3, olmo2, smollm3, olmo3, gemma2, gemma3, granite, swat,
+)  # fmt: skip
+FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
+_OURS = swat.FAMILY
+
+# ---- reading ----
+
+
+def model_config(hf: Mapping[str, Any]) -> ModelConfig:
+    """The decoder that a Hugging Face `config.json` describes.
+
+    Reads transformers 4's spelling (`rope_theta`, `rope_scaling`) and 5's (`rope_parameters`, also one for each
+    layer type), with the defaults of Hugging Face's configuration classes for absent keys.
+
+    Raises:
+      ConfigError: a family, activation, RoPE type or other feature this decoder does not have, a missing key, or a
+        value of the wrong type; the sentence names the key.
+    """
+    return _family(hf).from_hf(hf)
+
+
+def hf_pattern(hf: Mapping[str, Any]) -> AttentionPattern:
+    """The pattern that a Hugging Face `config.json` describes (`layer_types`, or the older `sliding_window` keys).
+
+    Raises:
+      ConfigError: an unknown family, or layer types that do not fit the number of layers or are not supported.
+    """
+    window, types = _family(hf).read_windows(hf, hf["num_hidden_layers"])
+    return AttentionPattern(
+        tuple(types), window if WINDOW in types else None, provenance={"method": "hf-config"}
+    )
+
+
+def renamed_tensors(config: ModelConfig) -> Mapping[str, str]:
+    """{parameter: name in checkpoints} where the model's family departs from the declared names."""
+    return FAMILIES[config.model_type].tensor_names if config.model_type in FAMILIES else {}
+
+
+def _family(hf: Mapping[str, Any]) -> Family:
+    name = hf.get("model_type")
+    if name not in FAMILIES:
+        raise ConfigError(
+            f"config.json: model_type {name!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[name]
+
+
+# ---- writing ----
+
+
+def hf_config(
+    config: ModelConfig, pattern: AttentionPattern | None = None, *, dtype: str = "float32"
+) -> dict[str, Any]:
+    """The `config.json` of a model, readable by transformers 4 and 5.
+
+    The family is `config.model_type` where that can express the model, else `swat`, which this library alone reads.
+    The pattern is written where Hugging Face knows it (`apply_pattern`); None means full attention in every layer.
+    """
+    if config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"model_type '{config.model_type}' is not known{nearest(config.model_type, [*FAMILIES])}"
+        )
+    hf = _written(FAMILIES[config.model_type], config)
+    if model_config(hf) != config:
+        hf = _written(_OURS, config)
+    full = AttentionPattern((FULL,) * config.num_hidden_layers)
+    return apply_pattern(hf | {"dtype": dtype}, pattern or full)[0]
+
+
+def _written(family: Family, config: ModelConfig) -> dict[str, Any]:
+    own = dataclasses.replace(config, model_type=family.model_type)
+    return family.to_hf(own) | {"architectures": [family.architecture]}
+
+
+def apply_pattern(hf: Mapping[str, Any], pattern: AttentionPattern) -> tuple[dict[str, Any], str | None]:
+    """`hf` with the keys that make Hugging Face attend as `pattern` says, and a notice where they cannot.
+
+    Where the model's own family cannot express the pattern, but another one computes the same and can, the family
+    changes: Llama and Mistral become Mistral (windows in every layer) or Ministral (`layer_types`), Llama with biases
+    becomes SmolLM3, OLMo 2 becomes OLMo 3. A family can express a model and a pattern if what it writes reads as the
+    same model and pattern. A pattern that none can express leaves full attention in every layer.
+    """
+    family = _family(hf)
+    reason = _inexpressible(pattern)
+    if reason is None:
+        if (out := _expressed(family, hf, pattern)) is not None:
+            return out, None
+        config = model_config(hf)
+        for other in FAMILIES.values():
+            if other not in (family, _OURS) and other.tensor_names == family.tensor_names:  # the weights stay
+                out = _expressed(other, {**hf, **_written(other, config)}, pattern, config)
+                if out is not None:
+                    return out, (
+                        f"model_type changed from {family.model_type} to {other.model_type}, which computes the "
+                        "same and knows windows"
+                    )
+        reason = f"no family with windows has {family.peculiarity or 'what this model computes'}"
+    full = _expressed(family, hf, AttentionPattern((FULL,) * pattern.num_layers))
+    assert full is not None, f"{family.model_type} cannot say full attention in every layer"
+    return full, (
+        f"Hugging Face cannot express this pattern ({reason}): config.json says full attention in every layer, "
+        "the pattern itself is in pattern.json"
+    )
+
+
+def _expressed(
+    family: Family, hf: Mapping[str, Any], pattern: AttentionPattern, config: ModelConfig | None = None
+) -> dict[str, Any] | None:
+    """`hf` with a family's keys for a pattern, if they read back as the model (`hf`'s own by default) and pattern."""
+    config = config or model_config(hf)
+    window = pattern.sliding_window if WINDOW in pattern.layer_types else None
+    plain = AttentionPattern(pattern.layer_types, window)
+    out = {key: value for key, value in hf.items() if key not in ("layer_types", "sliding_window")}
+    out |= family.window_keys(config, plain)
+    same = dataclasses.replace(model_config(out), model_type=config.model_type) == config
+    return out if same and hf_pattern(out) == plain else None
+
+
+def _inexpressible(pattern: AttentionPattern) -> str | None:
+    """What no family knows of this pattern."""
+    if HYBRID in pattern.layer_types:
+        return "it keeps single KV heads full"
+    if SWITCH in pattern.layer_types:
+        return "it routes tokens"
+    if pattern.num_sink_tokens and WINDOW in pattern.layer_types:
+        return f"num_sink_tokens = {pattern.num_sink_tokens}"
+    if pattern.full_attention_decode and WINDOW in pattern.layer_types:
+        return "full_attention_decode"
+    return None

@@ -25,10 +25,11 @@ from swa_jax.model.sharding import Partition
 
 
 class LayerPlan(NamedTuple):
-    """What differs by layer, as data: an index into the kinds compiled, and the KV heads that stay full."""
+    """What differs by layer, as data: indices into the kinds and the RoPE tables, and the KV heads that stay full."""
 
     kind: jax.Array  # [L] int32
     full_heads: jax.Array  # [L, K] bool
+    rope: jax.Array  # [L] int32: index into `ModelConfig.rope_kinds`
 
 
 class Routing(NamedTuple):
@@ -45,7 +46,7 @@ class AttentionContext:
 
     spec: AttentionSpec
     kinds: tuple[str, ...]  # the layer types compiled; `LayerPlan.kind` indexes them
-    cos: jax.Array | None  # [B, T, D/2]
+    cos: jax.Array | None  # [R, B, T, D/2]; `LayerPlan.rope` indexes R
     sin: jax.Array | None
     segment_ids: jax.Array | None = None  # [B, T]
     positions: jax.Array | None = None  # [B, T], only when they are not those of the segments
@@ -60,12 +61,15 @@ def kinds_of(pattern: AttentionPattern) -> tuple[str, ...]:
     return tuple(kind for kind in LAYER_TYPES if kind in pattern.layer_types)
 
 
-def layer_plan(pattern: AttentionPattern, num_kv_heads: int, kinds: tuple[str, ...]) -> LayerPlan:
-    full_heads = np.zeros((pattern.num_layers, num_kv_heads), bool)
+def layer_plan(pattern: AttentionPattern, config: ModelConfig, kinds: tuple[str, ...]) -> LayerPlan:
+    """How each layer attends (the pattern) and is turned (the model), as data that the layers are scanned with."""
+    full_heads = np.zeros((pattern.num_layers, config.num_key_value_heads), bool)
     for layer, heads in enumerate(pattern.full_kv_heads):
         full_heads[layer, list(heads)] = True
     kind = np.array([kinds.index(kind) for kind in pattern.layer_types], np.int32)
-    return LayerPlan(jnp.asarray(kind), jnp.asarray(full_heads))
+    ropes = config.rope_layers or ("global",) * pattern.num_layers
+    rope = np.array([config.rope_kinds.index(name) for name in ropes], np.int32)
+    return LayerPlan(jnp.asarray(kind), jnp.asarray(full_heads), jnp.asarray(rope))
 
 
 def model_spec(config: ModelConfig, pattern: AttentionPattern) -> AttentionSpec:
@@ -135,14 +139,22 @@ class Attention(nnx.Module):
         if routed:
             self.router = Router(config, rngs)
 
-    def qkv(self, x: jax.Array, context: AttentionContext) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [B, T, d] -> q [B, T, H, D], k and v [B, T, K, D], normed and rotated."""
+    def qkv(
+        self, x: jax.Array, plan: LayerPlan, context: AttentionContext
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [B, T, d] and this layer's row of the plan -> q [B, T, H, D], k and v [B, T, K, D], normed and rotated."""
         heads = (*x.shape[:2], -1, self.config.head_dim)
-        q, k, v = (proj(x).reshape(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if self.config.qk_norm:
+        over_projection = self.config.qk_norm and self.config.qk_norm_over == "projection"
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if over_projection:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.reshape(heads) for t in (q, k, v))
+        if self.config.qk_norm and not over_projection:
             q, k = self.q_norm(q), self.k_norm(k)
         if context.cos is not None and context.sin is not None:
-            q, k = (apply_rope(t, context.cos, context.sin) for t in (q, k))
+            one = context.cos.shape[0] == 1  # a constant index costs nothing
+            cos, sin = (table[0 if one else plan.rope] for table in (context.cos, context.sin))
+            q, k = (apply_rope(t, cos, sin) for t in (q, k))
         return q, k, v
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -158,7 +170,7 @@ class Attention(nnx.Module):
         self, x: jax.Array, plan: LayerPlan, context: AttentionContext
     ) -> tuple[jax.Array, Routing, tuple[jax.Array, jax.Array]]:
         """x [B, T, d] and this layer's row of the plan -> output [B, T, d], routing [B, T], (k, v) [B, T, K, D]."""
-        q, k, v = self.qkv(x, context)
+        q, k, v = self.qkv(x, plan, context)
         logit, gate = self.route(x)
         windowed: dict[str, Any] = {"full_from": context.full_from}
 

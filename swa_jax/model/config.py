@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 from swa_jax.errors import ConfigError
+from swa_jax.settings import nearest
+
+RopeKind = Literal["global", "local", "none"]
+ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +31,25 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """One decoder for Llama, Mistral, Qwen2, Qwen3 and SWAT; field names are Hugging Face's where it has one.
+    """What a decoder computes, whatever family it is of; field names are Hugging Face's where it has one.
 
-    `position_embedding`, `attention_activation` and the ALiBi fields are SWAT's (Eq. 4 and 5): "alirope" means
-    balanced ALiBi and RoPE together. `alibi_negative_heads` + `alibi_positive_heads` must be all query heads.
+    `model_type` is for `config.json` alone: the decoder reads the other fields. `position_embedding`,
+    `attention_activation` and the ALiBi fields are SWAT's (Eq. 4 and 5): "alirope" means balanced ALiBi and RoPE
+    together. `alibi_negative_heads` + `alibi_positive_heads` must be all query heads.
+
+    Attributes:
+      rope_layers: the rotary embedding of each layer: "global" (`rope_theta`, `rope_scaling`), "local"
+        (`local_rope_theta`, unscaled) or "none". It belongs to the layer's weights, so it stays as it is when a
+        pattern makes the layer full or windowed. () means "global" in every layer.
+      norm_placement: norms before attention and MLP ("pre"), on what they give, before it is added to the residual
+        stream ("post", OLMo 2), or both ("sandwich", Gemma 2).
+      norm_unit_offset: norms multiply with 1 + scale (Gemma).
+      qk_norm, qk_norm_over: whether queries and keys are normed, and over what: each head on its own (Qwen3), or the
+        whole projection at once (OLMo 2).
+      attention_scale: the factor on q.k; None is 1 / sqrt(head_dim).
+      attention_softcap, logit_softcap: c in c * tanh(x / c), on attention logits and on the output logits (Gemma 2).
+      embedding_multiplier, residual_multiplier, logit_multiplier: factors on the embeddings, on what attention and MLP
+        add to the residual stream, and on the output logits before their softcap (Granite, Gemma, Cohere).
     """
 
     vocab_size: int
@@ -45,12 +64,22 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    rope_layers: tuple[RopeKind, ...] = ()
+    local_rope_theta: float = 10000.0
     attention_bias: bool = False  # on q, k, v
     attention_out_bias: bool = False  # on o (Llama's attention_bias sets both)
     mlp_bias: bool = False
+    hidden_act: Literal["silu", "gelu_tanh"] = "silu"
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    norm_unit_offset: bool = False
     qk_norm: bool = False
-    attention_scale: float | None = None  # factor on q.k; None is 1 / sqrt(head_dim)
-    attention_softcap: float | None = None  # c in c * tanh(x / c) on attention logits
+    qk_norm_over: Literal["head", "projection"] = "head"
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     attention_activation: Literal["softmax", "sigmoid"] = "softmax"
@@ -65,11 +94,20 @@ class ModelConfig:
         for name in (
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta",
-            "attention_scale", "attention_softcap",
+            "local_rope_theta", "attention_scale", "attention_softcap", "logit_softcap",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be above 0, got {value}")
+        alike = set(self.rope_layers) == {"global"}  # one spelling, so that equal models are equal
+        object.__setattr__(self, "rope_layers", () if alike else tuple(self.rope_layers))
+        if self.rope_layers and len(self.rope_layers) != self.num_hidden_layers:
+            raise ConfigError(
+                f"rope_layers has {len(self.rope_layers)} entries for {self.num_hidden_layers} layers: give one a layer"
+            )
+        for i, kind in enumerate(self.rope_layers):
+            if kind not in ROPE_KINDS:
+                raise ConfigError(f"rope_layers[{i}] is '{kind}'{nearest(kind, ROPE_KINDS)}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -89,6 +127,11 @@ class ModelConfig:
     @property
     def uses_rope(self) -> bool:
         return self.position_embedding in ("rope", "alirope")
+
+    @property
+    def rope_kinds(self) -> tuple[RopeKind, ...]:
+        """The rotary embeddings that occur, in the order of `ROPE_KINDS`."""
+        return tuple(kind for kind in ROPE_KINDS if kind in (self.rope_layers or ("global",)))
 
     @property
     def uses_alibi(self) -> bool:

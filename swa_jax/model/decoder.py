@@ -24,8 +24,9 @@ from swa_jax.model.cache import CacheLayout, KVCache, ring_entry, ring_positions
 from swa_jax.model.cached_attention import decode_layer, layer_places
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import SWITCH
-from swa_jax.model.layers import RMSNorm, SwiGLU, linear, rope_tables
+from swa_jax.model.layers import GatedMLP, RMSNorm, linear, rope_tables
 from swa_jax.model.lora import LoraConfig, seed_dropout, with_lora
+from swa_jax.model.loss import TokenLoss, scaled_logits, token_loss
 from swa_jax.model.parameters import declared
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, constrain
@@ -35,22 +36,48 @@ Remat = Literal["none", "layer", "projections"]
 
 
 class Block(nnx.Module):
-    """One pre-norm decoder layer."""
+    """One decoder layer: attention, then MLP, each with a norm before it, on what it gives, or both.
+
+    The norms before are `input_norm` and `post_attention_norm` (of the MLP's input), those after `attention_out_norm`
+    and `mlp_out_norm`.
+    """
 
     def __init__(self, config: ModelConfig, routed: bool, dtype: jnp.dtype, *, rngs: nnx.Rngs):
-        self.input_norm = RMSNorm("layers.input_norm", config, dtype)
+        def norm(name: str, *placements: str) -> RMSNorm | None:
+            return RMSNorm(f"layers.{name}", config, dtype) if config.norm_placement in placements else None
+
+        self.input_norm = norm("input_norm", "pre", "sandwich")
         self.attention = Attention(config, routed, dtype, rngs)
-        self.post_attention_norm = RMSNorm("layers.post_attention_norm", config, dtype)
-        self.mlp = SwiGLU(config, dtype, rngs)
+        self.attention_out_norm = norm("attention_out_norm", "post", "sandwich")
+        self.post_attention_norm = norm("post_attention_norm", "pre", "sandwich")
+        self.mlp = GatedMLP(config, dtype, rngs)
+        self.mlp_out_norm = norm("mlp_out_norm", "post", "sandwich")
+        self.residual_multiplier = config.residual_multiplier
 
     def __call__(self, x: jax.Array, plan: LayerPlan, context: AttentionContext) -> tuple[jax.Array, Routing]:
         """x [B, T, d] and this layer's row of the plan -> output [B, T, d], routing [B, T]."""
-        mixed, routing, _ = self.attention(self.input_norm(x), plan, context)
-        x = constrain(x + mixed, context.partition, "batch", "sequence", None)
+        mixed, routing, _ = self.attention(self.attention_input(x), plan, context)
+        x = constrain(self.add_attention(x, mixed), context.partition, "batch", "sequence", None)
         return constrain(self.feed_forward(x), context.partition, "batch", "sequence", None), routing
 
+    def attention_input(self, x: jax.Array) -> jax.Array:
+        """What attention (and a router) reads of the residual stream [B, T, d]."""
+        return _normed(self.input_norm, x)
+
+    def add_attention(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
+        """The residual stream with attention's output in, both [B, T, d]."""
+        return self._add(x, _normed(self.attention_out_norm, mixed))
+
     def feed_forward(self, x: jax.Array) -> jax.Array:
-        return x + self.mlp(self.post_attention_norm(x))
+        """The residual stream [B, T, d] with the MLP's output in."""
+        return self._add(x, _normed(self.mlp_out_norm, self.mlp(_normed(self.post_attention_norm, x))))
+
+    def _add(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        return x + (y if self.residual_multiplier == 1 else y * self.residual_multiplier)
+
+
+def _normed(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)
 
 
 class Decoder(nnx.Module):
@@ -151,7 +178,10 @@ class Decoder(nnx.Module):
         """tokens [B, T] int32 -> [B, T, d]."""
         # The table is gathered over fsdp, as the layers' weights are; else XLA would gather the tokens of all rows.
         table = constrain(self.embedding[...], partition, "vocab", None)
-        return constrain(table[tokens], partition, "batch", "sequence", None)
+        x = table[tokens]
+        if self.config.embedding_multiplier != 1:
+            x = x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
+        return constrain(x, partition, "batch", "sequence", None)
 
     def head(self) -> jax.Array:
         """The output matrix [d, V]."""
@@ -159,7 +189,27 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [..., d] -> logits [..., V] f32."""
-        return jnp.einsum("...d,dv->...v", hidden, self.head(), preferred_element_type=jnp.float32)
+        logits = jnp.einsum("...d,dv->...v", hidden, self.head(), preferred_element_type=jnp.float32)
+        return scaled_logits(logits, self.config.logit_multiplier, self.config.logit_softcap)
+
+    def token_loss(
+        self,
+        hidden: jax.Array,
+        targets: jax.Array,
+        weights: jax.Array,
+        *,
+        partition: Partition | None = None,
+    ) -> TokenLoss:
+        """Cross-entropy of normed hidden states [B, T, d] against targets [B, T]: `swa_jax.model.loss.token_loss`."""
+        return token_loss(
+            hidden,
+            self.head(),
+            targets,
+            weights,
+            partition=partition,
+            logit_multiplier=self.config.logit_multiplier,
+            logit_softcap=self.config.logit_softcap,
+        )
 
     def with_pattern(self, pattern: AttentionPattern, *, rngs: nnx.Rngs | None = None) -> Decoder:
         """The same weights under another pattern (arrays are shared). Routed layers get fresh routers from `rngs`."""
@@ -192,7 +242,7 @@ class Decoder(nnx.Module):
         def layer(carry: tuple[jax.Array, KVCache], scanned: tuple) -> tuple[tuple[jax.Array, KVCache], None]:
             (x, cache), (weights, plan, place) = carry, scanned
             block = nnx.merge(graph, weights)
-            mixed, _, (k, v) = block.attention(block.input_norm(x), plan, context)
+            mixed, _, (k, v) = block.attention(block.attention_input(x), plan, context)
             cache = dataclasses.replace(
                 cache,
                 k_whole=write_prompt(cache.k_whole, place.whole_slots, k, None),
@@ -200,7 +250,7 @@ class Decoder(nnx.Module):
                 k_ring=write_prompt(cache.k_ring, place.ring_slots, k, ring),
                 v_ring=write_prompt(cache.v_ring, place.ring_slots, v, ring),
             )
-            return (block.feed_forward(x + mixed), cache), None
+            return (block.feed_forward(block.add_attention(x, mixed)), cache), None
 
         cache = dataclasses.replace(cache, lengths=lengths)
         scanned = (weights, self._plan(kinds), layer_places(layout))
@@ -225,8 +275,8 @@ class Decoder(nnx.Module):
         def layer(carry: tuple[jax.Array, KVCache], scanned: tuple) -> tuple[tuple[jax.Array, KVCache], None]:
             (x, cache), (weights, plan, place) = carry, scanned
             block = nnx.merge(graph, weights)
-            normed = block.input_norm(x)
-            q, k, v = block.attention.qkv(normed, context)
+            normed = block.attention_input(x)
+            q, k, v = block.attention.qkv(normed, plan, context)
             _, gate = block.attention.route(normed)
             cache = dataclasses.replace(
                 cache,
@@ -238,14 +288,15 @@ class Decoder(nnx.Module):
             mixed = decode_layer(
                 self.config, q, gate[:, 0], cache, layout, place, plan, context, lengths, ring
             )
-            return (block.feed_forward(x + block.attention.output(mixed)), cache), None
+            x = block.add_attention(x, block.attention.output(mixed))
+            return (block.feed_forward(x), cache), None
 
         scanned = (weights, self._plan(context.kinds), layer_places(layout))
         (x, cache), _ = jax.lax.scan(layer, (self.embed(tokens[:, None]), cache), scanned)
         return self.logits(self.norm(x[:, 0])), dataclasses.replace(cache, lengths=lengths)
 
     def _plan(self, kinds: tuple[str, ...]) -> LayerPlan:
-        return layer_plan(self.pattern, self.config.num_key_value_heads, kinds)
+        return layer_plan(self.pattern, self.config, kinds)
 
     def context(
         self,

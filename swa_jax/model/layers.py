@@ -1,4 +1,4 @@
-"""The parts of a decoder layer that are not attention: RMSNorm, rotary embeddings, SwiGLU."""
+"""The parts of a decoder layer that are not attention: RMSNorm, rotary embeddings, gated MLP."""
 
 from __future__ import annotations
 
@@ -21,24 +21,30 @@ class RMSNorm(nnx.Module):
         """`path` is the module's place in the decoder: what is declared there says its size."""
         scale = declared(config)[f"{path}.scale"]
         self.scale = nnx.Param(scale.init(jax.random.key(0), scale.shape, dtype))  # the same for every key
+        self.unit_offset = config.norm_unit_offset
         self.eps = config.rms_norm_eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        if self.unit_offset:
+            return (normed * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
         return normed.astype(x.dtype) * self.scale[...].astype(x.dtype)
 
 
-class SwiGLU(nnx.Module):
-    """`down(silu(gate(x)) * up(x))`, x [B, T, d]."""
+class GatedMLP(nnx.Module):
+    """`down(act(gate(x)) * up(x))`, x [B, T, d]: SwiGLU with "silu", GeGLU with "gelu_tanh"."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.activation = config.hidden_act
         self.gate_proj = linear("layers.mlp.gate_proj", config, dtype, rngs)
         self.up_proj = linear("layers.mlp.up_proj", config, dtype, rngs)
         self.down_proj = linear("layers.mlp.down_proj", config, dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate = self.gate_proj(x)
+        active = nnx.silu(gate) if self.activation == "silu" else nnx.gelu(gate, approximate=True)
+        return self.down_proj(active * self.up_proj(x))
 
 
 def linear(path: str, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Linear:
@@ -53,10 +59,19 @@ def linear(path: str, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> 
 
 
 def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [B, T, D/2] f32 at integer positions [B, T]."""
-    frequencies, factor = rope_frequencies(config.rope_theta, config.head_dim, config.rope_scaling, config)
-    angles = positions[..., None].astype(jnp.float32) * frequencies  # [B, T, D/2]
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    """cos and sin [R, B, T, D/2] f32 at integer positions [B, T], one of each for the R `config.rope_kinds`."""
+    tables = []
+    for kind in config.rope_kinds:
+        theta, scaling = config.rope_theta, config.rope_scaling
+        if kind == "local":
+            theta, scaling = config.local_rope_theta, None
+        frequencies, factor = rope_frequencies(theta, config.head_dim, scaling, config)
+        if kind == "none":
+            frequencies, factor = np.zeros_like(frequencies), 1.0  # turned by nothing
+        angles = positions[..., None].astype(jnp.float32) * frequencies  # [B, T, D/2]
+        tables.append((jnp.cos(angles) * factor, jnp.sin(angles) * factor))
+    cos, sin = (jnp.stack(table) for table in zip(*tables, strict=True))
+    return cos, sin
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -39,15 +41,20 @@ def token_loss(
     weights: jax.Array,
     chunk: int = CHUNK,
     partition: Partition | None = None,
+    *,
+    logit_multiplier: float = 1.0,
+    logit_softcap: float | None = None,
 ) -> TokenLoss:
     """Cross-entropy in nats; logits exist for `chunk` tokens at a time (on each device), forward and backward.
 
     Args:
       hidden: [B, T, d]; head: [d, V]; targets: [B, T] int32; weights: [B, T] f32.
       partition: the mesh they lie on; each device then scores its tokens over its part of the vocabulary.
+      logit_multiplier, logit_softcap: as in `scaled_logits`.
     """
+    adjust = functools.partial(scaled_logits, multiplier=logit_multiplier, softcap=logit_softcap)
     if partition is None:
-        nll, correct, log_z = _local_loss(hidden, head, targets, weights, chunk, None)
+        nll, correct, log_z = _local_loss(hidden, head, targets, weights, chunk, None, adjust)
         return TokenLoss(nll, weights, correct, log_z)
     tokens = partition.spec("batch", "sequence")
     vocab = partition.rules.axes("vocab")
@@ -56,7 +63,7 @@ def token_loss(
     def local(
         hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, ...]:
-        return _local_loss(hidden, head, targets, weights, chunk, axis)
+        return _local_loss(hidden, head, targets, weights, chunk, axis, adjust)
 
     sharded = jax.shard_map(
         local,
@@ -69,8 +76,21 @@ def token_loss(
     return TokenLoss(nll, weights, correct, log_z)
 
 
+def scaled_logits(logits: jax.Array, multiplier: float, softcap: float | None) -> jax.Array:
+    """c * tanh(multiplier * logits / c) for the softcap c, f32; None caps nothing."""
+    if multiplier != 1:
+        logits = logits * multiplier
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
 def _local_loss(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, chunk: int, axis: str | None
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    chunk: int,
+    axis: str | None,
+    adjust: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """nll, correct and log_z of `TokenLoss`; `axis`: the mesh axis that splits the vocabulary, head [d, V / n]."""
     batch, length, _ = hidden.shape
@@ -90,7 +110,7 @@ def _local_loss(
         _: None, piece: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[None, tuple[jax.Array, ...]]:
         x, target, weight = piece
-        logits = jnp.einsum("cd,dv->cv", x, head, preferred_element_type=jnp.float32)  # [chunk, V]
+        logits = adjust(jnp.einsum("cd,dv->cv", x, head, preferred_element_type=jnp.float32))  # [chunk, V]
         log_z, chosen, likeliest = _over_vocabulary(logits, target, first, axis)
         scored = weight > 0
         return None, (

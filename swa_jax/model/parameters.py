@@ -75,10 +75,6 @@ class Parameter:
 def parameters(config: ModelConfig, routed: bool = False) -> tuple[Parameter, ...]:
     """Every parameter of a model, in the order of its checkpoints; `routed` adds the routers of switch layers."""
     d, vocab, tied = config.hidden_size, config.vocab_size, config.tie_word_embeddings
-    norms = [
-        _norm("input_norm", "input_layernorm", d),
-        _norm("post_attention_norm", "post_attention_layernorm", d),
-    ]
     layer = [
         dataclasses.replace(
             row,
@@ -86,15 +82,31 @@ def parameters(config: ModelConfig, routed: bool = False) -> tuple[Parameter, ..
             hf_name=f"model.layers.{{layer}}.{row.hf_name}",
             layers=config.num_hidden_layers,
         )
-        for row in (*norms, *_attention(config, routed), *_mlp(config))
+        for row in (*_norms(config), *_attention(config, routed), *_mlp(config))
     ]
     draw = nnx.initializers.normal(config.initializer_range)
     return (
         Parameter(("embedding",), (vocab, d), ("vocab", "embed"), draw, EMBEDDING, output=tied),
         *layer,
-        _norm("norm", "model.norm", d),
+        _norm("norm", "model.norm", d, config),
         *([] if tied else _linear("lm_head", "lm_head", (d, vocab), ("embed", "vocab"), config, output=True)),
     )
+
+
+def _norms(config: ModelConfig) -> list[Parameter]:
+    """The norms round attention and MLP. "post_attention_layernorm" is the name of the norm before the MLP in families
+    that have none on what attention gives, and of that one in the others."""
+    rows: dict[str, str] = {}
+    if config.norm_placement in ("pre", "sandwich"):
+        rows |= {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+    if config.norm_placement in ("post", "sandwich"):
+        rows |= {
+            "attention_out_norm": "post_attention_layernorm",
+            "mlp_out_norm": "post_feedforward_layernorm",
+        }
+    if config.norm_placement == "sandwich":
+        rows["post_attention_norm"] = "pre_feedforward_layernorm"
+    return [_norm(path, hf_name, config.hidden_size, config) for path, hf_name in rows.items()]
 
 
 def _attention(config: ModelConfig, routed: bool) -> list[Parameter]:
@@ -110,7 +122,9 @@ def _attention(config: ModelConfig, routed: bool) -> list[Parameter]:
     ):
         rows += _projection(f"attention.{name}", f"self_attn.{name}", shape, axes, has_bias, config)
     if config.qk_norm:
-        rows += [_norm(f"attention.{name}", f"self_attn.{name}", size) for name in ("q_norm", "k_norm")]
+        by_head = config.qk_norm_over == "head"
+        for name, whole in (("q_norm", queries), ("k_norm", keys)):
+            rows.append(_norm(f"attention.{name}", f"self_attn.{name}", size if by_head else whole, config))
     if routed:
         path, first = "router.proj", nnx.initializers.constant(config.router_bias_init)
         rows += _linear(
@@ -131,9 +145,9 @@ def _mlp(config: ModelConfig) -> list[Parameter]:
     return rows
 
 
-def _norm(path: str, hf_name: str, size: int) -> Parameter:
-    place = (*path.split("."), "scale")
-    return Parameter(place, (size,), (None,), nnx.initializers.ones, f"{hf_name}.weight")
+def _norm(path: str, hf_name: str, size: int, config: ModelConfig) -> Parameter:
+    first = nnx.initializers.zeros if config.norm_unit_offset else nnx.initializers.ones
+    return Parameter((*path.split("."), "scale"), (size,), (None,), first, f"{hf_name}.weight")
 
 
 def _projection(

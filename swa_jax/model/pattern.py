@@ -149,11 +149,11 @@ class AttentionPattern:
     @classmethod
     def from_json(cls, source: str | Path) -> AttentionPattern:
         """Read JSON text or a file; unknown keys, a newer version or contradictions raise `ConfigError`."""
-        name, data = _read_object(source)
-        return cls._from_object(name, data)
+        name, data = read_object(source)
+        return cls.from_object(name, data)
 
     @classmethod
-    def _from_object(cls, name: str, data: dict[str, Any]) -> AttentionPattern:
+    def from_object(cls, name: str, data: dict[str, Any]) -> AttentionPattern:
         if "layer_types" not in data:
             raise ConfigError(f"{name} has no 'layer_types': it is not an attention pattern")
         version = data.pop("version", VERSION)
@@ -246,92 +246,8 @@ class AttentionPattern:
             provenance={"method": "swaa-config"},
         )
 
-    @classmethod
-    def from_hf_config(cls, config: Mapping[str, Any]) -> AttentionPattern:
-        """The pattern a Hugging Face `config.json` describes (`layer_types`, or the older `sliding_window` keys)."""
-        layers, family = config["num_hidden_layers"], config.get("model_type")
-        windowed = family in ("mistral", "ministral", "qwen2", "qwen3")
-        window = config.get(
-            "sliding_window", 4096 if windowed else None
-        )  # the families' default for an absent key
-        if family in ("qwen2", "qwen3") and not config.get("use_sliding_window", False):
-            window = None  # these families store a window they do not use
-        types = config.get("layer_types")
-        if types is None:
-            # Qwen's older key: layers below `max_window_layers` are full. Mistral windows every layer.
-            first = config.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
-            first = layers if family == "llama" else first  # Llama knows no windows
-            types = [WINDOW if window is not None and i >= first else FULL for i in range(layers)]
-        if len(types) != layers:
-            raise ConfigError(f"config.json: layer_types has {len(types)} entries for {layers} layers")
-        return cls(tuple(types), window if WINDOW in types else None, provenance={"method": "hf-config"})
 
-
-def load_pattern(
-    source: AttentionPattern | str | Path, model: ModelConfig, **options: Any
-) -> AttentionPattern:
-    """A pattern object, or what `read_pattern` reads, checked against the model."""
-    pattern = source if isinstance(source, AttentionPattern) else read_pattern(source, model, **options)
-    pattern.validate(model)
-    return pattern
-
-
-def read_pattern(
-    source: str | Path,
-    layers: int | ModelConfig,
-    *,
-    default_window: int | None = None,
-    seed: int = 0,
-    **options: Any,
-) -> AttentionPattern:
-    """The path of a JSON file, its text, or the name of a recipe; options that are given win over what it says.
-
-    A JSON file holds a pattern as `swa-jax select` writes it, a SWAA configuration (see `from_swaa_config`) or a
-    model's own `config.json` (see `from_hf_config`).
-
-    Args:
-      layers: of the model, for sources that do not say how many there are; seed: for recipes that draw.
-      default_window: of a recipe, which names no window, where none is given in `options`; None: the recipes' own.
-      options: `sliding_window`, `num_sink_tokens`, `full_attention_decode`; None leaves the source's own.
-
-    Raises:
-      ConfigError: an unknown recipe, or a file that is none of these.
-    """
-    if not is_pattern_file(source):
-        if options.get("sliding_window") is None:
-            options["sliding_window"] = default_window
-        return AttentionPattern.from_recipe(str(source), layers, seed=seed, **options)
-    given = {name: value for name, value in options.items() if value is not None}
-    name, data = _read_object(source)
-    if "num_hidden_layers" in data:
-        pattern = AttentionPattern.from_hf_config(data)
-    elif any(key in data for key in SWAA_KEYS) and "layer_types" not in data:
-        number = layers.num_hidden_layers if isinstance(layers, ModelConfig) else layers
-        try:
-            pattern = AttentionPattern.from_swaa_config(data, number)
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from None
-    else:
-        pattern = AttentionPattern._from_object(name, data)
-    return dataclasses.replace(pattern, **given)
-
-
-def is_pattern_file(source: str | Path) -> bool:
-    """Whether a pattern is named by a JSON file, or by its text, and not by a recipe."""
-    text = str(source)
-    return text.endswith(".json") or text.lstrip().startswith("{")
-
-
-def layers_of_file(source: str | Path) -> int | None:
-    """How many layers the pattern of a JSON file has; None for a SWAA configuration, which does not say."""
-    _, data = _read_object(source)
-    if "num_hidden_layers" in data:
-        return AttentionPattern.from_hf_config(data).num_layers
-    types = data.get("layer_types")
-    return len(types) if isinstance(types, list) else None
-
-
-def _read_object(source: str | Path) -> tuple[str, dict[str, Any]]:
+def read_object(source: str | Path) -> tuple[str, dict[str, Any]]:
     """The JSON object of a file, or of a text, and what to call it in messages."""
     is_text = isinstance(source, str) and source.lstrip().startswith("{")
     name = "the pattern" if is_text else str(source)

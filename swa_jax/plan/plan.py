@@ -27,6 +27,7 @@ from jax.sharding import SingleDeviceSharding
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.chips import COMPILE_ONLY, TARGETS, Target, find_chip
 from swa_jax.errors import CheckpointError, ConfigError
+from swa_jax.families.pattern_files import load_pattern
 from swa_jax.model.attention import kinds_of
 from swa_jax.model.cache import allocate, cache_layout
 from swa_jax.model.config import ModelConfig
@@ -34,7 +35,7 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.flops import attention_flops, train_flops_per_token
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.lora import trained_and_frozen, with_lora
-from swa_jax.model.pattern import AttentionPattern, load_pattern
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import MeshConfig, Partition, check_batch, check_model, make_mesh, state_shardings
 from swa_jax.plan import hlo
 from swa_jax.train.config import StageConfig, TrainConfig

@@ -69,6 +69,7 @@ class MaskEvaluator:
         self.num_sink_tokens = model.pattern.num_sink_tokens if num_sink_tokens is None else num_sink_tokens
         self.shape = (model.config.num_hidden_layers, model.config.num_key_value_heads)
         self.num_examples = len(examples)
+        self._config = model.config
         kinds = (HYBRID,) * self.shape[0]
         self._pattern = AttentionPattern(kinds, window, self.num_sink_tokens)
         self._batches = list(answer_batches(examples, batch_size, full_attention_decode=False))
@@ -108,7 +109,7 @@ class MaskEvaluator:
         """What the pass says of each example; not kept."""
         heads = tuple(tuple(np.flatnonzero(row).tolist()) for row in full)
         pattern = AttentionPattern(self._pattern.layer_types, self.sliding_window, full_kv_heads=heads)
-        plan = layer_plan(pattern, self.shape[1], (HYBRID,))
+        plan = layer_plan(pattern, self._config, (HYBRID,))
         nll, exact = np.empty(self.num_examples), np.empty(self.num_examples, bool)
         for index, batch in self._batches:
             mean, right = score_batch(self._graph, self._weights, batch, plan, (HYBRID,))

@@ -164,7 +164,7 @@ class LayerScorer:
         self.full_attention_decode = full_attention_decode
         self.num_examples = len(examples)
         self.layers = model.config.num_hidden_layers
-        self._kv_heads = model.config.num_key_value_heads
+        self._config = model.config
         self._graph, self._weights = nnx.split(model.with_pattern(self._pattern(())))
         if partition is not None:
             check_model(model.config, partition)
@@ -280,7 +280,7 @@ class LayerScorer:
         )
 
     def _plan(self, full_layers: Sequence[int]) -> LayerPlan:
-        return layer_plan(self._pattern(full_layers), self._kv_heads, toggles.KINDS)
+        return layer_plan(self._pattern(full_layers), self._config, toggles.KINDS)
 
 
 def _key(full_layers: Sequence[int], example: int) -> str:

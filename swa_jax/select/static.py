@@ -30,12 +30,19 @@ from pallas_kernels import attention
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches
-from swa_jax.model.attention import AttentionContext, full_spec, model_sigmoid_bias, model_slopes, model_spec
+from swa_jax.model.attention import (
+    AttentionContext,
+    LayerPlan,
+    layer_plan,
+    model_sigmoid_bias,
+    model_slopes,
+    model_spec,
+)
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Block, Decoder
 from swa_jax.model.layer_types import FULL
 from swa_jax.model.layers import rope_tables
-from swa_jax.model.loss import token_loss
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.attention_rows import Heads, Rows, logits_of, sum_over_rows
 from swa_jax.select.method_table import StaticMethod
 
@@ -214,16 +221,17 @@ def layer_statistics(
     """
     model: Decoder = nnx.merge(graph, weights)
     layer_graph, layers = nnx.split(model.layers)
-    context, lengths = _context(model, segment_ids), segment_ids.sum(1)
+    (plan, context), lengths = _full_attention(model, segment_ids), segment_ids.sum(1)
 
-    def layer(x: jax.Array, layer_weights: nnx.State) -> tuple[jax.Array, jax.Array]:
+    def layer(x: jax.Array, scanned: tuple[nnx.State, LayerPlan]) -> tuple[jax.Array, jax.Array]:
+        layer_weights, row = scanned
         block = nnx.merge(layer_graph, layer_weights)
-        out, (q, k, _) = _full_layer(block, x, 0.0, context)
+        out, (q, k, _) = _full_layer(block, x, 0.0, row, context)
         function, setting = statistic
         measure = STATISTICS[function] if isinstance(function, str) else function
         return out, measure(Heads(q, k, lengths, context.spec, model_slopes(model.config)), setting)
 
-    return jax.lax.scan(layer, model.embed(tokens), layers)[1]
+    return jax.lax.scan(layer, model.embed(tokens), (layers, plan))[1]
 
 
 def _razor(
@@ -250,23 +258,26 @@ def fisher_masses(graph: Any, weights: nnx.State, batch: AnswerBatch, window: in
     """
     model: Decoder = nnx.merge(graph, weights)
     layer_graph, layers = nnx.split(model.layers)
-    context, lengths = _context(model, batch.segment_ids), batch.segment_ids.sum(1)
+    (plan, context), lengths = _full_attention(model, batch.segment_ids), batch.segment_ids.sum(1)
 
-    def forward(x: jax.Array, layer_weights: nnx.State) -> tuple[jax.Array, jax.Array]:
-        return _full_layer(nnx.merge(layer_graph, layer_weights), x, 0.0, context)[0], x
+    def forward(x: jax.Array, scanned: tuple[nnx.State, LayerPlan]) -> tuple[jax.Array, jax.Array]:
+        layer_weights, row = scanned
+        return _full_layer(nnx.merge(layer_graph, layer_weights), x, 0.0, row, context)[0], x
 
     def loss(x: jax.Array) -> jax.Array:
         hidden = jnp.take_along_axis(model.norm(x), batch.queries[:, :, None], axis=1)  # [B, A, d]
-        nll = token_loss(hidden, model.head(), batch.labels, batch.weights).nll
+        nll = model.token_loss(hidden, batch.labels, batch.weights).nll
         return (nll.sum(1) / batch.weights.sum(1)).sum()  # examples do not meet: each has its own gradient
 
-    def backward(dx: jax.Array, scanned: tuple[nnx.State, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        layer_weights, x = scanned
+    def backward(
+        dx: jax.Array, scanned: tuple[nnx.State, LayerPlan, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        layer_weights, row, x = scanned
         block = nnx.merge(layer_graph, layer_weights)
         config = model.config
         nothing = jnp.zeros((*x.shape[:2], config.num_attention_heads, config.head_dim), x.dtype)
         _, pull, (q, k, v) = jax.vjp(
-            lambda x, probe: _full_layer(block, x, probe, context), x, nothing, has_aux=True
+            lambda x, probe: _full_layer(block, x, probe, row, context), x, nothing, has_aux=True
         )
         dx, d_mixed = pull(dx)
 
@@ -281,27 +292,30 @@ def fisher_masses(graph: Any, weights: nnx.State, batch: AnswerBatch, window: in
         heads = Heads(q, k, lengths, context.spec, model_slopes(config))
         return dx, sum_over_rows(masses, heads, d_mixed)
 
-    x, inputs = jax.lax.scan(forward, model.embed(batch.tokens), layers)
-    return jax.lax.scan(backward, jax.grad(loss)(x), (layers, inputs), reverse=True)[1]
+    x, inputs = jax.lax.scan(forward, model.embed(batch.tokens), (layers, plan))
+    return jax.lax.scan(backward, jax.grad(loss)(x), (layers, plan, inputs), reverse=True)[1]
 
 
 def _full_layer(
-    block: Block, x: jax.Array, probe: jax.Array | float, context: AttentionContext
+    block: Block, x: jax.Array, probe: jax.Array | float, plan: LayerPlan, context: AttentionContext
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     """One layer under full attention, `probe` [B, T, H, D] being added to what its heads say; also its q, k, v."""
-    q, k, v = block.attention.qkv(block.input_norm(x), context)
+    q, k, v = block.attention.qkv(block.attention_input(x), plan, context)
     config = block.attention.config
     mixed = attention(
         q, k, v, context.spec, q_segment_ids=context.segment_ids, alibi_slopes=model_slopes(config),
         sigmoid_bias=model_sigmoid_bias(config),
     )  # fmt: skip
     assert isinstance(mixed, jax.Array)
-    return block.feed_forward(x + block.attention.output(mixed + probe)), (q, k, v)
+    x = block.add_attention(x, block.attention.output(mixed + probe))
+    return block.feed_forward(x), (q, k, v)
 
 
-def _context(model: Decoder, segment_ids: jax.Array) -> AttentionContext:
+def _full_attention(model: Decoder, segment_ids: jax.Array) -> tuple[LayerPlan, AttentionContext]:
+    """The plan and the context of full attention in every layer, whatever the model's own pattern says."""
+    pattern = AttentionPattern((FULL,) * model.config.num_hidden_layers)
     cos = sin = None
     if model.config.uses_rope:
         cos, sin = rope_tables(model.config, jnp.arange(segment_ids.shape[1])[None])
-    spec = full_spec(model_spec(model.config, model.pattern))
-    return AttentionContext(spec, (FULL,), cos, sin, segment_ids)
+    spec = model_spec(model.config, pattern)
+    return layer_plan(pattern, model.config, (FULL,)), AttentionContext(spec, (FULL,), cos, sin, segment_ids)

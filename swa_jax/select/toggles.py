@@ -115,7 +115,6 @@ def _group(
     block_graph, stacked = nnx.split(model.layers)
     layers, size = len(plan.kind), len(toggles)
     rows, length, width = x.shape
-    no_heads = jnp.zeros_like(plan.full_heads[0])
     # One stream at a time below `stop`, where they start one after the other; all together above it.
     one, all_of_them = (
         model.context(
@@ -129,8 +128,9 @@ def _group(
     )
 
     def layer(x: jax.Array, index: jax.Array, kind: jax.Array | int, context: Any = one) -> jax.Array:
-        own = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, index, keepdims=False), stacked)
-        return nnx.merge(block_graph, own)(x, LayerPlan(jnp.asarray(kind), no_heads), context)[0]
+        take_own = lambda w: lax.dynamic_index_in_dim(w, index, keepdims=False)  # noqa: E731
+        own, row = jax.tree.map(take_own, (stacked, plan))
+        return nnx.merge(block_graph, own)(x, row._replace(kind=jnp.asarray(kind)), context)[0]
 
     def take(streams: jax.Array, slot: jax.Array | int) -> jax.Array:
         return lax.dynamic_index_in_dim(streams, slot, axis=1, keepdims=False)

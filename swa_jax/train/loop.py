@@ -29,6 +29,7 @@ from swa_jax.data import check_source
 from swa_jax.data.batches import Batches
 from swa_jax.data.tokenizer import Tokenizer, check_same_tokens, load_tokenizer
 from swa_jax.errors import CheckpointError, ConfigError, NotFiniteError, full_disk, reason
+from swa_jax.families.pattern_files import load_pattern
 from swa_jax.files import sum_of_file, write_text
 from swa_jax.model.attention import cast_parameters
 from swa_jax.model.config import ModelConfig
@@ -36,7 +37,7 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.flops import train_flops_per_token
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.lora import merge_lora, trained_and_frozen, with_lora
-from swa_jax.model.pattern import AttentionPattern, load_pattern
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, check_batch, check_model, make_mesh, state_shardings
 from swa_jax.report.progress import Progress, rate
 from swa_jax.settings import from_dict, to_dict

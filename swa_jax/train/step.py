@@ -15,7 +15,7 @@ from swa_jax.model.attention import cast_parameters
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import SWITCH
-from swa_jax.model.loss import next_token_targets, token_loss
+from swa_jax.model.loss import next_token_targets
 from swa_jax.model.sharding import Partition, constrain, state_shardings
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.objectives import (
@@ -152,7 +152,7 @@ def make_loss(
             dropout_key=dropout_key,
         )
         targets, weights = next_token_targets(batch["tokens"], segments, batch["weights"])
-        tokens = token_loss(hidden, model.head(), targets, weights, partition=partition)
+        tokens = model.token_loss(hidden, targets, weights, partition=partition)
         loss = language_loss = mean_loss(tokens, totals.weight)
         metrics = {"loss": language_loss, "accuracy": jnp.sum(tokens.correct * weights) / totals.weight}
         if config.z_loss:

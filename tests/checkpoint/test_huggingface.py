@@ -23,7 +23,7 @@ from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.tensor_names import expected_tensors
 from swa_jax.errors import ConfigError
-from swa_jax.families.config_json import model_config
+from swa_jax.families import model_config
 from swa_jax.model.layer_types import FULL, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 

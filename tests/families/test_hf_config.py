@@ -6,7 +6,7 @@ import json
 import pytest
 
 from swa_jax.errors import ConfigError
-from swa_jax.families.config_json import apply_pattern, hf_config, model_config
+from swa_jax.families import apply_pattern, hf_config, hf_pattern, model_config
 from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
@@ -91,7 +91,7 @@ def test_rope_in_every_spelling():
     [
         (
             {"model_type": "gemma3"},
-            "model_type 'gemma3' is not supported; supported: llama, ministral, mistral",
+            "model_type 'gemma3' is not supported; supported: .*gemma3_text, .*llama, ministral, mistral",
         ),
         ({"model_type": None}, "model_type None is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
@@ -127,7 +127,7 @@ def test_what_a_configuration_may_not_ask_for(keys, sentence):
 
 def test_patterns_of_hf_configs_with_absent_keys():
     def types(family: str, **keys) -> str:
-        pattern = AttentionPattern.from_hf_config({"model_type": family, **SIZES, **keys})
+        pattern = hf_pattern({"model_type": family, **SIZES, **keys})
         return "".join("w" if kind == WINDOW else "F" for kind in pattern.layer_types) + str(
             pattern.sliding_window
         )
@@ -217,7 +217,7 @@ def test_patterns_hugging_face_knows(family, letters, written_as):
     pattern, config = pattern_of(letters), config_of(family, num_key_value_heads=2, head_dim=6)
     for hf in (hf_config(config, pattern), apply_pattern(hf_config(config), pattern)[0]):
         assert (hf["model_type"], hf["architectures"]) == (written_as, [f"{written_as.title()}ForCausalLM"])
-        assert AttentionPattern.from_hf_config(hf) == pattern
+        assert hf_pattern(hf) == pattern
         assert dataclasses.replace(model_config(hf), model_type=family) == config
     # Absent keys mean something else in another family.
     short = {"model_type": family, **SIZES, "num_key_value_heads": 2, "head_dim": 6}
@@ -232,13 +232,95 @@ def test_patterns_hugging_face_knows(family, letters, written_as):
         ("qwen3", pattern_of("wSF"), "routes tokens"),
         ("qwen3", pattern_of("wwF", num_sink_tokens=4), "num_sink_tokens = 4"),
         ("qwen3", pattern_of("wwF", full_attention_decode=True), "full_attention_decode"),
-        ("llama", pattern_of("wwF"), "Llama's biases"),
+        ("granite", pattern_of("wwF"), "Granite's factors"),
     ],
 )
 def test_patterns_hugging_face_does_not_know(family, pattern, reason):
     config = config_of(family, num_key_value_heads=2, attention_bias=True)
     hf, notice = apply_pattern(hf_config(config), pattern)
-    assert AttentionPattern.from_hf_config(hf) == pattern_of("FFF")
+    assert hf_pattern(hf) == pattern_of("FFF")
     assert model_config(hf) == config
     assert reason in notice
     assert "pattern.json" in notice
+
+
+@pytest.mark.parametrize(
+    ("family", "other", "architecture"),
+    [("llama", "smollm3", "SmolLM3ForCausalLM"), ("olmo2", "olmo3", "Olmo3ForCausalLM")],
+)
+def test_another_family_that_computes_the_same_is_written(family, other, architecture):
+    """No Llama knows windows, but SmolLM3 has its biases and knows them, where every layer has rotary embeddings."""
+    config, pattern = config_of(family, attention_bias=True, mlp_bias=True), pattern_of("wwF")
+    hf, notice = apply_pattern(hf_config(config) | {"bos_token_id": 7}, pattern)
+    assert (hf["model_type"], hf["architectures"]) == (other, [architecture])
+    assert (dataclasses.replace(model_config(hf), model_type=family), hf_pattern(hf)) == (config, pattern)
+    assert hf["bos_token_id"] == 7
+    assert f"model_type changed from {family} to {other}" in notice
+
+
+LOCAL = {"rope_parameters": {FULL: {"rope_theta": 1e6}, WINDOW: {"rope_theta": 1e4}}}
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3"])
+def test_rope_stays_with_the_layer_it_was_trained_in(family):
+    """Hugging Face chooses RoPE by the layer's type: only the types trained with, under any window, can be written."""
+    types = [WINDOW, FULL, WINDOW]
+    config = config_of(family, **LOCAL, num_key_value_heads=2, layer_types=types, sliding_window=5)
+    assert (config.rope_layers, config.rope_theta) == (("local", "global", "local"), 1e6)
+    assert config.local_rope_theta == 1e4
+    trained, full = pattern_of("wFw"), pattern_of("FFF")
+    for pattern, written, said in (
+        (trained, trained, False),
+        (full, full, False),
+        (pattern_of("FFw"), full, True),
+    ):
+        hf, notice = apply_pattern(hf_config(config), pattern)
+        assert (model_config(hf), hf_pattern(hf)) == (config, written)
+        assert hf["layer_types"] == types
+        assert (notice is not None) == said
+    plain = config_of(family, num_key_value_heads=2, rope_theta=1e4, rope_local_base_freq=1e4)
+    hf, notice = apply_pattern(hf_config(plain), pattern_of("FFw"))
+    assert (model_config(hf), hf_pattern(hf), notice) == (plain, pattern_of("FFw"), None)
+    with pytest.raises(
+        ConfigError, match=r"rope_parameters.sliding_attention.rope_type 'linear' is not supported"
+    ):
+        config_of(family, rope_parameters={FULL: {}, WINDOW: {"rope_type": "linear", "factor": 2.0}})
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "sentence"),
+    [
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number above 0, got 0"),
+        ("gemma2", {"final_logit_softcapping": -1.0}, "logit_softcap must be above 0, got -1.0"),
+        ("gemma3_text", {"hidden_size": "24"}, "hidden_size must be a number above 0, got '24'"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling must be a number above 0, got 0"),
+        (
+            "gemma3_text",
+            {"sliding_window_pattern": 0},
+            "sliding_window_pattern must be a whole number above 0",
+        ),
+        (
+            "olmo3",
+            {"layer_types": "full_attention"},
+            "layer_types must be a list with one type a layer, got 'full",
+        ),
+        ("smollm3", {"no_rope_layers": [[], 1, 1]}, "no_rope_layers must be a list"),
+    ],
+)
+def test_what_these_families_refuse(family, keys, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        config_of(family, **keys)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"no_rope_layers": [1, 0]}, {"no_rope_layers": "1"}, {"no_rope_layer_interval": 0}]
+)
+def test_layers_without_rope_are_named_for_every_layer(keys):
+    with pytest.raises(
+        ConfigError, match=r"no_rope_layers must be a list with 1 .* for each of the 3 layers"
+    ):
+        config_of("smollm3", **keys)
+    assert config_of("smollm3", no_rope_layers=[1, 0, 1, 0]).rope_layers == ("global", "none", "global")
+    assert config_of("smollm3").rope_layers == ()  # three layers: the fourth would be without
+    assert config_of("smollm3", no_rope_layer_interval=2).rope_layers == ("global", "none", "global")

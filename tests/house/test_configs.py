@@ -11,9 +11,10 @@ from flax import nnx
 
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.errors import ConfigError
+from swa_jax.families.pattern_files import load_pattern
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.lora import LoraConfig
-from swa_jax.model.pattern import AttentionPattern, load_pattern
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.settings import load_config
 from swa_jax.train.config import METHODS, TrainConfig
 from swa_jax.train.loop import train

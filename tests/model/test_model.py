@@ -287,12 +287,12 @@ def test_a_layer_plan_replaces_the_pattern():
         return model.logits(model.features(tokens, plan=plan, kinds=kinds)[0])
 
     for types, heads, name in (("wwww", (), "streaming"), ("FFFF", (), "full")):
-        actual = logits(model, layer_plan(make(types, heads), 2, kinds))
+        actual = logits(model, layer_plan(make(types, heads), model.config, kinds))
         np.testing.assert_allclose(actual, forward(model_of(name), tokens), **CLOSE)
     # Hybrid layers with no full head, or with all of them, are windowed and full layers.
-    actual = logits(model, layer_plan(make("hhhh"), 2, kinds))
+    actual = logits(model, layer_plan(make("hhhh"), model.config, kinds))
     np.testing.assert_allclose(actual, forward(model_of("streaming"), tokens), **CLOSE)
-    actual = logits(model, layer_plan(make("hFhh", ((0, 1), (), (1, 0), (0, 1))), 2, kinds))
+    actual = logits(model, layer_plan(make("hFhh", ((0, 1), (), (1, 0), (0, 1))), model.config, kinds))
     np.testing.assert_allclose(actual, forward(model_of("full"), tokens), **CLOSE)
 
 
@@ -403,7 +403,7 @@ def test_a_windowed_layer_does_not_pay_for_full_attention():
         return nnx.merge(graph, weights).features(tokens, plan=plan, kinds=kinds)[0]
 
     def seconds(types):
-        plan = layer_plan(make(types, sliding_window=64), 2, kinds)
+        plan = layer_plan(make(types, sliding_window=64), model.config, kinds)
         hidden(weights, plan).block_until_ready()
         start = time.process_time()
         hidden(weights, plan).block_until_ready()

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 import swa_jax
 from swa_jax.checkpoint.hf_import import import_model
-from swa_jax.families.config_json import model_config
+from swa_jax.families import apply_pattern, hf_config, hf_pattern, model_config
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.layers import rope_frequencies
@@ -21,18 +21,11 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(folder.parent.name for folder in GOLDEN.glob("*/golden.safetensors"))
 ROPE = json.loads((GOLDEN / "rope.json").read_text())
 TOLERANCE = 1e-4
+# The letters of each case's layers, as the table in the goldens' README has them.
 PATTERNS = {
-    "llama-bias": "FF",
-    "llama-plain": "FFFF",
-    "llama-yarn": "FFFF",
-    "llama3-rope": "FFFF",
-    "ministral-hybrid": "FwwwF",
-    "mistral-full": "FFFF",
-    "mistral-window": "wwww",
-    "qwen2-full": "FFFF",
-    "qwen2-hybrid": "FFwww",
-    "qwen3-full": "FFFF",
-    "qwen3-hybrid": "wFwFw",
+    cells[1].strip(" `"): cells[3].strip(" `")
+    for cells in (line.split("|") for line in (GOLDEN / "README.md").read_text().splitlines())
+    if len(cells) > 3 and cells[1].startswith(" `")
 }
 
 
@@ -88,12 +81,35 @@ def test_other_patterns_on_the_same_weights(load, case):
         assert np.abs(window - expected["logits"])[after_window].max() > 100 * TOLERANCE
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "w" not in PATTERNS[case]])
+def test_windows_on_the_weights_of_a_full_model(load, case):
+    """No oracle knows these models with windows: the first window must agree with full attention, the rest differ."""
+    model, expected = load(case), golden(case)["logits"]
+    kinds = (WINDOW,) * model.config.num_hidden_layers
+    actual = logits(model.with_pattern(AttentionPattern(kinds, window := 8)), case)
+    np.testing.assert_allclose(actual[:, :window], expected[:, :window], rtol=0, atol=TOLERANCE)
+    assert np.abs(actual - expected)[:, window:].max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_family_writes_what_it_reads(case):
+    """`config.json` survives being read and written, under its own pattern and under full attention."""
+    hf = json.loads((GOLDEN / case / "config.json").read_text())
+    config, pattern = model_config(hf), hf_pattern(hf)
+    written = hf_config(config, pattern)
+    assert (written["model_type"], written["architectures"]) == (hf["model_type"], hf["architectures"])
+    assert (model_config(written), hf_pattern(written)) == (config, pattern)
+    full = AttentionPattern((FULL,) * pattern.num_layers)
+    written, notice = apply_pattern(hf, full)
+    assert (model_config(written), hf_pattern(written), notice) == (config, full, None)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_transformers_4_and_5_spell_the_same_model(case):
     new, old = (json.loads((GOLDEN / case / f).read_text()) for f in ("config.json", "legacy_config.json"))
     assert ("rope_parameters" in new, "rope_parameters" in old) == (True, False)
     assert model_config(old) == model_config(new)
-    assert AttentionPattern.from_hf_config(old) == AttentionPattern.from_hf_config(new)
+    assert hf_pattern(old) == hf_pattern(new)
 
 
 @pytest.mark.parametrize("name", ROPE)

@@ -9,10 +9,12 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
-from tiny_models import BYTES, SIGMOID, SOFTMAX
+from tiny_models import BYTES, SANDWICH, SIGMOID, SOFTMAX
 
 from swa_jax.checkpoint import tensor_names as names
+from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
 from swa_jax.errors import ConfigError
+from swa_jax.families import FAMILIES, apply_pattern
 from swa_jax.model import parameters as declaration
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
@@ -45,6 +47,8 @@ MODELS = committed() | {
     "tiny softmax": SOFTMAX,
     "tiny sigmoid": SIGMOID,
     "tiny bytes": BYTES,
+    "tiny sandwich": SANDWICH,
+    "norms after": dataclasses.replace(SANDWICH, norm_placement="post"),
     "every bias": dataclasses.replace(
         SOFTMAX, attention_out_bias=True, mlp_bias=True, tie_word_embeddings=False, router_bias_init=-2.0
     ),
@@ -192,14 +196,56 @@ def test_lora_names_a_projection_that_the_model_lacks(monkeypatch):
 
 
 def test_a_family_renames_tensors(monkeypatch):
-    """OLMo 2's norms stand behind attention and the MLP, under other names."""
-    renamed = {"layers.post_attention_norm.scale": "model.layers.{layer}.pre_feedforward_layernorm.weight"}
-    monkeypatch.setattr(names, "_renamed", lambda config: renamed if config.model_type == "other" else {})
+    """A family says which names differ from those that are declared."""
+    renamed = {"layers.post_attention_norm.scale": "model.layers.{layer}.second_norm.weight"}
+    other = dataclasses.replace(FAMILIES["llama"], model_type="other", tensor_names=renamed)
+    monkeypatch.setitem(FAMILIES, "other", other)
     theirs = names.expected_tensors(dataclasses.replace(SOFTMAX, model_type="other"))
     ours = names.expected_tensors(SOFTMAX)
-    assert theirs.keys() - ours.keys() == {
-        f"model.layers.{i}.pre_feedforward_layernorm.weight" for i in range(4)
-    }
+    assert theirs.keys() - ours.keys() == {f"model.layers.{i}.second_norm.weight" for i in range(4)}
     assert ours.keys() - theirs.keys() == {
         f"model.layers.{i}.post_attention_layernorm.weight" for i in range(4)
     }
+
+
+@pytest.mark.parametrize(("qk_norm", "written_as"), [(False, "other"), (True, "swat")])
+def test_a_checkpoint_has_the_names_of_the_family_that_is_written(qk_norm, written_as, monkeypatch, tmp_path):
+    """A family that cannot express the model is not written, and then its names are not either."""
+    renamed = {"norm.scale": "model.last_norm.weight"}
+    other = dataclasses.replace(FAMILIES["llama"], model_type="other", tensor_names=renamed)
+    monkeypatch.setitem(FAMILIES, "other", other)
+    config = dataclasses.replace(BYTES, model_type="other", qk_norm=qk_norm)
+    pattern = AttentionPattern.from_recipe("window", config)
+    model = Decoder(config, pattern, rngs=nnx.Rngs(0))
+    folder = save_model(model, tmp_path / "model")
+    source = open_checkpoint(folder)
+    assert source.config.model_type == written_as
+    assert ("model.last_norm.weight" in source.tensors) == (written_as == "other")
+    again = load_model(folder)
+    np.testing.assert_array_equal(again.norm.scale[...], model.norm.scale[...])
+    if written_as == "other":  # Mistral knows the windows, but not these names
+        hf, notice = apply_pattern(source.hf_config, pattern)
+        assert hf["model_type"] == "other"
+        assert "no family with windows" in notice
+
+
+def test_norms_by_placement():
+    """The name before the MLP is another one where attention's output is normed too."""
+
+    def norms(placement):
+        config = dataclasses.replace(SOFTMAX, norm_placement=placement, qk_norm_over="projection")
+        rows = parameters(config)
+        sizes = {row.path[-2]: row.shape for row in rows if {*row.path} & {"q_norm", "k_norm"}}
+        assert sizes == {"q_norm": (32,), "k_norm": (16,)}
+        first = {row.hf_name.split(".")[3]: row.path[1] for row in rows if "layernorm" in row.hf_name}
+        return dict(sorted(first.items()))
+
+    assert norms("pre") == {
+        "input_layernorm": "input_norm",
+        "post_attention_layernorm": "post_attention_norm",
+    }
+    outputs = {"post_attention_layernorm": "attention_out_norm", "post_feedforward_layernorm": "mlp_out_norm"}
+    assert norms("post") == outputs
+    assert norms("sandwich") == outputs | {
+        "input_layernorm": "input_norm", "pre_feedforward_layernorm": "post_attention_norm",
+    }  # fmt: skip

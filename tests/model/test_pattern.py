@@ -8,8 +8,10 @@ import pytest
 from tiny_models import PATTERNS, SOFTMAX, make
 
 from swa_jax.errors import ConfigError
+from swa_jax.families import hf_pattern
+from swa_jax.families.pattern_files import load_pattern
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
-from swa_jax.model.pattern import AttentionPattern, load_pattern
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.recipes import SWAA_ROWS, begin_middle_end
 
 
@@ -248,16 +250,16 @@ def test_swaa_config():
     ],
 )
 def test_hugging_face_config(config, expected):
-    pattern = AttentionPattern.from_hf_config(config | {"num_hidden_layers": 4})
+    pattern = hf_pattern(config | {"num_hidden_layers": 4})
     assert pattern == make(expected, sliding_window=8 if "w" in expected else None)
 
 
 def test_hugging_face_layer_types_are_checked():
     config = {"model_type": "ministral", "num_hidden_layers": 4, "sliding_window": 8}
     with pytest.raises(ConfigError, match="layer_types has 3 entries for 4 layers"):
-        AttentionPattern.from_hf_config(config | {"layer_types": [FULL] * 3})
+        hf_pattern(config | {"layer_types": [FULL] * 3})
     with pytest.raises(ConfigError, match=r"layer_types\[0\] is 'chunked_attention'"):
-        AttentionPattern.from_hf_config(config | {"layer_types": ["chunked_attention"] * 4})
+        hf_pattern(config | {"layer_types": ["chunked_attention"] * 4})
 
 
 # ---- what is refused ----

@@ -12,6 +12,7 @@ from planted import LAYERS, PLANTED, WINDOW_SIZE, planted_examples, planted_mode
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import answer_batches
+from swa_jax.model.attention import layer_plan
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
@@ -39,13 +40,16 @@ def dense_ratios(model, prompt, last, sinks, recent):
     """[L], by whole T x T matrices in f64."""
     graph, weights = nnx.split(model.layers)
     context = model.context(jnp.asarray([prompt]), ("full_attention",))
+    plan = layer_plan(model.pattern, CONFIG, ("full_attention",))
     x, found = model.embed(jnp.asarray([prompt])), []
     place = np.arange(len(prompt))
     lag = place[:, None] - place
     near = (lag < recent) | (place < sinks)
     for layer in range(CONFIG.num_hidden_layers):
         block = nnx.merge(graph, jax.tree.map(lambda w, layer=layer: w[layer], weights))
-        q, k, v = (np.asarray(t[0], np.float64) for t in block.attention.qkv(block.input_norm(x), context))
+        row = jax.tree.map(lambda p, layer=layer: p[layer], plan)
+        qkv = block.attention.qkv(block.attention_input(x), row, context)
+        q, k, v = (np.asarray(t[0], np.float64) for t in qkv)
         k, v = (np.repeat(t, 2, axis=1) for t in (k, v))
         logits = np.where(lag >= 0, np.einsum("qhd,khd->hqk", q, k) * CONFIG.head_dim**-0.5, -np.inf)
         attention = np.exp(logits - logits.max(-1, keepdims=True))

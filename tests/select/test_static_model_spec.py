@@ -11,7 +11,7 @@ from flax import nnx
 from pallas_kernels import alibi_slopes
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example
-from swa_jax.model.attention import model_spec
+from swa_jax.model.attention import layer_plan, model_spec
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import generate
@@ -39,7 +39,16 @@ OWN = {
     "scale": {"attention_scale": SCALE},
     "softcap": {"attention_softcap": 0.7},
     "alibi": ALIBI,
-    "all": {"attention_scale": SCALE, "attention_softcap": 1.3, **ALIBI},
+    "all": {
+        "attention_scale": SCALE,
+        "attention_softcap": 1.3,
+        **ALIBI,
+        "rope_layers": ("none", "local"),
+        "norm_placement": "sandwich",
+        "qk_norm": True,
+        "qk_norm_over": "projection",
+        "residual_multiplier": 0.8,
+    },
 }
 EXAMPLES = [
     Example(tokens[:-3], tokens[-3:], [])
@@ -59,11 +68,13 @@ def dense(model, tokens, probes):
     config = model.config
     graph, weights = nnx.split(model.layers)
     context = model.context(jnp.asarray([tokens]), ("full_attention",))
+    plan = layer_plan(model.pattern, config, ("full_attention",))
     lag = np.subtract.outer(np.arange(len(tokens)), np.arange(len(tokens)))
     x, found = model.embed(jnp.asarray([tokens])), []
     for layer in range(config.num_hidden_layers):
         block = nnx.merge(graph, jax.tree.map(lambda w, layer=layer: w[layer], weights))
-        q, k, v = (t[0] for t in block.attention.qkv(block.input_norm(x), context))
+        row = jax.tree.map(lambda p, layer=layer: p[layer], plan)
+        q, k, v = (t[0] for t in block.attention.qkv(block.attention_input(x), row, context))
         k, v = (jnp.repeat(t, 2, axis=1) for t in (k, v))
         scale = config.attention_scale or config.head_dim**-0.5
         logits = jnp.einsum("thd,shd->hts", q, k, precision="highest") * scale
@@ -73,7 +84,7 @@ def dense(model, tokens, probes):
             logits += np.asarray(alibi_slopes(3, 1, "press"))[:, None, None] * lag
         found.append(jax.nn.softmax(jnp.where(lag >= 0, logits, -jnp.inf), axis=-1))
         mixed = jnp.einsum("hts,shd->thd", found[-1] + probes[layer], v, precision="highest")[None]
-        x = block.feed_forward(x + block.attention.output(mixed))
+        x = block.feed_forward(block.add_attention(x, block.attention.output(mixed)))
     return model.logits(model.norm(x))[0], jnp.stack(found)
 
 

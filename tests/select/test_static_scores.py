@@ -70,12 +70,13 @@ def dense(model, tokens, probes):
     """One text [T] through the model with whole attention matrices: logits [T, V], and [L, H, T, T] probabilities."""
     graph, weights = nnx.split(model.layers)
     group = CONFIG.num_attention_heads // CONFIG.num_key_value_heads
-    context = static._context(model, jnp.ones((1, len(tokens)), jnp.int32))
+    plan, context = static._full_attention(model, jnp.ones((1, len(tokens)), jnp.int32))
     causal = np.tril(np.ones((len(tokens), len(tokens)), bool))
     x, all_logits, all_weights, queries = model.embed(jnp.asarray(tokens)[None]), [], [], []
     for layer in range(CONFIG.num_hidden_layers):
         block = nnx.merge(graph, jax.tree.map(lambda w, layer=layer: w[layer], weights))
-        q, k, v = block.attention.qkv(block.input_norm(x), context)
+        row = jax.tree.map(lambda p, layer=layer: p[layer], plan)
+        q, k, v = block.attention.qkv(block.attention_input(x), row, context)
         k, v = (jnp.repeat(t, group, axis=2) for t in (k, v))
         logits = jnp.einsum("bthd,bshd->hts", q, k, precision="highest") / np.sqrt(CONFIG.head_dim)
         weights_ = jax.nn.softmax(jnp.where(causal, logits, -jnp.inf), axis=-1)
@@ -179,7 +180,7 @@ def dense_fisher(model, examples):
 
 
 def test_positions_count_from_the_first_token(model):
-    context = static._context(model, jnp.ones((1, 512), jnp.int32))
+    _, context = static._full_attention(model, jnp.ones((1, 512), jnp.int32))
     cos, sin = rope_tables(CONFIG, jnp.arange(512)[None])
     np.testing.assert_array_equal(context.cos, cos)
     np.testing.assert_array_equal(context.sin, sin)

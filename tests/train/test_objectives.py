@@ -38,6 +38,15 @@ def test_chunked_cross_entropy_equals_the_plain_form_with_gradients(chunk):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
+def test_multiplier_and_softcap_of_the_logits():
+    hidden, head, targets, weights = random_case()
+    logits = 2.0 * np.tanh(np.asarray(hidden @ head, np.float64) * 3.0 / 2.0)
+    log_z = np.log(np.exp(logits).sum(-1))
+    nll = log_z - np.take_along_axis(logits, np.asarray(targets)[..., None], -1)[..., 0]
+    loss = token_loss(hidden, head, targets, weights, 16, logit_multiplier=3.0, logit_softcap=2.0)
+    np.testing.assert_allclose(loss.nll, np.where(np.asarray(weights) > 0, nll, 0), rtol=2e-5, atol=1e-5)
+
+
 def test_correct_counts_scored_positions_only():
     hidden, head, _, weights = random_case()
     best = jnp.argmax(hidden @ head, -1)

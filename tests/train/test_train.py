@@ -24,8 +24,9 @@ from swa_jax.data import SourceConfig
 from swa_jax.data.tokenize import tokenize
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
+from swa_jax.families.pattern_files import load_pattern
 from swa_jax.model.decoder import Decoder
-from swa_jax.model.pattern import AttentionPattern, load_pattern
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.settings import from_dict, load_config, to_dict
 from swa_jax.train.loop import TrainConfig, train
 from swa_jax.train.optimizer import OptimizerConfig, is_matrix, learning_rate

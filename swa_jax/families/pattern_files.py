@@ -1,0 +1,76 @@
+"""Where a pattern comes from: a recipe's name, or a JSON file of ours, of SWAA, or of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from swa_jax.errors import ConfigError
+from swa_jax.families import hf_pattern
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.pattern import SWAA_KEYS, AttentionPattern, read_object
+
+
+def load_pattern(
+    source: AttentionPattern | str | Path, model: ModelConfig, **options: Any
+) -> AttentionPattern:
+    """A pattern object, or what `read_pattern` reads, checked against the model."""
+    pattern = source if isinstance(source, AttentionPattern) else read_pattern(source, model, **options)
+    pattern.validate(model)
+    return pattern
+
+
+def read_pattern(
+    source: str | Path,
+    layers: int | ModelConfig,
+    *,
+    default_window: int | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> AttentionPattern:
+    """The path of a JSON file, its text, or the name of a recipe; options that are given win over what it says.
+
+    A JSON file holds a pattern as `swa-jax select` writes it, a SWAA configuration
+    (`AttentionPattern.from_swaa_config`) or a model's own `config.json` (`hf_pattern`).
+
+    Args:
+      layers: of the model, for sources that do not say how many there are; seed: for recipes that draw.
+      default_window: of a recipe, which names no window, where none is given in `options`; None: the recipes' own.
+      options: `sliding_window`, `num_sink_tokens`, `full_attention_decode`; None leaves the source's own.
+
+    Raises:
+      ConfigError: an unknown recipe, or a file that is none of these.
+    """
+    if not is_pattern_file(source):
+        if options.get("sliding_window") is None:
+            options["sliding_window"] = default_window
+        return AttentionPattern.from_recipe(str(source), layers, seed=seed, **options)
+    given = {name: value for name, value in options.items() if value is not None}
+    name, data = read_object(source)
+    if "num_hidden_layers" in data:
+        pattern = hf_pattern(data)
+    elif any(key in data for key in SWAA_KEYS) and "layer_types" not in data:
+        number = layers.num_hidden_layers if isinstance(layers, ModelConfig) else layers
+        try:
+            pattern = AttentionPattern.from_swaa_config(data, number)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+    else:
+        pattern = AttentionPattern.from_object(name, data)
+    return dataclasses.replace(pattern, **given)
+
+
+def is_pattern_file(source: str | Path) -> bool:
+    """Whether a pattern is named by a JSON file, or by its text, and not by a recipe."""
+    text = str(source)
+    return text.endswith(".json") or text.lstrip().startswith("{")
+
+
+def layers_of_file(source: str | Path) -> int | None:
+    """How many layers the pattern of a JSON file has; None for a SWAA configuration, which does not say."""
+    _, data = read_object(source)
+    if "num_hidden_layers" in data:
+        return hf_pattern(data).num_layers
+    types = data.get("layer_types")
+    return len(types) if isinstance(types, list) else None

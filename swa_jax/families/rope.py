@@ -1,0 +1,172 @@
+"""Rotary embeddings in `config.json`: both spellings, one for all layers or one for each layer type."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from swa_jax.errors import ConfigError
+from swa_jax.model.config import ModelConfig, RopeScaling
+from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.settings import from_dict, to_dict
+
+# A window, and the type of each layer.
+Windows = tuple[int | None, Sequence[str]]
+
+# The keys of `rope_parameters` that each type reads, and those among them it cannot do without.
+_ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
+_ROPE_REQUIRED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
+
+
+# ---- one for all layers ----
+
+
+def read_rope(
+    hf: Mapping[str, Any], default_theta: float, max_positions: int
+) -> tuple[float, RopeScaling | None]:
+    """theta and the scaling, from either spelling; Hugging Face lets a non-empty `rope_scaling` win."""
+    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    rope = hf.get(key) or {}
+    if not isinstance(rope, Mapping):
+        raise ConfigError(f"config.json: '{key}' must be a mapping, got {rope!r}")
+    rope = _agreed(rope, key)
+    theta = rope.get("rope_theta", hf.get("rope_theta"))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ConfigError("config.json: partial_rotary_factor is not supported; supported: 1.0")
+    if theta is None:
+        theta = default_theta
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+        raise ConfigError(f"config.json: rope_theta must be a positive number, got {theta!r}")
+    if kind == "default":
+        return float(theta), None
+    if kind not in _ROPE_FIELDS:
+        raise ConfigError(
+            f"config.json: {key}.rope_type '{kind}' is not supported; supported: default, linear, llama3, yarn"
+        )
+    values = {name: rope[name] for name in _ROPE_FIELDS[kind] if rope.get(name) is not None}
+    for name in _ROPE_REQUIRED[kind]:
+        if name not in values:
+            raise ConfigError(f"config.json: {key}.{name} is missing; rope_type '{kind}' needs it")
+    if kind != "linear":
+        # Some checkpoints keep the pretraining length outside the mapping; it wins there.
+        original = hf.get("original_max_position_embeddings") or values.get(
+            "original_max_position_embeddings"
+        )
+        values["original_max_position_embeddings"] = original or max_positions
+        values.setdefault("factor", max_positions / values["original_max_position_embeddings"])
+    return float(theta), from_dict(RopeScaling, {"rope_type": kind} | values, f"config.json.{key}")
+
+
+def _agreed(rope: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """One set of RoPE parameters, also where they are nested by layer type."""
+    nested = [value for value in rope.values() if isinstance(value, Mapping)]
+    if not nested:
+        return rope
+    if any(other != nested[0] for other in nested):
+        raise ConfigError(
+            f"config.json: {key} differs between layer types ({', '.join(rope)}); supported: one for all layers"
+        )
+    return nested[0]
+
+
+def rope_keys(config: ModelConfig) -> dict[str, Any]:
+    """Both spellings, so that either transformers reads the same."""
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    if config.rope_scaling is not None:
+        kind, values = config.rope_scaling.rope_type, to_dict(config.rope_scaling)
+        scaling = {"rope_type": kind} | {k: values[k] for k in _ROPE_FIELDS[kind] if values[k] is not None}
+    return {
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if config.rope_scaling is None else dict(scaling),
+        "rope_parameters": scaling | {"rope_theta": config.rope_theta},
+    }
+
+
+# ---- one for each layer type ----
+#
+# RoPE belongs to a layer's weights: a full layer that a pattern gives a window keeps its own. Hugging Face's classes
+# choose it by the layer's type instead, so they know such a model only under the layer types it was trained with.
+
+
+def rope_of(hf: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
+    """`hf` with the RoPE parameters of one layer type, where they are nested by layer type."""
+    rope = hf.get("rope_parameters")
+    if not isinstance(rope, Mapping) or not any(isinstance(value, Mapping) for value in rope.values()):
+        return hf
+    return {**hf, "rope_parameters": rope.get(layer_type)}
+
+
+def with_local_rope(
+    config: ModelConfig, hf: Mapping[str, Any], types: Sequence[str], default_theta: float
+) -> ModelConfig:
+    """The model, read with the RoPE of its full layers, with that of the windowed layers as its local one.
+
+    Args:
+      types: of the layers, as `config.json` has them.
+      default_theta: of windowed layers, where `rope_parameters` does not say it.
+
+    Raises:
+      ConfigError: the windowed layers scale their rotary embeddings, which no local RoPE does here.
+    """
+    own = {
+        key: value for key, value in rope_of(hf, WINDOW).items() if key not in ("rope_theta", "rope_scaling")
+    }
+    theta, scaling = read_rope(own, default_theta, config.max_position_embeddings)
+    if (theta, scaling) == (config.rope_theta, config.rope_scaling):
+        return config
+    if scaling is not None:
+        raise ConfigError(
+            f"config.json: rope_parameters.{WINDOW}.rope_type '{scaling.rope_type}' is not supported; supported: "
+            "default, or the same parameters for all layer types"
+        )
+    layers: list[Any] = ["local" if kind == WINDOW else "global" for kind in types]
+    return dataclasses.replace(config, rope_layers=tuple(layers), local_rope_theta=theta)
+
+
+def rope_keys_by_type(config: ModelConfig) -> dict[str, Any]:
+    """`rope_parameters` nested by layer type, and `layer_types` where they choose the RoPE."""
+    plain = rope_keys(config)["rope_parameters"]
+    if not config.rope_layers:
+        return {"rope_parameters": {FULL: plain, WINDOW: plain}}
+    local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
+    return {"rope_parameters": {FULL: plain, WINDOW: local}, "layer_types": _rope_types(config)}
+
+
+def read_windows_by_type(window: int | None, types: Sequence[str], max_positions: int) -> Windows:
+    """A window that reaches over the whole context stands for full attention (see `window_keys_by_type`)."""
+    if window is None or (isinstance(window, int) and window >= max_positions):
+        return None, [FULL] * len(types)
+    return window, types
+
+
+def window_keys_by_type(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:
+    """The keys of a pattern in families whose RoPE goes by layer type. For full attention the window reaches over the
+    whole context, so that every layer keeps its type, and with it its RoPE."""
+    if not config.rope_layers:
+        return {"sliding_window": pattern.sliding_window, "layer_types": list(pattern.layer_types)}
+    window = pattern.sliding_window or config.max_position_embeddings
+    return {"sliding_window": window, "layer_types": _rope_types(config)}
+
+
+def _rope_types(config: ModelConfig) -> list[str]:
+    return [WINDOW if kind == "local" else FULL for kind in config.rope_layers]
