@@ -1,4 +1,4 @@
-"""Public names: loaded when they are asked for, and still found under the paths that they had before version 0.2."""
+"""Public names: loaded when they are asked for, and still found under their earlier paths."""
 
 from __future__ import annotations
 
