@@ -15,6 +15,7 @@ So a NaN in a visible key gives NaN in out and lse, one in a visible value gives
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 def is_finite(x: jax.Array) -> jax.Array:
@@ -33,7 +34,12 @@ def taint(*arrays: jax.Array) -> jax.Array:
     return jnp.where(clean, 0.0, jnp.nan).astype(arrays[0].dtype)
 
 
-def sees_non_finite(seen: jax.Array, value: jax.Array) -> jax.Array:
-    """Which results of masked weights [rows, keys] times values [keys, D] must be NaN: [rows, D] bool."""
+def sees_non_finite(seen: jax.Array, value: jax.Array, contract=((1,), (0,))) -> jax.Array:
+    """Which results of masked weights [rows, keys] times values [keys, D] must be NaN: [rows, D] bool.
+
+    Args:
+      contract: the axes of the two that hold the keys.
+    """
     bad = jnp.where(is_finite(value), 0.0, 1.0).astype(jnp.bfloat16)
-    return jnp.dot(seen.astype(jnp.bfloat16), bad, preferred_element_type=jnp.float32) > 0
+    seen = seen.astype(jnp.bfloat16)
+    return lax.dot_general(seen, bad, (contract, ((), ())), preferred_element_type=jnp.float32) > 0

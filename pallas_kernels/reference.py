@@ -66,7 +66,8 @@ def attention(
     if spec.activation == "sigmoid":
         if sigmoid_bias is not None:
             logits = logits + by_kv_head(sigmoid_bias)
-        weights = jnp.where(mask, jax.nn.sigmoid(logits), 0)
+        # Both choices are needed: a masked NaN logit has weight 0, but sigmoid's derivative there would be NaN.
+        weights = jnp.where(mask, jax.nn.sigmoid(jnp.where(mask, logits, 0)), 0)
         lse = None
     else:
         sinks = (
