@@ -1,6 +1,6 @@
 """Logits of 1e4 and 1e5 in float32, against float64: no backend loses much more than the float32 oracle itself.
 
-Rounding a logit once changes its weight by the logit times 6e-8, so at 1e5 nothing in float32 is better than to 1e-3.
+Rounding a logit once changes its weight by the logit times 6e-8: at 1e5, weights in float32 are good to 6e-3 at best.
 """
 
 import functools
@@ -14,13 +14,14 @@ from pallas_kernels import AttentionSpec, attention, blocks, gpu, xla
 from pallas_kernels.gpu.triton import Tile
 from pallas_kernels.tpu import passes as tpu_passes
 
-from .tolerances import GRADIENT_FACTOR, VALUE_TOLERANCE
-
 NAMES = ("out", "lse", "dq", "dk", "dv")
 SHAPE = (6, 128, 2, 64)
 # Products of smaller tiles are added up in another order for each shape, on a CPU only.
 BLOCK = 64
 FACTOR = 3  # of the oracle's own error
+# Backends keep lse, which is rounded once, where the oracle's weights add up to 1. It shows in rows where more than one
+# key has a weight, here about one of a hundred.
+SHARE = 0.01
 
 
 @functools.cache
@@ -65,10 +66,14 @@ def program(name: str, window: int | None):
 
 
 def errors(name: str, size: float, window: int | None) -> list[float]:
-    """The largest error of each result, relative to 1 + |result|."""
+    """The error of each result relative to 1 + |result|, of lse to `size` + |lse|, root mean square."""
     actual = program(name, window)(*map(jnp.asarray, draw(size)))
-    pairs = zip(actual, exact(size, window), strict=True)
-    return [float((np.abs(np.asarray(a, np.float64) - e) / (1 + np.abs(e))).max()) for a, e in pairs]
+    results = zip(NAMES, actual, exact(size, window), strict=True)
+    # A logit is a sum of terms as large as `size`, also where it is small itself.
+    relative = [
+        (np.asarray(a, np.float64) - e) / ((size if x == "lse" else 1) + np.abs(e)) for x, a, e in results
+    ]
+    return [float(np.sqrt(np.square(x).mean())) for x in relative]
 
 
 @pytest.mark.parametrize("name", ["xla", "triton", "tpu"])
@@ -84,5 +89,5 @@ def test_no_backend_loses_more_than_the_oracle(monkeypatch, name, window):
         assert np.abs(exact(size, window)[1]).max() > size
         compared = zip(NAMES, errors(name, size, window), errors("reference", size, window), strict=True)
         for result, error, of_oracle in compared:
-            tolerance = VALUE_TOLERANCE["float32"] * (GRADIENT_FACTOR if result.startswith("d") else 1)
-            assert error <= FACTOR * of_oracle + tolerance, (size, result, error, of_oracle)
+            rounding = size * 2.0**-24 * SHARE if result in ("dq", "dk", "dv") else 0.0
+            assert error <= FACTOR * of_oracle + rounding, (size, result, error, of_oracle)

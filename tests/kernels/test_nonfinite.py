@@ -116,7 +116,9 @@ def test_what_nobody_sees_changes_nothing(implementation, name):
     clean = both(changed(call, "", 0.0, ()), rows)
     for value in (np.nan, np.inf):
         for actual, expected in zip(
-            jax.tree.leaves(both(changed(call, "kv", value, unseen), rows)), jax.tree.leaves(clean), strict=True
+            jax.tree.leaves(both(changed(call, "kv", value, unseen), rows)),
+            jax.tree.leaves(clean),
+            strict=True,
         ):
             np.testing.assert_array_equal(actual, expected)
     for gradient in clean[1][1:]:
@@ -158,9 +160,7 @@ def test_decoding(implementation, activation, head_dim, window):
 
     @compiled
     def decode(k, v):
-        return decode_attention(
-            learned["q"], k, v, spec, lengths=lengths, implementation=implementation.name
-        )
+        return decode_attention(learned["q"], k, v, spec, lengths=lengths, implementation=implementation.name)
 
     clean = np.asarray(decode(learned["k"], learned["v"]))
     unseen = jnp.asarray(~mask.any(axis=1))[:, :, None, None]
