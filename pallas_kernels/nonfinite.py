@@ -6,18 +6,17 @@ future tokens and unused entries of a cache must not. The choice, the same in ev
 
 * what is multiplied by masked weights has its non-finite numbers replaced by zero (`finite`), where there is a mask;
   where every key is visible, NaN may spread freely;
-* the queries that do see such a token become NaN explicitly. `reference` and `xla` add `taint` to the logits before the
-  mask, which then decides. The kernels for TPUs do not pay for that: one flag, hardly ever true, says that there is such
-  a value; then `sees_non_finite` finds the rows, and they are overwritten. The window forward kernel and decoding need
-  no clean copy of the values: their flag comes from the result, which is computed again if it is set.
+* the queries that do see such a token become NaN explicitly. `reference` and `xla` add `taint` to the logits before
+  the mask, which then decides. The kernels for TPUs do not pay for that: one flag, hardly ever true, says that there is
+  such a value; then `sees_non_finite` finds the rows, and they are overwritten. The window forward kernel and decoding
+  need no clean copy of the values: their flag comes from the result, which is computed again if it is set.
 
 What follows, for softmax and sigmoid:
 
 * NaN in a visible key, or in the query itself: NaN in out and lse. Infinity there may give NaN or a limit.
 * NaN or infinity in a visible value: out is NaN or infinite; lse may be NaN or not, as the backend has it.
-* Gradients: dq of a query, and dk and dv of a key, are untouched if no query that sees something non-finite is involved:
-  dq of a query that sees nothing non-finite, and dk and dv of a key that no such query sees. A query that is spoilt
-  spoils the gradients of all keys that it sees, even for a cotangent of zero: it has no weights.
+* Gradients: dq is untouched for a query that sees nothing of the kind, dk and dv for a key that no spoilt query sees.
+  A query that is spoilt spoils the gradients of all keys that it sees, even for a cotangent of zero: it has no weights.
 * A cotangent that is not finite does the same to the keys that its query sees, in the backends. In `reference`, which
   JAX differentiates, it reaches every key.
 """
