@@ -137,6 +137,8 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
     scratch = [pltpu.VMEM((q_block, head_dim), jnp.float32)]
     if walk.is_list:
         scratch.append(pltpu.VMEM((kv_block, head_dim), v.dtype))
+    if branches:
+        scratch.append(pltpu.SMEM((1,), jnp.int32))
     if call.softmax:
         out_specs.append(rows)
         out_shapes.append(shape_like((batch, num_heads, 1, q_length), jnp.float32, q))
@@ -191,7 +193,7 @@ def _kernel(call, walk, has_segments, has_full_rows, branches, num_initial, orde
     bias_ref, q_info, kv_info, rest = take(rest, has_head_bias, walk.is_list, walk.is_list)
     num_results = 2 if call.softmax else 1
     window_out, out, (acc_ref, *rest) = split(rest, num_results if branches else 0, num_results)
-    finite_v, statistics = take(rest, walk.is_list)
+    finite_v, spoilt_ref, statistics = take(rest, walk.is_list, branches)
     slope_and_bias = None if bias_ref is None else (bias_ref[0:1, 0:1], bias_ref[1:2, 0:1])
     fresh = walk.fresh is not None and not initial and not branches
     may_be_empty = walk.is_list or not (fresh or initial or branches)  # a row of the results
@@ -302,34 +304,27 @@ def _kernel(call, walk, has_segments, has_full_rows, branches, num_initial, orde
     def spoil(source, result_ref):
         """Writes NaN where a query sees a value that is not finite. Hardly ever run, so short and slow."""
 
-        @pl.loop(0, q_block // strip)
+        @pl.loop(0, q_block // strip * (kv_block // tile))
         def _(i):
-            rows = pl.ds(pl.multiple_of(i * strip, strip), strip)
+            row, column = lax.rem(i, q_block // strip) * strip, lax.div(i, q_block // strip) * tile
+            rows = pl.ds(pl.multiple_of(row, strip), strip)
+            keys = pl.ds(pl.multiple_of(column, tile), tile)
             if walk.is_list:
                 info = q_info[:, rows].T  # [strip, 8]
-                query, key = (
-                    [info[:, j : j + 1] for j in range(3)],
-                    [source.kv_info[j : j + 1, :] for j in range(2)],
-                )
+                query = [info[:, j : j + 1] for j in range(3)]
+                key = [source.kv_info[j : j + 1, keys] for j in range(2)]
             else:
-                first = (visit.row - source.column) * q_block + i * strip
+                first = (visit.row - source.column) * q_block + row - column
                 query = [lax.broadcasted_iota(jnp.int32, (strip, 1), 0) + first] * 3
-                key = [lax.broadcasted_iota(jnp.int32, (1, kv_block), 1)] * 2
-            seen = tile_mask(source.call, has_segments, has_full_rows, query, key, (strip, kv_block))
-            hit = sees_non_finite(seen, source.v_ref[...])
+                key = [lax.broadcasted_iota(jnp.int32, (1, tile), 1)] * 2
+            seen = tile_mask(source.call, has_segments, has_full_rows, query, key, (strip, tile))
+            hit = sees_non_finite(seen, source.v_ref[keys, :])
             result_ref[rows, :] = jnp.where(hit, jnp.nan, result_ref[rows, :])
 
     def attend_branches(blocks, beyond):
         """The window's blocks, whose results are written, and those of their keys outside the window."""
-        spoilt = functools.reduce(jnp.logical_or, map(is_spoilt, blocks))
+        spoilt_ref[0] = functools.reduce(jnp.logical_or, map(is_spoilt, blocks)).astype(jnp.int32)
         attend(_Part(blocks, True, window_out), _Part(beyond))
-
-        @pl.when(spoilt)
-        def _():
-            for block in blocks:
-                spoil(block, window_out[0])
-            for block in blocks + beyond:
-                spoil(block, acc_ref)
 
     if branches:
         window = dataclasses.replace(call, outside=False)
@@ -339,6 +334,16 @@ def _kernel(call, walk, has_segments, has_full_rows, branches, num_initial, orde
             beyond = [source(back, visit.row - back) for back in walk.partly if back <= farthest]
             here = visit.row == farthest if farthest < last else visit.row >= farthest
             pl.when(here)(functools.partial(attend_branches, blocks, beyond))
+
+        @pl.when(spoilt_ref[0] != 0)
+        def _():
+            everything = dataclasses.replace(window, spec=dataclasses.replace(call.spec, window=None))
+
+            @pl.loop(0, jnp.minimum(visit.row, last) + 1)
+            def _(back):
+                spoil(source(None, visit.row - back, window), window_out[0])
+                spoil(source(None, visit.row - back, everything), acc_ref)
+
     elif not fresh:
 
         @pl.when(visit.first)

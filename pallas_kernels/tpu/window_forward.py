@@ -53,7 +53,8 @@ from pallas_kernels.tpu.window import (
 
 class _Scores(NamedTuple):
     logits: jax.Array  # [strip, keys]
-    value: jax.Array  # [keys, D]; finite where some of the strip's queries do not see all keys
+    # [keys, D]; for the exact body finite where there is a mask. Read late, or it would be spilled.
+    value: Callable[[], jax.Array]
     total: Callable[[], jax.Array]  # of the values, [1, D]
     seen: jax.Array | None  # None where every key is visible
     mean: jax.Array | None  # [1, 1], the tanh about which a sigmoid's is rounded
@@ -175,9 +176,11 @@ def _window_kernel(
 
         def scores(s, value_ref, total, masks, middle):
             """`middle` is the distance in the middle of a tile whose weights are rounded about their mean."""
-            seen, value = functools.reduce(jnp.logical_and, masks) if masks else None, value_ref[...]
-            if masks and exact:
-                value = finite(value)
+            seen = functools.reduce(jnp.logical_and, masks) if masks else None
+
+            def value():
+                return finite(value_ref[...]) if masks and exact else value_ref[...]
+
             if call.softmax:
                 return _Scores(s if seen is None else jnp.where(seen, s, MASKED), value, total, None, None)
             mean = None
@@ -233,7 +236,7 @@ def _window_kernel(
             acc: Any = 0.0  # Grown product by product: so the compiler adds in the matrix unit.
             partial_sums = []
             for tile in tiles:
-                value = tile.value
+                value = tile.value()
                 weights = jnp.exp2(tile.logits - top)
                 if call.tiles.sum_on_mxu:
                     value = jnp.concatenate([value, jnp.ones_like(value)], axis=1)
@@ -309,7 +312,7 @@ def _over_lanes(operator: Callable, tiles: list[jax.Array]) -> jax.Array:
 
 def _sigmoid_values(tile: _Scores) -> jax.Array:
     """2 * weights @ values of one tile: a sigmoid is half of 1 + tanh, and rows are fewer than weights."""
-    value, tanh = tile.value, jnp.tanh(tile.logits)
+    value, tanh = tile.value(), jnp.tanh(tile.logits)
     if tile.mean is None:
         weights = tanh + 1
         if tile.seen is not None:
