@@ -330,20 +330,8 @@ def _launch(static: _Static, scalars, used, q, row_info, kv_pos, k, v) -> jax.Ar
 def _kernel(static: _Static, entries, slots, first_position, first_full, *rest) -> None:
     call, form, heads, rows, block = static.call, static.form, static.heads, static.rows, static.block
     full_heads, rest = (rest[0], rest[1:]) if static.has_full_heads else (None, rest)
-    (
-        q_ref,
-        info_ref,
-        pos_ref,
-        k_pool,
-        v_pool,
-        out_ref,
-        k_buffer,
-        v_buffer,
-        acc_ref,
-        decayed_ref,
-        *state,
-        arrived,
-    ) = rest
+    q_ref, info_ref, pos_ref, k_pool, v_pool, out_ref, k_buffer, v_buffer, *rest = rest
+    acc_ref, decayed_ref, *state, arrived = rest
     group_of_heads, step = pl.program_id(0), pl.program_id(1)
     shape = (rows, block)
 
@@ -460,9 +448,9 @@ def _kernel(static: _Static, entries, slots, first_position, first_full, *rest) 
             def mask(head_is_full=0):
                 return visible(call.spec, q_pos, kv_pos, full_rows=full + head_is_full > 0)
 
-            seen = (
-                [mask()] * heads if full_heads is None else [mask(full_heads[head(h)]) for h in range(heads)]
-            )
+            seen = [mask()] * heads
+            if full_heads is not None:
+                seen = [mask(full_heads[head(h)]) for h in range(heads)]
             # All products first: heads do not depend on each other, and hide each other's latencies.
             return [(logits(h, q_pos, kv_pos, seen[h]), seen[h]) for h in members]
 
