@@ -33,6 +33,13 @@ UNSEEN = {
     "ring": Call(AttentionSpec(7, num_sink_tokens=2), ("chunk", "ring"), q_length=10),
 }
 CHANGES = [("k", np.nan), ("v", np.nan), ("v", np.inf), ("qkv", np.nan)]
+QUICK = {"window", "sigmoid", "full", "packed-sink-tokens-full-rows", "ring"}  # one for each kernel
+
+
+def quick_first(names):
+    return [pytest.param(x, marks=[] if x in QUICK else [pytest.mark.slow]) for x in names]
+
+
 every_backend = pytest.mark.parametrize(
     "implementation", [Implementation("reference"), *IMPLEMENTATIONS], ids=str, indirect=True
 )
@@ -78,7 +85,7 @@ def changed(call: Call, names: str, value: float, where) -> list[jax.Array]:
 
 
 @every_backend
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", quick_first(CALLS))
 def test_only_the_queries_that_see_it(implementation, name):
     call = CALLS[name]
     mask, both = mask_of(call), program(call, implementation.name)
@@ -106,7 +113,7 @@ def test_only_the_queries_that_see_it(implementation, name):
 
 
 @every_backend
-@pytest.mark.parametrize("name", UNSEEN)
+@pytest.mark.parametrize("name", quick_first(UNSEEN))
 def test_what_nobody_sees_changes_nothing(implementation, name):
     call = UNSEEN[name]
     mask, both = mask_of(call), program(call, implementation.name)
@@ -126,8 +133,15 @@ def test_what_nobody_sees_changes_nothing(implementation, name):
 
 
 @every_backend
-@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("activation", "packed"),
+    [
+        ("softmax", False),
+        pytest.param("sigmoid", False, marks=pytest.mark.slow),
+        pytest.param("softmax", True, marks=pytest.mark.slow),
+        pytest.param("sigmoid", True, marks=pytest.mark.slow),
+    ],
+)
 def test_routed_attention(implementation, activation, packed):
     call = Call(AttentionSpec(11, activation=activation), segments=SEGMENTS if packed else None)
     _, fixed = call.draw()
@@ -148,8 +162,15 @@ def test_routed_attention(implementation, activation, packed):
 
 
 @every_backend
-@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
-@pytest.mark.parametrize(("head_dim", "window"), [(16, 9), (128, None)])
+@pytest.mark.parametrize(
+    ("activation", "head_dim", "window"),
+    [
+        ("softmax", 16, 9),
+        ("sigmoid", 128, None),
+        pytest.param("softmax", 128, None, marks=pytest.mark.slow),
+        pytest.param("sigmoid", 16, 9, marks=pytest.mark.slow),
+    ],
+)
 def test_decoding(implementation, activation, head_dim, window):
     """Entries that no query sees, other KV heads and other sequences; caches are of two blocks and a part."""
     spec = AttentionSpec(window, num_sink_tokens=0 if window is None else 2, activation=activation)
