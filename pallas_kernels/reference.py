@@ -66,7 +66,8 @@ def attention(
     if spec.activation == "sigmoid":
         if sigmoid_bias is not None:
             logits = logits + by_kv_head(sigmoid_bias)
-        weights = jnp.where(mask, jax.nn.sigmoid(logits), 0)
+        # Both choices are needed: a masked NaN logit has weight 0, but sigmoid's derivative there would be NaN.
+        weights = jnp.where(mask, jax.nn.sigmoid(jnp.where(mask, logits, 0)), 0)
         lse = None
     else:
         sinks = (
@@ -80,7 +81,7 @@ def attention(
         total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sinks - top)
         sees_any = mask.any(axis=-1, keepdims=True)
         total = jnp.where(sees_any, total, 1)
-        weights = weights / total
+        weights = jnp.where(mask, weights / total, 0)  # a total may be NaN
         lse = jnp.where(sees_any, top + jnp.log(total), -jnp.inf)[..., 0]  # [B, K, G, T]
         lse = lse.transpose(0, 3, 1, 2).reshape(batch, q_length, heads)
 

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.blocks import Tiles, device_kind, on_tpu
+from pallas_kernels.nonfinite import finite, is_finite, sees_non_finite
 from pallas_kernels.parts import vary_alike
 from pallas_kernels.spec import AttentionSpec, Coordinates, dense_mask, visible
 from pallas_kernels.tpu.tiles import (
@@ -313,7 +314,7 @@ def _launch(static: _Static, scalars, used, q, row_info, kv_pos, k, v) -> jax.Ar
             scratch_shapes=[
                 buffer,
                 buffer,
-                pltpu.VMEM((heads * rows, head_dim), jnp.float32),
+                *[pltpu.VMEM((heads * rows, head_dim), jnp.float32)] * 2,
                 *[state] * (2 if static.call.softmax else 0),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
@@ -329,7 +330,8 @@ def _launch(static: _Static, scalars, used, q, row_info, kv_pos, k, v) -> jax.Ar
 def _kernel(static: _Static, entries, slots, first_position, first_full, *rest) -> None:
     call, form, heads, rows, block = static.call, static.form, static.heads, static.rows, static.block
     full_heads, rest = (rest[0], rest[1:]) if static.has_full_heads else (None, rest)
-    q_ref, info_ref, pos_ref, k_pool, v_pool, out_ref, k_buffer, v_buffer, acc_ref, *state, arrived = rest
+    q_ref, info_ref, pos_ref, k_pool, v_pool, out_ref, k_buffer, v_buffer, *rest = rest
+    acc_ref, decayed_ref, *state, arrived = rest
     group_of_heads, step = pl.program_id(0), pl.program_id(1)
     shape = (rows, block)
 
@@ -402,35 +404,65 @@ def _kernel(static: _Static, entries, slots, first_position, first_full, *rest) 
         s, _ = form_logits(call, s, lambda: addend_at(call, [q_pos], [kv_pos], (info(h, 1), info(h, 2))))
         return jnp.where(seen, s, MASKED)
 
-    def accumulate(h, s) -> None:
+    def weights_of(h, s) -> jax.Array:
+        return jnp.exp2(s - state[0][pl.ds(h * rows, rows), :1]) if call.softmax else sigmoid_weights(s)
+
+    def advance(h, s) -> jax.Array:
+        """Moves a head's running maximum and sum on, and what it has accumulated with them; the weights of `s`."""
         at = pl.ds(h * rows, rows)
-        value = v_buffer[turn, h]
         if not call.softmax:
-            acc_ref[at, :] += _weigh(form, sigmoid_weights(s), value, exactly=True)
-            return
+            decayed_ref[at, :] = acc_ref[at, :]
+            return weights_of(h, s)
         top_ref, total_ref = state
         old = top_ref[at, :]
         new = jnp.maximum(old, s.max(axis=1, keepdims=True))  # [rows, LANES], all lanes alike
         decay = jnp.exp2(old - new)
         weights = jnp.exp2(s - new[:, :1])
         total_ref[at, :] = total_ref[at, :] * decay + weights.sum(axis=1, keepdims=True)
-        acc_ref[at, :] = acc_ref[at, :] * decay[:, :1] + _weigh(form, weights, value)
+        decayed_ref[at, :] = acc_ref[at, :] * decay[:, :1]
         top_ref[at, :] = new
+        return weights
+
+    def accumulate(h, weights, seen=None) -> jax.Array:
+        """Adds a head's new values, and returns what it adds.
+
+        Args:
+          seen: the mask, for values that are not finite to reach the rows that see them, and no others.
+        """
+        at = pl.ds(h * rows, rows)
+        value = v_buffer[turn, h]
+        more = _weigh(form, weights, value if seen is None else finite(value), exactly=not call.softmax)
+        if seen is not None:
+            more = jnp.where(sees_non_finite(seen, value, NT if form.by_lanes else NN), jnp.nan, more)
+        acc_ref[at, :] = decayed_ref[at, :] + more
+        return more
 
     def attend(members) -> None:
-        token = jnp.broadcast_to(info(0, 0), shape).astype(jnp.int32)
-        q_pos = first_position[visit.sequence] + token
-        kv_pos = jnp.broadcast_to(pos_ref[...], shape)
-        full = (token >= first_full[visit.sequence]).astype(jnp.int32)
+        def score() -> list[tuple[jax.Array, jax.Array]]:
+            """Logits and masks."""
+            token = jnp.broadcast_to(info(0, 0), shape).astype(jnp.int32)
+            q_pos = first_position[visit.sequence] + token
+            kv_pos = jnp.broadcast_to(pos_ref[...], shape)
+            full = (token >= first_full[visit.sequence]).astype(jnp.int32)
 
-        def mask(head_is_full=0):
-            return visible(call.spec, q_pos, kv_pos, full_rows=full + head_is_full > 0)
+            def mask(head_is_full=0):
+                return visible(call.spec, q_pos, kv_pos, full_rows=full + head_is_full > 0)
 
-        seen = [mask()] * heads if full_heads is None else [mask(full_heads[head(h)]) for h in range(heads)]
-        # All products first: heads do not depend on each other, and hide each other's latencies.
-        scores = [logits(h, q_pos, kv_pos, seen[h]) for h in members]
-        for h, s in zip(members, scores, strict=True):
-            accumulate(h, s)
+            seen = [mask()] * heads
+            if full_heads is not None:
+                seen = [mask(full_heads[head(h)]) for h in range(heads)]
+            # All products first: heads do not depend on each other, and hide each other's latencies.
+            return [(logits(h, q_pos, kv_pos, seen[h]), seen[h]) for h in members]
+
+        added = jnp.zeros((rows, acc_ref.shape[1]), jnp.float32)
+        for h, (s, _) in zip(members, score(), strict=True):
+            added += jnp.abs(accumulate(h, advance(h, s)))
+
+        # Any row will do: a value that is not finite spoils even those that give it no weight.
+        @pl.when(~jnp.all(is_finite(added)))
+        def _():
+            for h, (s, seen) in zip(members, score(), strict=True):
+                accumulate(h, weights_of(h, s), seen)
 
     copies(visit, turn, lambda copy: copy.wait())
     if static.last_block != block:

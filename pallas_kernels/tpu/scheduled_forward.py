@@ -5,6 +5,9 @@ is the software pipeline: the products q.k of one strip of queries stand before 
 
 `scheduled_forward` writes into `previous` when given, for the heads it is told to serve. `branches_forward` takes the
 whole window of a block of queries first, writes that result, and goes on with the keys outside.
+
+Where tiles have a mask, values that are not finite are taken as zero (a pair whose tokens decide has a copy of them for
+all its strips). One sum over a pair's values says whether there are any; then `spoil` makes the rows that see them NaN.
 """
 
 import dataclasses
@@ -18,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.nonfinite import finite, is_finite, sees_non_finite
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.tiles import (
     LANES,
@@ -131,6 +135,10 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
         ]
     out_specs, out_shapes = [queries], [shape_like(q.shape, call.result_dtype(q), q)]
     scratch = [pltpu.VMEM((q_block, head_dim), jnp.float32)]
+    if walk.is_list:
+        scratch.append(pltpu.VMEM((kv_block, head_dim), v.dtype))
+    if branches:
+        scratch.append(pltpu.SMEM((1,), jnp.int32))
     if call.softmax:
         out_specs.append(rows)
         out_shapes.append(shape_like((batch, num_heads, 1, q_length), jnp.float32, q))
@@ -184,7 +192,8 @@ def _kernel(call, walk, has_segments, has_full_rows, branches, num_initial, orde
     has_head_bias = call.has_slopes or call.has_bias
     bias_ref, q_info, kv_info, rest = take(rest, has_head_bias, walk.is_list, walk.is_list)
     num_results = 2 if call.softmax else 1
-    window_out, out, (acc_ref, *statistics) = split(rest, num_results if branches else 0, num_results)
+    window_out, out, (acc_ref, *rest) = split(rest, num_results if branches else 0, num_results)
+    finite_v, spoilt_ref, statistics = take(rest, walk.is_list, branches)
     slope_and_bias = None if bias_ref is None else (bias_ref[0:1, 0:1], bias_ref[1:2, 0:1])
     fresh = walk.fresh is not None and not initial and not branches
     may_be_empty = walk.is_list or not (fresh or initial or branches)  # a row of the results
@@ -218,17 +227,21 @@ def _kernel(call, walk, has_segments, has_full_rows, branches, num_initial, orde
                     relative = lax.broadcasted_iota(jnp.int32, s.shape, 0)
                     relative -= lax.broadcasted_iota(jnp.int32, s.shape, 1)
                     s = jnp.where(default_mask(source.call, source.seen, rows, keys, relative), s, MASKED)
-                tiles.append((s, source.v_ref, keys))
+                value_ref = finite_v if masked and walk.is_list else source.v_ref
+                tiles.append((s, value_ref.at[keys, :], masked and not walk.is_list))
         top = None
         if call.softmax and tiles:
             top = over_lanes(jnp.maximum, [s for s, *_ in tiles]).max(axis=1, keepdims=True)
         return tiles, top
 
+    def value_of(value_ref, clean):
+        return finite(value_ref[...]) if clean else value_ref[...]
+
     def accumulate(rows, tiles, top, fresh):
         if not tiles:
             return
         if not call.softmax:
-            more = sum(sigmoid_values(sigmoid_weights(s), v_ref[keys, :]) for s, v_ref, keys in tiles)
+            more = sum(sigmoid_values(sigmoid_weights(s), value_of(*value)) for s, *value in tiles)
             acc_ref[rows, :] = more if fresh else acc_ref[rows, :] + more
             return
         top_ref, total_ref = statistics
@@ -241,8 +254,8 @@ def _kernel(call, walk, has_segments, has_full_rows, branches, num_initial, orde
             decay = jnp.exp2(old - new)
             acc, total = acc_ref[rows, :] * _as_wide(decay, acc_ref), total_ref[rows, :] * decay
         sums = []
-        for s, v_ref, keys in tiles:
-            weights, value = jnp.exp2(s - new[:, :1]), v_ref[keys, :]
+        for s, *value_and_mask in tiles:
+            weights, value = jnp.exp2(s - new[:, :1]), value_of(*value_and_mask)
             if sum_on_mxu:
                 value = jnp.concatenate([value, jnp.ones((value.shape[0], LANES), value.dtype)], axis=1)
                 product = dot(weights.astype(value.dtype), value, NN)
@@ -283,6 +296,36 @@ def _kernel(call, walk, has_segments, has_full_rows, branches, num_initial, orde
             refs = k_ref.at[keys, :], v_ref.at[keys, :], kv_info.at[:, keys] if walk.is_list else None
         return _Source(call, seen, column, *refs)
 
+    def is_spoilt(source):
+        """Whether a value is not finite (or their sum is not, which costs time only)."""
+        ones = jnp.ones((8, kv_block), source.v_ref.dtype)
+        return jnp.any(~is_finite(dot(ones, source.v_ref[...], NN)))
+
+    def spoil(source, result_ref):
+        """Writes NaN where a query sees a value that is not finite. Hardly ever run, so short and slow."""
+
+        @pl.loop(0, q_block // strip * (kv_block // tile))
+        def _(i):
+            row, column = lax.rem(i, q_block // strip) * strip, lax.div(i, q_block // strip) * tile
+            rows = pl.ds(pl.multiple_of(row, strip), strip)
+            keys = pl.ds(pl.multiple_of(column, tile), tile)
+            if walk.is_list:
+                info = q_info[:, rows].T  # [strip, 8]
+                query = [info[:, j : j + 1] for j in range(3)]
+                key = [source.kv_info[j : j + 1, keys] for j in range(2)]
+            else:
+                first = (visit.row - source.column) * q_block + row - column
+                query = [lax.broadcasted_iota(jnp.int32, (strip, 1), 0) + first] * 3
+                key = [lax.broadcasted_iota(jnp.int32, (1, tile), 1)] * 2
+            seen = tile_mask(source.call, has_segments, has_full_rows, query, key, (strip, tile))
+            hit = sees_non_finite(seen, source.v_ref[keys, :])
+            result_ref[rows, :] = jnp.where(hit, jnp.nan, result_ref[rows, :])
+
+    def attend_branches(blocks, beyond):
+        """The window's blocks, whose results are written, and those of their keys outside the window."""
+        spoilt_ref[0] = functools.reduce(jnp.logical_or, map(is_spoilt, blocks)).astype(jnp.int32)
+        attend(_Part(blocks, True, window_out), _Part(beyond))
+
     if branches:
         window = dataclasses.replace(call, outside=False)
         last = -(-(call.spec.window - 1) // kv_block)
@@ -290,7 +333,17 @@ def _kernel(call, walk, has_segments, has_full_rows, branches, num_initial, orde
             blocks = [source(back, visit.row - back, window) for back in range(farthest, -1, -1)]
             beyond = [source(back, visit.row - back) for back in walk.partly if back <= farthest]
             here = visit.row == farthest if farthest < last else visit.row >= farthest
-            pl.when(here)(functools.partial(attend, _Part(blocks, True, window_out), _Part(beyond)))
+            pl.when(here)(functools.partial(attend_branches, blocks, beyond))
+
+        @pl.when(spoilt_ref[0] != 0)
+        def _():
+            everything = dataclasses.replace(window, spec=dataclasses.replace(call.spec, window=None))
+
+            @pl.loop(0, jnp.minimum(visit.row, last) + 1)
+            def _(back):
+                spoil(source(None, visit.row - back, window), window_out[0])
+                spoil(source(None, visit.row - back, everything), acc_ref)
+
     elif not fresh:
 
         @pl.when(visit.first)
@@ -310,7 +363,13 @@ def _kernel(call, walk, has_segments, has_full_rows, branches, num_initial, orde
                     total_ref[...] = jnp.zeros_like(total_ref)
 
     def attend_pair(seen, column):
-        attend(_Part([source(seen, column)], fresh and seen is not None and seen == walk.fresh))
+        here = source(seen, column)
+        spoilt = False if seen is None else is_spoilt(here)
+        if seen == "tokens":
+            finite_v[...] = finite(here.v_ref[...])
+        attend(_Part([here], fresh and seen is not None and seen == walk.fresh))
+        if seen is not None:
+            pl.when(spoilt)(lambda: spoil(here, acc_ref))
 
     walk.run(visit, scalars, attend_pair)
 

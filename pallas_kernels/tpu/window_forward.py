@@ -53,7 +53,8 @@ from pallas_kernels.tpu.window import (
 
 class _Scores(NamedTuple):
     logits: jax.Array  # [strip, keys]
-    value: jax.Array  # [keys, D]; finite where some of the strip's queries do not see all keys
+    # [keys, D]; for the exact body finite where there is a mask. Read late, or it would be spilled.
+    value: Callable[[], jax.Array]
     total: Callable[[], jax.Array]  # of the values, [1, D]
     seen: jax.Array | None  # None where every key is visible
     mean: jax.Array | None  # [1, 1], the tanh about which a sigmoid's is rounded
@@ -175,9 +176,11 @@ def _window_kernel(
 
         def scores(s, value_ref, total, masks, middle):
             """`middle` is the distance in the middle of a tile whose weights are rounded about their mean."""
-            seen, value = functools.reduce(jnp.logical_and, masks) if masks else None, value_ref[...]
-            if masks and exact:
-                value = finite(value)
+            seen = functools.reduce(jnp.logical_and, masks) if masks else None
+
+            def value():
+                return finite(value_ref[...]) if masks and exact else value_ref[...]
+
             if call.softmax:
                 return _Scores(s if seen is None else jnp.where(seen, s, MASKED), value, total, None, None)
             mean = None
@@ -227,19 +230,20 @@ def _window_kernel(
         def finish(rows, tiles, top):
             if not call.softmax:
                 doubled = functools.reduce(jnp.add, map(_sigmoid_values, tiles))
+                sizes.append(jnp.abs(doubled[:8]))
                 out_ref[rows, :] = (0.5 * doubled).astype(out_ref.dtype)
                 return
             acc: Any = 0.0  # Grown product by product: so the compiler adds in the matrix unit.
             partial_sums = []
             for tile in tiles:
-                value = tile.value
+                value = tile.value()
                 weights = jnp.exp2(tile.logits - top)
                 if call.tiles.sum_on_mxu:
                     value = jnp.concatenate([value, jnp.ones_like(value)], axis=1)
                 else:
                     partial_sums.append(weights)
                 acc += dot(weights.astype(value.dtype), value, NN)
-            sizes.append(jnp.abs(acc[:8]))
+            sizes.append(jnp.abs(acc[:8, : q_ref.shape[1]]))
             if call.tiles.sum_on_mxu:
                 head_dim = acc.shape[1] // 2
                 write_softmax(out_ref, lse_ref, rows, acc[:, :head_dim], top, acc[:, head_dim:], packed)
@@ -253,10 +257,9 @@ def _window_kernel(
             if start + strip < block:
                 ahead = logits(start + strip)
             finish(*current)
-        if not call.softmax:
-            sizes = [
-                jnp.abs(out_ref[start : start + 8, :].astype(jnp.float32)) for start in range(0, block, strip)
-            ]
+        if len(sizes) > 1:  # the last strip alone sees these; its result would be waited for
+            newest = v_refs[-1][block - strip :, :]
+            sizes[-1] = jnp.abs(dot(jnp.ones((8, strip), newest.dtype), newest, NN))
         spoilt_ref[0] = jnp.any(~(functools.reduce(jnp.add, sizes) < jnp.inf)).astype(jnp.int32)
 
     # The first steps lack blocks before the sequence, and their window may cover some of the sink tokens.
@@ -309,7 +312,7 @@ def _over_lanes(operator: Callable, tiles: list[jax.Array]) -> jax.Array:
 
 def _sigmoid_values(tile: _Scores) -> jax.Array:
     """2 * weights @ values of one tile: a sigmoid is half of 1 + tanh, and rows are fewer than weights."""
-    value, tanh = tile.value, jnp.tanh(tile.logits)
+    value, tanh = tile.value(), jnp.tanh(tile.logits)
     if tile.mean is None:
         weights = tanh + 1
         if tile.seen is not None:
