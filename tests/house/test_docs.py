@@ -1,4 +1,4 @@
-"""Links in the Markdown files lead to files and headings that exist."""
+"""Links in the Markdown files lead to files and headings that exist; every page is on the site and says whom it is for."""
 
 import re
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("swa_jax/**/*.md")])
+PAGES = sorted(ROOT.glob("docs/*.md"))
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -15,6 +16,22 @@ def anchors(file: Path) -> set[str]:
     text = re.sub(r"(?ms)^```.*?^```", "", file.read_text())
     titles = re.findall(r"(?m)^#+ (.+)$", text)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def first_lines_problem(text: str) -> str | None:
+    """What is wrong with the beginning of a page, or None.
+
+    After the title comes one paragraph in italics: for whom the page is, and what they can do or know after it.
+    """
+    match = re.match(r"# [^\n]+\n\n\*([^*]+)\*\n\n", text)
+    if match is None:
+        return "the title is not followed by a paragraph in italics"
+    promise = match[1].replace("\n", " ")
+    if not promise.startswith("For "):
+        return "the paragraph in italics does not begin with 'For'"
+    if not re.search(r"(After|On) this page ", promise):
+        return "the paragraph in italics does not say what a reader can do 'After this page' (or finds 'On this page')"
+    return None
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
@@ -27,3 +44,37 @@ def test_links_lead_somewhere(file):
         assert target.exists(), f"{file.name} links to {link}: there is no {target}"
         if anchor:
             assert anchor in anchors(target), f"{file.name} links to {link}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_out_of_the_docs_are_files(page):
+    """The site offers a file outside docs/ as a download or in the repository; it cannot do that with a folder."""
+    for link in LINK.findall(page.read_text()):
+        if link.startswith("../"):
+            assert (page.parent / link).is_file(), f"{page.name} links to {link}, which is no file"
+
+
+def test_every_page_is_in_the_table_of_contents():
+    trees = re.findall(r"(?ms)^```\{toctree\}\n(.*?)^```", (ROOT / "docs/index.md").read_text())
+    entries = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    assert sorted(entries) == [page.stem for page in PAGES if page.stem != "index"]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_page_says_whom_it_is_for(page):
+    problem = first_lines_problem(page.read_text())
+    assert problem is None, f"{page.name}: {problem}"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("# Title\n\n*For readers. After this page you know it.*\n\nText", None),
+        ("# Title\n\nText\n", "not followed"),
+        ("# Title\n\n*Readers. After this page you know it.*\n\nText", "begin with 'For'"),
+        ("# Title\n\n*For readers.*\n\nText", "does not say"),
+    ],
+)
+def test_first_lines_problem_is_found(text, problem):
+    found = first_lines_problem(text)
+    assert (found is None) if problem is None else (problem in found)
