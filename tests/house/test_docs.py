@@ -1,6 +1,7 @@
 """Links in the Markdown files lead to files and headings that exist; every page is on the site and says whom it is for."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,10 @@ def test_page_says_whom_it_is_for(page):
 def test_first_lines_problem_is_found(text, problem):
     found = first_lines_problem(text)
     assert (found is None) if problem is None else (problem in found)
+
+
+def test_the_picture_of_the_floors_is_that_of_the_table():
+    script = runpy.run_path(str(ROOT / "scripts/draw_floors.py"))
+    floors = script["read_floors"]((ROOT / "docs/architecture.md").read_text())
+    assert len(floors) > 5
+    assert script["PICTURE"].read_text() == script["draw"](floors), "run `python scripts/draw_floors.py`"
