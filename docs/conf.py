@@ -57,10 +57,9 @@ def link_outside(app: Any, page: str, source: list[str]) -> None:
     Elsewhere they become downloads. The site has no pages for them.
     """
     repository = os.environ.get("GITHUB_REPOSITORY")
-    if repository:
-        new = rf"[\1](https://github.com/{repository}/blob/main/\2)"
-    else:
-        new = r"{download}`\1 <../\2>`"
+    page_of_file = rf"[\1](https://github.com/{repository}/blob/main/\2)"
+    download = r"{download}`\1 <../\2>`"
+    new = page_of_file if repository else download
     source[0] = re.sub(r"\[([^]]+)\]\(\.\./([^)\s]+)\)", new, source[0])
 
 

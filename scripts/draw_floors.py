@@ -32,7 +32,8 @@ def draw(floors: list[tuple[int, list[str]]]) -> str:
             wide = round(LETTER * len(room) + 22)
             color = BOX["swa_jax" if room.startswith("swa_jax") else "other"]
             shapes.append(
-                f'<rect x="{x:g}" y="{top}" width="{wide}" height="{BOX_HEIGHT}" rx="4" fill="{color}" stroke="{LINE}"/>'
+                f'<rect x="{x:g}" y="{top}" width="{wide}" height="{BOX_HEIGHT}" rx="4" '
+                f'fill="{color}" stroke="{LINE}"/>'
             )
             shapes.append(
                 f'<text class="room" x="{x + wide / 2:g}" y="{middle + 5:g}" text-anchor="middle">{room}</text>'
@@ -50,7 +51,8 @@ def draw(floors: list[tuple[int, list[str]]]) -> str:
     style = f"text {{ font: 14px sans-serif; fill: {INK} }} .room {{ font-family: monospace }}"
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}">',
             "<title>The rooms of the code, floor by floor</title>",
             f"<style>{style}</style>",
             f'<rect width="{width}" height="{height}" fill="{GROUND}"/>',

@@ -1,4 +1,4 @@
-"""Links in the Markdown files lead to files and headings that exist; every page is on the site and says whom it is for."""
+"""Links in Markdown files lead to files and headings that exist; pages are on the site and say whom they are for."""
 
 import re
 import runpy
