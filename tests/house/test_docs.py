@@ -2,6 +2,8 @@
 
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,3 +88,24 @@ def test_the_picture_of_the_floors_is_that_of_the_table():
     floors = script["read_floors"]((ROOT / "docs/architecture.md").read_text())
     assert len(floors) > 5
     assert script["PICTURE"].read_text() == script["draw"](floors), "run `python scripts/draw_floors.py`"
+
+
+def test_links_out_of_the_docs_on_the_site(monkeypatch):
+    link_outside = runpy.run_path(str(ROOT / "docs/conf.py"))["link_outside"]
+    page = ["See [a run](../configs/swat-tiny.yaml) and [data](data.md)."]
+    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
+    link_outside(None, "page", downloads := list(page))
+    assert downloads == ["See {download}`a run <../configs/swat-tiny.yaml>` and [data](data.md)."]
+    monkeypatch.setenv("GITHUB_REPOSITORY", "owner/name")
+    link_outside(None, "page", addresses := list(page))
+    assert "(https://github.com/owner/name/blob/main/configs/swat-tiny.yaml)" in addresses[0]
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("sphinx", reason="sphinx comes with the docs extra: make docs")
+    options = ["-W", "--keep-going", "-q", "-b", "html"]
+    command = [sys.executable, "-m", "sphinx", *options, str(ROOT / "docs"), str(tmp_path)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr[-3000:]
+    assert "routed_attention" in (tmp_path / "api.html").read_text()
