@@ -2,15 +2,20 @@
 
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
+
+from swa_jax.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("swa_jax/**/*.md")])
 PAGES = sorted(ROOT.glob("docs/*.md"))
+UsageError = typer.BadParameter.__base__  # of the click that typer has inside
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -19,6 +24,27 @@ def anchors(file: Path) -> set[str]:
     text = re.sub(r"(?ms)^```.*?^```", "", file.read_text())
     titles = re.findall(r"(?m)^#+ (.+)$", text)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """The words of each `swa-jax` command in a page's shell blocks; 1 stands for what a shell would put in."""
+    found = []
+    for block in re.findall(r"(?m)^ *```sh\n([\s\S]*?)^ *```", text):
+        block = re.sub(r"\$\(printf .*?\)", "", block.replace("\\\n", " "))  # options, made by a loop
+        block = re.sub(r"\$\(.*\)|\$\w+", "1", block)
+        found += re.findall(r"(?m)(?:^|do )\s*swa-jax ([^;&|\n]*)", block)
+    return [shlex.split(words, comments=True) for words in found]
+
+
+def parse(words: list[str]) -> None:
+    """Parse a command as the command line would, and run nothing. Raises `UsageError` where it is refused."""
+    command, context = typer.main.get_command(app), None
+    name, arguments = "swa-jax", words
+    while True:
+        context = command.make_context(name, list(arguments), parent=context)
+        if not hasattr(command, "resolve_command"):
+            return
+        name, command, arguments = command.resolve_command(context, [*context._protected_args, *context.args])
 
 
 def first_lines_problem(text: str) -> str | None:
@@ -55,6 +81,28 @@ def test_links_out_of_the_docs_are_files(page):
     for link in LINK.findall(page.read_text()):
         if link.startswith("../"):
             assert (page.parent / link).is_file(), f"{page.name} links to {link}, which is no file"
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *PAGES, ROOT / "swa_jax/recall/README.md"], ids=lambda p: p.name
+)
+def test_the_command_line_knows_the_commands(page):
+    for words in commands_of(page.read_text()):
+        if words == ["--help"]:
+            continue
+        try:
+            parse(words)
+        except UsageError as error:
+            pytest.fail(f"{page.name}: swa-jax {shlex.join(words)}: {error.format_message()}")
+
+
+def test_commands_are_found_and_unknown_options_refused():
+    text = "```sh\nfor i in 0; do swa-jax demo \\\n  --out x; done  # more\n```\n"
+    assert commands_of(text) == [["demo", "--out", "x"]]
+    parse(["pattern", "full", "--layers", "4"])
+    for wrong in (["demo", "--outt", "x"], ["select", "nll", "model"], ["nothing"]):
+        with pytest.raises(UsageError):
+            parse(wrong)
 
 
 def test_every_page_is_in_the_table_of_contents():
