@@ -150,11 +150,7 @@ class AttentionPattern:
 
     @classmethod
     def from_json(cls, source: str | Path) -> AttentionPattern:
-        """Read a pattern from JSON text or from a file.
-
-        Raises:
-          ConfigError: an unknown key, a newer version, or values that contradict each other.
-        """
+        """Read JSON text or a file; unknown keys, a newer version or contradictions raise `ConfigError`."""
         name, data = _read_object(source)
         return cls._from_object(name, data)
 
