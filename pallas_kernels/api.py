@@ -42,32 +42,32 @@ def attention(
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention of q over k and v, as `spec` says. Differentiable in reverse mode.
+    """Attention of the queries q over the keys k and values v. It can be differentiated in reverse mode.
 
     Args:
       q: [B, T, H, D] floating.
       k, v: [B, S, K, D] of q's dtype; H is a multiple of K, and query head h reads KV head h // (H / K).
-      spec: see `AttentionSpec`.
-      alibi_slopes: [H]; adds `slope * (query position - key position)` to the logits after the softcap (SWAT, Eq. 4
-        and 5; negative slopes favour recent keys). Constants: no gradient flows to them.
-      sigmoid_bias: scalar or [H], added to the logits; sigmoid only.
-      sink_logits: [H] learned logits that join the softmax denominator only (gpt-oss); softmax only.
-      q_segment_ids: [B, T] integer ids of packed sequences, each one contiguous run; 0 is padding, which sees
-        nothing and is seen by nothing (its output is zero).
-      kv_segment_ids: [B, S]; q_segment_ids if None, for which T must equal S.
-      q_positions, kv_positions: [B, T] and [B, S] integers that windows, sink tokens, ALiBi and causality go by; 0 is
-        the first real token of the segment, a negative position is padding. By default the array index, restarting
-        with each segment.
-      full_from: [B] or [B, segments] integers: queries at a position >= full_from of their segment (ids 1, 2, ...
-        are columns 0, 1, ...) see past the window. [B] is for rows of one segment, id 1. Under jit, where ids cannot
-        be checked, a row of a segment without a column comes out as NaN.
-      full_heads: [K] bool, may be traced: KV heads whose queries all see past the window.
-      return_lse: also return the log-sum-exp of the logits; softmax only.
-      implementation: one of "tpu", "triton", "xla", "reference", or None for the best here.
+      spec: the window, the sink tokens and the activation; see `AttentionSpec`.
+      alibi_slopes: [H] floating. `slope * (query position - key position)` is added to the logits after the softcap
+        (SWAT, Eq. 4 and 5). Negative slopes favour recent keys. No gradient flows to the slopes.
+      sigmoid_bias: scalar or [H], added to the logits. For sigmoid only.
+      sink_logits: [H], learned logits that enter the softmax denominator only (gpt-oss). For softmax only.
+      q_segment_ids: [B, T] integers, the ids of packed sequences. A segment is one contiguous run of an id. Id 0 is
+        padding: it sees nothing, nothing sees it, and its output is zero.
+      kv_segment_ids: [B, S] integers. None takes q_segment_ids; then T must equal S.
+      q_positions, kv_positions: [B, T] and [B, S] integers. Windows, sink tokens, ALiBi and causality compare them.
+        Position 0 is the first real token of the segment; a negative position is padding. None takes the array index,
+        which restarts with each segment.
+      full_from: [B] or [B, segments] integers. Queries at a position >= full_from of their segment see past the
+        window. Ids 1, 2, ... are columns 0, 1, ...; [B] is for rows of one segment with id 1. Under jit the ids cannot
+        be checked, and a row of a segment without a column comes out as NaN.
+      full_heads: [K] bool, may be traced. All queries of these KV heads see past the window.
+      return_lse: also return the log-sum-exp of the logits. For softmax only.
+      implementation: "tpu", "triton", "xla" or "reference". None takes the best one for this device.
 
     Returns:
-      out [B, T, H, D] in q's dtype; rows that see nothing are zero. With `return_lse` also lse [B, T, H] float32, the
-      natural log of the softmax denominator (sink logits included), -inf in rows that see nothing.
+      out [B, T, H, D] in q's dtype. Rows that see nothing are zero. With `return_lse` also lse [B, T, H] float32: the
+      natural log of the softmax denominator, sink logits included; -inf in rows that see nothing.
 
     Raises:
       ValueError: an argument is wrong or contradicts another; the sentence names it.
@@ -106,22 +106,25 @@ def routed_attention(
     inference: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """SwiAttn's layer: `gate * O_full + (1 - gate) * O_window`, both branches from one pass over the keys.
+    """SwiAttn's layer: `gate * O_full + (1 - gate) * O_window`. One pass over the keys gives both branches.
+
+    All arguments that are not listed here are those of `attention`; `full_from` and `full_heads` widen the window
+    branch.
 
     Args:
-      gate: [B, T] floating, one gate a token (all heads share it); the gradient to it is exact.
-      spec: `spec.window` is the window branch's (with its sink tokens); the full branch is the same without a window.
-      inference: leave rows whose gate is 0 out of the full branch, whose work then shrinks with their share (the rows
-        that remain are gathered into dense blocks). The disagreement of such rows is 0, and the call cannot be
-        differentiated.
-      The rest as in `attention`; `full_from` and `full_heads` widen the window branch.
+      gate: [B, T] floating, one gate for each token, shared by all heads. The gradient to it is exact.
+      spec: `spec.window` and the sink tokens are those of the window branch. The full branch is the same without a
+        window.
+      inference: compute the full branch only for rows whose gate is not 0, gathered into dense blocks. The
+        disagreement of the other rows is then 0, and the call cannot be differentiated.
 
     Returns:
-      out [B, T, H, D] in q's dtype, and the branch disagreement [B, T] float32: the mean over heads and head_dim of
-      (O_full - O_window)^2, the "MSE" of SwiAttn's Eq. 8. Both are differentiable.
+      out [B, T, H, D] in q's dtype, and the disagreement of the branches [B, T] float32: the mean over heads and
+      head_dim of (O_full - O_window)^2, the "MSE" of SwiAttn's Eq. 8. Both can be differentiated.
 
     Raises:
-      As `attention`; also ValueError when `spec.window` is None.
+      ValueError: as in `attention`; also if `spec.window` is None.
+      NotImplementedError: as in `attention`.
     """
     backend = _implementation(implementation, q)
     _check_qkv(q, k, v, ("q", "k", "v"))
@@ -155,23 +158,25 @@ def decode_attention(
 ) -> jax.Array:
     """Attention of the newest tokens of each sequence over its cache, which already holds their keys and values.
 
+    All arguments that are not listed here are those of `attention`.
+
     Args:
-      q: [B, T, H, D], T <= 8: the queries of the last T tokens.
-      k_cache, v_cache: [B, S, K, D] of q's dtype, in any order (a ring, for example).
-      spec: see `AttentionSpec`; must be causal.
-      lengths: [B] integers: tokens in each sequence *with* the T new ones, so query t is at position
-        `lengths - T + t`. A query at a negative position (a sequence shorter than T) sees nothing.
-      starts: [B] integers: no key before this position is seen, sink tokens included; 0 if None.
-      kv_positions: [B, S] integers: the position each cache entry holds; negative marks an empty entry. By default
-        entry j holds position j. Entries at positions >= lengths are not seen.
-      full_from: [B] integers: queries at a position >= full_from see past the window.
-      The rest as in `attention`.
+      q: [B, T, H, D] with T <= 8, the queries of the last T tokens.
+      k_cache, v_cache: [B, S, K, D] of q's dtype, with entries in any order, such as a ring.
+      spec: see `AttentionSpec`. It must be causal.
+      lengths: [B] integers, the number of tokens in each sequence *with* the T new ones. Query t is at position
+        `lengths - T + t`. A query at a negative position (in a sequence shorter than T) sees nothing.
+      starts: [B] integers. No key before this position is seen, not even a sink token. None is 0.
+      kv_positions: [B, S] integers, the position that each cache entry holds; a negative one marks an empty entry.
+        By default entry j holds position j. Entries at positions >= lengths are not seen.
+      full_from: [B] integers. Queries at a position >= full_from see past the window.
 
     Returns:
       out [B, T, H, D] in q's dtype.
 
     Raises:
-      As `attention`.
+      ValueError: as in `attention`; also if T is above 8 or the spec is not causal.
+      NotImplementedError: as in `attention`.
     """
     backend = _implementation(implementation, q)
     _check_qkv(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
@@ -207,15 +212,18 @@ def decode_attention(
 def alibi_slopes(
     num_negative: int, num_positive: int, schedule: Literal["swat", "press", "reference"] = "swat"
 ) -> jax.Array:
-    """ALiBi slopes for `num_negative + num_positive` heads, the negative ones (which favour recent keys) first.
+    """ALiBi slopes for `num_negative + num_positive` heads. The negative ones, which favour recent keys, come first.
+
+    The schedule gives the size of the k-th slope of a direction that has n heads, out of h heads altogether. k counts
+    1, 2, ... in each direction. "swat" is 2^-k (SWAT, Eq. 4, taken literally, also for 12:0; SWAT(-) in the paper's
+    tables is "press"). "press" is 2^(-8k/n) (Press et al., ALiBi, for any n). "reference" is 2^(-8k/h), as in SWAT's
+    published code. That code has one direction only, where n = h and the result equals "press"; for two directions
+    our reading keeps h in the exponent. The signs are ours throughout.
 
     Args:
-      num_negative, num_positive: heads in each direction; k counts 1, 2, ... in each.
-      schedule: the size of the k-th slope of a direction of n heads, out of h heads altogether:
-        "swat": 2^-k (SWAT, Eq. 4). Literal, also for 12:0; SWAT(-) as in the paper's tables is "press".
-        "press": 2^(-8k/n) (Press et al., ALiBi, for any n).
-        "reference": 2^(-8k/h), as in SWAT's published code, which has one direction only (n = h, equal to "press"). Our
-          reading for two directions keeps h in the exponent. Signs are ours throughout.
+      num_negative: heads with negative slopes.
+      num_positive: heads with positive slopes.
+      schedule: "swat", "press" or "reference".
 
     Returns:
       [num_negative + num_positive] float32, to be passed as `alibi_slopes` to `attention`.

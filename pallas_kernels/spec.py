@@ -34,16 +34,16 @@ NEVER = np.iinfo(np.int32).max  # a `full_from` that no position reaches
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """The static part of an attention call; hashable, so it can be a jit-static argument.
+    """What is fixed in an attention call. It can be hashed, and so it can be a static argument of a jitted function.
 
     Attributes:
-      window: number of visible keys counting the query's own, key j being visible to query i iff
-        `i - window < j <= i`; None is full attention. Without `causal` the window reaches as far to the right.
-      num_sink_tokens: the first keys of each segment that stay visible beside the window (SWAA's "keep first").
-      activation: "softmax", or "sigmoid" (SWAT, Eq. 5: no normaliser).
-      logit_softcap: c in `c * tanh(logits / c)`, applied to the scaled logits before any bias; None for no cap.
-      scale: factor on q.k; None is 1 / sqrt(head_dim).
-      causal: whether a query is blind to keys after its own.
+      window: the number of visible keys, the query's own included: query i sees key j if `i - window < j <= i`. None
+        is full attention. If `causal` is False, the window reaches as far to the right.
+      num_sink_tokens: how many first keys of each segment stay visible beside the window (SWAA's "keep first").
+      activation: "softmax", or "sigmoid" (SWAT, Eq. 5), which has no normaliser.
+      logit_softcap: c in `c * tanh(logits / c)`, applied to the scaled logits before any bias. None is no cap.
+      scale: the factor on q.k. None is 1 / sqrt(head_dim).
+      causal: whether keys after the query's own are hidden from it.
 
     Raises:
       ArgumentError: a field is out of its range; the sentence names it.
@@ -84,9 +84,9 @@ class AttentionSpec:
         kv_positions: jax.Array | None = None,
         full_from: jax.Array | None = None,
     ) -> jax.Array:
-        """The dense boolean mask, True where visible: [B, T, S], or [1, T, S] when nothing differs by row.
+        """The dense mask, bool [B, T, S], True where a key is visible; [1, T, S] if all rows agree.
 
-        The keyword arguments are those of `pallas_kernels.attention`. A full head's mask is that of
+        The keyword arguments are those of `pallas_kernels.attention`. The mask of a full head is that of
         `dataclasses.replace(spec, window=None)`.
         """
         where = coordinates(
@@ -213,9 +213,9 @@ def _positions(length: int, positions, segment_ids) -> jax.Array:
 
 
 def segment_positions(segment_ids) -> jax.Array:
-    """Position of each token in its own segment: the index since the last change of id. [B, T] int -> [B, T] int32.
+    """The position of each token in its own segment, counted from 0: [B, T] integers -> [B, T] int32.
 
-    A segment is one contiguous run of an id. Padding (id 0) is numbered the same way.
+    A segment is one contiguous run of an id. Padding (id 0) is numbered in the same way.
     """
     segment_ids = jnp.asarray(segment_ids)
     index = jnp.arange(segment_ids.shape[-1], dtype=jnp.int32)

@@ -21,6 +21,18 @@ class NotFiniteError(UserError, FloatingPointError):
     """A training whose loss or gradient is no longer a number."""
 
 
+def not_installed(need: str, *, extra: str) -> ConfigError:
+    """The error of an optional package that is missing.
+
+    Args:
+      need: who needs which package, such as "--harness needs lm-evaluation-harness".
+      extra: the extra of pyproject.toml that brings the package.
+    """
+    return ConfigError(
+        f"{need}, which is not installed: run pip install -e '.[{extra}]' in the folder of the swa-jax repository"
+    )
+
+
 _FULL_DISK = ("No space left on device", "Disk quota exceeded")
 
 

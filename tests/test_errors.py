@@ -2,8 +2,10 @@
 
 import errno
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import jax
@@ -20,7 +22,7 @@ from swa_jax.data.lessons import Needles
 from swa_jax.data.sources import SourceConfig
 from swa_jax.data.tokenize import tokenize
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer, train_byte_bpe
-from swa_jax.errors import CheckpointError, ConfigError, NotFiniteError, UserError, sentence
+from swa_jax.errors import CheckpointError, ConfigError, NotFiniteError, UserError, not_installed, sentence
 from swa_jax.evaluate import Example, needle_examples, perplexity
 from swa_jax.evaluate.generated_answers import generate_answers
 from swa_jax.evaluate.longbench_metrics import retrieval
@@ -194,3 +196,17 @@ def test_files_that_are_no_json_are_named(tmp_path, read, words):
     with pytest.raises(ConfigError, match=words) as caught:
         read(tmp_path)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_advice_to_install_works_from_a_clone():
+    """The project is on no index: what is advised is an extra of this repository, and one that there is."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    text = "".join(file.read_text() for file in ROOT.glob("swa_jax/**/*.py"))
+    assert "install 'swa-jax" not in text
+    asked = re.findall(r"""not_installed\([^)]*extra="(\w+)"\)""", text)
+    assert sorted(asked) == ["data", "eval", "logging", "nomad"]
+    assert set(asked) <= set(extras)
+    assert str(not_installed("--harness needs lm-eval", extra="eval")) == (
+        "--harness needs lm-eval, which is not installed: run pip install -e '.[eval]' in the folder of the "
+        "swa-jax repository"
+    )

@@ -14,7 +14,7 @@ import numpy as np
 
 from swa_jax.data.sources import RECORDS
 from swa_jax.data.tokenizer import PROBE, Tokenizer
-from swa_jax.errors import ConfigError
+from swa_jax.errors import ConfigError, not_installed
 from swa_jax.files import sum_of_json
 from swa_jax.settings import nearest
 
@@ -162,7 +162,7 @@ def _array_record(file: Path, fields: Mapping[str, str]) -> Iterator[list[str]]:
 
 
 def _parquet(file: Path, fields: Mapping[str, str]) -> Iterator[list[str]]:
-    parquet = _optional("pyarrow.parquet", f"reading {file}", "pyarrow", "swa-jax[data]")
+    parquet = _optional("pyarrow.parquet", not_installed(f"reading {file} needs pyarrow", extra="data"))
     try:
         table = parquet.ParquetFile(file, page_checksum_verification=True)
         _check_fields(table.schema_arrow.names, fields, str(file))
@@ -178,7 +178,8 @@ def _parquet(file: Path, fields: Mapping[str, str]) -> Iterator[list[str]]:
 
 
 def _huggingface(folder: Path, fields: Mapping[str, str], split: str) -> Iterator[list[str]]:
-    datasets = _optional("datasets", f"reading {folder}", "datasets", "datasets")
+    need = f"reading {folder} needs datasets, which is not installed: run pip install datasets"
+    datasets = _optional("datasets", ConfigError(need))
     if (folder / "dataset_dict.json").exists():
         splits = datasets.load_from_disk(str(folder))
         if split not in splits:
@@ -227,11 +228,11 @@ def _record(file: Path, number: int) -> str:
     return f"{file}, {'line' if file.suffix == '.jsonl' else 'record'} {number}"
 
 
-def _optional(module: str, what: str, package: str, install: str) -> Any:
+def _optional(module: str, missing: ConfigError) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
-        raise ConfigError(f"{what} needs {package}: pip install '{install}'") from None
+        raise missing from None
 
 
 def _first_line(error: BaseException) -> str:

@@ -17,8 +17,8 @@ from swa_jax.errors import ConfigError
 class Example:
     """A prompt with its gold answer, both as token ids.
 
-    `answer` follows `prompt` directly. The first answer query, the one `full_from` names, sits at
-    position `len(prompt)`. `references` are the strings a generated answer must contain.
+    `answer` follows `prompt` directly. The first query of the answer, which `full_from` names, is at position
+    `len(prompt)`. `references` are the strings that a generated answer must contain.
     """
 
     prompt: list[int]
@@ -36,11 +36,12 @@ def prompt_examples(
     min_answer: int = 1,
     seed: int = 0,
 ) -> list[Example]:
-    """Prompts and their answers from records with these two fields, drawn by `seed`; nothing is cut.
+    """Examples from records with the fields `prompt` and `answer`, drawn by `seed`. Nothing is cut.
 
     Args:
-      file: `.jsonl`, `.parquet` or `.array_record`; a record has the texts `prompt` and `answer`.
-      length: tokens of prompt and answer together at most; min_answer: tokens of an answer at least.
+      file: a `.jsonl`, `.parquet` or `.array_record` file.
+      length: prompt and answer together have at most so many tokens.
+      min_answer: an answer has at least so many tokens.
 
     Raises:
       ConfigError: the file cannot be read, lacks a field, or has fewer than `num_examples` such records.

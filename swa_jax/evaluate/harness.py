@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from swa_jax.data.tokenizer import Tokenizer
-from swa_jax.errors import ConfigError
+from swa_jax.errors import ConfigError, not_installed
 from swa_jax.estimates import interval_of_score
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
@@ -25,7 +25,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "lm_eval":
         raise
-    raise ConfigError("lm-evaluation-harness is not installed: pip install 'swa-jax[eval]'") from None
+    raise not_installed("--harness needs lm-evaluation-harness", extra="eval") from None
 
 
 class Request(Protocol):

@@ -50,16 +50,16 @@ def needle_examples(
 ) -> list[Example]:
     """Needle examples whose prompt and answer together have exactly `length` tokens.
 
-    The target needle starts at prompt token `round(depth * len(prompt))`, or just before the question where that
-    would leave it no room; `meta["needle_start"]` holds the place it got. The other `num_keys - 1` needles carry
-    other keys and lie anywhere; haystack gives way to them, so the target stays put.
+    The target needle starts at prompt token `round(depth * len(prompt))`, or just before the question if there is no
+    room for it otherwise; `meta["needle_start"]` holds its place. The other `num_keys - 1` needles have other keys and
+    lie anywhere. They take the place of haystack, so that the target does not move.
 
     Args:
-      depths: where the target lies, as a fraction of the prompt: None draws it from [0, 1], a tuple `(low, high)`
-        from that range, and any other sequence is used in turn (example i has `depths[i % len(depths)]`).
-      haystack: a `Haystack`, or what makes one: a text, the paths of text files, or None for the held-out
-        files of the standard library. Each example reads from its own drawn places.
-      seed: of a NumPy generator; equal arguments give equal examples.
+      depths: where the target lies, as a fraction of the prompt. None draws it from [0, 1], a tuple `(low, high)` draws
+        it from that range, and any other sequence is used in turn (example i has `depths[i % len(depths)]`).
+      haystack: a `Haystack`, a text, or the paths of text files. None is the held-out files of the standard library.
+        Each example reads from places that are drawn for it.
+      seed: the seed of a NumPy generator. Equal arguments give equal examples.
 
     Raises:
       ConfigError: a length too small for needles, question and answer, or a depth outside [0, 1].

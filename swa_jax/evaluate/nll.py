@@ -45,11 +45,11 @@ def answer_nll(
 ) -> np.ndarray:
     """Mean negative log-likelihood of each example's answer tokens given its prompt: [N] float64, nats a token.
 
-    Prompt and answer go through the model in one pass. Under full-attention decode the query *at* the first answer
-    label is the first that sees everything; the one before, which predicts that label, is still a prompt query.
+    Prompt and answer go through the model in one pass. Under full-attention decode, the query *at* the first answer
+    token is the first that sees everything. The query before it, which predicts that token, is still a prompt query.
 
     Args:
-      full_attention_decode: None takes the model's pattern's.
+      full_attention_decode: None takes that of the model's pattern.
 
     Raises:
       ConfigError: no examples, or one whose prompt or answer is empty.
@@ -68,7 +68,9 @@ def score_answers(
     pattern: AttentionPattern | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> AnswerScores:
-    """As `answer_nll`, and whether greedy decoding would give the answer; under `pattern` if given, else the model's.
+    """The same as `answer_nll`, and also whether greedy decoding would give the answer.
+
+    The model runs under `pattern` if it is given, or else under its own pattern.
 
     Patterns of full and windowed layers with the same window and sink tokens share one compilation for each padded
     length, and so do those with per-head layers: the layer map, the heads and the boundary of full-attention decode
@@ -235,10 +237,10 @@ def perplexity(
 ) -> Perplexity:
     """Perplexity of one text; every token but the first is scored exactly once.
 
-    The attention window is the pattern's (`model.with_pattern` sets another one than the model was trained with);
-    `context` is how much text one pass sees. The text is cut into passes of `context` tokens that start every `stride`
-    tokens. `stride=None` is chunked: passes do not overlap and their first tokens have little context. A smaller stride
-    slides: each pass scores only what those before it have not, with at least `context - stride` tokens before it.
+    The attention window is that of the model's pattern; `model.with_pattern` sets another one. `context` is how much
+    text one pass sees. The text is cut into passes of `context` tokens that start every `stride` tokens. With
+    `stride=None` the passes do not overlap, and their first tokens have little context. With a smaller stride each
+    pass scores only what those before it have not scored, with at least `context - stride` tokens before it.
 
     Args:
       tokens: the text, at least 2 token ids.

@@ -91,11 +91,11 @@ def ruler_examples(
     wrap: str = "{prompt}",
     seed: int = 0,
 ) -> list[Example]:
-    """Examples of one task, each prompt with `max_new_tokens` within 1 % below `length` tokens.
+    """Examples of one RULER task. A prompt and `max_new_tokens` together are at most 1 % below `length` tokens.
 
     The prompt ends with RULER's answer prefix ("... mentioned in the provided text is"). `references` are the values
-    to be found; `answer` is what a perfect model would write, for answer NLL. `meta["depth"]` is where the first of
-    the needles asked for lies, as a share of the haystack's sentences, `meta["needle_start"]` its first token.
+    to be found; `answer` is what a perfect model would write, for the answer NLL. `meta["depth"]` is the place of the
+    first needle that is asked for, as a share of the haystack's sentences; `meta["needle_start"]` is its first token.
 
     Args:
       task: a name of `RULER_TASKS`.

@@ -45,10 +45,11 @@ def perplexity_sweep(
     batch_size: int = 16,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[SweepScore]:
-    """Perplexity of one text under every window, cut into sequences of every length; windows outermost.
+    """Perplexity of one text under every window, cut into sequences of every length (SWAT, Table 2).
 
-    Every cell scores the same tokens, all but the text's first, each once; at a longer length a token has more text
-    before it. The windowed layers are the pattern's, whatever it was trained with. Blocks are the same for all cells.
+    The list has all lengths of the first window, then those of the next. Every cell scores the same tokens: all but the
+    text's first, each once. At a longer length a token has more text before it. The windowed layers are those of the
+    model's pattern. The blocks of the bootstrap are the same for all cells.
 
     Args:
       tokens: the text's ids, more than the greatest length.

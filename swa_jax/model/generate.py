@@ -37,19 +37,24 @@ def generate(
     seed: int = 0,
     max_length: int | None = None,
 ) -> list[list[int]]:
-    """Continue each prompt; the new tokens only, without the stop token that ended them.
+    """Continue each prompt. Returns only the new tokens, without the stop token that ended them.
 
-    A prompt's continuation does not depend on what else is in the batch: greedy or sampled, it is the one that the
-    prompt alone would get (up to rounding in the logits). Equal prompts in a batch draw different samples.
+    The continuation of a prompt does not depend on the other prompts of the batch. Greedy or sampled, it is the one
+    that the prompt alone would get, up to rounding in the logits. Equal prompts in a batch draw different samples.
 
     Args:
-      prompts: token ids, at least one a prompt; lengths may differ.
-      temperature: 0 takes the likeliest token; else logits are divided by it and sampled.
-      top_k: sample among the k likeliest tokens only.
+      model: the decoder, with its pattern.
+      prompts: lists of token ids, each with at least one id. Their lengths may differ.
+      max_new_tokens: at most so many tokens are added to each prompt.
+      temperature: 0 takes the likeliest token. Otherwise logits are divided by it and a token is sampled.
+      top_k: sample only among the k likeliest tokens.
       top_p: sample among the fewest likeliest tokens whose probabilities (after temperature and top_k) reach p.
       stop_tokens: ids that end a sequence.
-      seed: of the samples.
-      max_length: the caches' T_max in tokens; by default the longest prompt and `max_new_tokens`, rounded up.
+      seed: the seed of the samples.
+      max_length: how many tokens the caches can hold. None takes the longest prompt and `max_new_tokens`, rounded up.
+
+    Returns:
+      A list of new token ids for each prompt.
 
     Raises:
       ConfigError: an argument is out of its range; the sentence names it.

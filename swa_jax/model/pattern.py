@@ -26,15 +26,17 @@ VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class AttentionPattern:
-    """How each of L layers attends.
+    """How each of a model's L layers attends, and inside a layer each KV head.
 
     Attributes:
-      layer_types: L names out of `LAYER_TYPES` (the first two are Hugging Face's).
-      sliding_window: visible keys of a windowed query, its own included; None only if every layer is full.
-      num_sink_tokens: first keys of a segment that stay visible beside the window.
-      full_attention_decode: answer queries see everything (SWAA); the boundary is data, `full_from`.
-      full_kv_heads: for each layer the KV heads that stay full; used by `head_hybrid_attention` layers, () elsewhere.
-      provenance: how the pattern came about: method, data, scores, seed. Not part of equality.
+      layer_types: L names, each one of `swa_jax.model.layer_types.LAYER_TYPES`.
+      sliding_window: the visible keys of a windowed query, its own included. None only if every layer is full.
+      num_sink_tokens: how many first keys of a segment stay visible beside the window.
+      full_attention_decode: whether the queries of the answer see everything (SWAA). Where the answer begins is data:
+        `full_from`.
+      full_kv_heads: for each layer the KV heads (from 0) that stay full. Layers of the type `head_hybrid_attention`
+        name some; all others have ().
+      provenance: how the pattern came about: method, data, scores, seed. Equality ignores it.
     """
 
     layer_types: tuple[str, ...]
@@ -139,7 +141,7 @@ class AttentionPattern:
     # ---- JSON ----
 
     def to_json(self, file: str | Path | None = None) -> str:
-        """The pattern as JSON text, also written to `file` (atomically) when given."""
+        """The pattern as JSON text. If `file` is given, the text is also written there, whole or not at all."""
         data = dataclasses.asdict(self) | {"version": VERSION}
         text = json.dumps(data, indent=2, default=_plain) + "\n"
         if file is not None:
@@ -177,7 +179,19 @@ class AttentionPattern:
         full_attention_decode: bool | None = None,
         seed: int = 0,
     ) -> AttentionPattern:
-        """A named pattern; see `swa_jax.model.recipes` for the names."""
+        """The pattern that a recipe stands for in a model of that many layers.
+
+        Args:
+          recipe: such as "interleave-1-in-4+fa-decode"; `swa_jax.model.recipes` lists all.
+          num_layers: the number of layers, or a `ModelConfig`.
+          sliding_window: None is 2048, unless every layer is full.
+          num_sink_tokens: None is what the recipe says.
+          full_attention_decode: None is what the recipe says.
+          seed: for the recipes that draw layers.
+
+        Raises:
+          ConfigError: an unknown recipe, or a number out of its range.
+        """
         layers = num_layers.num_hidden_layers if isinstance(num_layers, ModelConfig) else num_layers
         layers = _integer("num_layers", layers)
         if layers < 1:

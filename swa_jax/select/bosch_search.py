@@ -66,17 +66,19 @@ def bosch(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Selection:
-    """Window ceil(ratio * L * K) KV heads where that costs the answers least.
+    """Choose the ceil(ratio * L * K) KV heads whose windowing costs the answers least (BOSCH, Algorithms 1 to 3).
 
     Args:
-      ratio: the paper's rho, the share of windowed heads.
-      variant: all three stages; or an ablation: "single" is Stage 1's mask, "multi" that of Stage 1 over groups of
-        `group_layers` layers, "layer" searches whole layers in one run. Their counts are rounded up in each layer,
-        group, or in the number of layers.
-      iterations: kappa, the candidates a layer of each subproblem; all are tried where there are no more.
-      group_layers: layers searched together in Stage 3, at most.
-      gamma: headroom above the original in Eq. 2.
-      progress: called with (candidates looked at, candidates expected).
+      evaluate: scores a mask.
+      ratio: the share of windowed heads, the paper's rho.
+      variant: "bosch" has all three stages. The others are ablations: "single" is the mask of Stage 1, "multi" that of
+        Stage 1 over groups of `group_layers` layers, "layer" searches whole layers in one run. Their counts are
+        rounded up in each layer, in each group, or in the number of layers.
+      iterations: how many candidates are tried for each layer of a subproblem, the paper's kappa. Where there are no
+        more than that, all are tried.
+      group_layers: how many layers Stage 3 searches together, at most.
+      gamma: the headroom above the original score in Eq. 2.
+      progress: called with (candidates tried, candidates expected).
 
     Raises:
       ConfigError: a ratio outside [0, 1]; `b <= a` in Eq. 2, where the needles cannot tell full attention from
@@ -226,7 +228,7 @@ def bosch_pattern(
     seed: int = 0,
     data: str = "",
 ) -> AttentionPattern:
-    """The pattern of a selection; its provenance has the scores, and what the search was told and what it cost."""
+    """The pattern of a selection. Its provenance has the scores, the settings of the search and what it cost."""
 
     def listed(values: np.ndarray | None) -> list | None:
         return None if values is None else values.tolist()

@@ -35,14 +35,13 @@ class Score(NamedTuple):
 
 
 class MaskEvaluator:
-    """`evaluator(full [L, K] bool) -> Score`, by a teacher-forced pass over the examples; repeated masks cost nothing.
-
-    With `file`, the scores are kept there and an interrupted search, started again, finds them.
+    """`evaluator(full [L, K] bool) -> Score`: a teacher-forced pass over the examples. A repeated mask costs nothing.
 
     Args:
-      sliding_window, num_sink_tokens: of the windowed heads; None takes the model's pattern's.
-      file: a JSON file, written atomically every few seconds and by `save`.
-      weights: with `file`, the sum of the weights, as in `content_key`; None sums the model's arrays.
+      sliding_window, num_sink_tokens: those of the windowed heads; None takes those of the model's pattern.
+      file: a JSON file that keeps the scores, written every few seconds and by `save`. An interrupted search that is
+        started again finds them there.
+      weights: with `file`, the sum of the weights, as in `content_key`. None computes it from the model's arrays.
 
     Raises:
       ConfigError: no window; no examples, or one with an empty prompt or answer; or `file` holds scores of other
@@ -85,7 +84,7 @@ class MaskEvaluator:
 
     @property
     def num_evaluations(self) -> int:
-        """Different masks scored, those found in the file included."""
+        """How many different masks have a score, those found in the file included."""
         return len(self._scores)
 
     @property
@@ -106,7 +105,7 @@ class MaskEvaluator:
         self._file.save()
 
     def answers(self, full: np.ndarray) -> AnswerScores:
-        """What the pass says of each example; not kept."""
+        """The scores of every single example under a mask. They are not written to the file."""
         heads = tuple(tuple(np.flatnonzero(row).tolist()) for row in full)
         pattern = AttentionPattern(self._pattern.layer_types, self.sliding_window, full_kv_heads=heads)
         plan = layer_plan(pattern, self._config, (HYBRID,))

@@ -57,17 +57,17 @@ def lazy_ratios(
     batch_size: int = 8,
     progress: Callable[[int, int], None] | None = None,
 ) -> LazyRatios:
-    """The lazy ratio of every layer; one pass under full attention. Of the examples only the prompts count.
+    """The lazy ratio of every layer, from one pass under full attention. Only the prompts of the examples are used.
 
     Args:
-      last_queries: of the prompt; all of a shorter one.
-      num_sink_tokens: first keys of the prompt that count as near.
-      recent_keys: keys up to the query's own, which is one of them.
+      last_queries: how many last queries of a prompt are looked at; all of a shorter prompt.
+      num_sink_tokens: how many first keys of the prompt count as near.
+      recent_keys: how many keys up to the query's own count as near, its own included.
       progress: called with (batches done, batches in all).
 
     Raises:
-      ConfigError: a number out of range, or a model whose attention is not softmax.
-      ConfigError: no examples, or one with an empty prompt or answer.
+      ConfigError: a number out of range; a model whose attention is not softmax; no examples, or one with an empty
+        prompt or answer.
     """
     for name, value, least in (
         ("last_queries", last_queries, 1),
@@ -125,12 +125,14 @@ def light_transfer_pattern(
     data: str = "",
     seed: int | None = None,
 ) -> AttentionPattern:
-    """The pattern with the least lazy layers full; between equals the lower layer stays full.
+    """The pattern in which the least lazy layers are full. Between equals the lower layer stays full.
 
     Args:
-      budget: full layers; or `one_in_n`: one layer in n, at least 1.
-      sliding_window, num_sink_tokens: of the windowed layers; None is what the ratios count as near.
-      data, seed: what the examples were and how they were drawn, for the pattern's provenance.
+      budget: how many layers stay full. Give this or `one_in_n`.
+      one_in_n: one layer in n stays full, at least one.
+      sliding_window, num_sink_tokens: those of the windowed layers; None is what the ratios count as near.
+      data: what the examples were, for the pattern's provenance.
+      seed: how they were drawn, for the pattern's provenance.
 
     Raises:
       ConfigError: not exactly one of `budget` and `one_in_n`, or a budget the model cannot meet.

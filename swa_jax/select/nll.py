@@ -78,7 +78,8 @@ def nll_scores(
 ) -> np.ndarray:
     """delta_l = L_ans(all windowed) - L_ans(all windowed but layer l): [L] float64; larger = needs full attention more.
 
-    Options, costs and errors as in `LayerScorer`.
+    L_ans is the mean NLL of the answers' tokens (NLL-guided selection, Eq. 1). Options, costs and errors are those of
+    `LayerScorer`.
     """
     return nll_deltas(model, examples, progress=progress, **options).mean
 
@@ -90,7 +91,7 @@ def nll_deltas(
     progress: Progress | None = None,
     **options: Unpack[Options],
 ) -> NLLScores:
-    """As `nll_scores`, with the deltas of every example."""
+    """The same as `nll_scores`, but with the deltas of every example and their intervals."""
     return LayerScorer(model, examples, **options)(progress=progress)
 
 
@@ -102,10 +103,10 @@ def nll_greedy(
     progress: Progress | None = None,
     **options: Unpack[Options],
 ) -> list[NLLScores]:
-    """One round of scores for each of `budget` layers, the best one of every round being full in the next.
+    """`budget` rounds of scores. The best layer of each round is full in the next ones.
 
-    `best_layer(round)` is the layer of each; `greedy_pattern` makes a pattern of all. Options and errors as in
-    `LayerScorer`; costs about `budget` times as much as scoring once.
+    `best_layer(round)` is the layer that a round chose. `greedy_pattern` makes a pattern of all rounds. Options and
+    errors are those of `LayerScorer`. It costs about `budget` times as much as scoring once.
 
     Raises `ConfigError` also if the budget is not between 1 and the number of layers.
     """
@@ -113,22 +114,23 @@ def nll_greedy(
 
 
 class LayerScorer:
-    """`scorer(full_layers) -> NLLScores`: what making each further layer full saves, `full_layers` being full.
+    """`scorer(full_layers) -> NLLScores`: with `full_layers` full, what does making one further layer full save?
 
-    An example whose prompt the window holds entirely (`len(prompt) <= sliding_window + num_sink_tokens`; without
-    full-attention decode, prompt and answer) has deltas of exactly 0.
+    An example has deltas of exactly 0 if the window holds its whole prompt (`len(prompt) <= sliding_window +
+    num_sink_tokens`; without full-attention decode, prompt and answer together).
 
     Args:
-      sliding_window, num_sink_tokens: None takes the model's pattern's.
-      full_attention_decode: the paper's setting. Under it a layer that only *answer* queries need for looking far
-        back scores nothing, as they see everything anyway; score with False for a pattern that will run without.
-      reuse: start from the activations below the layer that is made full, (L + 3) / (2 (L + 1)) of the layer
-        evaluations of L + 1 whole passes; False makes those passes. The results are the same up to rounding.
-      toggles_at_once: with `reuse`, layers made full side by side in one batch of that many times `batch_size` rows.
-        The layers' inputs in memory are as many and one more, and twice that while they are put together.
-      partition: a mesh to lay weights and examples out on; rows of a batch and tokens are rounded up to what divides.
-      file: a JSON file that keeps the scores of finished batches, so that an interrupted selection goes on.
-      weights: with `file`, the sum of the weights, as in `content_key`; None sums the model's arrays.
+      sliding_window, num_sink_tokens: None takes those of the model's pattern.
+      full_attention_decode: True is the paper's setting. A layer that only *answer* queries need for looking far back
+        then scores nothing, because they see everything anyway. Take False for a pattern that will run without it.
+      reuse: start from the activations below the layer that is made full. This takes (L + 3) / (2 (L + 1)) of the
+        layer evaluations of L + 1 whole passes, which False makes. The results are the same up to rounding.
+      toggles_at_once: with `reuse`, how many layers are made full side by side, in one batch of that many times
+        `batch_size` rows. That many layer inputs and one more are in memory, and twice that while they are put
+        together.
+      partition: the mesh on which weights and examples lie. Rows and tokens are rounded up to sizes that divide.
+      file: a JSON file that keeps the scores of finished batches. An interrupted selection continues from it.
+      weights: with `file`, the sum of the weights, as in `content_key`. None computes it from the model's arrays.
 
     Raises:
       ConfigError: no window, neither given nor in the model's pattern; `toggles_at_once` below 1; no examples, or one
@@ -337,9 +339,11 @@ def nll_pattern(
     """The pattern with the best layers full and the others windowed as they were when scored.
 
     Args:
-      budget: full layers; or `one_in_n`: one layer in n, at least 1.
-      full_attention_decode: of the pattern; None is as scored.
-      data, seed: what the examples were and how they were drawn, for the pattern's provenance.
+      budget: how many layers stay full. Give this or `one_in_n`.
+      one_in_n: one layer in n stays full, at least one.
+      full_attention_decode: whether the pattern has it; None is as it was scored.
+      data: what the examples were, for the pattern's provenance.
+      seed: how they were drawn, for the pattern's provenance.
 
     Raises:
       ConfigError: not exactly one of `budget` and `one_in_n`, or a budget the model cannot meet.
@@ -356,7 +360,7 @@ def greedy_pattern(
     data: str = "",
     seed: int | None = None,
 ) -> AttentionPattern:
-    """The pattern of `nll_greedy`'s rounds, one full layer each; the other arguments as in `nll_pattern`.
+    """The pattern of `nll_greedy`'s rounds: one full layer for each. The other arguments are those of `nll_pattern`.
 
     `provenance["scores"]` is each layer's score in the first round, `["rounds"]` the layer and the scores of all.
     """

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from swa_jax.errors import ConfigError
+from swa_jax.errors import not_installed
 from swa_jax.select.evaluator import Score
 
 Optimizer = Literal["one-plus-one", "nomad"]
@@ -168,7 +168,4 @@ def require_nomad() -> Any:
     try:
         return importlib.import_module("PyNomad")
     except ImportError:
-        raise ConfigError(
-            "the optimizer nomad needs PyNomadBBO, which is not installed: pip install 'swa-jax[nomad]', "
-            "or leave the optimizer at one-plus-one"
-        ) from None
+        raise not_installed("the optimizer nomad needs PyNomadBBO", extra="nomad") from None

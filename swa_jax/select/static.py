@@ -73,16 +73,19 @@ def static_scores(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> np.ndarray:
-    """The score of every KV head under full attention: [L, K] float64; `LARGER_IS_LOCAL` says which way it points.
+    """The score of every KV head under full attention (BOSCH, Section B.3): [L, K] float64.
+
+    `LARGER_IS_LOCAL[method]` says whether a larger score means a more local head.
 
     Args:
-      examples: prompts with answers; RAZOR takes only their length and the model's vocabulary.
-      seed: of RAZOR's random tokens.
+      examples: prompts with answers. RAZOR uses only their length and the model's vocabulary.
+      method: "dcam", "apl", "proxy", "qada", "razor" or "fisher".
+      seed: the seed of RAZOR's random tokens.
       progress: called with (batches done, batches in all).
 
     Raises:
-      ConfigError: a model whose attention is not softmax: the scores are not defined for it.
-      ConfigError: no examples, or one with an empty prompt or answer.
+      ConfigError: a model whose attention is not softmax, for which the scores are not defined; no examples, or one
+        with an empty prompt or answer.
     """
     config = model.config
     check_softmax(config, f"{method} scores heads")

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from swa_jax.errors import CheckpointError, ConfigError
+from swa_jax.errors import CheckpointError, not_installed
 from swa_jax.files import write_bytes
 from swa_jax.train.config import LogConfig
 from swa_jax.train.worker import check_lease
@@ -186,7 +186,7 @@ def _optional(module: str, key: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise ConfigError(f"'{key}' needs the package {module}: pip install 'swa-jax[logging]'") from None
+        raise not_installed(f"'{key}' needs the package {module}", extra="logging") from None
 
 
 def _plain(value: jax.Array) -> float | list[float]:

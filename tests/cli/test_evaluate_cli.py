@@ -323,5 +323,6 @@ def test_routing_on_the_command_line(checkpoint, text, tmp_path):
 )
 def test_a_missing_harness_is_one_sentence(checkpoint):
     assert fails(checkpoint, "--harness", "any") == (
-        "lm-evaluation-harness is not installed: pip install 'swa-jax[eval]'"
+        "--harness needs lm-evaluation-harness, which is not installed: run pip install -e '.[eval]' in the folder "
+        "of the swa-jax repository"
     )

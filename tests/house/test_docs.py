@@ -1,12 +1,21 @@
-"""Links in the Markdown files lead to files and headings that exist."""
+"""Links in Markdown files lead to files and headings that exist; pages are on the site and say whom they are for."""
 
 import re
+import runpy
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import typer
+
+from swa_jax.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("swa_jax/**/*.md")])
+PAGES = sorted(ROOT.glob("docs/*.md"))
+UsageError = typer.BadParameter.__base__  # of the click that typer has inside
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -15,6 +24,43 @@ def anchors(file: Path) -> set[str]:
     text = re.sub(r"(?ms)^```.*?^```", "", file.read_text())
     titles = re.findall(r"(?m)^#+ (.+)$", text)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """The words of each `swa-jax` command in a page's shell blocks; 1 stands for what a shell would put in."""
+    found = []
+    for block in re.findall(r"(?m)^ *```sh\n([\s\S]*?)^ *```", text):
+        block = re.sub(r"\$\(printf .*?\)", "", block.replace("\\\n", " "))  # options, made by a loop
+        block = re.sub(r"\$\(.*\)|\$\w+", "1", block)
+        found += re.findall(r"(?m)(?:^|do )\s*swa-jax ([^;&|\n]*)", block)
+    return [shlex.split(words, comments=True) for words in found]
+
+
+def parse(words: list[str]) -> None:
+    """Parse a command as the command line would, and run nothing. Raises `UsageError` where it is refused."""
+    command, context = typer.main.get_command(app), None
+    name, arguments = "swa-jax", words
+    while True:
+        context = command.make_context(name, list(arguments), parent=context)
+        if not hasattr(command, "resolve_command"):
+            return
+        name, command, arguments = command.resolve_command(context, [*context._protected_args, *context.args])
+
+
+def first_lines_problem(text: str) -> str | None:
+    """What is wrong with the beginning of a page, or None.
+
+    After the title comes one paragraph in italics: for whom the page is, and what they can do or know after it.
+    """
+    match = re.match(r"# [^\n]+\n\n\*([^*]+)\*\n\n", text)
+    if match is None:
+        return "the title is not followed by a paragraph in italics"
+    promise = match[1].replace("\n", " ")
+    if not promise.startswith("For "):
+        return "the paragraph in italics does not begin with 'For'"
+    if not re.search(r"(After|On) this page ", promise):
+        return "the paragraph in italics does not say what a reader can do 'After this page' (or finds 'On this page')"
+    return None
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
@@ -27,3 +73,87 @@ def test_links_lead_somewhere(file):
         assert target.exists(), f"{file.name} links to {link}: there is no {target}"
         if anchor:
             assert anchor in anchors(target), f"{file.name} links to {link}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_out_of_the_docs_are_files(page):
+    """The site offers a file outside docs/ as a download or in the repository; it cannot do that with a folder."""
+    for link in LINK.findall(page.read_text()):
+        if link.startswith("../"):
+            assert (page.parent / link).is_file(), f"{page.name} links to {link}, which is no file"
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *PAGES, ROOT / "swa_jax/recall/README.md"], ids=lambda p: p.name
+)
+def test_the_command_line_knows_the_commands(page):
+    for words in commands_of(page.read_text()):
+        if words == ["--help"]:
+            continue
+        try:
+            parse(words)
+        except UsageError as error:
+            pytest.fail(f"{page.name}: swa-jax {shlex.join(words)}: {error.format_message()}")
+
+
+def test_commands_are_found_and_unknown_options_refused():
+    text = "```sh\nfor i in 0; do swa-jax demo \\\n  --out x; done  # more\n```\n"
+    assert commands_of(text) == [["demo", "--out", "x"]]
+    parse(["pattern", "full", "--layers", "4"])
+    for wrong in (["demo", "--outt", "x"], ["select", "nll", "model"], ["nothing"]):
+        with pytest.raises(UsageError):
+            parse(wrong)
+
+
+def test_every_page_is_in_the_table_of_contents():
+    trees = re.findall(r"(?ms)^```\{toctree\}\n(.*?)^```", (ROOT / "docs/index.md").read_text())
+    entries = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    assert sorted(entries) == [page.stem for page in PAGES if page.stem != "index"]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_page_says_whom_it_is_for(page):
+    problem = first_lines_problem(page.read_text())
+    assert problem is None, f"{page.name}: {problem}"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("# Title\n\n*For readers. After this page you know it.*\n\nText", None),
+        ("# Title\n\nText\n", "not followed"),
+        ("# Title\n\n*Readers. After this page you know it.*\n\nText", "begin with 'For'"),
+        ("# Title\n\n*For readers.*\n\nText", "does not say"),
+    ],
+)
+def test_first_lines_problem_is_found(text, problem):
+    found = first_lines_problem(text)
+    assert (found is None) if problem is None else (problem in found)
+
+
+def test_the_picture_of_the_floors_is_that_of_the_table():
+    script = runpy.run_path(str(ROOT / "scripts/draw_floors.py"))
+    floors = script["read_floors"]((ROOT / "docs/architecture.md").read_text())
+    assert len(floors) > 5
+    assert script["PICTURE"].read_text() == script["draw"](floors), "run `python scripts/draw_floors.py`"
+
+
+def test_links_out_of_the_docs_on_the_site(monkeypatch):
+    link_outside = runpy.run_path(str(ROOT / "docs/conf.py"))["link_outside"]
+    page = ["See [a run](../configs/swat-tiny.yaml) and [data](data.md)."]
+    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
+    link_outside(None, "page", downloads := list(page))
+    assert downloads == ["See {download}`a run <../configs/swat-tiny.yaml>` and [data](data.md)."]
+    monkeypatch.setenv("GITHUB_REPOSITORY", "owner/name")
+    link_outside(None, "page", addresses := list(page))
+    assert "(https://github.com/owner/name/blob/main/configs/swat-tiny.yaml)" in addresses[0]
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("sphinx", reason="sphinx comes with the docs extra: make docs")
+    options = ["-W", "--keep-going", "-q", "-b", "html"]
+    command = [sys.executable, "-m", "sphinx", *options, str(ROOT / "docs"), str(tmp_path)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr[-3000:]
+    assert "routed_attention" in (tmp_path / "api.html").read_text()

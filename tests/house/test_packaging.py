@@ -44,7 +44,7 @@ def test_constraints_are_plain_pins():
 
 def test_constraints_cover_everything_an_installation_brings():
     """Walk the installed metadata from our own requirements; whatever is reached must be pinned."""
-    todo = [Requirement(text) for text in PROJECT["dependencies"] + EXTRAS["dev"]]
+    todo = [Requirement(text) for text in PROJECT["dependencies"] + EXTRAS["dev"] + EXTRAS["docs"]]
     seen: set[tuple[str, frozenset[str]]] = set()
     missing = set()
     while todo:

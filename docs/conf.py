@@ -1,0 +1,68 @@
+"""The documentation site: `make docs`. Pages are Markdown (MyST); the API reference is made from the docstrings."""
+
+import importlib
+import importlib.metadata
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+project = "swa-jax"
+author = "The swa-jax authors"
+copyright = author
+release = importlib.metadata.version("swa-jax")
+html_title = f"swa-jax {release}"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+myst_enable_extensions = ["deflist"]
+myst_heading_anchors = 3  # so that page.md#heading works here as it does on GitHub
+
+html_theme = "furo"
+exclude_patterns = ["plans/*"]
+nitpicky = False
+
+# Docstrings quote names in single backticks, and have "Args:", "Returns:" and "Raises:".
+default_role = "code"
+napoleon_numpy_docstring = False
+autodoc_typehints = "none"  # the signature keeps them; the text says shapes and types itself
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True}
+add_module_names = False
+
+PUBLIC = (
+    "pallas_kernels",
+    "swa_jax",
+    "swa_jax.checkpoint",
+    "swa_jax.evaluate",
+    "swa_jax.families",
+    "swa_jax.model",
+    "swa_jax.select",
+    "swa_jax.train",
+)
+
+
+def load_public_names() -> None:
+    """Load what the packages load only when it is asked for: autodoc lists the names that a module has."""
+    for package in map(importlib.import_module, PUBLIC):
+        for name in getattr(package, "__all__", ()):
+            setattr(package, name, getattr(package, name))
+
+
+def link_outside(app: Any, page: str, source: list[str]) -> None:
+    """Links to files outside docs/ go to the repository where its address is known (GitHub's workflows say it).
+
+    Elsewhere they become downloads. The site has no pages for them.
+    """
+    repository = os.environ.get("GITHUB_REPOSITORY")
+    page_of_file = rf"[\1](https://github.com/{repository}/blob/main/\2)"
+    download = r"{download}`\1 <../\2>`"
+    new = page_of_file if repository else download
+    source[0] = re.sub(r"\[([^]]+)\]\(\.\./([^)\s]+)\)", new, source[0])
+
+
+def setup(app: Any) -> None:
+    load_public_names()
+    app.connect("source-read", link_outside)
