@@ -330,8 +330,8 @@ def _launch(static: _Static, scalars, used, q, row_info, kv_pos, k, v) -> jax.Ar
 def _kernel(static: _Static, entries, slots, first_position, first_full, *rest) -> None:
     call, form, heads, rows, block = static.call, static.form, static.heads, static.rows, static.block
     full_heads, rest = (rest[0], rest[1:]) if static.has_full_heads else (None, rest)
-    q_ref, info_ref, pos_ref, k_pool, v_pool, out_ref, k_buffer, v_buffer, *rest = rest
-    acc_ref, decayed_ref, *state, arrived = rest
+    q_ref, info_ref, pos_ref, k_pool, v_pool, out_ref, k_buffer, v_buffer, *scratch = rest
+    acc_ref, decayed_ref, *state, arrived = scratch
     group_of_heads, step = pl.program_id(0), pl.program_id(1)
     shape = (rows, block)
 
@@ -455,7 +455,7 @@ def _kernel(static: _Static, entries, slots, first_position, first_full, *rest) 
             return [(logits(h, q_pos, kv_pos, seen[h]), seen[h]) for h in members]
 
         added = jnp.zeros((rows, acc_ref.shape[1]), jnp.float32)
-        for h, (s, _) in zip(members, score(), strict=True):
+        for h, (s, _seen) in zip(members, score(), strict=True):
             added += jnp.abs(accumulate(h, advance(h, s)))
 
         # Any row will do: a value that is not finite spoils even those that give it no weight.
