@@ -15,8 +15,8 @@ from pallas_kernels import parts
 from pallas_kernels.blocks import table_rows
 from pallas_kernels.gpu import triton as gpu_triton
 from pallas_kernels.gpu.loop_bounds import loop_bounds, tables
-from pallas_kernels.gpu.triton import Heads, Operands, Side, Static, Tile
-from pallas_kernels.spec import AttentionSpec, Coordinates
+from pallas_kernels.gpu.triton import Operands, Side, Static, Tile
+from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _LARGEST_HEAD_DIM = 256
@@ -89,15 +89,11 @@ def attention(
     v: jax.Array,  # [B, S, K, D]
     spec: AttentionSpec,
     where: Coordinates,
-    *,
-    alibi_slopes: jax.Array | None = None,  # [H]
-    sigmoid_bias: jax.Array | None = None,  # [H]
-    sink_logits: jax.Array | None = None,  # [H]
-    full_heads: jax.Array | None = None,  # [K] bool
+    per_head: PerHead,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns out [B, T, H, D] in q's dtype and lse [B, T, H] float32 (None for sigmoid)."""
     static = Static(spec, not gpu_triton.on_gpu(), q.dtype.name)
-    heads = _heads(alibi_slopes, sigmoid_bias, sink_logits, full_heads)
+    heads = _for_kernels(per_head)
     return _flash(static, _tiles(q, k), *parts.vary_alike((q, k, v, heads, where)))
 
 
@@ -108,21 +104,18 @@ def routed_attention(
     gate: jax.Array,  # [B, T]
     spec: AttentionSpec,
     where: Coordinates,
+    per_head: PerHead,
     *,
-    alibi_slopes: jax.Array | None = None,
-    sigmoid_bias: jax.Array | None = None,
-    sink_logits: jax.Array | None = None,
-    full_heads: jax.Array | None = None,
     inference: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns gate * O_full + (1 - gate) * O_window and the branch disagreement [B, T]; see `parts.route`."""
-    heads = _heads(alibi_slopes, sigmoid_bias, None, full_heads)
+    heads = _for_kernels(per_head._replace(sink_logits=None))  # they join afterwards
 
     def part(q, where, outside):
         static = Static(spec, not gpu_triton.on_gpu(), outside=outside)
         return _flash(static, _tiles(q, k), *parts.vary_alike((q, k, v, heads, where)))
 
-    return parts.route(part, q, gate, where, sink_logits, inference=inference)
+    return parts.route(part, q, gate, where, per_head.sink_logits, inference=inference)
 
 
 def decode_attention(
@@ -131,23 +124,21 @@ def decode_attention(
     v_cache: jax.Array,
     spec: AttentionSpec,
     where: Coordinates,
-    *,
-    alibi_slopes: jax.Array | None = None,
-    sigmoid_bias: jax.Array | None = None,
-    sink_logits: jax.Array | None = None,
-    full_heads: jax.Array | None = None,
+    per_head: PerHead,
 ) -> jax.Array:
     """Attention of a few queries over a cache, [B, T, H, D] float32; not differentiable."""
     static = Static(spec, not gpu_triton.on_gpu())
-    heads = _heads(alibi_slopes, sigmoid_bias, None, full_heads)
+    heads = _for_kernels(per_head._replace(sink_logits=None))  # they join afterwards
     tile = _tiles(q, k_cache).decode
     out, lse = _decode(static, tile, *parts.vary_alike((q, k_cache, v_cache, heads, where)))
-    return parts.join_sinks(out, lse, sink_logits)[0]
+    return parts.join_sinks(out, lse, per_head.sink_logits)[0]
 
 
-def _heads(slopes, bias, sinks, full) -> Heads:
-    slopes, bias, sinks = (None if x is None else x.astype(jnp.float32) for x in (slopes, bias, sinks))
-    return Heads(slopes, bias, sinks, None if full is None else full.astype(jnp.int32))
+def _for_kernels(per_head: PerHead) -> PerHead:
+    """All floats in float32, `full_heads` in int32."""
+    full = per_head.full_heads
+    floats = jax.tree.map(lambda x: x.astype(jnp.float32), per_head._replace(full_heads=None))
+    return floats._replace(full_heads=None if full is None else full.astype(jnp.int32))
 
 
 def _tiles(q: jax.Array, k: jax.Array) -> Tiles:
@@ -165,7 +156,7 @@ def _next_power_of_2(n: int) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _flash(static: Static, tiles: Tiles, q, k, v, heads: Heads, where: Coordinates):
+def _flash(static: Static, tiles: Tiles, q, k, v, heads: PerHead, where: Coordinates):
     """The core: out [B, T, H, D] in `static.out_dtype` and lse [B, T, H] float32 (None for sigmoid)."""
     return _flash_fwd(static, tiles, q, k, v, heads, where)[0]
 
@@ -193,8 +184,8 @@ def _flash_bwd(static, tiles, saved, cotangents):
         active |= (delta != 0).any(axis=2)
         # Weights of a row whose cotangents are not finite are NaN; masked tiles take the cotangents as zero.
         lse = jnp.where(sees_any, jnp.where(jnp.isfinite(delta), lse, jnp.nan), 0)
-        if heads.sinks is not None:
-            dsinks = -jnp.where(sees_any, jnp.exp2(heads.sinks * parts.LOG2E - lse) * delta, 0).sum(
+        if heads.sink_logits is not None:
+            dsinks = -jnp.where(sees_any, jnp.exp2(heads.sink_logits * parts.LOG2E - lse) * delta, 0).sum(
                 axis=(0, 1)
             )
         statistics = {"lse": lse, "delta": delta}
@@ -204,13 +195,13 @@ def _flash_bwd(static, tiles, saved, cotangents):
     dq, dbias = gpu_triton.dq(static, tiles.dq, x)
     x = _operands(static, tiles.dkv, q, k, v, heads, where, by_key=True, **gradients)
     dk, dv = gpu_triton.dkv(static, tiles.dkv, x)
-    return dq, dk, dv, Heads(None, None if dbias is None else dbias.sum(axis=(0, 2)), dsinks, None), None
+    return dq, dk, dv, PerHead(None, None if dbias is None else dbias.sum(axis=(0, 2)), dsinks, None), None
 
 
 _flash.defvjp(_flash_fwd, _flash_bwd)
 
 
-def _decode(static: Static, tile: Tile, q, k, v, heads: Heads, where: Coordinates):
+def _decode(static: Static, tile: Tile, q, k, v, heads: PerHead, where: Coordinates):
     """Out [B, T, H, D] float32 and lse [B, T, H] (None for sigmoid); a KV head's queries are one block of rows."""
     batch, length, num_heads, head_dim = q.shape
     kv_heads = k.shape[2]
@@ -234,7 +225,7 @@ def _decode(static: Static, tile: Tile, q, k, v, heads: Heads, where: Coordinate
         x = jnp.moveaxis(x[:, :, :used].reshape(batch, kv_heads, length, group, *x.shape[3:]), 1, 2)
         return x.reshape(batch, length, num_heads, *x.shape[4:])
 
-    heads = heads._replace(slopes=by_row(heads.slopes), bias=by_row(heads.bias))
+    heads = heads._replace(alibi_slopes=by_row(heads.alibi_slopes), sigmoid_bias=by_row(heads.sigmoid_bias))
     queries = {name: getattr(where, name) for name in ("q_pos", "q_order", "full_rows")}
     where = where._replace(**jax.tree.map(lambda x: jnp.repeat(x, group, axis=1), queries))
     x = _operands(static, tile, fold(q), k, v, heads, where)
@@ -264,7 +255,7 @@ def _operands(
     q,
     k,
     v,
-    heads: Heads,
+    heads: PerHead,
     where: Coordinates,
     *,
     by_key=False,
@@ -290,7 +281,7 @@ def _operands(
         Side(where.q_pos, where.q_seg, full),
         Side(where.kv_pos, where.kv_seg),
         heads,
-        _bounds(static, tile, where, heads.full is not None, active, by_key),
+        _bounds(static, tile, where, heads.full_heads is not None, active, by_key),
         dout,
         turned(lse),
         turned(delta),

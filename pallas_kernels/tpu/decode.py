@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.blocks import Tiles, device_kind, on_tpu
 from pallas_kernels.parts import vary_alike
-from pallas_kernels.spec import AttentionSpec, Coordinates, dense_mask, visible
+from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead, dense_mask, visible
 from pallas_kernels.tpu.tiles import (
     LANES,
     LOG2E,
@@ -48,11 +48,7 @@ def decode_attention(
     v_cache: jax.Array,  # [B, S, K, D]
     spec: AttentionSpec,
     where: Coordinates,
-    *,
-    alibi_slopes: jax.Array | None = None,  # [H]
-    sigmoid_bias: jax.Array | None = None,  # [H]
-    sink_logits: jax.Array | None = None,  # [H]
-    full_heads: jax.Array | None = None,  # [K] bool
+    per_head: PerHead,
 ) -> jax.Array:
     """Attention of a few queries over caches, [B, T, H, D] in q's dtype; not differentiable."""
     by_lanes = q.shape[3] % LANES != 0
@@ -60,7 +56,7 @@ def decode_attention(
     slots = jnp.arange(k_cache.shape[2], dtype=jnp.int32)
     form = _Form(by_lanes=by_lanes, batch_first=True)
     caches = k_cache.transpose(axes), v_cache.transpose(axes)
-    return _decode(form, q, *caches, slots, spec, where, alibi_slopes, sigmoid_bias, sink_logits, full_heads)
+    return _decode(form, q, *caches, slots, spec, where, per_head)
 
 
 def decode_pool(
@@ -70,11 +66,8 @@ def decode_pool(
     slots: jax.Array,  # [K]
     spec: AttentionSpec,
     where: Coordinates,
+    per_head: PerHead,
     *,
-    alibi_slopes: jax.Array | None = None,
-    sigmoid_bias: jax.Array | None = None,
-    sink_logits: jax.Array | None = None,
-    full_heads: jax.Array | None = None,
     scattered: bool = False,
 ) -> jax.Array:
     """`decode_attention` over pools of caches, KV head h being row `slots[h]` of them. They are read in place.
@@ -87,9 +80,7 @@ def decode_pool(
     if by_lanes:
         k_pool, v_pool = k_pool.swapaxes(2, 3), v_pool.swapaxes(2, 3)
     form = _Form(by_lanes=by_lanes, scattered=scattered)
-    return _decode(
-        form, q, k_pool, v_pool, slots, spec, where, alibi_slopes, sigmoid_bias, sink_logits, full_heads
-    )
+    return _decode(form, q, k_pool, v_pool, slots, spec, where, per_head)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,8 +199,9 @@ def _round_up(n: int, unit: int) -> int:
 
 
 def _decode(
-    form: _Form, q, k, v, slots, spec, where, alibi_slopes, sigmoid_bias, sink_logits, full_heads
+    form: _Form, q, k, v, slots, spec: AttentionSpec, where: Coordinates, per_head: PerHead
 ) -> jax.Array:
+    alibi_slopes, sigmoid_bias, sink_logits, full_heads = per_head
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(
             f"implementation 'tpu' takes float32 and bfloat16, but q is {q.dtype}; use 'xla'."

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_kind, longest_window, on_tpu
-from pallas_kernels.spec import AttentionSpec, Coordinates
+from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.scheduled_backward import scheduled_backward
 from pallas_kernels.tpu.scheduled_forward import scheduled_forward
 from pallas_kernels.tpu.tiles import Call, Heads, with_scale
@@ -28,8 +28,7 @@ def make_call(
     k: jax.Array,  # [B, S, K, D]
     spec: AttentionSpec,
     where: Coordinates,
-    alibi_slopes: jax.Array | None = None,
-    sigmoid_bias: jax.Array | None = None,
+    per_head: PerHead,
 ) -> Call:
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         raise NotImplementedError(
@@ -40,8 +39,8 @@ def make_call(
         tiles=choose_tiles(device_kind(), q.shape[1], k.shape[1], q.shape[3]),
         max_window=longest_window(device_kind(), q.shape[3], q.dtype),
         indexed=is_indexed(where),
-        has_slopes=alibi_slopes is not None,
-        has_bias=sigmoid_bias is not None,
+        has_slopes=per_head.alibi_slopes is not None,
+        has_bias=per_head.sigmoid_bias is not None,
         interpret=not on_tpu(),
     )
 
@@ -93,8 +92,9 @@ def pad_coordinates(where: Coordinates, tiles: Tiles) -> Coordinates:
     )
 
 
-def stack_head_bias(heads: int, alibi_slopes, sigmoid_bias) -> jax.Array:
+def stack_head_bias(heads: int, per_head: PerHead) -> jax.Array:
     """[2, H] f32: slopes and biases, zeros for what is not given."""
+    alibi_slopes, sigmoid_bias = per_head.alibi_slopes, per_head.sigmoid_bias
     zeros = jnp.zeros(heads, jnp.float32)
     slopes = zeros if alibi_slopes is None else jax.lax.stop_gradient(alibi_slopes).astype(jnp.float32)
     return jnp.stack([slopes, zeros if sigmoid_bias is None else sigmoid_bias.astype(jnp.float32)])

@@ -30,7 +30,7 @@ from pallas_kernels import attention
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches
-from swa_jax.model.attention import AttentionContext, full_spec, model_sigmoid_bias, model_slopes, model_spec
+from swa_jax.model.attention import AttentionContext, full_spec, model_per_head, model_slopes, model_spec
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Block, Decoder
 from swa_jax.model.layer_types import FULL
@@ -292,9 +292,8 @@ def _full_layer(
     q, k, v = block.attention.qkv(block.input_norm(x), context)
     config = block.attention.config
     mixed = attention(
-        q, k, v, context.spec, q_segment_ids=context.segment_ids, alibi_slopes=model_slopes(config),
-        sigmoid_bias=model_sigmoid_bias(config),
-    )  # fmt: skip
+        q, k, v, context.spec, q_segment_ids=context.segment_ids, **model_per_head(config)._asdict()
+    )
     assert isinstance(mixed, jax.Array)
     return block.feed_forward(x + block.attention.output(mixed + probe)), (q, k, v)
 
