@@ -6,19 +6,18 @@ missing; nothing falls back silently.
 
 import logging
 from types import ModuleType
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import reference, tpu, xla
-from pallas_kernels.blocks import platform
+from pallas_kernels.dispatch import Implementation, current_device, plan
+from pallas_kernels.request import Op, Request
 from pallas_kernels.spec import AttentionSpec, Coordinates, Packing, PerHead, coordinates
 
 _log = logging.getLogger(__name__)
-
-Implementation = Literal["tpu", "triton", "xla", "reference"]
 
 _IMPLEMENTATIONS: dict[str, ModuleType] = {"tpu": tpu, "xla": xla, "reference": reference}
 _MAX_DECODE_TOKENS = 8
@@ -98,11 +97,11 @@ def attend(
     Returns:
       out [B, T, H, D] in q's dtype, and lse [B, T, H] float32 (None for sigmoid).
     """
-    backend = _implementation(implementation, q)
     _check_qkv(q, k, v, ("q", "k", "v"))
     per_head = _checked_per_head(q, k, spec, per_head)
     packing = _checked_packing(q, k, spec, packing)
     where = coordinates(q.shape[1], k.shape[1], **packing._asdict())
+    backend = _backend("attention", q, k, spec, per_head, packing, implementation)
     out, lse = backend.attention(q, k, v, spec, where, per_head)
     return _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype), lse
 
@@ -163,7 +162,6 @@ def attend_routed(
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`routed_attention` for callers that hold its options as the two values in which they travel."""
-    backend = _implementation(implementation, q)
     _check_qkv(q, k, v, ("q", "k", "v"))
     if spec.window is None:
         raise ValueError("spec.window is None, but routed_attention needs a window for its window branch.")
@@ -171,6 +169,7 @@ def attend_routed(
     _check_array("gate", gate, {"B": q.shape[0], "T": q.shape[1]}, jnp.floating, required=True)
     packing = _checked_packing(q, k, spec, packing)
     where = coordinates(q.shape[1], k.shape[1], **packing._asdict())
+    backend = _backend("routed_attention", q, k, spec, per_head, packing, implementation, inference)
     if inference:
         q, k, v, gate = _only_forward((q, k, v, gate))
     out, disagreement = backend.routed_attention(q, k, v, gate, spec, where, per_head, inference=inference)
@@ -213,7 +212,6 @@ def decode_attention(
     Raises:
       As `attention`.
     """
-    backend = _implementation(implementation, q)
     _check_qkv(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
     per_head = PerHead(alibi_slopes, sigmoid_bias, sink_logits, full_heads)
     per_head = _checked_per_head(q, k_cache, spec, per_head)
@@ -239,9 +237,9 @@ def decode_attention(
     )
     first = 0 if starts is None else jnp.asarray(starts)[:, None]
     kv_positions = jnp.where((kv_positions >= first) & (kv_positions < lengths), kv_positions, -1)  # [B, S]
-    where = coordinates(
-        q_length, kv_length, q_positions=q_positions, kv_positions=kv_positions, full_from=full_from
-    )
+    packing = Packing(q_positions=q_positions, kv_positions=kv_positions, full_from=full_from)
+    where = coordinates(q_length, kv_length, **packing._asdict())
+    backend = _backend("decode_attention", q, k_cache, spec, per_head, packing, implementation)
     return backend.decode_attention(q, k_cache, v_cache, spec, where, per_head).astype(q.dtype)
 
 
@@ -282,36 +280,24 @@ def alibi_slopes(
     return jnp.asarray(np.concatenate([-sizes(num_negative), sizes(num_positive)]), jnp.float32)
 
 
-def _implementation(name: str | None, q: jax.Array) -> ModuleType:
-    if name is None:
-        device = platform()
-        if device == "gpu":
-            backend, missing = _triton(q)
-            if backend is not None:
-                return backend
-            _log.info("attention on gpu: implementation 'xla' is used, because %s", missing)
-        return tpu if device == "tpu" else xla
-    if name == "triton":
-        backend, missing = _triton(q)
-        if backend is None:
-            raise NotImplementedError(f"implementation 'triton' cannot take this call: {missing}")
-        return backend
-    if name not in _IMPLEMENTATIONS:
-        choices = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(
-            f"implementation is {name!r}; it must be one of {choices}, or None for the best here."
+def _backend(op: Op, q, k, spec, per_head, packing, implementation, inference=False) -> ModuleType:
+    """The implementation that the plan of the call names."""
+    device = current_device(implementation)
+    request = Request.of(
+        op, q, k, spec, per_head, packing, device=device, inference=inference, implementation=implementation
+    )
+    planned = plan(request)
+    if planned.fallback is not None:
+        name = planned.implementation
+        _log.info(
+            "%s on %s: implementation %r is used, because %s", op, device.platform, name, planned.fallback
         )
-    return _IMPLEMENTATIONS[name]
+    _log.debug("%s: %s", op, planned)
+    if planned.implementation == "triton":
+        from pallas_kernels import gpu  # late, for JAX may have dropped its lowering
 
-
-def _triton(q: jax.Array) -> tuple[ModuleType | None, str | None]:
-    """The kernels for GPUs, or what stands in their way; imported late, for JAX may have dropped their lowering."""
-    try:
-        from pallas_kernels import gpu
-    except ImportError as error:
-        return None, f"this JAX has no Triton lowering ({error})."
-    missing = gpu.unsupported(q)
-    return (None, missing) if missing else (gpu, None)
+        return gpu
+    return _IMPLEMENTATIONS[planned.implementation]
 
 
 def _check_qkv(q, k, v, names: tuple[str, str, str]) -> None:

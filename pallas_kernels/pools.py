@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import AttentionSpec, decode_attention
-from pallas_kernels.api import Implementation
 from pallas_kernels.blocks import on_tpu
+from pallas_kernels.dispatch import Implementation, choose, current_device
+from pallas_kernels.request import Request
 from pallas_kernels.spec import NEVER, PerHead, coordinates
 from pallas_kernels.tpu.cache_write import write_pool
 from pallas_kernels.tpu.decode import decode_pool
@@ -44,7 +45,13 @@ def attend_over_pools(
         of the heads follow each other.
     """
     batch, length, heads, size = q.shape
-    if implementation == "tpu" or (implementation is None and on_tpu()):
+    request = Request(
+        "decode_attention",
+        *(spec, batch, length, pools.k.shape[2], heads, pools.slots.shape[0], size, q.dtype.name),
+        device=current_device(implementation),
+        implementation=implementation,
+    )
+    if choose(request)[0] == "tpu":
 
         def over(pools: Pools, spec: AttentionSpec) -> jax.Array:
             where = coordinates(

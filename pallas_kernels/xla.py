@@ -80,11 +80,7 @@ def decode_attention(
     per_head: PerHead,
 ) -> jax.Array:
     """Attention of a few queries over a cache, in KV blocks that divide it so that it is not copied for padding."""
-    kv_length = k_cache.shape[1]
-    kv_block = math.gcd(kv_length, 512)
-    if kv_length <= 1024 or kv_block < 64:
-        kv_block = kv_length
-    static = _Static(spec, q.shape[1], kv_block)
+    static = _Static(spec, *decode_blocks(q.shape[1], k_cache.shape[1]))
     out, lse = _by_kv_head(q, k_cache, v_cache, per_head, where, static)
     return parts.join_sinks(out, lse, per_head.sink_logits)[0]
 
@@ -108,8 +104,18 @@ class _Static:
         batch, q_length, heads, _ = q.shape
         if full_heads is not None:
             heads //= full_heads.shape[0]
-        block = block_size(batch * heads, spec.window)
-        return cls(spec, min(block, q_length), min(block, k.shape[1]))
+        return cls(spec, *attention_blocks(batch * heads, spec.window, q_length, k.shape[1]))
+
+
+def attention_blocks(rows: int, window: int | None, q_length: int, kv_length: int) -> tuple[int, int]:
+    """Tokens of the blocks of queries and keys; `rows` as in `block_size`."""
+    block = block_size(rows, window)
+    return min(block, q_length), min(block, kv_length)
+
+
+def decode_blocks(q_length: int, kv_length: int) -> tuple[int, int]:
+    kv_block = math.gcd(kv_length, 512)
+    return q_length, kv_length if kv_length <= 1024 or kv_block < 64 else kv_block
 
 
 def block_size(rows: int, window: int | None) -> int:

@@ -18,30 +18,17 @@ from pallas_kernels.gpu.loop_bounds import loop_bounds, tables
 from pallas_kernels.gpu.triton import Operands, Side, Static, Tile
 from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 
-_DTYPES = ("bfloat16", "float16", "float32")
-_LARGEST_HEAD_DIM = 256
 _PROGRAMS_IN_FLIGHT = 264  # two for each of an H100's 132 multiprocessors; decode splits its keys to reach it
 
 
-def unsupported(q: jax.Array) -> str | None:
-    """Why the kernels cannot take a call with these queries, as a sentence; None if they can."""
-    if q.dtype.name not in _DTYPES:
-        return f"q is {q.dtype}; the kernels for GPUs take {', '.join(_DTYPES)}."
-    if q.shape[3] > _LARGEST_HEAD_DIM:
-        return f"head_dim is {q.shape[3]}; the kernels for GPUs take at most {_LARGEST_HEAD_DIM}."
-    if gpu_triton.on_gpu() and (capability := gpu_triton.compute_capability()) < 80:
-        return f"the GPU has compute capability {capability / 10}; the kernels need 8.0 (A100) or newer."
-    return None
-
-
-class Tiles(NamedTuple):
+class TilesByKernel(NamedTuple):
     forward: Tile
     dq: Tile
     dkv: Tile
     decode: Tile  # its q_block is not read: a step's few queries are one block
 
 
-def tile_sizes(head_dim: int, itemsize: int, capability: int) -> Tiles:
+def tile_sizes(head_dim: int, itemsize: int, capability: int) -> TilesByKernel:
     """Tile sizes: those of the rule, replaced where a row of the table (`blocks`) serves the kernel and the device.
 
     Of the rows for as large a head_dim or a larger one, the smallest counts.
@@ -49,14 +36,14 @@ def tile_sizes(head_dim: int, itemsize: int, capability: int) -> Tiles:
     tiles = _by_rule(head_dim, itemsize, capability)
     device = {"capability": capability, "itemsize": itemsize}
     rows = [row for row in table_rows("gpu") if row | device == row and row["head_dim"] >= head_dim]
-    for kernel in Tiles._fields:
+    for kernel in TilesByKernel._fields:
         if mine := [row for row in rows if row["pass"] == kernel]:
             row = min(mine, key=lambda row: row["head_dim"])
             tiles = tiles._replace(**{kernel: Tile(*(row[name] for name in Tile._fields))})
     return tiles
 
 
-def _by_rule(head_dim: int, itemsize: int, capability: int) -> Tiles:
+def _by_rule(head_dim: int, itemsize: int, capability: int) -> TilesByKernel:
     """Tile sizes by the compiler's account of registers, spills and shared memory; no timing stands behind them.
 
     Hopper (9.0) and later have 227 KB of shared memory a multiprocessor, A100 (8.0) 163 KB, the others of
@@ -65,22 +52,30 @@ def _by_rule(head_dim: int, itemsize: int, capability: int) -> Tiles:
     """
     if itemsize > 2:  # float32 in full precision has no tensor cores: small tiles, or registers spill
         block = 32 if head_dim <= 128 else 16
-        return Tiles(*[Tile(block, block, 4, 2)] * 4)
+        return TilesByKernel(*[Tile(block, block, 4, 2)] * 4)
     if capability not in (80, 90, 100, 103):
         if head_dim > 128:
-            return Tiles(Tile(64, 32, 4, 2), *[Tile(32, 32, 4, 2)] * 3)
-        return Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(16, 32, 4, 2))
+            return TilesByKernel(Tile(64, 32, 4, 2), *[Tile(32, 32, 4, 2)] * 3)
+        return TilesByKernel(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(16, 32, 4, 2))
     if capability == 80:
         if head_dim <= 64:
-            return Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 128, 4, 3))
+            return TilesByKernel(
+                Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 128, 4, 3)
+            )
         if head_dim <= 128:
-            return Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3))
-        return Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(16, 32, 4, 3))
+            return TilesByKernel(
+                Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)
+            )
+        return TilesByKernel(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(16, 32, 4, 3))
     if head_dim <= 64:
-        return Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 128, 4, 3))
+        return TilesByKernel(
+            Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 128, 4, 3)
+        )
     if head_dim <= 128:
-        return Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3), Tile(16, 64, 4, 4))
-    return Tiles(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(16, 64, 4, 2))
+        return TilesByKernel(
+            Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3), Tile(16, 64, 4, 4)
+        )
+    return TilesByKernel(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(16, 64, 4, 2))
 
 
 def attention(
@@ -141,14 +136,23 @@ def _for_kernels(per_head: PerHead) -> PerHead:
     return floats._replace(full_heads=None if full is None else full.astype(jnp.int32))
 
 
-def _tiles(q: jax.Array, k: jax.Array) -> Tiles:
-    capability = gpu_triton.compute_capability() if gpu_triton.on_gpu() else 90
+def _tiles(q: jax.Array, k: jax.Array) -> TilesByKernel:
+    return tiles_of(q, k, gpu_triton.compute_capability() if gpu_triton.on_gpu() else None)
+
+
+def tiles_of(q: jax.Array, k: jax.Array, capability: int | None) -> TilesByKernel:
+    """Those of a call on a device; of a Hopper if None. Shapes and dtype are read."""
     longest = [max(16, _next_power_of_2(x.shape[1])) for x in (q, k)]
 
     def fit(tile: Tile) -> Tile:
         return tile._replace(q_block=min(tile.q_block, longest[0]), kv_block=min(tile.kv_block, longest[1]))
 
-    return Tiles(*map(fit, tile_sizes(q.shape[3], q.dtype.itemsize, capability)))
+    return TilesByKernel(*map(fit, tile_sizes(q.shape[3], q.dtype.itemsize, capability or 90)))
+
+
+def decode_shares(batch: int, kv_heads: int, blocks: int) -> int:
+    """How many programs share the keys of a KV head when decoding."""
+    return min(blocks, -(-_PROGRAMS_IN_FLIGHT // (batch * kv_heads)))
 
 
 def _next_power_of_2(n: int) -> int:
@@ -156,7 +160,7 @@ def _next_power_of_2(n: int) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _flash(static: Static, tiles: Tiles, q, k, v, heads: PerHead, where: Coordinates):
+def _flash(static: Static, tiles: TilesByKernel, q, k, v, heads: PerHead, where: Coordinates):
     """The core: out [B, T, H, D] in `static.out_dtype` and lse [B, T, H] float32 (None for sigmoid)."""
     return _flash_fwd(static, tiles, q, k, v, heads, where)[0]
 
@@ -229,7 +233,7 @@ def _decode(static: Static, tile: Tile, q, k, v, heads: PerHead, where: Coordina
     queries = {name: getattr(where, name) for name in ("q_pos", "q_order", "full_rows")}
     where = where._replace(**jax.tree.map(lambda x: jnp.repeat(x, group, axis=1), queries))
     x = _operands(static, tile, fold(q), k, v, heads, where)
-    shares = min(x.keys.pos.shape[1] // tile.kv_block, -(-_PROGRAMS_IN_FLIGHT // (batch * kv_heads)))
+    shares = decode_shares(batch, kv_heads, x.keys.pos.shape[1] // tile.kv_block)
     out, lse = gpu_triton.decode(static, tile, x, shares)
     if lse is None:
         return unfold(out.sum(axis=2)), None

@@ -9,15 +9,14 @@ from pallas_kernels.blocks import device_kind
 from pallas_kernels.parts import natural_lse, vary_alike
 from pallas_kernels.spec import Coordinates, PerHead
 from pallas_kernels.tpu.passes import (
+    attention_call,
     backward,
-    choose_kernel,
     forward,
     head_major,
     pack_statistics,
     pad_coordinates,
     stack_head_bias,
     token_major,
-    with_own_tiles,
 )
 from pallas_kernels.tpu.tiles import Call
 
@@ -32,9 +31,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Out [B, T, H, D] in q's dtype and lse [B, T, H] f32 (None for sigmoid), sink logits left out."""
     _, length, heads, head_dim = q.shape
-    call = choose_kernel(call, where)
-    if per_head.full_heads is None:
-        call = with_own_tiles(call, where, head_dim, device_kind())
+    call = attention_call(call, where, head_dim, per_head.full_heads is not None, device_kind())
     q = q * jnp.asarray(call.query_factor, q.dtype)
     arguments = (
         head_major(q, call.tiles.q_block),

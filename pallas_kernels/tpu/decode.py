@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.blocks import Tiles, device_kind, on_tpu
 from pallas_kernels.parts import vary_alike
+from pallas_kernels.schedule import Visits
 from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead, dense_mask, visible
 from pallas_kernels.tpu.tiles import (
     LANES,
@@ -116,17 +117,9 @@ class _Static:
         return self.entries - (self.num_blocks - 1) * self.block
 
 
-class Visits(NamedTuple):
-    """The blocks that each sequence sees, as one list; `unpack` says what is in an entry.
+class CacheVisit(NamedTuple):
+    """An entry of the list of visits: a sequence, and a block of its cache."""
 
-    A sequence that sees nothing has an entry all the same, so that its (zero) result gets written.
-    """
-
-    entries: jax.Array  # [B * blocks] int32
-    used: jax.Array  # [] int32: how many of them are in use
-
-
-class Visit(NamedTuple):
     sequence: jax.Array
     block: jax.Array
     first: jax.Array  # of its sequence
@@ -138,7 +131,9 @@ class Visit(NamedTuple):
 def list_visits(
     spec: AttentionSpec, where: Coordinates, block: int, *, some_full_heads: bool = False
 ) -> Visits:
-    """Lists, sequence by sequence, the blocks in which some query sees some entry.
+    """Lists, sequence by sequence, the blocks in which some query sees some entry; `unpack` says what is in a pair.
+
+    A sequence that sees nothing has one all the same, so that its (zero) result gets written.
 
     Args:
       where: with `kv_pos` [B, whole blocks].
@@ -167,9 +162,9 @@ def list_visits(
     return Visits(entries, listed.sum(dtype=jnp.int32))
 
 
-def unpack(entry: jax.Array, num_blocks: int) -> Visit:
+def unpack(entry: jax.Array, num_blocks: int) -> CacheVisit:
     flags = ((entry >> bit) & 1 == 1 for bit in range(4))
-    return Visit(lax.div(entry >> 4, num_blocks), lax.rem(entry >> 4, num_blocks), *flags)
+    return CacheVisit(lax.div(entry >> 4, num_blocks), lax.rem(entry >> 4, num_blocks), *flags)
 
 
 def choose_steps(
@@ -202,10 +197,6 @@ def _decode(
     form: _Form, q, k, v, slots, spec: AttentionSpec, where: Coordinates, per_head: PerHead
 ) -> jax.Array:
     alibi_slopes, sigmoid_bias, sink_logits, full_heads = per_head
-    if q.dtype not in (jnp.float32, jnp.bfloat16):
-        raise NotImplementedError(
-            f"implementation 'tpu' takes float32 and bfloat16, but q is {q.dtype}; use 'xla'."
-        )
     batch, length, num_heads, head_dim = q.shape
     kv_heads, group = slots.shape[0], num_heads // slots.shape[0]
     kind = device_kind()
@@ -255,7 +246,7 @@ def _decode(
     )
     # Queries are consecutive, and the full ones the last of them.
     first_full = jnp.full(batch, length) if full_rows is None else length - full_rows.sum(axis=1)
-    scalars = [visits.entries, slots, by_batch(where.q_pos)[:, 0], first_full]
+    scalars = [visits.pairs, slots, by_batch(where.q_pos)[:, 0], first_full]
     if full_heads is not None:
         scalars.append(full_heads)
     info = [jnp.broadcast_to(jnp.arange(length)[:, None], (length, num_heads))]
@@ -328,7 +319,7 @@ def _kernel(static: _Static, entries, slots, first_position, first_full, *rest) 
     def head(h):
         return group_of_heads * heads + h
 
-    def reads(visit: Visit, h) -> jax.Array:
+    def reads(visit: CacheVisit, h) -> jax.Array:
         """Whether a head of the step reads the block."""
         wanted = visit.wanted
         if full_heads is not None:
@@ -337,7 +328,7 @@ def _kernel(static: _Static, entries, slots, first_position, first_full, *rest) 
             wanted &= slots[head(h)] < k_pool.shape[0]
         return wanted
 
-    def copies(visit: Visit, turn, act) -> None:
+    def copies(visit: CacheVisit, turn, act) -> None:
         """Starts or awaits what a visit reads."""
 
         def copy(size: int) -> None:

@@ -24,10 +24,10 @@ from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.attend import attend
 from pallas_kernels.tpu.passes import (
     backward,
+    call_of,
     choose_kernel,
     forward,
     head_major,
-    make_call,
     pack_statistics,
     pad,
     pad_coordinates,
@@ -65,7 +65,7 @@ def routed_attention(
     """
     if not inference:
         return mix(gate, *two_branches(q, k, v, spec, where, per_head), per_head.sink_logits)
-    call = make_call(q, k, spec, where, per_head)
+    call = call_of(q, spec, where, per_head)
 
     def part(q, where, outside):
         here = dataclasses.replace(call, outside=outside, indexed=call.indexed and not outside, in_parts=True)
@@ -84,7 +84,7 @@ def two_branches(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None]:
     """O_window [B, T, H, D], lse_window [B, T, H] f32, O_full, lse_full; no lse for sigmoid."""
     (_, length, heads, _), full_heads = q.shape, per_head.full_heads
-    call = make_call(q, k, spec, where, per_head)
+    call = call_of(q, spec, where, per_head)
     # The gate's gradient is a difference of the branches: large sums without a normaliser must not be rounded before.
     call = dataclasses.replace(call, in_parts=not call.softmax)
     if full_heads is None and serves_branches(call, where, q.shape[3], k.dtype):
@@ -160,12 +160,8 @@ def _branches_bwd(call, saved, cotangents):
     if call.softmax:
         active |= (delta != 0).any(axis=2)
     num_active, length = active.sum(axis=1, keepdims=True), q.shape[1]
-    tiles = dataclasses.replace(
-        call.tiles,
-        q_block=math.gcd(call.tiles.q_block, _GATHERED_BLOCK),
-        kv_block=math.gcd(call.tiles.kv_block, _OUTSIDE_BLOCK),
-    )
-    outside = dataclasses.replace(call, outside=True, indexed=False, tiles=tiles)
+    outside = outside_backward_call(call)
+    tiles = outside.tiles
 
     dq_window = token_major(dq, length)
 
@@ -221,6 +217,16 @@ def _branches_bwd(call, saved, cotangents):
     if dbias:
         dhead_bias = dhead_bias.at[1].set(dbias[0].sum(axis=(0, 2, 3)) + dbias_outside[0])
     return dq, dk, dv, dhead_bias, None, None
+
+
+def outside_backward_call(call: Call) -> Call:
+    """Of the pass over the keys outside, on gathered rows."""
+    tiles = dataclasses.replace(
+        call.tiles,
+        q_block=math.gcd(call.tiles.q_block, _GATHERED_BLOCK),
+        kv_block=math.gcd(call.tiles.kv_block, _OUTSIDE_BLOCK),
+    )
+    return dataclasses.replace(call, outside=True, indexed=False, tiles=tiles)
 
 
 _branches.defvjp(_branches_fwd, _branches_bwd)
