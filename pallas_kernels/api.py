@@ -6,19 +6,18 @@ missing; nothing falls back silently.
 
 import logging
 from types import ModuleType
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import reference, tpu, xla
-from pallas_kernels.blocks import platform
-from pallas_kernels.spec import AttentionSpec, Coordinates, coordinates
+from pallas_kernels.dispatch import Implementation, current_device, plan
+from pallas_kernels.request import Op, Request
+from pallas_kernels.spec import AttentionSpec, Coordinates, Packing, PerHead, coordinates
 
 _log = logging.getLogger(__name__)
-
-Implementation = Literal["tpu", "triton", "xla", "reference"]
 
 _IMPLEMENTATIONS: dict[str, ModuleType] = {"tpu": tpu, "xla": xla, "reference": reference}
 _MAX_DECODE_TOKENS = 8
@@ -73,18 +72,38 @@ def attention(
       ValueError: an argument is wrong or contradicts another; the sentence names it.
       NotImplementedError: the named implementation cannot do the call.
     """
-    backend = _implementation(implementation, q)
-    _check_qkv(q, k, v, ("q", "k", "v"))
-    by_head = _check_by_head(q, k, spec, alibi_slopes, sigmoid_bias, sink_logits, full_heads)
     if return_lse and spec.activation == "sigmoid":
         raise ValueError(
             "return_lse is True with activation 'sigmoid', which has no log-sum-exp; leave it False."
         )
-    full_from = None if full_from is None else _as_array(full_from)
-    where = _coordinates(q, k, spec, q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from)
-    out, lse = backend.attention(q, k, v, spec, where, **by_head)
-    out = _nan_where_unassigned(out, where, full_from).astype(q.dtype)
-    return (out, lse) if return_lse else out
+    per_head = PerHead(alibi_slopes, sigmoid_bias, sink_logits, full_heads)
+    packing = Packing(q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from)
+    out, lse = attend(q, k, v, spec, per_head, packing, implementation=implementation)
+    return out if lse is None or not return_lse else (out, lse)
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    spec: AttentionSpec,
+    per_head: PerHead,
+    packing: Packing,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """`attention` for callers that hold its options as the two values in which they travel.
+
+    Returns:
+      out [B, T, H, D] in q's dtype, and lse [B, T, H] float32 (None for sigmoid).
+    """
+    _check_qkv(q, k, v, ("q", "k", "v"))
+    per_head = _checked_per_head(q, k, spec, per_head)
+    packing = _checked_packing(q, k, spec, packing)
+    where = coordinates(q.shape[1], k.shape[1], **packing._asdict())
+    backend = _backend("attention", q, k, spec, per_head, packing, implementation)
+    out, lse = backend.attention(q, k, v, spec, where, per_head)
+    return _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype), lse
 
 
 def routed_attention(
@@ -126,18 +145,38 @@ def routed_attention(
       ValueError: as in `attention`; also if `spec.window` is None.
       NotImplementedError: as in `attention`.
     """
-    backend = _implementation(implementation, q)
+    per_head = PerHead(alibi_slopes, sigmoid_bias, sink_logits, full_heads)
+    packing = Packing(q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from)
+    return attend_routed(
+        q, k, v, gate, spec, per_head, packing, inference=inference, implementation=implementation
+    )
+
+
+def attend_routed(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gate: jax.Array,
+    spec: AttentionSpec,
+    per_head: PerHead,
+    packing: Packing,
+    *,
+    inference: bool = False,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`routed_attention` for callers that hold its options as the two values in which they travel."""
     _check_qkv(q, k, v, ("q", "k", "v"))
     if spec.window is None:
         raise ValueError("spec.window is None, but routed_attention needs a window for its window branch.")
-    by_head = _check_by_head(q, k, spec, alibi_slopes, sigmoid_bias, sink_logits, full_heads)
+    per_head = _checked_per_head(q, k, spec, per_head)
     _check_array("gate", gate, {"B": q.shape[0], "T": q.shape[1]}, jnp.floating, required=True)
-    full_from = None if full_from is None else _as_array(full_from)
-    where = _coordinates(q, k, spec, q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from)
+    packing = _checked_packing(q, k, spec, packing)
+    where = coordinates(q.shape[1], k.shape[1], **packing._asdict())
+    backend = _backend("routed_attention", q, k, spec, per_head, packing, implementation, inference)
     if inference:
         q, k, v, gate = _only_forward((q, k, v, gate))
-    out, disagreement = backend.routed_attention(q, k, v, gate, spec, where, **by_head, inference=inference)
-    return _nan_where_unassigned(out, where, full_from).astype(q.dtype), disagreement
+    out, disagreement = backend.routed_attention(q, k, v, gate, spec, where, per_head, inference=inference)
+    return _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype), disagreement
 
 
 def decode_attention(
@@ -178,9 +217,9 @@ def decode_attention(
       ValueError: as in `attention`; also if T is above 8 or the spec is not causal.
       NotImplementedError: as in `attention`.
     """
-    backend = _implementation(implementation, q)
     _check_qkv(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
-    by_head = _check_by_head(q, k_cache, spec, alibi_slopes, sigmoid_bias, sink_logits, full_heads)
+    per_head = PerHead(alibi_slopes, sigmoid_bias, sink_logits, full_heads)
+    per_head = _checked_per_head(q, k_cache, spec, per_head)
     batch, q_length = q.shape[:2]
     kv_length = k_cache.shape[1]
     if q_length > _MAX_DECODE_TOKENS:
@@ -203,10 +242,10 @@ def decode_attention(
     )
     first = 0 if starts is None else jnp.asarray(starts)[:, None]
     kv_positions = jnp.where((kv_positions >= first) & (kv_positions < lengths), kv_positions, -1)  # [B, S]
-    where = coordinates(
-        q_length, kv_length, q_positions=q_positions, kv_positions=kv_positions, full_from=full_from
-    )
-    return backend.decode_attention(q, k_cache, v_cache, spec, where, **by_head).astype(q.dtype)
+    packing = Packing(q_positions=q_positions, kv_positions=kv_positions, full_from=full_from)
+    where = coordinates(q_length, kv_length, **packing._asdict())
+    backend = _backend("decode_attention", q, k_cache, spec, per_head, packing, implementation)
+    return backend.decode_attention(q, k_cache, v_cache, spec, where, per_head).astype(q.dtype)
 
 
 def alibi_slopes(
@@ -249,36 +288,24 @@ def alibi_slopes(
     return jnp.asarray(np.concatenate([-sizes(num_negative), sizes(num_positive)]), jnp.float32)
 
 
-def _implementation(name: str | None, q: jax.Array) -> ModuleType:
-    if name is None:
-        device = platform()
-        if device == "gpu":
-            backend, missing = _triton(q)
-            if backend is not None:
-                return backend
-            _log.info("attention on gpu: implementation 'xla' is used, because %s", missing)
-        return tpu if device == "tpu" else xla
-    if name == "triton":
-        backend, missing = _triton(q)
-        if backend is None:
-            raise NotImplementedError(f"implementation 'triton' cannot take this call: {missing}")
-        return backend
-    if name not in _IMPLEMENTATIONS:
-        choices = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(
-            f"implementation is {name!r}; it must be one of {choices}, or None for the best here."
+def _backend(op: Op, q, k, spec, per_head, packing, implementation, inference=False) -> ModuleType:
+    """The implementation that the plan of the call names."""
+    device = current_device(implementation)
+    request = Request.of(
+        op, q, k, spec, per_head, packing, device=device, inference=inference, implementation=implementation
+    )
+    planned = plan(request)
+    if planned.fallback is not None:
+        name = planned.implementation
+        _log.info(
+            "%s on %s: implementation %r is used, because %s", op, device.platform, name, planned.fallback
         )
-    return _IMPLEMENTATIONS[name]
+    _log.debug("%s: %s", op, planned)
+    if planned.implementation == "triton":
+        from pallas_kernels import gpu  # late, for JAX may have dropped its lowering
 
-
-def _triton(q: jax.Array) -> tuple[ModuleType | None, str | None]:
-    """The kernels for GPUs, or what stands in their way; imported late, for JAX may have dropped their lowering."""
-    try:
-        from pallas_kernels import gpu
-    except ImportError as error:
-        return None, f"this JAX has no Triton lowering ({error})."
-    missing = gpu.unsupported(q)
-    return (None, missing) if missing else (gpu, None)
+        return gpu
+    return _IMPLEMENTATIONS[planned.implementation]
 
 
 def _check_qkv(q, k, v, names: tuple[str, str, str]) -> None:
@@ -308,8 +335,9 @@ def _check_qkv(q, k, v, names: tuple[str, str, str]) -> None:
         )
 
 
-def _check_by_head(q, k, spec: AttentionSpec, slopes, bias, sinks, full_heads) -> dict[str, jax.Array | None]:
-    """Checks the per-head arguments; returns them as arrays, the bias spread over the heads."""
+def _checked_per_head(q, k, spec: AttentionSpec, per_head: PerHead) -> PerHead:
+    """The options as arrays, the bias spread over the heads."""
+    slopes, bias, sinks, full_heads = per_head
     heads, kv_heads = q.shape[2], k.shape[2]
     _check_array("alibi_slopes", slopes, {"H": heads}, jnp.floating)
     _check_array("sink_logits", sinks, {"H": heads}, jnp.floating)
@@ -328,8 +356,7 @@ def _check_by_head(q, k, spec: AttentionSpec, slopes, bias, sinks, full_heads) -
         raise ValueError(
             "sink_logits is given but activation is 'sigmoid', which has no denominator; drop it."
         )
-    given = {"alibi_slopes": slopes, "sink_logits": sinks, "full_heads": full_heads}
-    return {"sigmoid_bias": bias} | {name: None if x is None else jnp.asarray(x) for name, x in given.items()}
+    return PerHead(*(None if x is None else jnp.asarray(x) for x in (slopes, bias, sinks, full_heads)))
 
 
 def _check_array(name: str, array, axes: dict[str, int], kind, *, required: bool = False) -> None:
@@ -357,36 +384,25 @@ def _check_needs_window(name: str, array, spec: AttentionSpec) -> None:
         raise ValueError(f"{name} is given but spec.window is None, so every row is full already; drop it.")
 
 
-def _coordinates(
-    q, k, spec, q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from
-) -> Coordinates:
+def _checked_packing(q, k, spec: AttentionSpec, packing: Packing) -> Packing:
+    """The options as they are, but for `full_from`, which may be a list."""
     batch, q_length, kv_length = q.shape[0], q.shape[1], k.shape[1]
-    q_axes, kv_axes = {"B": batch, "T": q_length}, {"B": batch, "S": kv_length}
-    for name, array, axes in (
-        ("q_segment_ids", q_segment_ids, q_axes),
-        ("kv_segment_ids", kv_segment_ids, kv_axes),
-        ("q_positions", q_positions, q_axes),
-        ("kv_positions", kv_positions, kv_axes),
-    ):
-        _check_array(name, array, axes, jnp.integer)
-    if q_segment_ids is None and kv_segment_ids is not None:
+    for name, array in packing._asdict().items():
+        if name != "full_from":
+            length = {"T": q_length} if name.startswith("q_") else {"S": kv_length}
+            _check_array(name, array, {"B": batch} | length, jnp.integer)
+    if packing.q_segment_ids is None and packing.kv_segment_ids is not None:
         raise ValueError("kv_segment_ids is given without q_segment_ids; give both.")
-    if q_segment_ids is not None and kv_segment_ids is None and q_length != kv_length:
+    if packing.q_segment_ids is not None and packing.kv_segment_ids is None and q_length != kv_length:
         raise ValueError(
             f"q_segment_ids is given without kv_segment_ids, but there are {q_length} queries and {kv_length} keys; "
             "give both."
         )
-    if full_from is not None:
-        _check_full_from(full_from, batch, spec, q_segment_ids)
-    return coordinates(
-        q_length,
-        kv_length,
-        q_segment_ids=q_segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        full_from=full_from,
-    )
+    if packing.full_from is None:
+        return packing
+    full_from = _as_array(packing.full_from)
+    _check_full_from(full_from, batch, spec, packing.q_segment_ids)
+    return packing._replace(full_from=full_from)
 
 
 def _check_full_from(full_from, batch: int, spec: AttentionSpec, q_segment_ids) -> None:

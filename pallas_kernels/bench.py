@@ -23,14 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import api
-from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_kind, longest_window, preferring
+from pallas_kernels.blocks import Tiles, backward_tiles, device_kind, preferring
+from pallas_kernels.schedule import bounds_of
 from pallas_kernels.spec import ArgumentError, AttentionSpec, coordinates
 from pallas_kernels.tpu import passes as tpu_passes
 from pallas_kernels.tpu.decode import choose_steps
 from pallas_kernels.tpu.routed import both_branches
-from pallas_kernels.tpu.tiles import Call, with_scale
+from pallas_kernels.tpu.tiles import Call
 from pallas_kernels.tpu.walk import has_default_positions
-from pallas_kernels.tpu.window import blocks_back, window_kernel_serves, window_steps
+from pallas_kernels.tpu.window import blocks_back, window_steps
 
 
 def window_forward(packed=False, **shape):
@@ -184,12 +185,13 @@ def _scheduled(call: Call, T: int, heads: int, backward: bool, packed: bool) -> 
         return {}  # a list made at run time decides
     block = call.tiles.q_block
     num_blocks = T // block
+    least, greatest, _ = bounds_of(call.spec)
     runs: dict[int, int] = {}  # of the bodies, by the pairs of tokens that they compute
     for distance in range(num_blocks):  # in blocks
         back = distance * block + np.arange(
             1 - block, block
         )  # from query to key, for each diagonal of the pair
-        seen = (back >= 0) & (back < (call.spec.window or T))
+        seen = (back >= least) & (back <= greatest)
         if pairs := int((seen * (block - abs(np.arange(1 - block, block)))).sum()):
             runs[pairs] = runs.get(pairs, 0) + heads * (num_blocks - distance)
     bodies = tuple(runs[pairs] for pairs in sorted(runs, reverse=True))
@@ -214,16 +216,10 @@ def _call(
 ) -> Call:
     """The call as `tpu` makes it; `alone`: no second launch serves full heads."""
     T = where.q_pos.shape[1]
-    call = Call(
-        with_scale(spec, D),
-        choose_tiles(kind, T, T, D),
-        max_window=longest_window(kind, D, dtype),
-        indexed=True,
-        has_slopes=has_slopes,
-    )
+    call = tpu_passes.make_call(spec, where, D, dtype, has_slopes=has_slopes, has_bias=False, kind=kind)
     if not branches:
-        call = dataclasses.replace(call, window_kernel=window_kernel_serves(call, where))
-    if alone:
+        call = tpu_passes.attention_call(call, where, D, not alone, kind)
+    elif alone:
         call = tpu_passes.with_own_tiles(call, where, D, kind)
     call = dataclasses.replace(call, tiles=dataclasses.replace(call.tiles, **tiles))
     if T % call.tiles.q_block:

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import AttentionSpec, decode_attention
-from pallas_kernels.api import Implementation
 from pallas_kernels.blocks import on_tpu
-from pallas_kernels.spec import NEVER, coordinates
+from pallas_kernels.dispatch import Implementation, choose, current_device
+from pallas_kernels.request import Request
+from pallas_kernels.spec import NEVER, PerHead, coordinates
 from pallas_kernels.tpu.cache_write import write_pool
 from pallas_kernels.tpu.decode import decode_pool
 
@@ -29,24 +30,28 @@ def attend_over_pools(
     q: jax.Array,
     pools: Pools,
     spec: AttentionSpec,
+    per_head: PerHead,
     *,
     others: tuple[Pools, AttentionSpec] | None = None,
     lengths: jax.Array,
-    alibi_slopes: jax.Array | None = None,
-    sigmoid_bias: float | None = None,
     full_from: jax.Array | None = None,
-    full_heads: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """`decode_attention` of q [B, T, H, D] over caches that stay where they are.
 
     Args:
+      per_head: options as arrays, the bias too.
       others: what the heads read whose slots are out of range in `pools`; without it every slot is in range, and those
         of the heads follow each other.
     """
     batch, length, heads, size = q.shape
-    if implementation == "tpu" or (implementation is None and on_tpu()):
-        bias = None if sigmoid_bias is None else jnp.full(heads, sigmoid_bias)
+    request = Request(
+        "decode_attention",
+        *(spec, batch, length, pools.k.shape[2], heads, pools.slots.shape[0], size, q.dtype.name),
+        device=current_device(implementation),
+        implementation=implementation,
+    )
+    if choose(request)[0] == "tpu":
 
         def over(pools: Pools, spec: AttentionSpec) -> jax.Array:
             where = coordinates(
@@ -56,28 +61,23 @@ def attend_over_pools(
                 kv_positions=pools.positions,
                 full_from=full_from,
             )
-            return decode_pool(
-                q, *pools[:3], spec, where, alibi_slopes=alibi_slopes, sigmoid_bias=bias, full_heads=full_heads,
-                scattered=others is not None,
-            )  # fmt: skip
+            return decode_pool(q, *pools[:3], spec, where, per_head, scattered=others is not None)
 
         out = over(pools, spec)
         return out if others is None else out + over(*others)
 
     # One KV head after another: its row of a pool is a cache as it stands, where several would have to be transposed.
-    def head(
-        slots: list[jax.Array], q: jax.Array, slopes: jax.Array | None, full: jax.Array | None
-    ) -> jax.Array:
+    def head(slots: list[jax.Array], q: jax.Array, options: PerHead) -> jax.Array:
         first_full = full_from
-        if full is not None:
-            first_full = jnp.where(full, 0, NEVER if full_from is None else full_from)
+        if options.full_heads is not None:
+            first_full = jnp.where(options.full_heads, 0, NEVER if full_from is None else full_from)
             first_full = jnp.broadcast_to(first_full, lengths.shape)
 
         def over(pools: Pools, spec: AttentionSpec, slot: jax.Array) -> jax.Array:
             k, v = (jax.lax.dynamic_index_in_dim(pool, slot, keepdims=False) for pool in (pools.k, pools.v))
             return decode_attention(
                 q, k[:, :, None], v[:, :, None], spec, lengths=lengths, kv_positions=pools.positions,
-                alibi_slopes=slopes, sigmoid_bias=sigmoid_bias, full_from=first_full, implementation=implementation,
+                **options._replace(full_heads=None)._asdict(), full_from=first_full, implementation=implementation,
             )  # fmt: skip
 
         first = functools.partial(over, pools, spec, slots[0])
@@ -88,9 +88,11 @@ def attend_over_pools(
     kv_heads = pools.slots.shape[0]
     group = heads // kv_heads
     by_head = q.reshape(batch, length, kv_heads, group, size).transpose(2, 0, 1, 3, 4)  # [K, B, T, G, D]
-    slopes = None if alibi_slopes is None else alibi_slopes.reshape(kv_heads, group)
+    options = jax.tree.map(lambda x: x.reshape(kv_heads, group), per_head._replace(full_heads=None))
     slots = [pools.slots] if others is None else [pools.slots, others[0].slots]
-    out = jax.lax.map(lambda one: head(*one), (slots, by_head, slopes, full_heads))
+    out = jax.lax.map(
+        lambda one: head(*one), (slots, by_head, options._replace(full_heads=per_head.full_heads))
+    )
     return out.transpose(1, 2, 0, 3, 4).reshape(q.shape)
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.nonfinite import finite, taint
-from pallas_kernels.spec import AttentionSpec, Coordinates, dense_mask
+from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead, dense_mask
 
 
 def attention(
@@ -28,23 +28,20 @@ def attention(
     v: jax.Array,  # [B, S, K, D]
     spec: AttentionSpec,
     where: Coordinates,
-    *,
-    alibi_slopes: jax.Array | None = None,  # [H]
-    sigmoid_bias: jax.Array | None = None,  # [H]
-    sink_logits: jax.Array | None = None,  # [H]
-    full_heads: jax.Array | None = None,  # [K] bool
+    per_head: PerHead,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns out [B, T, H, D] and lse [B, T, H] (None for sigmoid), both in float32 or wider.
 
     lse is the natural log of the softmax denominator, -inf in rows that see no key.
     """
+    alibi_slopes, sigmoid_bias, sink_logits, full_heads = per_head
     batch, q_length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     q, k, v = (x.astype(dtype) for x in (q, k, v))
 
-    def by_kv_head(per_head):  # [H] -> [K, G, 1, 1]
-        return jnp.asarray(per_head, dtype).reshape(kv_heads, -1, 1, 1)
+    def by_kv_head(x):  # [H] -> [K, G, 1, 1]
+        return jnp.asarray(x, dtype).reshape(kv_heads, -1, 1, 1)
 
     q = q.reshape(batch, q_length, kv_heads, heads // kv_heads, head_dim)
     query_taint = taint(q).transpose(0, 2, 3, 1)[..., None]  # [B, K, G, T, 1]
@@ -96,19 +93,21 @@ def routed_attention(
     gate: jax.Array,
     spec: AttentionSpec,
     where: Coordinates,
+    per_head: PerHead,
     *,
     inference: bool = False,
-    **by_head,
 ) -> tuple[jax.Array, jax.Array]:
     """Two separate attentions mixed by `gate` [B, T] (SwiAttn): returns out and the branch disagreement [B, T]."""
-    full, _ = attention(q, k, v, dataclasses.replace(spec, window=None), where, **by_head)
-    window, _ = attention(q, k, v, spec, where, **by_head)
+    full, _ = attention(q, k, v, dataclasses.replace(spec, window=None), where, per_head)
+    window, _ = attention(q, k, v, spec, where, per_head)
     share = gate.astype(full.dtype)[:, :, None, None]
     if inference:
         full = jnp.where(share == 0, window, full)
     return share * full + (1 - share) * window, jnp.square(full - window).mean(axis=(2, 3))
 
 
-def decode_attention(q, k_cache, v_cache, spec: AttentionSpec, where: Coordinates, **by_head) -> jax.Array:
+def decode_attention(
+    q, k_cache, v_cache, spec: AttentionSpec, where: Coordinates, per_head: PerHead
+) -> jax.Array:
     """Decoding is attention whose keys are a cache; see `pallas_kernels.decode_attention`."""
-    return attention(q, k_cache, v_cache, spec, where, **by_head)[0]
+    return attention(q, k_cache, v_cache, spec, where, per_head)[0]

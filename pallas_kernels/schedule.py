@@ -1,17 +1,68 @@
-"""Which KV blocks each query block visits.
+"""The mask planner: for each tile (a block of queries by a block of keys), whether it is visited and how it is masked.
 
-The test is made on blocks, from the least and greatest position, order and segment id in each (O(blocks^2) work, no
-[T, S] array), so it may visit a block in which no pair is visible but never misses one that has a visible pair. For
-default positions it is exact: nothing outside the window, the sink tokens' blocks and the full rows' reach is visited.
+Every kernel goes by one `Kind` for each tile, which follows from `spec.visible` in one of two ways:
+
+* from distances (`bounds_of`, `kind_at`), where tokens lie at their index: the tile's least and greatest query - key
+  decide, and are known when tracing. The TPU kernels with default positions go by this;
+* from tokens (`visited`, `fully_visible`), where positions, segments or full rows are data. The test is made on blocks,
+  from the least and greatest position, order and segment id in each (O(blocks^2) work, no [T, S] array), so it may
+  visit a block in which no pair is visible but never misses one that has a visible pair. For default positions it is
+  exact. XLA's loops, the TPU kernels' lists and the GPU kernels' loop bounds are made from these tables.
 """
 
+import enum
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.spec import AttentionSpec, Coordinates
+
+
+class Kind(enum.Enum):
+    """How the queries of a tile see its keys."""
+
+    NONE = "none"  # not at all: the tile is not visited
+    FULL = "full"  # all of them see all: no mask
+    DIAGONAL = "diagonal"  # cut by causality: a key that comes later is not seen
+    EDGE = "edge"  # cut by the window's far end
+    BOTH = "diagonal and edge"
+    BY_TOKEN = "by token"  # positions, segments and full rows say
+
+
+class Bounds(NamedTuple):
+    """The least and greatest distance (query - key) that is seen where tokens lie at their index and all is causal."""
+
+    least: int
+    greatest: int
+    outside: bool
+
+
+def bounds_of(spec: AttentionSpec, *, outside: bool = False) -> Bounds:
+    """Sink tokens aside.
+
+    Args:
+      outside: of the keys that full attention sees and `spec` does not.
+    """
+    never = np.iinfo(np.int32).max // 2
+    if outside:
+        return Bounds(never if spec.window is None else spec.window, never, outside)
+    return Bounds(0, never if spec.window is None else spec.window - 1, outside)
+
+
+def kind_at(bounds: Bounds, near: int, far: int) -> Kind:
+    """The kind of a tile whose distances (query - key) run from `near` to `far`."""
+    least, greatest, outside = bounds
+    if far < least or near > greatest:
+        return Kind.NONE
+    cut = (near < least, far > greatest)
+    if outside:
+        cut = cut[::-1]  # what is outside begins at the window's far end
+    return {(False, False): Kind.FULL, (True, False): Kind.DIAGONAL, (False, True): Kind.EDGE}.get(
+        cut, Kind.BOTH
+    )
 
 
 class Schedule(NamedTuple):
@@ -45,12 +96,19 @@ def make_schedule(
 def visited(
     spec: AttentionSpec, where: Coordinates, q_block: int, kv_block: int, *, outside: bool = False
 ) -> jax.Array:
-    """The schedule as a table: [nq, nk] bool."""
+    """[nq, nk] bool: the pairs of blocks whose kind is not NONE in some row of the batch."""
+    return visited_by_row(spec, where, q_block, kv_block, outside=outside).any(axis=0)
+
+
+def visited_by_row(
+    spec: AttentionSpec, where: Coordinates, q_block: int, kv_block: int, *, outside: bool = False
+) -> jax.Array:
+    """`visited`, for each row of the batch: [B or 1, nq, nk] bool."""
     q_real, kv_real = where.q_pos >= 0, where.kv_pos >= 0
     q_full = jnp.zeros_like(q_real) if where.full_rows is None else q_real & where.full_rows
     kv = _extent(where.kv_order, where.kv_seg, kv_real, kv_block)
     if spec.window is None:
-        table = _reachable(spec, _extent(where.q_order, where.q_seg, q_real, q_block), kv).any(axis=0)
+        table = _reachable(spec, _extent(where.q_order, where.q_seg, q_real, q_block), kv)
         return jnp.zeros_like(table) if outside else table
 
     q = _extent(where.q_order, where.q_seg, q_real & ~q_full, q_block)
@@ -59,20 +117,27 @@ def visited(
     if not spec.causal:
         near, beyond = near & (-back[1] < spec.window), beyond | (-back[0] >= spec.window)
     if outside:
-        return (_reachable(spec, q, kv) & beyond).any(axis=0)
+        return _reachable(spec, q, kv) & beyond
     table = _reachable(spec, q, kv) & near
     if spec.num_sink_tokens:
         is_sink = kv_real & (where.kv_pos < spec.num_sink_tokens)
         table |= _reachable(spec, q, _extent(where.kv_order, where.kv_seg, is_sink, kv_block))
     if where.full_rows is not None:
         table |= _reachable(spec, _extent(where.q_order, where.q_seg, q_full, q_block), kv)
-    return table.any(axis=0)
+    return table
 
 
 def fully_visible(
     spec: AttentionSpec, where: Coordinates, q_block: int, kv_block: int, *, outside: bool = False
 ) -> jax.Array:
-    """[nq, nk] bool: pairs of blocks that need no mask, every key being visible to every query in all rows."""
+    """[nq, nk] bool: the pairs of blocks whose kind is FULL in all rows of the batch."""
+    return fully_visible_by_row(spec, where, q_block, kv_block, outside=outside).all(axis=0)
+
+
+def fully_visible_by_row(
+    spec: AttentionSpec, where: Coordinates, q_block: int, kv_block: int, *, outside: bool = False
+) -> jax.Array:
+    """`fully_visible`, for each row of the batch: [B or 1, nq, nk] bool."""
     q, kv = (
         _extent(order, segments, jnp.ones_like(position, bool), block)
         for order, segments, position, block in (
@@ -81,40 +146,45 @@ def fully_visible(
         )
     )
 
-    def every(member, block):
-        return member.reshape(member.shape[0], -1, block).all(axis=-1)
+    def every_query(member):
+        return member.reshape(member.shape[0], -1, q_block).all(axis=-1)[:, :, None]
 
-    real = every(where.q_pos >= 0, q_block)[:, :, None] & every(where.kv_pos >= 0, kv_block)[:, None, :]
-    one_segment = (q.least_segment == q.greatest_segment)[:, :, None] & (
-        kv.least_segment == kv.greatest_segment
-    )[:, None]
-    one_segment &= q.least_segment[:, :, None] == kv.least_segment[:, None, :]
-    seen = real & one_segment
-    if spec.causal:
-        seen &= kv.greatest[:, None, :] <= q.least[:, :, None]
-    if spec.window is None:
-        return jnp.zeros_like(seen[0]) if outside else seen.all(axis=0)
+    def every_key(member):
+        return member.reshape(member.shape[0], -1, kv_block).all(axis=-1)[:, None, :]
+
+    seen = every_query(where.q_pos >= 0) & every_key(where.kv_pos >= 0)
+    if where.q_seg is not None:
+        seen &= (q.least_segment == q.greatest_segment)[:, :, None]
+        seen &= (kv.least_segment == kv.greatest_segment)[:, None]
+        seen &= q.least_segment[:, :, None] == kv.least_segment[:, None, :]
     nearest = q.least[:, :, None] - kv.greatest[:, None, :]
     farthest = q.greatest[:, :, None] - kv.least[:, None, :]
+    if spec.causal:
+        seen &= nearest >= 0
+    if spec.window is None:
+        return jnp.zeros_like(seen) if outside else seen
     if outside:
         beyond = nearest >= spec.window
         if not spec.causal:
             beyond |= -farthest >= spec.window
         if spec.num_sink_tokens:
-            beyond &= every(where.kv_pos >= spec.num_sink_tokens, kv_block)[:, None, :]
+            beyond &= every_key(where.kv_pos >= spec.num_sink_tokens)
         if where.full_rows is not None:
-            beyond &= every(~where.full_rows, q_block)[:, :, None]
-        return (seen & beyond).all(axis=0)
+            beyond &= every_query(~where.full_rows)
+        return seen & beyond
     near = farthest < spec.window
     if not spec.causal:
         near &= -nearest < spec.window
+    if spec.num_sink_tokens:
+        near |= every_key(where.kv_pos < spec.num_sink_tokens)
     if where.full_rows is not None:
-        near |= every(where.full_rows, q_block)[:, :, None]
-    return (seen & near).all(axis=0)
+        near |= every_query(where.full_rows)
+    return seen & near
 
 
 class Visits(NamedTuple):
-    """A schedule as one list of block pairs, for a kernel whose grid walks over it.
+    """A schedule as one list of pairs of blocks, or of a sequence and a block of its cache (`tpu.decode`), for a kernel
+    whose grid walks over it.
 
     Pairs are packed in an int32 each (`unpack`), because a list lives in a core's small scalar memory. A row without
     any visit has one entry all the same, so that its (zero) result gets written.
@@ -122,7 +192,9 @@ class Visits(NamedTuple):
 
     pairs: jax.Array  # [rows * columns] int32
     used: jax.Array  # [] int32: how many entries are in use
-    starts: jax.Array  # [rows + 1] int32: where each row's entries begin, and where the last one's end
+    starts: jax.Array | None = (
+        None  # [rows + 1] int32: where each row's entries begin, and where the last one's end
+    )
 
 
 class Visit(NamedTuple):

@@ -12,13 +12,14 @@ Key j is visible to query i when all of these hold:
 * window: j > i - window (so a window counts the query's own key), *or* j is one of the first `num_sink_tokens`
   of the segment, *or* the query's row is full: `full_from` says so for the row, or `full_heads` for its KV head.
 
-`coordinates` turns what a user passes (segment ids, positions, `full_from`, or nothing) into the integer arrays the
-predicate wants.
+The options of a call travel in two values: `PerHead`, what differs by head, and `Packing`, which tokens the rows hold.
+`coordinates` turns the latter (segment ids, positions, `full_from`, or nothing) into the integer arrays the predicate
+wants.
 """
 
 import dataclasses
 import operator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -139,6 +140,25 @@ def visible(spec: AttentionSpec, q_pos, kv_pos, q_seg=None, kv_seg=None, full_ro
     if full_rows is not None:
         allowed = allowed | full_rows
     return seen & allowed
+
+
+class PerHead(NamedTuple):
+    """What differs by head in one call; see `pallas_kernels.attention`. None where it is not given."""
+
+    alibi_slopes: jax.Array | None = None  # [H] floating
+    sigmoid_bias: Any = None  # [H] floating; a number too, in an unchecked call
+    sink_logits: jax.Array | None = None  # [H] floating
+    full_heads: jax.Array | None = None  # [K] bool
+
+
+class Packing(NamedTuple):
+    """Which tokens the rows of one call hold; see `pallas_kernels.attention`. None where it is not given."""
+
+    q_segment_ids: jax.Array | None = None  # [B, T] integers
+    kv_segment_ids: jax.Array | None = None  # [B, S]; those of the queries if None
+    q_positions: jax.Array | None = None  # [B, T]
+    kv_positions: jax.Array | None = None  # [B, S]
+    full_from: jax.Array | None = None  # [B] or [B, segments]
 
 
 class Coordinates(NamedTuple):

@@ -35,7 +35,7 @@ from pallas_kernels import parts
 from pallas_kernels.blocks import platform
 from pallas_kernels.nonfinite import finite, taint
 from pallas_kernels.schedule import make_schedule
-from pallas_kernels.spec import AttentionSpec, Coordinates, visible
+from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead, visible
 
 
 def attention(
@@ -44,16 +44,11 @@ def attention(
     v: jax.Array,  # [B, S, K, D]
     spec: AttentionSpec,
     where: Coordinates,
-    *,
-    alibi_slopes: jax.Array | None = None,  # [H]
-    sigmoid_bias: jax.Array | None = None,  # [H]
-    sink_logits: jax.Array | None = None,  # [H]
-    full_heads: jax.Array | None = None,  # [K] bool
+    per_head: PerHead,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns out [B, T, H, D] and lse [B, T, H] (None for sigmoid), both in float32 or wider."""
-    bias = _HeadBias(alibi_slopes, sigmoid_bias)
-    out, lse = _by_kv_head(q, k, v, bias, where, full_heads, _Static.choose(spec, q, k, full_heads))
-    return parts.join_sinks(out, lse, sink_logits)
+    out, lse = _by_kv_head(q, k, v, per_head, where, _Static.choose(spec, q, k, per_head.full_heads))
+    return parts.join_sinks(out, lse, per_head.sink_logits)
 
 
 def routed_attention(
@@ -63,21 +58,17 @@ def routed_attention(
     gate: jax.Array,  # [B, T]
     spec: AttentionSpec,
     where: Coordinates,
+    per_head: PerHead,
     *,
-    alibi_slopes: jax.Array | None = None,
-    sigmoid_bias: jax.Array | None = None,
-    sink_logits: jax.Array | None = None,
-    full_heads: jax.Array | None = None,
     inference: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns gate * O_full + (1 - gate) * O_window and the branch disagreement [B, T]; see `parts.route`."""
-    bias = _HeadBias(alibi_slopes, sigmoid_bias)
-    static = _Static.choose(spec, q, k, full_heads)
+    static = _Static.choose(spec, q, k, per_head.full_heads)
 
     def part(q, where, outside):
-        return _by_kv_head(q, k, v, bias, where, full_heads, dataclasses.replace(static, outside=outside))
+        return _by_kv_head(q, k, v, per_head, where, dataclasses.replace(static, outside=outside))
 
-    return parts.route(part, q, gate, where, sink_logits, inference=inference)
+    return parts.route(part, q, gate, where, per_head.sink_logits, inference=inference)
 
 
 def decode_attention(
@@ -86,21 +77,12 @@ def decode_attention(
     v_cache: jax.Array,
     spec: AttentionSpec,
     where: Coordinates,
-    *,
-    alibi_slopes: jax.Array | None = None,
-    sigmoid_bias: jax.Array | None = None,
-    sink_logits: jax.Array | None = None,
-    full_heads: jax.Array | None = None,
+    per_head: PerHead,
 ) -> jax.Array:
     """Attention of a few queries over a cache, in KV blocks that divide it so that it is not copied for padding."""
-    kv_length = k_cache.shape[1]
-    kv_block = math.gcd(kv_length, 512)
-    if kv_length <= 1024 or kv_block < 64:
-        kv_block = kv_length
-    static = _Static(spec, q.shape[1], kv_block)
-    bias = _HeadBias(alibi_slopes, sigmoid_bias)
-    out, lse = _by_kv_head(q, k_cache, v_cache, bias, where, full_heads, static)
-    return parts.join_sinks(out, lse, sink_logits)[0]
+    static = _Static(spec, *decode_blocks(q.shape[1], k_cache.shape[1]))
+    out, lse = _by_kv_head(q, k_cache, v_cache, per_head, where, static)
+    return parts.join_sinks(out, lse, per_head.sink_logits)[0]
 
 
 class _HeadBias(NamedTuple):
@@ -122,8 +104,18 @@ class _Static:
         batch, q_length, heads, _ = q.shape
         if full_heads is not None:
             heads //= full_heads.shape[0]
-        block = block_size(batch * heads, spec.window)
-        return cls(spec, min(block, q_length), min(block, k.shape[1]))
+        return cls(spec, *attention_blocks(batch * heads, spec.window, q_length, k.shape[1]))
+
+
+def attention_blocks(rows: int, window: int | None, q_length: int, kv_length: int) -> tuple[int, int]:
+    """Tokens of the blocks of queries and keys; `rows` as in `block_size`."""
+    block = block_size(rows, window)
+    return min(block, q_length), min(block, kv_length)
+
+
+def decode_blocks(q_length: int, kv_length: int) -> tuple[int, int]:
+    kv_block = math.gcd(kv_length, 512)
+    return q_length, kv_length if kv_length <= 1024 or kv_block < 64 else kv_block
 
 
 def block_size(rows: int, window: int | None) -> int:
@@ -140,8 +132,9 @@ def block_size(rows: int, window: int | None) -> int:
     return 2 ** max(5, min(9, largest.bit_length() - 1))
 
 
-def _by_kv_head(q, k, v, bias: _HeadBias, where: Coordinates, full_heads, static: _Static):
+def _by_kv_head(q, k, v, per_head: PerHead, where: Coordinates, static: _Static):
     """The core, once for all KV heads, or once for each when some are full and so have another schedule."""
+    bias, full_heads = _HeadBias(per_head.alibi_slopes, per_head.sigmoid_bias), per_head.full_heads
     q, k, v, bias, where, full_heads = parts.vary_alike((q, k, v, bias, where, full_heads))
     if full_heads is None:
         return _flash(static, q, k, v, bias, where)

@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 
 from pallas_kernels import AttentionSpec, alibi_slopes
+from pallas_kernels.spec import Packing, PerHead
 from swa_jax.evaluate import Example
 from swa_jax.families.pattern_files import load_pattern
 from swa_jax.model.config import ModelConfig
@@ -84,7 +85,11 @@ def check_attention() -> None:
         real = (PACKED > 0)[:, :, None, None] if "segment_ids" in options else 1
 
         def loss(q, k, v, partition, spec=spec, options=options, real=real):
-            out, disagreement = attention_on_mesh(q, k, v, spec, partition, **options)
+            per_head = PerHead(*(options.get(name) for name in PerHead._fields))
+            packing = Packing(q_segment_ids=options.get("segment_ids"), full_from=options.get("full_from"))
+            out, disagreement = attention_on_mesh(
+                q, k, v, spec, per_head, packing, gate=options.get("gate"), partition=partition
+            )
             return jnp.sum(jnp.sin(out * real)) + jnp.sum(
                 disagreement * jnp.cos(jnp.arange(LENGTH))
             ), out * real

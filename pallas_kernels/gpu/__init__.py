@@ -15,33 +15,20 @@ from pallas_kernels import parts
 from pallas_kernels.blocks import table_rows
 from pallas_kernels.gpu import triton as gpu_triton
 from pallas_kernels.gpu.loop_bounds import loop_bounds, tables
-from pallas_kernels.gpu.triton import Heads, Operands, Side, Static, Tile
-from pallas_kernels.spec import AttentionSpec, Coordinates
+from pallas_kernels.gpu.triton import Operands, Side, Static, Tile
+from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 
-_DTYPES = ("bfloat16", "float16", "float32")
-_LARGEST_HEAD_DIM = 256
 _PROGRAMS_IN_FLIGHT = 264  # two for each of an H100's 132 multiprocessors; decode splits its keys to reach it
 
 
-def unsupported(q: jax.Array) -> str | None:
-    """Why the kernels cannot take a call with these queries, as a sentence; None if they can."""
-    if q.dtype.name not in _DTYPES:
-        return f"q is {q.dtype}; the kernels for GPUs take {', '.join(_DTYPES)}."
-    if q.shape[3] > _LARGEST_HEAD_DIM:
-        return f"head_dim is {q.shape[3]}; the kernels for GPUs take at most {_LARGEST_HEAD_DIM}."
-    if gpu_triton.on_gpu() and (capability := gpu_triton.compute_capability()) < 80:
-        return f"the GPU has compute capability {capability / 10}; the kernels need 8.0 (A100) or newer."
-    return None
-
-
-class Tiles(NamedTuple):
+class TilesByKernel(NamedTuple):
     forward: Tile
     dq: Tile
     dkv: Tile
     decode: Tile  # its q_block is not read: a step's few queries are one block
 
 
-def tile_sizes(head_dim: int, itemsize: int, capability: int) -> Tiles:
+def tile_sizes(head_dim: int, itemsize: int, capability: int) -> TilesByKernel:
     """Tile sizes: those of the rule, replaced where a row of the table (`blocks`) serves the kernel and the device.
 
     Of the rows for as large a head_dim or a larger one, the smallest counts.
@@ -49,14 +36,14 @@ def tile_sizes(head_dim: int, itemsize: int, capability: int) -> Tiles:
     tiles = _by_rule(head_dim, itemsize, capability)
     device = {"capability": capability, "itemsize": itemsize}
     rows = [row for row in table_rows("gpu") if row | device == row and row["head_dim"] >= head_dim]
-    for kernel in Tiles._fields:
+    for kernel in TilesByKernel._fields:
         if mine := [row for row in rows if row["pass"] == kernel]:
             row = min(mine, key=lambda row: row["head_dim"])
             tiles = tiles._replace(**{kernel: Tile(*(row[name] for name in Tile._fields))})
     return tiles
 
 
-def _by_rule(head_dim: int, itemsize: int, capability: int) -> Tiles:
+def _by_rule(head_dim: int, itemsize: int, capability: int) -> TilesByKernel:
     """Tile sizes by the compiler's account of registers, spills and shared memory; no timing stands behind them.
 
     Hopper (9.0) and later have 227 KB of shared memory a multiprocessor, A100 (8.0) 163 KB, the others of
@@ -65,22 +52,30 @@ def _by_rule(head_dim: int, itemsize: int, capability: int) -> Tiles:
     """
     if itemsize > 2:  # float32 in full precision has no tensor cores: small tiles, or registers spill
         block = 32 if head_dim <= 128 else 16
-        return Tiles(*[Tile(block, block, 4, 2)] * 4)
+        return TilesByKernel(*[Tile(block, block, 4, 2)] * 4)
     if capability not in (80, 90, 100, 103):
         if head_dim > 128:
-            return Tiles(Tile(64, 32, 4, 2), *[Tile(32, 32, 4, 2)] * 3)
-        return Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(16, 32, 4, 2))
+            return TilesByKernel(Tile(64, 32, 4, 2), *[Tile(32, 32, 4, 2)] * 3)
+        return TilesByKernel(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(16, 32, 4, 2))
     if capability == 80:
         if head_dim <= 64:
-            return Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 128, 4, 3))
+            return TilesByKernel(
+                Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 128, 4, 3)
+            )
         if head_dim <= 128:
-            return Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3))
-        return Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(16, 32, 4, 3))
+            return TilesByKernel(
+                Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)
+            )
+        return TilesByKernel(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(16, 32, 4, 3))
     if head_dim <= 64:
-        return Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 128, 4, 3))
+        return TilesByKernel(
+            Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 128, 4, 3)
+        )
     if head_dim <= 128:
-        return Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3), Tile(16, 64, 4, 4))
-    return Tiles(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(16, 64, 4, 2))
+        return TilesByKernel(
+            Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3), Tile(16, 64, 4, 4)
+        )
+    return TilesByKernel(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(16, 64, 4, 2))
 
 
 def attention(
@@ -89,15 +84,11 @@ def attention(
     v: jax.Array,  # [B, S, K, D]
     spec: AttentionSpec,
     where: Coordinates,
-    *,
-    alibi_slopes: jax.Array | None = None,  # [H]
-    sigmoid_bias: jax.Array | None = None,  # [H]
-    sink_logits: jax.Array | None = None,  # [H]
-    full_heads: jax.Array | None = None,  # [K] bool
+    per_head: PerHead,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns out [B, T, H, D] in q's dtype and lse [B, T, H] float32 (None for sigmoid)."""
     static = Static(spec, not gpu_triton.on_gpu(), q.dtype.name)
-    heads = _heads(alibi_slopes, sigmoid_bias, sink_logits, full_heads)
+    heads = _for_kernels(per_head)
     return _flash(static, _tiles(q, k), *parts.vary_alike((q, k, v, heads, where)))
 
 
@@ -108,21 +99,18 @@ def routed_attention(
     gate: jax.Array,  # [B, T]
     spec: AttentionSpec,
     where: Coordinates,
+    per_head: PerHead,
     *,
-    alibi_slopes: jax.Array | None = None,
-    sigmoid_bias: jax.Array | None = None,
-    sink_logits: jax.Array | None = None,
-    full_heads: jax.Array | None = None,
     inference: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns gate * O_full + (1 - gate) * O_window and the branch disagreement [B, T]; see `parts.route`."""
-    heads = _heads(alibi_slopes, sigmoid_bias, None, full_heads)
+    heads = _for_kernels(per_head._replace(sink_logits=None))  # they join afterwards
 
     def part(q, where, outside):
         static = Static(spec, not gpu_triton.on_gpu(), outside=outside)
         return _flash(static, _tiles(q, k), *parts.vary_alike((q, k, v, heads, where)))
 
-    return parts.route(part, q, gate, where, sink_logits, inference=inference)
+    return parts.route(part, q, gate, where, per_head.sink_logits, inference=inference)
 
 
 def decode_attention(
@@ -131,33 +119,40 @@ def decode_attention(
     v_cache: jax.Array,
     spec: AttentionSpec,
     where: Coordinates,
-    *,
-    alibi_slopes: jax.Array | None = None,
-    sigmoid_bias: jax.Array | None = None,
-    sink_logits: jax.Array | None = None,
-    full_heads: jax.Array | None = None,
+    per_head: PerHead,
 ) -> jax.Array:
     """Attention of a few queries over a cache, [B, T, H, D] float32; not differentiable."""
     static = Static(spec, not gpu_triton.on_gpu())
-    heads = _heads(alibi_slopes, sigmoid_bias, None, full_heads)
+    heads = _for_kernels(per_head._replace(sink_logits=None))  # they join afterwards
     tile = _tiles(q, k_cache).decode
     out, lse = _decode(static, tile, *parts.vary_alike((q, k_cache, v_cache, heads, where)))
-    return parts.join_sinks(out, lse, sink_logits)[0]
+    return parts.join_sinks(out, lse, per_head.sink_logits)[0]
 
 
-def _heads(slopes, bias, sinks, full) -> Heads:
-    slopes, bias, sinks = (None if x is None else x.astype(jnp.float32) for x in (slopes, bias, sinks))
-    return Heads(slopes, bias, sinks, None if full is None else full.astype(jnp.int32))
+def _for_kernels(per_head: PerHead) -> PerHead:
+    """All floats in float32, `full_heads` in int32."""
+    full = per_head.full_heads
+    floats = jax.tree.map(lambda x: x.astype(jnp.float32), per_head._replace(full_heads=None))
+    return floats._replace(full_heads=None if full is None else full.astype(jnp.int32))
 
 
-def _tiles(q: jax.Array, k: jax.Array) -> Tiles:
-    capability = gpu_triton.compute_capability() if gpu_triton.on_gpu() else 90
+def _tiles(q: jax.Array, k: jax.Array) -> TilesByKernel:
+    return tiles_of(q, k, gpu_triton.compute_capability() if gpu_triton.on_gpu() else None)
+
+
+def tiles_of(q: jax.Array, k: jax.Array, capability: int | None) -> TilesByKernel:
+    """Those of a call on a device; of a Hopper if None. Shapes and dtype are read."""
     longest = [max(16, _next_power_of_2(x.shape[1])) for x in (q, k)]
 
     def fit(tile: Tile) -> Tile:
         return tile._replace(q_block=min(tile.q_block, longest[0]), kv_block=min(tile.kv_block, longest[1]))
 
-    return Tiles(*map(fit, tile_sizes(q.shape[3], q.dtype.itemsize, capability)))
+    return TilesByKernel(*map(fit, tile_sizes(q.shape[3], q.dtype.itemsize, capability or 90)))
+
+
+def decode_shares(batch: int, kv_heads: int, blocks: int) -> int:
+    """How many programs share the keys of a KV head when decoding."""
+    return min(blocks, -(-_PROGRAMS_IN_FLIGHT // (batch * kv_heads)))
 
 
 def _next_power_of_2(n: int) -> int:
@@ -165,7 +160,7 @@ def _next_power_of_2(n: int) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _flash(static: Static, tiles: Tiles, q, k, v, heads: Heads, where: Coordinates):
+def _flash(static: Static, tiles: TilesByKernel, q, k, v, heads: PerHead, where: Coordinates):
     """The core: out [B, T, H, D] in `static.out_dtype` and lse [B, T, H] float32 (None for sigmoid)."""
     return _flash_fwd(static, tiles, q, k, v, heads, where)[0]
 
@@ -193,8 +188,8 @@ def _flash_bwd(static, tiles, saved, cotangents):
         active |= (delta != 0).any(axis=2)
         # Weights of a row whose cotangents are not finite are NaN; masked tiles take the cotangents as zero.
         lse = jnp.where(sees_any, jnp.where(jnp.isfinite(delta), lse, jnp.nan), 0)
-        if heads.sinks is not None:
-            dsinks = -jnp.where(sees_any, jnp.exp2(heads.sinks * parts.LOG2E - lse) * delta, 0).sum(
+        if heads.sink_logits is not None:
+            dsinks = -jnp.where(sees_any, jnp.exp2(heads.sink_logits * parts.LOG2E - lse) * delta, 0).sum(
                 axis=(0, 1)
             )
         statistics = {"lse": lse, "delta": delta}
@@ -204,13 +199,13 @@ def _flash_bwd(static, tiles, saved, cotangents):
     dq, dbias = gpu_triton.dq(static, tiles.dq, x)
     x = _operands(static, tiles.dkv, q, k, v, heads, where, by_key=True, **gradients)
     dk, dv = gpu_triton.dkv(static, tiles.dkv, x)
-    return dq, dk, dv, Heads(None, None if dbias is None else dbias.sum(axis=(0, 2)), dsinks, None), None
+    return dq, dk, dv, PerHead(None, None if dbias is None else dbias.sum(axis=(0, 2)), dsinks, None), None
 
 
 _flash.defvjp(_flash_fwd, _flash_bwd)
 
 
-def _decode(static: Static, tile: Tile, q, k, v, heads: Heads, where: Coordinates):
+def _decode(static: Static, tile: Tile, q, k, v, heads: PerHead, where: Coordinates):
     """Out [B, T, H, D] float32 and lse [B, T, H] (None for sigmoid); a KV head's queries are one block of rows."""
     batch, length, num_heads, head_dim = q.shape
     kv_heads = k.shape[2]
@@ -234,11 +229,11 @@ def _decode(static: Static, tile: Tile, q, k, v, heads: Heads, where: Coordinate
         x = jnp.moveaxis(x[:, :, :used].reshape(batch, kv_heads, length, group, *x.shape[3:]), 1, 2)
         return x.reshape(batch, length, num_heads, *x.shape[4:])
 
-    heads = heads._replace(slopes=by_row(heads.slopes), bias=by_row(heads.bias))
+    heads = heads._replace(alibi_slopes=by_row(heads.alibi_slopes), sigmoid_bias=by_row(heads.sigmoid_bias))
     queries = {name: getattr(where, name) for name in ("q_pos", "q_order", "full_rows")}
     where = where._replace(**jax.tree.map(lambda x: jnp.repeat(x, group, axis=1), queries))
     x = _operands(static, tile, fold(q), k, v, heads, where)
-    shares = min(x.keys.pos.shape[1] // tile.kv_block, -(-_PROGRAMS_IN_FLIGHT // (batch * kv_heads)))
+    shares = decode_shares(batch, kv_heads, x.keys.pos.shape[1] // tile.kv_block)
     out, lse = gpu_triton.decode(static, tile, x, shares)
     if lse is None:
         return unfold(out.sum(axis=2)), None
@@ -264,7 +259,7 @@ def _operands(
     q,
     k,
     v,
-    heads: Heads,
+    heads: PerHead,
     where: Coordinates,
     *,
     by_key=False,
@@ -290,7 +285,7 @@ def _operands(
         Side(where.q_pos, where.q_seg, full),
         Side(where.kv_pos, where.kv_seg),
         heads,
-        _bounds(static, tile, where, heads.full is not None, active, by_key),
+        _bounds(static, tile, where, heads.full_heads is not None, active, by_key),
         dout,
         turned(lse),
         turned(delta),

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.schedule import _extent, visited
+from pallas_kernels.schedule import fully_visible_by_row, visited_by_row
 from pallas_kernels.spec import AttentionSpec, Coordinates
 
 _RANGES = 4
@@ -93,50 +93,8 @@ def tables(
       outside: as in `make_schedule`.
     """
 
-    def row(where):
-        where = jax.tree.map(lambda x: x[None], where)
-        return (
-            visited(spec, where, q_block, kv_block, outside=outside),
-            _whole(spec, where, q_block, kv_block, outside=outside)[0],
-        )
-
-    return jax.vmap(row)(where)
-
-
-def _whole(
-    spec: AttentionSpec, where: Coordinates, q_block: int, kv_block: int, *, outside: bool
-) -> jax.Array:
-    def blocks(array, block):
-        return array.reshape(array.shape[0], -1, block)
-
-    q_real, kv_real = where.q_pos >= 0, where.kv_pos >= 0
-    q = _extent(where.q_order, where.q_seg, q_real, q_block)
-    kv = _extent(where.kv_order, where.kv_seg, kv_real, kv_block)
-    seen = (
-        blocks(q_real, q_block).all(axis=-1)[:, :, None] & blocks(kv_real, kv_block).all(axis=-1)[:, None, :]
+    sizes = q_block, kv_block
+    return (
+        visited_by_row(spec, where, *sizes, outside=outside),
+        fully_visible_by_row(spec, where, *sizes, outside=outside),
     )
-    nearest = q.least[:, :, None] - kv.greatest[:, None, :]
-    farthest = q.greatest[:, :, None] - kv.least[:, None, :]
-    if spec.causal:
-        seen &= nearest >= 0
-    if where.q_seg is not None:
-        one_segment = (q.least_segment == q.greatest_segment)[:, :, None]
-        seen &= one_segment & (q.least_segment[:, :, None] == kv.least_segment[:, None, :])
-        seen &= (kv.least_segment == kv.greatest_segment)[:, None, :]
-    if spec.window is None:
-        return seen
-
-    kv_pos = blocks(where.kv_pos, kv_block)
-    full = jnp.zeros_like(q_real) if where.full_rows is None else where.full_rows
-    full = blocks(full, q_block)
-    if outside:
-        beyond = nearest >= spec.window
-        if not spec.causal:
-            beyond |= -farthest >= spec.window
-        no_sink = (kv_pos >= spec.num_sink_tokens).all(axis=-1)
-        return seen & beyond & no_sink[:, None, :] & ~full.any(axis=-1)[:, :, None]
-    near = farthest < spec.window
-    if not spec.causal:
-        near &= -nearest < spec.window
-    sinks = (kv_pos < spec.num_sink_tokens).all(axis=-1)
-    return seen & (near | sinks[:, None, :] | full.all(axis=-1)[:, :, None])

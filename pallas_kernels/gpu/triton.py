@@ -30,7 +30,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels.gpu.loop_bounds import Bounds
 from pallas_kernels.nonfinite import finite, is_finite
 from pallas_kernels.parts import LOG2E
-from pallas_kernels.spec import AttentionSpec, visible
+from pallas_kernels.spec import AttentionSpec, PerHead, visible
 
 
 def on_gpu() -> bool:
@@ -50,15 +50,6 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-class Heads(NamedTuple):
-    """What differs by head: [H] float32, and `full` [K] int32."""
-
-    slopes: jax.Array | None
-    bias: jax.Array | None
-    sinks: jax.Array | None
-    full: jax.Array | None
-
-
 class Side(NamedTuple):
     """Queries or keys, [rows, length]; those of a tile are shaped to broadcast against each other."""
 
@@ -75,7 +66,7 @@ class Operands(NamedTuple):
     v: jax.Array
     queries: Side
     keys: Side
-    heads: Heads
+    heads: PerHead  # float32, and `full_heads` int32
     bounds: jax.Array  # [rows, variants, blocks, 10]
     dout: jax.Array | None = None  # [B, T, H, D]
     lse: jax.Array | None = None  # [B, H, T of whole blocks], in units of log 2
@@ -106,7 +97,7 @@ def dq(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | 
     """The gradient of q, and (if there is a bias) that of the bias by query row: [B, H, T of whole blocks] float32."""
     grid = _query_grid(tile, x)
     results = [_by_query_block(x.q, x.q.dtype, tile, grid)]
-    if x.heads.bias is not None:
+    if x.heads.sigmoid_bias is not None:
         results.append(_statistic(tile, grid))
     dq, *dbias = _call(_dq_kernel, static, tile, x, grid, results)
     return dq, dbias[0] if dbias else None
@@ -291,7 +282,7 @@ class Program:
 
     def bounds(self, x: Operands, block) -> tuple[Bounds, jax.Array | None]:
         """The bounds of a block's loops, and whether the head is full."""
-        full = None if x.heads.full is None else x.heads.full[0]
+        full = None if x.heads.full_heads is None else x.heads.full_heads[0]
         variant = 0 if full is None else full
         return Bounds.read(lambda i: x.bounds[variant, block, i]), None if full is None else full != 0
 
@@ -418,13 +409,13 @@ def _forward_kernel(program: Program, x: Operands, out_ref, lse_ref=None):
     queries = program.queries(x.queries, i, 1)
     bounds, full_head = program.bounds(x, i)
     visit, carry = program.attend(
-        q, queries, x, _scalar(x.heads.slopes, g), _scalar(x.heads.bias, g), full_head
+        q, queries, x, _scalar(x.heads.alibi_slopes, g), _scalar(x.heads.sigmoid_bias, g), full_head
     )
     carry = program.loops(bounds, visit, carry)
     if lse_ref is None:
         out_ref[...] = carry.astype(out_ref.dtype)
     else:
-        out, lse = _normalise(carry, sink=_scalar(x.heads.sinks, g))
+        out, lse = _normalise(carry, sink=_scalar(x.heads.sink_logits, g))
         out_ref[...] = out.astype(out_ref.dtype)
         lse_ref[...] = lse
 
@@ -436,7 +427,12 @@ def _decode_kernel(program: Program, x: Operands, out_ref, lse_ref=None):
     q = program.load_queries(x.q, 0, lax.rem(pl.program_id(1), x.q.shape[1]))
     bounds, full_head = program.bounds(x, 0)
     visit, carry = program.attend(
-        q, program.queries(x.queries, 0, 1), x, by_row(x.heads.slopes), by_row(x.heads.bias), full_head
+        q,
+        program.queries(x.queries, 0, 1),
+        x,
+        by_row(x.heads.alibi_slopes),
+        by_row(x.heads.sigmoid_bias),
+        full_head,
     )
     # All visits are taken as masked, and shared out evenly: time goes into reading the cache.
     first, last = bounds.whole
@@ -465,7 +461,7 @@ def _dq_kernel(program: Program, x: Operands, dq_ref, dbias_ref=None):
     lse, delta = (
         None if ref is None else ref[g, pl.ds(i * block, block)][:, None] for ref in (x.lse, x.delta)
     )
-    slope, bias = _scalar(x.heads.slopes, g), _scalar(x.heads.bias, g)
+    slope, bias = _scalar(x.heads.alibi_slopes, g), _scalar(x.heads.sigmoid_bias, g)
     bounds, full_head = program.bounds(x, i)
 
     def visit(j, carry, masked):
@@ -495,7 +491,7 @@ def _dkv_kernel(program: Program, x: Operands, dk_ref, dv_ref):
     bounds, full_head = program.bounds(x, j)
 
     def head(g, carry):
-        slope, bias = _scalar(x.heads.slopes, g), _scalar(x.heads.bias, g)
+        slope, bias = _scalar(x.heads.alibi_slopes, g), _scalar(x.heads.sigmoid_bias, g)
 
         def visit(i, carry, masked):  # tiles are [bk, bq]
             dk, dv = carry

@@ -3,10 +3,10 @@
 import jax
 
 from pallas_kernels.parts import join_sinks
-from pallas_kernels.spec import AttentionSpec, Coordinates
+from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.attend import attend
 from pallas_kernels.tpu.decode import decode_attention
-from pallas_kernels.tpu.passes import make_call
+from pallas_kernels.tpu.passes import call_of
 from pallas_kernels.tpu.routed import routed_attention
 
 __all__ = ["attention", "decode_attention", "routed_attention"]
@@ -18,13 +18,9 @@ def attention(
     v: jax.Array,  # [B, S, K, D]
     spec: AttentionSpec,
     where: Coordinates,
-    *,
-    alibi_slopes: jax.Array | None = None,  # [H]
-    sigmoid_bias: jax.Array | None = None,  # [H]
-    sink_logits: jax.Array | None = None,  # [H]
-    full_heads: jax.Array | None = None,  # [K] bool
+    per_head: PerHead,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns out [B, T, H, D] in q's dtype and lse [B, T, H] f32 (None for sigmoid)."""
-    call = make_call(q, k, spec, where, alibi_slopes, sigmoid_bias)
-    out, lse = attend(call, q, k, v, where, alibi_slopes, sigmoid_bias, full_heads)
-    return join_sinks(out, lse, sink_logits)
+    call = call_of(q, spec, where, per_head)
+    out, lse = attend(call, q, k, v, where, per_head)
+    return join_sinks(out, lse, per_head.sink_logits)

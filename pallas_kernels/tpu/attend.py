@@ -7,17 +7,16 @@ import jax.numpy as jnp
 
 from pallas_kernels.blocks import device_kind
 from pallas_kernels.parts import natural_lse, vary_alike
-from pallas_kernels.spec import Coordinates
+from pallas_kernels.spec import Coordinates, PerHead
 from pallas_kernels.tpu.passes import (
+    attention_call,
     backward,
-    choose_kernel,
     forward,
     head_major,
     pack_statistics,
     pad_coordinates,
     stack_head_bias,
     token_major,
-    with_own_tiles,
 )
 from pallas_kernels.tpu.tiles import Call
 
@@ -28,23 +27,19 @@ def attend(
     k: jax.Array,  # [B, S, K, D]
     v: jax.Array,  # [B, S, K, D]
     where: Coordinates,
-    alibi_slopes: jax.Array | None = None,  # [H]
-    sigmoid_bias: jax.Array | None = None,  # [H]
-    full_heads: jax.Array | None = None,  # [K] bool
+    per_head: PerHead,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Out [B, T, H, D] in q's dtype and lse [B, T, H] f32 (None for sigmoid), sink logits left out."""
     _, length, heads, head_dim = q.shape
-    call = choose_kernel(call, where)
-    if full_heads is None:
-        call = with_own_tiles(call, where, head_dim, device_kind())
+    call = attention_call(call, where, head_dim, per_head.full_heads is not None, device_kind())
     q = q * jnp.asarray(call.query_factor, q.dtype)
     arguments = (
         head_major(q, call.tiles.q_block),
         head_major(k, call.tiles.kv_block),
         head_major(v, call.tiles.kv_block),
-        stack_head_bias(heads, alibi_slopes, sigmoid_bias),
+        stack_head_bias(heads, per_head),
         pad_coordinates(where, call.tiles),
-        full_heads,
+        per_head.full_heads,
     )
     out, lse = _core(call, *vary_alike(arguments))
     return token_major(out, length), None if lse is None else lse[:, :, 0, :length].transpose(0, 2, 1)

@@ -23,7 +23,8 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.blocks import Tiles, device_kind, on_tpu
 from pallas_kernels.nonfinite import finite, is_finite, sees_non_finite
 from pallas_kernels.parts import vary_alike
-from pallas_kernels.spec import AttentionSpec, Coordinates, dense_mask, visible
+from pallas_kernels.schedule import Visits
+from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead, dense_mask, visible
 from pallas_kernels.tpu.tiles import (
     LANES,
     LOG2E,
@@ -49,11 +50,7 @@ def decode_attention(
     v_cache: jax.Array,  # [B, S, K, D]
     spec: AttentionSpec,
     where: Coordinates,
-    *,
-    alibi_slopes: jax.Array | None = None,  # [H]
-    sigmoid_bias: jax.Array | None = None,  # [H]
-    sink_logits: jax.Array | None = None,  # [H]
-    full_heads: jax.Array | None = None,  # [K] bool
+    per_head: PerHead,
 ) -> jax.Array:
     """Attention of a few queries over caches, [B, T, H, D] in q's dtype; not differentiable."""
     by_lanes = q.shape[3] % LANES != 0
@@ -61,7 +58,7 @@ def decode_attention(
     slots = jnp.arange(k_cache.shape[2], dtype=jnp.int32)
     form = _Form(by_lanes=by_lanes, batch_first=True)
     caches = k_cache.transpose(axes), v_cache.transpose(axes)
-    return _decode(form, q, *caches, slots, spec, where, alibi_slopes, sigmoid_bias, sink_logits, full_heads)
+    return _decode(form, q, *caches, slots, spec, where, per_head)
 
 
 def decode_pool(
@@ -71,11 +68,8 @@ def decode_pool(
     slots: jax.Array,  # [K]
     spec: AttentionSpec,
     where: Coordinates,
+    per_head: PerHead,
     *,
-    alibi_slopes: jax.Array | None = None,
-    sigmoid_bias: jax.Array | None = None,
-    sink_logits: jax.Array | None = None,
-    full_heads: jax.Array | None = None,
     scattered: bool = False,
 ) -> jax.Array:
     """`decode_attention` over pools of caches, KV head h being row `slots[h]` of them. They are read in place.
@@ -88,9 +82,7 @@ def decode_pool(
     if by_lanes:
         k_pool, v_pool = k_pool.swapaxes(2, 3), v_pool.swapaxes(2, 3)
     form = _Form(by_lanes=by_lanes, scattered=scattered)
-    return _decode(
-        form, q, k_pool, v_pool, slots, spec, where, alibi_slopes, sigmoid_bias, sink_logits, full_heads
-    )
+    return _decode(form, q, k_pool, v_pool, slots, spec, where, per_head)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,17 +118,9 @@ class _Static:
         return self.entries - (self.num_blocks - 1) * self.block
 
 
-class Visits(NamedTuple):
-    """The blocks that each sequence sees, as one list; `unpack` says what is in an entry.
+class CacheVisit(NamedTuple):
+    """An entry of the list of visits: a sequence, and a block of its cache."""
 
-    A sequence that sees nothing has an entry all the same, so that its (zero) result gets written.
-    """
-
-    entries: jax.Array  # [B * blocks] int32
-    used: jax.Array  # [] int32: how many of them are in use
-
-
-class Visit(NamedTuple):
     sequence: jax.Array
     block: jax.Array
     first: jax.Array  # of its sequence
@@ -148,7 +132,9 @@ class Visit(NamedTuple):
 def list_visits(
     spec: AttentionSpec, where: Coordinates, block: int, *, some_full_heads: bool = False
 ) -> Visits:
-    """Lists, sequence by sequence, the blocks in which some query sees some entry.
+    """Lists, sequence by sequence, the blocks in which some query sees some entry; `unpack` says what is in a pair.
+
+    A sequence that sees nothing has one all the same, so that its (zero) result gets written.
 
     Args:
       where: with `kv_pos` [B, whole blocks].
@@ -177,9 +163,9 @@ def list_visits(
     return Visits(entries, listed.sum(dtype=jnp.int32))
 
 
-def unpack(entry: jax.Array, num_blocks: int) -> Visit:
+def unpack(entry: jax.Array, num_blocks: int) -> CacheVisit:
     flags = ((entry >> bit) & 1 == 1 for bit in range(4))
-    return Visit(lax.div(entry >> 4, num_blocks), lax.rem(entry >> 4, num_blocks), *flags)
+    return CacheVisit(lax.div(entry >> 4, num_blocks), lax.rem(entry >> 4, num_blocks), *flags)
 
 
 def choose_steps(
@@ -209,12 +195,9 @@ def _round_up(n: int, unit: int) -> int:
 
 
 def _decode(
-    form: _Form, q, k, v, slots, spec, where, alibi_slopes, sigmoid_bias, sink_logits, full_heads
+    form: _Form, q, k, v, slots, spec: AttentionSpec, where: Coordinates, per_head: PerHead
 ) -> jax.Array:
-    if q.dtype not in (jnp.float32, jnp.bfloat16):
-        raise NotImplementedError(
-            f"implementation 'tpu' takes float32 and bfloat16, but q is {q.dtype}; use 'xla'."
-        )
+    alibi_slopes, sigmoid_bias, sink_logits, full_heads = per_head
     batch, length, num_heads, head_dim = q.shape
     kv_heads, group = slots.shape[0], num_heads // slots.shape[0]
     kind = device_kind()
@@ -264,7 +247,7 @@ def _decode(
     )
     # Queries are consecutive, and the full ones the last of them.
     first_full = jnp.full(batch, length) if full_rows is None else length - full_rows.sum(axis=1)
-    scalars = [visits.entries, slots, by_batch(where.q_pos)[:, 0], first_full]
+    scalars = [visits.pairs, slots, by_batch(where.q_pos)[:, 0], first_full]
     if full_heads is not None:
         scalars.append(full_heads)
     info = [jnp.broadcast_to(jnp.arange(length)[:, None], (length, num_heads))]
@@ -338,7 +321,7 @@ def _kernel(static: _Static, entries, slots, first_position, first_full, *rest) 
     def head(h):
         return group_of_heads * heads + h
 
-    def reads(visit: Visit, h) -> jax.Array:
+    def reads(visit: CacheVisit, h) -> jax.Array:
         """Whether a head of the step reads the block."""
         wanted = visit.wanted
         if full_heads is not None:
@@ -347,7 +330,7 @@ def _kernel(static: _Static, entries, slots, first_position, first_full, *rest) 
             wanted &= slots[head(h)] < k_pool.shape[0]
         return wanted
 
-    def copies(visit: Visit, turn, act) -> None:
+    def copies(visit: CacheVisit, turn, act) -> None:
         """Starts or awaits what a visit reads."""
 
         def copy(size: int) -> None:

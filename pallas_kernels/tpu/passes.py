@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_kind, longest_window, on_tpu
-from pallas_kernels.spec import AttentionSpec, Coordinates
+from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.scheduled_backward import scheduled_backward
 from pallas_kernels.tpu.scheduled_forward import scheduled_forward
 from pallas_kernels.tpu.tiles import Call, Heads, with_scale
@@ -24,26 +24,40 @@ from pallas_kernels.tpu.window_forward import window_forward
 
 
 def make_call(
-    q: jax.Array,  # [B, T, H, D]
-    k: jax.Array,  # [B, S, K, D]
     spec: AttentionSpec,
     where: Coordinates,
-    alibi_slopes: jax.Array | None = None,
-    sigmoid_bias: jax.Array | None = None,
+    head_dim: int,
+    dtype: jax.typing.DTypeLike,
+    *,
+    has_slopes: bool,
+    has_bias: bool,
+    kind: str,
 ) -> Call:
-    if q.dtype not in (jnp.float32, jnp.bfloat16):
-        raise NotImplementedError(
-            f"implementation 'tpu' takes float32 and bfloat16, but q is {q.dtype}; use 'xla'."
-        )
+    """The static side of a call on a kind of device, its kernel not yet chosen; of `where` shapes are read."""
     return Call(
-        spec=with_scale(spec, q.shape[3]),
-        tiles=choose_tiles(device_kind(), q.shape[1], k.shape[1], q.shape[3]),
-        max_window=longest_window(device_kind(), q.shape[3], q.dtype),
+        spec=with_scale(spec, head_dim),
+        tiles=choose_tiles(kind, where.q_pos.shape[1], where.kv_pos.shape[1], head_dim),
+        max_window=longest_window(kind, head_dim, dtype),
         indexed=is_indexed(where),
-        has_slopes=alibi_slopes is not None,
-        has_bias=sigmoid_bias is not None,
+        has_slopes=has_slopes,
+        has_bias=has_bias,
         interpret=not on_tpu(),
     )
+
+
+def call_of(q: jax.Array, spec: AttentionSpec, where: Coordinates, per_head: PerHead) -> Call:
+    """`make_call` on the device that the trace is for."""
+    given = {
+        "has_slopes": per_head.alibi_slopes is not None,
+        "has_bias": per_head.sigmoid_bias is not None,
+    }
+    return make_call(spec, where, q.shape[3], q.dtype, **given, kind=device_kind())
+
+
+def attention_call(call: Call, where: Coordinates, head_dim: int, some_full_heads: bool, kind: str) -> Call:
+    """The call with its kernel, and where one launch serves all heads that kernel's own tiles."""
+    call = choose_kernel(call, where)
+    return call if some_full_heads else with_own_tiles(call, where, head_dim, kind)
 
 
 def is_indexed(where: Coordinates) -> bool:
@@ -93,8 +107,9 @@ def pad_coordinates(where: Coordinates, tiles: Tiles) -> Coordinates:
     )
 
 
-def stack_head_bias(heads: int, alibi_slopes, sigmoid_bias) -> jax.Array:
+def stack_head_bias(heads: int, per_head: PerHead) -> jax.Array:
     """[2, H] f32: slopes and biases, zeros for what is not given."""
+    alibi_slopes, sigmoid_bias = per_head.alibi_slopes, per_head.sigmoid_bias
     zeros = jnp.zeros(heads, jnp.float32)
     slopes = zeros if alibi_slopes is None else jax.lax.stop_gradient(alibi_slopes).astype(jnp.float32)
     return jnp.stack([slopes, zeros if sigmoid_bias is None else sigmoid_bias.astype(jnp.float32)])

@@ -20,14 +20,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.blocks import device_kind
 from pallas_kernels.parts import members, mix, natural_lse, route, vary_alike
-from pallas_kernels.spec import AttentionSpec, Coordinates
+from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.attend import attend
 from pallas_kernels.tpu.passes import (
     backward,
+    call_of,
     choose_kernel,
     forward,
     head_major,
-    make_call,
     pack_statistics,
     pad,
     pad_coordinates,
@@ -53,28 +53,25 @@ def routed_attention(
     gate: jax.Array,  # [B, T]
     spec: AttentionSpec,
     where: Coordinates,
+    per_head: PerHead,
     *,
-    sink_logits: jax.Array | None = None,
     inference: bool = False,
-    **by_head: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns gate * O_full + (1 - gate) * O_window [B, T, H, D] f32 and the branch disagreement [B, T] f32.
 
     Args:
       inference: compute the full branch of rows with a gate only; without disagreement, and not differentiable by the
         gate.
-      by_head: as in `two_branches`.
     """
     if not inference:
-        return mix(gate, *two_branches(q, k, v, spec, where, **by_head), sink_logits)
-    call = make_call(q, k, spec, where, by_head.get("alibi_slopes"), by_head.get("sigmoid_bias"))
+        return mix(gate, *two_branches(q, k, v, spec, where, per_head), per_head.sink_logits)
+    call = call_of(q, spec, where, per_head)
 
     def part(q, where, outside):
         here = dataclasses.replace(call, outside=outside, indexed=call.indexed and not outside, in_parts=True)
-        out, lse = attend(here, q, k, v, where, **by_head)
-        return out, lse
+        return attend(here, q, k, v, where, per_head)
 
-    return route(part, q, gate, where, sink_logits, inference=True)
+    return route(part, q, gate, where, per_head.sink_logits, inference=True)
 
 
 def two_branches(
@@ -83,14 +80,11 @@ def two_branches(
     v: jax.Array,  # [B, S, K, D]
     spec: AttentionSpec,
     where: Coordinates,
-    *,
-    alibi_slopes: jax.Array | None = None,  # [H]
-    sigmoid_bias: jax.Array | None = None,  # [H]
-    full_heads: jax.Array | None = None,  # [K] bool
+    per_head: PerHead,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None]:
     """O_window [B, T, H, D], lse_window [B, T, H] f32, O_full, lse_full; no lse for sigmoid."""
-    _, length, heads, _ = q.shape
-    call = make_call(q, k, spec, where, alibi_slopes, sigmoid_bias)
+    (_, length, heads, _), full_heads = q.shape, per_head.full_heads
+    call = call_of(q, spec, where, per_head)
     # The gate's gradient is a difference of the branches: large sums without a normaliser must not be rounded before.
     call = dataclasses.replace(call, in_parts=not call.softmax)
     if full_heads is None and serves_branches(call, where, q.shape[3], k.dtype):
@@ -98,7 +92,7 @@ def two_branches(
     q = pad(q * jnp.asarray(call.query_factor, q.dtype), call.tiles.q_block, 1, 0)
     k, v = (pad(x, call.tiles.kv_block, 1, 0) for x in (k, v))
     where = pad_coordinates(where, call.tiles)
-    head_bias = stack_head_bias(heads, alibi_slopes, sigmoid_bias)
+    head_bias = stack_head_bias(heads, per_head)
     results = _branches(call, *vary_alike((q, k, v, head_bias, where, full_heads)))
     window, window_lse, full, full_lse = jax.tree.map(lambda x: x[:, :length], results)
     return window, window_lse, full, full_lse
@@ -166,12 +160,8 @@ def _branches_bwd(call, saved, cotangents):
     if call.softmax:
         active |= (delta != 0).any(axis=2)
     num_active, length = active.sum(axis=1, keepdims=True), q.shape[1]
-    tiles = dataclasses.replace(
-        call.tiles,
-        q_block=math.gcd(call.tiles.q_block, _GATHERED_BLOCK),
-        kv_block=math.gcd(call.tiles.kv_block, _OUTSIDE_BLOCK),
-    )
-    outside = dataclasses.replace(call, outside=True, indexed=False, tiles=tiles)
+    outside = outside_backward_call(call)
+    tiles = outside.tiles
 
     dq_window = token_major(dq, length)
 
@@ -227,6 +217,16 @@ def _branches_bwd(call, saved, cotangents):
     if dbias:
         dhead_bias = dhead_bias.at[1].set(dbias[0].sum(axis=(0, 2, 3)) + dbias_outside[0])
     return dq, dk, dv, dhead_bias, None, None
+
+
+def outside_backward_call(call: Call) -> Call:
+    """Of the pass over the keys outside, on gathered rows."""
+    tiles = dataclasses.replace(
+        call.tiles,
+        q_block=math.gcd(call.tiles.q_block, _GATHERED_BLOCK),
+        kv_block=math.gcd(call.tiles.kv_block, _OUTSIDE_BLOCK),
+    )
+    return dataclasses.replace(call, outside=True, indexed=False, tiles=tiles)
 
 
 _branches.defvjp(_branches_fwd, _branches_bwd)

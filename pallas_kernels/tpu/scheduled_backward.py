@@ -74,11 +74,9 @@ def scheduled_backward(
       num_active: [] int32: query blocks behind so many have no cotangents; their own gradients are left undefined.
     """
     run = functools.partial(_sweep, call, q, head_bias, heads, dout, statistics)
-    length, block, head_dim = k.shape[2], call.tiles.kv_block, max(k.shape[3], LANES)
-    room = _VMEM_BYTES - max(0, _step_bytes(call, head_dim, k.dtype.itemsize) - _STEP_BYTES)
-    chunk = room // (2 * 4 * head_dim * block) * block  # keys whose dk and dv VMEM holds
+    length = k.shape[2]
+    chunk, keys_too = keys_at_once(call, length, k.shape[3], k.dtype.itemsize)
     if length <= chunk:
-        keys_too = length * head_dim * (2 * 4 + 4 * k.dtype.itemsize) <= room
         walk = walk_over(call, where, resident=keys_too, flush=True, num_active=num_active)
         return run(k, v, where, walk, previous)
 
@@ -97,6 +95,14 @@ def scheduled_backward(
         parts.append(run(k[:, :, keys], v[:, :, keys], here, walk, (*dq, *by_key, *dbias)))
     dq, dk, dv, *dbias = zip(*parts, strict=True)
     return _sum(dq), *(jnp.concatenate(x, axis=2) for x in (dk, dv)), *map(_sum, dbias)
+
+
+def keys_at_once(call: Call, length: int, head_dim: int, itemsize: int) -> tuple[int, bool]:
+    """The keys whose dk and dv VMEM holds, and whether it holds the keys and values of all `length` too."""
+    block, head_dim = call.tiles.kv_block, max(head_dim, LANES)
+    room = _VMEM_BYTES - max(0, _step_bytes(call, head_dim, itemsize) - _STEP_BYTES)
+    chunk = room // (2 * 4 * head_dim * block) * block
+    return chunk, length <= chunk and length * head_dim * (2 * 4 + 4 * itemsize) <= room
 
 
 def _step_bytes(call: Call, head_dim: int, itemsize: int) -> int:

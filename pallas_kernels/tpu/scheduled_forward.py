@@ -79,7 +79,7 @@ def serves_branches(call: Call, where: Coordinates, head_dim: int, dtype) -> boo
         window is not None
         and window <= _MAX_BRANCH_WINDOW
         and has_default_positions(call, where)
-        and _fits_vmem(where.kv_order.shape[1], head_dim, dtype)
+        and fits_vmem(where.kv_order.shape[1], head_dim, dtype)
     )
 
 
@@ -92,7 +92,7 @@ def branches_forward(
     return results[: len(results) // 2], results[len(results) // 2 :]
 
 
-def _fits_vmem(length: int, head_dim: int, dtype) -> bool:
+def fits_vmem(length: int, head_dim: int, dtype) -> bool:
     """Whether VMEM holds all keys and values of a head, and those of the next one."""
     return 4 * length * max(head_dim, LANES) * jnp.dtype(dtype).itemsize <= _RESIDENT_BYTES
 
@@ -102,7 +102,7 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
     kv_length, group = k.shape[2], num_heads // k.shape[1]
     q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
     heads = heads.queries(group)
-    walk = walk_over(call, where, resident=_fits_vmem(kv_length, head_dim, k.dtype), only_plain=branches)
+    walk = walk_over(call, where, resident=fits_vmem(kv_length, head_dim, k.dtype), only_plain=branches)
 
     def spec(block, index):
         """A block located by batch, query head and visit."""

@@ -156,7 +156,12 @@ def tile_mask(
         return jnp.broadcast_to(x, shape) if wanted else None
 
     spec = call.spec
-    if call.outside and spec.causal and not (spec.num_sink_tokens or has_full_rows):
+    if (
+        call.outside
+        and spec.window is not None
+        and spec.causal
+        and not (spec.num_sink_tokens or has_full_rows)
+    ):
         # One comparison: padding keys come behind every query, and padding queries before every key.
         key_pos = jnp.where(key[0] < 0, jnp.iinfo(jnp.int32).max, key[0])
         seen = spread(key_pos) <= spread(query[0] - spec.window)

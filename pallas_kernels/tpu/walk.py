@@ -17,10 +17,19 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 
-from pallas_kernels.schedule import Visit, Visits, flat_visits, fully_visible, unpack, visited
+from pallas_kernels.schedule import (
+    Kind,
+    Visit,
+    Visits,
+    bounds_of,
+    flat_visits,
+    fully_visible,
+    kind_at,
+    unpack,
+    visited,
+)
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.tiles import Call
 
@@ -220,15 +229,6 @@ def _folded(call: Call, reach: "Reach", num_blocks: int, flush: bool) -> Walk:
     return Walk(grid, (), visit, run, resident=False, is_list=False)
 
 
-def _bounds(call: Call) -> tuple[int, int]:
-    """The least and greatest (query - key) that is seen with default positions."""
-    window = call.spec.window
-    never = np.iinfo(np.int32).max // 2
-    if call.outside:
-        return (never, never) if window is None else (window, never)
-    return 0, never if window is None else window - 1
-
-
 class Reach(NamedTuple):
     """The distances, in blocks, of the pairs that are seen with default positions."""
 
@@ -239,28 +239,25 @@ class Reach(NamedTuple):
 
 
 def reach_of(call: Call, num_blocks: int) -> Reach:
-    block = call.tiles.q_block
-    least, greatest = _bounds(call)
-    nearest = max(0, -(-(least - block + 1) // block))
-    farthest = min(num_blocks - 1, (greatest + block - 1) // block)
-    throughout = {d: _throughout(call, d * block, *_square(call)) for d in range(nearest, farthest + 1)}
-    partly, plain = ([d for d, all_seen in throughout.items() if all_seen == kind] for kind in (False, True))
-    return Reach(nearest, farthest, partly, plain)
+    square = slice(0, call.tiles.q_block), slice(0, call.tiles.kv_block)
+    kinds = {d: kind_of_tile(call, d, *square) for d in range(num_blocks)}
+    seen = [d for d, kind in kinds.items() if kind is not Kind.NONE]
+    # Where no pair is seen, a walk still has a row of the first ones that would be.
+    nearest = seen[0] if seen else num_blocks
+    farthest = seen[-1] if seen else num_blocks - 1
+    plain = [d for d in seen if kinds[d] is Kind.FULL]
+    return Reach(nearest, farthest, [d for d in seen if d not in plain], plain)
 
 
-def _square(call: Call) -> tuple[slice, slice]:
-    return slice(0, call.tiles.q_block), slice(0, call.tiles.kv_block)
+def kind_of_tile(call: Call, distance: int, queries: slice, keys: slice) -> Kind:
+    """The kind of a tile: slices of two blocks which are `distance` blocks apart."""
+    return kind_at(bounds_of(call.spec, outside=call.outside), *_span(call, distance, queries, keys))
 
 
-def _throughout(call: Call, distance: int, queries: slice, keys: slice) -> bool:
-    least, greatest = _bounds(call)
-    near, far = _span(distance, queries, keys)
-    return least <= near and far <= greatest
-
-
-def _span(distance: int, queries: slice, keys: slice) -> tuple[int, int]:
-    """The least and greatest (query - key) between slices of two blocks whose firsts are `distance` tokens apart."""
-    return distance + queries.start - (keys.stop - 1), distance + queries.stop - 1 - keys.start
+def _span(call: Call, distance: int, queries: slice, keys: slice) -> tuple[int, int]:
+    """The least and greatest (query - key) of such a tile."""
+    apart = distance * call.tiles.q_block
+    return apart + queries.start - (keys.stop - 1), apart + queries.stop - 1 - keys.start
 
 
 def seen_tiles(
@@ -275,15 +272,13 @@ def seen_tiles(
     keys = keys or slice(0, call.tiles.kv_block)
     if not isinstance(seen, int):
         return [(keys, seen == "tokens")]
-    distance = seen * call.tiles.q_block
-    least, greatest = _bounds(call)
     found: list[tuple[slice, bool]] = []
     for start in range(keys.start, keys.stop, tile):
         here = slice(start, min(start + tile, keys.stop))
-        near, far = _span(distance, queries, here)
-        if far < least or near > greatest:
+        kind = kind_of_tile(call, seen, queries, here)
+        if kind is Kind.NONE:
             continue
-        masked = not _throughout(call, distance, queries, here)
+        masked = kind is not Kind.FULL
         if found and not masked and not found[-1][1] and found[-1][0].stop == start:
             here = slice(found.pop()[0].start, here.stop)
         found.append((here, masked))
@@ -297,8 +292,8 @@ def default_mask(call: Call, seen: int, queries: slice, keys: slice, relative: j
       relative: the tile's index of a query less that of a key, each counted from the first of its slice.
     """
     distance = seen * call.tiles.q_block + queries.start - keys.start
-    least, greatest = _bounds(call)
-    near, far = _span(seen * call.tiles.q_block, queries, keys)
+    least, greatest, _ = bounds_of(call.spec, outside=call.outside)
+    near, far = _span(call, seen, queries, keys)
     mask = []
     if near < least:
         mask.append(relative >= least - distance)

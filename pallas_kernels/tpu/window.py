@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.schedule import Kind, bounds_of, kind_at
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.tiles import LANES, Call
 
@@ -21,6 +22,7 @@ class WindowTile(NamedTuple):
     offset: int  # in the block
     size: int
     key: int  # its first key
+    kind: Kind  # how the strip's queries see it, segments aside
 
 
 def window_kernel_serves(call: Call, where: Coordinates) -> bool:
@@ -63,10 +65,12 @@ def window_tiles(call: Call, start: int, present: int) -> list[WindowTile]:
     key = (start - window_of(call) + 1) // unit * unit
     key = max(key, -(present - 1) * block)
     end = start + math.gcd(call.tiles.strip, block)
+    bounds = bounds_of(call.spec)
     tiles = []
     while key < end:
         size = min(tile - key % block % tile, block - key % block, end - key)
-        tiles.append(WindowTile(back + key // block, key % block, size, key))
+        kind = kind_at(bounds, start - (key + size - 1), end - 1 - key)
+        tiles.append(WindowTile(back + key // block, key % block, size, key, kind))
         key += size
     return tiles
 

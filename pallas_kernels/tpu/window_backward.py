@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.nonfinite import finite as finite_under_mask
+from pallas_kernels.schedule import Kind, bounds_of, kind_at
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.scheduled_backward import pipelined, weights_and_slopes
 from pallas_kernels.tpu.tiles import (
@@ -178,7 +179,7 @@ def _kernel(
         for acc in (dk_sinks_acc, dv_sinks_acc):
             pl.when((step == 0) & (member == 0))(functools.partial(_clear, acc, ...))
 
-    block, window = call.tiles.q_block, window_of(call)
+    block, window, bounds = call.tiles.q_block, window_of(call), bounds_of(call.spec)
     strip, tile = math.gcd(call.tiles.strip, block), math.gcd(call.tiles.tile, block)
     slope, bias = bias_ref[0:1, 0:1] * call.unit, bias_ref[1:2, 0:1] * call.unit
 
@@ -246,17 +247,20 @@ def _kernel(
 
             s, derivative = form_logits(call, s, addend)
             seen = []
+            kind = (
+                kind_at(bounds, distance - (num_keys - 1), distance + num_queries - 1) if not sink else None
+            )
             if sink:
                 if num_sinks < num_keys:
                     seen.append(lax.broadcasted_iota(jnp.int32, s.shape, 0) < num_sinks)
                 if sinks == "some":  # the others lie inside the window
                     seen.append(relative >= window - distance)
-            elif distance - (num_keys - 1) < 0:
+            elif kind in (Kind.DIAGONAL, Kind.BOTH):
                 seen.append(relative >= -distance)
             if has_segments:
                 row = lax.broadcasted_iota(jnp.int32, s.shape, 0)
                 seen.append(row >= first_key[:, queries] - (queries.start - distance))
-            elif not sink and distance + num_queries - 1 >= window:
+            elif kind in (Kind.EDGE, Kind.BOTH):
                 seen.append(relative < window - distance)
             mask = functools.reduce(jnp.logical_and, seen) if seen else None
             finite = finite_under_mask if seen else lambda x: x

@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.nonfinite import finite, sees_non_finite
+from pallas_kernels.schedule import Kind
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.tiles import (
     LANES,
@@ -36,6 +37,7 @@ from pallas_kernels.tpu.tiles import (
     form_logits,
     head_at,
     launch,
+    over_lanes,
     shape_like,
     write_softmax,
 )
@@ -198,8 +200,8 @@ def _window_kernel(
                 s = dot(query, k_refs[tile.block][keys, :], NT)
                 s, _ = form_logits(call, s, functools.partial(addend, tile.size, jnp.int32(distance)))
                 seen = []
-                far = not packed and distance + strip - 1 >= window
-                if distance - (tile.size - 1) < 0:
+                far = not packed and tile.kind in (Kind.EDGE, Kind.BOTH)
+                if tile.kind in (Kind.DIAGONAL, Kind.BOTH):
                     seen.append(relative(tile.size) >= -distance)
                 if packed:
                     key = lax.broadcasted_iota(jnp.int32, s.shape, 1) + tile.key
@@ -221,7 +223,7 @@ def _window_kernel(
                     seen.append(relative(size) >= window - distance)
                 tiles.append(scores(s, sink_v_ref, None, seen, None))
             top = (
-                _over_lanes(jnp.maximum, [tile.logits for tile in tiles]).max(axis=1, keepdims=True)
+                over_lanes(jnp.maximum, [tile.logits for tile in tiles]).max(axis=1, keepdims=True)
                 if call.softmax
                 else None
             )
@@ -248,7 +250,7 @@ def _window_kernel(
                 head_dim = acc.shape[1] // 2
                 write_softmax(out_ref, lse_ref, rows, acc[:, :head_dim], top, acc[:, head_dim:], packed)
             else:
-                total = _over_lanes(jnp.add, partial_sums).sum(axis=1, keepdims=True)
+                total = over_lanes(jnp.add, partial_sums).sum(axis=1, keepdims=True)
                 write_softmax(out_ref, lse_ref, rows, acc, top, total, packed)
 
         ahead = logits(0)
@@ -301,13 +303,6 @@ def _spoil_rows(call: Call, step, out_ref: Ref, v_refs: list[Ref], sink_v_ref, f
             key = lax.broadcasted_iota(jnp.int32, (strip, sink_v_ref.shape[0]), 1)
             hit |= sees_non_finite((key <= query) & (key < num_sinks), sink_v_ref[...])
         out_ref[rows, :] = jnp.where(hit, jnp.nan, out_ref[rows, :])
-
-
-def _over_lanes(operator: Callable, tiles: list[jax.Array]) -> jax.Array:
-    """Combines tiles column group by column group, leaving [rows, LANES] for one pass over the lanes at the end."""
-    width = min(LANES, *(tile.shape[1] for tile in tiles))
-    groups = [tile[:, start : start + width] for tile in tiles for start in range(0, tile.shape[1], width)]
-    return functools.reduce(operator, groups)
 
 
 def _sigmoid_values(tile: _Scores) -> jax.Array:

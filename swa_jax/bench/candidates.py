@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import AttentionSpec, attention, decode_attention
+from pallas_kernels.dispatch import current_device
+from pallas_kernels.request import Request
 
 PASSES = ("forward", "forward+backward", "decode")
 LONGEST_DENSE = 8192  # tokens up to which an implementation that holds all logits takes part
@@ -38,6 +40,23 @@ class Case:
     @property
     def q_length(self) -> int:
         return 1 if self.which == "decode" else self.length
+
+    def request(self) -> Request:
+        """The call of the public function, for `pallas_kernels.dispatch.plan`."""
+        decode = self.which == "decode"
+        return Request(
+            op="decode_attention" if decode else "attention",
+            spec=AttentionSpec(self.window),
+            batch=self.batch,
+            q_length=self.q_length,
+            kv_length=self.length,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            device=current_device(),
+            given=frozenset({"q_positions", "kv_positions"}) if decode else frozenset(),
+        )
 
     def __str__(self) -> str:
         return f"{self.which}  T={self.length}  window={self.window or 'full'}"

@@ -89,7 +89,7 @@ def attention(
     ] = None,
     out: Annotated[Path | None, Option(help="Also write the results to this JSON file.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON instead of tables.")] = False,
-    dry_run: Annotated[bool, Option("--dry-run", help="List what would run; nothing is compiled.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="List what would run, with the kernels.")] = False,
 ) -> None:
     """Time attention on this machine beside whatever peers are installed, as ratios from one run.
 
@@ -98,6 +98,7 @@ def attention(
     """
     import jax
 
+    from pallas_kernels.dispatch import describe, plan
     from swa_jax.bench.attention import candidates, grid, measure
     from swa_jax.bench.candidates import PASSES
     from swa_jax.bench.search import search as search_tiles
@@ -140,6 +141,8 @@ def attention(
     if dry_run:
         for case in cases:
             console.print(f"{case}  {', '.join(c.name for c in candidates(case))}")
+            for launch in describe(plan(case.request())):
+                console.print(f"    {launch}", highlight=False)
         return
     for case in cases:
         with Console(stderr=True).status(str(case)):

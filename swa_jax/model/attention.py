@@ -7,6 +7,7 @@ the whole depth; `lax.switch` runs only the kind that is asked for.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from flax import nnx
 
 from pallas_kernels import AttentionSpec, alibi_slopes
 from pallas_kernels.api import Implementation
+from pallas_kernels.spec import Packing, PerHead
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
 from swa_jax.model.layers import RMSNorm, apply_rope, linear
@@ -55,6 +57,11 @@ class AttentionContext:
     inference: bool = False  # nothing is differentiated: tokens routed to the window skip the full branch
     partition: Partition | None = None  # the mesh that the arrays lie on
 
+    @property
+    def packing(self) -> Packing:
+        """Of the queries; the keys are the same tokens."""
+        return Packing(q_segment_ids=self.segment_ids, q_positions=self.positions, full_from=self.full_from)
+
 
 def kinds_of(pattern: AttentionPattern) -> tuple[str, ...]:
     """The layer types that occur in a pattern, in a fixed order."""
@@ -90,8 +97,12 @@ def model_slopes(config: ModelConfig) -> jax.Array | None:
     return alibi_slopes(config.alibi_negative_heads, config.alibi_positive_heads, config.slope_schedule)
 
 
-def model_sigmoid_bias(config: ModelConfig) -> float | None:
-    return config.sigmoid_bias if config.attention_activation == "sigmoid" else None
+def model_per_head(config: ModelConfig) -> PerHead:
+    """What a model's heads add to their logits; full heads are the layer's."""
+    bias = None
+    if config.attention_activation == "sigmoid":
+        bias = jnp.full(config.num_attention_heads, config.sigmoid_bias, jnp.float32)
+    return PerHead(model_slopes(config), bias)
 
 
 class Router(nnx.Module):
@@ -172,37 +183,28 @@ class Attention(nnx.Module):
         """x [B, T, d] and this layer's row of the plan -> output [B, T, d], routing [B, T], (k, v) [B, T, K, D]."""
         q, k, v = self.qkv(x, plan, context)
         logit, gate = self.route(x)
-        windowed: dict[str, Any] = {"full_from": context.full_from}
-
-        def attend(spec: AttentionSpec, **options: Any) -> tuple[jax.Array, jax.Array]:
-            return attention_on_mesh(q, k, v, spec, context.partition, **self._shared(context), **options)
+        heads, packing = model_per_head(self.config), context.packing
+        attend = functools.partial(
+            attention_on_mesh, q, k, v, partition=context.partition, implementation=context.implementation
+        )
 
         def full() -> tuple[jax.Array, jax.Array]:
-            return attend(full_spec(context.spec))
+            return attend(full_spec(context.spec), heads, packing._replace(full_from=None))
 
         def window() -> tuple[jax.Array, jax.Array]:
-            return attend(context.spec, **windowed)
+            return attend(context.spec, heads, packing)
 
         def hybrid() -> tuple[jax.Array, jax.Array]:
-            return attend(context.spec, full_heads=plan.full_heads, **windowed)
+            return attend(context.spec, heads._replace(full_heads=plan.full_heads), packing)
 
         def switch() -> tuple[jax.Array, jax.Array]:
-            return attend(context.spec, gate=gate, inference=context.inference, **windowed)
+            return attend(context.spec, heads, packing, gate=gate, inference=context.inference)
 
         branches = {FULL: full, WINDOW: window, HYBRID: hybrid, SWITCH: switch}
         mixed, disagreement = choose(plan.kind, [branches[kind] for kind in context.kinds])
         routed = _is_kind(plan.kind, context.kinds, SWITCH)
         routing = Routing(logit * routed, gate * routed, disagreement)
         return self.output(mixed), routing, (k, v)
-
-    def _shared(self, context: AttentionContext) -> dict[str, Any]:
-        return {
-            "alibi_slopes": model_slopes(self.config),
-            "sigmoid_bias": model_sigmoid_bias(self.config),
-            "segment_ids": context.segment_ids,
-            "positions": context.positions,
-            "implementation": context.implementation,
-        }
 
 
 def full_spec(spec: AttentionSpec) -> AttentionSpec:

@@ -15,8 +15,7 @@ from swa_jax.model.attention import (
     LayerPlan,
     choose,
     full_spec,
-    model_sigmoid_bias,
-    model_slopes,
+    model_per_head,
 )
 from swa_jax.model.cache import CacheLayout, KVCache
 from swa_jax.model.config import ModelConfig
@@ -56,29 +55,27 @@ def decode_layer(
     attend = functools.partial(
         attend_over_pools,
         lengths=lengths,
-        alibi_slopes=model_slopes(config),
-        sigmoid_bias=model_sigmoid_bias(config),
         implementation=context.implementation,
     )
+    heads = model_per_head(config)
     whole = Pools(cache.k_whole, cache.v_whole, place.whole_slots)
     rings = Pools(cache.k_ring, cache.v_ring, place.ring_slots, ring)
 
     def over_whole(kind: str) -> jax.Array:
         if kind == FULL:
-            return attend(q, whole, full_spec(context.spec))
-        full_from, full_heads = context.full_from, None
-        if kind == HYBRID:
-            full_heads = plan.full_heads
+            return attend(q, whole, full_spec(context.spec), heads)
+        full_from = context.full_from
+        full_heads = plan.full_heads if kind == HYBRID else None
         if kind == SWITCH:
             full_from = jnp.where(gate > 0.5, 0, NEVER if full_from is None else full_from)
-        return attend(q, whole, context.spec, full_from=full_from, full_heads=full_heads)
+        return attend(q, whole, context.spec, heads._replace(full_heads=full_heads), full_from=full_from)
 
     def over_rings() -> jax.Array:
-        return attend(q, rings, context.spec)
+        return attend(q, rings, context.spec, heads)
 
     def by_head() -> jax.Array:
         """Full heads read the whole pool, windowed heads the rings."""
-        return attend(q, whole, full_spec(context.spec), others=(rings, context.spec))
+        return attend(q, whole, full_spec(context.spec), heads, others=(rings, context.spec))
 
     def branch(where: str, kind: str) -> Any:
         return {"ring": over_rings, "mixed": by_head}.get(where, lambda: over_whole(kind))

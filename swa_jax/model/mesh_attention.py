@@ -8,28 +8,38 @@ gather the keys and values of the row. Both are exact: the queries, keys and mas
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import AttentionSpec, attention, routed_attention
-from pallas_kernels.api import Implementation
-from pallas_kernels.spec import segment_positions
+from pallas_kernels import AttentionSpec
+from pallas_kernels.api import Implementation, attend, attend_routed
+from pallas_kernels.spec import Packing, PerHead, segment_positions
 from swa_jax.model.sharding import Partition
 
 HALO_MULTIPLE = 128  # tokens: a window's reach is rounded up to whole tiles where a device holds that many
 
 # The dimensions of what attention takes beside q, k and v.
-_DIMENSIONS: dict[str, tuple[str | None, ...]] = {
+_TOKENS = ("batch", "sequence")
+_DIMENSIONS: dict[str, tuple[str, ...]] = {
     "alibi_slopes": ("heads",),
+    "sigmoid_bias": ("heads",),
+    "sink_logits": ("heads",),
     "full_heads": ("kv_heads",),
+    "q_segment_ids": _TOKENS,
+    "q_positions": _TOKENS,
     "full_from": ("batch",),
-    "gate": ("batch", "sequence"),
-    "segment_ids": ("batch", "sequence"),
-    "positions": ("batch", "sequence"),
 }
+
+
+class _Options(NamedTuple):
+    """What is not an array."""
+
+    spec: AttentionSpec
+    inference: bool
+    implementation: Implementation | None
 
 
 def attention_on_mesh(
@@ -37,110 +47,107 @@ def attention_on_mesh(
     k: jax.Array,
     v: jax.Array,
     spec: AttentionSpec,
-    partition: Partition | None,
+    per_head: PerHead,
+    packing: Packing,
     *,
+    partition: Partition | None,
     gate: jax.Array | None = None,
     inference: bool = False,
-    segment_ids: jax.Array | None = None,
-    positions: jax.Array | None = None,
-    full_from: jax.Array | None = None,
-    full_heads: jax.Array | None = None,
-    alibi_slopes: jax.Array | None = None,
-    sigmoid_bias: float | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Self-attention, or with `gate` [B, T] SwiAttn's routed attention, wherever the arrays lie.
 
     Args:
       q: [B, T, H, D]; k, v: [B, T, K, D]. Without a partition: the plain call.
-      segment_ids, positions: [B, T], of queries and keys alike. A segment must be one run of its id.
+      per_head: arrays, the sigmoid bias [H] too.
+      packing: of the queries; the keys are the same tokens. A segment must be one run of its id.
       The rest as in `pallas_kernels.attention` and `routed_attention`.
 
     Returns:
       out [B, T, H, D], and the disagreement of the branches [B, T] f32 (zeros without a gate).
     """
-    given = {
-        "gate": gate,
-        "segment_ids": segment_ids,
-        "positions": positions,
-        "full_from": full_from,
-        "full_heads": full_heads,
-        "alibi_slopes": alibi_slopes,
-    }
-    arrays = {name: x for name, x in given.items() if x is not None}
-    static = {"sigmoid_bias": sigmoid_bias, "implementation": implementation, "inference": inference}
+    options = _Options(spec, inference, implementation)
     if partition is None:
-        return _attend(q, k, v, spec, arrays, arrays, static)
+        return _attend(q, k, v, per_head, _of_both(packing), gate, options)
 
-    def local(q, k, v, arrays):
-        out, disagreement = _on_one_device(q, k, v, spec, arrays, static, partition)
+    def local(q, k, v, per_head, packing, gate):
+        out, disagreement = _on_one_device(q, k, v, per_head, packing, gate, options, partition)
         if gate is not None and partition.size("heads") > 1:
             disagreement = lax.pmean(disagreement, partition.rules.heads)
         return out, disagreement
 
-    heads = partition.spec("batch", "sequence", "heads", None)
-    rows = partition.spec("batch", "sequence")
+    def specs(options: Any) -> Any:
+        return options(**{x: partition.spec(*_DIMENSIONS[x]) for x in _DIMENSIONS if x in options._fields})
+
+    heads, rows = partition.spec("batch", "sequence", "heads", None), partition.spec(*_TOKENS)
     sharded = jax.shard_map(
         local,
         mesh=partition.mesh,
-        in_specs=(heads, heads, heads, {name: partition.spec(*_DIMENSIONS[name]) for name in arrays}),
+        in_specs=(heads, heads, heads, specs(PerHead), specs(Packing), rows),
         out_specs=(heads, rows),
         check_vma=False,  # the kernels do not say over which axes their outputs vary
     )
-    return sharded(q, k, v, arrays)
+    return sharded(q, k, v, per_head, packing, gate)
 
 
-def _attend(q, k, v, spec, of_queries: dict, of_keys: dict, static: dict) -> tuple[jax.Array, jax.Array]:
-    """The call on arrays that are at hand; `of_queries` and `of_keys` hold ids and positions of either side."""
-    options: dict[str, Any] = {
-        name: of_queries.get(name) for name in ("full_from", "full_heads", "alibi_slopes")
-    }
-    options |= {f"q_{name}": of_queries.get(name) for name in ("segment_ids", "positions")}
-    options |= {f"kv_{name}": of_keys.get(name) for name in ("segment_ids", "positions")}
-    options |= {name: static[name] for name in ("sigmoid_bias", "implementation")}
-    if "gate" in of_queries:
-        return routed_attention(q, k, v, of_queries["gate"], spec, inference=static["inference"], **options)
-    out = attention(q, k, v, spec, **options)
-    assert isinstance(out, jax.Array)  # no lse was asked for
+def _of_both(packing: Packing) -> Packing:
+    """The same tokens on both sides."""
+    return packing._replace(kv_segment_ids=packing.q_segment_ids, kv_positions=packing.q_positions)
+
+
+def _attend(
+    q, k, v, per_head: PerHead, packing: Packing, gate, options: _Options
+) -> tuple[jax.Array, jax.Array]:
+    """The call on arrays that are at hand."""
+    spec, inference, implementation = options
+    if gate is not None:
+        return attend_routed(
+            q, k, v, gate, spec, per_head, packing, inference=inference, implementation=implementation
+        )
+    out, _ = attend(q, k, v, spec, per_head, packing, implementation=implementation)
     return out, jnp.zeros(q.shape[:2], jnp.float32)
 
 
-def _on_one_device(q, k, v, spec, arrays: dict, static: dict, partition: Partition):
+def _on_one_device(
+    q, k, v, per_head: PerHead, packing: Packing, gate, options: _Options, partition: Partition
+):
     """Inside shard_map: one device's queries [B, T/n, H, D] against the keys they see."""
-    pieces = partition.size("sequence")
+    spec, pieces = options.spec, partition.size("sequence")
     if pieces == 1:
-        return _attend(q, k, v, spec, arrays, arrays, static)
+        return _attend(q, k, v, per_head, _of_both(packing), gate, options)
     axis = partition.rules.sequence[0]
     length = q.shape[1]  # of this device
     rank = lax.axis_index(axis)
     reach = _reach(spec, length)
-    widened = any(name in arrays for name in ("gate", "full_from", "full_heads"))
-    if reach is None or widened or "positions" in arrays or reach >= length * (pieces - 1):
-        return _gathered(q, k, v, spec, arrays, static, axis, rank)
-    ids = arrays.get("segment_ids")
+    widened = any(x is not None for x in (gate, packing.full_from, per_head.full_heads))
+    if reach is None or widened or packing.q_positions is not None or reach >= length * (pieces - 1):
+        everywhere = _packing_of_the_row(packing, k.shape, axis, rank)
+        k, v = (lax.all_gather(x, axis, axis=1, tiled=True) for x in (k, v))
+        return _attend(q, k, v, per_head, everywhere, gate, options)
+    ids = packing.q_segment_ids
     if ids is None:
         ids = jnp.ones(q.shape[:2], jnp.int32)
     halo_k, halo_v, halo_ids = (_from_left(x, reach, axis, pieces) for x in (k, v, ids))
     if not spec.num_sink_tokens:
         # Idle queries in front make this one sequence with itself, which the window kernels take; they cost less
         # than explicit positions would.
-        ids = jnp.concatenate([halo_ids, ids], axis=1)
-        both = arrays | {"segment_ids": ids}
+        both = _of_both(Packing(jnp.concatenate([halo_ids, ids], axis=1)))
         q = jnp.pad(q, ((0, 0), (reach, 0), (0, 0), (0, 0)))
         k, v = jnp.concatenate([halo_k, k], axis=1), jnp.concatenate([halo_v, v], axis=1)
-        out, silent = _attend(q, k, v, spec, both, both, static)
+        out, silent = _attend(q, k, v, per_head, both, None, options)
         return out[:, reach:], silent[:, reach:]
     positions = _positions_on_mesh(ids, axis, pieces)
     halo_positions = _from_left(positions, reach, axis, pieces)
     first = _first_tokens((k, v), ids, positions, spec.num_sink_tokens, reach, axis, rank)
     (first_k, first_v), first_ids, first_positions = first
-    of_queries = arrays | {"segment_ids": ids, "positions": positions}
-    of_keys = {
-        "segment_ids": jnp.concatenate([first_ids, halo_ids, ids], axis=1),
-        "positions": jnp.concatenate([first_positions, halo_positions, positions], axis=1),
-    }
+    packing = Packing(
+        q_segment_ids=ids,
+        kv_segment_ids=jnp.concatenate([first_ids, halo_ids, ids], axis=1),
+        q_positions=positions,
+        kv_positions=jnp.concatenate([first_positions, halo_positions, positions], axis=1),
+    )
     k, v = jnp.concatenate([first_k, halo_k, k], axis=1), jnp.concatenate([first_v, halo_v, v], axis=1)
-    return _attend(q, k, v, spec, of_queries, of_keys, static)
+    return _attend(q, k, v, per_head, packing, None, options)
 
 
 def _reach(spec: AttentionSpec, length: int) -> int | None:
@@ -152,25 +159,22 @@ def _reach(spec: AttentionSpec, length: int) -> int | None:
     return rounded if rounded <= length else reach
 
 
-def _gathered(q, k, v, spec, arrays, static, axis, rank):
+def _packing_of_the_row(packing: Packing, kv_shape: tuple[int, ...], axis: str, rank) -> Packing:
     """Every key of the row, the queries at their place in it."""
 
     def gather(x):
-        return lax.all_gather(x, axis, axis=1, tiled=True)
+        return None if x is None else lax.all_gather(x, axis, axis=1, tiled=True)
 
-    of_queries, of_keys = dict(arrays), {}
-    if "segment_ids" in arrays:
-        of_keys["segment_ids"] = gather(arrays["segment_ids"])
-    if "positions" in arrays:
-        of_keys["positions"] = gather(arrays["positions"])
-    else:
-        index = jnp.arange(k.shape[1] * lax.axis_size(axis), dtype=jnp.int32)[None]
-        everywhere = jnp.broadcast_to(index, (q.shape[0], index.shape[1]))
-        if "segment_ids" in of_keys:
-            everywhere = segment_positions(of_keys["segment_ids"])
-        of_keys["positions"] = everywhere
-        of_queries["positions"] = lax.dynamic_slice_in_dim(everywhere, rank * q.shape[1], q.shape[1], axis=1)
-    return _attend(q, gather(k), gather(v), spec, of_queries, of_keys, static)
+    ids, positions = gather(packing.q_segment_ids), gather(packing.q_positions)
+    if positions is None:
+        batch, length = kv_shape[:2]
+        index = jnp.arange(length * lax.axis_size(axis), dtype=jnp.int32)[None]
+        positions = (
+            jnp.broadcast_to(index, (batch, index.shape[1])) if ids is None else segment_positions(ids)
+        )
+        here = lax.dynamic_slice_in_dim(positions, rank * length, length, axis=1)
+        packing = packing._replace(q_positions=here)
+    return packing._replace(kv_segment_ids=ids, kv_positions=positions)
 
 
 def _from_left(x: jax.Array, reach: int, axis: str, pieces: int) -> jax.Array:

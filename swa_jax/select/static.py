@@ -34,7 +34,7 @@ from swa_jax.model.attention import (
     AttentionContext,
     LayerPlan,
     layer_plan,
-    model_sigmoid_bias,
+    model_per_head,
     model_slopes,
     model_spec,
 )
@@ -306,9 +306,8 @@ def _full_layer(
     q, k, v = block.attention.qkv(block.attention_input(x), plan, context)
     config = block.attention.config
     mixed = attention(
-        q, k, v, context.spec, q_segment_ids=context.segment_ids, alibi_slopes=model_slopes(config),
-        sigmoid_bias=model_sigmoid_bias(config),
-    )  # fmt: skip
+        q, k, v, context.spec, q_segment_ids=context.segment_ids, **model_per_head(config)._asdict()
+    )
     assert isinstance(mixed, jax.Array)
     x = block.add_attention(x, block.attention.output(mixed + probe))
     return block.feed_forward(x), (q, k, v)

@@ -227,8 +227,10 @@ def test_command_writes_json_and_a_table(tmp_path):
 def test_dry_run_lists_every_case_and_runs_nothing(monkeypatch):
     monkeypatch.setattr(timing, "measure", None)
     lines = run("--dry-run", "--length", 512, "--length", 16384, "--window", 1024, "--window", 0).splitlines()
-    assert len(lines) == 3 * (1 + 2)
-    assert sum("jax.nn (xla)" in line for line in lines) == 2 + 3  # T=512, and all of decode
+    cases = [line for line in lines if not line.startswith(" ")]
+    assert len(cases) == 3 * (1 + 2)
+    assert sum("jax.nn (xla)" in line for line in cases) == 2 + 3  # T=512, and all of decode
+    assert sum(line.startswith("    xla: no kernel, blocks of ") for line in lines) == len(cases)  # its plan
 
 
 @pytest.mark.parametrize(

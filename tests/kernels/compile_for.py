@@ -20,7 +20,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import AttentionSpec, attention, decode_attention, routed_attention
-from pallas_kernels.spec import coordinates
+from pallas_kernels.spec import PerHead, coordinates
 from pallas_kernels.tpu.cache_write import write_pool
 from pallas_kernels.tpu.decode import decode_pool
 
@@ -155,7 +155,7 @@ def sharded_pools(spec) -> Compiled:
         ]
         where = coordinates(1, entries, q_positions=lengths[:, None] - 1)
         rows = (x.reshape(-1, *x.shape[2:]) for x in pools)
-        return decode_pool(q, *rows, slots, spec, where), tuple(pools)
+        return decode_pool(q, *rows, slots, spec, where, PerHead()), tuple(pools)
 
     arguments = shape(batch, 1, 4 * kv_heads, 128), pool, pool, new, shape(batch, dtype=jnp.int32)
     return Compiled(

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import AttentionSpec, alibi_slopes, decode_attention
-from pallas_kernels.spec import coordinates
+from pallas_kernels.spec import PerHead, coordinates
 from pallas_kernels.tpu.cache_write import write_pool
 from pallas_kernels.tpu.decode import decode_pool
 
@@ -89,7 +89,7 @@ def pools(scattered: bool):
             for pool in (k_pool, v_pool)
         ]
         where = coordinates(TOKENS, ENTRIES, q_positions=lengths[:, None] - TOKENS + jnp.arange(TOKENS))
-        out = decode_pool(q, *rows, slots, SPEC, where, scattered=scattered, **by_head)
+        out = decode_pool(q, *rows, slots, SPEC, where, PerHead(**by_head), scattered=scattered)
         return out, *(x.reshape(k_pool.shape) for x in rows)
 
     pool_by = P(None, "model", "data")

@@ -39,7 +39,7 @@ class Implementation:
             monkeypatch.setattr(decode, "choose_steps", lambda *a: (choose_steps(*a)[0], self.block))
         if self.name == "triton" and self.block is not None:
             tile = Tile(self.block, self.block, 4, 2)
-            monkeypatch.setattr(gpu, "tile_sizes", lambda *_: gpu.Tiles(tile, tile, tile, tile))
+            monkeypatch.setattr(gpu, "tile_sizes", lambda *_: gpu.TilesByKernel(tile, tile, tile, tile))
         return self
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttentionSpec, attention, decode_attention
-from pallas_kernels.spec import coordinates, dense_mask
+from pallas_kernels.spec import PerHead, coordinates, dense_mask
 from pallas_kernels.tpu import cache_write, decode
 
 from .suite import Call, every_implementation
@@ -245,7 +245,9 @@ def test_pools_are_read_by_their_rows(head_dim, dtype, entries):
     spec, slots = AttentionSpec(19, 2), jnp.array([3, 4, 5])
     sinks = jnp.array([0.3, -1.0, 2.0, 0.0, 1.0, -2.0])
     where = coordinates(2, entries, q_positions=lengths[:, None] - 2 + np.arange(2))
-    out = jax.jit(decode.decode_pool, static_argnums=4)(q, *pools, slots, spec, where, sink_logits=sinks)
+    out = jax.jit(decode.decode_pool, static_argnums=4)(
+        q, *pools, slots, spec, where, PerHead(sink_logits=sinks)
+    )
     assert_close(out, expected_of_pools(q, pools, slots, spec, lengths=lengths, sink_logits=sinks), dtype)
 
 
@@ -256,7 +258,7 @@ def test_scattered_and_absent_heads(full_heads):
     options = {} if full_heads is None else {"full_heads": jnp.array(full_heads)}
     where = coordinates(1, 40, q_positions=lengths[:, None] - 1)
     run = jax.jit(decode.decode_pool, static_argnums=4, static_argnames="scattered")
-    out = run(q, *pools, slots, spec, where, scattered=True, **options)
+    out = run(q, *pools, slots, spec, where, PerHead(**options), scattered=True)
     expected = expected_of_pools(q, pools, jnp.minimum(slots, 6), spec, lengths=lengths, **options)
     assert_close(out, expected.at[:, :, 2:4].set(0), "float32")
 
@@ -271,7 +273,7 @@ def test_nothing_behind_the_last_entry_or_unseen_reaches_the_result():
         visited[:3, b, max(length - 9, 0) // 16 * 16 : -(-length // 16) * 16] = True
     poisoned = [jnp.where(visited, pool, jnp.nan) for pool in pools]
     run = jax.jit(decode.decode_pool, static_argnums=4)
-    np.testing.assert_array_equal(run(q, *poisoned, slots, spec, where), run(q, *pools, slots, spec, where))
+    np.testing.assert_array_equal(*(run(q, *x, slots, spec, where, PerHead()) for x in (poisoned, pools)))
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(16, "float32"), (128, "bfloat16")])
@@ -309,8 +311,9 @@ COMPILE = """
 import sys, jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.experimental.layout import Format, Layout
-from pallas_kernels import AttentionSpec, cache_write, decode
-from pallas_kernels.spec import coordinates
+from pallas_kernels import AttentionSpec
+from pallas_kernels.spec import PerHead, coordinates
+from pallas_kernels.tpu import cache_write, decode
 topology, cores = sys.argv[1], int(sys.argv[2])
 device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
 abstract = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=cores, platform="tpu")
@@ -354,7 +357,7 @@ for spec, entries, head_dim, dtype, tokens, heads, kv_heads, names in CALLS:
                 full_from=full_from if "full_from" in names else None,
             )
             scattered = "scattered" in names
-            out += decode.decode_pool(q, *pools, slots, spec, where, scattered=scattered, **options)
+            out += decode.decode_pool(q, *pools, slots, spec, where, PerHead(**options), scattered=scattered)
             return out, *pools
 
         return jax.lax.fori_loop(0, 3, step, (q, k_pool, v_pool))

@@ -1,7 +1,6 @@
 """The kernels for GPUs: every variant lowers for real devices, and works under JAX's transformations."""
 
 import functools
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 
-from pallas_kernels import AttentionSpec, api, attention, decode_attention, gpu, routed_attention
+from pallas_kernels import AttentionSpec, attention, decode_attention, gpu, routed_attention
 from pallas_kernels.gpu.triton import Tile
 
 from .suite import PACKED, Call
@@ -169,7 +168,7 @@ def operands(call):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(gpu, "tile_sizes", lambda *_: gpu.Tiles(*[Tile(16, 16, 4, 2)] * 4))
+    monkeypatch.setattr(gpu, "tile_sizes", lambda *_: gpu.TilesByKernel(*[Tile(16, 16, 4, 2)] * 4))
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -224,16 +223,6 @@ def test_an_old_gpu_is_refused():
     (q, k, v), _ = operands(CALLS["window"])
     with pytest.raises(NotImplementedError, match=r"compute capability 7\.5"):
         lowered("Tesla T4", lambda *qkv: attention(*qkv, WINDOW, implementation="triton"), q, k, v)
-
-
-def test_the_default_on_a_gpu_falls_back_with_a_reason(monkeypatch, caplog):
-    monkeypatch.setattr(api.jax, "default_backend", lambda: "gpu")
-    (q, _, _), _ = operands(call(WINDOW, head_dim=264))
-    with caplog.at_level(logging.INFO, "pallas_kernels"):
-        backend = api._implementation(None, q)
-    assert backend.__name__ == "pallas_kernels.xla"
-    assert "head_dim is 264" in caplog.text
-    assert api._implementation(None, q[..., :64]).__name__ == "pallas_kernels.gpu"
 
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import AttentionSpec, decode_attention
-from pallas_kernels.spec import coordinates
+from pallas_kernels.spec import PerHead, coordinates
 from pallas_kernels.tpu.decode import decode_pool
 
 from .suite import PACKED, Call, Implementation, set_parallel_dimensions
@@ -139,7 +139,7 @@ def test_decode_from_pools(scattered):
     spec = AttentionSpec(11, num_sink_tokens=2)
     run = jax.jit(decode_pool, static_argnums=4, static_argnames="scattered")
     with strict_memories():
-        actual = jax.block_until_ready(run(q, *pools, slots, spec, where, scattered=scattered))
+        actual = jax.block_until_ready(run(q, *pools, slots, spec, where, PerHead(), scattered=scattered))
     lengths = jnp.array([12, 35])
     expected = decode_attention(
         q, learned["k"], learned["v"], spec, lengths=lengths, implementation="reference"

@@ -29,6 +29,7 @@ CALLS = {
         ("sigmoid_bias", "alibi_slopes", "full_heads"),
         PACKED_ROWS,
     ),
+    "full-heads": Call(AttentionSpec(window=11), ("full_heads",)),
     "bfloat16": dataclasses.replace(PLAIN, dtype="bfloat16"),
 }
 
@@ -38,6 +39,26 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_routed(implementation, name):
     assert_matches_routed(CALLS[name], implementation, gates("soft"), gates("some"))
+
+
+@every_implementation
+def test_gradients_with_full_heads_can_be_traced(implementation):
+    """Quick, beside `test_routed`: the launches for full heads have a spec of their own."""
+    call = CALLS["full-heads"]
+    learned, fixed = call.draw()
+
+    def loss(learned, gate):
+        arrays = dict(learned)
+        qkv = [arrays.pop(name) for name in "qkv"]
+        options = arrays | fixed
+        return routed_attention(*qkv, gate, call.spec, **options, implementation=implementation.name)
+
+    def gradients(learned, gate):
+        out, pullback = jax.vjp(loss, learned, gate)
+        return pullback(out)
+
+    shapes = jax.eval_shape(gradients, learned, gates("soft"))[0]
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, learned)
 
 
 @every_implementation

@@ -1,4 +1,4 @@
-"""Which KV blocks are visited, against brute force over every pair of tokens."""
+"""The mask planner: which tiles are visited, and how they are masked, against brute force over every pair of tokens."""
 
 import dataclasses
 
@@ -8,8 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.schedule import make_schedule, visited
+from pallas_kernels.blocks import Tiles
+from pallas_kernels.schedule import (
+    Kind,
+    bounds_of,
+    fully_visible_by_row,
+    kind_at,
+    make_schedule,
+    visited,
+    visited_by_row,
+)
 from pallas_kernels.spec import AttentionSpec, coordinates, dense_mask
+from pallas_kernels.tpu.tiles import Call
+from pallas_kernels.tpu.walk import reach_of, seen_tiles
+from pallas_kernels.tpu.window import blocks_back, window_steps, window_tiles
 
 FAST = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 BLOCKS = st.sampled_from([1, 3, 7])  # few shapes, since JAX compiles its operations for each
@@ -125,3 +137,109 @@ def test_a_windowed_schedule_grows_with_the_length_not_its_square():
     visits = [int(make_schedule(spec, coordinates(t, t), 128, 128).counts.sum()) for t in (8192, 16384)]
     assert visits[1] <= 2.1 * visits[0]
     assert visits[0] <= 6 * 8192 / 128
+
+
+def kind_by_force(window, outside, queries, keys) -> Kind:
+    """From the distances of all pairs of a tile: nothing but the definition."""
+    back = np.asarray(queries)[:, None] - np.asarray(keys)
+    later, beyond = back < 0, back >= (np.inf if window is None else window)
+    seen = ~later & (beyond if outside else ~beyond)
+    if seen.all() or not seen.any():
+        return Kind.FULL if seen.all() else Kind.NONE
+    if (
+        outside
+    ):  # a key that comes later is as unseen as one inside the window, and hidden by the same comparison
+        return Kind.EDGE
+    return {(True, False): Kind.DIAGONAL, (False, True): Kind.EDGE}.get(
+        (later.any(), beyond.any()), Kind.BOTH
+    )
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(
+    window=st.none() | st.integers(1, 30),
+    outside=st.booleans(),
+    first=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+    sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+)
+def test_kinds_by_distance_are_exact(window, outside, first, sizes):
+    queries, keys = (range(a, a + n) for a, n in zip(first, sizes, strict=True))
+    kind = kind_at(
+        bounds_of(AttentionSpec(window), outside=outside), queries[0] - keys[-1], queries[-1] - keys[0]
+    )
+    expected = kind_by_force(window, outside, queries, keys)
+    # The band that a tile crosses may be narrower than the tile, so that no pair is seen and a mask hides them all.
+    assert kind is expected or (expected is Kind.NONE and kind is not Kind.FULL)
+
+
+@pytest.mark.parametrize("window", [1, 5, 8, 9, 16, 17, 33])
+@pytest.mark.parametrize(("strip", "tile"), [(4, 4), (8, 4), (16, 8)])
+def test_tiles_of_the_window_kernels_are_of_their_kind_and_miss_nothing(window, strip, tile):
+    call = Call(AttentionSpec(window), Tiles(16, 16, strip=strip, tile=tile))
+    steps = window_steps(call, num_steps=5)
+    for step in range(5):
+        present = steps[min(step, len(steps) - 1)][0]
+        for start in range(0, 16, strip):
+            queries = range(step * 16 + start, step * 16 + start + strip)
+            covered = set()
+            for one in window_tiles(call, start, present):
+                keys = range(step * 16 + one.key, step * 16 + one.key + one.size)
+                assert keys[0] == (step - blocks_back(call) + one.block) * 16 + one.offset
+                assert one.kind is kind_by_force(window, False, queries, keys)
+                covered |= set(keys)
+            assert covered >= set(range(max(queries[0] - window + 1, 0), queries[-1] + 1))
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 3, 8, 9, 11, 21])
+def test_tiles_of_a_walk_are_of_their_kind_and_miss_nothing(window, outside):
+    call = Call(AttentionSpec(window), Tiles(8, 8, strip=4, tile=4), indexed=True, outside=outside)
+    reach = reach_of(call, num_blocks=6)
+    for distance in range(6):
+        pairs = range(distance * 8, distance * 8 + 8), range(8)
+        expected = kind_by_force(window, outside, *pairs)
+        assert (distance in reach.plain) == (expected is Kind.FULL)
+        assert (distance in reach.partly) == (expected not in (Kind.FULL, Kind.NONE))
+        if distance not in reach.partly:
+            continue
+        for rows in (slice(0, 4), slice(4, 8)):
+            queries = range(distance * 8 + rows.start, distance * 8 + rows.stop)
+            found = {}
+            for keys, masked in seen_tiles(call, distance, rows, tile=4):
+                found |= dict.fromkeys(range(keys.start, keys.stop, 4), masked)
+            for key in (0, 4):
+                kind = kind_by_force(window, outside, queries, range(key, key + 4))
+                assert found.get(key, False) == (kind not in (Kind.FULL, Kind.NONE))
+                assert key in found or kind is Kind.NONE
+
+
+@FAST
+@given(data=st.data(), spec=specs(window=5), blocks=BLOCKS, size=SIZES, outside=st.booleans())
+def test_tiles_without_a_mask_are_visible_throughout(data, spec, blocks, size, outside):
+    """Any positions, segments and full rows; row by row."""
+    length, options = blocks * size, {}
+    for side in "q", "kv":
+        if data.draw(st.booleans()):
+            start = data.draw(st.integers(-2, 2 * length))
+            options[f"{side}_positions"] = jnp.asarray([[start + i for i in range(length)]])
+    if data.draw(st.booleans()):
+        options["q_segment_ids"] = data.draw(packed_rows(length))
+        options["kv_segment_ids"] = data.draw(packed_rows(length))
+    elif data.draw(st.booleans()):
+        options["full_from"] = jnp.asarray([data.draw(st.integers(0, length))])
+    where = coordinates(length, length, **options)
+    mask = np.asarray(dense_mask(spec, where))
+    if outside:
+        mask = np.asarray(dense_mask(dataclasses.replace(spec, window=None), where)) & ~mask
+    tiles = mask.reshape(mask.shape[0], blocks, size, blocks, size)
+    full = np.asarray(fully_visible_by_row(spec, where, size, size, outside=outside))
+    assert not (full & ~tiles.all(axis=(2, 4))).any()
+    listed = np.asarray(visited_by_row(spec, where, size, size, outside=outside))
+    assert not (tiles.any(axis=(2, 4)) & ~listed).any()
+
+
+def test_blocks_of_sink_tokens_alone_need_no_mask():
+    where = coordinates(48, 48)
+    full = fully_visible_by_row(AttentionSpec(9, 8), where, 8, 8)[0]
+    assert full[2:, 0].all()  # beyond the window, and not later than any query
+    assert not full[0, 0]

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import AttentionSpec, attention, blocks
 from pallas_kernels.blocks import Tiles, choose_tiles, longest_window
 from pallas_kernels.schedule import flat_visits, fully_visible, unpack, visited
-from pallas_kernels.spec import coordinates, dense_mask
+from pallas_kernels.spec import PerHead, coordinates, dense_mask
 from pallas_kernels.tpu import passes as tpu_passes
 from pallas_kernels.tpu import scheduled_backward as tpu_backward
 from pallas_kernels.tpu import scheduled_forward as tpu_forward
@@ -118,7 +118,7 @@ def test_the_longest_window_of_the_window_kernel_depends_on_the_chip_and_the_siz
     for head_dim, served in ((128, True), (256, False)):
         q = jnp.zeros((1, 2, 1, head_dim), jnp.bfloat16)
         where = coordinates(2, 2)
-        call = tpu_passes.make_call(q, q, AttentionSpec(4096), where)
+        call = tpu_passes.call_of(q, AttentionSpec(4096), where, PerHead())
         assert tpu_passes.choose_kernel(call, where).window_kernel == served
 
 

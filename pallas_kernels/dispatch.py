@@ -1,0 +1,189 @@
+"""Which implementation takes a call, and what it will launch: `plan`, a pure function of what is static in the call.
+
+The public functions do what the plan says. `swa-jax bench attention --dry-run` and docs/kernels.md print it.
+"""
+
+import logging
+import math
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import xla
+from pallas_kernels.blocks import device_kind, platform
+from pallas_kernels.request import Device, Launch, Op, Plan, Request
+from pallas_kernels.schedule import Kind
+from pallas_kernels.spec import AttentionSpec
+from pallas_kernels.tpu import plan as tpu_plan
+
+_log = logging.getLogger(__name__)
+
+Implementation = Literal["tpu", "triton", "xla", "reference"]
+
+_BEST = {"tpu": "tpu", "gpu": "triton"}  # by platform; XLA elsewhere
+_TRITON_DTYPES = ("bfloat16", "float16", "float32")
+_TRITON_HEAD_DIM = 256  # at most
+_TPU_DTYPES = ("float32", "bfloat16")
+_TRITON_MASKS = (Kind.FULL, Kind.BY_TOKEN)
+
+
+def current_device(implementation: str | None = None) -> Device:
+    """What the current trace is for; Triton is asked for only where it may be used."""
+    name, kind = platform(), device_kind()
+    if name != "gpu" and implementation != "triton":
+        return Device(name, kind)
+    try:
+        from pallas_kernels.gpu import triton
+    except ImportError as error:  # JAX may have dropped its lowering
+        return Device(name, kind, no_triton=f"this JAX has no Triton lowering ({error}).")
+    return Device(name, kind, triton.compute_capability() if triton.on_gpu() else None)
+
+
+def plan(request: Request) -> Plan:
+    """The implementation for a call and its launches.
+
+    Raises:
+      ValueError: the call names an implementation that does not exist.
+      NotImplementedError: the implementation that the call names cannot do it; the sentence says what is missing.
+    """
+    name, fallback = choose(request)
+    if name == "tpu":
+        return Plan(name, tpu_plan.launches(request), fallback=fallback)
+    if name == "triton":
+        return Plan(name, _triton_launches(request), fallback=fallback)
+    return Plan(name, blocks=xla_blocks(request) if name == "xla" else None, fallback=fallback)
+
+
+def missing(name: str, request: Request) -> str | None:
+    """What keeps an implementation from the call, as a sentence; None if nothing does."""
+    if name == "tpu" and request.dtype not in _TPU_DTYPES:
+        return f"it takes float32 and bfloat16, but q is {request.dtype}."
+    if name != "triton":
+        return None
+    device = request.device
+    if device.no_triton is not None:
+        return device.no_triton
+    if request.dtype not in _TRITON_DTYPES:
+        return f"q is {request.dtype}; the kernels for GPUs take {', '.join(_TRITON_DTYPES)}."
+    if request.head_dim > _TRITON_HEAD_DIM:
+        return f"head_dim is {request.head_dim}; the kernels for GPUs take at most {_TRITON_HEAD_DIM}."
+    if device.capability is not None and device.capability < 80:
+        return (
+            f"the GPU has compute capability {device.capability / 10}; the kernels need 8.0 (A100) or newer."
+        )
+    return None
+
+
+def choose(request: Request) -> tuple[str, str | None]:
+    """The implementation for a call, and why it is not the best one for the device; raises as `plan`."""
+    name = request.implementation
+    if name is None:
+        best = _BEST.get(request.device.platform, "xla")
+        lacks = missing(best, request)
+        return ("xla", lacks) if lacks else (best, None)
+    if name not in get_args(Implementation):
+        choices = ", ".join(map(repr, get_args(Implementation)))
+        raise ValueError(
+            f"implementation is {name!r}; it must be one of {choices}, or None for the best here."
+        )
+    if lacks := missing(name, request):
+        raise NotImplementedError(f"implementation {name!r} cannot take this call: {lacks}")
+    return name, None
+
+
+def xla_blocks(request: Request) -> tuple[int, int]:
+    """Tokens of XLA's blocks of queries and keys."""
+    if request.op == "decode_attention":
+        return xla.decode_blocks(request.q_length, request.kv_length)
+    heads = request.heads // (request.kv_heads if "full_heads" in request.given else 1)
+    return xla.attention_blocks(
+        request.batch * heads, request.spec.window, request.q_length, request.kv_length
+    )
+
+
+def _triton_launches(request: Request) -> tuple[Launch, ...]:
+    from pallas_kernels import gpu
+
+    dtype = jnp.dtype(request.dtype)
+    q, k = (
+        jax.ShapeDtypeStruct((request.batch, length, heads, request.head_dim), dtype)
+        for length, heads in ((request.q_length, request.heads), (request.kv_length, request.kv_heads))
+    )
+    tiles = gpu.tiles_of(q, k, request.device.capability)  # type: ignore[arg-type]
+
+    def steps(length: int, block: int) -> int:
+        return math.ceil(length / block)
+
+    if request.op == "decode_attention":
+        shares = gpu.decode_shares(
+            request.batch, request.kv_heads, steps(request.kv_length, tiles.decode.kv_block)
+        )
+        grid = (shares, request.kv_heads, request.batch)
+        return (Launch("decode_kernel", grid, tiles.decode, _TRITON_MASKS),)
+    found = []
+    for backward in (False,) if request.inference else (False, True):
+        for keys in ("visible",) if request.op == "attention" else ("visible", "outside"):
+            kernels = (
+                (("dq_kernel", tiles.dq), ("dkv_kernel", tiles.dkv))
+                if backward
+                else (("forward_kernel", tiles.forward),)
+            )
+            for kernel, tile in kernels:
+                by_query = steps(request.q_length, tile.q_block), request.heads, request.batch
+                by_key = steps(request.kv_length, tile.kv_block), request.kv_heads, request.batch
+                grid = by_key if kernel == "dkv_kernel" else by_query
+                found.append(Launch(kernel, grid, tile, _TRITON_MASKS, keys, backward))
+    return tuple(found)
+
+
+def describe(planned: Plan) -> list[str]:
+    """A line for each launch of a plan: kernel, grid, tiles and masks."""
+    if not planned.launches:
+        blocks = (
+            "" if planned.blocks is None else ", blocks of {} queries and {} keys".format(*planned.blocks)
+        )
+        return [f"{planned.implementation}: no kernel{blocks}"]
+    return [
+        f"{launch.kernel} ({launch.keys} keys), grid {' x '.join(map(str, launch.grid))}, {launch.tiles}, "
+        f"masks: {', '.join(kind.value for kind in launch.masks)}"
+        for launch in planned.launches
+    ]
+
+
+def table() -> str:
+    """Which call takes which kernels, as Markdown: the table of docs/kernels.md."""
+    devices = (Device("tpu", "TPU v6 lite"), Device("gpu", "NVIDIA H200", 90), Device("cpu", "cpu"))
+    window, sinks, full = AttentionSpec(1024), AttentionSpec(1024, 4), AttentionSpec()
+    rows: tuple[tuple[str, Op, AttentionSpec, tuple[str, ...]], ...] = (
+        ("full causal", "attention", full, ()),
+        ("window", "attention", window, ()),
+        ("window, sink tokens", "attention", sinks, ()),
+        ("window, packed", "attention", window, ("q_segment_ids",)),
+        ("window, sink tokens, packed", "attention", sinks, ("q_segment_ids",)),
+        ("window longer than the window kernels take", "attention", AttentionSpec(5000), ()),
+        ("window, given positions", "attention", window, ("q_positions", "kv_positions")),
+        ("window, full_from", "attention", window, ("full_from",)),
+        ("window, full_heads", "attention", window, ("full_heads",)),
+        ("both directions, window", "attention", AttentionSpec(1024, causal=False), ()),
+        ("routed", "routed_attention", window, ()),
+        ("routed, packed", "routed_attention", window, ("q_segment_ids",)),
+        ("routed, inference", "routed_attention", window, ()),
+        ("decode", "decode_attention", window, ("q_positions", "kv_positions")),
+    )
+    lines = ["| call | TPU | masks on a TPU | GPU | CPU |", "|---|---|---|---|---|"]
+    for words, op, spec, given in rows:
+        length = 1 if op == "decode_attention" else 8192
+        facts = (op, spec, 1, length, 8192, 8, 2, 128, "bfloat16")
+        inference = words.endswith("inference")
+        plans = [plan(Request(*facts, device, frozenset(given), inference)) for device in devices]
+        masks = {kind for launch in plans[0].launches for kind in launch.masks}
+        ordered = ", ".join(kind.value for kind in Kind if kind in masks)
+        cells = [_kernels(planned) for planned in plans]
+        lines.append(f"| {words} | {cells[0]} | {ordered} | {cells[1]} | {cells[2]} |")
+    return "\n".join(lines)
+
+
+def _kernels(planned: Plan) -> str:
+    names = dict.fromkeys(launch.kernel for launch in planned.launches)
+    return ", ".join(f"`{name}`" for name in names) or f"`{planned.implementation}.py`"

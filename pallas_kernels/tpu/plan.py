@@ -1,0 +1,218 @@
+"""What the TPU kernels do with a call, told without running it: the launches, their grids, tiles and kinds of masks.
+
+It asks the very functions that the kernels ask (`passes`, `scheduled_forward`, `scheduled_backward`, `walk`, `window`);
+`tests/kernels/test_dispatch.py` holds the result to the launches in traced programs.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels.blocks import backward_tiles
+from pallas_kernels.request import Launch, Request
+from pallas_kernels.schedule import Kind
+from pallas_kernels.tpu.decode import choose_steps
+from pallas_kernels.tpu.passes import attention_call, choose_kernel, make_call, with_own_tiles
+from pallas_kernels.tpu.routed import outside_backward_call
+from pallas_kernels.tpu.scheduled_backward import keys_at_once
+from pallas_kernels.tpu.scheduled_forward import fits_vmem, serves_branches
+from pallas_kernels.tpu.tiles import Call
+from pallas_kernels.tpu.walk import has_default_positions, kind_of_tile, reach_of, walk_over
+from pallas_kernels.tpu.window import blocks_back, window_tiles
+
+_VARIES = "data"  # a dimension of a grid whose size is known when the program runs
+
+
+class DecodeTiles(NamedTuple):
+    """A step of the decoding kernel: KV heads, and entries of their caches."""
+
+    kv_heads: int
+    entries: int
+
+
+def launches(request: Request) -> tuple[Launch, ...]:
+    """Those of the forward pass, then those of the backward pass."""
+    if request.op == "decode_attention":
+        return (_decode(request),)
+    call = _make_call(request)
+    if request.op == "attention":
+        call = attention_call(call, *_where_and_heads(request))
+        return tuple(_forward(request, call) + _backward(request, call))
+    if request.inference:
+        window, outside = (
+            attention_call(
+                dataclasses.replace(call, outside=out, indexed=call.indexed and not out, in_parts=True),
+                *_where_and_heads(request),
+            )
+            for out in (False, True)
+        )
+        return tuple(_forward(request, window) + _forward(request, outside))
+    return _routed(request, call)
+
+
+def _make_call(request: Request) -> Call:
+    return make_call(
+        request.spec,
+        request.abstract_coordinates(),
+        request.head_dim,
+        request.dtype,
+        has_slopes="alibi_slopes" in request.given,
+        has_bias="sigmoid_bias" in request.given,
+        kind=request.device.kind,
+    )
+
+
+def _where_and_heads(request: Request) -> tuple:
+    where = request.abstract_coordinates()
+    return where, request.head_dim, "full_heads" in request.given, request.device.kind
+
+
+def _routed(request: Request, call: Call) -> tuple[Launch, ...]:
+    call = dataclasses.replace(call, in_parts=not call.softmax)
+    where, head_dim, some_full, kind = _where_and_heads(request)
+    together = not some_full and serves_branches(call, where, head_dim, jnp.dtype(request.dtype))
+    if together:
+        call = with_own_tiles(call, where, head_dim, kind)
+    padded = _padded(request, call)
+    outside = dataclasses.replace(call, outside=True)
+    together = not some_full and serves_branches(
+        call, padded.abstract_coordinates(), head_dim, jnp.dtype(request.dtype)
+    )
+    if together:
+        forward = [_scheduled(request, outside, request.heads, "branches_forward", keys="all")]
+    else:
+        window = choose_kernel(dataclasses.replace(call, in_parts=True), padded.abstract_coordinates())
+        forward = _forward(request, window) + _forward(request, outside)
+    backward = _backward(request, choose_kernel(call, padded.abstract_coordinates()))
+    return tuple(forward + backward + _backward(request, outside_backward_call(call), gathered=True))
+
+
+def _parts(request: Request, call: Call, heads: int) -> list[tuple[Call, int | str]]:
+    """The launches' calls and numbers of heads, as `passes` divides them."""
+    if "full_heads" not in request.given:
+        return [(call, heads)]
+    full = dataclasses.replace(call, spec=dataclasses.replace(call.spec, window=None), window_kernel=False)
+    return [(call, _VARIES), (full, _VARIES)]
+
+
+def _forward(request: Request, call: Call) -> list[Launch]:
+    found = []
+    for part, heads in _parts(request, call, request.heads):
+        if part.window_kernel:
+            steps = -(-request.q_length // part.tiles.q_block)
+            masks = _window_masks(request, part)
+            found.append(
+                Launch("window_forward", (request.batch, heads, steps), part.tiles, masks, _keys(part))
+            )
+        else:
+            found.append(_scheduled(request, part, heads, "scheduled_forward", keys=_keys(part)))
+    return found
+
+
+def _backward(request: Request, call: Call, *, gathered: bool = False) -> list[Launch]:
+    group, found = request.heads // request.kv_heads, []
+    for part, heads in _parts(request, call, request.kv_heads):
+        if part.window_kernel:
+            padded = -(-request.q_length // part.tiles.q_block) * part.tiles.q_block
+            tiles = backward_tiles(part.tiles, request.device.kind, request.head_dim, part.spec.window)
+            part = dataclasses.replace(part, tiles=tiles)
+            grid = (request.batch, heads, padded // tiles.q_block + blocks_back(part), group)
+            masks = _window_masks(request, part)
+            found.append(Launch("window_backward", grid, tiles, masks, _keys(part), backward=True))
+        else:
+            found += _sweeps(request, part, heads, group, gathered)
+    return found
+
+
+def _keys(call: Call) -> str:
+    return "outside" if call.outside else "visible"
+
+
+def _padded(request: Request, call: Call) -> Request:
+    def whole(length: int, block: int) -> int:
+        return -(-length // block) * block
+
+    q_length, kv_length = (
+        whole(request.q_length, call.tiles.q_block),
+        whole(request.kv_length, call.tiles.kv_block),
+    )
+    return dataclasses.replace(request, q_length=q_length, kv_length=kv_length)
+
+
+def _scheduled(request: Request, call: Call, heads: int | str, kernel: str, *, keys: str) -> Launch:
+    padded = _padded(request, call)
+    resident = fits_vmem(padded.kv_length, request.head_dim, jnp.dtype(request.dtype))
+    branches = kernel == "branches_forward"
+    walk = _walk_grid(padded, call, resident, flush=False, branches=branches)
+    return Launch(kernel, (request.batch, heads, *walk), call.tiles, _masks(padded, call, branches), keys)
+
+
+def _sweeps(request: Request, call: Call, heads: int | str, group: int, gathered: bool) -> list[Launch]:
+    padded = _padded(request, call)
+    itemsize = jnp.dtype(request.dtype).itemsize
+    chunk, resident = keys_at_once(call, padded.kv_length, request.head_dim, itemsize)
+    if padded.kv_length > chunk:
+        call = dataclasses.replace(call, indexed=False)
+    make = functools.partial(Launch, "scheduled_backward", keys=_keys(call), backward=True)
+    found = []
+    for start in range(0, padded.kv_length, chunk):
+        part = dataclasses.replace(padded, kv_length=min(chunk, padded.kv_length - start))
+        walk = (_VARIES,) if gathered else _walk_grid(part, call, resident, flush=True)
+        grid = (request.batch, heads, group, *walk)
+        found.append(make(grid, call.tiles, _masks(part, call)))
+    return found
+
+
+def _walk_grid(padded: Request, call: Call, resident: bool, *, flush: bool, branches: bool = False) -> tuple:
+    where = padded.abstract_coordinates()
+    if has_default_positions(call, where):
+        return walk_over(call, where, resident=resident, flush=flush, only_plain=branches).grid
+    if not resident:
+        return (_VARIES,)
+    columns = padded.kv_length // call.tiles.kv_block if flush else 0
+    return (padded.q_length // call.tiles.q_block + columns,)
+
+
+def _masks(padded: Request, call: Call, branches: bool = False) -> tuple[Kind, ...]:
+    """The kinds of the tiles of a walk."""
+    if not has_default_positions(call, padded.abstract_coordinates()):
+        return (Kind.FULL, Kind.BY_TOKEN)
+    num_blocks, kinds = padded.q_length // call.tiles.q_block, set()
+    for part in (call, dataclasses.replace(call, outside=False)) if branches else (call,):
+        reach = reach_of(part, num_blocks)
+        kinds |= {Kind.FULL} if reach.plain else set()
+        strip, tile = (math.gcd(size, part.tiles.q_block) for size in (part.tiles.strip, part.tiles.tile))
+        kinds |= {
+            kind_of_tile(part, distance, slice(q, q + strip), slice(k, k + tile))
+            for distance in reach.partly
+            for q in range(0, part.tiles.q_block, strip)
+            for k in range(0, part.tiles.kv_block, tile)
+        }
+    return _in_order(kinds)
+
+
+def _window_masks(request: Request, call: Call) -> tuple[Kind, ...]:
+    strips = range(0, call.tiles.q_block, math.gcd(call.tiles.strip, call.tiles.q_block))
+    present = min(blocks_back(call) + 1, -(-request.q_length // call.tiles.q_block))
+    kinds = {tile.kind for start in strips for tile in window_tiles(call, start, present)}
+    if request.spec.num_sink_tokens:
+        kinds.add(Kind.EDGE)  # sink tokens are a tile of their own where they lie outside the window
+    if "q_segment_ids" in request.given:
+        kinds.add(Kind.BY_TOKEN)  # steps that the edge of a document crosses
+    return _in_order(kinds)
+
+
+def _in_order(kinds: set[Kind]) -> tuple[Kind, ...]:
+    return tuple(kind for kind in Kind if kind in kinds and kind is not Kind.NONE)
+
+
+def _decode(request: Request) -> Launch:
+    entry_bytes = 2 * request.head_dim * jnp.dtype(request.dtype).itemsize
+    heads, block = choose_steps(
+        request.spec, request.kv_length, request.kv_heads, entry_bytes, request.device.kind, False
+    )
+    grid = (request.kv_heads // heads, _VARIES)
+    return Launch("decode", grid, DecodeTiles(heads, block), (Kind.BY_TOKEN,))
