@@ -38,6 +38,19 @@ def test_an_epoch_holds_every_token_once():
     assert not np.array_equal(packed[0]["tokens"], packed[packed.rows]["tokens"])  # shuffled anew
 
 
+def test_epochs_come_in_different_orders():
+    packed = PackedText(documents(), 11, seed=0)
+    epochs = [[packed[n * packed.rows + i]["tokens"].tolist() for i in range(packed.rows)] for n in range(3)]
+    assert epochs[0] != epochs[1]
+    assert epochs[1] != epochs[2]
+
+
+def test_two_equal_sources_do_not_give_equal_samples(tokenizer):
+    twice = [SourceConfig("dictionary")] * 2
+    batch = next(make_batches(twice, tokenizer, length=64, batch_size=8, seed=0))
+    assert len({row.tobytes() for row in batch["tokens"]}) == 8
+
+
 def test_segments_follow_the_documents():
     packed = PackedText(documents(), 11, seed=0)
     for i in range(packed.rows):

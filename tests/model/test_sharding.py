@@ -43,8 +43,13 @@ def abstract_partition(**sizes: int) -> Partition:
     return Partition(jax.sharding.AbstractMesh(shape, AXES))  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["attention", "training", "selection"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "small",
+        *(pytest.param(what, marks=pytest.mark.slow) for what in ("attention", "training", "selection")),
+    ],
+)
 def test_every_mesh_computes_what_one_device_does(what):
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
