@@ -15,6 +15,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import fnmatch
+import functools
 import json
 import os
 import queue
@@ -163,11 +164,13 @@ class Copy:
 class Trials:
     """Faults tried in copies, each thread in one of its own; results are written as they come."""
 
-    def __init__(self, copies: Sequence[Copy], file: Path, known: dict[str, dict[str, Any]]):
+    def __init__(
+        self, copies: Sequence[Copy], file: Path, known: dict[str, dict[str, Any]], keys: dict[str, str]
+    ):
         self.copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         for copy in copies:
             self.copies.put(copy)
-        self.file, self.results = file, known
+        self.file, self.results, self.keys = file, known, keys
         self.sound: dict[str, bool] = {}  # whether a test passes where nothing is planted
         self.lock = threading.Lock()
 
@@ -180,7 +183,7 @@ class Trials:
             self.copies.put(copy)
         row = {
             "name": fault.name, "kind": fault.kind, "file": fault.file, "result": result, "by": by,
-            "seconds": round(time.monotonic() - began, 1), "key": key_of(fault),
+            "seconds": round(time.monotonic() - began, 1), "key": self.keys[fault.name],
         }  # fmt: skip
         with self.lock:
             self.results[fault.name] = row
@@ -212,8 +215,13 @@ def key_of(fault: Fault) -> str:
     places = [ROOT / test.partition("::")[0] for test in (*fault.tests, *fault.room)]
     files = {file for place in places for file in (place.rglob("*.py") if place.is_dir() else [place])}
     files |= {ROOT / fault.file, *(ROOT / "tests").glob("*.py")}
-    sums = {str(file.relative_to(ROOT)): sum_of_file(file) for file in files}
+    sums = {str(file.relative_to(ROOT)): sum_of_source(file) for file in files}
     return sum_of_json([dataclasses.asdict(fault), sums])
+
+
+@functools.cache
+def sum_of_source(file: Path) -> str:
+    return sum_of_file(file)
 
 
 def chosen(faults: Sequence[Fault], only: Sequence[str]) -> list[Fault]:
@@ -228,11 +236,10 @@ def chosen(faults: Sequence[Fault], only: Sequence[str]) -> list[Fault]:
     return found
 
 
-def known_results(file: Path, faults: Sequence[Fault]) -> dict[str, dict[str, Any]]:
+def known_results(file: Path, keys: dict[str, str]) -> dict[str, dict[str, Any]]:
     """Results of `file` that still hold, by name; of faults that are not in the list any more, none."""
     rows = read_json(file)["faults"] if file.exists() else []
-    current = {fault.name: key_of(fault) for fault in faults}
-    return {row["name"]: row for row in rows if current.get(row["name"]) == row["key"]}
+    return {row["name"]: row for row in rows if keys.get(row["name"]) == row["key"]}
 
 
 def results_table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -276,7 +283,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{fault.name} ({fault.kind}) in {fault.file}: {', '.join((*fault.tests, *fault.room))}")
         return 0
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    known = known_results(given.out, faults)
+    keys = {fault.name: key_of(fault) for fault in faults}  # now, as the copies are made now
+    known = known_results(given.out, keys)
     to_try = [fault for fault in wanted if fault.name not in known]
     print(
         f"{len(wanted) - len(to_try)} of {len(wanted)} results are known; {len(to_try)} faults to try",
@@ -284,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         places = [Path(folder).resolve() / str(i) for i in range(min(given.jobs, len(to_try)))]
-        trials = Trials([Copy(place, given.timeout) for place in places], given.out, known)
+        trials = Trials([Copy(place, given.timeout) for place in places], given.out, known, keys)
         with concurrent.futures.ThreadPoolExecutor(max(1, len(places))) as pool:
             list(pool.map(trials, to_try))
     rows = [trials.results[fault.name] for fault in wanted]

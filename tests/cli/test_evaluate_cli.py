@@ -252,6 +252,8 @@ def test_block_intervals_are_wider_where_neighbours_agree():
     wide, _ = block_interval(alike)
     assert wide.high - wide.low > 5 * (high - low)
     assert mean == pytest.approx(independent.mean(), abs=1e-12)
+    uneven = np.append(np.zeros(86), np.ones(43))  # blocks of 65 and 64 tokens
+    assert block_interval(uneven)[0].mean == pytest.approx(43 / 129, abs=1e-12)
     few, blocks = block_interval(independent[:20])
     assert (blocks, few.interval) == (1, None)
 

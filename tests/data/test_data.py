@@ -13,7 +13,7 @@ from pallas_kernels.spec import NEVER
 from swa_jax.data import PackedPrompts, PackedText, SourceConfig, make_batches, read_documents, text_files
 from swa_jax.data.documents import Prompt, document_hash, is_held_out
 from swa_jax.data.packing import pack
-from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.errors import ConfigError
 
 
@@ -324,6 +324,14 @@ def test_a_state_of_other_data_is_refused_by_name(folder, tokenizer, tmp_path_fa
         file.write("more")
     with pytest.raises(ConfigError, match=r"'data\.0\.files' was 1 files \(.*\) and is now 1 files"):
         batches_of(folder, tokenizer).set_state(state)
+
+
+def test_a_state_of_another_tokenizer_of_the_same_size_is_refused(folder, tokenizer):
+    state = batches_of(folder, tokenizer).get_state()
+    other = Tokenizer(tokenizer.backend)  # without an end-of-text token
+    assert other.vocab_size == tokenizer.vocab_size
+    with pytest.raises(ConfigError, match="'tokenizer' was"):
+        batches_of(folder, other).set_state(state)
 
 
 @pytest.mark.parametrize("file", ["a.txt", "b.md", "c.txt"])

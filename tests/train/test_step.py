@@ -16,8 +16,9 @@ from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.model.loss import next_token_targets
 from swa_jax.settings import from_dict, to_dict
 from swa_jax.train.config import TrainConfig
+from swa_jax.train.objectives import totals_of
 from swa_jax.train.stage_data import stage_batches
-from swa_jax.train.step import _gradients, init_state, make_step, make_validation_loss
+from swa_jax.train.step import _gradients, init_state, make_loss, make_step, make_validation_loss
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(1, 9, size=(4, 6)).astype(np.int32)
@@ -108,6 +109,28 @@ def test_answers_see_what_the_pattern_lets_them_see_in_training():
             for start in (12, NEVER)
         ]
         assert (losses[0] != losses[1]) == matters, name
+
+
+def test_the_z_loss_has_its_weight():
+    tokens = RNG.integers(1, 61, size=(1, 12)).astype(np.int32)
+    batch = {
+        "tokens": tokens,
+        "segment_ids": np.ones_like(tokens),
+        "weights": np.ones(tokens.shape, np.float32),
+    }
+    model, stages = model_of("window"), [{"steps": 1, "sequence_length": 12, "batch_size": 1}]
+    settings = {
+        "output": "-",
+        "tokenizer": "-",
+        "stages": stages,
+        "model": to_dict(model.config),
+        "z_loss": 0.25,
+    }
+    loss_of = make_loss(model, from_dict(TrainConfig, settings), None)
+    totals = totals_of(batch["segment_ids"], batch["weights"])
+    loss, metrics = jax.jit(loss_of)(nnx.state(model), nnx.State({}), batch, totals, None)
+    assert metrics["z_loss"] > 0.1
+    np.testing.assert_allclose(loss, metrics["loss"] + 0.25 * metrics["z_loss"], rtol=1e-6)
 
 
 def test_every_stage_reads_data_of_its_own(byte_tokenizer):
