@@ -101,6 +101,13 @@ def test_decoding_with_the_tpu_kernel(name, monkeypatch):
     np.testing.assert_allclose(actual, expected, **CLOSE)
 
 
+@pytest.mark.parametrize("name", ["streaming", "head-hybrid"])
+def test_queries_from_full_from_on_see_everything(name):
+    tokens = random_tokens(2, 20)
+    everywhere = forward(model_of(name), tokens, full_from=jnp.zeros(2, jnp.int32))
+    np.testing.assert_allclose(everywhere, forward(model_of("full"), tokens), **CLOSE)
+
+
 @pytest.mark.parametrize("max_length", [MAX_LENGTH, MAX_LENGTH + 11])
 def test_decode_with_a_window_that_never_fills(max_length):
     model = base_model(SOFTMAX).with_pattern(make("wwFw", sliding_window=MAX_LENGTH, num_sink_tokens=1))
