@@ -101,4 +101,8 @@ def test_faults_are_caught_missed_and_not_tried_twice(script, small, capsys, mon
     (small / "tests" / "test_number.py").write_text(TEST.replace("== 6", "!= 6"))
     script.sum_of_source.cache_clear()
     assert script.main(["--out", str(out), "--only", "harmless"]) == 1, "the tests have changed"
-    assert results_of(script, out)["harmless"]["result"] == "fails without it too"
+    assert results_of(script, out)["harmless"]["result"] == "NOT CAUGHT"
+    assert (
+        "fails without any fault, and is left out: tests/test_number.py::test_double"
+        in capsys.readouterr().err
+    )
