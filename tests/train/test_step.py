@@ -15,9 +15,9 @@ from pallas_kernels.spec import NEVER
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.model.loss import next_token_targets
 from swa_jax.settings import from_dict, to_dict
+from swa_jax.train import stage_data
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.objectives import totals_of
-from swa_jax.train.stage_data import stage_batches
 from swa_jax.train.step import _gradients, init_state, make_loss, make_step, make_validation_loss
 
 RNG = np.random.default_rng(0)
@@ -137,5 +137,16 @@ def test_every_stage_reads_data_of_its_own(byte_tokenizer):
     stage = {"steps": 1, "sequence_length": 64, "batch_size": 2, "data": [{"kind": "dictionary"}]}
     settings = {"output": "-", "tokenizer": str(byte_tokenizer), "init_from": "-", "stages": [stage, stage]}
     config, tokenizer = from_dict(TrainConfig, settings), load_tokenizer(byte_tokenizer)
-    first, second = (next(stage_batches(config, number, tokenizer, None))["tokens"] for number in (0, 1))
+    first, second = (
+        next(stage_data.stage_batches(config, number, tokenizer, None))["tokens"] for number in (0, 1)
+    )
     assert (first != second).any()
+
+
+@pytest.mark.parametrize(("done", "opened"), [(0, {0, 1}), (2, {0, 1}), (3, {1}), (4, {1})])
+def test_a_finished_stage_is_not_opened_again(monkeypatch, byte_tokenizer, done, opened):
+    monkeypatch.setattr(stage_data, "newest_step", lambda folder: done)
+    stage = {"steps": 3, "sequence_length": 64, "batch_size": 2, "data": [{"kind": "dictionary"}]}
+    settings = {"output": "-", "tokenizer": str(byte_tokenizer), "init_from": "-", "stages": [stage, stage]}
+    config = from_dict(TrainConfig, settings)
+    assert set(stage_data.open_stages(config, load_tokenizer(byte_tokenizer), None)) == opened
