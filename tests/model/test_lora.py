@@ -18,7 +18,7 @@ from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.peft import save_adapter
 from swa_jax.data.haystack import ANSWER, NEEDLE, QUESTION
 from swa_jax.errors import ConfigError
-from swa_jax.model.attention import kinds_of, layer_plan
+from swa_jax.model.attention import kinds_of
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.flops import matrix_parameters, train_flops_per_token
 from swa_jax.model.generate import generate
@@ -177,7 +177,7 @@ def test_each_layer_and_projection_drops_something_else():
     model, layers = randomised(adapted("window")), model.config.num_hidden_layers
     graph, stacked = nnx.split(model.layers)
     kinds = kinds_of(model.pattern)
-    plan = layer_plan(model.pattern, model.config.num_key_value_heads, kinds)
+    plan = model._plan(kinds)
     context = model.context(jnp.asarray(TOKENS), kinds)
     x = model.embed(jnp.asarray(TOKENS))
     for i, own in enumerate(jax.random.split(key, layers)):
