@@ -1,7 +1,7 @@
-"""Run by test_sharding in a process with eight devices: `python -m tests.on_mesh attention|training|selection`.
+"""Run by test_sharding in a process with eight devices: `python -m tests.on_mesh small|attention|training|selection`.
 
 Every mesh gives what one device gives: attention with its gradients, the losses and gradients of twenty steps, and
-what NLL-guided selection says of each layer.
+what NLL-guided selection says of each layer. `small` is the least that meets every kind of exchange between devices.
 """
 
 import sys
@@ -19,6 +19,7 @@ from swa_jax.families.pattern_files import load_pattern
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.lora import trained_and_frozen, with_lora
+from swa_jax.model.loss import token_loss
 from swa_jax.model.mesh_attention import attention_on_mesh
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import MeshConfig, Partition, make_mesh
@@ -100,6 +101,43 @@ def check_attention() -> None:
             (_, expected), expected_gradients = results[0]
             assert_close({name: out}, {name: expected}, "float32")
             assert_close({name: gradients}, {name: expected_gradients}, "float32", gradient=True)
+
+
+def check_small() -> None:
+    """The tokens, heads and vocabulary of one row over eight devices: forward attention, and a loss with gradients."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, LENGTH, h, 8)), jnp.float32) for h in (4, 2, 2))
+    ids = {"segment_ids": jnp.asarray(PACKED[1:3])}
+    gate = {"gate": jnp.asarray(rng.uniform(size=(2, LENGTH)) < 0.3, jnp.float32)}
+    split = [Partition(make_mesh(MeshConfig(1, 1, context, 8 // context))) for context in (8, 4)]
+    cases = {  # each with the meshes that its exchanges take
+        "halo over several devices": (AttentionSpec(window=20), ids, split[:1]),
+        "sink tokens": (AttentionSpec(window=5, num_sink_tokens=3), ids, split[:1]),
+        "routed, heads split": (AttentionSpec(window=5), ids | gate, split[1:]),
+    }
+    for name, (spec, options, partitions) in cases.items():
+
+        def attend(partition, spec=spec, options=options):
+            return attention_on_mesh(q, k, v, spec, partition, implementation="reference", **options)
+
+        expected = jax.jit(attend, static_argnums=0)(None)
+        for partition in partitions:
+            got = jax.jit(attend, static_argnums=0)(partition)
+            assert_close({name: got}, {name: expected}, "float32")
+
+    hidden = jnp.asarray(rng.normal(size=(2, LENGTH, 8)), jnp.float32)
+    head = jnp.asarray(rng.normal(size=(8, 32)), jnp.float32)
+    targets = jnp.asarray(rng.integers(32, size=(2, LENGTH)))
+
+    def loss(hidden, head, partition):
+        found = token_loss(hidden, head, targets, jnp.ones((2, LENGTH)), partition=partition)
+        return jnp.sum(found.nll + jnp.square(found.log_z)), found.correct
+
+    differentiate = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
+    assert_close(
+        {"loss": differentiate(hidden, head, split[1])}, {"loss": differentiate(hidden, head, None)}, "float32",
+        gradient=True,
+    )  # fmt: skip
 
 
 MODELS = {
@@ -230,5 +268,10 @@ def check_selection() -> None:
 
 
 if __name__ == "__main__":
-    checks = {"attention": check_attention, "training": check_training, "selection": check_selection}
+    checks = {
+        "small": check_small,
+        "attention": check_attention,
+        "training": check_training,
+        "selection": check_selection,
+    }
     checks[sys.argv[1]]()

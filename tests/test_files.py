@@ -128,6 +128,19 @@ def test_files_of_others_are_not_touched(tmp_path):
     assert files.check_destination(tmp_path / "empty") == (tmp_path / "empty").resolve()
 
 
+@pytest.mark.parametrize(
+    "place", ["gs://bucket/run", Path("gs://bucket/run"), "s3://a/b", "hdfs://host/data"]
+)
+def test_a_bucket_is_no_folder(place):
+    with pytest.raises(ConfigError, match="is the address of a bucket"):
+        files.check_local(place, "the output")
+
+
+@pytest.mark.parametrize("place", ["gs", "runs/gs:1", Path("/data/s3"), "C:/data", ""])
+def test_a_folder_is_no_bucket(place):
+    files.check_local(place, "the output")
+
+
 def test_nobody_else_writes_and_renames():
     """One module knows how: the others say what."""
     theirs = {

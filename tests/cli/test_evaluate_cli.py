@@ -3,18 +3,21 @@
 import dataclasses
 import importlib.util
 import json
+import types
 
 import numpy as np
 import pytest
+from rich.console import Console
 from tiny_models import byte_checkpoint, make
 from typer.testing import CliRunner
 
 from swa_jax.checkpoint.folder import load_model
+from swa_jax.cli import evaluate_parts
 from swa_jax.cli.main import app
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.estimates import accuracy_interval, bootstrap
-from swa_jax.evaluate import perplexity
+from swa_jax.evaluate import Example, perplexity
 from swa_jax.evaluate.ruler import ruler_grid
 from swa_jax.evaluate.ruler_scores import RulerScore, ruler_scores
 from swa_jax.evaluate.sweep import block_interval, perplexity_sweep, with_window
@@ -252,6 +255,8 @@ def test_block_intervals_are_wider_where_neighbours_agree():
     wide, _ = block_interval(alike)
     assert wide.high - wide.low > 5 * (high - low)
     assert mean == pytest.approx(independent.mean(), abs=1e-12)
+    uneven = np.append(np.zeros(86), np.ones(43))  # blocks of 65 and 64 tokens
+    assert block_interval(uneven)[0].mean == pytest.approx(43 / 129, abs=1e-12)
     few, blocks = block_interval(independent[:20])
     assert (blocks, few.interval) == (1, None)
 
@@ -316,6 +321,18 @@ def test_routing_on_the_command_line(checkpoint, text, tmp_path):
         assert row["gflops_of_full"] * 1e9 == pytest.approx(2 * matrix_parameters(config) + attention)
     assert (out / "routing.png").read_bytes().startswith(b"\x89PNG")
     assert "no layer of this pattern is routed" in fails(checkpoint, "--routing", "--text", text)
+
+
+def test_needles_are_mapped_by_the_depths_that_they_take_in_turn(monkeypatch, tmp_path):
+    found, maps = types.SimpleNamespace(scores=np.array([1.0, 0, 1, 0, 0])), []
+    monkeypatch.setattr(evaluate_parts, "measure_pattern", lambda *_, **__: ({}, found))
+    monkeypatch.setattr(evaluate_parts, "pattern_table", lambda rows: "")
+    monkeypatch.setattr(evaluate_parts, "needle_heat_map", lambda grid, *_: maps.append(grid))
+    drawn = [Example([1], [2], [])] * 5
+    console = Console(quiet=True)
+    measured = evaluate_parts.measure_needles(console, [("a", None)], None, drawn, [0.0, 1.0], [], 64, 4)
+    measured.draw(tmp_path)
+    assert maps == [[[pytest.approx(2 / 3), 0]]]
 
 
 @pytest.mark.skipif(

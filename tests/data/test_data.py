@@ -13,7 +13,7 @@ from pallas_kernels.spec import NEVER
 from swa_jax.data import PackedPrompts, PackedText, SourceConfig, make_batches, read_documents, text_files
 from swa_jax.data.documents import Prompt, document_hash, is_held_out
 from swa_jax.data.packing import pack
-from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.errors import ConfigError
 
 
@@ -36,6 +36,19 @@ def test_an_epoch_holds_every_token_once():
         rows = [packed[epoch * packed.rows + i]["tokens"] for i in range(packed.rows)]
         assert np.array_equal(np.sort(np.concatenate(rows)), np.sort(np.concatenate(documents())))
     assert not np.array_equal(packed[0]["tokens"], packed[packed.rows]["tokens"])  # shuffled anew
+
+
+def test_epochs_come_in_different_orders():
+    packed = PackedText(documents(), 11, seed=0)
+    epochs = [[packed[n * packed.rows + i]["tokens"].tolist() for i in range(packed.rows)] for n in range(3)]
+    assert epochs[0] != epochs[1]
+    assert epochs[1] != epochs[2]
+
+
+def test_two_equal_sources_do_not_give_equal_samples(tokenizer):
+    twice = [SourceConfig("dictionary")] * 2
+    batch = next(make_batches(twice, tokenizer, length=64, batch_size=8, seed=0))
+    assert len({row.tobytes() for row in batch["tokens"]}) == 8
 
 
 def test_segments_follow_the_documents():
@@ -311,6 +324,14 @@ def test_a_state_of_other_data_is_refused_by_name(folder, tokenizer, tmp_path_fa
         file.write("more")
     with pytest.raises(ConfigError, match=r"'data\.0\.files' was 1 files \(.*\) and is now 1 files"):
         batches_of(folder, tokenizer).set_state(state)
+
+
+def test_a_state_of_another_tokenizer_of_the_same_size_is_refused(folder, tokenizer):
+    state = batches_of(folder, tokenizer).get_state()
+    other = Tokenizer(tokenizer.backend)  # without an end-of-text token
+    assert other.vocab_size == tokenizer.vocab_size
+    with pytest.raises(ConfigError, match="'tokenizer' was"):
+        batches_of(folder, other).set_state(state)
 
 
 @pytest.mark.parametrize("file", ["a.txt", "b.md", "c.txt"])

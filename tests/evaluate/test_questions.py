@@ -14,7 +14,7 @@ from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate import longbench_metrics as metrics
 from swa_jax.evaluate.judges import command_judge, find_judge
-from swa_jax.evaluate.question_scores import score_questions
+from swa_jax.evaluate.question_scores import _metric, score_questions
 from swa_jax.evaluate.questions import Question, longbench, longbench_v2, longmemeval
 from swa_jax.model.generate import generate
 
@@ -376,3 +376,9 @@ def test_questions_on_the_command_line(checkpoint, files) -> None:
     assert "name a judge's command" in run(
         checkpoint, "--longmemeval", files / "memory.json", "--max-length", 800, status=2
     )
+
+
+def test_the_best_of_several_references_counts():
+    question = Question("b", "g", "p", ["one thing", "another"], 4, metrics.qa_f1, first_line=True)
+    assert _metric(question, "another\nand more") == 1
+    assert _metric(question, "neither") == 0

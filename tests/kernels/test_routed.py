@@ -1,6 +1,7 @@
 """Routed attention: both branches, the gate's gradient and the disagreement, against two separate attentions."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,19 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_routed(implementation, name):
     assert_matches_routed(CALLS[name], implementation, gates("soft"), gates("some"))
+
+
+def test_packed_rows_go_on_outside_from_what_the_window_has_given(monkeypatch):
+    """The TPU kernels of the two branches are then two, the second of which begins with the first one's sums."""
+    Implementation("tpu", block=16).install(monkeypatch)
+    call = Call(AttentionSpec(window=7), (), PACKED_ROWS)
+    learned, fixed = call.draw()
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(name):
+        return routed_attention(**learned, gate=gates("soft"), spec=call.spec, **fixed, implementation=name)
+
+    assert_close(run("tpu"), run("reference"), "float32")
 
 
 @every_implementation

@@ -167,11 +167,13 @@ WALKED = {
 VMEM = ("holds keys", "holds gradients", "holds some gradients")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "vmem"),
     # With all keys at hand, test_variants has every variant but a long causal window.
-    [("long-window", VMEM[0]), *((name, vmem) for name in WALKED for vmem in VMEM[1:])],
+    [
+        ("long-window", VMEM[0]),
+        *(pytest.param(name, vmem, marks=pytest.mark.slow) for name in WALKED for vmem in VMEM[1:]),
+    ],
 )
 def test_scheduled_kernels_whatever_vmem_holds(monkeypatch, vmem, name):
     """Long sequences take a step of the grid for each pair of blocks, and longer ones their keys in chunks."""

@@ -306,11 +306,12 @@ def test_up_starts_again_what_is_gone_from_machines_that_were_started_anew(cloud
     assert _steps(kinds) == ["create", "install", "start", "install", "start"]
 
 
-def test_up_stops_at_a_failure_and_keeps_the_machines(cloud, capfd):
-    status, kinds = cloud(["NOT_FOUND", "ACTIVE", "ACTIVE", "ACTIVE"], ["2"])
-    assert status == 2
+@pytest.mark.parametrize("failure", [1, 2, 137])
+def test_up_stops_at_a_failure_and_keeps_the_machines(cloud, capfd, failure):
+    status, kinds = cloud(["NOT_FOUND", "ACTIVE", "ACTIVE", "ACTIVE"], [str(failure)])
+    assert status == failure
     assert _steps(kinds) == ["create", "install", "start", "logs"]
-    assert "the run failed with status 2; the machines are kept" in capfd.readouterr().out
+    assert f"the run failed with status {failure}; the machines are kept" in capfd.readouterr().out
 
 
 def test_a_failure_because_a_machine_was_taken_away_is_a_preemption(cloud):

@@ -196,6 +196,13 @@ def test_sampling_draws_from_the_right_distribution(options, kept, power):
     np.testing.assert_allclose(drawn, expected, atol=4 * 0.5 / np.sqrt(4000))  # four standard deviations
 
 
+def test_each_step_and_each_of_equal_prompts_draws_anew():
+    """At this temperature all tokens are about as likely: what is drawn is the keys' doing."""
+    first, second = generate(model_of("window"), [[1, 2, 3]] * 2, max_new_tokens=12, temperature=1e6)
+    assert len(set(first)) > 4
+    assert first != second
+
+
 def test_ties_let_no_more_than_k_through():
     assert np.count_nonzero(draw_many(top_k=2, logits=jnp.zeros(5))) == 2
 

@@ -18,15 +18,24 @@ from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.peft import save_adapter
 from swa_jax.data.haystack import ANSWER, NEEDLE, QUESTION
 from swa_jax.errors import ConfigError
+from swa_jax.model.attention import kinds_of
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.flops import matrix_parameters, train_flops_per_token
 from swa_jax.model.generate import generate
-from swa_jax.model.lora import TARGETS, LoraConfig, LoraLinear, merge_lora, trained_and_frozen, with_lora
+from swa_jax.model.lora import (
+    TARGETS,
+    LoraConfig,
+    LoraLinear,
+    merge_lora,
+    seed_dropout,
+    trained_and_frozen,
+    with_lora,
+)
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.settings import from_dict, to_dict
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.loop import _claim, train
-from swa_jax.train.step import _gradients, init_state, make_loss, make_step, make_validation_loss
+from swa_jax.train.step import init_state, make_loss, make_step, make_validation_loss
 
 ROOT = Path(__file__).parents[2]
 EVERYWHERE = LoraConfig(rank=3, alpha=6.0, dropout=0.25, targets=tuple(TARGETS))
@@ -159,14 +168,24 @@ def test_dropout_is_drawn_from_the_seed_the_step_and_the_piece():
     assert outcomes[4] == outcomes[5]
     assert len(set(outcomes)) == 4
 
-    def loss(params, piece, totals, key):  # what each piece's key draws, in place of a model
-        return jnp.sum(params), {"drawn": jax.random.uniform(key)}
 
-    key = jax.random.key(7)
-    _, metrics = _gradients(loss, jnp.ones(3), BATCH, 4, None, key)
-    drawn = [jax.random.uniform(piece) for piece in jax.random.split(key, 4)]
-    assert len(set(map(float, drawn))) == 4
-    np.testing.assert_allclose(metrics["drawn"], sum(drawn), rtol=1e-6)
+def test_each_layer_and_projection_drops_something_else():
+    model, key = randomised(adapted("window")), jax.random.key(3)
+    seed_dropout(model.layers, key)
+    projections = [model.layers.attention.q_proj, model.layers.attention.v_proj, model.layers.mlp.up_proj]
+    assert len({str(jax.random.key_data(projection.dropout_key)) for projection in projections}) == 3
+    model, layers = randomised(adapted("window")), model.config.num_hidden_layers
+    graph, stacked = nnx.split(model.layers)
+    kinds = kinds_of(model.pattern)
+    plan = model._plan(kinds)
+    context = model.context(jnp.asarray(TOKENS), kinds)
+    x = model.embed(jnp.asarray(TOKENS))
+    for i, own in enumerate(jax.random.split(key, layers)):
+        block = nnx.merge(graph, jax.tree.map(lambda weights, i=i: weights[i], stacked))
+        seed_dropout(block, own)
+        x, _ = block(x, jax.tree.map(lambda rows, i=i: rows[i], plan), context)
+    hidden, _ = model.features(jnp.asarray(TOKENS), dropout_key=key)
+    np.testing.assert_allclose(hidden, model.norm(x), rtol=1e-4, atol=1e-4)
 
 
 def test_dropout_is_of_the_adapters_input_in_training_alone():

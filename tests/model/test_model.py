@@ -62,8 +62,13 @@ def through_the_cache(model, tokens, lengths, max_length):
 teacher_forced = nnx.jit(through_the_cache, static_argnames="max_length")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("every-kind", "head-hybrid") else [pytest.mark.slow])
+        for name in PATTERNS
+    ],
+)
 def test_decode_equals_the_full_forward(name):
     """Totals 1 .. 3w + 8 through prompts of 1, 2, w-1, w, w+1, 2w-1 and 3w tokens and eight decoded ones."""
     model, lengths = model_of(name), jnp.array(LENGTHS)
@@ -94,6 +99,13 @@ def test_decoding_with_the_tpu_kernel(name, monkeypatch):
     actual = nnx.jit(lambda *args: through_the_cache(*args, MAX_LENGTH))(model, tokens, lengths)
     assert calls
     np.testing.assert_allclose(actual, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["streaming", "head-hybrid"])
+def test_queries_from_full_from_on_see_everything(name):
+    tokens = random_tokens(2, 20)
+    everywhere = forward(model_of(name), tokens, full_from=jnp.zeros(2, jnp.int32))
+    np.testing.assert_allclose(everywhere, forward(model_of("full"), tokens), **CLOSE)
 
 
 @pytest.mark.parametrize("max_length", [MAX_LENGTH, MAX_LENGTH + 11])

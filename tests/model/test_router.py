@@ -53,6 +53,18 @@ def test_rounding_turns_no_gate_over(close_calls, jit):
     np.testing.assert_array_equal(gate[0], exact > 0)
 
 
+def test_a_tie_goes_to_the_window_and_still_has_a_gradient():
+    """Half is not more than half; and the gate's gradient is the sigmoid's, 1/4 there."""
+    router = Router(SOFTMAX, rngs=nnx.Rngs(0))
+    nothing = jnp.zeros((1, 3, SOFTMAX.hidden_size))
+    logit, gate = router(nothing)
+    assert not logit.any()
+    assert not gate.any()
+    gradient = jax.grad(lambda x: router(x)[1].sum())(nothing)
+    expected = np.broadcast_to(0.25 * router.proj.kernel[...][:, 0], nothing.shape)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+
+
 def bfloat16_model():
     model = Decoder(SOFTMAX, make("SSSS"), dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     bias = jax.random.normal(jax.random.key(1), (4, 1)) * 0.1  # that bf16 cannot hold

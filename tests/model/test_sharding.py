@@ -46,6 +46,7 @@ def abstract_partition(**sizes: int) -> Partition:
 @pytest.mark.parametrize(
     "what",
     [
+        "small",
         pytest.param("attention", marks=pytest.mark.slow),
         pytest.param("training", marks=pytest.mark.long),
         pytest.param("selection", marks=pytest.mark.long),

@@ -59,6 +59,11 @@ def test_each_planted_head_answers_its_class_alone(evaluate):
         assert evaluate(without).accuracy == 1 - 1 / len(PLANTED)
 
 
+def test_sink_tokens_that_hold_the_prompt_answer_everything(model, examples):
+    sinks = evaluator(model, examples, num_sink_tokens=len(examples[0].prompt))
+    assert sinks(np.zeros((LAYERS, KV_HEADS), bool)).accuracy == 1
+
+
 def test_the_planted_heads_are_found_with_one_compilation(model, examples):
     before = score_batch._cache_size()
     evaluate, seen = evaluator(model, examples), []

@@ -13,6 +13,7 @@ from tiny_models import BYTES, byte_checkpoint, make
 
 from swa_jax.checkpoint.folder import save_model
 from swa_jax.errors import ConfigError
+from swa_jax.estimates import accuracy_interval
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.model.decoder import Decoder
@@ -89,6 +90,7 @@ def test_results_are_kept_and_summed_up(model, tmp_path):
     np.testing.assert_array_equal(head_mask(kept, KV_HEADS), planted_mask())
     full, drawn, found = summary(rows, "bosch")
     assert full["needle_accuracy"] == found["by_seed"][0] == 1
+    assert full["needle_interval"] == accuracy_interval(np.ones(16)).interval  # over prompts, not over seeds
     assert drawn["needle_accuracy"] < 0.6
     assert drawn["gap"][0] == pytest.approx(drawn["needle_accuracy"] - found["needle_accuracy"])
     assert drawn["gap"][2] < 0

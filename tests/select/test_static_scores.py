@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from planted import PLANTED, WINDOW_SIZE, planted_examples, planted_mask, planted_model
 
+from pallas_kernels import AttentionSpec
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import answer_batches
@@ -18,6 +19,7 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.layers import rope_tables
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import attention_rows, static
+from swa_jax.select.attention_rows import Heads
 from swa_jax.select.heads import (
     compare_masks,
     head_mask,
@@ -26,7 +28,7 @@ from swa_jax.select.heads import (
     swap_back,
     window_most_local,
 )
-from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
+from swa_jax.select.static import LARGER_IS_LOCAL, STATISTICS, static_scores
 
 WINDOW = 100
 CONFIG = ModelConfig(
@@ -184,6 +186,21 @@ def test_positions_count_from_the_first_token(model):
     cos, sin = rope_tables(CONFIG, jnp.arange(512)[None])
     np.testing.assert_array_equal(context.cos, cos)
     np.testing.assert_array_equal(context.sin, sin)
+
+
+@pytest.mark.parametrize("method", ["dcam", "qada", "razor"])
+def test_a_head_that_looks_far_back_stays_full(method):
+    """Of two heads, one looks at its own token, the other always 8 tokens back: beyond a window of 4, one period."""
+    length, back = 64, 8
+    place = np.arange(length)
+    looks = np.stack([place, np.maximum(place - back, 0)])  # [H, T]
+    keys = np.broadcast_to(np.eye(length)[None, :, None], (1, length, 2, length))
+    queries = 200.0 * np.eye(length)[looks].transpose(1, 0, 2)[None]  # [1, T, H, D]
+    heads = Heads(jnp.asarray(queries), jnp.asarray(keys), jnp.array([length]), AttentionSpec())
+    scores = np.asarray(STATISTICS[method](heads, back if method == "razor" else 4))
+    scores = scores.max(-1) if method == "razor" else scores
+    full = window_most_local(scores, 0.5, larger_is_local=LARGER_IS_LOCAL[method])
+    np.testing.assert_array_equal(full, [[False, True]])
 
 
 @pytest.mark.parametrize("method", LARGER_IS_LOCAL)

@@ -1,0 +1,37 @@
+"""Adapters on disk: PEFT's names and orientation, and what `adapter_config.json` says."""
+
+import json
+
+import jax
+import numpy as np
+from flax import nnx
+from safetensors.numpy import load_file
+from tiny_models import model_of
+
+from swa_jax.checkpoint.peft import save_adapter
+from swa_jax.model.lora import LoraConfig, with_lora
+
+
+def test_an_adapter_has_pefts_names_and_orientation(tmp_path):
+    config = LoraConfig(rank=2, alpha=6.0, targets=("q_proj", "down_proj"))
+    model = with_lora(model_of("window"), config, nnx.Rngs(1))
+    projections = {
+        "self_attn.q_proj": model.layers.attention.q_proj,
+        "mlp.down_proj": model.layers.mlp.down_proj,
+    }
+    for projection in projections.values():
+        projection.lora_b[...] = jax.random.normal(jax.random.key(0), projection.lora_b.shape)
+    folder = save_adapter(model, tmp_path / "adapter", base="the/base")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    assert len(tensors) == 2 * 2 * model.config.num_hidden_layers
+    for name, projection in projections.items():
+        for layer in range(model.config.num_hidden_layers):
+            prefix = f"base_model.model.model.layers.{layer}.{name}"
+            # As PEFT and PyTorch hold them: A [rank, inputs], B [outputs, rank].
+            a, b = tensors[f"{prefix}.lora_A.weight"], tensors[f"{prefix}.lora_B.weight"]
+            assert (a.shape[0], b.shape[1]) == (2, 2)
+            np.testing.assert_array_equal(a.T, projection.lora_a[...][layer])
+            np.testing.assert_array_equal(b.T, projection.lora_b[...][layer])
+    said = json.loads((folder / "adapter_config.json").read_text())
+    assert (said["r"], said["lora_alpha"], said["base_model_name_or_path"]) == (2, 6.0, "the/base")
+    assert said["target_modules"] == ["q_proj", "down_proj"]

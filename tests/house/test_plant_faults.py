@@ -1,0 +1,108 @@
+"""scripts/plant_faults.py and its list: every fault can be planted today, and what it says of tests is so."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOUND = "def double(x):\n    return 2 * x\n"
+TEST = "from swa_jax.number import double\n\n\ndef test_double():\n    assert double(3) == 6\n"
+
+
+@pytest.fixture(scope="module")
+def script():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        yield importlib.import_module("plant_faults")
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+
+
+def test_every_fault_can_be_planted(script):
+    faults = script.read_faults()
+    assert len(faults) >= 100
+    assert script.problems(faults) == []
+    rooms = {Path(fault.file).parts[:2] for fault in faults}
+    for package in ("pallas_kernels", "launch"):
+        assert any(room[0] == package for room in rooms)
+    for room in (
+        "bench",
+        "checkpoint",
+        "cli",
+        "data",
+        "evaluate",
+        "families",
+        "model",
+        "plan",
+        "report",
+        "select",
+        "train",
+    ):
+        assert ("swa_jax", room) in rooms, f"no fault is in {room}"
+
+
+def test_a_fault_that_has_lost_its_place_is_named(script):
+    fault = script.Fault("a", "kind", "swa_jax/files.py", "no such text", "x", ("tests/test_nothing.py",))
+    twice = script.Fault("b", "kind", "swa_jax/chips.py", "Chip(", "Chip(", ())
+    wrong = script.problems([fault, twice, twice])
+    assert any("a: swa_jax/files.py has 0 places" in line for line in wrong)
+    assert "a: there is no tests/test_nothing.py" in wrong
+    assert "b: 'new' is the same as 'old'" in wrong
+    assert "b: the name is not unique" in wrong
+    assert "b: no tests own swa_jax/chips.py: name some in 'tests'" in wrong
+
+
+def test_the_room_of_a_file_is_the_folder_of_its_tests(script):
+    def room(file):
+        return script.Fault("a", "kind", file, "x", "y").room
+
+    assert room("pallas_kernels/tpu/walk.py") == ("tests/kernels",)
+    assert room("swa_jax/model/cache.py") == ("tests/model",)
+    assert room("swa_jax/files.py") == ("tests/test_files.py",)
+    assert room("launch/gke.py") == ("tests/launch",)
+
+
+@pytest.fixture
+def small(script, tmp_path, monkeypatch):
+    """The script at work on a repository of one function and one test."""
+    for name, text in {
+        "swa_jax/__init__.py": "", "pallas_kernels/__init__.py": "", "swa_jax/number.py": SOUND,
+        "tests/test_number.py": TEST, "pyproject.toml": '[tool.pytest.ini_options]\nmarkers = ["slow", "long"]\n',
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    script.subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    return tmp_path
+
+
+def results_of(script, file):
+    return {row["name"]: row for row in script.read_json(file)["faults"]}
+
+
+@pytest.mark.slow
+def test_faults_are_caught_missed_and_not_tried_twice(script, small, capsys, monkeypatch):
+    def fault(name, new):
+        return script.Fault(name, "kind", "swa_jax/number.py", "2 * x", new)
+
+    faults = [fault("wrong", "3 * x"), fault("harmless", "x * 2")]
+    monkeypatch.setattr(script, "read_faults", lambda: faults)
+    out = small / "runs" / "faults.json"
+    assert script.main(["--out", str(out)]) == 1
+    results = results_of(script, out)
+    assert results["wrong"]["result"] == "caught"
+    assert results["wrong"]["by"] == "tests/test_number.py::test_double"
+    assert results["harmless"]["result"] == "NOT CAUGHT"
+    assert (small / "swa_jax" / "number.py").read_text() == SOUND, "the working tree is left alone"
+    assert script.main(["--out", str(out), "--only", "wro*"]) == 0
+    assert "1 of 1 results are known" in capsys.readouterr().out
+    (small / "tests" / "test_number.py").write_text(TEST.replace("== 6", "!= 6"))
+    script.sum_of_source.cache_clear()
+    assert script.main(["--out", str(out), "--only", "harmless"]) == 1, "the tests have changed"
+    assert results_of(script, out)["harmless"]["result"] == "NOT CAUGHT"
+    assert (
+        "fails without any fault, and is left out: tests/test_number.py::test_double"
+        in capsys.readouterr().err
+    )
