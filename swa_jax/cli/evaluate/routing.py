@@ -1,0 +1,135 @@
+"""`swa-jax evaluate routing`: where a routed (SwiAttn) model takes full attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from swa_jax.cli.evaluate.evaluation import Evaluation
+from swa_jax.cli.evaluate.needles import DEFAULT_DEPTHS
+from swa_jax.cli.evaluate.needles import DEFAULT_EXAMPLES as NEEDLES
+from swa_jax.cli.evaluate.ruler import DEFAULT_EXAMPLES as RULER_PROMPTS
+from swa_jax.cli.evaluate.ruler import RulerPrompts
+from swa_jax.cli.options import (
+    PROMPTS,
+    NumKeys,
+    draw_needles,
+    fractions,
+    note_context,
+)
+from swa_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from swa_jax.data.tokenizer import Tokenizer
+    from swa_jax.evaluate.examples import Example
+    from swa_jax.evaluate.ruler import Cell
+
+TEXT = "Text"  # a panel of its own
+
+
+def routing(
+    evaluation: Evaluation,
+    prompts: RulerPrompts,
+    text: Annotated[
+        Path | None, Option(help="Also look at this text, layer by layer.", rich_help_panel=TEXT)
+    ] = None,
+    text_length: Annotated[
+        int, Option(help="Cut the text into sequences of so many tokens.", min=1, rich_help_panel=TEXT)
+    ] = 1024,
+    ruler: Annotated[
+        list[str] | None,
+        Option(
+            help="Look at prompts of this RULER task, repeatable. Default: at needles.",
+            show_default=False,
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    depths: Annotated[
+        str | None,
+        Option(
+            help="Depths of the needle, such as 0,0.5,1. Default: 0 to 1 in six steps; with --ruler, drawn.",
+            show_default=False,
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    examples: Annotated[
+        int | None,
+        Option(
+            help=f"Needle prompts of each length, {NEEDLES} by default; with --ruler, prompts for each task, length "
+            f"and depth, {RULER_PROMPTS} by default. 0: the text alone.",
+            min=0,
+            show_default=False,
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    keys: NumKeys = 1,
+) -> None:
+    """Where a routed (switch) model takes full attention: by layer on a text, by the needle's depth on prompts."""
+    from swa_jax.evaluate.routing import check_routed, measure_routing
+    from swa_jax.report import routing_chart
+    from swa_jax.report.evaluation_tables import routing_table
+    from swa_jax.report.progress import counted
+
+    if examples == 0 and text is None:
+        raise ConfigError("--examples 0 leaves nothing to look at: name a text with --text")
+    count = (RULER_PROMPTS if ruler else NEEDLES) if examples is None else examples
+    grid = prompts.grid(ruler or [], depths, count, evaluation.seed)
+    models, tokenizer = evaluation.models, evaluation.tokenizer
+    for _, model in models:
+        check_routed(model.pattern)
+    tokens = [] if text is None else evaluation.tokens(text)
+    cells: dict[Cell, list[Example]] = {}
+    if ruler and count:
+        for made in grid.cells(tokenizer):
+            cells |= made
+    elif count:
+        places = grid.depths or fractions(DEFAULT_DEPTHS)
+        cells = _needle_cells(tokenizer, count, grid.lengths, keys, prompts.haystack, places, evaluation.seed)
+    longest = [text_length] if tokens else []
+    note_context(models[0][1].config, max(longest + [length for _, length, _ in cells]))
+    rows, charts = [], []
+    sequences = len(tokens) // text_length + sum(map(len, cells.values()))
+    with counted("sequences", sequences * len(models)) as advance:
+        for name, model in models:
+            measured = measure_routing(
+                name,
+                model,
+                tokens,
+                cells,
+                length=text_length,
+                batch_size=evaluation.batch_size,
+                advance=advance,
+            )
+            rows += measured.rows
+            charts.append((measured.by_layer, measured.by_depth))
+            evaluation.save("routing", rows)
+
+    def draw(folder: Path) -> None:
+        for number, (by_layer, by_depth) in enumerate(charts, start=1):
+            if by_layer or by_depth:
+                name = "routing.png" if number == 1 else f"routing-{number}.png"
+                routing_chart(by_layer, by_depth, folder / name)
+
+    evaluation.finish("routing", rows, routing_table, draw)
+
+
+def _needle_cells(
+    tokenizer: Tokenizer,
+    count: int,
+    lengths: Sequence[int],
+    keys: int,
+    haystack: Path | None,
+    depths: Sequence[float],
+    seed: int,
+) -> dict[Cell, list[Example]]:
+    """The needles that `evaluate needles` draws, by length and depth."""
+    cells: dict[Cell, list[Example]] = {}
+    for length in lengths:
+        drawn = draw_needles(tokenizer, count, length, keys, haystack, depths, seed)
+        cells |= {
+            ("needle", length, depth): drawn[i :: len(depths)] for i, depth in enumerate(depths[:count])
+        }
+    return cells
