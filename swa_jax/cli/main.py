@@ -19,6 +19,7 @@ from swa_jax.cli.compare import compare
 from swa_jax.cli.data import app as data_app
 from swa_jax.cli.evaluate import app as evaluate_app
 from swa_jax.cli.generate import generate
+from swa_jax.cli.groups import expand
 from swa_jax.cli.options import Model
 from swa_jax.cli.pattern import app as pattern_app
 from swa_jax.cli.select import app as select_app
@@ -147,7 +148,7 @@ def export(
 
 app.command()(train)
 app.command("compile")(compile_)
-app.command()(compare)
+app.command()(expand(compare))
 app.command()(generate)
 
 

@@ -139,7 +139,7 @@ class _Measurement:
     ) -> dict[str, Any]:
         """The row of `pattern`, which `chosen` is under the window of scoring."""
         scores = _score(self.model, self.held_out, pattern, self.batch_size)
-        row = names | scores | {"pattern": json.loads(chosen.to_json())} | self.about
+        row = names | scores | {"pattern": json.loads(chosen.to_json()), **self.about}
         self.report(f"{_title(row)}: {100 * row['needle_accuracy']:.1f} % found")
         self.done += 1
         self.progress(self.done, self.total)

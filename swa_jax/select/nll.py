@@ -178,11 +178,11 @@ class LayerScorer:
         short = [i for i, count in enumerate(queries) if count <= window + sinks]
         long = [i for i, count in enumerate(queries) if count > window + sinks]
         self._batches: list[tuple[np.ndarray, AnswerBatch, bool]] = [
-            (np.array(some)[index], batch, some is short)
-            for some in (short, long)
-            if some
+            (np.array(members)[index], batch, members is short)
+            for members in (short, long)
+            if members
             for index, batch in answer_batches(
-                [examples[i] for i in some], batch_size, full_attention_decode, partition
+                [examples[i] for i in members], batch_size, full_attention_decode, partition
             )
         ]
         content = {} if file is None else content_key(
@@ -192,7 +192,7 @@ class LayerScorer:
         self._file = ScoreFile(file, content, "scores of layers")
 
     @property
-    def num_kept(self) -> int:
+    def num_known(self) -> int:
         """Examples whose scores with every layer windowed are known, those found in the file included."""
         return sum(_key((), i) in self._file.scores for i in range(self.num_examples))
 
@@ -208,8 +208,8 @@ class LayerScorer:
         total = self.layers + 1
         done = [0.0, 0.0]  # examples' passes made, and the passes reported
 
-        def report(examples: int, some: float) -> None:
-            done[0] += some * examples
+        def report(examples: int, passes: float) -> None:
+            done[0] += passes * examples
             while progress and done[0] >= (done[1] + 1) * self.num_examples - 0.5:
                 done[1] += 1
                 progress(int(done[1]), total)

@@ -48,7 +48,7 @@ def in_old_form(ctx: typer.Context) -> None:
 
 
 def translate(arguments: list[str], options: Mapping[str, set[str]]) -> list[list[str]]:
-    """The commands by kind, in the order in which their parts were measured.
+    """The commands by kind.
 
     Args:
       arguments: those of the old form.
@@ -72,9 +72,9 @@ def translate(arguments: list[str], options: Mapping[str, set[str]]) -> list[lis
     positional = {"ruler": values.get("--ruler", []), "harness": values.get("--harness", []), "text": []}
     positional["text"] = values.get("--text", [])[-1:]
     wanted = {
+        "routing": "--routing" in values,  # which refuses patterns without routers, before all the rest
         "needles": needles != "0",
         "ruler": "--ruler" in values,
-        "routing": "--routing" in values,
         "text": "--text" in values,
         "questions": asks,
         "harness": "--harness" in values,

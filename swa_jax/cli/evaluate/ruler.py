@@ -90,9 +90,9 @@ class Grid:
 
         grid = partial(ruler_grid, tokenizer, depths=self.depths, **self.options)
         for task in self.tasks:
-            grid([task], lengths=[min(self.lengths)], num_examples=1)
+            grid(tasks=[task], lengths=[min(self.lengths)], num_examples=1)
         for task, length in itertools.product(self.tasks, self.lengths):
-            yield grid([task], lengths=[length], num_examples=self.num_examples)
+            yield grid(tasks=[task], lengths=[length], num_examples=self.num_examples)
 
 
 def ruler(
