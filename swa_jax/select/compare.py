@@ -100,23 +100,18 @@ def compare(
     _check_found(rows, len(held_out), force)
     for seed, method in itertools.product(draws, methods):
         to_choose = [ratio for ratio in ratios if chosen_keys[method, ratio, seed] in missing]
-        if not to_choose:
-            continue
         chosen = choose(
             method, model, draws[seed], to_choose,
             sliding_window=sliding_window, num_sink_tokens=num_sink_tokens, batch_size=batch_size,  # type: ignore[arg-type]
             iterations=iterations, seed=seed, evaluations=out / f"evaluations-{seed}-{masks[seed][:8]}.json",
             weights=weights, progress=measure.while_choosing(f"{method}, seed {seed}"),
-        )  # fmt: skip
+        ) if to_choose else []  # fmt: skip
         for ratio, pattern in zip(to_choose, chosen, strict=True):
-            window = pattern.sliding_window if eval_window is None else eval_window
-            under = dataclasses.replace(pattern, sliding_window=window)
-            measure(chosen_keys[method, ratio, seed], under, pattern, name=method, ratio=ratio, seed=seed)
+            measure.chosen(
+                chosen_keys[method, ratio, seed], pattern, eval_window, name=method, ratio=ratio, seed=seed
+            )
     results.write_patterns(out / "patterns")
-    if results.others:
-        report(
-            f"{results.file} also holds {results.others} rows of other weights, prompts or options: not shown"
-        )
+    results.note_others(report)
     return [*rows, *results.chosen]
 
 
@@ -145,6 +140,11 @@ class _Measurement:
         self.progress(self.done, self.total)
         return self.results.add(key, row)
 
+    def chosen(self, key: str, pattern: AttentionPattern, eval_window: int | None, **names: Any) -> None:
+        """Score what a method chose, under `eval_window` if that is given."""
+        window = pattern.sliding_window if eval_window is None else eval_window
+        self(key, dataclasses.replace(pattern, sliding_window=window), pattern, **names)
+
     def while_choosing(self, method: str) -> Callable[[int, int], None]:
         """Takes how far a method has come with its choice."""
         return lambda step, steps: self.progress(self.done, self.total, f"{method} chooses: {step}/{steps}")
@@ -167,9 +167,11 @@ class _Results:
         rows = [row for row in self._rows if row.get("comparison") == self.comparison and "ratio" in row]
         return list({(row["name"], row["ratio"], row["seed"]): row for row in rows}.values())
 
-    @property
-    def others(self) -> int:
-        return sum(row.get("comparison") != self.comparison for row in self._rows)
+    def note_others(self, report: Callable[[str], None]) -> None:
+        """Say how many rows are of other content."""
+        others = sum(row.get("comparison") != self.comparison for row in self._rows)
+        if others:
+            report(f"{self.file} also holds {others} rows of other weights, prompts or options: not shown")
 
     def find(self, key: str, **names: Any) -> dict[str, Any] | None:
         """The row of this content, under the names it has in this comparison."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,8 @@ from swa_jax.cli.evaluate.evaluation import Evaluation
 from swa_jax.cli.evaluate.needles import DEFAULT_DEPTHS
 from swa_jax.cli.evaluate.needles import DEFAULT_EXAMPLES as NEEDLES
 from swa_jax.cli.evaluate.ruler import DEFAULT_EXAMPLES as RULER_PROMPTS
-from swa_jax.cli.evaluate.ruler import RulerPrompts
+from swa_jax.cli.evaluate.ruler import Grid, RulerPrompts
+from swa_jax.cli.groups import Options
 from swa_jax.cli.options import (
     PROMPTS,
     NumKeys,
@@ -27,18 +28,28 @@ if TYPE_CHECKING:
     from swa_jax.evaluate.examples import Example
     from swa_jax.evaluate.ruler import Cell
 
-TEXT = "Text"  # a panel of its own
+TEXT = "Text"
+
+
+@dataclasses.dataclass
+class Text(Options):
+    """A text to look at, beside the prompts."""
+
+    text: Annotated[
+        Path | None, Option(help="Also look at this text, layer by layer.", rich_help_panel=TEXT)
+    ] = None
+    text_length: Annotated[
+        int, Option(help="Cut the text into sequences of so many tokens.", min=1, rich_help_panel=TEXT)
+    ] = 1024
+
+    def tokens(self, evaluation: Evaluation) -> list[int]:
+        return [] if self.text is None else evaluation.tokens(self.text)
 
 
 def routing(
     evaluation: Evaluation,
     prompts: RulerPrompts,
-    text: Annotated[
-        Path | None, Option(help="Also look at this text, layer by layer.", rich_help_panel=TEXT)
-    ] = None,
-    text_length: Annotated[
-        int, Option(help="Cut the text into sequences of so many tokens.", min=1, rich_help_panel=TEXT)
-    ] = 1024,
+    plain: Text,
     ruler: Annotated[
         list[str] | None,
         Option(
@@ -73,25 +84,23 @@ def routing(
     from swa_jax.report.evaluation_tables import routing_table
     from swa_jax.report.progress import counted
 
-    if examples == 0 and text is None:
+    if examples == 0 and plain.text is None:
         raise ConfigError("--examples 0 leaves nothing to look at: name a text with --text")
     count = (RULER_PROMPTS if ruler else NEEDLES) if examples is None else examples
     grid = prompts.grid(ruler or [], depths, count, evaluation.seed)
     models, tokenizer = evaluation.models, evaluation.tokenizer
     for _, model in models:
         check_routed(model.pattern)
-    tokens = [] if text is None else evaluation.tokens(text)
+    tokens = plain.tokens(evaluation)
     cells: dict[Cell, list[Example]] = {}
     if ruler and count:
         for made in grid.cells(tokenizer):
             cells |= made
     elif count:
-        places = grid.depths or fractions(DEFAULT_DEPTHS)
-        cells = _needle_cells(tokenizer, count, grid.lengths, keys, prompts.haystack, places, evaluation.seed)
-    longest = [text_length] if tokens else []
-    note_context(models[0][1].config, max(longest + [length for _, length, _ in cells]))
+        cells = _needle_cells(tokenizer, grid, keys, prompts.haystack, evaluation.seed)
+    note_context(models[0][1].config, max([plain.text_length if tokens else 0, *(cell[1] for cell in cells)]))
     rows, charts = [], []
-    sequences = len(tokens) // text_length + sum(map(len, cells.values()))
+    sequences = len(tokens) // plain.text_length + sum(map(len, cells.values()))
     with counted("sequences", sequences * len(models)) as advance:
         for name, model in models:
             measured = measure_routing(
@@ -99,7 +108,7 @@ def routing(
                 model,
                 tokens,
                 cells,
-                length=text_length,
+                length=plain.text_length,
                 batch_size=evaluation.batch_size,
                 advance=advance,
             )
@@ -117,17 +126,13 @@ def routing(
 
 
 def _needle_cells(
-    tokenizer: Tokenizer,
-    count: int,
-    lengths: Sequence[int],
-    keys: int,
-    haystack: Path | None,
-    depths: Sequence[float],
-    seed: int,
+    tokenizer: Tokenizer, grid: Grid, keys: int, haystack: Path | None, seed: int
 ) -> dict[Cell, list[Example]]:
     """The needles that `evaluate needles` draws, by length and depth."""
     cells: dict[Cell, list[Example]] = {}
-    for length in lengths:
+    depths = grid.depths or fractions(DEFAULT_DEPTHS)
+    count = grid.num_examples
+    for length in grid.lengths:
         drawn = draw_needles(tokenizer, count, length, keys, haystack, depths, seed)
         cells |= {
             ("needle", length, depth): drawn[i :: len(depths)] for i, depth in enumerate(depths[:count])
