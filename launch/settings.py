@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import re
@@ -14,12 +13,20 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from typer import Argument, Option
 
 from swa_jax.chips import CLOUD, Cloud
 from swa_jax.errors import ConfigError, UserError, sentence
 from swa_jax.settings import load_config, nearest
 
+Overrides = Annotated[
+    list[str] | None, Argument(metavar="[a.b=c]...", help="Settings that replace those of the file.")
+]
+DryRun = Annotated[bool, Option("--dry-run", help="Print the commands, run nothing.")]
 SAVED = 143  # status of a run that was told to stop, has saved, and is to be started again
 
 
@@ -193,34 +200,43 @@ class CommandError(UserError):
     """A command that a launcher ran has failed."""
 
 
-class Parser(argparse.ArgumentParser):
-    """Wrong arguments are one sentence, as everything else that is wrong."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{message}; --help says more\n")
-
-
 def main(
     verbs: Mapping[str, Callable[[Settings, Runner], int | None]],
     description: str,
     arguments: Sequence[str] | None = None,
 ) -> int:
     """The command line `VERB SETTINGS [a.b=c ...] [--dry-run]`; expected errors are one sentence and status 2."""
-    parser = Parser(description=description)
-    parser.add_argument("verb", choices=list(verbs))
-    parser.add_argument("settings", type=Path, help="a YAML file; see launch/example.yaml")
-    parser.add_argument("changes", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
-    given = parser.parse_args(arguments)
+    app = typer.Typer(help=escape(description), add_completion=False)
+    for name, verb in verbs.items():
+        app.command(name, help=verb.__doc__)(_command(verb))
     try:
-        settings = load_config(Settings, given.settings, given.changes)
-        return verbs[given.verb](settings, Runner(given.dry_run)) or 0
+        return run_app(app, arguments)
+    except KeyboardInterrupt:
+        print("interrupted here; what was started on the pod goes on", file=sys.stderr)
+        return 130
+
+
+def _command(verb: Callable[[Settings, Runner], int | None]) -> Callable[..., None]:
+    def run(
+        settings: Annotated[Path, Argument(help="A YAML file; see launch/example.yaml.")],
+        changes: Overrides = None,
+        dry_run: DryRun = False,
+    ) -> None:
+        raise typer.Exit(verb(load_config(Settings, settings, changes or []), Runner(dry_run)) or 0)
+
+    return run
+
+
+def run_app(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
+    """The status of a command line. Wrong arguments and expected errors are one sentence, and status 2."""
+    try:
+        return typer.main.get_command(app).main(
+            args=None if arguments is None else list(arguments), standalone_mode=False
+        )
     except Exception as error:
-        message = sentence(error)
+        usage = getattr(error, "format_message", None)  # Typer's errors of arguments
+        message = sentence(error) if usage is None else f"{usage().rstrip('.')}; --help says more"
         if message is None:
             raise
         print(message, file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted here; what was started on the pod goes on", file=sys.stderr)
-        return 130

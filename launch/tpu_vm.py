@@ -139,8 +139,8 @@ def logs(settings: Settings, run: Runner) -> None:
 
 def watch(settings: Settings, run: Runner) -> int:
     """Wait for the run's end; its status, or `GONE` if the machines were taken away or started anew."""
-    said = "cat train.status 2> /dev/null"
-    answers = f"{said} || ({GOING} && echo running) || (sleep 1; {said}) || echo lost"
+    ended = "cat train.status 2> /dev/null"
+    answers = f"{ended} || ({GOING} && echo running) || (sleep 1; {ended}) || echo lost"
     question = on_machines(
         settings, f"cd {shlex.quote(place(settings).folder)} && ({answers})", all_of_them=False
     )
