@@ -21,10 +21,9 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from typer import Argument, Option
 
-from launch.settings import SAVED, DryRun, Overrides, Runner, run_app
+from launch.settings import SAVED, DryRun, Overrides, Runner, as_help, run_app
 from swa_jax.errors import ConfigError
 
 HOLD = 10.0  # seconds that processes have to end by themselves when one has failed: they know why
@@ -111,7 +110,7 @@ def _copy(number: int, process: subprocess.Popen[str]) -> None:
 app = typer.Typer(add_completion=False)
 
 
-@app.command(help=escape(__doc__))
+@app.command(help=as_help(__doc__))
 def run(
     config: Annotated[str, Argument(help="A YAML file of a training run; see configs/.")],
     processes: Annotated[int, Option(help="How many processes train together.", min=1)],

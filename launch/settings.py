@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import re
 import shlex
@@ -206,9 +207,10 @@ def main(
     arguments: Sequence[str] | None = None,
 ) -> int:
     """The command line `VERB SETTINGS [a.b=c ...] [--dry-run]`; expected errors are one sentence and status 2."""
-    app = typer.Typer(help=escape(description), add_completion=False)
+    app = typer.Typer(help=as_help(description), add_completion=False)
+    app.callback()(lambda: None)  # so that one verb alone is named, too
     for name, verb in verbs.items():
-        app.command(name, help=verb.__doc__)(_command(verb))
+        app.command(name, help=as_help(verb.__doc__ or ""))(_command(verb))
     try:
         return run_app(app, arguments)
     except KeyboardInterrupt:
@@ -225,6 +227,11 @@ def _command(verb: Callable[[Settings, Runner], int | None]) -> Callable[..., No
         raise typer.Exit(verb(load_config(Settings, settings, changes or []), Runner(dry_run)) or 0)
 
     return run
+
+
+def as_help(text: str) -> str:
+    """A docstring as `--help` shows it: paragraphs in one piece, nothing in it read as markup."""
+    return escape(re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(text)))
 
 
 def run_app(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
