@@ -127,7 +127,7 @@ class Settings:
 
     @property
     def chips(self) -> int:
-        """Of one slice."""
+        """How many one slice has."""
         sizes = self.shape.split("x")
         if len(sizes) != self.chip.dimensions or not all(size.isdigit() and int(size) for size in sizes):
             example = "x".join(["4"] * self.chip.dimensions)
@@ -147,7 +147,7 @@ class Settings:
 
     @property
     def machines(self) -> int:
-        """Of one slice."""
+        """How many one slice has."""
         return self.chips // self.chips_per_machine
 
     @property
@@ -157,7 +157,7 @@ class Settings:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Of `swa-jax` on every machine, which finds its process number by itself."""
+        """What `swa-jax` is called with on every machine, which finds its process number by itself."""
         sized = self.slices > 1 and self._override("mesh.slices") is None
         slices = (f"mesh.slices={self.slices}",) if sized else ()
         return ("train", self.config, *self.overrides, *slices, f"--timeout={self.timeout}")

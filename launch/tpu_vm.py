@@ -67,7 +67,7 @@ def create(settings: Settings, run: Runner) -> None:
 
 
 def state(settings: Settings, run: Runner) -> str:
-    """Of the queued resource; "" where there is none. Raises `CommandError` where gcloud does not say."""
+    """The state of the queued resource; "" where there is none. Raises `CommandError` where gcloud does not say."""
     status, text, errors = run.read(gcloud(settings, "describe", "--format=value(state.state)"))
     if status == 0:
         return text

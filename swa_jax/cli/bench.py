@@ -112,7 +112,7 @@ class Shapes(Options):
     decode_batch: Annotated[int, Option(help="Sequences when decoding.", min=1, rich_help_panel=SHAPES)] = 8
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"],
-        Option(help="Of queries, keys and values.", rich_help_panel=SHAPES),
+        Option(help="The dtype of queries, keys and values.", rich_help_panel=SHAPES),
     ] = "bfloat16"
 
     def cases(self, on_cpu: bool) -> list[Case]:

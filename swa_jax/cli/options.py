@@ -78,13 +78,15 @@ Haystack = Annotated[
 BatchSize = Annotated[
     int, Option("--batch-size", help="Sequences at a time.", min=1, rich_help_panel=RUNNING)
 ]
-Seed = Annotated[int, Option("--seed", help="Of everything that is drawn.", min=0, rich_help_panel=RUNNING)]
+Seed = Annotated[
+    int, Option("--seed", help="The seed of everything that is drawn.", min=0, rich_help_panel=RUNNING)
+]
 Dtype = Literal["float32", "bfloat16"]
 ComputeDtype = Annotated[
     Dtype | None,
     Option(
         "--dtype",
-        help="Of weights and arithmetic. Default: as stored. CPUs are faster in float32.",
+        help="The dtype of weights and arithmetic. Default: as stored. CPUs are faster in float32.",
         show_default=False,
         rich_help_panel=RUNNING,
     ),

@@ -99,7 +99,7 @@ def diff(
             help="Write the second with the heads that only the first windows, in place of as many at random."
         ),
     ] = None,
-    seed: Annotated[int, Option(help="Of those drawn for --swap.", min=0)] = 0,
+    seed: Annotated[int, Option(help="The seed of the heads drawn for --swap.", min=0)] = 0,
 ) -> None:
     """Compare two patterns: turnover of the windowed heads, Jaccard distances, where they differ, ranks of scores."""
     from swa_jax.select.heads import compare_masks, head_mask, rank_correlation

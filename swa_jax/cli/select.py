@@ -264,7 +264,7 @@ def select_light_transfer(
         int | None,
         Option(
             "--window",
-            help="Of the pattern. Default: as --recent.",
+            help="Window of the pattern. Default: as --recent.",
             min=1,
             show_default=False,
             rich_help_panel=PATTERN,
@@ -274,7 +274,7 @@ def select_light_transfer(
         int | None,
         Option(
             "--sink-tokens",
-            help="Of the pattern. Default: as --lazy-sinks.",
+            help="Sink tokens of the pattern. Default: as --lazy-sinks.",
             min=0,
             show_default=False,
             rich_help_panel=PATTERN,

@@ -345,8 +345,8 @@ def nll_pattern(
       ConfigError: not exactly one of `budget` and `one_in_n`, or a budget the model cannot meet.
     """
     chosen = select_layers(scores.mean, full_layer_budget(scores.deltas.shape[1], budget, one_in_n))
-    said = {"method": "nll", "scores": scores.mean.tolist()}
-    return _as_scored(scores, chosen, full_attention_decode, data, seed, said)
+    provenance = {"method": "nll", "scores": scores.mean.tolist()}
+    return _as_scored(scores, chosen, full_attention_decode, data, seed, provenance)
 
 
 def greedy_pattern(
@@ -361,13 +361,13 @@ def greedy_pattern(
     `provenance["scores"]` is each layer's score in the first round, `["rounds"]` the layer and the scores of all.
     """
     picked = [best_layer(scores) for scores in rounds]
-    said: dict[str, Any] = {
+    provenance: dict[str, Any] = {
         "method": "nll-greedy",
         "scores": rounds[0].mean.tolist(),
         "picked": picked,
         "rounds": [scores.mean.tolist() for scores in rounds],
     }
-    return _as_scored(rounds[0], picked, full_attention_decode, data, seed, said)
+    return _as_scored(rounds[0], picked, full_attention_decode, data, seed, provenance)
 
 
 def _as_scored(
@@ -376,10 +376,10 @@ def _as_scored(
     full_attention_decode: bool | None,
     data: str,
     seed: int | None,
-    said: dict[str, Any],
+    provenance: dict[str, Any],
 ) -> AttentionPattern:
     decode = scores.full_attention_decode if full_attention_decode is None else full_attention_decode
-    provenance = said | {
+    provenance = provenance | {
         "data": data,
         "num_examples": len(scores.deltas),
         "intervals": [estimate.interval for estimate in scores.intervals()],

@@ -405,7 +405,8 @@ KINDS = {
          ["ruler M a b --lengths 9,8 --examples 3 --template t"]),
         ("M --ruler all --length 900 --needles=2",
          ["needles M --length 900 --examples 2", "ruler M all --lengths 900"]),
-        ("M --text t --needles 0 --context 64 --window 8 --fa-decode", ["text M t --lengths 64 --window 8 --fa-decode"]),
+        ("M --text t --needles 0 --context 64 --window 8 --fa-decode",
+         ["text M t --lengths 64 --window 8 --fa-decode"]),
         ("M --text t --windows 8,full --contexts 32,64 --context 5 --pattern a --pattern b",
          ["text M t --eval-windows 8,full --lengths 32,64 --pattern a --pattern b"]),
         ("M --routing --text t --context 64 --needles 0",
@@ -415,7 +416,8 @@ KINDS = {
           "ruler M a --examples 2 --lengths 9 --depths 0,1"]),
         ("M --longmemeval f --judge j --cut-middle --max-length 8 --batch-size 2",
          ["questions M --longmemeval f --judge j --cut-middle --max-length 8 --batch-size 2"]),
-        ("M --harness a --harness b --harness-folder d --limit 2 --yarn 2", ["harness M a b --folder d --limit 2 --yarn 2"]),
+        ("M --harness a --harness b --harness-folder d --limit 2 --yarn 2",
+         ["harness M a b --folder d --limit 2 --yarn 2"]),
     ],
 )  # fmt: skip
 def test_the_old_form_is_translated(old, new):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -135,13 +136,13 @@ def _read(arguments: list[str], options: Mapping[str, set[str]]) -> tuple[str, l
             if not value:
                 raise ConfigError(f"{name} needs a value")
             given.append((name, value))
-    if len(checkpoints) != 1 or (
-        not Path(checkpoints[0]).exists() and nearest(checkpoints[0], list(options))
-    ):
+    misspelled = (
+        checkpoints and not Path(checkpoints[0]).exists() and get_close_matches(checkpoints[0], options)
+    )
+    if len(checkpoints) != 1 or misspelled:
         first = checkpoints[0] if checkpoints else ""
         raise ConfigError(
-            f"evaluate needs a kind of measurement and a checkpoint, got '{first}'{nearest(first, list(options))}; "
-            f"the kinds are: {', '.join(options)}"
+            f"evaluate needs a kind of measurement and a checkpoint, got '{first}'{nearest(first, list(options))}"
         )
     return checkpoints[0], given
 

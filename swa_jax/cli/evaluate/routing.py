@@ -69,8 +69,8 @@ def routing(
     examples: Annotated[
         int | None,
         Option(
-            help=f"Needle prompts of each length, {NEEDLES} by default; with --ruler, prompts for each task, length "
-            f"and depth, {RULER_PROMPTS} by default. 0: the text alone.",
+            help=f"Prompts of each length ({NEEDLES} needles), or of each task, length and depth of RULER "
+            f"({RULER_PROMPTS}). 0: the text alone.",
             min=0,
             show_default=False,
             rich_help_panel=PROMPTS,
