@@ -16,7 +16,7 @@ from swa_jax.families.config_json import model_config
 from swa_jax.files import check_destination, read_json
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import EMBEDDING, HEAD
-from swa_jax.model.pattern import AttentionPattern, load_pattern
+from swa_jax.model.pattern import AttentionPattern, is_pattern_file, load_pattern
 from swa_jax.settings import nearest
 
 
@@ -114,7 +114,10 @@ def _choose_pattern(
 ) -> AttentionPattern:
     if pattern is None and (folder / PATTERN_FILE).is_file():
         pattern = folder / PATTERN_FILE
-    return load_pattern(AttentionPattern.from_hf_config(hf) if pattern is None else pattern, config)
+    if isinstance(pattern, AttentionPattern) or (pattern is not None and is_pattern_file(pattern)):
+        return load_pattern(pattern, config)
+    own = AttentionPattern.from_hf_config(hf)
+    return load_pattern(own if pattern is None else pattern, config, default_window=own.sliding_window)
 
 
 def _check_tensors(found: dict[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:

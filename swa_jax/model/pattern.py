@@ -298,9 +298,11 @@ def read_pattern(
       ConfigError: an unknown recipe, or a file that is none of these.
     """
     if not is_pattern_file(source):
-        if options.get("sliding_window") is None:
-            options["sliding_window"] = default_window
-        return AttentionPattern.from_recipe(str(source), layers, seed=seed, **options)
+        pattern = AttentionPattern.from_recipe(str(source), layers, seed=seed, **options)
+        windowed = set(pattern.layer_types) != {FULL}
+        if windowed and default_window is not None and options.get("sliding_window") is None:
+            pattern = dataclasses.replace(pattern, sliding_window=default_window)
+        return pattern
     given = {name: value for name, value in options.items() if value is not None}
     name, data = _read_object(source)
     if "num_hidden_layers" in data:

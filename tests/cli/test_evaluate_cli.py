@@ -1,6 +1,7 @@
 """`swa-jax evaluate` on RULER's tasks and perplexity sweeps, and the functions behind it, on a tiny random model."""
 
 import dataclasses
+import importlib
 import importlib.util
 import json
 
@@ -181,7 +182,7 @@ def test_what_was_measured_before_an_interruption_is_kept(checkpoint, tmp_path, 
             raise KeyboardInterrupt
         return [RulerScore(*cell, 1.0, [0.5, 1.0], [1.0, 1.0], 1, [890, 896], "h") for cell in cells]
 
-    monkeypatch.setattr("swa_jax.evaluate.ruler_scores.ruler_scores", measure)
+    monkeypatch.setattr(importlib.import_module("swa_jax.evaluate.ruler_scores"), "ruler_scores", measure)
     arguments = ("niah_single_1", "--lengths", "900,1000", "--examples", 1, "--out", tmp_path)
     result = CliRunner().invoke(app, ["evaluate", "ruler", str(checkpoint), *map(str, arguments)])
     assert result.exit_code != 0

@@ -166,6 +166,14 @@ def test_import(files, tmp_path):
     assert (stored.sliding_window, stored.num_sink_tokens, stored.full_layers) == (24, 5, (1,))
 
 
+def test_a_recipe_takes_the_window_of_the_model_that_is_imported_or_loaded(checkpoint, tmp_path):
+    golden = GOLDEN / "mistral-window"
+    own = json.loads((golden / "config.json").read_text())["sliding_window"]
+    run("import", golden, tmp_path / "model", "--pattern", "interleave-1-in-2")
+    assert AttentionPattern.from_json(tmp_path / "model" / "pattern.json").sliding_window == own != 2048
+    assert load_model(checkpoint, pattern="streaming").pattern.sliding_window == OWN_WINDOW
+
+
 def test_a_swaa_configuration_that_is_wrong_is_named(checkpoint, tmp_path):
     file = tmp_path / "swaa.json"
     for change, said in (

@@ -95,7 +95,7 @@ def test_every_method_is_a_command_and_a_row_of_the_docs(planted, tmp_path):
     from swa_jax.select.method_table import METHODS, methods_table
     from swa_jax.select.methods import choose
 
-    assert methods_table() in (Path(__file__).parents[1] / "docs" / "selection.md").read_text()
+    assert methods_table() in (Path(__file__).parents[2] / "docs" / "selection.md").read_text()
     for name in METHODS:
         assert "--out" in run("select", name, "--help")
     # What a command chooses is what `compare` has chosen by that name.
