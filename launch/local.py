@@ -18,8 +18,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import Annotated
 
-from launch.settings import SAVED, Parser, Runner
+import typer
+from typer import Argument, Option
+
+from launch.settings import SAVED, DryRun, Overrides, Runner, as_help, run_app
+from swa_jax.errors import ConfigError
 
 HOLD = 10.0  # seconds that processes have to end by themselves when one has failed: they know why
 GRACE = 20.0  # seconds between SIGTERM and SIGKILL
@@ -50,7 +55,7 @@ class Group:
     """Processes that end together."""
 
     def __init__(self) -> None:
-        self.told = 0  # signals that this launcher was sent
+        self.signals = 0  # signals that this launcher was sent
         self.processes: list[subprocess.Popen[str]] = []
         self.readers: list[threading.Thread] = []
 
@@ -71,8 +76,8 @@ class Group:
                 process.send_signal(number)
 
     def on_signal(self, *_: object) -> None:
-        self.told += 1
-        self.send(signal.SIGTERM if self.told == 1 else signal.SIGKILL)
+        self.signals += 1
+        self.send(signal.SIGTERM if self.signals == 1 else signal.SIGKILL)
 
     def wait(self) -> int:
         """The status of the first process that failed; else `SAVED` if one has that; else 0."""
@@ -102,38 +107,43 @@ def _copy(number: int, process: subprocess.Popen[str]) -> None:
         sys.stdout.flush()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(description=__doc__)
-    parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c")
-    parser.add_argument("--processes", type=int, required=True)
-    devices = parser.add_mutually_exclusive_group()
-    devices.add_argument("--cpu-devices", type=int, help="CPU devices that each process pretends to have")
-    devices.add_argument("--gpus", type=int, help="GPUs of each process, counted through")
-    parser.add_argument("--port", type=int, help="where process 0 listens; default: a free one")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
-    given = parser.parse_args(arguments)
-    for name in ("processes", "cpu_devices", "gpus"):
-        if getattr(given, name) is not None and getattr(given, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(given, name)}")
-    run = Runner(given.dry_run)
+app = typer.Typer(add_completion=False)
+
+
+@app.command(help=as_help(__doc__))
+def run(
+    config: Annotated[str, Argument(help="A YAML file of a training run; see configs/.")],
+    processes: Annotated[int, Option(help="How many processes train together.", min=1)],
+    overrides: Overrides = None,
+    cpu_devices: Annotated[
+        int | None, Option(help="CPU devices that each process pretends to have.", min=1)
+    ] = None,
+    gpus: Annotated[int | None, Option(help="GPUs of each process, counted through.", min=1)] = None,
+    port: Annotated[int | None, Option(help="Where process 0 listens. Default: a free one.")] = None,
+    dry_run: DryRun = False,
+) -> None:
+    if cpu_devices is not None and gpus is not None:
+        raise ConfigError("--cpu-devices and --gpus are both given: processes have one or the other")
+    arguments = [config, *(overrides or [])]
+    runner = Runner(dry_run)
     while True:
-        port = given.port or _free_port()
-        started = commands(
-            [given.config, *given.overrides], given.processes, given.cpu_devices, given.gpus, port
-        )
-        if given.dry_run:
+        started = commands(arguments, processes, cpu_devices, gpus, port or _free_port())
+        if dry_run:
             for added, command in started:
                 print(shlex.join(["env", *(f"{key}={value}" for key, value in added.items()), *command]))
-            return 0
+            return
         group = Group()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, group.on_signal)
         group.start(started)
         status = group.wait()
-        if status != SAVED or group.told:
-            return status
-        run.note("the run was told to stop and has saved: it is started again")
+        if status != SAVED or group.signals:
+            raise typer.Exit(status)
+        runner.note("the run was told to stop and has saved: it is started again")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run_app(app, arguments)
 
 
 def _free_port() -> int:

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import inspect
 import math
 import re
 import shlex
@@ -14,12 +14,20 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from typer import Argument, Option
 
 from swa_jax.chips import CLOUD, Cloud
 from swa_jax.errors import ConfigError, UserError, sentence
 from swa_jax.settings import load_config, nearest
 
+Overrides = Annotated[
+    list[str] | None, Argument(metavar="[a.b=c]...", help="Settings that replace those of the file.")
+]
+DryRun = Annotated[bool, Option("--dry-run", help="Print the commands, run nothing.")]
 SAVED = 143  # status of a run that was told to stop, has saved, and is to be started again
 
 
@@ -119,7 +127,7 @@ class Settings:
 
     @property
     def chips(self) -> int:
-        """Of one slice."""
+        """How many one slice has."""
         sizes = self.shape.split("x")
         if len(sizes) != self.chip.dimensions or not all(size.isdigit() and int(size) for size in sizes):
             example = "x".join(["4"] * self.chip.dimensions)
@@ -139,7 +147,7 @@ class Settings:
 
     @property
     def machines(self) -> int:
-        """Of one slice."""
+        """How many one slice has."""
         return self.chips // self.chips_per_machine
 
     @property
@@ -149,7 +157,7 @@ class Settings:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Of `swa-jax` on every machine, which finds its process number by itself."""
+        """What `swa-jax` is called with on every machine, which finds its process number by itself."""
         sized = self.slices > 1 and self._override("mesh.slices") is None
         slices = (f"mesh.slices={self.slices}",) if sized else ()
         return ("train", self.config, *self.overrides, *slices, f"--timeout={self.timeout}")
@@ -193,34 +201,49 @@ class CommandError(UserError):
     """A command that a launcher ran has failed."""
 
 
-class Parser(argparse.ArgumentParser):
-    """Wrong arguments are one sentence, as everything else that is wrong."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{message}; --help says more\n")
-
-
 def main(
     verbs: Mapping[str, Callable[[Settings, Runner], int | None]],
     description: str,
     arguments: Sequence[str] | None = None,
 ) -> int:
     """The command line `VERB SETTINGS [a.b=c ...] [--dry-run]`; expected errors are one sentence and status 2."""
-    parser = Parser(description=description)
-    parser.add_argument("verb", choices=list(verbs))
-    parser.add_argument("settings", type=Path, help="a YAML file; see launch/example.yaml")
-    parser.add_argument("changes", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands, run nothing")
-    given = parser.parse_args(arguments)
+    app = typer.Typer(help=as_help(description), add_completion=False)
+    app.callback()(lambda: None)  # so that one verb alone is named, too
+    for name, verb in verbs.items():
+        app.command(name, help=as_help(verb.__doc__ or ""))(_command(verb))
     try:
-        settings = load_config(Settings, given.settings, given.changes)
-        return verbs[given.verb](settings, Runner(given.dry_run)) or 0
+        return run_app(app, arguments)
+    except KeyboardInterrupt:
+        print("interrupted here; what was started on the pod goes on", file=sys.stderr)
+        return 130
+
+
+def _command(verb: Callable[[Settings, Runner], int | None]) -> Callable[..., None]:
+    def run(
+        settings: Annotated[Path, Argument(help="A YAML file; see launch/example.yaml.")],
+        changes: Overrides = None,
+        dry_run: DryRun = False,
+    ) -> None:
+        raise typer.Exit(verb(load_config(Settings, settings, changes or []), Runner(dry_run)) or 0)
+
+    return run
+
+
+def as_help(text: str) -> str:
+    """A docstring as `--help` shows it: paragraphs in one piece, nothing in it read as markup."""
+    return escape(re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(text)))
+
+
+def run_app(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
+    """The status of a command line. Wrong arguments and expected errors are one sentence, and status 2."""
+    try:
+        return typer.main.get_command(app).main(
+            args=None if arguments is None else list(arguments), standalone_mode=False
+        )
     except Exception as error:
-        message = sentence(error)
+        usage = getattr(error, "format_message", None)  # Typer's errors of arguments
+        message = sentence(error) if usage is None else f"{usage().rstrip('.')}; --help says more"
         if message is None:
             raise
         print(message, file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted here; what was started on the pod goes on", file=sys.stderr)
-        return 130

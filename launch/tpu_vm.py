@@ -67,7 +67,7 @@ def create(settings: Settings, run: Runner) -> None:
 
 
 def state(settings: Settings, run: Runner) -> str:
-    """Of the queued resource; "" where there is none. Raises `CommandError` where gcloud does not say."""
+    """The state of the queued resource; "" where there is none. Raises `CommandError` where gcloud does not say."""
     status, text, errors = run.read(gcloud(settings, "describe", "--format=value(state.state)"))
     if status == 0:
         return text
@@ -139,8 +139,8 @@ def logs(settings: Settings, run: Runner) -> None:
 
 def watch(settings: Settings, run: Runner) -> int:
     """Wait for the run's end; its status, or `GONE` if the machines were taken away or started anew."""
-    said = "cat train.status 2> /dev/null"
-    answers = f"{said} || ({GOING} && echo running) || (sleep 1; {said}) || echo lost"
+    ended = "cat train.status 2> /dev/null"
+    answers = f"{ended} || ({GOING} && echo running) || (sleep 1; {ended}) || echo lost"
     question = on_machines(
         settings, f"cd {shlex.quote(place(settings).folder)} && ({answers})", all_of_them=False
     )

@@ -10,7 +10,7 @@ import importlib.resources
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,13 @@ import numpy as np
 from swa_jax.checkpoint.folder import load_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.data.haystack import Haystack, library_files
-from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example, needle_examples, paired_bootstrap
 from swa_jax.evaluate.measure import measure_pattern
 from swa_jax.files import write_json
 from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.report import (
     accuracy_memory_chart,
@@ -107,22 +108,7 @@ def run_demo(out: str | Path = "runs/demo", model_dir: str | Path | None = None)
         batch_size=BATCH,
     )
     patterns = demo_patterns(model.config, scores)
-    rows, by_example = [], {}
-    for number, (name, pattern) in enumerate(patterns.items(), start=1):
-        stage(f"pattern {number} of {len(patterns)}: {name}")
-        row, answers = measure_pattern(
-            name,
-            model.with_pattern(pattern),
-            tokenizer,
-            examples,
-            max_new_tokens=NEW_TOKENS,
-            batch_size=BATCH,
-            num_nll_examples=NLL_EXAMPLES,
-        )
-        rows.append(row)
-        by_example[name] = answers.scores
-    by_example["full+fa-decode"] = by_example["full"]
-    rows.insert(len(RECIPES) + 2, rows[0] | {"name": "full+fa-decode"})
+    rows, by_example = _measure(model, tokenizer, patterns, examples, stage)
 
     stage("routed training (SwiAttn) from the same model")
     train(cpt, quiet=True)
@@ -150,6 +136,34 @@ def run_demo(out: str | Path = "runs/demo", model_dir: str | Path | None = None)
     console.print(routed_verdict(steps))
     console.print(f"Report and pictures: {out}/ ({time.perf_counter() - begin:.0f} s)")
     return report
+
+
+def _measure(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    patterns: Mapping[str, AttentionPattern],
+    examples: Sequence[Example],
+    stage: Callable[[str], None],
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """A row of the report for every pattern, and its scores of the examples [N]."""
+    rows: list[dict[str, Any]] = []
+    by_example: dict[str, np.ndarray] = {}
+    for number, (name, pattern) in enumerate(patterns.items(), start=1):
+        stage(f"pattern {number} of {len(patterns)}: {name}")
+        row, answers = measure_pattern(
+            name,
+            model.with_pattern(pattern),
+            tokenizer,
+            examples,
+            max_new_tokens=NEW_TOKENS,
+            batch_size=BATCH,
+            num_nll_examples=NLL_EXAMPLES,
+        )
+        rows.append(row)
+        by_example[name] = answers.scores
+    by_example["full+fa-decode"] = by_example["full"]
+    rows.insert(len(RECIPES) + 2, rows[0] | {"name": "full+fa-decode"})
+    return rows, by_example
 
 
 def routed_verdict(steps: Sequence[Mapping[str, Any]], ends: int = 5) -> str:

@@ -159,8 +159,3 @@ def interval_of_score(score: float, values: Sequence[Any]) -> list[float] | None
         if math.isclose(score, form(estimate.mean), rel_tol=1e-6, abs_tol=1e-9):
             return estimate.map(form).interval
     return None
-
-
-def in_brackets(interval: Sequence[float] | None, number: str, scale: float = 1) -> str:
-    """ " [low, high]", as it stands behind a mean in a table, or nothing; `number` is the format of one end."""
-    return "" if interval is None else f" [{', '.join(number.format(scale * end) for end in interval)}]"

@@ -11,7 +11,6 @@ from swa_jax.estimates import (
     Estimate,
     accuracy_interval,
     bootstrap,
-    in_brackets,
     interval_of_score,
     mean_of_groups,
     mean_score,
@@ -206,9 +205,3 @@ def test_intervals_are_those_of_the_metric():
         assert low < score < high
         assert high / low < 1.2  # two words hardly count
     assert interval_of_score(np.exp(1.4), texts) is None
-
-
-def test_brackets():
-    assert in_brackets([0.25, 1.0], "{:.0f}", 100) == " [25, 100]"
-    assert in_brackets([1.234, 5.678], "{:.2f}") == " [1.23, 5.68]"
-    assert in_brackets(None, "{:.2f}") == ""

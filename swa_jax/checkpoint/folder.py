@@ -111,8 +111,9 @@ def load_model(
 
     Args:
       path: a folder written by `swa-jax import`, `save_model` or training.
-      pattern: an AttentionPattern, the path of a pattern JSON, or a recipe; None: the folder's own. Routers that it
-        asks for and the checkpoint lacks are drawn from `router_seed`.
+      pattern: an AttentionPattern, the path of a pattern JSON, or a recipe, which takes the window of the folder's own
+        pattern, or 2048 if that has none; None: the folder's own. Routers that it asks for and the checkpoint lacks
+        are drawn from `router_seed`.
       dtype: of all parameters but the routers, which are f32; None: the stored one (the widest, if several are stored).
       config: in place of the folder's own, for changes that no weight depends on, such as YaRN.
       partition: lay the parameters out on this mesh; the host holds one of them at a time.
@@ -123,7 +124,8 @@ def load_model(
     """
     source = open_checkpoint(path)
     config = config or source.config
-    chosen = source.pattern if pattern is None else load_pattern(pattern, config)
+    own = source.pattern
+    chosen = own if pattern is None else load_pattern(pattern, config, default_window=own.sliding_window)
     routed = SWITCH in chosen.layer_types
     kind = source.dtype if dtype is None else jnp.dtype(dtype)
     skeleton = nnx.eval_shape(lambda: Decoder(config, chosen, dtype=kind, rngs=nnx.Rngs(0)))

@@ -13,7 +13,7 @@ from swa_jax.checkpoint.safetensors_files import DTYPES, StoredTensor, read_head
 from swa_jax.checkpoint.tensor_names import expected_tensors, is_buffer, is_router
 from swa_jax.errors import CheckpointError
 from swa_jax.families import hf_pattern, model_config
-from swa_jax.families.pattern_files import load_pattern
+from swa_jax.families.pattern_files import is_pattern_file, load_pattern
 from swa_jax.files import check_destination, read_json
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import EMBEDDING, HEAD
@@ -115,7 +115,10 @@ def _choose_pattern(
 ) -> AttentionPattern:
     if pattern is None and (folder / PATTERN_FILE).is_file():
         pattern = folder / PATTERN_FILE
-    return load_pattern(hf_pattern(hf) if pattern is None else pattern, config)
+    if isinstance(pattern, AttentionPattern) or (pattern is not None and is_pattern_file(pattern)):
+        return load_pattern(pattern, config)
+    own = hf_pattern(hf)
+    return load_pattern(own if pattern is None else pattern, config, default_window=own.sliding_window)
 
 
 def _check_tensors(found: dict[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:

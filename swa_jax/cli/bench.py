@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from typer import Argument, Option
 
+from swa_jax.cli.groups import Options, expand
 from swa_jax.cli.options import (
+    OUTPUT,
+    PATTERN,
+    PROMPTS,
+    RUNNING,
     BatchSize,
     ComputeDtype,
     Model,
@@ -20,6 +26,10 @@ from swa_jax.cli.options import (
     check_output,
     load_checkpoint,
 )
+from swa_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from swa_jax.bench.candidates import Case
 
 app = typer.Typer(no_args_is_help=True, help="Measure the attention kernels, and what a pattern saves.")
 
@@ -61,35 +71,104 @@ def cycles(
         typer.echo(json.dumps([measurement.to_dict() for measurement in measured], indent=2))
 
 
-@app.command()
-def attention(
+SHAPES, DOING = "Shapes", "What to do"
+
+
+@dataclasses.dataclass
+class Shapes(Options):
+    """The calls to time: every pass at every length and window."""
+
     passes: Annotated[
         list[str] | None,
-        Option("--pass", help="forward, forward+backward or decode, repeatable; default: all."),
-    ] = None,
+        Option(
+            "--pass",
+            help="forward, forward+backward or decode, repeatable. Default: all.",
+            show_default=False,
+            rich_help_panel=SHAPES,
+        ),
+    ] = None
     length: Annotated[
         list[int] | None,
-        Option(help="Tokens, repeatable; default: 4096 to 131072, on a CPU 512 and 1024.", min=1),
-    ] = None,
+        Option(
+            help="Tokens, repeatable. Default: 4096 to 131072; on a CPU 512 and 1024.",
+            min=1,
+            show_default=False,
+            rich_help_panel=SHAPES,
+        ),
+    ] = None
     window: Annotated[
         list[int] | None,
-        Option(help="Repeatable, 0 is full; default: 1024, 2048, 0, on a CPU 128, 0.", min=0),
-    ] = None,
-    heads: Annotated[int, Option(min=1)] = 32,
-    kv_heads: Annotated[int, Option(min=1)] = 8,
-    head_dim: Annotated[int, Option(min=1)] = 128,
-    batch: Annotated[int, Option(help="Sequences, decoding aside.", min=1)] = 1,
-    decode_batch: Annotated[int, Option(help="Sequences when decoding.", min=1)] = 8,
-    dtype: Annotated[Literal["bfloat16", "float16", "float32"], Option()] = "bfloat16",
-    rounds: Annotated[int, Option(help="Each times every candidate once, in turn.", min=1)] = 20,
-    search: Annotated[bool, Option("--search", help="Try tile sizes for this device instead.")] = False,
+        Option(
+            help="Visible keys of a query, repeatable; 0 is full. Default: 1024, 2048, 0; on a CPU 128, 0.",
+            min=0,
+            show_default=False,
+            rich_help_panel=SHAPES,
+        ),
+    ] = None
+    heads: Annotated[int, Option(help="Query heads.", min=1, rich_help_panel=SHAPES)] = 32
+    kv_heads: Annotated[int, Option(help="KV heads.", min=1, rich_help_panel=SHAPES)] = 8
+    head_dim: Annotated[int, Option(help="Channels of a head.", min=1, rich_help_panel=SHAPES)] = 128
+    batch: Annotated[int, Option(help="Sequences, decoding aside.", min=1, rich_help_panel=SHAPES)] = 1
+    decode_batch: Annotated[int, Option(help="Sequences when decoding.", min=1, rich_help_panel=SHAPES)] = 8
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"],
+        Option(help="The dtype of queries, keys and values.", rich_help_panel=SHAPES),
+    ] = "bfloat16"
+
+    def cases(self, on_cpu: bool) -> list[Case]:
+        """Raises `ConfigError` where an option is wrong, or nothing is left to time."""
+        from swa_jax.bench.attention import grid
+        from swa_jax.bench.candidates import PASSES
+
+        for name in self.passes or []:
+            if name not in PASSES:
+                raise ConfigError(f"--pass is '{name}'; the choices are: {', '.join(PASSES)}")
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"--heads is {self.heads}, which is no multiple of --kv-heads {self.kv_heads}")
+        lengths = self.length or ([512, 1024] if on_cpu else [4096 << i for i in range(6)])
+        windows = self.window if self.window is not None else ([128, 0] if on_cpu else [1024, 2048, 0])
+        cases = list(
+            grid(
+                self.passes or PASSES, lengths, [window or None for window in windows],
+                heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, batch=self.batch,
+                decode_batch=self.decode_batch, dtype=self.dtype,
+            )
+        )  # fmt: skip
+        if not cases:
+            raise ConfigError("nothing to time: no --window is shorter than a --length, and none is 0")
+        return cases
+
+
+def attention(
+    shapes: Shapes,
+    rounds: Annotated[
+        int, Option(help="Each times every candidate once, in turn.", min=1, rich_help_panel=DOING)
+    ] = 20,
+    search: Annotated[
+        bool, Option("--search", help="Try tile sizes for this device instead.", rich_help_panel=DOING)
+    ] = False,
     write: Annotated[
         Path | None,
-        Option(help="With --search: add the winners to this table; PALLAS_KERNELS_TILES=FILE uses it."),
+        Option(
+            help="With --search: add the winners to this table. PALLAS_KERNELS_TILES=FILE uses it.",
+            rich_help_panel=DOING,
+        ),
     ] = None,
-    out: Annotated[Path | None, Option(help="Also write the results to this JSON file.")] = None,
-    as_json: Annotated[bool, Option("--json", help="Print JSON instead of tables.")] = False,
-    dry_run: Annotated[bool, Option("--dry-run", help="List what would run, with the kernels.")] = False,
+    dry_run: Annotated[
+        bool,
+        Option(
+            "--dry-run",
+            help="List what would run, with the kernels. Nothing is compiled.",
+            rich_help_panel=DOING,
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        Option(help="Also write the results to this JSON file.", rich_help_panel=OUTPUT),
+    ] = None,
+    as_json: Annotated[
+        bool, Option("--json", help="Print JSON instead of tables.", rich_help_panel=OUTPUT)
+    ] = False,
 ) -> None:
     """Time attention on this machine beside whatever peers are installed, as ratios from one run.
 
@@ -99,75 +178,65 @@ def attention(
     import jax
 
     from pallas_kernels.dispatch import describe, plan
-    from swa_jax.bench.attention import candidates, grid, measure
-    from swa_jax.bench.candidates import PASSES
-    from swa_jax.bench.search import search as search_tiles
-    from swa_jax.bench.search import write_rows
-    from swa_jax.errors import ConfigError
+    from swa_jax.bench.attention import candidates
     from swa_jax.files import write_json
-    from swa_jax.report import table_console
-    from swa_jax.report.bench_tables import attention_table
 
     if out is not None:
         check_output("--out", out)
-    for name in passes or []:
-        if name not in PASSES:
-            raise ConfigError(f"--pass is '{name}'; the choices are: {', '.join(PASSES)}")
-    if heads % kv_heads:
-        raise ConfigError(f"--heads is {heads}, which is no multiple of --kv-heads {kv_heads}")
     if write is not None and not search:
         raise ConfigError("--write is for the winners of --search; --out takes the results of a comparison")
-    small = jax.default_backend() == "cpu"
-    lengths = length or ([512, 1024] if small else [4096 << i for i in range(6)])
-    windows = window if window is not None else ([128, 0] if small else [1024, 2048, 0])
-    cases = list(
-        grid(
-            passes or PASSES,
-            lengths,
-            [w or None for w in windows],
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            batch=batch,
-            decode_batch=decode_batch,
-            dtype=dtype,
-        )
-    )
-    if not cases:
-        raise ConfigError("nothing to time: no --window is shorter than a --length, and none is 0")
-    device = jax.devices()[0].device_kind
-    console = table_console()
-    results = []
+    cases = shapes.cases(on_cpu=jax.default_backend() == "cpu")
     if dry_run:
         for case in cases:
-            console.print(f"{case}  {', '.join(c.name for c in candidates(case))}")
+            typer.echo(f"{case}  {', '.join(c.name for c in candidates(case))}")
             for launch in describe(plan(case.request())):
-                console.print(f"    {launch}", highlight=False)
+                typer.echo(f"    {launch}")
         return
+    device = jax.devices()[0].device_kind
+    results: list[dict[str, Any]] = []
     for case in cases:
         with Console(stderr=True).status(str(case)):
-            if search:
-                found = list(search_tiles(case, rounds))
-                rows = [row for row, _ in found]
-                if write is not None:
-                    write_rows(write, jax.default_backend(), rows)
-                results += rows
-                for row in rows:
-                    typer.echo(json.dumps(row))
-                continue
-            measured = measure(case, candidates(case), rounds)
-        results.append(measured.to_dict())
-        if not as_json:
-            title = (
-                f"{case}, {case.dtype}, {case.heads} heads, {case.kv_heads} KV heads, head_dim {case.head_dim}, "
-                f"batch {case.batch}, on {device}"
+            results += (
+                _search(case, rounds, write) if search else [_compare(case, rounds, device, not as_json)]
             )
-            console.print(attention_table(measured.to_dict(), title))
     report = {"device": device, "jax": jax.__version__, "rounds": rounds, "results": results}
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     if out is not None:
         write_json(out, report)
+
+
+app.command()(expand(attention))
+
+
+def _search(case: Case, rounds: int, table: Path | None) -> list[dict[str, Any]]:
+    """The best tile sizes, printed as JSON lines, and added to the table if there is one."""
+    import jax
+
+    from swa_jax.bench.search import search, write_rows
+
+    rows = [row for row, _ in search(case, rounds)]
+    if table is not None:
+        write_rows(table, jax.default_backend(), rows)
+    for row in rows:
+        typer.echo(json.dumps(row))
+    return rows
+
+
+def _compare(case: Case, rounds: int, device: str, show: bool) -> dict[str, Any]:
+    """Times of all candidates; with `show`, printed as a table."""
+    from swa_jax.bench.attention import candidates, measure
+    from swa_jax.report import table_console
+    from swa_jax.report.bench_tables import attention_table
+
+    measured = measure(case, candidates(case), rounds).to_dict()
+    if show:
+        title = (
+            f"{case}, {case.dtype}, {case.heads} heads, {case.kv_heads} KV heads, head_dim {case.head_dim}, "
+            f"batch {case.batch}, on {device}"
+        )
+        table_console().print(attention_table(measured, title))
+    return measured
 
 
 @app.command()
@@ -177,15 +246,26 @@ def generation(
     sink_tokens: SinkTokens = None,
     ratio: Annotated[
         list[float] | None,
-        Option(help="Share of windowed KV heads, repeatable.", show_default="0, 0.25, 0.5, 0.75, 1"),
+        Option(
+            help="Share of windowed KV heads, repeatable. Default: 0, 0.25, 0.5, 0.75 and 1.",
+            show_default=False,
+            rich_help_panel=PATTERN,
+        ),
     ] = None,
-    length: Annotated[int, Option(help="Tokens of a prompt.", min=1)] = 4096,
-    new_tokens: Annotated[int, Option(help="Tokens that are then written.", min=2)] = 64,
+    length: Annotated[int, Option(help="Tokens of a prompt.", min=1, rich_help_panel=PROMPTS)] = 4096,
+    new_tokens: Annotated[
+        int, Option(help="Tokens that are then written.", min=2, rich_help_panel=PROMPTS)
+    ] = 64,
     batch_size: BatchSize = 4,
-    rounds: Annotated[int, Option(help="Each times every ratio once, in turn.", min=1)] = 5,
+    rounds: Annotated[
+        int, Option(help="Each times every ratio once, in turn.", min=1, rich_help_panel=RUNNING)
+    ] = 5,
     dtype: ComputeDtype = None,
     seed: Seed = 0,
-    out: Annotated[Path | None, Option(help="Also write the results to this JSON file.")] = None,
+    out: Annotated[
+        Path | None,
+        Option(help="Also write the results to this JSON file.", rich_help_panel=OUTPUT),
+    ] = None,
 ) -> None:
     """Cache memory, prefill and decode speed of this model on this machine, by the share of windowed KV heads.
 
@@ -194,7 +274,6 @@ def generation(
     import jax
 
     from swa_jax.bench.generation import measure
-    from swa_jax.errors import ConfigError
     from swa_jax.files import write_json
     from swa_jax.report import table_console
     from swa_jax.report.bench_tables import generation_table

@@ -2,150 +2,243 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
 
+from swa_jax.cli.groups import Options
 from swa_jax.cli.options import (
+    OUTPUT,
+    PATTERN,
+    PROMPTS,
     BatchSize,
     ComputeDtype,
     Haystack,
     Length,
     Model,
     NumKeys,
+    Overrides,
     Seed,
     SinkTokens,
     Window,
     draw_needles,
     load_checkpoint,
-    resolve_pattern,
+    note_context,
+    note_whole_prompts,
+    resolve_patterns,
 )
 from swa_jax.errors import ConfigError
 from swa_jax.families.pattern_files import is_pattern_file
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.method_table import METHODS
 from swa_jax.settings import nearest
 
+if TYPE_CHECKING:
+    from swa_jax.data.tokenizer import Tokenizer
+    from swa_jax.evaluate import Example
+    from swa_jax.model.config import ModelConfig
+
 NO_WINDOW = "--window is missing: give it, as the model's own pattern has none"
 HELD_OUT_SEED = 10**6  # far from any seed that prompts to choose by are drawn with
+CHOICE = "Methods and their choice"
+
+
+@dataclasses.dataclass
+class Candidates(Options):
+    """The patterns to compare."""
+
+    pattern: Annotated[
+        list[str] | None,
+        Option(
+            help="A recipe or a pattern JSON, repeatable. full and window are always there.",
+            rich_help_panel=PATTERN,
+        ),
+    ] = None
+    window: Window = None
+    sink_tokens: SinkTokens = None
+    eval_window: Annotated[
+        int | None,
+        Option(
+            "--eval-window",
+            help="Window while scoring. Default: that of the choice.",
+            min=1,
+            show_default=False,
+            rich_help_panel=PATTERN,
+        ),
+    ] = None
+
+    def patterns(self, own: AttentionPattern, config: ModelConfig) -> list[tuple[str, AttentionPattern]]:
+        """By name: `full`, what is named, and `window` unless all that is named brings its own window."""
+        window = self.known_window(own)
+        named = self.pattern or []
+        own_windows = (
+            window is None and named and all(name == "full" or is_pattern_file(name) for name in named)
+        )
+        sources = list(dict.fromkeys(["full", *([] if own_windows else ["window"]), *named]))
+        overrides = Overrides(self.window if self.eval_window is None else self.eval_window, self.sink_tokens)
+        return list(zip(sources, resolve_patterns(sources, config, overrides, window), strict=True))
+
+    def known_window(self, own: AttentionPattern) -> int | None:
+        return own.sliding_window if self.window is None else self.window
+
+
+@dataclasses.dataclass
+class Choice(Options):
+    """The methods, and what they choose."""
+
+    method: Annotated[
+        list[str] | None,
+        Option(
+            help=f"A method of `swa-jax select`, repeatable, or all of them: all. There are {', '.join(METHODS)}.",
+            rich_help_panel=CHOICE,
+        ),
+    ] = None
+    ratio: Annotated[
+        list[float] | None,
+        Option(
+            help="Share of the KV heads that a method windows, repeatable. Default: 0.5 and 0.75.",
+            show_default=False,
+            rich_help_panel=CHOICE,
+        ),
+    ] = None
+    seeds: Annotated[
+        int,
+        Option(
+            help="How often each method chooses, each time by other prompts.", min=1, rich_help_panel=CHOICE
+        ),
+    ] = 3
+    iterations: Annotated[
+        int,
+        Option(help="BOSCH: masks tried for each layer of a subproblem.", min=1, rich_help_panel=CHOICE),
+    ] = 100
+    against: Annotated[
+        str | None,
+        Option(
+            help="The method that differences are to. Default: the first.",
+            show_default=False,
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None
+
+    @property
+    def ratios(self) -> list[float]:
+        return self.ratio or [0.5, 0.75]
+
+    def methods(self) -> list[str]:
+        """The methods, each once. Raises `ConfigError` for an unknown one, and for a ratio outside [0, 1]."""
+        methods = list(METHODS) if self.method == ["all"] else list(dict.fromkeys(self.method or []))
+        for name in methods:
+            if name not in METHODS:
+                raise ConfigError(f"--method '{name}' is not known{nearest(name, list(METHODS))}")
+        if self.against is not None and self.against not in methods:
+            known = ", ".join(methods) or "none"
+            raise ConfigError(f"--against '{self.against}' is not among the methods: {known}")
+        for share in self.ratios:
+            if not 0 <= share <= 1:
+                raise ConfigError(f"--ratio is {share}: the share of windowed heads must lie between 0 and 1")
+        return methods
+
+
+@dataclasses.dataclass
+class Needles(Options):
+    """The prompts to choose by, and those to score on."""
+
+    examples: Annotated[
+        int, Option("--examples", help="Needle prompts to choose by.", min=1, rich_help_panel=PROMPTS)
+    ] = 64
+    held_out: Annotated[
+        int, Option("--held-out", help="Needle prompts to score on.", min=1, rich_help_panel=PROMPTS)
+    ] = 200
+    length: Length = 1024
+    keys: NumKeys = 1
+    haystack: Haystack = None
+    seed: Seed = 0
+
+    def draw(self, tokenizer: Tokenizer, number: int, count: int) -> list[Example]:
+        return draw_needles(tokenizer, count, self.length, self.keys, self.haystack, None, number)
+
+    def settings(self, model: Path) -> dict[str, Any]:
+        """What the rows say of their prompts."""
+        return {
+            "model": str(model),
+            "examples": self.examples,
+            "held_out": self.held_out,
+            "length": self.length,
+            "keys": self.keys,
+            "haystack": str(self.haystack or "python library"),
+            "seed": self.seed,
+        }
 
 
 def compare(
     model: Model,
-    out: Annotated[Path, Option(help="A folder for results, patterns and the picture.")],
-    pattern: Annotated[
-        list[str] | None,
-        Option(help="A recipe or a pattern JSON, repeatable; full and window are always there."),
-    ] = None,
-    method: Annotated[
-        list[str] | None,
-        Option(
-            help=f"A method of `swa-jax select`, repeatable, or all of them: all. There are {', '.join(METHODS)}."
-        ),
-    ] = None,
-    ratio: Annotated[
-        list[float] | None,
-        Option(help="Share of the KV heads that a method windows, repeatable.", show_default="0.5 and 0.75"),
-    ] = None,
-    seeds: Annotated[
-        int, Option(help="How often each method chooses, each time by other prompts.", min=1)
-    ] = 3,
-    window: Window = None,
-    sink_tokens: SinkTokens = None,
-    eval_window: Annotated[
-        int | None,
-        Option("--eval-window", help="Window while scoring; default: that of the choice.", min=1),
-    ] = None,
-    examples: Annotated[int, Option("--examples", help="Needle prompts to choose by.", min=1)] = 64,
-    held_out: Annotated[int, Option("--held-out", help="Needle prompts to score on.", min=1)] = 200,
-    length: Length = 1024,
-    keys: NumKeys = 1,
-    haystack: Haystack = None,
-    iterations: Annotated[
-        int, Option(help="BOSCH: masks tried for each layer of a subproblem.", min=1)
-    ] = 100,
-    against: Annotated[
-        str | None, Option(help="The method that differences are to; default: the first.")
-    ] = None,
+    out: Annotated[
+        Path, Option(help="A folder for results, patterns and the picture.", rich_help_panel=OUTPUT)
+    ],
+    candidates: Candidates,
+    choice: Choice,
+    needles: Needles,
     batch_size: BatchSize = 8,
     dtype: ComputeDtype = None,
     force: Annotated[
-        bool, Option("--force", help="Go on where no pattern finds a single needle, which tells nothing.")
+        bool,
+        Option(
+            "--force",
+            help="Go on where no pattern finds a single needle, which tells nothing.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = False,
-    seed: Seed = 0,
 ) -> None:
     """Compare patterns and methods: needles found against memory, on prompts that nobody chose by.
 
     Run the same command again to go on after an interruption, or with more methods, ratios or seeds to add them.
     """
+    methods = choice.methods()
     from swa_jax.checkpoint.folder import weights_sum
-    from swa_jax.report import compare_table, frontier_chart, table_console
     from swa_jax.report.progress import Progress
     from swa_jax.select.compare import compare as run
-    from swa_jax.select.compare import summary
 
-    methods = list(METHODS) if method == ["all"] else list(dict.fromkeys(method or []))
-    for name in methods:
-        if name not in METHODS:
-            raise ConfigError(f"--method '{name}' is not known{nearest(name, list(METHODS))}")
-    if against is not None and against not in methods:
-        raise ConfigError(f"--against '{against}' is not among the methods: {', '.join(methods) or 'none'}")
-    ratios = ratio or [0.5, 0.75]
-    for share in ratios:
-        if not 0 <= share <= 1:
-            raise ConfigError(f"--ratio is {share}: the share of windowed heads must lie between 0 and 1")
     decoder, tokenizer = load_checkpoint(model, dtype)
     own = decoder.pattern
-    choose_window = own.sliding_window if window is None else window
-    if choose_window is None and methods:
+    window = candidates.known_window(own)
+    if window is None and methods:
         raise ConfigError(NO_WINDOW)
-    sources = _sources(pattern or [], choose_window)
-    override = window if eval_window is None else eval_window
-    patterns = [
-        (name, resolve_pattern(name, decoder.config, override, sink_tokens, None, choose_window))
-        for name in sources
-    ]
-
-    def draw(number: int, count: int = examples) -> list:
-        return draw_needles(tokenizer, count, length, keys, haystack, None, number)
-
-    console = table_console()
+    patterns = candidates.patterns(own, decoder.config)
+    scored_on = needles.draw(tokenizer, HELD_OUT_SEED + needles.seed, needles.held_out)
+    note_context(decoder.config, needles.length)
+    note_whole_prompts(patterns, max(len(example.prompt) for example in scored_on))
+    sink_tokens = candidates.sink_tokens
     with Progress("patterns") as progress:
         rows = run(
-            decoder,
-            patterns,
-            draw(HELD_OUT_SEED + seed, held_out),
-            out,
-            methods=methods,
-            ratios=ratios,
-            seeds=range(seed, seed + seeds),
-            draw=draw,
-            sliding_window=choose_window,
+            decoder, patterns, scored_on, out,
+            methods=methods, ratios=choice.ratios, seeds=range(needles.seed, needles.seed + choice.seeds),
+            draw=lambda number: needles.draw(tokenizer, number, needles.examples),
+            sliding_window=window,
             num_sink_tokens=own.num_sink_tokens if sink_tokens is None else sink_tokens,
-            eval_window=eval_window,
-            iterations=iterations,
-            batch_size=batch_size,
-            weights=weights_sum(model),
-            settings={
-                "model": str(model), "examples": examples, "held_out": held_out, "length": length, "keys": keys,
-                "haystack": str(haystack or "python library"), "seed": seed,
-            },
-            force=force,
+            eval_window=candidates.eval_window, iterations=choice.iterations, batch_size=batch_size,
+            weights=weights_sum(model), settings=needles.settings(model), force=force,
             report=lambda line: progress.console.print(line, highlight=False, soft_wrap=True),
             progress=progress.update,
         )  # fmt: skip
+    _show(rows, choice.against, _title_window(patterns, window), out)
+
+
+def _show(rows: Sequence[Any], against: str | None, window: int | None, out: Path) -> None:
+    from swa_jax.report import compare_table, frontier_chart, table_console
+    from swa_jax.select.compare import summary
+
     summed = summary(rows, against)
-    console.print(compare_table(summed, choose_window))
-    title = "What the memory buys" + ("" if choose_window is None else f" (window {choose_window})")
+    table_console().print(compare_table(summed, window))
+    title = "What the memory buys" + ("" if window is None else f" (window {window})")
     frontier_chart(summed, out / "frontier.png", title=title)
     typer.echo(f"written to {out}")
 
 
-def _sources(named: list[str], window: int | None) -> list[str]:
-    """The patterns to compare; without a window for `window`, files that bring their own are enough."""
-    if window is not None:
-        return list(dict.fromkeys(["full", "window", *named]))
-    if not named or any(name != "full" and not is_pattern_file(name) for name in named):
-        raise ConfigError(NO_WINDOW)
-    return list(dict.fromkeys(["full", *named]))
+def _title_window(patterns: Sequence[tuple[str, AttentionPattern]], known: int | None) -> int | None:
+    """The window that recipes have; None where only files name one."""
+    recipes = [pattern for name, pattern in patterns if name == "window"]
+    return recipes[0].sliding_window if known is None and recipes else known

@@ -30,7 +30,7 @@ def tokenize(
     kind: Annotated[
         Literal["text", "huggingface"], Option(help="huggingface: SRC are folders of data sets.")
     ] = "text",
-    split: Annotated[str, Option(help="Of Hugging Face data sets.")] = "train",
+    split: Annotated[str, Option(help="The split of Hugging Face data sets.")] = "train",
     shard_tokens: Annotated[int, Option(help="Tokens at which a shard ends.", min=1)] = 1 << 27,
 ) -> None:
     """Tokenise documents once, for training with a source of kind `tokens`."""

@@ -17,27 +17,15 @@ from typer import Argument, Option
 from swa_jax.cli.bench import app as bench_app
 from swa_jax.cli.compare import compare
 from swa_jax.cli.data import app as data_app
-from swa_jax.cli.evaluate import evaluate
-from swa_jax.cli.options import (
-    ComputeDtype,
-    FullDecode,
-    Model,
-    Seed,
-    SinkTokens,
-    Window,
-    Yarn,
-    check_output,
-    load_checkpoint,
-    resolve_pattern,
-    with_options,
-)
-from swa_jax.cli.pattern import PatternVerbs, diff
+from swa_jax.cli.evaluate import app as evaluate_app
+from swa_jax.cli.generate import generate
+from swa_jax.cli.groups import expand
+from swa_jax.cli.options import Model
+from swa_jax.cli.pattern import app as pattern_app
 from swa_jax.cli.select import app as select_app
 from swa_jax.cli.train import compile_, train
 from swa_jax.errors import ConfigError, sentence
-from swa_jax.families.pattern_files import is_pattern_file, layers_of_file
 from swa_jax.files import check_local
-from swa_jax.model.config import ModelConfig
 
 
 class Verbs(typer.core.TyperGroup):
@@ -66,18 +54,14 @@ class Verbs(typer.core.TyperGroup):
 app = typer.Typer(
     cls=Verbs,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_show_locals=False,
 )
-pattern_app = typer.Typer(
-    cls=PatternVerbs, no_args_is_help=True, help="Print a pattern (`pattern RECIPE`), or compare two."
-)
-pattern_app.command()(diff)
 app.add_typer(pattern_app, name="pattern")
 app.add_typer(select_app, name="select")
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
+app.add_typer(evaluate_app, name="evaluate")
 
 
 # Where Linux shows TPUs and GPUs.
@@ -162,87 +146,10 @@ def export(
     typer.echo(export_model(checkpoint, destination))
 
 
-@pattern_app.command("print")
-def pattern(
-    recipe: Annotated[str, Argument(help="Such as interleave-1-in-4+fa-decode, or a pattern JSON.")],
-    layers: Annotated[int | None, Option(help="Layers of the model.", min=1)] = None,
-    model: Annotated[Path | None, Option(help="A checkpoint folder, in place of --layers.")] = None,
-    window: Window = None,
-    sink_tokens: SinkTokens = None,
-    fa_decode: FullDecode = None,
-    out: Annotated[Path | None, Option(help="Write the pattern to this JSON file.")] = None,
-) -> None:
-    """Print which layer attends how: F full, w window, h head hybrid, S switch."""
-    if out is not None:
-        check_output("--out", out)
-    size: int | ModelConfig
-    if model is not None and layers is None:
-        from swa_jax.checkpoint.folder import open_checkpoint
-
-        size = open_checkpoint(model).config
-    elif layers is not None and model is None:
-        size = layers
-    elif model is None and is_pattern_file(recipe) and (stated := layers_of_file(recipe)) is not None:
-        size = stated
-    else:
-        raise ConfigError(
-            "give one of --layers N and --model DIR: a recipe needs to know how deep the model is"
-        )
-    chosen = resolve_pattern(recipe, size, window, sink_tokens, fa_decode)
-    typer.echo(chosen)
-    if out is not None:
-        chosen.to_json(out)
-        typer.echo(f"written to {out}")
-
-
 app.command()(train)
 app.command("compile")(compile_)
-app.command()(evaluate)
-app.command()(compare)
-
-
-@app.command()
-def generate(
-    model: Model,
-    prompt: Annotated[str, Argument(help="The text to continue; - reads it from standard input.")],
-    pattern: Annotated[
-        str | None, Option(help="A recipe or a pattern JSON; default: the checkpoint's own.")
-    ] = None,
-    window: Window = None,
-    sink_tokens: SinkTokens = None,
-    fa_decode: FullDecode = None,
-    max_new_tokens: Annotated[int, Option(min=1)] = 128,
-    temperature: Annotated[float, Option(help="0 takes the likeliest token.", min=0)] = 0.0,
-    top_k: Annotated[int | None, Option(help="Sample among the K likeliest tokens.", min=1)] = None,
-    top_p: Annotated[float | None, Option(help="Sample among the likeliest tokens that make up P.")] = None,
-    yarn: Yarn = None,
-    dtype: ComputeDtype = None,
-    seed: Seed = 0,
-) -> None:
-    """Continue a prompt and print the new text."""
-    from swa_jax.model.generate import generate as run
-
-    decoder, tokenizer = load_checkpoint(model, dtype, yarn=yarn)
-    decoder = with_options(decoder, pattern, window, sink_tokens, fa_decode)
-    new = run(
-        decoder,
-        [tokenizer.start_ids + tokenizer.encode(_text(prompt))],
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop_tokens=() if tokenizer.eos_id is None else (tokenizer.eos_id,),
-        seed=seed,
-    )
-    typer.echo(tokenizer.decode(new[0]))
-
-
-def _text(prompt: str) -> str:
-    """The prompt, or what standard input holds; bytes that are no text arrive as surrogates."""
-    try:
-        return (sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)).decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the prompt is not UTF-8 text, from its byte {error.start} on") from None
+app.command()(expand(compare))
+app.command()(generate)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+import typer
 from typer import Argument, Option, echo
 
 from swa_jax.errors import ConfigError
-from swa_jax.families.pattern_files import read_pattern
+from swa_jax.families.pattern_files import is_pattern_file, read_pattern
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layer_types import SWITCH
+from swa_jax.model.layer_types import FULL, SWITCH
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.recipes import DEFAULT_WINDOW
 
 if TYPE_CHECKING:
     from swa_jax.data.tokenizer import Tokenizer
@@ -21,61 +24,137 @@ if TYPE_CHECKING:
     from swa_jax.model.decoder import Decoder
     from swa_jax.model.sharding import Partition
 
+# Panels of `--help`, in which options stand together.
+PATTERN, PROMPTS, RUNNING, OUTPUT = "Pattern", "Prompts", "Running", "Output"
+
 Model = Annotated[Path, Argument(help="A checkpoint folder, as `import` and `train` make it.")]
 Window = Annotated[
-    int | None, Option("--window", help="Visible keys of a windowed query, its own included.", min=1)
+    int | None,
+    Option(
+        "--window", help="Visible keys of a windowed query, its own included.", min=1, rich_help_panel=PATTERN
+    ),
 ]
 SinkTokens = Annotated[
-    int | None, Option("--sink-tokens", help="First tokens that stay visible beside the window.", min=0)
+    int | None,
+    Option(
+        "--sink-tokens",
+        help="First tokens that stay visible beside the window.",
+        min=0,
+        rich_help_panel=PATTERN,
+    ),
 ]
 FullDecode = Annotated[
     bool | None,
-    Option("--fa-decode/--no-fa-decode", help="Whether answers see everything.", show_default=False),
-]
-NumKeys = Annotated[int, Option("--keys", help="Needles in a prompt, one of which is asked for.", min=1)]
-Length = Annotated[int, Option("--length", help="Tokens of a prompt with its answer.", min=1)]
-Haystack = Annotated[
-    Path | None,
     Option(
-        "--haystack", help="A text, or a folder of them, to hide needles in; default: Python library sources."
+        "--fa-decode/--no-fa-decode",
+        help="Whether the tokens of an answer see everything.",
+        show_default=False,
+        rich_help_panel=PATTERN,
     ),
-]
-BatchSize = Annotated[int, Option("--batch-size", min=1)]
-Seed = Annotated[int, Option("--seed", min=0)]
-Dtype = Literal["float32", "bfloat16"]
-ComputeDtype = Annotated[
-    Dtype | None,
-    Option("--dtype", help="Of weights and arithmetic; default: as stored. CPUs are faster in float32."),
 ]
 Yarn = Annotated[
     float | None,
-    Option("--yarn", help="Stretch the model's context this many times by YaRN, for prompts beyond it."),
+    Option(
+        "--yarn",
+        help="Stretch the model's context by this factor with YaRN, for longer prompts.",
+        rich_help_panel=PATTERN,
+    ),
+]
+NumKeys = Annotated[
+    int,
+    Option("--keys", help="Needles in a prompt; one of them is asked for.", min=1, rich_help_panel=PROMPTS),
+]
+Length = Annotated[
+    int, Option("--length", help="Tokens of a prompt with its answer.", min=1, rich_help_panel=PROMPTS)
+]
+Haystack = Annotated[
+    Path | None,
+    Option(
+        "--haystack",
+        help="A text, or a folder of texts, to hide needles in. Default: Python library sources.",
+        show_default=False,
+        rich_help_panel=PROMPTS,
+    ),
+]
+BatchSize = Annotated[
+    int, Option("--batch-size", help="Sequences at a time.", min=1, rich_help_panel=RUNNING)
+]
+Seed = Annotated[
+    int, Option("--seed", help="The seed of everything that is drawn.", min=0, rich_help_panel=RUNNING)
+]
+Dtype = Literal["float32", "bfloat16"]
+ComputeDtype = Annotated[
+    Dtype | None,
+    Option(
+        "--dtype",
+        help="The dtype of weights and arithmetic. Default: as stored. CPUs are faster in float32.",
+        show_default=False,
+        rich_help_panel=RUNNING,
+    ),
 ]
 
 
-def resolve_pattern(
-    source: str,
-    layers: int | ModelConfig,
-    window: int | None,
-    sink_tokens: int | None,
-    full_decode: bool | None,
-    default_window: int | None = None,
-) -> AttentionPattern:
-    """A recipe or a pattern file; options that the user gave win over both, None being what was not given.
+def old_spellings(renamed: Mapping[str, str]) -> type[typer.core.TyperCommand]:
+    """A command that also takes options by their old spellings, which its help does not show."""
 
-    `default_window` is for recipes alone, which name none.
+    class Command(typer.core.TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            new = []
+            for argument in args:
+                name, equals, value = argument.partition("=")
+                if name in renamed:
+                    echo(f"{name} is now called {renamed[name]}", err=True)
+                new.append(f"{renamed.get(name, name)}{equals}{value}")
+            return super().parse_args(ctx, new)
+
+    return Command
+
+
+class Overrides(NamedTuple):
+    """What the user gave for a pattern; None is what was not given."""
+
+    window: int | None = None
+    sink_tokens: int | None = None
+    fa_decode: bool | None = None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """As `AttentionPattern` names them."""
+        return {
+            "sliding_window": self.window,
+            "num_sink_tokens": self.sink_tokens,
+            "full_attention_decode": self.fa_decode,
+        }
+
+
+def resolve_patterns(
+    sources: Sequence[str], layers: int | ModelConfig, overrides: Overrides, own_window: int | None
+) -> list[AttentionPattern]:
+    """Recipes or pattern files; options that the user gave win over both.
+
+    A recipe names no window: it takes `--window`, or else the model's own window, or else 2048. A note says which,
+    where `--window` was not given.
     """
-    options: dict[str, Any] = {
-        "sliding_window": window,
-        "num_sink_tokens": sink_tokens,
-        "full_attention_decode": full_decode,
-    }
-    pattern = read_pattern(source, layers, default_window=default_window, **options)
-    if isinstance(layers, ModelConfig):
-        pattern.validate(layers)
-    elif pattern.num_layers != layers:
-        raise ConfigError(f"{source} has {pattern.num_layers} layers, --layers says {layers}")
-    return pattern
+    patterns = [
+        read_pattern(source, layers, default_window=own_window, **overrides.fields) for source in sources
+    ]
+    for source, pattern in zip(sources, patterns, strict=True):
+        if isinstance(layers, ModelConfig):
+            pattern.validate(layers)
+        elif pattern.num_layers != layers:
+            raise ConfigError(f"{source} has {pattern.num_layers} layers, not {layers}: they must agree")
+    taken = [
+        source
+        for source, pattern in zip(sources, patterns, strict=True)
+        if not is_pattern_file(source) and set(pattern.layer_types) != {FULL}
+    ]
+    if taken and overrides.window is None:
+        whose = "the model's own" if own_window is not None else "the default of recipes"
+        echo(
+            f"{', '.join(taken)}: the window is {own_window or DEFAULT_WINDOW}, {whose}; --window sets another",
+            err=True,
+        )
+    return patterns
 
 
 def check_output(option: str, file: Path) -> None:
@@ -146,24 +225,22 @@ def draw_needles(
     )
 
 
-def with_options(
-    model: Decoder, source: str | None, window: int | None, sink_tokens: int | None, full_decode: bool | None
-) -> Decoder:
-    """The model under another pattern, or under its own with the options that are given."""
-    if source is not None:
-        chosen = resolve_pattern(source, model.config, window, sink_tokens, full_decode)
-        if SWITCH in chosen.layer_types and SWITCH not in model.pattern.layer_types:
+def with_patterns(model: Decoder, sources: Sequence[str], overrides: Overrides) -> list[tuple[str, Decoder]]:
+    """The model under each of these patterns, by name; without one, under its own, which is then called "own"."""
+    if not sources:
+        return [("own", _under_own_pattern(model, overrides))]
+    patterns = resolve_patterns(sources, model.config, overrides, model.pattern.sliding_window)
+    for source, pattern in zip(sources, patterns, strict=True):
+        if SWITCH in pattern.layer_types and SWITCH not in model.pattern.layer_types:
             echo(
                 f"the model has no routers for --pattern {source}: they are drawn at random, untrained",
                 err=True,
             )
-        return model.with_pattern(chosen)
-    options = {
-        "sliding_window": window,
-        "num_sink_tokens": sink_tokens,
-        "full_attention_decode": full_decode,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
+    return [(name, model.with_pattern(pattern)) for name, pattern in zip(sources, patterns, strict=True)]
+
+
+def _under_own_pattern(model: Decoder, overrides: Overrides) -> Decoder:
+    given = {name: value for name, value in overrides.fields.items() if value is not None}
     words = {
         "sliding_window": "--window",
         "num_sink_tokens": "--sink-tokens",
@@ -175,7 +252,34 @@ def with_options(
             f"{idle[0]} has no effect: the checkpoint's own pattern has full attention in every layer; name another, "
             "such as --pattern window"
         )
-    return model.with_pattern(dataclasses.replace(model.pattern, **given)) if given else model  # type: ignore[arg-type]
+    return model.with_pattern(dataclasses.replace(model.pattern, **given)) if given else model
+
+
+def note_whole_prompts(patterns: Iterable[tuple[str, AttentionPattern]], longest: int) -> None:
+    """Say which windows reach over whole prompts, the longest of which has `longest` tokens."""
+    for name, pattern in patterns:
+        visible = (pattern.sliding_window or longest) + pattern.num_sink_tokens
+        if len(pattern.full_layers) < pattern.num_layers and longest <= visible:
+            echo(
+                f"{name}: the window of {pattern.sliding_window} tokens holds whole prompts ({longest}), which is full "
+                "attention: take longer prompts (--length) or a shorter --window",
+                err=True,
+            )
+
+
+def note_context(config: ModelConfig, length: int) -> None:
+    """Say that sequences of `length` tokens go beyond the model's context, where they do."""
+    context = config.max_position_embeddings
+    if length <= context:
+        return
+    factor = -(-length // context)
+    stretches = config.rope_scaling is None and config.uses_rope
+    advice = f"; --yarn {factor} stretches the context" if stretches else ""
+    echo(
+        f"sequences of {length} tokens are longer than the model's context of {context}: they are run all the same, at "
+        f"positions that the model was not trained for{advice}",
+        err=True,
+    )
 
 
 def fractions(text: str) -> list[float]:
@@ -187,11 +291,11 @@ def fractions(text: str) -> list[float]:
 
 def numbers(option: str, text: str, word: str | None = None) -> list[Any]:
     """Positive whole numbers between commas; `word`, if given, may stand among them and becomes None."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part == word or (part.isdecimal() and int(part) > 0) for part in parts):
+    items = [item.strip() for item in text.split(",")]
+    if not all(item == word or (item.isdecimal() and int(item) > 0) for item in items):
         also = f" or '{word}'" if word else ""
         raise ConfigError(f"{option} must be positive whole numbers{also} such as 512,1024, got '{text}'")
-    return [None if part == word else int(part) for part in parts]
+    return [None if item == word else int(item) for item in items]
 
 
 def text_files(path: Path) -> list[Path]:

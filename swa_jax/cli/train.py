@@ -85,14 +85,21 @@ def compile_(
     ] = None,
     topology: Annotated[str, Option(help="A TPU slice, such as v5e:16x16, v5p:4x4x8 or v6e:16x16.")] = "",
     step: Annotated[
-        Literal["train", "prefill", "decode"], Option(help="prefill and decode: of one chip, in bf16.")
+        Literal["train", "prefill", "decode"],
+        Option(help="What to plan. prefill and decode are of one chip, in bf16."),
     ] = "train",
-    stage: Annotated[int, Option(help="Of the run's stages.", min=0)] = 0,
+    stage: Annotated[int, Option(help="Which of the run's stages, from 0.", min=0)] = 0,
     batch_size: Annotated[
         int, Option("--batch-size", help="Prompts of a prefill or decode step.", min=1)
     ] = 8,
     length: Annotated[
-        int | None, Option("--length", help="Their tokens; default: the stage's sequence_length.", min=1)
+        int | None,
+        Option(
+            "--length",
+            help="Tokens of a prompt. Default: the stage's sequence_length.",
+            min=1,
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[Path | None, Option(help="Also write the plan to this JSON file.")] = None,
 ) -> None:

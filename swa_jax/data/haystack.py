@@ -52,11 +52,6 @@ def read_text(files: Iterable[str | Path]) -> str:
     return "\n".join(Path(file).read_text(encoding="utf-8", errors="replace") for file in files)
 
 
-def noise_haystack(num_sentences: int = 5000) -> str:
-    """RULER's niah_single_1 haystack, for `needle_examples(haystack=...)`."""
-    return NOISE * (num_sentences // 5 + 1)
-
-
 def draw_keys(rng: np.random.Generator, num_keys: int) -> list[str]:
     """`num_keys` different adjective-noun keys."""
     total = len(ADJECTIVES) * len(NOUNS)

@@ -6,9 +6,8 @@ from swa_jax.evaluate.generated_answers import (
     Answers,
     generate_answers,
     needle_accuracy,
-    needle_accuracy_grid,
 )
-from swa_jax.evaluate.needle import needle_examples, needle_grid
+from swa_jax.evaluate.needle import needle_examples
 from swa_jax.evaluate.nll import AnswerScores, Perplexity, answer_nll, perplexity, score_answers
 from swa_jax.evaluate.ruler import RULER_TASKS, ruler_examples, ruler_grid
 from swa_jax.evaluate.ruler_scores import RulerScore, ruler_scores
@@ -28,9 +27,7 @@ __all__ = [
     "bootstrap",
     "generate_answers",
     "needle_accuracy",
-    "needle_accuracy_grid",
     "needle_examples",
-    "needle_grid",
     "paired_bootstrap",
     "perplexity",
     "perplexity_sweep",

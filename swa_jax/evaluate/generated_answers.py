@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import numpy as np
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
-from swa_jax.evaluate.needle import score
+from swa_jax.evaluate.ruler import string_match_all
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import NOTHING, decode, prefill, prepare
 
@@ -81,7 +81,9 @@ def generate_answers(
     texts = [tokenizer.decode(row[row != NOTHING].tolist()) for run in runs for row in run.new][
         : len(examples)
     ]
-    scores = [score(text, example.references) for text, example in zip(texts, examples, strict=True)]
+    scores = [
+        string_match_all(text, example.references) for text, example in zip(texts, examples, strict=True)
+    ]
     prefill_seconds, steps_per_second = (
         float(np.median(values)) if warm else float("nan")
         for values in (
@@ -133,26 +135,3 @@ def _run_batch(
     drawn = (new != NOTHING).sum(1)  # [B], without the stop token
     steps = int((drawn + (drawn < max_new_tokens)).max()) - 1
     return _Run(new[: len(examples)], batch.tokens.shape[1], middle - start, end - middle, steps, cache_bytes)
-
-
-def needle_accuracy_grid(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    grid: Mapping[tuple[int, float], Sequence[Example]],
-    *,
-    max_new_tokens: int,
-    batch_size: int = 16,
-) -> dict[tuple[int, float], float]:
-    """Mean needle accuracy of each (length, depth) cell of `needle_grid`; the depths of one length share batches."""
-    accuracy: dict[tuple[int, float], float] = {}
-    for length in sorted({length for length, _ in grid}):
-        cells = [cell for cell in grid if cell[0] == length]
-        examples = [example for cell in cells for example in grid[cell]]
-        scores = needle_accuracy(
-            model, tokenizer, examples, max_new_tokens=max_new_tokens, batch_size=batch_size
-        )
-        ends = np.cumsum([len(grid[cell]) for cell in cells])
-        accuracy |= {
-            cell: float(part.mean()) for cell, part in zip(cells, np.split(scores, ends[:-1]), strict=True)
-        }
-    return accuracy

@@ -25,7 +25,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "lm_eval":
         raise
-    raise not_installed("--harness needs lm-evaluation-harness", extra="eval") from None
+    raise not_installed("evaluate harness needs lm-evaluation-harness", extra="eval") from None
 
 
 class Request(Protocol):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.estimates import accuracy_interval, bootstrap
 from swa_jax.evaluate.examples import Example
@@ -54,3 +56,8 @@ def measure_pattern(
         "num_layers": model.config.num_hidden_layers,
     }
     return row, answers
+
+
+def score_by_depth(scores: np.ndarray, depths: int) -> list[float]:
+    """The mean score at each of `depths` places, which examples [N] take in turn; NaN where there is none."""
+    return [float(here.mean()) if (here := scores[i::depths]).size else float("nan") for i in range(depths)]

@@ -72,39 +72,6 @@ def needle_examples(
     ]
 
 
-def needle_grid(
-    tokenizer: TextTokenizer,
-    *,
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    num_examples: int,
-    num_keys: int = 1,
-    haystack: Haystack | str | Iterable[str | Path] | None = None,
-    seed: int = 0,
-) -> dict[tuple[int, float], list[Example]]:
-    """`num_examples` examples for every (length, depth): the cells of a needle heat map."""
-    hay = haystack if isinstance(haystack, Haystack) else Haystack(tokenizer, haystack)
-    return {
-        (length, depth): needle_examples(
-            tokenizer,
-            length=length,
-            num_examples=num_examples,
-            num_keys=num_keys,
-            depths=[depth],
-            haystack=hay,
-            seed=seed + 7919 * i,
-        )
-        for i, (length, depth) in enumerate((le, de) for le in lengths for de in depths)
-    }
-
-
-def score(text: str, references: Sequence[str]) -> float:
-    """RULER's `string_match_all`: the fraction of the references that occur in the text, case ignored."""
-    if not references:
-        raise ValueError("references is empty; there is nothing to look for")
-    return sum(reference.lower() in text.lower() for reference in references) / len(references)
-
-
 def _draw_depths(rng: np.random.Generator, depths: Depths, num_examples: int) -> list[float]:
     if depths is None:
         depths = (0.0, 1.0)

@@ -93,18 +93,41 @@ def answer_routing(
     return _routed(gate, keys_read(gate, position, model.pattern), position, weight)
 
 
-def routing_by_depth(
+class RoutingReport(NamedTuple):
+    """What is measured of one model: rows of results.json, and what their picture shows."""
+
+    rows: list[dict[str, Any]]
+    by_layer: list[Estimate]  # [L], on the text; empty without one
+    by_depth: dict[str, list[tuple[float, Estimate]]]  # (depth, full-attention ratio) by task and length
+
+
+def measure_routing(
+    name: str,
     model: Decoder,
+    tokens: Sequence[int],
     cells: Mapping[Cell, Sequence[Example]],
     *,
+    length: int,
     batch_size: int = 8,
     advance: Callable[[int], None] = lambda _: None,
-) -> dict[Cell, Routed]:
-    """`answer_routing` of every (task, length, depth): does a model look far only where the needle is far?"""
-    return {
-        cell: answer_routing(model, examples, batch_size=batch_size, advance=advance)
-        for cell, examples in cells.items()
-    }
+) -> RoutingReport:
+    """`text_routing` of `tokens` in sequences of `length`, if there are any, and `answer_routing` of every cell.
+
+    Errors are those of the two functions.
+    """
+    report = RoutingReport([], [], {})
+    if tokens:
+        on_text, _ = text_routing(model, tokens, length=length, batch_size=batch_size, advance=advance)
+        report.by_layer.extend(on_text.by_layer)
+        report.rows.append(routing_row(name, ("text", length, None), on_text, model.config))
+    for cell, examples in cells.items():
+        routed = answer_routing(model, examples, batch_size=batch_size, advance=advance)
+        report.rows.append(routing_row(name, cell, routed, model.config))
+        task, tokens_of_prompt, depth = cell
+        if depth is not None:
+            line = report.by_depth.setdefault(f"{task}, {tokens_of_prompt} tokens", [])
+            line.append((depth, routed.full_ratio))
+    return report
 
 
 def keys_read(gate: np.ndarray, position: np.ndarray, pattern: AttentionPattern) -> np.ndarray:

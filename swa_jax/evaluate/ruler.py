@@ -161,18 +161,9 @@ def ruler_grid(
 
 def string_match_all(text: str, references: Sequence[str]) -> float:
     """RULER's score of the niah tasks: the fraction of the references that occur in the text, case ignored."""
-    return sum(_occurrences(text, references)) / len(references)
-
-
-def string_match_part(text: str, references: Sequence[str]) -> float:
-    """RULER's score of its question-answering tasks: 1 if any of the references occurs in the text, else 0."""
-    return float(any(_occurrences(text, references)))
-
-
-def _occurrences(text: str, references: Sequence[str]) -> list[bool]:
     if not references:
         raise ValueError("references is empty; there is nothing to look for")
-    return [reference.lower() in text.lower() for reference in references]
+    return sum(reference.lower() in text.lower() for reference in references) / len(references)
 
 
 # ---- one example ----

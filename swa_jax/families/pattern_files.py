@@ -9,6 +9,7 @@ from typing import Any
 from swa_jax.errors import ConfigError
 from swa_jax.families import hf_pattern
 from swa_jax.model.config import ModelConfig
+from swa_jax.model.layer_types import FULL
 from swa_jax.model.pattern import SWAA_KEYS, AttentionPattern, read_object
 
 
@@ -43,9 +44,11 @@ def read_pattern(
       ConfigError: an unknown recipe, or a file that is none of these.
     """
     if not is_pattern_file(source):
-        if options.get("sliding_window") is None:
-            options["sliding_window"] = default_window
-        return AttentionPattern.from_recipe(str(source), layers, seed=seed, **options)
+        pattern = AttentionPattern.from_recipe(str(source), layers, seed=seed, **options)
+        windowed = set(pattern.layer_types) != {FULL}
+        if windowed and default_window is not None and options.get("sliding_window") is None:
+            pattern = dataclasses.replace(pattern, sliding_window=default_window)
+        return pattern
     given = {name: value for name, value in options.items() if value is not None}
     name, data = read_object(source)
     if "num_hidden_layers" in data:

@@ -110,11 +110,7 @@ def bosch(
 
     # Stage 1 (Algorithm 1): from the top layer down, each with the layers above it already windowed.
     counts = [windowed_count(ratio, len(group) * heads) for group in groups]
-    sizes = [len(group) * heads for group in groups]
-    run.expect(
-        sum(num_candidates(n, n - c, iterations * n // heads) for n, c in zip(sizes, counts, strict=True)),
-        later=iterations * layers if variant == "bosch" else 0,
-    )
+    run.expect(run.candidates(groups, counts), later=iterations * layers if variant == "bosch" else 0)
     probed = everything
     best, rise = np.zeros(layers), np.zeros(layers)
     for group, count in zip(groups, counts, strict=True):
@@ -127,23 +123,32 @@ def bosch(
 
     weights = layer_weights(best, original.accuracy)
     layer_counts = adaptive_counts(weights, rise, heads, target)
+    full = _stage_3(run, _easy_to_hard(weights, rise), layer_counts, probed, group_layers)
+    return Selection(full, evaluate(full), original, windowed, target, best, weights, layer_counts)
 
-    # Stage 3 (Algorithm 3): layers of one ratio together, from the most windowed to the least.
-    easy = _easy_to_hard(weights, rise)
+
+def _stage_3(
+    run: _Run, easy: np.ndarray, layer_counts: np.ndarray, probed: np.ndarray, group_layers: int
+) -> np.ndarray:
+    """Algorithm 3: layers of one ratio together, from the most windowed to the least; each search starts from `probed`.
+
+    Args:
+      easy: layers [L], the easy ones first; layer_counts: windowed heads of each [L].
+
+    Returns:
+      The heads that stay full [L, K].
+    """
     groups = [
         group
         for count in sorted(set(layer_counts.tolist()), reverse=True)
         for group in _split([layer for layer in easy if layer_counts[layer] == count], group_layers)
     ]
-    sizes = [len(group) * heads for group in groups]
     counts = [int(layer_counts[group].sum()) for group in groups]
-    run.expect(
-        sum(num_candidates(n, n - c, iterations * n // heads) for n, c in zip(sizes, counts, strict=True))
-    )
-    full = everything
+    run.expect(run.candidates(groups, counts))
+    full = np.ones_like(probed)
     for group, count in zip(groups, counts, strict=True):
         full, _ = run.heads(full, group, count, stage=3, hint=probed)
-    return Selection(full, evaluate(full), original, windowed, target, best, weights, layer_counts)
+    return full
 
 
 def layer_weights(best: np.ndarray, original: float) -> np.ndarray:
@@ -278,6 +283,14 @@ class _Run:
     def expect(self, now: int, later: int = 0) -> None:
         self.total = self.done + now + later
 
+    def candidates(self, groups: Sequence[Sequence[int]], counts: Sequence[int]) -> int:
+        """Masks to look at where `counts` heads are windowed in each group of layers."""
+        heads = self.evaluate.shape[1]
+        return sum(
+            num_candidates(len(group) * heads, len(group) * heads - count, self.iterations * len(group))
+            for group, count in zip(groups, counts, strict=True)
+        )
+
     def heads(
         self, full: np.ndarray, group: list[int], count: int, *, stage: int, hint: np.ndarray | None = None
     ) -> tuple[np.ndarray, Found]:
@@ -325,6 +338,6 @@ def _easy_to_hard(weights: np.ndarray, rise: np.ndarray) -> np.ndarray:
 
 
 def _split(layers: Sequence[int], most: int) -> list[list[int]]:
-    """Consecutive parts of nearly equal size, none above `most`."""
-    parts = -(-len(layers) // most)
-    return [part.tolist() for part in np.array_split(np.asarray(layers, int), parts)] if parts else []
+    """Consecutive groups of nearly equal size, none above `most`."""
+    count = -(-len(layers) // most)
+    return [group.tolist() for group in np.array_split(np.asarray(layers, int), count)] if count else []

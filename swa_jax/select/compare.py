@@ -52,7 +52,7 @@ def compare(
     settings: Mapping[str, Any],
     force: bool = False,
     report: Callable[[str], None] = lambda _: None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[..., None] = lambda *_: None,
 ) -> list[dict[str, Any]]:
     """Rows for `patterns`, then for each method, seed and ratio; written to `out` as they come, found there again.
 
@@ -65,7 +65,8 @@ def compare(
       eval_window: of the chosen patterns while scored; None for the same.
       weights: the sum of the weights, as in `content_key`; settings: how the prompts came about, plain JSON values.
       force: go on where no pattern finds a single needle; report: called with a line for each row that is scored.
-      progress: called with (patterns scored, patterns to be scored); those found in `out` do not count.
+      progress: called with (patterns scored, patterns to be scored), and while a method chooses also with a text that
+        says how far it has come; patterns found in `out` do not count.
 
     Raises:
       ConfigError: `out` holds something else; what a method refuses; or none of `patterns` finds a needle.
@@ -76,15 +77,6 @@ def compare(
         "iterations": iterations,
     }  # fmt: skip
     results = _Results(out / "results.json", digest([scored_on, choice, dict(settings)]))
-
-    def measure(key: str, pattern: AttentionPattern, chosen: AttentionPattern, **names: Any) -> Any:
-        row = names | _score(model, held_out, pattern, batch_size) | {
-            "pattern": json.loads(chosen.to_json()), "scored_on": scored_on, "settings": dict(settings) | choice,
-        }  # fmt: skip
-        report(f"{_title(row)}: {100 * row['needle_accuracy']:.1f} % found")
-        progress(next(scored), len(missing))
-        return results.add(key, row)
-
     if methods and sliding_window is None:
         raise ConfigError("sliding_window is missing: methods need to know what a windowed head sees")
     draws = {seed: draw(seed) for seed in (seeds if methods else ())}
@@ -98,7 +90,8 @@ def compare(
         for seed, method, ratio in itertools.product(draws, methods, ratios)
     }
     missing = {key for key in [*keys.values(), *chosen_keys.values()] if results.find(key) is None}
-    scored = itertools.count(1)
+    about = {"scored_on": scored_on, "settings": dict(settings) | choice}
+    measure = _Measurement(model, held_out, batch_size, about, results, len(missing), report, progress)
 
     rows = []
     for name, pattern in patterns:
@@ -107,24 +100,54 @@ def compare(
     _check_found(rows, len(held_out), force)
     for seed, method in itertools.product(draws, methods):
         to_choose = [ratio for ratio in ratios if chosen_keys[method, ratio, seed] in missing]
-        if not to_choose:
-            continue
         chosen = choose(
             method, model, draws[seed], to_choose,
             sliding_window=sliding_window, num_sink_tokens=num_sink_tokens, batch_size=batch_size,  # type: ignore[arg-type]
             iterations=iterations, seed=seed, evaluations=out / f"evaluations-{seed}-{masks[seed][:8]}.json",
-            weights=weights,
-        )  # fmt: skip
+            weights=weights, progress=measure.while_choosing(f"{method}, seed {seed}"),
+        ) if to_choose else []  # fmt: skip
         for ratio, pattern in zip(to_choose, chosen, strict=True):
-            window = pattern.sliding_window if eval_window is None else eval_window
-            under = dataclasses.replace(pattern, sliding_window=window)
-            measure(chosen_keys[method, ratio, seed], under, pattern, name=method, ratio=ratio, seed=seed)
+            measure.chosen(
+                chosen_keys[method, ratio, seed], pattern, eval_window, name=method, ratio=ratio, seed=seed
+            )
     results.write_patterns(out / "patterns")
-    if results.others:
-        report(
-            f"{results.file} also holds {results.others} rows of other weights, prompts or options: not shown"
-        )
+    results.note_others(report)
     return [*rows, *results.chosen]
+
+
+@dataclasses.dataclass
+class _Measurement:
+    """Scores patterns on the held-out prompts, one row after another."""
+
+    model: Decoder
+    held_out: Sequence[Example]
+    batch_size: int
+    about: Mapping[str, Any]  # goes into every row
+    results: _Results
+    total: int  # patterns to be scored
+    report: Callable[[str], None]
+    progress: Callable[..., None]
+    done: int = 0
+
+    def __call__(
+        self, key: str, pattern: AttentionPattern, chosen: AttentionPattern, **names: Any
+    ) -> dict[str, Any]:
+        """The row of `pattern`, which `chosen` is under the window of scoring."""
+        scores = _score(self.model, self.held_out, pattern, self.batch_size)
+        row = names | scores | {"pattern": json.loads(chosen.to_json()), **self.about}
+        self.report(f"{_title(row)}: {100 * row['needle_accuracy']:.1f} % found")
+        self.done += 1
+        self.progress(self.done, self.total)
+        return self.results.add(key, row)
+
+    def chosen(self, key: str, pattern: AttentionPattern, eval_window: int | None, **names: Any) -> None:
+        """Score what a method chose, under `eval_window` if that is given."""
+        window = pattern.sliding_window if eval_window is None else eval_window
+        self(key, dataclasses.replace(pattern, sliding_window=window), pattern, **names)
+
+    def while_choosing(self, method: str) -> Callable[[int, int], None]:
+        """Takes how far a method has come with its choice."""
+        return lambda step, steps: self.progress(self.done, self.total, f"{method} chooses: {step}/{steps}")
 
 
 class _Results:
@@ -144,9 +167,11 @@ class _Results:
         rows = [row for row in self._rows if row.get("comparison") == self.comparison and "ratio" in row]
         return list({(row["name"], row["ratio"], row["seed"]): row for row in rows}.values())
 
-    @property
-    def others(self) -> int:
-        return sum(row.get("comparison") != self.comparison for row in self._rows)
+    def note_others(self, report: Callable[[str], None]) -> None:
+        """Say how many rows are of other content."""
+        others = sum(row.get("comparison") != self.comparison for row in self._rows)
+        if others:
+            report(f"{self.file} also holds {others} rows of other weights, prompts or options: not shown")
 
     def find(self, key: str, **names: Any) -> dict[str, Any] | None:
         """The row of this content, under the names it has in this comparison."""
@@ -223,15 +248,15 @@ def summary(
             groups.setdefault((row["name"], row.get("ratio")), []).append(row)
     first = against or next((name for name, ratio in groups if ratio is not None), None)
     result = []
-    for (name, ratio), some in groups.items():
-        exact = np.array([row["exact"] for row in some], float)  # [seeds, N]
+    for (name, ratio), members in groups.items():
+        exact = np.array([row["exact"] for row in members], float)  # [seeds, N]
         found = accuracy_interval(exact.mean(0))
         one: dict[str, Any] = {
-            "name": name, "ratio": ratio, "seeds": [row.get("seed") for row in some],
+            "name": name, "ratio": ratio, "seeds": [row.get("seed") for row in members],
             "needle_accuracy": found.mean, "needle_interval": found.interval,
             "by_seed": exact.mean(1).tolist(),
-            "answer_nll": float(np.mean([row["answer_nll"] for row in some])),
-            "kv_cache_bytes": float(np.mean([row["kv_cache_bytes"] for row in some])),
+            "answer_nll": float(np.mean([row["answer_nll"] for row in members])),
+            "kv_cache_bytes": float(np.mean([row["kv_cache_bytes"] for row in members])),
         }  # fmt: skip
         other = groups.get((str(first), ratio)) if ratio is not None and name != first else None
         if other and one["seeds"] == [row.get("seed") for row in other]:

@@ -17,7 +17,7 @@ from swa_jax.select.evaluator import MaskEvaluator
 from swa_jax.select.heads import head_pattern, heuristic_mask, window_most_local, windowed_count
 from swa_jax.select.light_transfer import SINK_TOKENS, lazy_ratios, light_transfer_pattern
 from swa_jax.select.method_table import METHODS, Heuristic, StaticMethod, Variant
-from swa_jax.select.nll import LayerScorer, greedy_pattern, nll_pattern
+from swa_jax.select.nll import LayerScorer, Progress, greedy_pattern, nll_pattern
 from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
 from swa_jax.settings import nearest
 
@@ -38,6 +38,7 @@ class Task(NamedTuple):
     data: str
     evaluations: Path | None
     weights: str | None
+    progress: Progress | None
 
     @property
     def windowed(self) -> dict[str, Any]:
@@ -64,6 +65,7 @@ def choose(
     data: str = "",
     evaluations: Path | None = None,
     weights: str | None = None,
+    progress: Progress | None = None,
 ) -> list[AttentionPattern]:
     """A pattern for each ratio: the share of KV heads, or of layers, that is windowed, rounded up.
 
@@ -76,6 +78,7 @@ def choose(
       data: what the examples are, for the provenance.
       evaluations: where BOSCH keeps its scores; shared by its variants and ratios.
       weights: the sum of the weights for that file, as in `content_key`.
+      progress: called with (steps done, steps expected); BOSCH begins anew with each ratio.
 
     Raises:
       ConfigError: an unknown method, a ratio outside [0, 1], or what the method itself refuses.
@@ -84,7 +87,7 @@ def choose(
         raise ConfigError(f"method '{method}' is not known{nearest(method, list(METHODS))}")
     task = Task(
         model, examples, ratios, sliding_window, num_sink_tokens, batch_size, iterations, seed, data, evaluations,
-        weights,
+        weights, progress,
     )  # fmt: skip
     row = METHODS[method]
     return _RUN[row.family](task, **row.options)
@@ -96,9 +99,9 @@ def _nll(task: Task, greedy: bool = False) -> list[AttentionPattern]:
     )  # fmt: skip
     drawn: dict[str, Any] = {"data": task.data, "seed": task.seed}
     if not greedy:
-        scores = scorer()
+        scores = scorer(progress=task.progress)
         return [nll_pattern(scores, budget=n, **drawn) for n in task.layer_budgets]
-    rounds = scorer.greedy(max(1, *task.layer_budgets))
+    rounds = scorer.greedy(max(1, *task.layer_budgets), progress=task.progress)
     return [
         greedy_pattern(rounds[:n], **drawn) if n else nll_pattern(rounds[0], budget=0, **drawn)
         for n in task.layer_budgets
@@ -107,7 +110,9 @@ def _nll(task: Task, greedy: bool = False) -> list[AttentionPattern]:
 
 def _light_transfer(task: Task) -> list[AttentionPattern]:
     recent = max(1, task.sliding_window - SINK_TOKENS)  # the paper's 4 + 1020 keys are its window of 1024
-    lazy = lazy_ratios(task.model, task.examples, recent_keys=recent, batch_size=task.batch_size)
+    lazy = lazy_ratios(
+        task.model, task.examples, recent_keys=recent, batch_size=task.batch_size, progress=task.progress
+    )
     return [
         light_transfer_pattern(
             lazy, budget=n, sliding_window=task.sliding_window, num_sink_tokens=task.num_sink_tokens, data=task.data,
@@ -126,7 +131,11 @@ def _bosch(task: Task, variant: Variant) -> list[AttentionPattern]:
     try:
         return [
             bosch_pattern(
-                bosch(evaluate, ratio, **settings), evaluate, ratio=ratio, data=task.data, **settings
+                bosch(evaluate, ratio, progress=task.progress, **settings),
+                evaluate,
+                ratio=ratio,
+                data=task.data,
+                **settings,
             )
             for ratio in task.ratios
         ]
@@ -137,7 +146,7 @@ def _bosch(task: Task, variant: Variant) -> list[AttentionPattern]:
 def _static(task: Task, method: StaticMethod) -> list[AttentionPattern]:
     scores = static_scores(
         task.model, task.examples, method, sliding_window=task.sliding_window, batch_size=task.batch_size,
-        seed=task.seed,
+        seed=task.seed, progress=task.progress,
     )  # fmt: skip
     local = LARGER_IS_LOCAL[method]
     masks = [window_most_local(scores, ratio, larger_is_local=local) for ratio in task.ratios]

@@ -180,11 +180,11 @@ class LayerScorer:
         short = [i for i, count in enumerate(queries) if count <= window + sinks]
         long = [i for i, count in enumerate(queries) if count > window + sinks]
         self._batches: list[tuple[np.ndarray, AnswerBatch, bool]] = [
-            (np.array(some)[index], batch, some is short)
-            for some in (short, long)
-            if some
+            (np.array(members)[index], batch, members is short)
+            for members in (short, long)
+            if members
             for index, batch in answer_batches(
-                [examples[i] for i in some], batch_size, full_attention_decode, partition
+                [examples[i] for i in members], batch_size, full_attention_decode, partition
             )
         ]
         content = {} if file is None else content_key(
@@ -194,7 +194,7 @@ class LayerScorer:
         self._file = ScoreFile(file, content, "scores of layers")
 
     @property
-    def num_kept(self) -> int:
+    def num_known(self) -> int:
         """Examples whose scores with every layer windowed are known, those found in the file included."""
         return sum(_key((), i) in self._file.scores for i in range(self.num_examples))
 
@@ -210,8 +210,8 @@ class LayerScorer:
         total = self.layers + 1
         done = [0.0, 0.0]  # examples' passes made, and the passes reported
 
-        def report(examples: int, some: float) -> None:
-            done[0] += some * examples
+        def report(examples: int, passes: float) -> None:
+            done[0] += passes * examples
             while progress and done[0] >= (done[1] + 1) * self.num_examples - 0.5:
                 done[1] += 1
                 progress(int(done[1]), total)
@@ -349,8 +349,8 @@ def nll_pattern(
       ConfigError: not exactly one of `budget` and `one_in_n`, or a budget the model cannot meet.
     """
     chosen = select_layers(scores.mean, full_layer_budget(scores.deltas.shape[1], budget, one_in_n))
-    said = {"method": "nll", "scores": scores.mean.tolist()}
-    return _as_scored(scores, chosen, full_attention_decode, data, seed, said)
+    provenance = {"method": "nll", "scores": scores.mean.tolist()}
+    return _as_scored(scores, chosen, full_attention_decode, data, seed, provenance)
 
 
 def greedy_pattern(
@@ -365,13 +365,13 @@ def greedy_pattern(
     `provenance["scores"]` is each layer's score in the first round, `["rounds"]` the layer and the scores of all.
     """
     picked = [best_layer(scores) for scores in rounds]
-    said: dict[str, Any] = {
+    provenance: dict[str, Any] = {
         "method": "nll-greedy",
         "scores": rounds[0].mean.tolist(),
         "picked": picked,
         "rounds": [scores.mean.tolist() for scores in rounds],
     }
-    return _as_scored(rounds[0], picked, full_attention_decode, data, seed, said)
+    return _as_scored(rounds[0], picked, full_attention_decode, data, seed, provenance)
 
 
 def _as_scored(
@@ -380,10 +380,10 @@ def _as_scored(
     full_attention_decode: bool | None,
     data: str,
     seed: int | None,
-    said: dict[str, Any],
+    provenance: dict[str, Any],
 ) -> AttentionPattern:
     decode = scores.full_attention_decode if full_attention_decode is None else full_attention_decode
-    provenance = said | {
+    provenance = provenance | {
         "data": data,
         "num_examples": len(scores.deltas),
         "intervals": [estimate.interval for estimate in scores.intervals()],

@@ -95,7 +95,7 @@ def static_scores(
             _razor(graph, weights, examples, config.vocab_size, seed), config.num_key_value_heads
         )
     batches = list(answer_batches(examples, batch_size, full_attention_decode=False))
-    parts, tokens = [], 0
+    by_batch, tokens = [], 0
     for done, (index, batch) in enumerate(batches):
         if method == "fisher":
             values = fisher_masses(graph, weights, batch, sliding_window)
@@ -103,11 +103,11 @@ def static_scores(
             values = layer_statistics(
                 graph, weights, batch.tokens, batch.segment_ids, (method, sliding_window)
             )
-        parts.append(np.asarray(values, np.float64)[:, : len(index)])  # [L, B, H] or [L, B, H, 2]
+        by_batch.append(np.asarray(values, np.float64)[:, : len(index)])  # [L, B, H] or [L, B, H, 2]
         tokens += int(batch.segment_ids[: len(index)].sum())
         if progress:
             progress(done + 1, len(batches))
-    values = np.concatenate(parts, axis=1)
+    values = np.concatenate(by_batch, axis=1)
     if method == "apl":
         scores = 1 - np.minimum(1, np.median(values, axis=1) / sliding_window)
     elif method == "fisher":

@@ -171,40 +171,37 @@ def test_select_writes_a_pattern_and_a_picture(checkpoint, tmp_path):
     assert fails("select", "nll", checkpoint, "--out", "x.txt", "--budget", 1).startswith("--out is x.txt")
 
 
-def test_evaluate(checkpoint, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("All that is gold does not glitter. " * 12)
+def test_evaluate_needles(checkpoint, tmp_path):
     out = tmp_path / "results"
-    options = ("--length", 320, "--text", text, "--context", 64)
     patterns = ("--pattern", "full", "--pattern", "window", "--window", 16)
-    output = run("evaluate", checkpoint, *patterns, "--needles", 6, *options, "--batch-size", 6, "--out", out)
+    options = ("--examples", 6, "--length", 320, "--batch-size", 6, "--out", out)
+    output = run("evaluate", "needles", checkpoint, *patterns, *options)
     assert "Needles found" in output
-    assert "window: perplexity" in output
+    assert "needles, answered and scored 24/24\n" in output
     results = json.loads((out / "results.json").read_text())
     full, window = results["rows"]
     assert (full["name"], window["name"]) == ("full", "window")
     assert full["kv_cache_bytes"] == 2 * full["cache_tokens"] * 2 * 8 * 4
     assert window["kv_cache_bytes"] == 2 * 16 * 2 * 8 * 4
-    assert full["perplexity"] != window["perplexity"]
     assert (out / "needles.png").read_bytes().startswith(b"\x89PNG")
     assert results["patterns"]["window"]["sliding_window"] == 16
     assert "holds whole prompts" not in output
-    refused = fails("evaluate", checkpoint, *patterns, "--needles", 6, *options, "--out", out)
-    assert refused == f"{out} has results already: name another folder with --out, or move it away"
-    options = ("--needles", 1, "--length", 320, "--pattern", "window", "--pattern", "full", "--window", 400)
-    output = run("evaluate", checkpoint, *options)
-    assert re.search(
-        r"^window: the window of 400 tokens holds whole prompts \(\d+\), which is full attention",
-        output,
-        re.M,
-    )
-    assert output.count("holds whole prompts") == 1
-    assert fails("evaluate", checkpoint, "--text", tmp_path).startswith(f"{tmp_path}: ")
-    assert fails("evaluate", checkpoint, "--needles", 0).startswith("nothing to measure")
-    assert "length" in fails("evaluate", checkpoint, "--length", 20)
-    assert fails("evaluate", checkpoint, "--text", tmp_path / "absent.txt").startswith(
-        str(tmp_path / "absent.txt")
-    )
+    assert "length" in fails("evaluate", "needles", checkpoint, "--length", 20)
+    for absent in (tmp_path, tmp_path / "absent.txt"):
+        assert fails("evaluate", "text", checkpoint, absent).startswith(f"{absent}")
+
+
+def test_windows_that_hold_whole_prompts_are_remarked_on(checkpoint, tmp_path):
+    patterns = ("--length", 320, "--pattern", "window", "--pattern", "full", "--window", 400)
+    compare = ("compare", checkpoint, "--held-out", 1, "--force", "--out", tmp_path)
+    for command in (("evaluate", "needles", checkpoint, "--examples", 1), compare):
+        output = run(*command, *patterns)
+        assert re.search(
+            r"^window: the window of 400 tokens holds whole prompts \(\d+\), which is full attention",
+            output,
+            re.M,
+        )
+        assert output.count("holds whole prompts") == 1
 
 
 def test_config_error_is_a_value_error():

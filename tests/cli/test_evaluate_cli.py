@@ -1,23 +1,25 @@
 """`swa-jax evaluate` on RULER's tasks and perplexity sweeps, and the functions behind it, on a tiny random model."""
 
 import dataclasses
+import importlib
 import importlib.util
 import json
-import types
 
 import numpy as np
 import pytest
-from rich.console import Console
+import typer
 from tiny_models import byte_checkpoint, make
 from typer.testing import CliRunner
 
 from swa_jax.checkpoint.folder import load_model
-from swa_jax.cli import evaluate_parts
+from swa_jax.cli.evaluate import app as evaluate_app
+from swa_jax.cli.evaluate.old_form import translate
 from swa_jax.cli.main import app
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.estimates import accuracy_interval, bootstrap
-from swa_jax.evaluate import Example, perplexity
+from swa_jax.evaluate import perplexity
+from swa_jax.evaluate.measure import score_by_depth
 from swa_jax.evaluate.ruler import ruler_grid
 from swa_jax.evaluate.ruler_scores import RulerScore, ruler_scores
 from swa_jax.evaluate.sweep import block_interval, perplexity_sweep, with_window
@@ -35,9 +37,11 @@ def run(*arguments: object, status: int = 0) -> str:
 
 
 def fails(*arguments: object) -> str:
-    output = run("evaluate", *arguments, status=2)
-    assert len(output.splitlines()) == 1, output
-    return output.strip()
+    """The one sentence that a kind of measurement ends with; a note on the context may stand before it."""
+    lines = run("evaluate", *arguments, status=2).splitlines()
+    *notes, sentence = [line for line in lines if not line.startswith("sequences of ")]
+    assert not notes, lines
+    return sentence
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +91,24 @@ def test_scores_are_those_of_the_texts_that_generate_gives(checkpoint):
     assert all(0.99 * s.length <= p + 8 <= s.length for s in scores for p in s.prompt_tokens)
 
 
-def test_prompts_beyond_the_context_are_remarked_on(checkpoint):
-    output = run("evaluate", checkpoint, "--needles", 1, "--length", 320)
-    assert "prompts of 320 tokens are longer than the model's context of 96" in output
+def test_what_goes_beyond_the_context_goes_on_with_a_note(checkpoint, text, tmp_path):
+    """Of every verb that reads prompts; --yarn makes room."""
+    note = "sequences of {} tokens are longer than the model's context of 96: they are run all the same, "
+    note += "at positions that the model was not trained for; --yarn {} stretches the context\n"
+    needles = ("evaluate", "needles", checkpoint, "--examples", 1, "--length", 320)
+    assert run(*needles).startswith(note.format(320, 4))
+    assert "longer than the model's context" not in run(*needles, "--yarn", 4)
+    assert note.format(97, 2) in run("evaluate", "text", checkpoint, text, "--lengths", "16,97")
+    assert (
+        "longer than"
+        not in run("evaluate", "text", checkpoint, text, "--lengths", "16,96").split("* longer")[0]
+    )
+    assert run("generate", checkpoint, "x" * 90, "--max-new-tokens", 7).startswith(note.format(97, 2))
+    assert "longer than" not in run("generate", checkpoint, "x" * 90, "--max-new-tokens", 6)
+    compare = ("compare", checkpoint, "--held-out", 1, "--length", 320, "--force", "--out", tmp_path / "c")
+    assert note.format(320, 4) in run(*compare)
+    select = ("select", "nll", checkpoint, "--one-in", 2, "--examples", 1, "--length", 320)
+    assert note.format(320, 4) in run(*select, "--out", tmp_path / "p.json")
 
 
 def test_an_end_token_ends_the_answer(checkpoint, monkeypatch):
@@ -124,13 +143,15 @@ def test_ruler_on_the_command_line(checkpoint, tmp_path):
     out = tmp_path / "results"
     patterns = ("--pattern", "full", "--pattern", "window", "--window", 16)
     options = ("--lengths", "900,1000", "--depths", "0,1", "--examples", 1, "--max-new-tokens", 4)
-    tasks = ("--ruler", "niah_single_2", "--ruler", "niah_single_1")
-    output = run("evaluate", checkpoint, *patterns, *tasks, *options, "--haystack", folder, "--out", out)
+    tasks = ("niah_single_2", "niah_single_1")
+    output = run(
+        "evaluate", "ruler", checkpoint, *tasks, *patterns, *options, "--haystack", folder, "--out", out
+    )
     assert "niah_single_2" in output
     assert "RULER's prompts 16/16\n" in output
     assert "Haystacks: files; noise (RULER)." in output
     results = json.loads((out / "results.json").read_text())
-    assert "rows" not in results  # needles only where they are asked for
+    assert results["settings"]["ruler"]["tasks"] == list(tasks)
     rows = results["ruler"]
     assert len(rows) == 2 * 2 * 2 * 2
     assert {row["haystack"] for row in rows} == {"files", "noise (RULER)"}
@@ -140,22 +161,17 @@ def test_ruler_on_the_command_line(checkpoint, tmp_path):
         ("full", "niah_single_2", 1000, 0),
     ]
     assert (out / "ruler.png").read_bytes().startswith(b"\x89PNG")
-    late = ("--ruler", "niah_single_1", "--lengths", "900,300", "--out", tmp_path / "late")
-    assert "length is 300 tokens" in fails(checkpoint, *late)
+    late = ("niah_single_1", "--lengths", "900,300", "--out", tmp_path / "late")
+    assert "length is 300 tokens" in fails("ruler", checkpoint, *late)
     assert not (tmp_path / "late" / "results.json").exists()  # said before anything is measured
     template = tmp_path / "template.txt"
     template.write_text("no place")
-    assert "{prompt} exactly once" in fails(
-        checkpoint, "--ruler", "niah_single_1", "--template", template, "--length", 900
-    )
-    assert "'niah_singel_1'; did you mean 'niah_single_1'?" in fails(checkpoint, "--ruler", "niah_singel_1")
-    assert "--lengths must be positive whole numbers" in fails(
-        checkpoint, "--ruler", "niah_single_1", "--lengths", "4k"
-    )
+    one = ("ruler", checkpoint, "niah_single_1")
+    assert "{prompt} exactly once" in fails(*one, "--template", template, "--lengths", 900)
+    assert "'niah_singel_1'; did you mean 'niah_single_1'?" in fails("ruler", checkpoint, "niah_singel_1")
+    assert "--lengths must be positive whole numbers" in fails(*one, "--lengths", "4k")
     (tmp_path / "empty").mkdir()
-    assert "folder without files" in fails(
-        checkpoint, "--ruler", "niah_single_1", "--haystack", tmp_path / "empty"
-    )
+    assert "folder without files" in fails(*one, "--haystack", tmp_path / "empty")
 
 
 def test_what_was_measured_before_an_interruption_is_kept(checkpoint, tmp_path, monkeypatch):
@@ -167,9 +183,9 @@ def test_what_was_measured_before_an_interruption_is_kept(checkpoint, tmp_path, 
             raise KeyboardInterrupt
         return [RulerScore(*cell, 1.0, [0.5, 1.0], [1.0, 1.0], 1, [890, 896], "h") for cell in cells]
 
-    monkeypatch.setattr("swa_jax.cli.evaluate_parts.ruler_scores", measure)
-    arguments = ("--ruler", "niah_single_1", "--lengths", "900,1000", "--examples", 1, "--out", tmp_path)
-    result = CliRunner().invoke(app, ["evaluate", str(checkpoint), *map(str, arguments)])
+    monkeypatch.setattr(importlib.import_module("swa_jax.evaluate.ruler_scores"), "ruler_scores", measure)
+    arguments = ("niah_single_1", "--lengths", "900,1000", "--examples", 1, "--out", tmp_path)
+    result = CliRunner().invoke(app, ["evaluate", "ruler", str(checkpoint), *map(str, arguments)])
     assert result.exit_code != 0
     assert lengths == [900, 1000]
     kept = json.loads((tmp_path / "results.json").read_text())["ruler"]
@@ -185,7 +201,7 @@ def test_yarn_stretches_the_context_of_what_is_measured(checkpoint, tmp_path):
     rows = {}
     for name, options in {"plain": (), "yarn": ("--yarn", 2)}.items():
         output = run(
-            "evaluate", checkpoint, "--text", text, "--contexts", 192, "--out", tmp_path / name, *options
+            "evaluate", "text", checkpoint, text, "--lengths", 192, "--out", tmp_path / name, *options
         )
         rows[name] = json.loads((tmp_path / name / "results.json").read_text())
     assert (rows["plain"]["yarn"], rows["yarn"]["yarn"]) == (None, 2)
@@ -198,7 +214,7 @@ def test_yarn_stretches_the_context_of_what_is_measured(checkpoint, tmp_path):
     expected = perplexity(load_model(checkpoint, config=config), tokens, context=192)
     np.testing.assert_allclose(yarn["nll"], np.log(expected.perplexity), rtol=1e-6)
     assert abs(plain["nll"] - yarn["nll"]) > 1e-3
-    assert fails(checkpoint, "--yarn", 1) == (
+    assert fails("needles", checkpoint, "--yarn", 1) == (
         "--yarn 1: YaRN stretches the context: its factor must be above 1, got 1"
     )
 
@@ -265,43 +281,36 @@ def test_a_sweep_on_the_command_line(checkpoint, text, tmp_path):
     out = tmp_path / "results"
     make("Fw", sliding_window=16).to_json(tmp_path / "Fw.json")
     patterns = ("--pattern", "window", "--pattern", tmp_path / "Fw.json")
-    options = ("--text", text, "--windows", "8,full", "--contexts", "32,128", "--out", out)
-    output = run("evaluate", checkpoint, *patterns, "--window", 16, *options)
+    options = (text, "--eval-windows", "8,full", "--lengths", "32,128", "--out", out)
+    output = run("evaluate", "text", checkpoint, *patterns, "--window", 16, *options)
     assert "Length 128" in output
     assert "* longer than the context" in output
     results = json.loads((out / "results.json").read_text())
-    assert "rows" not in results
     rows = results["perplexity_sweep"]
     assert [(r["window"], r["length"]) for r in rows[:4]] == [(8, 32), (8, 128), (None, 32), (None, 128)]
     assert rows[2]["perplexity"] == pytest.approx(rows[6]["perplexity"], rel=1e-5)  # full is full
     assert (out / "perplexity.png").read_bytes().startswith(b"\x89PNG")
-    assert "name it with --text" in fails(checkpoint, "--windows", "8")
-    assert "--windows must be positive whole numbers or 'full'" in fails(
-        checkpoint, "--text", text, "--windows", "wide"
+    assert "--eval-windows must be positive whole numbers or 'full'" in fails(
+        "text", checkpoint, text, "--eval-windows", "wide"
     )
-    assert "too few for sequences of 4096" in fails(checkpoint, "--text", text, "--contexts", "4096")
+    assert "too few for sequences of 4096" in fails("text", checkpoint, text, "--lengths", "4096")
     assert "changes nothing" in fails(
-        checkpoint, "--text", text, "--pattern", "full", "--windows", "8", "--contexts", "32"
+        "text", checkpoint, text, "--pattern", "full", "--eval-windows", "8", "--lengths", "32"
+    )
+
+
+def test_a_text_shorter_than_the_default_length_is_one_sequence(checkpoint, text):
+    tokens = len(text.read_bytes())
+    assert f"Length {tokens - 1}*" in (output := run("evaluate", "text", checkpoint, text)) or (
+        f"Length {tokens - 1}" in output
     )
 
 
 def test_routing_on_the_command_line(checkpoint, text, tmp_path):
     out = tmp_path / "results"
-    options = (
-        "--pattern",
-        "switch",
-        "--window",
-        16,
-        "--routing",
-        "--text",
-        text,
-        "--context",
-        64,
-        "--out",
-        out,
-    )
+    options = ("--pattern", "switch", "--window", 16, "--text", text, "--text-length", 64, "--out", out)
     tasks = ("--ruler", "niah_single_1", "--depths", "0,1", "--examples", 1, "--max-new-tokens", 2)
-    output = run("evaluate", checkpoint, *options, *tasks, "--length", 900)
+    output = run("evaluate", "routing", checkpoint, *options, *tasks, "--lengths", 900)
     assert "Routing: share of the queries" in output
     rows = json.loads((out / "results.json").read_text())["routing"]
     assert [(r["data"], r["length"], r["depth"]) for r in rows] == [
@@ -320,26 +329,159 @@ def test_routing_on_the_command_line(checkpoint, text, tmp_path):
         attention = 4 * wide * row["keys_of_full"]
         assert row["gflops_of_full"] * 1e9 == pytest.approx(2 * matrix_parameters(config) + attention)
     assert (out / "routing.png").read_bytes().startswith(b"\x89PNG")
-    assert "no layer of this pattern is routed" in fails(checkpoint, "--routing", "--text", text)
+    assert "no layer of this pattern is routed" in fails("routing", checkpoint, "--text", text)
+    alone = ("--pattern", "switch", "--window", 16, "--examples", 0)
+    assert fails("routing", checkpoint, *alone) == (
+        "--examples 0 leaves nothing to look at: name a text with --text"
+    )
 
 
-def test_needles_are_mapped_by_the_depths_that_they_take_in_turn(monkeypatch, tmp_path):
-    found, maps = types.SimpleNamespace(scores=np.array([1.0, 0, 1, 0, 0])), []
-    monkeypatch.setattr(evaluate_parts, "measure_pattern", lambda *_, **__: ({}, found))
-    monkeypatch.setattr(evaluate_parts, "pattern_table", lambda rows: "")
-    monkeypatch.setattr(evaluate_parts, "needle_heat_map", lambda grid, *_: maps.append(grid))
-    drawn = [Example([1], [2], [])] * 5
-    console = Console(quiet=True)
-    measured = evaluate_parts.measure_needles(console, [("a", None)], None, drawn, [0.0, 1.0], [], 64, 4)
-    measured.draw(tmp_path)
-    assert maps == [[[pytest.approx(2 / 3), 0]]]
+def test_routing_on_needles(checkpoint, tmp_path):
+    options = (
+        "--pattern",
+        "switch",
+        "--window",
+        16,
+        "--lengths",
+        "320,330",
+        "--examples",
+        4,
+        "--depths",
+        "0,1",
+    )
+    run("evaluate", "routing", checkpoint, *options, "--out", tmp_path)
+    rows = json.loads((tmp_path / "results.json").read_text())["routing"]
+    assert [(r["data"], r["length"], r["depth"], r["n"]) for r in rows] == [
+        ("needle", 320, 0, 2), ("needle", 320, 1, 2), ("needle", 330, 0, 2), ("needle", 330, 1, 2),
+    ]  # fmt: skip
+
+
+def test_needles_are_mapped_by_the_depths_that_they_take_in_turn():
+    assert score_by_depth(np.array([1.0, 0, 1, 0, 0]), 2) == [pytest.approx(2 / 3), 0]
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is not None, reason="lm-evaluation-harness is installed"
 )
 def test_a_missing_harness_is_one_sentence(checkpoint):
-    assert fails(checkpoint, "--harness", "any") == (
-        "--harness needs lm-evaluation-harness, which is not installed: run pip install -e '.[eval]' in the folder "
-        "of the swa-jax repository"
+    assert fails("harness", checkpoint, "any") == (
+        "evaluate harness needs lm-evaluation-harness, which is not installed: run pip install -e '.[eval]' in the "
+        "folder of the swa-jax repository"
     )
+
+
+# ---- one folder for several kinds ----
+
+
+def test_several_kinds_share_a_folder(checkpoint, text, tmp_path):
+    out = ("--pattern", "window", "--window", 16, "--out", tmp_path)
+    run("evaluate", "text", checkpoint, text, "--lengths", 32, *out)
+    needles = ("needles", checkpoint, "--examples", 1, "--length", 320)
+    run("evaluate", *needles, *out)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert set(results) == {"model", "yarn", "dtype", "patterns", "settings", "perplexity_sweep", "rows"}
+    assert results["settings"]["text"] == {
+        "file": str(text), "lengths": "32", "eval_windows": None, "batch_size": 16, "seed": 0,
+    }  # fmt: skip
+    before = (tmp_path / "results.json").read_bytes()
+    assert fails(*needles, *out).startswith(f"{tmp_path} has results of `evaluate needles` already: ")
+    other = ("--pattern", "window", "--window", 8, "--out", tmp_path)
+    assert fails("harness", checkpoint, "x", *other).startswith(
+        (f"{tmp_path} has results with another 'patterns': ", "lm-")
+    )
+    routing = fails("routing", checkpoint, *other)
+    assert routing.startswith(f"{tmp_path} has results with another 'patterns': name another folder")
+    assert (tmp_path / "results.json").read_bytes() == before
+    (tmp_path / "results.json").write_text("[]")
+    assert fails("routing", checkpoint, *out).startswith(f"{tmp_path} has results already: ")
+
+
+# ---- the one command of before ----
+
+KINDS = {
+    name: {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    for name, command in typer.main.get_command(evaluate_app).commands.items()
+    if not command.hidden
+}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("M", ["needles M"]),
+        ("--needles 6 M --length 320 --depths 0,1", ["needles M --examples 6 --length 320 --depths 0,1"]),
+        ("M --ruler a --ruler b --lengths 9,8 --length 7 --examples 3 --template t",
+         ["ruler M a b --lengths 9,8 --examples 3 --template t"]),
+        ("M --ruler all --length 900 --needles=2",
+         ["needles M --length 900 --examples 2", "ruler M all --lengths 900"]),
+        ("M --text t --needles 0 --context 64 --window 8 --fa-decode",
+         ["text M t --lengths 64 --window 8 --fa-decode"]),
+        ("M --text t --windows 8,full --contexts 32,64 --context 5 --pattern a --pattern b",
+         ["text M t --eval-windows 8,full --lengths 32,64 --pattern a --pattern b"]),
+        ("M --routing --text t --context 64 --needles 0",
+         ["routing M --text t --text-length 64 --examples 0", "text M t --lengths 64"]),
+        ("M --routing --ruler a --examples 2 --length 9 --depths 0,1",
+         ["routing M --ruler a --examples 2 --lengths 9 --depths 0,1",
+          "ruler M a --examples 2 --lengths 9 --depths 0,1"]),
+        ("M --longmemeval f --judge j --cut-middle --max-length 8 --batch-size 2",
+         ["questions M --longmemeval f --judge j --cut-middle --max-length 8 --batch-size 2"]),
+        ("M --harness a --harness b --harness-folder d --limit 2 --yarn 2",
+         ["harness M a b --folder d --limit 2 --yarn 2"]),
+    ],
+)  # fmt: skip
+def test_the_old_form_is_translated(old, new):
+    assert [" ".join(command) for command in translate(old.split(), KINDS)] == new
+
+
+@pytest.mark.parametrize(
+    ("old", "sentence"),
+    [
+        ("M --needles 0", "nothing to measure: "),
+        ("M --windows 8", "--windows and --contexts ask for the perplexity of a text: name it with --text"),
+        ("M --text", "--text needs a value"),
+        ("M --rular x", "evaluate has no option '--rular'; did you mean '--ruler'?"),
+        (
+            "needels M",
+            "evaluate needs a kind of measurement and a checkpoint, got 'needels'; did you mean 'needles'?",
+        ),
+        (
+            "needels",
+            "evaluate needs a kind of measurement and a checkpoint, got 'needels'; did you mean 'needles'?",
+        ),
+    ],
+)
+def test_what_the_old_form_refuses(old, sentence):
+    assert fails(*old.split()).startswith(sentence)
+
+
+def test_the_old_form_works_and_names_the_new_commands(checkpoint, text, tmp_path):
+    old = (
+        "--needles",
+        1,
+        "--length",
+        320,
+        "--text",
+        text,
+        "--windows",
+        8,
+        "--contexts",
+        32,
+        "--out",
+        tmp_path,
+    )
+    output = run("evaluate", checkpoint, *old)
+    assert output.startswith(
+        "the next release has `evaluate` by kind only; this command is now: "
+        f"swa-jax evaluate needles {checkpoint} --examples 1 --length 320 --out {tmp_path}; "
+        f"swa-jax evaluate text {checkpoint} {text} --eval-windows 8 --lengths 32 --out {tmp_path}\n"
+    )
+    assert {"rows", "perplexity_sweep"} < set(json.loads((tmp_path / "results.json").read_text()))
+    again = fails(checkpoint, *old)
+    assert again == f"{tmp_path} has results already: name another folder with --out, or move it away"
+
+
+def test_old_spellings_are_taken_by_the_new_commands(checkpoint, text):
+    output = run("evaluate", "text", checkpoint, text, "--windows", 8, "--contexts=32")
+    assert "--windows is now called --eval-windows\n--contexts is now called --lengths\n" in output
+    assert "Length 32" in output
+    assert "--windows " not in run("evaluate", "text", "--help")

@@ -9,6 +9,7 @@ from tiny_models import byte_checkpoint, make
 
 import swa_jax.model.generate
 import swa_jax.train.loop
+from swa_jax.checkpoint.folder import load_model, save_model
 from swa_jax.model.pattern import AttentionPattern
 
 TINY = Path(__file__).parents[2] / "configs" / "swat-tiny.yaml"
@@ -32,7 +33,7 @@ def files(tmp_path_factory):
     return folder
 
 
-# Source, options, and what must come of them: window (None: the verb's own default), sink tokens.
+# Source, options, and what must come of them: window (None: the model's own), sink tokens.
 SOURCES = [
     ("window", (), None, 0),
     ("streaming", (), None, 10),
@@ -54,13 +55,14 @@ def named(source, files):
 @pytest.mark.parametrize(("source", "options", "window", "sinks"), SOURCES)
 def test_pattern_and_generate(checkpoint, files, monkeypatch, source, options, window, sinks):
     output = run("pattern", named(source, files), "--model", checkpoint, *options)
-    assert f"window {window or 2048} (own key included), {sinks} sink tokens" in output
+    window = window or OWN_WINDOW
+    assert f"window {window} (own key included), {sinks} sink tokens" in output
     used = []
     monkeypatch.setattr(
         swa_jax.model.generate, "generate", lambda model, *_, **__: used.append(model.pattern) or [[]]
     )
     run("generate", checkpoint, "hello", "--pattern", named(source, files), *options)
-    assert (used[0].sliding_window, used[0].num_sink_tokens) == (window or 2048, sinks)
+    assert (used[0].sliding_window, used[0].num_sink_tokens) == (window, sinks)
     assert used[0].full_attention_decode == (source == "swaa.json")
 
 
@@ -68,12 +70,32 @@ def test_evaluate(checkpoint, files, tmp_path):
     (tmp_path / "text.txt").write_text("All that is gold does not glitter. " * 12)
     sources = [(s, w, k) for s, options, w, k in SOURCES if not options]
     patterns = [x for source, *_ in sources for x in ("--pattern", named(source, files))]
-    run("evaluate", checkpoint, *patterns, "--needles", 0, "--text", tmp_path / "text.txt", "--windows", "8",
-        "--contexts", 64, "--out", tmp_path / "out")  # fmt: skip
+    run("evaluate", "text", checkpoint, tmp_path / "text.txt", *patterns, "--eval-windows", "8", "--lengths", 64,
+        "--out", tmp_path / "out")  # fmt: skip
     used = json.loads((tmp_path / "out" / "results.json").read_text())["patterns"]
     for source, window, sinks in sources:
         one = used[str(named(source, files))]
-        assert (one["sliding_window"], one["num_sink_tokens"]) == (window or 2048, sinks)
+        assert (one["sliding_window"], one["num_sink_tokens"]) == (window or OWN_WINDOW, sinks)
+
+
+def test_the_window_of_a_recipe_is_said(checkpoint, files, tmp_path):
+    """Where --window is not given: the model's own, or 2048; by every verb, and only of what takes it."""
+    own = f"window: the window is {OWN_WINDOW}, the model's own; --window sets another\n"
+    default = "window: the window is 2048, the default of recipes; --window sets another\n"
+    assert run("pattern", "window", "--layers", 2).startswith(default)
+    assert run("pattern", "window", "--model", checkpoint).startswith(own)
+    assert run("generate", checkpoint, "hello", "--max-new-tokens", 1, "--pattern", "window").startswith(own)
+    needles = ("evaluate", "needles", checkpoint, "--examples", 1, "--length", 320)
+    output = run(*needles, "--pattern", "streaming", "--pattern", "full", "--pattern", files / "mine.json")
+    assert output.startswith(own.replace("window:", "streaming:", 1))
+    compare = ("compare", checkpoint, "--held-out", 1, "--length", 320, "--force", "--out", tmp_path / "c")
+    assert own in run(*compare)
+    full = ("full", files / "mine.json", "window+sink-tokens=2")
+    for pattern, options in zip(full, ((), (), ("--window", 8)), strict=True):
+        assert "sets another" not in run("pattern", pattern, "--layers", 2, *options)
+    model = load_model(checkpoint, pattern="full")
+    save_model(model, tmp_path / "full", tokenizer_from=checkpoint)
+    assert run("pattern", "window", "--model", tmp_path / "full").startswith(default)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +166,14 @@ def test_import(files, tmp_path):
     assert (stored.sliding_window, stored.num_sink_tokens, stored.full_layers) == (24, 5, (1,))
 
 
+def test_a_recipe_takes_the_window_of_the_model_that_is_imported_or_loaded(checkpoint, tmp_path):
+    golden = GOLDEN / "mistral-window"
+    own = json.loads((golden / "config.json").read_text())["sliding_window"]
+    run("import", golden, tmp_path / "model", "--pattern", "interleave-1-in-2")
+    assert AttentionPattern.from_json(tmp_path / "model" / "pattern.json").sliding_window == own != 2048
+    assert load_model(checkpoint, pattern="streaming").pattern.sliding_window == OWN_WINDOW
+
+
 def test_a_swaa_configuration_that_is_wrong_is_named(checkpoint, tmp_path):
     file = tmp_path / "swaa.json"
     for change, said in (
@@ -162,3 +192,26 @@ def test_a_swaa_configuration_that_is_wrong_is_named(checkpoint, tmp_path):
     assert "2 layers: wF" in run("pattern", file, "--layers", 2)
     file.write_text("{}")
     assert "has no 'layer_types': it is not" in fails("pattern", file, "--layers", 2)
+
+
+def test_pattern_diff_reads_all_that_a_pattern_may_be(checkpoint, files, tmp_path):
+    mine, swaa = files / "mine.json", files / "swaa.json"
+    output = run("pattern", "diff", mine, swaa)  # the first says how many layers there are
+    assert f"{mine}: 1 of 2 layers windowed (50.0%)" in output
+    assert "layer 0: only the second windows it\nlayer 1: only the first windows it" in output
+    assert "only the" not in run("pattern", "diff", "full", "layers:0,1", "--layers", 2)
+    assert "layer 0: only the second windows it" in run(
+        "pattern", "diff", "full", "window", "--model", checkpoint
+    )
+    assert "windowed" in run(
+        "pattern", "diff", files / "config.json", '{"layer_types": ["full_attention", "full_attention"]}'
+    )
+    assert fails("pattern", "diff", "full", "window").startswith("give one of --layers N and --model DIR: ")
+    make("Fww").to_json(tmp_path / "three.json")
+    assert fails("pattern", "diff", mine, tmp_path / "three.json") == (
+        f"{tmp_path / 'three.json'} has 3 layers, not 2: they must agree"
+    )
+    run("pattern", "diff", "full", "window", "--layers", 2, "--window", 8, status=2)  # it has no such option
+    swapped = tmp_path / "swap.json"
+    run("pattern", "diff", mine, swaa, "--swap", swapped)
+    assert AttentionPattern.from_json(swapped).provenance["first"] == str(mine)

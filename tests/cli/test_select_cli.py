@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory, byte_tokenizer):
 def planted(monkeypatch):
     """The planted model and its examples in place of a checkpoint's and of needles."""
     monkeypatch.setattr("swa_jax.cli.select.load_checkpoint", lambda *_: (planted_model(), None))
-    monkeypatch.setattr("swa_jax.cli.select.draw_needles", lambda *_: planted_examples())
+    monkeypatch.setattr("swa_jax.cli.select_options.draw_needles", lambda *_: planted_examples())
     monkeypatch.setattr("swa_jax.checkpoint.folder.weights_sum", lambda _: "planted")
 
     def opened(_):
@@ -146,7 +146,7 @@ def test_methods_can_be_named_alone(checkpoint, tmp_path):
     options = ("--ratio", 0.5, "--window", 16)
     for short, long in (
         (("random", checkpoint), ("heuristic", checkpoint, "random")),
-        (("periodic", checkpoint), ("heuristic", checkpoint, "interleave")),
+        (("interleave", checkpoint), ("heuristic", checkpoint, "interleave")),
         (("qada", checkpoint, *NEEDLES), ("static", checkpoint, "qada", *NEEDLES)),
     ):
         run("select", *short, *options, "--out", tmp_path / "short.json")
@@ -208,7 +208,7 @@ def test_nll_goes_on_from_its_file_and_writes_what_it_found(checkpoint, tmp_path
     assert first.provenance["method"] == "nll"
     assert len(first.full_layers) == 1
     before = json.loads(kept.read_text())["scores"]
-    output = run("select", "nll", checkpoint, *options, "--no-reuse")
+    output = run("select", "nll", checkpoint, *options)
     assert f"{kept} has the scores of 2 examples: going on from there" in output
     assert AttentionPattern.from_json(out) == first
     output = run("select", "nll", checkpoint, *options, "--greedy")
@@ -240,8 +240,6 @@ def test_wrong_arguments_of_layer_selection_get_a_sentence(checkpoint, tmp_path)
     assert fails(*nll) == "give exactly one of --budget and --one-in: how many layers stay full"
     assert fails(*nll, "--budget", 3) == "budget is 3 full layers, the model has 2"
     assert fails(*nll, "--budget", 0, "--greedy") == "--greedy chooses one layer at least, but --budget is 0"
-    said = fails(*nll, "--budget", 1, "--no-reuse", "--toggles-at-once", 2)
-    assert said == "--toggles-at-once goes with reused activations: leave out --no-reuse"
     assert fails(*nll, "--budget", 1, "--mesh", "rows=2").startswith(
         "--mesh must be sizes of the axes data, fsdp,"
     )

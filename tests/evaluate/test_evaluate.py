@@ -16,9 +16,7 @@ from swa_jax.evaluate import (
     answer_nll,
     generate_answers,
     needle_accuracy,
-    needle_accuracy_grid,
     needle_examples,
-    needle_grid,
     perplexity,
     score_answers,
 )
@@ -231,19 +229,3 @@ def test_a_single_batch_is_timed_warm(model, needles):
     assert answers.decode_tokens_per_second > 0
     untimed = generate_answers(windowed, Characters(), needles[:2], max_new_tokens=6, timed=False)
     assert np.isnan(untimed.prefill_seconds)
-
-
-def test_accuracy_grid_keeps_cells_apart(model):
-    grid = needle_grid(
-        Characters(),
-        lengths=[190, 220],
-        depths=[0.1, 0.8],
-        num_examples=1,
-        haystack="All work. " * 20,
-        seed=1,
-    )
-    grid[220, 0.8] = [
-        dataclasses.replace(e, references=[""]) for e in grid[220, 0.8]
-    ]  # the empty text is in every text
-    accuracy = needle_accuracy_grid(model, Characters(), grid, max_new_tokens=6, batch_size=2)
-    assert accuracy == {(190, 0.1): 0, (190, 0.8): 0, (220, 0.1): 0, (220, 0.8): 1}

@@ -5,17 +5,17 @@ import pytest
 
 from swa_jax.data.haystack import (
     ADJECTIVES,
+    NOISE,
     NOUNS,
     Haystack,
     draw_keys,
     insert_needles,
     library_files,
-    noise_haystack,
     split_lines,
 )
 from swa_jax.data.lessons import Dictionary, Needles, Repeats
 from swa_jax.data.tokenizer import Tokenizer, train_byte_bpe
-from swa_jax.evaluate.needle import needle_examples, needle_grid, score
+from swa_jax.evaluate.needle import needle_examples
 
 TEXT = "".join(f"line {i} of a text that goes on and on\n" for i in range(400))
 
@@ -103,22 +103,12 @@ def test_the_same_seed_gives_the_same_examples(bpe: Tokenizer) -> None:
     assert hashlib.sha256(content.encode()).hexdigest()[:16] == "4bab7b6adb724a78"
 
 
-def test_a_grid_has_every_cell_and_no_two_alike() -> None:
-    grid = needle_grid(
-        Characters(), lengths=[400, 500], depths=[0.0, 0.5, 1.0], num_examples=2, haystack=TEXT
-    )
-    assert list(grid) == [(400, 0.0), (400, 0.5), (400, 1.0), (500, 0.0), (500, 0.5), (500, 1.0)]
-    assert all(len(e.prompt) + len(e.answer) == length for (length, _), cell in grid.items() for e in cell)
-    keys = [(e.meta["key"], e.references[0]) for cell in grid.values() for e in cell]
-    assert len(set(keys)) == 12
-
-
 def test_haystacks_from_files_noise_and_the_standard_library(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("only this sentence stands here. " * 3)
     files = needle_examples(Characters(), length=700, num_examples=1, haystack=[tmp_path / "a.txt"])
     assert Characters().decode(files[0].prompt).count("only this sentence") > 10  # wraps around
     assert files[0].meta["haystack"] == "files"
-    noise = needle_examples(Characters(), length=700, num_examples=1, haystack=noise_haystack())
+    noise = needle_examples(Characters(), length=700, num_examples=1, haystack=NOISE)
     assert "The grass is green. The sky is blue." in Characters().decode(noise[0].prompt)
     library = needle_examples(Characters(), length=700, num_examples=1)
     assert library[0].meta["haystack"] == "python standard library (held out)"
@@ -146,14 +136,6 @@ def test_held_out_files_are_about_a_tenth_and_the_split_is_a_partition() -> None
 def test_what_cannot_be_built_says_why(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         needle_examples(Characters(), **({"num_examples": 4, "haystack": TEXT} | arguments))
-
-
-def test_score_is_the_fraction_of_references_found() -> None:
-    assert score("it is: 1234567.", ["1234567"]) == 1.0
-    assert score("it is: 1234568.", ["1234567"]) == 0.0
-    assert score("Amber and 12", ["AMBER", "13"]) == 0.5
-    with pytest.raises(ValueError, match="references is empty"):
-        score("x", [])
 
 
 def test_keys_are_distinct_and_cover_the_lists() -> None:

@@ -351,7 +351,9 @@ def test_a_judge_behind_an_endpoint(endpoint, monkeypatch) -> None:
 
 def test_questions_on_the_command_line(checkpoint, files) -> None:
     def run(*arguments: object, status: int = 0) -> str:
-        result = CliRunner().invoke(app, ["evaluate", *map(str, arguments)], env={"COLUMNS": "200"})
+        result = CliRunner().invoke(
+            app, ["evaluate", "questions", *map(str, arguments)], env={"COLUMNS": "200"}
+        )
         assert result.exit_code == status, result.output
         return result.output
 

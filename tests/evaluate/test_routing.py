@@ -10,7 +10,7 @@ from tiny_models import make
 
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example
-from swa_jax.evaluate.routing import answer_routing, keys_read, routing_by_depth, text_routing
+from swa_jax.evaluate.routing import answer_routing, keys_read, measure_routing, text_routing
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 
@@ -84,9 +84,12 @@ def test_answers_are_counted_at_the_queries_that_predict_them() -> None:
     np.testing.assert_allclose([layer.mean for layer in result.by_layer], np.mean(ratios, 0), rtol=1e-6)
     assert result.keys_read.mean == pytest.approx(np.mean(keys))
     cells = {("t", 30, 0.0): examples[:2], ("t", 30, 1.0): examples[2:]}
-    by_depth = routing_by_depth(model, cells)
-    assert list(by_depth) == list(cells)
-    assert by_depth["t", 30, 1.0].full_ratio.mean == pytest.approx(ratios[2].mean())
+    report = measure_routing("name", model, [], cells, length=8)
+    assert [(row["data"], row["length"], row["depth"]) for row in report.rows] == list(cells)
+    assert report.rows[1]["full_ratio"] == pytest.approx(ratios[2].mean())
+    assert report.by_layer == []
+    assert [depth for depth, _ in report.by_depth["t, 30 tokens"]] == [0, 1]
+    assert report.by_depth["t, 30 tokens"][1][1].mean == pytest.approx(ratios[2].mean())
 
 
 def test_head_hybrids_read_by_the_share_of_their_full_heads() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import numpy as np
@@ -77,14 +78,14 @@ def test_results_are_kept_and_summed_up(model, tmp_path):
 
     lines, counts = [], []
     rows = go(["random-heads"])
-    assert counts == [(1, 3), (2, 3), (3, 3)]
+    assert counts == [(1, 3), (2, 3), (3, 3)]  # chance takes no time to choose
     assert [line.split(":")[0] for line in lines] == [
         "full", "random-heads at 0.75, seed 0", "random-heads at 0.75, seed 1",
     ]  # fmt: skip
     lines.clear()
     rows = go(["random-heads", "bosch"])
     assert len(lines) == 2  # what was there is not done again
-    assert counts[3:] == [(1, 2), (2, 2)]
+    assert [count for count in counts[3:] if len(count) == 2] == [(1, 2), (2, 2)]
     assert json.loads((tmp_path / "results.json").read_text())["rows"] == rows
     kept = AttentionPattern.from_json(tmp_path / "patterns" / "bosch-0.75-seed-0.json")
     np.testing.assert_array_equal(head_mask(kept, KV_HEADS), planted_mask())
@@ -230,19 +231,41 @@ def test_weights_that_change_under_their_path_are_scored_again(tmp_path, byte_to
     assert len({row["answer_nll"] for row in rows if row["name"] == "full"}) == 3
 
 
-def test_a_window_is_needed_where_something_windows_without_one(tmp_path, byte_tokenizer):
+def test_the_window_where_the_model_has_none(tmp_path, byte_tokenizer):
+    """Recipes take 2048; methods, which choose what to window, want to be told."""
     checkpoint = byte_checkpoint(tmp_path, byte_tokenizer, make("FF", sliding_window=None))
-    options = ("--out", tmp_path / "out", "--held-out", 2, "--length", 320, "--force")
+    options = ("--held-out", 2, "--length", 320, "--force")
     missing = "--window is missing: give it, as the model's own pattern has none"
     file = tmp_path / "mine.json"
     make("Fw", sliding_window=96, num_sink_tokens=10).to_json(file)
-    assert fails("compare", checkpoint, *options) == missing
-    assert fails("compare", checkpoint, *options, "--pattern", "streaming", "--pattern", file) == missing
-    assert fails("compare", checkpoint, *options, "--method", "nll", "--pattern", file) == missing
-    run("compare", checkpoint, *options, "--pattern", file)
+    out = ("--out", tmp_path / "out")
+    assert fails("compare", checkpoint, *options, *out, "--method", "nll", "--pattern", file) == missing
+    run("compare", checkpoint, *options, *out, "--pattern", file)
     full, mine = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
     assert (full["name"], mine["name"]) == ("full", str(file))
     assert (mine["pattern"]["sliding_window"], mine["pattern"]["num_sink_tokens"]) == (96, 10)
+    out = ("--out", tmp_path / "recipes")
+    output = run("compare", checkpoint, *options, *out, "--pattern", "streaming", "--pattern", file)
+    assert "window, streaming: the window is 2048, the default of recipes; --window sets another" in output
+    rows = json.loads((tmp_path / "recipes" / "results.json").read_text())["rows"]
+    windows = [(row["name"], row["pattern"]["sliding_window"]) for row in rows]
+    assert windows == [("full", None), ("window", 2048), ("streaming", 2048), (str(file), 96)]
+
+
+@pytest.mark.parametrize("method", ["nll", "nll-greedy", "light-transfer", "bosch-single", "dcam"])
+def test_a_method_that_chooses_says_how_far_it_is(model, tmp_path, method):
+    counts = []
+    compare(
+        model, [("full", AttentionPattern.from_recipe("full", LAYERS))], planted_examples(4), tmp_path,
+        methods=[method], ratios=[0.5], seeds=[3], draw=lambda seed: planted_examples(4), sliding_window=WINDOW_SIZE,
+        iterations=2, batch_size=2, settings={}, progress=lambda *count: counts.append(count),
+    )  # fmt: skip
+    assert [count for count in counts if len(count) == 2] == [(1, 2), (2, 2)]
+    texts = [text for done, total, text in counts[1:-1] if (done, total) == (1, 2)]
+    assert len(texts) == len(counts) - 2 > 1
+    last = re.fullmatch(rf"{method}, seed 3 chooses: (\d+)/(\d+)", texts[-1])
+    assert last
+    assert 0 < int(last[1]) <= int(last[2])
 
 
 def test_another_window_for_scoring(model, tmp_path):

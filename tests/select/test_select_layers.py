@@ -166,11 +166,11 @@ def test_an_interrupted_selection_goes_on(model, examples, plain, tmp_path, monk
     kept = json.loads(file.read_text())["scores"]
     assert len(kept) == 4  # one of two batches
     scorer, batches, seen = LayerScorer(model, examples, file=file, **OPTIONS), [], []
-    assert scorer.num_kept == 4
+    assert scorer.num_known == 4
     real = toggles.reuse
     monkeypatch.setattr(toggles, "reuse", lambda *a, **k: batches.append(1) or real(*a, **k))
     got = scorer(progress=lambda done, total: seen.append(done))
-    assert (len(batches), scorer.num_kept) == (1, 6)
+    assert (len(batches), scorer.num_known) == (1, 6)
     assert seen == list(range(1, LAYERS + 2))
     np.testing.assert_allclose(got.deltas, plain.deltas, rtol=0, atol=1e-6)
     again = nll_deltas(model, examples, file=file, **OPTIONS)

@@ -1,0 +1,55 @@
+"""The verbs `swa-jax evaluate KIND CHECKPOINT`: patterns of one model measured, one file a kind of measurement."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from swa_jax.cli.evaluate import harness, needles, questions, routing, ruler, text
+from swa_jax.cli.evaluate.evaluation import Evaluation
+from swa_jax.cli.evaluate.old_form import OLD_SPELLINGS, in_old_form
+from swa_jax.cli.groups import Options, expand
+from swa_jax.cli.options import old_spellings
+
+
+def _recorded(measure: Callable[..., None]) -> Callable[..., None]:
+    """The measurement, whose options go into results.json."""
+
+    @functools.wraps(measure)
+    def run(evaluation: Evaluation, **given: Any) -> None:
+        settings: dict[str, Any] = {}
+        for name, value in given.items():
+            settings |= vars(value) if isinstance(value, Options) else {name: value}
+        evaluation.begin(measure.__name__, **settings)
+        measure(evaluation, **given)
+
+    return run
+
+
+class Kinds(typer.core.TyperGroup):
+    """The kinds by name; `swa-jax evaluate CHECKPOINT --ruler TASK …`, as it was before, goes to `in-old-form`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = (*self.commands, "--help")
+        return super().parse_args(ctx, args if not args or args[0] in known else ["in-old-form", *args])
+
+
+app = typer.Typer(
+    cls=Kinds,
+    no_args_is_help=True,
+    help="Measure patterns of a model: needles, RULER, a text's perplexity, questions, routing, lm-eval tasks.",
+)
+for _kind in (
+    needles.needles, ruler.ruler, text.text, questions.questions, routing.routing, harness.harness,
+):  # fmt: skip
+    _name = _kind.__name__
+    app.command(_name, cls=old_spellings(OLD_SPELLINGS.get(_name, {})))(expand(_recorded(_kind)))
+app.command(
+    "in-old-form",
+    hidden=True,
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)(in_old_form)

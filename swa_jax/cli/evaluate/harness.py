@@ -1,0 +1,44 @@
+"""`swa-jax evaluate harness`: tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option
+
+from swa_jax.cli.evaluate.evaluation import Evaluation
+from swa_jax.cli.options import PROMPTS
+
+
+def harness(
+    evaluation: Evaluation,
+    tasks: Annotated[list[str], Argument(metavar="TASK...", help="Tasks such as arc_easy.")],
+    folder: Annotated[
+        Path | None,
+        Option(help="A folder with YAML files of tasks of one's own.", rich_help_panel=PROMPTS),
+    ] = None,
+    limit: Annotated[
+        int | None, Option(help="Only the first N documents of a task.", min=1, rich_help_panel=PROMPTS)
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        Option(
+            help="Tokens of a request with its answer. Default: the model's context.",
+            min=1,
+            show_default=False,
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+) -> None:
+    """Tasks of lm-evaluation-harness; needs the extra `eval`."""
+    from swa_jax.evaluate.harness import HarnessModel, run_harness  # an extra, [eval]
+    from swa_jax.report.evaluation_tables import harness_table
+
+    rows: list[dict[str, Any]] = []
+    tokenizer = evaluation.tokenizer
+    for name, model in evaluation.models:
+        adapted = HarnessModel(model, tokenizer, batch_size=evaluation.batch_size, max_length=max_length)
+        rows += [{"name": name} | row for row in run_harness(adapted, tasks, folder=folder, limit=limit)]
+        evaluation.save("harness", rows)
+    evaluation.finish("harness", rows, harness_table)

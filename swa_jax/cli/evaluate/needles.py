@@ -1,0 +1,73 @@
+"""`swa-jax evaluate needles`: the project's own needles, answered and scored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from typer import Option
+
+from swa_jax.cli.evaluate.evaluation import Evaluation
+from swa_jax.cli.options import (
+    PROMPTS,
+    Haystack,
+    Length,
+    NumKeys,
+    draw_needles,
+    fractions,
+    note_context,
+    note_whole_prompts,
+)
+
+DEFAULT_EXAMPLES = 48
+DEFAULT_DEPTHS = "0,0.2,0.4,0.6,0.8,1"
+MORE_TOKENS = 2  # than the longest answer has, so that an end token shows
+
+
+def needles(
+    evaluation: Evaluation,
+    examples: Annotated[int, Option(help="Prompts.", min=1, rich_help_panel=PROMPTS)] = DEFAULT_EXAMPLES,
+    length: Length = 1024,
+    depths: Annotated[
+        str,
+        Option(
+            help="Where the needles lie, as fractions of the prompt, taken in turn.", rich_help_panel=PROMPTS
+        ),
+    ] = DEFAULT_DEPTHS,
+    keys: NumKeys = 1,
+    haystack: Haystack = None,
+) -> None:
+    """Needles found, loss of the answers, memory and speed."""
+    from swa_jax.evaluate.measure import measure_pattern, score_by_depth
+    from swa_jax.report import needle_heat_map, pattern_table
+    from swa_jax.report.progress import counted
+
+    places = fractions(depths)
+    models, tokenizer = evaluation.models, evaluation.tokenizer
+    drawn = draw_needles(tokenizer, examples, length, keys, haystack, places, evaluation.seed)
+    note_context(models[0][1].config, length)
+    note_whole_prompts(
+        [(name, model.pattern) for name, model in models], max(len(example.prompt) for example in drawn)
+    )
+    longest = max(len(example.answer) for example in drawn)
+    rows: list[dict[str, Any]] = []
+    by_depth: list[list[float]] = []
+    with counted("needles, answered and scored", 2 * len(drawn) * len(models)) as advance:
+        for name, model in models:
+            row, answers = measure_pattern(
+                name, model, tokenizer, drawn, max_new_tokens=longest + MORE_TOKENS,
+                batch_size=evaluation.batch_size, advance=advance,
+            )  # fmt: skip
+            rows.append(row)
+            by_depth.append(score_by_depth(answers.scores, len(places)))
+            evaluation.save("rows", rows)
+    evaluation.finish(
+        "rows",
+        rows,
+        pattern_table,
+        lambda folder: needle_heat_map(
+            by_depth,
+            [name for name, _ in models],
+            [f"{depth:.0%}" for depth in places],
+            folder / "needles.png",
+        ),
+    )

@@ -1,0 +1,131 @@
+"""`swa-jax evaluate questions`: LongBench, LongBench v2 and LongMemEval from local files."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
+
+from swa_jax.cli.evaluate.evaluation import Evaluation
+from swa_jax.cli.evaluate.ruler import Template
+from swa_jax.cli.groups import Options
+from swa_jax.cli.options import PROMPTS
+from swa_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from swa_jax.evaluate.questions import Question
+
+FILES = "Files of questions"
+
+
+@dataclasses.dataclass
+class Sets(Options):
+    """Sets of questions by their files."""
+
+    longbench: Annotated[
+        Path | None,
+        Option(
+            help="LongBench: a .jsonl, or a folder of them. It needs --longbench-prompts.",
+            rich_help_panel=FILES,
+        ),
+    ] = None
+    longbench_prompts: Annotated[
+        Path | None, Option(help="LongBench's dataset2prompt.json.", rich_help_panel=FILES)
+    ] = None
+    longbench_v2: Annotated[
+        Path | None, Option("--longbench-v2", help="LongBench v2's JSON.", rich_help_panel=FILES)
+    ] = None
+    longmemeval: Annotated[
+        Path | None, Option(help="LongMemEval's JSON. It needs --judge.", rich_help_panel=FILES)
+    ] = None
+
+    def read(self) -> list[Question]:
+        """All questions. Raises `ConfigError` where there are none, or what belongs to a set is missing."""
+        from swa_jax.evaluate import questions as sets
+
+        found: list[Question] = []
+        if self.longbench is not None:
+            if self.longbench_prompts is None:
+                raise ConfigError(
+                    "--longbench needs --longbench-prompts, the dataset2prompt.json that comes with it"
+                )
+            found += sets.longbench(self.longbench, self.longbench_prompts)
+        if self.longbench_v2 is not None:
+            found += sets.longbench_v2(self.longbench_v2)
+        if self.longmemeval is not None:
+            found += sets.longmemeval(self.longmemeval)
+        if not found:
+            raise ConfigError("no questions: name a file with --longbench, --longbench-v2 or --longmemeval")
+        return found
+
+
+def questions(
+    evaluation: Evaluation,
+    sets: Sets,
+    judge: Annotated[
+        str | None,
+        Option(
+            help="A program that reads answers as JSON lines and prints yes, no or 0 to 1 for each. Or URL#MODEL, an "
+            "OpenAI-compatible endpoint.",
+            rich_help_panel=FILES,
+        ),
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        Option(
+            help="Tokens of a prompt with its answer. Default: the model's context.",
+            min=1,
+            show_default=False,
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    cut_middle: Annotated[
+        bool,
+        Option(
+            "--cut-middle",
+            help="Cut the middle out of texts that are too long. Default: leave their questions out.",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = False,
+    template: Template = None,
+) -> None:
+    """Questions about long texts, from LongBench, LongBench v2 and LongMemEval."""
+    from swa_jax.data.haystack import read_text
+    from swa_jax.evaluate.judges import find_judge
+    from swa_jax.evaluate.question_scores import score_questions
+    from swa_jax.files import write_json
+    from swa_jax.report.evaluation_tables import questions_table
+    from swa_jax.report.progress import counted
+
+    asked = sets.read()
+    verdict = None if judge is None else find_judge(judge)
+    wrap = "{prompt}" if template is None else read_text([template])
+    models, tokenizer = evaluation.models, evaluation.tokenizer
+    answers: dict[str, list[dict[str, Any]]] = {}
+
+    def keep(name: str, records: list[dict[str, Any]]) -> None:
+        answers[name] = records
+        if evaluation.out is not None:
+            write_json(evaluation.out / "answers.json", answers)
+
+    rows: list[dict[str, Any]] = []
+    with counted("questions", len(asked) * len(models)) as advance:
+        for name, model in models:
+            scores, records = score_questions(
+                model,
+                tokenizer,
+                asked,
+                max_length=max_length or model.config.max_position_embeddings,
+                cut_middle=cut_middle,
+                wrap=wrap,
+                judge=verdict,
+                keep=lambda records, name=name: keep(name, records),  # type: ignore[misc]
+                batch_size=evaluation.batch_size,
+                advance=advance,
+            )
+            keep(name, records)
+            rows += [{"name": name} | dataclasses.asdict(score) for score in scores]
+            evaluation.save("questions", rows)
+    evaluation.finish("questions", rows, questions_table)

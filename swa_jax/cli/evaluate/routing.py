@@ -1,0 +1,140 @@
+"""`swa-jax evaluate routing`: where a routed (SwiAttn) model takes full attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from swa_jax.cli.evaluate.evaluation import Evaluation
+from swa_jax.cli.evaluate.needles import DEFAULT_DEPTHS
+from swa_jax.cli.evaluate.needles import DEFAULT_EXAMPLES as NEEDLES
+from swa_jax.cli.evaluate.ruler import DEFAULT_EXAMPLES as RULER_PROMPTS
+from swa_jax.cli.evaluate.ruler import Grid, RulerPrompts
+from swa_jax.cli.groups import Options
+from swa_jax.cli.options import (
+    PROMPTS,
+    NumKeys,
+    draw_needles,
+    fractions,
+    note_context,
+)
+from swa_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from swa_jax.data.tokenizer import Tokenizer
+    from swa_jax.evaluate.examples import Example
+    from swa_jax.evaluate.ruler import Cell
+
+TEXT = "Text"
+
+
+@dataclasses.dataclass
+class Text(Options):
+    """A text to look at, beside the prompts."""
+
+    text: Annotated[
+        Path | None, Option(help="Also look at this text, layer by layer.", rich_help_panel=TEXT)
+    ] = None
+    text_length: Annotated[
+        int, Option(help="Cut the text into sequences of so many tokens.", min=1, rich_help_panel=TEXT)
+    ] = 1024
+
+    def tokens(self, evaluation: Evaluation) -> list[int]:
+        return [] if self.text is None else evaluation.tokens(self.text)
+
+
+def routing(
+    evaluation: Evaluation,
+    prompts: RulerPrompts,
+    plain: Text,
+    ruler: Annotated[
+        list[str] | None,
+        Option(
+            help="Look at prompts of this RULER task, repeatable. Default: at needles.",
+            show_default=False,
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    depths: Annotated[
+        str | None,
+        Option(
+            help="Depths of the needle, such as 0,0.5,1. Default: 0 to 1 in six steps; with --ruler, drawn.",
+            show_default=False,
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    examples: Annotated[
+        int | None,
+        Option(
+            help=f"Prompts of each length ({NEEDLES} needles), or of each task, length and depth of RULER "
+            f"({RULER_PROMPTS}). 0: the text alone.",
+            min=0,
+            show_default=False,
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    keys: NumKeys = 1,
+) -> None:
+    """Where a routed (switch) model takes full attention: by layer on a text, by the needle's depth on prompts."""
+    from swa_jax.evaluate.routing import check_routed, measure_routing
+    from swa_jax.report import routing_chart
+    from swa_jax.report.evaluation_tables import routing_table
+    from swa_jax.report.progress import counted
+
+    if examples == 0 and plain.text is None:
+        raise ConfigError("--examples 0 leaves nothing to look at: name a text with --text")
+    count = (RULER_PROMPTS if ruler else NEEDLES) if examples is None else examples
+    grid = prompts.grid(ruler or [], depths, count, evaluation.seed)
+    models, tokenizer = evaluation.models, evaluation.tokenizer
+    for _, model in models:
+        check_routed(model.pattern)
+    tokens = plain.tokens(evaluation)
+    cells: dict[Cell, list[Example]] = {}
+    if ruler and count:
+        for made in grid.cells(tokenizer):
+            cells |= made
+    elif count:
+        cells = _needle_cells(tokenizer, grid, keys, prompts.haystack, evaluation.seed)
+    note_context(models[0][1].config, max([plain.text_length if tokens else 0, *(cell[1] for cell in cells)]))
+    rows, charts = [], []
+    sequences = len(tokens) // plain.text_length + sum(map(len, cells.values()))
+    with counted("sequences", sequences * len(models)) as advance:
+        for name, model in models:
+            measured = measure_routing(
+                name,
+                model,
+                tokens,
+                cells,
+                length=plain.text_length,
+                batch_size=evaluation.batch_size,
+                advance=advance,
+            )
+            rows += measured.rows
+            charts.append((measured.by_layer, measured.by_depth))
+            evaluation.save("routing", rows)
+
+    def draw(folder: Path) -> None:
+        for number, (by_layer, by_depth) in enumerate(charts, start=1):
+            if by_layer or by_depth:
+                name = "routing.png" if number == 1 else f"routing-{number}.png"
+                routing_chart(by_layer, by_depth, folder / name)
+
+    evaluation.finish("routing", rows, routing_table, draw)
+
+
+def _needle_cells(
+    tokenizer: Tokenizer, grid: Grid, keys: int, haystack: Path | None, seed: int
+) -> dict[Cell, list[Example]]:
+    """The needles that `evaluate needles` draws, by length and depth."""
+    cells: dict[Cell, list[Example]] = {}
+    depths = grid.depths or fractions(DEFAULT_DEPTHS)
+    count = grid.num_examples
+    for length in grid.lengths:
+        drawn = draw_needles(tokenizer, count, length, keys, haystack, depths, seed)
+        cells |= {
+            ("needle", length, depth): drawn[i :: len(depths)] for i, depth in enumerate(depths[:count])
+        }
+    return cells

@@ -1,0 +1,42 @@
+"""Options that belong together, declared once: a command that names a group has the group's options."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+class Options:
+    """The base of groups. The parameters of a group's constructor are options, as those of a command are."""
+
+
+def expand(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the options of a group in place of each parameter that is one.
+
+    Arguments that must be given come first, whichever group they are of.
+    """
+    own = inspect.signature(command, eval_str=True).parameters
+    groups: dict[str, Any] = {
+        name: one.annotation
+        for name, one in own.items()
+        if isinstance(one.annotation, type) and issubclass(one.annotation, Options)
+    }
+    fields = {name: inspect.signature(group, eval_str=True).parameters for name, group in groups.items()}
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        made = {
+            name: group(**{field: given.pop(field) for field in fields[name]})
+            for name, group in groups.items()
+        }
+        command(**made, **given)
+
+    parameters: list[inspect.Parameter] = []
+    for name, one in own.items():
+        parameters += fields[name].values() if name in groups else [one]
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+    )
+    return run

@@ -1,0 +1,271 @@
+"""Options of the verbs `swa-jax select METHOD`, and what they write."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer import Option
+
+from swa_jax.cli.groups import Options
+from swa_jax.cli.options import (
+    OUTPUT,
+    PATTERN,
+    PROMPTS,
+    RUNNING,
+    Haystack,
+    Length,
+    NumKeys,
+    Seed,
+    check_output,
+    draw_needles,
+    note_context,
+)
+from swa_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from swa_jax.data.tokenizer import Tokenizer
+    from swa_jax.estimates import Estimate
+    from swa_jax.evaluate import Example
+    from swa_jax.model.config import ModelConfig
+    from swa_jax.model.pattern import AttentionPattern
+
+SEARCH = "Method"  # a panel: how a method chooses
+
+Out = Annotated[
+    Path, Option(help="The pattern's JSON file. The picture goes beside it.", rich_help_panel=OUTPUT)
+]
+Ratio = Annotated[
+    float,
+    Option("--ratio", help="Share of the KV heads that are windowed.", min=0, max=1, rich_help_panel=PATTERN),
+]
+FaDecode = Annotated[
+    bool,
+    Option("--fa-decode", help="Set full-attention decode in the pattern.", rich_help_panel=PATTERN),
+]
+Force = Annotated[
+    bool,
+    Option(
+        "--force",
+        help="Write the pattern also where the prompts tell nothing about the choice.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Iterations = Annotated[
+    int,
+    Option(
+        "--iterations",
+        help="Masks tried for each layer of a subproblem, or fewer where there are fewer.",
+        min=1,
+        rich_help_panel=SEARCH,
+    ),
+]
+Evaluations = Annotated[
+    Path | None,
+    Option(
+        "--evaluations",
+        help="JSON that keeps the scores, so that an interrupted search goes on. Default: beside --out.",
+        show_default=False,
+        rich_help_panel=OUTPUT,
+    ),
+]
+Greedy = Annotated[
+    bool,
+    Option(
+        "--greedy",
+        help="Score again after each layer chosen: BUDGET times the work.",
+        rich_help_panel=SEARCH,
+    ),
+]
+ScoreFaDecode = Annotated[
+    bool | None,
+    Option(
+        "--score-fa-decode/--no-score-fa-decode",
+        help="Whether answers see everything while layers are scored. Default: as the pattern will decode.",
+        show_default=False,
+        rich_help_panel=SEARCH,
+    ),
+]
+TogglesAtOnce = Annotated[
+    int,
+    Option(
+        "--toggles-at-once",
+        help="Layers made full side by side: more memory, fewer and larger steps.",
+        min=1,
+        rich_help_panel=RUNNING,
+    ),
+]
+ResumeFile = Annotated[
+    Path | None,
+    Option(
+        "--resume-file",
+        help="JSON that keeps the scores of finished batches, so that an interrupted selection goes on.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Mesh = Annotated[
+    str | None,
+    Option(
+        "--mesh", help="Spread weights and examples over the devices: data=2,fsdp=4.", rich_help_panel=RUNNING
+    ),
+]
+MinAnswer = Annotated[
+    int,
+    Option(
+        "--min-answer",
+        help="Tokens that an answer of --prompts has at least. The paper takes 20.",
+        min=1,
+        rich_help_panel=PROMPTS,
+    ),
+]
+LastQueries = Annotated[
+    int,
+    Option(
+        "--last",
+        help="Last queries of a prompt that are looked at. SWAA takes 64.",
+        min=1,
+        rich_help_panel=SEARCH,
+    ),
+]
+RecentKeys = Annotated[
+    int,
+    Option(
+        "--recent", help="Keys that count as near, the query's own included.", min=1, rich_help_panel=SEARCH
+    ),
+]
+LazySinks = Annotated[
+    int, Option("--lazy-sinks", help="First keys that count as near.", min=0, rich_help_panel=SEARCH)
+]
+
+
+@dataclasses.dataclass
+class Examples(Options):
+    """What to choose by: needles, or prompts of one's own."""
+
+    examples: Annotated[int, Option(help="Examples to choose by.", min=1, rich_help_panel=PROMPTS)] = 64
+    length: Length = 1024
+    keys: NumKeys = 1
+    haystack: Haystack = None
+    prompts: Annotated[
+        Path | None,
+        Option(
+            help="Choose by these in place of needles: JSONL, Parquet or ArrayRecord with the fields prompt and "
+            "answer.",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None
+    seed: Seed = 0
+
+    def draw(
+        self, tokenizer: Tokenizer, config: ModelConfig, min_answer: int = 1
+    ) -> tuple[list[Example], str]:
+        """The examples, and what they are."""
+        note_context(config, self.length)
+        if self.prompts is None:
+            where = self.haystack or "python library"
+            data = f"{self.examples} needle prompts of {self.length} tokens, {self.keys} key(s), haystack {where}"
+            drawn = draw_needles(
+                tokenizer, self.examples, self.length, self.keys, self.haystack, None, self.seed
+            )
+            return drawn, data
+        from swa_jax.evaluate import prompt_examples
+
+        if self.keys != 1 or self.haystack is not None:
+            raise ConfigError(
+                "--keys and --haystack are of needles, which --prompts replaces: leave them out"
+            )
+        drawn = prompt_examples(
+            tokenizer,
+            self.prompts,
+            num_examples=self.examples,
+            length=self.length,
+            min_answer=min_answer,
+            seed=self.seed,
+        )
+        return drawn, f"{self.examples} prompts of {self.prompts} with at most {self.length} tokens"
+
+
+@dataclasses.dataclass
+class LongExamples(Examples):
+    """For LightTransfer, which looks further than other methods."""
+
+    length: Length = 2048
+
+
+@dataclasses.dataclass
+class LayerBudget(Options):
+    """How many layers stay full."""
+
+    budget: Annotated[int | None, Option(help="Layers that stay full.", min=0, rich_help_panel=PATTERN)] = (
+        None
+    )
+    one_in: Annotated[
+        int | None,
+        Option(help="In place of --budget: one full layer in N.", min=1, rich_help_panel=PATTERN),
+    ] = None
+
+    def check(self) -> None:
+        if (self.budget is None) == (self.one_in is None):
+            raise ConfigError("give exactly one of --budget and --one-in: how many layers stay full")
+
+    def layers(self, config: ModelConfig) -> int:
+        from swa_jax.select.nll import full_layer_budget
+
+        return full_layer_budget(config.num_hidden_layers, self.budget, self.one_in)
+
+
+def means_nothing(reason: str, force: bool) -> None:
+    """Stop before a pattern is written that was chosen by nothing; with `force` say so and go on."""
+    if not force:
+        raise ConfigError(
+            f"{reason}: the choice would mean nothing, and no pattern is written. Take longer prompts or a smaller "
+            "window, or write it all the same with --force"
+        )
+    typer.echo(f"{reason}: the choice means nothing")
+
+
+def check_out(out: Path) -> None:
+    if out.suffix != ".json":
+        raise ConfigError(f"--out is {out}: a pattern file must end in .json")
+    check_output("--out", out)
+
+
+def write_heads(
+    pattern: AttentionPattern, full: np.ndarray, out: Path, scores: np.ndarray | None = None
+) -> None:
+    from swa_jax.report import head_map
+
+    title = f"{pattern.provenance['method']}: {int((~full).sum())} of {full.size} KV heads windowed"
+    larger = pattern.provenance.get("larger_is_local")
+    _write(
+        pattern,
+        out,
+        lambda picture: head_map(full, picture, title=title, scores=scores, larger_is_local=larger),
+    )
+
+
+def write_layers(pattern: AttentionPattern, scores: Sequence[Estimate], out: Path, **labels: str) -> None:
+    from swa_jax.report import layer_scores_chart
+
+    _write(pattern, out, lambda picture: layer_scores_chart(scores, pattern.full_layers, picture, **labels))
+
+
+def _write(pattern: AttentionPattern, out: Path, draw: Callable[[Path], None]) -> None:
+    pattern.to_json(out)
+    picture = out.with_suffix(".png")
+    draw(picture)
+    typer.echo(f"{pattern}\nwritten to {out} and {picture}")
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    from swa_jax.report.progress import Progress
+
+    with Progress(label) as progress:
+        yield progress.update

@@ -1,0 +1,42 @@
+"""`--help` of every verb on a terminal of 80 columns: whole words, options in groups."""
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from swa_jax.cli.main import app
+
+UNGROUPED = 8  # options that need no panels
+MOST_LINES = 80
+
+
+def commands(command, path=()):
+    yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        if not inner.hidden:
+            yield from commands(inner, (*path, name))
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: " ".join(path) or "swa-jax")
+def test_help_at_80_columns(path):
+    options = [one for one in COMMANDS[path].params if one.param_type_name == "option" and not one.hidden]
+    output = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80"}).output
+    assert "…" not in output
+    assert len(output.splitlines()) <= MOST_LINES
+    words = set(output.replace("│", " ").split())
+    for option in options:
+        assert {*option.opts, *option.secondary_opts, *(option.help or "").split()} <= words
+        assert option.help, f"{option.name} has no help"
+        assert not option.help.startswith("Of "), option.help
+        assert option.help.rstrip(")").endswith("."), option.help
+    panels = {option.rich_help_panel for option in options}
+    if len(options) > UNGROUPED:
+        assert len(panels) > 1
+        assert None not in panels, [option.name for option in options if option.rich_help_panel is None]
+
+
+def test_completion_is_offered():
+    assert "--install-completion" in CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).output

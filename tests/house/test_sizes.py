@@ -1,0 +1,56 @@
+"""No long functions and no long files, in what is shipped and in scripts."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MOST_LINES = {"function": 80, "file": 500}
+# Kernel bodies that are to be cut into helpers at module level; the list only shrinks.
+TOO_LONG_YET = {
+    "pallas_kernels/tpu/decode.py: _kernel",
+    "pallas_kernels/tpu/routed.py: _branches_bwd",
+    "pallas_kernels/tpu/scheduled_forward.py: _kernel",
+    "pallas_kernels/tpu/window_backward.py: _kernel",
+    "pallas_kernels/tpu/window_backward.py: attend",
+    "pallas_kernels/tpu/window_backward.py: window_backward",
+    "pallas_kernels/tpu/window_forward.py: _window_kernel",
+    "pallas_kernels/tpu/window_forward.py: attend",
+}
+
+
+def too_long(name: str, text: str) -> set[str]:
+    """`name` where the file is too long, and `name: function` of each function that is, decorators counted."""
+    found = {name} if len(text.splitlines()) > MOST_LINES["file"] else set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min(part.lineno for part in (node, *node.decorator_list))
+            assert node.end_lineno is not None
+            if node.end_lineno - first + 1 > MOST_LINES["function"]:
+                found.add(f"{name}: {node.name}")
+    return found
+
+
+def test_functions_and_files_are_short():
+    found: set[str] = set()
+    for folder in ("swa_jax", "pallas_kernels", "launch", "scripts"):
+        for file in (ROOT / folder).rglob("*.py"):
+            found |= too_long(file.relative_to(ROOT).as_posix(), file.read_text())
+    assert found - TOO_LONG_YET == set(), "cut it into functions, or files by job"
+    assert TOO_LONG_YET - found == set(), "it is short now: take it off the list"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("def f():\n" + "    x = 1\n" * 79, set()),
+        ("def f():\n" + "    x = 1\n" * 80, {"a.py: f"}),
+        ("@d\ndef f():\n" + "    x = 1\n" * 79, {"a.py: f"}),
+        ("class C:\n    async def g(self):\n" + "        x = 1\n" * 80, {"a.py: g"}),
+        ("x = 1\n" * 500, set()),
+        ("x = 1\n" * 501, {"a.py"}),
+    ],
+)
+def test_what_is_too_long(text, expected):
+    assert too_long("a.py", text) == expected
