@@ -15,7 +15,7 @@ from pallas_kernels import parts
 from pallas_kernels.blocks import table_rows
 from pallas_kernels.gpu import triton as gpu_triton
 from pallas_kernels.gpu.loop_bounds import loop_bounds, tables
-from pallas_kernels.gpu.triton import Operands, Side, Static, Tile
+from pallas_kernels.gpu.operands import Operands, Side, Static, Tile
 from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 
 _PROGRAMS_IN_FLIGHT = 264  # two for each of an H100's 132 multiprocessors; decode splits its keys to reach it

@@ -19,7 +19,6 @@ at the load.
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +27,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.gpu.loop_bounds import Bounds
+from pallas_kernels.gpu.operands import Operands, Side, Static, Tile
 from pallas_kernels.nonfinite import finite, is_finite
 from pallas_kernels.parts import LOG2E
-from pallas_kernels.spec import AttentionSpec, PerHead, visible
+from pallas_kernels.spec import visible
 
 
 def on_gpu() -> bool:
@@ -41,46 +41,6 @@ def on_gpu() -> bool:
 def compute_capability() -> int:
     """That GPU's: 90 for 9.0, and so on."""
     return plgpu.get_gpu_info().compute_capability
-
-
-class Tile(NamedTuple):
-    q_block: int
-    kv_block: int
-    num_warps: int
-    num_stages: int
-
-
-class Side(NamedTuple):
-    """Queries or keys, [rows, length]; those of a tile are shaped to broadcast against each other."""
-
-    pos: jax.Array
-    seg: jax.Array | None
-    full: jax.Array | None = None  # int32, queries only
-
-
-class Operands(NamedTuple):
-    """The arguments of a kernel, or their block specs, or their references."""
-
-    q: jax.Array  # [B, T, H, D]
-    k: jax.Array  # [B, S, K, D]
-    v: jax.Array
-    queries: Side
-    keys: Side
-    heads: PerHead  # float32, and `full_heads` int32
-    bounds: jax.Array  # [rows, variants, blocks, 10]
-    dout: jax.Array | None = None  # [B, T, H, D]
-    lse: jax.Array | None = None  # [B, H, T of whole blocks], in units of log 2
-    delta: jax.Array | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """What is compiled into a kernel."""
-
-    spec: AttentionSpec
-    interpret: bool
-    out_dtype: str = "float32"
-    outside: bool = False  # attend to what `spec` does *not* see of the keys that full attention would
 
 
 def forward(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | None]:

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import AttentionSpec, alibi_slopes, attention, blocks, gpu, routed_attention, xla
-from pallas_kernels.gpu.triton import Tile
+from pallas_kernels.gpu.operands import Tile
 from pallas_kernels.tpu import decode
 from pallas_kernels.tpu import passes as tpu_passes
 

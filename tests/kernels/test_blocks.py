@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels import blocks, gpu
 from pallas_kernels.blocks import FIELDS, TABLE, Tiles, backward_tiles, choose_tiles, preferring, table_rows
-from pallas_kernels.gpu.triton import Tile
+from pallas_kernels.gpu.operands import Tile
 
 V6E = "TPU v6 lite"
 

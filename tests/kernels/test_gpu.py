@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 
 from pallas_kernels import AttentionSpec, attention, decode_attention, gpu, routed_attention
-from pallas_kernels.gpu.triton import Tile
+from pallas_kernels.gpu.operands import Tile
 
 from .suite import PACKED, Call
 from .tolerances import assert_close

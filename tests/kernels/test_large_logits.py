@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttentionSpec, attention, blocks, gpu, xla
-from pallas_kernels.gpu.triton import Tile
+from pallas_kernels.gpu.operands import Tile
 from pallas_kernels.tpu import passes as tpu_passes
 
 NAMES = ("out", "lse", "dq", "dk", "dv")

@@ -1,0 +1,50 @@
+"""What a GPU kernel is given: its operands, and what is fixed when it is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+
+from pallas_kernels.spec import AttentionSpec, PerHead
+
+
+class Tile(NamedTuple):
+    q_block: int
+    kv_block: int
+    num_warps: int
+    num_stages: int
+
+
+class Side(NamedTuple):
+    """Queries or keys, [rows, length]; those of a tile are shaped to broadcast against each other."""
+
+    pos: jax.Array
+    seg: jax.Array | None
+    full: jax.Array | None = None  # int32, queries only
+
+
+class Operands(NamedTuple):
+    """The arguments of a kernel, or their block specs, or their references."""
+
+    q: jax.Array  # [B, T, H, D]
+    k: jax.Array  # [B, S, K, D]
+    v: jax.Array
+    queries: Side
+    keys: Side
+    heads: PerHead  # float32, and `full_heads` int32
+    bounds: jax.Array  # [rows, variants, blocks, 10]
+    dout: jax.Array | None = None  # [B, T, H, D]
+    lse: jax.Array | None = None  # [B, H, T of whole blocks], in units of log 2
+    delta: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What is compiled into a kernel."""
+
+    spec: AttentionSpec
+    interpret: bool
+    out_dtype: str = "float32"
+    outside: bool = False  # attend to what `spec` does *not* see of the keys that full attention would
