@@ -81,7 +81,7 @@ def errors(name: str, size: float, window: int | None) -> list[float]:
 def test_no_backend_loses_more_than_the_oracle(monkeypatch, name, window):
     """The window kernel of the TPU, and with no window the scheduled one."""
     tile = Tile(BLOCK, BLOCK, 4, 2)
-    monkeypatch.setattr(gpu, "tile_sizes", lambda *_: gpu.Tiles(tile, tile, tile, tile))
+    monkeypatch.setattr(gpu, "tile_sizes", lambda *_: gpu.TilesByKernel(tile, tile, tile, tile))
     monkeypatch.setattr(xla, "block_size", lambda *_: BLOCK)
     tiles = blocks.Tiles(BLOCK, BLOCK, strip=BLOCK, tile=BLOCK)
     monkeypatch.setattr(tpu_passes, "choose_tiles", lambda *_, **__: tiles)
