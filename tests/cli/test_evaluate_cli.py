@@ -357,7 +357,7 @@ def test_routing_on_needles(checkpoint, tmp_path):
 
 
 def test_needles_are_mapped_by_the_depths_that_they_take_in_turn():
-    assert score_by_depth(np.array([1.0, 0, 1, 0, 0]), 2) == [pytest.approx(2 / 3), 0]
+    assert score_by_depth(np.array([1.0, 0, 0, 0, 1]), 2) == [pytest.approx(2 / 3), 0]
 
 
 @pytest.mark.skipif(
