@@ -337,12 +337,12 @@ def _check_qkv(q, k, v, names: tuple[str, str, str]) -> None:
 
 def _checked_per_head(q, k, spec: AttentionSpec, per_head: PerHead) -> PerHead:
     """The options as arrays, the bias spread over the heads."""
-    slopes, bias, sinks, full_heads = per_head
+    bias, sinks = per_head.sigmoid_bias, per_head.sink_logits
     heads, kv_heads = q.shape[2], k.shape[2]
-    _check_array("alibi_slopes", slopes, {"H": heads}, jnp.floating)
+    _check_array("alibi_slopes", per_head.alibi_slopes, {"H": heads}, jnp.floating)
     _check_array("sink_logits", sinks, {"H": heads}, jnp.floating)
-    _check_array("full_heads", full_heads, {"K": kv_heads}, jnp.bool_)
-    _check_needs_window("full_heads", full_heads, spec)
+    _check_array("full_heads", per_head.full_heads, {"K": kv_heads}, jnp.bool_)
+    _check_needs_window("full_heads", per_head.full_heads, spec)
     if bias is not None:
         if spec.activation != "sigmoid":
             raise ValueError(
@@ -356,7 +356,8 @@ def _checked_per_head(q, k, spec: AttentionSpec, per_head: PerHead) -> PerHead:
         raise ValueError(
             "sink_logits is given but activation is 'sigmoid', which has no denominator; drop it."
         )
-    return PerHead(*(None if x is None else jnp.asarray(x) for x in (slopes, bias, sinks, full_heads)))
+    per_head = per_head._replace(sigmoid_bias=bias)
+    return PerHead(*(None if x is None else jnp.asarray(x) for x in per_head))
 
 
 def _check_array(name: str, array, axes: dict[str, int], kind, *, required: bool = False) -> None:

@@ -34,7 +34,8 @@ def attention(
 
     lse is the natural log of the softmax denominator, -inf in rows that see no key.
     """
-    alibi_slopes, sigmoid_bias, sink_logits, full_heads = per_head
+    alibi_slopes, sigmoid_bias = per_head.alibi_slopes, per_head.sigmoid_bias
+    sink_logits, full_heads = per_head.sink_logits, per_head.full_heads
     batch, q_length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     dtype = jnp.promote_types(q.dtype, jnp.float32)

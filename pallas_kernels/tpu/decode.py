@@ -197,7 +197,8 @@ def _round_up(n: int, unit: int) -> int:
 def _decode(
     form: _Form, q, k, v, slots, spec: AttentionSpec, where: Coordinates, per_head: PerHead
 ) -> jax.Array:
-    alibi_slopes, sigmoid_bias, sink_logits, full_heads = per_head
+    alibi_slopes, sigmoid_bias = per_head.alibi_slopes, per_head.sigmoid_bias
+    sink_logits, full_heads = per_head.sink_logits, per_head.full_heads
     batch, length, num_heads, head_dim = q.shape
     kv_heads, group = slots.shape[0], num_heads // slots.shape[0]
     kind = device_kind()
