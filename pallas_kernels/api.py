@@ -38,6 +38,7 @@ def attention(
     kv_positions: jax.Array | None = None,
     full_from: jax.Array | None = None,
     full_heads: jax.Array | None = None,
+    logit_scales: jax.Array | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -61,6 +62,8 @@ def attention(
         window. Ids 1, 2, ... are columns 0, 1, ...; [B] is for rows of one segment with id 1. Under jit the ids cannot
         be checked, and a row of a segment without a column comes out as NaN.
       full_heads: [K] bool, may be traced. All queries of these KV heads see past the window.
+      logit_scales: [H] floating, multiplies the scaled logits of each head before the softcap, as a learned inverse
+        temperature does. In bfloat16 the queries carry it, rounded.
       return_lse: also return the log-sum-exp of the logits. For softmax only.
       implementation: "tpu", "triton", "xla" or "reference". None takes the best one for this device.
 
@@ -76,7 +79,7 @@ def attention(
         raise ValueError(
             "return_lse is True with activation 'sigmoid', which has no log-sum-exp; leave it False."
         )
-    per_head = PerHead(alibi_slopes, sigmoid_bias, sink_logits, full_heads)
+    per_head = PerHead(alibi_slopes, sigmoid_bias, sink_logits, full_heads, logit_scales)
     packing = Packing(q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from)
     out, lse = attend(q, k, v, spec, per_head, packing, implementation=implementation)
     return out if lse is None or not return_lse else (out, lse)
@@ -102,6 +105,7 @@ def attend(
     packing = _checked_packing(q, k, spec, packing)
     where = coordinates(q.shape[1], k.shape[1], **packing._asdict())
     backend = _backend("attention", q, k, spec, per_head, packing, implementation)
+    q, per_head = _scaled(q, per_head, backend)
     out, lse = backend.attention(q, k, v, spec, where, per_head)
     return _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype), lse
 
@@ -122,6 +126,7 @@ def routed_attention(
     kv_positions: jax.Array | None = None,
     full_from: jax.Array | None = None,
     full_heads: jax.Array | None = None,
+    logit_scales: jax.Array | None = None,
     inference: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -145,7 +150,7 @@ def routed_attention(
       ValueError: as in `attention`; also if `spec.window` is None.
       NotImplementedError: as in `attention`.
     """
-    per_head = PerHead(alibi_slopes, sigmoid_bias, sink_logits, full_heads)
+    per_head = PerHead(alibi_slopes, sigmoid_bias, sink_logits, full_heads, logit_scales)
     packing = Packing(q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from)
     return attend_routed(
         q, k, v, gate, spec, per_head, packing, inference=inference, implementation=implementation
@@ -175,6 +180,7 @@ def attend_routed(
     backend = _backend("routed_attention", q, k, spec, per_head, packing, implementation, inference)
     if inference:
         q, k, v, gate = _only_forward((q, k, v, gate))
+    q, per_head = _scaled(q, per_head, backend)
     out, disagreement = backend.routed_attention(q, k, v, gate, spec, where, per_head, inference=inference)
     return _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype), disagreement
 
@@ -193,6 +199,7 @@ def decode_attention(
     sink_logits: jax.Array | None = None,
     full_from: jax.Array | None = None,
     full_heads: jax.Array | None = None,
+    logit_scales: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Attention of the newest tokens of each sequence over its cache, which already holds their keys and values.
@@ -218,7 +225,7 @@ def decode_attention(
       NotImplementedError: as in `attention`.
     """
     _check_qkv(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
-    per_head = PerHead(alibi_slopes, sigmoid_bias, sink_logits, full_heads)
+    per_head = PerHead(alibi_slopes, sigmoid_bias, sink_logits, full_heads, logit_scales)
     per_head = _checked_per_head(q, k_cache, spec, per_head)
     batch, q_length = q.shape[:2]
     kv_length = k_cache.shape[1]
@@ -245,6 +252,7 @@ def decode_attention(
     packing = Packing(q_positions=q_positions, kv_positions=kv_positions, full_from=full_from)
     where = coordinates(q_length, kv_length, **packing._asdict())
     backend = _backend("decode_attention", q, k_cache, spec, per_head, packing, implementation)
+    q, per_head = _scaled(q, per_head, backend)
     return backend.decode_attention(q, k_cache, v_cache, spec, where, per_head).astype(q.dtype)
 
 
@@ -308,6 +316,16 @@ def _backend(op: Op, q, k, spec, per_head, packing, implementation, inference=Fa
     return _IMPLEMENTATIONS[planned.implementation]
 
 
+def _scaled(q, per_head: PerHead, backend: ModuleType) -> tuple[jax.Array, PerHead]:
+    """The queries times `logit_scales`, which the kernels then need not know; the oracle has them in its logits."""
+    if per_head.logit_scales is None or backend is reference:
+        return q, per_head
+    scales = per_head.logit_scales[:, None]  # [H, 1]
+    return (q * scales.astype(jnp.promote_types(q.dtype, jnp.float32))).astype(q.dtype), per_head._replace(
+        logit_scales=None
+    )
+
+
 def _check_qkv(q, k, v, names: tuple[str, str, str]) -> None:
     for name, array, axes in zip(names, (q, k, v), ("B, T, H, D", "B, S, K, D", "B, S, K, D"), strict=True):
         if array.ndim != 4:
@@ -340,6 +358,7 @@ def _checked_per_head(q, k, spec: AttentionSpec, per_head: PerHead) -> PerHead:
     bias, sinks = per_head.sigmoid_bias, per_head.sink_logits
     heads, kv_heads = q.shape[2], k.shape[2]
     _check_array("alibi_slopes", per_head.alibi_slopes, {"H": heads}, jnp.floating)
+    _check_array("logit_scales", per_head.logit_scales, {"H": heads}, jnp.floating)
     _check_array("sink_logits", sinks, {"H": heads}, jnp.floating)
     _check_array("full_heads", per_head.full_heads, {"K": kv_heads}, jnp.bool_)
     _check_needs_window("full_heads", per_head.full_heads, spec)

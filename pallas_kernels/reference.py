@@ -5,11 +5,12 @@ JAX differentiate it. Nothing here is meant to be fast.
 
 With s_mn the logits, M the mask of `spec.visible`, d = head_dim and slope_h, b the ALiBi slope and the bias:
 
-    s_mn = softcap(scale * q_m . k_n) + slope_h * (m - n) + b          SWAT, Eq. 5 (which has no softcap and b = 0)
+    s_mn = softcap(scale * t_h * q_m . k_n) + slope_h * (m - n) + b    SWAT, Eq. 5 (which has no softcap and b = 0)
     softmax: o_m = sum_n M_mn exp(s_mn) v_n / (exp(sink_h) + sum_n M_mn exp(s_mn))
     sigmoid: o_m = sum_n M_mn sigmoid(s_mn) v_n
 
 `sink_h` is the learned sink logit of the query head (absent: exp(sink_h) is 0). It joins the denominator only.
+`t_h` is the head's factor in `logit_scales` (absent: 1).
 """
 
 import dataclasses
@@ -50,6 +51,8 @@ def attention(
     q, k, v = finite(q), finite(k), finite(v)
     scale = head_dim**-0.5 if spec.scale is None else spec.scale
     logits = scale * jnp.einsum("btkgd,bskd->bkgts", q, k, precision=lax.Precision.HIGHEST)
+    if per_head.logit_scales is not None:
+        logits = logits * by_kv_head(per_head.logit_scales)
     if spec.logit_softcap is not None:
         logits = spec.logit_softcap * jnp.tanh(logits / spec.logit_softcap)
     if alibi_slopes is not None:

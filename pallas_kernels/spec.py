@@ -149,6 +149,7 @@ class PerHead(NamedTuple):
     sigmoid_bias: Any = None  # [H] floating; a number too, in an unchecked call
     sink_logits: jax.Array | None = None  # [H] floating
     full_heads: jax.Array | None = None  # [K] bool
+    logit_scales: jax.Array | None = None  # [H] floating; in the queries already, but for the oracle
 
 
 class Packing(NamedTuple):

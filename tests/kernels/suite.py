@@ -95,6 +95,8 @@ class Call:
         fixed = {}
         if "sink_logits" in self.options:
             learned["sink_logits"] = jnp.asarray(rng.normal(size=self.heads), jnp.float32)
+        if "logit_scales" in self.options:
+            learned["logit_scales"] = jnp.asarray(rng.uniform(0.5, 2, self.heads), jnp.float32)
         if "scalar_bias" in self.options:
             learned["sigmoid_bias"] = jnp.float32(-2.5)
         if "sigmoid_bias" in self.options:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import AttentionSpec, attention
+from pallas_kernels import AttentionSpec, attention, decode_attention
 
 from .suite import (
     LEFT_PADDED,
@@ -51,6 +51,7 @@ CALLS = {
     "full-from-packed": Call(spec(7, num_sink_tokens=1), ("full_from",), segments(PACKED)),
     "softcap-scale": Call(spec(11, logit_softcap=1.5, scale=0.7)),
     "alibi-sink-logits": Call(WINDOW, ("alibi_slopes", "sink_logits")),
+    "logit-scales": Call(spec(11, logit_softcap=1.5), ("logit_scales", "alibi_slopes")),
     "packed": Call(WINDOW, segments=segments(PACKED)),
     "packed-full": Call(spec(), ("alibi_slopes",), segments(PACKED)),
     "left-padded": Call(spec(11, num_sink_tokens=3), ("full_from_row",), segments(LEFT_PADDED)),
@@ -77,6 +78,20 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_variant(implementation, call):
     assert_matches_reference(call, implementation)
+
+
+@every_implementation
+def test_logit_scales_of_routed_and_decoding_heads(implementation):
+    """Decoding the last tokens equals the last rows of attention; both, and routed rows, have the oracle's logits."""
+    call = Call(WINDOW, ("logit_scales",), batch=1)
+    assert_matches_routed(call, implementation, gates("some", (1, 50)))
+    arrays = call.draw()[0]
+    q, k, v, scales = (arrays[name] for name in ("q", "k", "v", "logit_scales"))
+    options = {"lengths": jnp.array([50]), "logit_scales": scales, "implementation": implementation.name}
+    expected = attention(q, k, v, WINDOW, logit_scales=scales, implementation="reference")[:, -2:]
+    assert_close(decode_attention(q[:, -2:], k, v, WINDOW, **options), expected, call.dtype)
+    with pytest.raises(ValueError, match="logit_scales has shape"):
+        attention(q, k, v, WINDOW, logit_scales=scales[:-1], implementation=implementation.name)
 
 
 @with_default_blocks
