@@ -118,7 +118,11 @@ def check_small() -> None:
     for name, (spec, options, partitions) in cases.items():
 
         def attend(partition, spec=spec, options=options):
-            return attention_on_mesh(q, k, v, spec, partition, implementation="reference", **options)
+            packing = Packing(q_segment_ids=options["segment_ids"])
+            return attention_on_mesh(
+                q, k, v, spec, PerHead(), packing, gate=options.get("gate"), partition=partition,
+                implementation="reference",
+            )  # fmt: skip
 
         expected = jax.jit(attend, static_argnums=0)(None)
         for partition in partitions:

@@ -207,7 +207,7 @@ def test_visits_are_the_blocks_that_each_sequence_sees(spec, options, tokens):
         spec, where, BLOCK, some_full_heads=some_full_heads
     )
     used = [decode.unpack(int(entry), seen.shape[1]) for entry in visits.pairs[: int(visits.used)]]
-    used = [decode.Visit(*map(int, visit)) for visit in used]
+    used = [decode.CacheVisit(*map(int, visit)) for visit in used]
     assert [(v.sequence, v.block) for v in used if v.wanted] == [
         tuple(pair) for pair in np.argwhere(expected).tolist()
     ]
