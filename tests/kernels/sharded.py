@@ -1,4 +1,4 @@
-"""Run by test_transforms in a process with eight devices: `python -m tests.attention.sharded IMPLEMENTATION`.
+"""Run by test_transforms in a process with eight devices: `python -m tests.kernels.sharded IMPLEMENTATION`.
 
 Sharding the batch, the heads, both, or the queries with keys and values replicated gives the values and gradients of
 the unsharded call.

@@ -1,4 +1,4 @@
-"""Run by test_transforms in a process with eight devices: `python -m tests.attention.sharded_decode IMPLEMENTATION`.
+"""Run by test_transforms in a process with eight devices: `python -m tests.kernels.sharded_decode IMPLEMENTATION`.
 
 Decoding with sequences and KV heads shared out over a mesh gives what the unsharded call gives: `decode_attention`, and
 for "tpu" the kernels that write into the model's pools and read them where they are.

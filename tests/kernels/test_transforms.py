@@ -144,7 +144,7 @@ def run_on_eight_devices(script: str, implementation: str) -> None:
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
     }
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", f"tests.attention.{script}", implementation],
+        [sys.executable, "-W", "error", "-m", f"tests.kernels.{script}", implementation],
         cwd=ROOT,
         env=environment,
         capture_output=True,
