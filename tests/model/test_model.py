@@ -94,7 +94,7 @@ def test_decoding_with_the_tpu_kernel(name, monkeypatch):
         calls.append(options)
         return attend_over_pools(*args, **options | {"implementation": "tpu"})
 
-    monkeypatch.setattr("pallas_kernels.pools.attend_over_pools", on_a_tpu)
+    monkeypatch.setattr("swa_jax.model.cached_attention.attend_over_pools", on_a_tpu)
     # A function of its own, as a cached trace would not see the change.
     actual = nnx.jit(lambda *args: through_the_cache(*args, MAX_LENGTH))(model, tokens, lengths)
     assert calls

@@ -6,9 +6,9 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from command_line import fails, run
 from flax import nnx
 from planted import KV_HEADS, LAYERS, WINDOW_SIZE, planted_examples, planted_model
-from test_cli import fails, run
 from tiny_models import BYTES, SOFTMAX, byte_checkpoint, make
 
 from swa_jax.checkpoint.folder import load_model, save_model
