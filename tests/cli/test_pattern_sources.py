@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_cli import GOLDEN, fails, run
+from command_line import fails, run
 from tiny_models import byte_checkpoint, make
 
 import swa_jax.model.generate
@@ -12,6 +12,7 @@ import swa_jax.train.loop
 from swa_jax.checkpoint.folder import load_model, save_model
 from swa_jax.model.pattern import AttentionPattern
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 TINY = Path(__file__).parents[2] / "configs" / "swat-tiny.yaml"
 OWN_WINDOW, FILE_WINDOW, FILE_SINKS = 16, 96, 10
 SWAA = {"sliding_window_size": 24, "keep_first": 5, "force_fa_decode": True, "non_sliding_layers": [1]}
