@@ -59,7 +59,9 @@ def route(
         full, full_lse = window + outside, None
     else:
         full, full_lse = merge(window, window_lse, outside, outside_lse)
-    return mix(gate, window, window_lse, full, full_lse, sink_logits)
+    out, disagreement = mix(gate, window, window_lse, full, full_lse, sink_logits)
+    # Where nothing was added outside, the compiler may still round the two branches apart.
+    return out, jnp.where(gate == 0, 0, disagreement) if inference else disagreement
 
 
 def mix(gate, window, window_lse, full, full_lse, sink_logits) -> tuple[jax.Array, jax.Array]:
