@@ -93,7 +93,7 @@ def run_all(name: str, seeds: Sequence[int], out: Path, arms: Sequence[str], *, 
 
 
 def fingerprint(config: TrainConfig) -> str:
-    """Of what decides a run's outcome; folders may differ."""
+    """The sum of the settings that decide a run's outcome; folders may differ."""
     settings = {
         key: value
         for key, value in to_dict(config).items()

@@ -49,7 +49,7 @@ class Measurement:
 
     @property
     def cycles(self) -> int | None:
-        """Of the whole program; None unless every op has a figure."""
+        """Cycles of the whole program; None unless every op has a figure."""
         cycles = [op.cycles for op in self.ops]
         return None if not cycles or None in cycles else sum(cycles)  # type: ignore[arg-type]
 

@@ -218,7 +218,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _records(file: Path) -> list[dict[str, Any]]:
-    """Of a JSON list, or of one JSON object a line."""
+    """The records of a file that is one JSON list, or has one JSON object a line."""
     try:
         text = file.read_text(encoding="utf-8")
         if text.lstrip().startswith("["):

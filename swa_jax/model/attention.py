@@ -59,7 +59,7 @@ class AttentionContext:
 
     @property
     def packing(self) -> Packing:
-        """Of the queries; the keys are the same tokens."""
+        """The packing of the queries; the keys are the same tokens."""
         return Packing(q_segment_ids=self.segment_ids, q_positions=self.positions, full_from=self.full_from)
 
 

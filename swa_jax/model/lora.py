@@ -26,7 +26,7 @@ TARGETS = {row.projection: row.path[-3] for row in parameters(_ANY_MODEL) if row
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """Of the adapters of a run. The defaults are SWAA's."""
+    """Settings of the adapters that a run trains. The defaults are SWAA's."""
 
     rank: int = 16
     alpha: float = 128.0  # A B is multiplied with alpha / rank

@@ -104,7 +104,7 @@ def shapes(type_: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def type_bytes(type_: str) -> int:
-    """Of all its arrays, without padding; a dtype that is not known counts a byte an element."""
+    """The bytes of all arrays of a type, without padding; a dtype that is not known counts a byte an element."""
     return sum(ITEM_BYTES.get(dtype, 1) * math.prod(sizes) for dtype, sizes in shapes(type_))
 
 
@@ -165,7 +165,7 @@ def trip_count(program: Program, outside: Computation, loop: Instruction) -> int
         return None
 
     def value(inside: Computation, name: str) -> int | None:
-        """Of a number that is known: a constant, or what the loop carries unchanged from one."""
+        """An integer that is known: a constant, or what the loop carries unchanged from one."""
         found = inside.instructions[name]
         if found.opcode == "constant":
             number = re.match(r"\((\d+)\)", found.attributes)

@@ -298,7 +298,7 @@ def _placed(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def _local_bytes(tree: Any) -> int:
-    """Of one device's parts."""
+    """The bytes of one device's shards."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 

@@ -163,7 +163,7 @@ class TrainConfig:
 
     @property
     def start_dtype(self) -> str:
-        """Of the weights that the run starts from: f32 to be trained; frozen, what they are computed in."""
+        """The dtype of the weights that the run starts from: f32 if they are trained; if frozen, the dtype of the compute."""
         return "bfloat16" if self.lora is not None and self.bfloat16 else "float32"
 
     @property

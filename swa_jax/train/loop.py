@@ -445,7 +445,7 @@ def _check_same_run(run: Path, config: TrainConfig, base: str | None) -> None:
 
 
 def _base_digest(config: TrainConfig) -> str | None:
-    """Of the frozen weights under LoRA: of the sums of their files."""
+    """The sum of the manifest of the frozen weights under LoRA; it holds the sums of their files."""
     if config.lora is None:
         return None
     assert config.init_from is not None

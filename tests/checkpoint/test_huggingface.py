@@ -312,16 +312,14 @@ def test_a_failed_import_leaves_nothing(source, destination, monkeypatch):
 
 KILLED = """
 import os, sys
-from swa_jax import checkpoint
-from swa_jax.huggingface import import_model, weights
+from swa_jax.checkpoint import folder, hf_import
 def dying(tensors):
     stream = stream_tensors(tensors)
     yield next(stream)
     yield next(stream)
     os._exit(9)
-from swa_jax.huggingface import importing
-stream_tensors, importing.stream_tensors, checkpoint.BATCH_BYTES = importing.stream_tensors, dying, 1
-import_model(sys.argv[1], sys.argv[2])
+stream_tensors, hf_import.stream_tensors, folder.BATCH_BYTES = hf_import.stream_tensors, dying, 1
+hf_import.import_model(sys.argv[1], sys.argv[2])
 """
 
 

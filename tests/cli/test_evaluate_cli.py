@@ -387,7 +387,7 @@ def test_several_kinds_share_a_folder(checkpoint, text, tmp_path):
     assert fails(*needles, *out).startswith(f"{tmp_path} has results of `evaluate needles` already: ")
     other = ("--pattern", "window", "--window", 8, "--out", tmp_path)
     assert fails("harness", checkpoint, "x", *other).startswith(
-        (f"{tmp_path} has results with another 'patterns': ", "lm-")
+        (f"{tmp_path} has results with another 'patterns': ", "evaluate harness needs")
     )
     routing = fails("routing", checkpoint, *other)
     assert routing.startswith(f"{tmp_path} has results with another 'patterns': name another folder")
