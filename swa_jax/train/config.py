@@ -163,7 +163,7 @@ class TrainConfig:
 
     @property
     def start_dtype(self) -> str:
-        """The dtype of the weights that the run starts from: f32 if they are trained; if frozen, the dtype of the compute."""
+        """The dtype of the weights that the run starts from: f32, or of the compute if they are frozen."""
         return "bfloat16" if self.lora is not None and self.bfloat16 else "float32"
 
     @property
