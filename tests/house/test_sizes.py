@@ -16,8 +16,6 @@ TOO_LONG_YET = {
     "pallas_kernels/tpu/window_backward.py: _kernel",
     "pallas_kernels/tpu/window_backward.py: attend",
     "pallas_kernels/tpu/window_backward.py: window_backward",
-    "pallas_kernels/tpu/window_forward.py: _window_kernel",
-    "pallas_kernels/tpu/window_forward.py: attend",
 }
 
 
