@@ -13,6 +13,7 @@ all its strips). One sum over a pair's values says whether there are any; then `
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -311,9 +312,8 @@ class _Step:
         last = -(-(window_of(call) - 1) // call.tiles.kv_block)
 
         def attend(blocks: list[_Source], beyond: list[_Source]) -> None:
-            spoilt = functools.reduce(jnp.logical_or, map(_is_spoilt, blocks))
-            refs.spoilt[0] = spoilt.astype(jnp.int32)
-            self.attend(_Stage(blocks, True, refs.window_results), _Stage(beyond))
+            stages = _Stage(blocks, True, refs.window_results), _Stage(beyond)
+            refs.spoilt[0] = self.attend(*stages, suspects=blocks).astype(jnp.int32)
 
         for farthest in range(last + 1):  # the first rows lack blocks before the sequence
             blocks = [self.source(back, row - back, window) for back in range(farthest, -1, -1)]
@@ -334,10 +334,10 @@ class _Step:
         """Adds the keys of a block."""
         static, refs = self.static, self.refs
         here = self.source(seen, column, self.call)
-        spoilt = False if seen is None else _is_spoilt(here)
         if seen == "tokens":
             refs.finite_v[...] = finite(here.v_ref[...])
-        self.attend(_Stage([here], static.fresh and seen is not None and seen == static.walk.fresh))
+        stage = _Stage([here], static.fresh and seen is not None and seen == static.walk.fresh)
+        spoilt = self.attend(stage, suspects=[] if seen is None else [here])
         if seen is not None:
             pl.when(spoilt)(lambda: self.spoil(here, refs.acc))
 
@@ -350,18 +350,25 @@ class _Step:
             arrays = arrays[0].at[keys, :], arrays[1].at[keys, :], kv_info
         return _Source(call, seen, column, *arrays)
 
-    def attend(self, *stages: _Stage) -> None:
-        """Adds the keys of each stage in turn, in one pipeline, and writes what there is then."""
+    def attend(self, *stages: _Stage, suspects: Sequence[_Source] = ()) -> Any:
+        """Adds the keys of each stage in turn, in one pipeline, and writes what there is then.
+
+        Returns whether a value of the suspects is not finite: asked half way, for the answer to be there at the end.
+        """
         turns = [(rows, stage) for stage in stages for rows in self.strips]
-        ahead = None
+        ahead: Any = None
+        spoilt: Any = False
         for i, (rows, stage) in enumerate(turns):
             tiles, top = ahead or self.score(stage.sources, rows)
             if i + 1 < len(turns):
                 next_rows, next_stage = turns[i + 1]
                 ahead = self.score(next_stage.sources, next_rows)
+            if suspects and i == len(self.strips) // 2:
+                spoilt = functools.reduce(jnp.logical_or, map(_is_spoilt, suspects))
             self.accumulate(rows, tiles, top, stage.fresh)
             if stage.results is not None:
                 self.write(stage.results, rows)
+        return spoilt
 
     def score(self, sources: list[_Source], rows: slice) -> tuple[list[_Tile], jax.Array | None]:
         """The tiles that a strip sees and, for softmax, the greatest logit of each row in them."""

@@ -233,16 +233,24 @@ class _Body:
 
     def attend(self) -> None:
         """All strips of the step."""
-        sizes = []  # of what the first rows add up to: a value that is not finite spoils every row of its strip
+        sizes: list[jax.Array] = []  # of first rows: a value that is not finite spoils every row of its strip
+        last = self.block - self.strip
         ahead = self.score(0)
         for start in range(0, self.block, self.strip):
             current = ahead
-            if start + self.strip < self.block:
+            if start < last:
                 ahead = self.score(start + self.strip)
+            elif (
+                sizes
+            ):  # What the last strip alone sees. Before it is finished, or the answer would be waited for.
+                newest = self.refs.values[-1][last:, :].astype(jnp.float32)
+                sums = newest.reshape(-1, 8, newest.shape[1]).sum(axis=0)
+                self.note_spoilt([*sizes, jnp.abs(sums)])
             sizes.append(self.write_softmax(current) if self.call.softmax else self.write_sigmoid(current))
-        if len(sizes) > 1:  # the last strip alone sees these; its result would be waited for
-            newest = self.refs.values[-1][self.block - self.strip :, :]
-            sizes[-1] = jnp.abs(dot(jnp.ones((8, self.strip), newest.dtype), newest, NN))
+        if last == 0:
+            self.note_spoilt(sizes)
+
+    def note_spoilt(self, sizes: list[jax.Array]) -> None:
         spoilt = jnp.any(~(functools.reduce(jnp.add, sizes) < jnp.inf))
         self.refs.spoilt[0] = spoilt.astype(jnp.int32)
 
