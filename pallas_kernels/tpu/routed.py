@@ -14,6 +14,7 @@ are gathered into dense blocks, and the pass over the keys outside runs on those
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -129,73 +130,53 @@ def both_branches(
     return window, forward(outside, q, k, v, head_bias, where, full_heads, initial=window)
 
 
+class _Saved(NamedTuple):
+    """What the backward pass needs of the forward pass."""
+
+    q: jax.Array  # [B, T, H, D]
+    k: jax.Array
+    v: jax.Array
+    head_bias: jax.Array
+    where: Coordinates
+    full_heads: jax.Array | None
+    window: jax.Array  # [B, T, H, D]
+    window_lse: jax.Array  # [B, T, H] in base 2
+    full: jax.Array
+    full_lse: jax.Array
+
+
+class _Cotangents(NamedTuple):
+    """Of a pass over some of the keys, by query."""
+
+    out: jax.Array  # [B, T, H, D]
+    lse: jax.Array | None  # [B, T, H], the forward pass's own lse (softmax)
+    delta: jax.Array | None  # [B, T, H] (softmax)
+
+
 def _branches_bwd(call, saved, cotangents):
-    q, k, v, head_bias, where, full_heads, window, window_lse, full, full_lse = saved
-    dwindow, dwindow_lse, dfull, dfull_lse = cotangents
-    if call.softmax:
-        share = jnp.exp2(jnp.where(window_lse == -jnp.inf, -jnp.inf, window_lse - full_lse))  # [B, T, H]
-        delta = _row_sums(dfull, full) - dfull_lse
-        joint = dwindow + share[..., None] * dfull.astype(jnp.float32)
-        joint_delta = _row_sums(dwindow, window) - dwindow_lse + share * delta
-    else:
-        delta, joint_delta = None, None
-        joint = dwindow + dfull
+    saved = _Saved(*saved)
+    q, k, _, head_bias, where, *_ = saved
+    joint, full = _divide(call, saved, cotangents)
+    arrays = _head_major(call, q, k, saved.v)
+    run = functools.partial(_run_backward, saved, arrays[1:])
+    dq, dk, dv, *dbias = run(choose_kernel(call, where), arrays[0], where, joint)
 
-    _, k_by_head, v_by_head = arrays = _head_major(call, q, k, v)
-
-    def run(call, q, where, dout, lse, delta, num_active=None):
-        block = call.tiles.q_block
-        statistics = None
-        if call.softmax:
-            by_head = (x.swapaxes(1, 2)[:, :, None] for x in (lse, delta))
-            statistics = pack_statistics(*by_head)
-        heads = k_by_head, v_by_head, head_bias, where, full_heads
-        return backward(call, q, *heads, head_major(dout.astype(q.dtype), block), statistics, num_active)
-
-    dq, dk, dv, *dbias = run(
-        choose_kernel(call, where), arrays[0], where, joint.astype(q.dtype), window_lse, joint_delta
-    )
-
-    active = (dfull != 0).any(axis=(2, 3))  # [B, T]
-    if call.softmax:
-        active |= (delta != 0).any(axis=2)
+    active = jnp.any(full.out != 0, axis=(2, 3))  # [B, T]
+    if full.delta is not None:
+        active |= jnp.any(full.delta != 0, axis=2)
     num_active, length = active.sum(axis=1, keepdims=True), q.shape[1]
     outside = outside_backward_call(call)
-    tiles = outside.tiles
-
     dq_window = token_major(dq, length)
 
     def run_outside(size):
         """The pass over the keys outside on the first `size` active rows: dq with the window's, dk, dv, the bias's."""
         order = members(active, size)
-
-        def gather(x):
-            return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
-
-        def gather_property(x):
-            return None if x is None else gather(jnp.broadcast_to(x, active.shape))
-
-        is_index = call.indexed and where.q_seg is None  # positions and all
-        rows = {
-            "q_pos": order if is_index else gather_property(where.q_pos),
-            "q_order": order if is_index else gather_property(where.q_order),
-            "q_seg": gather_property(where.q_seg),
-            "full_rows": gather_property(where.full_rows),
-        }
         is_active = jnp.arange(size) < num_active
-        rows["q_pos"] = jnp.where(is_active, rows["q_pos"], -1)  # the others are not visited
-        lse, delta_ = None, None
-        if call.softmax:
-            lse, delta_ = jnp.split(gather(jnp.concatenate([full_lse, delta], axis=2)), 2, axis=2)
-        dq, dk, dv, *dbias = run(
-            outside,
-            head_major(gather(q), tiles.q_block),
-            where._replace(**rows),
-            gather(dfull),
-            lse,
-            delta_,
-            -(-num_active.max() // tiles.q_block),
-        )
+        gather = functools.partial(_gather, order)
+        rows = _gather_coordinates(call, where, order, active.shape, is_active)
+        blocks = -(-num_active.max() // outside.tiles.q_block)
+        queries = head_major(gather(q), outside.tiles.q_block)
+        dq, dk, dv, *dbias = run(outside, queries, rows, _gather_cotangents(gather, full), blocks)
         # Rows without a place of their own have one, each its own, behind the array, where nothing is written.
         place = jnp.where(is_active, order, length + jnp.arange(size))
         batch = jnp.arange(len(place))[:, None]
@@ -205,7 +186,7 @@ def _branches_bwd(call, saved, cotangents):
         dbias = [jnp.where(is_active[:, None, None], x, 0).sum(axis=(0, 2, 3)) for x in dbias]
         return dq, dk, dv, *dbias
 
-    few = length // _FEW // tiles.q_block * tiles.q_block
+    few = length // _FEW // outside.tiles.q_block * outside.tiles.q_block
     if few < _LEAST_FEW:
         results = run_outside(length)
     else:
@@ -217,6 +198,63 @@ def _branches_bwd(call, saved, cotangents):
     if dbias:
         dhead_bias = dhead_bias.at[1].set(dbias[0].sum(axis=(0, 2, 3)) + dbias_outside[0])
     return dq, dk, dv, dhead_bias, None, None
+
+
+def _divide(call: Call, saved: _Saved, cotangents) -> tuple[_Cotangents, _Cotangents]:
+    """The cotangents of the pass over the window, which serves both branches, and of that over the keys outside."""
+    dwindow, dwindow_lse, dfull, dfull_lse = cotangents
+    if not call.softmax:
+        joint = dwindow + dfull
+        return _Cotangents(joint.astype(saved.q.dtype), None, None), _Cotangents(dfull, None, None)
+    window_lse, full_lse = saved.window_lse, saved.full_lse
+    share = jnp.exp2(jnp.where(window_lse == -jnp.inf, -jnp.inf, window_lse - full_lse))  # [B, T, H]
+    delta = _row_sums(dfull, saved.full) - dfull_lse
+    joint = dwindow + share[..., None] * dfull.astype(jnp.float32)
+    joint_delta = _row_sums(dwindow, saved.window) - dwindow_lse + share * delta
+    return (
+        _Cotangents(joint.astype(saved.q.dtype), window_lse, joint_delta),
+        _Cotangents(dfull, full_lse, delta),
+    )
+
+
+def _run_backward(
+    saved: _Saved, keys, call: Call, q, where: Coordinates, by_query: _Cotangents, num_active=None
+):
+    """`backward` of head-major queries; `keys` are the head-major keys and values."""
+    statistics = None
+    if by_query.lse is not None and by_query.delta is not None:
+        by_head = (x.swapaxes(1, 2)[:, :, None] for x in (by_query.lse, by_query.delta))
+        statistics = pack_statistics(*by_head)
+    dout = head_major(by_query.out.astype(saved.q.dtype), call.tiles.q_block)
+    k, v = keys
+    heads = saved.head_bias, where, saved.full_heads
+    return backward(call, q, k, v, *heads, dout, statistics, num_active)
+
+
+def _gather(order: jax.Array, x: jax.Array) -> jax.Array:
+    """Rows of x [B, T, ..] by the indices of `order` [B, size]."""
+    return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+def _gather_coordinates(call: Call, where: Coordinates, order, shape, is_active) -> Coordinates:
+    """Those of gathered queries, each property being [1 or B, T] and `shape` [B, T]."""
+
+    def gather(x):
+        return None if x is None else _gather(order, jnp.broadcast_to(x, shape))
+
+    is_index = call.indexed and where.q_seg is None  # positions and all
+    q_pos = order if is_index else gather(where.q_pos)
+    q_order = order if is_index else gather(where.q_order)
+    q_seg, full_rows = gather(where.q_seg), gather(where.full_rows)
+    q_pos = jnp.where(is_active, q_pos, -1)  # the others are not visited
+    return where._replace(q_pos=q_pos, q_order=q_order, q_seg=q_seg, full_rows=full_rows)
+
+
+def _gather_cotangents(gather, full: _Cotangents) -> _Cotangents:
+    lse, delta = full.lse, full.delta
+    if lse is not None and delta is not None:
+        lse, delta = jnp.split(gather(jnp.concatenate([lse, delta], axis=2)), 2, axis=2)
+    return _Cotangents(gather(full.out), lse, delta)
 
 
 def outside_backward_call(call: Call) -> Call:

@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.nonfinite import finite as finite_under_mask
+from pallas_kernels.nonfinite import finite
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.tiles import (
     LANES,
@@ -47,7 +47,8 @@ from pallas_kernels.tpu.tiles import (
     take,
     tile_mask,
 )
-from pallas_kernels.tpu.walk import Walk, default_mask, seen_tiles, walk_over
+from pallas_kernels.tpu.walk import Seen, Walk, default_mask, seen_tiles, walk_over
+from pallas_kernels.tpu.window import Ref
 
 _UNIT = 256  # queries of a unit of work, as wide as the widest matrix unit
 _AHEAD = 2
@@ -210,87 +211,135 @@ def _units(call: Call, seen) -> list[_Unit]:
     ]
 
 
-def _kernel(call, walk, has_segments, has_full_rows, group, order, *refs):
-    scalars, (q_ref, k_ref, v_ref, do_ref, *rest) = split(refs, len(walk.scalars))
+class _Refs(NamedTuple):
+    """What a step reads and writes; None where the call has no such thing."""
+
+    q: Ref  # [q_block, D]
+    k: Ref  # [keys at hand, D]
+    v: Ref
+    dout: Ref
+    statistics: Ref  # [8, q_block]
+    head_bias: Ref  # [8, LANES]
+    q_info: Ref  # `Tokens` of the blocks
+    kv_info: Ref
+    dq: Ref
+    dk: Ref
+    dv: Ref
+    dbias: Ref
+    dk_acc: Ref  # [blocks of keys, D, kv_block] f32
+    dv_acc: Ref
+    dq_acc: Ref  # [D, q_block] f32
+    q_t: Ref  # [D, q_block]
+    dout_t: Ref
+
+
+def _name_refs(call: Call, walk: Walk, refs) -> _Refs:
+    arrays, rest = split(refs, 4)
+    has_head_bias = call.has_slopes or call.has_bias
+    *optional, rest = take(rest, call.softmax, has_head_bias, walk.is_list, walk.is_list)
+    gradients, rest = split(rest, 3)
+    dbias, scratch = take(rest, call.has_bias)
+    named: list[Any] = [*arrays, *optional, *gradients, dbias, *scratch]
+    return _Refs(*named)
+
+
+def _kernel(call, walk, has_segments, has_full_rows, group, order, *unnamed):
+    scalars, rest = split(unnamed, len(walk.scalars))
     indices = [pl.program_id(3 + i) for i in range(len(walk.grid))]
     visit = walk.visit(indices, scalars)
-    has_head_bias = call.has_slopes or call.has_bias
-    statistics, bias_ref, q_info, kv_info, rest = take(
-        rest, call.softmax, has_head_bias, walk.is_list, walk.is_list
-    )
-    dq_ref, dk_ref, dv_ref, *rest = rest
-    dbias_ref, (dk_acc, dv_acc, dq_acc, q_t, do_t) = take(rest, call.has_bias)
-    slope_and_bias = None if bias_ref is None else (bias_ref[0:1, 0:1], bias_ref[1:2, 0:1])
-    member, kv_block = pl.program_id(2), call.tiles.kv_block
+    refs, member = _name_refs(call, walk, rest), pl.program_id(2)
+    slope_and_bias = None
+    if refs.head_bias is not None:
+        slope_and_bias = refs.head_bias[0:1, 0:1], refs.head_bias[1:2, 0:1]
 
     @pl.when((member == 0) & functools.reduce(jnp.logical_and, [i == 0 for i in indices]))
     def _():
-        dk_acc[...] = jnp.zeros_like(dk_acc)
-        dv_acc[...] = jnp.zeros_like(dv_acc)
+        refs.dk_acc[...] = jnp.zeros_like(refs.dk_acc)
+        refs.dv_acc[...] = jnp.zeros_like(refs.dv_acc)
 
     @pl.when(visit.first)
     def _():
-        dq_acc[...] = jnp.zeros_like(dq_acc)
-        q_t[...], do_t[...] = q_ref[...].T, do_ref[...].T
+        refs.dq_acc[...] = jnp.zeros_like(refs.dq_acc)
+        refs.q_t[...], refs.dout_t[...] = refs.q[...].T, refs.dout[...].T
         if call.has_bias:
-            dbias_ref[...] = jnp.zeros_like(dbias_ref)
+            refs.dbias[...] = jnp.zeros_like(refs.dbias)
 
     def attend(seen, column):
-        start = pl.multiple_of(column * kv_block, kv_block) if walk.resident else 0
-        block = pl.ds(start, kv_block)
-        k_here, v_here = k_ref.at[block, :], v_ref.at[block, :]
-        k_t = k_here[...].T  # [D, keys]
-        key_info: Any = kv_info[:, block].T if walk.is_list else None  # [keys, 8]
-
-        def describe(keys, queries):
-            """The properties of the queries, as rows, and of the keys, as columns."""
-            if walk.is_list:
-                query = [q_info[i : i + 1, queries] for i in range(3)]
-                return query, [key_info[keys, i : i + 1] for i in range(2)]
-            first = (visit.row - column) * q_ref.shape[0] + queries.start - keys.start
-            query = lax.broadcasted_iota(jnp.int32, (1, queries.stop - queries.start), 1) + first
-            return [query], [lax.broadcasted_iota(jnp.int32, (keys.stop - keys.start, 1), 0)]
-
-        def products(unit):
-            return (
-                dot(k_here[unit.keys, :], q_ref[unit.queries, :], NT),  # [keys, queries]
-                dot(v_here[unit.keys, :], do_ref[unit.queries, :], NT),
-            )
-
-        def finish(unit, s, dw):
-            keys, queries = unit.keys, unit.queries
-            query, key = describe(keys, queries)
-            addend = functools.partial(addend_at, call, query, key, slope_and_bias)
-            s, derivative = form_logits(call, s, addend)
-            mask = None
-            if unit.masked and seen == "tokens":
-                mask = tile_mask(call, has_segments, has_full_rows, query, key, s.shape)
-            elif unit.masked:
-                relative = lax.broadcasted_iota(jnp.int32, s.shape, 1)
-                relative -= lax.broadcasted_iota(jnp.int32, s.shape, 0)
-                mask = default_mask(call, seen, queries, keys, relative)
-            lse, delta = (statistics[i : i + 1, queries] if call.softmax else None for i in range(2))
-            w, dlogits, ds = weights_and_slopes(call, s, derivative, dw, lse, delta, mask)
-            finite = finite_under_mask if unit.masked else lambda x: x
-            if call.has_bias:
-                dbias_ref[:, queries] += dlogits.sum(axis=0, keepdims=True)
-            w, ds = w.astype(q_ref.dtype), ds.astype(q_ref.dtype)
-            dv_acc[column, :, keys] += dot(finite(do_t[:, queries]), w, NT)  # [D, keys]
-            dk_acc[column, :, keys] += dot(finite(q_t[:, queries]), ds, NT)
-            dq_acc[:, queries] += dot(finite(k_t[:, keys]), ds, NN)  # [D, queries]
-
-        pipelined(_units(call, seen), products, finish, ahead=_AHEAD)
+        start = pl.multiple_of(column * call.tiles.kv_block, call.tiles.kv_block) if walk.resident else 0
+        keys = pl.ds(start, call.tiles.kv_block)
+        k_here, v_here = refs.k.at[keys, :], refs.v.at[keys, :]
+        k_t = k_here[...].T
+        key_info = refs.kv_info[:, keys].T if walk.is_list else None
+        pair = _Pair(call, refs, visit.row, column, seen, slope_and_bias, k_here, v_here, k_t, key_info)
+        mask_by_token = functools.partial(tile_mask, call, has_segments, has_full_rows)
+        finish = functools.partial(pair.finish, mask_by_token)
+        pipelined(_units(call, seen), pair.products, finish, ahead=_AHEAD)
 
     walk.run(visit, scalars, attend)
 
     @pl.when(visit.last)
     def _():
-        dq_ref[...] = (dq_acc[...] * call.product_factor).T.astype(dq_ref.dtype)
+        refs.dq[...] = (refs.dq_acc[...] * call.product_factor).T.astype(refs.dq.dtype)
 
     @pl.when(visit.flush & (member == group - 1))
     def _():
-        dk_ref[...] = (dk_acc[visit.column] * call.product_factor).T.astype(dk_ref.dtype)
-        dv_ref[...] = dv_acc[visit.column].T.astype(dv_ref.dtype)
+        refs.dk[...] = (refs.dk_acc[visit.column] * call.product_factor).T.astype(refs.dk.dtype)
+        refs.dv[...] = refs.dv_acc[visit.column].T.astype(refs.dv.dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Pair:
+    """A block of queries and one of keys."""
+
+    call: Call
+    refs: _Refs
+    row: jax.Array
+    column: Any
+    seen: Seen
+    slope_and_bias: tuple[jax.Array, jax.Array] | None
+    k_ref: Ref  # [kv_block, D]
+    v_ref: Ref
+    k_t: jax.Array  # [D, kv_block]
+    key_info: jax.Array | None  # [kv_block, 8], of a list
+
+    def products(self, unit: _Unit) -> tuple[jax.Array, jax.Array]:
+        return (
+            dot(self.k_ref[unit.keys, :], self.refs.q[unit.queries, :], NT),  # [keys, queries]
+            dot(self.v_ref[unit.keys, :], self.refs.dout[unit.queries, :], NT),
+        )
+
+    def finish(self, mask_by_token, unit: _Unit, s: jax.Array, dw: jax.Array) -> None:
+        """Adds a unit's share to the gradients, given its products."""
+        call, refs, keys, queries = self.call, self.refs, unit.keys, unit.queries
+        query, key = self.describe(keys, queries)
+        addend = functools.partial(addend_at, call, query, key, self.slope_and_bias)
+        s, derivative = form_logits(call, s, addend)
+        mask = None
+        if unit.masked and self.seen == "tokens":
+            mask = mask_by_token(query, key, s.shape)
+        elif unit.masked:
+            relative = lax.broadcasted_iota(jnp.int32, s.shape, 1)
+            relative -= lax.broadcasted_iota(jnp.int32, s.shape, 0)
+            assert isinstance(self.seen, int)  # a pair that is seen throughout has no mask
+            mask = default_mask(call, self.seen, queries, keys, relative)
+        lse, delta = (refs.statistics[i : i + 1, queries] if call.softmax else None for i in range(2))
+        w, dlogits, ds = weights_and_slopes(call, s, derivative, dw, lse, delta, mask)
+        clean = finite if unit.masked else lambda x: x
+        if call.has_bias:
+            refs.dbias[:, queries] += dlogits.sum(axis=0, keepdims=True)
+        w, ds = w.astype(refs.q.dtype), ds.astype(refs.q.dtype)
+        refs.dv_acc[self.column, :, keys] += dot(clean(refs.dout_t[:, queries]), w, NT)  # [D, keys]
+        refs.dk_acc[self.column, :, keys] += dot(clean(refs.q_t[:, queries]), ds, NT)
+        refs.dq_acc[:, queries] += dot(clean(self.k_t[:, keys]), ds, NN)  # [D, queries]
+
+    def describe(self, keys: slice, queries: slice) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The properties of the queries, as rows, and of the keys, as columns."""
+        if self.key_info is not None:
+            query = [self.refs.q_info[i : i + 1, queries] for i in range(3)]
+            return query, [self.key_info[keys, i : i + 1] for i in range(2)]
+        first = (self.row - self.column) * self.refs.q.shape[0] + queries.start - keys.start
+        query = lax.broadcasted_iota(jnp.int32, (1, queries.stop - queries.start), 1) + first
+        return [query], [lax.broadcasted_iota(jnp.int32, (keys.stop - keys.start, 1), 0)]
 
 
 def weights_and_slopes(call, s, derivative, dw, lse, delta, seen=None):

@@ -13,6 +13,7 @@ all its strips). One sum over a pair's values says whether there are any; then `
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.nonfinite import finite, is_finite, sees_non_finite
+from pallas_kernels.schedule import Visit
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.tiles import (
     LANES,
@@ -47,7 +49,8 @@ from pallas_kernels.tpu.tiles import (
     tile_mask,
     write_softmax,
 )
-from pallas_kernels.tpu.walk import Seen, default_mask, has_default_positions, seen_tiles, walk_over
+from pallas_kernels.tpu.walk import Seen, Walk, default_mask, has_default_positions, seen_tiles, walk_over
+from pallas_kernels.tpu.window import Ref, window_of
 
 _RESIDENT_BYTES = 32 * 2**20  # of keys and values in VMEM
 _MAX_BRANCH_WINDOW = 2048  # that `branches_forward` takes in one go
@@ -143,17 +146,10 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
         out_specs.append(rows)
         out_shapes.append(shape_like((batch, num_heads, 1, q_length), jnp.float32, q))
         scratch += [pltpu.VMEM((q_block, LANES), jnp.float32)] * 2
+    static = _Static(call, walk, where.q_seg is not None, where.full_rows is not None, branches, len(initial))
     return launch(
         call,
-        functools.partial(
-            _kernel,
-            call,
-            walk,
-            where.q_seg is not None,
-            where.full_rows is not None,
-            branches,
-            len(initial),
-        ),
+        functools.partial(_kernel, static),
         "branches_forward" if branches else "scheduled_forward",
         grid=(batch, heads.count, *walk.grid),
         scalars=walk.scalars,
@@ -167,12 +163,54 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
     )
 
 
-class _Part(NamedTuple):
-    """Keys that are attended to at once."""
+class _Refs(NamedTuple):
+    """What a step reads and writes; None or empty where the call has no such thing."""
 
-    sources: "list[_Source]"
-    fresh: bool = False  # nothing was attended to before
-    results: Any = None  # where to write what there is then
+    q: Ref  # [q_block, D]
+    k: Ref  # [keys at hand, D]
+    v: Ref
+    initial: list[Ref]  # out and lse over other keys
+    head_bias: Ref  # [8, LANES]
+    q_info: Ref  # `Tokens` of the blocks
+    kv_info: Ref
+    window_results: list[Ref]  # out and lse of the window (branches)
+    results: list[Ref]
+    acc: Ref  # [q_block, D] f32
+    finite_v: Ref  # [kv_block, D] (lists)
+    spoilt: Ref  # [1] int32 (branches)
+    statistics: list[Ref]  # the running maximum and sum, [q_block, LANES] f32, all lanes alike
+
+
+class _Static(NamedTuple):
+    """What is known of a kernel when tracing."""
+
+    call: Call
+    walk: Walk
+    has_segments: bool
+    has_full_rows: bool
+    branches: bool
+    num_initial: int
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the first pair of a row is known, and has nothing to add to."""
+        return self.walk.fresh is not None and not self.num_initial and not self.branches
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether a row may see no key."""
+        return self.walk.is_list or not (self.fresh or self.num_initial or self.branches)
+
+    def name_refs(self, refs) -> _Refs:
+        call, is_list = self.call, self.walk.is_list
+        (q, k, v), initial, rest = split(refs, 3, self.num_initial)
+        head_bias, q_info, kv_info, rest = take(rest, call.has_slopes or call.has_bias, is_list, is_list)
+        num_results = 2 if call.softmax else 1
+        window, results, (acc, *rest) = split(rest, num_results if self.branches else 0, num_results)
+        finite_v, spoilt, statistics = take(rest, is_list, self.branches)
+        return _Refs(
+            q, k, v, initial, head_bias, q_info, kv_info, window, results, acc, finite_v, spoilt, statistics
+        )
 
 
 class _Source(NamedTuple):
@@ -181,81 +219,219 @@ class _Source(NamedTuple):
     call: Call
     seen: Seen
     column: Any
-    k_ref: Any
-    v_ref: Any
-    kv_info: Any
+    k_ref: Ref
+    v_ref: Ref
+    kv_info: Ref
 
 
-def _kernel(call, walk, has_segments, has_full_rows, branches, num_initial, order, *refs):
-    scalars, (q_ref, k_ref, v_ref), initial, rest = split(refs, len(walk.scalars), 3, num_initial)
+class _Stage(NamedTuple):
+    """Keys that are attended to at once."""
+
+    sources: list[_Source]
+    fresh: bool = False  # nothing was attended to before
+    results: Any = None  # where to write what there is then
+
+
+class _Tile(NamedTuple):
+    logits: jax.Array  # [strip, keys]
+    value_ref: Ref  # [keys, D]
+    unclean: bool  # of the values behind a mask, those that are not finite are still to be taken as zero
+
+    def value(self) -> jax.Array:
+        return finite(self.value_ref[...]) if self.unclean else self.value_ref[...]
+
+
+def _kernel(static, order, *unnamed):
+    walk = static.walk
+    scalars, rest = split(unnamed, len(walk.scalars))
     visit = walk.visit([pl.program_id(2 + i) for i in range(len(walk.grid))], scalars)
-    has_head_bias = call.has_slopes or call.has_bias
-    bias_ref, q_info, kv_info, rest = take(rest, has_head_bias, walk.is_list, walk.is_list)
-    num_results = 2 if call.softmax else 1
-    window_out, out, (acc_ref, *rest) = split(rest, num_results if branches else 0, num_results)
-    finite_v, spoilt_ref, statistics = take(rest, walk.is_list, branches)
-    slope_and_bias = None if bias_ref is None else (bias_ref[0:1, 0:1], bias_ref[1:2, 0:1])
-    fresh = walk.fresh is not None and not initial and not branches
-    may_be_empty = walk.is_list or not (fresh or initial or branches)  # a row of the results
-    q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
-    strip, tile = math.gcd(call.tiles.strip, q_block), math.gcd(call.tiles.tile, kv_block)
-    strips = [slice(start, start + strip) for start in range(0, q_block, strip)]
-    sum_on_mxu = call.tiles.sum_on_mxu and v_ref.shape[1] % LANES == 0
+    refs = static.name_refs(rest)
+    slope_and_bias = None
+    if refs.head_bias is not None:
+        slope_and_bias = refs.head_bias[0:1, 0:1], refs.head_bias[1:2, 0:1]
+    step = _Step(static, refs, visit, slope_and_bias)
+    if static.branches:
+        step.attend_window()
+    elif not static.fresh:
+        pl.when(visit.first)(step.begin)
+    walk.run(visit, scalars, step.attend_pair)
 
-    def describe(source, rows, keys):
-        """The properties of the queries, as columns, and of the keys, as rows."""
-        if walk.is_list:
-            query = q_info[...].T  # [q_block, 8]
-            return [query[rows, i : i + 1] for i in range(3)], [
-                source.kv_info[i : i + 1, keys] for i in range(2)
-            ]
-        first = (visit.row - source.column) * q_block + rows.start - keys.start
-        query = lax.broadcasted_iota(jnp.int32, (strip, 1), 0) + first
-        return [query], [lax.broadcasted_iota(jnp.int32, (1, keys.stop - keys.start), 1)]
+    @pl.when(visit.last)
+    def _():
+        for rows in step.strips:
+            step.write(refs.results, rows)
 
-    def logits(sources, rows):
-        tiles = []
-        for source in sources:
-            for keys, masked in seen_tiles(source.call, source.seen, rows, tile):
-                s = dot(q_ref[rows, :], source.k_ref[keys, :], NT)  # [strip, keys]
-                query, key = describe(source, rows, keys)
-                s, _ = form_logits(call, s, functools.partial(addend_at, call, query, key, slope_and_bias))
-                if masked and walk.is_list:
-                    mask = tile_mask(call, has_segments, has_full_rows, query, key, s.shape)
-                    s = jnp.where(mask, s, MASKED)
-                elif masked:
-                    relative = lax.broadcasted_iota(jnp.int32, s.shape, 0)
-                    relative -= lax.broadcasted_iota(jnp.int32, s.shape, 1)
-                    s = jnp.where(default_mask(source.call, source.seen, rows, keys, relative), s, MASKED)
-                value_ref = finite_v if masked and walk.is_list else source.v_ref
-                tiles.append((s, value_ref.at[keys, :], masked and not walk.is_list))
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Step:
+    """A step of the grid: a block of queries."""
+
+    static: _Static
+    refs: _Refs
+    visit: Visit
+    slope_and_bias: tuple[jax.Array, jax.Array] | None
+
+    @property
+    def call(self) -> Call:
+        return self.static.call
+
+    @property
+    def strip(self) -> int:
+        return math.gcd(self.call.tiles.strip, self.call.tiles.q_block)
+
+    @property
+    def tile(self) -> int:
+        return math.gcd(self.call.tiles.tile, self.call.tiles.kv_block)
+
+    @property
+    def strips(self) -> list[slice]:
+        return [slice(at, at + self.strip) for at in range(0, self.call.tiles.q_block, self.strip)]
+
+    def begin(self) -> None:
+        """Before a row's first pair: nothing is accumulated, or the initial results are."""
+        refs = self.refs
+        if refs.initial:
+            refs.acc[...] = refs.initial[0][...].astype(jnp.float32)
+        else:
+            refs.acc[...] = jnp.zeros_like(refs.acc)
+        if not self.call.softmax:
+            return
+        top_ref, total_ref = refs.statistics
+        if refs.initial:
+            lse = jnp.broadcast_to(refs.initial[1][...], (LANES, self.call.tiles.q_block)).T
+            top_ref[...] = jnp.maximum(lse, MASKED)
+            total_ref[...] = jnp.where(lse > MASKED, 1.0, 0.0)
+        else:
+            top_ref[...] = jnp.full_like(top_ref, MASKED)
+            total_ref[...] = jnp.zeros_like(total_ref)
+
+    def attend_window(self) -> None:
+        """The window's blocks, whose results are written, and those of their keys outside the window."""
+        call, refs, walk, row = self.call, self.refs, self.static.walk, self.visit.row
+        window = dataclasses.replace(call, outside=False)
+        last = -(-(window_of(call) - 1) // call.tiles.kv_block)
+
+        def attend(blocks: list[_Source], beyond: list[_Source]) -> None:
+            stages = _Stage(blocks, True, refs.window_results), _Stage(beyond)
+            refs.spoilt[0] = self.attend(*stages, suspects=blocks).astype(jnp.int32)
+
+        for farthest in range(last + 1):  # the first rows lack blocks before the sequence
+            blocks = [self.source(back, row - back, window) for back in range(farthest, -1, -1)]
+            beyond = [self.source(back, row - back, call) for back in walk.partly if back <= farthest]
+            here = row == farthest if farthest < last else row >= farthest
+            pl.when(here)(functools.partial(attend, blocks, beyond))
+
+        @pl.when(refs.spoilt[0] != 0)
+        def _():
+            everything = dataclasses.replace(window, spec=dataclasses.replace(call.spec, window=None))
+
+            @pl.loop(0, jnp.minimum(row, last) + 1)
+            def _(back):
+                self.spoil(self.source(None, row - back, window), refs.window_results[0])
+                self.spoil(self.source(None, row - back, everything), refs.acc)
+
+    def attend_pair(self, seen: Seen, column) -> None:
+        """Adds the keys of a block."""
+        static, refs = self.static, self.refs
+        here = self.source(seen, column, self.call)
+        if seen == "tokens":
+            refs.finite_v[...] = finite(here.v_ref[...])
+        stage = _Stage([here], static.fresh and seen is not None and seen == static.walk.fresh)
+        spoilt = self.attend(stage, suspects=[] if seen is None else [here])
+        if seen is not None:
+            pl.when(spoilt)(lambda: self.spoil(here, refs.acc))
+
+    def source(self, seen: Seen, column, call: Call) -> _Source:
+        arrays = self.refs.k, self.refs.v, self.refs.kv_info
+        if self.static.walk.resident:
+            block = call.tiles.kv_block
+            keys = pl.ds(pl.multiple_of(column * block, block), block)
+            kv_info = arrays[2].at[:, keys] if self.static.walk.is_list else None
+            arrays = arrays[0].at[keys, :], arrays[1].at[keys, :], kv_info
+        return _Source(call, seen, column, *arrays)
+
+    def attend(self, *stages: _Stage, suspects: Sequence[_Source] = ()) -> Any:
+        """Adds the keys of each stage in turn, in one pipeline, and writes what there is then.
+
+        Returns whether a value of the suspects is not finite: asked half way, for the answer to be there at the end.
+        """
+        turns = [(rows, stage) for stage in stages for rows in self.strips]
+        ahead: Any = None
+        spoilt: Any = False
+        for i, (rows, stage) in enumerate(turns):
+            tiles, top = ahead or self.score(stage.sources, rows)
+            if i + 1 < len(turns):
+                next_rows, next_stage = turns[i + 1]
+                ahead = self.score(next_stage.sources, next_rows)
+            if suspects and i == len(self.strips) // 2:
+                spoilt = functools.reduce(jnp.logical_or, map(_is_spoilt, suspects))
+            self.accumulate(rows, tiles, top, stage.fresh)
+            if stage.results is not None:
+                self.write(stage.results, rows)
+        return spoilt
+
+    def score(self, sources: list[_Source], rows: slice) -> tuple[list[_Tile], jax.Array | None]:
+        """The tiles that a strip sees and, for softmax, the greatest logit of each row in them."""
+        tiles = [
+            self.score_tile(source, rows, keys, masked)
+            for source in sources
+            for keys, masked in seen_tiles(source.call, source.seen, rows, self.tile)
+        ]
         top = None
-        if call.softmax and tiles:
-            top = over_lanes(jnp.maximum, [s for s, *_ in tiles]).max(axis=1, keepdims=True)
+        if self.call.softmax and tiles:
+            top = over_lanes(jnp.maximum, [tile.logits for tile in tiles]).max(axis=1, keepdims=True)
         return tiles, top
 
-    def value_of(value_ref, clean):
-        return finite(value_ref[...]) if clean else value_ref[...]
+    def score_tile(self, source: _Source, rows: slice, keys: slice, masked: bool) -> _Tile:
+        call, is_list = self.call, self.static.walk.is_list
+        s = dot(self.refs.q[rows, :], source.k_ref[keys, :], NT)  # [strip, keys]
+        query, key = self.describe(source, rows, keys)
+        s, _ = form_logits(call, s, functools.partial(addend_at, call, query, key, self.slope_and_bias))
+        if masked and is_list:
+            s = jnp.where(self.mask_by_token(call, query, key, s.shape), s, MASKED)
+        elif masked:
+            relative = lax.broadcasted_iota(jnp.int32, s.shape, 0)
+            relative -= lax.broadcasted_iota(jnp.int32, s.shape, 1)
+            assert isinstance(source.seen, int)  # a pair that is seen throughout has no mask
+            s = jnp.where(default_mask(source.call, source.seen, rows, keys, relative), s, MASKED)
+        value_ref = self.refs.finite_v if masked and is_list else source.v_ref
+        return _Tile(s, value_ref.at[keys, :], masked and not is_list)
 
-    def accumulate(rows, tiles, top, fresh):
+    def describe(self, source: _Source, rows: slice, keys: slice) -> tuple[list, list]:
+        """The properties of the queries, as columns, and of the keys, as rows."""
+        if self.static.walk.is_list:
+            info = self.refs.q_info[...].T  # [q_block, 8]
+            query = [info[rows, i : i + 1] for i in range(3)]
+            return query, [source.kv_info[i : i + 1, keys] for i in range(2)]
+        first = (self.visit.row - source.column) * self.call.tiles.q_block + rows.start - keys.start
+        distance = lax.broadcasted_iota(jnp.int32, (self.strip, 1), 0) + first
+        return [distance], [lax.broadcasted_iota(jnp.int32, (1, keys.stop - keys.start), 1)]
+
+    def mask_by_token(self, call: Call, query: list, key: list, shape: tuple[int, ...]) -> jax.Array:
+        return tile_mask(call, self.static.has_segments, self.static.has_full_rows, query, key, shape)
+
+    def accumulate(self, rows: slice, tiles: list[_Tile], top, fresh: bool) -> None:
+        """Adds a strip's tiles to what it has; if `fresh`, there is nothing yet."""
         if not tiles:
             return
-        if not call.softmax:
-            more = sum(sigmoid_values(sigmoid_weights(s), value_of(*value)) for s, *value in tiles)
+        acc_ref = self.refs.acc
+        if not self.call.softmax:
+            more = sum(sigmoid_values(sigmoid_weights(tile.logits), tile.value()) for tile in tiles)
             acc_ref[rows, :] = more if fresh else acc_ref[rows, :] + more
             return
-        top_ref, total_ref = statistics
+        top_ref, total_ref = self.refs.statistics
         acc: Any = 0.0
         total: Any = 0.0
-        new = jnp.broadcast_to(top, (strip, LANES))  # all lanes alike
+        new = jnp.broadcast_to(top, (self.strip, LANES))  # all lanes alike
         if not fresh:
             old = top_ref[rows, :]
             new = jnp.maximum(old, top)
             decay = jnp.exp2(old - new)
             acc, total = acc_ref[rows, :] * _as_wide(decay, acc_ref), total_ref[rows, :] * decay
+        sum_on_mxu = self.call.tiles.sum_on_mxu and acc_ref.shape[1] % LANES == 0
         sums = []
-        for s, *value_and_mask in tiles:
-            weights, value = jnp.exp2(s - new[:, :1]), value_of(*value_and_mask)
+        for tile in tiles:
+            weights, value = jnp.exp2(tile.logits - new[:, :1]), tile.value()
             if sum_on_mxu:
                 value = jnp.concatenate([value, jnp.ones((value.shape[0], LANES), value.dtype)], axis=1)
                 product = dot(weights.astype(value.dtype), value, NN)
@@ -268,115 +444,42 @@ def _kernel(call, walk, has_segments, has_full_rows, branches, num_initial, orde
         acc_ref[rows, :], top_ref[rows, :] = acc, new
         total_ref[rows, :] = jnp.broadcast_to(total, new.shape)
 
-    def write(results, rows):
-        if not call.softmax:
+    def write(self, results: list[Ref], rows: slice) -> None:
+        acc_ref = self.refs.acc
+        if not self.call.softmax:
             results[0][rows, :] = acc_ref[rows, :].astype(results[0].dtype)
             return
-        top, total = (_as_wide(ref[rows, :], acc_ref) for ref in statistics)
+        top, total = (_as_wide(ref[rows, :], acc_ref) for ref in self.refs.statistics)
         out_ref, lse_ref = results
-        write_softmax(out_ref, lse_ref, rows, acc_ref[rows, :], top, total, may_be_empty)
+        write_softmax(out_ref, lse_ref, rows, acc_ref[rows, :], top, total, self.static.may_be_empty)
 
-    def attend(*parts):
-        """Adds the keys of each part in turn, in one pipeline, and writes what there is then."""
-        strip_parts = [(rows, part) for part in parts for rows in strips]
-        ahead = None
-        for i, (rows, part) in enumerate(strip_parts):
-            tiles, top = ahead or logits(part.sources, rows)
-            if i + 1 < len(strip_parts):
-                next_rows, next_part = strip_parts[i + 1]
-                ahead = logits(next_part.sources, next_rows)
-            accumulate(rows, tiles, top, part.fresh)
-            if part.results is not None:
-                write(part.results, rows)
-
-    def source(seen, column, call=call):
-        refs = k_ref, v_ref, kv_info
-        if walk.resident:
-            keys = pl.ds(pl.multiple_of(column * kv_block, kv_block), kv_block)
-            refs = k_ref.at[keys, :], v_ref.at[keys, :], kv_info.at[:, keys] if walk.is_list else None
-        return _Source(call, seen, column, *refs)
-
-    def is_spoilt(source):
-        """Whether a value is not finite (or their sum is not, which costs time only)."""
-        ones = jnp.ones((8, kv_block), source.v_ref.dtype)
-        return jnp.any(~is_finite(dot(ones, source.v_ref[...], NN)))
-
-    def spoil(source, result_ref):
+    def spoil(self, source: _Source, result_ref: Ref) -> None:
         """Writes NaN where a query sees a value that is not finite. Hardly ever run, so short and slow."""
+        strip, tile = self.strip, self.tile
+        q_block, kv_block = self.call.tiles.q_block, self.call.tiles.kv_block
 
         @pl.loop(0, q_block // strip * (kv_block // tile))
         def _(i):
             row, column = lax.rem(i, q_block // strip) * strip, lax.div(i, q_block // strip) * tile
             rows = pl.ds(pl.multiple_of(row, strip), strip)
             keys = pl.ds(pl.multiple_of(column, tile), tile)
-            if walk.is_list:
-                info = q_info[:, rows].T  # [strip, 8]
+            if self.static.walk.is_list:
+                info = self.refs.q_info[:, rows].T  # [strip, 8]
                 query = [info[:, j : j + 1] for j in range(3)]
                 key = [source.kv_info[j : j + 1, keys] for j in range(2)]
             else:
-                first = (visit.row - source.column) * q_block + row - column
+                first = (self.visit.row - source.column) * q_block + row - column
                 query = [lax.broadcasted_iota(jnp.int32, (strip, 1), 0) + first] * 3
                 key = [lax.broadcasted_iota(jnp.int32, (1, tile), 1)] * 2
-            seen = tile_mask(source.call, has_segments, has_full_rows, query, key, (strip, tile))
+            seen = self.mask_by_token(source.call, query, key, (strip, tile))
             hit = sees_non_finite(seen, source.v_ref[keys, :])
             result_ref[rows, :] = jnp.where(hit, jnp.nan, result_ref[rows, :])
 
-    def attend_branches(blocks, beyond):
-        """The window's blocks, whose results are written, and those of their keys outside the window."""
-        spoilt_ref[0] = functools.reduce(jnp.logical_or, map(is_spoilt, blocks)).astype(jnp.int32)
-        attend(_Part(blocks, True, window_out), _Part(beyond))
 
-    if branches:
-        window = dataclasses.replace(call, outside=False)
-        last = -(-(call.spec.window - 1) // kv_block)
-        for farthest in range(last + 1):  # the first rows lack blocks before the sequence
-            blocks = [source(back, visit.row - back, window) for back in range(farthest, -1, -1)]
-            beyond = [source(back, visit.row - back) for back in walk.partly if back <= farthest]
-            here = visit.row == farthest if farthest < last else visit.row >= farthest
-            pl.when(here)(functools.partial(attend_branches, blocks, beyond))
-
-        @pl.when(spoilt_ref[0] != 0)
-        def _():
-            everything = dataclasses.replace(window, spec=dataclasses.replace(call.spec, window=None))
-
-            @pl.loop(0, jnp.minimum(visit.row, last) + 1)
-            def _(back):
-                spoil(source(None, visit.row - back, window), window_out[0])
-                spoil(source(None, visit.row - back, everything), acc_ref)
-
-    elif not fresh:
-
-        @pl.when(visit.first)
-        def _():
-            if initial:
-                acc_ref[...] = initial[0][...].astype(jnp.float32)
-            else:
-                acc_ref[...] = jnp.zeros_like(acc_ref)
-            if call.softmax:
-                top_ref, total_ref = statistics
-                if initial:
-                    lse = jnp.broadcast_to(initial[1][...], (LANES, q_block)).T
-                    top_ref[...] = jnp.maximum(lse, MASKED)
-                    total_ref[...] = jnp.where(lse > MASKED, 1.0, 0.0)
-                else:
-                    top_ref[...] = jnp.full_like(top_ref, MASKED)
-                    total_ref[...] = jnp.zeros_like(total_ref)
-
-    def attend_pair(seen, column):
-        here = source(seen, column)
-        spoilt = False if seen is None else is_spoilt(here)
-        if seen == "tokens":
-            finite_v[...] = finite(here.v_ref[...])
-        attend(_Part([here], fresh and seen is not None and seen == walk.fresh))
-        if seen is not None:
-            pl.when(spoilt)(lambda: spoil(here, acc_ref))
-
-    walk.run(visit, scalars, attend_pair)
-
-    @pl.when(visit.last)
-    def _():
-        for rows in strips:
-            write(out, rows)
+def _is_spoilt(source: _Source) -> jax.Array:
+    """Whether a value is not finite (or their sum is not, which costs time only)."""
+    ones = jnp.ones((8, source.call.tiles.kv_block), source.v_ref.dtype)
+    return jnp.any(~is_finite(dot(ones, source.v_ref[...], NN)))
 
 
 def _as_wide(column, like):

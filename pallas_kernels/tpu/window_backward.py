@@ -12,9 +12,10 @@ Sink tokens outside the window are one more tile of keys. Their gradients grow i
 added to those of the first block afterwards.
 """
 
+import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.nonfinite import finite as finite_under_mask
+from pallas_kernels.nonfinite import finite
 from pallas_kernels.schedule import Kind, bounds_of, kind_at
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.scheduled_backward import pipelined, weights_and_slopes
@@ -38,6 +39,8 @@ from pallas_kernels.tpu.tiles import (
     head_at,
     launch,
     shape_like,
+    split,
+    take,
 )
 from pallas_kernels.tpu.window import Ref, blocks_back, packed_segments, sink_rows, window_of, window_steps
 
@@ -66,80 +69,44 @@ def window_backward(
     previous: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, ...]:
     """As `scheduled_backward`, for the calls of `Call.window_kernel`."""
-    batch, num_heads, length, head_dim = q.shape
-    group = num_heads // k.shape[1]
-    block, back = call.tiles.q_block, blocks_back(call)
-    num_blocks = length // block
-
-    def spec(block_shape, index):
-        """A block located by batch, query head, KV head, and step."""
-
-        def index_map(b, h, i, g, *order):
-            kv = head_at(h, order)
-            g = jnp.where(i < num_blocks, g, group - 1)  # the last steps leave the queries' results alone
-            return index(b, kv * group + g, kv, i)
-
-        return pl.BlockSpec(block_shape, index_map)
-
-    def of_queries(rows, columns, along_lanes):
-        def index(b, h, kv, i):
-            i = jnp.minimum(i, num_blocks - 1)
-            return (b, h, 0, i) if along_lanes else (b, h, i, 0)
-
-        return spec((None, None, rows, columns), index)
-
-    def of_keys(before):
-        return spec(
-            (None, None, block, head_dim),
-            lambda b, h, kv, i: (b, kv, jnp.clip(i - before, 0, num_blocks - 1), 0),
-        )
-
-    queries = of_queries(block, head_dim, along_lanes=False)
-    window = [of_keys(before) for before in range(back, -1, -1)]
+    (batch, num_heads, length, head_dim), back = q.shape, blocks_back(call)
+    grid = _Grid(call.tiles.q_block, length // call.tiles.q_block, num_heads // k.shape[1])
+    queries = grid.of_queries(grid.block, head_dim)
+    window = [grid.of_keys(before, head_dim) for before in range(back, -1, -1)]
+    of_sinks = grid.spec((None, None, sink_rows(call), head_dim), lambda b, h, kv, i: (b, kv, 0, 0))
     inputs = [q, dout, by_head(head_bias), *[k] * (back + 1), *[v] * (back + 1)]
-    in_specs = [queries, queries, spec((None, 8, LANES), lambda b, h, kv, i: (h, 0, 0)), *window, *window]
+    of_head = grid.spec((None, 8, LANES), lambda b, h, kv, i: (h, 0, 0))
+    in_specs = [queries, queries, of_head, *window, *window]
     if statistics is not None:
         inputs.append(statistics)
-        in_specs.append(of_queries(8, block, along_lanes=True))
+        in_specs.append(grid.along_lanes(8))
     if where.q_seg is not None:
         inputs.append(packed_segments(call, where).first_keys)
-        in_specs.append(spec((None, 8, block), lambda b, h, kv, i: (b, 0, jnp.minimum(i, num_blocks - 1))))
+        last = grid.num_blocks - 1
+        in_specs.append(grid.spec((None, 8, grid.block), lambda b, h, kv, i: (b, 0, jnp.minimum(i, last))))
     if call.spec.num_sink_tokens:
         inputs += [k, v]
-        in_specs += [spec((None, None, sink_rows(call), head_dim), lambda b, h, kv, i: (b, kv, 0, 0))] * 2
-    outputs, out_specs = (
-        [shape_like(x.shape, x.dtype, q) for x in (q, k, v)],
-        [queries, of_keys(back), of_keys(back)],
-    )
-    ring = pltpu.VMEM((back + 1, head_dim, block), jnp.float32)
-    scratch = [
-        ring,
-        ring,
-        pltpu.VMEM((head_dim, block), jnp.float32),
-        pltpu.VMEM((head_dim, block), q.dtype),
-        pltpu.VMEM((head_dim, block), q.dtype),
-        pltpu.VMEM((back + 1, head_dim, block), k.dtype),
-    ]
+        in_specs += [of_sinks, of_sinks]
+    outputs = [shape_like(x.shape, x.dtype, q) for x in (q, k, v)]
+    out_specs = [queries, window[0], window[0]]
     if call.has_bias:
         outputs.append(shape_like((batch, num_heads, 1, length), jnp.float32, q))
-        out_specs.append(of_queries(1, block, along_lanes=True))
+        out_specs.append(grid.along_lanes(1))
     if call.spec.num_sink_tokens:
-        of_sinks = sink_rows(call), head_dim
-        outputs += [shape_like((*k.shape[:2], *of_sinks), jnp.float32, q)] * 2
-        out_specs += [spec((None, None, *of_sinks), lambda b, h, kv, i: (b, kv, 0, 0))] * 2
-        scratch += [pltpu.VMEM(of_sinks[::-1], jnp.float32)] * 2
+        outputs += [shape_like((*k.shape[:2], sink_rows(call), head_dim), jnp.float32, q)] * 2
+        out_specs += [of_sinks, of_sinks]
     results = launch(
         call,
-        functools.partial(_kernel, call, where.q_seg is not None, num_blocks, group),
+        functools.partial(_kernel, call, where.q_seg is not None, grid.num_blocks, grid.group),
         "window_backward",
-        grid=(batch, heads.count, num_blocks + back, group),
+        grid=(batch, heads.count, grid.num_blocks + back, grid.group),
         scalars=(),
         heads=heads,
         inputs=inputs,
         in_specs=in_specs,
         outputs=outputs,
         out_specs=out_specs,
-        scratch=scratch,
+        scratch=_scratch(call, head_dim, q.dtype, k.dtype),
         previous=previous,
     )
     if not call.spec.num_sink_tokens:
@@ -148,178 +115,325 @@ def window_backward(
     return dq, _add_to_first_keys(dk, dk_sinks), _add_to_first_keys(dv, dv_sinks), *dbias
 
 
+@dataclasses.dataclass(frozen=True)
+class _Grid:
+    """Which block of an array is at hand where in the grid."""
+
+    block: int
+    num_blocks: int  # of queries
+    group: int
+
+    def spec(self, block_shape, index) -> pl.BlockSpec:
+        """A block located by batch, query head, KV head, and step."""
+
+        def index_map(b, h, i, g, *order):
+            kv = head_at(h, order)
+            # The last steps leave the queries' results alone.
+            g = jnp.where(i < self.num_blocks, g, self.group - 1)
+            return index(b, kv * self.group + g, kv, i)
+
+        return pl.BlockSpec(block_shape, index_map)
+
+    def of_queries(self, rows: int, columns: int) -> pl.BlockSpec:
+        def index(b, h, kv, i):
+            return b, h, jnp.minimum(i, self.num_blocks - 1), 0
+
+        return self.spec((None, None, rows, columns), index)
+
+    def along_lanes(self, rows: int) -> pl.BlockSpec:
+        """Rows of numbers, one number a query."""
+
+        def index(b, h, kv, i):
+            return b, h, 0, jnp.minimum(i, self.num_blocks - 1)
+
+        return self.spec((None, None, rows, self.block), index)
+
+    def of_keys(self, before: int, head_dim: int) -> pl.BlockSpec:
+        """The block of keys so many before that of the queries."""
+
+        def index(b, h, kv, i):
+            return b, kv, jnp.clip(i - before, 0, self.num_blocks - 1), 0
+
+        return self.spec((None, None, self.block, head_dim), index)
+
+
+def _scratch(call: Call, head_dim: int, q_dtype, k_dtype) -> list:
+    """In the order of `_Refs`."""
+    block, blocks = call.tiles.q_block, blocks_back(call) + 1
+    ring = pltpu.VMEM((blocks, head_dim, block), jnp.float32)
+    scratch = [
+        ring,
+        ring,
+        pltpu.VMEM((head_dim, block), jnp.float32),
+        pltpu.VMEM((head_dim, block), q_dtype),
+        pltpu.VMEM((head_dim, block), q_dtype),
+        pltpu.VMEM((blocks, head_dim, block), k_dtype),
+    ]
+    if call.spec.num_sink_tokens:
+        scratch += [pltpu.VMEM((head_dim, sink_rows(call)), jnp.float32)] * 2
+    return scratch
+
+
 def _add_to_first_keys(gradient: jax.Array, rows: jax.Array) -> jax.Array:
     first = gradient[:, :, : rows.shape[2]] + rows
     return lax.dynamic_update_slice(gradient, first.astype(gradient.dtype), (0, 0, 0, 0))
 
 
+class _Refs(NamedTuple):
+    """What a step reads and writes; None where the call has no such thing."""
+
+    q: Ref  # [block, D]
+    dout: Ref
+    head_bias: Ref  # [8, LANES]
+    keys: list[Ref]  # the blocks of the window, the oldest first, each [block, D]
+    values: list[Ref]
+    statistics: Ref  # [8, block]
+    first_keys: Ref  # `Segments.first_keys` of the block of queries
+    sink_keys: Ref  # [sink_rows, D]
+    sink_values: Ref
+    dq: Ref
+    dk: Ref
+    dv: Ref
+    dbias: Ref
+    dk_sinks: Ref
+    dv_sinks: Ref
+    dk_ring: Ref  # [blocks, D, block] f32
+    dv_ring: Ref
+    dq_acc: Ref  # [D, block] f32
+    q_t: Ref  # [D, block]
+    dout_t: Ref
+    k_t: Ref  # [blocks, D, block]
+    dk_sinks_acc: Ref  # [D, sink_rows] f32
+    dv_sinks_acc: Ref
+
+
+def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> _Refs:
+    has_sinks = call.spec.num_sink_tokens > 0
+    of_queries, keys, values, rest = split(refs, 3, blocks_back(call) + 1, blocks_back(call) + 1)
+    *optional, rest = take(rest, call.softmax, has_segments, has_sinks, has_sinks)
+    gradients, rest = split(rest, 3)
+    *more_gradients, rest = take(rest, call.has_bias, has_sinks, has_sinks)
+    scratch, rest = split(rest, 6)
+    *of_sinks, _ = take(rest, has_sinks, has_sinks)
+    named: list[Any] = [
+        *of_queries,
+        keys,
+        values,
+        *optional,
+        *gradients,
+        *more_gradients,
+        *scratch,
+        *of_sinks,
+    ]
+    return _Refs(*named)
+
+
 def _kernel(
-    call: Call, has_segments: bool, num_blocks: int, group: int, order: tuple[Ref, ...], *refs: Ref
+    call: Call, has_segments: bool, num_blocks: int, group: int, order: tuple[Ref, ...], *unnamed: Ref
 ) -> None:
-    statistics: Ref
-    first_key_ref: Ref
-    dbias_ref: Ref
-    q_ref, do_ref, bias_ref, *rest = refs
-    back = blocks_back(call)
-    step, member = pl.program_id(2), pl.program_id(3)
-    k_refs, v_refs, rest = rest[: back + 1], rest[back + 1 : 2 * back + 2], rest[2 * back + 2 :]
-    statistics, rest = (rest[0], rest[1:]) if call.softmax else (None, rest)
-    first_key_ref, rest = (rest[0], rest[1:]) if has_segments else (None, rest)
-    num_sinks = call.spec.num_sink_tokens
-    if num_sinks:
-        sink_k_ref, sink_v_ref, *rest = rest
-    dq_ref, dk_ref, dv_ref, *rest = rest
-    dbias_ref, rest = (rest[0], rest[1:]) if call.has_bias else (None, rest)
-    if num_sinks:
-        dk_sinks_ref, dv_sinks_ref, *rest = rest
-    dk_ring, dv_ring, dq_acc, q_t, do_t, k_t, *rest = rest
-    if num_sinks:
-        dk_sinks_acc, dv_sinks_acc = rest
-
-        for acc in (dk_sinks_acc, dv_sinks_acc):
-            pl.when((step == 0) & (member == 0))(functools.partial(_clear, acc, ...))
-
-    block, window, bounds = call.tiles.q_block, window_of(call), bounds_of(call.spec)
-    strip, tile = math.gcd(call.tiles.strip, block), math.gcd(call.tiles.tile, block)
-    slope, bias = bias_ref[0:1, 0:1] * call.unit, bias_ref[1:2, 0:1] * call.unit
-
-    def slot(b):
-        return lax.rem(step + 1 + b, back + 1)
-
-    def write(out_ref, rows, transposed, factor=1.0):
-        out_ref[rows, :] = (transposed * factor).T.astype(out_ref.dtype)
-
-    def write_keys(keys):
-        write(dk_ref, keys, dk_ring[slot(0), :, keys], call.product_factor)
-        write(dv_ref, keys, dv_ring[slot(0), :, keys])
-
-    def attend(present, sinks):
-        # The first write of a step need not add to what is there.
-        started_keys: set[int | None] = set()
-        started_queries: set[int] = set()
-        last_units: dict[int, _Unit] = {}  # of the block that leaves the ring, by first key
-        if group > 1:
-            for ring in (dk_ring, dv_ring):
-                pl.when(member == 0)(functools.partial(_clear, ring, slot(back)))
-        if call.has_bias:
-            dbias_ref[...] = jnp.zeros_like(dbias_ref)
-        q_t[...], do_t[...] = q_ref[...].T, do_ref[...].T
-        for b in range(back + 1 - present, back + 1):
-            k_t[b] = k_refs[b][...].T
-        if has_segments:
-            first_key = first_key_ref[0:1, :] - step * block  # [1, block]
-
-        if sinks is not None:
-            sink_k_t = sink_k_ref[...].T
-
-        def add_to_queries(queries, gradient):  # [D, queries]
-            for start in range(queries.start, queries.stop, strip):
-                here, part = slice(start, start + strip), gradient[:, start - queries.start :][:, :strip]
-                dq_acc[:, here] = dq_acc[:, here] + part if start in started_queries else part
-                started_queries.add(start)
-
-        def products(unit):
-            keys, queries = unit.keys, unit.queries
-            sink = unit.block == _SINKS
-            k_ref, v_ref = (sink_k_ref, sink_v_ref) if sink else (k_refs[unit.block], v_refs[unit.block])
-            return (
-                dot(k_ref[keys, :], q_ref[queries, :], NT),  # [keys, queries]
-                dot(v_ref[keys, :], do_ref[queries, :], NT),
-            )
-
-        def finish(unit, s, dw):
-            keys, queries, distance = unit.keys, unit.queries, unit.distance
-            num_keys, num_queries = s.shape
-            sink = unit.block == _SINKS
-            if sink:
-                distance += step * block
-            relative = lax.broadcasted_iota(jnp.int32, s.shape, 1) - lax.broadcasted_iota(
-                jnp.int32, s.shape, 0
-            )
-
-            def addend():
-                if not call.has_slopes:
-                    return bias
-                # As a row less a column: a whole tile of it would be spilled.
-                query = lax.broadcasted_iota(jnp.int32, (1, num_queries), 1) + distance
-                key = lax.broadcasted_iota(jnp.int32, (num_keys, 1), 0)
-                return (slope * query.astype(jnp.float32) + bias) - slope * key.astype(jnp.float32)
-
-            s, derivative = form_logits(call, s, addend)
-            seen = []
-            kind = (
-                kind_at(bounds, distance - (num_keys - 1), distance + num_queries - 1) if not sink else None
-            )
-            if sink:
-                if num_sinks < num_keys:
-                    seen.append(lax.broadcasted_iota(jnp.int32, s.shape, 0) < num_sinks)
-                if sinks == "some":  # the others lie inside the window
-                    seen.append(relative >= window - distance)
-            elif kind in (Kind.DIAGONAL, Kind.BOTH):
-                seen.append(relative >= -distance)
-            if has_segments:
-                row = lax.broadcasted_iota(jnp.int32, s.shape, 0)
-                seen.append(row >= first_key[:, queries] - (queries.start - distance))
-            elif kind in (Kind.EDGE, Kind.BOTH):
-                seen.append(relative < window - distance)
-            mask = functools.reduce(jnp.logical_and, seen) if seen else None
-            finite = finite_under_mask if seen else lambda x: x
-            lse, delta = (statistics[i : i + 1, queries] if call.softmax else None for i in range(2))
-            w, dlogits, ds = weights_and_slopes(call, s, derivative, dw, lse, delta, mask)
-            if call.has_bias:
-                dbias_ref[:, queries] += dlogits.sum(axis=0, keepdims=True)
-            w, ds = w.astype(q_ref.dtype), ds.astype(q_ref.dtype)
-            if sink:
-                dv_sinks_acc[...] += dot(finite(do_t[:, queries]), w, NT)
-                dk_sinks_acc[...] += dot(finite(q_t[:, queries]), ds, NT)
-                add_to_queries(queries, dot(finite(sink_k_t), ds, NN))
-                return
-            at = slot(unit.block)
-            entering = unit.block == back and group == 1 and keys.start not in started_keys
-            leaving = group == 1 and last_units.get(keys.start) == unit
-            started_keys.add(keys.start if unit.block == back else None)
-            for ring, out_ref, factor, gradient in (
-                (dv_ring, dv_ref, 1.0, dot(finite(do_t[:, queries]), w, NT)),  # [D, keys]
-                (dk_ring, dk_ref, call.product_factor, dot(finite(q_t[:, queries]), ds, NT)),
-            ):
-                total = gradient if entering else ring[at, :, keys] + gradient
-                if leaving:
-                    write(out_ref, keys, total, factor)
-                else:
-                    ring[at, :, keys] = total
-            add_to_queries(queries, dot(finite(k_t[unit.block, :, keys]), ds, NN))
-
-        units = _units(call, present)
-        last_units.update({unit.keys.start: unit for unit in units if unit.block == 0 and present > back})
-        if sinks is not None:
-            keys = slice(0, sink_k_ref.shape[0])
-            width = math.gcd(_UNIT, block)
-            sink_units = [_Unit(_SINKS, keys, slice(at, at + width), at) for at in range(0, block, width)]
-            units = sink_units + units
-        pipelined(units, products, finish, ahead=_AHEAD)
-        write(dq_ref, slice(None), dq_acc[...], call.product_factor)
-        if group == 1 and present > back:  # tiles that the window had passed already
-            for start in range(0, block, tile):
-                if start not in last_units:
-                    write_keys(slice(start, start + tile))
+    refs = _name_refs(call, has_segments, unnamed)
+    index, member, back = pl.program_id(2), pl.program_id(3), blocks_back(call)
+    if call.spec.num_sink_tokens:
+        for acc in (refs.dk_sinks_acc, refs.dv_sinks_acc):
+            pl.when((index == 0) & (member == 0))(functools.partial(_clear, acc, ...))
+    head_bias = refs.head_bias[0:1, 0:1] * call.unit, refs.head_bias[1:2, 0:1] * call.unit
+    step = _Step(call, refs, group, index, member, head_bias)
 
     # The first steps lack blocks before the sequence, and their window may cover some of the sink tokens.
     steps = window_steps(call, num_blocks)
     for i, (present, sinks) in enumerate(steps):
-        here = step == i if i + 1 < len(steps) else (step >= i) & (step < num_blocks)
-        pl.when(here)(functools.partial(attend, present, sinks))
+        here = index == i if i + 1 < len(steps) else (index >= i) & (index < num_blocks)
+        pl.when(here)(_Body(step, present, sinks).attend)
 
-    def write_sinks():
-        write(dk_sinks_ref, slice(None), dk_sinks_acc[...], call.product_factor)
-        write(dv_sinks_ref, slice(None), dv_sinks_acc[...])
-
-    if num_sinks:
-        pl.when((step == num_blocks - 1) & (member == group - 1))(write_sinks)
+    if call.spec.num_sink_tokens:
+        pl.when((index == num_blocks - 1) & (member == group - 1))(step.write_sinks)
 
     # A single query head has written what leaves the ring with its last addition, except after the last queries.
-    @pl.when((step >= (max(back, num_blocks) if group == 1 else back)) & (member == group - 1))
-    def _():
-        write_keys(slice(0, block))
+    all_left = index >= (max(back, num_blocks) if group == 1 else back)
+    pl.when(all_left & (member == group - 1))(lambda: step.write_keys(slice(0, call.tiles.q_block)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Step:
+    """A step of the grid: a block of queries of one of the `group` query heads that share a KV head.
+
+    Attributes:
+      head_bias: slope and bias, [1, 1] each, in the kernel's unit.
+    """
+
+    call: Call
+    refs: _Refs
+    group: int
+    index: jax.Array
+    member: jax.Array
+    head_bias: tuple[jax.Array, jax.Array]
+
+    def slot(self, block: int) -> jax.Array:
+        """Where in the ring a block of the window is, the oldest being 0."""
+        return lax.rem(self.index + 1 + block, blocks_back(self.call) + 1)
+
+    def write_keys(self, keys: slice) -> None:
+        """Writes what has been added up for some keys of the block that leaves the ring."""
+        refs, slot = self.refs, self.slot
+        _write(refs.dk, keys, refs.dk_ring[slot(0), :, keys], self.call.product_factor)
+        _write(refs.dv, keys, refs.dv_ring[slot(0), :, keys])
+
+    def write_sinks(self) -> None:
+        refs = self.refs
+        _write(refs.dk_sinks, slice(None), refs.dk_sinks_acc[...], self.call.product_factor)
+        _write(refs.dv_sinks, slice(None), refs.dv_sinks_acc[...])
+
+
+def _write(out_ref: Ref, rows: slice, transposed: jax.Array, factor: float = 1.0) -> None:
+    out_ref[rows, :] = (transposed * factor).T.astype(out_ref.dtype)
+
+
+class _Body:
+    """The code of a step whose window's last `present` blocks exist; `sinks` is as `window_steps` gives it.
+
+    The first write of a step need not add to what is there, and the last one of a block that leaves the ring goes to
+    the result: so it notes, while it is traced, what it has written.
+    """
+
+    def __init__(self, step: _Step, present: int, sinks: str | None) -> None:
+        self.step, self.call, self.refs = step, step.call, step.refs
+        self.present, self.sinks = present, sinks
+        self.started_keys: set[int] = set()  # of the newest block
+        self.started_queries: set[int] = set()
+        self.window_units = _units(self.call, present)
+        self.last_units: dict[int, _Unit] = {}  # of the block that leaves the ring, by first key
+        if present > blocks_back(self.call):
+            self.last_units = {unit.keys.start: unit for unit in self.window_units if unit.block == 0}
+
+    def attend(self) -> None:
+        call, step, refs, block = self.call, self.step, self.refs, self.call.tiles.q_block
+        self.begin()
+        units = self.window_units
+        if self.sinks is not None:
+            keys, width = slice(0, refs.sink_keys.shape[0]), math.gcd(_UNIT, block)
+            starts = range(0, block, width)
+            units = [_Unit(_SINKS, keys, slice(at, at + width), at) for at in starts] + units
+        pipelined(units, self.products, self.finish, ahead=_AHEAD)
+        _write(refs.dq, slice(None), refs.dq_acc[...], call.product_factor)
+        if step.group == 1 and self.present > blocks_back(call):  # tiles that the window had passed already
+            tile = math.gcd(call.tiles.tile, block)
+            for start in range(0, block, tile):
+                if start not in self.last_units:
+                    step.write_keys(slice(start, start + tile))
+
+    def begin(self) -> None:
+        """Clears what is added to, and transposes what is read."""
+        step, refs, back = self.step, self.refs, blocks_back(self.call)
+        if step.group > 1:
+            for ring in (refs.dk_ring, refs.dv_ring):
+                pl.when(step.member == 0)(functools.partial(_clear, ring, step.slot(back)))
+        if self.call.has_bias:
+            refs.dbias[...] = jnp.zeros_like(refs.dbias)
+        refs.q_t[...], refs.dout_t[...] = refs.q[...].T, refs.dout[...].T
+        for b in range(back + 1 - self.present, back + 1):
+            refs.k_t[b] = refs.keys[b][...].T
+        if refs.first_keys is not None:
+            self.first_key = refs.first_keys[0:1, :] - step.index * self.call.tiles.q_block  # [1, block]
+        if self.sinks is not None:
+            self.sink_k_t = refs.sink_keys[...].T
+
+    def products(self, unit: _Unit) -> tuple[jax.Array, jax.Array]:
+        refs = self.refs
+        k_ref, v_ref = refs.sink_keys, refs.sink_values
+        if unit.block != _SINKS:
+            k_ref, v_ref = refs.keys[unit.block], refs.values[unit.block]
+        return (
+            dot(k_ref[unit.keys, :], refs.q[unit.queries, :], NT),  # [keys, queries]
+            dot(v_ref[unit.keys, :], refs.dout[unit.queries, :], NT),
+        )
+
+    def finish(self, unit: _Unit, s: jax.Array, dw: jax.Array) -> None:
+        """Adds a unit's share to the gradients, given its products."""
+        call, refs, queries = self.call, self.refs, unit.queries
+        distance: Any = unit.distance
+        if unit.block == _SINKS:
+            distance += self.step.index * call.tiles.q_block
+        relative = lax.broadcasted_iota(jnp.int32, s.shape, 1) - lax.broadcasted_iota(jnp.int32, s.shape, 0)
+        s, derivative = form_logits(call, s, functools.partial(self.addend, s.shape, distance))
+        mask = self.mask(unit, relative, distance)
+        clean = (lambda x: x) if mask is None else finite
+        lse, delta = (refs.statistics[i : i + 1, queries] if call.softmax else None for i in range(2))
+        w, dlogits, ds = weights_and_slopes(call, s, derivative, dw, lse, delta, mask)
+        if call.has_bias:
+            refs.dbias[:, queries] += dlogits.sum(axis=0, keepdims=True)
+        w, ds = w.astype(refs.q.dtype), ds.astype(refs.q.dtype)
+        if unit.block == _SINKS:
+            refs.dv_sinks_acc[...] += dot(clean(refs.dout_t[:, queries]), w, NT)
+            refs.dk_sinks_acc[...] += dot(clean(refs.q_t[:, queries]), ds, NT)
+            self.add_to_queries(queries, dot(clean(self.sink_k_t), ds, NN))
+            return
+        slot = self.step.slot(unit.block)
+        dv = dot(clean(refs.dout_t[:, queries]), w, NT)
+        dk = dot(clean(refs.q_t[:, queries]), ds, NT)
+        self.add_to_keys(unit, slot, dv, dk)
+        self.add_to_queries(queries, dot(clean(refs.k_t[unit.block, :, unit.keys]), ds, NN))
+
+    def addend(self, shape: tuple[int, ...], distance) -> jax.Array:
+        """What ALiBi and the bias add to a unit's logits [keys, queries]."""
+        slope, bias = self.step.head_bias
+        if not self.call.has_slopes:
+            return bias
+        num_keys, num_queries = shape
+        # As a row less a column: a whole tile of it would be spilled.
+        query = lax.broadcasted_iota(jnp.int32, (1, num_queries), 1) + distance
+        key = lax.broadcasted_iota(jnp.int32, (num_keys, 1), 0)
+        return (slope * query.astype(jnp.float32) + bias) - slope * key.astype(jnp.float32)
+
+    def mask(self, unit: _Unit, relative: jax.Array, distance) -> jax.Array | None:
+        """None where every pair is visible.
+
+        Args:
+          relative: index of the query less that of the key, each counted from the unit's first.
+          distance: of the unit's first query to its first key.
+        """
+        (num_keys, num_queries), spec = relative.shape, self.call.spec
+        kind, masks = Kind.NONE, []
+        if unit.block == _SINKS:
+            if spec.num_sink_tokens < num_keys:
+                masks.append(lax.broadcasted_iota(jnp.int32, relative.shape, 0) < spec.num_sink_tokens)
+            if self.sinks == "some":  # the others lie inside the window
+                masks.append(relative >= window_of(self.call) - distance)
+        else:
+            kind = kind_at(bounds_of(spec), distance - (num_keys - 1), distance + num_queries - 1)
+        if kind in (Kind.DIAGONAL, Kind.BOTH):
+            masks.append(relative >= -distance)
+        if self.refs.first_keys is not None:
+            row = lax.broadcasted_iota(jnp.int32, relative.shape, 0)
+            masks.append(row >= self.first_key[:, unit.queries] - (unit.queries.start - distance))
+        elif kind in (Kind.EDGE, Kind.BOTH):
+            masks.append(relative < window_of(self.call) - distance)
+        return functools.reduce(jnp.logical_and, masks) if masks else None
+
+    def add_to_keys(self, unit: _Unit, slot, dv: jax.Array, dk: jax.Array) -> None:
+        """Adds a unit's share, [D, keys] each, to the ring; or writes it where nothing more will come."""
+        refs, group, keys = self.refs, self.step.group, unit.keys
+        newest = unit.block == blocks_back(self.call)
+        entering = newest and group == 1 and keys.start not in self.started_keys
+        leaving = group == 1 and self.last_units.get(keys.start) == unit
+        if newest:
+            self.started_keys.add(keys.start)
+        for ring, out_ref, factor, gradient in (
+            (refs.dv_ring, refs.dv, 1.0, dv),
+            (refs.dk_ring, refs.dk, self.call.product_factor, dk),
+        ):
+            total = gradient if entering else ring[slot, :, keys] + gradient
+            if leaving:
+                _write(out_ref, keys, total, factor)
+            else:
+                ring[slot, :, keys] = total
+
+    def add_to_queries(self, queries: slice, gradient: jax.Array) -> None:
+        """Adds [D, queries] to dq, strip by strip."""
+        dq_acc, strip = self.refs.dq_acc, math.gcd(self.call.tiles.strip, self.call.tiles.q_block)
+        for start in range(queries.start, queries.stop, strip):
+            here, more = slice(start, start + strip), gradient[:, start - queries.start :][:, :strip]
+            dq_acc[:, here] = dq_acc[:, here] + more if start in self.started_queries else more
+            self.started_queries.add(start)
 
 
 def _clear(ref: Ref, index) -> None:

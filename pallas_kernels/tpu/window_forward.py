@@ -39,10 +39,13 @@ from pallas_kernels.tpu.tiles import (
     launch,
     over_lanes,
     shape_like,
+    split,
+    take,
     write_softmax,
 )
 from pallas_kernels.tpu.window import (
     Ref,
+    WindowTile,
     blocks_back,
     is_crossed,
     packed_segments,
@@ -57,9 +60,15 @@ class _Scores(NamedTuple):
     logits: jax.Array  # [strip, keys]
     # [keys, D]; for the exact body finite where there is a mask. Read late, or it would be spilled.
     value: Callable[[], jax.Array]
-    total: Callable[[], jax.Array]  # of the values, [1, D]
+    value_sum: Callable[[], jax.Array] | None  # [1, D]
     seen: jax.Array | None  # None where every key is visible
     mean: jax.Array | None  # [1, 1], the tanh about which a sigmoid's is rounded
+
+
+class _Strip(NamedTuple):
+    rows: Any  # of the block of queries
+    tiles: list[_Scores]
+    top: Any  # [strip, 1], the greatest logit of each row (softmax)
 
 
 def window_forward(
@@ -126,164 +135,237 @@ def window_forward(
     )
 
 
+class _Refs(NamedTuple):
+    """What a step reads and writes; None where the call has no such thing."""
+
+    crossed: Ref  # `Segments.crossed`
+    queries: Ref  # [block, D]
+    head_bias: Ref  # [8, LANES]
+    keys: list[Ref]  # the blocks of the window, the oldest first, each [block, D]
+    values: list[Ref]
+    sink_keys: Ref  # [sink_rows, D]
+    sink_values: Ref
+    first_keys: Ref  # `Segments.first_keys` of the block of queries
+    out: Ref  # [block, D]
+    lse: Ref  # [1, block]
+    spoilt: Ref  # [1] int32: whether a value that is not finite has been met
+
+
+def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> _Refs:
+    crossed, rest = take(refs, has_segments)
+    (queries, head_bias), rest = split(rest, 2)
+    keys, values, rest = split(rest, blocks_back(call) + 1, blocks_back(call) + 1)
+    has_sinks = call.spec.num_sink_tokens > 0
+    sink_keys, sink_values, first_keys, rest = take(rest, has_sinks, has_sinks, has_segments)
+    out, lse, spoilt, _ = take(rest, True, call.softmax, True)
+    return _Refs(
+        crossed, queries, head_bias, keys, values, sink_keys, sink_values, first_keys, out, lse, spoilt
+    )
+
+
 def _window_kernel(
-    call: Call, has_segments: bool, num_steps: int, order: tuple[Ref, ...], *refs: Ref
+    call: Call, has_segments: bool, num_steps: int, order: tuple[Ref, ...], *unnamed: Ref
 ) -> None:
-    rest = list(refs)
-    back = blocks_back(call)
-    crossed, rest = (rest[0], rest[1:]) if has_segments else (None, rest)
-    q_ref, bias_ref, *rest = rest
-    k_refs, v_refs, rest = rest[: back + 1], rest[back + 1 : 2 * back + 2], rest[2 * back + 2 :]
-    num_sinks = call.spec.num_sink_tokens
-    if num_sinks:
-        sink_k_ref, sink_v_ref, *rest = rest
-    if has_segments:
-        first_key_ref, *rest = rest
-    out_ref, lse_ref, spoilt_ref = rest if call.softmax else (rest[0], None, rest[1])
-
+    refs = _name_refs(call, has_segments, unnamed)
     step = pl.program_id(2)
-    slope, bias = bias_ref[0:1, 0:1] * call.unit, bias_ref[1:2, 0:1] * call.unit
-    block, window = call.tiles.q_block, window_of(call)
-    strip = math.gcd(call.tiles.strip, block)
+    head_bias = refs.head_bias[0:1, 0:1] * call.unit, refs.head_bias[1:2, 0:1] * call.unit
+    body = functools.partial(_Body, call, refs, step, head_bias)
 
-    def attend(present: int, sinks: str | None, packed: bool = False, exact: bool = False):
-        """All strips of the step, whose window's last `present` blocks exist.
-
-        Args:
-          packed: mask every tile by each query's first key.
-          exact: leave values that are not finite out of tiles with a mask.
-        """
-        if packed and has_segments:  # [block, 1], counted from the step's first query
-            first_key = first_key_ref[...].T[:, :1] - step * block
-        elif packed:
-            first_key = lax.broadcasted_iota(jnp.int32, (block, 1), 0) - (window - 1)
-            first_key = jnp.maximum(first_key, -step * block)
-
-        def relative(size):
-            """Row minus column, of a strip's tile."""
-            return lax.broadcasted_iota(jnp.int32, (strip, size), 0) - lax.broadcasted_iota(
-                jnp.int32, (strip, size), 1
-            )
-
-        def addend(size, distance):
-            if not call.has_slopes:
-                return bias
-            return slope * relative(size).astype(jnp.float32) + (slope * distance.astype(jnp.float32) + bias)
-
-        @functools.cache  # strips share tiles
-        def total(block, keys):
-            return v_refs[block][keys, :].astype(jnp.float32).sum(axis=0, keepdims=True)
-
-        sizes = []  # of what the first rows add up to: a value that is not finite spoils every row of its strip
-
-        def scores(s, value_ref, total, masks, middle):
-            """`middle` is the distance in the middle of a tile whose weights are rounded about their mean."""
-            seen = functools.reduce(jnp.logical_and, masks) if masks else None
-
-            def value():
-                return finite(value_ref[...]) if masks and exact else value_ref[...]
-
-            if call.softmax:
-                return _Scores(s if seen is None else jnp.where(seen, s, MASKED), value, total, None, None)
-            mean = None
-            if middle is not None and q_ref.dtype != jnp.float32:
-                mean = jnp.tanh(slope * middle + bias if call.has_slopes else bias)
-            return _Scores(s, value, total, seen, mean)
-
-        def logits(start):
-            rows = pl.ds(start, strip)
-            query = q_ref[rows, :]
-            tiles = []
-            for tile in window_tiles(call, start, present):
-                keys = slice(tile.offset, tile.offset + tile.size)
-                distance = start - tile.key  # of the first row to the first column
-                s = dot(query, k_refs[tile.block][keys, :], NT)
-                s, _ = form_logits(call, s, functools.partial(addend, tile.size, jnp.int32(distance)))
-                seen = []
-                far = not packed and tile.kind in (Kind.EDGE, Kind.BOTH)
-                if tile.kind in (Kind.DIAGONAL, Kind.BOTH):
-                    seen.append(relative(tile.size) >= -distance)
-                if packed:
-                    key = lax.broadcasted_iota(jnp.int32, s.shape, 1) + tile.key
-                    seen.append(key >= first_key[start : start + strip])
-                if far:
-                    seen.append(relative(tile.size) < window - distance)
-                middle = float(distance + (strip - tile.size) // 2)
-                of_tile = functools.partial(total, tile.block, keys)
-                value = v_refs[tile.block].at[keys, :]
-                tiles.append(scores(s, value, of_tile, seen, None if far else middle))
-            if sinks is not None:
-                size = sink_k_ref.shape[0]
-                s = dot(query, sink_k_ref[...], NT)
-                distance = step * block + start
-                s, _ = form_logits(call, s, functools.partial(addend, size, distance))
-                column = lax.broadcasted_iota(jnp.int32, s.shape, 1)
-                seen = [column < num_sinks] if num_sinks < size else []
-                if sinks == "some":  # the others lie inside the window
-                    seen.append(relative(size) >= window - distance)
-                tiles.append(scores(s, sink_v_ref, None, seen, None))
-            top = (
-                over_lanes(jnp.maximum, [tile.logits for tile in tiles]).max(axis=1, keepdims=True)
-                if call.softmax
-                else None
-            )
-            return rows, tiles, top
-
-        def finish(rows, tiles, top):
-            if not call.softmax:
-                doubled = functools.reduce(jnp.add, map(_sigmoid_values, tiles))
-                sizes.append(jnp.abs(doubled[:8]))
-                out_ref[rows, :] = (0.5 * doubled).astype(out_ref.dtype)
-                return
-            acc: Any = 0.0  # Grown product by product: so the compiler adds in the matrix unit.
-            partial_sums = []
-            for tile in tiles:
-                value = tile.value()
-                weights = jnp.exp2(tile.logits - top)
-                if call.tiles.sum_on_mxu:
-                    value = jnp.concatenate([value, jnp.ones_like(value)], axis=1)
-                else:
-                    partial_sums.append(weights)
-                acc += dot(weights.astype(value.dtype), value, NN)
-            sizes.append(jnp.abs(acc[:8, : q_ref.shape[1]]))
-            if call.tiles.sum_on_mxu:
-                head_dim = acc.shape[1] // 2
-                write_softmax(out_ref, lse_ref, rows, acc[:, :head_dim], top, acc[:, head_dim:], packed)
-            else:
-                total = over_lanes(jnp.add, partial_sums).sum(axis=1, keepdims=True)
-                write_softmax(out_ref, lse_ref, rows, acc, top, total, packed)
-
-        ahead = logits(0)
-        for start in range(0, block, strip):
-            current = ahead
-            if start + strip < block:
-                ahead = logits(start + strip)
-            finish(*current)
-        if len(sizes) > 1:  # the last strip alone sees these; its result would be waited for
-            newest = v_refs[-1][block - strip :, :]
-            sizes[-1] = jnp.abs(dot(jnp.ones((8, strip), newest.dtype), newest, NN))
-        spoilt_ref[0] = jnp.any(~(functools.reduce(jnp.add, sizes) < jnp.inf)).astype(jnp.int32)
+    def attend_packed(present: int, sinks: str | None, exact: bool = False) -> None:
+        body(present, sinks, _first_keys(call, refs, step), exact).attend()
 
     # The first steps lack blocks before the sequence, and their window may cover some of the sink tokens.
     steps = window_steps(call, num_steps)
     for i, (present, sinks) in enumerate(steps):
         here = step == i if i + 1 < len(steps) else step >= i
-        whole = True if crossed is None else ~is_crossed(crossed, pl.program_id(0), step, num_steps)
-        pl.when(here & whole)(functools.partial(attend, present, sinks))
-    if crossed is not None:  # Keys before the sequence come before any query's first key.
-        here = is_crossed(crossed, pl.program_id(0), step, num_steps)
-        pl.when(here)(functools.partial(attend, steps[-1][0], None, packed=True))
+        whole = True if refs.crossed is None else ~is_crossed(refs.crossed, pl.program_id(0), step, num_steps)
+        pl.when(here & whole)(body(present, sinks).attend)
+    all_present = steps[-1][0]
+    if refs.crossed is not None:  # Keys before the sequence come before any query's first key.
+        here = is_crossed(refs.crossed, pl.program_id(0), step, num_steps)
+        pl.when(here)(functools.partial(attend_packed, all_present, None))
 
     # A value that is not finite has spoilt queries that do not see it: all of the step once more, in one slow body.
-    @pl.when(spoilt_ref[0] != 0)
+    @pl.when(refs.spoilt[0] != 0)
     def _():
-        attend(steps[-1][0], "some" if num_sinks else None, packed=True, exact=True)
-        sink_ref = sink_v_ref if num_sinks else None
-        first_key = first_key_ref if has_segments else None
-        _spoil_rows(call, step, out_ref, v_refs, sink_ref, first_key)
+        attend_packed(all_present, "some" if call.spec.num_sink_tokens else None, exact=True)
+        _spoil_rows(call, refs, step)
 
 
-def _spoil_rows(call: Call, step, out_ref: Ref, v_refs: list[Ref], sink_v_ref, first_key_ref) -> None:
+def _first_keys(call: Call, refs: _Refs, step: jax.Array) -> jax.Array:
+    """The first key that each query sees, counted from the step's first query: [block, 1] int32."""
+    block = call.tiles.q_block
+    if refs.first_keys is not None:
+        return refs.first_keys[...].T[:, :1] - step * block
+    first = lax.broadcasted_iota(jnp.int32, (block, 1), 0) - (window_of(call) - 1)
+    return jnp.maximum(first, -step * block)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Body:
+    """The code of a step for what is known of it when tracing.
+
+    Attributes:
+      head_bias: slope and bias, [1, 1] each, in the kernel's unit.
+      present: so many of the window's blocks exist, the last ones.
+      sinks: as `window_steps` gives them.
+      first_key: `_first_keys`, for every tile to be masked by them; None where the window alone decides.
+      exact: leave values that are not finite out of tiles with a mask.
+    """
+
+    call: Call
+    refs: _Refs
+    step: jax.Array
+    head_bias: tuple[jax.Array, jax.Array]
+    present: int
+    sinks: str | None
+    first_key: jax.Array | None = None
+    exact: bool = False
+    value_sums: dict[tuple[int, int], jax.Array] = dataclasses.field(default_factory=dict)
+
+    @property
+    def block(self) -> int:
+        return self.call.tiles.q_block
+
+    @property
+    def strip(self) -> int:
+        return math.gcd(self.call.tiles.strip, self.block)
+
+    def attend(self) -> None:
+        """All strips of the step."""
+        sizes: list[jax.Array] = []  # of first rows: a value that is not finite spoils every row of its strip
+        last = self.block - self.strip
+        ahead = self.score(0)
+        for start in range(0, self.block, self.strip):
+            current = ahead
+            if start < last:
+                ahead = self.score(start + self.strip)
+            elif (
+                sizes
+            ):  # What the last strip alone sees. Before it is finished, or the answer would be waited for.
+                newest = self.refs.values[-1][last:, :].astype(jnp.float32)
+                sums = newest.reshape(-1, 8, newest.shape[1]).sum(axis=0)
+                self.note_spoilt([*sizes, jnp.abs(sums)])
+            sizes.append(self.write_softmax(current) if self.call.softmax else self.write_sigmoid(current))
+        if last == 0:
+            self.note_spoilt(sizes)
+
+    def note_spoilt(self, sizes: list[jax.Array]) -> None:
+        spoilt = jnp.any(~(functools.reduce(jnp.add, sizes) < jnp.inf))
+        self.refs.spoilt[0] = spoilt.astype(jnp.int32)
+
+    def score(self, start: int) -> _Strip:
+        """The logits of the strip of queries from `start`."""
+        rows = pl.ds(start, self.strip)
+        query = self.refs.queries[rows, :]
+        tiles = [self.score_window(query, start, t) for t in window_tiles(self.call, start, self.present)]
+        if self.sinks is not None:
+            tiles.append(self.score_sinks(query, start))
+        top = None
+        if self.call.softmax:
+            top = over_lanes(jnp.maximum, [tile.logits for tile in tiles]).max(axis=1, keepdims=True)
+        return _Strip(rows, tiles, top)
+
+    def score_window(self, query: jax.Array, start: int, tile: WindowTile) -> _Scores:
+        """The logits of a tile of the window."""
+        keys = slice(tile.offset, tile.offset + tile.size)
+        distance = start - tile.key  # of the first row to the first column
+        s = dot(query, self.refs.keys[tile.block][keys, :], NT)
+        s, _ = form_logits(self.call, s, functools.partial(self.addend, tile.size, jnp.int32(distance)))
+        masks = []
+        if tile.kind in (Kind.DIAGONAL, Kind.BOTH):
+            masks.append(self.row_less_column(tile.size) >= -distance)
+        if self.first_key is not None:
+            key = lax.broadcasted_iota(jnp.int32, s.shape, 1) + tile.key
+            masks.append(key >= self.first_key[start : start + self.strip])
+        far = self.first_key is None and tile.kind in (Kind.EDGE, Kind.BOTH)
+        if far:
+            masks.append(self.row_less_column(tile.size) < window_of(self.call) - distance)
+        value_sum = functools.partial(self.value_sum, tile.block, keys)
+        middle = None if far else float(distance + (self.strip - tile.size) // 2)
+        return self.masked(s, self.refs.values[tile.block].at[keys, :], value_sum, masks, middle)
+
+    def score_sinks(self, query: jax.Array, start: int) -> _Scores:
+        """The logits of the sink tokens outside the window."""
+        num_sinks, size = self.call.spec.num_sink_tokens, self.refs.sink_keys.shape[0]
+        s = dot(query, self.refs.sink_keys[...], NT)
+        distance = self.step * self.block + start
+        s, _ = form_logits(self.call, s, functools.partial(self.addend, size, distance))
+        column = lax.broadcasted_iota(jnp.int32, s.shape, 1)
+        masks = [column < num_sinks] if num_sinks < size else []
+        if self.sinks == "some":  # the others lie inside the window
+            masks.append(self.row_less_column(size) >= window_of(self.call) - distance)
+        return self.masked(s, self.refs.sink_values, None, masks, None)
+
+    def masked(self, s, value_ref, value_sum, masks: list[jax.Array], middle: float | None) -> _Scores:
+        """`middle` is the distance in the middle of a tile whose weights are rounded about their mean."""
+        seen = functools.reduce(jnp.logical_and, masks) if masks else None
+
+        def value():
+            return finite(value_ref[...]) if masks and self.exact else value_ref[...]
+
+        if self.call.softmax:
+            s = s if seen is None else jnp.where(seen, s, MASKED)
+            return _Scores(s, value, value_sum, None, None)
+        mean = None
+        if middle is not None and self.refs.queries.dtype != jnp.float32:
+            slope, bias = self.head_bias
+            mean = jnp.tanh(slope * middle + bias if self.call.has_slopes else bias)
+        return _Scores(s, value, value_sum, seen, mean)
+
+    def row_less_column(self, size: int) -> jax.Array:
+        """Of a strip's tile, [strip, size]."""
+        shape = self.strip, size
+        return lax.broadcasted_iota(jnp.int32, shape, 0) - lax.broadcasted_iota(jnp.int32, shape, 1)
+
+    def addend(self, size: int, distance: jax.Array) -> jax.Array:
+        """What ALiBi and the bias add to a tile's logits."""
+        slope, bias = self.head_bias
+        if not self.call.has_slopes:
+            return bias
+        ramp = slope * self.row_less_column(size).astype(jnp.float32)
+        return ramp + (slope * distance.astype(jnp.float32) + bias)
+
+    def value_sum(self, block: int, keys: slice) -> jax.Array:
+        """Of some values of a block, [1, D]; strips share it."""
+        place = block, keys.start
+        if place not in self.value_sums:
+            values = self.refs.values[block][keys, :].astype(jnp.float32)
+            self.value_sums[place] = values.sum(axis=0, keepdims=True)
+        return self.value_sums[place]
+
+    def write_sigmoid(self, strip: _Strip) -> jax.Array:
+        """Writes a strip's result, and returns the sizes of its first rows before they are rounded."""
+        doubled = functools.reduce(jnp.add, map(_sigmoid_values, strip.tiles))
+        sizes = jnp.abs(doubled[:8])
+        self.refs.out[strip.rows, :] = (0.5 * doubled).astype(self.refs.out.dtype)
+        return sizes
+
+    def write_softmax(self, strip: _Strip) -> jax.Array:
+        """As `write_sigmoid`; the sizes are those before the division by the row's sum."""
+        refs, sum_on_mxu = self.refs, self.call.tiles.sum_on_mxu
+        acc: Any = 0.0  # Grown product by product: so the compiler adds in the matrix unit.
+        partial_sums = []
+        for tile in strip.tiles:
+            value = tile.value()
+            weights = jnp.exp2(tile.logits - strip.top)
+            if sum_on_mxu:
+                value = jnp.concatenate([value, jnp.ones_like(value)], axis=1)
+            else:
+                partial_sums.append(weights)
+            acc += dot(weights.astype(value.dtype), value, NN)
+        head_dim = refs.queries.shape[1]
+        sizes = jnp.abs(acc[:8, :head_dim])
+        if sum_on_mxu:
+            acc, total = acc[:, :head_dim], acc[:, head_dim:]
+        else:
+            total = over_lanes(jnp.add, partial_sums).sum(axis=1, keepdims=True)
+        may_be_empty = self.first_key is not None
+        write_softmax(refs.out, refs.lse, strip.rows, acc, strip.top, total, may_be_empty)
+        return sizes
+
+
+def _spoil_rows(call: Call, refs: _Refs, step: jax.Array) -> None:
     """Writes NaN where a query of the step sees a value that is not finite. Hardly ever run, so short and slow."""
     block, window, num_sinks = call.tiles.q_block, window_of(call), call.spec.num_sink_tokens
     strip = math.gcd(call.tiles.strip, block)
@@ -293,16 +375,16 @@ def _spoil_rows(call: Call, step, out_ref: Ref, v_refs: list[Ref], sink_v_ref, f
         rows = pl.ds(pl.multiple_of(i * strip, strip), strip)
         query = step * block + i * strip + lax.broadcasted_iota(jnp.int32, (strip, 1), 0)
         oldest = jnp.maximum(query - window + 1, 0)
-        if first_key_ref is not None:
-            oldest = first_key_ref[:, rows].T[:, :1]
-        hit = jnp.zeros((strip, out_ref.shape[1]), bool)
-        for back, v_ref in enumerate(reversed(v_refs)):
+        if refs.first_keys is not None:
+            oldest = refs.first_keys[:, rows].T[:, :1]
+        hit = jnp.zeros((strip, refs.out.shape[1]), bool)
+        for back, values in enumerate(reversed(refs.values)):
             key = (step - back) * block + lax.broadcasted_iota(jnp.int32, (strip, block), 1)
-            hit |= sees_non_finite((key <= query) & (key >= oldest), v_ref[...])
-        if sink_v_ref is not None:
-            key = lax.broadcasted_iota(jnp.int32, (strip, sink_v_ref.shape[0]), 1)
-            hit |= sees_non_finite((key <= query) & (key < num_sinks), sink_v_ref[...])
-        out_ref[rows, :] = jnp.where(hit, jnp.nan, out_ref[rows, :])
+            hit |= sees_non_finite((key <= query) & (key >= oldest), values[...])
+        if refs.sink_values is not None:
+            key = lax.broadcasted_iota(jnp.int32, (strip, refs.sink_values.shape[0]), 1)
+            hit |= sees_non_finite((key <= query) & (key < num_sinks), refs.sink_values[...])
+        refs.out[rows, :] = jnp.where(hit, jnp.nan, refs.out[rows, :])
 
 
 def _sigmoid_values(tile: _Scores) -> jax.Array:
@@ -315,7 +397,8 @@ def _sigmoid_values(tile: _Scores) -> jax.Array:
         return dot(weights.astype(value.dtype), value, NN)
     weights = tanh - tile.mean
     if tile.seen is None:
-        total = tile.total()
+        assert tile.value_sum is not None  # the window's tiles alone have a mean
+        total = tile.value_sum()
     else:
         weights = jnp.where(tile.seen, weights, 0)
         total = dot(jnp.where(tile.seen, 1.0, 0.0).astype(value.dtype), value, NN)

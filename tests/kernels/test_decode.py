@@ -17,6 +17,7 @@ import pytest
 from pallas_kernels import AttentionSpec, attention, decode_attention
 from pallas_kernels.spec import PerHead, coordinates, dense_mask
 from pallas_kernels.tpu import cache_write, decode
+from pallas_kernels.tpu.decode_kernel import CacheVisit
 
 from .suite import Call, every_implementation
 from .tolerances import assert_close
@@ -207,7 +208,7 @@ def test_visits_are_the_blocks_that_each_sequence_sees(spec, options, tokens):
         spec, where, BLOCK, some_full_heads=some_full_heads
     )
     used = [decode.unpack(int(entry), seen.shape[1]) for entry in visits.pairs[: int(visits.used)]]
-    used = [decode.CacheVisit(*map(int, visit)) for visit in used]
+    used = [CacheVisit(*map(int, visit)) for visit in used]
     assert [(v.sequence, v.block) for v in used if v.wanted] == [
         tuple(pair) for pair in np.argwhere(expected).tolist()
     ]
