@@ -1,4 +1,4 @@
-"""One command of a page, run in small: what `swa-jax`, `python`, `make` and `pip` are while test_commands.py runs a page.
+"""One command of a page, run in small: `swa-jax`, `python`, `make` and `pip` while test_commands.py runs a page.
 
     python shrunk_command.py swa-jax select bosch checkpoints/qwen3 --length 8192 ...
 
@@ -7,12 +7,13 @@ with it go, as one line of JSON, to the file that the environment variable COMMA
 """
 
 import functools
+import itertools
 import json
 import os
+import resource
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import typer
@@ -37,7 +38,9 @@ MOST = {
     "--terms": 1,
     "--count": 3,
 }
-# Words that stand for others, wherever they are. A model from the Hub is the bundled one: it has Qwen3's format, and finds.
+# How often an option may be repeated: the first ones stay, and all files, because a page may name a wrong one.
+REPEATS = {"--pattern": 2, "--chip": 1}
+# Words that stand for others. A model of the Hub is the bundled one, which has the same format and finds needles.
 INSTEAD = {"Qwen/Qwen3-0.6B": "swa_jax/recall"}
 # What is added to every command that begins so.
 ADDED = {
@@ -46,22 +49,31 @@ ADDED = {
     "python scripts/compare_training.py swiattn": ["--tiny", "--arms", "swiattn", "swa-cpt"],
     "python scripts/compare_training.py swat": ["--tiny", "--arms", "vanilla 32", "sliding 32"],
     "python scripts/plant_faults.py": ["--list"],  # hours
+    # One small layer; the pattern of qwen3-8b.yaml is for 36.
+    "swa-jax compile": [
+        "model.num_hidden_layers=1", "model.hidden_size=256", "model.intermediate_size=256", "model.vocab_size=1024",
+    ],
+    "swa-jax compile configs/bosch/qwen3-8b.yaml": ["pattern=window"],
     "make": ["--dry-run"],  # what they would run has tests of its own; the target must be there
-}
+}  # fmt: skip
 STEPS = 1  # of each stage, wherever something trains
 # Commands that are not run, by how they begin: why not.
 NOT_RUN = {
     "pip install": "nothing is downloaded in tests",
-    "swa-jax compile": "to be done",
     "swa-jax evaluate harness": "lm-evaluation-harness is no dependency, and its tasks fetch data",
 }
+# Compiling for a pod takes a minute and more. A command that stands in this page too is run there only.
+ONCE = {"swa-jax compile": "docs/planning.md"}
 
 
 def starts(words: list[str], beginning: str) -> bool:
     return words[: len(beginning.split())] == beginning.split()
 
 
-def reason_not_to_run(words: list[str]) -> str | None:
+def reason_not_to_run(words: list[str], page: str = "") -> str | None:
+    for beginning, home in ONCE.items():
+        if starts(words, beginning) and page != home and shlex.join(words) in Path(home).read_text():
+            return f"{home} has the same command"
     return next((reason for beginning, reason in NOT_RUN.items() if starts(words, beginning)), None)
 
 
@@ -101,6 +113,11 @@ def shrink(words: list[str]) -> list[str]:
     for i, word in enumerate(words[:-1]):
         if word in MOST:
             words[i + 1] = lower(words[i + 1], MOST[word])
+    for option, most in REPEATS.items():
+        places = [i for i, word in enumerate(words[:-1]) if word == option]
+        for i in reversed(places[most:]):
+            if not words[i + 1].endswith(".json"):
+                del words[i : i + 2]
     for beginning, addition in ADDED.items():
         if starts(words, beginning):
             words += addition
@@ -128,23 +145,23 @@ def problem_of(words: list[str], ran: subprocess.CompletedProcess) -> str | None
         return "a traceback"
     if not text.strip():
         return "prints nothing"
-    for option, value in zip(words, words[1:], strict=False):
+    for option, value in itertools.pairwise(words):
         if option == "--out" and not Path(value).exists():
             return f"there is no {value}"
     return None
 
 
 def main(words: list[str]) -> int:
-    line = {"command": shlex.join(words), "not run": reason_not_to_run(words)}
+    line = {"command": shlex.join(words), "not run": reason_not_to_run(words, os.environ["PAGE"])}
     status = 0
     if line["not run"] is None:
         small = shrink(words)
         programs = {"swa-jax": [sys.executable, "-m", "swa_jax.cli"], "python": [sys.executable]}
-        start = time.perf_counter()
         ran = subprocess.run(
             [*programs.get(small[0], ["/usr/bin/" + small[0]]), *small[1:]], capture_output=True, text=True
         )
-        line["seconds"] = time.perf_counter() - start
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        line["seconds"] = used.ru_utime + used.ru_stime
         sys.stdout.write(ran.stdout)
         sys.stderr.write(ran.stderr)
         status, line["ran"], line["problem"] = ran.returncode, shlex.join(small), problem_of(small, ran)

@@ -1,8 +1,8 @@
 """Every command of the pages is run, page by page and in the page's order, in a copy of the repository.
 
-bash runs each shell block as it stands. `swa-jax`, `python`, `make` and `pip` are, while it does, shrunk_command.py, which
-has the tables of what is made smaller and of what is not run, with the reasons. Files of the reader's own (texts, data
-sets, a judge) are made small by `own_files`.
+bash runs each shell block. `swa-jax`, `python`, `make` and `pip` are, while it does, shrunk_command.py, which has the
+tables of what is made smaller and of what is not run, with the reasons. Files of the reader's own (texts, data sets, a
+judge) are made by `own_files`.
 """
 
 import json
@@ -15,7 +15,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from shrunk_command import ADDED, INSTEAD, MOST, NOT_RUN, lower, reason_not_to_run, shrink, starts
+from shrunk_command import ADDED, INSTEAD, MOST, NOT_RUN, ONCE, lower, reason_not_to_run, shrink, starts
+
+from swa_jax.model.recipes import read_recipe
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -49,7 +51,9 @@ def blocks_of(text: str) -> list[str]:
 def is_whole(words: list[str]) -> bool:
     """Whether a command in the text can be copied as it stands: `swa-jax import` alone is a name."""
     placeholder = any(re.fullmatch(r"\[.*|\.\.\.|([A-Z]+:)?[A-Z]+(\.yaml)?", word) for word in words)
-    return not placeholder and (words[0] == "make" or any(re.search(r"[-/.=_\d]", word) for word in words[1:]))
+    if placeholder or len(words) == 1:
+        return False
+    return words[0] == "make" or any(re.search(r"[-/.=_\d]", word) for word in words[1:])
 
 
 def commands_in(block: str) -> list[list[str]]:
@@ -113,13 +117,14 @@ def programs(tmp_path):
     return folder
 
 
-def run_page(text: str, clone: Path, programs: Path) -> tuple[list[dict], list[str]]:
+def run_page(page: str, text: str, clone: Path, programs: Path) -> tuple[list[dict], list[str]]:
     """Runs a page's commands: one line for each, from shrunk_command.py, and what went wrong, a string for each."""
     log = clone.parent / "commands.jsonl"
     environment = os.environ | {
         "PATH": f"{programs}:/usr/bin:/bin",
         "PYTHONPATH": str(clone),
         "COMMANDS": str(log),
+        "PAGE": page,
         "COLUMNS": "120",
     }
     lines: list[dict] = []
@@ -130,9 +135,13 @@ def run_page(text: str, clone: Path, programs: Path) -> tuple[list[dict], list[s
         shell = subprocess.run(
             ["bash", "-e", "-c", block], cwd=clone, env=environment, capture_output=True, text=True
         )
-        new = [json.loads(line) for line in log.read_text().splitlines()][len(lines) :] if log.exists() else []
+        new = (
+            [json.loads(line) for line in log.read_text().splitlines()][len(lines) :] if log.exists() else []
+        )
         lines += new
-        problems += [f"{line['ran']}\n{line['problem']}:\n{line['end']}" for line in new if line.get("problem")]
+        problems += [
+            f"{line['ran']}\n{line['problem']}:\n{line['end']}" for line in new if line.get("problem")
+        ]
         for words in commands_in(block):
             if not any(shlex.split(line["command"])[: len(words)] == words for line in new):
                 problems.append(f"{shlex.join(words)}: was not reached")
@@ -150,9 +159,11 @@ def marked(page: str):
 
 @pytest.mark.parametrize("page", [marked(page) for page in PAGES])
 def test_commands_of_a_page(page, clone, programs):
-    lines, problems = run_page((ROOT / page).read_text(), clone, programs)
+    lines, problems = run_page(page, (ROOT / page).read_text(), clone, programs)
     for line in lines:
-        print(f"{line.get('seconds', 0):6.1f} s  {line.get('ran') or line['command'] + ': ' + line['not run']}")
+        print(
+            f"{line.get('seconds', 0):6.1f} s of CPU  {line.get('ran') or line['command'] + ': ' + line['not run']}"
+        )
     assert not problems, "\n\n".join(problems)
 
 
@@ -178,7 +189,7 @@ def test_a_broken_command_is_found(block, problem, tmp_path, programs):
     clone.mkdir()
     for name in ("configs", "swa_jax", "pallas_kernels", "scripts", "Makefile"):
         (clone / name).symlink_to(ROOT / name)
-    _, problems = run_page(f"# Title\n\n```sh\n{block}\n```\n", clone, programs)
+    _, problems = run_page("page.md", f"# Title\n\n```sh\n{block}\n```\n", clone, programs)
     if problem is None:
         assert problems == []
     else:
@@ -186,18 +197,22 @@ def test_a_broken_command_is_found(block, problem, tmp_path, programs):
 
 
 def test_commands_are_found_in_the_text():
-    text = "See `swa-jax import`, `swa-jax train CONFIG --x`, `make demo`, `swa-jax pattern full --layers 4`.\n\n"
-    text += " ```sh\n P=x\n swa-jax demo \\\n   --out $P/y  # more\n for i in 0; do swa-jax train a; done\n ```\n"
+    text = "`make`, `swa-jax import`, `swa-jax train CONFIG --x`, `make demo`, `swa-jax pattern full --layers 4`.\n\n"
+    text += (
+        " ```sh\n P=x\n swa-jax demo \\\n   --out $P/y  # more\n for i in 0; do swa-jax train a; done\n ```\n"
+    )
     blocks = blocks_of(text + "```python\nswa-jax no\n```\n")
     assert blocks[:2] == ["make demo", "swa-jax pattern full --layers 4"]
-    assert [commands_in(block) for block in blocks[2:]] == [[["swa-jax", "demo", "--out"], ["swa-jax", "train"]]]
+    assert [commands_in(block) for block in blocks[2:]] == [
+        [["swa-jax", "demo", "--out"], ["swa-jax", "train"]]
+    ]
 
 
 def test_every_rule_is_still_needed():
     """A replacement, or a command that is left out, names something that stands in a page."""
     text = "\n".join((ROOT / page).read_text() for page in PAGES)
     commands = [words for block in blocks_of(text) for words in commands_in(block)]
-    for beginning in [*ADDED, *NOT_RUN]:
+    for beginning in [*ADDED, *NOT_RUN, *ONCE]:
         assert any(starts(words, beginning) for words in commands), f"no page has '{beginning}'"
     small = [words for words in commands if words[-1] != "for" and reason_not_to_run(words) is None]
     options = set().union(*(shrink(words) for words in small if len(words) > 2 and "train" not in words))
@@ -207,10 +222,24 @@ def test_every_rule_is_still_needed():
     assert set(PAGES) >= {*SLOW, *LONG}
 
 
+def test_recipes_of_the_pages_exist():
+    """Where a command names many patterns, the first ones are run; the others are read here."""
+    text = "\n".join((ROOT / page).read_text() for page in PAGES)
+    recipes = {name for name in re.findall(r"--pattern (\S+)", text) if not name.endswith((".json", "`"))}
+    assert len(recipes) > 10
+    for recipe in recipes:
+        read_recipe(recipe, num_layers=8, seed=0)
+
+
 def test_a_command_is_shrunk():
-    words = "swa-jax evaluate ruler Qwen/Qwen3-0.6B --lengths 4096,8192 --examples 50 --window 2048".split()
-    small = shrink(words)
-    assert small[:10] == (
-        "swa-jax evaluate ruler swa_jax/recall --lengths 512 --examples 2 --window 48".split()
+    words = shlex.split(
+        "swa-jax evaluate ruler Qwen/Qwen3-0.6B --lengths 4096,8192 --examples 50 --window 2048"
     )
+    small = "swa-jax evaluate ruler swa_jax/recall --lengths 512 --examples 2 --window 48"
+    assert shrink(words)[:10] == shlex.split(small)
     assert lower("128,512,full", 256) == "128,256,full"
+    words = shlex.split("swa-jax train configs/recall.yaml output=runs/x stages.0.steps=300")
+    assert shlex.join(shrink(words)) == (
+        "swa-jax train configs/recall.yaml stages.0.steps=1 stages.1.steps=1 stages.2.steps=1 stages.3.steps=1 "
+        "stages.4.steps=1 output=runs/x"
+    )
