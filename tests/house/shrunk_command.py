@@ -39,7 +39,7 @@ MOST = {
     "--count": 3,
 }
 # How often an option may be repeated: the first ones stay, and all files, because a page may name a wrong one.
-REPEATS = {"--pattern": 2, "--chip": 1}
+REPEATS = {"--pattern": 2, "--chip": 1, "--ratio": 2}
 # Words that stand for others. A model of the Hub is the bundled one, which has the same format and finds needles.
 INSTEAD = {"Qwen/Qwen3-0.6B": "swa_jax/recall"}
 # What is added to every command that begins so.
