@@ -28,9 +28,23 @@ PAGES = [
 ]
 PROGRAMS = ("swa-jax", "python", "make", "pip")
 FEWER_TURNS = {"for seed in 0 1 2;": "for seed in 0;"}  # loops over seeds take one turn
-# Of pages that take longer than a few seconds.
-SLOW = ()
-LONG = ()
+# By the time on two idle cores: pages of more than a few seconds, and of more than a minute.
+SLOW = ("docs/data.md", "docs/training.md")
+LONG = (
+    "README.md",
+    "swa_jax/recall/README.md",
+    "docs/evaluation.md",
+    "docs/kernels.md",
+    "docs/measurements.md",
+    "docs/planning.md",
+    "docs/pods.md",
+    "docs/results.md",
+    "docs/selection.md",
+    "docs/small-scale.md",
+    "docs/start-gpu.md",
+    "docs/start-laptop.md",
+    "docs/start-pod.md",
+)
 
 
 def blocks_of(text: str) -> list[str]:
@@ -126,6 +140,7 @@ def run_page(page: str, text: str, clone: Path, programs: Path) -> tuple[list[di
         "COMMANDS": str(log),
         "PAGE": page,
         "COLUMNS": "120",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling takes longer than running here
     }
     lines: list[dict] = []
     problems = []
