@@ -205,4 +205,7 @@ def _sample(tokens: list[int], weights: list[float]) -> dict[str, np.ndarray]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m swa_jax.data.lessons FOLDER")
     write_recall_tokenizer(Path(sys.argv[1]))
+    print(sys.argv[1])
