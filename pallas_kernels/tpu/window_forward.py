@@ -240,9 +240,8 @@ class _Body:
             current = ahead
             if start < last:
                 ahead = self.score(start + self.strip)
-            elif (
-                sizes
-            ):  # What the last strip alone sees. Before it is finished, or the answer would be waited for.
+            elif sizes:
+                # What the last strip alone sees, before it is finished: afterwards the answer would be waited for.
                 newest = self.refs.values[-1][last:, :].astype(jnp.float32)
                 sums = newest.reshape(-1, 8, newest.shape[1]).sum(axis=0)
                 self.note_spoilt([*sizes, jnp.abs(sums)])
