@@ -11,7 +11,8 @@ FAST_MALLOC := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 # Unless told otherwise, no search for an accelerator: libtpu, which is there to compile, would complain of its absence.
 PLATFORM := JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu}
-PYTEST := $(PLATFORM) $(BIN)/python -m pytest -q -n logical --durations=10
+# A worker takes neighbours, which share fixtures and compiled programs; one that is done steals from the others.
+PYTEST := $(PLATFORM) $(BIN)/python -m pytest -q -n logical --dist worksteal --durations=10
 # The longest tests in seven parts, another one each day.
 PART := $(shell expr $$(date +%j) % 7 + 1)/7
 

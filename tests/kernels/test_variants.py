@@ -72,10 +72,27 @@ CALLS = {
         segments(PACKED),
     ),
 }
+# Together the others have every kind of mask, operand and activation; these are combinations and sizes of them.
+SWEEP = {
+    "full-bidirectional",
+    "full-queries-and-keys-differ",
+    "more-sink-tokens-than-a-block",
+    "full-from-multi-head",
+    "softcap-scale",
+    "packed-full",
+    "left-padded",
+    "multi-query",
+    "one-token",
+    "sigmoid",
+    "sigmoid-full-alibi",
+}
 
 
 @every_implementation
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(
+    "call",
+    [pytest.param(CALLS[name], id=name, marks=[pytest.mark.slow] * (name in SWEEP)) for name in CALLS],
+)
 def test_variant(implementation, call):
     assert_matches_reference(call, implementation)
 
@@ -108,7 +125,7 @@ def test_variant_in_bfloat16(implementation, name):
 
 
 @every_implementation
-@pytest.mark.parametrize("window", [1, 49, 50, 51])
+@pytest.mark.parametrize("window", [1, 50, *(pytest.param(w, marks=pytest.mark.slow) for w in (49, 51))])
 def test_window_at_the_edges(implementation, window):
     call = Call(spec(window))
     assert_matches_reference(call, implementation)
@@ -249,6 +266,7 @@ def with_block(implementation, block, monkeypatch):
     return dataclasses.replace(implementation, block=block).install(monkeypatch)
 
 
+@pytest.mark.slow
 @every_implementation
 @examples(8)
 @given(call=calls(), block=BLOCKS)

@@ -1,5 +1,6 @@
 """Generation: batches, sampling, stop tokens, compilations, and what it refuses."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -62,12 +63,12 @@ def test_batch_equals_each_alone_and_the_full_forward(name):
     assert len({tuple(new) for new in batch}) == 4  # the model does listen to its prompt
 
 
-def test_full_attention_decode_starts_after_the_prompt():
-    prompts = random_prompts()
-    plain, full = (
-        generate(model_of(name), prompts, max_new_tokens=NEW)
-        for name in ("every-kind", "every-kind+fa-decode")
-    )
+@pytest.mark.parametrize("name", ["window", pytest.param("every-kind", marks=pytest.mark.slow)])
+def test_full_attention_decode_starts_after_the_prompt(name):
+    model, prompts = model_of(f"{name}+fa-decode"), random_prompts()
+    pattern = dataclasses.replace(model.pattern, full_attention_decode=False)
+    full = generate(model, prompts, max_new_tokens=NEW)
+    plain = generate(model.with_pattern(pattern), prompts, max_new_tokens=NEW)
     assert [new[0] for new in full] == [new[0] for new in plain]  # drawn by the last prompt query
     assert full != plain
 
@@ -106,6 +107,7 @@ def test_stop_tokens_end_sequences_and_the_loop():
     assert np.asarray(cache.lengths).tolist() == [19 + kept] * 4
 
 
+@pytest.mark.slow
 def test_similar_calls_share_their_compilations():
     model = model_of("window")
     options = {"max_new_tokens": NEW, "temperature": 1.0}

@@ -93,13 +93,19 @@ def test_a_new_adapter_changes_nothing():
     assert sum(x.size for x in jax.tree.leaves(adapters)) == EVERYWHERE.num_parameters(model.config)
 
 
-def test_merged_is_unmerged_and_all_ways_through_the_model_use_the_adapters():
+def test_merged_is_unmerged():
     model = randomised(adapted("full"))
     merged = merge_lora(model)
     assert nnx.split(merged)[0] == nnx.split(model_of("full"))[0]  # a plain decoder
     ours, theirs = model(TOKENS), merged(TOKENS)
     assert float(jnp.abs(theirs - model_of("full")(TOKENS)).max()) > 0.1
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_prefill_and_decoding_use_the_adapters():
+    model = randomised(adapted("full"))
+    merged = merge_lora(model)
     window = PATTERNS["window+fa-decode"][1]
     moved = model.with_pattern(window)
     assert moved.lora == model.lora
