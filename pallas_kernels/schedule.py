@@ -1,13 +1,15 @@
 """The mask planner: for each tile (a block of queries by a block of keys), whether it is visited and how it is masked.
 
-Every kernel goes by one `Kind` for each tile, which follows from `spec.visible` in one of two ways:
+Every kernel goes by one `Kind` for each tile, which follows from `spec.visible` in one of three ways:
 
 * from distances (`bounds_of`, `kind_at`), where tokens lie at their index: the tile's least and greatest query - key
   decide, and are known when tracing. The TPU kernels with default positions go by this;
 * from tokens (`visited`, `fully_visible`), where positions, segments or full rows are data. The test is made on blocks,
   from the least and greatest position, order and segment id in each (O(blocks^2) work, no [T, S] array), so it may
   visit a block in which no pair is visible but never misses one that has a visible pair. For default positions it is
-  exact. XLA's loops, the TPU kernels' lists and the GPU kernels' loop bounds are made from these tables.
+  exact. XLA's loops, the TPU kernels' lists and the GPU kernels' loop bounds are made from these tables;
+* from every pair (`visited_by_few`), where the queries are the few of a decoding step. It is exact where a ring of
+  entries has wrapped round inside a block, whose least and greatest position say little.
 """
 
 import enum
@@ -18,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.spec import AttentionSpec, Coordinates
+from pallas_kernels.spec import AttentionSpec, Coordinates, dense_mask
 
 
 class Kind(enum.Enum):
@@ -125,6 +127,12 @@ def visited_by_row(
     if where.full_rows is not None:
         table |= _reachable(spec, _extent(where.q_order, where.q_seg, q_full, q_block), kv)
     return table
+
+
+def visited_by_few(spec: AttentionSpec, where: Coordinates, kv_block: int) -> jax.Array:
+    """[B, nk] bool: the blocks of which some query of the row sees some key."""
+    seen = dense_mask(spec, where).any(axis=1)  # [B, S]
+    return seen.reshape(seen.shape[0], -1, kv_block).any(axis=2)
 
 
 def fully_visible(

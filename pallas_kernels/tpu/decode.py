@@ -20,8 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.blocks import Tiles, device_kind, on_tpu
 from pallas_kernels.parts import vary_alike
-from pallas_kernels.schedule import Visits
-from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead, dense_mask
+from pallas_kernels.schedule import Visits, visited_by_few
+from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.decode_kernel import Form, Static, decode_kernel, round_up, unpack
 from pallas_kernels.tpu.tiles import LANES, VMEM_LIMIT_BYTES, Call, shape_like, with_scale
 
@@ -80,14 +80,10 @@ def list_visits(
       where: with `kv_pos` [B, whole blocks].
       some_full_heads: list what full heads see.
     """
-    batch = where.q_pos.shape[0]
-
-    def blocks(spec: AttentionSpec) -> jax.Array:
-        seen = dense_mask(spec, where).any(axis=1)  # [B, S]
-        return seen.reshape(batch, -1, block).any(axis=2)
-
-    windowed = blocks(spec)  # [B, blocks]
-    wanted = blocks(dataclasses.replace(spec, window=None)) if some_full_heads else windowed
+    windowed = visited_by_few(spec, where, block)  # [B, blocks]
+    wanted = windowed
+    if some_full_heads:
+        wanted = visited_by_few(dataclasses.replace(spec, window=None), where, block)
     column = jnp.arange(wanted.shape[1], dtype=jnp.int32)
     listed = wanted | (~wanted.any(axis=1, keepdims=True) & (column == 0))
     first = column == jnp.where(listed, column, column.size).min(axis=1, keepdims=True)
@@ -160,9 +156,7 @@ def _decode(
         x = jnp.broadcast_to(x, (batch, x.shape[1]))
         return x if width is None else jnp.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=fill)
 
-    def fold(
-        x,
-    ):  # [.., T, H, ..] with axes 1 and 2 -> [B, K * rows, ..], a row being (token, head of the group)
+    def fold(x):  # [.., T, H, ..] -> [B, K * rows, ..], a row being (token, head of the group)
         x = x.reshape(x.shape[0], length, kv_heads, group, *x.shape[3:]).swapaxes(1, 2)
         x = x.reshape(x.shape[0], kv_heads, length * group, *x.shape[4:])
         x = jnp.pad(x, [(0, static.rows - length * group if axis == 2 else 0) for axis in range(x.ndim)])
