@@ -89,7 +89,7 @@ def test_a_folder_that_is_not_the_demos_is_left_alone(tmp_path):
     assert (mine / "kept").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_whole_demo_on_a_tiny_random_model(tmp_path, monkeypatch):
     hf = tiny_hf_model(tmp_path)
     for name, value in {"EXAMPLES": 6, "NLL_EXAMPLES": 2, "CALIBRATION_EXAMPLES": 2, "BATCH": 3}.items():

@@ -256,7 +256,7 @@ def test_every_run_of_the_papers_has_a_twin():
     assert {name for name in FILES if name.endswith("tiny.yaml")} == set(TWINS.values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_twins_train(tmp_path):
     """Two steps each, in the order of the runs: the long continued pretraining starts from the extended model."""
     import_model(ROOT / "swa_jax" / "recall", tmp_path / "recall")

@@ -18,6 +18,7 @@ from .compile_for import CALLS
 
 ROOT = Path(__file__).parents[2]
 TOPOLOGIES = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
+USUAL = "v6e:2x2"
 PARTS = 3  # of the table, a process each
 SECONDS = 1800  # a part; a small share of it on two free cores
 LIBTPU = {
@@ -73,13 +74,13 @@ def test_jax_still_runs_on_the_cpu_with_libtpu_installed():
     assert done.stdout.split() == ["cpu"], done.stderr[-2000:]
 
 
-# One chip before every change, all of them before a piece of work is done.
-@pytest.mark.parametrize("part", range(PARTS))
+# A third of the calls for one chip before every change, all for every chip before a piece of work is done.
 @pytest.mark.parametrize(
-    "topology",
+    ("topology", "part"),
     [
-        pytest.param(t, marks=pytest.mark.slow if t.startswith("v6e") else pytest.mark.long)
+        pytest.param(t, part, marks=pytest.mark.slow if (t, part) == (USUAL, 0) else pytest.mark.long)
         for t in TOPOLOGIES
+        for part in range(PARTS)
     ],
 )
 def test_every_kernel_compiles(topology, part):

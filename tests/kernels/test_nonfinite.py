@@ -37,7 +37,7 @@ QUICK = {"window", "sigmoid", "full", "packed-sink-tokens-full-rows", "ring"}  #
 
 
 def quick_first(names):
-    return [pytest.param(x, marks=[] if x in QUICK else [pytest.mark.slow]) for x in names]
+    return [pytest.param(x, marks=[] if x in QUICK else [pytest.mark.long]) for x in names]
 
 
 every_backend = pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_what_nobody_sees_changes_nothing(implementation, name):
     ("activation", "packed"),
     [
         ("softmax", False),
-        pytest.param("sigmoid", False, marks=pytest.mark.slow),
-        pytest.param("softmax", True, marks=pytest.mark.slow),
+        pytest.param("sigmoid", False, marks=pytest.mark.long),
+        pytest.param("softmax", True, marks=pytest.mark.long),
         pytest.param("sigmoid", True, marks=pytest.mark.slow),
     ],
 )

@@ -35,9 +35,14 @@ CALLS = {
 }
 
 
-@pytest.mark.slow
 @every_implementation
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name.endswith("everything") else pytest.mark.long)
+        for name in CALLS
+    ],
+)
 def test_routed(implementation, name):
     assert_matches_routed(CALLS[name], implementation, gates("soft"), gates("some"))
 

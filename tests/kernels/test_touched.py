@@ -117,7 +117,7 @@ def compiled(function):
 
 @kernels
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CALLS]
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in CALLS]
 )
 def test_attention(implementation, name):
     spec, options = CALLS[name]
@@ -142,7 +142,7 @@ def test_attention(implementation, name):
 
 
 @kernels
-@pytest.mark.parametrize("kind", ["window", pytest.param("sink-tokens", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["window", pytest.param("sink-tokens", marks=pytest.mark.long)])
 def test_routed_forward_reads_what_full_attention_reads(implementation, kind):
     q, k, v = drawn()
     spec, _ = CALLS["window-of-a-block" if kind == "window" else kind]
@@ -168,7 +168,7 @@ QUICK_ROUTED = ("window-of-a-block", "some")
 @pytest.mark.parametrize(
     ("name", "gate"),
     [
-        pytest.param(*pair, marks=[] if pair == QUICK_ROUTED else pytest.mark.slow)
+        pytest.param(*pair, marks=[] if pair == QUICK_ROUTED else pytest.mark.long)
         for pair in (
             QUICK_ROUTED,
             ("window-of-a-block", "all"),
@@ -270,7 +270,7 @@ def steps(table) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CALLS]
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in CALLS]
 )
 def test_no_step_of_the_grid_is_idle(monkeypatch, name):
     spec, options = CALLS[name]

@@ -165,6 +165,7 @@ WALKED = {
 
 
 VMEM = ("holds keys", "holds gradients", "holds some gradients")
+USUAL = {("packed", VMEM[1]), ("full-heads", VMEM[2])}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,11 @@ VMEM = ("holds keys", "holds gradients", "holds some gradients")
     # With all keys at hand, test_variants has every variant but a long causal window.
     [
         ("long-window", VMEM[0]),
-        *(pytest.param(name, vmem, marks=pytest.mark.slow) for name in WALKED for vmem in VMEM[1:]),
+        *(
+            pytest.param(name, vmem, marks=pytest.mark.slow if (name, vmem) in USUAL else pytest.mark.long)
+            for name in WALKED
+            for vmem in VMEM[1:]
+        ),
     ],
 )
 def test_scheduled_kernels_whatever_vmem_holds(monkeypatch, vmem, name):

@@ -451,7 +451,7 @@ def losses(run):
     return [line["loss"] for line in lines]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_and_terminated_runs_go_on(training, tmp_path):
     """Bit for bit with as many processes; with others, which add up in another order, within rounding."""
     assert ends(training("straight", 2), 240) == [(0, "")] * 2
@@ -507,8 +507,9 @@ def worker_of(process):
     return int(children.read_text().split()[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    "victim", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.slow)]
+)
 def test_a_training_process_that_is_frozen_ends_all_and_changes_nothing_when_it_goes_on(
     training, tmp_path, victim
 ):

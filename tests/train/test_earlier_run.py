@@ -65,7 +65,7 @@ def uninterrupted(settings, folder, name):
     return whole, before, after
 
 
-@pytest.fixture(scope="module", params=["adamw", pytest.param("muon", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["adamw", pytest.param("muon", marks=pytest.mark.long)])
 def runs(request, settings, tmp_path_factory):
     """The folder of an uninterrupted run and of its first stage alone, and the settings of the second stage."""
     folder = tmp_path_factory.mktemp(request.param)
