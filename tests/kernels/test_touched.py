@@ -58,10 +58,8 @@ QUICK = ("window-of-a-block", "sink-tokens", "full-heads")
 @pytest.fixture(autouse=True)
 def nothing_is_taken_for_zero(monkeypatch):
     """Lets NaN through masks again, which `nonfinite` keeps out: it shows what is multiplied."""
-    for module in (reference, tpu_window_forward, gpu_triton):
+    for module in (reference, tpu_window_forward, tpu_backward, tpu_window_backward, gpu_triton):
         monkeypatch.setattr(module, "finite", lambda x: x)
-    for module in (tpu_backward, tpu_window_backward):
-        monkeypatch.setattr(module, "finite_under_mask", lambda x: x)
 
 
 def drawn():
