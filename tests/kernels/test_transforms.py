@@ -155,14 +155,19 @@ def run_on_eight_devices(script: str, implementation: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["xla", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tpu", "triton"))]
+    "name",
+    [
+        "xla",
+        pytest.param("tpu", marks=pytest.mark.slow),
+        pytest.param("triton", marks=pytest.mark.long),
+    ],
 )
 def test_shard_map(name):
     run_on_eight_devices("sharded", name)
 
 
 @pytest.mark.parametrize(
-    "name", ["tpu", *(pytest.param(n, marks=pytest.mark.slow) for n in ("xla", "triton"))]
+    "name", ["tpu", *(pytest.param(n, marks=pytest.mark.long) for n in ("xla", "triton"))]
 )
 def test_decoding_in_shard_map(name):
     run_on_eight_devices("sharded_decode", name)

@@ -91,7 +91,7 @@ SWEEP = {
 @every_implementation
 @pytest.mark.parametrize(
     "call",
-    [pytest.param(CALLS[name], id=name, marks=[pytest.mark.slow] * (name in SWEEP)) for name in CALLS],
+    [pytest.param(CALLS[name], id=name, marks=[pytest.mark.long] * (name in SWEEP)) for name in CALLS],
 )
 def test_variant(implementation, call):
     assert_matches_reference(call, implementation)

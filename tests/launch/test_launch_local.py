@@ -119,7 +119,7 @@ def test_local_starts_again_what_was_stopped_by_someone_else(tmp_path):
     assert out == "the run was told to stop and has saved: it is started again\n"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_local_trains_and_goes_on_after_a_signal(tmp_path, byte_tokenizer):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over a lazy dog " * 200)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 from timing import least_seconds
 from tiny_models import LAYERS, PATTERNS, SIGMOID, SOFTMAX, WINDOW_SIZE, base_model, make, model_of
 
@@ -386,8 +387,19 @@ def test_program_does_not_grow_with_depth(lower):
     assert operations[1] == operations[0]
 
 
+@pytest.fixture
+def compiling_anew():
+    """Without the cache on disk, from which a program comes in no time at any depth."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("compiling_anew")
 @pytest.mark.slow
-@pytest.mark.parametrize("lower", [lower_gradient, lower_generation])
+@pytest.mark.parametrize("lower", [lower_gradient, pytest.param(lower_generation, marks=pytest.mark.long)])
 def test_compile_time_does_not_grow_with_depth(lower):
     def seconds(layers):
         jax.clear_caches()

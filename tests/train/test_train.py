@@ -201,7 +201,7 @@ def test_a_run_without_its_config_goes_on_under_its_own_settings_only(settings, 
         train(config, quiet=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sigkill_twice_then_resume_is_bit_identical(settings, tmp_path):
     stages = [settings["stages"][0] | {"steps": 600}]
     commands = {}
