@@ -157,7 +157,7 @@ def run_on_eight_devices(script: str, implementation: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "xla",
+        pytest.param("xla", marks=pytest.mark.slow),
         pytest.param("tpu", marks=pytest.mark.slow),
         pytest.param("triton", marks=pytest.mark.long),
     ],
@@ -167,7 +167,11 @@ def test_shard_map(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["tpu", *(pytest.param(n, marks=pytest.mark.long) for n in ("xla", "triton"))]
+    "name",
+    [
+        pytest.param("tpu", marks=pytest.mark.slow),
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("xla", "triton")),
+    ],
 )
 def test_decoding_in_shard_map(name):
     run_on_eight_devices("sharded_decode", name)

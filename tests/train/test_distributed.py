@@ -181,6 +181,7 @@ def test_all_end_as_their_workers_do(guards, status):
     assert ends(guards([worker(f"sys.exit({status})")] * 3)) == [(status, "")] * 3
 
 
+@pytest.mark.slow
 def test_missing_processes_are_named(guards):
     for status, error in ends(guards({0: worker(), 2: worker()}, count=4, timeout=8)):
         assert status == 1
@@ -237,6 +238,7 @@ def test_a_failure_is_told_to_all_and_comes_before_what_follows_from_it(guards, 
         assert expected in error, results
 
 
+@pytest.mark.slow
 def test_a_peer_that_came_too_late_for_gloo_is_a_lost_process(guards):
     late = """
 from swa_jax.train.cluster import Place
@@ -261,7 +263,7 @@ def test_an_unexpected_error_is_a_traceback_in_its_process_and_a_sentence_in_the
     ]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_guard_that_is_killed(guards, victim):
     processes = guards([worker(WAIT)] * 3)
     workers = [int(process.stdout.readline().split()[1]) for process in processes]
@@ -286,7 +288,7 @@ def running(pid):
     return False
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_worker_that_is_frozen_is_named_and_ended(guards, victim):
     processes = guards([worker(WAIT)] * 3, timeout=4)
     workers = [int(process.stdout.readline().split()[1]) for process in processes]
@@ -297,7 +299,7 @@ def test_a_worker_that_is_frozen_is_named_and_ended(guards, victim):
     assert not any(map(running, workers))
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_process_that_is_frozen_is_named_and_ends_when_it_goes_on(guards, victim):
     """Guard and worker, as a machine that stands still, or has lost its network."""
     processes = guards([worker(WAIT)] * 3, timeout=5)
@@ -315,6 +317,7 @@ def test_a_process_that_is_frozen_is_named_and_ends_when_it_goes_on(guards, vict
     assert not any(map(running, workers))
 
 
+@pytest.mark.slow
 def test_a_process_that_is_frozen_for_a_moment_goes_on(guards):
     processes = guards([worker("time.sleep(5)")] * 2, timeout=6)
     for process in processes:
@@ -325,6 +328,7 @@ def test_a_process_that_is_frozen_for_a_moment_goes_on(guards):
     assert ends(processes) == [(0, "")] * 2
 
 
+@pytest.mark.slow
 def test_a_worker_that_never_says_a_word(guards):
     """Frozen while it starts, before it has joined."""
     silent = "import time; time.sleep(60)"
