@@ -26,6 +26,7 @@ SPECS = {
     "bidirectional": AttentionSpec(causal=False),
     "window": AttentionSpec(11),
     "window-bidirectional": AttentionSpec(11, causal=False),
+    "window-that-misses-one-corner-of-a-block": AttentionSpec(15),
     "sinks": AttentionSpec(9, 3),
 }
 
