@@ -15,7 +15,7 @@ from flax import nnx
 from tiny_models import SOFTMAX, base_model, make, model_of
 
 import swa_jax
-from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
+from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model, weights_sum
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.tensor_names import tensor_names
 from swa_jax.errors import ConfigError
@@ -199,3 +199,13 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
 def test_the_package_itself_imports_lightly():
     code = "import sys, swa_jax; assert not {'jax', 'orbax', 'flax'} & set(sys.modules); swa_jax.load_model"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_sum_of_the_weights_is_of_what_the_files_hold(tmp_path):
+    """Orbax names files at random, so other weights have other names too: here the names are alike."""
+    found = []
+    for name, content in (("a", "1"), ("b", "2"), ("c", "1")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text(json.dumps({"sha256": {"weights/d": content}}))
+        found.append(weights_sum(tmp_path / name))
+    assert found[0] == found[2] != found[1]
