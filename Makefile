@@ -13,8 +13,6 @@ FAST_MALLOC := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_
 PLATFORM := JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu}
 # A worker takes neighbours, which share fixtures and compiled programs; one that is done steals from the others.
 PYTEST := $(PLATFORM) $(BIN)/python -m pytest -q -n logical --dist worksteal --durations=10
-# The longest tests in seven parts, another one each day.
-PART := $(shell expr $$(date +%j) % 7 + 1)/7
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -33,8 +31,8 @@ test: venv ## the test suite without its slow part (minutes)
 test-slow: venv ## the slow part
 	$(PYTEST) -m "slow and not long"
 
-test-part: venv ## one part in seven of the longest tests: today's, or `make test-part PART=3/7`
-	$(PYTEST) -m long --part $(PART)
+test-part: venv ## a part of the longest tests: `make test-part PART=3/7`
+	$(PYTEST) -m long --part $(or $(PART),$(error Which part? For example `make test-part PART=3/7`))
 
 test-all: venv ## all of the longest tests (hours)
 	$(PYTEST) -m long
