@@ -6,28 +6,19 @@ import json
 import numpy as np
 import pytest
 from flax import nnx
+from tiny_models import WIDER
 
 import swa_jax.demo as demo
 from swa_jax.checkpoint.folder import save_model
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.data.haystack import library_files, read_text
 from swa_jax.errors import ConfigError
-from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import NLLScores
 
-CONFIG = ModelConfig(
-    vocab_size=512,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=8,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    model_type="qwen3",
-    qk_norm=True,
-    tie_word_embeddings=True,
+CONFIG = dataclasses.replace(
+    WIDER, vocab_size=512, num_hidden_layers=8, model_type="qwen3", qk_norm=True, tie_word_embeddings=True
 )
 SCORES = NLLScores(np.array([[0.0, 0.1, 0.9, 0.2, 0.0, 0.8, 0.3, 0.1]] * 2), np.ones(2), demo.WINDOW, 0)
 NAMES = ["full", "window", "streaming", "interleave-1-in-2", "interleave-1-in-4", "nll-1-in-2", "nll-1-in-4"]

@@ -14,8 +14,7 @@ from swa_jax.model.pattern import AttentionPattern
 WINDOW_SIZE = 6
 LAYERS = 4
 
-# Large initial weights: attention that is far from uniform, and gates of both kinds.
-SOFTMAX = ModelConfig(
+PLAIN = ModelConfig(
     vocab_size=61,
     hidden_size=24,
     intermediate_size=40,
@@ -23,10 +22,11 @@ SOFTMAX = ModelConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=8,
-    qk_norm=True,
-    attention_bias=True,
-    tie_word_embeddings=True,
-    initializer_range=0.3,
+)
+WIDER = dataclasses.replace(PLAIN, vocab_size=64, hidden_size=32, intermediate_size=48)
+# Large initial weights: attention that is far from uniform, and gates of both kinds.
+SOFTMAX = dataclasses.replace(
+    PLAIN, qk_norm=True, attention_bias=True, tie_word_embeddings=True, initializer_range=0.3
 )
 # All that other families do: norms on both sides, RoPE by layer, softcaps, scales and multipliers.
 SANDWICH = dataclasses.replace(
@@ -56,14 +56,8 @@ BYTES = ModelConfig(
     head_dim=8,
     initializer_range=0.3,
 )
-SIGMOID = ModelConfig(
-    vocab_size=61,
-    hidden_size=24,
-    intermediate_size=40,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
+SIGMOID = dataclasses.replace(
+    PLAIN,
     initializer_range=0.3,
     attention_activation="sigmoid",
     position_embedding="alirope",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -30,7 +31,9 @@ class Tokenizer:
         if eos_token is not None and self.eos_id is None:
             raise ConfigError(f"the tokenizer has no token {eos_token!r}, named as its end-of-text token")
         # What the model expects before a text: Llama's and Mistral's tokenizers put a <bos> there, Qwen's nothing.
-        self.start_ids: list[int] = [i for i in backend.encode("").ids if i != self.eos_id]
+        probe = backend.encode(PROBE)
+        added = sum(itertools.takewhile(bool, probe.special_tokens_mask))
+        self.start_ids: list[int] = probe.ids[:added]
 
     def encode(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids

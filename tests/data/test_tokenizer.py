@@ -81,6 +81,19 @@ def test_start_ids_are_what_the_tokenizer_puts_before_a_text(tokenizer: Tokenize
     assert len(example.prompt) + len(example.answer) == 400
 
 
+@pytest.mark.parametrize(
+    ("template", "start"),
+    [("$A <eos>", []), ("<bos> $A <eos>", ["<bos>"]), ("<eos> $A", ["<eos>"]), ("<eos> $A <eos>", ["<eos>"])],
+)
+def test_start_ids_are_not_what_it_puts_behind_a_text(tokenizer: Tokenizer, template, start) -> None:
+    """Some tokenizers end every text by themselves, and some begin it with the token that ends the others."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+    backend.add_special_tokens(["<bos>"])
+    ids = [(token, backend.token_to_id(token)) for token in ("<bos>", "<eos>")]
+    backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+    assert Tokenizer(backend, "<eos>").start_ids == [backend.token_to_id(token) for token in start]
+
+
 @pytest.mark.slow
 def test_the_recall_tokenizer_makes_a_needle_few_tokens() -> None:
     tokenizer = train_recall_tokenizer()

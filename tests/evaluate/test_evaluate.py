@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny_models import WIDER
 
 from pallas_kernels.spec import NEVER
 from swa_jax.estimates import bootstrap
@@ -22,23 +23,13 @@ from swa_jax.evaluate import (
 )
 from swa_jax.evaluate.nll import score_batch
 from swa_jax.model.cache import cache_bytes
-from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import generate
 from swa_jax.model.pattern import AttentionPattern
 
 VOCABULARY = 128
-CONFIG = ModelConfig(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    qk_norm=True,
-    tie_word_embeddings=True,
-    initializer_range=0.3,
+CONFIG = dataclasses.replace(
+    WIDER, vocab_size=VOCABULARY, qk_norm=True, tie_word_embeddings=True, initializer_range=0.3
 )
 
 

@@ -6,24 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import make
+from tiny_models import WIDER, make
 
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.routing import answer_routing, keys_read, measure_routing, text_routing
-from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 
-CONFIG = ModelConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    initializer_range=0.3,
-)
+CONFIG = dataclasses.replace(WIDER, initializer_range=0.3)
 
 
 def routed(biases: list[float], pattern: str = "SSSS", weight: float = 0.0) -> Decoder:

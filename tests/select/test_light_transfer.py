@@ -8,27 +8,18 @@ import numpy as np
 import pytest
 from flax import nnx
 from planted import LAYERS, PLANTED, WINDOW_SIZE, planted_examples, planted_model
+from tiny_models import PLAIN
 
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import answer_batches
 from swa_jax.model.attention import layer_plan
-from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import LazyRatios, lazy_ratios, light_transfer_pattern, static
 from swa_jax.select.light_transfer import lazy_ratio
 
-CONFIG = ModelConfig(
-    vocab_size=61,
-    hidden_size=24,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    initializer_range=0.4,
-)
+CONFIG = dataclasses.replace(PLAIN, num_hidden_layers=2, initializer_range=0.4)
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny_models import WIDER
 
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example, answer_nll
 from swa_jax.evaluate.nll import score_batch
-from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import generate
 from swa_jax.model.layer_types import WINDOW
@@ -19,16 +19,7 @@ from swa_jax.select import NLLScores, nll_deltas, nll_pattern, nll_scores, selec
 
 LAYERS, WINDOW_SIZE = 5, 6
 CARRIER, READER = 1, 3
-CONFIG = ModelConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    initializer_range=0.4,
-)
+CONFIG = dataclasses.replace(WIDER, num_hidden_layers=LAYERS, initializer_range=0.4)
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from planted import CLASSES, HAY, PLANTED, VALUES, WINDOW_SIZE, planted_examples, planted_model
+from tiny_models import WIDER
 
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example, answer_nll
 from swa_jax.evaluate.nll import score_batch
-from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Block, Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import (
@@ -27,16 +27,8 @@ from swa_jax.select import (
 from swa_jax.select.heads import heuristic_mask
 
 LAYERS = 5
-CONFIG = ModelConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    initializer_range=0.2,  # losses near log 64, so that 1e-6 is two units in their last place
-)
+# Losses near log 64, so that 1e-6 is two units in their last place.
+CONFIG = dataclasses.replace(WIDER, num_hidden_layers=LAYERS, initializer_range=0.2)
 VARIANTS = {
     "llama": {},
     "qwen3, tied": {"qk_norm": True, "tie_word_embeddings": True, "attention_bias": True},

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from planted import PLANTED, WINDOW_SIZE, planted_examples, planted_mask, planted_model
+from tiny_models import PLAIN
 
 from pallas_kernels import AttentionSpec
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import answer_batches
-from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layers import rope_tables
 from swa_jax.model.pattern import AttentionPattern
@@ -31,17 +31,7 @@ from swa_jax.select.heads import (
 from swa_jax.select.static import LARGER_IS_LOCAL, STATISTICS, static_scores
 
 WINDOW = 100
-CONFIG = ModelConfig(
-    vocab_size=61,
-    hidden_size=24,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    qk_norm=True,
-    initializer_range=0.4,
-)
+CONFIG = dataclasses.replace(PLAIN, num_hidden_layers=2, qk_norm=True, initializer_range=0.4)
 
 
 @pytest.fixture(scope="module")
