@@ -262,6 +262,7 @@ def test_half_precision_weights_stay_as_they_are(source, destination, dtype):
     np.testing.assert_array_equal(np.asarray(model.layers.attention.q_proj.kernel[...])[1], kernel)
 
 
+@pytest.mark.slow
 def test_an_import_holds_one_tensor_at_a_time(tmp_path, destination, monkeypatch):
     """Peak Python memory (numpy's arrays included) stays near the largest tensor, whatever the depth."""
     source = tmp_path / "deep"

@@ -91,6 +91,7 @@ def test_scores_are_those_of_the_texts_that_generate_gives(checkpoint):
     assert all(0.99 * s.length <= p + 8 <= s.length for s in scores for p in s.prompt_tokens)
 
 
+@pytest.mark.slow
 def test_what_goes_beyond_the_context_goes_on_with_a_note(checkpoint, text, tmp_path):
     """Of every verb that reads prompts; --yarn makes room."""
     note = "sequences of {} tokens are longer than the model's context of 96: they are run all the same, "

@@ -154,7 +154,10 @@ def test_train(files, tmp_path, monkeypatch, source, window, sinks):
         raise Stop
 
     monkeypatch.setattr(swa_jax.train.loop, "random_model", drawn)
+    text = tmp_path / "text.txt"
+    text.write_text("a window slides over the text " * 200)
     settings = ("model.num_hidden_layers=2", f"output={tmp_path / 'run'}", f"pattern={named(source, files)}")
+    settings += (f"stages.0.data=[{{files: ['{text}']}}]",)
     for given, expected in (("sliding_window=null", window or 2048), ("sliding_window=7", 7)):
         with pytest.raises(Stop):
             run("train", TINY, *settings, given)

@@ -63,6 +63,7 @@ def test_bosch_writes_a_pattern_a_picture_and_its_evaluations(planted, tmp_path)
     assert AttentionPattern.from_json(out).provenance["method"] == "bosch-layer"
 
 
+@pytest.mark.slow
 def test_bosch_says_when_the_prompts_are_too_short(planted, tmp_path):
     refused_unless_forced("bosch", tmp_path, "--ratio", 0.5)
     refused_unless_forced("bosch-single", tmp_path, "--ratio", 0.5)
@@ -199,6 +200,7 @@ def test_pattern_diff_compares_scores_by_rank(tmp_path):
 LAYER_NEEDLES = ("--window", 16, *NEEDLES)
 
 
+@pytest.mark.slow
 def test_nll_goes_on_from_its_file_and_writes_what_it_found(checkpoint, tmp_path):
     out, kept = tmp_path / "new" / "p.json", tmp_path / "scores.json"
     options = ("--budget", 1, "--resume-file", kept, "--out", out, *LAYER_NEEDLES)

@@ -379,7 +379,7 @@ def lower_generation(layers: int):
     return jax.jit(run).lower(weights, tokens, jax.ShapeDtypeStruct((1,), jnp.int32))
 
 
-@pytest.mark.parametrize("lower", [lower_gradient, lower_generation])
+@pytest.mark.parametrize("lower", [pytest.param(lower_gradient, marks=pytest.mark.slow), lower_generation])
 def test_program_does_not_grow_with_depth(lower):
     """Compile time follows the program: 32 layers must be the very program of 8, but for its array sizes."""
     operations = [len(lower(layers).as_text().splitlines()) for layers in (8, 32)]

@@ -108,7 +108,8 @@ def test_scoring_from_a_base_that_has_full_layers(model, examples, full):
         np.testing.assert_allclose(with_full[True].deltas[:, 3], wanted, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("at_once", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("at_once", [1, 2])
 def test_layer_evaluations_and_compilations_are_counted(monkeypatch, at_once):
     evaluated, real = [], Block.__call__
 

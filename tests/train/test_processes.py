@@ -165,7 +165,8 @@ def test_a_guard_that_is_killed(guards, victim):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_worker_that_is_frozen_is_named_and_ended(guards, victim):
     processes = guards([worker(WAIT)] * 3, timeout=4)
     workers = [int(process.stdout.readline().split()[1]) for process in processes]
@@ -176,7 +177,8 @@ def test_a_worker_that_is_frozen_is_named_and_ended(guards, victim):
     assert not any(map(running, workers))
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_is_frozen_is_named_and_ends_when_it_goes_on(guards, victim):
     """Guard and worker, as a machine that stands still, or has lost its network."""
     processes = guards([worker(WAIT)] * 3, timeout=5)
@@ -229,7 +231,9 @@ with worker(Place(1, 2, "here:1"), 2):
 """
 
 
-@pytest.mark.parametrize("how", ["worker frozen", "guard frozen", "guard gone"])
+@pytest.mark.parametrize(
+    "how", ["worker frozen", pytest.param("guard frozen", marks=pytest.mark.slow), "guard gone"]
+)
 def test_a_worker_ends_when_its_lease_has_run_out(launch, tmp_path, how):
     ours, theirs = socket.socketpair()
     file = tmp_path / "written"
