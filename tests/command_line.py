@@ -1,8 +1,14 @@
 """The command line inside the test process: what a verb prints, and the one line of a user's mistake."""
 
+import functools
+
+import typer.testing
 from typer.testing import CliRunner
 
 from swa_jax.cli.main import app
+
+# Typer would build the tree of all commands at each call.
+typer.testing._get_command = functools.cache(typer.main.get_command)
 
 
 def run(*arguments: object, status: int = 0, input: str | None = None) -> str:

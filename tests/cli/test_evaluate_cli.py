@@ -231,6 +231,7 @@ def test_yarn_wants_rotary_embeddings_that_nothing_scales(checkpoint):
 # ---- perplexity by window and length ----
 
 
+@pytest.mark.slow
 def test_a_sweep_scores_every_token_in_every_cell(checkpoint, text):
     model = load_model(checkpoint)
     tokens = list(text.read_bytes())

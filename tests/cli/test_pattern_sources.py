@@ -105,7 +105,7 @@ def test_the_window_of_a_recipe_is_said(checkpoint, files, tmp_path):
         ((), None),
         pytest.param(("--window", 8), 8, marks=pytest.mark.long),
         pytest.param(("--eval-window", 12), 12, marks=pytest.mark.long),
-        (("--window", 8, "--eval-window", 12), 12),
+        pytest.param(("--window", 8, "--eval-window", 12), 12, marks=pytest.mark.slow),
     ],
 )
 def test_compare(checkpoint, files, tmp_path, options, given):

@@ -92,24 +92,35 @@ def test_rankings_without_a_window_go_on(planted, tmp_path):
     assert (tmp_path / "p.json").exists()
 
 
-def test_every_method_is_a_command_and_a_row_of_the_docs(planted, tmp_path):
+def test_every_method_is_a_command_and_a_row_of_the_docs():
     from swa_jax.select.method_table import METHODS, methods_table
-    from swa_jax.select.methods import choose
 
     assert methods_table() in (Path(__file__).parents[2] / "docs" / "selection.md").read_text()
     for name in METHODS:
         assert "--out" in run("select", name, "--help")
-    # What a command chooses is what `compare` has chosen by that name.
-    for name in ("bosch-single", "bosch-layer", "fisher", "interleave", "random-heads"):
-        more = () if METHODS[name].family in ("static", "heuristic") else ("--iterations", 2)
-        options = ("--ratio", 0.75, "--window", WINDOW_SIZE, "--out", tmp_path / "p.json", *more)
-        run("select", name, "x", *options)
-        chosen = AttentionPattern.from_json(tmp_path / "p.json")
-        assert chosen.provenance["method"] == name
-        (same,) = choose(
-            name, planted_model(), planted_examples(), [0.75], sliding_window=WINDOW_SIZE, iterations=2
-        )  # fmt: skip
-        assert (same, same.provenance["method"]) == (chosen, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "interleave",
+        "random-heads",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("bosch-single", "bosch-layer", "fisher")),
+    ],
+)
+def test_a_command_chooses_what_compare_chooses_by_that_name(planted, tmp_path, name):
+    from swa_jax.select.method_table import METHODS
+    from swa_jax.select.methods import choose
+
+    more = () if METHODS[name].family in ("static", "heuristic") else ("--iterations", 2)
+    options = ("--ratio", 0.75, "--window", WINDOW_SIZE, "--out", tmp_path / "p.json", *more)
+    run("select", name, "x", *options)
+    chosen = AttentionPattern.from_json(tmp_path / "p.json")
+    assert chosen.provenance["method"] == name
+    (same,) = choose(
+        name, planted_model(), planted_examples(), [0.75], sliding_window=WINDOW_SIZE, iterations=2
+    )  # fmt: skip
+    assert (same, same.provenance["method"]) == (chosen, name)
 
 
 def test_bosch_refuses_a_model_that_finds_nothing(checkpoint, tmp_path):

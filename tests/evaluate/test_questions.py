@@ -210,6 +210,7 @@ def question(prompt: str, group: str = "g", **options) -> Question:
     return Question("bench", group, prompt, **given)
 
 
+@pytest.mark.slow
 def test_long_prompts_are_left_out_or_cut_and_counted(checkpoint) -> None:
     from swa_jax.checkpoint.folder import load_model
 

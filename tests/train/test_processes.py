@@ -232,7 +232,8 @@ with worker(Place(1, 2, "here:1"), 2):
 
 
 @pytest.mark.parametrize(
-    "how", ["worker frozen", pytest.param("guard frozen", marks=pytest.mark.slow), "guard gone"]
+    "how",
+    [*(pytest.param(f"{who} frozen", marks=pytest.mark.slow) for who in ("worker", "guard")), "guard gone"],
 )
 def test_a_worker_ends_when_its_lease_has_run_out(launch, tmp_path, how):
     ours, theirs = socket.socketpair()
