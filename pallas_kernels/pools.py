@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import AttentionSpec, decode_attention
+from pallas_kernels.api import scale_queries
 from pallas_kernels.blocks import on_tpu
 from pallas_kernels.dispatch import Implementation, choose, current_device
 from pallas_kernels.request import Request
@@ -63,6 +64,7 @@ def attend_over_pools(
             )
             return decode_pool(q, *pools[:3], spec, where, per_head, scattered=others is not None)
 
+        q, per_head = scale_queries(q, per_head)
         out = over(pools, spec)
         return out if others is None else out + over(*others)
 

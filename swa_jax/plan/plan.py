@@ -24,13 +24,10 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.chips import COMPILE_ONLY, TARGETS, Target, find_chip
 from swa_jax.errors import CheckpointError, ConfigError
-from swa_jax.families.pattern_files import load_pattern
 from swa_jax.model.attention import kinds_of
 from swa_jax.model.cache import allocate, cache_layout
-from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.flops import attention_flops, train_flops_per_token
 from swa_jax.model.layer_types import SWITCH
@@ -40,6 +37,7 @@ from swa_jax.model.sharding import MeshConfig, Partition, check_batch, check_mod
 from swa_jax.plan import hlo
 from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.optimizer import make_optimizer
+from swa_jax.train.patterns import Start, find_start, stage_patterns
 from swa_jax.train.step import TrainState, init_state, make_step
 
 Step = Literal["train", "prefill", "decode"]
@@ -85,13 +83,11 @@ def plan(
         raise ConfigError(f"--stage is {stage}: the run has stages 0 to {len(config.stages) - 1}")
     devices = topology_devices(topology)
     kind = devices[0].device_kind
-    model_config = _model_config(config)
+    start = _start(config)
     if step == "train":
-        traced = _train_step(config, config.stages[stage], model_config, devices)
+        traced = _train_step(config, config.stages[stage], start, devices)
     else:
-        traced = _generation_step(
-            config, config.stages[stage], model_config, devices, step, batch_size, length
-        )
+        traced = _generation_step(config, config.stages[stage], start, devices, step, batch_size, length)
     report: dict[str, Any] = {
         "topology": topology,
         "chip": kind,
@@ -113,7 +109,7 @@ def plan(
     report["compile_seconds"] = round(time.perf_counter() - began, 1)
     program = hlo.parse(compiled.as_text())
     counts = hlo.executions(program, _branch_shares(traced.model.pattern))
-    kept = hlo.stacked_outputs(program, model_config.num_hidden_layers) if step == "train" else 0
+    kept = hlo.stacked_outputs(program, start.config.num_hidden_layers) if step == "train" else 0
     report["memory"] = _memory(compiled.memory_analysis(), held, kept, target_of(kind)[0])
     sends = hlo.collectives(program, counts, traced.mesh)
     report["collectives"] = _by_kind(sends)
@@ -181,12 +177,9 @@ def _silent_stderr() -> Iterator[None]:
 # ---- the steps ----
 
 
-def _model_config(config: TrainConfig) -> ModelConfig:
-    if config.model is not None:
-        return config.model
-    assert config.init_from is not None
+def _start(config: TrainConfig) -> Start:
     try:
-        return config.model_changes.apply(open_checkpoint(config.init_from).config)
+        return find_start(config)
     except (CheckpointError, FileNotFoundError) as error:
         raise CheckpointError(
             f"{error}; a plan needs the model's shapes only: name a file of them with init_from=null "
@@ -194,26 +187,13 @@ def _model_config(config: TrainConfig) -> ModelConfig:
         ) from error
 
 
-def _pattern(config: TrainConfig, stage: StageConfig, model: ModelConfig) -> AttentionPattern:
-    """The pattern of a stage; the first, where its steps take several in turn."""
-    name = stage.patterns[0] if stage.patterns else config.attention
-    return load_pattern(
-        name,
-        model,
-        sliding_window=config.stage_window(stage),
-        num_sink_tokens=config.num_sink_tokens,
-        seed=config.seed,
-    )
-
-
-def _train_step(
-    config: TrainConfig, stage: StageConfig, model_config: ModelConfig, devices: list[Any]
-) -> Compilation:
+def _train_step(config: TrainConfig, stage: StageConfig, start: Start, devices: list[Any]) -> Compilation:
+    model_config = start.config
     mesh = make_mesh(config.mesh, devices)
     partition = Partition(mesh, config.sharding)
     check_batch(partition, stage.batch_size // stage.accumulate, stage.sequence_length, "stages")
     check_model(model_config, partition)
-    pattern = _pattern(config, stage, model_config)
+    pattern = stage_patterns(config, start, stage)[0]  # where its steps take several in turn, the first
 
     def draw() -> Decoder:
         plain = Decoder(model_config, pattern, dtype=config.start_dtype, rngs=nnx.Rngs(0))
@@ -223,11 +203,11 @@ def _train_step(
     optimizer = make_optimizer(config.optimizer, config.total_steps, model_config)
     graph, weights = nnx.split(model)
 
-    def start(weights: nnx.State) -> TrainState:
+    def begin(weights: nnx.State) -> TrainState:
         trained, frozen = trained_and_frozen(nnx.merge(graph, weights))
         return init_state(trained, optimizer, frozen)
 
-    shapes: TrainState = jax.eval_shape(start, weights)
+    shapes: TrainState = jax.eval_shape(begin, weights)
     state = jax.tree.map(_placed, shapes, state_shardings(shapes, partition, model_config))
     rows = partition.sharding("batch", "sequence")
     size = (stage.batch_size, stage.sequence_length)
@@ -255,14 +235,14 @@ def _train_step(
 def _generation_step(
     config: TrainConfig,
     stage: StageConfig,
-    model_config: ModelConfig,
+    start: Start,
     devices: list[Any],
     step: Step,
     rows: int,
     length: int | None,
 ) -> Compilation:
-    length = length or stage.sequence_length
-    pattern = _pattern(config, stage, model_config)
+    length, model_config = length or stage.sequence_length, start.config
+    pattern = stage_patterns(config, start, stage)[0]
     layout = cache_layout(pattern, model_config.num_key_value_heads, length)
     here = SingleDeviceSharding(devices[0])
 

@@ -29,7 +29,6 @@ from swa_jax.data import check_source
 from swa_jax.data.batches import Batches
 from swa_jax.data.tokenizer import Tokenizer, check_same_tokens, load_tokenizer
 from swa_jax.errors import CheckpointError, ConfigError, NotFiniteError, full_disk, reason
-from swa_jax.families.pattern_files import load_pattern
 from swa_jax.files import sum_of_file, write_text
 from swa_jax.model.attention import cast_parameters
 from swa_jax.model.config import ModelConfig
@@ -44,6 +43,7 @@ from swa_jax.settings import from_dict, to_dict
 from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.earlier_run import check_earlier_run, with_earlier_optimizer
 from swa_jax.train.optimizer import make_optimizer, warn_of_short_runs
+from swa_jax.train.patterns import check_patterns, find_start, run_pattern, stage_patterns
 from swa_jax.train.preemption import Preempted, preemption_notices
 from swa_jax.train.run_checkpoints import RunCheckpoints, from_first_process, has_checkpoint, recorded
 from swa_jax.train.run_log import RunLog
@@ -297,11 +297,6 @@ def make_partition(config: TrainConfig) -> Partition | None:
 
 def _prepare(config: TrainConfig) -> Run:
     """Everything that can be wrong is found before the model is drawn or read."""
-    options = {
-        "sliding_window": config.sliding_window,
-        "num_sink_tokens": config.num_sink_tokens,
-        "seed": config.seed,
-    }
     if config.lora is not None and config.init_from is None:
         raise ConfigError(
             "'lora' adapts a trained model: set 'init_from' to its checkpoint folder in place of 'model'"
@@ -310,11 +305,8 @@ def _prepare(config: TrainConfig) -> Run:
     if config.init_from is not None:
         check_same_tokens(tokenizer, config.tokenizer, config.init_from)
     partition = make_partition(config)
-    if config.model is not None:
-        model_config = config.model
-    else:
-        assert config.init_from is not None
-        model_config = config.model_changes.apply(open_checkpoint(config.init_from).config)
+    start = find_start(config)
+    model_config = start.config
     if partition is not None:
         check_model(model_config, partition)
     if tokenizer.vocab_size > model_config.vocab_size:
@@ -324,8 +316,11 @@ def _prepare(config: TrainConfig) -> Run:
         )
     if config.init_optimizer and not has_checkpoint(Path(config.output) / "checkpoints"):
         check_earlier_run(config)
-    pattern = load_pattern(config.attention, model_config, **options)
-    patterns = _stage_patterns(config, tokenizer, model_config, pattern, options)
+    pattern = run_pattern(config, start)
+    patterns = [stage_patterns(config, start, stage) for stage in config.stages]
+    check_patterns(config, patterns, SWITCH in pattern.layer_types)
+    for source in (source for stage in config.stages for source in stage.data):
+        check_source(source, tokenizer)  # better found now than when its stage begins
     batches = open_stages(config, tokenizer, partition)
     if config.init_from is not None:
         model = load_model(
@@ -354,35 +349,6 @@ def random_model(
     graph, abstract = nnx.split(nnx.eval_shape(draw))
     shardings = state_shardings(abstract, partition, config)
     return nnx.merge(graph, jax.jit(lambda: nnx.state(draw()), out_shardings=shardings)())
-
-
-def _stage_patterns(
-    config: TrainConfig,
-    tokenizer: Tokenizer,
-    model: ModelConfig,
-    pattern: AttentionPattern,
-    options: dict[str, Any],
-) -> list[list[AttentionPattern]]:
-    patterns = []
-    for number, stage in enumerate(config.stages):
-        for source in stage.data:
-            check_source(source, tokenizer)  # better found now than when its stage begins
-        window = {"sliding_window": config.stage_window(stage)}
-        chosen = [load_pattern(name, model, **options | window) for name in stage.patterns]
-        if stage.sliding_window is not None and not chosen:
-            chosen = [load_pattern(config.attention, model, **options | window)]
-        patterns.append(chosen or [pattern])
-        for one in patterns[-1]:
-            if (SWITCH in one.layer_types) != (SWITCH in pattern.layer_types):
-                raise ConfigError(f"'stages.{number}.patterns' and 'pattern' must both be routed, or neither")
-            without = [source.kind for source in stage.data if source.kind != "prompts"]
-            if one.full_attention_decode and without:
-                raise ConfigError(
-                    f"training data of kind '{without[0]}' ('stages.{number}.data') has no prompts and answers, so "
-                    "full-attention decode has no boundary to start at: leave '+fa-decode' out of the pattern, or "
-                    "train on kind 'prompts' alone"
-                )
-    return patterns
 
 
 CONFIG_FILE = "config.yaml"

@@ -143,22 +143,29 @@ def test_sink_tokens_that_are_given_win_in_compare(checkpoint, files, tmp_path):
 @pytest.mark.parametrize(
     ("source", "window", "sinks"), [(s, w, k) for s, o, w, k in SOURCES if not o and s != "swaa.json"]
 )
-def test_train(files, tmp_path, monkeypatch, source, window, sinks):
+@pytest.mark.parametrize("start", ["model", "init_from"])
+def test_train(checkpoint, files, tmp_path, monkeypatch, start, source, window, sinks):
     used = []
 
     class Stop(Exception):
         pass
 
-    def drawn(config, pattern, *_):
+    def stop(_, pattern, *__, **___):
         used.append(pattern)
         raise Stop
 
-    monkeypatch.setattr(swa_jax.train.loop, "random_model", drawn)
+    monkeypatch.setattr(swa_jax.train.loop, "random_model", stop)
+    monkeypatch.setattr(swa_jax.train.loop, "load_model", stop)
     text = tmp_path / "text.txt"
     text.write_text("a window slides over the text " * 200)
-    settings = ("model.num_hidden_layers=2", f"output={tmp_path / 'run'}", f"pattern={named(source, files)}")
+    settings = (f"output={tmp_path / 'run'}", f"pattern={named(source, files)}")
     settings += (f"stages.0.data=[{{files: ['{text}']}}]",)
-    for given, expected in (("sliding_window=null", window or 2048), ("sliding_window=7", 7)):
+    if start == "model":
+        settings += ("model.num_hidden_layers=2",)
+    else:
+        settings += ("model=null", f"init_from={checkpoint}", f"tokenizer={checkpoint}")
+    default = window or {"model": 2048, "init_from": OWN_WINDOW}[start]
+    for given, expected in (("sliding_window=null", default), ("sliding_window=7", 7)):
         with pytest.raises(Stop):
             run("train", TINY, *settings, given)
         assert (used[-1].sliding_window, used[-1].num_sink_tokens) == (expected, sinks)

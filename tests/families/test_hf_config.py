@@ -136,6 +136,7 @@ def test_patterns_of_hf_configs_with_absent_keys():
     assert types("mistral", sliding_window=None) == "FFFNone"
     assert types("llama", sliding_window=9) == "FFFNone"  # Llama knows no windows
     assert types("qwen2", sliding_window=9) == "FFFNone"
+    assert types("qwen2", sliding_window=9, max_window_layers=1) == "FFFNone"  # stored, but not switched on
     assert types("qwen2", sliding_window=9, use_sliding_window=True, max_window_layers=1) == "Fww9"
     assert types("ministral", sliding_window=9, layer_types=[FULL, WINDOW, FULL]) == "FwF9"
 
@@ -210,6 +211,7 @@ def pattern_of(letters: str, **fields) -> AttentionPattern:
         ("ministral", "wwF", "ministral"),
         ("qwen2", "FFF", "qwen2"),
         ("qwen2", "FFw", "qwen2"),
+        ("qwen2", "www", "qwen2"),
         ("qwen3", "wFw", "qwen3"),
     ],
 )
@@ -219,6 +221,8 @@ def test_patterns_hugging_face_knows(family, letters, written_as):
         assert (hf["model_type"], hf["architectures"]) == (written_as, [f"{written_as.title()}ForCausalLM"])
         assert hf_pattern(hf) == pattern
         assert dataclasses.replace(model_config(hf), model_type=family) == config
+    if "max_window_layers" in hf and "wF" not in letters:  # what readers go by that do not know `layer_types`
+        assert hf_pattern({key: value for key, value in hf.items() if key != "layer_types"}) == pattern
     # Absent keys mean something else in another family.
     short = {"model_type": family, **SIZES, "num_key_value_heads": 2, "head_dim": 6}
     again = model_config(apply_pattern(short, pattern)[0])

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttentionSpec, attention, decode_attention
+from pallas_kernels.pools import Pools, attend_over_pools
 from pallas_kernels.spec import PerHead, coordinates, dense_mask
 from pallas_kernels.tpu import cache_write, decode
 from pallas_kernels.tpu.decode_kernel import CacheVisit
@@ -250,6 +251,22 @@ def test_pools_are_read_by_their_rows(head_dim, dtype, entries):
         q, *pools, slots, spec, where, PerHead(sink_logits=sinks)
     )
     assert_close(out, expected_of_pools(q, pools, slots, spec, lengths=lengths, sink_logits=sinks), dtype)
+
+
+@pytest.mark.parametrize("implementation", ["tpu", "xla"])
+def test_pools_know_every_option_of_a_head(implementation):
+    q, pools, lengths = pool_call(16, "float32")
+    spec, slots = AttentionSpec(9, logit_softcap=4.0), jnp.array([5, 2, 0])
+    heads = q.shape[2]
+    per_head = {
+        "alibi_slopes": -jnp.linspace(0.1, 0.4, heads),
+        "sink_logits": jnp.linspace(-1.0, 1.0, heads),
+        "logit_scales": jnp.linspace(0.5, 2.0, heads),
+    }
+    out = attend_over_pools(
+        q, Pools(*pools, slots), spec, PerHead(**per_head), lengths=lengths, implementation=implementation
+    )
+    assert_close(out, expected_of_pools(q, pools, slots, spec, lengths=lengths, **per_head), "float32")
 
 
 @pytest.mark.parametrize("full_heads", [None, [True, False, True, False]])

@@ -231,7 +231,7 @@ def test_swaa_config():
         ({"model_type": "llama", "sliding_window": 8}, "FFFF"),
         ({"model_type": "mistral", "sliding_window": 8}, "wwww"),
         ({"model_type": "mistral", "sliding_window": None}, "FFFF"),
-        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False}, "FFFF"),
+        ({"model_type": "qwen2", "sliding_window": 8, "max_window_layers": 1}, "FFFF"),  # not switched on
         (
             {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
             "Fwww",

@@ -1,0 +1,68 @@
+"""The model that a run starts from, and the patterns under which its stages train."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from swa_jax.checkpoint.folder import open_checkpoint
+from swa_jax.errors import ConfigError
+from swa_jax.families.pattern_files import load_pattern
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.layer_types import SWITCH
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.train.config import StageConfig, TrainConfig
+
+
+class Start(NamedTuple):
+    """What is known of a run's model before it is drawn or read.
+
+    Attributes:
+      config: with the changes that the run asks for.
+      window: of the checkpoint's own pattern, which recipes take; None if it has none, or the model is drawn.
+    """
+
+    config: ModelConfig
+    window: int | None
+
+
+def find_start(config: TrainConfig) -> Start:
+    """The model that `init_from` or `model` names. Raises as `open_checkpoint`."""
+    if config.model is not None:
+        return Start(config.model, None)
+    assert config.init_from is not None
+    source = open_checkpoint(config.init_from)
+    return Start(config.model_changes.apply(source.config), source.pattern.sliding_window)
+
+
+def run_pattern(
+    config: TrainConfig, start: Start, name: str | None = None, stage: StageConfig | None = None
+) -> AttentionPattern:
+    """The pattern of a recipe or file, by default the run's own, with the window of a stage if one is given."""
+    return load_pattern(
+        config.attention if name is None else name,
+        start.config,
+        seed=config.seed,
+        default_window=start.window,
+        sliding_window=config.sliding_window if stage is None else config.stage_window(stage),
+        num_sink_tokens=config.num_sink_tokens,
+    )
+
+
+def stage_patterns(config: TrainConfig, start: Start, stage: StageConfig) -> list[AttentionPattern]:
+    """Those that the steps of a stage take in turn."""
+    return [run_pattern(config, start, name, stage) for name in stage.patterns or (None,)]
+
+
+def check_patterns(config: TrainConfig, patterns: list[list[AttentionPattern]], routed: bool) -> None:
+    """Raise `ConfigError` for patterns that the run's model or a stage's data cannot be trained under."""
+    for number, (stage, chosen) in enumerate(zip(config.stages, patterns, strict=True)):
+        for pattern in chosen:
+            if (SWITCH in pattern.layer_types) != routed:
+                raise ConfigError(f"'stages.{number}.patterns' and 'pattern' must both be routed, or neither")
+            without = [source.kind for source in stage.data if source.kind != "prompts"]
+            if pattern.full_attention_decode and without:
+                raise ConfigError(
+                    f"training data of kind '{without[0]}' ('stages.{number}.data') has no prompts and answers, so "
+                    "full-attention decode has no boundary to start at: leave '+fa-decode' out of the pattern, or "
+                    "train on kind 'prompts' alone"
+                )
