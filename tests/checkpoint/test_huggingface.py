@@ -21,6 +21,7 @@ from swa_jax.checkpoint import folder as checkpoint_module
 from swa_jax.checkpoint import safetensors_files as weights
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.checkpoint.safetensors_files import write_model
 from swa_jax.checkpoint.tensor_names import expected_tensors
 from swa_jax.errors import ConfigError
 from swa_jax.families import model_config
@@ -415,3 +416,15 @@ def test_mixed_dtypes_are_exported_aligned(source, tmp_path):
         name: a.dtype for name, a in load_file(source / "model.safetensors").items()
     }
     assert swa_jax.load_model(tmp_path / "checkpoint").layers.mlp.up_proj.kernel[...].dtype == np.float32
+
+
+def test_every_tensor_begins_at_a_multiple_of_its_items(tmp_path):
+    arrays = {"odd": np.arange(3, dtype=np.float16), "wide": np.arange(2, dtype=np.float32)}
+    tensors = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    write_model(tmp_path, tensors, lambda names: [(name, arrays[name]) for name in names])
+    data = (tmp_path / "model.safetensors").read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    for name, array in arrays.items():
+        assert header[name]["data_offsets"][0] % array.itemsize == 0
+    for name, array in load_file(tmp_path / "model.safetensors").items():
+        np.testing.assert_array_equal(array, arrays[name])
