@@ -68,13 +68,13 @@ def test_logits_never_exist_for_the_whole_sequence():
 
 
 def test_targets_stay_inside_their_segment_and_skip_padding():
-    tokens = jnp.array([[5, 6, 7, 8, 9, 0]])
-    segments = jnp.array([[1, 1, 2, 2, 2, 0]])
+    tokens = jnp.array([[5, 6, 7, 8, 9, 0, 0]])
+    segments = jnp.array([[1, 1, 2, 2, 2, 0, 0]])
     targets, weights = next_token_targets(tokens, segments, None)
     np.testing.assert_array_equal(targets[0, :4], [6, 7, 8, 9])
-    np.testing.assert_array_equal(weights, [[1, 0, 1, 1, 0, 0]])
-    _, weights = next_token_targets(tokens, segments, jnp.array([[9.0, 2, 9, 3, 0, 9]]))
-    np.testing.assert_array_equal(weights, [[2, 0, 3, 0, 0, 0]])
+    np.testing.assert_array_equal(weights, [[1, 0, 1, 1, 0, 0, 0]])
+    _, weights = next_token_targets(tokens, segments, jnp.array([[9.0, 2, 9, 3, 0, 9, 9]]))
+    np.testing.assert_array_equal(weights, [[2, 0, 3, 0, 0, 0, 0]])
 
 
 def routing_of(logit, disagreement):
