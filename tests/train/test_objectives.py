@@ -75,6 +75,8 @@ def test_targets_stay_inside_their_segment_and_skip_padding():
     np.testing.assert_array_equal(weights, [[1, 0, 1, 1, 0, 0, 0]])
     _, weights = next_token_targets(tokens, segments, jnp.array([[9.0, 2, 9, 3, 0, 9, 9]]))
     np.testing.assert_array_equal(weights, [[2, 0, 3, 0, 0, 0, 0]])
+    _, weights = next_token_targets(tokens, jnp.ones_like(tokens), None)  # one document fills the row
+    np.testing.assert_array_equal(weights, [[1, 1, 1, 1, 1, 1, 0]])
 
 
 def routing_of(logit, disagreement):
