@@ -177,12 +177,11 @@ class LayerScorer:
         # would still round differently, and ranking that noise is what this avoids: all layers take the full kernel,
         # so that all L + 1 passes are the same program on the same data, and one of them stands for all.
         queries = [len(e.prompt) + (0 if full_attention_decode else len(e.answer) - 1) for e in examples]
-        short = [i for i, count in enumerate(queries) if count <= window + sinks]
-        long = [i for i, count in enumerate(queries) if count > window + sinks]
+        held = [count <= window + sinks for count in queries]
         self._batches: list[tuple[np.ndarray, AnswerBatch, bool]] = [
-            (np.array(members)[index], batch, members is short)
-            for members in (short, long)
-            if members
+            (np.array(members)[index], batch, short)
+            for short in (True, False)
+            if (members := [i for i, one in enumerate(held) if one == short])
             for index, batch in answer_batches(
                 [examples[i] for i in members], batch_size, full_attention_decode, partition
             )

@@ -14,7 +14,7 @@ from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate import longbench_metrics as metrics
 from swa_jax.evaluate.judges import command_judge, find_judge
-from swa_jax.evaluate.question_scores import _metric, score_questions
+from swa_jax.evaluate.question_scores import _metric, _prompt_tokens, score_questions
 from swa_jax.evaluate.questions import Question, longbench, longbench_v2, longmemeval
 from swa_jax.model.generate import generate
 
@@ -208,6 +208,20 @@ def question(prompt: str, group: str = "g", **options) -> Question:
         "score": lambda a, r: float(r == "yes"),
     } | options
     return Question("bench", group, prompt, **given)
+
+
+@pytest.mark.parametrize("room", [60, 61])
+def test_what_is_cut_is_the_middle(checkpoint, room) -> None:
+    tokenizer = load_tokenizer(checkpoint)
+    asked = question("b" * 40 + "c" * 40)
+    length = room + asked.max_new_tokens
+    tokens, cut = _prompt_tokens(tokenizer, asked, length, cut_middle=True, wrap="{prompt}")
+    assert (tokenizer.decode(tokens), cut) == ("b" * 30 + "c" * (room - 30), True)
+    assert _prompt_tokens(tokenizer, asked, length, cut_middle=False, wrap="{prompt}") == ([], False)
+    tokens, cut = _prompt_tokens(
+        tokenizer, asked, 80 + asked.max_new_tokens, cut_middle=True, wrap="{prompt}"
+    )
+    assert (tokenizer.decode(tokens), cut) == ("b" * 40 + "c" * 40, False)
 
 
 @pytest.mark.slow
