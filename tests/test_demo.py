@@ -62,6 +62,7 @@ def test_needles_lie_beyond_what_windows_pass_on():
         ([1] * 48, [1] * 48, False, "good ones already"),
         ([0] * 40 + [1] * 8, [1] * 40 + [0] * 8, False, "work only together"),
         ([1, 0] * 24, [0, 1] * 24, False, "too small for this many"),
+        ([1, 0] * 23 + [1, 1], [0, 1] * 24, False, "too small for this many"),  # better, but by chance
     ],
 )
 def test_the_verdict_is_plain(nll, interleave, beats, says):

@@ -358,6 +358,7 @@ def test_maps_show_the_numbers(saved):
     needle_heat_map([[1.0, 0.25], [np.nan, 0.5]], ["a", "b"], ["1", "2"], "a.png")
     axes = saved[0].axes[0]
     np.testing.assert_allclose(axes.images[0].get_array().filled(np.nan), [[100, 25], [np.nan, 50]])
+    assert axes.images[0].get_clim() == (0, 100)  # a colour means the same in every map
     assert {t.get_position(): t.get_text() for t in axes.texts} == {(0, 0): "100", (1, 0): "25", (1, 1): "50"}
 
 
