@@ -31,6 +31,7 @@ MOST = {
     "--iterations": 1,
     "--window": 48,
     "--last": 16,
+    "--recent": 40,
     "--rounds": 1,
     "--new-tokens": 8,
     "--max-new-tokens": 8,
