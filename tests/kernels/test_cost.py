@@ -23,7 +23,7 @@ def measure(**options):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_windowed_cost_is_linear_in_the_length(backward):
     temp_bytes = {}

@@ -398,8 +398,8 @@ def compiling_anew():
 
 
 @pytest.mark.usefixtures("compiling_anew")
-@pytest.mark.slow
-@pytest.mark.parametrize("lower", [lower_gradient, pytest.param(lower_generation, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("lower", [lower_gradient, lower_generation])
 def test_compile_time_does_not_grow_with_depth(lower):
     def seconds(layers):
         jax.clear_caches()

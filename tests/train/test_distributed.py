@@ -126,9 +126,8 @@ def worker_of(process):
     return int(children.read_text().split()[0])
 
 
-@pytest.mark.parametrize(
-    "victim", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.slow)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_training_process_that_is_frozen_ends_all_and_changes_nothing_when_it_goes_on(
     training, tmp_path, victim
 ):

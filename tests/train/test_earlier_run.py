@@ -88,7 +88,7 @@ def test_the_uninterrupted_run_bit_for_bit(runs):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_the_moments_or_the_schedule_it_is_another_run(runs):
     folder, after = runs
     for name, change in (
