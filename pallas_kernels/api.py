@@ -14,6 +14,7 @@ import numpy as np
 
 from pallas_kernels import reference, tpu, xla
 from pallas_kernels.dispatch import Implementation, current_device, plan
+from pallas_kernels.parts import scale_queries
 from pallas_kernels.request import Op, Request
 from pallas_kernels.spec import AttentionSpec, Coordinates, Packing, PerHead, coordinates
 
@@ -105,8 +106,7 @@ def attend(
     packing = _checked_packing(q, k, spec, packing)
     where = coordinates(q.shape[1], k.shape[1], **packing._asdict())
     backend = _backend("attention", q, k, spec, per_head, packing, implementation)
-    if backend is not reference:  # whose logits take the scales
-        q, per_head = scale_queries(q, per_head)
+    q, per_head = _scaled(q, per_head, backend)
     out, lse = backend.attention(q, k, v, spec, where, per_head)
     return _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype), lse
 
@@ -181,8 +181,7 @@ def attend_routed(
     backend = _backend("routed_attention", q, k, spec, per_head, packing, implementation, inference)
     if inference:
         q, k, v, gate = _only_forward((q, k, v, gate))
-    if backend is not reference:  # whose logits take the scales
-        q, per_head = scale_queries(q, per_head)
+    q, per_head = _scaled(q, per_head, backend)
     out, disagreement = backend.routed_attention(q, k, v, gate, spec, where, per_head, inference=inference)
     return _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype), disagreement
 
@@ -254,8 +253,7 @@ def decode_attention(
     packing = Packing(q_positions=q_positions, kv_positions=kv_positions, full_from=full_from)
     where = coordinates(q_length, kv_length, **packing._asdict())
     backend = _backend("decode_attention", q, k_cache, spec, per_head, packing, implementation)
-    if backend is not reference:  # whose logits take the scales
-        q, per_head = scale_queries(q, per_head)
+    q, per_head = _scaled(q, per_head, backend)
     return backend.decode_attention(q, k_cache, v_cache, spec, where, per_head).astype(q.dtype)
 
 
@@ -319,12 +317,9 @@ def _backend(op: Op, q, k, spec, per_head, packing, implementation, inference=Fa
     return _IMPLEMENTATIONS[planned.implementation]
 
 
-def scale_queries(q: jax.Array, per_head: PerHead) -> tuple[jax.Array, PerHead]:
-    """The queries times `logit_scales`, and the options without them: kernels need not know them."""
-    if per_head.logit_scales is None:
-        return q, per_head
-    scales = per_head.logit_scales[:, None].astype(jnp.promote_types(q.dtype, jnp.float32))  # [H, 1]
-    return (q * scales).astype(q.dtype), per_head._replace(logit_scales=None)
+def _scaled(q, per_head: PerHead, backend: ModuleType) -> tuple[jax.Array, PerHead]:
+    """As the backend takes them; the oracle has the scales in its logits."""
+    return (q, per_head) if backend is reference else scale_queries(q, per_head)
 
 
 def _check_qkv(q, k, v, names: tuple[str, str, str]) -> None:

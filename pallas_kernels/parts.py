@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.spec import Coordinates
+from pallas_kernels.spec import Coordinates, PerHead
 
 LOG2E = math.log2(math.e)
 
@@ -127,6 +127,14 @@ def members(member: jax.Array, count: int) -> jax.Array:
     counts = jnp.einsum("bcn,bnw->bcw", one_hot.astype(jnp.bfloat16), within.astype(jnp.bfloat16))
     column = (counts <= (rank[:, 0] - before)[:, :, None]).sum(axis=2, dtype=jnp.int32)
     return jnp.minimum(block * width + column, length - 1)
+
+
+def scale_queries(q: jax.Array, per_head: PerHead) -> tuple[jax.Array, PerHead]:
+    """The queries times `logit_scales`, and the options without them: kernels need not know them."""
+    if per_head.logit_scales is None:
+        return q, per_head
+    scales = per_head.logit_scales[:, None].astype(jnp.promote_types(q.dtype, jnp.float32))  # [H, 1]
+    return (q * scales).astype(q.dtype), per_head._replace(logit_scales=None)
 
 
 @jax.custom_vjp

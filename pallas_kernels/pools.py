@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import AttentionSpec, decode_attention
-from pallas_kernels.api import scale_queries
 from pallas_kernels.blocks import on_tpu
 from pallas_kernels.dispatch import Implementation, choose, current_device
+from pallas_kernels.parts import scale_queries
 from pallas_kernels.request import Request
 from pallas_kernels.spec import NEVER, PerHead, coordinates
 from pallas_kernels.tpu.cache_write import write_pool
