@@ -39,7 +39,7 @@ class Progress:
         interval: float = INTERVAL,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.label, self.interval, self.clock = label, interval, clock
+        self.label, self.interval, self.clock, self.quiet = label, interval, clock, quiet
         self.console = Console(stderr=True) if console is None else console
         self.plain = not quiet and not self.console.is_terminal
         self.first: tuple[int, float] | None = None  # what was done at the first update, and when that was
@@ -64,9 +64,12 @@ class Progress:
             return
         self.printed, self.printed_at = done, now
         words = [f"{self.label} {done}/{total}", text, self._time_left(done, total, now), note]
-        self.console.print(
-            "  ".join(filter(None, words)), markup=False, highlight=False, soft_wrap=True, emoji=False
-        )
+        self.say("  ".join(filter(None, words)))
+
+    def say(self, text: str) -> None:
+        """Print a line of its own, above the bar if there is one."""
+        if not self.quiet:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True, emoji=False)
 
     def _time_left(self, done: int, total: int, now: float) -> str:
         assert self.first is not None

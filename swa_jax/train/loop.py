@@ -125,6 +125,7 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
 
             for number, start in enumerate(config.starts):
                 if done < start + config.stages[number].steps:
+                    progress.say(_describe_stage(run, number, start))
                     state = _train_stage(
                         run, number, start, state, data_state if done > start else None, checkpoints, log,
                         show, preempted,
@@ -186,6 +187,16 @@ def _train_stage(
             logger.warning("stopped at step %d by SIGTERM: start the same command again to go on", done)
             raise Preempted
     return state
+
+
+def _describe_stage(run: Run, number: int, start: int) -> str:
+    """What is about to be trained: a recipe does not say by itself which window it takes."""
+    stages, stage = run.config.stages, run.config.stages[number]
+    head = (
+        f"stage {number + 1} of {len(stages)}: steps {start + 1} to {start + stage.steps}, each "
+        f"{stage.batch_size} rows of {stage.sequence_length} tokens"
+    )
+    return "\n".join([head, *(str(pattern) for pattern in run.patterns[number])])
 
 
 def _save_finished(run: Run, state: TrainState) -> Path:

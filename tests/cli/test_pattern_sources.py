@@ -79,6 +79,7 @@ def test_evaluate(checkpoint, files, tmp_path):
         assert (one["sliding_window"], one["num_sink_tokens"]) == (window or OWN_WINDOW, sinks)
 
 
+@pytest.mark.slow
 def test_the_window_of_a_recipe_is_said(checkpoint, files, tmp_path):
     """Where --window is not given: the model's own, or 2048; by every verb, and only of what takes it."""
     own = f"window: the window is {OWN_WINDOW}, the model's own; --window sets another\n"

@@ -233,7 +233,10 @@ def test_sigkill_twice_then_resume_is_bit_identical(settings, tmp_path):
 def test_what_is_shown_without_a_terminal(settings, capsys):
     stage = settings["stages"][0] | {"steps": 2}
     train(config_of(settings, stages=[stage], checkpoint_every=1))
-    first, last = capsys.readouterr().err.splitlines()
+    stage_line, *pattern, first, last = capsys.readouterr().err.splitlines()
+    rows, length = stage["batch_size"], stage["sequence_length"]
+    assert stage_line == f"stage 1 of 1: steps 1 to 2, each {rows} rows of {length} tokens"
+    assert f"window {settings['sliding_window']} (own key included)" in "\n".join(pattern)
     assert re.fullmatch(r"step 1/2  loss \d\.\d{3}  [\d.]+k? tokens/s(  last checkpoint 1)?", first)
     assert re.fullmatch(r"step 2/2  loss \d\.\d{3}  [\d.]+k? tokens/s(  last checkpoint [12])?", last)
 
