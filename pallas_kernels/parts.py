@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.spec import Coordinates
 
@@ -127,6 +128,15 @@ def members(member: jax.Array, count: int) -> jax.Array:
     counts = jnp.einsum("bcn,bnw->bcw", one_hot.astype(jnp.bfloat16), within.astype(jnp.bfloat16))
     column = (counts <= (rank[:, 0] - before)[:, :, None]).sum(axis=2, dtype=jnp.int32)
     return jnp.minimum(block * width + column, length - 1)
+
+
+# What the backward pass needs of the forward pass, by the names that `jax.checkpoint` policies know.
+OUT, LSE = "attention_out", "attention_lse"
+
+
+def named(out: jax.Array, lse: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+    """`out` and `lse` under their names, so that a policy can keep them and the kernel need not run again."""
+    return checkpoint_name(out, OUT), None if lse is None else checkpoint_name(lse, LSE)
 
 
 @jax.custom_vjp

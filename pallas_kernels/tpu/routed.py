@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.blocks import device_kind
-from pallas_kernels.parts import members, mix, natural_lse, route, vary_alike
+from pallas_kernels.parts import members, mix, named, natural_lse, route, vary_alike
 from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.attend import attend
 from pallas_kernels.tpu.passes import (
@@ -113,7 +113,7 @@ def _branches_fwd(call, q, k, v, head_bias, where: Coordinates, full_heads):
             :, :, 0
         ].swapaxes(1, 2)
 
-    (window, window_lse), (full, full_lse) = rows(*window), rows(*full)
+    (window, window_lse), (full, full_lse) = named(*rows(*window)), named(*rows(*full))
     saved = q, k, v, head_bias, where, full_heads, window, window_lse, full, full_lse
     return (window, natural_lse(window_lse), full, natural_lse(full_lse)), saved
 
