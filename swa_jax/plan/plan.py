@@ -314,6 +314,7 @@ def _memory(analysis: Any, held: dict[str, int], kept: int, chip: Target) -> dic
         "capacity": capacity,
         "fits": total <= capacity,
         "free": capacity - total,
+        "host": analysis.host_temp_size_in_bytes,
     }
 
 
@@ -359,7 +360,7 @@ def _flops(traced: Compilation, matmuls: float, remat: str, step: Step, devices:
     if step == "train":
         tokens = rows * length / devices
         forward = tokens * float(attention_flops(model, pattern, positions).mean())
-        forward *= 1 if remat == "none" else 2
+        forward *= 2 if remat == "layer" else 1  # "layer" runs attention again
         # The backward pass has five matrix products of a tile where the forward has two.
         backward = tokens * float(attention_flops(model, pattern, positions, routed).mean()) * 2.5
         wanted = tokens * train_flops_per_token(model, pattern, length, routed, traced.model.lora)

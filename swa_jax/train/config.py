@@ -9,8 +9,8 @@ from swa_jax.data import SourceConfig
 from swa_jax.errors import ConfigError
 from swa_jax.files import check_local
 from swa_jax.model.config import ModelConfig, RopeScaling
-from swa_jax.model.decoder import Remat
 from swa_jax.model.lora import LoraConfig
+from swa_jax.model.remat import Remat
 from swa_jax.model.sharding import MeshConfig, ShardingRules
 from swa_jax.train.objectives import SwitchLoss
 from swa_jax.train.optimizer import OptimizerConfig

@@ -120,6 +120,20 @@ def test_a_windowed_layer_sends_no_more_over_the_context_when_rows_grow():
 
 
 @pytest.mark.long
+def test_what_attention_needs_is_kept_on_the_chip_or_on_its_host():
+    """8 rows in 4, bf16: of each of three layers the input, the output of 4 heads of 128, and lse in f32."""
+    tokens = 2 * 4096
+    needed = 3 * tokens * (256 * 2 + 4 * 128 * 2 + 4 * 4)
+    kept = plan(run(remat="attention"), "v5e:2x2")
+    assert (kept["memory"]["activations"], kept["memory"]["host"]) == (needed, 0)
+    away = plan(run(remat="offload"), "v5e:2x2")["memory"]
+    assert (away["activations"], away["host"]) == (0, needed)
+    again = plan(run(remat="layer"), "v5e:2x2")
+    ratio = again["flops"]["attention_forward"] / kept["flops"]["attention_forward"]
+    assert ratio == 2
+
+
+@pytest.mark.long
 def test_what_does_not_fit_says_by_how_much():
     wide = dataclasses.replace(from_dict(ModelConfig, MODEL), hidden_size=8192, intermediate_size=32768)
     report = plan(run(model=to_dict(wide), remat="none", length=32768, rows=64), "v5e:2x2")
