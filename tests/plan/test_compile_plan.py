@@ -102,8 +102,11 @@ def test_a_training_step(tmp_path):
     layer, head = 256 * 128 * (2 * 4 + 2 * 2) + 3 * down, 256 * 1024
     assert report["flops"]["matmuls"] == pytest.approx(2 * tokens * (3 * (4 * layer - down) + 4 * head))
     time = report["time"]
-    assert 0 < time["seconds_hidden"] < time["seconds_shown"]
-    assert 0 < time["mfu"][0] < time["mfu"][1] < 1
+    assert 0 < time["seconds_hidden"] <= time["seconds"] <= time["seconds_shown"]
+    assert time["seconds"] - time["collective_seconds_waited"] == pytest.approx(
+        time["xla_seconds"] + time["kernel_seconds"]
+    )
+    assert 0 < time["mfu"][0] <= time["mfu_scheduled"] <= time["mfu"][1] < 1
 
 
 @pytest.mark.long
