@@ -14,6 +14,7 @@ from swa_jax.plan.hlo import Computation, Instruction, Program, called_computati
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 # The TPU compiler runs a collective in pieces: fusions of these names begin and end it, and those between carry it on.
 _BEGINS, _ENDS = "async-collective-start", "async-collective-done"
+_BETWEEN_SLICES = re.compile(r'megascale_transfer_type="(ALL_REDUCE|ALL_GATHER|REDUCE_SCATTER|ALL_TO_ALL)"')
 
 
 class Collective(NamedTuple):
@@ -21,7 +22,7 @@ class Collective(NamedTuple):
 
     Attributes:
       kind: such as "all-gather".
-      axes: of the mesh, that it runs over; () where they could not be read.
+      axes: of the mesh, that it runs over; ("slices",) between slices; () where they could not be read.
       group: devices that take part.
       sent_bytes: by a device each time, as a ring sends them.
       executions: in a run of the program.
@@ -45,14 +46,30 @@ class Collective(NamedTuple):
         return self.start != self.done
 
 
-def collectives(program: Program, counts: dict[str, float], mesh_shape: dict[str, int]) -> list[Collective]:
+def collectives(
+    program: Program, counts: dict[str, float], mesh_shape: dict[str, int], slices: int = 1
+) -> list[Collective]:
     """Every collective that runs, in the order of the schedule. Device i is the i-th of the mesh, row-major."""
     inner = _inner_computations(program)
     found = []
     for computation in program.computations.values():
         if counts[computation.name] and computation.name not in inner:
             for start, done, inside, operation in _begun(program, computation):
-                found.append(_collective(computation, start, done, inside, operation, counts, mesh_shape))
+                kind, axes, group, size = _measured(inside, operation, mesh_shape, slices)
+                op_name = re.search(r'op_name="([^"]*)"', operation.attributes)
+                found.append(
+                    Collective(
+                        kind,
+                        axes,
+                        group,
+                        _ring_bytes(kind, size, group),
+                        counts[computation.name],
+                        op_name[1] if op_name else "",
+                        computation.name,
+                        start.name,
+                        done.name,
+                    )
+                )
     return found
 
 
@@ -80,17 +97,34 @@ def _begun(
             begun.update(channels)
         elif instruction.name.startswith(_ENDS):
             ends |= dict.fromkeys(channels, instruction)
+        elif instruction.opcode == "recv-done" and (meeting := _meeting(computation, instruction)):
+            ends[meeting] = instruction
         elif instruction.opcode.endswith("-done"):
             ends[instruction.operands[0]] = instruction
     for instruction, operations in held:
         if instruction.name.startswith(_ENDS) or instruction.opcode.endswith("-done"):
             continue
+        if instruction.opcode == "send" and (meeting := _meeting(computation, instruction)):
+            yield instruction, ends.get(meeting, instruction), computation, instruction
         for inside, operation in operations:
             channel = _channel(operation)
             if instruction.name.startswith(_BEGINS):
                 yield instruction, ends.get(channel, instruction), inside, operation
             elif inside is computation or channel not in begun:
                 yield instruction, ends.get(instruction.name, instruction), inside, operation
+
+
+def _meeting(computation: Computation, instruction: Instruction) -> str | None:
+    """Between slices a collective is a `send` and a `recv`: the name under which these two meet."""
+    source = (
+        computation.instructions[instruction.operands[0]]
+        if instruction.opcode == "recv-done"
+        else instruction
+    )
+    if _BETWEEN_SLICES.search(source.attributes) is None:
+        return None
+    found = re.search(r'host_transfer_rendezvous="([^"]*)"', source.attributes)
+    return f"meeting {found[1]}" if found else None
 
 
 def _operations(
@@ -111,36 +145,22 @@ def _channel(operation: Instruction) -> str:
     return f"channel {found[1]}" if found else operation.name
 
 
-def _collective(
-    computation: Computation,
-    start: Instruction,
-    done: Instruction,
-    inside: Computation,
-    operation: Instruction,
-    counts: dict[str, float],
-    mesh_shape: dict[str, int],
-) -> Collective:
+def _measured(
+    inside: Computation, operation: Instruction, mesh_shape: dict[str, int], slices: int
+) -> tuple[str, tuple[str, ...], int, float]:
+    """Kind, axes, devices that take part, and the bytes of the result that each ends up with."""
+    operands = [type_bytes(inside.instructions[name].type) for name in operation.operands]
+    if between := _BETWEEN_SLICES.search(operation.attributes):
+        return between[1].lower().replace("_", "-"), ("slices",), slices, operands[0]
     kind = operation.opcode.removesuffix("-start")
     groups = device_groups(operation.attributes, math.prod(mesh_shape.values()))
     size: float = type_bytes(operation.type)
     if operation.opcode.endswith("-start"):  # the type holds operands beside results
-        given = sum(type_bytes(inside.instructions[name].type) for name in operation.operands)
-        size = given if kind in ("collective-permute", "all-reduce") else size - given
+        size = sum(operands) if kind in ("collective-permute", "all-reduce") else size - sum(operands)
     if kind == "all-reduce" and _scatters(inside, operation):
         kind = "reduce-scatter"
         size /= max(groups.shape[1], 1)
-    op_name = re.search(r'op_name="([^"]*)"', operation.attributes)
-    return Collective(
-        kind,
-        _axes(groups, mesh_shape),
-        groups.shape[1],
-        _ring_bytes(kind, size, groups.shape[1]),
-        counts[computation.name],
-        op_name[1] if op_name else "",
-        computation.name,
-        start.name,
-        done.name,
-    )
+    return kind, _axes(groups, mesh_shape), groups.shape[1], size
 
 
 def _scatters(computation: Computation, instruction: Instruction) -> bool:

@@ -83,7 +83,8 @@ def plan(
     """
     if not 0 <= stage < len(config.stages):
         raise ConfigError(f"--stage is {stage}: the run has stages 0 to {len(config.stages) - 1}")
-    devices = topology_devices(topology)
+    slices = config.mesh.slices if step == "train" else 1
+    devices = topology_devices(topology, slices)
     kind = devices[0].device_kind
     start = _start(config)
     if step == "train":
@@ -92,6 +93,7 @@ def plan(
         traced = _generation_step(config, config.stages[stage], start, devices, step, batch_size, length)
     report: dict[str, Any] = {
         "topology": topology,
+        "slices": slices,
         "chip": kind,
         "devices": len(devices),
         "step": step,
@@ -113,10 +115,10 @@ def plan(
     counts = hlo.executions(program, _branch_shares(traced.model.pattern))
     kept = hlo.stacked_outputs(program, start.config.num_hidden_layers) if step == "train" else 0
     report["memory"] = _memory(compiled.memory_analysis(), held, kept, target_of(kind)[0])
-    sends = collectives(program, counts, traced.mesh)
+    sends = collectives(program, counts, traced.mesh, slices)
     report["collectives"] = _by_kind(sends)
     report["flops"] = _flops(traced, hlo.matmul_flops(program, counts), config.remat, step, len(devices))
-    report["time"] = _time(report["flops"], program, counts, sends, traced, kind, step)
+    report["time"] = _time(report["flops"], program, counts, sends, traced, kind, step, slices)
     if uncounted := hlo.uncounted_loops(program, counts):
         report["time"]["assumptions"].append(
             f"{uncounted} loops whose number of runs is not in the program are counted once"
@@ -127,8 +129,8 @@ def plan(
 # ---- the topology ----
 
 
-def topology_devices(name: str) -> list[Any]:
-    """The devices of a TPU topology that is not here.
+def topology_devices(name: str, slices: int = 1) -> list[Any]:
+    """The devices of so many slices of a TPU topology that is not here.
 
     Raises:
       ConfigError: libtpu is not installed, or does not know the topology.
@@ -144,7 +146,7 @@ def topology_devices(name: str) -> list[Any]:
     try:
         with _silent_stderr():
             known_as = name.replace("v7x:", "tpu7x:")  # the other tools' name for it
-            topology = topologies.get_topology_desc(platform="tpu", topology_name=known_as)
+            topology = topologies.get_topology_desc(platform="tpu", topology_name=known_as, num_slices=slices)
         devices: list[Any] = list(topology.devices)
     except Exception as error:
         raise ConfigError(
@@ -391,6 +393,7 @@ def _time(
     traced: Compilation,
     kind: str,
     step: Step,
+    slices: int,
 ) -> dict[str, Any]:
     chip, peak = target_of(kind)
     pattern = traced.model.pattern
@@ -405,10 +408,12 @@ def _time(
         kernels = Passes(*(seconds * busiest for seconds in kernels))
     clock = chip.gigahertz * 1e9
     operations = hlo.estimated_cycles(program, counts) / clock
-    devices = math.prod(traced.mesh.values())
+    in_slice = math.prod(traced.mesh.values()) // slices
 
     def transfer(send: Collective) -> float:
-        return send.sent_bytes / (2 * (chip.torus if send.group == devices else 1) * chip.link_bytes)
+        if send.axes == ("slices",):
+            return send.sent_bytes / chip.dcn_bytes
+        return send.sent_bytes / (2 * (chip.torus if send.group == in_slice else 1) * chip.link_bytes)
 
     work = timeline.work_of(program, counts, clock, kernels)
     elapsed = timeline.play(program, sends, work, transfer, _branch_shares(pattern))
@@ -423,6 +428,8 @@ def _time(
         f"device takes part, {chip.link_bytes / 1e9:.0f} GB/s a link and direction. What runs beside them is read from "
         "the compiled schedule; 'seconds_hidden' has them run wholly beside the rest, 'seconds_shown' not at all",
     ]
+    if slices > 1:
+        assumptions.append(f"between slices: {8 * chip.dcn_bytes / 1e9:.0f} Gb/s a device")
     if busiest > 1:
         assumptions.append(
             f"the step waits for the last of {context} devices along the context, whose attention is {busiest:.2f} "

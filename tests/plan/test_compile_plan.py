@@ -122,6 +122,21 @@ def test_a_windowed_layer_sends_no_more_over_the_context_when_rows_grow():
     assert over_context["full", 32768] > 2 * over_context["full", 8192]
 
 
+@pytest.mark.slow
+def test_slices_are_whole_and_sum_their_gradients_over_the_network_between_them():
+    report = plan(run(mesh={"slices": 2, "fsdp": 4}), "v5e:2x2")
+    assert (report["devices"], report["slices"], report["mesh"]["data"]) == (8, 2, 2)
+    (between,) = [c for c in report["collectives"] if c["axes"] == "slices"]
+    assert (between["kind"], between["asynchronous"]) == ("all-reduce", True)
+    # Each chip sends its quarter of the gradients, in bf16; among two a ring sends each number once.
+    matrices = 3 * (256 * 128 * (2 * 4 + 2 * 2) + 3 * 256 * 512) + 2 * 1024 * 256
+    assert between["bytes"] == pytest.approx(matrices * 2 / 4, rel=0.01)
+    whole = plan(run(mesh={"data": 2, "fsdp": 4}), "v5e:2x4")
+    assert not [c for c in whole["collectives"] if c["axes"] == "slices"]
+    assert report["time"]["collective_seconds"] > whole["time"]["collective_seconds"]
+    assert "between slices: 25 Gb/s a device" in report["time"]["assumptions"]
+
+
 @pytest.mark.long
 def test_what_does_not_fit_says_by_how_much():
     wide = dataclasses.replace(from_dict(ModelConfig, MODEL), hidden_size=8192, intermediate_size=32768)

@@ -118,3 +118,33 @@ def test_a_loop_plays_its_body_as_often_as_it_runs():
     elapsed = timeline.play(looped, sends, own, lambda send: 10.0 if send.kind == "all-gather" else 0.0)
     assert elapsed.work == hlo.estimated_cycles(looped, counts) == 24 * 1100
     assert elapsed.waiting == 24 * 10
+
+
+def test_between_slices_a_send_and_a_recv_are_one_collective():
+    attributes = (
+        'frontend_attributes={_xla_host_transfer_rendezvous="NAME",_xla_megascale_transfer_type="ALL_REDUCE"}'
+    )
+    one, other = (attributes.replace("NAME", name) for name in ("all-reduce.1_0", "all-reduce.2_0"))
+    lines = (
+        "%t = token[] after-all()",
+        f"%send = (bf16[64]{{0}}, u32[], token[]) send(%p, %t), channel_id=3, is_host_transfer=true, {one}",
+        f"%recv.2 = (bf16[64]{{0}}, u32[], token[]) recv(%t), channel_id=4, is_host_transfer=true, {other}",
+        work("beside", 3),
+        "%sent = token[] send-done(%send), channel_id=3, is_host_transfer=true",
+        "%done.2 = (bf16[64]{0}, token[]) recv-done(%recv.2), channel_id=4, is_host_transfer=true",
+        f"%recv = (bf16[64]{{0}}, u32[], token[]) recv(%t), channel_id=2, is_host_transfer=true, {one}",
+        "%done = (bf16[64]{0}, token[]) recv-done(%recv), channel_id=2, is_host_transfer=true",
+    )
+    text = program("", *lines)
+    counts = hlo.executions(text)
+    (send,) = collectives(text, counts, MESH, slices=4)
+    assert (send.kind, send.axes, send.group, send.start, send.done) == (
+        "all-reduce",
+        ("slices",),
+        4,
+        "send",
+        "done",
+    )
+    assert send.sent_bytes == 2 * 64 * 2 * 3 / 4
+    own = timeline.work_of(text, counts, 1.0, timeline.Passes(0.0, 0.0))
+    assert timeline.play(text, [send], own, lambda _: 5.0) == (3, 2)
