@@ -122,7 +122,7 @@ def test_a_windowed_layer_sends_no_more_over_the_context_when_rows_grow():
     assert over_context["full", 32768] > 2 * over_context["full", 8192]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_slices_are_whole_and_sum_their_gradients_over_the_network_between_them():
     report = plan(run(mesh={"slices": 2, "fsdp": 4}), "v5e:2x2")
     assert (report["devices"], report["slices"], report["mesh"]["data"]) == (8, 2, 2)
