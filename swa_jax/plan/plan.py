@@ -7,13 +7,13 @@ report states.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import importlib.metadata
 import math
 import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -34,7 +34,9 @@ from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.lora import trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import MeshConfig, Partition, check_batch, check_model, make_mesh, state_shardings
-from swa_jax.plan import hlo
+from swa_jax.plan import hlo, timeline
+from swa_jax.plan.collectives import Collective, collectives
+from swa_jax.plan.timeline import Passes
 from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.optimizer import make_optimizer
 from swa_jax.train.patterns import Start, find_start, stage_patterns
@@ -81,7 +83,8 @@ def plan(
     """
     if not 0 <= stage < len(config.stages):
         raise ConfigError(f"--stage is {stage}: the run has stages 0 to {len(config.stages) - 1}")
-    devices = topology_devices(topology)
+    slices = config.mesh.slices if step == "train" else 1
+    devices = topology_devices(topology, slices)
     kind = devices[0].device_kind
     start = _start(config)
     if step == "train":
@@ -90,6 +93,7 @@ def plan(
         traced = _generation_step(config, config.stages[stage], start, devices, step, batch_size, length)
     report: dict[str, Any] = {
         "topology": topology,
+        "slices": slices,
         "chip": kind,
         "devices": len(devices),
         "step": step,
@@ -111,10 +115,10 @@ def plan(
     counts = hlo.executions(program, _branch_shares(traced.model.pattern))
     kept = hlo.stacked_outputs(program, start.config.num_hidden_layers) if step == "train" else 0
     report["memory"] = _memory(compiled.memory_analysis(), held, kept, target_of(kind)[0])
-    sends = hlo.collectives(program, counts, traced.mesh)
+    sends = collectives(program, counts, traced.mesh, slices)
     report["collectives"] = _by_kind(sends)
     report["flops"] = _flops(traced, hlo.matmul_flops(program, counts), config.remat, step, len(devices))
-    report["time"] = _time(report["flops"], hlo.estimated_cycles(program, counts), sends, traced, kind, step)
+    report["time"] = _time(report["flops"], program, counts, sends, traced, kind, step, slices)
     if uncounted := hlo.uncounted_loops(program, counts):
         report["time"]["assumptions"].append(
             f"{uncounted} loops whose number of runs is not in the program are counted once"
@@ -125,8 +129,8 @@ def plan(
 # ---- the topology ----
 
 
-def topology_devices(name: str) -> list[Any]:
-    """The devices of a TPU topology that is not here.
+def topology_devices(name: str, slices: int = 1) -> list[Any]:
+    """The devices of so many slices of a TPU topology that is not here.
 
     Raises:
       ConfigError: libtpu is not installed, or does not know the topology.
@@ -142,7 +146,7 @@ def topology_devices(name: str) -> list[Any]:
     try:
         with _silent_stderr():
             known_as = name.replace("v7x:", "tpu7x:")  # the other tools' name for it
-            topology = topologies.get_topology_desc(platform="tpu", topology_name=known_as)
+            topology = topologies.get_topology_desc(platform="tpu", topology_name=known_as, num_slices=slices)
         devices: list[Any] = list(topology.devices)
     except Exception as error:
         raise ConfigError(
@@ -337,17 +341,23 @@ def _does_not_fit(message: str, held: dict[str, int], chip: Target) -> dict[str,
     }
 
 
-def _by_kind(sends: list[hlo.Collective]) -> list[dict[str, Any]]:
-    """Collectives gathered by kind and axes, the largest first; bytes that a chip sends in a step."""
-    totals: dict[tuple[str, str], list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+def _by_kind(sends: list[Collective]) -> list[dict[str, Any]]:
+    """By kind, axes and whether work runs beside them, the largest first; the bytes that a chip sends in a step."""
+    totals: dict[tuple[str, str, bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for send in sends:
-        entry = totals[send.kind, " x ".join(send.axes) or "?"]
+        entry = totals[send.kind, " x ".join(send.axes) or "?", send.asynchronous]
         entry[0] += send.executions
         entry[1] += send.executions * send.sent_bytes
     ordered = sorted(totals.items(), key=lambda item: -item[1][1])
     return [
-        {"kind": kind, "axes": axes, "executions": round(times, 1), "bytes": round(size)}
-        for (kind, axes), (times, size) in ordered
+        {
+            "kind": kind,
+            "axes": axes,
+            "asynchronous": beside,
+            "executions": round(times, 1),
+            "bytes": round(size),
+        }
+        for (kind, axes, beside), (times, size) in ordered
     ]
 
 
@@ -378,39 +388,49 @@ def _flops(traced: Compilation, matmuls: float, remat: str, step: Step, devices:
 
 def _time(
     flops: dict[str, float],
-    cycles: float,
-    sends: list[hlo.Collective],
+    program: hlo.Program,
+    counts: dict[str, float],
+    sends: list[Collective],
     traced: Compilation,
     kind: str,
     step: Step,
+    slices: int,
 ) -> dict[str, Any]:
     chip, peak = target_of(kind)
     pattern = traced.model.pattern
     forward, backward = chip.kernel_share
-    kernels = flops["attention_forward"] / (peak * forward) + flops["attention_backward"] / (peak * backward)
+    kernels = Passes(
+        flops["attention_forward"] / (peak * forward), flops["attention_backward"] / (peak * backward)
+    )
     context, busiest = traced.mesh["context"], 1.0
     if step == "train":  # the last device along the context sees the most keys
         every = attention_flops(traced.model.config, pattern, np.arange(traced.batch["length"]))
         busiest = float(every[-(len(every) // context) :].mean() / every.mean())
-        kernels *= busiest
-    operations = cycles / (chip.gigahertz * 1e9)
-    devices = math.prod(traced.mesh.values())
-    network = sum(
-        send.sent_bytes
-        * send.executions
-        / (2 * (chip.torus if send.group == devices else 1) * chip.link_bytes)
-        for send in sends
-    )
-    hidden, shown = max(operations + kernels, network), operations + kernels + network
+        kernels = Passes(*(seconds * busiest for seconds in kernels))
+    clock = chip.gigahertz * 1e9
+    operations = hlo.estimated_cycles(program, counts) / clock
+    in_slice = math.prod(traced.mesh.values()) // slices
+
+    def transfer(send: Collective) -> float:
+        if send.axes == ("slices",):
+            return send.sent_bytes / chip.dcn_bytes
+        return send.sent_bytes / (2 * (chip.torus if send.group == in_slice else 1) * chip.link_bytes)
+
+    work = timeline.work_of(program, counts, clock, kernels)
+    elapsed = timeline.play(program, sends, work, transfer, _branch_shares(pattern))
+    network = sum(transfer(send) * send.executions for send in sends)
+    hidden, shown = max(operations + sum(kernels), network), operations + sum(kernels) + network
     assumptions = [
         "matrix products and other operations of XLA: the TPU compiler's own estimates of cycles, at "
         f"{chip.gigahertz} GHz",
         f"attention kernels: {forward:.0%} (forward) and {backward:.0%} (backward) of the bf16 peak on visible keys, "
         "from static cycle counts at window 1024 and head_dim 128 (docs/kernels.md); narrower windows reach less",
         f"collectives: rings in both directions, over one axis of the torus, or over all {chip.torus} where every "
-        f"device takes part, {chip.link_bytes / 1e9:.0f} GB/s a link and direction; 'seconds_hidden' has them run "
-        "wholly beside the rest, 'seconds_shown' not at all",
+        f"device takes part, {chip.link_bytes / 1e9:.0f} GB/s a link and direction. What runs beside them is read from "
+        "the compiled schedule; 'seconds_hidden' has them run wholly beside the rest, 'seconds_shown' not at all",
     ]
+    if slices > 1:
+        assumptions.append(f"between slices: {8 * chip.dcn_bytes / 1e9:.0f} Gb/s a device")
     if busiest > 1:
         assumptions.append(
             f"the step waits for the last of {context} devices along the context, whose attention is {busiest:.2f} "
@@ -421,13 +441,15 @@ def _time(
     if step == "decode":
         assumptions.append("the time that decode kernels take to read the caches is not in it")
     tokens = traced.batch["rows"] * (1 if step == "decode" else traced.batch["length"])
-    return {
+    everything = {"seconds": elapsed.total, "seconds_hidden": hidden, "seconds_shown": shown}
+    return everything | {
         "xla_seconds": operations,
-        "kernel_seconds": kernels,
+        "kernel_seconds": sum(kernels),
         "collective_seconds": network,
-        "seconds_hidden": hidden,
-        "seconds_shown": shown,
+        "collective_seconds_waited": elapsed.waiting,
         "tokens_per_second": [tokens / shown, tokens / hidden],
         "mfu": [flops["model"] / (peak * shown), flops["model"] / (peak * hidden)],
+        "tokens_per_second_scheduled": tokens / elapsed.total,
+        "mfu_scheduled": flops["model"] / (peak * elapsed.total),
         "assumptions": assumptions,
     }

@@ -102,8 +102,11 @@ def test_a_training_step(tmp_path):
     layer, head = 256 * 128 * (2 * 4 + 2 * 2) + 3 * down, 256 * 1024
     assert report["flops"]["matmuls"] == pytest.approx(2 * tokens * (3 * (4 * layer - down) + 4 * head))
     time = report["time"]
-    assert 0 < time["seconds_hidden"] < time["seconds_shown"]
-    assert 0 < time["mfu"][0] < time["mfu"][1] < 1
+    assert 0 < time["seconds_hidden"] <= time["seconds"] <= time["seconds_shown"]
+    assert time["seconds"] - time["collective_seconds_waited"] == pytest.approx(
+        time["xla_seconds"] + time["kernel_seconds"]
+    )
+    assert 0 < time["mfu"][0] <= time["mfu_scheduled"] <= time["mfu"][1] < 1
 
 
 @pytest.mark.long
@@ -131,6 +134,21 @@ def test_what_attention_needs_is_kept_on_the_chip_or_on_its_host():
     again = plan(run(remat="layer"), "v5e:2x2")
     ratio = again["flops"]["attention_forward"] / kept["flops"]["attention_forward"]
     assert ratio == 2
+
+
+@pytest.mark.long
+def test_slices_are_whole_and_sum_their_gradients_over_the_network_between_them():
+    report = plan(run(mesh={"slices": 2, "fsdp": 4}), "v5e:2x2")
+    assert (report["devices"], report["slices"], report["mesh"]["data"]) == (8, 2, 2)
+    (between,) = [c for c in report["collectives"] if c["axes"] == "slices"]
+    assert (between["kind"], between["asynchronous"]) == ("all-reduce", True)
+    # Each chip sends its quarter of the gradients, in bf16; among two a ring sends each number once.
+    matrices = 3 * (256 * 128 * (2 * 4 + 2 * 2) + 3 * 256 * 512) + 2 * 1024 * 256
+    assert between["bytes"] == pytest.approx(matrices * 2 / 4, rel=0.01)
+    whole = plan(run(mesh={"data": 2, "fsdp": 4}), "v5e:2x4")
+    assert not [c for c in whole["collectives"] if c["axes"] == "slices"]
+    assert report["time"]["collective_seconds"] > whole["time"]["collective_seconds"]
+    assert "between slices: 25 Gb/s a device" in report["time"]["assumptions"]
 
 
 @pytest.mark.long
