@@ -112,7 +112,7 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
 
         def index_map(b, h, *rest):
             indices, scalars, order = split(rest, len(walk.grid), len(walk.scalars))
-            return index(b, head_at(h, order), walk.visit(indices, scalars))
+            return index(b, head_at(h, order), walk.fetched(walk.visit(indices, scalars), b, scalars))
 
         return pl.BlockSpec(block, index_map)
 
@@ -136,6 +136,9 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
             spec((None, 8, q_block), lambda b, h, visit: (batch_index(b, tokens.queries), 0, visit.row)),
             spec((None, 8, held), lambda b, h, visit: (batch_index(b, tokens.keys), 0, column(visit))),
         ]
+    if walk.packed is not None:
+        inputs.append(walk.packed.documents.first_keys)
+        in_specs.append(spec((None, 1, q_block), lambda b, h, visit: (b, 0, visit.row)))
     out_specs, out_shapes = [queries], [shape_like(q.shape, call.result_dtype(q), q)]
     scratch = [pltpu.VMEM((q_block, head_dim), jnp.float32)]
     if walk.is_list:
@@ -146,7 +149,8 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
         out_specs.append(rows)
         out_shapes.append(shape_like((batch, num_heads, 1, q_length), jnp.float32, q))
         scratch += [pltpu.VMEM((q_block, LANES), jnp.float32)] * 2
-    static = _Static(call, walk, where.q_seg is not None, where.full_rows is not None, branches, len(initial))
+    has_segments = where.q_seg is not None and walk.is_list
+    static = _Static(call, walk, has_segments, where.full_rows is not None, branches, len(initial))
     return launch(
         call,
         functools.partial(_kernel, static),
@@ -173,6 +177,7 @@ class _Refs(NamedTuple):
     head_bias: Ref  # [8, LANES]
     q_info: Ref  # `Tokens` of the blocks
     kv_info: Ref
+    first_keys: Ref  # [1, q_block]: `Documents.first_keys` (packed)
     window_results: list[Ref]  # out and lse of the window (branches)
     results: list[Ref]
     acc: Ref  # [q_block, D] f32
@@ -199,18 +204,19 @@ class _Static(NamedTuple):
     @property
     def may_be_empty(self) -> bool:
         """Whether a row may see no key."""
-        return self.walk.is_list or not (self.fresh or self.num_initial or self.branches)
+        known = self.fresh or self.num_initial or self.branches
+        return self.walk.is_list or self.walk.packed is not None or not known
 
     def name_refs(self, refs) -> _Refs:
-        call, is_list = self.call, self.walk.is_list
+        call, is_list, packed = self.call, self.walk.is_list, self.walk.packed is not None
         (q, k, v), initial, rest = split(refs, 3, self.num_initial)
-        head_bias, q_info, kv_info, rest = take(rest, call.has_slopes or call.has_bias, is_list, is_list)
+        has_bias = call.has_slopes or call.has_bias
+        head_bias, q_info, kv_info, first, rest = take(rest, has_bias, is_list, is_list, packed)
         num_results = 2 if call.softmax else 1
         window, results, (acc, *rest) = split(rest, num_results if self.branches else 0, num_results)
         finite_v, spoilt, statistics = take(rest, is_list, self.branches)
-        return _Refs(
-            q, k, v, initial, head_bias, q_info, kv_info, window, results, acc, finite_v, spoilt, statistics
-        )
+        inputs = q, k, v, initial, head_bias, q_info, kv_info, first
+        return _Refs(*inputs, window, results, acc, finite_v, spoilt, statistics)
 
 
 class _Source(NamedTuple):
@@ -222,6 +228,7 @@ class _Source(NamedTuple):
     k_ref: Ref
     v_ref: Ref
     kv_info: Ref
+    crossed: bool = False  # the edge of a document may lie between queries and keys
 
 
 class _Stage(NamedTuple):
@@ -250,11 +257,14 @@ def _kernel(static, order, *unnamed):
     if refs.head_bias is not None:
         slope_and_bias = refs.head_bias[0:1, 0:1], refs.head_bias[1:2, 0:1]
     step = _Step(static, refs, visit, slope_and_bias)
+    clean: Any = 0 if walk.packed is None else walk.packed.bounds(scalars, pl.program_id(0), visit.row).clean
     if static.branches:
-        step.attend_window()
+        step.attend_window(clean)
     elif not static.fresh:
         pl.when(visit.first)(step.begin)
-    walk.run(visit, scalars, step.attend_pair)
+    elif walk.packed is not None:
+        pl.when(visit.first & (clean > visit.row))(step.begin)
+    walk.run(visit, scalars, step.attend_pair, step.attend_small)
 
     @pl.when(visit.last)
     def _():
@@ -270,6 +280,7 @@ class _Step:
     refs: _Refs
     visit: Visit
     slope_and_bias: tuple[jax.Array, jax.Array] | None
+    whole: Visit | None = None  # that of the step whose small block this is
 
     @property
     def call(self) -> Call:
@@ -305,50 +316,101 @@ class _Step:
             top_ref[...] = jnp.full_like(top_ref, MASKED)
             total_ref[...] = jnp.zeros_like(total_ref)
 
-    def attend_window(self) -> None:
-        """The window's blocks, whose results are written, and those of their keys outside the window."""
-        call, refs, walk, row = self.call, self.refs, self.static.walk, self.visit.row
-        window = dataclasses.replace(call, outside=False)
-        last = -(-(window_of(call) - 1) // call.tiles.kv_block)
+    def attend_window(self, clean) -> None:
+        """The window's blocks, whose results are written, and those of their keys outside the window.
 
-        def attend(blocks: list[_Source], beyond: list[_Source]) -> None:
-            stages = _Stage(blocks, True, refs.window_results), _Stage(beyond)
-            refs.spoilt[0] = self.attend(*stages, suspects=blocks).astype(jnp.int32)
-
+        Args:
+          clean: `Bounds.clean` of the row.
+        """
+        packed, last = self.static.walk.packed, self.blocks_back
         for farthest in range(last + 1):  # the first rows lack blocks before the sequence
-            blocks = [self.source(back, row - back, window) for back in range(farthest, -1, -1)]
-            beyond = [self.source(back, row - back, call) for back in walk.partly if back <= farthest]
-            here = row == farthest if farthest < last else row >= farthest
-            pl.when(here)(functools.partial(attend, blocks, beyond))
+            here = self.visit.row == farthest if farthest < last else self.visit.row >= farthest
+            here = here if packed is None else here & ~packed.crosses_window(clean, self.visit.row)
+            pl.when(here)(functools.partial(self.attend_branches, farthest, self.static.walk.partly))
+        if packed is None:
+            return
+
+        @pl.when(packed.crosses_window(clean, self.visit.row))
+        def _():
+            @pl.loop(0, packed.documents.per_row)
+            def _(i):
+                step = self.small(self.visit.row * packed.documents.per_row + i)
+                step.attend_branches(step.blocks_back, packed.reach.partly, crossed=True)
+
+    @property
+    def blocks_back(self) -> int:
+        return -(-(window_of(self.call) - 1) // self.call.tiles.kv_block)
+
+    def attend_branches(self, farthest: int, partly: Sequence[int], crossed: bool = False) -> None:
+        """The blocks of the window as far back as `farthest`, then the keys outside of pairs seen in part."""
+        call, refs, row = self.call, self.refs, self.visit.row
+        window = dataclasses.replace(call, outside=False)
+        blocks = [self.source(back, row - back, window, crossed) for back in range(farthest, -1, -1)]
+        beyond = [self.source(back, row - back, call, crossed) for back in partly if back <= farthest]
+        stages = _Stage(blocks, True, refs.window_results), _Stage(beyond)
+        refs.spoilt[0] = self.attend(*stages, suspects=blocks).astype(jnp.int32)
 
         @pl.when(refs.spoilt[0] != 0)
         def _():
             everything = dataclasses.replace(window, spec=dataclasses.replace(call.spec, window=None))
 
-            @pl.loop(0, jnp.minimum(row, last) + 1)
+            @pl.loop(0, jnp.minimum(row, farthest) + 1)
             def _(back):
-                self.spoil(self.source(None, row - back, window), refs.window_results[0])
-                self.spoil(self.source(None, row - back, everything), refs.acc)
+                self.spoil(self.source(None, row - back, window, crossed), refs.window_results[0])
+                self.spoil(self.source(None, row - back, everything, crossed), refs.acc)
 
-    def attend_pair(self, seen: Seen, column) -> None:
+    def attend_pair(self, seen: Seen, column, crossed: bool = False) -> None:
         """Adds the keys of a block."""
         static, refs = self.static, self.refs
-        here = self.source(seen, column, self.call)
+        here = self.source(seen, column, self.call, crossed)
         if seen == "tokens":
             refs.finite_v[...] = finite(here.v_ref[...])
-        stage = _Stage([here], static.fresh and seen is not None and seen == static.walk.fresh)
-        spoilt = self.attend(stage, suspects=[] if seen is None else [here])
-        if seen is not None:
+        fresh = static.fresh and not crossed and seen is not None and seen == static.walk.fresh
+        masked = seen is not None or crossed
+        spoilt = self.attend(_Stage([here], fresh), suspects=[here] if masked else [])
+        if masked:
             pl.when(spoilt)(lambda: self.spoil(here, refs.acc))
 
-    def source(self, seen: Seen, column, call: Call) -> _Source:
+    def attend_small(self, seen: Seen, row, column, crossed: bool) -> None:
+        """Adds the keys of a small block for those queries of another."""
+        self.small(row).attend_pair(seen, column, crossed)
+
+    def small(self, row) -> "_Step":
+        """The step for a small block of its queries."""
+        packed = self.static.walk.packed
+        assert packed is not None
+        size, refs = packed.call.tiles.q_block, self.refs
+        at = pl.ds(pl.multiple_of((row - self.visit.row * packed.documents.per_row) * size, size), size)
+
+        def part(results: list[Ref]) -> list[Ref]:
+            return [ref.at[at, :] if i == 0 else ref.at[:, at] for i, ref in enumerate(results)]
+
+        refs = refs._replace(
+            q=refs.q.at[at, :],
+            first_keys=refs.first_keys.at[:, at],
+            window_results=part(refs.window_results),
+            results=part(refs.results),
+            acc=refs.acc.at[at, :],
+            statistics=[ref.at[at, :] for ref in refs.statistics or []],
+        )
+        static, visit = self.static._replace(call=packed.call), self.visit._replace(row=row)
+        return dataclasses.replace(self, static=static, refs=refs, visit=visit, whole=self.visit)
+
+    def source(self, seen: Seen, column, call: Call, crossed: bool = False) -> _Source:
+        """The keys of a block; in a crossed pair it may lie before the sequence, where no query sees a key."""
         arrays = self.refs.k, self.refs.v, self.refs.kv_info
-        if self.static.walk.resident:
-            block = call.tiles.kv_block
-            keys = pl.ds(pl.multiple_of(column * block, block), block)
+        walk, block = self.static.walk, call.tiles.kv_block
+        if walk.resident or self.whole is not None:
+            at = column * block
+            if crossed:
+                at = jnp.maximum(at, 0)
+            if not walk.resident:
+                assert self.whole is not None and walk.packed is not None
+                at -= self.whole.column * walk.packed.documents.per_row * block
+            keys = pl.ds(pl.multiple_of(at, block), block)
             kv_info = arrays[2].at[:, keys] if self.static.walk.is_list else None
             arrays = arrays[0].at[keys, :], arrays[1].at[keys, :], kv_info
-        return _Source(call, seen, column, *arrays)
+        return _Source(call, seen, column, *arrays, crossed)
 
     def attend(self, *stages: _Stage, suspects: Sequence[_Source] = ()) -> Any:
         """Adds the keys of each stage in turn, in one pipeline, and writes what there is then.
@@ -389,13 +451,24 @@ class _Step:
         s, _ = form_logits(call, s, functools.partial(addend_at, call, query, key, self.slope_and_bias))
         if masked and is_list:
             s = jnp.where(self.mask_by_token(call, query, key, s.shape), s, MASKED)
-        elif masked:
+            return _Tile(s, self.refs.finite_v.at[keys, :], False)
+        masks = []
+        if masked:
             relative = lax.broadcasted_iota(jnp.int32, s.shape, 0)
             relative -= lax.broadcasted_iota(jnp.int32, s.shape, 1)
             assert isinstance(source.seen, int)  # a pair that is seen throughout has no mask
-            s = jnp.where(default_mask(source.call, source.seen, rows, keys, relative), s, MASKED)
-        value_ref = self.refs.finite_v if masked and is_list else source.v_ref
-        return _Tile(s, value_ref.at[keys, :], masked and not is_list)
+            masks.append(default_mask(source.call, source.seen, rows, keys, relative))
+        if source.crossed:
+            masks.append(self.in_document(source, rows, keys))
+        for mask in masks:
+            s = jnp.where(mask, s, MASKED)
+        return _Tile(s, source.v_ref.at[keys, :], bool(masks))
+
+    def in_document(self, source: _Source, rows: slice, keys: slice) -> jax.Array:
+        """Which keys of a tile do not lie before the document of each query: [strip, keys] bool."""
+        first = jnp.broadcast_to(self.refs.first_keys[:, rows], (8, self.strip)).T[:, :1]
+        at = source.column * self.call.tiles.kv_block + keys.start
+        return lax.broadcasted_iota(jnp.int32, (self.strip, keys.stop - keys.start), 1) >= first - at
 
     def describe(self, source: _Source, rows: slice, keys: slice) -> tuple[list, list]:
         """The properties of the queries, as columns, and of the keys, as rows."""
@@ -472,6 +545,9 @@ class _Step:
                 query = [lax.broadcasted_iota(jnp.int32, (strip, 1), 0) + first] * 3
                 key = [lax.broadcasted_iota(jnp.int32, (1, tile), 1)] * 2
             seen = self.mask_by_token(source.call, query, key, (strip, tile))
+            if source.crossed:
+                first = jnp.broadcast_to(self.refs.first_keys[:, rows], (8, strip)).T[:, :1]
+                seen &= key[0] >= first - (source.column * kv_block + column)
             hit = sees_non_finite(seen, source.v_ref[keys, :])
             result_ref[rows, :] = jnp.where(hit, jnp.nan, result_ref[rows, :])
 
