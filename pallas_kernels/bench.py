@@ -44,14 +44,17 @@ def window_backward(packed=False, **shape):
     return _bench({"window": 1024} | shape, packed=packed, backward=True)
 
 
-def full_forward(**shape):
-    """Full causal attention with lse; a window is left unread, so that every function takes the same arguments."""
-    return _bench(shape | {"window": None})
+def full_forward(packed=False, documents=None, **shape):
+    """Full causal attention with lse; a window is left unread, so that every function takes the same arguments.
+
+    `packed` adds segment ids, of one document a row, and `documents` those of documents of so many tokens.
+    """
+    return _bench(shape | {"window": None}, packed=packed or documents is not None)
 
 
-def full_backward(**shape):
+def full_backward(packed=False, documents=None, **shape):
     """dq, dk and dv of full causal attention; a window is left unread."""
-    return _bench(shape | {"window": None}, backward=True)
+    return _bench(shape | {"window": None}, packed=packed or documents is not None, backward=True)
 
 
 def sigmoid_forward(**shape):
@@ -69,9 +72,10 @@ def head_hybrid_forward(rho=0.75, **shape):
     return _bench({"window": 1024, "H": 8, "K": 8} | shape, rho=rho)
 
 
-def routed_forward(**shape):
+def routed_forward(packed=False, documents=None, **shape):
     """SwiAttn's two branches with their lse; the gate chooses between them afterwards, so its ratio does not matter."""
-    return _bench({"window": 1024, "T": 8192} | shape, branches=True)
+    shape = {"window": 1024, "T": 8192} | shape
+    return _bench(shape, packed=packed or documents is not None, branches=True)
 
 
 def routed_backward(ratio=0.13, **shape):
@@ -127,6 +131,11 @@ class Executions(NamedTuple):
     bodies: tuple[int, ...]  # those with matmuls, the longest first
     rows: int  # other vector code, at the first and the last visit of a row of blocks
     heads: int  # of a launch whose grid takes their number from data; the rest runs once a step of the grid
+
+
+def scalars_are_zero(name: str, packed=False, documents=None, **shape) -> bool:
+    """Whether scalar memory holds zeros only, as simulators read it: that is how a row of one document is told."""
+    return bool(packed) and documents is None and name.startswith(("full", "routed_forward"))
 
 
 def executions(name: str, kind: str, **shape) -> dict[str, Executions]:

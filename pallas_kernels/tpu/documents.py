@@ -7,6 +7,7 @@ They are cut into small blocks, which have the same two numbers; of those, only 
 by token. Both numbers are zero for a row of one document.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -74,7 +75,7 @@ def in_small_blocks(table, batch, row, column, num_rows: int, per_row: int, part
         def _(key):
             distance = here - key
             for seen in partly:
-                pl.when(distance == seen)(lambda seen=seen: attend(seen, here, key, True))
+                pl.when(distance == seen)(functools.partial(attend, seen, here, key, True))
             if plain:
                 inside = (distance >= plain[0]) & (distance <= plain[-1])
                 pl.when(inside & (key >= bounds.clean))(lambda: attend(None, here, key, False))

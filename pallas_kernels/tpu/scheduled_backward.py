@@ -291,7 +291,9 @@ def _kernel(call, walk, has_segments, has_full_rows, group, order, *unnamed):
         return refs.kv_info[:, keys].T if walk.is_list else None
 
     def run(pair):
-        finish = functools.partial(pair.finish, functools.partial(tile_mask, call, has_segments, has_full_rows))
+        finish = functools.partial(
+            pair.finish, functools.partial(tile_mask, call, has_segments, has_full_rows)
+        )
         pipelined(_units(pair.call, pair.seen, pair.crossed), pair.products, finish, ahead=_AHEAD)
 
     walk.run(visit, scalars, attend, attend_small)

@@ -55,8 +55,8 @@ class Walk(NamedTuple):
       scalars: arrays for scalar memory.
       visit: from the indices of these dimensions and references to the scalars to where the step is. Of a resident
         walk only the row counts, and the column of a flush.
-      run: given the visit and the scalars, calls `attend(seen, column)` for the step's pairs; where those of packed rows
-        are crossed by an edge, `attend_small(seen, row, column, crossed)` for the small blocks of them.
+      run: given the visit and the scalars, calls `attend(seen, column)` for the step's pairs, and for the small blocks
+        of those that the edge of a document crosses `attend_small(seen, row, column, crossed)`.
       resident: whether the step has all keys of the head at hand, instead of those of the visit's column.
       is_list: whether pairs are seen as their tokens say.
       fresh: the case of every row's first pair, where that is known.
@@ -110,8 +110,8 @@ def walk_over(
             return walk._replace(fresh=fresh, packed=packed)
         left = tuple(reach.partly) if only_plain else ()
         run_reach = functools.partial(_run_reach, reach._replace(partly=[]) if only_plain else reach, packed)
-        scalars = () if packed is None else (packed.documents.table,)
-        walk = _by_row(num_rows, num_columns, scalars, run_reach, flush)
+        table = () if packed is None else (packed.documents.table,)
+        walk = _by_row(num_rows, num_columns, table, run_reach, flush)
         return walk._replace(fresh=fresh, partly=left, packed=packed)
     visits = _list_pairs(call, where, flush=flush and not resident)
     if resident:
@@ -192,7 +192,9 @@ def _run_reach(
     # Where the kernel has left pairs seen in part to this, it has done none of a crossed row.
     nearest = jnp.maximum(reach.nearest, row - clean + 1)
     if packed.only_plain and reach.plain:
-        nearest = jnp.where(packed.crosses_window(clean, row), reach.nearest, jnp.maximum(reach.plain[0], nearest))
+        nearest = jnp.where(
+            packed.crosses_window(clean, row), reach.nearest, jnp.maximum(reach.plain[0], nearest)
+        )
 
     @pl.loop(nearest, jnp.minimum(reach.farthest, row - first) + 1)
     def _(blocks):
