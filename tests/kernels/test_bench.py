@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
@@ -125,6 +126,28 @@ def test_executions_of_the_window_kernels_are_their_steps():
     assert sum(sinks["window_forward"].bodies) == 8
     backward = bench.executions("window_backward", "TPU v5 lite", T=8192)["window_backward"]
     assert backward == bench.Executions(bodies=(7, 1), rows=1, heads=1)
+
+
+def test_executions_over_documents_are_the_blocks_that_no_edge_crosses_and_small_ones():
+    """Of 4096 tokens, with an edge in each of the two blocks of 2048."""
+
+    def bodies(**options):
+        return bench.executions("full_forward", "TPU v6 lite", T=4096, **options)["scheduled_forward"].bodies
+
+    assert bodies(packed=True) == bodies()
+    ids = bench.segment_ids(4096, 2048)
+    assert np.flatnonzero(np.diff(ids[0])).tolist() == [777, 2825]
+    # Small blocks of 512: queries from 512 and from 2560 have an edge inside, at 778 and at 2826.
+    crossed = [(0, 0), (1, 0), (1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (3, 3)]
+    crossed += [(4, 1), (4, 2), (4, 3), (4, 4), *((5, key) for key in range(1, 6)), (6, 5), (6, 6)]
+    crossed += [(7, 5), (7, 6), (7, 7)]
+    assert sum(bodies(documents=2048)) == len(crossed)
+
+
+def test_scalars_are_zero_for_rows_of_one_document():
+    assert bench.scalars_are_zero("full_forward", packed=True, T=4096)
+    assert not bench.scalars_are_zero("full_forward", documents=1024, T=4096)
+    assert not bench.scalars_are_zero("window_forward", packed=True)
 
 
 def test_executions_of_the_scheduled_kernels_are_their_visits():

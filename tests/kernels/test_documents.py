@@ -97,8 +97,7 @@ CALLS = {
 
 @pytest.fixture
 def tpu(monkeypatch) -> Implementation:
-    """Blocks of 16 that are cut into small ones of 4 where an edge crosses."""
-    monkeypatch.setattr(documents, "SMALL_BLOCK", 4)
+    """Blocks of 16, which are cut into small ones of 4 where an edge crosses."""
     return Implementation("tpu", block=16).install(monkeypatch)
 
 
