@@ -208,10 +208,18 @@ def _scheduled(call: Call, where: Coordinates, heads: int, backward: bool) -> di
         first, clean = read_bounds(np.asarray(packed.table), 0, row, num_blocks, packed.per_row, small)
         return int(first), int(clean)
 
-    def run(size: int, distance: int, crossed: bool = False) -> None:
+    def run(size: int, distance: int, crossed: bool = False, count: int = 1) -> None:
         if pairs := _pairs(call, size, distance):
-            runs[int(pairs * (1.3 if crossed else 1))] += heads  # a guess, which tells bodies apart
+            runs[int(pairs * (1.3 if crossed else 1))] += count * heads  # a guess, which tells bodies apart
 
+    for distance in range(num_blocks):  # a body that never runs is there all the same
+        run(block, distance, count=0)
+    if packed is not None:
+        for distance in range(num_blocks * packed.per_row):
+            size = block // packed.per_row
+            whole = _pairs(call, size, distance) == size**2
+            for crossed in (False, True) if whole else (True,):
+                run(size, distance, crossed, count=0)
     for row, column in itertools.product(range(num_blocks), repeat=2):
         first, clean = bounds(row)
         if column >= clean:
