@@ -17,9 +17,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.spec import Coordinates
 
-# Tokens of the blocks that a crossed pair is cut into. Those of 512 compute less, but at twice the cost of a pair of
-# tokens: there are too few strips in them for a pipeline.
-SMALL_BLOCK = 1024
+SMALL_BLOCK = 512  # tokens of the blocks that a crossed pair is cut into
 
 
 class Documents(NamedTuple):

@@ -8,6 +8,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import AttentionSpec, attention, bench, decode_attention, routed_attention
 from pallas_kernels.spec import coordinates
+from pallas_kernels.tpu import documents
 from pallas_kernels.tpu.decode import choose_steps, list_visits
 from swa_jax.bench.compile_for_chip import kernel_name, pallas_calls
 
@@ -128,8 +129,9 @@ def test_executions_of_the_window_kernels_are_their_steps():
     assert backward == bench.Executions(bodies=(7, 1), rows=1, heads=1)
 
 
-def test_executions_over_documents_are_the_blocks_that_no_edge_crosses_and_small_ones():
+def test_executions_over_documents_are_the_blocks_that_no_edge_crosses_and_small_ones(monkeypatch):
     """Of 4096 tokens, with an edge in each of the two blocks of 2048."""
+    monkeypatch.setattr(documents, "SMALL_BLOCK", 1024)
 
     def bodies(**options):
         return bench.executions("full_forward", "TPU v6 lite", T=4096, **options)["scheduled_forward"].bodies

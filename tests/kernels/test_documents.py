@@ -66,7 +66,8 @@ def test_a_row_of_one_document_is_told_by_zeros():
     assert not np.asarray(documents_of(where, 2048).table).any()
 
 
-def test_padding_at_the_end_leaves_the_other_blocks_clean():
+def test_padding_at_the_end_leaves_the_other_blocks_clean(monkeypatch):
+    monkeypatch.setattr(documents, "SMALL_BLOCK", 1024)
     ids = np.ones((1, 4096), np.int32)
     ids[:, 3600:] = 0
     found = documents_of(coordinates(4096, 4096, q_segment_ids=ids), 2048)
