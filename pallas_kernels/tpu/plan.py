@@ -169,6 +169,7 @@ def _sweeps(request: Request, call: Call, heads: int | str, group: int, gathered
 def _walk_grid(padded: Request, call: Call, resident: bool, *, flush: bool, branches: bool = False) -> tuple:
     where = padded.abstract_coordinates()
     if has_default_positions(call, where):
+        where = where._replace(q_seg=None, kv_seg=None)  # documents change no grid
         return walk_over(call, where, resident=resident, flush=flush, only_plain=branches).grid
     if not resident:
         return (_VARIES,)
@@ -180,7 +181,8 @@ def _masks(padded: Request, call: Call, branches: bool = False) -> tuple[Kind, .
     """The kinds of the tiles of a walk."""
     if not has_default_positions(call, padded.abstract_coordinates()):
         return (Kind.FULL, Kind.BY_TOKEN)
-    num_blocks, kinds = padded.q_length // call.tiles.q_block, set()
+    num_blocks = padded.q_length // call.tiles.q_block
+    kinds = {Kind.BY_TOKEN} if "q_segment_ids" in padded.given else set()  # where the edge of a document is
     for part in (call, dataclasses.replace(call, outside=False)) if branches else (call,):
         reach = reach_of(part, num_blocks)
         kinds |= {Kind.FULL} if reach.plain else set()

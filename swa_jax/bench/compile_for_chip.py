@@ -69,9 +69,10 @@ def main(name: str, topology: str, num_cores: int, settings: dict[str, Any]) -> 
         traced = jax.jit(function).trace(*arguments)
         lowered = traced.lower()
     launches = {kernel_name(eqn): eqn for eqn in pallas_calls(traced.jaxpr.jaxpr)}
+    unknown = not bench.scalars_are_zero(name, **settings)
     program = {
         "queries": arguments[0].shape,
-        "kernels": {name: reads_scalar_memory(eqn) for name, eqn in launches.items()},
+        "kernels": {name: unknown and reads_scalar_memory(eqn) for name, eqn in launches.items()},
         "steps": {name: static_steps(eqn) for name, eqn in launches.items()},
         "executions": {kernel: count._asdict() for kernel, count in counts.items()},
     }

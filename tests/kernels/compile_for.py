@@ -190,6 +190,10 @@ CALLS = {
         AttentionSpec(2049), kernels=2, length=4000, heads=2, head_dim=256, dtype="float32"
     ),
     "full": train(AttentionSpec(), kernels=2, length=LONG),
+    "full-packed": train(AttentionSpec(), "q_segment_ids", kernels=2, length=LONG),
+    "full-packed-beyond-vmem": train(
+        AttentionSpec(), "q_segment_ids", kernels=3, length=40960, heads=1, kv_heads=1
+    ),
     "full-beyond-vmem": train(AttentionSpec(), kernels=3, length=40960, heads=1, kv_heads=1),
     "window-head-dim-256-float32": train(WINDOW, kernels=2, head_dim=256, dtype="float32", length=4096),
     "full-bidirectional": train(AttentionSpec(causal=False), kernels=2, head_dim=80),
@@ -213,6 +217,7 @@ CALLS = {
     ),
     "positions": train(SMALL, "q_positions", kernels=2),
     "routed": routed(WINDOW, kernels=3, length=LONG),
+    "routed-packed": routed(WINDOW, "q_segment_ids", kernels=3, length=LONG),
     "routed-few": routed(AttentionSpec(1024), kernels=4, length=6000),  # gathered rows: few, or all
     "routed-everything": routed(
         AttentionSpec(300, 4), "q_segment_ids", "alibi_slopes", "sink_logits", "full_heads", kernels=8
