@@ -38,14 +38,19 @@ from pallas_kernels.tpu.walk import has_default_positions
 from pallas_kernels.tpu.window import blocks_back, window_steps
 
 
-def window_forward(packed=False, **shape):
-    """Window attention with lse; `packed` adds segment ids."""
-    return _bench({"window": 1024} | shape, packed=packed)
+def window_forward(packed=False, cut=0, full_from=None, **shape):
+    """Window attention with lse; `packed` adds segment ids, `full_from` rows that see past the window.
+
+    The simulator reads zeros for the edges of documents: one document a row. With `cut` 1 they stand for edges in every
+    step behind the first ones, of documents no longer than a window, and with 2 of longer ones, whose sink tokens lie
+    outside the window. An average over documents is one of the three figures.
+    """
+    return _bench({"window": 1024} | shape, packed=packed, cut=cut, full_from=full_from)
 
 
-def window_backward(packed=False, **shape):
-    """dq, dk and dv of window attention."""
-    return _bench({"window": 1024} | shape, packed=packed, backward=True)
+def window_backward(packed=False, cut=0, full_from=None, **shape):
+    """dq, dk and dv of window attention; `packed`, `cut` and `full_from` as in `window_forward`."""
+    return _bench({"window": 1024} | shape, packed=packed, cut=cut, full_from=full_from, backward=True)
 
 
 def full_forward(packed=False, documents=None, **shape):
@@ -156,6 +161,9 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
     hybrid = name == "head_hybrid_forward"
     rho = shape.pop("rho", 0.75) if hybrid else None
     packed, documents = shape.pop("packed", False), shape.pop("documents", None)
+    shape.pop("cut", None)
+    if shape.pop("full_from", None) is not None:
+        return {}  # so do the documents' full rows
     defaults = {"H": 8, "K": 8} if hybrid else {}
     window = {"window": None} if name.startswith("full") else {}
     H, K, T, D, dtype, spec, tiles = _read({"window": 1024} | defaults | shape | window)
@@ -276,7 +284,17 @@ def _call(
     return call
 
 
-def _bench(shape, *, packed=False, backward=False, activation="softmax", rho=None, branches=False):
+def _bench(
+    shape,
+    *,
+    packed=False,
+    cut=0,
+    full_from=None,
+    backward=False,
+    activation="softmax",
+    rho=None,
+    branches=False,
+):
     H, K, T, D, dtype, spec, tiles = _read(shape, activation)
     q = jax.ShapeDtypeStruct((1, H, T, D), dtype)
     kv = jax.ShapeDtypeStruct((1, K, T, D), dtype)
@@ -285,9 +303,11 @@ def _bench(shape, *, packed=False, backward=False, activation="softmax", rho=Non
     ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
 
     def function(q, k, v, head_bias, ids, *cotangents):
-        where = coordinates(T, T, q_segment_ids=ids) if packed else coordinates(T, T)
+        full = None if full_from is None else jnp.full((1, 1), full_from) + ids[:, :1]
+        where = coordinates(T, T, q_segment_ids=ids if packed else None, full_from=full)
         alone, has_slopes = rho is None, activation == "sigmoid"
         call = _call(device_kind(), spec, where, D, dtype, tiles, alone, branches, has_slopes)
+        call = dataclasses.replace(call, zero_cut=cut)
         full_heads = None if rho is None else jnp.arange(K) >= round(rho * K)
         if branches:
             return both_branches(call, q, k, v, head_bias, where, full_heads)

@@ -82,7 +82,15 @@ def test_bench_functions_launch_what_the_api_launches(name, kind):
     assert measured == called
 
 
-@pytest.mark.parametrize("option", [{"packed": True}, {"num_sink_tokens": 128}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"packed": True},
+        {"num_sink_tokens": 128},
+        {"packed": True, "num_sink_tokens": 4},
+        {"packed": True, "full_from": 512},
+    ],
+)
 @pytest.mark.parametrize("backward", [False, True])
 def test_variants_of_the_window_launch_what_the_api_launches(option, backward):
     kind, name = "TPU v6 lite", "window_backward" if backward else "window_forward"
@@ -90,6 +98,8 @@ def test_variants_of_the_window_launch_what_the_api_launches(option, backward):
 
     def forward(q, k, v, ids):
         options = {"q_segment_ids": ids} if "packed" in option else {}
+        if "full_from" in option:
+            options["full_from"] = jnp.full((1, 1), option["full_from"]) + ids[:, :1]
         return attention(q, k, v, spec, **options, implementation="tpu")
 
     def both(*arguments):
