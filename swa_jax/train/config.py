@@ -11,6 +11,7 @@ from swa_jax.files import check_local
 from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.lora import LoraConfig
 from swa_jax.model.remat import Remat
+from swa_jax.model.sequence_order import SequenceOrder
 from swa_jax.model.sharding import MeshConfig, ShardingRules
 from swa_jax.train.objectives import SwitchLoss
 from swa_jax.train.optimizer import OptimizerConfig
@@ -84,6 +85,7 @@ class TrainConfig:
     num_sink_tokens: int | None = None
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     sharding: ShardingRules = dataclasses.field(default_factory=ShardingRules)
+    sequence_order: SequenceOrder = "auto"  # of a row's tokens over 'mesh.context': see sequence_order.py
     lora: LoraConfig | None = (
         None  # train adapters of `init_from`'s projections, and routers, in place of all weights
     )
