@@ -33,6 +33,7 @@ from swa_jax.model.flops import attention_flops, train_flops_per_token
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.lora import trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.sequence_order import in_zigzag, zigzag
 from swa_jax.model.sharding import MeshConfig, Partition, check_batch, check_model, make_mesh, state_shardings
 from swa_jax.plan import hlo, timeline
 from swa_jax.plan.collectives import Collective, collectives
@@ -57,6 +58,7 @@ class Compilation(NamedTuple):
     mesh: dict[str, int]
     model: Decoder
     batch: dict[str, int]
+    zigzag: bool = False  # whether rows lie in zig-zag order over `context`
 
 
 def plan(
@@ -234,7 +236,9 @@ def _train_step(config: TrainConfig, stage: StageConfig, start: Start, devices: 
         "batch": batch,
     }
     described = {"rows": size[0], "length": size[1], "accumulate": stage.accumulate}
-    return Compilation(lowered, held, dict(mesh.shape), model, described)
+    pieces = partition.size("sequence")
+    reordered = in_zigzag(config.sequence_order, pattern, stage.sequence_length, pieces)
+    return Compilation(lowered, held, dict(mesh.shape), model, described, reordered)
 
 
 def _generation_step(
@@ -404,9 +408,10 @@ def _time(
         flops["attention_forward"] / (peak * forward), flops["attention_backward"] / (peak * backward)
     )
     context, busiest = traced.mesh["context"], 1.0
-    if step == "train":  # the last device along the context sees the most keys
-        every = attention_flops(traced.model.config, pattern, np.arange(traced.batch["length"]))
-        busiest = float(every[-(len(every) // context) :].mean() / every.mean())
+    if step == "train":  # the busiest device along the context keeps the others waiting
+        place = np.arange(traced.batch["length"])
+        every = attention_flops(traced.model.config, pattern, zigzag(place[None], context)[0] if traced.zigzag else place)
+        busiest = float(every.reshape(context, -1).mean(axis=1).max() / every.mean())
         kernels = Passes(*(seconds * busiest for seconds in kernels))
     clock = chip.gigahertz * 1e9
     operations = hlo.estimated_cycles(program, counts) / clock
