@@ -410,7 +410,9 @@ def _time(
     context, busiest = traced.mesh["context"], 1.0
     if step == "train":  # the busiest device along the context keeps the others waiting
         place = np.arange(traced.batch["length"])
-        every = attention_flops(traced.model.config, pattern, zigzag(place[None], context)[0] if traced.zigzag else place)
+        if traced.zigzag:
+            place = np.asarray(zigzag(jnp.asarray(place)[None], context))[0]
+        every = attention_flops(traced.model.config, pattern, place)
         busiest = float(every.reshape(context, -1).mean(axis=1).max() / every.mean())
         kernels = Passes(*(seconds * busiest for seconds in kernels))
     clock = chip.gigahertz * 1e9
@@ -439,7 +441,7 @@ def _time(
         assumptions.append(f"between slices: {8 * chip.dcn_bytes / 1e9:.0f} Gb/s a device")
     if busiest > 1:
         assumptions.append(
-            f"the step waits for the last of {context} devices along the context, whose attention is {busiest:.2f} "
+            f"the step waits for the busiest of {context} devices along the context, whose attention is {busiest:.2f} "
             "times the mean"
         )
     if SWITCH in pattern.layer_types:
