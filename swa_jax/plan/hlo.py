@@ -18,6 +18,7 @@ NO_ESTIMATE = 2**62  # cycles: what stands for "not known"
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
@@ -240,6 +241,30 @@ def estimated_cycles(program: Program, counts: dict[str, float]) -> float:
         for computation in program.computations.values()
         for instruction in computation.instructions.values()
     )
+
+
+def cycles_by_part(program: Program, counts: dict[str, float], scope: str) -> dict[str, float]:
+    """`estimated_cycles` of matrix products, of what else was traced inside the named scope, and of the rest.
+
+    An operation that the compiler has joined to a matrix product counts as a part of it.
+    """
+    parts = {"matmuls": 0.0, scope: 0.0, "other": 0.0}
+    for computation in program.computations.values():
+        for instruction in computation.instructions.values():
+            if cycles := own_cycles(instruction) * counts[computation.name]:
+                inside = program.computations.get(called_computation(instruction) or "")
+                opcodes = {instruction.opcode} | {i.opcode for i in inside.instructions.values()} if inside else set()
+                if opcodes & {"convolution", "dot"}:
+                    parts["matmuls"] += cycles
+                else:
+                    parts[scope if _traced_in(instruction, inside, scope) else "other"] += cycles
+    return parts
+
+
+def _traced_in(instruction: Instruction, inside: Computation | None, scope: str) -> bool:
+    """Whether an operation, or any that it is made of, has the scope in its name; a copy has its operand's."""
+    members = [instruction, *(inside.instructions.values() if inside else ())]
+    return any(f"/{scope}/" in found[1] for m in members if (found := _OP_NAME.search(m.attributes)))
 
 
 def stacked_outputs(program: Program, length: int) -> int:

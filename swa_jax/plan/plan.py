@@ -26,7 +26,7 @@ from jax.sharding import SingleDeviceSharding
 
 from swa_jax.chips import COMPILE_ONLY, TARGETS, Target, find_chip
 from swa_jax.errors import CheckpointError, ConfigError
-from swa_jax.model.attention import kinds_of
+from swa_jax.model.attention import AROUND_ATTENTION, kinds_of
 from swa_jax.model.cache import allocate, cache_layout
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.flops import attention_flops, train_flops_per_token
@@ -416,7 +416,9 @@ def _time(
         busiest = float(every.reshape(context, -1).mean(axis=1).max() / every.mean())
         kernels = Passes(*(seconds * busiest for seconds in kernels))
     clock = chip.gigahertz * 1e9
-    operations = hlo.estimated_cycles(program, counts) / clock
+    parts = hlo.cycles_by_part(program, counts, AROUND_ATTENTION)
+    seconds_by_part = {name: cycles / clock for name, cycles in parts.items()}
+    operations = sum(seconds_by_part.values())
     in_slice = math.prod(traced.mesh.values()) // slices
 
     def transfer(send: Collective) -> float:
@@ -452,6 +454,7 @@ def _time(
     everything = {"seconds": elapsed.total, "seconds_hidden": hidden, "seconds_shown": shown}
     return everything | {
         "xla_seconds": operations,
+        "xla_seconds_by_part": seconds_by_part,
         "kernel_seconds": sum(kernels),
         "collective_seconds": network,
         "collective_seconds_waited": elapsed.waiting,

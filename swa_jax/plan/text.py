@@ -69,12 +69,14 @@ def _time_lines(plan: dict[str, Any]) -> list[str]:
     kernels = flops["attention_forward"] + flops["attention_backward"]
     slow, fast = time["tokens_per_second"]
     low, high = time["mfu"]
+    parts = time["xla_seconds_by_part"]
     return [
         f"operations of a chip: {flops['model'] / 1e12:.2f} TFLOP asked for by the model; done: "
         f"{flops['matmuls'] / 1e12:.2f} in matrix products, {kernels / 1e12:.2f} in attention",
         f"time of a step, as scheduled: {time['seconds']:.3g} s "
         f"({time['tokens_per_second_scheduled']:,.0f} tokens/s, MFU {time['mfu_scheduled']:.0%})",
-        f"  XLA's operations {time['xla_seconds']:.3g} s, attention kernels {time['kernel_seconds']:.3g} s",
+        f"  attention kernels {time['kernel_seconds']:.3g} s; matrix products {parts['matmuls']:.3g} s, what XLA does "
+        f"around attention {parts['around_attention']:.3g} s, and the rest {parts['other']:.3g} s",
         f"  collectives {time['collective_seconds']:.3g} s; the step waits for them for "
         f"{time['collective_seconds_waited']:.3g} s",
         f"  with all collectives hidden {time['seconds_hidden']:.3g} s, with none {time['seconds_shown']:.3g} s "
