@@ -244,27 +244,31 @@ def estimated_cycles(program: Program, counts: dict[str, float]) -> float:
 
 
 def cycles_by_part(program: Program, counts: dict[str, float], scope: str) -> dict[str, float]:
-    """`estimated_cycles` of matrix products, of what else was traced inside the named scope, and of the rest.
+    """`estimated_cycles` of matrix products, of what was traced inside the named scope, and of the rest.
 
-    An operation that the compiler has joined to a matrix product counts as a part of it.
+    An operation that the compiler has joined to a matrix product from outside the scope counts as a part of it.
     """
     parts = {"matmuls": 0.0, scope: 0.0, "other": 0.0}
     for computation in program.computations.values():
         for instruction in computation.instructions.values():
             if cycles := own_cycles(instruction) * counts[computation.name]:
-                inside = program.computations.get(called_computation(instruction) or "")
-                opcodes = {instruction.opcode} | {i.opcode for i in inside.instructions.values()} if inside else set()
-                if opcodes & {"convolution", "dot"}:
-                    parts["matmuls"] += cycles
-                else:
-                    parts[scope if _traced_in(instruction, inside, scope) else "other"] += cycles
+                called = program.computations.get(called_computation(instruction) or "")
+                members = [instruction, *(called.instructions.values() if called else ())]
+                in_scope = [f"/{scope}/" in _traced_as(member) for member in members]
+                products = [
+                    inside
+                    for member, inside in zip(members, in_scope, strict=True)
+                    if member.opcode in ("convolution", "dot")
+                ]
+                is_product = bool(products) and not all(products)
+                parts["matmuls" if is_product else scope if any(in_scope) else "other"] += cycles
     return parts
 
 
-def _traced_in(instruction: Instruction, inside: Computation | None, scope: str) -> bool:
-    """Whether an operation, or any that it is made of, has the scope in its name; a copy has its operand's."""
-    members = [instruction, *(inside.instructions.values() if inside else ())]
-    return any(f"/{scope}/" in found[1] for m in members if (found := _OP_NAME.search(m.attributes)))
+def _traced_as(instruction: Instruction) -> str:
+    """The operation of the traced program that it comes from, with its scopes."""
+    found = _OP_NAME.search(instruction.attributes)
+    return found[1] if found else ""
 
 
 def stacked_outputs(program: Program, length: int) -> int:

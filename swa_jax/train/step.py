@@ -19,6 +19,7 @@ from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.loss import next_token_targets
 from swa_jax.model.sequence_order import in_zigzag, zigzag
 from swa_jax.model.sharding import Partition, constrain, state_shardings
+from swa_jax.train.compiler import compiler_options
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.objectives import (
     Totals,
@@ -113,7 +114,8 @@ def make_step(
             new_state = jax.lax.with_sharding_constraint(new_state, shardings)
         return new_state, metrics
 
-    return jax.jit(step, static_argnums=2, donate_argnums=0)
+    options = compiler_options(partition, config.xla_options)
+    return jax.jit(step, static_argnums=2, donate_argnums=0, compiler_options=options)
 
 
 def make_validation_loss(
@@ -128,7 +130,7 @@ def make_validation_loss(
         _, metrics = loss_of(params, frozen, batch, totals, None)
         return metrics["loss"] * totals.weight, jnp.sum(weights)
 
-    return jax.jit(summed)
+    return jax.jit(summed, compiler_options=compiler_options(partition, config.xla_options))
 
 
 def make_loss(
