@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from swa_jax.chips import COMPILE_ONLY, TARGETS, Target, find_chip
 from swa_jax.errors import CheckpointError, ConfigError
@@ -34,7 +34,14 @@ from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.lora import trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sequence_order import in_zigzag, zigzag
-from swa_jax.model.sharding import MeshConfig, Partition, check_batch, check_model, make_mesh, state_shardings
+from swa_jax.model.sharding import (
+    MeshConfig,
+    Partition,
+    check_batch,
+    check_model,
+    make_mesh,
+    state_shardings,
+)
 from swa_jax.plan import hlo, timeline
 from swa_jax.plan.collectives import Collective, collectives
 from swa_jax.plan.timeline import Passes
@@ -50,12 +57,12 @@ GIB = 2**30
 ROUTED_SHARE = 0.13  # of the tokens, to full attention, after SwiAttn's training (paper, Figure 4)
 
 
-class Compilation(NamedTuple):
+class TracedStep(NamedTuple):
     """A step that is traced but not compiled, and what it holds."""
 
-    lowered: Any
+    program: jax.stages.Traced
     held: dict[str, Any]  # its arguments, by what they are
-    mesh: dict[str, int]
+    mesh: Mesh
     model: Decoder
     batch: dict[str, int]
     zigzag: bool = False  # whether rows lie in zig-zag order over `context`
@@ -90,16 +97,18 @@ def plan(
     kind = devices[0].device_kind
     start = _start(config)
     if step == "train":
-        traced = _train_step(config, config.stages[stage], start, devices)
+        traced = trace_training(config, config.stages[stage], start, devices)
     else:
-        traced = _generation_step(config, config.stages[stage], start, devices, step, batch_size, length)
+        traced = trace_generation(
+            config, config.stages[stage], start, devices, step, batch_size=batch_size, length=length
+        )
     report: dict[str, Any] = {
         "topology": topology,
         "slices": slices,
         "chip": kind,
         "devices": len(devices),
         "step": step,
-        "mesh": traced.mesh,
+        "mesh": dict(traced.mesh.shape),
         "batch": traced.batch,
         "pattern": str(traced.model.pattern),
         "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(traced.model))),
@@ -108,7 +117,8 @@ def plan(
     held = {name: _local_bytes(tree) for name, tree in traced.held.items()}
     began = time.perf_counter()
     try:
-        compiled = traced.lowered.compile()
+        with jax.sharding.use_abstract_mesh(traced.mesh.abstract_mesh):
+            compiled = traced.program.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         report["memory"] = _does_not_fit(str(error), held, target_of(kind)[0])
         return report
@@ -117,7 +127,7 @@ def plan(
     counts = hlo.executions(program, _branch_shares(traced.model.pattern))
     kept = hlo.stacked_outputs(program, start.config.num_hidden_layers) if step == "train" else 0
     report["memory"] = _memory(compiled.memory_analysis(), held, kept, target_of(kind)[0])
-    sends = collectives(program, counts, traced.mesh, slices)
+    sends = collectives(program, counts, dict(traced.mesh.shape), slices)
     report["collectives"] = _by_kind(sends)
     report["flops"] = _flops(traced, hlo.matmul_flops(program, counts), config.remat, step, len(devices))
     report["time"] = _time(report["flops"], program, counts, sends, traced, kind, step, slices)
@@ -193,7 +203,10 @@ def _start(config: TrainConfig) -> Start:
         ) from error
 
 
-def _train_step(config: TrainConfig, stage: StageConfig, start: Start, devices: list[Any]) -> Compilation:
+def trace_training(
+    config: TrainConfig, stage: StageConfig, start: Start, devices: Sequence[Any]
+) -> TracedStep:
+    """The step of a run on devices that need not be here; a batch has the stage's sizes."""
     model_config = start.config
     mesh = make_mesh(config.mesh, devices)
     partition = Partition(mesh, config.sharding)
@@ -228,8 +241,6 @@ def _train_step(config: TrainConfig, stage: StageConfig, start: Start, devices: 
             (stage.batch_size, 1), jnp.int32, sharding=partition.sharding("batch", None)
         )
     run: Any = make_step(model, optimizer, config, partition)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = run.lower(state, batch, stage.accumulate)
     held = {
         "parameters": (state.params, state.frozen),
         "optimizer": (state.optimizer, state.norm_mean),
@@ -238,18 +249,23 @@ def _train_step(config: TrainConfig, stage: StageConfig, start: Start, devices: 
     described = {"rows": size[0], "length": size[1], "accumulate": stage.accumulate}
     pieces = partition.size("sequence")
     reordered = in_zigzag(config.sequence_order, pattern, stage.sequence_length, pieces)
-    return Compilation(lowered, held, dict(mesh.shape), model, described, reordered)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        program = run.trace(state, batch, stage.accumulate)
+    return TracedStep(program, held, mesh, model, described, reordered)
 
 
-def _generation_step(
+def trace_generation(
     config: TrainConfig,
     stage: StageConfig,
     start: Start,
-    devices: list[Any],
+    devices: Sequence[Any],
     step: Step,
-    rows: int,
-    length: int | None,
-) -> Compilation:
+    *,
+    batch_size: int = 8,
+    length: int | None = None,
+) -> TracedStep:
+    """A step of generation on the first of the devices; the other arguments are those of `plan`."""
+    rows = batch_size
     length, model_config = length or stage.sequence_length, start.config
     pattern = stage_patterns(config, start, stage)[0]
     layout = cache_layout(pattern, model_config.num_key_value_heads, length)
@@ -277,9 +293,9 @@ def _generation_step(
     function, tokens = (prefill, prompts) if step == "prefill" else (decode, numbers)
     mesh = make_mesh(MeshConfig(), devices[:1])
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(function, donate_argnums=1).lower(weights, cache, tokens, numbers)
+        program = jax.jit(function, donate_argnums=1).trace(weights, cache, tokens, numbers)
     held = {"parameters": weights, "cache": cache, "batch": (tokens, numbers)}
-    return Compilation(lowered, held, dict(mesh.shape), model, {"rows": rows, "length": length})
+    return TracedStep(program, held, mesh, model, {"rows": rows, "length": length})
 
 
 def _placed(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -366,7 +382,7 @@ def _by_kind(sends: list[Collective]) -> list[dict[str, Any]]:
     ]
 
 
-def _flops(traced: Compilation, matmuls: float, remat: str, step: Step, devices: int) -> dict[str, float]:
+def _flops(traced: TracedStep, matmuls: float, remat: str, step: Step, devices: int) -> dict[str, float]:
     """Operations of one chip. `model` is what the mathematics asks for, the base of MFU; the others are done."""
     model, pattern = traced.model.config, traced.model.pattern
     rows, length = traced.batch["rows"], traced.batch["length"]
@@ -396,7 +412,7 @@ def _time(
     program: hlo.Program,
     counts: dict[str, float],
     sends: list[Collective],
-    traced: Compilation,
+    traced: TracedStep,
     kind: str,
     step: Step,
     slices: int,
@@ -407,7 +423,7 @@ def _time(
     kernels = Passes(
         flops["attention_forward"] / (peak * forward), flops["attention_backward"] / (peak * backward)
     )
-    context, busiest = traced.mesh["context"], 1.0
+    context, busiest = traced.mesh.shape["context"], 1.0
     if step == "train":  # the busiest device along the context keeps the others waiting
         place = np.arange(traced.batch["length"])
         if traced.zigzag:
@@ -419,7 +435,7 @@ def _time(
     parts = hlo.cycles_by_part(program, counts, AROUND_ATTENTION)
     seconds_by_part = {name: cycles / clock for name, cycles in parts.items()}
     operations = sum(seconds_by_part.values())
-    in_slice = math.prod(traced.mesh.values()) // slices
+    in_slice = traced.mesh.size // slices
 
     def transfer(send: Collective) -> float:
         if send.axes == ("slices",):
