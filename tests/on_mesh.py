@@ -59,7 +59,9 @@ def attend(q, k, v, spec, options, partition, implementation=None):
     packing = Packing(q_segment_ids=options.get("segment_ids"), full_from=options.get("full_from"))
     gate = options.get("gate")
     if partition is not None and partition.zigzag:
-        here, there = (functools.partial(f, pieces=partition.size("sequence")) for f in (zigzag, in_row_order))
+        here, there = (
+            functools.partial(f, pieces=partition.size("sequence")) for f in (zigzag, in_row_order)
+        )
         ids = packing.q_segment_ids if packing.q_segment_ids is not None else jnp.ones(q.shape[:2], jnp.int32)
         packing = packing._replace(q_segment_ids=here(ids), q_positions=here(segment_positions(ids)))
     out, disagreement = attention_on_mesh(

@@ -180,8 +180,9 @@ def backward(
                 beyond = scheduled_backward(beyond_window(part), *arguments)
                 results = tuple(a + b for a, b in zip(results, beyond, strict=True))
         else:
-            arguments = (part, q, k, v, head_bias, where, heads, dout, statistics, results)
-            results = scheduled_backward(*arguments, num_active)
+            results = scheduled_backward(
+                part, q, k, v, head_bias, where, heads, dout, statistics, results, num_active
+            )
     return results
 
 
@@ -196,6 +197,7 @@ def beyond_window(call: Call) -> Call:
 
 def of_full_rows(where: Coordinates) -> Coordinates:
     """The full rows as the only ones that see anything, for `beyond_window`."""
+    assert where.full_rows is not None
     position = jnp.where(where.full_rows, jnp.asarray(where.q_pos), -1)
     return where._replace(q_pos=position, full_rows=None)
 

@@ -320,7 +320,7 @@ class _Body:
         masks = []
         if by_token:
             assert self.limits is not None
-            seen_from, seen_to, distance = (x[rows] for x in self.limits[1:])
+            seen_from, seen_to, distance = (x[rows] for x in self.limits[1:] if x is not None)
             masks = [column >= seen_from, column < seen_to]
             distance = distance - lax.broadcasted_iota(jnp.int32, (self.strip, 1), 0)
         elif num_sinks < size:

@@ -25,7 +25,6 @@ from swa_jax.model.mesh_attention import attention_on_mesh
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition
 
-
 # The scope of what lies between the projections: norms of heads, RoPE, layout, masks, kernels.
 AROUND_ATTENTION = "around_attention"
 
@@ -158,14 +157,9 @@ class Attention(nnx.Module):
         self, x: jax.Array, plan: LayerPlan, context: AttentionContext
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, T, d] and this layer's row of the plan -> q [B, T, H, D], k and v [B, T, K, D], normed and rotated."""
-        heads = (*x.shape[:2], -1, self.config.head_dim)
-        over_projection = self.config.qk_norm and self.config.qk_norm_over == "projection"
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if over_projection:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (p.to_heads(x, self.config.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
         with jax.named_scope(AROUND_ATTENTION):
-            q, k, v = (t.reshape(heads) for t in (q, k, v))
-            if self.config.qk_norm and not over_projection:
+            if self.config.qk_norm:
                 q, k = self.q_norm(q), self.k_norm(k)
             if context.cos is not None and context.sin is not None:
                 one = context.cos.shape[0] == 1  # a constant index costs nothing
@@ -180,7 +174,8 @@ class Attention(nnx.Module):
         return zeros, zeros
 
     def output(self, mixed: jax.Array) -> jax.Array:
-        return self.o_proj(mixed.reshape(*mixed.shape[:2], -1))
+        """What the heads say, [B, T, H, D] -> [B, T, d]."""
+        return self.o_proj.from_heads(mixed)
 
     def __call__(
         self, x: jax.Array, plan: LayerPlan, context: AttentionContext

@@ -221,7 +221,9 @@ def _first_tokens(kv, ids, positions, count: int, reach: int, place: Place):
     inside = jnp.clip(index, 0, length - 1)[..., None, None]
     # [n, rows, count, K, D]
     offers = [lax.all_gather(jnp.take_along_axis(x, inside, axis=1), place.axis) for x in kv]
-    start = jnp.tile(place.chunk_numbers * length, rows // place.chunks)[:, None]  # of the chunk, in the row of tokens
+    start = jnp.tile(place.chunk_numbers * length, rows // place.chunks)[
+        :, None
+    ]  # of the chunk, in the row of tokens
     token = start - positions[:, :1] + slot
     taken = (token >= 0) & (token < start - reach) & (ids[:, :1] != 0)
     device, chunk = place.holder(jnp.clip(token // length, 0, place.pieces * place.chunks - 1))

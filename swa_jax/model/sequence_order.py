@@ -83,8 +83,10 @@ class Place:
         return x.reshape(x.shape[0] * self.chunks, -1, *x.shape[2:])
 
     def farthest(self, length: int) -> int:
-        """How many tokens left of a chunk of `length` tokens `from_left` fetches at most; farther back, all of the row is
-        the cheaper thing to send."""
+        """How many tokens left of a chunk of `length` tokens `from_left` fetches at most.
+
+        Where a window reaches farther back, all of the row is the cheaper thing to send.
+        """
         return length if self.zigzag else length * (self.pieces - 1) - 1
 
 

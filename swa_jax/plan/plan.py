@@ -210,8 +210,13 @@ def trace_training(
     model_config = start.config
     mesh = make_mesh(config.mesh, devices)
     partition = Partition(mesh, config.sharding)
-    rows = stage.batch_size // stage.accumulate
-    check_batch(partition, rows, stage.sequence_length, "stages", order=config.sequence_order)
+    check_batch(
+        partition,
+        stage.batch_size // stage.accumulate,
+        stage.sequence_length,
+        "stages",
+        order=config.sequence_order,
+    )
     check_model(model_config, partition)
     pattern = stage_patterns(config, start, stage)[0]  # where its steps take several in turn, the first
 

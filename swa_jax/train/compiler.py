@@ -8,8 +8,8 @@ import jax
 
 from swa_jax.model.sharding import Partition
 
-# A weight that `fsdp` splits is gathered when its layer runs. Left to itself, the compiler may multiply by one piece after
-# the other instead: contractions of a few dozen rows each, added up in bf16.
+# A weight that `fsdp` splits is gathered when its layer runs. Left to itself, the compiler may multiply by one piece
+# after the other instead: contractions of a few dozen rows each, added up in bf16.
 TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
 

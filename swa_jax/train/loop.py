@@ -301,9 +301,7 @@ def make_partition(config: TrainConfig) -> Partition | None:
     partition = Partition(mesh, config.sharding)
     for number, stage in enumerate(config.stages):
         rows = stage.batch_size // stage.accumulate
-        check_batch(
-            partition, rows, stage.sequence_length, f"stages.{number}", order=config.sequence_order
-        )
+        check_batch(partition, rows, stage.sequence_length, f"stages.{number}", order=config.sequence_order)
     return partition
 
 

@@ -57,18 +57,25 @@ def test_operations_and_cycles_are_multiplied_by_the_runs(program, counts):
 
 def test_cycles_are_told_apart_by_what_they_are_for(program, counts):
     assert hlo.cycles_by_part(program, counts, "mixing") == {"matmuls": 24000, "mixing": 0, "other": 2400}
-    name = 'metadata={op_name="jit(step)/mixing/%s"}, backend_config={"window_config":{"estimated_cycles":"%d"}}'
+    name = (
+        'metadata={op_name="jit(step)/mixing/%s"}, backend_config={"window_config":{"estimated_cycles":"%d"}}'
+    )
     text = LOOP
     for cycles in (100, 1000):  # a copy, then a matrix product inside the scope, whose member is
-        plain = 'backend_config={"window_config":{"estimated_cycles":"%d"}}' % cycles
+        plain = f'backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}'
         assert text.count(plain) == 1
-        text = text.replace(plain, name % ("copy", cycles))
+        text = text.replace(plain, f'metadata={{op_name="jit(step)/mixing/copy"}}, {plain}')
     dot = "dim_labels=bf_io->bf"
     for within in ("jit(step)/mixing/dot", "jit(step)/mlp/dot"):
         changed = hlo.parse(text.replace(dot, f'{dot}, metadata={{op_name="{within}"}}'))
         parts = hlo.cycles_by_part(changed, hlo.executions(changed), "mixing")
         product = "mixing" if "mixing" in within else "matmuls"
-        assert parts == {"matmuls": 0, "mixing": 2400, "other": 0, product: 24000 + 2400 * (product == "mixing")}
+        assert parts == {
+            "matmuls": 0,
+            "mixing": 2400,
+            "other": 0,
+            product: 24000 + 2400 * (product == "mixing"),
+        }
 
 
 def test_kept_activations_are_what_the_loop_writes_not_what_passes_through(program):

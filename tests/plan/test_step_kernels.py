@@ -1,4 +1,4 @@
-"""What really runs: every configuration's train, prefill and decode steps contain the kernels that docs/kernels.md names.
+"""What really runs: the train, prefill and decode steps of every configuration, and the kernels of docs/kernels.md.
 
 The steps are traced for a v6e, which need not be here, with one device and the sizes of the configuration.
 """
@@ -36,7 +36,11 @@ def read(file: str) -> TrainConfig:
         }
     if config.get("init_from"):
         name = next((model for part, model in MODELS.items() if part in file and "tiny" not in file), None)
-        source = ROOT / "configs" / "models" / f"{name}.yaml" if name else ROOT / "swa_jax" / "recall" / "config.json"
+        source = (
+            ROOT / "configs" / "models" / f"{name}.yaml"
+            if name
+            else ROOT / "swa_jax" / "recall" / "config.json"
+        )
         overrides += ["init_from=null", "init_optimizer=false", f"model=@{source}"]
     return load_config(TrainConfig, ROOT / file, overrides)
 
@@ -62,7 +66,11 @@ def expected(pattern, step: str) -> set[str]:
 
 @pytest.mark.parametrize("step", ["train", "prefill", "decode"])
 @pytest.mark.parametrize(
-    "file", [file if file == "configs/swat/340m.yaml" else pytest.param(file, marks=pytest.mark.slow) for file in FILES]
+    "file",
+    [
+        file if file == "configs/swat/340m.yaml" else pytest.param(file, marks=pytest.mark.slow)
+        for file in FILES
+    ],
 )
 def test_the_steps_of_every_configuration_contain_the_kernels_of_the_docs(monkeypatch, file, step):
     monkeypatch.chdir(ROOT)
