@@ -57,9 +57,6 @@ def test_operations_and_cycles_are_multiplied_by_the_runs(program, counts):
 
 def test_cycles_are_told_apart_by_what_they_are_for(program, counts):
     assert hlo.cycles_by_part(program, counts, "mixing") == {"matmuls": 24000, "mixing": 0, "other": 2400}
-    name = (
-        'metadata={op_name="jit(step)/mixing/%s"}, backend_config={"window_config":{"estimated_cycles":"%d"}}'
-    )
     text = LOOP
     for cycles in (100, 1000):  # a copy, then a matrix product inside the scope, whose member is
         plain = f'backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}'

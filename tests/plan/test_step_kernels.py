@@ -3,17 +3,20 @@
 The steps are traced for a v6e, which need not be here, with one device and the sizes of the configuration.
 """
 
+import dataclasses
+import json
 import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from swa_jax.bench.compile_for_chip import kernel_name, pallas_calls
+from swa_jax.families import model_config
+from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.plan.plan import _start, topology_devices, trace_generation, trace_training
 from swa_jax.settings import load_config
-from swa_jax.train.config import TrainConfig
+from swa_jax.train.config import ModelChanges, TrainConfig
 
 pytest.importorskip("libtpu")
 ROOT = Path(__file__).parents[2]
@@ -28,21 +31,21 @@ MODELS = {"swiattn": "swiattn-1.5b", "qwen3-1.7b": "qwen3-1.7b", "qwen3-4b": "qw
 
 def read(file: str) -> TrainConfig:
     """The configuration on one device; a model that it starts from is one of the same family, drawn at random."""
-    overrides = ["mesh={}", "output=-", "tokenizer=-"]
-    config = yaml.safe_load((ROOT / file).read_text())
-    while "base" in config:
-        config = yaml.safe_load((ROOT / file).parent.joinpath(config["base"]).read_text()) | {
-            k: v for k, v in config.items() if k != "base"
-        }
-    if config.get("init_from"):
-        name = next((model for part, model in MODELS.items() if part in file and "tiny" not in file), None)
-        source = (
-            ROOT / "configs" / "models" / f"{name}.yaml"
-            if name
-            else ROOT / "swa_jax" / "recall" / "config.json"
-        )
-        overrides += ["init_from=null", "init_optimizer=false", f"model=@{source}"]
-    return load_config(TrainConfig, ROOT / file, overrides)
+    config = load_config(TrainConfig, file, ["mesh={}", "output=run", "tokenizer=none"])
+    if config.init_from is None:
+        return config
+    name = next((model for part, model in MODELS.items() if part in file and "tiny" not in file), None)
+    if name is None:
+        model = model_config(json.loads(Path("swa_jax/recall/config.json").read_text()))
+    else:
+        model = load_config(ModelConfig, f"configs/models/{name}.yaml")
+    return dataclasses.replace(
+        config,
+        init_from=None,
+        init_optimizer=False,
+        model_changes=ModelChanges(),
+        model=config.model_changes.apply(model),
+    )
 
 
 def named_in_the_docs(row: str) -> set[str]:
@@ -64,14 +67,17 @@ def expected(pattern, step: str) -> set[str]:
     return kernels if step == "train" else {name for name in kernels if "backward" not in name}
 
 
+SLOW = ("configs/bosch/qwen3-8b.yaml", "configs/swaa/qwen3-4b-lora.yaml", "configs/swiattn/cpt-32k.yaml")
+
+
+def cost(file: str) -> tuple:
+    if file == "configs/swat/340m.yaml":
+        return ()
+    return (pytest.mark.slow,) if file in SLOW else (pytest.mark.long,)
+
+
 @pytest.mark.parametrize("step", ["train", "prefill", "decode"])
-@pytest.mark.parametrize(
-    "file",
-    [
-        file if file == "configs/swat/340m.yaml" else pytest.param(file, marks=pytest.mark.slow)
-        for file in FILES
-    ],
-)
+@pytest.mark.parametrize("file", [pytest.param(file, marks=cost(file)) for file in FILES])
 def test_the_steps_of_every_configuration_contain_the_kernels_of_the_docs(monkeypatch, file, step):
     monkeypatch.chdir(ROOT)
     config = read(file)
