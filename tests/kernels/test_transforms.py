@@ -166,12 +166,7 @@ def test_shard_map(name):
     run_on_eight_devices("sharded", name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("tpu", marks=pytest.mark.slow),
-        *(pytest.param(n, marks=pytest.mark.long) for n in ("xla", "triton")),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["tpu", "xla", "triton"])
 def test_decoding_in_shard_map(name):
     run_on_eight_devices("sharded_decode", name)

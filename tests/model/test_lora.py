@@ -256,7 +256,7 @@ def settings(tmp_path, recall):
     }
 
 
-@pytest.mark.slow  # the answers' form is what so few steps teach
+@pytest.mark.long  # the answers' form is what so few steps teach
 def test_a_run_learns_resumes_to_the_bit_and_writes_model_and_adapter(
     settings, tmp_path, recall, monkeypatch
 ):

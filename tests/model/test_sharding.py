@@ -47,7 +47,7 @@ def abstract_partition(**sizes: int) -> Partition:
     "what",
     [
         "small",
-        pytest.param("attention", marks=pytest.mark.slow),
+        pytest.param("attention", marks=pytest.mark.long),
         pytest.param("training", marks=pytest.mark.long),
         pytest.param("selection", marks=pytest.mark.long),
     ],
