@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from swa_jax.model.sharding import Partition
 
 CHUNK = 1024  # tokens whose logits exist at one time
+LOG_Z = "log_z"  # the name by which it is saved for the backward pass
 
 
 class TokenLoss(NamedTuple):
@@ -105,17 +107,18 @@ def _local_loss(
         flat = x.reshape(rows, *x.shape[2:])
         return jnp.pad(flat, [(0, padding)] + [(0, 0)] * (flat.ndim - 1)).reshape(-1, chunk, *flat.shape[1:])
 
-    @jax.checkpoint  # the backward pass recomputes the chunk's logits
+    # The backward pass recomputes the chunk's logits, which are many, but not what was read off them.
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(LOG_Z))
     def one_chunk(
         _: None, piece: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[None, tuple[jax.Array, ...]]:
         x, target, weight = piece
         logits = adjust(jnp.einsum("cd,dv->cv", x, head, preferred_element_type=jnp.float32))  # [chunk, V]
-        log_z, chosen, likeliest = _over_vocabulary(logits, target, first, axis)
+        log_z, chosen, is_likeliest = _over_vocabulary(logits, target, first, axis)
         scored = weight > 0
         return None, (
             jnp.where(scored, log_z - chosen, 0),
-            scored & (likeliest == target),
+            scored & is_likeliest,
             jnp.where(scored, log_z, 0),
         )
 
@@ -130,20 +133,37 @@ def _local_loss(
 def _over_vocabulary(
     logits: jax.Array, target: jax.Array, first: jax.Array | int, axis: str | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-sum-exp, the target's logit and the likeliest token, each [chunk], of logits [chunk, V or its part]."""
-    if axis is None:
-        chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-        return jax.nn.logsumexp(logits, axis=-1), chosen, jnp.argmax(logits, axis=-1)
-    size = logits.shape[1]
-    held = jax.lax.stop_gradient(logits)
-    top, likeliest = held.max(axis=-1), jnp.argmax(held, axis=-1) + first
-    highest = jax.lax.pmax(top, axis)
-    total = jax.lax.psum(jnp.exp(logits - highest[:, None]).sum(axis=-1), axis)
-    here = (target >= first) & (target < first + size)
-    column = jnp.clip(target - first, 0, size - 1)[:, None]
-    chosen = jax.lax.psum(jnp.where(here, jnp.take_along_axis(logits, column, axis=-1)[:, 0], 0), axis)
-    none = jnp.iinfo(jnp.int32).max
-    likeliest = jax.lax.pmin(
-        jnp.where(top == highest, likeliest, none), axis
-    )  # of equals the first, as argmax
-    return highest + jnp.log(total), chosen, likeliest
+    """Log-sum-exp, the target's logit and whether no token is likelier, each [chunk], of logits [chunk, V or its part].
+
+    Sums over the row read it once and side by side, where a gather and its gradient, a scatter, would have it written.
+    """
+    token = first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    chosen = jnp.sum(jnp.where(token == target[:, None], logits, 0), axis=-1)
+    top = jax.lax.stop_gradient(logits).max(axis=-1)
+    if axis is not None:
+        chosen, top = jax.lax.psum(chosen, axis), jax.lax.pmax(top, axis)
+    return _log_sum_exp(axis, logits, top), chosen, chosen >= top
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _log_sum_exp(axis: str | None, logits: jax.Array, top: jax.Array) -> jax.Array:
+    """[chunk]; `top` is the greatest logit of each row."""
+    return _log_sum_exp_fwd(axis, logits, top)[0]
+
+
+def _log_sum_exp_fwd(axis: str | None, logits: jax.Array, top: jax.Array) -> Any:
+    total = jnp.exp(logits - top[:, None]).sum(axis=-1)
+    if axis is not None:
+        total = jax.lax.psum(total, axis)
+    log_z = checkpoint_name(top + jnp.log(total), LOG_Z)
+    return log_z, (logits, log_z)
+
+
+def _log_sum_exp_bwd(axis: str | None, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> Any:
+    logits, log_z = saved
+    if axis is not None:  # what each device is given is its share of the cotangent
+        cotangent = jax.lax.psum(cotangent, axis)
+    return cotangent[:, None] * jnp.exp(logits - log_z[:, None]), None
+
+
+_log_sum_exp.defvjp(_log_sum_exp_fwd, _log_sum_exp_bwd)
