@@ -95,7 +95,7 @@ def test_window_tiles_cover_the_window_without_whole_tiles_of_waste(window, stri
 
 
 @pytest.mark.parametrize("change", ["none", "positions", "full_from", "lengths", "sinks in segments", "long"])
-def test_window_kernel_serves_default_positions_only(change):
+def test_window_kernel_serves_default_positions_and_moderate_windows(change):
     spec = AttentionSpec(2049 if change == "long" else 11, 2 if change == "sinks in segments" else 0)
     options = {
         "positions": {"q_positions": np.arange(48)[None]},
