@@ -104,9 +104,7 @@ def test_window_kernel_serves_default_positions_and_moderate_windows(change):
     }
     where = coordinates(48, 40 if change == "lengths" else 48, **options.get(change, {}))
     call = KernelCall(spec, Tiles(16, 16, strip=8, tile=8), indexed=tpu_passes.is_indexed(where))
-    assert window_kernel_serves(call, where) == (
-        change in ("none", "full_from")
-    )  # full rows are a second pass
+    assert window_kernel_serves(call, where) == (change not in ("positions", "lengths", "long"))
 
 
 def test_the_longest_window_of_the_window_kernel_depends_on_the_chip_and_the_size_of_a_row():
