@@ -114,12 +114,14 @@ def _local_loss(
     ) -> tuple[None, tuple[jax.Array, ...]]:
         x, target, weight = piece
         logits = adjust(jnp.einsum("cd,dv->cv", x, head, preferred_element_type=jnp.float32))  # [chunk, V]
-        log_z, chosen, is_likeliest = _over_vocabulary(logits, target, first, axis)
+        log_total, top, chosen = _over_vocabulary(logits, target, first, axis)
         scored = weight > 0
         return None, (
-            jnp.where(scored, log_z - chosen, 0),
-            scored & is_likeliest,
-            jnp.where(scored, log_z, 0),
+            jnp.where(
+                scored, log_total + (top - chosen), 0
+            ),  # not from log_z, which is rounded as logits are
+            scored & (chosen >= top),
+            jnp.where(scored, top + log_total, 0),
         )
 
     _, (nll, correct, log_z) = jax.lax.scan(one_chunk, None, (split(hidden), split(targets), split(weights)))
@@ -133,7 +135,10 @@ def _local_loss(
 def _over_vocabulary(
     logits: jax.Array, target: jax.Array, first: jax.Array | int, axis: str | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-sum-exp, the target's logit and whether no token is likelier, each [chunk], of logits [chunk, V or its part].
+    """log sum exp(logits - top), the greatest logit `top`, and the target's, each [chunk].
+
+    Args:
+      logits: [chunk, V], or the part of the vocabulary from token `first`.
 
     Sums over the row read it once and side by side, where a gather and its gradient, a scatter, would have it written.
     """
@@ -142,28 +147,28 @@ def _over_vocabulary(
     top = jax.lax.stop_gradient(logits).max(axis=-1)
     if axis is not None:
         chosen, top = jax.lax.psum(chosen, axis), jax.lax.pmax(top, axis)
-    return _log_sum_exp(axis, logits, top), chosen, chosen >= top
+    return _log_total(axis, logits, top), top, chosen
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _log_sum_exp(axis: str | None, logits: jax.Array, top: jax.Array) -> jax.Array:
-    """[chunk]; `top` is the greatest logit of each row."""
-    return _log_sum_exp_fwd(axis, logits, top)[0]
+def _log_total(axis: str | None, logits: jax.Array, top: jax.Array) -> jax.Array:
+    """[chunk]; no gradient flows to `top`."""
+    return _log_total_fwd(axis, logits, top)[0]
 
 
-def _log_sum_exp_fwd(axis: str | None, logits: jax.Array, top: jax.Array) -> Any:
+def _log_total_fwd(axis: str | None, logits: jax.Array, top: jax.Array) -> Any:
     total = jnp.exp(logits - top[:, None]).sum(axis=-1)
     if axis is not None:
         total = jax.lax.psum(total, axis)
-    log_z = checkpoint_name(top + jnp.log(total), LOG_Z)
-    return log_z, (logits, log_z)
+    log_total = jnp.log(total)
+    return log_total, (logits, checkpoint_name(top + log_total, LOG_Z))
 
 
-def _log_sum_exp_bwd(axis: str | None, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> Any:
+def _log_total_bwd(axis: str | None, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> Any:
     logits, log_z = saved
     if axis is not None:  # what each device is given is its share of the cotangent
         cotangent = jax.lax.psum(cotangent, axis)
     return cotangent[:, None] * jnp.exp(logits - log_z[:, None]), None
 
 
-_log_sum_exp.defvjp(_log_sum_exp_fwd, _log_sum_exp_bwd)
+_log_total.defvjp(_log_total_fwd, _log_total_bwd)
