@@ -6,7 +6,8 @@ head-major arrays, so that a figure is a kernel's and not that of the transposes
 arguments: H query heads, K KV heads, T tokens, D head_dim, window, num_sink_tokens, dtype, and fields of `Tiles` to try
 others.
 
-A kernel that reads nothing from scalar memory is simulated whole. A simulator that knows no contents of scalar memory
+A kernel that reads nothing from scalar memory is simulated whole, and so is one whose scalar memory holds zeros
+(`scalars_are_zero`). A simulator that knows no contents of scalar memory
 cannot time the others: flags read as zero, and bounds of the grid are unknown. `swa-jax bench cycles` finds out
 which ones those are. For them it takes the bundles (instruction words, one a cycle) of the compiled blocks of code,
 times how often each runs, which `executions` counts; so it does where the simulator aborts. That leaves out hazards and
@@ -15,6 +16,8 @@ waits for memory: about 3 to 9 % of the window kernels.
 
 import dataclasses
 import inspect
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,33 +28,42 @@ import numpy as np
 from pallas_kernels import api
 from pallas_kernels.blocks import Tiles, backward_tiles, device_kind, preferring
 from pallas_kernels.schedule import bounds_of
-from pallas_kernels.spec import ArgumentError, AttentionSpec, coordinates
+from pallas_kernels.spec import ArgumentError, AttentionSpec, Coordinates, coordinates
 from pallas_kernels.tpu import passes as tpu_passes
 from pallas_kernels.tpu.decode import choose_steps
+from pallas_kernels.tpu.documents import documents_of, read_bounds
 from pallas_kernels.tpu.routed import both_branches
 from pallas_kernels.tpu.tiles import Call
 from pallas_kernels.tpu.walk import has_default_positions
 from pallas_kernels.tpu.window import blocks_back, window_steps
 
 
-def window_forward(packed=False, **shape):
-    """Window attention with lse; `packed` adds segment ids."""
-    return _bench({"window": 1024} | shape, packed=packed)
+def window_forward(packed=False, cut=0, full_from=None, **shape):
+    """Window attention with lse; `packed` adds segment ids, `full_from` rows that see past the window.
+
+    The simulator reads zeros for the edges of documents: one document a row. With `cut` 1 they stand for edges in every
+    step behind the first ones, of documents no longer than a window, and with 2 of longer ones, whose sink tokens lie
+    outside the window. An average over documents is one of the three figures.
+    """
+    return _bench({"window": 1024} | shape, packed=packed, cut=cut, full_from=full_from)
 
 
-def window_backward(packed=False, **shape):
-    """dq, dk and dv of window attention."""
-    return _bench({"window": 1024} | shape, packed=packed, backward=True)
+def window_backward(packed=False, cut=0, full_from=None, **shape):
+    """dq, dk and dv of window attention; `packed`, `cut` and `full_from` as in `window_forward`."""
+    return _bench({"window": 1024} | shape, packed=packed, cut=cut, full_from=full_from, backward=True)
 
 
-def full_forward(**shape):
-    """Full causal attention with lse; a window is left unread, so that every function takes the same arguments."""
-    return _bench(shape | {"window": None})
+def full_forward(packed=False, documents=None, **shape):
+    """Full causal attention with lse; a window is left unread, so that every function takes the same arguments.
+
+    `packed` adds segment ids, of one document a row, and `documents` those of documents of so many tokens.
+    """
+    return _bench(shape | {"window": None}, packed=packed or documents is not None)
 
 
-def full_backward(**shape):
+def full_backward(packed=False, documents=None, **shape):
     """dq, dk and dv of full causal attention; a window is left unread."""
-    return _bench(shape | {"window": None}, backward=True)
+    return _bench(shape | {"window": None}, packed=packed or documents is not None, backward=True)
 
 
 def sigmoid_forward(**shape):
@@ -69,9 +81,10 @@ def head_hybrid_forward(rho=0.75, **shape):
     return _bench({"window": 1024, "H": 8, "K": 8} | shape, rho=rho)
 
 
-def routed_forward(**shape):
+def routed_forward(packed=False, documents=None, **shape):
     """SwiAttn's two branches with their lse; the gate chooses between them afterwards, so its ratio does not matter."""
-    return _bench({"window": 1024, "T": 8192} | shape, branches=True)
+    shape = {"window": 1024, "T": 8192} | shape
+    return _bench(shape, packed=packed or documents is not None, branches=True)
 
 
 def routed_backward(ratio=0.13, **shape):
@@ -129,6 +142,11 @@ class Executions(NamedTuple):
     heads: int  # of a launch whose grid takes their number from data; the rest runs once a step of the grid
 
 
+def scalars_are_zero(name: str, packed=False, documents=None, **shape) -> bool:
+    """Whether scalar memory holds zeros only, as simulators read it: that is how a row of one document is told."""
+    return bool(packed) and documents is None and name.startswith(("full", "routed_forward"))
+
+
 def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
     """Counts for those kernels of `FUNCTIONS[name](**shape)` whose schedule the shape decides, by the kernel's name.
 
@@ -142,11 +160,16 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
         return _decoding(kind, **shape)
     hybrid = name == "head_hybrid_forward"
     rho = shape.pop("rho", 0.75) if hybrid else None
-    packed = shape.pop("packed", False)
+    packed, documents = shape.pop("packed", False), shape.pop("documents", None)
+    shape.pop("cut", None)
+    if shape.pop("full_from", None) is not None:
+        return {}  # so do the documents' full rows
     defaults = {"H": 8, "K": 8} if hybrid else {}
     window = {"window": None} if name.startswith("full") else {}
     H, K, T, D, dtype, spec, tiles = _read({"window": 1024} | defaults | shape | window)
-    call = _call(kind, spec, _where(T, packed), D, dtype, tiles, alone=not hybrid)
+    ids = segment_ids(T, documents) if packed or documents is not None else None
+    where = coordinates(T, T, q_segment_ids=ids)
+    call = _call(kind, spec, where, D, dtype, tiles, alone=not hybrid)
     windowed_heads = H if rho is None else round(rho * K) * H // K
     counts = {}
     if call.window_kernel and not (backward and spec.num_sink_tokens):
@@ -161,10 +184,10 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
         else:
             counts["window_forward"] = Executions(bodies, 0, windowed_heads)
     else:
-        counts |= _scheduled(call, T, windowed_heads, backward, packed)
+        counts |= _scheduled(call, where, windowed_heads, backward)
     if rho is not None:
         full = dataclasses.replace(call, spec=dataclasses.replace(spec, window=None))
-        counts |= _scheduled(full, T, H - windowed_heads, backward, packed)
+        counts |= _scheduled(full, where, H - windowed_heads, backward)
     return counts
 
 
@@ -180,27 +203,59 @@ def _decoding(
     return {"decode": Executions(bodies=(groups * visits,), rows=groups * B, heads=visits)}
 
 
-def _scheduled(call: Call, T: int, heads: int, backward: bool, packed: bool) -> dict[str, Executions]:
-    if not has_default_positions(call, _where(T, packed)):
+def _scheduled(call: Call, where: Coordinates, heads: int, backward: bool) -> dict[str, Executions]:
+    if not has_default_positions(call, where):
         return {}  # a list made at run time decides
-    block = call.tiles.q_block
-    num_blocks = T // block
-    least, greatest, _ = bounds_of(call.spec)
-    runs: dict[int, int] = {}  # of the bodies, by the pairs of tokens that they compute
-    for distance in range(num_blocks):  # in blocks
-        back = distance * block + np.arange(
-            1 - block, block
-        )  # from query to key, for each diagonal of the pair
-        seen = (back >= least) & (back <= greatest)
-        if pairs := int((seen * (block - abs(np.arange(1 - block, block)))).sum()):
-            runs[pairs] = runs.get(pairs, 0) + heads * (num_blocks - distance)
+    block, num_blocks = call.tiles.q_block, where.q_order.shape[1] // call.tiles.q_block
+    runs: Counter[int] = Counter()  # of the bodies, by the pairs of tokens that they compute, mask included
+    packed = None if where.q_seg is None else documents_of(where, block)
+
+    def bounds(row: int, small: int | None = None) -> tuple[int, int]:
+        if packed is None:
+            return 0, 0
+        first, clean = read_bounds(np.asarray(packed.table), 0, row, num_blocks, packed.per_row, small)
+        return int(first), int(clean)
+
+    def run(size: int, distance: int, crossed: bool = False, count: int = 1) -> None:
+        if pairs := _pairs(call, size, distance):
+            runs[int(pairs * (1.3 if crossed else 1))] += count * heads  # a guess, which tells bodies apart
+
+    for distance in range(num_blocks):  # a body that never runs is there all the same
+        run(block, distance, count=0)
+    if packed is not None:
+        for distance in range(num_blocks * packed.per_row):
+            size = block // packed.per_row
+            whole = _pairs(call, size, distance) == size**2
+            for crossed in (False, True) if whole else (True,):
+                run(size, distance, crossed, count=0)
+    for row, column in itertools.product(range(num_blocks), repeat=2):
+        first, clean = bounds(row)
+        if column >= clean:
+            run(block, row - column)
+        elif packed is not None and first <= column <= row:
+            size, count = block // packed.per_row, packed.per_row
+            for i, key in itertools.product(range(count), range(column * count, (column + 1) * count)):
+                first, clean = bounds(row, i)
+                distance = row * count + i - key
+                if key >= first:
+                    run(size, distance, crossed=key < clean or _pairs(call, size, distance) < size**2)
     bodies = tuple(runs[pairs] for pairs in sorted(runs, reverse=True))
     kernel = "scheduled_backward" if backward else "scheduled_forward"
     return {kernel: Executions(bodies, heads * num_blocks, heads)}
 
 
-def _where(T: int, packed: bool):
-    return coordinates(T, T, q_segment_ids=jnp.ones((1, T), jnp.int32) if packed else None)
+def _pairs(call: Call, size: int, distance: int) -> int:
+    """The pairs of tokens that are seen of two blocks so many blocks apart, documents aside."""
+    least, greatest, _ = bounds_of(call.spec)
+    apart = np.arange(1 - size, size)
+    back = distance * size + apart  # from query to key, for each diagonal of the pair
+    return int((((back >= least) & (back <= greatest)) * (size - abs(apart))).sum())
+
+
+def segment_ids(T: int, documents: int | None) -> np.ndarray:
+    """[1, T] int32: one document, or documents of so many tokens, whose edges are those of no block."""
+    start = 0 if documents is None else documents - int(0.38 * documents)
+    return (1 + (np.arange(T, dtype=np.int32)[None] + start) // (documents or T)).astype(np.int32)
 
 
 def _call(
@@ -229,7 +284,17 @@ def _call(
     return call
 
 
-def _bench(shape, *, packed=False, backward=False, activation="softmax", rho=None, branches=False):
+def _bench(
+    shape,
+    *,
+    packed=False,
+    cut=0,
+    full_from=None,
+    backward=False,
+    activation="softmax",
+    rho=None,
+    branches=False,
+):
     H, K, T, D, dtype, spec, tiles = _read(shape, activation)
     q = jax.ShapeDtypeStruct((1, H, T, D), dtype)
     kv = jax.ShapeDtypeStruct((1, K, T, D), dtype)
@@ -238,9 +303,11 @@ def _bench(shape, *, packed=False, backward=False, activation="softmax", rho=Non
     ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
 
     def function(q, k, v, head_bias, ids, *cotangents):
-        where = coordinates(T, T, q_segment_ids=ids) if packed else coordinates(T, T)
+        full = None if full_from is None else jnp.full((1, 1), full_from) + ids[:, :1]
+        where = coordinates(T, T, q_segment_ids=ids if packed else None, full_from=full)
         alone, has_slopes = rho is None, activation == "sigmoid"
         call = _call(device_kind(), spec, where, D, dtype, tiles, alone, branches, has_slopes)
+        call = dataclasses.replace(call, zero_cut=cut)
         full_heads = None if rho is None else jnp.arange(K) >= round(rho * K)
         if branches:
             return both_branches(call, q, k, v, head_bias, where, full_heads)

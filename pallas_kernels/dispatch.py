@@ -157,6 +157,7 @@ def table() -> str:
     window, sinks, full = AttentionSpec(1024), AttentionSpec(1024, 4), AttentionSpec()
     rows: tuple[tuple[str, Op, AttentionSpec, tuple[str, ...]], ...] = (
         ("full causal", "attention", full, ()),
+        ("full causal, packed", "attention", full, ("q_segment_ids",)),
         ("window", "attention", window, ()),
         ("window, sink tokens", "attention", sinks, ()),
         ("window, packed", "attention", window, ("q_segment_ids",)),

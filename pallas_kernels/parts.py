@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.spec import Coordinates, PerHead
 
@@ -135,6 +136,15 @@ def scale_queries(q: jax.Array, per_head: PerHead) -> tuple[jax.Array, PerHead]:
         return q, per_head
     scales = per_head.logit_scales[:, None].astype(jnp.promote_types(q.dtype, jnp.float32))  # [H, 1]
     return (q * scales).astype(q.dtype), per_head._replace(logit_scales=None)
+
+
+# What the backward pass needs of the forward pass, by the names that `jax.checkpoint` policies know.
+OUT, LSE = "attention_out", "attention_lse"
+
+
+def named(out: jax.Array, lse: jax.Array | None = None) -> tuple[jax.Array, jax.Array | None]:
+    """`out` and `lse` under their names, so that a policy can keep them and the kernel need not run again."""
+    return checkpoint_name(out, OUT), None if lse is None else checkpoint_name(lse, LSE)
 
 
 @jax.custom_vjp

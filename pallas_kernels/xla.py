@@ -163,7 +163,7 @@ def _flash(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates):
 
 
 def _flash_fwd(static, q, k, v, bias, where):
-    out, lse = _forward(static, q, k, v, bias, where)
+    out, lse = parts.named(*_forward(static, q, k, v, bias, where))
     return (out, lse), (q, k, v, bias, where, out, lse)
 
 

@@ -33,6 +33,15 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=f"needs a {kind.upper()}; JAX runs on {platform}"))
 
 
+def pytest_runtest_teardown(item, nextitem):
+    """What is compiled is mapped into memory, a few pieces each, and Linux grants a process 65530 of them."""
+    maps = Path("/proc/self/maps")
+    if nextitem is None or item.path == nextitem.path or not maps.exists():
+        return
+    if maps.read_bytes().count(b"\n") > 30_000:
+        jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def byte_tokenizer(tmp_path_factory):
     """The path of a tokenizer.json whose tokens are the 256 bytes and <eos>."""

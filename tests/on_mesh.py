@@ -4,6 +4,8 @@ Every mesh gives what one device gives: attention with its gradients, the losses
 what NLL-guided selection says of each layer. `small` is the least that meets every kind of exchange between devices.
 """
 
+import dataclasses
+import functools
 import sys
 
 import jax
@@ -13,7 +15,7 @@ import optax
 from flax import nnx
 
 from pallas_kernels import AttentionSpec, alibi_slopes
-from pallas_kernels.spec import Packing, PerHead
+from pallas_kernels.spec import Packing, PerHead, segment_positions
 from swa_jax.evaluate import Example
 from swa_jax.families.pattern_files import load_pattern
 from swa_jax.model.config import ModelConfig
@@ -22,6 +24,7 @@ from swa_jax.model.lora import trained_and_frozen, with_lora
 from swa_jax.model.loss import token_loss
 from swa_jax.model.mesh_attention import attention_on_mesh
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.sequence_order import in_row_order, zigzag
 from swa_jax.model.sharding import MeshConfig, Partition, make_mesh
 from swa_jax.select import nll_deltas
 from swa_jax.settings import from_dict
@@ -48,6 +51,24 @@ def segments(*lengths: int) -> list[int]:
 
 
 PACKED = np.array([segments(64), segments(7, 9, 41, 7), segments(30, 1, 1, 32), segments(-5, 20, 30, -9)] * 2)
+
+
+def attend(q, k, v, spec, options, partition, implementation=None):
+    """`attention_on_mesh` of rows in their own order, however the partition has them lie."""
+    here = there = lambda x: x
+    packing = Packing(q_segment_ids=options.get("segment_ids"), full_from=options.get("full_from"))
+    gate = options.get("gate")
+    if partition is not None and partition.zigzag:
+        here, there = (
+            functools.partial(f, pieces=partition.size("sequence")) for f in (zigzag, in_row_order)
+        )
+        ids = packing.q_segment_ids if packing.q_segment_ids is not None else jnp.ones(q.shape[:2], jnp.int32)
+        packing = packing._replace(q_segment_ids=here(ids), q_positions=here(segment_positions(ids)))
+    out, disagreement = attention_on_mesh(
+        here(q), here(k), here(v), spec, PerHead(*(options.get(name) for name in PerHead._fields)), packing,
+        gate=None if gate is None else here(gate), partition=partition, implementation=implementation,
+    )  # fmt: skip
+    return there(out), there(disagreement)
 
 
 def check_attention() -> None:
@@ -82,15 +103,12 @@ def check_attention() -> None:
         ),
     }
     partitions = [None, *(Partition(make_mesh(MESHES[name])) for name in ("1x1x8x1", "1x2x2x2"))]
+    partitions += [Partition(make_mesh(MeshConfig(1, 2, 4, 1)), zigzag=True)]
     for name, (spec, options) in cases.items():
         real = (PACKED > 0)[:, :, None, None] if "segment_ids" in options else 1
 
         def loss(q, k, v, partition, spec=spec, options=options, real=real):
-            per_head = PerHead(*(options.get(name) for name in PerHead._fields))
-            packing = Packing(q_segment_ids=options.get("segment_ids"), full_from=options.get("full_from"))
-            out, disagreement = attention_on_mesh(
-                q, k, v, spec, per_head, packing, gate=options.get("gate"), partition=partition
-            )
+            out, disagreement = attend(q, k, v, spec, options, partition)
             return jnp.sum(jnp.sin(out * real)) + jnp.sum(
                 disagreement * jnp.cos(jnp.arange(LENGTH))
             ), out * real
@@ -110,23 +128,23 @@ def check_small() -> None:
     ids = {"segment_ids": jnp.asarray(PACKED[1:3])}
     gate = {"gate": jnp.asarray(rng.uniform(size=(2, LENGTH)) < 0.3, jnp.float32)}
     split = [Partition(make_mesh(MeshConfig(1, 1, context, 8 // context))) for context in (8, 4)]
+    zigzags = [dataclasses.replace(split[1], zigzag=True)]
     cases = {  # each with the meshes that its exchanges take
         "halo over several devices": (AttentionSpec(window=20), ids, split[:1]),
         "sink tokens": (AttentionSpec(window=5, num_sink_tokens=3), ids, split[:1]),
         "routed, heads split": (AttentionSpec(window=5), ids | gate, split[1:]),
+        "zig-zag": (AttentionSpec(), ids, zigzags),
+        "zig-zag, halo": (AttentionSpec(window=8), ids, zigzags),
+        "zig-zag, sink tokens": (AttentionSpec(window=5, num_sink_tokens=3), ids, zigzags),
     }
     for name, (spec, options, partitions) in cases.items():
 
-        def attend(partition, spec=spec, options=options):
-            packing = Packing(q_segment_ids=options["segment_ids"])
-            return attention_on_mesh(
-                q, k, v, spec, PerHead(), packing, gate=options.get("gate"), partition=partition,
-                implementation="reference",
-            )  # fmt: skip
+        def run_on(partition, spec=spec, options=options):
+            return attend(q, k, v, spec, options, partition, implementation="reference")
 
-        expected = jax.jit(attend, static_argnums=0)(None)
+        expected = jax.jit(run_on, static_argnums=0)(None)
         for partition in partitions:
-            got = jax.jit(attend, static_argnums=0)(partition)
+            got = jax.jit(run_on, static_argnums=0)(partition)
             assert_close({name: got}, {name: expected}, "float32")
 
     hidden = jnp.asarray(rng.normal(size=(2, LENGTH, 8)), jnp.float32)
@@ -147,6 +165,7 @@ def check_small() -> None:
 MODELS = {
     "full": {"pattern": "full"},
     "window": {"pattern": "window"},
+    "window, zig-zag": {"pattern": "streaming", "sequence_order": "zigzag"},
     # And what a mesh splits otherwise: norms over the whole projection, RoPE by layer, a softcap over the vocabulary.
     "layers": {
         "pattern": "interleave-1-in-2",
@@ -202,7 +221,7 @@ def check_training() -> None:
             {
                 "output": "-", "tokenizer": "-",
                 "model": model_settings | settings.get("model", {}), "z_loss": 1e-4,
-                "lora": settings.get("lora"),
+                "lora": settings.get("lora"), "sequence_order": settings.get("sequence_order", "auto"),
                 # Steps small enough that rounding does not grow along the way.
                 "optimizer": {
                     "learning_rate": settings.get("learning_rate", 1e-3), "warmup_steps": 2, "eps": 1e-4,

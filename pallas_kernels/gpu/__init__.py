@@ -168,7 +168,7 @@ def _flash(static: Static, tiles: TilesByKernel, q, k, v, heads: PerHead, where:
 def _flash_fwd(static, tiles, q, k, v, heads, where):
     x = _operands(static, tiles.forward, q, k, v, heads, where)
     out, lse = gpu_triton.forward(static, tiles.forward, x)
-    lse = None if lse is None else _by_token(lse, q.shape[1])
+    out, lse = parts.named(out, None if lse is None else _by_token(lse, q.shape[1]))
     return (out, parts.natural_lse(lse)), (q, k, v, heads, where, out, lse)
 
 

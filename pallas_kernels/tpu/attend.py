@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.blocks import device_kind
-from pallas_kernels.parts import natural_lse, vary_alike
+from pallas_kernels.parts import named, natural_lse, vary_alike
 from pallas_kernels.spec import Coordinates, PerHead
 from pallas_kernels.tpu.passes import (
     attention_call,
@@ -51,7 +51,7 @@ def _core(call: Call, q, k, v, head_bias, where: Coordinates, full_heads):
 
 
 def _core_fwd(call, *arguments):
-    out, lse = (*forward(call, *arguments), None)[:2]
+    out, lse = named(*forward(call, *arguments))
     return (out, natural_lse(lse)), (*arguments, out, lse)
 
 

@@ -1,9 +1,10 @@
 """What every entry to the TPU kernels does: the static side of a call, the layout of arrays, a pass over all heads.
 
 Kernels want arrays head-major and padded to whole blocks; padding is at position -1, so nothing sees it. Calls with
-default positions, a causal window of moderate length and nothing else to widen it run in the window kernels; all others
-in the scheduled ones. With full heads, one launch serves the windowed heads and a second the full ones, each with its
-own grid, both writing to the same arrays.
+default positions and a causal window of moderate length run in the window kernels; all others in the scheduled ones.
+What full rows see beside the window comes from a scheduled kernel, which goes on with the window's results. With full
+heads, one launch serves the windowed heads and a second the full ones, each with its own grid, both writing to the same
+arrays.
 """
 
 import dataclasses
@@ -76,6 +77,8 @@ def choose_kernel(call: Call, where: Coordinates) -> Call:
 
 def with_own_tiles(call: Call, where: Coordinates, head_dim: int, kind: str) -> Call:
     """The kernel's own tiles, for a call whose arrays no other kernel reads."""
+    if where.full_rows is not None:
+        return call
     window = call.spec.window if call.window_kernel else None
     walk = not call.window_kernel and has_default_positions(call, where)
     if call.spec.num_sink_tokens or not (call.window_kernel or walk):
@@ -145,7 +148,11 @@ def forward(
     """
     results: tuple[jax.Array, ...] = ()
     for part, heads in _launches(call, k.shape[1], full_heads):
-        if part.window_kernel:
+        if part.window_kernel and where.full_rows is not None:
+            window = window_forward(in_parts(part), q, k, v, head_bias, where, heads)
+            arguments = q, k, v, head_bias, of_full_rows(where), heads
+            results = scheduled_forward(beyond_window(part), *arguments, initial=window)
+        elif part.window_kernel:
             results = window_forward(part, q, k, v, head_bias, where, heads, results)
         else:
             results = scheduled_forward(part, q, k, v, head_bias, where, heads, results, initial)
@@ -166,12 +173,33 @@ def backward(
     for part, heads in _launches(call, k.shape[1], full_heads):
         if part.window_kernel:
             tiles = backward_tiles(part.tiles, device_kind(), q.shape[3], part.spec.window)
-            part = dataclasses.replace(part, tiles=tiles)
-            results = window_backward(part, q, k, v, head_bias, where, heads, dout, statistics, results)
+            window = dataclasses.replace(part, tiles=tiles)
+            results = window_backward(window, q, k, v, head_bias, where, heads, dout, statistics, results)
+            if where.full_rows is not None:
+                arguments = q, k, v, head_bias, of_full_rows(where), heads, dout, statistics
+                beyond = scheduled_backward(beyond_window(part), *arguments)
+                results = tuple(a + b for a, b in zip(results, beyond, strict=True))
         else:
-            arguments = (part, q, k, v, head_bias, where, heads, dout, statistics, results)
-            results = scheduled_backward(*arguments, num_active)
+            results = scheduled_backward(
+                part, q, k, v, head_bias, where, heads, dout, statistics, results, num_active
+            )
     return results
+
+
+def in_parts(call: Call) -> Call:
+    return dataclasses.replace(call, in_parts=True)
+
+
+def beyond_window(call: Call) -> Call:
+    """Of what full rows see beside what a window kernel has done for all rows."""
+    return dataclasses.replace(call, outside=True, indexed=False, window_kernel=False)
+
+
+def of_full_rows(where: Coordinates) -> Coordinates:
+    """The full rows as the only ones that see anything, for `beyond_window`."""
+    assert where.full_rows is not None
+    position = jnp.where(where.full_rows, jnp.asarray(where.q_pos), -1)
+    return where._replace(q_pos=position, full_rows=None)
 
 
 def _launches(call: Call, kv_heads: int, full_heads) -> list[tuple[Call, Heads]]:

@@ -15,7 +15,7 @@ from pallas_kernels.blocks import backward_tiles
 from pallas_kernels.request import Launch, Request
 from pallas_kernels.schedule import Kind
 from pallas_kernels.tpu.decode import choose_steps
-from pallas_kernels.tpu.passes import attention_call, choose_kernel, make_call, with_own_tiles
+from pallas_kernels.tpu.passes import attention_call, beyond_window, choose_kernel, make_call, with_own_tiles
 from pallas_kernels.tpu.routed import outside_backward_call
 from pallas_kernels.tpu.scheduled_backward import keys_at_once
 from pallas_kernels.tpu.scheduled_forward import fits_vmem, serves_branches
@@ -107,6 +107,9 @@ def _forward(request: Request, call: Call) -> list[Launch]:
             found.append(
                 Launch("window_forward", (request.batch, heads, steps), part.tiles, masks, _keys(part))
             )
+            if "full_from" in request.given:
+                beyond = beyond_window(part)
+                found.append(_scheduled(request, beyond, heads, "scheduled_forward", keys=_keys(beyond)))
         else:
             found.append(_scheduled(request, part, heads, "scheduled_forward", keys=_keys(part)))
     return found
@@ -118,10 +121,12 @@ def _backward(request: Request, call: Call, *, gathered: bool = False) -> list[L
         if part.window_kernel:
             padded = -(-request.q_length // part.tiles.q_block) * part.tiles.q_block
             tiles = backward_tiles(part.tiles, request.device.kind, request.head_dim, part.spec.window)
-            part = dataclasses.replace(part, tiles=tiles)
-            grid = (request.batch, heads, padded // tiles.q_block + blocks_back(part), group)
-            masks = _window_masks(request, part)
+            window = dataclasses.replace(part, tiles=tiles)
+            grid = (request.batch, heads, padded // tiles.q_block + blocks_back(window), group)
+            masks = _window_masks(request, window)
             found.append(Launch("window_backward", grid, tiles, masks, _keys(part), backward=True))
+            if "full_from" in request.given:
+                found += _sweeps(request, beyond_window(part), heads, group, gathered)
         else:
             found += _sweeps(request, part, heads, group, gathered)
     return found
@@ -169,6 +174,7 @@ def _sweeps(request: Request, call: Call, heads: int | str, group: int, gathered
 def _walk_grid(padded: Request, call: Call, resident: bool, *, flush: bool, branches: bool = False) -> tuple:
     where = padded.abstract_coordinates()
     if has_default_positions(call, where):
+        where = where._replace(q_seg=None, kv_seg=None)  # documents change no grid
         return walk_over(call, where, resident=resident, flush=flush, only_plain=branches).grid
     if not resident:
         return (_VARIES,)
@@ -180,7 +186,8 @@ def _masks(padded: Request, call: Call, branches: bool = False) -> tuple[Kind, .
     """The kinds of the tiles of a walk."""
     if not has_default_positions(call, padded.abstract_coordinates()):
         return (Kind.FULL, Kind.BY_TOKEN)
-    num_blocks, kinds = padded.q_length // call.tiles.q_block, set()
+    num_blocks = padded.q_length // call.tiles.q_block
+    kinds = {Kind.BY_TOKEN} if "q_segment_ids" in padded.given else set()  # where the edge of a document is
     for part in (call, dataclasses.replace(call, outside=False)) if branches else (call,):
         reach = reach_of(part, num_blocks)
         kinds |= {Kind.FULL} if reach.plain else set()

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.blocks import device_kind
-from pallas_kernels.parts import members, mix, natural_lse, route, vary_alike
+from pallas_kernels.parts import members, mix, named, natural_lse, route, vary_alike
 from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.attend import attend
 from pallas_kernels.tpu.passes import (
@@ -106,14 +106,14 @@ def _branches(call: Call, q, k, v, head_bias, where: Coordinates, full_heads):
 
 
 def _branches_fwd(call, q, k, v, head_bias, where: Coordinates, full_heads):
-    window, full = both_branches(call, *_head_major(call, q, k, v), head_bias, where, full_heads)
+    passes = both_branches(call, *_head_major(call, q, k, v), head_bias, where, full_heads)
 
     def rows(out, lse=None):
         return token_major(out.astype(call.result_dtype(q)), q.shape[1]), None if lse is None else lse[
             :, :, 0
         ].swapaxes(1, 2)
 
-    (window, window_lse), (full, full_lse) = rows(*window), rows(*full)
+    (window, window_lse), (full, full_lse) = (named(*rows(*one)) for one in passes)
     saved = q, k, v, head_bias, where, full_heads, window, window_lse, full, full_lse
     return (window, natural_lse(window_lse), full, natural_lse(full_lse)), saved
 

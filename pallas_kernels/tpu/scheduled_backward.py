@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.nonfinite import finite
+from pallas_kernels.schedule import Kind, Visit
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.tiles import (
     LANES,
@@ -47,7 +48,7 @@ from pallas_kernels.tpu.tiles import (
     take,
     tile_mask,
 )
-from pallas_kernels.tpu.walk import Seen, Walk, default_mask, seen_tiles, walk_over
+from pallas_kernels.tpu.walk import Seen, Walk, default_mask, kind_of_tile, seen_tiles, walk_over
 from pallas_kernels.tpu.window import Ref
 
 _UNIT = 256  # queries of a unit of work, as wide as the widest matrix unit
@@ -131,7 +132,7 @@ def _sweep(
             indices, scalars, order = split(rest, len(walk.grid), len(walk.scalars))
             h, visit = head_at(h, order), walk.visit(indices, scalars)
             written = jnp.where(visit.flush & (g == group - 1), visit.column, 0)
-            return index(b, h * group + g, h, visit, written)
+            return index(b, h * group + g, h, walk.fetched(visit, b, scalars), written)
 
         return pl.BlockSpec(block, index_map)
 
@@ -162,6 +163,9 @@ def _sweep(
             spec((None, 8, q_block), lambda b, h, kv, visit, _: (by_query(b), 0, visit.row)),
             spec((None, 8, held), lambda b, h, kv, visit, _: (by_key(b), 0, column(visit))),
         ]
+    if walk.packed is not None:
+        inputs.append(walk.packed.documents.first_keys)
+        in_specs.append(spec((None, 1, q_block), lambda b, h, kv, visit, _: (b, 0, visit.row)))
     outputs = [shape_like(x.shape, x.dtype, q) for x in (q, k, v)]
     out_specs = [queries, written, written]
     all_keys = pltpu.VMEM((num_blocks, head_dim, kv_block), jnp.float32)
@@ -175,9 +179,10 @@ def _sweep(
     if call.has_bias:
         outputs.append(shape_like((batch, num_heads, 1, q_length), jnp.float32, q))
         out_specs.append(of_queries(1))
+    has_segments = where.q_seg is not None and walk.is_list
     return launch(
         call,
-        functools.partial(_kernel, call, walk, where.q_seg is not None, where.full_rows is not None, group),
+        functools.partial(_kernel, call, walk, has_segments, where.full_rows is not None, group),
         "scheduled_backward",
         grid=(batch, heads.count, group, *walk.grid),
         scalars=walk.scalars,
@@ -199,12 +204,12 @@ class _Unit(NamedTuple):
     masked: bool
 
 
-def _units(call: Call, seen) -> list[_Unit]:
-    """The units that a pair of blocks needs, keys outermost."""
+def _units(call: Call, seen, crossed: bool) -> list[_Unit]:
+    """The units that a pair of blocks needs, keys outermost; all with a mask where a document's edge crosses it."""
     q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
     tile, width = math.gcd(call.tiles.tile, kv_block), math.gcd(_UNIT, q_block)
     return [
-        _Unit(keys, slice(start, start + width), masked)
+        _Unit(keys, slice(start, start + width), masked or crossed)
         for key in range(0, kv_block, tile)
         for start in range(0, q_block, width)
         for keys, masked in seen_tiles(call, seen, slice(start, start + width), tile, slice(key, key + tile))
@@ -222,6 +227,7 @@ class _Refs(NamedTuple):
     head_bias: Ref  # [8, LANES]
     q_info: Ref  # `Tokens` of the blocks
     kv_info: Ref
+    first_keys: Ref  # [1, q_block]: `Documents.first_keys` (packed)
     dq: Ref
     dk: Ref
     dv: Ref
@@ -236,7 +242,8 @@ class _Refs(NamedTuple):
 def _name_refs(call: Call, walk: Walk, refs) -> _Refs:
     arrays, rest = split(refs, 4)
     has_head_bias = call.has_slopes or call.has_bias
-    *optional, rest = take(rest, call.softmax, has_head_bias, walk.is_list, walk.is_list)
+    packed = walk.packed is not None
+    *optional, rest = take(rest, call.softmax, has_head_bias, walk.is_list, walk.is_list, packed)
     gradients, rest = split(rest, 3)
     dbias, scratch = take(rest, call.has_bias)
     named: list[Any] = [*arrays, *optional, *gradients, dbias, *scratch]
@@ -267,15 +274,29 @@ def _kernel(call, walk, has_segments, has_full_rows, group, order, *unnamed):
     def attend(seen, column):
         start = pl.multiple_of(column * call.tiles.kv_block, call.tiles.kv_block) if walk.resident else 0
         keys = pl.ds(start, call.tiles.kv_block)
-        k_here, v_here = refs.k.at[keys, :], refs.v.at[keys, :]
-        k_t = k_here[...].T
-        key_info = refs.kv_info[:, keys].T if walk.is_list else None
-        pair = _Pair(call, refs, visit.row, column, seen, slope_and_bias, k_here, v_here, k_t, key_info)
-        mask_by_token = functools.partial(tile_mask, call, has_segments, has_full_rows)
-        finish = functools.partial(pair.finish, mask_by_token)
-        pipelined(_units(call, seen), pair.products, finish, ahead=_AHEAD)
+        here = refs._replace(
+            k=refs.k.at[keys, :],
+            v=refs.v.at[keys, :],
+            dk_acc=refs.dk_acc.at[column],
+            dv_acc=refs.dv_acc.at[column],
+        )
+        run(_Pair(call, here, visit.row, column, seen, slope_and_bias, here.k[...].T, key_info(keys)))
 
-    walk.run(visit, scalars, attend)
+    def attend_small(seen, row, column, crossed):
+        here = _small_refs(walk, refs, visit, row, column)
+        pair = _Pair(walk.packed.call, here, row, column, seen, slope_and_bias, here.k[...].T, None, crossed)
+        run(pair)
+
+    def key_info(keys):
+        return refs.kv_info[:, keys].T if walk.is_list else None
+
+    def run(pair):
+        finish = functools.partial(
+            pair.finish, functools.partial(tile_mask, call, has_segments, has_full_rows)
+        )
+        pipelined(_units(pair.call, pair.seen, pair.crossed), pair.products, finish, ahead=_AHEAD)
+
+    walk.run(visit, scalars, attend, attend_small)
 
     @pl.when(visit.last)
     def _():
@@ -287,25 +308,49 @@ def _kernel(call, walk, has_segments, has_full_rows, group, order, *unnamed):
         refs.dv[...] = refs.dv_acc[visit.column].T.astype(refs.dv.dtype)
 
 
+def _small_refs(walk: Walk, refs: _Refs, visit: Visit, row, column) -> _Refs:
+    """Those of a small block of queries and one of keys."""
+    assert walk.packed is not None
+    size, per_row = walk.packed.call.tiles.q_block, walk.packed.documents.per_row
+
+    def at(index):
+        return pl.ds(pl.multiple_of(index * size, size), size)
+
+    block = lax.div(column, per_row)
+    queries, in_block = at(row - visit.row * per_row), at(column - block * per_row)
+    keys = at(column) if walk.resident else in_block
+    by_token = {name: getattr(refs, name).at[queries, :] for name in ("q", "dout")}
+    by_lane = ("statistics", "first_keys", "dbias", "dq_acc", "q_t", "dout_t")
+    by_token |= {
+        name: getattr(refs, name).at[:, queries] for name in by_lane if getattr(refs, name) is not None
+    }
+    return refs._replace(
+        k=refs.k.at[keys, :],
+        v=refs.v.at[keys, :],
+        dk_acc=refs.dk_acc.at[block, :, in_block],
+        dv_acc=refs.dv_acc.at[block, :, in_block],
+        **by_token,
+    )
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Pair:
     """A block of queries and one of keys."""
 
     call: Call
-    refs: _Refs
+    refs: _Refs  # k, v, dk_acc and dv_acc being those of the block of keys
     row: jax.Array
     column: Any
     seen: Seen
     slope_and_bias: tuple[jax.Array, jax.Array] | None
-    k_ref: Ref  # [kv_block, D]
-    v_ref: Ref
     k_t: jax.Array  # [D, kv_block]
     key_info: jax.Array | None  # [kv_block, 8], of a list
+    crossed: bool = False  # the edge of a document may lie between queries and keys
 
     def products(self, unit: _Unit) -> tuple[jax.Array, jax.Array]:
         return (
-            dot(self.k_ref[unit.keys, :], self.refs.q[unit.queries, :], NT),  # [keys, queries]
-            dot(self.v_ref[unit.keys, :], self.refs.dout[unit.queries, :], NT),
+            dot(self.refs.k[unit.keys, :], self.refs.q[unit.queries, :], NT),  # [keys, queries]
+            dot(self.refs.v[unit.keys, :], self.refs.dout[unit.queries, :], NT),
         )
 
     def finish(self, mask_by_token, unit: _Unit, s: jax.Array, dw: jax.Array) -> None:
@@ -314,30 +359,42 @@ class _Pair:
         query, key = self.describe(keys, queries)
         addend = functools.partial(addend_at, call, query, key, self.slope_and_bias)
         s, derivative = form_logits(call, s, addend)
-        mask = None
-        if unit.masked and self.seen == "tokens":
-            mask = mask_by_token(query, key, s.shape)
-        elif unit.masked:
-            relative = lax.broadcasted_iota(jnp.int32, s.shape, 1)
-            relative -= lax.broadcasted_iota(jnp.int32, s.shape, 0)
-            assert isinstance(self.seen, int)  # a pair that is seen throughout has no mask
-            mask = default_mask(call, self.seen, queries, keys, relative)
+        mask = self.mask(mask_by_token, unit, query, key, s.shape) if unit.masked else None
         lse, delta = (refs.statistics[i : i + 1, queries] if call.softmax else None for i in range(2))
         w, dlogits, ds = weights_and_slopes(call, s, derivative, dw, lse, delta, mask)
         clean = finite if unit.masked else lambda x: x
         if call.has_bias:
             refs.dbias[:, queries] += dlogits.sum(axis=0, keepdims=True)
         w, ds = w.astype(refs.q.dtype), ds.astype(refs.q.dtype)
-        refs.dv_acc[self.column, :, keys] += dot(clean(refs.dout_t[:, queries]), w, NT)  # [D, keys]
-        refs.dk_acc[self.column, :, keys] += dot(clean(refs.q_t[:, queries]), ds, NT)
+        refs.dv_acc[:, keys] += dot(clean(refs.dout_t[:, queries]), w, NT)  # [D, keys]
+        refs.dk_acc[:, keys] += dot(clean(refs.q_t[:, queries]), ds, NT)
         refs.dq_acc[:, queries] += dot(clean(self.k_t[:, keys]), ds, NN)  # [D, queries]
+
+    def mask(self, mask_by_token, unit: _Unit, query, key, shape: tuple[int, ...]) -> jax.Array:
+        if self.seen == "tokens":
+            return mask_by_token(query, key, shape)
+        mask, block = None, self.call.tiles.kv_block
+        if self.crossed:
+            first = self.refs.first_keys[:, unit.queries] - (self.column * block + unit.keys.start)
+            mask = lax.broadcasted_iota(jnp.int32, shape, 0) >= first
+        if isinstance(self.seen, int) and self.is_cut(unit):
+            relative = lax.broadcasted_iota(jnp.int32, shape, 1) - lax.broadcasted_iota(jnp.int32, shape, 0)
+            cut = default_mask(self.call, self.seen, unit.queries, unit.keys, relative)
+            mask = cut if mask is None else mask & cut
+        assert mask is not None  # a pair that is seen throughout has no mask
+        return mask
+
+    def is_cut(self, unit: _Unit) -> bool:
+        """Whether causality or the window hides keys of a unit of a pair that is seen in part."""
+        assert isinstance(self.seen, int)
+        return kind_of_tile(self.call, self.seen, unit.queries, unit.keys) is not Kind.FULL
 
     def describe(self, keys: slice, queries: slice) -> tuple[list[jax.Array], list[jax.Array]]:
         """The properties of the queries, as rows, and of the keys, as columns."""
         if self.key_info is not None:
             query = [self.refs.q_info[i : i + 1, queries] for i in range(3)]
             return query, [self.key_info[keys, i : i + 1] for i in range(2)]
-        first = (self.row - self.column) * self.refs.q.shape[0] + queries.start - keys.start
+        first = (self.row - self.column) * self.call.tiles.q_block + queries.start - keys.start
         query = lax.broadcasted_iota(jnp.int32, (1, queries.stop - queries.start), 1) + first
         return [query], [lax.broadcasted_iota(jnp.int32, (keys.stop - keys.start, 1), 0)]
 

@@ -44,6 +44,7 @@ class Call:
     outside: bool = False  # attend to what `spec` does *not* see of the keys that full attention would
     has_slopes: bool = False
     has_bias: bool = False
+    zero_cut: int = 0  # the `window.Cut` that a zero in scalar memory stands for: what a simulator reads
     in_parts: bool = False  # more is to be added to the result, which therefore is not rounded to q's dtype
     interpret: bool | pltpu.InterpretParams = False
 

@@ -1,15 +1,17 @@
 """In which order a scheduled TPU kernel visits pairs of query and KV blocks, and what hides in each pair.
 
 With default positions the pairs follow from the indices of blocks: a causal triangle, a band, or a triangle off the
-diagonal, nearest keys first; and which tiles of a pair are visible is known when tracing. Otherwise (packed segments,
-given positions, full rows) the pairs are a list in scalar memory, made at run time; a pair that is not visible
-throughout is masked by the positions and segments of its tokens.
+diagonal, nearest keys first; and which tiles of a pair are visible is known when tracing. In packed rows, a table says
+from which column on that holds, and where a row's document begins (`documents`). Otherwise (given positions, full rows)
+the pairs are a list in scalar memory, made at run time; a pair that is not visible throughout is masked by the
+positions and segments of its tokens.
 
 Where VMEM holds all keys of a head, the grid has a step for each query block, and the kernel itself visits the pairs.
 Where it does not, the grid has a step for each pair, which costs a few hundred cycles each. The triangle is then
 folded: a long row of it shares a row of the grid with a short one, so that hardly a step is empty.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -31,6 +33,14 @@ from pallas_kernels.schedule import (
     visited,
 )
 from pallas_kernels.spec import Coordinates
+from pallas_kernels.tpu.documents import (
+    Bounds,
+    Documents,
+    documents_of,
+    in_small_blocks,
+    read_bounds,
+    small_block,
+)
 from pallas_kernels.tpu.tiles import Call
 
 # How a pair of blocks is seen: throughout; as its tokens say; or as its distance in blocks says (default positions).
@@ -45,21 +55,31 @@ class Walk(NamedTuple):
       scalars: arrays for scalar memory.
       visit: from the indices of these dimensions and references to the scalars to where the step is. Of a resident
         walk only the row counts, and the column of a flush.
-      run: given the visit and the scalars, calls `attend(seen, column)` for the step's pairs.
+      run: given the visit and the scalars, calls `attend(seen, column)` for the step's pairs, and for the small blocks
+        of those that the edge of a document crosses `attend_small(seen, row, column, crossed)`.
       resident: whether the step has all keys of the head at hand, instead of those of the visit's column.
       is_list: whether pairs are seen as their tokens say.
       fresh: the case of every row's first pair, where that is known.
       partly: the distances in blocks of pairs seen in part that `run` leaves to the kernel.
+      packed: of packed rows with default positions.
     """
 
     grid: tuple[Any, ...]
     scalars: tuple[jax.Array, ...]
     visit: Callable[[Any, Any], Visit]
-    run: Callable[[Visit, Any, Callable[[Seen, Any], None]], None]
+    run: Callable[..., None]
     resident: bool
     is_list: bool
     fresh: Seen = None
     partly: tuple[int, ...] = ()
+    packed: "Packed | None" = None
+
+    def fetched(self, visit: Visit, batch, scalars) -> Visit:
+        """The visit, its column being that of the keys to fetch: none anew before those that a row's queries see."""
+        if self.packed is None or self.resident:
+            return visit
+        first = self.packed.bounds(scalars, batch, visit.row).first
+        return visit._replace(column=jnp.maximum(visit.column, jnp.minimum(first, visit.row)))
 
 
 def walk_over(
@@ -84,11 +104,15 @@ def walk_over(
     if has_default_positions(call, where):
         reach = reach_of(call, num_rows)
         fresh = 0 if reach.partly[:1] == [0] else None
+        packed = None if where.q_seg is None else _packed(call, where, only_plain)
         if not resident:
-            return _folded(call, reach, num_rows, flush)._replace(fresh=fresh)
+            walk = _folded(call, reach, num_rows, flush, packed)
+            return walk._replace(fresh=fresh, packed=packed)
         left = tuple(reach.partly) if only_plain else ()
-        run_reach = functools.partial(_run_reach, reach._replace(partly=[]) if only_plain else reach)
-        return _by_row(num_rows, num_columns, (), run_reach, flush)._replace(fresh=fresh, partly=left)
+        run_reach = functools.partial(_run_reach, reach._replace(partly=[]) if only_plain else reach, packed)
+        table = () if packed is None else (packed.documents.table,)
+        walk = _by_row(num_rows, num_columns, table, run_reach, flush)
+        return walk._replace(fresh=fresh, partly=left, packed=packed)
     visits = _list_pairs(call, where, flush=flush and not resident)
     if resident:
         lists = visits.pairs, visits.starts
@@ -101,7 +125,7 @@ def walk_over(
     def visit(indices, scalars):
         return unpack(scalars[0][indices[0]])
 
-    def run(visit, scalars, attend):
+    def run(visit, scalars, attend, attend_small=None):
         _run_pair(visit, attend)
 
     return Walk((visits.used,), (visits.pairs,), visit, run, resident=False, is_list=True)
@@ -131,14 +155,15 @@ def _by_row(num_rows: int | jax.Array, num_columns: int, scalars, run, flush: bo
         row = jnp.maximum(jnp.minimum(step, rows - 1), 0)
         return Visit(row, column, first=here, last=here, wanted=here, masked=False, flush=~here)
 
-    def run_row(visit, scalars, attend):
-        pl.when(visit.wanted)(lambda: run(visit, scalars, attend))
+    def run_row(visit, scalars, attend, attend_small=None):
+        batch = pl.program_id(0)
+        pl.when(visit.wanted)(lambda: run(batch, visit, scalars, attend, attend_small))
 
     grid = (num_rows + num_columns if flush else num_rows,)
     return Walk(grid, scalars, visit, run_row, resident=True, is_list=False)
 
 
-def _run_list(visit: Visit, scalars, attend) -> None:
+def _run_list(batch, visit: Visit, scalars, attend, attend_small) -> None:
     pairs, starts = scalars[:2]
 
     @pl.loop(starts[visit.row], starts[visit.row + 1])
@@ -146,22 +171,82 @@ def _run_list(visit: Visit, scalars, attend) -> None:
         _run_pair(unpack(pairs[index]), attend)
 
 
-def _run_reach(reach: "Reach", visit: Visit, scalars, attend) -> None:
+def _run_reach(
+    reach: "Reach", packed: "Packed | None", batch, visit: Visit, scalars, attend, attend_small
+) -> None:
+    row = visit.row
+    if packed is None:
+        clean: Any = 0
+    else:
+        first, clean = packed.bounds(scalars, batch, row)
     for seen in reach.partly:
-        pl.when(visit.row >= seen)(functools.partial(attend, seen, visit.row - seen))
+        pl.when(row - seen >= clean)(functools.partial(attend, seen, row - seen))
     if reach.plain:
 
-        @pl.loop(reach.plain[0], jnp.minimum(reach.plain[-1], visit.row) + 1)
+        @pl.loop(reach.plain[0], jnp.minimum(reach.plain[-1], row - clean) + 1)
         def _(blocks):
-            attend(None, visit.row - blocks)
+            attend(None, row - blocks)
+
+    if packed is None:
+        return
+    # Where the kernel has left pairs seen in part to this, it has done none of a crossed row.
+    nearest = jnp.maximum(reach.nearest, row - clean + 1)
+    if packed.only_plain and reach.plain:
+        nearest = jnp.where(
+            packed.crosses_window(clean, row), reach.nearest, jnp.maximum(reach.plain[0], nearest)
+        )
+
+    @pl.loop(nearest, jnp.minimum(reach.farthest, row - first) + 1)
+    def _(blocks):
+        packed.run(scalars, batch, row, row - blocks, attend_small)
+
+
+class Packed(NamedTuple):
+    """The side of a walk that knows of documents.
+
+    Attributes:
+      call: that of small blocks.
+      reach: the distances of small blocks.
+      only_plain: small blocks that are seen in part are left to the kernel.
+      window_blocks: the blocks back that a query block's window reaches, where they are.
+    """
+
+    call: Call
+    documents: Documents
+    num_rows: int
+    reach: "Reach"
+    only_plain: bool
+    window_blocks: int
+
+    def bounds(self, scalars, batch, row) -> Bounds:
+        return read_bounds(scalars[0], batch, row, self.num_rows, self.documents.per_row)
+
+    def crosses_window(self, clean, row):
+        """Whether a document's edge crosses the pairs of a block of queries with the blocks of its window."""
+        return clean > jnp.maximum(row - self.window_blocks, 0)
+
+    def run(self, scalars, batch, row, column, attend_small) -> None:
+        """The small blocks of a pair of blocks."""
+        partly = [] if self.only_plain else self.reach.partly
+        place = batch, row, column, self.num_rows, self.documents.per_row
+        in_small_blocks(scalars[0], *place, partly, self.reach.plain, attend_small)
+
+
+def _packed(call: Call, where: Coordinates, only_plain: bool) -> Packed:
+    block = call.tiles.q_block
+    small, num_rows = small_block(block), where.q_pos.shape[1] // block
+    tiles = dataclasses.replace(call.tiles, q_block=small, kv_block=small)
+    fine = dataclasses.replace(call, tiles=tiles)
+    reach = reach_of(fine, num_rows * block // small)
+    back = 0 if call.spec.window is None else -(-(call.spec.window - 1) // block)
+    return Packed(fine, documents_of(where, block), num_rows, reach, only_plain, back)
 
 
 def has_default_positions(call: Call, where: Coordinates) -> bool:
-    """Whether the visible pairs follow from indices alone."""
+    """Whether the visible pairs follow from indices alone, but for the edges of documents."""
     return (
         call.spec.causal
         and call.indexed
-        and where.q_seg is None
         and where.full_rows is None
         and call.tiles.q_block == call.tiles.kv_block
         # Sink tokens belong to the window for some rows of a block and lie outside for others.
@@ -169,7 +254,7 @@ def has_default_positions(call: Call, where: Coordinates) -> bool:
     )
 
 
-def _folded(call: Call, reach: "Reach", num_blocks: int, flush: bool) -> Walk:
+def _folded(call: Call, reach: "Reach", num_blocks: int, flush: bool, packed: Packed | None = None) -> Walk:
     """A walk with default positions and a step for each pair."""
     nearest, farthest = reach.nearest, reach.farthest
     folded = farthest == num_blocks - 1
@@ -217,16 +302,22 @@ def _folded(call: Call, reach: "Reach", num_blocks: int, flush: bool) -> Walk:
             flush=jnp.logical_not(walking) & (flushed < num_blocks),
         )
 
-    def run(visit, scalars, attend):
-        distance = visit.row - visit.column
-        plain = visit.wanted
+    def run(visit, scalars, attend, attend_small=None):
+        distance, plain = visit.row - visit.column, visit.wanted
+        if packed is not None:
+            batch = pl.program_id(0)
+            first, clean = packed.bounds(scalars, batch, visit.row)
+            plain = visit.wanted & (visit.column >= clean)
+            crossed = visit.wanted & (visit.column < clean) & (visit.column >= first)
+            pl.when(crossed)(lambda: packed.run(scalars, batch, visit.row, visit.column, attend_small))
         for seen in reach.partly:
-            pl.when(visit.wanted & (distance == seen))(functools.partial(attend, seen, visit.column))
+            pl.when(plain & (distance == seen))(functools.partial(attend, seen, visit.column))
             plain = plain & (distance != seen)
         if reach.plain:
             pl.when(plain)(lambda: attend(None, visit.column))
 
-    return Walk(grid, (), visit, run, resident=False, is_list=False)
+    table = () if packed is None else (packed.documents.table,)
+    return Walk(grid, table, visit, run, resident=False, is_list=False)
 
 
 class Reach(NamedTuple):

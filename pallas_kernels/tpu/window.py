@@ -4,6 +4,7 @@ A step of the grid has a block of queries, the same block of keys and the `block
 counted from the step's first query, so those of earlier blocks are negative.
 """
 
+import enum
 import math
 from typing import Any, NamedTuple
 
@@ -26,7 +27,8 @@ class WindowTile(NamedTuple):
 
 
 def window_kernel_serves(call: Call, where: Coordinates) -> bool:
-    """Whether positions are indexes and a causal window of moderate length is all there is."""
+    """Whether positions are indexes and all rows have a causal window of moderate length; full rows see more, which
+    another pass adds."""
     spec = call.spec
     return (
         spec.window is not None
@@ -34,9 +36,8 @@ def window_kernel_serves(call: Call, where: Coordinates) -> bool:
         and spec.causal
         and not call.outside
         and call.indexed
-        and where.full_rows is None
         and call.tiles.q_block == call.tiles.kv_block
-        and (spec.num_sink_tokens == 0 or (where.q_seg is None and sink_rows(call) <= call.tiles.q_block))
+        and sink_rows(call, where.q_seg is not None) <= call.tiles.q_block
     )
 
 
@@ -51,10 +52,18 @@ def blocks_back(call: Call) -> int:
     return -(-(window_of(call) - 1) // call.tiles.q_block)
 
 
-def sink_rows(call: Call) -> int:
-    """Rows of the block that holds the sink tokens: whole tiles."""
+def sink_slots(call: Call, packed: bool) -> int:
+    """How many documents may have sink tokens that lie outside the window of some query of a step.
+
+    The document of the step's first query may; each other one has to begin in the step, a window before such a query.
+    """
+    return 1 + (call.tiles.q_block - 1) // (window_of(call) + 1) if packed else 1
+
+
+def sink_rows(call: Call, packed: bool = False) -> int:
+    """Rows of the block that holds a step's sink tokens, those of each document in turn: whole tiles."""
     unit = min(LANES, call.tiles.q_block)
-    return -(-call.spec.num_sink_tokens // unit) * unit
+    return -(-call.spec.num_sink_tokens * sink_slots(call, packed) // unit) * unit
 
 
 def window_tiles(call: Call, start: int, present: int) -> list[WindowTile]:
@@ -91,25 +100,85 @@ def window_steps(call: Call, num_steps: int) -> list[tuple[int, str | None]]:
 
 
 class Segments(NamedTuple):
-    """What the window kernels know of packed rows."""
+    """What the window kernels know of packed rows.
 
-    first_keys: (
-        jax.Array
-    )  # [B, 8, T] int32, all rows alike: the index of the first key that a query sees; T if none
-    crossed: (
-        jax.Array
-    )  # [B * steps] int32: whether any query of the step sees less than its window, or nothing
+    A step is *cut* where some query's keys are not those that it would see if its row held one document, or, behind the
+    first steps, if the whole window and all sink tokens of the step's one document were there.
+    """
+
+    # [B, 8, T] int32, of each query: the index of the first key in its window (T if it sees nothing); the first and
+    # the last + 1 of the step's rows of sink tokens that it sees outside the window; its position + that first row.
+    queries: jax.Array
+    cuts: jax.Array  # [B * steps] int32: a `Cut`
+    # [B, steps, slots] int32: where the sink tokens of the step's documents start. There are as many rows behind each.
+    sinks: jax.Array | None
+
+
+class Cut(enum.IntEnum):
+    """What the edges of documents do to a step."""
+
+    NO = 0
+    WITHOUT_SINKS = 1  # sink tokens outside the window are seen by no query
+    WITH_SINKS = 2
 
 
 def packed_segments(call: Call, where: Coordinates) -> Segments:
-    order, reach = jnp.asarray(where.q_order), window_of(call) - 1
-    first = order - jnp.minimum(where.q_pos, reach)
-    first = jnp.where(where.q_pos < 0, order.shape[1], first)  # [B, T]
-    cut = first > jnp.maximum(order - reach, 0)
-    crossed = cut.reshape(-1, call.tiles.q_block).any(axis=1).astype(jnp.int32)
-    return Segments(jnp.broadcast_to(first[:, None], (first.shape[0], 8, first.shape[1])), crossed)
+    order, position, block = jnp.asarray(where.q_order), jnp.asarray(where.q_pos), call.tiles.q_block
+    window, num_sinks, length = window_of(call), call.spec.num_sink_tokens, order.shape[1]
+    first = order - jnp.minimum(position, window - 1)
+    first = jnp.where(position < 0, length, first)  # [B, T]
+    seen = jnp.clip(position - window + 1, 0, num_sinks)  # sink tokens outside the window
+    cut = (first > jnp.maximum(order - window + 1, 0)) | (seen != jnp.clip(order - window + 1, 0, num_sinks))
+    cuts = jnp.where(cut.reshape(-1, block).any(axis=1), Cut.WITHOUT_SINKS, Cut.NO)
+    if num_sinks == 0:
+        rows = jnp.broadcast_to(first[:, None], (first.shape[0], 8, length))
+        return Segments(rows, cuts.astype(jnp.int32), None)
+    cuts += jnp.where((cuts > 0) & (seen.reshape(-1, block) > 0).any(axis=1), 1, 0)
+    slot, starts = _sink_documents(call, order - position, seen > 0)
+    last = length - num_sinks  # where rows can start; a document that starts later has no more sink tokens
+    begin = slot * num_sinks + jnp.maximum(order - position - last, 0)
+    rows = jnp.stack([first, begin, begin + seen, position + begin], axis=1)
+    rows = jnp.pad(rows, [(0, 0), (0, 4), (0, 0)])
+    return Segments(rows, cuts.astype(jnp.int32), jnp.minimum(starts, last))
 
 
-def is_crossed(crossed: Ref, batch, step, num_steps: int) -> jax.Array:
-    """Reads `Segments.crossed`."""
-    return crossed[batch * num_steps + step] != 0
+def _sink_documents(call: Call, start: jax.Array, sees: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which of its step's documents a query's is, [B, T], and where each of those starts, [B, steps, slots].
+
+    Args:
+      start: the index of the first token of each query's document, [B, T].
+      sees: whether it sees sink tokens outside its window, [B, T]; the results mean nothing for the others.
+    """
+    block, slots = call.tiles.q_block, sink_slots(call, True)
+    start, sees = start.reshape(len(start), -1, block), sees.reshape(len(start), -1, block)
+    if slots == 1:
+        return jnp.zeros_like(start).reshape(len(start), -1), jnp.where(sees, start, 0).max(axis=2)[..., None]
+    # Whether it is the first of its document that sees any in this step.
+    earlier = jnp.pad(jnp.where(sees, start, -1), [(0, 0), (0, 0), (1, 0)], constant_values=-1)
+    new = sees & (start > jax.lax.cummax(earlier, axis=2)[:, :, :-1])
+    slot = jnp.maximum(jnp.cumsum(new, axis=2, dtype=jnp.int32) - 1, 0)
+    here = (sees & (slot == jnp.arange(slots)[:, None, None, None])).astype(
+        jnp.int32
+    )  # [slots, B, steps, block]
+    return slot.reshape(len(start), -1), jnp.moveaxis((here * start).max(axis=3), 0, 2)
+
+
+def scalars_of(call: Call, segments: Segments | None) -> tuple[jax.Array, ...]:
+    """What goes into scalar memory: how each step is cut, and where its first document starts."""
+    if segments is None:
+        return ()
+    cuts = segments.cuts - call.zero_cut
+    return (cuts,) if segments.sinks is None else (cuts, segments.sinks[:, :, 0].reshape(-1))
+
+
+def gather_sinks(call: Call, keys: jax.Array, segments: Segments) -> jax.Array:
+    """The rows of keys [B, K, T, D] that `Segments.sinks` name: [B, K, steps * sink_rows, D]."""
+    assert segments.sinks is not None
+    batch, steps, slots = segments.sinks.shape
+    num_sinks, rows = call.spec.num_sink_tokens, sink_rows(call, True)
+    index = segments.sinks[..., None] + jnp.arange(num_sinks, dtype=jnp.int32)
+    index = index.reshape(batch, 1, steps * slots * num_sinks, 1)
+    found = jnp.take_along_axis(keys, index, axis=2, mode="clip")
+    found = found.reshape(*keys.shape[:2], steps, slots * num_sinks, keys.shape[3])
+    found = jnp.pad(found, [(0, 0), (0, 0), (0, 0), (0, rows - slots * num_sinks), (0, 0)])
+    return found.reshape(*keys.shape[:2], steps * rows, keys.shape[3])

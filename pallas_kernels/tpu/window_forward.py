@@ -44,11 +44,13 @@ from pallas_kernels.tpu.tiles import (
     write_softmax,
 )
 from pallas_kernels.tpu.window import (
+    Cut,
     Ref,
     WindowTile,
     blocks_back,
-    is_crossed,
+    gather_sinks,
     packed_segments,
+    scalars_of,
     sink_rows,
     window_of,
     window_steps,
@@ -91,7 +93,7 @@ def window_forward(
     back = blocks_back(call)
     heads = heads.queries(group)
     segments = None if where.q_seg is None else packed_segments(call, where)
-    scalars = () if segments is None else (segments.crossed,)
+    scalars = scalars_of(call, segments)
 
     def spec(block_shape, index):
         """A block located by batch, query head and step."""
@@ -109,11 +111,13 @@ def window_forward(
     inputs = [q, by_head(head_bias), *[k] * (back + 1), *[v] * (back + 1)]
     in_specs = [queries, spec((None, 8, LANES), lambda b, h, i: (h, 0, 0)), *window, *window]
     if call.spec.num_sink_tokens:
-        sinks = spec((None, None, sink_rows(call), head_dim), lambda b, h, i: (b, h // group, 0, 0))
-        inputs += [k, v]
+        of_step = segments is not None
+        rows = (None, None, sink_rows(call, of_step), head_dim)
+        sinks = spec(rows, lambda b, h, i: (b, h // group, i if of_step else 0, 0))
+        inputs += [k, v] if segments is None else [gather_sinks(call, x, segments) for x in (k, v)]
         in_specs += [sinks, sinks]
     if segments is not None:
-        inputs.append(segments.first_keys)
+        inputs.append(segments.queries)
         in_specs.append(spec((None, 8, block), lambda b, h, i: (b, 0, i)))
     outputs, out_specs = [shape_like(q.shape, call.result_dtype(q), q)], [queries]
     if call.softmax:
@@ -138,29 +142,29 @@ def window_forward(
 class _Refs(NamedTuple):
     """What a step reads and writes; None where the call has no such thing."""
 
-    crossed: Ref  # `Segments.crossed`
+    cuts: Ref  # `Segments.cuts`
+    first_sinks: Ref  # `Segments.first_sinks`
     queries: Ref  # [block, D]
     head_bias: Ref  # [8, LANES]
     keys: list[Ref]  # the blocks of the window, the oldest first, each [block, D]
     values: list[Ref]
     sink_keys: Ref  # [sink_rows, D]
     sink_values: Ref
-    first_keys: Ref  # `Segments.first_keys` of the block of queries
+    segments: Ref  # [8, block], `Segments.queries`
     out: Ref  # [block, D]
     lse: Ref  # [1, block]
     spoilt: Ref  # [1] int32: whether a value that is not finite has been met
 
 
 def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> _Refs:
-    crossed, rest = take(refs, has_segments)
+    has_sinks = call.spec.num_sink_tokens > 0
+    *scalars, rest = take(refs, has_segments, has_segments and has_sinks)
     (queries, head_bias), rest = split(rest, 2)
     keys, values, rest = split(rest, blocks_back(call) + 1, blocks_back(call) + 1)
-    has_sinks = call.spec.num_sink_tokens > 0
-    sink_keys, sink_values, first_keys, rest = take(rest, has_sinks, has_sinks, has_segments)
-    out, lse, spoilt, _ = take(rest, True, call.softmax, True)
-    return _Refs(
-        crossed, queries, head_bias, keys, values, sink_keys, sink_values, first_keys, out, lse, spoilt
-    )
+    *optional, rest = take(rest, has_sinks, has_sinks, has_segments)
+    *results, _ = take(rest, True, call.softmax, True)
+    named: list[Any] = [*scalars, queries, head_bias, keys, values, *optional, *results]
+    return _Refs(*named)
 
 
 def _window_kernel(
@@ -169,36 +173,55 @@ def _window_kernel(
     refs = _name_refs(call, has_segments, unnamed)
     step = pl.program_id(2)
     head_bias = refs.head_bias[0:1, 0:1] * call.unit, refs.head_bias[1:2, 0:1] * call.unit
-    body = functools.partial(_Body, call, refs, step, head_bias)
+    first_sink = jnp.int32(0)
+    if refs.first_sinks is not None:
+        first_sink = refs.first_sinks[pl.program_id(0) * num_steps + step]
+    body = functools.partial(_Body, call, refs, step, head_bias, first_sink)
 
     def attend_packed(present: int, sinks: str | None, exact: bool = False) -> None:
-        body(present, sinks, _first_keys(call, refs, step), exact).attend()
+        body(present, sinks, _limits(call, refs, step), exact).attend()
 
     # The first steps lack blocks before the sequence, and their window may cover some of the sink tokens.
     steps = window_steps(call, num_steps)
+    cut = None if refs.cuts is None else refs.cuts[pl.program_id(0) * num_steps + step] + call.zero_cut
     for i, (present, sinks) in enumerate(steps):
         here = step == i if i + 1 < len(steps) else step >= i
-        whole = True if refs.crossed is None else ~is_crossed(refs.crossed, pl.program_id(0), step, num_steps)
+        whole = True if cut is None else cut == Cut.NO
         pl.when(here & whole)(body(present, sinks).attend)
     all_present = steps[-1][0]
-    if refs.crossed is not None:  # Keys before the sequence come before any query's first key.
-        here = is_crossed(refs.crossed, pl.program_id(0), step, num_steps)
-        pl.when(here)(functools.partial(attend_packed, all_present, None))
+    has_sinks = call.spec.num_sink_tokens > 0
+    if cut is not None:  # Keys before the sequence come before any query's first key.
+        pl.when(cut == Cut.WITHOUT_SINKS)(functools.partial(attend_packed, all_present, None))
+        if has_sinks:
+            pl.when(cut == Cut.WITH_SINKS)(functools.partial(attend_packed, all_present, "by token"))
 
     # A value that is not finite has spoilt queries that do not see it: all of the step once more, in one slow body.
     @pl.when(refs.spoilt[0] != 0)
     def _():
-        attend_packed(all_present, "some" if call.spec.num_sink_tokens else None, exact=True)
+        sinks = "some" if cut is None else "by token"
+        attend_packed(all_present, sinks if has_sinks else None, exact=True)
         _spoil_rows(call, refs, step)
 
 
-def _first_keys(call: Call, refs: _Refs, step: jax.Array) -> jax.Array:
-    """The first key that each query sees, counted from the step's first query: [block, 1] int32."""
+class _Limits(NamedTuple):
+    """What each query of a step sees, [block, 1] int32 each: `Segments.queries`."""
+
+    first_key: jax.Array  # counted from the step's first query
+    sinks_from: jax.Array | None = None
+    sinks_to: jax.Array | None = None
+    sink_distance: jax.Array | None = None  # to the first of the step's rows of sink tokens
+
+
+def _limits(call: Call, refs: _Refs, step: jax.Array) -> _Limits:
     block = call.tiles.q_block
-    if refs.first_keys is not None:
-        return refs.first_keys[...].T[:, :1] - step * block
-    first = lax.broadcasted_iota(jnp.int32, (block, 1), 0) - (window_of(call) - 1)
-    return jnp.maximum(first, -step * block)
+    if refs.segments is None:
+        first = lax.broadcasted_iota(jnp.int32, (block, 1), 0) - (window_of(call) - 1)
+        return _Limits(jnp.maximum(first, -step * block))
+    columns = refs.segments[...].T
+    first = columns[:, :1] - step * block
+    if call.spec.num_sink_tokens == 0:
+        return _Limits(first)
+    return _Limits(first, *(columns[:, i : i + 1] for i in (1, 2, 3)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -208,8 +231,9 @@ class _Body:
     Attributes:
       head_bias: slope and bias, [1, 1] each, in the kernel's unit.
       present: so many of the window's blocks exist, the last ones.
-      sinks: as `window_steps` gives them.
-      first_key: `_first_keys`, for every tile to be masked by them; None where the window alone decides.
+      first_sink: the index of the first sink token.
+      sinks: as `window_steps` gives them, or "by token" where `limits` say which.
+      limits: for every tile to be masked by them; None where the window alone decides.
       exact: leave values that are not finite out of tiles with a mask.
     """
 
@@ -217,9 +241,10 @@ class _Body:
     refs: _Refs
     step: jax.Array
     head_bias: tuple[jax.Array, jax.Array]
+    first_sink: jax.Array
     present: int
     sinks: str | None
-    first_key: jax.Array | None = None
+    limits: _Limits | None = None
     exact: bool = False
     value_sums: dict[tuple[int, int], jax.Array] = dataclasses.field(default_factory=dict)
 
@@ -274,10 +299,10 @@ class _Body:
         masks = []
         if tile.kind in (Kind.DIAGONAL, Kind.BOTH):
             masks.append(self.row_less_column(tile.size) >= -distance)
-        if self.first_key is not None:
+        if self.limits is not None:
             key = lax.broadcasted_iota(jnp.int32, s.shape, 1) + tile.key
-            masks.append(key >= self.first_key[start : start + self.strip])
-        far = self.first_key is None and tile.kind in (Kind.EDGE, Kind.BOTH)
+            masks.append(key >= self.limits.first_key[start : start + self.strip])
+        far = self.limits is None and tile.kind in (Kind.EDGE, Kind.BOTH)
         if far:
             masks.append(self.row_less_column(tile.size) < window_of(self.call) - distance)
         value_sum = functools.partial(self.value_sum, tile.block, keys)
@@ -286,15 +311,24 @@ class _Body:
 
     def score_sinks(self, query: jax.Array, start: int) -> _Scores:
         """The logits of the sink tokens outside the window."""
-        num_sinks, size = self.call.spec.num_sink_tokens, self.refs.sink_keys.shape[0]
-        s = dot(query, self.refs.sink_keys[...], NT)
-        distance = self.step * self.block + start
-        s, _ = form_logits(self.call, s, functools.partial(self.addend, size, distance))
+        num_sinks, rows = self.call.spec.num_sink_tokens, slice(start, start + self.strip)
+        by_token = self.sinks == "by token"
+        size = sink_rows(self.call, by_token)
+        s = dot(query, self.refs.sink_keys[:size, :], NT)
+        distance: Any = self.step * self.block + start - self.first_sink
         column = lax.broadcasted_iota(jnp.int32, s.shape, 1)
-        masks = [column < num_sinks] if num_sinks < size else []
+        masks = []
+        if by_token:
+            assert self.limits is not None
+            seen_from, seen_to, distance = (x[rows] for x in self.limits[1:] if x is not None)
+            masks = [column >= seen_from, column < seen_to]
+            distance = distance - lax.broadcasted_iota(jnp.int32, (self.strip, 1), 0)
+        elif num_sinks < size:
+            masks = [column < num_sinks]
         if self.sinks == "some":  # the others lie inside the window
             masks.append(self.row_less_column(size) >= window_of(self.call) - distance)
-        return self.masked(s, self.refs.sink_values, None, masks, None)
+        s, _ = form_logits(self.call, s, functools.partial(self.addend, size, distance))
+        return self.masked(s, self.refs.sink_values.at[:size, :], None, masks, None)
 
     def masked(self, s, value_ref, value_sum, masks: list[jax.Array], middle: float | None) -> _Scores:
         """`middle` is the distance in the middle of a tile whose weights are rounded about their mean."""
@@ -359,7 +393,7 @@ class _Body:
             acc, total = acc[:, :head_dim], acc[:, head_dim:]
         else:
             total = over_lanes(jnp.add, partial_sums).sum(axis=1, keepdims=True)
-        may_be_empty = self.first_key is not None
+        may_be_empty = self.limits is not None
         write_softmax(refs.out, refs.lse, strip.rows, acc, strip.top, total, may_be_empty)
         return sizes
 
@@ -373,16 +407,18 @@ def _spoil_rows(call: Call, refs: _Refs, step: jax.Array) -> None:
     def _(i):
         rows = pl.ds(pl.multiple_of(i * strip, strip), strip)
         query = step * block + i * strip + lax.broadcasted_iota(jnp.int32, (strip, 1), 0)
-        oldest = jnp.maximum(query - window + 1, 0)
-        if refs.first_keys is not None:
-            oldest = refs.first_keys[:, rows].T[:, :1]
+        oldest, sinks_from = jnp.maximum(query - window + 1, 0), 0
+        sinks_to = jnp.minimum(query + 1, num_sinks)
+        if refs.segments is not None:
+            columns = refs.segments[:, rows].T
+            oldest, sinks_from, sinks_to = (columns[:, i : i + 1] for i in range(3))
         hit = jnp.zeros((strip, refs.out.shape[1]), bool)
         for back, values in enumerate(reversed(refs.values)):
             key = (step - back) * block + lax.broadcasted_iota(jnp.int32, (strip, block), 1)
             hit |= sees_non_finite((key <= query) & (key >= oldest), values[...])
         if refs.sink_values is not None:
-            key = lax.broadcasted_iota(jnp.int32, (strip, refs.sink_values.shape[0]), 1)
-            hit |= sees_non_finite((key <= query) & (key < num_sinks), refs.sink_values[...])
+            row = lax.broadcasted_iota(jnp.int32, (strip, refs.sink_values.shape[0]), 1)
+            hit |= sees_non_finite((row >= sinks_from) & (row < sinks_to), refs.sink_values[...])
         refs.out[rows, :] = jnp.where(hit, jnp.nan, refs.out[rows, :])
 
 

@@ -25,6 +25,9 @@ from swa_jax.model.mesh_attention import attention_on_mesh
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition
 
+# The scope of what lies between the projections: norms of heads, RoPE, layout, masks, kernels.
+AROUND_ATTENTION = "around_attention"
+
 
 class LayerPlan(NamedTuple):
     """What differs by layer, as data: indices into the kinds and the RoPE tables, and the KV heads that stay full."""
@@ -48,7 +51,7 @@ class AttentionContext:
 
     spec: AttentionSpec
     kinds: tuple[str, ...]  # the layer types compiled; `LayerPlan.kind` indexes them
-    cos: jax.Array | None  # [R, B, T, D/2]; `LayerPlan.rope` indexes R
+    cos: jax.Array | None  # [R, B, T, D]; `LayerPlan.rope` indexes R
     sin: jax.Array | None
     segment_ids: jax.Array | None = None  # [B, T]
     positions: jax.Array | None = None  # [B, T], only when they are not those of the segments
@@ -154,18 +157,14 @@ class Attention(nnx.Module):
         self, x: jax.Array, plan: LayerPlan, context: AttentionContext
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, T, d] and this layer's row of the plan -> q [B, T, H, D], k and v [B, T, K, D], normed and rotated."""
-        heads = (*x.shape[:2], -1, self.config.head_dim)
-        over_projection = self.config.qk_norm and self.config.qk_norm_over == "projection"
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if over_projection:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (t.reshape(heads) for t in (q, k, v))
-        if self.config.qk_norm and not over_projection:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if context.cos is not None and context.sin is not None:
-            one = context.cos.shape[0] == 1  # a constant index costs nothing
-            cos, sin = (table[0 if one else plan.rope] for table in (context.cos, context.sin))
-            q, k = (apply_rope(t, cos, sin) for t in (q, k))
+        q, k, v = (p.to_heads(x, self.config.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
+        with jax.named_scope(AROUND_ATTENTION):
+            if self.config.qk_norm:
+                q, k = self.q_norm(q), self.k_norm(k)
+            if context.cos is not None and context.sin is not None:
+                one = context.cos.shape[0] == 1  # a constant index costs nothing
+                cos, sin = (table[0 if one else plan.rope] for table in (context.cos, context.sin))
+                q, k = (apply_rope(t, cos, sin) for t in (q, k))
         return q, k, v
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -175,7 +174,8 @@ class Attention(nnx.Module):
         return zeros, zeros
 
     def output(self, mixed: jax.Array) -> jax.Array:
-        return self.o_proj(mixed.reshape(*mixed.shape[:2], -1))
+        """What the heads say, [B, T, H, D] -> [B, T, d]."""
+        return self.o_proj.from_heads(mixed)
 
     def __call__(
         self, x: jax.Array, plan: LayerPlan, context: AttentionContext
@@ -201,7 +201,8 @@ class Attention(nnx.Module):
             return attend(context.spec, heads, packing, gate=gate, inference=context.inference)
 
         branches = {FULL: full, WINDOW: window, HYBRID: hybrid, SWITCH: switch}
-        mixed, disagreement = choose(plan.kind, [branches[kind] for kind in context.kinds])
+        with jax.named_scope(AROUND_ATTENTION):
+            mixed, disagreement = choose(plan.kind, [branches[kind] for kind in context.kinds])
         routed = _is_kind(plan.kind, context.kinds, SWITCH)
         routing = Routing(logit * routed, gate * routed, disagreement)
         return self.output(mixed), routing, (k, v)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +28,8 @@ from swa_jax.model.lora import LoraConfig, seed_dropout, with_lora
 from swa_jax.model.loss import TokenLoss, scaled_logits, token_loss
 from swa_jax.model.parameters import declared
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.remat import Remat, rematerialised
 from swa_jax.model.sharding import Partition, constrain
-
-# What the backward pass finds saved: everything, each layer's input only, or also the outputs of its projections.
-Remat = Literal["none", "layer", "projections"]
 
 
 class Block(nnx.Module):
@@ -147,7 +144,7 @@ class Decoder(nnx.Module):
 
         Args:
           plan, kinds: replace the pattern's layer map by data, so that a search over patterns compiles once.
-          remat: what is computed again in the backward pass rather than saved.
+          remat: what is computed again in the backward pass rather than saved; see `rematerialised`.
           partition: the mesh that parameters and tokens lie on.
           dropout_key: a JAX key; LoRA adapters drop inputs by it, each layer its own. None: none are dropped.
         """
@@ -167,11 +164,9 @@ class Decoder(nnx.Module):
                 seed_dropout(block, key)
             return block(x, plan, context)
 
-        if remat == "layer":
-            layer = jax.checkpoint(layer)
-        elif remat == "projections":
-            layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-        x, routing = jax.lax.scan(layer, self.embed(tokens, partition), (weights, plan, keys))
+        x, routing = jax.lax.scan(
+            rematerialised(layer, remat), self.embed(tokens, partition), (weights, plan, keys)
+        )
         return self.norm(x), routing
 
     def embed(self, tokens: jax.Array, partition: Partition | None = None) -> jax.Array:

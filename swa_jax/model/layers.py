@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig, RopeScaling
@@ -15,7 +16,7 @@ from swa_jax.model.parameters import declared
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis, in f32 whatever the input's dtype."""
+    """Root-mean-square norm, in f32 whatever the input's dtype."""
 
     def __init__(self, path: str, config: ModelConfig, dtype: jnp.dtype):
         """`path` is the module's place in the decoder: what is declared there says its size."""
@@ -25,11 +26,14 @@ class RMSNorm(nnx.Module):
         self.eps = config.rms_norm_eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., d]; or [..., H, D], normed over all heads if the scale has H * D numbers."""
+        axes = (-1,) if self.scale.shape[-1] == x.shape[-1] else (-2, -1)
+        scale = self.scale[...].reshape([x.shape[axis] for axis in axes])
         wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=axes, keepdims=True) + self.eps)
         if self.unit_offset:
-            return (normed * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
-        return normed.astype(x.dtype) * self.scale[...].astype(x.dtype)
+            return (normed * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+        return normed.astype(x.dtype) * scale.astype(x.dtype)
 
 
 class GatedMLP(nnx.Module):
@@ -47,19 +51,41 @@ class GatedMLP(nnx.Module):
         return self.down_proj(active * self.up_proj(x))
 
 
-def linear(path: str, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Linear:
+class Projection(nnx.Linear):
+    """A linear map, which may lead to heads or from them.
+
+    On a TPU the product then lies in memory as the attention kernels read and write it, head by head. A product of
+    merged heads that is reshaped afterwards has to be copied.
+    """
+
+    def to_heads(self, x: jax.Array, head_dim: int) -> jax.Array:
+        """x [B, T, d] -> [B, T, H, D]."""
+        kernel = self.kernel[...]
+        y = jnp.einsum("btd,dhk->bthk", x, kernel.reshape(kernel.shape[0], -1, head_dim))
+        return y if self.bias is None else y + self.bias[...].reshape(-1, head_dim)
+
+    def from_heads(self, x: jax.Array) -> jax.Array:
+        """x [B, T, H, D] -> [B, T, d]."""
+        y = jnp.einsum("bthk,hkd->btd", x, self.kernel[...].reshape(*x.shape[2:], -1))
+        return y if self.bias is None else y + self.bias[...]
+
+
+def linear(path: str, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> Projection:
     """The linear map at a place in the decoder, such as "layers.mlp.up_proj", as `parameters` declares it."""
     rows = declared(config)
     kernel, bias = rows[f"{path}.kernel"], rows.get(f"{path}.bias")
     zeros = nnx.initializers.zeros
-    return nnx.Linear(
+    return Projection(
         *kernel.shape, use_bias=bias is not None, kernel_init=kernel.init, bias_init=bias.init if bias else zeros,
         param_dtype=dtype, rngs=rngs,
     )  # fmt: skip
 
 
 def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [R, B, T, D/2] f32 at integer positions [B, T], one of each for the R `config.rope_kinds`."""
+    """cos and sin [R, B, T, D] f32 at integer positions [B, T], one of each for the R `config.rope_kinds`.
+
+    Channels c and c + D/2 turn together; both columns are there, so that nothing needs to be cut in halves.
+    """
     tables = []
     for kind in config.rope_kinds:
         theta, scaling = config.rope_theta, config.rope_scaling
@@ -68,17 +94,26 @@ def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, j
         frequencies, factor = rope_frequencies(theta, config.head_dim, scaling, config)
         if kind == "none":
             frequencies, factor = np.zeros_like(frequencies), 1.0  # turned by nothing
-        angles = positions[..., None].astype(jnp.float32) * frequencies  # [B, T, D/2]
+        angles = positions[..., None].astype(jnp.float32) * np.tile(frequencies, 2)  # [B, T, D]
         tables.append((jnp.cos(angles) * factor, jnp.sin(angles) * factor))
     cos, sin = (jnp.stack(table) for table in zip(*tables, strict=True))
     return cos, sin
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate channel pairs (c, c + D/2) of x [B, T, H, D]; cos and sin [B, T, D/2]."""
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, :, None], sin[:, :, None]  # [B, T, 1, D/2]
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+    """Rotate channel pairs (c, c + D/2) of x [B, T, H, D]; cos and sin [B, T, D].
+
+    The other channel of each pair comes from a product with a matrix of 0, 1 and -1, which is exact. A TPU does it
+    beside the rest; halves of a row, which are less than a register's width, would cost it several passes over x.
+    """
+    half = x.shape[-1] // 2
+    swap = np.zeros((2 * half, 2 * half), np.float32)
+    swap[np.arange(half, 2 * half), np.arange(half)] = -1
+    swap[np.arange(half), np.arange(half, 2 * half)] = 1
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    other = jnp.matmul(x, swap.astype(x.dtype), precision=exact, preferred_element_type=jnp.float32)
+    cos, sin = cos[:, :, None], sin[:, :, None]  # [B, T, 1, D]
+    return (x.astype(jnp.float32) * cos + other * sin).astype(x.dtype)
 
 
 def rope_frequencies(

@@ -16,6 +16,7 @@ from flax import nnx
 
 from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig
+from swa_jax.model.layers import Projection
 from swa_jax.model.parameters import Parameter, low_rank, parameters
 from swa_jax.settings import nearest
 
@@ -74,7 +75,7 @@ class Adaptable(Protocol):
     layers: Any
 
 
-class LoraLinear(nnx.Linear):
+class LoraLinear(Projection):
     """A projection with its adapter; `kernel` and `bias` are those of the projection it is made from, at their paths.
 
     `lora_a` [L, in, r] and `lora_b` [L, r, out] are f32 and computed in the output's dtype; `lora_b` begins as zero, so
@@ -82,7 +83,7 @@ class LoraLinear(nnx.Linear):
     """
 
     def __init__(
-        self, base: nnx.Linear, config: LoraConfig, factors: tuple[Parameter, Parameter], key: jax.Array
+        self, base: Projection, config: LoraConfig, factors: tuple[Parameter, Parameter], key: jax.Array
     ):
         super().__init__(base.in_features, base.out_features, **_shape_only(base))
         self.kernel = base.kernel
@@ -96,16 +97,29 @@ class LoraLinear(nnx.Linear):
     def __call__(self, x: jax.Array, out_sharding: Any = None) -> jax.Array:
         """x [..., in] -> [..., out]."""
         y = super().__call__(x, out_sharding)
-        x = x.astype(y.dtype)
+        return y + self.lora.scale * (self.inner(x, y.dtype) @ self.lora_b[...].astype(y.dtype))
+
+    def to_heads(self, x: jax.Array, head_dim: int) -> jax.Array:
+        y = super().to_heads(x, head_dim)
+        outer = self.lora_b[...].astype(y.dtype).reshape(self.lora_b.shape[0], -1, head_dim)
+        return y + self.lora.scale * jnp.einsum("btr,rhk->bthk", self.inner(x, y.dtype), outer)
+
+    def from_heads(self, x: jax.Array) -> jax.Array:
+        y = super().from_heads(x)
+        inner = self.inner(x.reshape(*x.shape[:2], -1), y.dtype)
+        return y + self.lora.scale * (inner @ self.lora_b[...].astype(y.dtype))
+
+    def inner(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """x [..., in] -> [..., r], some of it dropped in training."""
+        x = x.astype(dtype)
         if self.dropout_key is not None:
             kept = jax.random.bernoulli(self.dropout_key, 1 - self.lora.dropout, x.shape)
             x = jnp.where(kept, x / (1 - self.lora.dropout), 0)
-        low = x @ self.lora_a[...].astype(y.dtype)  # [..., r]
-        return y + self.lora.scale * (low @ self.lora_b[...].astype(y.dtype))
+        return x @ self.lora_a[...].astype(dtype)
 
-    def merged(self) -> nnx.Linear:
+    def merged(self) -> Projection:
         """The projection with weights W + scale A B, added in f32 and rounded to W's dtype."""
-        plain = nnx.Linear(self.in_features, self.out_features, **_shape_only(self))
+        plain = Projection(self.in_features, self.out_features, **_shape_only(self))
         a, b, kernel = self.lora_a[...], self.lora_b[...], self.kernel[...]
         change = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
         plain.kernel = nnx.Param((kernel.astype(jnp.float32) + self.lora.scale * change).astype(kernel.dtype))
@@ -168,7 +182,7 @@ def _adapted(block: nnx.Module) -> list[tuple[nnx.Module, str, LoraLinear]]:
     return [(part, name, module) for part, name, module in found if isinstance(module, LoraLinear)]
 
 
-def _shape_only(base: nnx.Linear) -> dict[str, Any]:
+def _shape_only(base: Projection) -> dict[str, Any]:
     """Arguments of a Linear whose own arrays are about to be replaced."""
     zeros = nnx.initializers.zeros
     return {

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from swa_jax.model.sharding import Partition
 
 CHUNK = 1024  # tokens whose logits exist at one time
+LOG_Z = "log_z"  # the name by which it is saved for the backward pass
 
 
 class TokenLoss(NamedTuple):
@@ -105,18 +107,21 @@ def _local_loss(
         flat = x.reshape(rows, *x.shape[2:])
         return jnp.pad(flat, [(0, padding)] + [(0, 0)] * (flat.ndim - 1)).reshape(-1, chunk, *flat.shape[1:])
 
-    @jax.checkpoint  # the backward pass recomputes the chunk's logits
+    # The backward pass recomputes the chunk's logits, which are many, but not what was read off them.
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(LOG_Z))
     def one_chunk(
         _: None, piece: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[None, tuple[jax.Array, ...]]:
         x, target, weight = piece
         logits = adjust(jnp.einsum("cd,dv->cv", x, head, preferred_element_type=jnp.float32))  # [chunk, V]
-        log_z, chosen, likeliest = _over_vocabulary(logits, target, first, axis)
+        log_total, top, chosen = _over_vocabulary(logits, target, first, axis)
         scored = weight > 0
         return None, (
-            jnp.where(scored, log_z - chosen, 0),
-            scored & (likeliest == target),
-            jnp.where(scored, log_z, 0),
+            jnp.where(
+                scored, log_total + (top - chosen), 0
+            ),  # not from log_z, which is rounded as logits are
+            scored & (chosen >= top),
+            jnp.where(scored, top + log_total, 0),
         )
 
     _, (nll, correct, log_z) = jax.lax.scan(one_chunk, None, (split(hidden), split(targets), split(weights)))
@@ -130,20 +135,40 @@ def _local_loss(
 def _over_vocabulary(
     logits: jax.Array, target: jax.Array, first: jax.Array | int, axis: str | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-sum-exp, the target's logit and the likeliest token, each [chunk], of logits [chunk, V or its part]."""
-    if axis is None:
-        chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-        return jax.nn.logsumexp(logits, axis=-1), chosen, jnp.argmax(logits, axis=-1)
-    size = logits.shape[1]
-    held = jax.lax.stop_gradient(logits)
-    top, likeliest = held.max(axis=-1), jnp.argmax(held, axis=-1) + first
-    highest = jax.lax.pmax(top, axis)
-    total = jax.lax.psum(jnp.exp(logits - highest[:, None]).sum(axis=-1), axis)
-    here = (target >= first) & (target < first + size)
-    column = jnp.clip(target - first, 0, size - 1)[:, None]
-    chosen = jax.lax.psum(jnp.where(here, jnp.take_along_axis(logits, column, axis=-1)[:, 0], 0), axis)
-    none = jnp.iinfo(jnp.int32).max
-    likeliest = jax.lax.pmin(
-        jnp.where(top == highest, likeliest, none), axis
-    )  # of equals the first, as argmax
-    return highest + jnp.log(total), chosen, likeliest
+    """log sum exp(logits - top), the greatest logit `top`, and the target's, each [chunk].
+
+    Args:
+      logits: [chunk, V], or the part of the vocabulary from token `first`.
+
+    Sums over the row read it once and side by side, where a gather and its gradient, a scatter, would have it written.
+    """
+    token = first + jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    chosen = jnp.sum(jnp.where(token == target[:, None], logits, 0), axis=-1)
+    top = jax.lax.stop_gradient(logits).max(axis=-1)
+    if axis is not None:
+        chosen, top = jax.lax.psum(chosen, axis), jax.lax.pmax(top, axis)
+    return _log_total(axis, logits, top), top, chosen
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _log_total(axis: str | None, logits: jax.Array, top: jax.Array) -> jax.Array:
+    """[chunk]; no gradient flows to `top`."""
+    return _log_total_fwd(axis, logits, top)[0]
+
+
+def _log_total_fwd(axis: str | None, logits: jax.Array, top: jax.Array) -> Any:
+    total = jnp.exp(logits - top[:, None]).sum(axis=-1)
+    if axis is not None:
+        total = jax.lax.psum(total, axis)
+    log_total = jnp.log(total)
+    return log_total, (logits, checkpoint_name(top + log_total, LOG_Z))
+
+
+def _log_total_bwd(axis: str | None, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> Any:
+    logits, log_z = saved
+    if axis is not None:  # what each device is given is its share of the cotangent
+        cotangent = jax.lax.psum(cotangent, axis)
+    return cotangent[:, None] * jnp.exp(logits - log_z[:, None]), None
+
+
+_log_total.defvjp(_log_total_fwd, _log_total_bwd)

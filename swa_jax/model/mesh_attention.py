@@ -1,9 +1,10 @@
 """Attention on a mesh: batch and heads split for free, the sequence by context parallelism.
 
-A device holds T / n consecutive tokens of each row. A windowed layer fetches the keys that its window reaches back to
-from its left neighbours (`ppermute`) and, for sink tokens, the first keys of the one document that runs in from the
-left, so that what it sends does not grow with T. Full, routed and per-head hybrid layers, and full-attention decode,
-gather the keys and values of the row. Both are exact: the queries, keys and masks are those of one device.
+A device holds T / n consecutive tokens of each row, or in zig-zag order two chunks of T / 2n: `sequence_order.py`. A
+windowed layer fetches the keys that its window reaches back to from its neighbours (`ppermute`) and, for sink tokens,
+the first keys of the one document that runs into a chunk from the left, so that what it sends does not grow with T.
+Full, routed and per-head hybrid layers, and full-attention decode, gather the keys and values of the row. Both are
+exact: the queries, keys and masks are those of one device.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jax import lax
 from pallas_kernels import AttentionSpec
 from pallas_kernels.api import Implementation, attend, attend_routed
 from pallas_kernels.spec import Packing, PerHead, segment_positions
+from swa_jax.model.sequence_order import Place, from_left
 from swa_jax.model.sharding import Partition
 
 HALO_MULTIPLE = 128  # tokens: a window's reach is rounded up to whole tiles where a device holds that many
@@ -115,19 +117,24 @@ def _on_one_device(
     spec, pieces = options.spec, partition.size("sequence")
     if pieces == 1:
         return _attend(q, k, v, per_head, _of_both(packing), gate, options)
-    axis = partition.rules.sequence[0]
-    length = q.shape[1]  # of this device
-    rank = lax.axis_index(axis)
+    place = Place(partition.rules.sequence[0], pieces, partition.zigzag)
+    length = q.shape[1] // place.chunks  # of a chunk
     reach = _reach(spec, length)
     widened = any(x is not None for x in (gate, packing.full_from, per_head.full_heads))
-    if reach is None or widened or packing.q_positions is not None or reach >= length * (pieces - 1):
-        everywhere = _packing_of_the_row(packing, k.shape, axis, rank)
-        k, v = (lax.all_gather(x, axis, axis=1, tiled=True) for x in (k, v))
+    others_positions = packing.q_positions is not None and not partition.zigzag
+    if reach is None or widened or others_positions or reach > place.farthest(length):
+        everywhere = _packing_of_the_row(packing, k.shape, place)
+        k, v = (lax.all_gather(x, place.axis, axis=1, tiled=True) for x in (k, v))
         return _attend(q, k, v, per_head, everywhere, gate, options)
     ids = packing.q_segment_ids
     if ids is None:
         ids = jnp.ones(q.shape[:2], jnp.int32)
-    halo_k, halo_v, halo_ids = (_from_left(x, reach, axis, pieces) for x in (k, v, ids))
+    positions = packing.q_positions
+    if positions is None and spec.num_sink_tokens:
+        positions = _positions_on_mesh(ids, place.axis, pieces)
+    halo_k, halo_v, halo_ids = (from_left(x, reach, place) for x in (k, v, ids))
+    k, v, ids = (place.by_chunk(x) for x in (k, v, ids))  # [B * chunks, length, ...]
+    shape, q = q.shape, place.by_chunk(q)
     if not spec.num_sink_tokens:
         # Idle queries in front make this one sequence with itself, which the window kernels take; they cost less
         # than explicit positions would.
@@ -135,10 +142,10 @@ def _on_one_device(
         q = jnp.pad(q, ((0, 0), (reach, 0), (0, 0), (0, 0)))
         k, v = jnp.concatenate([halo_k, k], axis=1), jnp.concatenate([halo_v, v], axis=1)
         out, silent = _attend(q, k, v, per_head, both, None, options)
-        return out[:, reach:], silent[:, reach:]
-    positions = _positions_on_mesh(ids, axis, pieces)
-    halo_positions = _from_left(positions, reach, axis, pieces)
-    first = _first_tokens((k, v), ids, positions, spec.num_sink_tokens, reach, axis, rank)
+        return out[:, reach:].reshape(shape), silent[:, reach:].reshape(shape[:2])
+    assert positions is not None
+    halo_positions, positions = from_left(positions, reach, place), place.by_chunk(positions)
+    first = _first_tokens((k, v), ids, positions, spec.num_sink_tokens, reach, place)
     (first_k, first_v), first_ids, first_positions = first
     packing = Packing(
         q_segment_ids=ids,
@@ -147,7 +154,8 @@ def _on_one_device(
         kv_positions=jnp.concatenate([first_positions, halo_positions, positions], axis=1),
     )
     k, v = jnp.concatenate([first_k, halo_k, k], axis=1), jnp.concatenate([first_v, halo_v, v], axis=1)
-    return _attend(q, k, v, per_head, packing, None, options)
+    out, silent = _attend(q, k, v, per_head, packing, None, options)
+    return out.reshape(shape), silent.reshape(shape[:2])
 
 
 def _reach(spec: AttentionSpec, length: int) -> int | None:
@@ -159,34 +167,22 @@ def _reach(spec: AttentionSpec, length: int) -> int | None:
     return rounded if rounded <= length else reach
 
 
-def _packing_of_the_row(packing: Packing, kv_shape: tuple[int, ...], axis: str, rank) -> Packing:
+def _packing_of_the_row(packing: Packing, kv_shape: tuple[int, ...], place: Place) -> Packing:
     """Every key of the row, the queries at their place in it."""
 
     def gather(x):
-        return None if x is None else lax.all_gather(x, axis, axis=1, tiled=True)
+        return None if x is None else lax.all_gather(x, place.axis, axis=1, tiled=True)
 
     ids, positions = gather(packing.q_segment_ids), gather(packing.q_positions)
     if positions is None:
         batch, length = kv_shape[:2]
-        index = jnp.arange(length * lax.axis_size(axis), dtype=jnp.int32)[None]
+        index = jnp.arange(length * place.pieces, dtype=jnp.int32)[None]
         positions = (
             jnp.broadcast_to(index, (batch, index.shape[1])) if ids is None else segment_positions(ids)
         )
-        here = lax.dynamic_slice_in_dim(positions, rank * length, length, axis=1)
+        here = lax.dynamic_slice_in_dim(positions, place.rank * length, length, axis=1)
         packing = packing._replace(q_positions=here)
     return packing._replace(kv_segment_ids=ids, kv_positions=positions)
-
-
-def _from_left(x: jax.Array, reach: int, axis: str, pieces: int) -> jax.Array:
-    """The `reach` tokens left of a device's own x [B, T/n, ...]; zeros (segment id 0) left of the row's start."""
-    length = x.shape[1]
-    hops = -(-reach // length)
-    fetched = []
-    for hop in range(hops, 0, -1):
-        wanted = reach - (hops - 1) * length if hop == hops else length
-        steps = [(source, source + hop) for source in range(pieces - hop)]
-        fetched.append(lax.ppermute(x[:, length - wanted :], axis, steps))
-    return jnp.concatenate(fetched, axis=1) if fetched else x[:, :0]
 
 
 def _positions_on_mesh(ids: jax.Array, axis: str, pieces: int) -> jax.Array:
@@ -210,21 +206,28 @@ def _positions_on_mesh(ids: jax.Array, axis: str, pieces: int) -> jax.Array:
     return local + jnp.where(first_run, offset, 0)
 
 
-def _first_tokens(kv, ids, positions, count: int, reach: int, axis: str, rank):
-    """Keys and values of the first `count` tokens of the document that runs in from the left, where they are neither
-    on this device nor in its halo; slots without one have id 0.
+def _first_tokens(kv, ids, positions, count: int, reach: int, place: Place):
+    """Keys and values of the first `count` tokens of the document that runs into a chunk from the left, where they are
+    neither in the chunk nor in its halo; slots without one have id 0.
 
-    Returns ((k, v) [B, count, K, D], ids [B, count], positions [B, count]).
+    All arrays are by chunk, [B * chunks, length, ...].
+
+    Returns ((k, v) [B * chunks, count, K, D], ids [B * chunks, count], positions [B * chunks, count]).
     """
-    batch, length = ids.shape
+    rows, length = ids.shape
     slot = jnp.arange(count, dtype=jnp.int32)[None]  # [1, count]
-    # Each device offers what it holds of the start of its last document, the only one that can run on to the right.
-    index = length - 1 - (positions[:, -1:] - slot)  # [B, count]
+    # Each chunk offers what it holds of the start of its last document, the only one that can run on to the right.
+    index = length - 1 - (positions[:, -1:] - slot)  # [rows, count]
     inside = jnp.clip(index, 0, length - 1)[..., None, None]
-    offers = [lax.all_gather(jnp.take_along_axis(x, inside, axis=1), axis) for x in kv]  # [n, B, count, K, D]
-    place = rank * length - positions[:, :1] + slot  # in the row
-    taken = (place >= 0) & (place < rank * length - reach) & (ids[:, :1] != 0)
-    source = jnp.clip(place // length, 0, lax.axis_size(axis) - 1)
-    chosen = [offer[source, jnp.arange(batch)[:, None], slot] for offer in offers]
-    # A document that starts on this device has all of its first tokens here: `place` is then not left of the halo.
-    return chosen, jnp.where(taken, ids[:, :1], 0), jnp.broadcast_to(slot, (batch, count))
+    # [n, rows, count, K, D]
+    offers = [lax.all_gather(jnp.take_along_axis(x, inside, axis=1), place.axis) for x in kv]
+    start = jnp.tile(place.chunk_numbers * length, rows // place.chunks)[
+        :, None
+    ]  # of the chunk, in the row of tokens
+    token = start - positions[:, :1] + slot
+    taken = (token >= 0) & (token < start - reach) & (ids[:, :1] != 0)
+    device, chunk = place.holder(jnp.clip(token // length, 0, place.pieces * place.chunks - 1))
+    row = jnp.arange(rows)[:, None] // place.chunks * place.chunks + chunk
+    chosen = [offer[device, row, slot] for offer in offers]
+    # A document that starts in this chunk has all of its first tokens here: `token` is then not left of the halo.
+    return chosen, jnp.where(taken, ids[:, :1], 0), jnp.broadcast_to(slot, (rows, count))

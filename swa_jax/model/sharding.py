@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import Parameter, declared, low_rank, map_parameters
+from swa_jax.model.sequence_order import SequenceOrder
 
 AXES = ("data", "fsdp", "context", "tensor")
 
@@ -88,10 +89,16 @@ class ShardingRules:
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """A mesh and the rules by which arrays lie on it. Hashable: a static argument of what is compiled."""
+    """A mesh and the rules by which arrays lie on it. Hashable: a static argument of what is compiled.
+
+    Attributes:
+      zigzag: whether rows whose tokens are split lie in zig-zag order (`sequence_order.zigzag`). Positions must then be
+        given, and are those of the segments.
+    """
 
     mesh: Mesh
     rules: ShardingRules = ShardingRules()
+    zigzag: bool = False
 
     def size(self, dimension: str) -> int:
         """Pieces that a dimension is split into."""
@@ -204,13 +211,17 @@ def check_model(config: ModelConfig, partition: Partition) -> None:
         _parameter_spec(parameter, parameter.stacked_shape, partition)
 
 
-def check_batch(partition: Partition, batch: int, length: int, where: str) -> None:
+def check_batch(
+    partition: Partition, batch: int, length: int, where: str, *, order: SequenceOrder = "auto"
+) -> None:
     """Rows and tokens of one step's batch [batch, length] must divide among the devices; `where` names the setting."""
     for dimension, size, name in (
         ("batch", batch, "batch_size / accumulate"),
         ("sequence", length, "sequence_length"),
     ):
         pieces = partition.size(dimension)
+        if dimension == "sequence" and order == "zigzag" and pieces > 1:
+            pieces *= 2
         if size % pieces:
             raise ConfigError(
                 f"'{where}': {name} = {size} cannot be split in {pieces} ({_sizes(partition, dimension)}): make it a "

@@ -1,6 +1,6 @@
-"""Reads a compiled program (XLA's HLO text): how often each part runs, what it multiplies, what it sends.
+"""Reads a compiled program (XLA's HLO text): how often each part runs and what it multiplies.
 
-XLA's own cost analysis counts the body of a loop once and does not say which collective runs how often; this does.
+XLA's own cost analysis counts the body of a loop once; this does not.
 """
 
 from __future__ import annotations
@@ -10,17 +10,15 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 ITEM_BYTES = {
     "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8,
     "u64": 8, "f64": 8,
 }  # fmt: skip
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 NO_ESTIMATE = 2**62  # cycles: what stands for "not known"
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
@@ -45,17 +43,6 @@ class Computation(NamedTuple):
 class Program(NamedTuple):
     computations: dict[str, Computation]
     entry: str
-
-
-class Collective(NamedTuple):
-    """One collective operation of a program, as each device takes part in it."""
-
-    kind: str
-    axes: tuple[str, ...]  # of the mesh, that it runs over; () where they could not be read
-    group: int  # devices that take part
-    sent_bytes: float  # by a device each time, as a ring sends them
-    executions: float  # a run of the program
-    op_name: str  # where in the model it comes from
 
 
 # ---- reading ----
@@ -124,7 +111,7 @@ def executions(
     def visit(name: str, times: float) -> None:
         counts[name] += times
         for instruction in program.computations[name].instructions.values():
-            for called, share in _called(program, program.computations[name], instruction, branch_shares):
+            for called, share in calls(program, program.computations[name], instruction, branch_shares):
                 if called in program.computations:
                     visit(called, times * share)
 
@@ -132,7 +119,13 @@ def executions(
     return counts
 
 
-def _called(
+def called_computation(instruction: Instruction) -> str | None:
+    """What a fusion or an asynchronous wrapper runs."""
+    found = re.search(r"\bcalls=%?([\w.\-]+)", instruction.attributes)
+    return found[1] if found else None
+
+
+def calls(
     program: Program,
     computation: Computation,
     instruction: Instruction,
@@ -177,8 +170,8 @@ def trip_count(program: Program, outside: Computation, loop: Instruction) -> int
 
     comparison = condition.root
     if comparison.opcode == "fusion":  # the same comparison, wrapped
-        called = re.search(r"\bcalls=%?([\w.\-]+)", comparison.attributes)
-        inner = program.computations[called[1]].root if called else comparison
+        called = called_computation(comparison)
+        inner = program.computations[called].root if called else comparison
         comparison = comparison._replace(opcode=inner.opcode, attributes=inner.attributes)
     if comparison.opcode != "compare" or "direction=LT" not in comparison.attributes:
         return None
@@ -235,15 +228,47 @@ def matmul_flops(program: Program, counts: dict[str, float]) -> float:
     return total
 
 
+def own_cycles(instruction: Instruction) -> int:
+    """What the TPU compiler's cost model expects of one of its operations; kernels and collectives have no estimate."""
+    found = _CYCLES.search(instruction.attributes)
+    return int(found[1]) if found and int(found[1]) < NO_ESTIMATE else 0
+
+
 def estimated_cycles(program: Program, counts: dict[str, float]) -> float:
-    """What the TPU compiler's cost model expects of its own operations; kernels and collectives have no estimate."""
-    total = 0.0
+    """`own_cycles` of all that runs."""
+    return sum(
+        own_cycles(instruction) * counts[computation.name]
+        for computation in program.computations.values()
+        for instruction in computation.instructions.values()
+    )
+
+
+def cycles_by_part(program: Program, counts: dict[str, float], scope: str) -> dict[str, float]:
+    """`estimated_cycles` of matrix products, of what was traced inside the named scope, and of the rest.
+
+    An operation that the compiler has joined to a matrix product from outside the scope counts as a part of it.
+    """
+    parts = {"matmuls": 0.0, scope: 0.0, "other": 0.0}
     for computation in program.computations.values():
         for instruction in computation.instructions.values():
-            found = _CYCLES.search(instruction.attributes)
-            if found and int(found[1]) < NO_ESTIMATE:
-                total += int(found[1]) * counts[computation.name]
-    return total
+            if cycles := own_cycles(instruction) * counts[computation.name]:
+                called = program.computations.get(called_computation(instruction) or "")
+                members = [instruction, *(called.instructions.values() if called else ())]
+                in_scope = [f"/{scope}/" in _traced_as(member) for member in members]
+                products = [
+                    inside
+                    for member, inside in zip(members, in_scope, strict=True)
+                    if member.opcode in ("convolution", "dot")
+                ]
+                is_product = bool(products) and not all(products)
+                parts["matmuls" if is_product else scope if any(in_scope) else "other"] += cycles
+    return parts
+
+
+def _traced_as(instruction: Instruction) -> str:
+    """The operation of the traced program that it comes from, with its scopes."""
+    found = _OP_NAME.search(instruction.attributes)
+    return found[1] if found else ""
 
 
 def stacked_outputs(program: Program, length: int) -> int:
@@ -277,112 +302,3 @@ def _parts(type_: str) -> list[str]:
             parts.append(type_[start:i])
             start = i + 1
     return parts
-
-
-# ---- what it sends ----
-
-
-def collectives(program: Program, counts: dict[str, float], mesh_shape: dict[str, int]) -> list[Collective]:
-    """Every collective that runs, with the mesh axes that it runs over. Device i is the i-th of the mesh, row-major."""
-    found = []
-    for computation in program.computations.values():
-        times = counts[computation.name]
-        for instruction in computation.instructions.values():
-            kind = instruction.opcode.removesuffix("-start")
-            if kind not in COLLECTIVES or not times:
-                continue
-            groups = device_groups(instruction.attributes, math.prod(mesh_shape.values()))
-            size = type_bytes(instruction.type)
-            if instruction.opcode.endswith("-start"):
-                # The type holds operands beside results.
-                given = sum(type_bytes(computation.instructions[name].type) for name in instruction.operands)
-                size = given if kind in ("collective-permute", "all-reduce") else size - given
-            if kind == "all-reduce" and _scatters(computation, instruction):
-                kind = "reduce-scatter"
-                size /= max(groups.shape[1], 1)
-            op_name = re.search(r'op_name="([^"]*)"', instruction.attributes)
-            found.append(
-                Collective(
-                    kind,
-                    _axes(groups, mesh_shape),
-                    groups.shape[1],
-                    _ring_bytes(kind, size, groups.shape[1]),
-                    times,
-                    op_name[1] if op_name else "",
-                )
-            )
-    return found
-
-
-def _scatters(computation: Computation, instruction: Instruction) -> bool:
-    """Whether an all-reduce is the TPU compiler's reduce-scatter: a fusion of it with a slice of its result."""
-    return "all-reduce-scatter" in computation.name or (
-        instruction.opcode == "all-reduce"
-        and computation.root.opcode == "dynamic-slice"
-        and instruction.name in computation.root.operands
-    )
-
-
-def _ring_bytes(kind: str, result_bytes: float, group: int) -> float:
-    """Bytes that a device sends, by the size of the result it ends up with."""
-    return {
-        "all-gather": result_bytes * (group - 1) / group,
-        "reduce-scatter": result_bytes * (group - 1),
-        "all-reduce": 2 * result_bytes * (group - 1) / group,
-        "all-to-all": result_bytes * (group - 1) / group,
-        "collective-permute": result_bytes,
-    }[kind]
-
-
-def device_groups(attributes: str, num_devices: int) -> np.ndarray:
-    """The devices of each group [groups, devices] of a collective; of a permutation [pairs, (source, target)]."""
-    if pairs := re.search(r"source_target_pairs=\{\{(.*?)\}\}", attributes):
-        return _listed(pairs[1])
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", attributes):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-        grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-        return _along(grid, list(sizes), re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", mesh[2]))
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
-    if iota:
-        shape, dims = (tuple(map(int, iota[i].split(","))) for i in (1, 2))
-        devices = np.arange(math.prod(dims)).reshape(dims)
-        return (devices.transpose(tuple(map(int, iota[3].split(",")))) if iota[3] else devices).reshape(shape)
-    if listed := re.search(r"replica_groups=\{\{(.*?)\}\}", attributes):
-        return _listed(listed[1])
-    return np.arange(num_devices)[None]  # no groups: all together
-
-
-def _listed(text: str) -> np.ndarray:
-    return np.array([list(map(int, group.split(","))) for group in re.split(r"\}\s*,\s*\{", text)])
-
-
-def _along(grid: np.ndarray, names: list[str], wanted: list[tuple[str, str, str]]) -> np.ndarray:
-    """Groups along axes of a grid, or along the part (before, size) of one that `'axis':(before)size` names."""
-    split: list[int] = []
-    chosen: list[int] = []
-    for name, size in zip(names, grid.shape, strict=True):
-        parts = [(int(before), int(part)) for axis, before, part in wanted if axis == name and before]
-        if any(axis == name and not before for axis, before, _ in wanted):
-            chosen.append(len(split))
-            split.append(size)
-            continue
-        done = 1
-        for before, part in sorted(parts):
-            if before > done:
-                split.append(before // done)
-            chosen.append(len(split))
-            split.append(part)
-            done = before * part
-        split.append(size // done)
-    kept = [i for i in range(len(split)) if i not in chosen]
-    moved = grid.reshape(split).transpose(*kept, *chosen)
-    return moved.reshape(-1, math.prod(split[i] for i in chosen))
-
-
-def _axes(groups: np.ndarray, mesh_shape: dict[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which the devices of a group differ."""
-    if groups.size == 0 or groups.max() >= math.prod(mesh_shape.values()):
-        return ()
-    places = np.stack(np.unravel_index(groups, tuple(mesh_shape.values())))  # [axes, groups, devices]
-    varies = (places != places[:, :, :1]).any(axis=(1, 2))
-    return tuple(name for name, differs in zip(mesh_shape, varies, strict=True) if differs)

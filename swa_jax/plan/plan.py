@@ -7,14 +7,14 @@ report states.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import importlib.metadata
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,19 +22,29 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from swa_jax.chips import COMPILE_ONLY, TARGETS, Target, find_chip
 from swa_jax.errors import CheckpointError, ConfigError
-from swa_jax.model.attention import kinds_of
+from swa_jax.model.attention import AROUND_ATTENTION, kinds_of
 from swa_jax.model.cache import allocate, cache_layout
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.flops import attention_flops, train_flops_per_token
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.lora import trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.model.sharding import MeshConfig, Partition, check_batch, check_model, make_mesh, state_shardings
-from swa_jax.plan import hlo
+from swa_jax.model.sequence_order import in_zigzag, zigzag
+from swa_jax.model.sharding import (
+    MeshConfig,
+    Partition,
+    check_batch,
+    check_model,
+    make_mesh,
+    state_shardings,
+)
+from swa_jax.plan import hlo, timeline
+from swa_jax.plan.collectives import Collective, collectives
+from swa_jax.plan.timeline import Passes
 from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.optimizer import make_optimizer
 from swa_jax.train.patterns import Start, find_start, stage_patterns
@@ -47,14 +57,15 @@ GIB = 2**30
 ROUTED_SHARE = 0.13  # of the tokens, to full attention, after SwiAttn's training (paper, Figure 4)
 
 
-class Compilation(NamedTuple):
+class TracedStep(NamedTuple):
     """A step that is traced but not compiled, and what it holds."""
 
-    lowered: Any
+    program: jax.stages.Traced
     held: dict[str, Any]  # its arguments, by what they are
-    mesh: dict[str, int]
+    mesh: Mesh
     model: Decoder
     batch: dict[str, int]
+    zigzag: bool = False  # whether rows lie in zig-zag order over `context`
 
 
 def plan(
@@ -81,19 +92,23 @@ def plan(
     """
     if not 0 <= stage < len(config.stages):
         raise ConfigError(f"--stage is {stage}: the run has stages 0 to {len(config.stages) - 1}")
-    devices = topology_devices(topology)
+    slices = config.mesh.slices if step == "train" else 1
+    devices = topology_devices(topology, slices)
     kind = devices[0].device_kind
     start = _start(config)
     if step == "train":
-        traced = _train_step(config, config.stages[stage], start, devices)
+        traced = trace_training(config, config.stages[stage], start, devices)
     else:
-        traced = _generation_step(config, config.stages[stage], start, devices, step, batch_size, length)
+        traced = trace_generation(
+            config, config.stages[stage], start, devices, step, batch_size=batch_size, length=length
+        )
     report: dict[str, Any] = {
         "topology": topology,
+        "slices": slices,
         "chip": kind,
         "devices": len(devices),
         "step": step,
-        "mesh": traced.mesh,
+        "mesh": dict(traced.mesh.shape),
         "batch": traced.batch,
         "pattern": str(traced.model.pattern),
         "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(traced.model))),
@@ -102,7 +117,8 @@ def plan(
     held = {name: _local_bytes(tree) for name, tree in traced.held.items()}
     began = time.perf_counter()
     try:
-        compiled = traced.lowered.compile()
+        with jax.sharding.use_abstract_mesh(traced.mesh.abstract_mesh):
+            compiled = traced.program.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         report["memory"] = _does_not_fit(str(error), held, target_of(kind)[0])
         return report
@@ -111,10 +127,10 @@ def plan(
     counts = hlo.executions(program, _branch_shares(traced.model.pattern))
     kept = hlo.stacked_outputs(program, start.config.num_hidden_layers) if step == "train" else 0
     report["memory"] = _memory(compiled.memory_analysis(), held, kept, target_of(kind)[0])
-    sends = hlo.collectives(program, counts, traced.mesh)
+    sends = collectives(program, counts, dict(traced.mesh.shape), slices)
     report["collectives"] = _by_kind(sends)
     report["flops"] = _flops(traced, hlo.matmul_flops(program, counts), config.remat, step, len(devices))
-    report["time"] = _time(report["flops"], hlo.estimated_cycles(program, counts), sends, traced, kind, step)
+    report["time"] = _time(report["flops"], program, counts, sends, traced, kind, step, slices)
     if uncounted := hlo.uncounted_loops(program, counts):
         report["time"]["assumptions"].append(
             f"{uncounted} loops whose number of runs is not in the program are counted once"
@@ -125,8 +141,8 @@ def plan(
 # ---- the topology ----
 
 
-def topology_devices(name: str) -> list[Any]:
-    """The devices of a TPU topology that is not here.
+def topology_devices(name: str, slices: int = 1) -> list[Any]:
+    """The devices of so many slices of a TPU topology that is not here.
 
     Raises:
       ConfigError: libtpu is not installed, or does not know the topology.
@@ -142,7 +158,7 @@ def topology_devices(name: str) -> list[Any]:
     try:
         with _silent_stderr():
             known_as = name.replace("v7x:", "tpu7x:")  # the other tools' name for it
-            topology = topologies.get_topology_desc(platform="tpu", topology_name=known_as)
+            topology = topologies.get_topology_desc(platform="tpu", topology_name=known_as, num_slices=slices)
         devices: list[Any] = list(topology.devices)
     except Exception as error:
         raise ConfigError(
@@ -187,11 +203,20 @@ def _start(config: TrainConfig) -> Start:
         ) from error
 
 
-def _train_step(config: TrainConfig, stage: StageConfig, start: Start, devices: list[Any]) -> Compilation:
+def trace_training(
+    config: TrainConfig, stage: StageConfig, start: Start, devices: Sequence[Any]
+) -> TracedStep:
+    """The step of a run on devices that need not be here; a batch has the stage's sizes."""
     model_config = start.config
     mesh = make_mesh(config.mesh, devices)
     partition = Partition(mesh, config.sharding)
-    check_batch(partition, stage.batch_size // stage.accumulate, stage.sequence_length, "stages")
+    check_batch(
+        partition,
+        stage.batch_size // stage.accumulate,
+        stage.sequence_length,
+        "stages",
+        order=config.sequence_order,
+    )
     check_model(model_config, partition)
     pattern = stage_patterns(config, start, stage)[0]  # where its steps take several in turn, the first
 
@@ -221,26 +246,31 @@ def _train_step(config: TrainConfig, stage: StageConfig, start: Start, devices: 
             (stage.batch_size, 1), jnp.int32, sharding=partition.sharding("batch", None)
         )
     run: Any = make_step(model, optimizer, config, partition)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = run.lower(state, batch, stage.accumulate)
     held = {
         "parameters": (state.params, state.frozen),
         "optimizer": (state.optimizer, state.norm_mean),
         "batch": batch,
     }
     described = {"rows": size[0], "length": size[1], "accumulate": stage.accumulate}
-    return Compilation(lowered, held, dict(mesh.shape), model, described)
+    pieces = partition.size("sequence")
+    reordered = in_zigzag(config.sequence_order, pattern, stage.sequence_length, pieces)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        program = run.trace(state, batch, stage.accumulate)
+    return TracedStep(program, held, mesh, model, described, reordered)
 
 
-def _generation_step(
+def trace_generation(
     config: TrainConfig,
     stage: StageConfig,
     start: Start,
-    devices: list[Any],
+    devices: Sequence[Any],
     step: Step,
-    rows: int,
-    length: int | None,
-) -> Compilation:
+    *,
+    batch_size: int = 8,
+    length: int | None = None,
+) -> TracedStep:
+    """A step of generation on the first of the devices; the other arguments are those of `plan`."""
+    rows = batch_size
     length, model_config = length or stage.sequence_length, start.config
     pattern = stage_patterns(config, start, stage)[0]
     layout = cache_layout(pattern, model_config.num_key_value_heads, length)
@@ -268,9 +298,9 @@ def _generation_step(
     function, tokens = (prefill, prompts) if step == "prefill" else (decode, numbers)
     mesh = make_mesh(MeshConfig(), devices[:1])
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(function, donate_argnums=1).lower(weights, cache, tokens, numbers)
+        program = jax.jit(function, donate_argnums=1).trace(weights, cache, tokens, numbers)
     held = {"parameters": weights, "cache": cache, "batch": (tokens, numbers)}
-    return Compilation(lowered, held, dict(mesh.shape), model, {"rows": rows, "length": length})
+    return TracedStep(program, held, mesh, model, {"rows": rows, "length": length})
 
 
 def _placed(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -314,6 +344,7 @@ def _memory(analysis: Any, held: dict[str, int], kept: int, chip: Target) -> dic
         "capacity": capacity,
         "fits": total <= capacity,
         "free": capacity - total,
+        "host": analysis.host_temp_size_in_bytes,
     }
 
 
@@ -336,21 +367,27 @@ def _does_not_fit(message: str, held: dict[str, int], chip: Target) -> dict[str,
     }
 
 
-def _by_kind(sends: list[hlo.Collective]) -> list[dict[str, Any]]:
-    """Collectives gathered by kind and axes, the largest first; bytes that a chip sends in a step."""
-    totals: dict[tuple[str, str], list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+def _by_kind(sends: list[Collective]) -> list[dict[str, Any]]:
+    """By kind, axes and whether work runs beside them, the largest first; the bytes that a chip sends in a step."""
+    totals: dict[tuple[str, str, bool], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for send in sends:
-        entry = totals[send.kind, " x ".join(send.axes) or "?"]
+        entry = totals[send.kind, " x ".join(send.axes) or "?", send.asynchronous]
         entry[0] += send.executions
         entry[1] += send.executions * send.sent_bytes
     ordered = sorted(totals.items(), key=lambda item: -item[1][1])
     return [
-        {"kind": kind, "axes": axes, "executions": round(times, 1), "bytes": round(size)}
-        for (kind, axes), (times, size) in ordered
+        {
+            "kind": kind,
+            "axes": axes,
+            "asynchronous": beside,
+            "executions": round(times, 1),
+            "bytes": round(size),
+        }
+        for (kind, axes, beside), (times, size) in ordered
     ]
 
 
-def _flops(traced: Compilation, matmuls: float, remat: str, step: Step, devices: int) -> dict[str, float]:
+def _flops(traced: TracedStep, matmuls: float, remat: str, step: Step, devices: int) -> dict[str, float]:
     """Operations of one chip. `model` is what the mathematics asks for, the base of MFU; the others are done."""
     model, pattern = traced.model.config, traced.model.pattern
     rows, length = traced.batch["rows"], traced.batch["length"]
@@ -359,7 +396,7 @@ def _flops(traced: Compilation, matmuls: float, remat: str, step: Step, devices:
     if step == "train":
         tokens = rows * length / devices
         forward = tokens * float(attention_flops(model, pattern, positions).mean())
-        forward *= 1 if remat == "none" else 2
+        forward *= 2 if remat == "layer" else 1  # "layer" runs attention again
         # The backward pass has five matrix products of a tile where the forward has two.
         backward = tokens * float(attention_flops(model, pattern, positions, routed).mean()) * 2.5
         wanted = tokens * train_flops_per_token(model, pattern, length, routed, traced.model.lora)
@@ -377,42 +414,57 @@ def _flops(traced: Compilation, matmuls: float, remat: str, step: Step, devices:
 
 def _time(
     flops: dict[str, float],
-    cycles: float,
-    sends: list[hlo.Collective],
-    traced: Compilation,
+    program: hlo.Program,
+    counts: dict[str, float],
+    sends: list[Collective],
+    traced: TracedStep,
     kind: str,
     step: Step,
+    slices: int,
 ) -> dict[str, Any]:
     chip, peak = target_of(kind)
     pattern = traced.model.pattern
     forward, backward = chip.kernel_share
-    kernels = flops["attention_forward"] / (peak * forward) + flops["attention_backward"] / (peak * backward)
-    context, busiest = traced.mesh["context"], 1.0
-    if step == "train":  # the last device along the context sees the most keys
-        every = attention_flops(traced.model.config, pattern, np.arange(traced.batch["length"]))
-        busiest = float(every[-(len(every) // context) :].mean() / every.mean())
-        kernels *= busiest
-    operations = cycles / (chip.gigahertz * 1e9)
-    devices = math.prod(traced.mesh.values())
-    network = sum(
-        send.sent_bytes
-        * send.executions
-        / (2 * (chip.torus if send.group == devices else 1) * chip.link_bytes)
-        for send in sends
+    kernels = Passes(
+        flops["attention_forward"] / (peak * forward), flops["attention_backward"] / (peak * backward)
     )
-    hidden, shown = max(operations + kernels, network), operations + kernels + network
+    context, busiest = traced.mesh.shape["context"], 1.0
+    if step == "train":  # the busiest device along the context keeps the others waiting
+        place = np.arange(traced.batch["length"])
+        if traced.zigzag:
+            place = np.asarray(zigzag(jnp.asarray(place)[None], context))[0]
+        every = attention_flops(traced.model.config, pattern, place)
+        busiest = float(every.reshape(context, -1).mean(axis=1).max() / every.mean())
+        kernels = Passes(*(seconds * busiest for seconds in kernels))
+    clock = chip.gigahertz * 1e9
+    parts = hlo.cycles_by_part(program, counts, AROUND_ATTENTION)
+    seconds_by_part = {name: cycles / clock for name, cycles in parts.items()}
+    operations = sum(seconds_by_part.values())
+    in_slice = traced.mesh.size // slices
+
+    def transfer(send: Collective) -> float:
+        if send.axes == ("slices",):
+            return send.sent_bytes / chip.dcn_bytes
+        return send.sent_bytes / (2 * (chip.torus if send.group == in_slice else 1) * chip.link_bytes)
+
+    work = timeline.work_of(program, counts, clock, kernels)
+    elapsed = timeline.play(program, sends, work, transfer, _branch_shares(pattern))
+    network = sum(transfer(send) * send.executions for send in sends)
+    hidden, shown = max(operations + sum(kernels), network), operations + sum(kernels) + network
     assumptions = [
         "matrix products and other operations of XLA: the TPU compiler's own estimates of cycles, at "
         f"{chip.gigahertz} GHz",
         f"attention kernels: {forward:.0%} (forward) and {backward:.0%} (backward) of the bf16 peak on visible keys, "
         "from static cycle counts at window 1024 and head_dim 128 (docs/kernels.md); narrower windows reach less",
         f"collectives: rings in both directions, over one axis of the torus, or over all {chip.torus} where every "
-        f"device takes part, {chip.link_bytes / 1e9:.0f} GB/s a link and direction; 'seconds_hidden' has them run "
-        "wholly beside the rest, 'seconds_shown' not at all",
+        f"device takes part, {chip.link_bytes / 1e9:.0f} GB/s a link and direction. What runs beside them is read from "
+        "the compiled schedule; 'seconds_hidden' has them run wholly beside the rest, 'seconds_shown' not at all",
     ]
+    if slices > 1:
+        assumptions.append(f"between slices: {8 * chip.dcn_bytes / 1e9:.0f} Gb/s a device")
     if busiest > 1:
         assumptions.append(
-            f"the step waits for the last of {context} devices along the context, whose attention is {busiest:.2f} "
+            f"the step waits for the busiest of {context} devices along the context, whose attention is {busiest:.2f} "
             "times the mean"
         )
     if SWITCH in pattern.layer_types:
@@ -420,13 +472,16 @@ def _time(
     if step == "decode":
         assumptions.append("the time that decode kernels take to read the caches is not in it")
     tokens = traced.batch["rows"] * (1 if step == "decode" else traced.batch["length"])
-    return {
+    everything = {"seconds": elapsed.total, "seconds_hidden": hidden, "seconds_shown": shown}
+    return everything | {
         "xla_seconds": operations,
-        "kernel_seconds": kernels,
+        "xla_seconds_by_part": seconds_by_part,
+        "kernel_seconds": sum(kernels),
         "collective_seconds": network,
-        "seconds_hidden": hidden,
-        "seconds_shown": shown,
+        "collective_seconds_waited": elapsed.waiting,
         "tokens_per_second": [tokens / shown, tokens / hidden],
         "mfu": [flops["model"] / (peak * shown), flops["model"] / (peak * hidden)],
+        "tokens_per_second_scheduled": tokens / elapsed.total,
+        "mfu_scheduled": flops["model"] / (peak * elapsed.total),
         "assumptions": assumptions,
     }

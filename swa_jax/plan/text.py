@@ -37,6 +37,8 @@ def describe(plan: dict[str, Any]) -> str:
 def _memory_lines(memory: dict[str, Any]) -> list[str]:
     lines = ["memory of a chip                            GiB"]
     lines += [f"  {text:40} {memory[name] / GIB:6.2f}" for name, text in _MEMORY.items() if name in memory]
+    if memory.get("host"):
+        lines.append(f"  {'in the memory of its host':40} {memory['host'] / GIB:6.2f}")
     capacity = memory["capacity"] / GIB
     if memory["fits"]:
         lines.append(f"  {'total':40} {memory['total'] / GIB:6.2f}")
@@ -53,11 +55,12 @@ def _memory_lines(memory: dict[str, Any]) -> list[str]:
 
 
 def _collective_lines(collectives: list[dict[str, Any]]) -> list[str]:
-    lines = [f"{'collectives, in a step':22} {'over':24} {'times':>8} {'GB a chip sends':>16}"]
-    lines += [
-        f"  {c['kind']:20} {c['axes']:24} {c['executions']:8.0f} {c['bytes'] / 1e9:16.3f}"
-        for c in collectives
-    ]
+    lines = [f"{'collectives, in a step':22} {'over':24} {'':12} {'times':>8} {'GB a chip sends':>16}"]
+    for c in collectives:
+        how = "asynchronous" if c["asynchronous"] else "synchronous"
+        lines.append(
+            f"  {c['kind']:20} {c['axes']:24} {how:12} {c['executions']:8.0f} {c['bytes'] / 1e9:16.3f}"
+        )
     return lines if collectives else ["collectives: none"]
 
 
@@ -66,13 +69,18 @@ def _time_lines(plan: dict[str, Any]) -> list[str]:
     kernels = flops["attention_forward"] + flops["attention_backward"]
     slow, fast = time["tokens_per_second"]
     low, high = time["mfu"]
+    parts = time["xla_seconds_by_part"]
     return [
         f"operations of a chip: {flops['model'] / 1e12:.2f} TFLOP asked for by the model; done: "
         f"{flops['matmuls'] / 1e12:.2f} in matrix products, {kernels / 1e12:.2f} in attention",
-        f"time of a step, estimated: {time['seconds_hidden']:.3g} to {time['seconds_shown']:.3g} s "
+        f"time of a step, as scheduled: {time['seconds']:.3g} s "
+        f"({time['tokens_per_second_scheduled']:,.0f} tokens/s, MFU {time['mfu_scheduled']:.0%})",
+        f"  attention kernels {time['kernel_seconds']:.3g} s; matrix products {parts['matmuls']:.3g} s, what XLA does "
+        f"around attention {parts['around_attention']:.3g} s, and the rest {parts['other']:.3g} s",
+        f"  collectives {time['collective_seconds']:.3g} s; the step waits for them for "
+        f"{time['collective_seconds_waited']:.3g} s",
+        f"  with all collectives hidden {time['seconds_hidden']:.3g} s, with none {time['seconds_shown']:.3g} s "
         f"({slow:,.0f} to {fast:,.0f} tokens/s, MFU {low:.0%} to {high:.0%})",
-        f"  XLA's operations {time['xla_seconds']:.3g} s, attention kernels {time['kernel_seconds']:.3g} s, "
-        f"collectives {time['collective_seconds']:.3g} s",
         "assumptions:",
         *(f"  - {assumption}" for assumption in time["assumptions"]),
     ]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 from swa_jax.data import SourceConfig
 from swa_jax.errors import ConfigError
 from swa_jax.files import check_local
 from swa_jax.model.config import ModelConfig, RopeScaling
-from swa_jax.model.decoder import Remat
 from swa_jax.model.lora import LoraConfig
+from swa_jax.model.remat import Remat
+from swa_jax.model.sequence_order import SequenceOrder
 from swa_jax.model.sharding import MeshConfig, ShardingRules
 from swa_jax.train.objectives import SwitchLoss
 from swa_jax.train.optimizer import OptimizerConfig
@@ -84,6 +86,7 @@ class TrainConfig:
     num_sink_tokens: int | None = None
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     sharding: ShardingRules = dataclasses.field(default_factory=ShardingRules)
+    sequence_order: SequenceOrder = "auto"  # of a row's tokens over 'mesh.context': see sequence_order.py
     lora: LoraConfig | None = (
         None  # train adapters of `init_from`'s projections, and routers, in place of all weights
     )
@@ -95,6 +98,9 @@ class TrainConfig:
     bfloat16: bool = False  # compute in bf16; what is trained and its optimiser stay f32
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the finished model's weights
     remat: Remat = "none"
+    xla_options: Mapping[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # of the compiler, beside `TPU_OPTIONS`
     seed: int = 0
     checkpoint_every: int = 500  # steps
     keep_checkpoints: int = 2

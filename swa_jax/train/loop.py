@@ -300,9 +300,8 @@ def make_partition(config: TrainConfig) -> Partition | None:
         return None
     partition = Partition(mesh, config.sharding)
     for number, stage in enumerate(config.stages):
-        check_batch(
-            partition, stage.batch_size // stage.accumulate, stage.sequence_length, f"stages.{number}"
-        )
+        rows = stage.batch_size // stage.accumulate
+        check_batch(partition, rows, stage.sequence_length, f"stages.{number}", order=config.sequence_order)
     return partition
 
 

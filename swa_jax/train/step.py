@@ -11,12 +11,15 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from pallas_kernels.spec import segment_positions
 from swa_jax.model.attention import cast_parameters
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.loss import next_token_targets
+from swa_jax.model.sequence_order import in_zigzag, zigzag
 from swa_jax.model.sharding import Partition, constrain, state_shardings
+from swa_jax.train.compiler import compiler_options
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.objectives import (
     Totals,
@@ -111,7 +114,8 @@ def make_step(
             new_state = jax.lax.with_sharding_constraint(new_state, shardings)
         return new_state, metrics
 
-    return jax.jit(step, static_argnums=2, donate_argnums=0)
+    options = compiler_options(partition, config.xla_options)
+    return jax.jit(step, static_argnums=2, donate_argnums=0, compiler_options=options)
 
 
 def make_validation_loss(
@@ -126,7 +130,7 @@ def make_validation_loss(
         _, metrics = loss_of(params, frozen, batch, totals, None)
         return metrics["loss"] * totals.weight, jnp.sum(weights)
 
-    return jax.jit(summed)
+    return jax.jit(summed, compiler_options=compiler_options(partition, config.xla_options))
 
 
 def make_loss(
@@ -142,16 +146,23 @@ def make_loss(
         if config.bfloat16:
             params, frozen = cast_parameters((params, frozen), jnp.bfloat16)
         model = nnx.merge(graph, params, frozen)
-        segments = batch["segment_ids"]
+        ids, segments = batch["tokens"], batch["segment_ids"]
+        targets, weights = next_token_targets(ids, segments, batch["weights"])
+        layout, positions = partition, None
+        # Dropout is drawn for the places of a row, which it is not to lose its order for.
+        if partition is not None and dropout_key is None and _in_zigzag(config, model, partition, ids):
+            layout = dataclasses.replace(partition, zigzag=True)
+            arrays = ids, segments, segment_positions(segments), targets, weights
+            ids, segments, positions, targets, weights = (_zigzag(x, partition) for x in arrays)
         hidden, routing = model.features(
-            batch["tokens"],
+            ids,
             segment_ids=segments,
+            positions=positions,
             full_from=batch.get("full_from") if model.pattern.full_attention_decode else None,
             remat=config.remat,
-            partition=partition,
+            partition=layout,
             dropout_key=dropout_key,
         )
-        targets, weights = next_token_targets(batch["tokens"], segments, batch["weights"])
         tokens = model.token_loss(hidden, targets, weights, partition=partition)
         loss = language_loss = mean_loss(tokens, totals.weight)
         metrics = {"loss": language_loss, "accuracy": jnp.sum(tokens.correct * weights) / totals.weight}
@@ -172,6 +183,15 @@ def make_loss(
         return loss, metrics
 
     return loss_of
+
+
+def _in_zigzag(config: TrainConfig, model: Decoder, partition: Partition, tokens: jax.Array) -> bool:
+    pieces = partition.size("sequence")
+    return in_zigzag(config.sequence_order, model.pattern, tokens.shape[1], pieces)
+
+
+def _zigzag(x: jax.Array, partition: Partition) -> jax.Array:
+    return constrain(zigzag(x, partition.size("sequence")), partition, "batch", "sequence")
 
 
 def _mean_by_layer(values: jax.Array, segments: jax.Array, tokens: jax.Array) -> jax.Array:

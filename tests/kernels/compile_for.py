@@ -183,6 +183,7 @@ CALLS = {
     "window-of-one": train(AttentionSpec(1), kernels=2, heads=2, length=100),
     "sink-tokens": train(AttentionSpec(1024, 128), kernels=2, length=LONG),
     "sink-tokens-packed": train(AttentionSpec(300, 4), "q_segment_ids", kernels=2, head_dim=64),
+    "sink-tokens-packed-long": train(AttentionSpec(1024, 128), "q_segment_ids", kernels=2, length=LONG),
     "window-bidirectional": train(AttentionSpec(300, causal=False), kernels=2),
     "long-window": train(AttentionSpec(4096), kernels=2, length=6000, heads=2),
     "longer-window": train(AttentionSpec(4097), kernels=2, length=6000, heads=2),
@@ -190,6 +191,10 @@ CALLS = {
         AttentionSpec(2049), kernels=2, length=4000, heads=2, head_dim=256, dtype="float32"
     ),
     "full": train(AttentionSpec(), kernels=2, length=LONG),
+    "full-packed": train(AttentionSpec(), "q_segment_ids", kernels=2, length=LONG),
+    "full-packed-beyond-vmem": train(
+        AttentionSpec(), "q_segment_ids", kernels=3, length=40960, heads=1, kv_heads=1
+    ),
     "full-beyond-vmem": train(AttentionSpec(), kernels=3, length=40960, heads=1, kv_heads=1),
     "window-head-dim-256-float32": train(WINDOW, kernels=2, head_dim=256, dtype="float32", length=4096),
     "full-bidirectional": train(AttentionSpec(causal=False), kernels=2, head_dim=80),
@@ -197,22 +202,23 @@ CALLS = {
     "full-sigmoid": train(
         AttentionSpec(**SIGMOID), "alibi_slopes", "sigmoid_bias", "q_segment_ids", kernels=2
     ),
-    "full-from": train(AttentionSpec(300, 4), "full_from", "alibi_slopes", kernels=2),
+    "full-from": train(AttentionSpec(300, 4), "full_from", "alibi_slopes", kernels=4),
     "full-heads": train(WINDOW, "full_heads", kernels=4, length=LONG),
     "everything": train(
         AttentionSpec(300, 4, logit_softcap=30.0),
         *("q_segment_ids", "alibi_slopes", "sink_logits", "full_from", "full_heads"),
-        kernels=4,
+        kernels=6,
         head_dim=96,
     ),
     "sigmoid-everything": train(
         AttentionSpec(300, 4, logit_softcap=30.0, **SIGMOID),
         *("q_segment_ids", "alibi_slopes", "sigmoid_bias", "full_from", "full_heads"),
-        kernels=4,
+        kernels=6,
         head_dim=64,
     ),
     "positions": train(SMALL, "q_positions", kernels=2),
     "routed": routed(WINDOW, kernels=3, length=LONG),
+    "routed-packed": routed(WINDOW, "q_segment_ids", kernels=3, length=LONG),
     "routed-few": routed(AttentionSpec(1024), kernels=4, length=6000),  # gathered rows: few, or all
     "routed-everything": routed(
         AttentionSpec(300, 4), "q_segment_ids", "alibi_slopes", "sink_logits", "full_heads", kernels=8

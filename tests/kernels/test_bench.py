@@ -2,11 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import AttentionSpec, attention, bench, decode_attention, routed_attention
 from pallas_kernels.spec import coordinates
+from pallas_kernels.tpu import documents
 from pallas_kernels.tpu.decode import choose_steps, list_visits
 from swa_jax.bench.compile_for_chip import kernel_name, pallas_calls
 
@@ -80,7 +82,15 @@ def test_bench_functions_launch_what_the_api_launches(name, kind):
     assert measured == called
 
 
-@pytest.mark.parametrize("option", [{"packed": True}, {"num_sink_tokens": 128}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"packed": True},
+        {"num_sink_tokens": 128},
+        {"packed": True, "num_sink_tokens": 4},
+        {"packed": True, "full_from": 512},
+    ],
+)
 @pytest.mark.parametrize("backward", [False, True])
 def test_variants_of_the_window_launch_what_the_api_launches(option, backward):
     kind, name = "TPU v6 lite", "window_backward" if backward else "window_forward"
@@ -88,6 +98,8 @@ def test_variants_of_the_window_launch_what_the_api_launches(option, backward):
 
     def forward(q, k, v, ids):
         options = {"q_segment_ids": ids} if "packed" in option else {}
+        if "full_from" in option:
+            options["full_from"] = jnp.full((1, 1), option["full_from"]) + ids[:, :1]
         return attention(q, k, v, spec, **options, implementation="tpu")
 
     def both(*arguments):
@@ -125,6 +137,28 @@ def test_executions_of_the_window_kernels_are_their_steps():
     assert sum(sinks["window_forward"].bodies) == 8
     backward = bench.executions("window_backward", "TPU v5 lite", T=8192)["window_backward"]
     assert backward == bench.Executions(bodies=(7, 1), rows=1, heads=1)
+
+
+def test_executions_over_documents_are_the_blocks_that_no_edge_crosses_and_small_ones(monkeypatch):
+    """Of 4096 tokens, with an edge in each of the two blocks of 2048."""
+    monkeypatch.setattr(documents, "SMALL_BLOCK", 1024)
+
+    def bodies(**options):
+        return bench.executions("full_forward", "TPU v6 lite", T=4096, **options)["scheduled_forward"].bodies
+
+    assert bodies(packed=True) == (*bodies(), 0, 0, 0)
+    ids = bench.segment_ids(4096, 2048)
+    assert np.flatnonzero(np.diff(ids[0])).tolist() == [777, 2825]
+    # Small blocks of 1024: the first and the third have an edge inside. No pair is plain; the bodies for whole blocks
+    # do not run.
+    crossed = [(1, 0), (2, 0), (2, 1), (3, 2)]
+    assert bodies(documents=2048) == (0, 0, len(crossed), 0, 4)
+
+
+def test_scalars_are_zero_for_rows_of_one_document():
+    assert bench.scalars_are_zero("full_forward", packed=True, T=4096)
+    assert not bench.scalars_are_zero("full_forward", documents=1024, T=4096)
+    assert not bench.scalars_are_zero("window_forward", packed=True)
 
 
 def test_executions_of_the_scheduled_kernels_are_their_visits():

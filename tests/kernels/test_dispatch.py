@@ -110,6 +110,7 @@ def test_masks_are_of_the_kinds_that_the_call_needs():
     assert masks(AttentionSpec(7))["window_forward"] == {Kind.EDGE, Kind.BOTH}
     assert Kind.BY_TOKEN in masks(WINDOW, "q_segment_ids")["window_backward"]
     assert masks(SINKS, "full_from")["scheduled_backward"] == {Kind.FULL, Kind.BY_TOKEN}
+    assert Kind.BY_TOKEN not in masks(SINKS, "full_from")["window_backward"]
     assert masks(op="routed_attention")["branches_forward"] >= {Kind.DIAGONAL, Kind.EDGE}
 
 

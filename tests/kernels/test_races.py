@@ -46,6 +46,7 @@ CALLS = {
     "window-sigmoid": call(11, "alibi_slopes", "sigmoid_bias", activation="sigmoid"),
     "sink-tokens": call(11, num_sink_tokens=3),
     "full": call(),
+    "full-packed": call(segments=ROWS),
     "bidirectional": call(11, causal=False),
     "full-from": call(11, "full_from_row", "alibi_slopes", "sink_logits"),
     "full-heads": call(11, "full_heads"),
@@ -100,7 +101,7 @@ def test_attention(name, request):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["window", "sigmoid-everything"])
+@pytest.mark.parametrize("name", ["window", "window-packed-softcap", "sigmoid-everything"])
 def test_routed_attention(name, request):
     if "full_heads" in CALLS[name].options:
         request.getfixturevalue("heads_in_turn")

@@ -48,9 +48,9 @@ def test_routed(implementation, name):
 
 
 def test_packed_rows_go_on_outside_from_what_the_window_has_given(monkeypatch):
-    """The TPU kernels of the two branches are then two, the second of which begins with the first one's sums."""
+    """With sink tokens, the kernels of the two branches are two, and the second begins with the first one's sums."""
     Implementation("tpu", block=16).install(monkeypatch)
-    call = Call(AttentionSpec(window=7), (), PACKED_ROWS)
+    call = Call(AttentionSpec(window=7, num_sink_tokens=2), (), PACKED_ROWS)
     learned, fixed = call.draw()
 
     @functools.partial(jax.jit, static_argnums=0)

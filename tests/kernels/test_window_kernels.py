@@ -12,7 +12,7 @@ from pallas_kernels import AttentionSpec, attention
 from pallas_kernels.blocks import Tiles
 from pallas_kernels.spec import coordinates, dense_mask
 from pallas_kernels.tpu.tiles import Call as KernelCall
-from pallas_kernels.tpu.window import is_crossed, packed_segments
+from pallas_kernels.tpu.window import Cut, gather_sinks, packed_segments
 
 from .suite import Call, Implementation, assert_matches_reference
 
@@ -27,17 +27,60 @@ def _blocks_of_16(monkeypatch):
 ROWS = np.array([[1] * 40 + [2] * 24 + [3] * 16, [1] * 64 + [2] * 12 + [0] * 4])
 
 
+@pytest.mark.parametrize("num_sink_tokens", [0, 3])
 @pytest.mark.parametrize("window", [5, 11, 17, 32])
-def test_a_step_is_crossed_where_its_window_is_cut_or_a_query_is_padding(window):
-    where = coordinates(80, 80, q_segment_ids=ROWS)
-    segments = packed_segments(KernelCall(AttentionSpec(window), Tiles(16, 16)), where)
-    cut = np.asarray(
-        dense_mask(AttentionSpec(window), where) != dense_mask(AttentionSpec(window), coordinates(80, 80))
+def test_a_step_is_cut_where_some_query_does_not_see_what_one_document_would_show_it(window, num_sink_tokens):
+    spec, where = AttentionSpec(window, num_sink_tokens), coordinates(80, 80, q_segment_ids=ROWS)
+    cuts = np.asarray(packed_segments(KernelCall(spec, Tiles(16, 16)), where).cuts).reshape(2, 5)
+    in_window, expected = AttentionSpec(window), np.zeros((2, 5), bool)
+    packed, one = (np.asarray(dense_mask(in_window, c)) for c in (where, coordinates(80, 80)))
+    expected = (packed != one).any(axis=2).reshape(2, 5, 16).any(axis=2)
+    # So many of its sink tokens lie outside a query's window.
+    beside, beside_one = (
+        (np.asarray(dense_mask(spec, c)) & ~np.asarray(dense_mask(in_window, c))).sum(axis=2)
+        for c in (where, coordinates(80, 80))
     )
-    expected = cut.any(axis=2).reshape(2, 5, 16).any(axis=2)
-    crossed = [[bool(is_crossed(segments.crossed, b, i, 5)) for i in range(5)] for b in range(2)]
-    np.testing.assert_array_equal(crossed, expected)
+    expected |= (beside != beside_one).reshape(2, 5, 16).any(axis=2)
+    np.testing.assert_array_equal(cuts != Cut.NO, expected)
+    np.testing.assert_array_equal(
+        cuts == Cut.WITH_SINKS, expected & (beside > 0).reshape(2, 5, 16).any(axis=2)
+    )
     assert 0 < expected.sum() < expected.size
+
+
+@pytest.mark.parametrize(("window", "num_sink_tokens"), [(2, 1), (5, 3), (9, 8), (17, 16), (40, 9)])
+def test_the_rows_of_sink_tokens_are_those_outside_the_window(window, num_sink_tokens):
+    """Rows, limits and gathered keys together name the keys that the dense mask shows beside the window."""
+    spec, where = AttentionSpec(window, num_sink_tokens), coordinates(80, 80, q_segment_ids=ROWS)
+    call = KernelCall(spec, Tiles(16, 16))
+    segments = packed_segments(call, where)
+    keys = jnp.broadcast_to(jnp.arange(80.0)[:, None], (2, 1, 80, 8))
+    rows = np.asarray(gather_sinks(call, keys, segments))[:, 0, :, 0].reshape(2, 5, -1)  # which keys they are
+    inside = np.asarray(dense_mask(AttentionSpec(window), where))
+    beside = np.asarray(dense_mask(spec, where)) & ~inside
+    limits = np.asarray(segments.queries)
+    for b, q in itertools.product(range(2), range(80)):
+        start, stop, distance = limits[b, 1:4, q]
+        seen = rows[b, q // 16, start:stop].astype(int)
+        np.testing.assert_array_equal(seen, np.flatnonzero(beside[b, q]))
+        np.testing.assert_array_equal(distance - np.arange(start, stop), q - seen)  # for ALiBi
+    assert beside.any()
+
+
+@pytest.mark.parametrize(
+    ("window", "num_sink_tokens", "options", "activation", "kv_heads"),
+    [
+        (7, 3, ("alibi_slopes",), "softmax", 1),  # several documents' sink tokens in a step
+        pytest.param(21, 16, (), "softmax", 2, marks=pytest.mark.slow),
+        pytest.param(17, 3, ("alibi_slopes", "full_from"), "softmax", 1, marks=pytest.mark.slow),
+        pytest.param(21, 3, ("alibi_slopes", "sigmoid_bias"), "sigmoid", 2, marks=pytest.mark.slow),
+        pytest.param(40, 9, ("full_heads", "sink_logits"), "softmax", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_sink_tokens_of_packed_rows(window, num_sink_tokens, options, activation, kv_heads):
+    rows = tuple(map(tuple, np.concatenate([ROWS, [[1] * 80]]).tolist()))
+    spec = AttentionSpec(window, num_sink_tokens, activation)
+    assert_matches_reference(Call(spec, options, rows, 3, 80, 80, 2, kv_heads), TPU)
 
 
 @pytest.mark.slow

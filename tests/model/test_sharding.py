@@ -116,6 +116,9 @@ def test_batches_and_heads_that_do_not_divide_are_named():
         check_batch(abstract_partition(data=2, fsdp=2), 6, 64, "stages.0")
     with pytest.raises(ConfigError, match="sequence_length = 63 cannot be split in 2"):
         check_batch(abstract_partition(context=2), 4, 63, "stages.0")
+    check_batch(abstract_partition(context=2), 4, 62, "stages.0")
+    with pytest.raises(ConfigError, match="sequence_length = 62 cannot be split in 4"):
+        check_batch(abstract_partition(context=2), 4, 62, "stages.0", order="zigzag")
     with pytest.raises(ConfigError, match=r"num_key_value_heads is 2, which 'mesh.tensor' = 4"):
         check_model(MODEL, abstract_partition(tensor=4))
 

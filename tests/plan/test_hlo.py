@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from swa_jax.plan import hlo
+from swa_jax.plan.collectives import collectives, device_groups
 
 MESH = {"data": 1, "fsdp": 4, "context": 2, "tensor": 1}
 
@@ -54,13 +55,33 @@ def test_operations_and_cycles_are_multiplied_by_the_runs(program, counts):
     assert hlo.estimated_cycles(program, counts) == 24 * 1100  # what says "not known" is left out
 
 
+def test_cycles_are_told_apart_by_what_they_are_for(program, counts):
+    assert hlo.cycles_by_part(program, counts, "mixing") == {"matmuls": 24000, "mixing": 0, "other": 2400}
+    text = LOOP
+    for cycles in (100, 1000):  # a copy, then a matrix product inside the scope, whose member is
+        plain = f'backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}'
+        assert text.count(plain) == 1
+        text = text.replace(plain, f'metadata={{op_name="jit(step)/mixing/copy"}}, {plain}')
+    dot = "dim_labels=bf_io->bf"
+    for within in ("jit(step)/mixing/dot", "jit(step)/mlp/dot"):
+        changed = hlo.parse(text.replace(dot, f'{dot}, metadata={{op_name="{within}"}}'))
+        parts = hlo.cycles_by_part(changed, hlo.executions(changed), "mixing")
+        product = "mixing" if "mixing" in within else "matmuls"
+        assert parts == {
+            "matmuls": 0,
+            "mixing": 2400,
+            "other": 0,
+            product: 24000 + 2400 * (product == "mixing"),
+        }
+
+
 def test_kept_activations_are_what_the_loop_writes_not_what_passes_through(program):
     assert hlo.stacked_outputs(program, 24) == 24 * 64 * 128 * 2
     assert hlo.stacked_outputs(program, 22) == 0
 
 
 def test_collectives_say_what_each_device_sends_and_along_which_axes(program, counts):
-    gather, reduce, permute = sorted(hlo.collectives(program, counts, MESH), key=lambda c: c.kind)
+    gather, reduce, permute = sorted(collectives(program, counts, MESH), key=lambda c: c.kind)
     assert (gather.kind, reduce.kind, permute.kind) == ("all-gather", "all-reduce", "collective-permute")
     assert (gather.axes, gather.group, gather.executions) == (("fsdp",), 4, 24)
     assert gather.sent_bytes == 128 * 256 * 2 * 3 / 4
@@ -91,7 +112,7 @@ def line(text):
 )  # fmt: skip
 def test_bytes_of_every_kind(operation, kind, sent):
     program = hlo.parse(line(operation))
-    (found,) = hlo.collectives(program, hlo.executions(program), {"fsdp": 8})
+    (found,) = collectives(program, hlo.executions(program), {"fsdp": 8})
     assert (found.kind, found.sent_bytes) == (kind, sent)
 
 
@@ -102,7 +123,7 @@ def test_an_all_reduce_that_only_a_slice_reads_is_a_reduce_scatter():
         "  ROOT %part = f32[2]{0} dynamic-slice(%whole, %a), dynamic_slice_sizes={2}\n}\n"
     ) + line("ROOT %r = f32[2]{0} fusion(%p), kind=kCustom, calls=%fusion.all-reduce-scatter")
     program = hlo.parse(text)
-    (found,) = hlo.collectives(program, hlo.executions(program), {"fsdp": 8})
+    (found,) = collectives(program, hlo.executions(program), {"fsdp": 8})
     assert (found.kind, found.sent_bytes) == ("reduce-scatter", 8 * 4 * 3 / 4)
 
 
@@ -119,7 +140,7 @@ def test_an_all_reduce_that_only_a_slice_reads_is_a_reduce_scatter():
     ],
 )
 def test_groups_in_every_spelling(attributes, groups):
-    np.testing.assert_array_equal(hlo.device_groups(attributes, 8), groups)
+    np.testing.assert_array_equal(device_groups(attributes, 8), groups)
 
 
 def test_branches_are_taken_in_shares():

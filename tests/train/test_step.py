@@ -67,7 +67,7 @@ def made_up(monkeypatch):
 def test_dropout_is_drawn_anew_in_each_step_and_from_the_seed(made_up):
     drawn = []
     for seed in (0, 0, 1):
-        config = types.SimpleNamespace(seed=seed, on_nonfinite="stop", spike_factor=None)
+        config = types.SimpleNamespace(seed=seed, on_nonfinite="stop", spike_factor=None, xla_options={})
         optimizer = optax.sgd(0.0)
         step, state = make_step(made_up, optimizer, config, None), init_state(dict(PARAMS), optimizer)
         for _ in range(3):
@@ -78,7 +78,7 @@ def test_dropout_is_drawn_anew_in_each_step_and_from_the_seed(made_up):
 
 
 def test_the_held_out_loss_can_be_summed_over_batches_by_weight(made_up):
-    loss = make_validation_loss(made_up, types.SimpleNamespace(), None)
+    loss = make_validation_loss(made_up, types.SimpleNamespace(xla_options={}), None)
     parts = [
         loss(PARAMS, {}, {name: x[rows] for name, x in BATCH.items()}) for rows in (slice(0, 1), slice(1, 4))
     ]

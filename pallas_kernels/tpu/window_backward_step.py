@@ -1,0 +1,284 @@
+"""One step of the window backward kernel: the gradients of a block of queries and of the keys in their window.
+
+Logits are transposed, [keys, queries]: what belongs to a query (lse, delta, its first key) is a row, and the weights
+are the stationary side of every product, so that 128 rows of q, dout or k stream past a matrix unit that they fill.
+The gradients are transposed too, once a step. Of the scores' units, the products run two ahead of the rest.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.nonfinite import finite
+from pallas_kernels.schedule import Kind, bounds_of, kind_at
+from pallas_kernels.tpu.scheduled_backward import pipelined, weights_and_slopes
+from pallas_kernels.tpu.tiles import NN, NT, Call, dot, form_logits
+from pallas_kernels.tpu.window import Ref, blocks_back, sink_rows, window_of
+
+_UNIT = 256  # queries of a unit of work, as wide as the widest matrix unit
+_AHEAD = 2
+_SINKS = -1
+
+
+class _Unit(NamedTuple):
+    block: int  # of keys, the oldest first; or _SINKS
+    keys: slice  # in the block
+    queries: slice
+    distance: int  # of the first query to the first key; of sink tokens, in the first step
+
+
+class Refs(NamedTuple):
+    """What a step reads and writes; None where the call has no such thing."""
+
+    cuts: Ref  # `Segments.cuts`
+    first_sinks: Ref  # `Segments.first_sinks`
+    q: Ref  # [block, D]
+    dout: Ref
+    head_bias: Ref  # [8, LANES]
+    keys: list[Ref]  # the blocks of the window, the oldest first, each [block, D]
+    values: list[Ref]
+    statistics: Ref  # [8, block]
+    segments: Ref  # [8, block], `Segments.queries`
+    sink_keys: Ref  # [sink_rows, D]
+    sink_values: Ref
+    dq: Ref
+    dk: Ref
+    dv: Ref
+    dbias: Ref
+    dk_sinks: Ref
+    dv_sinks: Ref
+    dk_ring: Ref  # [blocks, D, block] f32
+    dv_ring: Ref
+    dq_acc: Ref  # [D, block] f32
+    q_t: Ref  # [D, block]
+    dout_t: Ref
+    k_t: Ref  # [blocks, D, block]
+    dk_sinks_acc: Ref  # [D, sink_rows] f32
+    dv_sinks_acc: Ref
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """A step of the grid: a block of queries of one of the `group` query heads that share a KV head.
+
+    Attributes:
+      head_bias: slope and bias, [1, 1] each, in the kernel's unit.
+      first_sink: the index of the first sink token.
+    """
+
+    call: Call
+    refs: Refs
+    group: int
+    index: jax.Array
+    member: jax.Array
+    head_bias: tuple[jax.Array, jax.Array]
+    first_sink: jax.Array | int
+
+    def slot(self, block: int) -> jax.Array:
+        """Where in the ring a block of the window is, the oldest being 0."""
+        return lax.rem(self.index + 1 + block, blocks_back(self.call) + 1)
+
+    def write_keys(self, keys: slice) -> None:
+        """Writes what has been added up for some keys of the block that leaves the ring."""
+        refs, slot = self.refs, self.slot
+        write(refs.dk, keys, refs.dk_ring[slot(0), :, keys], self.call.product_factor)
+        write(refs.dv, keys, refs.dv_ring[slot(0), :, keys])
+
+    def write_sinks(self) -> None:
+        refs = self.refs
+        write(refs.dk_sinks, slice(None), refs.dk_sinks_acc[...], self.call.product_factor)
+        write(refs.dv_sinks, slice(None), refs.dv_sinks_acc[...])
+
+
+def write(out_ref: Ref, rows: slice, transposed: jax.Array, factor: float = 1.0) -> None:
+    out_ref[rows, :] = (transposed * factor).T.astype(out_ref.dtype)
+
+
+class Body:
+    """The code of a step whose window's last `present` blocks exist; `sinks` is as `window_steps` gives it, or
+    "by token". With `by_token`, `Segments.queries` mask every unit, otherwise the window alone does.
+
+    The first write of a step need not add to what is there, and the last one of a block that leaves the ring goes to
+    the result: so it notes, while it is traced, what it has written.
+    """
+
+    def __init__(self, step: Step, present: int, sinks: str | None, *, by_token: bool = False) -> None:
+        self.step, self.call, self.refs = step, step.call, step.refs
+        self.present, self.sinks, self.by_token = present, sinks, by_token
+        self.sink_rows = slice(0, sink_rows(step.call, sinks == "by token"))
+        self.started_keys: set[int] = set()  # of the newest block
+        self.started_queries: set[int] = set()
+        self.window_units = _units(self.call, present)
+        self.last_units: dict[int, _Unit] = {}  # of the block that leaves the ring, by first key
+        if present > blocks_back(self.call):
+            self.last_units = {unit.keys.start: unit for unit in self.window_units if unit.block == 0}
+
+    def attend(self) -> None:
+        call, step, refs, block = self.call, self.step, self.refs, self.call.tiles.q_block
+        self.begin()
+        units = self.window_units
+        if self.sinks is not None:
+            width = math.gcd(_UNIT, block)
+            starts = range(0, block, width)
+            units = [_Unit(_SINKS, self.sink_rows, slice(at, at + width), at) for at in starts] + units
+        pipelined(units, self.products, self.finish, ahead=_AHEAD)
+        write(refs.dq, slice(None), refs.dq_acc[...], call.product_factor)
+        if step.group == 1 and self.present > blocks_back(call):  # tiles that the window had passed already
+            tile = math.gcd(call.tiles.tile, block)
+            for start in range(0, block, tile):
+                if start not in self.last_units:
+                    step.write_keys(slice(start, start + tile))
+
+    def begin(self) -> None:
+        """Clears what is added to, and transposes what is read."""
+        step, refs, back = self.step, self.refs, blocks_back(self.call)
+        if step.group > 1:
+            for ring in (refs.dk_ring, refs.dv_ring):
+                pl.when(step.member == 0)(functools.partial(clear, ring, step.slot(back)))
+        if self.call.has_bias:
+            refs.dbias[...] = jnp.zeros_like(refs.dbias)
+        refs.q_t[...], refs.dout_t[...] = refs.q[...].T, refs.dout[...].T
+        for b in range(back + 1 - self.present, back + 1):
+            refs.k_t[b] = refs.keys[b][...].T
+        if self.by_token:
+            self.first_key = refs.segments[0:1, :] - step.index * self.call.tiles.q_block  # [1, block]
+        if self.sinks is not None:
+            self.sink_k_t = refs.sink_keys[self.sink_rows, :].T
+
+    def products(self, unit: _Unit) -> tuple[jax.Array, jax.Array]:
+        refs = self.refs
+        k_ref, v_ref = refs.sink_keys, refs.sink_values
+        if unit.block != _SINKS:
+            k_ref, v_ref = refs.keys[unit.block], refs.values[unit.block]
+        return (
+            dot(k_ref[unit.keys, :], refs.q[unit.queries, :], NT),  # [keys, queries]
+            dot(v_ref[unit.keys, :], refs.dout[unit.queries, :], NT),
+        )
+
+    def finish(self, unit: _Unit, s: jax.Array, dw: jax.Array) -> None:
+        """Adds a unit's share to the gradients, given its products."""
+        call, refs, queries = self.call, self.refs, unit.queries
+        distance: Any = unit.distance
+        if unit.block == _SINKS:
+            distance = self.sink_distance(unit)
+        relative = lax.broadcasted_iota(jnp.int32, s.shape, 1) - lax.broadcasted_iota(jnp.int32, s.shape, 0)
+        s, derivative = form_logits(call, s, functools.partial(self.addend, s.shape, distance))
+        mask = self.mask(unit, relative, distance)
+        clean = (lambda x: x) if mask is None else finite
+        lse, delta = (refs.statistics[i : i + 1, queries] if call.softmax else None for i in range(2))
+        w, dlogits, ds = weights_and_slopes(call, s, derivative, dw, lse, delta, mask)
+        if call.has_bias:
+            refs.dbias[:, queries] += dlogits.sum(axis=0, keepdims=True)
+        w, ds = w.astype(refs.q.dtype), ds.astype(refs.q.dtype)
+        if unit.block == _SINKS:
+            refs.dv_sinks_acc[:, unit.keys] += dot(clean(refs.dout_t[:, queries]), w, NT)
+            refs.dk_sinks_acc[:, unit.keys] += dot(clean(refs.q_t[:, queries]), ds, NT)
+            self.add_to_queries(queries, dot(clean(self.sink_k_t), ds, NN))
+            return
+        slot = self.step.slot(unit.block)
+        dv = dot(clean(refs.dout_t[:, queries]), w, NT)
+        dk = dot(clean(refs.q_t[:, queries]), ds, NT)
+        self.add_to_keys(unit, slot, dv, dk)
+        self.add_to_queries(queries, dot(clean(refs.k_t[unit.block, :, unit.keys]), ds, NN))
+
+    def sink_distance(self, unit: _Unit) -> jax.Array:
+        """From the first query of a unit to the first sink token; or as if it were so, for each query, [1, queries]."""
+        step = self.step
+        if self.sinks == "by token":
+            column = lax.broadcasted_iota(jnp.int32, (1, unit.queries.stop - unit.queries.start), 1)
+            return self.refs.segments[3:4, unit.queries] - column
+        return unit.distance + step.index * self.call.tiles.q_block - step.first_sink
+
+    def addend(self, shape: tuple[int, ...], distance) -> jax.Array:
+        """What ALiBi and the bias add to a unit's logits [keys, queries]."""
+        slope, bias = self.step.head_bias
+        if not self.call.has_slopes:
+            return bias
+        num_keys, num_queries = shape
+        # As a row less a column: a whole tile of it would be spilled.
+        query = lax.broadcasted_iota(jnp.int32, (1, num_queries), 1) + distance
+        key = lax.broadcasted_iota(jnp.int32, (num_keys, 1), 0)
+        return (slope * query.astype(jnp.float32) + bias) - slope * key.astype(jnp.float32)
+
+    def mask(self, unit: _Unit, relative: jax.Array, distance) -> jax.Array | None:
+        """None where every pair is visible.
+
+        Args:
+          relative: index of the query less that of the key, each counted from the unit's first.
+          distance: of the unit's first query to its first key.
+        """
+        (num_keys, num_queries), spec = relative.shape, self.call.spec
+        kind, masks = Kind.NONE, []
+        if unit.block == _SINKS:
+            if self.sinks == "by token":
+                row = lax.broadcasted_iota(jnp.int32, relative.shape, 0)
+                masks = [
+                    row >= self.refs.segments[1:2, unit.queries],
+                    row < self.refs.segments[2:3, unit.queries],
+                ]
+            elif spec.num_sink_tokens < num_keys:
+                masks.append(lax.broadcasted_iota(jnp.int32, relative.shape, 0) < spec.num_sink_tokens)
+            if self.sinks == "some":  # the others lie inside the window
+                masks.append(relative >= window_of(self.call) - distance)
+        else:
+            kind = kind_at(bounds_of(spec), distance - (num_keys - 1), distance + num_queries - 1)
+        if kind in (Kind.DIAGONAL, Kind.BOTH):
+            masks.append(relative >= -distance)
+        if self.by_token and unit.block != _SINKS:
+            row = lax.broadcasted_iota(jnp.int32, relative.shape, 0)
+            masks.append(row >= self.first_key[:, unit.queries] - (unit.queries.start - distance))
+        elif kind in (Kind.EDGE, Kind.BOTH):
+            masks.append(relative < window_of(self.call) - distance)
+        return functools.reduce(jnp.logical_and, masks) if masks else None
+
+    def add_to_keys(self, unit: _Unit, slot, dv: jax.Array, dk: jax.Array) -> None:
+        """Adds a unit's share, [D, keys] each, to the ring; or writes it where nothing more will come."""
+        refs, group, keys = self.refs, self.step.group, unit.keys
+        newest = unit.block == blocks_back(self.call)
+        entering = newest and group == 1 and keys.start not in self.started_keys
+        leaving = group == 1 and self.last_units.get(keys.start) == unit
+        if newest:
+            self.started_keys.add(keys.start)
+        for ring, out_ref, factor, gradient in (
+            (refs.dv_ring, refs.dv, 1.0, dv),
+            (refs.dk_ring, refs.dk, self.call.product_factor, dk),
+        ):
+            total = gradient if entering else ring[slot, :, keys] + gradient
+            if leaving:
+                write(out_ref, keys, total, factor)
+            else:
+                ring[slot, :, keys] = total
+
+    def add_to_queries(self, queries: slice, gradient: jax.Array) -> None:
+        """Adds [D, queries] to dq, strip by strip."""
+        dq_acc, strip = self.refs.dq_acc, math.gcd(self.call.tiles.strip, self.call.tiles.q_block)
+        for start in range(queries.start, queries.stop, strip):
+            here, more = slice(start, start + strip), gradient[:, start - queries.start :][:, :strip]
+            dq_acc[:, here] = dq_acc[:, here] + more if start in self.started_queries else more
+            self.started_queries.add(start)
+
+
+def clear(ref: Ref, index) -> None:
+    ref[index] = jnp.zeros_like(ref[index])
+
+
+def _units(call: Call, present: int) -> list[_Unit]:
+    """The pairs of key and query tiles of a step whose last `present` blocks of keys exist, keys outermost."""
+    block, window, back = call.tiles.q_block, window_of(call), blocks_back(call)
+    strip, tile, width = (math.gcd(size, block) for size in (call.tiles.strip, call.tiles.tile, _UNIT))
+    units = []
+    for b in range(back + 1 - present, back + 1):
+        for offset in range(0, block, tile):
+            key = offset - (back - b) * block  # counted from the step's first query
+            first = max(0, key // strip * strip)
+            end = min(block, -(-(key + tile - 1 + window) // strip) * strip)
+            for start in range(first, end, width):
+                queries = slice(start, min(end, start + width))
+                units.append(_Unit(b, slice(offset, offset + tile), queries, start - key))
+    return units

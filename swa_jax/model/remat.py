@@ -1,0 +1,47 @@
+"""Rematerialisation: what the backward pass finds saved of a layer, and what it computes again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels.parts import LSE, OUT
+
+Remat = Literal["none", "layer", "projections", "attention", "offload"]
+LAYER_INPUT = "layer_input"
+_POLICIES = jax.checkpoint_policies
+_ATTENTION = _POLICIES.save_only_these_names(OUT, LSE)
+
+
+def rematerialised(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """`layer`, whose first argument is its input [B, T, d], with a choice of what is saved for the backward pass.
+
+    Args:
+      remat: "none" saves everything. "layer" saves the layer's input only, so that attention's forward kernels run
+        twice. "attention" also saves what attention's backward kernels need of them: the output and lse, of both
+        branches where a layer is routed. "projections" saves the outputs of the matrices too. "offload" is "attention"
+        with all of it in the host's memory.
+    """
+    if remat == "none":
+        return layer
+    if remat == "layer":
+        return jax.checkpoint(layer)
+    if remat == "attention":
+        return jax.checkpoint(layer, policy=_ATTENTION)
+    if remat == "projections":
+        both = _POLICIES.save_from_both_policies(_POLICIES.dots_with_no_batch_dims_saveable, _ATTENTION)
+        return jax.checkpoint(layer, policy=both)
+
+    def with_named_input(x: jax.Array, *others: Any) -> Any:
+        return layer(checkpoint_name(x, LAYER_INPUT), *others)
+
+    to_host = _POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[LAYER_INPUT, OUT, LSE],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return jax.checkpoint(with_named_input, policy=to_host)

@@ -1,0 +1,61 @@
+"""Rematerialisation: equal gradients, and how often a real layer's kernels run."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from tiny_models import model_of
+
+from swa_jax.bench.compile_for_chip import kernel_name, pallas_calls
+
+MODES = ("layer", "attention", "projections", "offload")
+
+
+def gradient(name, remat, tokens):
+    """The loss' gradient as a function of the weights."""
+    graph, weights = nnx.split(model_of(name))
+
+    def loss(weights):
+        hidden, _ = nnx.merge(graph, weights).features(tokens, segment_ids=jnp.ones_like(tokens), remat=remat)
+        return (hidden**2).mean()
+
+    return jax.grad(loss), weights
+
+
+def tokens_of(length):
+    return jnp.asarray(np.random.default_rng(0).integers(61, size=(2, length)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["window", pytest.param("every-kind", marks=pytest.mark.slow)])
+def test_no_mode_changes_a_gradient(name, mode):
+    tokens = tokens_of(16)
+    plain, saved = (
+        jax.jit(run)(weights) for run, weights in (gradient(name, m, tokens) for m in ("none", mode))
+    )
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(saved), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-3)
+    assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(plain)) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["window", "full", "switch", "every-kind", "swat"])
+def test_attention_runs_forward_once_but_where_layers_are_asked_for(name):
+    """On a TPU, traced here: the kernels of a step."""
+    device = AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
+    counts = {}
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device)):
+        for mode in ("none", *MODES):
+            run, weights = gradient(name, mode, tokens_of(256))
+            counts[mode] = collections.Counter(
+                kernel_name(eqn) for eqn in pallas_calls(jax.make_jaxpr(run)(weights).jaxpr)
+            )
+    forward = {kernel for kernel in counts["none"] if "forward" in kernel}
+    assert forward
+    for kernel, count in counts["none"].items():
+        for mode in ("attention", "projections", "offload"):
+            assert counts[mode][kernel] == count, (mode, kernel)
+        assert counts["layer"][kernel] == count * (2 if kernel in forward else 1), kernel
