@@ -157,10 +157,11 @@ def _sink_documents(call: Call, start: jax.Array, sees: jax.Array) -> tuple[jax.
     earlier = jnp.pad(jnp.where(sees, start, -1), [(0, 0), (0, 0), (1, 0)], constant_values=-1)
     new = sees & (start > jax.lax.cummax(earlier, axis=2)[:, :, :-1])
     slot = jnp.maximum(jnp.cumsum(new, axis=2, dtype=jnp.int32) - 1, 0)
-    here = (sees & (slot == jnp.arange(slots)[:, None, None, None])).astype(
-        jnp.int32
-    )  # [slots, B, steps, block]
-    return slot.reshape(len(start), -1), jnp.moveaxis((here * start).max(axis=3), 0, 2)
+    here = sees & (slot == jnp.arange(slots)[:, None, None, None])  # [slots, B, steps, block]
+    starts = jnp.where(here, start, 0).max(axis=3)
+    # Slots that no document needs hold the first one's tokens once more, and so read nothing else.
+    starts = jnp.where(here.any(axis=3), starts, starts[:1])
+    return slot.reshape(len(start), -1), jnp.moveaxis(starts, 0, 2)
 
 
 def scalars_of(call: Call, segments: Segments | None) -> tuple[jax.Array, ...]:

@@ -133,10 +133,16 @@ def test_attention(implementation, name):
     assert all(np.isfinite(x).all() for x in clean)
     by_query = [changed(x, c) for x, c in zip(run(poisoned(k), poisoned(v), q), clean, strict=True)][:2]
     by_key = [changed(x, c) for x, c in zip(run(k, v, poisoned(q)), clean, strict=True)][2:]
-    for name, table in zip(("out", "dq"), by_query, strict=True):
-        np.testing.assert_array_equal(table, needed(spec, options, heads=4), err_msg=name)
-    for name, table in zip(("dk", "dv"), by_key, strict=True):
-        np.testing.assert_array_equal(table, needed(spec, options, heads=2).swapaxes(1, 2), err_msg=name)
+    tables = dict(zip(("out", "dq"), by_query, strict=True))
+    tables |= {name: x.swapaxes(1, 2) for name, x in zip(("dk", "dv"), by_key, strict=True)}
+    for result, table in tables.items():
+        least = most = needed(spec, options, heads=table.shape[0])
+        if (
+            implementation.name == "tpu" and name == "packed"
+        ):  # the window kernels mask documents, and skip none
+            most = least | needed(spec, {}, heads=table.shape[0])
+        assert (least <= table).all(), result
+        assert (table <= most).all(), result
 
 
 @kernels
