@@ -41,9 +41,7 @@ class Target:
     gigahertz: float
     hbm_gib: float  # that a program may use, as the compiler says when one does not fit
     link_bytes: float  # a second, over one link in one direction: the vendor's figure for a chip by its links
-    dcn_bytes: (
-        float  # a second, over the network between slices: the vendor's figure for a chip (Cloud TPU docs)
-    )
+    dcn_bytes: float  # a second, over the network between slices: the vendor's figure for a chip
     torus: int  # dimensions of the chips' network, with two links each
     kernel_share: tuple[
         float, float

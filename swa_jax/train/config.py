@@ -98,9 +98,7 @@ class TrainConfig:
     bfloat16: bool = False  # compute in bf16; what is trained and its optimiser stay f32
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the finished model's weights
     remat: Remat = "none"
-    xla_options: Mapping[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # of the compiler, beside `TPU_OPTIONS`
+    xla_options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # beside `TPU_OPTIONS`
     seed: int = 0
     checkpoint_every: int = 500  # steps
     keep_checkpoints: int = 2

@@ -14,9 +14,10 @@ from swa_jax.bench.compile_for_chip import kernel_name, pallas_calls
 from swa_jax.families import model_config
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
-from swa_jax.plan.plan import _start, topology_devices, trace_generation, trace_training
+from swa_jax.plan.plan import topology_devices, trace_generation, trace_training
 from swa_jax.settings import load_config
 from swa_jax.train.config import ModelChanges, TrainConfig
+from swa_jax.train.patterns import find_start
 
 pytest.importorskip("libtpu")
 ROOT = Path(__file__).parents[2]
@@ -81,7 +82,7 @@ def cost(file: str) -> tuple:
 def test_the_steps_of_every_configuration_contain_the_kernels_of_the_docs(monkeypatch, file, step):
     monkeypatch.chdir(ROOT)
     config = read(file)
-    devices, start = topology_devices("v6e:1x1"), _start(config)
+    devices, start = topology_devices("v6e:1x1"), find_start(config)
     stage = config.stages[-1]
     if step == "train":
         traced = trace_training(config, stage, start, devices)
