@@ -130,9 +130,64 @@ CASES = {
         residual_multiplier=0.6,
         logits_scaling=2.5,
     ),
+    "cohere-full": dict(model_type="cohere", logit_scale=0.3),
+    "cohere2-hybrid": dict(model_type="cohere2", **HYBRID, layer_types=mixed_layers(1, 3), logit_scale=0.3),
+    "exaone4-full": dict(
+        model_type="exaone4",
+        **WIDE_HEADS,
+        sliding_window=None,
+        layer_types=mixed_layers(0, 1, 2, 3, layers=4),
+    ),
+    "exaone4-hybrid": dict(model_type="exaone4", **WIDE_HEADS, **HYBRID, layer_types=mixed_layers(1, 4)),
+    # 6 of 8 channels are turned; the text is longer than the first training's, so that the long factors count.
+    "phi3-window": dict(
+        model_type="phi3",
+        hidden_size=48,
+        sliding_window=WINDOW,
+        original_max_position_embeddings=32,
+        rope_parameters=dict(
+            rope_type="longrope",
+            rope_theta=10000.0,
+            partial_rotary_factor=0.75,
+            short_factor=[1.0, 1.2, 1.5],
+            long_factor=[1.0, 2.5, 8.0],
+        ),
+    ),
+    # And shorter here.
+    "phi3-full": dict(
+        model_type="phi3",
+        original_max_position_embeddings=64,
+        rope_parameters=dict(
+            rope_type="longrope",
+            rope_theta=10000.0,
+            short_factor=[1.0, 1.5, 2.0],
+            long_factor=[4.0, 8.0, 9.0],
+        ),
+    ),
+    "mellum-hybrid": dict(
+        model_type="mellum",
+        **WIDE_HEADS,
+        **HYBRID,
+        layer_types=mixed_layers(0, 3),
+        mlp_layer_types=["dense"] * 5,
+        rope_parameters=dict(
+            full_attention=dict(YARN_ROPE, rope_theta=5e5),
+            sliding_attention=dict(rope_type="default", rope_theta=100.0),
+        ),
+    ),
 }
+NOPE_IN_FULL_LAYERS = ("cohere2", "exaone4")
+ONE_SPELLING = ("mellum",)  # transformers 4 never knew these
 SHARDED = "qwen3-full"
 GENERATED = ("qwen3-full", "ministral-hybrid")
+
+LONG_ROPE = dict(
+    rope_type="longrope",
+    rope_theta=10000.0,
+    original_max_position_embeddings=4096,
+    short_factor=[1 + i / 64 for i in range(64)],
+    long_factor=[1 + i * i / 64 for i in range(64)],
+)
 
 # RoPE settings of released models, at their real sizes: only frequencies are kept, so they cost nothing.
 ROPE_SETTINGS = {
@@ -146,7 +201,11 @@ ROPE_SETTINGS = {
     ),
     "yarn-attention-factor": dict(YARN_ROPE, original_max_position_embeddings=4096, attention_factor=1.25),
     "yarn-mscale": dict(YARN_ROPE, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=0.5),
+    "longrope-short": LONG_ROPE,
+    "longrope-long": LONG_ROPE,
+    "longrope-attention-factor": dict(LONG_ROPE, attention_factor=1.25, factor=8.0),
 }
+ROPE_LENGTHS = {"longrope-short": 4096, "longrope-long": 4097, "longrope-attention-factor": 1}
 
 
 def build(config, weights: dict[str, torch.Tensor] | None = None):
@@ -175,7 +234,7 @@ def make_model(config, seed: int):
 def with_layers(model, layer_types: list[str]):
     """The same weights with other attention kinds (Mistral, which has one kind only, reads `sliding_window`)."""
     config = copy.deepcopy(model.config)
-    if by_layer_type(config.rope_parameters):
+    if types_choose_rope(config):
         # The layers' types choose their RoPE as well: a window that nothing reaches stands for full attention.
         assert set(layer_types) == {"full_attention"}
         config.sliding_window = LENGTH
@@ -184,6 +243,10 @@ def with_layers(model, layer_types: list[str]):
     elif set(layer_types) == {"full_attention"}:
         config.sliding_window = None
     return build(config, model.state_dict())
+
+
+def types_choose_rope(config) -> bool:
+    return config.model_type in NOPE_IN_FULL_LAYERS or by_layer_type(config.rope_parameters)
 
 
 def by_layer_type(rope: dict) -> bool:
@@ -256,6 +319,8 @@ def legacy_config(config: dict) -> dict:
         rope = dict(rope["full_attention"])
     legacy["rope_theta"] = rope.pop("rope_theta")
     kind = rope.pop("rope_type")
+    if "partial_rotary_factor" in rope:
+        legacy["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     # Both spellings of the key are common: Llama 3.1 says rope_type, Qwen2.5's page on YaRN says type. Where RoPE goes
     # by layer type, transformers 5 does not read the second.
     legacy["rope_scaling"] = (
@@ -267,6 +332,8 @@ def legacy_config(config: dict) -> dict:
     legacy["transformers_version"] = "4.46.0"
     wanted = read_config(config)
     for key in ("head_dim", "num_key_value_heads", "layer_types"):
+        if key == "layer_types" and config["model_type"] == "exaone4" and config["sliding_window"] is None:
+            continue  # its class divides by zero without
         without = {other: value for other, value in legacy.items() if other != key}
         if getattr(read_config(without), key, None) == getattr(wanted, key, None):
             legacy = without
@@ -295,7 +362,7 @@ def write_case(folder: Path, name: str, seed: int) -> str:
     kinds = layer_types_of(config)
     if "sliding_attention" in kinds:
         golden["logits_full"] = run(with_layers(model, ["full_attention"] * len(kinds)), tokens)
-        if "full_attention" in kinds and not by_layer_type(config.rope_parameters):
+        if "full_attention" in kinds and not types_choose_rope(config):
             golden["logits_window"] = run(with_layers(model, ["sliding_attention"] * len(kinds)), tokens)
         for other in golden.keys() - {"tokens", "logits"}:
             # The first window sees the same keys either way; everything after it must differ.
@@ -316,8 +383,9 @@ def write_case(folder: Path, name: str, seed: int) -> str:
     if generated is not None:
         save(folder / "generation.safetensors", generated)
 
-    legacy = legacy_config(json.loads((folder / "config.json").read_text()))
-    (folder / "legacy_config.json").write_text(json.dumps(legacy, indent=2, sort_keys=True) + "\n")
+    if config.model_type not in ONE_SPELLING:
+        legacy = legacy_config(json.loads((folder / "config.json").read_text()))
+        (folder / "legacy_config.json").write_text(json.dumps(legacy, indent=2, sort_keys=True) + "\n")
 
     letters = "".join("w" if kind == "sliding_attention" else "F" for kind in kinds)
     tied = "tied" if config.tie_word_embeddings else "untied"
@@ -352,13 +420,16 @@ def rope_goldens() -> dict:
             model = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
             inv_freq, factor = model.inv_freq, model.attention_scaling
         else:
-            inv_freq, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device="cpu")
+            rule = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+            inv_freq, factor = rule(config, device="cpu", seq_len=ROPE_LENGTHS.get(name))
         goldens[name] = dict(
             rope_parameters=rope,
             head_dim=128,
             inv_freq=[float(f) for f in inv_freq],
             attention_factor=float(factor),
         )
+        if name in ROPE_LENGTHS:
+            goldens[name]["length"] = ROPE_LENGTHS[name]
     return goldens
 
 
@@ -373,8 +444,8 @@ Each folder is one model as `save_pretrained` writes it, and beside it:
   windowed layers (w = {window}, counting the query's own key) also have `logits_full`, the same weights with full
   attention in every layer. Those that mix both kinds have `logits_window` too, with windows in every layer, unless
   their rotary embeddings go by layer type.
-- `legacy_config.json`: the same settings as transformers 4 spelled them (`rope_theta`, `rope_scaling`,
-  `torch_dtype`).
+- `legacy_config.json`, where transformers 4 knew the family: the same settings as it spelled them (`rope_theta`,
+  `rope_scaling`, `torch_dtype`).
 - `generation.safetensors` (in {generated}): a left-padded batch `tokens` int32
   [2, {prompt}] with `attention_mask` (0 = padding), its greedy continuation `new_tokens` int32 [2, {new}], and the
   logits it was taken from, `step_logits` float32 [2, {new}, {vocab}].

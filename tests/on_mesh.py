@@ -181,6 +181,15 @@ MODELS = {
             "embedding_multiplier": 4.0,
         },
     },
+    "parallel": {
+        "pattern": "interleave-1-in-2",
+        "model": {
+            "norm_type": "layer",
+            "norm_placement": "parallel",
+            "rope_interleaved": True,
+            "partial_rotary_factor": 0.5,
+        },
+    },
     "heads": {
         "pattern": AttentionPattern(
             ("head_hybrid_attention",) * 2, 12, num_sink_tokens=2, full_kv_heads=((0,), (1,))

@@ -6,7 +6,7 @@ import functools
 from flax import nnx
 
 from swa_jax.checkpoint.folder import save_model
-from swa_jax.model.config import ModelConfig
+from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
@@ -44,6 +44,18 @@ SANDWICH = dataclasses.replace(
     embedding_multiplier=4.0,
     residual_multiplier=0.7,
     logit_multiplier=1.3,
+)
+# Attention and MLP side by side, LayerNorm, and rotary embeddings of neighbouring channels, of half of a head.
+PARALLEL = dataclasses.replace(
+    SOFTMAX,
+    attention_bias=False,
+    norm_type="layer",
+    norm_placement="parallel",
+    rope_interleaved=True,
+    partial_rotary_factor=0.5,
+    rope_layers=("global", "none", "global", "global"),
+    rope_scaling=RopeScaling("longrope", 4.0, 4, short_factor=(1.0, 9.0), long_factor=(2.0, 3.0)),
+    logit_multiplier=0.7,
 )
 # Its tokens are bytes: those of conftest's `byte_tokenizer`.
 BYTES = ModelConfig(
@@ -94,6 +106,7 @@ PATTERNS = {
         make("FwhS", ((), (), (1,), ()), num_sink_tokens=1, full_attention_decode=True),
     ),
     "sandwich-every-kind": (SANDWICH, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
+    "parallel-every-kind": (PARALLEL, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
     "swat": (SIGMOID, make("wwww")),
     "swat-every-kind": (SIGMOID, make("FwhS", ((), (), (0,), ()), num_sink_tokens=2)),
 }

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from swa_jax.checkpoint.folder import CONFIG_FILE, PATTERN_FILE, copy_companions, open_checkpoint
 from swa_jax.checkpoint.safetensors_files import write_model
-from swa_jax.checkpoint.tensor_names import tensor_names
-from swa_jax.families import apply_pattern
+from swa_jax.checkpoint.tensor_names import hf_tensors, join_tensors, joined_parts
+from swa_jax.families import apply_pattern, model_config
 from swa_jax.files import check_destination, new_folder, write_json
 
 log = logging.getLogger(__name__)
@@ -30,11 +30,16 @@ def export_model(checkpoint: str | Path, destination: str | Path) -> Path:
     destination = check_destination(destination)
     source = open_checkpoint(checkpoint)
     hf, notice = apply_pattern(source.hf_config, source.pattern)
-    order = [tensor.name for tensor in tensor_names(source.config, routers=source.has_routers)]
+    written = model_config(hf)  # the same model, of the family that can say the pattern
+    joined = joined_parts(written)
+    tensors = {
+        name: (source.tensors[joined[name][0].name if name in joined else name][0], shape)
+        for name, shape in hf_tensors(written, routers=source.has_routers).items()
+    }
     with new_folder(destination) as folder:
         write_json(folder / CONFIG_FILE, hf)
         source.pattern.to_json(folder / PATTERN_FILE)
-        write_model(folder, {name: source.tensors[name] for name in order}, source.read)
+        write_model(folder, tensors, lambda names: join_tensors(names, joined, source.read))
         copy_companions(source.folder, folder)
     if notice:
         log.warning("%s: %s", destination, notice)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from swa_jax.checkpoint.block_fp8 import SUFFIX, dequantised, split_scales
 from swa_jax.checkpoint.folder import COMPANIONS, CONFIG_FILE, PATTERN_FILE, WEIGHTS, write_checkpoint
 from swa_jax.checkpoint.safetensors_files import DTYPES, StoredTensor, read_headers, stream_tensors
-from swa_jax.checkpoint.tensor_names import expected_tensors, is_buffer, is_router
+from swa_jax.checkpoint.tensor_names import cut_tensors, hf_tensors, is_buffer, is_router, joined_parts
 from swa_jax.errors import CheckpointError
 from swa_jax.families import hf_pattern, model_config
 from swa_jax.families.pattern_files import is_pattern_file, load_pattern
+from swa_jax.families.quantization import fp8_blocks, without_quantization
 from swa_jax.files import check_destination, read_json
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import EMBEDDING, HEAD
@@ -27,7 +29,8 @@ def import_model(
     """Turn a Hugging Face model into a checkpoint folder that `swa_jax.load_model` reads.
 
     Everything is checked from the headers before the first byte is written, and the folder appears whole or not at
-    all. Weights keep their dtype and pass through memory a tensor at a time.
+    all. Weights keep their dtype and pass through memory a tensor at a time; those in blocks of FP8 are multiplied by
+    their scales and become what the others are.
 
     Args:
       source: a folder with `config.json` and safetensors (one file or shards with an index), or a hub id.
@@ -48,9 +51,29 @@ def import_model(
     hf = _read_config(folder)
     config = model_config(hf)
     chosen = _choose_pattern(folder, hf, config, pattern)
-    tensors = _check_tensors(read_headers(folder), config)
-    write_checkpoint(destination, hf, chosen, stream_tensors(tensors), companions=folder)
+    found, blocks = read_headers(folder), fp8_blocks(hf)
+    scales: dict[str, StoredTensor] = {}
+    if blocks is not None:
+        found, scales = split_scales(found, blocks)
+    tensors = _check_tensors(found, config, quantised=scales)
+    stream = stream_tensors(tensors)
+    if blocks is not None:
+        stream = dequantised(stream, _read_scales(scales), blocks, _plain_dtype(hf))
+    stream = cut_tensors(stream, joined_parts(config))
+    write_checkpoint(destination, without_quantization(hf), chosen, stream, companions=folder)
     return destination
+
+
+def _read_scales(scales: Mapping[str, StoredTensor]) -> dict[str, np.ndarray]:
+    """All scales at once: they may lie in another shard than their tensor, and are small."""
+    stored = {name + SUFFIX: scale for name, scale in scales.items()}
+    return {name.removesuffix(SUFFIX): array for name, array in stream_tensors(stored)}
+
+
+def _plain_dtype(hf: Mapping[str, Any]) -> np.dtype:
+    """What quantised weights become: the dtype that config.json gives the others, or bfloat16."""
+    name = hf.get("dtype") or hf.get("torch_dtype")
+    return {dtype.name: dtype for dtype in DTYPES.values()}.get(str(name), DTYPES["BF16"])
 
 
 def _local_folder(source: str | Path) -> Path:
@@ -121,9 +144,11 @@ def _choose_pattern(
     return load_pattern(own if pattern is None else pattern, config, default_window=own.sliding_window)
 
 
-def _check_tensors(found: dict[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
+def _check_tensors(
+    found: dict[str, StoredTensor], config: ModelConfig, quantised: Collection[str] = ()
+) -> dict[str, StoredTensor]:
     """The tensors to read, after comparing what was found with what the configuration asks for."""
-    expected = expected_tensors(config, routers=any(map(is_router, found)))
+    expected = hf_tensors(config, routers=any(map(is_router, found)))
     tensors = {name: tensor for name, tensor in found.items() if not is_buffer(name)}
     if config.tie_word_embeddings and HEAD in tensors:
         _check_tied(tensors)
@@ -142,7 +167,7 @@ def _check_tensors(found: dict[str, StoredTensor], config: ModelConfig) -> dict[
             f"{config.num_hidden_layers} layers"
         )
     for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in DTYPES and name not in quantised:
             raise CheckpointError(
                 f"tensor '{name}' in {tensor.file.name} has dtype {tensor.dtype}; supported: {', '.join(DTYPES)}"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import jax
@@ -10,7 +11,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from swa_jax.checkpoint.folder import PATTERN_FILE, fetch
-from swa_jax.checkpoint.tensor_names import hf_parameters, tensors_of
+from swa_jax.checkpoint.tensor_names import hf_parameters, joined_parts, tensors_of
 from swa_jax.errors import ConfigError
 from swa_jax.files import check_destination, new_folder, write_json
 from swa_jax.model.decoder import Decoder
@@ -23,7 +24,8 @@ def save_adapter(model: Decoder, destination: str | Path, *, base: str | None = 
     """Write a model's adapters as `adapter_config.json` and `adapter_model.safetensors`, as PEFT reads them.
 
     Tensors are f32, `lora_A` [r, in] and `lora_B` [out, r] of each layer. `pattern.json` beside them says under what
-    attention they were trained. With several processes all call it; process 0 writes.
+    attention they were trained. Where the family's checkpoints join projections (Phi-3's `qkv_proj`), their adapters
+    become one, of the sum of their ranks. With several processes all call it; process 0 writes.
 
     Args:
       destination: a folder that does not exist yet, or is empty.
@@ -37,14 +39,23 @@ def save_adapter(model: Decoder, destination: str | Path, *, base: str | None = 
     tensors = adapter_tensors(model)
     if jax.process_index() != 0:
         return destination
+    tensors, joined = _join_adapters(model, tensors)
+    rank, alpha = model.lora.rank, model.lora.alpha
+    single = set(model.lora.targets) - {name for names in joined.values() for name in names}
+    # A longer rank needs a greater alpha: the factor on A B stays alpha / rank, or alpha / sqrt(rank).
+    growth = {
+        name: math.sqrt(len(names)) if model.lora.rs_lora else len(names) for name, names in joined.items()
+    }
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": model.lora.rank,
-        "lora_alpha": model.lora.alpha,
+        "r": rank,
+        "lora_alpha": alpha,
         "lora_dropout": model.lora.dropout,
-        "target_modules": list(model.lora.targets),
+        "target_modules": [name for name in model.lora.targets if name in single] + list(joined),
+        "rank_pattern": {name: len(names) * rank for name, names in joined.items()},
+        "alpha_pattern": {name: factor * alpha for name, factor in growth.items()},
         "use_rslora": model.lora.rs_lora,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -71,3 +82,34 @@ def adapter_tensors(model: Decoder) -> dict[str, np.ndarray]:
         for tensor in tensors_of(factor):
             tensors[PREFIX + tensor.name] = np.ascontiguousarray(stacked[factor.path][tensor.layer].T)
     return tensors
+
+
+def _join_adapters(
+    model: Decoder, tensors: dict[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
+    """The adapters as Hugging Face's modules have them, and {joined module: the projections that are adapted in it}.
+
+    The adapter of a joined module has the A of its projections below each other, and their B as blocks on a diagonal.
+    """
+    assert model.lora is not None
+    tensors, adapted, rank = dict(tensors), {}, model.lora.rank
+    for name, parts in joined_parts(model.config).items():
+        chosen = [part.path[-2] for part in parts if part.path[-2] in model.lora.targets]
+        if not chosen:
+            continue
+        adapted[name.split(".")[-2]] = chosen
+        a: list[np.ndarray] = []
+        b = np.zeros((sum(part.shape[0] for part in parts), len(chosen) * rank), np.float32)
+        row = 0
+        for part in parts:
+            if part.path[-2] in chosen:
+                first, second = (_factor_name(part.name, letter) for letter in "AB")
+                b[row : row + part.shape[0], len(a) * rank : (len(a) + 1) * rank] = tensors.pop(second)
+                a.append(tensors.pop(first))
+            row += part.shape[0]
+        tensors |= {_factor_name(name, "A"): np.concatenate(a), _factor_name(name, "B"): b}
+    return tensors, adapted
+
+
+def _factor_name(name: str, letter: str) -> str:
+    return f"{PREFIX}{name.removesuffix('.weight')}.lora_{letter}.weight"

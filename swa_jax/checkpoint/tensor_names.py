@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from swa_jax.families import renamed_tensors
+import numpy as np
+
+from swa_jax.families import joined_tensors, renamed_tensors
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import Parameter, parameters
 
@@ -60,8 +63,62 @@ def tensors_of(parameter: Parameter) -> list[TensorName]:
 
 
 def expected_tensors(config: ModelConfig, *, routers: bool = False) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every tensor a Hugging Face checkpoint of this model holds."""
+    """The name and shape of every tensor of our checkpoint folders."""
     return {tensor.name: tensor.shape for tensor in tensor_names(config, routers=routers)}
+
+
+# ---- tensors that a family joins ----
+#
+# Our folders hold every parameter as a tensor of its own. Some families' checkpoints hold several below each other.
+
+
+def joined_parts(config: ModelConfig) -> dict[str, list[TensorName]]:
+    """{tensor of a Hugging Face checkpoint of this model: the tensors that it joins, from the first row on}."""
+    rows = {row.name: tensors_of(row) for row in hf_parameters(config)}
+    return {
+        name.format(layer=layer): [rows[parameter][layer] for parameter in parts]
+        for name, parts in joined_tensors(config).items()
+        for layer in range(config.num_hidden_layers)
+    }
+
+
+def hf_tensors(config: ModelConfig, *, routers: bool = False) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every tensor of a Hugging Face checkpoint of this model, in the order of the parameters."""
+    joined = joined_parts(config)
+    whole = {part.name: name for name, parts in joined.items() for part in parts}
+    found: dict[str, tuple[int, ...]] = {}
+    for tensor in tensor_names(config, routers=routers):
+        if (name := whole.get(tensor.name)) is None:
+            found[tensor.name] = tensor.shape
+        elif name not in found:
+            found[name] = (sum(part.shape[0] for part in joined[name]), *tensor.shape[1:])
+    return found
+
+
+def cut_tensors(
+    tensors: Iterable[tuple[str, np.ndarray]], joined: Mapping[str, Sequence[TensorName]]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array) of our folders from those of a Hugging Face checkpoint; joined ones are cut, without a copy."""
+    for name, array in tensors:
+        row = 0
+        for part in joined.get(name, ()):
+            yield part.name, array[row : row + part.shape[0]]
+            row += part.shape[0]
+        if name not in joined:
+            yield name, array
+
+
+def join_tensors(
+    names: Sequence[str],
+    joined: Mapping[str, Sequence[TensorName]],
+    read: Callable[[list[str]], Iterable[tuple[str, np.ndarray]]],
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array) of the named tensors of a Hugging Face checkpoint, in that order; `read` reads our folder's."""
+    parts = {name: [part.name for part in joined.get(name, ())] or [name] for name in names}
+    arrays = (array for _, array in read([part for name in names for part in parts[name]]))
+    for name in names:
+        found = [next(arrays) for _ in parts[name]]
+        yield name, found[0] if len(found) == 1 else np.concatenate(found)
 
 
 def is_buffer(name: str) -> bool:

@@ -12,14 +12,19 @@ from typing import Any
 
 from swa_jax.errors import ConfigError
 from swa_jax.families import (
+    cohere,
+    cohere2,
+    exaone4,
     gemma2,
     gemma3,
     granite,
     llama,
+    mellum,
     ministral,
     mistral,
     olmo2,
     olmo3,
+    phi3,
     qwen2,
     qwen3,
     smollm3,
@@ -33,7 +38,8 @@ from swa_jax.settings import nearest
 
 # Where several families can express a model under a pattern, the first is written; our own is the last resort.
 _MODULES = (
-    llama, mistral, ministral, qwen2, qwen3, olmo2, smollm3, olmo3, gemma2, gemma3, granite, swat,
+    llama, mistral, ministral, qwen2, qwen3, olmo2, smollm3, olmo3, gemma2, gemma3, granite, phi3, cohere, cohere2,
+    exaone4, mellum, swat,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _OURS = swat.FAMILY
@@ -71,6 +77,11 @@ def renamed_tensors(config: ModelConfig) -> Mapping[str, str]:
     return FAMILIES[config.model_type].tensor_names if config.model_type in FAMILIES else {}
 
 
+def joined_tensors(config: ModelConfig) -> Mapping[str, tuple[str, ...]]:
+    """{tensor: the parameters that it holds} where the family's checkpoints join several (`Family.joined`)."""
+    return FAMILIES[config.model_type].joined if config.model_type in FAMILIES else {}
+
+
 def _family(hf: Mapping[str, Any]) -> Family:
     name = hf.get("model_type")
     if name not in FAMILIES:
@@ -96,10 +107,18 @@ def hf_config(
             f"model_type '{config.model_type}' is not known{nearest(config.model_type, [*FAMILIES])}"
         )
     hf = _written(FAMILIES[config.model_type], config)
-    if model_config(hf) != config:
+    if not _reads_as(hf, config):
         hf = _written(_OURS, config)
     full = AttentionPattern((FULL,) * config.num_hidden_layers)
     return apply_pattern(hf | {"dtype": dtype}, pattern or full)[0]
+
+
+def _reads_as(hf: Mapping[str, Any], config: ModelConfig) -> bool:
+    """Whether a `config.json` describes a model, whatever family it is of."""
+    try:
+        return dataclasses.replace(model_config(hf), model_type=config.model_type) == config
+    except ConfigError:
+        return False  # the family refuses what it was made to write
 
 
 def _written(family: Family, config: ModelConfig) -> dict[str, Any]:
@@ -147,8 +166,7 @@ def _expressed(
     plain = AttentionPattern(pattern.layer_types, window)
     out = {key: value for key, value in hf.items() if key not in ("layer_types", "sliding_window")}
     out |= family.window_keys(config, plain)
-    same = dataclasses.replace(model_config(out), model_type=config.model_type) == config
-    return out if same and hf_pattern(out) == plain else None
+    return out if _reads_as(out, config) and hf_pattern(out) == plain else None
 
 
 def _inexpressible(pattern: AttentionPattern) -> str | None:

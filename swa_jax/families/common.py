@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from swa_jax.errors import ConfigError
+from swa_jax.families.quantization import fp8_blocks
 from swa_jax.families.rope import Windows as Windows
 from swa_jax.families.rope import read_rope, rope_keys
 from swa_jax.model.config import ModelConfig
@@ -34,8 +35,8 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 
 
 def no_windows(hf: Mapping[str, Any], layers: int) -> Windows:
-    """A family whose layers are all full where no key says otherwise."""
-    return hf.get("sliding_window"), layer_types(hf, [FULL] * layers)
+    """A family whose layers are all full: Hugging Face's class reads no key for windows, `layer_types` included."""
+    return None, [FULL] * layers
 
 
 def no_window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:
@@ -57,6 +58,14 @@ def layer_types(hf: Mapping[str, Any], by_default: list[str]) -> list[str]:
     return types
 
 
+def positive_int(hf: Mapping[str, Any], key: str, by_default: int) -> int:
+    """A key that counts something."""
+    value = hf.get(key, by_default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"config.json: {key} must be a whole number above 0, got {value!r}")
+    return value
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """How one family of models is described in `config.json`.
@@ -72,6 +81,8 @@ class Family:
       tensor_names: {parameter of the decoder: its name in checkpoints} where that is not the one that
         `swa_jax.model.parameters` declares, such as {"norm.scale": "model.final_layernorm.weight"}; "{layer}" stands
         for the number of a layer.
+      joined: {tensor of Hugging Face's checkpoints: the parameters that it holds, one below the other}, such as
+        {"...qkv_proj.weight": ("layers.attention.q_proj.kernel", ...)}. Import cuts it into theirs, export joins them.
     """
 
     model_type: str
@@ -82,6 +93,7 @@ class Family:
     window_keys: Callable[[ModelConfig, AttentionPattern], dict[str, Any]] = no_window_keys
     peculiarity: str = ""
     tensor_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
 # ---- reading ----
@@ -108,7 +120,9 @@ def read_dense(hf: Mapping[str, Any], defaults: Mapping[str, Any], **fields: Any
         values["head_dim"] = _divide(values["hidden_size"], heads)
     values |= {"model_type": hf["model_type"], "hidden_act": _activation(hf)} | fields
     config = from_dict(ModelConfig, values, "config.json")
-    theta, scaling = read_rope(hf, config.rope_theta, config.max_position_embeddings)
+    theta, scaling = read_rope(
+        hf, config.rope_theta, config.max_position_embeddings, config.partial_rotary_factor
+    )
     return dataclasses.replace(config, rope_theta=theta, rope_scaling=scaling)
 
 
@@ -131,15 +145,17 @@ def _activation(hf: Mapping[str, Any]) -> str:
 
 
 def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
-    if hf.get("quantization_config"):
-        raise ConfigError(
-            "config.json: quantization_config is not supported; import the float16, bfloat16 or float32 weights"
-        )
+    fp8_blocks(hf)
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if hf.get(key):
             raise ConfigError(
                 f"config.json: {key} is set, but mixtures of experts are not supported; supported: dense models"
             )
+    if hf.get("is_causal") is False:
+        raise ConfigError(
+            "config.json: is_causal is false (tokens see what follows them), which is not supported; supported: "
+            "causal models"
+        )
     if hf.get("use_mrope"):
         raise ConfigError(
             "config.json: use_mrope (rotary embeddings of images) is not supported; supported: text"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swa_jax.errors import ConfigError
 from swa_jax.families import gemma2
-from swa_jax.families.common import Family, Windows, layer_types
+from swa_jax.families.common import Family, Windows, layer_types, positive_int
 from swa_jax.families.rope import (
     read_windows_by_type,
     rope_keys_by_type,
@@ -38,9 +37,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def _types(hf: Mapping[str, Any], layers: int) -> list[str]:
     """Without `layer_types` one layer in `sliding_window_pattern` is full."""
-    n = hf.get("sliding_window_pattern", 6)
-    if not isinstance(n, int) or n < 1:
-        raise ConfigError(f"config.json: sliding_window_pattern must be a whole number above 0, got {n!r}")
+    n = positive_int(hf, "sliding_window_pattern", 6)
     return layer_types(hf, [WINDOW if (i + 1) % n else FULL for i in range(layers)])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swa_jax.families.common import Family, Windows, layer_types, read_dense, write_dense
+from swa_jax.families.common import Family, Windows, read_dense, write_dense
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
@@ -20,7 +20,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
     window = hf.get("sliding_window", DEFAULT_WINDOW)
-    return window, layer_types(hf, [FULL if window is None else WINDOW] * layers)
+    return window, [FULL if window is None else WINDOW] * layers
 
 
 def window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:

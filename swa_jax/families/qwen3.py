@@ -13,8 +13,12 @@ DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_d
 
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    return read_qwen3(hf, DEFAULTS)
+
+
+def read_qwen3(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> ModelConfig:
     bias = bool(hf.get("attention_bias"))
-    return read_dense(hf, DEFAULTS, qk_norm=True, attention_bias=bias, attention_out_bias=bias)
+    return read_dense(hf, defaults, qk_norm=True, attention_bias=bias, attention_out_bias=bias)
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:

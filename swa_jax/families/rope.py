@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swa_jax.errors import ConfigError
-from swa_jax.model.config import ModelConfig, RopeScaling
+from swa_jax.model.config import ModelConfig, RopeKind, RopeScaling
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.settings import from_dict, to_dict
@@ -29,11 +29,19 @@ _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
         "mscale_all_dim",
         "truncate",
     ),
+    "longrope": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "short_factor",
+        "long_factor",
+    ),
 }
 _ROPE_REQUIRED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
 }
 
 
@@ -41,18 +49,16 @@ _ROPE_REQUIRED = {
 
 
 def read_rope(
-    hf: Mapping[str, Any], default_theta: float, max_positions: int
+    hf: Mapping[str, Any], default_theta: float, max_positions: int, partial_rotary_factor: float = 1.0
 ) -> tuple[float, RopeScaling | None]:
-    """theta and the scaling, from either spelling; Hugging Face lets a non-empty `rope_scaling` win."""
-    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
-    rope = hf.get(key) or {}
-    if not isinstance(rope, Mapping):
-        raise ConfigError(f"config.json: '{key}' must be a mapping, got {rope!r}")
-    rope = _agreed(rope, key)
+    """theta and the scaling, from either spelling; the family turns `partial_rotary_factor` of the channels."""
+    key, rope = _rope_mapping(hf)
     theta = rope.get("rope_theta", hf.get("rope_theta"))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ConfigError("config.json: partial_rotary_factor is not supported; supported: 1.0")
+    if read_partial_rotary(hf) != partial_rotary_factor:
+        raise ConfigError(
+            f"config.json: partial_rotary_factor is not supported; supported: {partial_rotary_factor} (or phi3)"
+        )
     if theta is None:
         theta = default_theta
     if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
@@ -60,8 +66,12 @@ def read_rope(
     if kind == "default":
         return float(theta), None
     if kind not in _ROPE_FIELDS:
+        route = ""
+        if kind == "dynamic":  # it is the default up to the length of the first training
+            route = f"; remove {key} to use the model up to max_position_embeddings ({max_positions}), or set yarn"
         raise ConfigError(
-            f"config.json: {key}.rope_type '{kind}' is not supported; supported: default, linear, llama3, yarn"
+            f"config.json: {key}.rope_type '{kind}' is not supported; supported: default, "
+            f"{', '.join(_ROPE_FIELDS)}{route}"
         )
     values = {name: rope[name] for name in _ROPE_FIELDS[kind] if rope.get(name) is not None}
     for name in _ROPE_REQUIRED[kind]:
@@ -75,6 +85,25 @@ def read_rope(
         values["original_max_position_embeddings"] = original or max_positions
         values.setdefault("factor", max_positions / values["original_max_position_embeddings"])
     return float(theta), from_dict(RopeScaling, {"rope_type": kind} | values, f"config.json.{key}")
+
+
+def read_partial_rotary(hf: Mapping[str, Any]) -> float:
+    """The share of a head's channels that is turned."""
+    factor = _rope_mapping(hf)[1].get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    if factor is None:
+        return 1.0
+    if isinstance(factor, bool) or not isinstance(factor, int | float):
+        raise ConfigError(f"config.json: partial_rotary_factor must be a number, got {factor!r}")
+    return float(factor)
+
+
+def _rope_mapping(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The key that holds the RoPE parameters, and what it holds; Hugging Face lets a non-empty `rope_scaling` win."""
+    key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    rope = hf.get(key) or {}
+    if not isinstance(rope, Mapping):
+        raise ConfigError(f"config.json: '{key}' must be a mapping, got {rope!r}")
+    return key, _agreed(rope, key)
 
 
 def _agreed(rope: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -95,10 +124,12 @@ def rope_keys(config: ModelConfig) -> dict[str, Any]:
     if config.rope_scaling is not None:
         kind, values = config.rope_scaling.rope_type, to_dict(config.rope_scaling)
         scaling = {"rope_type": kind} | {k: values[k] for k in _ROPE_FIELDS[kind] if values[k] is not None}
-    return {
+    factor = config.partial_rotary_factor
+    partial = {} if factor == 1 else {"partial_rotary_factor": factor}
+    return partial | {
         "rope_theta": config.rope_theta,
         "rope_scaling": None if config.rope_scaling is None else dict(scaling),
-        "rope_parameters": scaling | {"rope_theta": config.rope_theta},
+        "rope_parameters": scaling | partial | {"rope_theta": config.rope_theta},
     }
 
 
@@ -166,6 +197,22 @@ def window_keys_by_type(config: ModelConfig, pattern: AttentionPattern) -> dict[
         return {"sliding_window": pattern.sliding_window, "layer_types": list(pattern.layer_types)}
     window = pattern.sliding_window or config.max_position_embeddings
     return {"sliding_window": window, "layer_types": _rope_types(config)}
+
+
+def nope_of_full_layers(types: Sequence[str]) -> tuple[RopeKind, ...]:
+    """`ModelConfig.rope_layers` of a model that turns its windowed layers and no full one."""
+    return tuple("global" if kind == WINDOW else "none" for kind in types)
+
+
+def window_keys_with_nope(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:
+    """The keys of a pattern in families that turn windowed layers only; what is full and turned has a window that
+    reaches over the whole context."""
+    turned = config.rope_layers or ("global",) * config.num_hidden_layers
+    window = pattern.sliding_window or config.max_position_embeddings
+    return {
+        "sliding_window": window,
+        "layer_types": [FULL if kind == "none" else WINDOW for kind in turned],
+    }
 
 
 def _rope_types(config: ModelConfig) -> list[str]:

@@ -20,7 +20,7 @@ from pallas_kernels.api import Implementation
 from pallas_kernels.spec import Packing, PerHead
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
-from swa_jax.model.layers import RMSNorm, apply_rope, linear
+from swa_jax.model.layers import Norm, apply_rope, linear
 from swa_jax.model.mesh_attention import attention_on_mesh
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition
@@ -148,8 +148,8 @@ class Attention(nnx.Module):
         self.v_proj = linear("layers.attention.v_proj", config, dtype, rngs)
         self.o_proj = linear("layers.attention.o_proj", config, dtype, rngs)
         if config.qk_norm:
-            self.q_norm = RMSNorm("layers.attention.q_norm", config, dtype)
-            self.k_norm = RMSNorm("layers.attention.k_norm", config, dtype)
+            self.q_norm = Norm("layers.attention.q_norm", config, dtype)
+            self.k_norm = Norm("layers.attention.k_norm", config, dtype)
         if routed:
             self.router = Router(config, rngs)
 
@@ -164,7 +164,7 @@ class Attention(nnx.Module):
             if context.cos is not None and context.sin is not None:
                 one = context.cos.shape[0] == 1  # a constant index costs nothing
                 cos, sin = (table[0 if one else plan.rope] for table in (context.cos, context.sin))
-                q, k = (apply_rope(t, cos, sin) for t in (q, k))
+                q, k = (apply_rope(t, cos, sin, self.config) for t in (q, k))
         return q, k, v
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:

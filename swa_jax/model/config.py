@@ -14,19 +14,26 @@ ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Frequency scaling of rotary embeddings; the field names are Hugging Face's."""
+    """Frequency scaling of rotary embeddings; the field names are Hugging Face's.
 
-    rope_type: Literal["linear", "llama3", "yarn"]
+    "longrope" (Ding et al., arXiv:2402.13753) divides each frequency by a factor of its own: one of `long_factor` where
+    rows, or a cache, are longer than `original_max_position_embeddings`, else one of `short_factor`.
+    """
+
+    rope_type: Literal["linear", "llama3", "yarn", "longrope"]
     factor: float
     original_max_position_embeddings: int | None = None
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn; None = 0.1 ln(factor) + 1
+    # yarn; None = 0.1 ln(factor) + 1. longrope; None = sqrt(1 + ln(factor) / ln(original_max_position_embeddings))
+    attention_factor: float | None = None
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn: round the correction range outwards to whole channels
+    short_factor: tuple[float, ...] = ()  # longrope, one a frequency
+    long_factor: tuple[float, ...] = ()  # longrope, one a frequency
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +48,12 @@ class ModelConfig:
       rope_layers: the rotary embedding of each layer: "global" (`rope_theta`, `rope_scaling`), "local"
         (`local_rope_theta`, unscaled) or "none". It belongs to the layer's weights, so it stays as it is when a
         pattern makes the layer full or windowed. () means "global" in every layer.
+      rope_interleaved: channels 2 c and 2 c + 1 turn together (Cohere), not c and c + rotary_dim / 2.
+      partial_rotary_factor: the share of a head's channels, from the first on, that is turned (Phi-4-mini).
+      norm_type: root mean square, or "layer": a LayerNorm without bias (Cohere).
       norm_placement: norms before attention and MLP ("pre"), on what they give, before it is added to the residual
-        stream ("post", OLMo 2), or both ("sandwich", Gemma 2).
+        stream ("post", OLMo 2), or both ("sandwich", Gemma 2). "parallel": one norm before attention and MLP, which
+        both read and whose outputs are added to the residual stream together (Cohere).
       norm_unit_offset: norms multiply with 1 + scale (Gemma).
       qk_norm, qk_norm_over: whether queries and keys are normed, and over what: each head on its own (Qwen3), or the
         whole projection at once (OLMo 2).
@@ -66,11 +77,14 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     rope_layers: tuple[RopeKind, ...] = ()
     local_rope_theta: float = 10000.0
+    rope_interleaved: bool = False
+    partial_rotary_factor: float = 1.0
     attention_bias: bool = False  # on q, k, v
     attention_out_bias: bool = False  # on o (Llama's attention_bias sets both)
     mlp_bias: bool = False
     hidden_act: Literal["silu", "gelu_tanh"] = "silu"
-    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    norm_type: Literal["rms", "layer"] = "rms"
+    norm_placement: Literal["pre", "post", "sandwich", "parallel"] = "pre"
     norm_unit_offset: bool = False
     qk_norm: bool = False
     qk_norm_over: Literal["head", "projection"] = "head"
@@ -94,7 +108,7 @@ class ModelConfig:
         for name in (
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta",
-            "local_rope_theta", "attention_scale", "attention_softcap", "logit_softcap",
+            "local_rope_theta", "partial_rotary_factor", "attention_scale", "attention_softcap", "logit_softcap",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -121,8 +135,33 @@ class ModelConfig:
                 f"alibi_negative_heads ({self.alibi_negative_heads}) + alibi_positive_heads "
                 f"({self.alibi_positive_heads}) must equal num_attention_heads ({self.num_attention_heads})"
             )
-        if self.uses_rope and self.head_dim % 2:
-            raise ConfigError(f"head_dim ({self.head_dim}) must be even for rotary embeddings")
+        if self.uses_rope:
+            self._check_rope()
+
+    def _check_rope(self) -> None:
+        if self.partial_rotary_factor > 1:
+            raise ConfigError(
+                f"partial_rotary_factor is a share of head_dim, at most 1; got {self.partial_rotary_factor:g}"
+            )
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            part = f" * partial_rotary_factor ({self.partial_rotary_factor:g})"
+            raise ConfigError(
+                f"head_dim ({self.head_dim}){part if self.partial_rotary_factor < 1 else ''} must be even for rotary "
+                "embeddings"
+            )
+        if self.rope_scaling is not None and self.rope_scaling.rope_type == "longrope":
+            for name in ("short_factor", "long_factor"):
+                factors = getattr(self.rope_scaling, name)
+                if len(factors) != self.rotary_dim // 2 or not all(factor > 0 for factor in factors):
+                    raise ConfigError(
+                        f"rope_scaling.{name} must have {self.rotary_dim // 2} numbers above 0, one for each pair of "
+                        f"channels that is turned, got {list(factors)}"
+                    )
+
+    @property
+    def rotary_dim(self) -> int:
+        """The channels of a head that rotary embeddings turn."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def uses_rope(self) -> bool:

@@ -23,7 +23,7 @@ from swa_jax.model.cache import CacheLayout, KVCache, ring_entry, ring_positions
 from swa_jax.model.cached_attention import decode_layer, layer_places
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import SWITCH
-from swa_jax.model.layers import GatedMLP, RMSNorm, linear, rope_tables
+from swa_jax.model.layers import GatedMLP, Norm, linear, rope_tables
 from swa_jax.model.lora import LoraConfig, seed_dropout, with_lora
 from swa_jax.model.loss import TokenLoss, scaled_logits, token_loss
 from swa_jax.model.parameters import declared
@@ -36,44 +36,46 @@ class Block(nnx.Module):
     """One decoder layer: attention, then MLP, each with a norm before it, on what it gives, or both.
 
     The norms before are `input_norm` and `post_attention_norm` (of the MLP's input), those after `attention_out_norm`
-    and `mlp_out_norm`.
+    and `mlp_out_norm`. In a parallel layer the MLP reads what attention reads.
     """
 
     def __init__(self, config: ModelConfig, routed: bool, dtype: jnp.dtype, *, rngs: nnx.Rngs):
-        def norm(name: str, *placements: str) -> RMSNorm | None:
-            return RMSNorm(f"layers.{name}", config, dtype) if config.norm_placement in placements else None
+        def norm(name: str, *placements: str) -> Norm | None:
+            return Norm(f"layers.{name}", config, dtype) if config.norm_placement in placements else None
 
-        self.input_norm = norm("input_norm", "pre", "sandwich")
+        self.input_norm = norm("input_norm", "pre", "sandwich", "parallel")
         self.attention = Attention(config, routed, dtype, rngs)
         self.attention_out_norm = norm("attention_out_norm", "post", "sandwich")
         self.post_attention_norm = norm("post_attention_norm", "pre", "sandwich")
         self.mlp = GatedMLP(config, dtype, rngs)
         self.mlp_out_norm = norm("mlp_out_norm", "post", "sandwich")
+        self.parallel = config.norm_placement == "parallel"
         self.residual_multiplier = config.residual_multiplier
 
     def __call__(self, x: jax.Array, plan: LayerPlan, context: AttentionContext) -> tuple[jax.Array, Routing]:
         """x [B, T, d] and this layer's row of the plan -> output [B, T, d], routing [B, T]."""
         mixed, routing, _ = self.attention(self.attention_input(x), plan, context)
-        x = constrain(self.add_attention(x, mixed), context.partition, "batch", "sequence", None)
-        return constrain(self.feed_forward(x), context.partition, "batch", "sequence", None), routing
+        return self.after_attention(x, mixed, context.partition), routing
 
     def attention_input(self, x: jax.Array) -> jax.Array:
         """What attention (and a router) reads of the residual stream [B, T, d]."""
         return _normed(self.input_norm, x)
 
-    def add_attention(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
-        """The residual stream with attention's output in, both [B, T, d]."""
-        return self._add(x, _normed(self.attention_out_norm, mixed))
-
-    def feed_forward(self, x: jax.Array) -> jax.Array:
-        """The residual stream [B, T, d] with the MLP's output in."""
-        return self._add(x, _normed(self.mlp_out_norm, self.mlp(_normed(self.post_attention_norm, x))))
+    def after_attention(
+        self, x: jax.Array, mixed: jax.Array, partition: Partition | None = None
+    ) -> jax.Array:
+        """The residual stream behind the layer, from the one before it and attention's output, all [B, T, d]."""
+        stream = self._add(x, _normed(self.attention_out_norm, mixed))
+        stream = constrain(stream, partition, "batch", "sequence", None)
+        read = self.attention_input(x) if self.parallel else _normed(self.post_attention_norm, stream)
+        stream = self._add(stream, _normed(self.mlp_out_norm, self.mlp(read)))
+        return constrain(stream, partition, "batch", "sequence", None)
 
     def _add(self, x: jax.Array, y: jax.Array) -> jax.Array:
         return x + (y if self.residual_multiplier == 1 else y * self.residual_multiplier)
 
 
-def _normed(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+def _normed(norm: Norm | None, x: jax.Array) -> jax.Array:
     return x if norm is None else norm(x)
 
 
@@ -105,7 +107,7 @@ class Decoder(nnx.Module):
             return Block(config, routed, dtype, rngs=rngs)
 
         self.layers = stack(rngs)
-        self.norm = RMSNorm("norm", config, dtype)
+        self.norm = Norm("norm", config, dtype)
         if not config.tie_word_embeddings:
             self.lm_head = linear("lm_head", config, dtype, rngs)
 
@@ -230,7 +232,8 @@ class Decoder(nnx.Module):
         """Right-padded prompts [B, T] of `lengths` [B] -> logits after each last token [B, V] f32, the filled cache."""
         segments = (jnp.arange(tokens.shape[1])[None] < lengths[:, None]).astype(jnp.int32)
         kinds = kinds_of(self.pattern)
-        context = dataclasses.replace(self.context(tokens, kinds, segments), inference=True)
+        context = self.context(tokens, kinds, segments, rope_length=layout.max_length)
+        context = dataclasses.replace(context, inference=True)
         graph, weights = nnx.split(self.layers)
         ring = ring_positions(layout, lengths)
 
@@ -245,7 +248,7 @@ class Decoder(nnx.Module):
                 k_ring=write_prompt(cache.k_ring, place.ring_slots, k, ring),
                 v_ring=write_prompt(cache.v_ring, place.ring_slots, v, ring),
             )
-            return (block.feed_forward(block.add_attention(x, mixed)), cache), None
+            return (block.after_attention(x, mixed), cache), None
 
         cache = dataclasses.replace(cache, lengths=lengths)
         scanned = (weights, self._plan(kinds), layer_places(layout))
@@ -261,7 +264,11 @@ class Decoder(nnx.Module):
         `full_from` [B]: the length of each prompt under full-attention decode, else None.
         """
         context = self.context(
-            tokens[:, None], kinds_of(self.pattern), None, cache.lengths[:, None], full_from
+            tokens[:, None],
+            kinds_of(self.pattern),
+            positions=cache.lengths[:, None],
+            full_from=full_from,
+            rope_length=layout.max_length,
         )
         graph, weights = nnx.split(self.layers)
         lengths = cache.lengths + 1
@@ -283,8 +290,7 @@ class Decoder(nnx.Module):
             mixed = decode_layer(
                 self.config, q, gate[:, 0], cache, layout, place, plan, context, lengths, ring
             )
-            x = block.add_attention(x, block.attention.output(mixed))
-            return (block.feed_forward(x), cache), None
+            return (block.after_attention(x, block.attention.output(mixed)), cache), None
 
         scanned = (weights, self._plan(context.kinds), layer_places(layout))
         (x, cache), _ = jax.lax.scan(layer, (self.embed(tokens[:, None]), cache), scanned)
@@ -301,8 +307,10 @@ class Decoder(nnx.Module):
         positions: jax.Array | None = None,
         full_from: jax.Array | None = None,
         partition: Partition | None = None,
+        rope_length: int | None = None,
     ) -> AttentionContext:
-        """What the layers of one pass over tokens [B, T] share; the arguments are those of `features`."""
+        """What the layers of one pass over tokens [B, T] share; the arguments are those of `features`, and the length
+        that RoPE goes by (`rope_frequencies`), which is T where it is not given."""
         cos = sin = None
         if self.config.uses_rope:
             turned = positions
@@ -310,6 +318,6 @@ class Decoder(nnx.Module):
                 turned = segment_positions(segment_ids)
             if turned is None:
                 turned = jnp.arange(tokens.shape[1])[None]
-            cos, sin = rope_tables(self.config, turned)
+            cos, sin = rope_tables(self.config, turned, rope_length or tokens.shape[1])
         spec = model_spec(self.config, self.pattern)
         return AttentionContext(spec, kinds, cos, sin, segment_ids, positions, full_from, partition=partition)

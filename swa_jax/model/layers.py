@@ -1,4 +1,4 @@
-"""The parts of a decoder layer that are not attention: RMSNorm, rotary embeddings, gated MLP."""
+"""The parts of a decoder layer that are not attention: norms, rotary embeddings, gated MLP."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.parameters import declared
 
 
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm, in f32 whatever the input's dtype."""
+class Norm(nnx.Module):
+    """Root-mean-square norm, or LayerNorm without bias (`config.norm_type`), in f32 whatever the input's dtype."""
 
     def __init__(self, path: str, config: ModelConfig, dtype: jnp.dtype):
         """`path` is the module's place in the decoder: what is declared there says its size."""
         scale = declared(config)[f"{path}.scale"]
         self.scale = nnx.Param(scale.init(jax.random.key(0), scale.shape, dtype))  # the same for every key
+        self.centred = config.norm_type == "layer"
         self.unit_offset = config.norm_unit_offset
         self.eps = config.rms_norm_eps
 
@@ -30,9 +30,13 @@ class RMSNorm(nnx.Module):
         axes = (-1,) if self.scale.shape[-1] == x.shape[-1] else (-2, -1)
         scale = self.scale[...].reshape([x.shape[axis] for axis in axes])
         wide = x.astype(jnp.float32)
+        if self.centred:
+            wide = wide - jnp.mean(wide, axis=axes, keepdims=True)
         normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=axes, keepdims=True) + self.eps)
         if self.unit_offset:
             return (normed * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+        if self.centred:
+            return (normed * scale.astype(jnp.float32)).astype(x.dtype)
         return normed.astype(x.dtype) * scale.astype(x.dtype)
 
 
@@ -81,35 +85,43 @@ def linear(path: str, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> 
     )  # fmt: skip
 
 
-def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rope_tables(config: ModelConfig, positions: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     """cos and sin [R, B, T, D] f32 at integer positions [B, T], one of each for the R `config.rope_kinds`.
 
-    Channels c and c + D/2 turn together; both columns are there, so that nothing needs to be cut in halves.
+    Both columns of channels that turn together are there, so that nothing needs to be cut in halves. Channels that
+    are not turned have cos 1 and sin 0. `length` is that of the rows, or of the cache (see `rope_frequencies`).
     """
-    tables = []
+    tables, turned = [], config.rotary_dim
     for kind in config.rope_kinds:
         theta, scaling = config.rope_theta, config.rope_scaling
         if kind == "local":
             theta, scaling = config.local_rope_theta, None
-        frequencies, factor = rope_frequencies(theta, config.head_dim, scaling, config)
+        frequencies, factor = rope_frequencies(theta, scaling, config, length)
         if kind == "none":
             frequencies, factor = np.zeros_like(frequencies), 1.0  # turned by nothing
-        angles = positions[..., None].astype(jnp.float32) * np.tile(frequencies, 2)  # [B, T, D]
-        tables.append((jnp.cos(angles) * factor, jnp.sin(angles) * factor))
+        both = np.repeat(frequencies, 2) if config.rope_interleaved else np.tile(frequencies, 2)
+        factors: float | np.ndarray = factor
+        if turned < config.head_dim:
+            others = config.head_dim - turned
+            both = np.pad(both, (0, others))
+            factors = np.pad(np.full(turned, factor, np.float32), (0, others), constant_values=1)
+        angles = positions[..., None].astype(jnp.float32) * both  # [B, T, D]
+        tables.append((jnp.cos(angles) * factors, jnp.sin(angles) * factors))
     cos, sin = (jnp.stack(table) for table in zip(*tables, strict=True))
     return cos, sin
 
 
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate channel pairs (c, c + D/2) of x [B, T, H, D]; cos and sin [B, T, D].
+def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, config: ModelConfig) -> jax.Array:
+    """Rotate pairs of channels of x [B, T, H, D]; cos and sin [B, T, D].
 
     The other channel of each pair comes from a product with a matrix of 0, 1 and -1, which is exact. A TPU does it
     beside the rest; halves of a row, which are less than a register's width, would cost it several passes over x.
     """
-    half = x.shape[-1] // 2
-    swap = np.zeros((2 * half, 2 * half), np.float32)
-    swap[np.arange(half, 2 * half), np.arange(half)] = -1
-    swap[np.arange(half), np.arange(half, 2 * half)] = 1
+    half = config.rotary_dim // 2
+    first, step = (2 * np.arange(half), 1) if config.rope_interleaved else (np.arange(half), half)
+    swap = np.zeros((x.shape[-1], x.shape[-1]), np.float32)
+    swap[first + step, first] = -1
+    swap[first, first + step] = 1
     exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     other = jnp.matmul(x, swap.astype(x.dtype), precision=exact, preferred_element_type=jnp.float32)
     cos, sin = cos[:, :, None], sin[:, :, None]  # [B, T, 1, D]
@@ -117,15 +129,21 @@ def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def rope_frequencies(
-    theta: float, head_dim: int, scaling: RopeScaling | None, config: ModelConfig
+    theta: float, scaling: RopeScaling | None, config: ModelConfig, length: int
 ) -> tuple[np.ndarray, float]:
-    """Angular frequencies [D/2] f32 in radians a token, and the factor on cos and sin (YaRN's attention factor)."""
-    plain = (1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)).astype(np.float32)
+    """Angular frequencies [rotary_dim / 2] f32 in radians a token, and the factor on cos and sin.
+
+    `length` is how many positions a row of tokens has, or a cache has room for: LongRoPE has other frequencies where
+    that is more than the model was first trained with. Hugging Face takes the last position instead; here what a token
+    is turned by must not depend on how many of its row are padding, nor change while a cache fills.
+    """
+    rotary_dim = config.rotary_dim
+    plain = (1.0 / theta ** (np.arange(0, rotary_dim, 2, dtype=np.float32) / rotary_dim)).astype(np.float32)
     if scaling is None:
         return plain, 1.0
-    original = scaling.original_max_position_embeddings or config.max_position_embeddings
     if scaling.rope_type == "linear":
         return plain / scaling.factor, 1.0
+    original = scaling.original_max_position_embeddings or config.max_position_embeddings
     if scaling.rope_type == "llama3":
         # Long wavelengths are interpolated, short ones kept, those between blended (Llama 3.1).
         wavelength = 2 * np.pi / plain
@@ -134,26 +152,36 @@ def rope_frequencies(
         )
         blend = np.clip(blend, 0, 1)
         return ((1 - blend) * plain / scaling.factor + blend * plain).astype(np.float32), 1.0
-    if scaling.rope_type == "yarn":
-        return _yarn(theta, head_dim, scaling, original, plain)
-    raise ConfigError(
-        f"rope_scaling.rope_type '{scaling.rope_type}' is not supported: use linear, llama3 or yarn"
-    )
+    if scaling.rope_type == "longrope":
+        return _longrope(scaling, original, plain, length)
+    return _yarn(theta, rotary_dim, scaling, original, plain)
+
+
+def _longrope(
+    scaling: RopeScaling, original: int, plain: np.ndarray, length: int
+) -> tuple[np.ndarray, float]:
+    """LongRoPE (Ding et al., arXiv:2402.13753), with the factor on cos and sin that Phi-3 gives it."""
+    factors = scaling.long_factor if length > original else scaling.short_factor
+    frequencies = (plain / np.asarray(factors, np.float32)).astype(np.float32)
+    if scaling.attention_factor is not None:
+        return frequencies, scaling.attention_factor
+    stretched = max(math.log(scaling.factor), 0.0)
+    return frequencies, math.sqrt(1 + stretched / math.log(original))
 
 
 def _yarn(
-    theta: float, head_dim: int, scaling: RopeScaling, original: int, plain: np.ndarray
+    theta: float, rotary_dim: int, scaling: RopeScaling, original: int, plain: np.ndarray
 ) -> tuple[np.ndarray, float]:
     """YaRN (Peng et al., arXiv:2309.00071): interpolate the channels that turn less than `beta_slow` times."""
 
     def channel(rotations: float) -> float:
-        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / max(high - low, 1e-3), 0, 1)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    ramp = np.clip((np.arange(rotary_dim // 2, dtype=np.float32) - low) / max(high - low, 1e-3), 0, 1)
     frequencies = plain / scaling.factor * ramp + plain * (1 - ramp)
 
     def temperature(mscale: float) -> float:

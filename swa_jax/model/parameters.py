@@ -99,6 +99,8 @@ def _norms(config: ModelConfig) -> list[Parameter]:
     rows: dict[str, str] = {}
     if config.norm_placement in ("pre", "sandwich"):
         rows |= {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+    if config.norm_placement == "parallel":
+        rows["input_norm"] = "input_layernorm"
     if config.norm_placement in ("post", "sandwich"):
         rows |= {
             "attention_out_norm": "post_attention_layernorm",

@@ -309,8 +309,7 @@ def _full_layer(
         q, k, v, context.spec, q_segment_ids=context.segment_ids, **model_per_head(config)._asdict()
     )
     assert isinstance(mixed, jax.Array)
-    x = block.add_attention(x, block.attention.output(mixed + probe))
-    return block.feed_forward(x), (q, k, v)
+    return block.after_attention(x, block.attention.output(mixed + probe)), (q, k, v)
 
 
 def _full_attention(model: Decoder, segment_ids: jax.Array) -> tuple[LayerPlan, AttentionContext]:
@@ -318,6 +317,7 @@ def _full_attention(model: Decoder, segment_ids: jax.Array) -> tuple[LayerPlan, 
     pattern = AttentionPattern((FULL,) * model.config.num_hidden_layers)
     cos = sin = None
     if model.config.uses_rope:
-        cos, sin = rope_tables(model.config, jnp.arange(segment_ids.shape[1])[None])
+        length = segment_ids.shape[1]
+        cos, sin = rope_tables(model.config, jnp.arange(length)[None], length)
     spec = model_spec(model.config, pattern)
     return layer_plan(pattern, model.config, (FULL,)), AttentionContext(spec, (FULL,), cos, sin, segment_ids)

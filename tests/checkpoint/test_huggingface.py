@@ -353,9 +353,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-@pytest.mark.parametrize(
-    "case", ["llama3-rope", "mistral-window", "qwen2-full", "qwen3-full", "qwen3-hybrid"]
-)
+FAST = ("mistral-window", "qwen3-full", "qwen3-hybrid", "cohere2-hybrid", "phi3-window")
+CASES = sorted(file.parent.name for file in GOLDEN.glob("*/golden.safetensors"))
+
+
+@pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_export_gives_back_what_was_imported(tmp_path, case):
     checkpoint = import_model(GOLDEN / case, tmp_path / "checkpoint")
     exported = export_model(checkpoint, tmp_path / "exported")

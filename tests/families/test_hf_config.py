@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
 from swa_jax.errors import ConfigError
-from swa_jax.families import apply_pattern, hf_config, hf_pattern, model_config
+from swa_jax.families import FAMILIES, apply_pattern, hf_config, hf_pattern, model_config
 from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
@@ -91,22 +92,29 @@ def test_rope_in_every_spelling():
     [
         (
             {"model_type": "gemma3"},
-            "model_type 'gemma3' is not supported; supported: .*gemma3_text, .*llama, ministral, mistral",
+            "model_type 'gemma3' is not supported; supported: .*gemma3_text, .*llama, mellum, ministral, mistral",
         ),
         ({"model_type": None}, "model_type None is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config without a quant_method is not supported"),
+        ({"is_causal": False}, "is_causal is false .* is not supported; supported: causal models"),
         ({"num_experts": 8}, "num_experts is set, but mixtures of experts are not supported"),
         ({"use_mrope": True}, "use_mrope"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported; supported: 1.0"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "rope_scaling.rope_type 'dynamic' is not supported",
+            r"'dynamic' is not supported; supported: default, linear, llama3, yarn, longrope; remove rope_scaling to "
+            r"use the model up to max_position_embeddings \(2048\), or set yarn",
         ),
         (
             {"rope_scaling": {"rope_type": "longrope"}},
-            "'longrope' is not supported; supported: default, linear",
+            "rope_scaling.short_factor is missing; rope_type 'longrope' needs it",
         ),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 2}},
+            r"rope_scaling.long_factor must have 3 numbers above 0, .* got \[1.0, 1.0\]",
+        ),
+        ({"partial_rotary_factor": "half"}, "partial_rotary_factor must be a number, got 'half'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": "yarn"}, "'rope_scaling' must be a mapping"),
         ({"rope_theta": "big"}, "rope_theta must be a positive number, got 'big'"),
@@ -135,6 +143,11 @@ def test_patterns_of_hf_configs_with_absent_keys():
     assert types("mistral") == "www4096"  # the family's default window
     assert types("mistral", sliding_window=None) == "FFFNone"
     assert types("llama", sliding_window=9) == "FFFNone"  # Llama knows no windows
+    # Hugging Face's classes of these families do not read the key.
+    assert types("llama", sliding_window=9, layer_types=[WINDOW, FULL, FULL]) == "FFFNone"
+    assert types("olmo2", sliding_window=9, layer_types=[WINDOW, FULL]) == "FFFNone"
+    assert types("mistral", sliding_window=9, layer_types=[WINDOW, FULL, FULL]) == "www9"
+    assert types("phi3", sliding_window=9, layer_types=[WINDOW, FULL, FULL]) == "www9"
     assert types("qwen2", sliding_window=9) == "FFFNone"
     assert types("qwen2", sliding_window=9, max_window_layers=1) == "FFFNone"  # stored, but not switched on
     assert types("qwen2", sliding_window=9, use_sliding_window=True, max_window_layers=1) == "Fww9"
@@ -213,6 +226,13 @@ def pattern_of(letters: str, **fields) -> AttentionPattern:
         ("qwen2", "FFw", "qwen2"),
         ("qwen2", "www", "qwen2"),
         ("qwen3", "wFw", "qwen3"),
+        ("phi3", "FFF", "phi3"),
+        ("phi3", "www", "phi3"),
+        ("phi3", "wFw", "ministral"),
+        ("cohere2", "FFF", "cohere2"),  # three layers: the fourth would be full
+        ("cohere2", "www", "cohere2"),
+        ("exaone4", "FFF", "exaone4"),
+        ("exaone4", "www", "exaone4"),
     ],
 )
 def test_patterns_hugging_face_knows(family, letters, written_as):
@@ -291,9 +311,130 @@ def test_rope_stays_with_the_layer_it_was_trained_in(family):
         config_of(family, rope_parameters={FULL: {}, WINDOW: {"rope_type": "linear", "factor": 2.0}})
 
 
+@pytest.mark.parametrize("family", ["cohere2", "exaone4"])
+def test_layers_without_rope_stay_those_it_was_trained_with(family):
+    """Full layers have no rotary embeddings: only the types trained with, under any window, can be written."""
+    types = [WINDOW, FULL, WINDOW]
+    config = config_of(family, num_key_value_heads=2, layer_types=types, sliding_window=5)
+    assert config.rope_layers == ("global", "none", "global")
+    for pattern, written, noticed in (
+        (pattern_of("wFw"), pattern_of("wFw"), False),
+        (pattern_of("FFF"), pattern_of("FFF"), False),
+        (pattern_of("FFw"), pattern_of("FFF"), True),
+    ):
+        hf, notice = apply_pattern(hf_config(config), pattern)
+        assert (model_config(hf), hf_pattern(hf), hf["layer_types"]) == (config, written, types)
+        assert (notice is not None) == noticed
+    everywhere = config_of(family, num_key_value_heads=2, layer_types=[WINDOW] * 3)
+    assert everywhere.rope_layers == ()
+    nowhere = config_of(family, num_key_value_heads=2, layer_types=[FULL] * 3)
+    assert nowhere.rope_layers == ("none",) * 3
+    for config in (everywhere, nowhere):
+        hf, notice = apply_pattern(hf_config(config), pattern_of("FFF"))
+        assert (model_config(hf), hf_pattern(hf), notice) == (config, pattern_of("FFF"), None)
+
+
+def test_exaone_without_windows_turns_every_layer():
+    config = config_of("exaone4", num_key_value_heads=2, sliding_window=None, layer_types=[FULL] * 3)
+    assert config.rope_layers == ()
+    assert config_of("exaone4", sliding_window_pattern=2, num_key_value_heads=2).rope_layers[1] == "none"
+    hf, notice = apply_pattern(
+        hf_config(config), pattern_of("wFw")
+    )  # no window may have its RoPE in a full layer
+    assert (model_config(hf), hf_pattern(hf), hf["sliding_window"]) == (config, pattern_of("FFF"), None)
+    assert "rotary embeddings in these layers alone" in notice
+
+
+FACTORS = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.0, 4.0]}
+
+
+def test_longrope_in_every_spelling():
+    """The class default of the first training's length is 4096; old checkpoints have other names for LongRoPE."""
+    expected = RopeScaling("longrope", 4.0, 4096, short_factor=(1.0, 1.5, 2.0), long_factor=(2.0, 3.0, 4.0))
+    sizes = {"max_position_embeddings": 16384}
+    for keys in (
+        {"rope_scaling": {"type": "longrope", **FACTORS}},
+        {"rope_scaling": {"type": "su", **FACTORS}},
+        {"rope_scaling": {"type": "yarn", **FACTORS}},
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **FACTORS}},
+    ):
+        config = config_of("phi3", **sizes, **keys)
+        assert (config.rope_scaling, config.rope_theta) == (expected, 1e4)
+    hf = hf_config(config)
+    assert set(hf["rope_scaling"]) == {"type", *FACTORS}  # transformers 4 refuses any other key
+    assert hf["original_max_position_embeddings"] == 4096
+    other = dataclasses.replace(config, rope_scaling=dataclasses.replace(expected, attention_factor=1.5))
+    assert model_config(json.loads(json.dumps(hf_config(other)))) == other
+    # Phi-3 knows no scaling but this one.
+    assert hf_config(config_of("phi3").with_yarn(2.0))["model_type"] == "swat"
+
+
+def test_part_of_the_channels_is_turned():
+    config = config_of("phi3", head_dim=16, partial_rotary_factor=0.75)
+    assert (config.partial_rotary_factor, config.rotary_dim) == (0.75, 12)
+    hf = json.loads(json.dumps(hf_config(config)))
+    assert (hf["model_type"], model_config(hf)) == ("phi3", config)
+    assert model_config({**hf, "partial_rotary_factor": None}) == config  # rope_parameters says it too
+    _, notice = apply_pattern(hf, pattern_of("wFw"))
+    assert "rotary embeddings of part of a head's channels" in notice
+    with pytest.raises(ConfigError, match=r"at most 1; got 1.5"):
+        config_of("phi3", partial_rotary_factor=1.5)
+    with pytest.raises(ConfigError, match=r"head_dim \(6\) \* partial_rotary_factor \(0.5\) must be even"):
+        config_of("phi3", partial_rotary_factor=0.5)
+
+
+def test_mellum_reads_rope_by_layer_type_alone():
+    keys = {"num_key_value_heads": 2, "mlp_layer_types": ["dense"] * 3, "num_experts": 64, "rope_theta": 7.0}
+    config = config_of("mellum", **keys, layer_types=[FULL, WINDOW, FULL], sliding_window=9)
+    assert (config.rope_theta, config.local_rope_theta) == (5e5, 1e4)
+    assert (config.rope_layers, config.head_dim) == (("global", "local", "global"), 128)
+    hf, notice = apply_pattern(hf_config(config), pattern_of("FwF"))
+    assert (model_config(hf), hf_pattern(hf), notice) == (config, pattern_of("FwF"), None)
+    assert not {"rope_theta", "rope_scaling"} & hf.keys()
+    # Every Qwen3 can be written as Mellum, which other servers know windows of.
+    qwen3 = dataclasses.replace(
+        config_of("qwen3", num_key_value_heads=2), model_type="mellum", rope_scaling=YARN
+    )
+    hf = hf_config(qwen3, pattern_of("wFw"))
+    assert (hf["model_type"], model_config(hf), hf_pattern(hf)) == ("mellum", qwen3, pattern_of("wFw"))
+
+
 @pytest.mark.parametrize(
     ("family", "keys", "sentence"),
     [
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm .* is not supported"),
+        ("cohere2", {"logit_scale": 0}, "logit_scale must be a number above 0, got 0"),
+        (
+            "cohere2",
+            {"sliding_window": None},
+            "layer_types has sliding_attention, but sliding_window is null",
+        ),
+        (
+            "cohere2",
+            {"sliding_window_pattern": "LLLG"},
+            "sliding_window_pattern must be a whole number above 0",
+        ),
+        (
+            "exaone4",
+            {"sliding_window_pattern": "LLLG", "num_key_value_heads": 2},
+            "sliding_window_pattern must be a whole number above 0",
+        ),
+        (
+            "phi3",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "'linear' is not supported for phi3; supported: default, longrope",
+        ),
+        (
+            "mellum",
+            {},
+            "mixtures of experts are not supported for mellum; supported: mlp_layer_types with 'dense'",
+        ),
+        (
+            "mellum",
+            {"mlp_layer_types": ["dense", "sparse", "dense"]},
+            "mixtures of experts are not supported",
+        ),
+        ("mellum", {"mlp_layer_types": ["dense"] * 2}, "mlp_layer_types has 2 entries for 3 layers"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number above 0, got 0"),
         ("gemma2", {"final_logit_softcapping": -1.0}, "logit_softcap must be above 0, got -1.0"),
@@ -328,3 +469,10 @@ def test_layers_without_rope_are_named_for_every_layer(keys):
     assert config_of("smollm3", no_rope_layers=[1, 0, 1, 0]).rope_layers == ("global", "none", "global")
     assert config_of("smollm3").rope_layers == ()  # three layers: the fourth would be without
     assert config_of("smollm3", no_rope_layer_interval=2).rope_layers == ("global", "none", "global")
+
+
+def test_the_page_on_families_has_a_line_for_each():
+    page = (Path(__file__).parents[2] / "docs/families.md").read_text()
+    first_table = page.split("| model_type |")[1].split("\n\n")[0]
+    rows = [line.split("`")[1] for line in first_table.splitlines() if line.startswith("| `")]
+    assert sorted(rows) == sorted(FAMILIES)

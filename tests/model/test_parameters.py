@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
-from tiny_models import BYTES, SANDWICH, SIGMOID, SOFTMAX
+from tiny_models import BYTES, PARALLEL, SANDWICH, SIGMOID, SOFTMAX
 
 from swa_jax.checkpoint import tensor_names as names
 from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
@@ -48,6 +48,7 @@ MODELS = committed() | {
     "tiny sigmoid": SIGMOID,
     "tiny bytes": BYTES,
     "tiny sandwich": SANDWICH,
+    "tiny parallel": PARALLEL,
     "norms after": dataclasses.replace(SANDWICH, norm_placement="post"),
     "every bias": dataclasses.replace(
         SOFTMAX, attention_out_bias=True, mlp_bias=True, tie_word_embeddings=False, router_bias_init=-2.0
@@ -249,3 +250,4 @@ def test_norms_by_placement():
     assert norms("sandwich") == outputs | {
         "input_layernorm": "input_norm", "pre_feedforward_layernorm": "post_attention_norm",
     }  # fmt: skip
+    assert norms("parallel") == {"input_layernorm": "input_norm"}

@@ -40,6 +40,12 @@ OWN = {
         "qk_norm_over": "projection",
         "residual_multiplier": 0.8,
     },
+    "parallel": {
+        "norm_type": "layer",
+        "norm_placement": "parallel",
+        "rope_interleaved": True,
+        "partial_rotary_factor": 0.5,
+    },
 }
 EXAMPLES = [
     Example(tokens[:-3], tokens[-3:], [])
@@ -75,7 +81,7 @@ def dense(model, tokens, probes):
             logits += np.asarray(alibi_slopes(3, 1, "press"))[:, None, None] * lag
         found.append(jax.nn.softmax(jnp.where(lag >= 0, logits, -jnp.inf), axis=-1))
         mixed = jnp.einsum("hts,shd->thd", found[-1] + probes[layer], v, precision="highest")[None]
-        x = block.feed_forward(block.add_attention(x, block.attention.output(mixed)))
+        x = block.after_attention(x, block.attention.output(mixed))
     return model.logits(model.norm(x))[0], jnp.stack(found)
 
 
