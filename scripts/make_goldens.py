@@ -179,7 +179,7 @@ CASES = {
 NOPE_IN_FULL_LAYERS = ("cohere2", "exaone4")
 ONE_SPELLING = ("mellum",)  # transformers 4 never knew these
 SHARDED = "qwen3-full"
-GENERATED = ("qwen3-full", "ministral-hybrid")
+GENERATED = ("qwen3-full", "ministral-hybrid", "cohere2-hybrid", "exaone4-hybrid")
 
 LONG_ROPE = dict(
     rope_type="longrope",

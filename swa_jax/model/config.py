@@ -164,6 +164,14 @@ class ModelConfig:
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
+    def long_rope_after(self) -> int | None:
+        """Rows and caches longer than this have LongRoPE's long frequencies; None: length changes nothing."""
+        scaling = self.rope_scaling
+        if not self.uses_rope or scaling is None or scaling.rope_type != "longrope":
+            return None
+        return scaling.original_max_position_embeddings or self.max_position_embeddings
+
+    @property
     def uses_rope(self) -> bool:
         return self.position_embedding in ("rope", "alirope")
 

@@ -62,6 +62,15 @@ def generate(
     batch = prepare(model, prompts, max_new_tokens, max_length=max_length)
     chosen = sampling(temperature, top_k, top_p)
     _check_tokens(stop_tokens, "stop_tokens", model.config.vocab_size)
+    if max_length is None and len(groups := _by_rope_length(model, prompts, max_new_tokens)) > 1:
+        replies: dict[int, list[int]] = {}
+        for group in groups:
+            others = generate(
+                model, [prompts[i] for i in group], max_new_tokens=max_new_tokens, temperature=temperature,
+                top_k=top_k, top_p=top_p, stop_tokens=stop_tokens, seed=seed,
+            )  # fmt: skip
+            replies |= zip(group, others, strict=True)
+        return [replies[i] for i in range(len(prompts))]
     logits, cache = prefill(model, batch)
     new, _ = decode(model, batch, logits, cache, max_new_tokens, chosen, stop_tokens=stop_tokens, seed=seed)
     return [[token for token in row if token != NOTHING] for row in np.asarray(new).tolist()]
@@ -115,6 +124,14 @@ def prepare(
         row[: len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     return Batch(jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(_sequence_keys(prompts)), max_length)
+
+
+def _by_rope_length(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+    """The numbers of the prompts that may share a cache: its length decides what LongRoPE does to all of them."""
+    limit = model.config.long_rope_after
+    long = [limit is not None and round_up(len(prompt) + max_new_tokens) > limit for prompt in prompts]
+    groups = [[i for i, one in enumerate(long) if one == kind] for kind in (False, True)]
+    return [group for group in groups if group]
 
 
 def sampling(temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None) -> Sampling:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import SOFTMAX, model_of
+from tiny_models import PARALLEL, SOFTMAX, base_model, make, model_of
 
 import swa_jax
 from swa_jax.errors import ConfigError
@@ -36,6 +36,17 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+def test_the_length_of_one_prompt_does_not_change_the_rope_of_another():
+    """LongRoPE has other frequencies in a cache of more than 64 tokens: a short prompt keeps those of its own."""
+    scaling = dataclasses.replace(PARALLEL.rope_scaling, original_max_position_embeddings=64)
+    model = base_model(dataclasses.replace(PARALLEL, rope_scaling=scaling)).with_pattern(make("wFwF"))
+    prompts = random_prompts((20, 70, 20))
+    for options in ({}, {"temperature": 1.0, "seed": 3}):
+        alone = [generate(model, [prompt], max_new_tokens=NEW, **options)[0] for prompt in prompts]
+        assert generate(model, prompts, max_new_tokens=NEW, **options) == alone
+    assert generate(model, prompts[:1], max_new_tokens=NEW, max_length=128, **options) != alone[:1]
 
 
 def random_prompts(lengths=LENGTHS, seed: int = 0) -> list[list[int]]:

@@ -91,6 +91,19 @@ def test_windows_on_the_weights_of_a_full_model(load, case):
     assert np.abs(actual - expected)[:, window:].max() > 100 * TOLERANCE
 
 
+@pytest.mark.parametrize("case", sorted(file.parent.name for file in GOLDEN.glob("*/generation.safetensors")))
+def test_a_prompt_goes_on_as_in_transformers(load, case):
+    """Greedy tokens after prompts of two lengths, four windows of them, through the cache."""
+    expected = load_file(GOLDEN / case / "generation.safetensors")
+    rows = zip(expected["tokens"], expected["attention_mask"], strict=True)
+    prompts = [row[real == 1].tolist() for row, real in rows]
+    model, new = load(case), expected["new_tokens"]
+    assert len({len(prompt) for prompt in prompts}) == 2
+    assert [
+        list(reply) for reply in swa_jax.generate(model, prompts, max_new_tokens=new.shape[1])
+    ] == new.tolist()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_family_writes_what_it_reads(case):
     """`config.json` survives being read and written, under its own pattern and under full attention."""
