@@ -15,6 +15,7 @@ from swa_jax.model.pattern import AttentionPattern
 DEFAULT_CONTEXT = 4096
 DEFAULTS = {"num_key_value_heads": None, "max_position_embeddings": DEFAULT_CONTEXT, "rms_norm_eps": 1e-5}
 DEFAULT_ORIGINAL = 4096  # positions of the first training, where the key is absent
+DEFAULT_PADDING = 32000  # the padding token, where the key is absent
 OLD_LONGROPE = ("su", "yarn")  # what Phi-3's first checkpoints call LongRoPE
 JOINED = {
     "model.layers.{layer}.self_attn.qkv_proj.weight": (
@@ -55,6 +56,8 @@ def _as_longrope(rope: Any, key: str) -> Any:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     hf, scaling = write_dense(config), config.rope_scaling
+    if config.vocab_size <= DEFAULT_PADDING:
+        hf["pad_token_id"] = None  # Hugging Face's class refuses its own default in a small vocabulary
     if scaling is None or scaling.rope_type != "longrope":
         return hf
     original = scaling.original_max_position_embeddings or config.max_position_embeddings

@@ -365,6 +365,7 @@ def test_longrope_in_every_spelling():
     assert hf["original_max_position_embeddings"] == 4096
     other = dataclasses.replace(config, rope_scaling=dataclasses.replace(expected, attention_factor=1.5))
     assert model_config(json.loads(json.dumps(hf_config(other)))) == other
+    assert hf["pad_token_id"] is None  # the class default, 32000, is not in this vocabulary
     # Phi-3 knows no scaling but this one.
     assert hf_config(config_of("phi3").with_yarn(2.0))["model_type"] == "swat"
 
