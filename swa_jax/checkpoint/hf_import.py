@@ -15,7 +15,7 @@ from swa_jax.checkpoint.tensor_names import cut_tensors, hf_tensors, is_buffer, 
 from swa_jax.errors import CheckpointError
 from swa_jax.families import hf_pattern, model_config
 from swa_jax.families.pattern_files import is_pattern_file, load_pattern
-from swa_jax.families.quantization import fp8_blocks, without_quantization
+from swa_jax.families.quantization import KEY, MODELOPT_FILE, fp8_blocks, unsupported, without_quantization
 from swa_jax.files import check_destination, read_json
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import EMBEDDING, HEAD
@@ -130,7 +130,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
         )
     if not file.is_file():
         raise CheckpointError(f"{folder} holds no {CONFIG_FILE}: it is not a Hugging Face model")
-    return read_json(file)
+    hf = read_json(file)
+    if not hf.get(KEY) and (folder / MODELOPT_FILE).is_file():
+        raise unsupported(f"{MODELOPT_FILE}: quant_method 'modelopt'")
+    return hf
 
 
 def _choose_pattern(

@@ -8,6 +8,7 @@ from typing import Any
 from swa_jax.errors import ConfigError
 
 KEY = "quantization_config"
+MODELOPT_FILE = "hf_quant_config.json"  # where NVIDIA's ModelOpt says it, if not in config.json
 
 
 def fp8_blocks(hf: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -23,20 +24,25 @@ def fp8_blocks(hf: Mapping[str, Any]) -> tuple[int, int] | None:
         raise ConfigError(f"config.json: {KEY} must be a mapping, got {settings!r}")
     method, blocks = settings.get("quant_method"), settings.get("weight_block_size")
     if method != "fp8":
-        said = f"quant_method '{method}'" if method else f"{KEY} without a quant_method"
+        found = f"quant_method '{method}'" if method else f"{KEY} without a quant_method"
     elif blocks is None:
-        said = "quant_method 'fp8' without weight_block_size (one scale for a whole tensor)"
+        found = "quant_method 'fp8' without weight_block_size (one scale for a whole tensor)"
     elif not _are_sizes(blocks):
         raise ConfigError(
             f"config.json: {KEY}.weight_block_size must be two whole numbers above 0, got {blocks!r}"
         )
     elif settings.get("fmt", "e4m3") != "e4m3":
-        said = f"quant_method 'fp8' with fmt '{settings['fmt']}'"
+        found = f"quant_method 'fp8' with fmt '{settings['fmt']}'"
     else:
         return (blocks[0], blocks[1])
-    raise ConfigError(
-        f"config.json: {said} is not supported; supported: fp8 with weight_block_size and fmt e4m3, or weights that "
-        "are not quantised (float16, bfloat16, float32)"
+    raise unsupported(f"config.json: {found}")
+
+
+def unsupported(found: str) -> ConfigError:
+    """The error for weights that are quantised in another way; `found` says where and how."""
+    return ConfigError(
+        f"{found} is not supported; supported: fp8 with weight_block_size and fmt e4m3, or weights that are not "
+        "quantised (float16, bfloat16, float32)"
     )
 
 

@@ -178,6 +178,16 @@ def test_other_ways_of_quantising_are_refused_by_name(settings, sentence):
         model_config(hf | {"quantization_config": settings})
 
 
+def test_weights_that_modelopt_quantised_are_refused(source, tmp_path):
+    """Their config.json may say nothing of it; a file beside it does."""
+    folder = source(quantization_config=None)
+    (folder / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(
+        ConfigError, match=r"hf_quant_config.json: quant_method 'modelopt' is not supported; supported: fp8"
+    ):
+        import_model(folder, tmp_path / "checkpoint")
+
+
 @pytest.mark.slow
 def test_an_import_holds_one_tensor_at_a_time(tmp_path, monkeypatch):
     """Peak Python memory (numpy's arrays included) stays near the largest tensor as written, whatever the depth."""
