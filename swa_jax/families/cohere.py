@@ -18,16 +18,16 @@ DEFAULTS = {
 
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    return read_cohere(hf, DEFAULTS | {"rope_theta": 500000.0})
-
-
-def read_cohere(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> ModelConfig:
-    """What Cohere and Cohere 2 share."""
     if hf.get("use_qk_norm"):
         raise ConfigError(
             "config.json: use_qk_norm (a norm with weights of its own for each head) is not supported; supported: "
             "Cohere models without it"
         )
+    return read_cohere(hf, DEFAULTS | {"rope_theta": 500000.0})
+
+
+def read_cohere(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> ModelConfig:
+    """What Cohere and Cohere 2 share."""
     scale = hf.get("logit_scale", 0.0625)
     if isinstance(scale, bool) or not isinstance(scale, int | float) or scale <= 0:
         raise ConfigError(f"config.json: logit_scale must be a number above 0, got {scale!r}")

@@ -334,6 +334,13 @@ def test_layers_without_rope_stay_those_it_was_trained_with(family):
         assert (model_config(hf), hf_pattern(hf), notice) == (config, pattern_of("FFF"), None)
 
 
+def test_keys_that_cohere_2_does_not_read():
+    """Its released files have keys of Cohere's own code, which Hugging Face's class ignores."""
+    own = {"use_qk_norm": True, "layer_switch": 2, "rotary_pct": 0.5, "use_parallel_block": False}
+    plain = config_of("cohere2", num_key_value_heads=2)
+    assert config_of("cohere2", num_key_value_heads=2, **own) == plain
+
+
 def test_exaone_without_windows_turns_every_layer():
     config = config_of("exaone4", num_key_value_heads=2, sliding_window=None, layer_types=[FULL] * 3)
     assert config.rope_layers == ()
