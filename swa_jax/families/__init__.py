@@ -84,9 +84,13 @@ def joined_tensors(config: ModelConfig) -> Mapping[str, tuple[str, ...]]:
 
 def _family(hf: Mapping[str, Any]) -> Family:
     name = hf.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
+        text = hf.get("text_config")
+        inner = text.get("model_type") if isinstance(text, Mapping) else None
+        route = f"; its text_config is of model_type '{inner}': save the text model alone"
         raise ConfigError(
             f"config.json: model_type {name!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+            f"{route if isinstance(inner, str) and inner in FAMILIES else ''}"
         )
     return FAMILIES[name]
 

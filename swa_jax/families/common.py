@@ -137,7 +137,7 @@ def _divide(hidden_size: int, heads: int) -> int:
 
 def _activation(hf: Mapping[str, Any]) -> str:
     name = hf.get("hidden_act", "silu")
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ConfigError(
             f"config.json: hidden_act '{name}' is not supported; supported: silu, gelu_pytorch_tanh"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from swa_jax.errors import ConfigError
 from swa_jax.families.common import Family, Windows, layer_types, read_dense, write_dense
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
@@ -22,6 +23,8 @@ def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
     """Without `use_sliding_window` the window is stored, but not used. The first `max_window_layers` are full."""
     window = hf.get("sliding_window", DEFAULT_WINDOW) if hf.get("use_sliding_window", False) else None
     full = layers if window is None else hf.get("max_window_layers", DEFAULT_FULL_LAYERS)
+    if type(full) is not int:
+        raise ConfigError(f"config.json: max_window_layers must be a whole number, got {full!r}")
     return window, layer_types(hf, [FULL if i < full else WINDOW for i in range(layers)])
 
 

@@ -57,7 +57,7 @@ def read_rope(
     kind = rope.get("rope_type", rope.get("type", "default"))
     if read_partial_rotary(hf) != partial_rotary_factor:
         raise ConfigError(
-            f"config.json: partial_rotary_factor is not supported; supported: {partial_rotary_factor} (or phi3)"
+            f"config.json: partial_rotary_factor is not supported; supported: {partial_rotary_factor}, others in phi3"
         )
     if theta is None:
         theta = default_theta
@@ -65,7 +65,7 @@ def read_rope(
         raise ConfigError(f"config.json: rope_theta must be a positive number, got {theta!r}")
     if kind == "default":
         return float(theta), None
-    if kind not in _ROPE_FIELDS:
+    if not isinstance(kind, str) or kind not in _ROPE_FIELDS:
         route = ""
         if kind == "dynamic":  # it is the default up to the length of the first training
             route = f"; remove {key} to use the model up to max_position_embeddings ({max_positions}), or set yarn"
@@ -82,6 +82,11 @@ def read_rope(
         original = hf.get("original_max_position_embeddings") or values.get(
             "original_max_position_embeddings"
         )
+        if original and (type(original) is not int or original < 1):
+            raise ConfigError(
+                "config.json: original_max_position_embeddings must be a whole number above 0, got "
+                f"{original!r}"
+            )
         values["original_max_position_embeddings"] = original or max_positions
         values.setdefault("factor", max_positions / values["original_max_position_embeddings"])
     return float(theta), from_dict(RopeScaling, {"rope_type": kind} | values, f"config.json.{key}")

@@ -94,7 +94,15 @@ def test_rope_in_every_spelling():
             {"model_type": "gemma3"},
             "model_type 'gemma3' is not supported; supported: .*gemma3_text, .*llama, mellum, ministral, mistral",
         ),
+        (
+            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+            "swat; its text_config is of model_type 'gemma3_text': save the text model alone",
+        ),
         ({"model_type": None}, "model_type None is not supported"),
+        (
+            {"model_type": ["llama"], "text_config": {"model_type": []}},
+            r"model_type \['llama'\] is not supported",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config without a quant_method is not supported"),
         ({"is_causal": False}, "is_causal is false .* is not supported; supported: causal models"),
@@ -117,6 +125,12 @@ def test_rope_in_every_spelling():
         ({"partial_rotary_factor": "half"}, "partial_rotary_factor must be a number, got 'half'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": "yarn"}, "'rope_scaling' must be a mapping"),
+        ({"rope_scaling": {"rope_type": []}}, r"rope_scaling.rope_type '\[\]' is not supported"),
+        ({"hidden_act": {}}, "hidden_act '{}' is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": "4k"}},
+            "original_max_position_embeddings must be a whole number above 0, got '4k'",
+        ),
         ({"rope_theta": "big"}, "rope_theta must be a positive number, got 'big'"),
         (
             {"rope_parameters": {FULL: {"rope_theta": 1e6}, WINDOW: {"rope_theta": 1e4}}},
@@ -152,6 +166,8 @@ def test_patterns_of_hf_configs_with_absent_keys():
     assert types("qwen2", sliding_window=9, max_window_layers=1) == "FFFNone"  # stored, but not switched on
     assert types("qwen2", sliding_window=9, use_sliding_window=True, max_window_layers=1) == "Fww9"
     assert types("ministral", sliding_window=9, layer_types=[FULL, WINDOW, FULL]) == "FwF9"
+    with pytest.raises(ConfigError, match="max_window_layers must be a whole number, got 'x'"):
+        types("qwen2", sliding_window=9, use_sliding_window=True, max_window_layers="x")
 
 
 # ---- ModelConfig to config.json ----
