@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from swa_jax.checkpoint.folder import CONFIG_FILE, PATTERN_FILE, copy_companions, open_checkpoint
 from swa_jax.checkpoint.safetensors_files import write_model
+from swa_jax.checkpoint.servers import served_config
 from swa_jax.checkpoint.tensor_names import hf_tensors, join_tensors, joined_parts
 from swa_jax.families import apply_pattern, model_config
 from swa_jax.files import check_destination, new_folder, write_json
@@ -14,23 +18,43 @@ from swa_jax.files import check_destination, new_folder, write_json
 log = logging.getLogger(__name__)
 
 
-def export_model(checkpoint: str | Path, destination: str | Path) -> Path:
+def export_model(
+    checkpoint: str | Path,
+    destination: str | Path,
+    *,
+    server: str | None = None,
+    as_full: bool = False,
+    describe: Callable[[str], Any] = lambda text: None,
+) -> Path:
     """Write a checkpoint folder as a Hugging Face folder; importing that again gives the same bits.
 
-    `config.json` says what the pattern says where a Hugging Face family can (`layer_types`, `sliding_window`), else
-    full attention in every layer, with a logged notice. The pattern itself is always in `pattern.json`, which
-    `import_model` reads. Weights pass through memory a tensor at a time.
+    The pattern itself is always in `pattern.json`, which `import_model` reads. Weights pass through memory a tensor at
+    a time.
+
+    Args:
+      server: for whom `config.json` says what the pattern says, one of `servers.TARGETS`. None: for whoever reads
+        Hugging Face's keys; a pattern that these cannot express becomes full attention in every layer, with a logged
+        notice.
+      as_full: write full attention in every layer where the server cannot run the pattern.
+      describe: called with what the server will run, once the export is whole.
 
     Returns:
       The destination, a folder that must not exist yet or be empty.
 
     Raises:
       CheckpointError: the checkpoint is damaged or is none, or the destination is in use.
+      ConfigError: the server cannot run the pattern.
     """
     destination = check_destination(destination)
     source = open_checkpoint(checkpoint)
-    hf, notice = apply_pattern(source.hf_config, source.pattern)
-    written = model_config(hf)  # the same model, of the family that can say the pattern
+    served = None
+    if server is None:
+        hf, notice = apply_pattern(source.hf_config, source.pattern)
+        written = model_config(hf)  # the same model, of the family that can say the pattern
+    else:
+        served = served_config(server, source.hf_config, source.pattern, as_full=as_full)
+        hf, notice = served.hf, None
+        written = dataclasses.replace(source.config, model_type=served.model_type)
     joined = joined_parts(written)
     tensors = {
         name: (source.tensors[joined[name][0].name if name in joined else name][0], shape)
@@ -43,4 +67,6 @@ def export_model(checkpoint: str | Path, destination: str | Path) -> Path:
         copy_companions(source.folder, folder)
     if notice:
         log.warning("%s: %s", destination, notice)
+    if served is not None:
+        describe(served.describe(str(server), destination))
     return destination

@@ -139,11 +139,27 @@ def import_(
 def export(
     checkpoint: Model,
     destination: Annotated[Path, Argument(help="A new folder in Hugging Face format.")],
+    server: Annotated[
+        str | None,
+        Option(
+            "--for",
+            metavar="SERVER",
+            help="Who will run it: transformers, vllm, tpu-inference or sglang. What it cannot run is refused.",
+        ),
+    ] = None,
+    as_full: Annotated[
+        bool, Option("--as-full", help="Full attention in every layer where the server cannot do better.")
+    ] = False,
 ) -> None:
-    """Write a checkpoint back in Hugging Face format."""
+    """Write a checkpoint back in Hugging Face format, so that a server runs its pattern as it is."""
     from swa_jax.checkpoint.hf_export import export_model
 
-    typer.echo(export_model(checkpoint, destination))
+    if as_full and server is None:
+        raise ConfigError("--as-full needs --for SERVER: whose full attention is meant")
+    notes: list[str] = []
+    typer.echo(export_model(checkpoint, destination, server=server, as_full=as_full, describe=notes.append))
+    for note in notes:
+        typer.echo(note)
 
 
 app.command()(train)

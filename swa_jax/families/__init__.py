@@ -7,7 +7,7 @@ computes, so nothing above or below this room asks for a family's name.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from swa_jax.errors import ConfigError
@@ -138,30 +138,42 @@ def apply_pattern(hf: Mapping[str, Any], pattern: AttentionPattern) -> tuple[dic
     becomes SmolLM3, OLMo 2 becomes OLMo 3. A family can express a model and a pattern if what it writes reads as the
     same model and pattern. A pattern that none can express leaves full attention in every layer.
     """
-    family = _family(hf)
-    reason = _inexpressible(pattern)
+    family, reason = _family(hf), inexpressible(pattern)
     if reason is None:
-        if (out := _expressed(family, hf, pattern)) is not None:
-            return out, None
-        config = model_config(hf)
-        for other in FAMILIES.values():
-            if other not in (family, _OURS) and other.tensor_names == family.tensor_names:  # the weights stay
-                out = _expressed(other, {**hf, **_written(other, config)}, pattern, config)
-                if out is not None:
-                    return out, (
-                        f"model_type changed from {family.model_type} to {other.model_type}, which computes the "
-                        "same and knows windows"
-                    )
+        for other, described in same_model(hf):
+            if (out := expressed(other, described, pattern, model_config(hf))) is not None:
+                return out, None if other is family else (
+                    f"model_type changed from {family.model_type} to {other.model_type}, which computes the "
+                    "same and knows windows"
+                )
         reason = f"no family with windows has {family.peculiarity or 'what this model computes'}"
-    full = _expressed(family, hf, AttentionPattern((FULL,) * pattern.num_layers))
-    assert full is not None, f"{family.model_type} cannot say full attention in every layer"
-    return full, (
+    return fully(hf), (
         f"Hugging Face cannot express this pattern ({reason}): config.json says full attention in every layer, "
         "the pattern itself is in pattern.json"
     )
 
 
-def _expressed(
+def same_model(hf: Mapping[str, Any]) -> Iterator[tuple[Family, dict[str, Any]]]:
+    """The families that may compute what `hf` describes with the same tensors, its own first, and `hf` as they say it.
+
+    Whether one does shows when what it says is read again (`expressed`).
+    """
+    family = _family(hf)
+    yield family, dict(hf)
+    for other in FAMILIES.values():
+        if other not in (family, _OURS) and other.tensor_names == family.tensor_names:
+            yield other, {**hf, **_written(other, model_config(hf))}
+
+
+def fully(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """`hf` with full attention in every layer."""
+    family = _family(hf)
+    full = expressed(family, hf, AttentionPattern((FULL,) * hf["num_hidden_layers"]))
+    assert full is not None, f"{family.model_type} cannot say full attention in every layer"
+    return full
+
+
+def expressed(
     family: Family, hf: Mapping[str, Any], pattern: AttentionPattern, config: ModelConfig | None = None
 ) -> dict[str, Any] | None:
     """`hf` with a family's keys for a pattern, if they read back as the model (`hf`'s own by default) and pattern."""
@@ -173,7 +185,7 @@ def _expressed(
     return out if _reads_as(out, config) and hf_pattern(out) == plain else None
 
 
-def _inexpressible(pattern: AttentionPattern) -> str | None:
+def inexpressible(pattern: AttentionPattern) -> str | None:
     """What no family knows of this pattern."""
     if HYBRID in pattern.layer_types:
         return "it keeps single KV heads full"

@@ -1,0 +1,105 @@
+"""What the classes of inference servers do with a `config.json`, as their sources have it, class by class.
+
+Each function follows one class and gives the window of every layer, None for full attention. It knows nothing of
+`swa_jax.checkpoint.servers`, whose table says the same in another way.
+"""
+
+
+def _by_layer_types(hf, surplus=0):
+    types = hf.get("layer_types") or ["full_attention"] * hf["num_hidden_layers"]
+    assert len(types) == hf["num_hidden_layers"]
+    return [hf["sliding_window"] + surplus if kind == "sliding_attention" else None for kind in types]
+
+
+def _full(hf):
+    return [None] * hf["num_hidden_layers"]
+
+
+def _even(hf):
+    return [hf["sliding_window"] if layer % 2 == 0 else None for layer in range(hf["num_hidden_layers"])]
+
+
+def _vllm_cache_window(hf):
+    """vllm 0.33.0, engine/arg_utils.py: one window for all layers that have none of their own."""
+    types = hf.get("layer_types")
+    if hf["model_type"] in ("qwen2", "qwen3") and not hf.get("use_sliding_window"):
+        return None  # transformers' configuration class
+    if types is None and hf["model_type"] in ("qwen2", "qwen3"):  # which it makes itself
+        first = hf.get("max_window_layers", 28)
+        types = [
+            "sliding_attention" if i >= first else "full_attention" for i in range(hf["num_hidden_layers"])
+        ]
+    if types is None or all(kind == "sliding_attention" for kind in types):
+        return hf.get("sliding_window")
+    return None
+
+
+def vllm(hf):
+    (architecture,) = hf["architectures"]
+    common = _vllm_cache_window(hf)
+    windows = {
+        "LlamaForCausalLM": _by_layer_types,
+        "MistralForCausalLM": _by_layer_types,
+        "Phi3ForCausalLM": _by_layer_types,
+        "Gemma2ForCausalLM": _by_layer_types,
+        "Gemma3ForCausalLM": _by_layer_types,
+        "Exaone4ForCausalLM": _by_layer_types,
+        "GraniteForCausalLM": _by_layer_types,
+        "Cohere2ForCausalLM": lambda hf: _by_layer_types(hf, surplus=1),
+        "CohereForCausalLM": _full,
+        "Qwen2ForCausalLM": _full,
+        "Qwen3ForCausalLM": _full,
+        "GptOssForCausalLM": _even,
+        "Olmo2ForCausalLM": _by_layer_types,  # TransformersForCausalLM, as those below
+        "Olmo3ForCausalLM": _by_layer_types,
+        "SmolLM3ForCausalLM": _by_layer_types,
+        "MinistralForCausalLM": _by_layer_types,
+        "MellumForCausalLM": _by_layer_types,
+    }[architecture](hf)
+    if architecture == "GraniteForCausalLM" and hf.get("layer_types") is not None:
+        assert hf.get("attention_sinks") is False, "the class would want sink logits"
+    if architecture == "Qwen2ForCausalLM" and len(set(hf.get("layer_types") or [])) > 1:
+        assert hf["max_window_layers"] == hf["num_hidden_layers"], "the class refuses to start"
+    if architecture == "LlamaForCausalLM" and hf["model_type"] == "qwen2":
+        assert hf["qkv_bias"]
+        assert not hf.get("attention_bias")
+    return [window or common for window in windows]
+
+
+def tpu_inference(hf):
+    """tpu-inference 0.32.0 with MODEL_IMPL_TYPE=vllm: vLLM's classes; models of transformers are not among them."""
+    assert hf["architectures"][0] not in ("Olmo3ForCausalLM", "SmolLM3ForCausalLM", "MellumForCausalLM")
+    return vllm(hf)
+
+
+def sglang(hf):
+    """sglang 0.5.10; a native class unless its flags say otherwise. Windows count the query's own key."""
+    (architecture,) = hf["architectures"]
+    native = {
+        "LlamaForCausalLM": _full,
+        "MistralForCausalLM": _full,
+        "Qwen2ForCausalLM": _full,
+        "Qwen3ForCausalLM": _full,
+        "GraniteForCausalLM": _full,
+        "Phi3ForCausalLM": _full,
+        "CohereForCausalLM": _full,
+        "Olmo2ForCausalLM": lambda hf: _by_layer_types(hf) if "sliding_window" in hf else _full(hf),
+        "Gemma2ForCausalLM": lambda hf: _even(hf) if hf.get("sliding_window") else _full(hf),
+        "Gemma3ForCausalLM": _by_layer_types,
+        "GptOssForCausalLM": _by_layer_types,
+        "Cohere2ForCausalLM": lambda hf: _by_layer_types(hf, surplus=1),
+        "Exaone4ForCausalLM": lambda hf: (
+            [
+                hf["sliding_window"] if (layer + 1) % len(hf["sliding_window_pattern"]) else None
+                for layer in range(hf["num_hidden_layers"])
+            ]
+            if hf.get("sliding_window_pattern")
+            else _full(hf)
+        ),
+    }
+    return native[architecture](hf)
+
+
+def sglang_by_transformers(hf):
+    """sglang 0.5.10 with `--model-impl transformers`: `sliding_window` keys before the query's own."""
+    return _by_layer_types(hf, surplus=1)

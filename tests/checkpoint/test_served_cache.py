@@ -1,0 +1,95 @@
+"""Memory as served: vLLM's own planner as the judge, the cliff of its groups, and what `swa-jax pattern` says."""
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import run
+
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.checkpoint.served_cache import (
+    BLOCKS,
+    Blocks,
+    better_grouping,
+    group_layers,
+    grouped_entries,
+    served_bytes,
+)
+from swa_jax.checkpoint.servers import served_config
+from swa_jax.families import model_config
+from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.model.pattern import AttentionPattern
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CASES = json.loads((Path(__file__).parent / "vllm_groups.json").read_text())["cases"]
+
+
+def test_entries_are_those_of_vllms_planner():
+    assert len(CASES) == 200
+    for case in CASES:
+        entries, groups = grouped_entries(
+            case["full"],
+            case["windowed"],
+            case["window"],
+            case["length"],
+            Blocks(case["block"], case["in_flight"]),
+        )
+        assert (entries, groups.layers, groups.full + groups.windowed) == (
+            case["entries"],
+            case["layers_of_a_group"],
+            case["groups"],
+        )
+
+
+def test_a_model_of_one_kind_is_one_group():
+    assert group_layers(36, 0) == (36, 1, 0)
+    assert group_layers(0, 36) == (36, 0, 1)
+    assert grouped_entries(36, 0, None, 1000, Blocks(16, 1))[0] == 36 * 1008
+
+
+def test_one_full_layer_more_may_cost_much():
+    """36 layers at 128K tokens: the ratios that vLLM's sizes of groups give."""
+    length = 131072
+    full = grouped_entries(36, 0, None, length, BLOCKS["vllm"])[0]
+    saved = {n: full / grouped_entries(n, 36 - n, 1024, length, BLOCKS["vllm"])[0] for n in (9, 14, 15)}
+    assert saved[14] > 2.2 > 1.8 > saved[15]
+    assert saved[9] > 3.2
+    assert better_grouping(15, 21, 1024, length, BLOCKS["vllm"]) == 14
+    assert better_grouping(9, 27, 1024, length, BLOCKS["vllm"]) is None
+
+
+@pytest.mark.parametrize(("server", "head_dim"), [("vllm", 6), ("tpu-inference", 128)])
+def test_bytes_of_a_model(server, head_dim):
+    hf = json.loads((GOLDEN / "llama-plain" / "config.json").read_text())
+    config = model_config(hf)
+    layers = config.num_hidden_layers
+    pattern = AttentionPattern((FULL,) + (WINDOW,) * (layers - 1), 5)
+    served = served_config(server, hf, pattern)
+    blocks = BLOCKS[server]
+    short = min(4 + blocks.in_flight, 5000)
+    entries = -(-5000 // 16) * 16 + (layers - 1) * 16 * (-(-short // 16) + 1)
+    assert config.head_dim == 6
+    assert (
+        served_bytes(server, served, config, 5000) == entries * config.num_key_value_heads * 2 * head_dim * 2
+    )
+
+
+def test_the_verb_prints_bytes_here_and_as_served(tmp_path):
+    checkpoint = import_model(GOLDEN / "qwen3-full", tmp_path / "checkpoint")
+    text = run("pattern", "interleave-1-in-2", "--model", checkpoint, "--length", "100000")
+    for name in ("here", "vllm 0.33.0", "sglang 0.5.10", "tpu-inference 0.32.0"):
+        assert name in text
+    assert "cannot run this pattern" in text  # tpu-inference: Qwen 3 in part
+    sinks = run("pattern", "streaming", "--model", checkpoint, "--length", "100000")
+    assert "vllm 0.33.0 cannot run this pattern: num_sink_tokens" in sinks
+    assert "here" not in run("pattern", "interleave-1-in-2", "--layers", 8)
+
+
+def test_the_verb_warns_at_the_cliff(tmp_path):
+    checkpoint = import_model(GOLDEN / "llama-plain", tmp_path / "checkpoint")
+    layers = model_config(json.loads((GOLDEN / "llama-plain" / "config.json").read_text())).num_hidden_layers
+    pattern = AttentionPattern((FULL,) * (layers - 2) + (WINDOW,) * 2, 5)
+    pattern.to_json(tmp_path / "pattern.json")
+    text = run("pattern", tmp_path / "pattern.json", "--model", checkpoint, "--length", "100000")
+    fewer = better_grouping(layers - 2, 2, 5, 100000, BLOCKS["vllm"])
+    assert (f"{fewer} full layers" in text) == (fewer is not None)

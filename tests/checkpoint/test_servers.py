@@ -1,0 +1,166 @@
+"""Exports to a named server: what the server's own class makes of them, or a sentence that refuses."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import server_classes
+from command_line import fails, run
+
+from swa_jax.checkpoint.folder import open_checkpoint
+from swa_jax.checkpoint.hf_export import export_model
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.checkpoint.servers import SERVERS, TARGETS, served_config
+from swa_jax.errors import ConfigError
+from swa_jax.families import FAMILIES, hf_pattern, model_config
+from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
+from swa_jax.model.pattern import AttentionPattern
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+MODELS = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "config.json").exists())
+
+
+def patterns(layers: int) -> dict[str, AttentionPattern]:
+    def of(letters: str, window: int | None = 5, **options) -> AttentionPattern:
+        kinds = {"F": FULL, "w": WINDOW, "h": HYBRID, "S": SWITCH}
+        row = (letters * layers)[:layers]
+        heads = tuple((0,) if letter == "h" else () for letter in row)
+        return AttentionPattern(
+            tuple(kinds[letter] for letter in row), window, full_kv_heads=heads, **options
+        )
+
+    return {
+        "full": of("F", None),
+        "window": of("w"),
+        "even": of("wF"),
+        "odd": of("Fw"),
+        "last": of("w" * (layers - 1) + "F"),
+        "first": of("F" + "w" * (layers - 1)),
+        "own key only": of("wF", 1),
+        "sink tokens": of("wF", num_sink_tokens=2),
+        "full-attention decode": of("wF", full_attention_decode=True),
+        "heads": of("hF"),
+        "routed": of("SF"),
+    }
+
+
+def hf_of(model: str) -> dict:
+    return json.loads((GOLDEN / model / "config.json").read_text())
+
+
+def computed(server: str, served) -> list[int | None]:
+    """The windows that the server's class gives the layers."""
+    if "--model-impl transformers" in served.command:
+        return server_classes.sglang_by_transformers(served.hf)
+    return getattr(server_classes, server.replace("-", "_"))(served.hf)
+
+
+@pytest.mark.parametrize("server", TARGETS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_server_computes_the_pattern_or_the_export_is_refused(model, server):
+    hf = hf_of(model)
+    answers = {}
+    for name, pattern in patterns(hf["num_hidden_layers"]).items():
+        try:
+            served = served_config(server, hf, pattern)
+        except ConfigError as error:
+            answers[name] = None
+            sentence = str(error)
+            assert "\n" not in sentence
+            assert sentence.startswith(server)
+            continue
+        answers[name] = served
+        wanted = [pattern.sliding_window if kind == WINDOW else None for kind in pattern.layer_types]
+        if server == "transformers":
+            assert hf_pattern(served.hf) == pattern
+        else:
+            context = hf["max_position_embeddings"]  # a window as long as that is none
+            windows = computed(server, served)
+            assert [None if w is None or w >= context else w for w in windows] == wanted, name
+        again = model_config({**served.hf, "model_type": served.model_type})
+        assert again.hidden_size == model_config(hf).hidden_size
+    known = server == "transformers" or hf["model_type"] in SERVERS[server].classes
+    assert (answers["full"] is not None) or not known
+    for name in ("sink tokens", "full-attention decode", "heads", "routed"):
+        assert answers[name] is None, name
+
+
+@pytest.mark.parametrize(
+    ("model", "server", "name", "runs"),
+    [
+        ("qwen3-full", "vllm", "odd", "TransformersMoEForCausalLM"),
+        ("qwen3-full", "vllm", "window", "Qwen3ForCausalLM"),
+        ("qwen3-full", "tpu-inference", "odd", None),
+        ("qwen2-full", "vllm", "last", "LlamaForCausalLM"),
+        ("llama-plain", "vllm", "odd", "LlamaForCausalLM"),
+        ("llama-plain", "tpu-inference", "odd", "LlamaForCausalLM"),
+        ("llama-plain", "transformers", "odd", "MinistralForCausalLM"),
+        ("llama-plain", "sglang", "odd", "TransformersForCausalLM"),
+        ("cohere2-hybrid", "vllm", "own key only", None),  # this class sees a key more than it is told
+        ("gemma2-hybrid", "sglang", "odd", None),
+        ("gemma2-hybrid", "sglang", "even", "Gemma2ForCausalLM"),
+        ("granite-full", "vllm", "odd", "GraniteForCausalLM"),
+        ("granite-full", "transformers", "odd", None),
+    ],
+)
+def test_which_class_runs_it(model, server, name, runs):
+    hf = hf_of(model)
+    pattern = patterns(hf["num_hidden_layers"])[name]
+    if runs is None:
+        with pytest.raises(ConfigError, match="cannot run this pattern"):
+            served_config(server, hf, pattern)
+    else:
+        assert served_config(server, hf, pattern).runs.name == runs
+
+
+def test_every_family_has_a_class_on_vllm_or_is_ours():
+    assert set(FAMILIES) - set(SERVERS["vllm"].classes) == {"swat"}
+
+
+def test_a_window_that_a_class_counts_otherwise_is_written_one_shorter():
+    hf = hf_of("cohere2-hybrid")
+    served = served_config("vllm", hf, patterns(hf["num_hidden_layers"])["even"])
+    assert served.hf["sliding_window"] == 4
+    assert "4 is written for a window of 5" in served.describe("vllm", "out")
+
+
+def test_a_refusal_names_who_can(tmp_path):
+    hf = hf_of("granite-full")
+    with pytest.raises(ConfigError, match="--for vllm or tpu-inference runs it"):
+        served_config("transformers", hf, patterns(hf["num_hidden_layers"])["odd"])
+    with pytest.raises(ConfigError, match="--for is 'vlm'; did you mean 'vllm'"):
+        served_config("vlm", hf, patterns(hf["num_hidden_layers"])["odd"])
+
+
+@pytest.mark.parametrize("server", TARGETS)
+def test_import_of_an_export_gives_the_same_bits(tmp_path, server):
+    checkpoint = import_model(GOLDEN / "qwen2-hybrid", tmp_path / "checkpoint")
+    export_model(checkpoint, tmp_path / "export", server=server, as_full=True)
+    again = open_checkpoint(import_model(tmp_path / "export", tmp_path / "again"))
+    first = open_checkpoint(checkpoint)
+    assert (again.pattern, again.config) == (first.pattern, first.config)
+    names = list(first.tensors)
+    for (name, one), (_, other) in zip(first.read(names), again.read(names), strict=True):
+        np.testing.assert_array_equal(one, other, err_msg=name)
+
+
+def test_the_verb_says_how_to_start_the_server(tmp_path):
+    checkpoint = import_model(GOLDEN / "qwen2-hybrid", tmp_path / "checkpoint")
+    assert f"Start it with: vllm serve {tmp_path / 'a'}" in run(
+        "export", checkpoint, tmp_path / "a", "--for", "vllm"
+    )
+    assert "known: transformers, vllm, tpu-inference, sglang" in fails(
+        "export", checkpoint, tmp_path / "b", "--for", "ollama"
+    )
+    assert not (tmp_path / "b").exists()
+    assert "MODEL_IMPL_TYPE=vllm vllm serve" in run(
+        "export", checkpoint, tmp_path / "c", "--for", "tpu-inference"
+    )
+    assert "--as-full needs --for" in fails("export", checkpoint, tmp_path / "d", "--as-full")
+
+
+def test_full_attention_is_written_only_where_it_is_asked_for(tmp_path):
+    checkpoint = import_model(GOLDEN / "granite-full", tmp_path / "checkpoint", pattern="interleave-1-in-2")
+    assert "--as-full exports it" in fails("export", checkpoint, tmp_path / "a", "--for", "sglang")
+    assert "a window in no layer" in run("export", checkpoint, tmp_path / "a", "--for", "sglang", "--as-full")
