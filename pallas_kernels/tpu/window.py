@@ -6,14 +6,16 @@ counted from the step's first query, so those of earlier blocks are negative.
 
 import enum
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.schedule import Kind, bounds_of, kind_at
 from pallas_kernels.spec import Coordinates
-from pallas_kernels.tpu.tiles import LANES, Call
+from pallas_kernels.tpu.tiles import LANES, MASKED, Call
 
 Ref = Any  # Pallas references have no useful static types
 
@@ -52,6 +54,16 @@ def blocks_back(call: Call) -> int:
     return -(-(window_of(call) - 1) // call.tiles.q_block)
 
 
+def oldest_rows(call: Call) -> int:
+    """Rows of the oldest block of keys that a step reads: of a window shorter than a block, no more than it needs."""
+    block, rows = call.tiles.q_block, LANES
+    if blocks_back(call) != 1 or block % LANES:
+        return block
+    while rows < window_of(call) - 1 or block % rows:
+        rows += LANES
+    return rows
+
+
 def sink_slots(call: Call, packed: bool) -> int:
     """How many documents may have sink tokens that lie outside the window of some query of a step.
 
@@ -79,9 +91,30 @@ def window_tiles(call: Call, start: int, present: int) -> list[WindowTile]:
     while key < end:
         size = min(tile - key % block % tile, block - key % block, end - key)
         kind = kind_at(bounds, start - (key + size - 1), end - 1 - key)
-        tiles.append(WindowTile(back + key // block, key % block, size, key, kind))
+        offset = key % oldest_rows(call) if key < 0 and back == 1 else key % block
+        tiles.append(WindowTile(back + key // block, offset, size, key, kind))
         key += size
     return tiles
+
+
+class Ceilings(NamedTuple):
+    """What no logit of a tile on the window's edges exceeds: infinity where a key is seen, elsewhere `MASKED`.
+
+    Such tiles lie alike in every strip, and the least of two numbers is one instruction, where two comparisons and a
+    choice are five. What is not a number stays so.
+    """
+
+    place: dict[int, int]  # of a tile, by the distance of its first query to its first key
+    rows: np.ndarray  # [places, queries, keys] f32
+
+
+def ceilings_of(call: Call, distances: Iterable[int], queries: int, keys: int) -> Ceilings:
+    """For the tiles at these distances, of at most so many queries and keys."""
+    place = {distance: i for i, distance in enumerate(dict.fromkeys(distances))}
+    apart = np.subtract.outer(np.arange(queries), np.arange(keys)).astype(np.int32)
+    back = apart + np.array(list(place), np.int32)[:, None, None]
+    seen = (back >= 0) & (back < window_of(call))
+    return Ceilings(place, np.where(seen, np.inf, MASKED).astype(np.float32))
 
 
 def window_steps(call: Call, num_steps: int) -> list[tuple[int, str | None]]:
@@ -175,11 +208,13 @@ def scalars_of(call: Call, segments: Segments | None) -> tuple[jax.Array, ...]:
 def gather_sinks(call: Call, keys: jax.Array, segments: Segments) -> jax.Array:
     """The rows of keys [B, K, T, D] that `Segments.sinks` name: [B, K, steps * sink_rows, D]."""
     assert segments.sinks is not None
-    batch, steps, slots = segments.sinks.shape
+    (batch, steps, slots), (kv_heads, _, head_dim) = segments.sinks.shape, keys.shape[1:]
     num_sinks, rows = call.spec.num_sink_tokens, sink_rows(call, True)
-    index = segments.sinks[..., None] + jnp.arange(num_sinks, dtype=jnp.int32)
-    index = index.reshape(batch, 1, steps * slots * num_sinks, 1)
-    found = jnp.take_along_axis(keys, index, axis=2, mode="clip")
-    found = found.reshape(*keys.shape[:2], steps, slots * num_sinks, keys.shape[3])
+
+    def of_document(keys, start):  # for all heads at once, as every slice costs the compiler's loop a turn
+        return jax.lax.dynamic_slice(keys, (0, start, 0), (kv_heads, num_sinks, head_dim))
+
+    found = jax.vmap(jax.vmap(of_document, (None, 0), 1))(keys, segments.sinks.reshape(batch, -1))
+    found = found.reshape(batch, kv_heads, steps, slots * num_sinks, head_dim)
     found = jnp.pad(found, [(0, 0), (0, 0), (0, 0), (0, rows - slots * num_sinks), (0, 0)])
-    return found.reshape(*keys.shape[:2], steps * rows, keys.shape[3])
+    return found.reshape(batch, kv_heads, steps * rows, head_dim)
