@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -26,15 +25,6 @@ from pallas_kernels.spec import AttentionSpec, Coordinates, visible
 MASKED = -1e30  # finite, so that a difference of two is no NaN
 LANES = 128
 VMEM_LIMIT_BYTES = 48 * 2**20  # of the 64 MiB of a v5p or v7x core; the compiler keeps arrays in the rest
-
-_GREAT = 127 + 60  # the exponent, as it is stored, of 2**60
-# By dtype: the bits of the exponent; what carries into the bit above it from _GREAT on; that bit.
-_EXPONENT_BITS = {
-    "float32": tuple(np.uint32([0xFF << 23, (256 - _GREAT) << 23, 1 << 31]).view(np.int32)),
-    "bfloat16": tuple(
-        np.uint32([0x10001 * each for each in (0xFF << 7, (256 - _GREAT) << 7, 1 << 15)]).view(np.int32)
-    ),
-}
 
 NN = ((1,), (0,))  # a @ b
 NT = ((1,), (1,))  # a @ b.T
@@ -264,21 +254,6 @@ def write_softmax(out_ref, lse_ref, rows, acc, top, total, may_be_empty=True):
         out, lse = jnp.where(sees_none, 0, out), jnp.where(sees_none, -jnp.inf, lse)
     out_ref[rows, :] = out.astype(out_ref.dtype)
     lse_ref[:, rows] = to_row(lse)
-
-
-def exceed(*refs) -> jax.Array:
-    """Whether any number of the arrays [rows, D] is not finite, or 2**60 or more in size: a bool scalar.
-
-    Below that no product of two rows can overflow. It is the exponent that tells, of two bf16 numbers at once.
-    """
-    return functools.reduce(jnp.logical_or, [_exceeds(ref[...]) for ref in refs])
-
-
-def _exceeds(x: jax.Array) -> jax.Array:
-    exponents, carry, carried = _EXPONENT_BITS[x.dtype.name]
-    reach = (pltpu.bitcast(x, jnp.int32) & exponents) + carry  # [rows / numbers in 32 bits, D]
-    groups = [reach[row : row + 8] for row in range(0, reach.shape[0], 8)]
-    return jnp.any((functools.reduce(jnp.bitwise_or, groups) & carried) != 0)
 
 
 def take(items, *wanted: bool) -> Any:

@@ -6,16 +6,14 @@ counted from the step's first query, so those of earlier blocks are negative.
 
 import enum
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.schedule import Kind, bounds_of, kind_at
 from pallas_kernels.spec import Coordinates
-from pallas_kernels.tpu.tiles import LANES, MASKED, Call
+from pallas_kernels.tpu.tiles import LANES, Call
 
 Ref = Any  # Pallas references have no useful static types
 
@@ -95,26 +93,6 @@ def window_tiles(call: Call, start: int, present: int) -> list[WindowTile]:
         tiles.append(WindowTile(back + key // block, offset, size, key, kind))
         key += size
     return tiles
-
-
-class Ceilings(NamedTuple):
-    """What no logit of a tile on the window's edges exceeds: infinity where a key is seen, elsewhere `MASKED`.
-
-    Such tiles lie alike in every strip, and the least of two numbers is one instruction, where two comparisons and a
-    choice are five. What is not a number stays so.
-    """
-
-    place: dict[int, int]  # of a tile, by the distance of its first query to its first key
-    rows: np.ndarray  # [places, queries, keys] f32
-
-
-def ceilings_of(call: Call, distances: Iterable[int], queries: int, keys: int) -> Ceilings:
-    """For the tiles at these distances, of at most so many queries and keys."""
-    place = {distance: i for i, distance in enumerate(dict.fromkeys(distances))}
-    apart = np.subtract.outer(np.arange(queries), np.arange(keys)).astype(np.int32)
-    back = apart + np.array(list(place), np.int32)[:, None, None]
-    seen = (back >= 0) & (back < window_of(call))
-    return Ceilings(place, np.where(seen, np.inf, MASKED).astype(np.float32))
 
 
 def window_steps(call: Call, num_steps: int) -> list[tuple[int, str | None]]:
@@ -208,13 +186,11 @@ def scalars_of(call: Call, segments: Segments | None) -> tuple[jax.Array, ...]:
 def gather_sinks(call: Call, keys: jax.Array, segments: Segments) -> jax.Array:
     """The rows of keys [B, K, T, D] that `Segments.sinks` name: [B, K, steps * sink_rows, D]."""
     assert segments.sinks is not None
-    (batch, steps, slots), (kv_heads, _, head_dim) = segments.sinks.shape, keys.shape[1:]
+    batch, steps, slots = segments.sinks.shape
     num_sinks, rows = call.spec.num_sink_tokens, sink_rows(call, True)
-
-    def of_document(keys, start):  # for all heads at once, as every slice costs the compiler's loop a turn
-        return jax.lax.dynamic_slice(keys, (0, start, 0), (kv_heads, num_sinks, head_dim))
-
-    found = jax.vmap(jax.vmap(of_document, (None, 0), 1))(keys, segments.sinks.reshape(batch, -1))
-    found = found.reshape(batch, kv_heads, steps, slots * num_sinks, head_dim)
+    index = segments.sinks[..., None] + jnp.arange(num_sinks, dtype=jnp.int32)
+    index = index.reshape(batch, 1, steps * slots * num_sinks, 1)
+    found = jnp.take_along_axis(keys, index, axis=2, mode="clip")
+    found = found.reshape(*keys.shape[:2], steps, slots * num_sinks, keys.shape[3])
     found = jnp.pad(found, [(0, 0), (0, 0), (0, 0), (0, rows - slots * num_sinks), (0, 0)])
-    return found.reshape(batch, kv_heads, steps * rows, head_dim)
+    return found.reshape(*keys.shape[:2], steps * rows, keys.shape[3])

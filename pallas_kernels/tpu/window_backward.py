@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -33,7 +32,6 @@ from pallas_kernels.tpu.tiles import (
     take,
 )
 from pallas_kernels.tpu.window import (
-    Ceilings,
     Cut,
     Ref,
     Segments,
@@ -44,7 +42,7 @@ from pallas_kernels.tpu.window import (
     sink_rows,
     window_steps,
 )
-from pallas_kernels.tpu.window_backward_step import Body, Refs, Step, ceilings_of_units, clear
+from pallas_kernels.tpu.window_backward_step import Body, Refs, Step, clear
 
 
 def window_backward(
@@ -78,10 +76,6 @@ def window_backward(
         inputs.append(segments.queries)
         last = grid.num_blocks - 1
         in_specs.append(grid.spec((None, 8, grid.block), lambda b, h, kv, i: (b, 0, jnp.minimum(i, last))))
-    ceilings = ceilings_of_units(call)
-    rows = np.swapaxes(ceilings.rows, 1, 2)
-    inputs.append(jnp.asarray(rows))
-    in_specs.append(grid.spec(rows.shape, lambda b, h, kv, i: (0, 0, 0)))
     if call.spec.num_sink_tokens:
         inputs += [k, v] if segments is None else [gather_sinks(call, x, segments) for x in (k, v)]
         in_specs += [of_sinks, of_sinks]
@@ -96,7 +90,7 @@ def window_backward(
         out_specs += [of_sinks, of_sinks]
     results = launch(
         call,
-        functools.partial(_kernel, call, segments is not None, num_blocks, group, ceilings),
+        functools.partial(_kernel, call, segments is not None, num_blocks, group),
         "window_backward",
         grid=(batch, heads.count, num_blocks + back, group),
         scalars=scalars,
@@ -178,7 +172,7 @@ def _scratch(call: Call, packed: bool, head_dim: int, q_dtype, k_dtype) -> list:
     ]
     if call.spec.num_sink_tokens:
         scratch += [pltpu.VMEM((head_dim, sink_rows(call, packed)), jnp.float32)] * 2
-    return [*scratch, pltpu.SMEM((blocks + 1,), jnp.int32)]
+    return scratch
 
 
 def _add_to_first_keys(gradient: jax.Array, rows: jax.Array) -> jax.Array:
@@ -209,11 +203,11 @@ def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> Refs:
     has_sinks = call.spec.num_sink_tokens > 0
     *scalars, rest = take(refs, has_segments, has_segments and has_sinks)
     of_queries, keys, values, rest = split(rest, 3, blocks_back(call) + 1, blocks_back(call) + 1)
-    *optional, rest = take(rest, call.softmax, has_segments, True, has_sinks, has_sinks)
+    *optional, rest = take(rest, call.softmax, has_segments, has_sinks, has_sinks)
     gradients, rest = split(rest, 3)
     *more_gradients, rest = take(rest, call.has_bias, has_sinks, has_sinks)
     scratch, rest = split(rest, 6)
-    *of_sinks, _ = take(rest, has_sinks, has_sinks, True)
+    *of_sinks, _ = take(rest, has_sinks, has_sinks)
     named: list[Any] = [
         *scalars,
         *of_queries,
@@ -229,13 +223,7 @@ def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> Refs:
 
 
 def _kernel(
-    call: Call,
-    has_segments: bool,
-    num_blocks: int,
-    group: int,
-    ceilings: Ceilings,
-    order: tuple[Ref, ...],
-    *unnamed: Ref,
+    call: Call, has_segments: bool, num_blocks: int, group: int, order: tuple[Ref, ...], *unnamed: Ref
 ) -> None:
     refs = _name_refs(call, has_segments, unnamed)
     index, member, back = pl.program_id(2), pl.program_id(3), blocks_back(call)
@@ -245,17 +233,12 @@ def _kernel(
         for scalars in (refs.cuts, refs.first_sinks)
     )
     cut += call.zero_cut
-    step = Step(call, refs, group, index, member, head_bias, first_sink, ceilings)
-    pl.when(index < num_blocks)(step.begin)
-    within = refs.excess[back + 1] == 0
+    step = Step(call, refs, group, index, member, head_bias, first_sink)
     if call.spec.num_sink_tokens:
         for acc in (refs.dk_sinks_acc, refs.dv_sinks_acc):
             new = member == 0 if has_segments else (index == 0) & (member == 0)
             pl.when(new)(functools.partial(clear, acc, ...))
 
-    # What numbers out of bounds do to others is left out as at the edges of documents.
-    everywhere = Cut.WITH_SINKS if call.spec.num_sink_tokens else Cut.WITHOUT_SINKS
-    cut = jnp.where(within | (cut != Cut.NO), cut, everywhere)
     # The first steps lack blocks before the sequence, and their window may cover some of the sink tokens.
     steps = window_steps(call, num_blocks)
     for i, (present, sinks) in enumerate(steps):
@@ -263,10 +246,7 @@ def _kernel(
         if has_segments:
             _attend_packed(step, cut, here, present, sinks, is_last=i + 1 == len(steps))
         else:
-            pl.when(here & within)(Body(step, present, sinks).attend)
-    if not has_segments:
-        sinks = "some" if call.spec.num_sink_tokens else None
-        pl.when(~within & (index < num_blocks))(Body(step, back + 1, sinks, by_token=True).attend)
+            pl.when(here)(Body(step, present, sinks).attend)
 
     if call.spec.num_sink_tokens:
         last = index < num_blocks if has_segments else index == num_blocks - 1

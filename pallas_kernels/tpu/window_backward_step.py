@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.nonfinite import finite
 from pallas_kernels.schedule import Kind, bounds_of, kind_at
 from pallas_kernels.tpu.scheduled_backward import pipelined, weights_and_slopes
-from pallas_kernels.tpu.tiles import NN, NT, Call, dot, exceed, form_logits
-from pallas_kernels.tpu.window import Ceilings, Ref, blocks_back, ceilings_of, sink_rows, window_of
+from pallas_kernels.tpu.tiles import NN, NT, Call, dot, form_logits
+from pallas_kernels.tpu.window import Ref, blocks_back, sink_rows, window_of
 
 _UNIT = 256  # queries of a unit of work, as wide as the widest matrix unit
 _AHEAD = 2
@@ -45,7 +45,6 @@ class Refs(NamedTuple):
     values: list[Ref]
     statistics: Ref  # [8, block]
     segments: Ref  # [8, block], `Segments.queries`
-    ceilings: Ref  # `Ceilings.rows`, [places, keys, queries]
     sink_keys: Ref  # [sink_rows, D]
     sink_values: Ref
     dq: Ref
@@ -59,10 +58,9 @@ class Refs(NamedTuple):
     dq_acc: Ref  # [D, block] f32
     q_t: Ref  # [D, block]
     dout_t: Ref
-    k_t: Ref  # [blocks, D, block], in the ring's order
+    k_t: Ref  # [blocks, D, block]
     dk_sinks_acc: Ref  # [D, sink_rows] f32
     dv_sinks_acc: Ref
-    excess: Ref  # [blocks + 1] int32: whether the keys or values in a slot of the ring `exceed`; last, whether any do
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,28 +79,10 @@ class Step:
     member: jax.Array
     head_bias: tuple[jax.Array, jax.Array]
     first_sink: jax.Array | int
-    ceilings: Ceilings
 
     def slot(self, block: int) -> jax.Array:
         """Where in the ring a block of the window is, the oldest being 0."""
         return lax.rem(self.index + 1 + block, blocks_back(self.call) + 1)
-
-    def begin(self) -> None:
-        """Transposes what is read, and notes whether it is out of bounds."""
-        refs, back = self.refs, blocks_back(self.call)
-        refs.q_t[...], refs.dout_t[...] = refs.q[...].T, refs.dout[...].T
-
-        @pl.when(self.member == 0)
-        def _():
-            refs.k_t[self.slot(back)] = refs.keys[back][...].T
-            refs.excess[self.slot(back)] = exceed(refs.keys[back], refs.values[back]).astype(jnp.int32)
-
-        excess = exceed(
-            *(ref for ref in (refs.q, refs.dout, refs.sink_keys, refs.sink_values) if ref is not None)
-        )
-        for b in range(back + 1):
-            excess |= (refs.excess[self.slot(b)] != 0) & (self.index >= back - b)
-        refs.excess[back + 1] = excess.astype(jnp.int32)
 
     def write_keys(self, keys: slice) -> None:
         """Writes what has been added up for some keys of the block that leaves the ring."""
@@ -156,25 +136,20 @@ class Body:
                     step.write_keys(slice(start, start + tile))
 
     def begin(self) -> None:
-        """Clears what is added to."""
+        """Clears what is added to, and transposes what is read."""
         step, refs, back = self.step, self.refs, blocks_back(self.call)
         if step.group > 1:
             for ring in (refs.dk_ring, refs.dv_ring):
                 pl.when(step.member == 0)(functools.partial(clear, ring, step.slot(back)))
         if self.call.has_bias:
             refs.dbias[...] = jnp.zeros_like(refs.dbias)
+        refs.q_t[...], refs.dout_t[...] = refs.q[...].T, refs.dout[...].T
+        for b in range(back + 1 - self.present, back + 1):
+            refs.k_t[b] = refs.keys[b][...].T
         if self.by_token:
-            self.first_key = self.first_keys()
+            self.first_key = refs.segments[0:1, :] - step.index * self.call.tiles.q_block  # [1, block]
         if self.sinks is not None:
             self.sink_k_t = refs.sink_keys[self.sink_rows, :].T
-
-    def first_keys(self) -> jax.Array:
-        """The first key that each query of the step sees, counted from the step's first query: [1, block] int32."""
-        block = self.call.tiles.q_block
-        if self.refs.segments is not None:
-            return self.refs.segments[0:1, :] - self.step.index * block
-        first = lax.broadcasted_iota(jnp.int32, (1, block), 1) - (window_of(self.call) - 1)
-        return jnp.maximum(first, -self.step.index * block)
 
     def products(self, unit: _Unit) -> tuple[jax.Array, jax.Array]:
         refs = self.refs
@@ -194,12 +169,8 @@ class Body:
             distance = self.sink_distance(unit)
         relative = lax.broadcasted_iota(jnp.int32, s.shape, 1) - lax.broadcasted_iota(jnp.int32, s.shape, 0)
         s, derivative = form_logits(call, s, functools.partial(self.addend, s.shape, distance))
-        mask, clean = None, (lambda x: x)
-        if unit.block != _SINKS and not self.by_token:
-            s = self.below_ceiling(unit, s)
-        else:
-            mask = self.mask(unit, relative, distance)
-            clean = finite if self.by_token and mask is not None else clean
+        mask = self.mask(unit, relative, distance)
+        clean = (lambda x: x) if mask is None else finite
         lse, delta = (refs.statistics[i : i + 1, queries] if call.softmax else None for i in range(2))
         w, dlogits, ds = weights_and_slopes(call, s, derivative, dw, lse, delta, mask)
         if call.has_bias:
@@ -214,7 +185,7 @@ class Body:
         dv = dot(clean(refs.dout_t[:, queries]), w, NT)
         dk = dot(clean(refs.q_t[:, queries]), ds, NT)
         self.add_to_keys(unit, slot, dv, dk)
-        self.add_to_queries(queries, dot(clean(refs.k_t[slot, :, unit.keys]), ds, NN))
+        self.add_to_queries(queries, dot(clean(refs.k_t[unit.block, :, unit.keys]), ds, NN))
 
     def sink_distance(self, unit: _Unit) -> jax.Array:
         """From the first query of a unit to the first sink token; or as if it were so, for each query, [1, queries]."""
@@ -235,13 +206,6 @@ class Body:
         key = lax.broadcasted_iota(jnp.int32, (num_keys, 1), 0)
         return (slope * query.astype(jnp.float32) + bias) - slope * key.astype(jnp.float32)
 
-    def below_ceiling(self, unit: _Unit, s: jax.Array) -> jax.Array:
-        """The logits of a tile of the window [keys, queries], masked where a query does not see a key."""
-        place = self.step.ceilings.place.get(unit.distance)
-        if place is None:
-            return s
-        return jnp.minimum(s, self.refs.ceilings[place, : s.shape[0], : s.shape[1]])
-
     def mask(self, unit: _Unit, relative: jax.Array, distance) -> jax.Array | None:
         """None where every pair is visible.
 
@@ -249,7 +213,7 @@ class Body:
           relative: index of the query less that of the key, each counted from the unit's first.
           distance: of the unit's first query to its first key.
         """
-        num_keys, spec = relative.shape[0], self.call.spec
+        (num_keys, num_queries), spec = relative.shape, self.call.spec
         kind, masks = Kind.NONE, []
         if unit.block == _SINKS:
             if self.sinks == "by token":
@@ -263,7 +227,7 @@ class Body:
             if self.sinks == "some":  # the others lie inside the window
                 masks.append(relative >= window_of(self.call) - distance)
         else:
-            kind = _kind(self.call, unit)
+            kind = kind_at(bounds_of(spec), distance - (num_keys - 1), distance + num_queries - 1)
         if kind in (Kind.DIAGONAL, Kind.BOTH):
             masks.append(relative >= -distance)
         if self.by_token and unit.block != _SINKS:
@@ -298,20 +262,6 @@ class Body:
             here, more = slice(start, start + strip), gradient[:, start - queries.start :][:, :strip]
             dq_acc[:, here] = dq_acc[:, here] + more if start in self.started_queries else more
             self.started_queries.add(start)
-
-
-def ceilings_of_units(call: Call) -> Ceilings:
-    """Those of the window's tiles, [places, queries, keys]."""
-    units = _units(call, blocks_back(call) + 1)
-    edges = [unit.distance for unit in units if _kind(call, unit) is not Kind.FULL]
-    sizes = [(unit.queries.stop - unit.queries.start, unit.keys.stop - unit.keys.start) for unit in units]
-    return ceilings_of(call, edges, *map(max, zip(*sizes, strict=True)))
-
-
-def _kind(call: Call, unit: _Unit) -> Kind:
-    """How the queries of a tile of the window see its keys."""
-    num_queries, num_keys = (rows.stop - rows.start for rows in (unit.queries, unit.keys))
-    return kind_at(bounds_of(call.spec), unit.distance - (num_keys - 1), unit.distance + num_queries - 1)
 
 
 def clear(ref: Ref, index) -> None:

@@ -44,12 +44,10 @@ from pallas_kernels.tpu.tiles import (
     write_softmax,
 )
 from pallas_kernels.tpu.window import (
-    Ceilings,
     Cut,
     Ref,
     WindowTile,
     blocks_back,
-    ceilings_of,
     gather_sinks,
     oldest_rows,
     packed_segments,
@@ -127,25 +125,16 @@ def window_forward(
     if segments is not None:
         inputs.append(segments.queries)
         in_specs.append(spec((None, 8, block), lambda b, h, kv, i: (b, 0, i)))
-    ceilings = None
-    if call.softmax:
-        ceilings = _ceilings(call)
-        inputs.append(jnp.asarray(ceilings.rows))
-        in_specs.append(spec(ceilings.rows.shape, lambda b, h, kv, i: (0, 0, 0)))
     outputs, out_specs = [shape_like(q.shape, call.result_dtype(q), q)], [queries]
     if call.softmax:
         outputs.append(shape_like((batch, num_heads, 1, length), jnp.float32, q))
         out_specs.append(spec((None, None, 1, block), lambda b, h, kv, i: (b, h, 0, i)))
     return launch(
         call,
-        functools.partial(_window_kernel, call, segments is not None, length // block, ceilings),
+        functools.partial(_window_kernel, call, segments is not None, length // block),
         "window_forward",
-        grid=(
-            batch,
-            heads.count,
-            length // block,
-            group,
-        ),  # the heads that read the same keys follow each other
+        # The heads that read the same keys follow each other: no block of keys is fetched twice.
+        grid=(batch, heads.count, length // block, group),
         scalars=scalars,
         heads=heads,
         inputs=inputs,
@@ -155,15 +144,6 @@ def window_forward(
         scratch=[pltpu.SMEM((1,), jnp.int32)],
         previous=previous,
     )
-
-
-def _ceilings(call: Call) -> Ceilings:
-    block = call.tiles.q_block
-    strip, tile = math.gcd(call.tiles.strip, block), min(call.tiles.tile, block)
-    strips = range(0, block, strip)
-    tiles = [(start, each) for start in strips for each in window_tiles(call, start, blocks_back(call) + 1)]
-    edges = [start - each.key for start, each in tiles if each.kind is not Kind.FULL]
-    return ceilings_of(call, edges, strip, tile)
 
 
 class _Refs(NamedTuple):
@@ -178,38 +158,32 @@ class _Refs(NamedTuple):
     sink_keys: Ref  # [sink_rows, D]
     sink_values: Ref
     segments: Ref  # [8, block], `Segments.queries`
-    ceilings: Ref  # `Ceilings.rows`
     out: Ref  # [block, D]
     lse: Ref  # [1, block]
     spoilt: Ref  # [1] int32: whether a value that is not finite has been met
 
 
-def _name_refs(call: Call, has_segments: bool, has_ceilings: bool, refs: tuple[Ref, ...]) -> _Refs:
+def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> _Refs:
     has_sinks = call.spec.num_sink_tokens > 0
     *scalars, rest = take(refs, has_segments, has_segments and has_sinks)
     (queries, head_bias), rest = split(rest, 2)
     keys, values, rest = split(rest, blocks_back(call) + 1, blocks_back(call) + 1)
-    *optional, rest = take(rest, has_sinks, has_sinks, has_segments, has_ceilings)
+    *optional, rest = take(rest, has_sinks, has_sinks, has_segments)
     *results, _ = take(rest, True, call.softmax, True)
     named: list[Any] = [*scalars, queries, head_bias, keys, values, *optional, *results]
     return _Refs(*named)
 
 
 def _window_kernel(
-    call: Call,
-    has_segments: bool,
-    num_steps: int,
-    ceilings: Ceilings | None,
-    order: tuple[Ref, ...],
-    *unnamed: Ref,
+    call: Call, has_segments: bool, num_steps: int, order: tuple[Ref, ...], *unnamed: Ref
 ) -> None:
-    refs = _name_refs(call, has_segments, ceilings is not None, unnamed)
+    refs = _name_refs(call, has_segments, unnamed)
     step = pl.program_id(2)
     head_bias = refs.head_bias[0:1, 0:1] * call.unit, refs.head_bias[1:2, 0:1] * call.unit
     first_sink = jnp.int32(0)
     if refs.first_sinks is not None:
         first_sink = refs.first_sinks[pl.program_id(0) * num_steps + step]
-    body = functools.partial(_Body, call, refs, ceilings, step, head_bias, first_sink)
+    body = functools.partial(_Body, call, refs, step, head_bias, first_sink)
 
     def attend_packed(present: int, sinks: str | None, exact: bool = False) -> None:
         body(present, sinks, _limits(call, refs, step), exact).attend()
@@ -272,7 +246,6 @@ class _Body:
 
     call: Call
     refs: _Refs
-    ceilings: Ceilings | None
     step: jax.Array
     head_bias: tuple[jax.Array, jax.Array]
     first_sink: jax.Array
@@ -330,12 +303,6 @@ class _Body:
         distance = start - tile.key  # of the first row to the first column
         s = dot(query, self.refs.keys[tile.block][keys, :], NT)
         s, _ = form_logits(self.call, s, functools.partial(self.addend, tile.size, jnp.int32(distance)))
-        value_sum = functools.partial(self.value_sum, tile.block, keys)
-        values = self.refs.values[tile.block].at[keys, :]
-        if self.limits is None and self.ceilings is not None:
-            if tile.kind is not Kind.FULL:
-                s = jnp.minimum(s, self.refs.ceilings[self.ceilings.place[distance], :, : tile.size])
-            return self.masked(s, values, value_sum, [], None)
         masks = []
         if tile.kind in (Kind.DIAGONAL, Kind.BOTH):
             masks.append(self.row_less_column(tile.size) >= -distance)
@@ -345,8 +312,9 @@ class _Body:
         far = self.limits is None and tile.kind in (Kind.EDGE, Kind.BOTH)
         if far:
             masks.append(self.row_less_column(tile.size) < window_of(self.call) - distance)
+        value_sum = functools.partial(self.value_sum, tile.block, keys)
         middle = None if far else float(distance + (self.strip - tile.size) // 2)
-        return self.masked(s, values, value_sum, masks, middle)
+        return self.masked(s, self.refs.values[tile.block].at[keys, :], value_sum, masks, middle)
 
     def score_sinks(self, query: jax.Array, start: int) -> _Scores:
         """The logits of the sink tokens outside the window."""
