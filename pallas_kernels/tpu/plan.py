@@ -102,11 +102,10 @@ def _forward(request: Request, call: Call) -> list[Launch]:
     found = []
     for part, heads in _parts(request, call, request.heads):
         if part.window_kernel:
-            steps = -(-request.q_length // part.tiles.q_block)
-            masks = _window_masks(request, part)
-            found.append(
-                Launch("window_forward", (request.batch, heads, steps), part.tiles, masks, _keys(part))
-            )
+            steps, group = -(-request.q_length // part.tiles.q_block), request.heads // request.kv_heads
+            kv_heads = heads if heads == _VARIES else request.kv_heads
+            grid, masks = (request.batch, kv_heads, steps, group), _window_masks(request, part)
+            found.append(Launch("window_forward", grid, part.tiles, masks, _keys(part)))
             if "full_from" in request.given:
                 beyond = beyond_window(part)
                 found.append(_scheduled(request, beyond, heads, "scheduled_forward", keys=_keys(beyond)))

@@ -52,6 +52,16 @@ def blocks_back(call: Call) -> int:
     return -(-(window_of(call) - 1) // call.tiles.q_block)
 
 
+def oldest_rows(call: Call) -> int:
+    """Rows of the oldest block of keys that a step reads: of a window shorter than a block, no more than it needs."""
+    block, rows = call.tiles.q_block, LANES
+    if blocks_back(call) != 1 or block % LANES:
+        return block
+    while rows < window_of(call) - 1 or block % rows:
+        rows += LANES
+    return rows
+
+
 def sink_slots(call: Call, packed: bool) -> int:
     """How many documents may have sink tokens that lie outside the window of some query of a step.
 
@@ -79,7 +89,8 @@ def window_tiles(call: Call, start: int, present: int) -> list[WindowTile]:
     while key < end:
         size = min(tile - key % block % tile, block - key % block, end - key)
         kind = kind_at(bounds, start - (key + size - 1), end - 1 - key)
-        tiles.append(WindowTile(back + key // block, key % block, size, key, kind))
+        offset = key % oldest_rows(call) if key < 0 and back == 1 else key % block
+        tiles.append(WindowTile(back + key // block, offset, size, key, kind))
         key += size
     return tiles
 

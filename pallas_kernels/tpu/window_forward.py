@@ -49,6 +49,7 @@ from pallas_kernels.tpu.window import (
     WindowTile,
     blocks_back,
     gather_sinks,
+    oldest_rows,
     packed_segments,
     scalars_of,
     sink_rows,
@@ -91,43 +92,49 @@ def window_forward(
     group = num_heads // k.shape[1]
     block = call.tiles.q_block
     back = blocks_back(call)
-    heads = heads.queries(group)
     segments = None if where.q_seg is None else packed_segments(call, where)
     scalars = scalars_of(call, segments)
 
     def spec(block_shape, index):
-        """A block located by batch, query head and step."""
-        return pl.BlockSpec(
-            block_shape, lambda b, h, i, *scalar: index(b, head_at(h, scalar[len(scalars) :]), i)
-        )
+        """A block located by batch, query head, KV head and step."""
+
+        def index_map(b, h, i, g, *scalar):
+            kv = head_at(h, scalar[len(scalars) :])
+            return index(b, kv * group + g, kv, i)
+
+        return pl.BlockSpec(block_shape, index_map)
 
     def keys(before):
+        rows = oldest_rows(call) if before == back else block
+        # Blocks before the sequence are not read; of a short window, a step's are the rows right before its own.
+        each, before = block // rows, 1 if rows < block else before
         return spec(
-            (None, None, block, head_dim), lambda b, h, i: (b, h // group, jnp.maximum(i - before, 0), 0)
+            (None, None, rows, head_dim), lambda b, h, kv, i: (b, kv, jnp.maximum(i * each - before, 0), 0)
         )
 
-    queries = spec((None, None, block, head_dim), lambda b, h, i: (b, h, i, 0))
+    queries = spec((None, None, block, head_dim), lambda b, h, kv, i: (b, h, i, 0))
     window = [keys(before) for before in range(back, -1, -1)]
     inputs = [q, by_head(head_bias), *[k] * (back + 1), *[v] * (back + 1)]
-    in_specs = [queries, spec((None, 8, LANES), lambda b, h, i: (h, 0, 0)), *window, *window]
+    in_specs = [queries, spec((None, 8, LANES), lambda b, h, kv, i: (h, 0, 0)), *window, *window]
     if call.spec.num_sink_tokens:
         of_step = segments is not None
         rows = (None, None, sink_rows(call, of_step), head_dim)
-        sinks = spec(rows, lambda b, h, i: (b, h // group, i if of_step else 0, 0))
+        sinks = spec(rows, lambda b, h, kv, i: (b, kv, i if of_step else 0, 0))
         inputs += [k, v] if segments is None else [gather_sinks(call, x, segments) for x in (k, v)]
         in_specs += [sinks, sinks]
     if segments is not None:
         inputs.append(segments.queries)
-        in_specs.append(spec((None, 8, block), lambda b, h, i: (b, 0, i)))
+        in_specs.append(spec((None, 8, block), lambda b, h, kv, i: (b, 0, i)))
     outputs, out_specs = [shape_like(q.shape, call.result_dtype(q), q)], [queries]
     if call.softmax:
         outputs.append(shape_like((batch, num_heads, 1, length), jnp.float32, q))
-        out_specs.append(spec((None, None, 1, block), lambda b, h, i: (b, h, 0, i)))
+        out_specs.append(spec((None, None, 1, block), lambda b, h, kv, i: (b, h, 0, i)))
     return launch(
         call,
         functools.partial(_window_kernel, call, segments is not None, length // block),
         "window_forward",
-        grid=(batch, heads.count, length // block),
+        # The heads that read the same keys follow each other: no block of keys is fetched twice.
+        grid=(batch, heads.count, length // block, group),
         scalars=scalars,
         heads=heads,
         inputs=inputs,
@@ -413,8 +420,11 @@ def _spoil_rows(call: Call, refs: _Refs, step: jax.Array) -> None:
             columns = refs.segments[:, rows].T
             oldest, sinks_from, sinks_to = (columns[:, i : i + 1] for i in range(3))
         hit = jnp.zeros((strip, refs.out.shape[1]), bool)
-        for back, values in enumerate(reversed(refs.values)):
-            key = (step - back) * block + lax.broadcasted_iota(jnp.int32, (strip, block), 1)
+        end = (step + 1) * block
+        for values in reversed(refs.values):
+            length = values.shape[0]
+            end -= length
+            key = end + lax.broadcasted_iota(jnp.int32, (strip, length), 1)
             hit |= sees_non_finite((key <= query) & (key >= oldest), values[...])
         if refs.sink_values is not None:
             row = lax.broadcasted_iota(jnp.int32, (strip, refs.sink_values.shape[0]), 1)
