@@ -45,6 +45,7 @@ from swa_jax.model.sharding import (
 from swa_jax.plan import hlo, timeline
 from swa_jax.plan.collectives import Collective, collectives
 from swa_jax.plan.timeline import Passes
+from swa_jax.train.compiler import check_options
 from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.optimizer import make_optimizer
 from swa_jax.train.patterns import Start, find_start, stage_patterns
@@ -90,13 +91,13 @@ def plan(
       ConfigError: the topology, or what the run asks of it, is not possible.
       CheckpointError: the run starts from a checkpoint that is not there.
     """
-    if not 0 <= stage < len(config.stages):
-        raise ConfigError(f"--stage is {stage}: the run has stages 0 to {len(config.stages) - 1}")
+    check_stage(config, stage)
     slices = config.mesh.slices if step == "train" else 1
     devices = topology_devices(topology, slices)
     kind = devices[0].device_kind
-    start = _start(config)
+    start = planned_start(config)
     if step == "train":
+        check_options(config.xla_options, devices[0])
         traced = trace_training(config, config.stages[stage], start, devices)
     else:
         traced = trace_generation(
@@ -136,6 +137,12 @@ def plan(
             f"{uncounted} loops whose number of runs is not in the program are counted once"
         )
     return report
+
+
+def check_stage(config: TrainConfig, stage: int) -> None:
+    """Raises `ConfigError` for a stage that the run does not have."""
+    if not 0 <= stage < len(config.stages):
+        raise ConfigError(f"--stage is {stage}: the run has stages 0 to {len(config.stages) - 1}")
 
 
 # ---- the topology ----
@@ -193,7 +200,8 @@ def _silent_stderr() -> Iterator[None]:
 # ---- the steps ----
 
 
-def _start(config: TrainConfig) -> Start:
+def planned_start(config: TrainConfig) -> Start:
+    """`find_start`, whose error says how to plan without a checkpoint."""
     try:
         return find_start(config)
     except (CheckpointError, FileNotFoundError) as error:
