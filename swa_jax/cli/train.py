@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -12,6 +14,9 @@ from typer import Argument, Option
 from swa_jax.cli.options import check_output
 from swa_jax.errors import ConfigError
 from swa_jax.settings import load_config
+
+if TYPE_CHECKING:
+    from swa_jax.plan.candidates import Settings
 
 
 def train(
@@ -101,7 +106,29 @@ def compile_(
             show_default=False,
         ),
     ] = None,
-    out: Annotated[Path | None, Option(help="Also write the plan to this JSON file.")] = None,
+    search: Annotated[
+        bool,
+        Option(
+            "--search",
+            help="Try meshes, remat modes, pieces of a batch and options of XLA; the best are printed as overrides.",
+        ),
+    ] = False,
+    tries: Annotated[
+        int | None,
+        Option(
+            help="With --search: settings to compile, which takes minutes each. Default: 6. A few with options of XLA "
+            "come after them.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        Option(
+            help="Also write the plan to this JSON file. With --search it gets every result as it comes; the same "
+            "command goes on after an interruption."
+        ),
+    ] = None,
 ) -> None:
     """Plan a run without a pod: does it fit a TPU slice, what does it send, how long might a step take?"""
     if not topology:
@@ -110,6 +137,13 @@ def compile_(
     import jax
 
     jax.config.update("jax_platforms", "cpu")
+    if tries is not None and not search:
+        raise ConfigError("--tries counts the settings of --search: give both, or neither")
+    if search:
+        if step != "train":
+            raise ConfigError(f"--search is for training steps, and not for --step {step}")
+        _search(config, overrides or [], topology, stage, tries or 6, out)
+        return
     from swa_jax.files import write_json
     from swa_jax.plan.plan import plan
     from swa_jax.plan.text import describe
@@ -126,3 +160,68 @@ def compile_(
         typer.echo(f"written to {out}")
     if not report["memory"]["fits"]:
         raise typer.Exit(1)
+
+
+def _search(
+    config: Path, overrides: list[str], topology: str, stage: int, tries: int, out: Path | None
+) -> None:
+    """Settings tried one after another; the table, and the best as overrides."""
+    from swa_jax.plan.search import SearchFile, Tried, key_of, search, to_json, workload
+    from swa_jax.plan.search_text import describe_search
+    from swa_jax.train.config import TrainConfig
+
+    settings = load_config(TrainConfig, config, overrides)
+    work = workload(settings, topology, stage)
+    results = None
+    if out is not None:
+        check_output("--out", out)
+        results = SearchFile(out, key_of(work, topology))
+
+    def compile_one(tried: Settings) -> dict[str, Any]:
+        return compile_apart(config, [*overrides, *tried.overrides(settings, stage)], topology, stage)
+
+    def keep(tried: Tried) -> None:
+        if results is not None:
+            results.add(tried)
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    try:
+        found = search(
+            work, compile_one, tries=tries, known=results.tried if results else (), keep=keep, say=say
+        )
+    except KeyboardInterrupt:
+        where = (
+            f"the results so far are in {out}: the same command goes on from them"
+            if out
+            else "nothing is kept"
+        )
+        raise ConfigError(f"interrupted; {where}") from None
+    typer.echo(describe_search(found, settings, stage, topology))
+    if results is not None:
+        results.finish(to_json(found, settings, stage))
+        typer.echo(f"written to {out}")
+    if found.best is None:
+        raise typer.Exit(1)
+
+
+def compile_apart(config: Path, overrides: list[str], topology: str, stage: int) -> dict[str, Any]:
+    """The plan of `swa-jax compile` in a process of its own, which the compiler may end, or leave full of memory.
+
+    Raises:
+      ConfigError: no plan can be made; the sentence says what the process said.
+    """
+    from swa_jax.files import read_json
+
+    with tempfile.TemporaryDirectory(prefix="swa_jax_plan_") as folder:
+        out = Path(folder) / "plan.json"
+        command = [sys.executable, "-m", "swa_jax.cli", "compile", str(config), *overrides]
+        command += ["--topology", topology, "--stage", str(stage), "--out", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        if out.exists():
+            return read_json(out)
+    if done.returncode < 0:
+        raise ConfigError(f"the compiler ended the process with signal {-done.returncode}")
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    raise ConfigError(lines[-1][:500] if lines else f"the process ended with status {done.returncode}")
