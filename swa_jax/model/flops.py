@@ -58,9 +58,7 @@ def attention_flops_by_kind(
         share = {FULL: 1.0, HYBRID: len(heads) / config.num_key_value_heads}.get(kind, 0.0)
         others = full_ratio * (full - window) if kind == SWITCH else share * full
         before = found.get(kind, AttentionParts(np.zeros(full.shape), np.zeros(full.shape)))
-        found[kind] = AttentionParts(
-            before.window + key * (1 - share) * window, before.others + key * others
-        )
+        found[kind] = AttentionParts(before.window + key * (1 - share) * window, before.others + key * others)
     return found
 
 

@@ -9,20 +9,20 @@ Memory:
   gradients             4 bytes for each trained weight, twice where a > 1, and p for the copy that is computed with
   gathered              p for the weights of two layers, and twice p for embedding and head, all by t
   activations           n / a L times what remat keeps of a token: `kept_bytes`; of "offload" nothing
-  working               n / a times `WORKING` of what a layer's backward pass needs; the logits of a chunk; the keys and
-                        values of whole rows, with their gradients, where a layer gathers them
+  working               n / a times what a layer's backward pass needs; the logits of a chunk; the keys and values of
+                        whole rows, with their gradients, where a layer gathers them
 Time, in sums: nothing runs beside anything else.
   matmuls               2 n / t operations for each weight of a matrix, 3 times (forward, and twice back), once more
                         where remat computes them again; the head 4 times; at the share of the peak that XLA reaches
   attention             visible keys of the busiest device, as in a plan; the forward pass twice under "layer"
-  memory                what the rest of a layer reads and writes, `PASSES` times what its backward pass needs, logits,
-                        and the optimizer's update, by the bandwidth of the chip's memory
+  memory                what the rest of a layer reads and writes, `PASSES` times what its backward pass needs; what is
+                        kept, written and read; logits, and the optimizer's update; by the memory's bandwidth
   weights               each piece gathers a layer's weights twice (forward, backward) and scatters their gradients;
                         what `data` repeats is summed; between slices at the speed of their network
   keys                  full, hybrid and routed layers gather keys and values of the row (again in the backward pass,
-                        but under "none") and sum their gradients; windowed layers send a window's reach
+                        but under "none") and scatter their gradients; windowed layers send a window's reach
   tensor                all-reduces of [n, d], two of a layer forward and back, and where remat computes it again
-A ring of m devices sends (m - 1) / m of what is gathered, and twice that of what is summed.
+A ring of m devices sends (m - 1) / m of what is gathered or scattered, and twice that of what is summed.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ from swa_jax.model.sharding import Partition
 from swa_jax.plan.candidates import Settings
 from swa_jax.train.config import StageConfig, TrainConfig
 
-WORKING = 2.0  # times what a layer's backward pass needs: the values, and their gradients
-PASSES = 8.0  # times that, to and from memory, forward and backward together
+PASSES = 6.0  # over what a layer's backward pass needs, forward and backward together: 4 to 14 in docs/plans
 LOGIT_PASSES = 8.0
 UPDATE_PASSES = 8.0  # over the optimizer's f32 arrays: gradient, weight and both moments, read and written
 BACKWARD = 2.5  # attention's matrix products, of those of the forward pass
@@ -201,8 +200,7 @@ def _bytes(work: Workload, share: _Share) -> dict[str, float]:
     matrices = sum(row.size for row in work.parameters if row.matrix) / layers
     logits = min(CHUNK, tokens) * model.vocab_size / share.tensor * 4
     gathers = share.context > 1 and _gathers(work)
-    whole_rows = 2 * _row_of_keys(work, share) / share.pieces if gathers else 0.0
-    working = 0.0 if settings.remat == "none" else WORKING
+    whole_rows = 4 * _row_of_keys(work, share) / share.pieces if gathers else 0.0
     return {
         "weights": 4 * share.trained + frozen,
         "moments": 4 * share.moments,
@@ -211,7 +209,7 @@ def _bytes(work: Workload, share: _Share) -> dict[str, float]:
         "activations": 0.0
         if settings.remat == "offload"
         else tokens * layers * kept_bytes(work, settings.remat, share.tensor),
-        "working": tokens * (1 + working) * kept_bytes(work, "none", share.tensor) + 2 * logits + whole_rows,
+        "working": tokens * kept_bytes(work, "none", share.tensor) + 2 * logits + whole_rows,
     }
 
 
@@ -233,9 +231,10 @@ def _seconds(work: Workload, share: _Share) -> dict[str, float]:
         products += (2 + again) * model.num_hidden_layers * heads * model.head_dim**2
     if lora is not None:
         products += 3 * lora.num_parameters(model)
-    layer_bytes = share.tokens * model.num_hidden_layers * kept_bytes(work, "none", share.tensor)
+    passes = PASSES * kept_bytes(work, "none", share.tensor)
+    passes += 2 * kept_bytes(work, settings.remat, share.tensor)
     logits = share.tokens * model.vocab_size / share.tensor * 4
-    moved = layer_bytes * PASSES * (1 + again / 3) + LOGIT_PASSES * logits
+    moved = share.tokens * model.num_hidden_layers * passes + LOGIT_PASSES * logits
     moved += UPDATE_PASSES * 4 * share.trained + share.pieces * 12 * share.trained * (share.pieces > 1)
     return {
         "matmuls": 2 * share.tokens * products / share.tensor / (work.peak * chip.matmul_share),
@@ -302,7 +301,7 @@ def _exchange_of_keys(work: Workload, share: _Share) -> float:
     whole, pattern = _row_of_keys(work, share), work.pattern
     windowed = 0 if pattern.full_attention_decode else pattern.layer_types.count(WINDOW)
     gathers = 1 if share.settings.remat == "none" else 2
-    seconds = _ring(work, whole, share.context, (gathers + 2) * (pattern.num_layers - windowed))
+    seconds = _ring(work, whole, share.context, (gathers + 1) * (pattern.num_layers - windowed))
     reach = min((pattern.sliding_window or 0) / work.stage.sequence_length, 1.0)
     halo = whole * reach * windowed * (gathers + 1)
     return seconds + halo / (2 * work.chip.link_bytes)

@@ -1,8 +1,8 @@
 """Searches settings for a run on given chips: estimates all by formula, compiles the best one after another.
 
 The next to be compiled is the one with the least estimated time of those whose estimated memory fits. Estimates are
-corrected as the compiler goes: by the mean ratio of compiled to estimated, of those with the same remat mode. To the
-best settings XLA's own options are then added one at a time, and stay where they help.
+corrected on the way: by the ratio of compiled to estimated of the settings most alike. To the best settings XLA's own
+options are then added one at a time, and stay where they help.
 """
 
 from __future__ import annotations
@@ -27,11 +27,18 @@ GIB = 2**30
 MARGIN = 1.1  # of a chip's memory: an estimate above it is not compiled, as long as nothing has corrected it
 NEXT_BEST = 20  # of those that were not compiled, that a report has
 
-# What libtpu's compiler can do otherwise, and may do better for some programs. One that it refuses costs a second.
+# What libtpu's compiler can do otherwise, and may do better for some programs. One that it refuses costs seconds.
 XLA_OPTIONS: tuple[tuple[XlaOption, ...], ...] = (
-    (("xla_tpu_scoped_vmem_limit_kib", 65536),),
-    (("xla_tpu_enable_latency_hiding_scheduler", True),),
-    (("xla_tpu_enable_async_collective_fusion_fuse_all_gather", True), ("xla_enable_async_all_gather", True)),
+    (("xla_tpu_scoped_vmem_limit_kib", 65536),),  # VMEM for a fusion
+    (  # collectives beside matrix products
+        ("xla_enable_async_all_gather", True),
+        ("xla_tpu_enable_async_collective_fusion_fuse_all_gather", True),
+        ("xla_tpu_enable_async_collective_fusion_multiple_steps", True),
+        ("xla_tpu_overlap_compute_collective_tc", True),
+    ),
+    (("xla_tpu_enable_async_collective_fusion_with_mosaic_custom_call", True),),  # and beside kernels
+    (("xla_tpu_prefer_async_allgather_to_allreduce", True),),
+    (("xla_tpu_enable_all_experimental_scheduler_features", True),),
 )
 
 Compile = Callable[[Settings], dict[str, Any]]
@@ -203,12 +210,19 @@ def _in_order(guesses: dict[Settings, Estimate], tried: list[Tried], work: Workl
 
 
 def _corrected(settings: Settings, guess: Estimate, tried: Sequence[Tried]) -> tuple[float, float]:
-    """Estimated seconds and bytes times the mean ratio of what was compiled to its estimate."""
+    """Estimated seconds and bytes times the mean ratio of what was compiled to its estimate, of those most alike."""
     compiled = [one for one in tried if one.report is not None]
-    alike = [one for one in compiled if one.settings.remat == settings.remat] or compiled
+    most = max((_likeness(settings, one.settings) for one in compiled), default=0)
+    alike = [one for one in compiled if _likeness(settings, one.settings) == most]
     seconds = [one.seconds / one.estimate.seconds for one in alike if one.seconds is not None]
     sizes = [one.bytes / one.estimate.bytes for one in alike if one.bytes is not None]
     return guess.seconds * _mean(seconds), guess.bytes * _mean(sizes)
+
+
+def _likeness(one: Settings, other: Settings) -> int:
+    """What two settings share of that by which programs differ most."""
+    same_axes = sum((getattr(one, axis) > 1) == (getattr(other, axis) > 1) for axis in ("context", "tensor"))
+    return same_axes + 2 * (one.remat == other.remat)
 
 
 def _mean(ratios: Sequence[float]) -> float:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -19,6 +20,7 @@ from swa_jax.settings import from_dict, load_config, to_dict
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.patterns import find_start, stage_patterns
 
+ROOT = Path(__file__).parents[2]
 MODEL = {
     "model_type": "llama",
     "vocab_size": 1024,
@@ -176,7 +178,7 @@ def test_what_is_sent_follows_the_mesh():
     assert 0 < window < full
     # 8 rows of 4096 tokens, keys and values of 2 heads of 128 in bf16, by 4: gathered twice, summed once, in 3 layers.
     ring = 8 * 4096 * 2 * 2 * 128 * 2 * 3 / 4
-    assert full == pytest.approx(3 * (2 + 2) * ring / (2 * 2 * 50e9))
+    assert full == pytest.approx(3 * (2 + 1) * ring / (2 * 2 * 50e9))
 
 
 def test_a_longer_context_is_no_faster_when_rows_do_not_lie_in_zigzag():
@@ -187,6 +189,26 @@ def test_a_longer_context_is_no_faster_when_rows_do_not_lie_in_zigzag():
         for order in ("contiguous", "zigzag")
     )
     assert plain / zigzag == pytest.approx(1.75, abs=0.01)
+
+
+PLANS = {
+    "swiattn-32k-v5p-4x4x4": "v5p",
+    "swiattn-32k-v6e-16x16": "v6e",
+    "swat-760m-v5e-16x16": "v5e",
+    "qwen3-8b-bosch-v5p-4x4x8": "v5p",
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_estimates_are_near_the_published_plans(monkeypatch, name):
+    """Near enough to say what to compile: 0.9, 1, 1 and 0.8 of the plans' times, 0.8 to 1.5 of their memory."""
+    monkeypatch.chdir(ROOT)
+    compiled = json.loads((ROOT / "docs" / "plans" / f"{name}.json").read_text())
+    config = load_config(TrainConfig, compiled["config"], compiled["overrides"])
+    work = work_of(config, compiled["devices"], PLANS[name])
+    guess = estimate(work, present(config, 0, compiled["devices"]))
+    assert 0.6 < guess.seconds / compiled["time"]["seconds"] < 1.6
+    assert 0.6 < guess.bytes / compiled["memory"]["total"] < 1.7
 
 
 # ---- the search ----
@@ -263,13 +285,14 @@ def test_a_configuration_that_does_not_suit_the_chips_is_said_and_the_search_goe
 
 def test_a_search_goes_on_where_it_was_interrupted(tmp_path):
     work, file, compiled = work_of(config_of(pattern="full"), 8), tmp_path / "search.json", []
+    first: list[Settings] = []
     key = key_of(work, "v5e:2x4")
 
     def compile_one(settings):
         if len(compiled) == 3:
             raise KeyboardInterrupt
         compiled.append(settings)
-        if len(compiled) == 2:
+        if len(compiled) == 2 and not first:
             raise ConfigError("the compiler is out of sorts")
         return report(estimate(work, settings).seconds * len(compiled))
 
@@ -282,7 +305,7 @@ def test_a_search_goes_on_where_it_was_interrupted(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(tries=5)
     assert len(SearchFile(file, key).tried) == 3
-    first, compiled[:] = list(compiled), []
+    first[:], compiled[:] = compiled, []
     found = run(tries=5)
     assert len(compiled) == 2
     assert not {*compiled} & {*first}
