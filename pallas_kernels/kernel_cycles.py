@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TABLE = Path(__file__).with_name("kernel_cycles.json")
-KEYS = ("chip", "function", "head_dim", "window", "packed", "num_sink_tokens", "length")
 Row = dict[str, Any]
 
 

@@ -93,13 +93,19 @@ TARGETS = {name: chip.target for name, chip in CHIPS.items() if chip.target is n
 CLOUD = {chip.cloud.generation: chip.cloud for chip in CHIPS.values() if chip.cloud is not None}
 
 
-def find_chip(device_kind: str) -> Chip | None:
-    """The chip of a JAX device, by its `device_kind`; NVIDIA's names go on after the model's ("NVIDIA H100 80GB")."""
-    for chip in CHIPS.values():
+def chip_name(device_kind: str) -> str | None:
+    """The name in `CHIPS` of a JAX device's `device_kind`; NVIDIA's go on after the model's ("NVIDIA H100 80GB")."""
+    for name, chip in CHIPS.items():
         for kind in chip.kinds:
             if device_kind == kind or (kind.startswith("NVIDIA") and device_kind.startswith(kind)):
-                return chip
+                return name
     return None
+
+
+def find_chip(device_kind: str) -> Chip | None:
+    """The chip of a JAX device, by its `device_kind`."""
+    name = chip_name(device_kind)
+    return None if name is None else CHIPS[name]
 
 
 def peak_flops(device_kind: str) -> float | None:

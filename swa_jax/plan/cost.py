@@ -34,23 +34,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swa_jax.chips import Target
+from swa_jax.chips import CHIPS, TARGETS, Target
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.flops import attention_flops
 from swa_jax.model.layer_types import SWITCH, WINDOW
 from swa_jax.model.loss import CHUNK
 from swa_jax.model.parameters import Parameter, parameters
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.remat import Remat
-from swa_jax.model.sequence_order import in_zigzag, zigzag
+from swa_jax.model.sequence_order import in_zigzag
 from swa_jax.model.sharding import Partition
 from swa_jax.plan.candidates import Settings
+from swa_jax.plan.kernels import busiest_device, kernels
 from swa_jax.train.config import StageConfig, TrainConfig
 
 PASSES = 6.0  # over what a layer's backward pass needs, forward and backward together: 4 to 14 in docs/plans
 LOGIT_PASSES = 8.0
 UPDATE_PASSES = 8.0  # over the optimizer's f32 arrays: gradient, weight and both moments, read and written
-BACKWARD = 2.5  # attention's matrix products, of those of the forward pass
 
 
 class Estimate(NamedTuple):
@@ -74,8 +73,8 @@ class Workload:
 
     Attributes:
       stage_number: of the stage whose step is estimated.
+      chip_name: of `CHIPS`, such as "v5e".
       devices: of all slices.
-      peak: operations a second of one.
       routed_share: of the tokens, that routed layers send to full attention.
     """
 
@@ -83,14 +82,22 @@ class Workload:
     stage_number: int
     model: ModelConfig
     pattern: AttentionPattern
-    chip: Target
-    peak: float
+    chip_name: str
     devices: int
     routed_share: float = 1.0
 
     @property
     def stage(self) -> StageConfig:
         return self.config.stages[self.stage_number]
+
+    @property
+    def chip(self) -> Target:
+        return TARGETS[self.chip_name]
+
+    @property
+    def peak(self) -> float:
+        """Operations a second of one device."""
+        return CHIPS[self.chip_name].peak_flops
 
     @property
     def number_bytes(self) -> int:
@@ -102,11 +109,13 @@ class Workload:
         return parameters(self.model, routed=SWITCH in self.pattern.layer_types)
 
     @functools.cached_property
-    def attention_flops(self) -> tuple[np.ndarray, float]:
-        """Forward operations of each token of a row [T], and the mean of the backward pass."""
+    def attention(self) -> tuple[np.ndarray, float, float]:
+        """Forward operations of each token of a row [T], and a token's mean seconds forward and backward."""
         positions = np.arange(self.stage.sequence_length)
-        back = attention_flops(self.model, self.pattern, positions, self.routed_share)
-        return attention_flops(self.model, self.pattern, positions), BACKWARD * float(back.mean())
+        found = kernels(self.chip_name, self.model, self.pattern, positions, backward_ratio=self.routed_share)
+        flops = np.sum([one.forward for one in found.flops.values()], axis=0)
+        forward = sum(float(one.forward.mean()) for one in found.seconds.values())
+        return flops, forward, sum(float(one.backward.mean()) for one in found.seconds.values())
 
 
 class _Share(NamedTuple):
@@ -247,17 +256,12 @@ def _seconds(work: Workload, share: _Share) -> dict[str, float]:
 
 
 def _attention(work: Workload, share: _Share) -> float:
-    by_token, backward = work.attention_flops
-    busiest = 1.0
-    if share.context > 1:
-        zigzagged = in_zigzag(
-            work.config.sequence_order, work.pattern, work.stage.sequence_length, share.context
-        )
-        order = np.asarray(zigzag(by_token[None], share.context))[0] if zigzagged else by_token
-        busiest = float(order.reshape(share.context, -1).mean(axis=1).max() / by_token.mean())
-    forward = float(by_token.mean()) * (2 if share.settings.remat == "layer" else 1)
-    seconds = forward / work.chip.kernel_share[0] + backward / work.chip.kernel_share[1]
-    return busiest * share.tokens / share.tensor * seconds / work.peak
+    flops, forward, backward = work.attention
+    length, pieces = work.stage.sequence_length, share.context
+    zigzagged = in_zigzag(work.config.sequence_order, work.pattern, length, pieces)
+    forward *= 2 if share.settings.remat == "layer" else 1
+    busiest = busiest_device(flops, pieces, zigzagged)
+    return busiest * share.tokens / share.tensor * (forward + backward)
 
 
 def _ring(work: Workload, total: float, devices: float, times: int = 1) -> float:

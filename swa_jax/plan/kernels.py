@@ -1,33 +1,47 @@
-"""Seconds of a step's attention kernels by type of layer: visible keys, at what the very calls reach of the peak.
+"""Seconds of attention kernels by type of layer: visible keys, at the share of the peak that the very calls reach.
 
 What a call reaches follows from its static cycles (`pallas_kernels.kernel_cycles`): by chip, pass, window, head_dim and
-packing. Calls that were not measured have the share of the peak that `swa_jax.chips` gives their chip.
+packing. A call that was not measured reaches the share that `swa_jax.chips` gives its chip.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kernel_cycles import Call, find_cost
+from pallas_kernels.kernel_cycles import Call, Row, find_cost
 from swa_jax.chips import CHIPS
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.flops import attention_flops_by_kind, visible_keys
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.plan.timeline import Passes
+from swa_jax.model.sequence_order import zigzag
 
 BACKWARD = 2.5  # the backward pass has five matrix products of a tile where the forward pass has two
 
 
-class Kernels(NamedTuple):
-    """Of a token at each position of a row: [T] each, in the order of the row."""
+class ByPass(NamedTuple):
+    """Of the query at each position [T]."""
 
-    flops: dict[str, Passes]  # by type of layer
-    seconds: dict[str, Passes]
-    measured: dict[str, float]  # calls by the table, and the share of the peak that they reach
-    assumed: dict[str, float]  # calls that it lacks
+    forward: np.ndarray
+    backward: np.ndarray
+
+
+class Kernels(NamedTuple):
+    """What a query costs in all layers of a type, all heads together.
+
+    Attributes:
+      flops, seconds: by type of layer.
+      measured, assumed: the share of the peak of each call, by whether its cycles are in the table.
+    """
+
+    flops: dict[str, ByPass]
+    seconds: dict[str, ByPass]
+    measured: dict[str, float]
+    assumed: dict[str, float]
 
 
 def kernels(
@@ -38,78 +52,79 @@ def kernels(
     *,
     forward_ratio: float = 1.0,
     backward_ratio: float = 1.0,
-    packed: bool = True,
+    rows: Sequence[Row] | None = None,
 ) -> Kernels:
     """Operations and seconds of the queries at `positions` of one document, on a device that has all heads.
 
     Args:
       chip: of `CHIPS`, such as "v5e".
-      forward_ratio, backward_ratio: share of the tokens that routed layers send to full attention.
+      forward_ratio, backward_ratio: share of the tokens that routed layers send to full attention. Where it is 1 in
+        the forward pass, as in training, one kernel computes both branches.
+      rows: the table of cycles; None: the one that is shipped.
     """
-    reached = _Reached(chip, model, pattern, packed)
-    passes = {
-        "forward": attention_flops_by_kind(model, pattern, positions, forward_ratio),
-        "backward": attention_flops_by_kind(model, pattern, positions, backward_ratio),
-    }
-    flops: dict[str, Passes] = {}
-    seconds: dict[str, Passes] = {}
-    for kind, forward in passes["forward"].items():
-        backward = passes["backward"][kind]
-        flops[kind] = Passes(sum(forward), BACKWARD * sum(backward))
-        both = kind == SWITCH and forward_ratio == 1  # one kernel computes both branches
-        seconds[kind] = Passes(
-            sum(forward) * reached.seconds("routed", "forward")
-            if both
-            else forward.window * reached.seconds("window", "forward", forward.window)
-            + forward.others * reached.seconds("full", "forward", forward.others),
-            BACKWARD
-            * (
-                backward.window * reached.seconds("window", "backward", backward.window)
-                + backward.others * reached.seconds("full", "backward", backward.others)
-            ),
-        )
+    reached = _Reached(chip, model, pattern, rows)
+    forwards = attention_flops_by_kind(model, pattern, positions, forward_ratio)
+    backwards = attention_flops_by_kind(model, pattern, positions, backward_ratio)
+    flops, seconds = dict[str, ByPass](), dict[str, ByPass]()
+    for kind, forward in forwards.items():
+        backward = backwards[kind]
+        flops[kind] = ByPass(sum(forward), BACKWARD * sum(backward))
+        if kind == SWITCH and forward_ratio == 1:
+            first = reached.seconds("routed", "forward", flops[kind].forward)
+        else:
+            first = reached.seconds("window", "forward", forward.window)
+            first = first + reached.seconds("full", "forward", forward.others)
+        second = reached.seconds("window", "backward", BACKWARD * backward.window)
+        second = second + reached.seconds("full", "backward", BACKWARD * backward.others)
+        seconds[kind] = ByPass(first, second)
     return Kernels(flops, seconds, reached.measured, reached.assumed)
 
 
 class _Reached:
-    """Seconds of an operation by call, and which calls were measured."""
+    """The share of the peak that each call reaches."""
 
-    def __init__(self, chip: str, model: ModelConfig, pattern: AttentionPattern, packed: bool):
-        self.chip, self.model, self.pattern, self.packed = chip, model, pattern, packed
+    def __init__(self, chip: str, model: ModelConfig, pattern: AttentionPattern, rows: Sequence[Row] | None):
+        self.name, self.chip, self.model, self.pattern, self.rows = chip, CHIPS[chip], model, pattern, rows
         self.measured: dict[str, float] = {}
         self.assumed: dict[str, float] = {}
 
-    def seconds(self, what: str, which: str, flops: np.ndarray | None = None) -> float:
-        """Of one operation of "window", "full" or "routed" attention; none is looked up where there are none."""
-        if flops is not None and not flops.any():
-            return 0.0
-        chip = CHIPS[self.chip]
-        assert chip.target is not None
+    def seconds(self, what: str, which: str, flops: np.ndarray) -> np.ndarray:
+        """Of so many operations of "window", "full" or "routed" attention; what has none is not looked up."""
+        if not flops.any():
+            return flops
+        assert self.chip.target is not None
         name, share = self._share(what, which)
         if share is None:
-            share = self.assumed[name] = chip.target.kernel_share[which == "backward"]
+            share = self.assumed[name] = self.chip.target.kernel_share[which == "backward"]
         else:
             self.measured[name] = share
-        return 1 / (chip.peak_flops * share)
+        return flops / (self.chip.peak_flops * share)
 
     def _share(self, what: str, which: str) -> tuple[str, float | None]:
-        """What the call is called, and the share of the peak that its static cycles come to; None: not measured."""
-        chip, pattern, D = CHIPS[self.chip], self.pattern, self.model.head_dim
-        assert chip.target is not None
+        """The call in words, and the share of the peak that its static cycles come to; None: not measured."""
+        target, D = self.chip.target, self.model.head_dim
+        assert target is not None
         sigmoid = self.model.attention_activation == "sigmoid"
-        # The measured functions of sigmoid attention have no segment ids, full attention no sink tokens.
+        full = what == "full"
+        sinks = 0 if full else self.pattern.num_sink_tokens
+        window = None if full else self.pattern.sliding_window
         function = f"{'sigmoid' if sigmoid and what == 'window' else what}_{which}"
-        packed = self.packed and not function.startswith("sigmoid")
-        sinks = 0 if what == "full" else pattern.num_sink_tokens
-        window = None if what == "full" else pattern.sliding_window
-        words = [f"head_dim {D}"] + [f"window {window}"] * (window is not None) + ["packed"] * packed
-        name = f"{function} ({', '.join(words + [f'{sinks} sink tokens'] * (sinks > 0))})"
-        cost = None
-        if not (sigmoid and what != "window"):
-            cost = find_cost(Call(self.chip, function, D, packed, sinks), window)
+        words = [f"head_dim {D}"] + [f"window {window}"] * (not full) + [f"{sinks} sink tokens"] * (sinks > 0)
+        name = f"{function} ({', '.join(words)})"
+        if sigmoid and what != "window":
+            return name, None
+        packed = not sigmoid  # its measured functions have no segment ids
+        cost = find_cost(Call(self.name, function, D, packed, sinks), window, self.rows)
         if cost is None:
             return name, None
-        seen = visible_keys(np.arange(cost.length), window if what == "window" else None, sinks)
-        flops = 4.0 * D * float(seen.mean()) * 1024 * (BACKWARD if which == "backward" else 1)
-        cycles = cost.cycles / chip.target.num_cores  # which share the heads
-        return name, flops / (cycles * chip.peak_flops / (chip.target.gigahertz * 1e9))
+        seen = visible_keys(np.arange(cost.length), window if what == "window" else None, sinks).mean()
+        flops = 4.0 * D * float(seen) * 1024 * (BACKWARD if which == "backward" else 1)
+        cycles = cost.cycles / target.num_cores  # which share the heads
+        return name, flops / (cycles * self.chip.peak_flops / (target.gigahertz * 1e9))
+
+
+def busiest_device(by_position: np.ndarray, context: int, zigzagged: bool) -> float:
+    """What the busiest of `context` devices has of a row [T] whose tokens they share, as a multiple of the mean."""
+    if zigzagged:
+        by_position = np.asarray(zigzag(jnp.asarray(by_position)[None], context))[0]
+    return float(by_position.reshape(context, -1).mean(axis=1).max() / by_position.mean())

@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from swa_jax.chips import chip_name
 from swa_jax.errors import ConfigError
 from swa_jax.files import read_json, sum_of_json, write_json
 from swa_jax.plan.candidates import Settings, XlaOption, candidates, present, refusal
 from swa_jax.plan.cost import Estimate, Workload, estimate
-from swa_jax.plan.plan import ROUTED_SHARE, check_stage, planned_start, target_of, topology_devices
+from swa_jax.plan.plan import check_stage, planned_start, topology_devices
+from swa_jax.plan.step_time import ROUTED_SHARE
 from swa_jax.settings import to_dict
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.patterns import stage_patterns
@@ -109,9 +111,10 @@ def workload(config: TrainConfig, topology: str, stage: int) -> Workload:
     check_stage(config, stage)
     devices = topology_devices(topology, config.mesh.slices)
     start = planned_start(config)
-    chip, peak = target_of(devices[0].device_kind)
+    chip = chip_name(devices[0].device_kind)
+    assert chip is not None  # `topology_devices` takes no other
     pattern = stage_patterns(config, start, config.stages[stage])[0]
-    return Workload(config, stage, start.config, pattern, chip, peak, len(devices), ROUTED_SHARE)
+    return Workload(config, stage, start.config, pattern, chip, len(devices), ROUTED_SHARE)
 
 
 def search(
