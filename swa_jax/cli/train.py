@@ -116,9 +116,16 @@ def compile_(
     tries: Annotated[
         int | None,
         Option(
-            help="With --search: settings to compile, which takes minutes each. Default: 6. A few with options of XLA "
-            "come after them.",
+            help="With --search: settings to compile, which takes minutes each. Default: 6.",
             min=1,
+            show_default=False,
+        ),
+    ] = None,
+    options: Annotated[
+        int | None,
+        Option(
+            help="With --search: sets of options of XLA to compile the best settings with. Default: 5, which are all.",
+            min=0,
             show_default=False,
         ),
     ] = None,
@@ -137,12 +144,13 @@ def compile_(
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    if tries is not None and not search:
-        raise ConfigError("--tries counts the settings of --search: give both, or neither")
+    for name, given in (("--tries", tries), ("--options", options)):
+        if given is not None and not search:
+            raise ConfigError(f"{name} counts what --search compiles: give both, or neither")
     if search:
         if step != "train":
             raise ConfigError(f"--search is for training steps, and not for --step {step}")
-        _search(config, overrides or [], topology, stage, tries or 6, out)
+        _search(config, overrides or [], topology, stage, tries, options, out)
         return
     from swa_jax.files import write_json
     from swa_jax.plan.plan import plan
@@ -163,10 +171,16 @@ def compile_(
 
 
 def _search(
-    config: Path, overrides: list[str], topology: str, stage: int, tries: int, out: Path | None
+    config: Path,
+    overrides: list[str],
+    topology: str,
+    stage: int,
+    tries: int | None,
+    options: int | None,
+    out: Path | None,
 ) -> None:
     """Settings tried one after another; the table, and the best as overrides."""
-    from swa_jax.plan.search import SearchFile, Tried, key_of, search, to_json, workload
+    from swa_jax.plan.search import TRIES, XLA_OPTIONS, SearchFile, Tried, key_of, search, to_json, workload
     from swa_jax.plan.search_text import describe_search
     from swa_jax.train.config import TrainConfig
 
@@ -189,8 +203,9 @@ def _search(
 
     try:
         found = search(
-            work, compile_one, tries=tries, known=results.tried if results else (), keep=keep, say=say
-        )
+            work, compile_one, tries=tries or TRIES, options=XLA_OPTIONS[:options],
+            known=results.tried if results else (), keep=keep, say=say,
+        )  # fmt: skip
     except KeyboardInterrupt:
         where = (
             f"the results so far are in {out}: the same command goes on from them"

@@ -85,10 +85,9 @@ def present(config: TrainConfig, stage: int, devices: int) -> Settings:
     Raises:
       ConfigError: its mesh does not suit the devices.
     """
-    data, *others = mesh_shape(config.mesh, devices)
-    return Settings(
-        data // config.mesh.slices, *others, remat=config.remat, accumulate=config.stages[stage].accumulate
-    )
+    data, fsdp, context, tensor = mesh_shape(config.mesh, devices)
+    accumulate = config.stages[stage].accumulate
+    return Settings(data // config.mesh.slices, fsdp, context, tensor, config.remat, accumulate)
 
 
 def candidates(config: TrainConfig, model: ModelConfig, stage: int, devices: int) -> Iterator[Settings]:
@@ -97,9 +96,9 @@ def candidates(config: TrainConfig, model: ModelConfig, stage: int, devices: int
     rows = config.stages[stage].batch_size
     if devices % config.mesh.slices:
         return
-    for mesh in factorisations(devices // config.mesh.slices, len(AXES)):
+    for data, fsdp, context, tensor in factorisations(devices // config.mesh.slices, len(AXES)):
         for accumulate in divisors(rows):
-            settings = Settings(*mesh, remat=config.remat, accumulate=accumulate)
+            settings = Settings(data, fsdp, context, tensor, config.remat, accumulate)
             if refusal(settings, config, model, stage) is None:
                 yield from (settings._replace(remat=remat) for remat in REMAT)
 

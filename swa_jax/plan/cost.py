@@ -16,7 +16,8 @@ Time, in sums: nothing runs beside anything else.
                         where remat computes them again; the head 4 times; at the share of the peak that XLA reaches
   attention             visible keys of the busiest device, as in a plan; the forward pass twice under "layer"
   memory                what the rest of a layer reads and writes, `PASSES` times what its backward pass needs; what is
-                        kept, written and read; logits, and the optimizer's update; by the memory's bandwidth
+                        kept, written and read; what windowed layers copy where the sequence is split (`HALO_PASSES`);
+                        logits, and the optimizer's update; by the memory's bandwidth
   weights               each piece gathers a layer's weights twice (forward, backward) and scatters their gradients;
                         what `data` repeats is summed; between slices at the speed of their network
   keys                  full, hybrid and routed layers gather keys and values of the row (again in the backward pass,
@@ -47,6 +48,9 @@ from swa_jax.plan.candidates import Settings
 from swa_jax.plan.kernels import busiest_device, kernels
 from swa_jax.train.config import StageConfig, TrainConfig
 
+HALO_PASSES = (
+    38.0  # over queries, keys, values and results of windowed layers whose sequence is split: the same
+)
 PASSES = 6.0  # over what a layer's backward pass needs, forward and backward together: 4 to 14 in docs/plans
 LOGIT_PASSES = 8.0
 UPDATE_PASSES = 8.0  # over the optimizer's f32 arrays: gradient, weight and both moments, read and written
@@ -244,6 +248,10 @@ def _seconds(work: Workload, share: _Share) -> dict[str, float]:
     passes += 2 * kept_bytes(work, settings.remat, share.tensor)
     logits = share.tokens * model.vocab_size / share.tensor * 4
     moved = share.tokens * model.num_hidden_layers * passes + LOGIT_PASSES * logits
+    if share.context > 1:
+        heads = 2 * (model.num_attention_heads + model.num_key_value_heads) / share.tensor
+        halo = HALO_PASSES * heads * model.head_dim * work.number_bytes
+        moved += share.tokens * _windowed(work) * halo
     moved += UPDATE_PASSES * 4 * share.trained + share.pieces * 12 * share.trained * (share.pieces > 1)
     return {
         "matmuls": 2 * share.tokens * products / share.tensor / (work.peak * chip.matmul_share),
@@ -290,7 +298,12 @@ def _exchange_of_weights(work: Workload, share: _Share) -> float:
 
 def _gathers(work: Workload) -> bool:
     """Whether some layer's queries need the keys of the whole row."""
-    return work.pattern.full_attention_decode or {*work.pattern.layer_types} != {WINDOW}
+    return _windowed(work) < work.pattern.num_layers
+
+
+def _windowed(work: Workload) -> int:
+    """Layers that need no more than a window's reach of the row."""
+    return 0 if work.pattern.full_attention_decode else work.pattern.layer_types.count(WINDOW)
 
 
 def _row_of_keys(work: Workload, share: _Share) -> float:
@@ -303,7 +316,7 @@ def _exchange_of_keys(work: Workload, share: _Share) -> float:
     if share.context == 1:
         return 0.0
     whole, pattern = _row_of_keys(work, share), work.pattern
-    windowed = 0 if pattern.full_attention_decode else pattern.layer_types.count(WINDOW)
+    windowed = _windowed(work)
     gathers = 1 if share.settings.remat == "none" else 2
     seconds = _ring(work, whole, share.context, (gathers + 1) * (pattern.num_layers - windowed))
     reach = min((pattern.sliding_window or 0) / work.stage.sequence_length, 1.0)

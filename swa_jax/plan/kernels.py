@@ -68,7 +68,7 @@ def kernels(
     flops, seconds = dict[str, ByPass](), dict[str, ByPass]()
     for kind, forward in forwards.items():
         backward = backwards[kind]
-        flops[kind] = ByPass(sum(forward), BACKWARD * sum(backward))
+        flops[kind] = ByPass(forward.window + forward.others, BACKWARD * (backward.window + backward.others))
         if kind == SWITCH and forward_ratio == 1:
             first = reached.seconds("routed", "forward", flops[kind].forward)
         else:
@@ -113,9 +113,11 @@ class _Reached:
         name = f"{function} ({', '.join(words)})"
         if sigmoid and what != "window":
             return name, None
-        packed = not sigmoid  # its measured functions have no segment ids
-        cost = find_cost(Call(self.name, function, D, packed, sinks), window, self.rows)
-        if cost is None:
+        # Rows of training have segment ids. Where such calls were not measured, those without are near them.
+        for packed in (True, False):
+            if cost := find_cost(Call(self.name, function, D, packed, sinks), window, self.rows):
+                break
+        else:
             return name, None
         seen = visible_keys(np.arange(cost.length), window if what == "window" else None, sinks).mean()
         flops = 4.0 * D * float(seen) * 1024 * (BACKWARD if which == "backward" else 1)

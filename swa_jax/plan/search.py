@@ -27,6 +27,7 @@ from swa_jax.train.patterns import stage_patterns
 
 GIB = 2**30
 MARGIN = 1.1  # of a chip's memory: an estimate above it is not compiled, as long as nothing has corrected it
+TRIES = 6
 NEXT_BEST = 20  # of those that were not compiled, that a report has
 
 # What libtpu's compiler can do otherwise, and may do better for some programs. One that it refuses costs seconds.
@@ -121,7 +122,7 @@ def search(
     work: Workload,
     compile_one: Compile,
     *,
-    tries: int = 6,
+    tries: int = TRIES,
     options: Sequence[tuple[XlaOption, ...]] = XLA_OPTIONS,
     known: Sequence[Tried] = (),
     keep: Callable[[Tried], None] = lambda tried: None,

@@ -14,7 +14,7 @@ from swa_jax.cli.main import app
 OPS = (
     Op("copy.1", 4000, SIMULATED),
     Op("window_backward.2", 6000, SIMULATED),
-    Op("window_backward_ends", 2000, COUNTED),
+    Op("window_backward_ends", 2000, SIMULATED),
 )
 KERNELS = ("window_backward.2", "window_backward_ends")
 
@@ -31,7 +31,7 @@ def test_a_row_has_the_kernels_alone_and_its_command(tmp_path):
     command = row.pop("source")
     assert row == {
         "chip": "v6e", "function": "window_backward", "head_dim": 128, "window": 512, "packed": True,
-        "num_sink_tokens": 0, "length": 4096, "cycles": 1000.0, "how": "bundles x visits, simulated",
+        "num_sink_tokens": 0, "length": 4096, "cycles": 1000.0, "how": "simulated",
     }  # fmt: skip
     start = "swa-jax bench cycles window_backward --chip v6e --set T=4096 --set window=512 --set packed=true (libtpu"
     assert command.startswith(start)
@@ -51,6 +51,9 @@ def test_what_has_no_figure_makes_no_row(tmp_path):
     file = tmp_path / "table.json"
     unknown = measurement(ops=(Op("window_backward.2", None, "the data decide its visits"),))
     assert "makes no row: the data decide its visits" in cycle_table.write_row(file, unknown)
+    assert "counted as if an edge of a document crossed each" in cycle_table.write_row(
+        file, measurement(ops=(Op("window_backward.2", 6000, COUNTED),))
+    )
     assert not file.exists()
 
 

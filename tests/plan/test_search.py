@@ -335,10 +335,42 @@ def test_wrong_options_are_one_sentence(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(to_dict(config_of())))
     for arguments, words in (
-        (["--tries", "2"], "--tries counts the settings of --search"),
+        (["--tries", "2"], "--tries counts what --search compiles"),
+        (["--options", "0"], "--options counts what --search compiles"),
         (["--search", "--step", "decode"], "--search is for training steps"),
         (["--search", "--stage", "3"], "--stage is 3: the run has stages 0 to 0"),
     ):
         result = CliRunner().invoke(app, ["compile", str(file), "--topology", "v5e:2x2", *arguments])
         assert result.exit_code == 2
         assert words in result.stderr
+
+
+@pytest.mark.long
+def test_estimates_rank_small_steps_as_the_compiler_does():
+    """Whatever the compiler tells apart by a quarter or more, in time or in memory, the formulas order alike."""
+    pytest.importorskip("libtpu")
+    from swa_jax.plan.plan import plan
+
+    config = config_of(rows=16)
+    work = work_of(config, 4)
+    tried = [
+        Settings(1, 4, 1, 1, "layer", 1),
+        Settings(1, 4, 1, 1, "none", 1),
+        Settings(1, 2, 2, 1, "attention", 2),
+        Settings(2, 1, 1, 2, "attention", 1),
+    ]
+    guesses = [estimate(work, settings) for settings in tried]
+    reports = [plan(settings.apply(config, 0), "v5e:2x2") for settings in tried]
+    compared = 0
+    for i, j in itertools.permutations(range(len(tried)), 2):
+        seconds, sizes = (
+            [reports[k]["time"]["seconds"] for k in (i, j)],
+            [reports[k]["memory"]["total"] for k in (i, j)],
+        )
+        if seconds[0] > 1.25 * seconds[1]:
+            compared += 1
+            assert guesses[i].seconds > guesses[j].seconds, (tried[i], tried[j])
+        if sizes[0] > 1.25 * sizes[1]:
+            compared += 1
+            assert guesses[i].bytes > guesses[j].bytes, (tried[i], tried[j])
+    assert compared >= 8
