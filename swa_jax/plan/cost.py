@@ -48,10 +48,11 @@ from swa_jax.plan.candidates import Settings
 from swa_jax.plan.kernels import busiest_device, kernels
 from swa_jax.train.config import StageConfig, TrainConfig
 
-HALO_PASSES = (
-    38.0  # over queries, keys, values and results of windowed layers whose sequence is split: the same
-)
-PASSES = 6.0  # over what a layer's backward pass needs, forward and backward together: 4 to 14 in docs/plans
+# Over what a layer's backward pass needs, forward and backward together: 4 to 14 in docs/plans.
+PASSES = 6.0
+# Over queries, keys, values and results of a windowed layer whose sequence is split: what XLA does around its kernels
+# beyond what it does where it is not split. In docs/plans (SWAT 760M) and in a small model alike.
+HALO_PASSES = 38.0
 LOGIT_PASSES = 8.0
 UPDATE_PASSES = 8.0  # over the optimizer's f32 arrays: gradient, weight and both moments, read and written
 
@@ -234,9 +235,8 @@ def _seconds(work: Workload, share: _Share) -> dict[str, float]:
     again = settings.remat not in ("none", "projections")
     lora = work.config.lora
     matrices = sum(row.size for row in work.parameters if row.matrix)
-    down = (
-        model.num_hidden_layers * model.hidden_size * model.intermediate_size
-    )  # its result is not needed again
+    # The result of the last matrix is not needed again.
+    down = model.num_hidden_layers * model.hidden_size * model.intermediate_size
     head = sum(row.size for row in work.parameters if row.output)
     products = (2 if lora else 3) * matrices + again * (matrices - down) + (3 if lora else 4) * head
     if model.uses_rope:
@@ -268,7 +268,7 @@ def _attention(work: Workload, share: _Share) -> float:
     length, pieces = work.stage.sequence_length, share.context
     zigzagged = in_zigzag(work.config.sequence_order, work.pattern, length, pieces)
     forward *= 2 if share.settings.remat == "layer" else 1
-    busiest = busiest_device(flops, pieces, zigzagged)
+    busiest = busiest_device(flops, pieces, zigzagged)  # keeps the others waiting
     return busiest * share.tokens / share.tensor * (forward + backward)
 
 

@@ -81,8 +81,8 @@ class Found:
 
     Attributes:
       tried: in the order of compilation.
-      not_tried: the best of the rest, with their corrected estimates.
-      counts: all that the run's sizes allow, and those of them whose estimates do not fit.
+      not_tried: the best of the rest, by corrected estimates.
+      counts: all that the run's sizes allow, and those of them that were expected to fit or were compiled.
       own, refused: the settings of the configuration as it stands, or why it does not suit the chips.
     """
 
@@ -167,11 +167,8 @@ def search(
     own, refused = _as_it_stands(work)
     if own is not None:
         run(own, guesses[own])
-    while len(tried) < tries:
-        settings = _next(guesses, tried, work)
-        if settings is None:
-            break
-        run(settings, guesses[settings])
+    while len(tried) < tries and (order := _in_order(guesses, tried, work)):
+        run(order[0], guesses[order[0]])
     for option in options:
         best = _best(tried)
         if best is None:
@@ -201,12 +198,8 @@ def _best(tried: Sequence[Tried]) -> Tried | None:
     return min((one for one in tried if one.seconds is not None), key=_seconds_of, default=None)
 
 
-def _next(guesses: dict[Settings, Estimate], tried: list[Tried], work: Workload) -> Settings | None:
-    """The settings with the least corrected time that are expected to fit and were not compiled."""
-    return next(iter(_in_order(guesses, tried, work)), None)
-
-
 def _in_order(guesses: dict[Settings, Estimate], tried: list[Tried], work: Workload) -> list[Settings]:
+    """What was not compiled and is expected to fit, by corrected time."""
     done = {one.settings for one in tried}
     corrected = {one: _corrected(one, guess, tried) for one, guess in guesses.items() if one not in done}
     most = work.chip.hbm_gib * GIB * (1 if any(one.report for one in tried) else MARGIN)
@@ -215,23 +208,22 @@ def _in_order(guesses: dict[Settings, Estimate], tried: list[Tried], work: Workl
 
 def _corrected(settings: Settings, guess: Estimate, tried: Sequence[Tried]) -> tuple[float, float]:
     """Estimated seconds and bytes times the mean ratio of what was compiled to its estimate, of those most alike."""
-    compiled = [one for one in tried if one.report is not None]
-    most = max((_likeness(settings, one.settings) for one in compiled), default=0)
-    alike = [one for one in compiled if _likeness(settings, one.settings) == most]
-    seconds = [one.seconds / one.estimate.seconds for one in alike if one.seconds is not None]
-    sizes = [one.bytes / one.estimate.bytes for one in alike if one.bytes is not None]
-    return guess.seconds * _mean(seconds), guess.bytes * _mean(sizes)
+    seconds = [(t.settings, t.seconds / t.estimate.seconds) for t in tried if t.seconds is not None]
+    sizes = [(t.settings, t.bytes / t.estimate.bytes) for t in tried if t.bytes is not None]
+    return guess.seconds * _ratio(settings, seconds), guess.bytes * _ratio(settings, sizes)
+
+
+def _ratio(settings: Settings, ratios: Sequence[tuple[Settings, float]]) -> float:
+    """The geometric mean of those most alike; 1 where there are none."""
+    most = max((_likeness(settings, other) for other, _ in ratios), default=0)
+    alike = [math.log(ratio) for other, ratio in ratios if _likeness(settings, other) == most]
+    return math.exp(sum(alike) / len(alike)) if alike else 1.0
 
 
 def _likeness(one: Settings, other: Settings) -> int:
     """What two settings share of that by which programs differ most."""
     same_axes = sum((getattr(one, axis) > 1) == (getattr(other, axis) > 1) for axis in ("context", "tensor"))
     return same_axes + 2 * (one.remat == other.remat)
-
-
-def _mean(ratios: Sequence[float]) -> float:
-    """The geometric mean; 1 of none."""
-    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 1.0
 
 
 def outcome(tried: Tried) -> str:
