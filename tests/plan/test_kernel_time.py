@@ -11,6 +11,7 @@ from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.plan.kernels import busiest_device, kernels
 from swa_jax.plan.step_time import StepWork, attention_of
+from swa_jax.plan.text import kernel_lines
 
 MODEL = ModelConfig(1024, 256, 512, 4, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
 PATTERN = AttentionPattern((WINDOW, FULL, HYBRID, SWITCH), 512, full_kv_heads=((), (), (1,), ()))
@@ -107,3 +108,11 @@ def test_a_decoding_step_takes_no_figures_of_the_table():
     found = attention_of(work(step="decode", rows=2, mesh={"data": 1, "fsdp": 1, "context": 1, "tensor": 1}))
     assert not found.measured
     assert found.flops.backward == 0
+
+
+def test_the_text_has_a_line_where_there_are_several_types():
+    by_type = {WINDOW: {"forward": 0.25, "backward": 0.5}, FULL: {"forward": 1.0, "backward": 2.0}}
+    assert kernel_lines(by_type) == [
+        "  attention kernels by type of layer: sliding_attention 0.75 s, full_attention 3 s"
+    ]
+    assert kernel_lines({WINDOW: by_type[WINDOW]}) == []
