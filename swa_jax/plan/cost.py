@@ -249,8 +249,8 @@ def _seconds(work: Workload, share: _Share) -> dict[str, float]:
     logits = share.tokens * model.vocab_size / share.tensor * 4
     moved = share.tokens * model.num_hidden_layers * passes + LOGIT_PASSES * logits
     if share.context > 1:
-        heads = 2 * (model.num_attention_heads + model.num_key_value_heads) / share.tensor
-        halo = HALO_PASSES * heads * model.head_dim * work.number_bytes
+        rows = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim / share.tensor
+        halo = HALO_PASSES * rows * work.number_bytes
         moved += share.tokens * _windowed(work) * halo
     moved += UPDATE_PASSES * 4 * share.trained + share.pieces * 12 * share.trained * (share.pieces > 1)
     return {

@@ -22,6 +22,7 @@ from swa_jax.plan.cost import Estimate, Workload, estimate
 from swa_jax.plan.plan import check_stage, planned_start, topology_devices
 from swa_jax.plan.step_time import ROUTED_SHARE
 from swa_jax.settings import to_dict
+from swa_jax.train.compiler import check_options
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.patterns import stage_patterns
 
@@ -111,6 +112,7 @@ def workload(config: TrainConfig, topology: str, stage: int) -> Workload:
     """
     check_stage(config, stage)
     devices = topology_devices(topology, config.mesh.slices)
+    check_options(config.xla_options, devices[0])
     start = planned_start(config)
     chip = chip_name(devices[0].device_kind)
     assert chip is not None  # `topology_devices` takes no other

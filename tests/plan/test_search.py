@@ -318,6 +318,17 @@ def test_a_search_goes_on_where_it_was_interrupted(tmp_path):
     assert compiled == []
 
 
+def test_where_nothing_fits_the_text_says_what_to_change():
+    work = work_of(config_of(), 4)
+    found = search(work, lambda settings: report(1.0, 99, fits=False), tries=2)
+    assert found.best is None
+    assert len(found.tried) == 1  # the options are not tried, and everything else is expected to need as much
+    last = describe_search(found, work.config, 0, "v5e:2x2").splitlines()[-1]
+    assert (
+        last == "nothing that was compiled fits: take a larger slice, fewer tokens in a step, or more --tries"
+    )
+
+
 def test_results_of_another_search_are_not_gone_on_with(tmp_path):
     work, file = work_of(config_of(), 4), tmp_path / "search.json"
     SearchFile(file, key_of(work, "v5e:2x2")).finish({})
@@ -339,6 +350,7 @@ def test_wrong_options_are_one_sentence(tmp_path):
         (["--options", "0"], "--options counts what --search compiles"),
         (["--search", "--step", "decode"], "--search is for training steps"),
         (["--search", "--stage", "3"], "--stage is 3: the run has stages 0 to 0"),
+        (["--search", "xla_options.xla_no_such=1"], "'xla_options.xla_no_such' = 1 cannot be used"),
     ):
         result = CliRunner().invoke(app, ["compile", str(file), "--topology", "v5e:2x2", *arguments])
         assert result.exit_code == 2
