@@ -42,10 +42,12 @@ class Target:
     hbm_gib: float  # that a program may use, as the compiler says when one does not fit
     link_bytes: float  # a second, over one link in one direction: the vendor's figure for a chip by its links
     dcn_bytes: float  # a second, over the network between slices: the vendor's figure for a chip
+    hbm_bytes: float  # a second, to and from the chip's memory: the vendor's figure for a chip by its devices
     torus: int  # dimensions of the chips' network, with two links each
     kernel_share: tuple[
         float, float
     ]  # of the peak, reached by our kernels forward, backward: docs/kernels.md
+    matmul_share: float  # of the peak, reached by XLA's matrix products: those of the plans in docs/plans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,23 +66,23 @@ CHIPS = {
     ),
     "v5e": Chip(
         ("TPU v5 lite", "TPU v5e"), 197e12,
-        Target("v5e:2x2", 1, 1.5, 15.75, 50e9, 3.125e9, 2, (0.77, 0.85)),
+        Target("v5e:2x2", 1, 1.5, 15.75, 50e9, 3.125e9, 819e9, 2, (0.77, 0.85), 0.84),
         Cloud("v5e", 2, "tpu-v5-lite-podslice", "v5litepod", 1, "v2-alpha-tpuv5-lite", single=8),
     ),
     "v5p": Chip(
         ("TPU v5", "TPU v5p"), 459e12,
-        Target("v5p:2x2x1", 2, 1.75, 95.73, 100e9, 6.25e9, 3, (0.77, 0.85)),
+        Target("v5p:2x2x1", 2, 1.75, 95.73, 100e9, 6.25e9, 2765e9, 3, (0.77, 0.85), 0.77),
         Cloud("v5p", 3, "tpu-v5p-slice", "v5p", 2, "v2-alpha-tpuv5"),
     ),
     "v6e": Chip(
         ("TPU v6 lite", "TPU v6e"), 918e12,
-        Target("v6e:2x2", 1, 1.75, 31.24, 100e9, 12.5e9, 2, (0.32, 0.5)),
+        Target("v6e:2x2", 1, 1.75, 31.24, 100e9, 12.5e9, 1640e9, 2, (0.32, 0.5), 0.57),
         Cloud("v6e", 2, "tpu-v6e-slice", "v6e", 1, "v2-alpha-tpuv6e", single=8),
     ),
     # A JAX device is one of the chip's two cores. Not the nominal clock: the one at which published timings are met.
     "v7x": Chip(
         ("TPU7x",), 1153.5e12,
-        Target("tpu7x:2x2x1", 1, 1.88, 94.74, 100e9, 6.25e9, 3, (0.32, 0.5)),
+        Target("tpu7x:2x2x1", 1, 1.88, 94.74, 100e9, 6.25e9, 3690e9, 3, (0.32, 0.5), 0.57),
         Cloud("tpu7x", 3, "tpu7x", None, 2, None),
     ),
     "a100": Chip(("NVIDIA A100",), 312e12),
@@ -91,13 +93,19 @@ TARGETS = {name: chip.target for name, chip in CHIPS.items() if chip.target is n
 CLOUD = {chip.cloud.generation: chip.cloud for chip in CHIPS.values() if chip.cloud is not None}
 
 
-def find_chip(device_kind: str) -> Chip | None:
-    """The chip of a JAX device, by its `device_kind`; NVIDIA's names go on after the model's ("NVIDIA H100 80GB")."""
-    for chip in CHIPS.values():
+def chip_name(device_kind: str) -> str | None:
+    """The name in `CHIPS` of a JAX device's `device_kind`; NVIDIA's go on after the model's ("NVIDIA H100 80GB")."""
+    for name, chip in CHIPS.items():
         for kind in chip.kinds:
             if device_kind == kind or (kind.startswith("NVIDIA") and device_kind.startswith(kind)):
-                return chip
+                return name
     return None
+
+
+def find_chip(device_kind: str) -> Chip | None:
+    """The chip of a JAX device, by its `device_kind`."""
+    name = chip_name(device_kind)
+    return None if name is None else CHIPS[name]
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -46,6 +46,15 @@ class Measurement:
     ops: tuple[Op, ...]  # the most expensive first
     temp_bytes: int | None
     notes: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()  # names of the ops that are Pallas kernels
+
+    @property
+    def kernel_cycles_per_1024(self) -> float | None:
+        """As `cycles_per_1024`, of the kernels alone, without what XLA does around them."""
+        cycles = [op.cycles for op in self.ops if op.name in self.kernels]
+        if not cycles or None in cycles or self.queries < 1024:
+            return None
+        return sum(cycles) * 1024 / self.queries  # type: ignore[arg-type]
 
     @property
     def cycles(self) -> int | None:
@@ -71,6 +80,7 @@ class Measurement:
             "settings": self.settings,
             "cycles": self.cycles,
             "cycles_per_1024_rows_and_head": self.cycles_per_1024,
+            "kernel_cycles_per_1024_rows_and_head": self.kernel_cycles_per_1024,
             "milliseconds": self.milliseconds,
             "temp_bytes": self.temp_bytes,
             "ops": [op._asdict() for op in self.ops],
@@ -133,9 +143,9 @@ def measure(function: str, chip: str, settings: dict[str, Any]) -> Measurement:
     counts = {kernel: Executions(**count) for kernel, count in program["executions"].items()}
     ops = combine(simulated, code, program["kernels"], program["steps"], counts)
     notes = (f"the simulator stopped ({first.failure})",) if first.failure else ()
-    return Measurement(
-        function, chip, settings, math.prod(program["queries"][:-1]), ops, second.temp_bytes, notes
-    )
+    kernels = tuple(op.name for op in ops if _kernel_of(op.name, program["kernels"]))
+    queries = math.prod(program["queries"][:-1])
+    return Measurement(function, chip, settings, queries, ops, second.temp_bytes, notes, kernels)
 
 
 def combine(

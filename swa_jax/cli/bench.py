@@ -47,9 +47,14 @@ def cycles(
     ] = None,
     ops: Annotated[int, Option(help="Ops to list below each total.", min=0)] = 4,
     as_json: Annotated[bool, Option("--json", help="Print JSON, with every op, instead of a table.")] = False,
+    write: Annotated[
+        Path | None,
+        Option(help="Add the kernels' cycles to this table, such as pallas_kernels/kernel_cycles.json."),
+    ] = None,
 ) -> None:
     """Cycles of the TPU kernels, by libtpu's own simulator: no TPU is needed. Takes seconds a function and chip."""
     from pallas_kernels.bench import FUNCTIONS
+    from swa_jax.bench.cycle_table import check_writable, write_row
     from swa_jax.bench.cycles import check, measure, read_settings
     from swa_jax.report import table_console
     from swa_jax.report.bench_tables import HOW_TO_READ_CYCLES, cycles_table
@@ -57,6 +62,9 @@ def cycles(
     settings = read_settings(set_ or [])
     functions, chips = names or list(FUNCTIONS), chip or ["v6e"]
     check(functions, chips, settings)
+    if write is not None:
+        check_output("--write", write)
+        check_writable(functions, settings)
     console, measured = table_console(), []
     if not as_json:
         for line in HOW_TO_READ_CYCLES:
@@ -65,6 +73,8 @@ def cycles(
         for target in chips:
             with Console(stderr=True).status(f"compiling {name} for {target}"):
                 measured.append(measure(name, target, settings))
+            if write is not None and (missing := write_row(write, measured[-1])) is not None:
+                typer.echo(missing, err=True)
             if not as_json:
                 console.print(cycles_table(measured[-1].to_dict(), ops))
     if as_json:

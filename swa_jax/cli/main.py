@@ -16,6 +16,7 @@ from typer import Argument, Option
 
 from swa_jax.cli.bench import app as bench_app
 from swa_jax.cli.compare import compare
+from swa_jax.cli.compile import compile_
 from swa_jax.cli.data import app as data_app
 from swa_jax.cli.evaluate import app as evaluate_app
 from swa_jax.cli.generate import generate
@@ -23,7 +24,7 @@ from swa_jax.cli.groups import expand
 from swa_jax.cli.options import Model
 from swa_jax.cli.pattern import app as pattern_app
 from swa_jax.cli.select import app as select_app
-from swa_jax.cli.train import compile_, train
+from swa_jax.cli.train import train
 from swa_jax.errors import ConfigError, sentence
 from swa_jax.files import check_local
 
@@ -163,7 +164,7 @@ def export(
 
 
 app.command()(train)
-app.command("compile")(compile_)
+app.command("compile")(expand(compile_))
 app.command()(expand(compare))
 app.command()(generate)
 

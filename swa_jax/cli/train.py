@@ -1,16 +1,14 @@
-"""The verbs `train`, alone or as one of several processes, and `compile`, which plans a run without its machines."""
+"""The verb `train`: a run alone or as one of several processes."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
-from swa_jax.cli.options import check_output
-from swa_jax.errors import ConfigError
 from swa_jax.settings import load_config
 
 
@@ -76,53 +74,3 @@ def train(
         model = run(loaded)
         if place.process == 0:
             typer.echo(model)
-
-
-def compile_(
-    config: Annotated[Path, Argument(help="A YAML file of a training run; see configs/.")],
-    overrides: Annotated[
-        list[str] | None, Argument(metavar="[a.b=c]...", help="Settings that replace those of the file.")
-    ] = None,
-    topology: Annotated[str, Option(help="A TPU slice, such as v5e:16x16, v5p:4x4x8 or v6e:16x16.")] = "",
-    step: Annotated[
-        Literal["train", "prefill", "decode"],
-        Option(help="What to plan. prefill and decode are of one chip, in bf16."),
-    ] = "train",
-    stage: Annotated[int, Option(help="Which of the run's stages, from 0.", min=0)] = 0,
-    batch_size: Annotated[
-        int, Option("--batch-size", help="Prompts of a prefill or decode step.", min=1)
-    ] = 8,
-    length: Annotated[
-        int | None,
-        Option(
-            "--length",
-            help="Tokens of a prompt. Default: the stage's sequence_length.",
-            min=1,
-            show_default=False,
-        ),
-    ] = None,
-    out: Annotated[Path | None, Option(help="Also write the plan to this JSON file.")] = None,
-) -> None:
-    """Plan a run without a pod: does it fit a TPU slice, what does it send, how long might a step take?"""
-    if not topology:
-        raise ConfigError("give --topology, a TPU slice such as v5p:4x4x8")
-    # libtpu compiles; the host's CPU is the only device that this process needs.
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    from swa_jax.files import write_json
-    from swa_jax.plan.plan import plan
-    from swa_jax.plan.text import describe
-    from swa_jax.train.config import TrainConfig
-
-    if out is not None:
-        check_output("--out", out)
-    settings = load_config(TrainConfig, config, overrides or [])
-    report = plan(settings, topology, step=step, stage=stage, batch_size=batch_size, length=length)
-    report = {"config": str(config), "overrides": overrides or []} | report
-    typer.echo(describe(report))
-    if out is not None:
-        write_json(out, report)
-        typer.echo(f"written to {out}")
-    if not report["memory"]["fits"]:
-        raise typer.Exit(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from swa_jax.model.config import ModelConfig
@@ -31,17 +33,33 @@ def attention_flops(
       full_ratio: share of the tokens that routed layers send to full attention (a backward pass or a prefill; a
         forward pass that trains computes both branches, full_ratio = 1).
     """
+    kinds = attention_flops_by_kind(config, pattern, position, full_ratio)
+    return np.sum([part for parts in kinds.values() for part in parts], axis=0)
+
+
+class AttentionParts(NamedTuple):
+    """Operations of the token at each position."""
+
+    window: np.ndarray  # on keys in the window
+    others: np.ndarray  # of full attention, or on what a routed token sees beside its window
+
+
+def attention_flops_by_kind(
+    config: ModelConfig, pattern: AttentionPattern, position: np.ndarray, full_ratio: float = 1.0
+) -> dict[str, AttentionParts]:
+    """`attention_flops` of the layers of each type that occurs in the pattern, in two parts."""
     full = visible_keys(position, None)
     window = full
     if pattern.sliding_window is not None:
         window = visible_keys(position, pattern.sliding_window, pattern.num_sink_tokens)
-    keys = np.zeros_like(full, np.float64)
+    key = 4.0 * config.num_attention_heads * config.head_dim
+    found: dict[str, AttentionParts] = {}
     for kind, heads in zip(pattern.layer_types, pattern.full_kv_heads, strict=True):
-        share = {FULL: 1.0, HYBRID: len(heads) / config.num_key_value_heads, SWITCH: full_ratio}.get(
-            kind, 0.0
-        )
-        keys += share * full + (1 - share) * window
-    return 4.0 * config.num_attention_heads * config.head_dim * keys
+        share = {FULL: 1.0, HYBRID: len(heads) / config.num_key_value_heads}.get(kind, 0.0)
+        others = full_ratio * (full - window) if kind == SWITCH else share * full
+        before = found.get(kind, AttentionParts(np.zeros(full.shape), np.zeros(full.shape)))
+        found[kind] = AttentionParts(before.window + key * (1 - share) * window, before.others + key * others)
+    return found
 
 
 def forward_flops(config: ModelConfig, keys: float) -> float:

@@ -15,25 +15,22 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from swa_jax.chips import COMPILE_ONLY, TARGETS, Target, find_chip
+from swa_jax.chips import COMPILE_ONLY, TARGETS, Target, chip_name, find_chip
 from swa_jax.errors import CheckpointError, ConfigError
-from swa_jax.model.attention import AROUND_ATTENTION, kinds_of
+from swa_jax.model.attention import kinds_of
 from swa_jax.model.cache import allocate, cache_layout
 from swa_jax.model.decoder import Decoder
-from swa_jax.model.flops import attention_flops, train_flops_per_token
-from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.lora import trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.model.sequence_order import in_zigzag, zigzag
+from swa_jax.model.sequence_order import in_zigzag
 from swa_jax.model.sharding import (
     MeshConfig,
     Partition,
@@ -42,19 +39,16 @@ from swa_jax.model.sharding import (
     make_mesh,
     state_shardings,
 )
-from swa_jax.plan import hlo, timeline
+from swa_jax.plan import hlo
 from swa_jax.plan.collectives import Collective, collectives
-from swa_jax.plan.timeline import Passes
+from swa_jax.plan.step_time import Step, StepWork, attention_of, step_flops, step_time
+from swa_jax.train.compiler import check_options
 from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.optimizer import make_optimizer
 from swa_jax.train.patterns import Start, find_start, stage_patterns
 from swa_jax.train.step import TrainState, init_state, make_step
 
-Step = Literal["train", "prefill", "decode"]
 GIB = 2**30
-
-
-ROUTED_SHARE = 0.13  # of the tokens, to full attention, after SwiAttn's training (paper, Figure 4)
 
 
 class TracedStep(NamedTuple):
@@ -90,13 +84,13 @@ def plan(
       ConfigError: the topology, or what the run asks of it, is not possible.
       CheckpointError: the run starts from a checkpoint that is not there.
     """
-    if not 0 <= stage < len(config.stages):
-        raise ConfigError(f"--stage is {stage}: the run has stages 0 to {len(config.stages) - 1}")
+    check_stage(config, stage)
     slices = config.mesh.slices if step == "train" else 1
     devices = topology_devices(topology, slices)
     kind = devices[0].device_kind
-    start = _start(config)
+    start = planned_start(config)
     if step == "train":
+        check_options(config.xla_options, devices[0])
         traced = trace_training(config, config.stages[stage], start, devices)
     else:
         traced = trace_generation(
@@ -129,13 +123,25 @@ def plan(
     report["memory"] = _memory(compiled.memory_analysis(), held, kept, target_of(kind)[0])
     sends = collectives(program, counts, dict(traced.mesh.shape), slices)
     report["collectives"] = _by_kind(sends)
-    report["flops"] = _flops(traced, hlo.matmul_flops(program, counts), config.remat, step, len(devices))
-    report["time"] = _time(report["flops"], program, counts, sends, traced, kind, step, slices)
+    work = StepWork(
+        step, chip_name(kind) or kind, traced.model.config, traced.model.pattern, traced.model.lora, config.remat,
+        traced.batch["rows"], traced.batch["length"], dict(traced.mesh.shape), slices, traced.zigzag,
+    )  # fmt: skip
+    attention = attention_of(work)
+    report["flops"] = step_flops(work, attention, hlo.matmul_flops(program, counts))
+    shares = _branch_shares(traced.model.pattern)
+    report["time"] = step_time(work, attention, report["flops"]["model"], program, counts, sends, shares)
     if uncounted := hlo.uncounted_loops(program, counts):
         report["time"]["assumptions"].append(
             f"{uncounted} loops whose number of runs is not in the program are counted once"
         )
     return report
+
+
+def check_stage(config: TrainConfig, stage: int) -> None:
+    """Raises `ConfigError` for a stage that the run does not have."""
+    if not 0 <= stage < len(config.stages):
+        raise ConfigError(f"--stage is {stage}: the run has stages 0 to {len(config.stages) - 1}")
 
 
 # ---- the topology ----
@@ -193,7 +199,8 @@ def _silent_stderr() -> Iterator[None]:
 # ---- the steps ----
 
 
-def _start(config: TrainConfig) -> Start:
+def planned_start(config: TrainConfig) -> Start:
+    """`find_start`, whose error says how to plan without a checkpoint."""
     try:
         return find_start(config)
     except (CheckpointError, FileNotFoundError) as error:
@@ -385,103 +392,3 @@ def _by_kind(sends: list[Collective]) -> list[dict[str, Any]]:
         }
         for (kind, axes, beside), (times, size) in ordered
     ]
-
-
-def _flops(traced: TracedStep, matmuls: float, remat: str, step: Step, devices: int) -> dict[str, float]:
-    """Operations of one chip. `model` is what the mathematics asks for, the base of MFU; the others are done."""
-    model, pattern = traced.model.config, traced.model.pattern
-    rows, length = traced.batch["rows"], traced.batch["length"]
-    routed = ROUTED_SHARE if SWITCH in pattern.layer_types else 1.0
-    positions = np.arange(length)
-    if step == "train":
-        tokens = rows * length / devices
-        forward = tokens * float(attention_flops(model, pattern, positions).mean())
-        forward *= 2 if remat == "layer" else 1  # "layer" runs attention again
-        # The backward pass has five matrix products of a tile where the forward has two.
-        backward = tokens * float(attention_flops(model, pattern, positions, routed).mean()) * 2.5
-        wanted = tokens * train_flops_per_token(model, pattern, length, routed, traced.model.lora)
-    else:
-        seen = positions if step == "prefill" else positions[-1:]
-        forward = rows * float(attention_flops(model, pattern, seen, routed).sum())
-        backward, wanted = 0.0, matmuls + forward
-    return {
-        "model": wanted,
-        "matmuls": matmuls,
-        "attention_forward": forward,
-        "attention_backward": backward,
-    }
-
-
-def _time(
-    flops: dict[str, float],
-    program: hlo.Program,
-    counts: dict[str, float],
-    sends: list[Collective],
-    traced: TracedStep,
-    kind: str,
-    step: Step,
-    slices: int,
-) -> dict[str, Any]:
-    chip, peak = target_of(kind)
-    pattern = traced.model.pattern
-    forward, backward = chip.kernel_share
-    kernels = Passes(
-        flops["attention_forward"] / (peak * forward), flops["attention_backward"] / (peak * backward)
-    )
-    context, busiest = traced.mesh.shape["context"], 1.0
-    if step == "train":  # the busiest device along the context keeps the others waiting
-        place = np.arange(traced.batch["length"])
-        if traced.zigzag:
-            place = np.asarray(zigzag(jnp.asarray(place)[None], context))[0]
-        every = attention_flops(traced.model.config, pattern, place)
-        busiest = float(every.reshape(context, -1).mean(axis=1).max() / every.mean())
-        kernels = Passes(*(seconds * busiest for seconds in kernels))
-    clock = chip.gigahertz * 1e9
-    parts = hlo.cycles_by_part(program, counts, AROUND_ATTENTION)
-    seconds_by_part = {name: cycles / clock for name, cycles in parts.items()}
-    operations = sum(seconds_by_part.values())
-    in_slice = traced.mesh.size // slices
-
-    def transfer(send: Collective) -> float:
-        if send.axes == ("slices",):
-            return send.sent_bytes / chip.dcn_bytes
-        return send.sent_bytes / (2 * (chip.torus if send.group == in_slice else 1) * chip.link_bytes)
-
-    work = timeline.work_of(program, counts, clock, kernels)
-    elapsed = timeline.play(program, sends, work, transfer, _branch_shares(pattern))
-    network = sum(transfer(send) * send.executions for send in sends)
-    hidden, shown = max(operations + sum(kernels), network), operations + sum(kernels) + network
-    assumptions = [
-        "matrix products and other operations of XLA: the TPU compiler's own estimates of cycles, at "
-        f"{chip.gigahertz} GHz",
-        f"attention kernels: {forward:.0%} (forward) and {backward:.0%} (backward) of the bf16 peak on visible keys, "
-        "from static cycle counts at window 1024 and head_dim 128 (docs/kernels.md); narrower windows reach less",
-        f"collectives: rings in both directions, over one axis of the torus, or over all {chip.torus} where every "
-        f"device takes part, {chip.link_bytes / 1e9:.0f} GB/s a link and direction. What runs beside them is read from "
-        "the compiled schedule; 'seconds_hidden' has them run wholly beside the rest, 'seconds_shown' not at all",
-    ]
-    if slices > 1:
-        assumptions.append(f"between slices: {8 * chip.dcn_bytes / 1e9:.0f} Gb/s a device")
-    if busiest > 1:
-        assumptions.append(
-            f"the step waits for the busiest of {context} devices along the context, whose attention is {busiest:.2f} "
-            "times the mean"
-        )
-    if SWITCH in pattern.layer_types:
-        assumptions.append(f"routed layers send {ROUTED_SHARE:.0%} of the tokens to full attention")
-    if step == "decode":
-        assumptions.append("the time that decode kernels take to read the caches is not in it")
-    tokens = traced.batch["rows"] * (1 if step == "decode" else traced.batch["length"])
-    everything = {"seconds": elapsed.total, "seconds_hidden": hidden, "seconds_shown": shown}
-    return everything | {
-        "xla_seconds": operations,
-        "xla_seconds_by_part": seconds_by_part,
-        "kernel_seconds": sum(kernels),
-        "collective_seconds": network,
-        "collective_seconds_waited": elapsed.waiting,
-        "tokens_per_second": [tokens / shown, tokens / hidden],
-        "mfu": [flops["model"] / (peak * shown), flops["model"] / (peak * hidden)],
-        "tokens_per_second_scheduled": tokens / elapsed.total,
-        "mfu_scheduled": flops["model"] / (peak * elapsed.total),
-        "assumptions": assumptions,
-    }

@@ -77,6 +77,7 @@ def _time_lines(plan: dict[str, Any]) -> list[str]:
         f"({time['tokens_per_second_scheduled']:,.0f} tokens/s, MFU {time['mfu_scheduled']:.0%})",
         f"  attention kernels {time['kernel_seconds']:.3g} s; matrix products {parts['matmuls']:.3g} s, what XLA does "
         f"around attention {parts['around_attention']:.3g} s, and the rest {parts['other']:.3g} s",
+        *kernel_lines(time["kernel_seconds_by_layer_type"]),
         f"  collectives {time['collective_seconds']:.3g} s; the step waits for them for "
         f"{time['collective_seconds_waited']:.3g} s",
         f"  with all collectives hidden {time['seconds_hidden']:.3g} s, with none {time['seconds_shown']:.3g} s "
@@ -84,3 +85,11 @@ def _time_lines(plan: dict[str, Any]) -> list[str]:
         "assumptions:",
         *(f"  - {assumption}" for assumption in time["assumptions"]),
     ]
+
+
+def kernel_lines(by_type: dict[str, dict[str, float]]) -> list[str]:
+    """Seconds of attention kernels in layers of each type, where there are several."""
+    if len(by_type) == 1:
+        return []
+    parts = [f"{kind} {sum(passes.values()):.3g} s" for kind, passes in by_type.items()]
+    return [f"  attention kernels by type of layer: {', '.join(parts)}"]

@@ -3,17 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
+from swa_jax.errors import ConfigError
 from swa_jax.model.sharding import Partition
+
+XlaOptions = Mapping[str, str | bool | int | float]
 
 # A weight that `fsdp` splits is gathered when its layer runs. Left to itself, the compiler may multiply by one piece
 # after the other instead: contractions of a few dozen rows each, added up in bf16.
 TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 
 
-def compiler_options(partition: Partition | None, given: Mapping[str, str]) -> dict[str, str] | None:
+def compiler_options(partition: Partition | None, given: XlaOptions) -> dict[str, Any] | None:
     """Those of the mesh's devices, with what a run's configuration gives on top; None where there are none."""
     platform = jax.default_backend() if partition is None else partition.mesh.devices.flat[0].platform
     return {**(TPU_OPTIONS if platform == "tpu" else {}), **given} or None
+
+
+def check_options(given: XlaOptions, device: Any) -> None:
+    """Have the compiler of `device`, which need not be here, read the options.
+
+    Raises:
+      ConfigError: it does not know one, or cannot use its value.
+    """
+    together = _refusal(given, device)
+    if together is None:
+        return
+    what, refusal = "'xla_options' together", together
+    for name, value in given.items():
+        if (alone := _refusal({name: value}, device)) is not None:
+            what, refusal = f"'xla_options.{name}' = {value}", alone
+            break
+    raise ConfigError(
+        f'{what} cannot be used: the compiler for {device.device_kind} says "{refusal}"; correct the name or value, '
+        "or take it out"
+    )
+
+
+def _refusal(options: XlaOptions, device: Any) -> str | None:
+    """What the compiler says of a program that any options suit."""
+    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
+    try:
+        jax.jit(jnp.negative, compiler_options=dict(options)).lower(number).compile()
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ").rstrip(": ")
+    return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Literal
 
 from swa_jax.data import SourceConfig
@@ -14,6 +13,7 @@ from swa_jax.model.lora import LoraConfig
 from swa_jax.model.remat import Remat
 from swa_jax.model.sequence_order import SequenceOrder
 from swa_jax.model.sharding import MeshConfig, ShardingRules
+from swa_jax.train.compiler import XlaOptions
 from swa_jax.train.objectives import SwitchLoss
 from swa_jax.train.optimizer import OptimizerConfig
 
@@ -98,7 +98,7 @@ class TrainConfig:
     bfloat16: bool = False  # compute in bf16; what is trained and its optimiser stay f32
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the finished model's weights
     remat: Remat = "none"
-    xla_options: Mapping[str, str] = dataclasses.field(default_factory=dict)  # beside `TPU_OPTIONS`
+    xla_options: XlaOptions = dataclasses.field(default_factory=dict)  # beside `TPU_OPTIONS`
     seed: int = 0
     checkpoint_every: int = 500  # steps
     keep_checkpoints: int = 2

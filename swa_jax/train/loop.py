@@ -40,6 +40,7 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, check_batch, check_model, make_mesh, state_shardings
 from swa_jax.report.progress import Progress, rate
 from swa_jax.settings import from_dict, to_dict
+from swa_jax.train.compiler import check_options
 from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.earlier_run import check_earlier_run, with_earlier_optimizer
 from swa_jax.train.optimizer import make_optimizer, warn_of_short_runs
@@ -314,6 +315,7 @@ def _prepare(config: TrainConfig) -> Run:
     tokenizer = load_tokenizer(config.tokenizer)
     if config.init_from is not None:
         check_same_tokens(tokenizer, config.tokenizer, config.init_from)
+    check_options(config.xla_options, jax.local_devices()[0])
     partition = make_partition(config)
     start = find_start(config)
     model_config = start.config

@@ -38,6 +38,8 @@ MOST = {
     "--kills": 1,
     "--terms": 1,
     "--count": 3,
+    "--tries": 1,
+    "--options": 0,
 }
 # How often an option may be repeated: the first ones stay, and all files, because a page may name a wrong one.
 REPEATS = {"--pattern": 2, "--chip": 1, "--ratio": 2}

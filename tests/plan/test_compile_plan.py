@@ -57,6 +57,18 @@ def test_what_cannot_be_planned_is_one_sentence():
         plan(run(rows=3), "v5e:2x2")
 
 
+def test_an_option_that_the_compiler_does_not_take_is_one_sentence_that_names_it():
+    known = {"xla_tpu_scoped_vmem_limit_kib": 65536, "xla_tpu_enable_latency_hiding_scheduler": True}
+    with pytest.raises(
+        ConfigError, match=r"^'xla_options\.xla_tpu_no_such' = 3 cannot be used: the compiler for TPU v5"
+    ):
+        plan(run(xla_options=known | {"xla_tpu_no_such": 3}), "v5e:2x2")
+    with pytest.raises(
+        ConfigError, match=r"'xla_options\.xla_tpu_scoped_vmem_limit_kib' = much cannot be used"
+    ):
+        plan(run(xla_options=known | {"xla_tpu_scoped_vmem_limit_kib": "much"}), "v5e:2x2")
+
+
 def test_a_missing_checkpoint_says_how_to_plan_without_it(tmp_path):
     file = tmp_path / "run.yaml"
     settings = to_dict(run()) | {"model": None, "init_from": str(tmp_path / "nothing")}

@@ -132,6 +132,14 @@ def test_routed_cpt_starts_from_the_model_and_reports_the_ratio(settings, tmp_pa
             },
             r"data files 'no\.txt': no such file",
         ),
+        (
+            {"xla_options": {"xla_cpu_enable_fast_math": False, "xla_no_such": "1"}},
+            r"'xla_options\.xla_no_such' = 1 cannot be used: .* says \"No such compile option: 'xla_no_such'\"",
+        ),
+        (
+            {"xla_options": {"xla_cpu_enable_fast_math": "perhaps"}},
+            r"'xla_options\.xla_cpu_enable_fast_math' = perhaps cannot be used",
+        ),
     ],
 )
 def test_a_wrong_configuration_writes_nothing(settings, tmp_path, changes, sentence):

@@ -1,0 +1,72 @@
+"""What the TPU kernels cost by static measurement: a table that `swa-jax bench cycles --write` fills.
+
+A row of `kernel_cycles.json` has the cycles of one call's kernels per 1024 query rows and head, on one core, without
+what XLA does around them, and the command that measured them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TABLE = Path(__file__).with_name("kernel_cycles.json")
+Row = dict[str, Any]
+
+
+class Call(NamedTuple):
+    """What a row is found by, its window and length aside.
+
+    Attributes:
+      function: of `pallas_kernels.bench`.
+      packed: whether segment ids are given.
+    """
+
+    chip: str
+    function: str
+    head_dim: int
+    packed: bool = False
+    num_sink_tokens: int = 0
+
+
+class Cost(NamedTuple):
+    """Cycles per 1024 query rows and head of a call on rows of `length` tokens."""
+
+    cycles: float
+    length: int
+
+
+def find_cost(call: Call, window: int | None, rows: Sequence[Row] | None = None) -> Cost | None:
+    """The cost of a call by the table; None where it has no row for it.
+
+    Cycles grow linearly with the window, and are interpolated so. Below the smallest window of the table they are
+    that one's, which is too much rather than too little; above the largest they grow with the keys.
+
+    Args:
+      window: visible keys; None is full attention.
+    """
+    rows = read_table() if rows is None else rows
+    found = sorted(
+        (row for row in rows if all(row[name] == value for name, value in call._asdict().items())),
+        key=lambda row: row["window"] or 0,
+    )
+    if window is None or not found or found[0]["window"] is None:
+        same = [row for row in found if row["window"] is None]
+        return Cost(same[0]["cycles"], same[0]["length"]) if same else None
+    above = next((row for row in found if row["window"] >= window), None)
+    if above is None:
+        last = found[-1]
+        return Cost(last["cycles"] * window / last["window"], last["length"])
+    below = [row for row in found if row["window"] < window]
+    if not below or above["window"] == window:
+        return Cost(above["cycles"], above["length"])
+    part = (window - below[-1]["window"]) / (above["window"] - below[-1]["window"])
+    cycles = below[-1]["cycles"] + part * (above["cycles"] - below[-1]["cycles"])
+    return Cost(cycles, min(above["length"], below[-1]["length"]))
+
+
+@functools.cache
+def read_table() -> tuple[Row, ...]:
+    return tuple(json.loads(TABLE.read_text())["rows"])

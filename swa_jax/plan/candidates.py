@@ -1,0 +1,132 @@
+"""The settings that a search tries for a run: meshes, rematerialisation, pieces of a batch, options of XLA."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple, get_args
+
+from jax.sharding import AbstractMesh
+
+from swa_jax.errors import ConfigError
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.remat import Remat
+from swa_jax.model.sharding import AXES, MeshConfig, Partition, check_batch, check_model, mesh_shape
+from swa_jax.train.config import TrainConfig
+
+XlaOption = tuple[str, str | bool | int]
+REMAT: tuple[Remat, ...] = get_args(Remat)
+
+
+class Settings(NamedTuple):
+    """What a search may change in a run. `data` counts the devices of one slice, as in a configuration."""
+
+    data: int
+    fsdp: int
+    context: int
+    tensor: int
+    remat: Remat
+    accumulate: int
+    xla_options: tuple[XlaOption, ...] = ()  # beside the configuration's own
+
+    def apply(self, config: TrainConfig, stage: int) -> TrainConfig:
+        """The configuration with these settings; `stage` is the one whose batch is taken in pieces."""
+        stages = list(config.stages)
+        stages[stage] = dataclasses.replace(stages[stage], accumulate=self.accumulate)
+        return dataclasses.replace(
+            config,
+            mesh=self._mesh(config),
+            remat=self.remat,
+            stages=tuple(stages),
+            xla_options={**config.xla_options, **dict(self.xla_options)},
+        )
+
+    def overrides(self, config: TrainConfig, stage: int) -> list[str]:
+        """What turns the configuration into `apply` of it, on the command line of `train` and `compile`."""
+        changes: list[tuple[str, Any, Any]] = [
+            (f"mesh.{axis}", getattr(config.mesh, axis), getattr(self, axis)) for axis in AXES
+        ]
+        changes.append(("remat", config.remat, self.remat))
+        changes.append((f"stages.{stage}.accumulate", config.stages[stage].accumulate, self.accumulate))
+        changes += [
+            (f"xla_options.{name}", config.xla_options.get(name), value) for name, value in self.xla_options
+        ]
+        return [f"{key}={_as_yaml(new)}" for key, old, new in changes if new != old]
+
+    def partition(self, config: TrainConfig) -> Partition:
+        """The mesh and its rules, without devices."""
+        shape = mesh_shape(self._mesh(config), self.devices * config.mesh.slices)
+        mesh: Any = AbstractMesh(shape, AXES)
+        return Partition(mesh, config.sharding)
+
+    def _mesh(self, config: TrainConfig) -> MeshConfig:
+        return dataclasses.replace(config.mesh, **{axis: getattr(self, axis) for axis in AXES})
+
+    @property
+    def devices(self) -> int:
+        """Devices of one slice."""
+        return self.data * self.fsdp * self.context * self.tensor
+
+    def __str__(self) -> str:
+        axes = [f"{axis} {size}" for axis in AXES if (size := getattr(self, axis)) > 1] or ["one device"]
+        words = [*axes, f"remat {self.remat}", f"accumulate {self.accumulate}"]
+        return ", ".join(words + [f"{name}={_as_yaml(value)}" for name, value in self.xla_options])
+
+
+def _as_yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def present(config: TrainConfig, stage: int, devices: int) -> Settings:
+    """The settings of a configuration as it stands, on so many devices of all slices.
+
+    Raises:
+      ConfigError: its mesh does not suit the devices.
+    """
+    data, fsdp, context, tensor = mesh_shape(config.mesh, devices)
+    accumulate = config.stages[stage].accumulate
+    return Settings(data // config.mesh.slices, fsdp, context, tensor, config.remat, accumulate)
+
+
+def candidates(config: TrainConfig, model: ModelConfig, stage: int, devices: int) -> Iterator[Settings]:
+    """All meshes of so many devices (of all slices), remat modes and pieces of the stage's batch that the run's sizes
+    allow. Every stage can be trained under each: the others keep their own pieces."""
+    rows = config.stages[stage].batch_size
+    if devices % config.mesh.slices:
+        return
+    for data, fsdp, context, tensor in factorisations(devices // config.mesh.slices, len(AXES)):
+        for accumulate in divisors(rows):
+            settings = Settings(data, fsdp, context, tensor, config.remat, accumulate)
+            if refusal(settings, config, model, stage) is None:
+                yield from (settings._replace(remat=remat) for remat in REMAT)
+
+
+def refusal(settings: Settings, config: TrainConfig, model: ModelConfig, stage: int) -> str | None:
+    """Why a run cannot have these settings, in one sentence; None if it can."""
+    try:
+        tried = settings.apply(config, stage)
+        partition = settings.partition(config)
+        check_model(model, partition)
+        for number, one in enumerate(tried.stages):
+            rows = one.batch_size // one.accumulate
+            check_batch(partition, rows, one.sequence_length, f"stages.{number}", order=config.sequence_order)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def factorisations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write a number as a product of so many, their order counted."""
+    if factors == 1:
+        yield (number,)
+        return
+    for first in divisors(number):
+        for others in factorisations(number // first, factors - 1):
+            yield (first, *others)
+
+
+def divisors(number: int) -> list[int]:
+    small = [i for i in range(1, math.isqrt(number) + 1) if number % i == 0]
+    return sorted({*small, *(number // i for i in small)})

@@ -1,0 +1,329 @@
+"""What a training step would take under given settings, by formula: the search compiles what looks best here.
+
+Per device, with B rows of T tokens, split in b by batch and c by sequence, t the size of `tensor`, g pieces of a weight
+over `fsdp` and `context`, a pieces of the batch (`accumulate`), d, H, K, D, f the model's sizes, L layers, and p the
+bytes of a number that is computed with (2 in bf16): n = B T / (b c) tokens, of which n / a are in memory at a time.
+
+Memory:
+  weights and moments   4 bytes for each of the device's weights, 8 (AdamW) or 4 (a matrix under Muon) for its moments
+  gradients             4 bytes for each trained weight, twice where a > 1, and p for the copy that is computed with
+  gathered              p for the weights of two layers, and twice p for embedding and head, all by t
+  activations           n / a L times what remat keeps of a token: `kept_bytes`; of "offload" nothing
+  working               n / a times what a layer's backward pass needs; the logits of a chunk; the keys and values of
+                        whole rows, with their gradients, where a layer gathers them
+Time, in sums: nothing runs beside anything else.
+  matmuls               2 n / t operations for each weight of a matrix, 3 times (forward, and twice back), once more
+                        where remat computes them again; the head 4 times; at the share of the peak that XLA reaches
+  attention             visible keys of the busiest device, as in a plan; the forward pass twice under "layer"
+  memory                what the rest of a layer reads and writes, `PASSES` times what its backward pass needs; what is
+                        kept, written and read; what windowed layers copy where the sequence is split (`HALO_PASSES`);
+                        logits, and the optimizer's update; by the memory's bandwidth
+  weights               each piece gathers a layer's weights twice (forward, backward) and scatters their gradients;
+                        what `data` repeats is summed; between slices at the speed of their network
+  keys                  full, hybrid and routed layers gather keys and values of the row (again in the backward pass,
+                        but under "none") and scatter their gradients; windowed layers send a window's reach
+  tensor                all-reduces of [n, d], two of a layer forward and back, and where remat computes it again
+A ring of m devices sends (m - 1) / m of what is gathered or scattered, and twice that of what is summed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from swa_jax.chips import CHIPS, TARGETS, Target
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.layer_types import SWITCH, WINDOW
+from swa_jax.model.loss import CHUNK
+from swa_jax.model.parameters import Parameter, parameters
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.remat import Remat
+from swa_jax.model.sequence_order import in_zigzag
+from swa_jax.model.sharding import Partition
+from swa_jax.plan.candidates import Settings
+from swa_jax.plan.kernels import busiest_device, kernels
+from swa_jax.train.config import StageConfig, TrainConfig
+
+# Over what a layer's backward pass needs, forward and backward together: 4 to 14 in docs/plans.
+PASSES = 6.0
+# Over queries, keys, values and results of a windowed layer whose sequence is split: what XLA does around its kernels
+# beyond what it does where it is not split. In docs/plans (SWAT 760M) and in a small model alike.
+HALO_PASSES = 38.0
+LOGIT_PASSES = 8.0
+UPDATE_PASSES = 8.0  # over the optimizer's f32 arrays: gradient, weight and both moments, read and written
+
+
+class Estimate(NamedTuple):
+    """Of one device. Seconds and bytes by the names of the table above."""
+
+    seconds_by_part: dict[str, float]
+    bytes_by_part: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.seconds_by_part.values())
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.bytes_by_part.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What all settings of a search have in common.
+
+    Attributes:
+      stage_number: of the stage whose step is estimated.
+      chip_name: of `CHIPS`, such as "v5e".
+      devices: of all slices.
+      routed_share: of the tokens, that routed layers send to full attention.
+    """
+
+    config: TrainConfig
+    stage_number: int
+    model: ModelConfig
+    pattern: AttentionPattern
+    chip_name: str
+    devices: int
+    routed_share: float = 1.0
+
+    @property
+    def stage(self) -> StageConfig:
+        return self.config.stages[self.stage_number]
+
+    @property
+    def chip(self) -> Target:
+        return TARGETS[self.chip_name]
+
+    @property
+    def peak(self) -> float:
+        """Operations a second of one device."""
+        return CHIPS[self.chip_name].peak_flops
+
+    @property
+    def number_bytes(self) -> int:
+        """Of what is computed with."""
+        return 2 if self.config.bfloat16 else 4
+
+    @functools.cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return parameters(self.model, routed=SWITCH in self.pattern.layer_types)
+
+    @functools.cached_property
+    def attention(self) -> tuple[np.ndarray, float, float]:
+        """Forward operations of each token of a row [T], and a token's mean seconds forward and backward."""
+        positions = np.arange(self.stage.sequence_length)
+        found = kernels(self.chip_name, self.model, self.pattern, positions, backward_ratio=self.routed_share)
+        flops = np.sum([one.forward for one in found.flops.values()], axis=0)
+        forward = sum(float(one.forward.mean()) for one in found.seconds.values())
+        return flops, forward, sum(float(one.backward.mean()) for one in found.seconds.values())
+
+
+class _Share(NamedTuple):
+    """What one device has of a step, by the letters of the table above."""
+
+    settings: Settings
+    partition: Partition
+    tokens: float  # n
+    rows: float  # B / b
+    pieces: int  # a
+    context: int  # c
+    tensor: int  # t
+    weights: float  # numbers that it holds
+    trained: float
+    moments: float  # numbers of the optimizer
+
+
+def estimate(work: Workload, settings: Settings) -> Estimate:
+    """Memory and time of a step of the workload's stage, by the formulas at the top of this file."""
+    partition = settings.partition(work.config)
+    rows = work.stage.batch_size / partition.size("batch")
+    context = partition.size("sequence")
+    share = _Share(
+        settings,
+        partition,
+        rows * work.stage.sequence_length / context,
+        rows,
+        settings.accumulate,
+        context,
+        partition.size("heads"),
+        *_held(work, partition),
+    )
+    return Estimate(_seconds(work, share), _bytes(work, share))
+
+
+# ---- weights ----
+
+
+def _local(rows: tuple[Parameter, ...], partition: Partition) -> float:
+    """Numbers of these parameters that a device holds."""
+    total = 0.0
+    for row in rows:
+        total += row.size / math.prod(partition.size(axis) for axis in row.axes if axis is not None)
+    return total
+
+
+def _held(work: Workload, partition: Partition) -> tuple[float, float, float]:
+    """Weights that a device holds, those of them that are trained, and numbers of the optimizer."""
+    weights = _local(work.parameters, partition)
+    if work.config.lora is not None:
+        factors = tuple(one for pair in work.config.lora.factors(work.model).values() for one in pair)
+        trained = _local(factors, partition)
+        return weights + trained, trained, 2 * trained
+    matrices = _local(tuple(row for row in work.parameters if row.matrix), partition)
+    return weights, weights, 2 * weights - (matrices if work.config.optimizer.name == "muon" else 0)
+
+
+def _ends(work: Workload) -> int:
+    """Numbers of the embedding and the head, which are one if they are tied."""
+    return sum(row.size for row in work.parameters if "vocab" in row.axes)
+
+
+# ---- memory ----
+
+
+def kept_bytes(work: Workload, remat: Remat, tensor: int = 1) -> float:
+    """What the forward pass keeps of a token and layer on the chip, or on its host under "offload"."""
+    model, p = work.model, work.number_bytes
+    d, queries = model.hidden_size, model.num_attention_heads * model.head_dim / tensor
+    keys, mlp = model.num_key_value_heads * model.head_dim / tensor, model.intermediate_size / tensor
+    # Layers of every kind keep what any kind needs; a routed layer has the results of two branches.
+    launches = len({*work.pattern.layer_types}) + (SWITCH in work.pattern.layer_types)
+    attention = launches * (queries * p + 4 * model.num_attention_heads / tensor)
+    if remat == "layer":
+        return d * p
+    if remat in ("attention", "offload"):
+        return d * p + attention
+    matrices = (queries + 2 * keys + d + 2 * mlp) * p
+    rope = 4 * (queries + keys) if model.uses_rope else 0  # the other channel of each pair, in f32
+    if remat == "projections":
+        return d * p + attention + matrices + rope
+    norms = 2 * d * (4 + p) + (queries + keys) * (4 + p) * model.qk_norm
+    return d * p + attention + matrices + norms + (queries + keys + 2 * mlp) * p
+
+
+def _bytes(work: Workload, share: _Share) -> dict[str, float]:
+    model, p, settings = work.model, work.number_bytes, share.settings
+    layers, tokens = model.num_hidden_layers, share.tokens / share.pieces
+    lora = work.config.lora is not None
+    frozen = (share.weights - share.trained) * (p if lora else 4)
+    matrices = sum(row.size for row in work.parameters if row.matrix) / layers
+    logits = min(CHUNK, tokens) * model.vocab_size / share.tensor * 4
+    gathers = share.context > 1 and _gathers(work)
+    whole_rows = 4 * _row_of_keys(work, share) / share.pieces if gathers else 0.0
+    return {
+        "weights": 4 * share.trained + frozen,
+        "moments": 4 * share.moments,
+        "gradients": share.trained * 4 * (2 if share.pieces > 1 else 1) + (p * share.weights if p < 4 else 0),
+        "gathered": (2 * matrices + 2 * _ends(work)) * p / share.tensor,
+        "activations": 0.0
+        if settings.remat == "offload"
+        else tokens * layers * kept_bytes(work, settings.remat, share.tensor),
+        "working": tokens * kept_bytes(work, "none", share.tensor) + 2 * logits + whole_rows,
+    }
+
+
+# ---- time ----
+
+
+def _seconds(work: Workload, share: _Share) -> dict[str, float]:
+    model, settings, chip = work.model, share.settings, work.chip
+    again = settings.remat not in ("none", "projections")
+    lora = work.config.lora
+    matrices = sum(row.size for row in work.parameters if row.matrix)
+    # The result of the last matrix is not needed again.
+    down = model.num_hidden_layers * model.hidden_size * model.intermediate_size
+    head = sum(row.size for row in work.parameters if row.output)
+    products = (2 if lora else 3) * matrices + again * (matrices - down) + (3 if lora else 4) * head
+    if model.uses_rope:
+        heads = model.num_attention_heads + model.num_key_value_heads
+        products += (2 + again) * model.num_hidden_layers * heads * model.head_dim**2
+    if lora is not None:
+        products += 3 * lora.num_parameters(model)
+    passes = PASSES * kept_bytes(work, "none", share.tensor)
+    passes += 2 * kept_bytes(work, settings.remat, share.tensor)
+    logits = share.tokens * model.vocab_size / share.tensor * 4
+    moved = share.tokens * model.num_hidden_layers * passes + LOGIT_PASSES * logits
+    if share.context > 1:
+        rows = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim / share.tensor
+        halo = HALO_PASSES * rows * work.number_bytes
+        moved += share.tokens * _windowed(work) * halo
+    moved += UPDATE_PASSES * 4 * share.trained + share.pieces * 12 * share.trained * (share.pieces > 1)
+    return {
+        "matmuls": 2 * share.tokens * products / share.tensor / (work.peak * chip.matmul_share),
+        "attention": _attention(work, share),
+        "memory": moved / chip.hbm_bytes,
+        "weights": _exchange_of_weights(work, share),
+        "keys": _exchange_of_keys(work, share),
+        "tensor": _exchange_of_activations(work, share, again),
+    }
+
+
+def _attention(work: Workload, share: _Share) -> float:
+    flops, forward, backward = work.attention
+    length, pieces = work.stage.sequence_length, share.context
+    zigzagged = in_zigzag(work.config.sequence_order, work.pattern, length, pieces)
+    forward *= 2 if share.settings.remat == "layer" else 1
+    busiest = busiest_device(flops, pieces, zigzagged)  # keeps the others waiting
+    return busiest * share.tokens / share.tensor * (forward + backward)
+
+
+def _ring(work: Workload, total: float, devices: float, times: int = 1) -> float:
+    """Seconds of sending (m - 1) / m of so many bytes `times` times, among m devices of a slice."""
+    if devices <= 1:
+        return 0.0
+    dimensions = work.chip.torus if devices == work.devices // work.config.mesh.slices else 1
+    return times * total * (devices - 1) / devices / (2 * dimensions * work.chip.link_bytes)
+
+
+def _exchange_of_weights(work: Workload, share: _Share) -> float:
+    p, pieces = work.number_bytes, share.pieces
+    split = tuple(row for row in work.parameters if "embed" in row.axes)
+    group = share.partition.size("embed")
+    gathered = p * _local(split, share.partition) * group
+    ends = p * _local(tuple(row for row in split if "vocab" in row.axes), share.partition) * group
+    seconds = _ring(work, gathered * 2 - ends, group, pieces)  # embedding and head are gathered once
+    trained = p * share.trained * group
+    seconds += _ring(work, trained, group, pieces)
+    slices = work.config.mesh.slices
+    seconds += _ring(work, p * share.trained, share.settings.data, 2 * pieces)
+    if slices > 1:
+        seconds += pieces * 2 * p * share.trained * (slices - 1) / slices / work.chip.dcn_bytes
+    return seconds
+
+
+def _gathers(work: Workload) -> bool:
+    """Whether some layer's queries need the keys of the whole row."""
+    return _windowed(work) < work.pattern.num_layers
+
+
+def _windowed(work: Workload) -> int:
+    """Layers that need no more than a window's reach of the row."""
+    return 0 if work.pattern.full_attention_decode else work.pattern.layer_types.count(WINDOW)
+
+
+def _row_of_keys(work: Workload, share: _Share) -> float:
+    """Bytes of the keys and values of a device's rows in whole, of one layer."""
+    keys = 2 * work.model.num_key_value_heads * work.model.head_dim / share.tensor
+    return share.rows * work.stage.sequence_length * keys * work.number_bytes
+
+
+def _exchange_of_keys(work: Workload, share: _Share) -> float:
+    if share.context == 1:
+        return 0.0
+    whole, pattern = _row_of_keys(work, share), work.pattern
+    windowed = _windowed(work)
+    gathers = 1 if share.settings.remat == "none" else 2
+    seconds = _ring(work, whole, share.context, (gathers + 1) * (pattern.num_layers - windowed))
+    reach = min((pattern.sliding_window or 0) / work.stage.sequence_length, 1.0)
+    halo = whole * reach * windowed * (gathers + 1)
+    return seconds + halo / (2 * work.chip.link_bytes)
+
+
+def _exchange_of_activations(work: Workload, share: _Share, again: bool) -> float:
+    size = share.tokens * work.model.hidden_size * work.number_bytes
+    return _ring(work, size, share.tensor, 2 * ((4 + again) * work.model.num_hidden_layers + 1))

@@ -1,0 +1,132 @@
+"""Seconds of attention kernels by type of layer: visible keys, at the share of the peak that the very calls reach.
+
+What a call reaches follows from its static cycles (`pallas_kernels.kernel_cycles`): by chip, pass, window, head_dim and
+packing. A call that was not measured reaches the share that `swa_jax.chips` gives its chip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.kernel_cycles import Call, Row, find_cost
+from swa_jax.chips import CHIPS
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.flops import attention_flops_by_kind, visible_keys
+from swa_jax.model.layer_types import SWITCH
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.sequence_order import zigzag
+
+BACKWARD = 2.5  # the backward pass has five matrix products of a tile where the forward pass has two
+
+
+class ByPass(NamedTuple):
+    """Of the query at each position [T]."""
+
+    forward: np.ndarray
+    backward: np.ndarray
+
+
+class Kernels(NamedTuple):
+    """What a query costs in all layers of a type, all heads together.
+
+    Attributes:
+      flops, seconds: by type of layer.
+      measured, assumed: the share of the peak of each call, by whether its cycles are in the table.
+    """
+
+    flops: dict[str, ByPass]
+    seconds: dict[str, ByPass]
+    measured: dict[str, float]
+    assumed: dict[str, float]
+
+
+def kernels(
+    chip: str,
+    model: ModelConfig,
+    pattern: AttentionPattern,
+    positions: np.ndarray,
+    *,
+    forward_ratio: float = 1.0,
+    backward_ratio: float = 1.0,
+    rows: Sequence[Row] | None = None,
+) -> Kernels:
+    """Operations and seconds of the queries at `positions` of one document, on a device that has all heads.
+
+    Args:
+      chip: of `CHIPS`, such as "v5e".
+      forward_ratio, backward_ratio: share of the tokens that routed layers send to full attention. Where it is 1 in
+        the forward pass, as in training, one kernel computes both branches.
+      rows: the table of cycles; None: the one that is shipped.
+    """
+    reached = _Reached(chip, model, pattern, rows)
+    forwards = attention_flops_by_kind(model, pattern, positions, forward_ratio)
+    backwards = attention_flops_by_kind(model, pattern, positions, backward_ratio)
+    flops, seconds = dict[str, ByPass](), dict[str, ByPass]()
+    for kind, forward in forwards.items():
+        backward = backwards[kind]
+        flops[kind] = ByPass(forward.window + forward.others, BACKWARD * (backward.window + backward.others))
+        if kind == SWITCH and forward_ratio == 1:
+            first = reached.seconds("routed", "forward", flops[kind].forward)
+        else:
+            first = reached.seconds("window", "forward", forward.window)
+            first = first + reached.seconds("full", "forward", forward.others)
+        second = reached.seconds("window", "backward", BACKWARD * backward.window)
+        second = second + reached.seconds("full", "backward", BACKWARD * backward.others)
+        seconds[kind] = ByPass(first, second)
+    return Kernels(flops, seconds, reached.measured, reached.assumed)
+
+
+class _Reached:
+    """The share of the peak that each call reaches."""
+
+    def __init__(self, chip: str, model: ModelConfig, pattern: AttentionPattern, rows: Sequence[Row] | None):
+        self.name, self.chip, self.model, self.pattern, self.rows = chip, CHIPS[chip], model, pattern, rows
+        self.measured: dict[str, float] = {}
+        self.assumed: dict[str, float] = {}
+
+    def seconds(self, what: str, which: str, flops: np.ndarray) -> np.ndarray:
+        """Of so many operations of "window", "full" or "routed" attention; what has none is not looked up."""
+        if not flops.any():
+            return flops
+        assert self.chip.target is not None
+        name, share = self._share(what, which)
+        if share is None:
+            share = self.assumed[name] = self.chip.target.kernel_share[which == "backward"]
+        else:
+            self.measured[name] = share
+        return flops / (self.chip.peak_flops * share)
+
+    def _share(self, what: str, which: str) -> tuple[str, float | None]:
+        """The call in words, and the share of the peak that its static cycles come to; None: not measured."""
+        target, D = self.chip.target, self.model.head_dim
+        assert target is not None
+        sigmoid = self.model.attention_activation == "sigmoid"
+        full = what == "full"
+        sinks = 0 if full else self.pattern.num_sink_tokens
+        window = None if full else self.pattern.sliding_window
+        function = f"{'sigmoid' if sigmoid and what == 'window' else what}_{which}"
+        words = [f"head_dim {D}"] + [f"window {window}"] * (not full) + [f"{sinks} sink tokens"] * (sinks > 0)
+        name = f"{function} ({', '.join(words)})"
+        if sigmoid and what != "window":
+            return name, None
+        # Rows of training have segment ids. Where such calls were not measured, those without are near them.
+        for packed in (True, False):
+            if cost := find_cost(Call(self.name, function, D, packed, sinks), window, self.rows):
+                break
+        else:
+            return name, None
+        seen = visible_keys(np.arange(cost.length), window if what == "window" else None, sinks).mean()
+        flops = 4.0 * D * float(seen) * 1024 * (BACKWARD if which == "backward" else 1)
+        cycles = cost.cycles / target.num_cores  # which share the heads
+        return name, flops / (cycles * self.chip.peak_flops / (target.gigahertz * 1e9))
+
+
+def busiest_device(by_position: np.ndarray, context: int, zigzagged: bool) -> float:
+    """What the busiest of `context` devices has of a row [T] whose tokens they share, as a multiple of the mean."""
+    if zigzagged:
+        by_position = np.asarray(zigzag(jnp.asarray(by_position)[None], context))[0]
+    return float(by_position.reshape(context, -1).mean(axis=1).max() / by_position.mean())

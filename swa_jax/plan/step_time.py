@@ -1,0 +1,200 @@
+"""Operations and time of a compiled step: XLA's cycles, attention kernels by layer type, collectives as scheduled."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from swa_jax.chips import CHIPS, Target
+from swa_jax.model.attention import AROUND_ATTENTION
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.flops import train_flops_per_token
+from swa_jax.model.layer_types import SWITCH
+from swa_jax.model.lora import LoraConfig
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.plan import hlo, timeline
+from swa_jax.plan.collectives import Collective
+from swa_jax.plan.kernels import busiest_device, kernels
+from swa_jax.plan.timeline import Passes
+
+Step = Literal["train", "prefill", "decode"]
+ROUTED_SHARE = 0.13  # of the tokens, to full attention, after SwiAttn's training (paper, Figure 4)
+
+
+class StepWork(NamedTuple):
+    """What the operations and the time of a step depend on, beside its program.
+
+    Attributes:
+      chip: of `CHIPS`, such as "v5e".
+      rows, length: of the batch, on all devices.
+      mesh: devices along each axis.
+      zigzag: whether rows lie in zig-zag order over `context`.
+    """
+
+    step: Step
+    chip: str
+    model: ModelConfig
+    pattern: AttentionPattern
+    lora: LoraConfig | None
+    remat: str
+    rows: int
+    length: int
+    mesh: dict[str, int]
+    slices: int
+    zigzag: bool
+
+    @property
+    def devices(self) -> int:
+        return int(np.prod(list(self.mesh.values())))
+
+    @property
+    def target(self) -> Target:
+        target = CHIPS[self.chip].target
+        assert target is not None
+        return target
+
+
+class Attention(NamedTuple):
+    """Of one chip in a step.
+
+    Attributes:
+      flops: of all kernels.
+      seconds: by type of layer, on the device that sees the most keys.
+      busiest: how many times the mean that device's are.
+      measured, assumed: as in `kernels.Kernels`.
+    """
+
+    flops: Passes
+    seconds: dict[str, Passes]
+    busiest: float
+    measured: dict[str, float]
+    assumed: dict[str, float]
+
+
+def attention_of(work: StepWork) -> Attention:
+    """Operations and seconds of the attention kernels."""
+    routed = ROUTED_SHARE if SWITCH in work.pattern.layer_types else 1.0
+    positions = np.arange(work.length)
+    if work.step == "train":
+        found = kernels(work.chip, work.model, work.pattern, positions, backward_ratio=routed)
+        queries = work.rows * work.length / work.devices
+        again = 2 if work.remat == "layer" else 1  # "layer" runs attention's forward kernels again
+        times = Passes(queries * again / work.length, queries / work.length)
+    else:
+        seen = positions if work.step == "prefill" else positions[-1:]
+        rows = () if work.step == "decode" else None  # its kernel is none of the table
+        found = kernels(work.chip, work.model, work.pattern, seen, forward_ratio=routed, rows=rows)
+        times = Passes(work.rows, 0)
+    flops = Passes(
+        *(factor * sum(float(one[i].sum()) for one in found.flops.values()) for i, factor in enumerate(times))
+    )
+    busiest = 1.0
+    if work.step == "train":
+        by_position = np.sum([one.forward for one in found.flops.values()], axis=0)
+        busiest = busiest_device(by_position, work.mesh["context"], work.zigzag)
+    seconds = {
+        kind: Passes(*(busiest * factor * float(one[i].sum()) for i, factor in enumerate(times)))
+        for kind, one in found.seconds.items()
+    }
+    return Attention(flops, seconds, busiest, found.measured, found.assumed)
+
+
+def step_flops(work: StepWork, attention: Attention, matmuls: float) -> dict[str, float]:
+    """Operations of one chip. `model` is what the mathematics asks for, the base of MFU; the others are done."""
+    wanted = matmuls + attention.flops.forward
+    if work.step == "train":
+        routed = ROUTED_SHARE if SWITCH in work.pattern.layer_types else 1.0
+        tokens = work.rows * work.length / work.devices
+        wanted = tokens * train_flops_per_token(work.model, work.pattern, work.length, routed, work.lora)
+    return {
+        "model": wanted,
+        "matmuls": matmuls,
+        "attention_forward": attention.flops.forward,
+        "attention_backward": attention.flops.backward,
+    }
+
+
+def step_time(
+    work: StepWork,
+    attention: Attention,
+    wanted: float,
+    program: hlo.Program,
+    counts: dict[str, float],
+    sends: list[Collective],
+    branch_shares: Any,
+) -> dict[str, Any]:
+    """Seconds of a step and of its parts, with the assumptions; `wanted`: the model's operations of one chip."""
+    chip, peak = work.target, CHIPS[work.chip].peak_flops
+    passes = Passes(*(sum(one[i] for one in attention.seconds.values()) for i in range(2)))
+    clock = chip.gigahertz * 1e9
+    parts = hlo.cycles_by_part(program, counts, AROUND_ATTENTION)
+    seconds_by_part = {name: cycles / clock for name, cycles in parts.items()}
+    operations = sum(seconds_by_part.values())
+    in_slice = work.devices // work.slices
+
+    def transfer(send: Collective) -> float:
+        if send.axes == ("slices",):
+            return send.sent_bytes / chip.dcn_bytes
+        return send.sent_bytes / (2 * (chip.torus if send.group == in_slice else 1) * chip.link_bytes)
+
+    own = timeline.work_of(program, counts, clock, passes)
+    elapsed = timeline.play(program, sends, own, transfer, branch_shares)
+    network = sum(transfer(send) * send.executions for send in sends)
+    hidden, shown = max(operations + sum(passes), network), operations + sum(passes) + network
+    tokens = work.rows * (1 if work.step == "decode" else work.length)
+    return {
+        "seconds": elapsed.total,
+        "seconds_hidden": hidden,
+        "seconds_shown": shown,
+        "xla_seconds": operations,
+        "xla_seconds_by_part": seconds_by_part,
+        "kernel_seconds": sum(passes),
+        "kernel_seconds_by_layer_type": {kind: one._asdict() for kind, one in attention.seconds.items()},
+        "collective_seconds": network,
+        "collective_seconds_waited": elapsed.waiting,
+        "tokens_per_second": [tokens / shown, tokens / hidden],
+        "mfu": [wanted / (peak * shown), wanted / (peak * hidden)],
+        "tokens_per_second_scheduled": tokens / elapsed.total,
+        "mfu_scheduled": wanted / (peak * elapsed.total),
+        "assumptions": _assumptions(work, attention),
+    }
+
+
+def _assumptions(work: StepWork, attention: Attention) -> list[str]:
+    chip, context = work.target, work.mesh["context"]
+    lines = [
+        "matrix products and other operations of XLA: the TPU compiler's own estimates of cycles, at "
+        f"{chip.gigahertz} GHz"
+    ]
+    if attention.measured:
+        lines.append(
+            f"attention kernels by static cycles of the same calls, as shares of the bf16 peak on visible keys: "
+            f"{_shares(attention.measured)}"
+        )
+    if attention.assumed:
+        lines.append(
+            "attention kernels that were not measured, at the share of the peak that the chip's kernels have at window "
+            f"1024 and head_dim 128 (docs/kernels.md): {_shares(attention.assumed)}"
+        )
+    lines.append(
+        f"collectives: rings in both directions, over one axis of the torus, or over all {chip.torus} where every "
+        f"device takes part, {chip.link_bytes / 1e9:.0f} GB/s a link and direction. What runs beside them is read from "
+        "the compiled schedule; 'seconds_hidden' has them run wholly beside the rest, 'seconds_shown' not at all"
+    )
+    if work.slices > 1:
+        lines.append(f"between slices: {8 * chip.dcn_bytes / 1e9:.0f} Gb/s a device")
+    if attention.busiest > 1:
+        lines.append(
+            f"the step waits for the busiest of {context} devices along the context, whose attention is "
+            f"{attention.busiest:.2f} times the mean"
+        )
+    if SWITCH in work.pattern.layer_types:
+        lines.append(f"routed layers send {ROUTED_SHARE:.0%} of the tokens to full attention")
+    if work.step == "decode":
+        lines.append("the time that decode kernels take to read the caches is not in it")
+    return lines
+
+
+def _shares(calls: dict[str, float]) -> str:
+    return ", ".join(f"{name} {share:.0%}" for name, share in calls.items())

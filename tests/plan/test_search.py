@@ -1,0 +1,388 @@
+"""The search for settings: which are tried, by which estimates, and what is kept of them."""
+
+import dataclasses
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from swa_jax.chips import TARGETS
+from swa_jax.cli.main import app
+from swa_jax.errors import ConfigError
+from swa_jax.plan.candidates import Settings, candidates, factorisations, present, refusal
+from swa_jax.plan.cost import Workload, estimate
+from swa_jax.plan.search import SearchFile, key_of, search, to_json
+from swa_jax.plan.search_text import describe_search
+from swa_jax.settings import from_dict, load_config, to_dict
+from swa_jax.train.config import TrainConfig
+from swa_jax.train.patterns import find_start, stage_patterns
+
+ROOT = Path(__file__).parents[2]
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 65536,
+}
+
+
+def config_of(*, length=4096, rows=8, **changes) -> TrainConfig:
+    settings = {
+        "output": "runs/none",
+        "tokenizer": "none",
+        "model": MODEL,
+        "pattern": "window",
+        "sliding_window": 512,
+        "bfloat16": True,
+        "remat": "layer",
+        "stages": [{"steps": 1, "sequence_length": length, "batch_size": rows}],
+    }
+    return from_dict(TrainConfig, settings | changes)
+
+
+def work_of(config: TrainConfig, devices: int, chip: str = "v5e", stage: int = 0) -> Workload:
+    """What `workload` gives, without asking libtpu for devices."""
+    start = find_start(config)
+    pattern = stage_patterns(config, start, config.stages[stage])[0]
+    return Workload(config, stage, start.config, pattern, chip, devices, 0.13)
+
+
+def report(seconds: float, gib: float = 1.0, fits: bool = True):
+    memory = {"fits": fits, "total": gib * 2**30, "needed": gib * 2**30}
+    time = {"time": {"seconds": seconds, "mfu_scheduled": 0.5}} if fits else {}
+    return {"memory": memory, **time}
+
+
+# ---- candidates ----
+
+
+def test_factorisations_are_all_products_in_order():
+    assert sorted(factorisations(6, 2)) == [(1, 6), (2, 3), (3, 2), (6, 1)]
+    assert len(set(factorisations(256, 4))) == math.comb(8 + 3, 3)
+    assert all(math.prod(one) == 12 for one in factorisations(12, 3))
+
+
+def test_candidates_are_legal_and_none_that_is_legal_is_missing():
+    config = config_of(rows=6, length=4092)  # 4092 = 4 * 3 * 11 * 31
+    found = set(candidates(config, config.model, 0, 12))
+    assert all(one.devices == 12 for one in found)
+    assert {one.remat for one in found} == {"none", "layer", "projections", "attention", "offload"}
+    expected = set()
+    for data, fsdp, context, tensor in itertools.product((1, 2, 3, 4, 6, 12), repeat=4):
+        for accumulate in (1, 2, 3, 6):
+            fits = data * fsdp * context * tensor == 12
+            # By hand: rows of a piece, tokens, heads of keys, and 256 and 512 for the weights.
+            fits &= (6 // accumulate) % (data * fsdp) == 0 and 4092 % context == 0 and 2 % tensor == 0
+            fits &= 256 % (fsdp * context) == 0
+            if fits:
+                expected.add((data, fsdp, context, tensor, accumulate))
+    assert {(one.data, one.fsdp, one.context, one.tensor, one.accumulate) for one in found} == expected
+
+
+def test_a_mesh_must_suit_every_stage():
+    stages = [
+        {"steps": 1, "sequence_length": 4096, "batch_size": 8, "accumulate": 2},
+        {"steps": 1, "sequence_length": 4096, "batch_size": 2},
+    ]
+    config = config_of(stages=stages)
+    found = set(candidates(config, config.model, 0, 4))
+    assert found
+    assert {one.data * one.fsdp for one in found} == {1, 2}
+    other = Settings(1, 4, 1, 1, "layer", 1)
+    assert "'stages.1'" in refusal(other, config, config.model, 0)
+
+
+def test_slices_are_counted_apart():
+    config = config_of(mesh={"slices": 2, "fsdp": 4})
+    assert present(config, 0, 8) == Settings(1, 4, 1, 1, "layer", 1)
+    found = list(candidates(config, config.model, 0, 8))
+    assert {one.devices for one in found} == {4}
+    assert all(one.partition(config).mesh.shape["data"] == 2 * one.data for one in found)
+
+
+def test_overrides_make_what_was_tried(tmp_path):
+    file = tmp_path / "run.yaml"
+    config = config_of(xla_options={"xla_tpu_scoped_vmem_limit_kib": "32768"})
+    file.write_text(json.dumps(to_dict(config)))
+    options = (
+        ("xla_tpu_scoped_vmem_limit_kib", 65536),
+        ("xla_lhs_prioritize", "ENABLED"),
+        ("xla_flag", True),
+    )
+    tried = Settings(1, 2, 2, 1, "projections", 4, options)
+    overrides = tried.overrides(config, 0)
+    assert overrides == [
+        "mesh.fsdp=2", "mesh.context=2", "remat=projections", "stages.0.accumulate=4",
+        "xla_options.xla_tpu_scoped_vmem_limit_kib=65536", "xla_options.xla_lhs_prioritize=ENABLED",
+        "xla_options.xla_flag=true",
+    ]  # fmt: skip
+    assert load_config(TrainConfig, file, overrides) == tried.apply(config, 0)
+    assert tried.apply(config, 0).xla_options["xla_flag"] is True
+    same = present(config_of(mesh={"fsdp": 4}), 0, 4)
+    assert same.overrides(config_of(mesh={"fsdp": 4}), 0) == []
+
+
+# ---- estimates ----
+
+
+def test_weights_and_moments_are_those_of_the_plan():
+    """By hand: 3 layers, tied to nothing; norms are whole."""
+    work = work_of(config_of(), 8)
+    layer = 256 * 128 * (2 * 4 + 2 * 2) + 3 * 256 * 512
+    split, whole = 3 * layer + 2 * 1024 * 256, 3 * 2 * 256 + 256
+    guess = estimate(work, Settings(1, 4, 2, 1, "layer", 1))
+    assert guess.bytes_by_part["weights"] == 4 * (split / 8 + whole)
+    assert guess.bytes_by_part["moments"] == 8 * (split / 8 + whole)
+    assert guess.bytes_by_part["activations"] == 3 * 2 * 2048 * 256 * 2
+    repeated = estimate(work, Settings(8, 1, 1, 1, "layer", 1))
+    assert repeated.bytes_by_part["weights"] == 4 * (split + whole)
+
+
+def test_what_is_kept_follows_remat_and_pieces():
+    work = work_of(config_of(), 8)
+    kept = {
+        remat: estimate(work, Settings(1, 8, 1, 1, remat, 1)).bytes_by_part["activations"]
+        for remat in ("offload", "layer", "attention", "projections", "none")
+    }
+    assert list(kept.values()) == sorted(kept.values())
+    assert kept["offload"] == 0
+    # 4096 tokens of three layers in bf16: the input, the output of 4 heads of 128, and lse in f32.
+    assert kept["attention"] == 3 * 4096 * (256 * 2 + 4 * 128 * 2 + 4 * 4)
+    whole = estimate(work, Settings(1, 2, 4, 1, "attention", 1))
+    half = estimate(work, Settings(1, 2, 4, 1, "attention", 2))
+    assert half.bytes_by_part["activations"] == whole.bytes_by_part["activations"] / 2
+    assert half.seconds_by_part["weights"] == 2 * whole.seconds_by_part["weights"]
+
+
+def test_what_is_sent_follows_the_mesh():
+    work = work_of(config_of(), 4)
+    one = estimate(work, Settings(1, 4, 1, 1, "layer", 1)).seconds_by_part
+    assert one["weights"] > 0
+    assert (one["keys"], one["tensor"]) == (0, 0)
+    by_heads = estimate(work, Settings(2, 1, 1, 2, "layer", 1)).seconds_by_part
+    assert by_heads["tensor"] > 0
+    window, full = (
+        estimate(work_of(config_of(pattern=pattern), 4), Settings(1, 1, 4, 1, "layer", 1)).seconds_by_part[
+            "keys"
+        ]
+        for pattern in ("window", "full")
+    )
+    assert 0 < window < full
+    # 8 rows of 4096 tokens, keys and values of 2 heads of 128 in bf16, by 4: gathered twice, summed once, in 3 layers.
+    ring = 8 * 4096 * 2 * 2 * 128 * 2 * 3 / 4
+    assert full == pytest.approx(3 * (2 + 1) * ring / (2 * 2 * 50e9))
+
+
+def test_a_longer_context_is_no_faster_when_rows_do_not_lie_in_zigzag():
+    plain, zigzag = (
+        estimate(
+            work_of(config_of(pattern="full", sequence_order=order), 4), Settings(1, 1, 4, 1, "layer", 1)
+        ).seconds_by_part["attention"]
+        for order in ("contiguous", "zigzag")
+    )
+    assert plain / zigzag == pytest.approx(1.75, abs=0.01)
+
+
+PLANS = {
+    "swiattn-32k-v5p-4x4x4": "v5p",
+    "swiattn-32k-v6e-16x16": "v6e",
+    "swat-760m-v5e-16x16": "v5e",
+    "qwen3-8b-bosch-v5p-4x4x8": "v5p",
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_estimates_are_near_the_published_plans(monkeypatch, name):
+    """Near enough to say what to compile: 0.8 to 1.2 of the plans' times, 0.8 to 1.5 of their memory."""
+    monkeypatch.chdir(ROOT)
+    compiled = json.loads((ROOT / "docs" / "plans" / f"{name}.json").read_text())
+    config = load_config(TrainConfig, compiled["config"], compiled["overrides"])
+    work = work_of(config, compiled["devices"], PLANS[name])
+    guess = estimate(work, present(config, 0, compiled["devices"]))
+    assert 0.6 < guess.seconds / compiled["time"]["seconds"] < 1.6
+    assert 0.6 < guess.bytes / compiled["memory"]["total"] < 1.7
+
+
+# ---- the search ----
+
+
+def test_a_planted_best_is_found_though_the_formula_prefers_others():
+    """Everything that keeps `attention` takes three times its estimate, and one of the others half."""
+    work = work_of(config_of(pattern="full"), 8)
+    guesses = {one: estimate(work, one) for one in candidates(work.config, work.model, 0, 8)}
+    ranked = sorted(guesses, key=lambda one: guesses[one].seconds)
+    wrong = ranked[0].remat
+    planted = [one for one in ranked if one.remat != wrong][2]
+
+    def compile_one(settings):
+        factor = 3 if settings.remat == wrong else 0.5 if settings == planted else 1
+        return report(guesses[settings].seconds * factor)
+
+    found = search(work, compile_one, tries=8, options=())
+    assert found.best.settings == planted
+    assert len(found.tried) == 8 == len({one.settings for one in found.tried})
+    assert found.tried[0].settings == present(work.config, 0, 8)
+
+
+def test_what_does_not_fit_is_not_compiled_and_teaches(monkeypatch):
+    """Everything takes four times the estimated memory: after one refusal only what is small is tried."""
+    monkeypatch.setitem(TARGETS, "v5e", dataclasses.replace(TARGETS["v5e"], hbm_gib=1.0))
+    work = work_of(config_of(rows=64, length=8192, pattern="full"), 4)
+    guesses = {one: estimate(work, one) for one in candidates(work.config, work.model, 0, 4)}
+    assert any(one.bytes > 1.1 * 2**30 for one in guesses.values())
+
+    def compile_one(settings):
+        gib = 4 * guesses[settings].bytes / 2**30
+        return report(guesses[settings].seconds, gib, fits=gib <= 1)
+
+    found = search(work, compile_one, tries=6, options=())
+    assert found.best is not None
+    assert sum(one.seconds is None for one in found.tried) <= 2
+    assert 0 < found.counts["would_fit"] < found.counts["allowed"] == len(guesses)
+    assert "does not fit" in describe_search(found, work.config, 0, "v5e:2x2")
+
+
+def test_options_are_added_to_the_best_and_stay_where_they_help():
+    work = work_of(config_of(), 4)
+
+    def compile_one(settings):
+        options = dict(settings.xla_options)
+        if "xla_refused" in options:
+            raise ConfigError("'xla_options.xla_refused' = true cannot be used: no such option")
+        return report(
+            1.0
+            - 0.1 * ("xla_good" in options)
+            + 0.2 * ("xla_bad" in options)
+            - 0.05 * ("xla_fine" in options)
+        )
+
+    tried = [(("xla_bad", True),), (("xla_refused", True),), (("xla_good", 2),), (("xla_fine", "yes"),)]
+    found = search(work, compile_one, tries=2, options=tried)
+    assert found.best.settings.xla_options == (("xla_good", 2), ("xla_fine", "yes"))
+    assert found.best.seconds == pytest.approx(0.85)
+    text = describe_search(found, work.config, 0, "v5e:2x2")
+    assert "cannot be had: 'xla_options.xla_refused' = true cannot be used" in text
+    assert text.splitlines()[-1].endswith("xla_options.xla_good=2 xla_options.xla_fine=yes")
+
+
+def test_a_configuration_that_does_not_suit_the_chips_is_said_and_the_search_goes_on():
+    work = work_of(config_of(rows=2, mesh={"fsdp": 4}), 4)
+    found = search(work, lambda settings: report(1.0), tries=2, options=())
+    assert "cannot be split in 4" in found.refused
+    assert len(found.tried) == 2
+    assert found.refused in describe_search(found, work.config, 0, "v5e:2x2")
+    with pytest.raises(ConfigError, match="no mesh of 7 devices suits the run"):
+        search(work_of(config_of(), 7), lambda settings: report(1.0))
+
+
+def test_a_search_goes_on_where_it_was_interrupted(tmp_path):
+    work, file, compiled = work_of(config_of(pattern="full"), 8), tmp_path / "search.json", []
+    first: list[Settings] = []
+    key = key_of(work, "v5e:2x4")
+
+    def compile_one(settings):
+        if len(compiled) == 3:
+            raise KeyboardInterrupt
+        compiled.append(settings)
+        if len(compiled) == 2 and not first:
+            raise ConfigError("the compiler is out of sorts")
+        return report(estimate(work, settings).seconds * len(compiled))
+
+    def run(**changes):
+        results = SearchFile(file, key)
+        found = search(work, compile_one, known=results.tried, keep=results.add, options=(), **changes)
+        results.finish(to_json(found, work.config, 0))
+        return found
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tries=5)
+    assert len(SearchFile(file, key).tried) == 3
+    first[:], compiled[:] = compiled, []
+    found = run(tries=5)
+    assert len(compiled) == 2
+    assert not {*compiled} & {*first}
+    assert [one.settings for one in found.tried] == [*first, *compiled]
+    data = json.loads(file.read_text())
+    assert [one["why_not"] is None for one in data["tried"]] == [True, False, True, True, True]
+    assert data["best"] == found.best.settings.overrides(work.config, 0)
+    compiled.clear()
+    assert run(tries=5).best == found.best  # nothing is left to do
+    assert compiled == []
+
+
+def test_where_nothing_fits_the_text_says_what_to_change():
+    work = work_of(config_of(), 4)
+    found = search(work, lambda settings: report(1.0, 99, fits=False), tries=2)
+    assert found.best is None
+    assert len(found.tried) == 1  # the options are not tried, and everything else is expected to need as much
+    last = describe_search(found, work.config, 0, "v5e:2x2").splitlines()[-1]
+    assert (
+        last == "nothing that was compiled fits: take a larger slice, fewer tokens in a step, or more --tries"
+    )
+
+
+def test_results_of_another_search_are_not_gone_on_with(tmp_path):
+    work, file = work_of(config_of(), 4), tmp_path / "search.json"
+    SearchFile(file, key_of(work, "v5e:2x2")).finish({})
+    other = work_of(config_of(sliding_window=256), 4)
+    with pytest.raises(ConfigError, match="another search, whose configuration differ"):
+        SearchFile(file, key_of(other, "v5e:2x2"))
+    with pytest.raises(ConfigError, match="whose topology and stage differ"):
+        SearchFile(file, key_of(work, "v6e:2x2") | {"stage": 1})
+    file.write_text('{"memory": {}}')
+    with pytest.raises(ConfigError, match="is no file of --search"):
+        SearchFile(file, key_of(work, "v5e:2x2"))
+
+
+def test_wrong_options_are_one_sentence(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(to_dict(config_of())))
+    for arguments, words in (
+        (["--tries", "2"], "--tries counts what --search compiles"),
+        (["--options", "0"], "--options counts what --search compiles"),
+        (["--search", "--step", "decode"], "--search is for training steps"),
+        (["--search", "--stage", "3"], "--stage is 3: the run has stages 0 to 0"),
+        (["--search", "xla_options.xla_no_such=1"], "'xla_options.xla_no_such' = 1 cannot be used"),
+    ):
+        result = CliRunner().invoke(app, ["compile", str(file), "--topology", "v5e:2x2", *arguments])
+        assert result.exit_code == 2
+        assert words in result.stderr
+
+
+@pytest.mark.long
+def test_estimates_rank_small_steps_as_the_compiler_does():
+    """Whatever the compiler tells apart by a quarter or more, in time or in memory, the formulas order alike."""
+    pytest.importorskip("libtpu")
+    from swa_jax.plan.plan import plan
+
+    config = config_of(rows=16)
+    work = work_of(config, 4)
+    tried = [
+        Settings(1, 4, 1, 1, "layer", 1),
+        Settings(1, 4, 1, 1, "none", 1),
+        Settings(1, 2, 2, 1, "attention", 2),
+        Settings(2, 1, 1, 2, "attention", 1),
+    ]
+    guesses = [estimate(work, settings) for settings in tried]
+    reports = [plan(settings.apply(config, 0), "v5e:2x2") for settings in tried]
+    compared = 0
+    for i, j in itertools.permutations(range(len(tried)), 2):
+        seconds, sizes = (
+            [reports[k]["time"]["seconds"] for k in (i, j)],
+            [reports[k]["memory"]["total"] for k in (i, j)],
+        )
+        if seconds[0] > 1.25 * seconds[1]:
+            compared += 1
+            assert guesses[i].seconds > guesses[j].seconds, (tried[i], tried[j])
+        if sizes[0] > 1.25 * sizes[1]:
+            compared += 1
+            assert guesses[i].bytes > guesses[j].bytes, (tried[i], tried[j])
+    assert compared >= 8
