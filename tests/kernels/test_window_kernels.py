@@ -12,7 +12,7 @@ from pallas_kernels import AttentionSpec, attention
 from pallas_kernels.blocks import Tiles
 from pallas_kernels.spec import coordinates, dense_mask
 from pallas_kernels.tpu.tiles import Call as KernelCall
-from pallas_kernels.tpu.window import Cut, gather_sinks, packed_segments
+from pallas_kernels.tpu.window import Cut, gather_sinks, oldest_rows, packed_segments
 
 from .suite import Call, Implementation, assert_matches_reference
 
@@ -127,3 +127,34 @@ def test_sink_tokens_gather_gradients_from_every_block(
         AttentionSpec(window, num_sink_tokens, activation), options, heads=2, kv_heads=kv_heads, q_length=90
     )
     assert_matches_reference(dataclasses.replace(call, kv_length=90), TPU)
+
+
+@pytest.mark.parametrize(
+    ("window", "num_sink_tokens", "options", "packed", "group"),
+    [
+        (1, 0, (), False, 1),
+        (100, 0, ("alibi_slopes",), False, 2),
+        (129, 0, (), True, 2),
+        (130, 5, (), False, 1),  # one key more than the rows before a block that 129 needs
+        pytest.param(77, 3, ("full_heads",), True, 2, marks=pytest.mark.slow),
+        pytest.param(129, 0, ("sigmoid_bias",), False, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_short_window_reads_the_last_rows_of_the_block_before(
+    monkeypatch, window, num_sink_tokens, options, packed, group
+):
+    """Blocks of 256 queries, of whose predecessor 128 keys are fetched where the window needs no more."""
+    of_256 = Implementation("tpu", block=256).install(monkeypatch)
+    rows = (tuple([1] * 300 + [2] * 130 + [3] * 111 + [0] * 9),) if packed else None
+    activation = "sigmoid" if "sigmoid_bias" in options else "softmax"
+    assert_matches_reference(
+        Call(AttentionSpec(window, num_sink_tokens, activation), options, rows, 1, 550, 550, 2, 2 // group),
+        of_256,
+    )
+
+
+@pytest.mark.parametrize(
+    ("window", "rows"), [(1, 256), (2, 128), (129, 128), (130, 256), (256, 256), (257, 256)]
+)
+def test_rows_of_the_oldest_block(window, rows):
+    assert oldest_rows(KernelCall(AttentionSpec(window), Tiles(256, 256))) == rows
