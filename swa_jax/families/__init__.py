@@ -43,6 +43,7 @@ _MODULES = (
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _OURS = swat.FAMILY
+MOST_LAYERS = 100_000
 
 # ---- reading ----
 
@@ -57,6 +58,9 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
       ConfigError: a family, activation, RoPE type or other feature this decoder does not have, a missing key, or a
         value of the wrong type; the sentence names the key.
     """
+    layers = hf.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MOST_LAYERS:  # before lists of that length are made
+        raise ConfigError(f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, got {layers}")
     return _family(hf).from_hf(hf)
 
 

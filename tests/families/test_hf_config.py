@@ -500,3 +500,8 @@ def test_the_page_on_families_has_a_line_for_each():
     first_table = page.split("| model_type |")[1].split("\n\n")[0]
     rows = [line.split("`")[1] for line in first_table.splitlines() if line.startswith("| `")]
     assert sorted(rows) == sorted(FAMILIES)
+
+
+def test_more_layers_than_memory_holds_are_one_sentence():
+    with pytest.raises(ConfigError, match="num_hidden_layers must be at most 100000"):
+        config_of("gemma3_text", num_hidden_layers=10**30)
