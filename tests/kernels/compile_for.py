@@ -181,6 +181,7 @@ CALLS = {
         AttentionSpec(300, logit_softcap=30.0), "sink_logits", kernels=2, heads=6, kv_heads=1
     ),
     "window-of-one": train(AttentionSpec(1), kernels=2, heads=2, length=100),
+    "short-window": train(AttentionSpec(128), "q_segment_ids", kernels=2, length=8200, heads=2),
     "sink-tokens": train(AttentionSpec(1024, 128), kernels=2, length=LONG),
     "sink-tokens-packed": train(AttentionSpec(300, 4), "q_segment_ids", kernels=2, head_dim=64),
     "sink-tokens-packed-long": train(AttentionSpec(1024, 128), "q_segment_ids", kernels=2, length=LONG),
