@@ -161,15 +161,20 @@ def _nearest_tensor(name: str, expected: list[str]) -> str:
 
 def _check_tied(tensors: Mapping[str, StoredTensor]) -> None:
     """A tied model may store its head again; another matrix there means that config.json is wrong."""
-    if EMBEDDING not in tensors:
-        return  # reported as missing
-    pair = [dict(stream_tensors({name: tensors[name]}))[name] for name in (EMBEDDING, HEAD)]
-    if tensors[EMBEDDING].dtype != tensors[HEAD].dtype or not _same_bits(*pair):
+    if EMBEDDING not in tensors or tensors[EMBEDDING].dtype not in DTYPES:
+        return  # reported as missing, or for its dtype
+    one, other = tensors[EMBEDDING], tensors[HEAD]
+    alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+    if not (alike and _same_bits(*(_read_one(tensors, name) for name in (EMBEDDING, HEAD)))):
         raise CheckpointError(
             f"config.json ties the embeddings (tie_word_embeddings), but '{HEAD}' differs from '{EMBEDDING}': "
             "set tie_word_embeddings to false to use both"
         )
 
 
+def _read_one(tensors: Mapping[str, StoredTensor], name: str) -> np.ndarray:
+    return dict(stream_tensors({name: tensors[name]}))[name]
+
+
 def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.shape == b.shape and np.array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
+    return np.array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
