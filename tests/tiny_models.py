@@ -45,6 +45,25 @@ SANDWICH = dataclasses.replace(
     residual_multiplier=0.7,
     logit_multiplier=1.3,
 )
+EXPERTS = dataclasses.replace(
+    PLAIN,
+    initializer_range=0.3,
+    num_experts=5,
+    num_experts_per_tok=2,
+    moe_intermediate_size=12,
+    norm_topk_prob=True,
+)
+MIXED = dataclasses.replace(EXPERTS, mlp_layer_types=("dense", "sparse", "sparse", "dense"))
+# As gpt-oss: sink logits, biases, and experts whose gate and up projections are one tensor.
+FUSED_EXPERTS = dataclasses.replace(
+    EXPERTS,
+    sink_logits=True,
+    attention_bias=True,
+    attention_out_bias=True,
+    mlp_bias=True,
+    fused_experts=True,
+    swiglu_limit=0.7,
+)
 # Its tokens are bytes: those of conftest's `byte_tokenizer`.
 BYTES = ModelConfig(
     vocab_size=257,
@@ -94,6 +113,8 @@ PATTERNS = {
         make("FwhS", ((), (), (1,), ()), num_sink_tokens=1, full_attention_decode=True),
     ),
     "sandwich-every-kind": (SANDWICH, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
+    "experts": (MIXED, make("wFSh", ((), (), (), (1,)))),
+    "sink-logits-every-kind": (FUSED_EXPERTS, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
     "swat": (SIGMOID, make("wwww")),
     "swat-every-kind": (SIGMOID, make("FwhS", ((), (), (0,), ()), num_sink_tokens=2)),
 }

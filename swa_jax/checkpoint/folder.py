@@ -138,7 +138,8 @@ def load_model(
         shardings = nnx.to_flat_state(state_shardings(wanted, partition, config))
         places = {_names(path): sharding.get_value() for path, sharding in shardings}
     dtypes = {_names(path): variable.dtype for path, variable in nnx.to_flat_state(wanted)}
-    arrays = dict(_stack(source, table, config.num_hidden_layers, dtypes, places))
+    shapes = {_names(path): variable.shape for path, variable in nnx.to_flat_state(wanted)}
+    arrays = dict(_stack(source, table, shapes, dtypes, places))
     if routed and not source.has_routers:
         routers = fresh_routers(config, router_seed)
         arrays |= {path: jax.device_put(router, places.get(path)) for path, router in routers.items()}
@@ -175,7 +176,7 @@ def _unstack(model: Decoder, table: list[TensorName]) -> Iterator[tuple[str, np.
     parameters = dict(nnx.to_flat_state(nnx.state(model)))
     for tensor in table:
         stacked = parameters[tensor.path][...]
-        array = fetch(stacked if tensor.layer is None else stacked[tensor.layer])
+        array = fetch(stacked[tensor.place] if tensor.place else stacked)
         yield tensor.name, np.ascontiguousarray(array.T if tensor.transposed else array)
 
 
@@ -190,20 +191,16 @@ def fetch(x: jax.Array) -> np.ndarray:
 def _stack(
     source: Checkpoint,
     table: list[TensorName],
-    num_layers: int,
+    shapes: Mapping[tuple[str, ...], tuple[int, ...]],
     dtypes: Mapping[tuple[str, ...], np.dtype],
     places: Mapping[tuple[str, ...], jax.sharding.Sharding],
 ) -> Iterator[tuple[tuple[str, ...], jax.Array]]:
     """(path, parameter) for each parameter of the decoder; the host holds one of them at a time."""
     for path, group in itertools.groupby(table, lambda tensor: tensor.path):
         tensors = {tensor.name: tensor for tensor in group}
-        first = next(iter(tensors.values()))
-        shape = first.shape[::-1] if first.transposed else first.shape
-        buffer = np.empty(shape if first.layer is None else (num_layers, *shape), dtypes[path])
+        buffer = np.empty(shapes[path], dtypes[path])
         for name, array in source.read(list(tensors)):
-            buffer[... if first.layer is None else tensors[name].layer] = (
-                array.T if first.transposed else array
-            )
+            buffer[tensors[name].place] = array.T if tensors[name].transposed else array
         yield path, jax.device_put(buffer, places.get(path))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from swa_jax.checkpoint.folder import COMPANIONS, CONFIG_FILE, PATTERN_FILE, WEIGHTS, write_checkpoint
 from swa_jax.checkpoint.safetensors_files import DTYPES, StoredTensor, read_headers, stream_tensors
-from swa_jax.checkpoint.tensor_names import expected_tensors, is_buffer, is_router
+from swa_jax.checkpoint.tensor_names import expected_tensors, is_left_out, is_router
 from swa_jax.errors import CheckpointError
 from swa_jax.families import hf_pattern, model_config
 from swa_jax.families.pattern_files import is_pattern_file, load_pattern
@@ -124,7 +124,7 @@ def _choose_pattern(
 def _check_tensors(found: dict[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
     """The tensors to read, after comparing what was found with what the configuration asks for."""
     expected = expected_tensors(config, routers=any(map(is_router, found)))
-    tensors = {name: tensor for name, tensor in found.items() if not is_buffer(name)}
+    tensors = {name: tensor for name, tensor in found.items() if not is_left_out(name)}
     if config.tie_word_embeddings and HEAD in tensors:
         _check_tied(tensors)
         del tensors[HEAD]

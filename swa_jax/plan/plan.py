@@ -129,7 +129,8 @@ def plan(
     report["memory"] = _memory(compiled.memory_analysis(), held, kept, target_of(kind)[0])
     sends = collectives(program, counts, dict(traced.mesh.shape), slices)
     report["collectives"] = _by_kind(sends)
-    report["flops"] = _flops(traced, hlo.matmul_flops(program, counts), config.remat, step, len(devices))
+    matmuls = hlo.matmul_flops(program, counts, traced.mesh.shape["expert"])
+    report["flops"] = _flops(traced, matmuls, config.remat, step, len(devices))
     report["time"] = _time(report["flops"], program, counts, sends, traced, kind, step, slices)
     if uncounted := hlo.uncounted_loops(program, counts):
         report["time"]["assumptions"].append(
@@ -469,6 +470,10 @@ def _time(
         )
     if SWITCH in pattern.layer_types:
         assumptions.append(f"routed layers send {ROUTED_SHARE:.0%} of the tokens to full attention")
+    if traced.model.config.num_experts:
+        assumptions.append(
+            "tokens are spread evenly over the experts; of the experts' products the count is in it, the time is not"
+        )
     if step == "decode":
         assumptions.append("the time that decode kernels take to read the caches is not in it")
     tokens = traced.batch["rows"] * (1 if step == "decode" else traced.batch["length"])
