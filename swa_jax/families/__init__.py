@@ -14,18 +14,23 @@ from swa_jax.errors import ConfigError
 from swa_jax.families import (
     gemma2,
     gemma3,
+    gpt_oss,
     granite,
     llama,
+    mellum,
     ministral,
     mistral,
+    mixtral,
     olmo2,
     olmo3,
     qwen2,
     qwen3,
+    qwen3_moe,
     smollm3,
     swat,
 )
 from swa_jax.families.common import Family
+from swa_jax.families.rope import ROPE_KEYS
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
@@ -33,7 +38,8 @@ from swa_jax.settings import nearest
 
 # Where several families can express a model under a pattern, the first is written; our own is the last resort.
 _MODULES = (
-    llama, mistral, ministral, qwen2, qwen3, olmo2, smollm3, olmo3, gemma2, gemma3, granite, swat,
+    llama, mistral, ministral, qwen2, qwen3, olmo2, smollm3, olmo3, gemma2, gemma3, granite,
+    qwen3_moe, mixtral, gpt_oss, mellum, swat,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _OURS = swat.FAMILY
@@ -123,7 +129,8 @@ def apply_pattern(hf: Mapping[str, Any], pattern: AttentionPattern) -> tuple[dic
         config = model_config(hf)
         for other in FAMILIES.values():
             if other not in (family, _OURS) and other.tensor_names == family.tensor_names:  # the weights stay
-                out = _expressed(other, {**hf, **_written(other, config)}, pattern, config)
+                rest = {key: value for key, value in hf.items() if key not in ROPE_KEYS}
+                out = _expressed(other, {**rest, **_written(other, config)}, pattern, config)
                 if out is not None:
                     return out, (
                         f"model_type changed from {family.model_type} to {other.model_type}, which computes the "
@@ -147,7 +154,10 @@ def _expressed(
     plain = AttentionPattern(pattern.layer_types, window)
     out = {key: value for key, value in hf.items() if key not in ("layer_types", "sliding_window")}
     out |= family.window_keys(config, plain)
-    same = dataclasses.replace(model_config(out), model_type=config.model_type) == config
+    try:
+        same = dataclasses.replace(model_config(out), model_type=config.model_type) == config
+    except ConfigError:  # such as a dense family, of experts
+        return None
     return out if same and hf_pattern(out) == plain else None
 
 
