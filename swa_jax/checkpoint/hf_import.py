@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from swa_jax.checkpoint.folder import COMPANIONS, CONFIG_FILE, PATTERN_FILE, WEIGHTS, write_checkpoint
+from swa_jax.checkpoint.mxfp4 import find_packed, is_mxfp4, stream_unpacked, with_unpacked
 from swa_jax.checkpoint.safetensors_files import DTYPES, StoredTensor, read_headers, stream_tensors
 from swa_jax.checkpoint.tensor_names import expected_tensors, is_left_out, is_router
 from swa_jax.errors import CheckpointError
@@ -27,7 +29,8 @@ def import_model(
     """Turn a Hugging Face model into a checkpoint folder that `swa_jax.load_model` reads.
 
     Everything is checked from the headers before the first byte is written, and the folder appears whole or not at
-    all. Weights keep their dtype and pass through memory a tensor at a time.
+    all. Weights keep their dtype and pass through memory a tensor at a time; those in MXFP4 (gpt-oss) become bf16,
+    which holds the same values.
 
     Args:
       source: a folder with `config.json` and safetensors (one file or shards with an index), or a hub id.
@@ -48,8 +51,14 @@ def import_model(
     hf = _read_config(folder)
     config = model_config(hf)
     chosen = _choose_pattern(folder, hf, config, pattern)
-    tensors = _check_tensors(read_headers(folder), config)
-    write_checkpoint(destination, hf, chosen, stream_tensors(tensors), companions=folder)
+    found = read_headers(folder)
+    packed = find_packed(found) if is_mxfp4(hf) else {}
+    tensors = _check_tensors(with_unpacked(found, packed), config)
+    plain = {name: tensor for name, tensor in tensors.items() if name not in packed}
+    if packed:  # the weights are written as what they stand for
+        hf.pop("quantization_config")
+    stream = itertools.chain(stream_tensors(plain), stream_unpacked(packed))
+    write_checkpoint(destination, hf, chosen, stream, companions=folder)
     return destination
 
 
