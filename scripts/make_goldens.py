@@ -24,6 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 WINDOW = 8
 BATCH, LENGTH, VOCAB = 2, 45, 131  # LENGTH is more than five windows
+PADDING = 12  # of the tokens that the load-balancing loss of experts leaves out
 PROMPT_LENGTHS, NEW_TOKENS = (11, 19), 32  # left-padded to 19; four windows of new tokens
 MIN_MARGIN = (
     1e-3  # between the two best tokens of a greedy step, so that rounding cannot change the continuation
@@ -178,8 +179,55 @@ CASES = {
 }
 NOPE_IN_FULL_LAYERS = ("cohere2", "exaone4")
 ONE_SPELLING = ("mellum",)  # transformers 4 never knew these
+EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16, intermediate_size=32)
+# Mixtures of experts, whose seeds count from 100.
+SPARSE_CASES = {
+    "qwen3-moe-full": dict(model_type="qwen3_moe", **WIDE_HEADS, **EXPERTS),
+    # Layers 1 and 5 have experts.
+    "qwen3-moe-window": dict(
+        model_type="qwen3_moe",
+        **WIDE_HEADS,
+        **EXPERTS,
+        num_hidden_layers=6,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        norm_topk_prob=True,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+    ),
+    "mixtral-window": dict(
+        model_type="mixtral",
+        intermediate_size=32,
+        sliding_window=WINDOW,
+        num_local_experts=4,
+        num_experts_per_tok=3,
+    ),
+    # A limit that bites.
+    "gpt-oss-hybrid": dict(
+        model_type="gpt_oss",
+        **WIDE_HEADS,
+        intermediate_size=20,
+        sliding_window=WINDOW,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        swiglu_limit=1.0,
+        swiglu_alpha=1.5,
+        rope_parameters=dict(YARN_ROPE, truncate=False),
+    ),
+    "mellum-moe-hybrid": dict(
+        model_type="mellum",
+        **WIDE_HEADS,
+        **HYBRID,
+        **EXPERTS,
+        layer_types=mixed_layers(1, 4),
+        mlp_layer_types=["dense", "sparse", "sparse", "dense", "sparse"],
+        rope_parameters=dict(
+            full_attention=YARN_ROPE, sliding_attention=dict(rope_type="default", rope_theta=100.0)
+        ),
+    ),
+}
 SHARDED = "qwen3-full"
-GENERATED = ("qwen3-full", "ministral-hybrid", "cohere2-hybrid", "exaone4-hybrid")
+GENERATED = ("qwen3-full", "ministral-hybrid", "cohere2-hybrid", "exaone4-hybrid", "gpt-oss-hybrid")
 
 LONG_ROPE = dict(
     rope_type="longrope",
@@ -224,6 +272,8 @@ def make_model(config, seed: int):
             noise = torch.randn(tensor.shape, generator=generator)
             if "norm" in name:
                 tensor.copy_(1 + 0.2 * noise)
+            elif "sinks" in name:
+                tensor.copy_(2 * noise)
             elif "embed_tokens" in name:
                 tensor.copy_(0.5 * noise)
             else:
@@ -278,6 +328,14 @@ def run(model, tokens, attention_mask=None) -> torch.Tensor:
             f"layer {layer} ({kind}): {int(wrong.sum())} attention weights do not follow the mask"
         )
     return out.logits
+
+
+@torch.no_grad()
+def balance(model, tokens) -> torch.Tensor:
+    """The load-balancing loss [1] where the last `PADDING` tokens of the second row are padding."""
+    mask = torch.ones_like(tokens)
+    mask[1, -PADDING:] = 0
+    return model(tokens, attention_mask=mask, output_router_logits=True, use_cache=False).aux_loss.reshape(1)
 
 
 @torch.no_grad()
@@ -354,7 +412,7 @@ def legacy_config(config: dict) -> dict:
 
 def write_case(folder: Path, name: str, seed: int) -> str:
     """Write one case; return its line of the README table."""
-    config = read_config({**SHAPE, **CASES[name]})
+    config = read_config({**SHAPE, **(CASES | SPARSE_CASES)[name]})
     model = make_model(config, seed)
     tokens = torch.randint(0, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(100 + seed))
     logits = run(model, tokens)
@@ -377,6 +435,8 @@ def write_case(folder: Path, name: str, seed: int) -> str:
         unscaled = build(plain, model.state_dict())
         assert (run(unscaled, tokens) - logits).abs().max() > 1e-1, f"{name}: RoPE scaling changes nothing"
 
+    if name in SPARSE_CASES:
+        golden["aux_loss"] = balance(model, tokens)
     generated = generate(model, seed) if name in GENERATED else None
     model.save_pretrained(folder, max_shard_size="100KB" if name == SHARDED else "1GB")
     save(folder / "golden.safetensors", golden)
@@ -443,7 +503,8 @@ Each folder is one model as `save_pretrained` writes it, and beside it:
 - `golden.safetensors`: `tokens` int32 [{batch}, {length}], `logits` float32 [{batch}, {length}, {vocab}]. Models with
   windowed layers (w = {window}, counting the query's own key) also have `logits_full`, the same weights with full
   attention in every layer. Those that mix both kinds have `logits_window` too, with windows in every layer, unless
-  their rotary embeddings go by layer type.
+  their rotary embeddings go by layer type. Mixtures of experts have `aux_loss` float32 [1], the load-balancing
+  loss where the last {padding} tokens of the second row are padding.
 - `legacy_config.json`, where transformers 4 knew the family: the same settings as it spelled them (`rope_theta`,
   `rope_scaling`, `torch_dtype`).
 - `generation.safetensors` (in {generated}): a left-padded batch `tokens` int32
@@ -470,7 +531,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)  # the order of sums must not depend on the machine's cores
     table = []
-    for seed, name in enumerate(CASES):
+    for seed, name in [*enumerate(CASES), *enumerate(SPARSE_CASES, start=100)]:
         shutil.rmtree(out / name, ignore_errors=True)
         table.append(write_case(out / name, name, seed))
         print(table[-1])
@@ -480,6 +541,7 @@ def main() -> None:
         torch=torch.__version__.split("+")[0],
         batch=BATCH,
         length=LENGTH,
+        padding=PADDING,
         vocab=VOCAB,
         window=WINDOW,
         generated=", ".join(f"`{name}`" for name in GENERATED),
@@ -490,7 +552,7 @@ def main() -> None:
     )
     (out / "README.md").write_text(text)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    print(f"{len(CASES)} models, {size / 1e6:.2f} MB in {out}")
+    print(f"{len(table)} models, {size / 1e6:.2f} MB in {out}")
 
 
 if __name__ == "__main__":

@@ -20,12 +20,13 @@ from swa_jax.evaluate import Example
 from swa_jax.families.pattern_files import load_pattern
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
+from swa_jax.model.experts import MixtureOfExperts
 from swa_jax.model.lora import trained_and_frozen, with_lora
 from swa_jax.model.loss import token_loss
 from swa_jax.model.mesh_attention import attention_on_mesh
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sequence_order import in_row_order, zigzag
-from swa_jax.model.sharding import MeshConfig, Partition, make_mesh
+from swa_jax.model.sharding import MeshConfig, Partition, ShardingRules, make_mesh
 from swa_jax.select import nll_deltas
 from swa_jax.settings import from_dict
 from swa_jax.train.config import TrainConfig
@@ -41,6 +42,12 @@ MESHES = {
     "2x2x1x2": MeshConfig(2, 2, 1, 2),
     "1x1x8x1": MeshConfig(1, 1, 8, 1),
     "1x2x2x2": MeshConfig(1, 2, 2, 2),
+}
+# For models with experts, beside the others.
+EXPERT_MESHES = {
+    "expert 8": MeshConfig(1, 1, 1, 1, expert=8),
+    "fsdp 2, expert 2, tensor 2": MeshConfig(1, 2, 1, 2, expert=2),
+    "context 2, expert 4": MeshConfig(1, 1, 2, 1, expert=4),
 }
 BATCH, LENGTH = 8, 64
 
@@ -147,6 +154,7 @@ def check_small() -> None:
             got = jax.jit(run_on, static_argnums=0)(partition)
             assert_close({name: got}, {name: expected}, "float32")
 
+    check_experts()
     hidden = jnp.asarray(rng.normal(size=(2, LENGTH, 8)), jnp.float32)
     head = jnp.asarray(rng.normal(size=(8, 32)), jnp.float32)
     targets = jnp.asarray(rng.integers(32, size=(2, LENGTH)))
@@ -160,6 +168,33 @@ def check_small() -> None:
         {"loss": differentiate(hidden, head, split[1])}, {"loss": differentiate(hidden, head, None)}, "float32",
         gradient=True,
     )  # fmt: skip
+
+
+def check_experts() -> None:
+    """A mixture's output, load and gradients, its experts, tokens and width split by turns."""
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = ModelConfig(
+        **sizes, num_attention_heads=1, num_key_value_heads=1, head_dim=8, initializer_range=0.5, mlp_bias=True,
+        num_experts=8, num_experts_per_tok=3, moe_intermediate_size=4, norm_topk_prob=True,
+    )  # fmt: skip
+    module = MixtureOfExperts(config, jnp.dtype(jnp.float32), nnx.Rngs(0))
+    for _, variable in nnx.to_flat_state(nnx.state(module)):
+        variable[...] = 0.4 * jax.random.normal(jax.random.key(variable.size), variable.shape)
+    graph, state = nnx.split(module)
+    x = jax.random.normal(jax.random.key(1), (8, 6, 8))
+    counted = jnp.asarray(PACKED[:, 5:11] > 0)
+
+    def loss(state, x, partition):
+        y, load = nnx.merge(graph, state)(x, counted, partition)
+        return jnp.sum(jnp.sin(y)) + load.chosen @ load.probability, (y, load)
+
+    differentiate = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
+    expected = differentiate(state, x, None)
+    apart = ShardingRules(batch=("data", "fsdp"))  # tokens are whole along the experts' axis
+    for mesh in (*EXPERT_MESHES.values(), MeshConfig(2, 2, 1, 2)):
+        for rules in (ShardingRules(), apart):
+            got = differentiate(state, x, Partition(make_mesh(mesh), rules))
+            assert_close({f"experts, {mesh}": got}, {f"experts, {mesh}": expected}, "float32", gradient=True)
 
 
 MODELS = {
@@ -201,6 +236,28 @@ MODELS = {
         "lora": {"rank": 2, "alpha": 8, "targets": ["q_proj", "v_proj", "o_proj", "down_proj"]},
         "learning_rate": 1e-2,
     },
+    "experts": {
+        "pattern": "interleave-1-in-2",
+        "model": {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+            "mlp_layer_types": ["sparse", "dense"],
+        },
+    },
+    "fused experts": {
+        "pattern": "switch",
+        "model": {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "mlp_bias": True,
+            "fused_experts": True,
+            "swiglu_limit": 0.02,
+            "sink_logits": True,
+        },
+    },
     "sigmoid": {
         "pattern": "window",
         "model": {
@@ -230,6 +287,7 @@ def check_training() -> None:
             {
                 "output": "-", "tokenizer": "-",
                 "model": model_settings | settings.get("model", {}), "z_loss": 1e-4,
+                "router_aux_loss_coef": 0.01 if "experts" in name else 0.0,
                 "lora": settings.get("lora"), "sequence_order": settings.get("sequence_order", "auto"),
                 # Steps small enough that rounding does not grow along the way.
                 "optimizer": {
@@ -240,10 +298,12 @@ def check_training() -> None:
         )  # fmt: skip
         pattern = load_pattern(settings["pattern"], config.model, sliding_window=12)
         expected = run(config, pattern, None, batch, pieces=1)
-        for mesh_name, mesh in MESHES.items():
+        meshes = MESHES | (EXPERT_MESHES if config.model.num_experts else {})
+        for mesh_name, mesh in meshes.items():
             partition = Partition(make_mesh(mesh))
-            # Accumulation changes nothing either, but what dropout drops.
-            pieces = 2 if partition.size("batch") <= 4 and config.lora is None else 1
+            # Accumulation changes nothing either, but what dropout drops and how pieces balance their experts.
+            whole = config.lora is not None or config.router_aux_loss_coef
+            pieces = 2 if partition.size("batch") <= 4 and not whole else 1
             losses, norms, moments = run(config, pattern, partition, batch, pieces)
             for ours, theirs in ((losses, expected[0]), (norms, expected[1])):
                 np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=f"{name}, {mesh_name}")

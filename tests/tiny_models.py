@@ -57,6 +57,25 @@ PARALLEL = dataclasses.replace(
     rope_scaling=RopeScaling("longrope", 4.0, 4, short_factor=(1.0, 9.0), long_factor=(2.0, 3.0)),
     logit_multiplier=0.7,
 )
+EXPERTS = dataclasses.replace(
+    PLAIN,
+    initializer_range=0.3,
+    num_experts=5,
+    num_experts_per_tok=2,
+    moe_intermediate_size=12,
+    norm_topk_prob=True,
+)
+MIXED = dataclasses.replace(EXPERTS, mlp_layer_types=("dense", "sparse", "sparse", "dense"))
+# As gpt-oss: sink logits, biases, and experts whose gate and up projections are one tensor.
+FUSED_EXPERTS = dataclasses.replace(
+    EXPERTS,
+    sink_logits=True,
+    attention_bias=True,
+    attention_out_bias=True,
+    mlp_bias=True,
+    fused_experts=True,
+    swiglu_limit=0.7,
+)
 # Its tokens are bytes: those of conftest's `byte_tokenizer`.
 BYTES = ModelConfig(
     vocab_size=257,
@@ -107,6 +126,8 @@ PATTERNS = {
     ),
     "sandwich-every-kind": (SANDWICH, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
     "parallel-every-kind": (PARALLEL, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
+    "experts": (MIXED, make("wFSh", ((), (), (), (1,)))),
+    "sink-logits-every-kind": (FUSED_EXPERTS, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
     "swat": (SIGMOID, make("wwww")),
     "swat-every-kind": (SIGMOID, make("FwhS", ((), (), (0,), ()), num_sink_tokens=2)),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,20 @@ import numpy as np
 
 from swa_jax.checkpoint.block_fp8 import SUFFIX, dequantised, split_scales
 from swa_jax.checkpoint.folder import COMPANIONS, CONFIG_FILE, PATTERN_FILE, WEIGHTS, write_checkpoint
+from swa_jax.checkpoint.mxfp4 import Packed, find_packed, stream_unpacked, with_unpacked
 from swa_jax.checkpoint.safetensors_files import DTYPES, StoredTensor, read_headers, stream_tensors
-from swa_jax.checkpoint.tensor_names import cut_tensors, hf_tensors, is_buffer, is_router, joined_parts
+from swa_jax.checkpoint.tensor_names import cut_tensors, hf_tensors, is_left_out, is_router, joined_parts
 from swa_jax.errors import CheckpointError
 from swa_jax.families import hf_pattern, model_config
 from swa_jax.families.pattern_files import is_pattern_file, load_pattern
-from swa_jax.families.quantization import KEY, MODELOPT_FILE, fp8_blocks, unsupported, without_quantization
+from swa_jax.families.quantization import (
+    KEY,
+    MODELOPT_FILE,
+    fp8_blocks,
+    is_mxfp4,
+    unsupported,
+    without_quantization,
+)
 from swa_jax.files import check_destination, read_json
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import EMBEDDING, HEAD
@@ -30,7 +39,7 @@ def import_model(
 
     Everything is checked from the headers before the first byte is written, and the folder appears whole or not at
     all. Weights keep their dtype and pass through memory a tensor at a time; those in blocks of FP8 are multiplied by
-    their scales and become what the others are.
+    their scales and become what the others are, those in MXFP4 (gpt-oss) become bf16, which holds the same values.
 
     Args:
       source: a folder with `config.json` and safetensors (one file or shards with an index), or a hub id.
@@ -51,15 +60,19 @@ def import_model(
     hf = _read_config(folder)
     config = model_config(hf)
     chosen = _choose_pattern(folder, hf, config, pattern)
-    found, blocks = read_headers(folder), fp8_blocks(hf)
+    found, blocks = read_headers(folder), None
+    packed: dict[str, Packed] = {}
     scales: dict[str, StoredTensor] = {}
-    if blocks is not None:
+    if is_mxfp4(hf):
+        packed = find_packed(found)
+        found = with_unpacked(found, packed)
+    elif (blocks := fp8_blocks(hf)) is not None:
         found, scales = split_scales(found, blocks)
     tensors = _check_tensors(found, config, quantised=scales)
-    stream = stream_tensors(tensors)
+    stream = stream_tensors({name: tensor for name, tensor in tensors.items() if name not in packed})
     if blocks is not None:
         stream = dequantised(stream, _read_scales(scales), blocks, _plain_dtype(hf))
-    stream = cut_tensors(stream, joined_parts(config))
+    stream = itertools.chain(cut_tensors(stream, joined_parts(config)), stream_unpacked(packed))
     write_checkpoint(destination, without_quantization(hf), chosen, stream, companions=folder)
     return destination
 
@@ -152,7 +165,7 @@ def _check_tensors(
 ) -> dict[str, StoredTensor]:
     """The tensors to read, after comparing what was found with what the configuration asks for."""
     expected = hf_tensors(config, routers=any(map(is_router, found)))
-    tensors = {name: tensor for name, tensor in found.items() if not is_buffer(name)}
+    tensors = {name: tensor for name, tensor in found.items() if not is_left_out(name)}
     if config.tie_word_embeddings and HEAD in tensors:
         _check_tied(tensors)
         del tensors[HEAD]
@@ -189,15 +202,20 @@ def _nearest_tensor(name: str, expected: list[str]) -> str:
 
 def _check_tied(tensors: Mapping[str, StoredTensor]) -> None:
     """A tied model may store its head again; another matrix there means that config.json is wrong."""
-    if EMBEDDING not in tensors:
-        return  # reported as missing
-    pair = [dict(stream_tensors({name: tensors[name]}))[name] for name in (EMBEDDING, HEAD)]
-    if tensors[EMBEDDING].dtype != tensors[HEAD].dtype or not _same_bits(*pair):
+    if EMBEDDING not in tensors or tensors[EMBEDDING].dtype not in DTYPES:
+        return  # reported as missing, or for its dtype
+    one, other = tensors[EMBEDDING], tensors[HEAD]
+    alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+    if not (alike and _same_bits(*(_read_one(tensors, name) for name in (EMBEDDING, HEAD)))):
         raise CheckpointError(
             f"config.json ties the embeddings (tie_word_embeddings), but '{HEAD}' differs from '{EMBEDDING}': "
             "set tie_word_embeddings to false to use both"
         )
 
 
+def _read_one(tensors: Mapping[str, StoredTensor], name: str) -> np.ndarray:
+    return dict(stream_tensors({name: tensors[name]}))[name]
+
+
 def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.shape == b.shape and np.array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
+    return np.array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +17,8 @@ from swa_jax.files import write_json
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-FP8 = "F8_E4M3"  # of quantised checkpoints; numpy's reader does not know it
+FP8 = "F8_E4M3"  # of quantised checkpoints, where it means something only with its scales
+_READ = DTYPES | {FP8: np.dtype(ml_dtypes.float8_e4m3fn)}
 MAX_SHARD_BYTES = 5_000_000_000
 
 
@@ -101,25 +102,29 @@ def _no_weights(folder: Path) -> str:
 
 
 def stream_tensors(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) for each tensor, one at a time, file by file; arrays in the stored dtype and shape."""
-    for file in sorted({tensor.file for tensor in tensors.values()}):
-        fp8 = _fp8_tensors(file) if any(t.dtype == FP8 for t in tensors.values() if t.file == file) else {}
-        with safe_open(file, "np") as opened:
-            for name, tensor in tensors.items():
-                if tensor.file == file:
-                    yield name, fp8[name] if tensor.dtype == FP8 else opened.get_tensor(name)
+    """(name, array) for each tensor, one at a time, file by file; arrays in the stored dtype and shape.
+
+    They are read, not mapped: the pages of a mapped shard would count as memory of this process.
+    """
+    by_file: dict[Path, list[str]] = {}
+    for name, tensor in tensors.items():
+        by_file.setdefault(tensor.file, []).append(name)
+    for file in sorted(by_file):
+        with file.open("rb") as opened:
+            starts = _starts(opened)
+            for name in by_file[file]:
+                array = np.empty(tensors[name].shape, _READ[tensors[name].dtype])
+                opened.seek(starts[name])
+                opened.readinto(array.reshape(-1).view(np.uint8))
+                yield name, array
 
 
-def _fp8_tensors(file: Path) -> dict[str, np.ndarray]:
-    """The FP8 tensors of a file, which stay on the disk until they are read."""
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(size))
-    data = np.memmap(file, np.uint8, "r", 8 + size)
+def _starts(opened: BinaryIO) -> dict[str, int]:
+    """Where each tensor's bytes begin in a file whose header has been checked."""
+    size = int.from_bytes(opened.read(8), "little")
+    header = json.loads(opened.read(size))
     return {
-        name: data[slice(*entry["data_offsets"])].view(ml_dtypes.float8_e4m3fn).reshape(entry["shape"])
-        for name, entry in header.items()
-        if name != "__metadata__" and entry["dtype"] == FP8
+        name: 8 + size + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"
     }
 
 

@@ -117,6 +117,9 @@ _VLLM = {
     # With `layer_types` this class expects learned sink logits unless it is told that there are none.
     "granite": _native("GraniteForCausalLM", alone=True, keys={"attention_sinks": False}),
     "gpt_oss": _native("GptOssForCausalLM", Reads.EVEN),
+    # Whether these have a window in every layer where `sliding_window` says so was not found out.
+    "qwen3_moe": _native("Qwen3MoeForCausalLM", Reads.NEVER),
+    "mixtral": _native("MixtralForCausalLM", Reads.NEVER),
 }
 _VLLM_BY_TRANSFORMERS = {
     "olmo2": _native("TransformersForCausalLM", Reads.NEVER),

@@ -13,8 +13,9 @@ from swa_jax.families import joined_tensors, renamed_tensors
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import Parameter, parameters
 
-# Buffers that old checkpoints stored and that are computed here.
-_BUFFER = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq")
+# Buffers that old checkpoints stored and that are computed here, and layers for multi-token prediction: Hugging Face's
+# classes leave both out too.
+_LEFT_OUT = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq|mtp\..*")
 
 
 class TensorName(NamedTuple):
@@ -23,15 +24,16 @@ class TensorName(NamedTuple):
     Attributes:
       name: Hugging Face's name.
       shape: its shape there (linear maps are [out, in]).
-      path: where it lives in the decoder; parameters of layers are stacked there over a leading axis L.
-      layer: its index on that axis, None outside the layers.
+      path: where it lives in the decoder; parameters of layers are stacked there over a leading axis L, those of
+        experts also over an axis E.
+      place: its index on these axes; () outside the layers.
       transposed: linear maps are [in, out] in the decoder.
     """
 
     name: str
     shape: tuple[int, ...]
     path: tuple[str, ...]
-    layer: int | None
+    place: tuple[int, ...]
     transposed: bool
 
 
@@ -53,13 +55,21 @@ def hf_parameters(config: ModelConfig, routers: bool = False) -> list[Parameter]
 
 
 def tensors_of(parameter: Parameter) -> list[TensorName]:
-    """The tensors of a checkpoint that hold one parameter: one, or one for each layer."""
-    shape = parameter.shape[::-1] if parameter.transposed else parameter.shape
-    layers = (None,) if parameter.layers is None else range(parameter.layers)
-    return [
-        TensorName(parameter.hf_name.format(layer=i), shape, parameter.path, i, parameter.transposed)
-        for i in layers
-    ]
+    """The tensors of a checkpoint that hold one parameter: one, one for each layer, or one for each expert of each."""
+    name, shape = parameter.hf_name, parameter.shape
+    experts: Iterable[int | None] = [None]
+    if "{expert}" in name:
+        experts, shape = range(shape[0]), shape[1:]
+    shape = shape[::-1] if parameter.transposed else shape
+
+    def one(layer: int | None, *place: int | None) -> TensorName:
+        filled = name.format(layer=layer, expert=place[-1] if place else None)
+        known = tuple(index for index in place if index is not None)
+        return TensorName(filled, shape, parameter.path, known, parameter.transposed)
+
+    if parameter.layers is None:
+        return [one(None)]
+    return [one(layer, i, expert) for i, layer in enumerate(parameter.layers) for expert in experts]
 
 
 def expected_tensors(config: ModelConfig, *, routers: bool = False) -> dict[str, tuple[int, ...]]:
@@ -121,9 +131,9 @@ def join_tensors(
         yield name, found[0] if len(found) == 1 else np.concatenate(found)
 
 
-def is_buffer(name: str) -> bool:
-    """Whether a tensor is a rotary buffer of an old checkpoint: computed here, so not read."""
-    return _BUFFER.fullmatch(name) is not None
+def is_left_out(name: str) -> bool:
+    """Whether a tensor is not read: a rotary buffer of an old checkpoint, or of a layer for multi-token prediction."""
+    return _LEFT_OUT.fullmatch(name) is not None
 
 
 def is_router(name: str) -> bool:

@@ -17,20 +17,24 @@ from swa_jax.families import (
     exaone4,
     gemma2,
     gemma3,
+    gpt_oss,
     granite,
     llama,
     mellum,
     ministral,
     mistral,
+    mixtral,
     olmo2,
     olmo3,
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
     smollm3,
     swat,
 )
 from swa_jax.families.common import Family
+from swa_jax.families.rope import ROPE_KEYS
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
@@ -39,7 +43,7 @@ from swa_jax.settings import nearest
 # Where several families can express a model under a pattern, the first is written; our own is the last resort.
 _MODULES = (
     llama, mistral, ministral, qwen2, qwen3, olmo2, smollm3, olmo3, gemma2, gemma3, granite, phi3, cohere, cohere2,
-    exaone4, mellum, swat,
+    exaone4, qwen3_moe, mixtral, gpt_oss, mellum, swat,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _OURS = swat.FAMILY
@@ -164,9 +168,10 @@ def same_model(hf: Mapping[str, Any]) -> Iterator[tuple[Family, dict[str, Any]]]
     """
     family = _family(hf)
     yield family, dict(hf)
+    rest = {key: value for key, value in hf.items() if key not in ROPE_KEYS}
     for other in FAMILIES.values():
         if other not in (family, _OURS) and other.tensor_names == family.tensor_names:
-            yield other, {**hf, **_written(other, model_config(hf))}
+            yield other, {**rest, **_written(other, model_config(hf))}
 
 
 def fully(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Mellum with dense layers: Qwen3 whose rotary embeddings may differ between full and windowed layers."""
+"""Mellum 2: Qwen3-MoE, or Qwen3 where all layers are dense, with windows by `layer_types`.
+
+Rotary embeddings may differ between full and windowed layers.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from swa_jax.errors import ConfigError
-from swa_jax.families import qwen3
-from swa_jax.families.common import Family, Windows, layer_types
+from swa_jax.families.common import Family, Windows, layer_types, read_dense, write_dense
+from swa_jax.families.experts import expert_keys_beside_dense, read_experts, with_mlp_types, without_experts
 from swa_jax.families.rope import (
+    ROPE_KEYS,
     read_windows_by_type,
     rope_keys_by_type,
     rope_of,
@@ -18,50 +22,61 @@ from swa_jax.families.rope import (
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
 
-DEFAULT_CONTEXT = 131072
-DEFAULTS = {"num_key_value_heads": 4, "max_position_embeddings": DEFAULT_CONTEXT, "head_dim": 128}
+DEFAULT_CONTEXT, DEFAULT_WINDOW = 131072, 1024
+DEFAULTS = {"num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": DEFAULT_CONTEXT}
 DEFAULT_ROPE = {
     FULL: {"rope_type": "default", "rope_theta": 500000.0},
     WINDOW: {"rope_type": "default", "rope_theta": 10000.0},
 }
-DEFAULT_WINDOW = 1024
-# Keys of the experts, which a model of dense layers does not have.
-_EXPERTS = ("num_experts", "num_local_experts")
 
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """RoPE stands in `rope_parameters`, by layer type, and nowhere else; every layer must be dense."""
-    mlps = hf.get("mlp_layer_types")
-    if not isinstance(mlps, list) or set(mlps) != {"dense"}:
-        raise ConfigError(
-            "config.json: mixtures of experts are not supported for mellum; supported: mlp_layer_types with 'dense' "
-            "for every layer"
-        )
-    ignored = ("rope_theta", "rope_scaling", *_EXPERTS)
-    own = {key: value for key, value in hf.items() if key not in ignored}
+    """As in Hugging Face's class RoPE stands in `rope_parameters`, by layer type, and nowhere else, and layers for
+    multi-token prediction are left out."""
+    bias = bool(hf.get("attention_bias"))
+    experts = read_experts(hf, count=64, per_token=8, width=("moe_intermediate_size", 896), normalized=True)
+    own = {key: value for key, value in hf.items() if key not in ROPE_KEYS}
     own["rope_parameters"] = hf.get("rope_parameters") or DEFAULT_ROPE
-    config = qwen3.read_qwen3(rope_of(own, FULL), DEFAULTS)
-    if len(mlps) != config.num_hidden_layers:
-        raise ConfigError(
-            f"config.json: mlp_layer_types has {len(mlps)} entries for {config.num_hidden_layers} layers"
-        )
-    types = layer_types(hf, [FULL] * config.num_hidden_layers)
-    return with_local_rope(config, own, types, config.rope_theta)
+    config = read_dense(
+        without_experts(rope_of(own, FULL)),
+        DEFAULTS,
+        qk_norm=True,
+        attention_bias=bias,
+        attention_out_bias=bias,
+        **with_mlp_types(experts, _mlp_types(hf)),
+    )
+    return with_local_rope(config, own, _types(hf, config.num_hidden_layers), config.rope_theta)
+
+
+def _mlp_types(hf: Mapping[str, Any]) -> list[str]:
+    types, layers = hf.get("mlp_layer_types"), hf.get("num_hidden_layers")
+    if types is None:
+        return ["sparse"] * (
+            layers if isinstance(layers, int) else 0
+        )  # `read_dense` says what is wrong with it
+    if not isinstance(types, list):
+        raise ConfigError(f"config.json: mlp_layer_types must be a list with one type a layer, got {types!r}")
+    if isinstance(layers, int) and len(types) != layers:
+        raise ConfigError(f"config.json: mlp_layer_types has {len(types)} entries for {layers} layers")
+    return types
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    hf = (
-        qwen3.to_hf(config)
-        | rope_keys_by_type(config)
-        | {"mlp_layer_types": ["dense"] * config.num_hidden_layers}
-    )
-    return {key: value for key, value in hf.items() if key not in ("rope_theta", "rope_scaling")}
+    """Without the older spelling of RoPE: Hugging Face's class would take it for the one of all layers."""
+    types = ["sparse" if i in config.sparse_layers else "dense" for i in range(config.num_hidden_layers)]
+    own = write_dense(config, attention_bias=config.attention_bias, mlp_layer_types=types)
+    own = {key: value for key, value in own.items() if key not in ROPE_KEYS}
+    experts = expert_keys_beside_dense(config) if config.num_experts else {}
+    return own | experts | rope_keys_by_type(config)
+
+
+def _types(hf: Mapping[str, Any], layers: int) -> list[str]:
+    return layer_types(hf, [FULL] * layers)
 
 
 def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
     context = hf.get("max_position_embeddings") or DEFAULT_CONTEXT
-    types = layer_types(hf, [FULL] * layers)
-    return read_windows_by_type(hf.get("sliding_window", DEFAULT_WINDOW), types, context)
+    return read_windows_by_type(hf.get("sliding_window", DEFAULT_WINDOW), _types(hf, layers), context)
 
 
 FAMILY = Family("mellum", "MellumForCausalLM", from_hf, to_hf, read_windows, window_keys_by_type)

@@ -1,4 +1,4 @@
-"""Quantised weights in `config.json`: blocks of FP8 are read, everything else is refused by its name."""
+"""Quantised weights in `config.json`: blocks of FP8 are read, and gpt-oss's MXFP4; all else is refused by its name."""
 
 from __future__ import annotations
 
@@ -38,11 +38,17 @@ def fp8_blocks(hf: Mapping[str, Any]) -> tuple[int, int] | None:
     raise unsupported(f"config.json: {found}")
 
 
+def is_mxfp4(hf: Mapping[str, Any]) -> bool:
+    """Whether the experts are in MXFP4, which gpt-oss alone may have."""
+    settings = hf.get(KEY)
+    return isinstance(settings, Mapping) and settings.get("quant_method") == "mxfp4"
+
+
 def unsupported(found: str) -> ConfigError:
     """The error for weights that are quantised in another way; `found` says where and how."""
     return ConfigError(
-        f"{found} is not supported; supported: fp8 with weight_block_size and fmt e4m3, or weights that are not "
-        "quantised (float16, bfloat16, float32)"
+        f"{found} is not supported; supported: fp8 with weight_block_size and fmt e4m3, mxfp4 in gpt_oss, or "
+        "weights that are not quantised (float16, bfloat16, float32)"
     )
 
 

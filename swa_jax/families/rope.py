@@ -15,6 +15,9 @@ from swa_jax.settings import from_dict, to_dict
 # A window, and the type of each layer.
 Windows = tuple[int | None, Sequence[str]]
 
+# Where the rotary embeddings of a model are described; each family writes its own of these keys.
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq")
+
 # The keys of `rope_parameters` that each type reads, and those among them it cannot do without.
 _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),

@@ -19,9 +19,11 @@ from pallas_kernels import AttentionSpec, alibi_slopes
 from pallas_kernels.api import Implementation
 from pallas_kernels.spec import Packing, PerHead
 from swa_jax.model.config import ModelConfig
+from swa_jax.model.experts import ExpertLoad
 from swa_jax.model.layer_types import FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
 from swa_jax.model.layers import Norm, apply_rope, linear
 from swa_jax.model.mesh_attention import attention_on_mesh
+from swa_jax.model.parameters import declared
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition
 
@@ -38,11 +40,13 @@ class LayerPlan(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """What a layer's router did, for every token [B, T]; zeros where the layer is not routed."""
+    """What a layer's routers did: SwiAttn's for every token [B, T], zeros where the layer is not routed; that of
+    experts in all, None in a model without experts."""
 
     logit: jax.Array  # f32
     gate: jax.Array  # f32, exactly 0 or 1
     disagreement: jax.Array  # f32, mean squared O_full - O_window over heads and head_dim
+    experts: ExpertLoad | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +104,12 @@ def model_slopes(config: ModelConfig) -> jax.Array | None:
     return alibi_slopes(config.alibi_negative_heads, config.alibi_positive_heads, config.slope_schedule)
 
 
-def model_per_head(config: ModelConfig) -> PerHead:
-    """What a model's heads add to their logits; full heads are the layer's."""
+def model_per_head(config: ModelConfig, sink_logits: jax.Array | None = None) -> PerHead:
+    """What a model's heads add to their logits; full heads and `sink_logits` [H] are the layer's."""
     bias = None
     if config.attention_activation == "sigmoid":
         bias = jnp.full(config.num_attention_heads, config.sigmoid_bias, jnp.float32)
-    return PerHead(model_slopes(config), bias)
+    return PerHead(model_slopes(config), bias, sink_logits)
 
 
 class Router(nnx.Module):
@@ -131,11 +135,11 @@ class Router(nnx.Module):
 
 
 def cast_parameters(params: Any, dtype: jax.typing.DTypeLike) -> Any:
-    """A tree of parameters in `dtype`, but for the routers, which are f32 in a model of any dtype."""
+    """A tree of f32 parameters in `dtype`, but for the routers, which stay f32."""
 
     def one(path: tuple, leaf: jax.Array) -> jax.Array:
         names = [getattr(key, "key", getattr(key, "name", key)) for key in path]
-        return leaf.astype(jnp.float32 if "router" in names else dtype)
+        return leaf.astype(jnp.float32 if {"router", "expert_router"} & {*names} else dtype)
 
     return jax.tree_util.tree_map_with_path(one, params)
 
@@ -150,6 +154,9 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.q_norm = Norm("layers.attention.q_norm", config, dtype)
             self.k_norm = Norm("layers.attention.k_norm", config, dtype)
+        if config.sink_logits:
+            sinks = declared(config)["layers.attention.sink_logits"]
+            self.sink_logits = nnx.Param(sinks.init(rngs.params(), sinks.shape, dtype))
         if routed:
             self.router = Router(config, rngs)
 
@@ -173,6 +180,11 @@ class Attention(nnx.Module):
         zeros = jnp.zeros(x.shape[:2], jnp.float32)
         return zeros, zeros
 
+    def per_head(self) -> PerHead:
+        """What this layer's heads add to their logits."""
+        sinks = self.sink_logits[...].astype(jnp.float32) if self.config.sink_logits else None
+        return model_per_head(self.config, sinks)
+
     def output(self, mixed: jax.Array) -> jax.Array:
         """What the heads say, [B, T, H, D] -> [B, T, d]."""
         return self.o_proj.from_heads(mixed)
@@ -183,7 +195,7 @@ class Attention(nnx.Module):
         """x [B, T, d] and this layer's row of the plan -> output [B, T, d], routing [B, T], (k, v) [B, T, K, D]."""
         q, k, v = self.qkv(x, plan, context)
         logit, gate = self.route(x)
-        heads, packing = model_per_head(self.config), context.packing
+        heads, packing = self.per_head(), context.packing
         attend = functools.partial(
             attention_on_mesh, q, k, v, partition=context.partition, implementation=context.implementation
         )

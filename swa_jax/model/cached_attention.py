@@ -9,16 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.pools import Pools, attend_over_pools
-from pallas_kernels.spec import NEVER
-from swa_jax.model.attention import (
-    AttentionContext,
-    LayerPlan,
-    choose,
-    full_spec,
-    model_per_head,
-)
+from pallas_kernels.spec import NEVER, PerHead
+from swa_jax.model.attention import AttentionContext, LayerPlan, choose, full_spec
 from swa_jax.model.cache import CacheLayout, KVCache
-from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH
 
 
@@ -36,7 +29,7 @@ def layer_places(layout: CacheLayout) -> LayerPlace:
 
 
 def decode_layer(
-    config: ModelConfig,
+    heads: PerHead,
     q: jax.Array,
     gate: jax.Array,
     cache: KVCache,
@@ -49,15 +42,14 @@ def decode_layer(
 ) -> jax.Array:
     """q [B, 1, H, D] -> [B, 1, H, D], after the new key and value are in the cache.
 
-    `place` and `plan` are one layer's rows; `gate` [B] is 1 where a routed layer sees everything; `lengths` [B] count
-    the new token; `ring` [B, entries] are the positions of the ring's entries. Only one branch runs.
+    `heads`, `place` and `plan` are one layer's; `gate` [B] is 1 where a routed layer sees everything; `lengths` [B]
+    count the new token; `ring` [B, entries] are the positions of the ring's entries. Only one branch runs.
     """
     attend = functools.partial(
         attend_over_pools,
         lengths=lengths,
         implementation=context.implementation,
     )
-    heads = model_per_head(config)
     whole = Pools(cache.k_whole, cache.v_whole, place.whole_slots)
     rings = Pools(cache.k_ring, cache.v_ring, place.ring_slots, ring)
 

@@ -10,6 +10,7 @@ from swa_jax.settings import nearest
 
 RopeKind = Literal["global", "local", "none"]
 ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
+MlpKind = Literal["dense", "sparse"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,15 @@ class ModelConfig:
       attention_softcap, logit_softcap: c in c * tanh(x / c), on attention logits and on the output logits (Gemma 2).
       embedding_multiplier, residual_multiplier, logit_multiplier: factors on the embeddings, on what attention and MLP
         add to the residual stream, and on the output logits before their softcap (Granite, Gemma, Cohere).
+      sink_logits: each head has a learned logit that enters the denominator of its softmax only (gpt-oss).
+      num_experts, num_experts_per_tok, moe_intermediate_size: the experts of a layer's MLP, how many of them a token
+        meets, and the width of one. 0 experts: dense MLPs of width `intermediate_size`.
+      norm_topk_prob: the weights of a token's experts sum to 1.
+      mlp_layer_types: "dense" or "sparse" (experts) for each layer; () means that all are alike.
+      fused_experts: the gate and up projections of all experts of a layer are one tensor, their columns by turns
+        (gpt-oss).
+      swiglu_limit, swiglu_alpha: MLPs compute (up + 1) * gate * sigmoid(alpha * gate), gate and up cut off at the limit
+        (gpt-oss). None: they compute up * hidden_act(gate).
     """
 
     vocab_size: int
@@ -95,6 +105,15 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     tie_word_embeddings: bool = False
+    sink_logits: bool = False
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    mlp_layer_types: tuple[MlpKind, ...] = ()
+    fused_experts: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
     initializer_range: float = 0.02
     attention_activation: Literal["softmax", "sigmoid"] = "softmax"
     position_embedding: Literal["rope", "alibi", "alirope", "none"] = "rope"
@@ -109,6 +128,7 @@ class ModelConfig:
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta",
             "local_rope_theta", "partial_rotary_factor", "attention_scale", "attention_softcap", "logit_softcap",
+            "swiglu_limit",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -137,6 +157,11 @@ class ModelConfig:
             )
         if self.uses_rope:
             self._check_rope()
+        if self.sink_logits and self.attention_activation != "softmax":
+            raise ConfigError(
+                "sink_logits enter the denominator of a softmax: set attention_activation to softmax"
+            )
+        self._check_experts()
 
     def _check_rope(self) -> None:
         if self.partial_rotary_factor > 1:
@@ -157,6 +182,33 @@ class ModelConfig:
                         f"rope_scaling.{name} must have {self.rotary_dim // 2} numbers above 0, one for each pair of "
                         f"channels that is turned, got {list(factors)}"
                     )
+
+    def _check_experts(self) -> None:
+        kinds = tuple(self.mlp_layer_types)
+        alike = kinds == ("sparse",) * self.num_hidden_layers  # one spelling, so that equal models are equal
+        object.__setattr__(self, "mlp_layer_types", () if alike else kinds)
+        if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_tok must be from 1 to num_experts ({self.num_experts}), "
+                f"got {self.num_experts_per_tok}"
+            )
+        if self.num_experts and self.moe_intermediate_size < 1:
+            raise ConfigError(f"moe_intermediate_size must be above 0, got {self.moe_intermediate_size}")
+        if self.num_experts < 0 or (self.num_experts == 0 and "sparse" in self.mlp_layer_types):
+            raise ConfigError(
+                f"num_experts must be above 0 for the experts that mlp_layer_types asks for, or 0 for none; "
+                f"got {self.num_experts}"
+            )
+        if self.mlp_layer_types and len(self.mlp_layer_types) != self.num_hidden_layers:
+            raise ConfigError(
+                f"mlp_layer_types has {len(self.mlp_layer_types)} entries for {self.num_hidden_layers} layers: "
+                "give one a layer"
+            )
+        for i, kind in enumerate(self.mlp_layer_types):
+            if kind not in get_args(MlpKind):
+                raise ConfigError(f"mlp_layer_types[{i}] is '{kind}'{nearest(kind, get_args(MlpKind))}")
+        if self.num_experts and not self.sparse_layers:
+            raise ConfigError("mlp_layer_types is 'dense' in every layer: set num_experts to 0")
 
     @property
     def rotary_dim(self) -> int:
@@ -179,6 +231,16 @@ class ModelConfig:
     def rope_kinds(self) -> tuple[RopeKind, ...]:
         """The rotary embeddings that occur, in the order of `ROPE_KINDS`."""
         return tuple(kind for kind in ROPE_KINDS if kind in (self.rope_layers or ("global",)))
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The layers whose MLP is a mixture of experts."""
+        kinds = self.mlp_layer_types or ("sparse" if self.num_experts else "dense",) * self.num_hidden_layers
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        return tuple(sorted({*range(self.num_hidden_layers)} - {*self.sparse_layers}))
 
     @property
     def uses_alibi(self) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +24,8 @@ from swa_jax.model.attention import (
 )
 from swa_jax.model.cache import CacheLayout, KVCache, ring_entry, ring_positions, write_prompt
 from swa_jax.model.cached_attention import decode_layer, layer_places
-from swa_jax.model.config import ModelConfig
+from swa_jax.model.config import MlpKind, ModelConfig
+from swa_jax.model.experts import ExpertLoad, MixtureOfExperts
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.layers import GatedMLP, Norm, linear, rope_tables
 from swa_jax.model.lora import LoraConfig, seed_dropout, with_lora
@@ -36,10 +40,13 @@ class Block(nnx.Module):
     """One decoder layer: attention, then MLP, each with a norm before it, on what it gives, or both.
 
     The norms before are `input_norm` and `post_attention_norm` (of the MLP's input), those after `attention_out_norm`
-    and `mlp_out_norm`. In a parallel layer the MLP reads what attention reads.
+    and `mlp_out_norm`. In a parallel layer the MLP reads what attention reads. A dense layer has an `mlp`, a sparse one
+    `experts`; what a layer does not have is None.
     """
 
-    def __init__(self, config: ModelConfig, routed: bool, dtype: jnp.dtype, *, rngs: nnx.Rngs):
+    def __init__(
+        self, config: ModelConfig, routed: bool, dtype: jnp.dtype, *, mlp: MlpKind | None, rngs: nnx.Rngs
+    ):
         def norm(name: str, *placements: str) -> Norm | None:
             return Norm(f"layers.{name}", config, dtype) if config.norm_placement in placements else None
 
@@ -47,36 +54,124 @@ class Block(nnx.Module):
         self.attention = Attention(config, routed, dtype, rngs)
         self.attention_out_norm = norm("attention_out_norm", "post", "sandwich")
         self.post_attention_norm = norm("post_attention_norm", "pre", "sandwich")
-        self.mlp = GatedMLP(config, dtype, rngs)
+        self.mlp = nnx.data(GatedMLP(config, dtype, rngs) if mlp == "dense" else None)
+        self.experts = nnx.data(MixtureOfExperts(config, dtype, rngs) if mlp == "sparse" else None)
         self.mlp_out_norm = norm("mlp_out_norm", "post", "sandwich")
-        self.parallel = config.norm_placement == "parallel"
-        self.residual_multiplier = config.residual_multiplier
+        self.config = config
 
     def __call__(self, x: jax.Array, plan: LayerPlan, context: AttentionContext) -> tuple[jax.Array, Routing]:
         """x [B, T, d] and this layer's row of the plan -> output [B, T, d], routing [B, T]."""
         mixed, routing, _ = self.attention(self.attention_input(x), plan, context)
-        return self.after_attention(x, mixed, context.partition), routing
+        counted = None if context.segment_ids is None else context.segment_ids != 0
+        x, load = self.after_attention(x, mixed, context.partition, counted)
+        return x, routing._replace(experts=load)
 
     def attention_input(self, x: jax.Array) -> jax.Array:
         """What attention (and a router) reads of the residual stream [B, T, d]."""
         return _normed(self.input_norm, x)
 
     def after_attention(
-        self, x: jax.Array, mixed: jax.Array, partition: Partition | None = None
-    ) -> jax.Array:
-        """The residual stream behind the layer, from the one before it and attention's output, all [B, T, d]."""
+        self,
+        x: jax.Array,
+        mixed: jax.Array,
+        partition: Partition | None = None,
+        counted: jax.Array | None = None,
+    ) -> tuple[jax.Array, ExpertLoad | None]:
+        """The residual stream behind the layer, from the one before it and attention's output, all [B, T, d]; in a
+        model with experts also how many of the counted tokens [B, T] (None: all) they got."""
         stream = self._add(x, _normed(self.attention_out_norm, mixed))
         stream = constrain(stream, partition, "batch", "sequence", None)
-        read = self.attention_input(x) if self.parallel else _normed(self.post_attention_norm, stream)
-        stream = self._add(stream, _normed(self.mlp_out_norm, self.mlp(read)))
-        return constrain(stream, partition, "batch", "sequence", None)
+        parallel = self.config.norm_placement == "parallel"
+        read = self.attention_input(x) if parallel else _normed(self.post_attention_norm, stream)
+        y, load = self._feed_forward(read, counted, partition)
+        stream = self._add(stream, _normed(self.mlp_out_norm, y))
+        return constrain(stream, partition, "batch", "sequence", None), load
+
+    def _feed_forward(
+        self, x: jax.Array, counted: jax.Array | None, partition: Partition | None
+    ) -> tuple[jax.Array, ExpertLoad | None]:
+        """The MLP's output, and in a model with experts how many of the counted tokens [B, T] they got."""
+        if self.experts is not None:
+            return self.experts(x, counted, partition)
+        assert self.mlp is not None
+        none = jnp.zeros(self.config.num_experts, jnp.float32)
+        return self.mlp(x), ExpertLoad(none, none) if self.config.num_experts else None
 
     def _add(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        return x + (y if self.residual_multiplier == 1 else y * self.residual_multiplier)
+        multiplier = self.config.residual_multiplier
+        return x + (y if multiplier == 1 else y * multiplier)
 
 
 def _normed(norm: Norm | None, x: jax.Array) -> jax.Array:
     return x if norm is None else norm(x)
+
+
+def stacked_layers(config: ModelConfig, routed: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> Block:
+    """The layers of a decoder as one `Block` whose arrays have an axis of layers in front.
+
+    Where dense and sparse layers are mixed, `mlp` and `experts` have those layers only that are dense or sparse.
+    """
+
+    def stack[M](make: Callable[[nnx.Rngs], M], count: int) -> M:
+        return nnx.split_rngs(splits=count)(nnx.vmap(make, in_axes=(0,), out_axes=0))(rngs)
+
+    alike: MlpKind = "sparse" if config.num_experts else "dense"
+    mlp = None if config.mlp_layer_types else alike
+    layers = stack(lambda rngs: Block(config, routed, dtype, mlp=mlp, rngs=rngs), config.num_hidden_layers)
+    if config.mlp_layer_types:
+        layers.mlp = stack(lambda rngs: GatedMLP(config, dtype, rngs), len(config.dense_layers))
+        layers.experts = stack(lambda rngs: MixtureOfExperts(config, dtype, rngs), len(config.sparse_layers))
+    return layers
+
+
+def scan_layers(
+    layers: Block,
+    layer: Callable[[Any, Block, Any], tuple[Any, Any]],
+    carry: Any,
+    scanned: Any,
+    *,
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+) -> tuple[Any, Any]:
+    """`jax.lax.scan` over stacked layers: `layer(carry, block, row of scanned) -> (carry, output)`.
+
+    One scan, or, where dense and sparse layers are mixed, one for each run of layers of a kind. `wrap` is for what a
+    scan runs: `rematerialised`.
+    """
+    outputs = []
+    for run, rows in _runs(layers):
+        graph, weights = nnx.split(run)
+
+        def one(carry: Any, scanned: tuple, graph: Any = graph) -> tuple[Any, Any]:
+            weights, row = scanned
+            return layer(carry, nnx.merge(graph, weights), row)
+
+        here = scanned if rows is None else jax.tree.map(lambda x, rows=rows: x[rows], scanned)
+        carry, output = jax.lax.scan(wrap(one), carry, (weights, here))
+        outputs.append(output)
+    return carry, outputs[0] if len(outputs) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *outputs)
+
+
+def _runs(layers: Block) -> Iterator[tuple[Block, slice | None]]:
+    """The layers in runs of one kind of MLP, and which they are; None stands for all of them."""
+    kinds = layers.config.mlp_layer_types
+    if not kinds:
+        yield layers, None
+        return
+    done = {"mlp": 0, "experts": 0}
+    for kind, group in itertools.groupby(range(len(kinds)), lambda i: kinds[i]):
+        numbers = list(group)
+        rows = slice(numbers[0], numbers[-1] + 1)
+        name, other = ("mlp", "experts") if kind == "dense" else ("experts", "mlp")
+        own = slice(done[name], done[name] + len(numbers))
+        done[name] = own.stop
+        run = nnx.merge(*nnx.split(layers))
+        setattr(run, other, None)
+        graph, weights = nnx.split(run)
+        pieces = {
+            path: variable.replace(variable[...][own if path[0] == name else rows])
+            for path, variable in nnx.to_flat_state(weights)
+        }
+        yield nnx.merge(graph, nnx.from_flat_state(pieces)), rows
 
 
 class Decoder(nnx.Module):
@@ -101,12 +196,7 @@ class Decoder(nnx.Module):
         embedding = declared(config)["embedding"]
         self.embedding = nnx.Param(embedding.init(rngs.params(), embedding.shape, dtype))
 
-        @nnx.split_rngs(splits=config.num_hidden_layers)
-        @nnx.vmap(in_axes=(0,), out_axes=0)
-        def stack(rngs: nnx.Rngs) -> Block:
-            return Block(config, routed, dtype, rngs=rngs)
-
-        self.layers = stack(rngs)
+        self.layers = stacked_layers(config, routed, dtype, rngs)
         self.norm = Norm("norm", config, dtype)
         if not config.tie_word_embeddings:
             self.lm_head = linear("lm_head", config, dtype, rngs)
@@ -155,19 +245,20 @@ class Decoder(nnx.Module):
         kinds = kinds or kinds_of(self.pattern)
         plan = plan or self._plan(kinds)
         context = self.context(tokens, kinds, segment_ids, positions, full_from, partition)
-        graph, weights = nnx.split(self.layers)
-
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.config.num_hidden_layers)
 
-        def layer(x: jax.Array, scanned: tuple) -> tuple[jax.Array, Routing]:
-            weights, plan, key = scanned
-            block = nnx.merge(graph, weights)
+        def layer(x: jax.Array, block: Block, scanned: tuple) -> tuple[jax.Array, Routing]:
+            plan, key = scanned
             if key is not None:
                 seed_dropout(block, key)
             return block(x, plan, context)
 
-        x, routing = jax.lax.scan(
-            rematerialised(layer, remat), self.embed(tokens, partition), (weights, plan, keys)
+        x, routing = scan_layers(
+            self.layers,
+            layer,
+            self.embed(tokens, partition),
+            (plan, keys),
+            wrap=lambda f: rematerialised(f, remat),
         )
         return self.norm(x), routing
 
@@ -234,12 +325,12 @@ class Decoder(nnx.Module):
         kinds = kinds_of(self.pattern)
         context = self.context(tokens, kinds, segments, rope_length=layout.max_length)
         context = dataclasses.replace(context, inference=True)
-        graph, weights = nnx.split(self.layers)
         ring = ring_positions(layout, lengths)
 
-        def layer(carry: tuple[jax.Array, KVCache], scanned: tuple) -> tuple[tuple[jax.Array, KVCache], None]:
-            (x, cache), (weights, plan, place) = carry, scanned
-            block = nnx.merge(graph, weights)
+        def layer(
+            carry: tuple[jax.Array, KVCache], block: Block, scanned: tuple
+        ) -> tuple[tuple[jax.Array, KVCache], None]:
+            (x, cache), (plan, place) = carry, scanned
             mixed, _, (k, v) = block.attention(block.attention_input(x), plan, context)
             cache = dataclasses.replace(
                 cache,
@@ -248,11 +339,11 @@ class Decoder(nnx.Module):
                 k_ring=write_prompt(cache.k_ring, place.ring_slots, k, ring),
                 v_ring=write_prompt(cache.v_ring, place.ring_slots, v, ring),
             )
-            return (block.after_attention(x, mixed), cache), None
+            return (block.after_attention(x, mixed)[0], cache), None
 
         cache = dataclasses.replace(cache, lengths=lengths)
-        scanned = (weights, self._plan(kinds), layer_places(layout))
-        (x, cache), _ = jax.lax.scan(layer, (self.embed(tokens), cache), scanned)
+        scanned = (self._plan(kinds), layer_places(layout))
+        (x, cache), _ = scan_layers(self.layers, layer, (self.embed(tokens), cache), scanned)
         last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0]  # [B, d]
         return self.logits(self.norm(last)), cache
 
@@ -270,13 +361,13 @@ class Decoder(nnx.Module):
             full_from=full_from,
             rope_length=layout.max_length,
         )
-        graph, weights = nnx.split(self.layers)
         lengths = cache.lengths + 1
         entry, ring = ring_entry(layout, cache.lengths), ring_positions(layout, lengths)
 
-        def layer(carry: tuple[jax.Array, KVCache], scanned: tuple) -> tuple[tuple[jax.Array, KVCache], None]:
-            (x, cache), (weights, plan, place) = carry, scanned
-            block = nnx.merge(graph, weights)
+        def layer(
+            carry: tuple[jax.Array, KVCache], block: Block, scanned: tuple
+        ) -> tuple[tuple[jax.Array, KVCache], None]:
+            (x, cache), (plan, place) = carry, scanned
             normed = block.attention_input(x)
             q, k, v = block.attention.qkv(normed, plan, context)
             _, gate = block.attention.route(normed)
@@ -288,12 +379,12 @@ class Decoder(nnx.Module):
                 v_ring=write_token(cache.v_ring, place.ring_slots, v, entry),
             )
             mixed = decode_layer(
-                self.config, q, gate[:, 0], cache, layout, place, plan, context, lengths, ring
+                block.attention.per_head(), q, gate[:, 0], cache, layout, place, plan, context, lengths, ring
             )
-            return (block.after_attention(x, block.attention.output(mixed)), cache), None
+            return (block.after_attention(x, block.attention.output(mixed))[0], cache), None
 
-        scanned = (weights, self._plan(context.kinds), layer_places(layout))
-        (x, cache), _ = jax.lax.scan(layer, (self.embed(tokens[:, None]), cache), scanned)
+        scanned = (self._plan(context.kinds), layer_places(layout))
+        (x, cache), _ = scan_layers(self.layers, layer, (self.embed(tokens[:, None]), cache), scanned)
         return self.logits(self.norm(x[:, 0])), dataclasses.replace(cache, lengths=lengths)
 
     def _plan(self, kinds: tuple[str, ...]) -> LayerPlan:

@@ -14,8 +14,11 @@ from swa_jax.model.pattern import AttentionPattern
 
 
 def matrix_parameters(config: ModelConfig) -> int:
-    """Weights that every token is multiplied with: the projections of all layers and the output matrix."""
-    return sum(parameter.size for parameter in parameters(config) if parameter.matrix or parameter.output)
+    """Weights that a token is multiplied with: the projections of all layers, of experts those that it meets, and the
+    output matrix."""
+    return sum(
+        parameter.active_size for parameter in parameters(config) if parameter.matrix or parameter.output
+    )
 
 
 def visible_keys(position: np.ndarray, window: int | None, num_sink_tokens: int = 0) -> np.ndarray:

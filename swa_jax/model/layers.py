@@ -44,15 +44,22 @@ class GatedMLP(nnx.Module):
     """`down(act(gate(x)) * up(x))`, x [B, T, d]: SwiGLU with "silu", GeGLU with "gelu_tanh"."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.activation = config.hidden_act
+        self.config = config
         self.gate_proj = linear("layers.mlp.gate_proj", config, dtype, rngs)
         self.up_proj = linear("layers.mlp.up_proj", config, dtype, rngs)
         self.down_proj = linear("layers.mlp.down_proj", config, dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate = self.gate_proj(x)
-        active = nnx.silu(gate) if self.activation == "silu" else nnx.gelu(gate, approximate=True)
-        return self.down_proj(active * self.up_proj(x))
+        return self.down_proj(activated(self.gate_proj(x), self.up_proj(x), self.config))
+
+
+def activated(gate: jax.Array, up: jax.Array, config: ModelConfig) -> jax.Array:
+    """What a gated MLP makes of its two halves, [..., f] each; gpt-oss cuts them off and adds 1 to the second."""
+    if config.swiglu_limit is not None:
+        gate = jnp.minimum(gate, config.swiglu_limit)
+        up = jnp.clip(up, -config.swiglu_limit, config.swiglu_limit)
+        return gate * nnx.sigmoid(config.swiglu_alpha * gate) * (up + 1)
+    return (nnx.silu(gate) if config.hidden_act == "silu" else nnx.gelu(gate, approximate=True)) * up
 
 
 class Projection(nnx.Linear):

@@ -31,12 +31,15 @@ class Parameter:
       shape: its shape; of one layer, where `layers` are stacked.
       axes: for each axis of `shape` the dimension that `ShardingRules` may split, or None.
       init: draws it: `init(key, shape, dtype)`.
-      hf_name: Hugging Face's name, with `{layer}` for the layer's number.
-      layers: how many layers are stacked on an axis in front of `shape`; None for a parameter outside the layers.
+      hf_name: Hugging Face's name, with `{layer}` for the layer's number, and `{expert}` for the expert's where a
+        checkpoint has a tensor for each expert (the first axis of `shape`).
+      layers: the numbers of the layers that are stacked on an axis in front of `shape`; None for a parameter outside
+        the layers.
       transposed: a linear map is [in, out] here and [out, in] in Hugging Face's checkpoints.
       matrix: a projection of a layer, [in, out] in its last two axes: every token is multiplied with it, weight decay
         and Muon are for it, and LoRA can adapt it.
       output: the matrix, or the tied embedding, that makes logits.
+      experts_per_token: of a parameter of experts, [E, ...]: how many of them a token meets.
     """
 
     path: tuple[str, ...]
@@ -44,10 +47,11 @@ class Parameter:
     axes: tuple[str | None, ...]
     init: Initializer
     hf_name: str
-    layers: int | None = None
+    layers: tuple[int, ...] | None = None
     transposed: bool = False
     matrix: bool = False
     output: bool = False
+    experts_per_token: int | None = None
 
     @property
     def name(self) -> str:
@@ -60,7 +64,7 @@ class Parameter:
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
-        return self.shape if self.layers is None else (self.layers, *self.shape)
+        return self.shape if self.layers is None else (len(self.layers), *self.shape)
 
     @property
     def stacked_axes(self) -> tuple[str | None, ...]:
@@ -71,18 +75,32 @@ class Parameter:
         """Numbers in it, those of all layers."""
         return math.prod(self.stacked_shape)
 
+    @property
+    def active_size(self) -> int:
+        """Numbers in it that one token meets."""
+        return (
+            self.size
+            if self.experts_per_token is None
+            else self.size // self.shape[0] * self.experts_per_token
+        )
+
 
 def parameters(config: ModelConfig, routed: bool = False) -> tuple[Parameter, ...]:
     """Every parameter of a model, in the order of its checkpoints; `routed` adds the routers of switch layers."""
     d, vocab, tied = config.hidden_size, config.vocab_size, config.tie_word_embeddings
+    every = tuple(range(config.num_hidden_layers))
+    groups = (
+        ([*_norms(config), *_attention(config, routed)], every),
+        (_mlp(config), config.dense_layers),
+        (_experts(config), config.sparse_layers),
+    )
     layer = [
         dataclasses.replace(
-            row,
-            path=("layers", *row.path),
-            hf_name=f"model.layers.{{layer}}.{row.hf_name}",
-            layers=config.num_hidden_layers,
+            row, path=("layers", *row.path), hf_name=f"model.layers.{{layer}}.{row.hf_name}", layers=layers
         )
-        for row in (*_norms(config), *_attention(config, routed), *_mlp(config))
+        for rows, layers in groups
+        for row in rows
+        if layers
     ]
     draw = nnx.initializers.normal(config.initializer_range)
     return (
@@ -127,6 +145,10 @@ def _attention(config: ModelConfig, routed: bool) -> list[Parameter]:
         by_head = config.qk_norm_over == "head"
         for name, whole in (("q_norm", queries), ("k_norm", keys)):
             rows.append(_norm(f"attention.{name}", f"self_attn.{name}", size if by_head else whole, config))
+    if config.sink_logits:
+        draw = nnx.initializers.normal(config.initializer_range)
+        heads = (config.num_attention_heads,)
+        rows.append(Parameter(("attention", "sink_logits"), heads, ("heads",), draw, "self_attn.sinks"))
     if routed:
         path, first = "router.proj", nnx.initializers.constant(config.router_bias_init)
         rows += _linear(
@@ -144,6 +166,34 @@ def _mlp(config: ModelConfig) -> list[Parameter]:
         ("down_proj", (f, d), ("mlp", "embed")),
     ):
         rows += _projection(f"mlp.{name}", f"mlp.{name}", shape, axes, config.mlp_bias, config)
+    return rows
+
+
+def _experts(config: ModelConfig) -> list[Parameter]:
+    """The MLPs of experts, stacked, and the router that chooses among them."""
+    d, f, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
+    zeros = nnx.initializers.zeros if config.mlp_bias else None
+    draw = nnx.initializers.normal(config.initializer_range)
+    router = "mlp.router" if config.fused_experts else "mlp.gate"
+    rows = _linear("experts.expert_router", router, (d, count), (None, None), config, bias_init=zeros)
+    up = {"gate_up_proj": 2 * f} if config.fused_experts else {"gate_proj": f, "up_proj": f}
+    shapes = {name: ((d, width), ("embed", "mlp")) for name, width in up.items()}
+    for name, (shape, axes) in (shapes | {"down_proj": ((f, d), ("mlp", "embed"))}).items():
+        hf_name = f"mlp.experts.{name}" if config.fused_experts else f"mlp.experts.{{expert}}.{name}.weight"
+        kernel = Parameter(
+            ("experts", name, "kernel"), (count, *shape), ("expert", *axes), draw, hf_name,
+            transposed=not config.fused_experts, matrix=True, experts_per_token=config.num_experts_per_tok,
+        )  # fmt: skip
+        rows.append(kernel)
+        if config.mlp_bias:
+            bias = f"{hf_name}_bias" if config.fused_experts else f"{hf_name.removesuffix('weight')}bias"
+            outputs = None if axes[1] == "embed" else axes[1]
+            rows.append(
+                Parameter(
+                    ("experts", name, "bias"), (count, shape[1]), ("expert", outputs), nnx.initializers.zeros, bias,
+                    experts_per_token=config.num_experts_per_tok,
+                )
+            )  # fmt: skip
     return rows
 
 

@@ -1,15 +1,16 @@
 """Device meshes and where every array lies on them: the axes, the rules, and the checks that name what does not fit.
 
-Four mesh axes. `data` repeats the parameters and splits the batch; `fsdp` splits both; `context` splits the sequence
-(and, like fsdp, the parameters); `tensor` splits heads, the MLP's width and the vocabulary. Several slices
-(pods joined by a slower network) extend `data`, the axis that communicates least.
+Five mesh axes. `data` repeats the parameters and splits the batch; `fsdp` splits both; `expert` splits the batch and
+the experts of a layer; `context` splits the sequence (and, like fsdp, the parameters); `tensor` splits heads, the
+MLP's width and the vocabulary. Several slices (pods joined by a slower network) extend `data`, the axis that
+communicates least.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import Parameter, declared, low_rank, map_parameters
 from swa_jax.model.sequence_order import SequenceOrder
 
-AXES = ("data", "fsdp", "context", "tensor")
+AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,7 @@ class MeshConfig:
     context: int = 1
     tensor: int = 1
     slices: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         for name, size in dataclasses.asdict(self).items():
@@ -48,13 +50,14 @@ class MeshConfig:
 class ShardingRules:
     """Which mesh axes split which dimension. A dimension's name stands for it in every tensor that has it."""
 
-    batch: tuple[str, ...] = ("data", "fsdp")
+    batch: tuple[str, ...] = ("data", "fsdp", "expert")
     sequence: tuple[str, ...] = ("context",)
     embed: tuple[str, ...] = ("fsdp", "context")  # of parameters; activations keep theirs whole
     heads: tuple[str, ...] = ("tensor",)
     kv_heads: tuple[str, ...] = ("tensor",)
     mlp: tuple[str, ...] = ("tensor",)
     vocab: tuple[str, ...] = ("tensor",)
+    expert: tuple[str, ...] = ("expert",)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -67,8 +70,8 @@ class ShardingRules:
             raise ConfigError(
                 "'sharding.heads' and 'sharding.kv_heads' must be split alike, so that a query finds its keys"
             )
-        if len(self.sequence) > 1 or len(self.heads) > 1 or len(self.vocab) > 1:
-            raise ConfigError("'sharding.sequence', 'heads' and 'vocab' take one mesh axis each")
+        if any(len(axes) > 1 for axes in (self.sequence, self.heads, self.vocab, self.expert)):
+            raise ConfigError("'sharding.sequence', 'heads', 'vocab' and 'expert' take one mesh axis each")
 
     def axes(self, dimension: str | None) -> tuple[str, ...]:
         return () if dimension is None else getattr(self, dimension)
@@ -137,19 +140,19 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     elif all(getattr(device, "slice_index", None) is not None for device in devices):
         inside = (shape[0] // config.slices, *shape[1:])
         grid = mesh_utils.create_hybrid_device_mesh(
-            inside, (config.slices, 1, 1, 1), devices, allow_split_physical_axes=True
+            inside, (config.slices, 1, 1, 1, 1), devices, allow_split_physical_axes=True
         )
     else:  # devices without slices, such as CPUs: a block of them in order stands for a slice
         grid = np.asarray(devices).reshape(shape)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, int, int, int]:
+def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, ...]:
     """Sizes along `AXES`; `data` counts the slices too."""
     sizes = {name: getattr(config, name) for name in AXES}
     known = config.slices * math.prod(size for size in sizes.values() if size != -1)
     free = [name for name, size in sizes.items() if size == -1]
-    text = f"slices {config.slices}, " + ", ".join(f"{name} {size}" for name, size in sizes.items())
+    text = f"slices {config.slices}, {_listed(sizes, ', ')}"
     if (num_devices % known if free else num_devices != known) != 0:
         raise ConfigError(
             f"'mesh' ({text}) asks for {'a multiple of ' if free else ''}{known} devices, but there are {num_devices}: "
@@ -157,7 +160,12 @@ def mesh_shape(config: MeshConfig, num_devices: int) -> tuple[int, int, int, int
         )
     if free:
         sizes[free[0]] = num_devices // known
-    return config.slices * sizes["data"], sizes["fsdp"], sizes["context"], sizes["tensor"]
+    return config.slices * sizes["data"], *(sizes[name] for name in AXES[1:])
+
+
+def _listed(sizes: Mapping[str, int], between: str) -> str:
+    """The axes by name and size; models without experts need not hear of theirs."""
+    return between.join(f"{name} {size}" for name, size in sizes.items() if (name, size) != ("expert", 1))
 
 
 # ---- parameters ----
@@ -193,7 +201,7 @@ def _parameter_spec(parameter: Parameter, shape: tuple[int, ...], partition: Par
 
 
 def _sizes(partition: Partition, dimension: str) -> str:
-    return " x ".join(f"{axis} {partition.mesh.shape[axis]}" for axis in partition.rules.axes(dimension))
+    return _listed({axis: partition.mesh.shape[axis] for axis in partition.rules.axes(dimension)}, " x ")
 
 
 def check_model(config: ModelConfig, partition: Partition) -> None:

@@ -30,6 +30,7 @@ class Settings(NamedTuple):
     remat: Remat
     accumulate: int
     xla_options: tuple[XlaOption, ...] = ()  # beside the configuration's own
+    expert: int = 1
 
     def apply(self, config: TrainConfig, stage: int) -> TrainConfig:
         """The configuration with these settings; `stage` is the one whose batch is taken in pieces."""
@@ -67,7 +68,7 @@ class Settings(NamedTuple):
     @property
     def devices(self) -> int:
         """Devices of one slice."""
-        return self.data * self.fsdp * self.context * self.tensor
+        return math.prod(getattr(self, axis) for axis in AXES)
 
     def __str__(self) -> str:
         axes = [f"{axis} {size}" for axis in AXES if (size := getattr(self, axis)) > 1] or ["one device"]
@@ -85,9 +86,9 @@ def present(config: TrainConfig, stage: int, devices: int) -> Settings:
     Raises:
       ConfigError: its mesh does not suit the devices.
     """
-    data, fsdp, context, tensor = mesh_shape(config.mesh, devices)
-    accumulate = config.stages[stage].accumulate
-    return Settings(data // config.mesh.slices, fsdp, context, tensor, config.remat, accumulate)
+    sizes = dict(zip(AXES, mesh_shape(config.mesh, devices), strict=True))
+    sizes["data"] //= config.mesh.slices
+    return Settings(**sizes, remat=config.remat, accumulate=config.stages[stage].accumulate)
 
 
 def candidates(config: TrainConfig, model: ModelConfig, stage: int, devices: int) -> Iterator[Settings]:
@@ -96,9 +97,12 @@ def candidates(config: TrainConfig, model: ModelConfig, stage: int, devices: int
     rows = config.stages[stage].batch_size
     if devices % config.mesh.slices:
         return
-    for data, fsdp, context, tensor in factorisations(devices // config.mesh.slices, len(AXES)):
+    for shape in factorisations(devices // config.mesh.slices, len(AXES)):
+        sizes = dict(zip(AXES, shape, strict=True))
+        if sizes["expert"] > 1 and not model.num_experts:
+            continue  # the same as fsdp, with the weights repeated
         for accumulate in divisors(rows):
-            settings = Settings(data, fsdp, context, tensor, config.remat, accumulate)
+            settings = Settings(**sizes, remat=config.remat, accumulate=accumulate)
             if refusal(settings, config, model, stage) is None:
                 yield from (settings._replace(remat=remat) for remat in REMAT)
 

@@ -1,8 +1,9 @@
 """What a training step would take under given settings, by formula: the search compiles what looks best here.
 
-Per device, with B rows of T tokens, split in b by batch and c by sequence, t the size of `tensor`, g pieces of a weight
-over `fsdp` and `context`, a pieces of the batch (`accumulate`), d, H, K, D, f the model's sizes, L layers, and p the
-bytes of a number that is computed with (2 in bf16): n = B T / (b c) tokens, of which n / a are in memory at a time.
+Per device, with B rows of T tokens, split in b by batch and c by sequence, t the size of `tensor`, e that of `expert`,
+g pieces of a weight over `fsdp` and `context`, a pieces of the batch (`accumulate`), d, H, K, D, f the model's sizes
+(of experts, f of those that a token meets), L layers, and p the bytes of a number that is computed with (2 in bf16):
+n = B T / (b c) tokens, of which n / a are in memory at a time.
 
 Memory:
   weights and moments   4 bytes for each of the device's weights, 8 (AdamW) or 4 (a matrix under Muon) for its moments
@@ -11,6 +12,7 @@ Memory:
   activations           n / a L times what remat keeps of a token: `kept_bytes`; of "offload" nothing
   working               n / a times what a layer's backward pass needs; the logits of a chunk; the keys and values of
                         whole rows, with their gradients, where a layer gathers them
+A device keeps a row for each token of its `expert` axis and expert that the token meets, also for experts elsewhere.
 Time, in sums: nothing runs beside anything else.
   matmuls               2 n / t operations for each weight of a matrix, 3 times (forward, and twice back), once more
                         where remat computes them again; the head 4 times; at the share of the peak that XLA reaches
@@ -23,6 +25,8 @@ Time, in sums: nothing runs beside anything else.
   keys                  full, hybrid and routed layers gather keys and values of the row (again in the backward pass,
                         but under "none") and scatter their gradients; windowed layers send a window's reach
   tensor                all-reduces of [n, d], two of a layer forward and back, and where remat computes it again
+  experts               [e n, d] is gathered and scattered, by each layer that has experts, forward and back, and where
+                        remat computes it again; gradients of what is no expert's are summed over `expert`
 A ring of m devices sends (m - 1) / m of what is gathered or scattered, and twice that of what is summed.
 """
 
@@ -186,11 +190,18 @@ def _ends(work: Workload) -> int:
 # ---- memory ----
 
 
-def kept_bytes(work: Workload, remat: Remat, tensor: int = 1) -> float:
+def _mlp_width(model: ModelConfig, expert: int) -> float:
+    """Numbers of a token in the middle of a layer's MLP, the mean of all layers, on one of so many devices."""
+    rows = expert * model.num_experts_per_tok * model.moe_intermediate_size
+    dense = len(model.dense_layers) * model.intermediate_size
+    return (dense + len(model.sparse_layers) * rows) / model.num_hidden_layers
+
+
+def kept_bytes(work: Workload, remat: Remat, tensor: int = 1, expert: int = 1) -> float:
     """What the forward pass keeps of a token and layer on the chip, or on its host under "offload"."""
     model, p = work.model, work.number_bytes
     d, queries = model.hidden_size, model.num_attention_heads * model.head_dim / tensor
-    keys, mlp = model.num_key_value_heads * model.head_dim / tensor, model.intermediate_size / tensor
+    keys, mlp = model.num_key_value_heads * model.head_dim / tensor, _mlp_width(model, expert) / tensor
     # Layers of every kind keep what any kind needs; a routed layer has the results of two branches.
     launches = len({*work.pattern.layer_types}) + (SWITCH in work.pattern.layer_types)
     attention = launches * (queries * p + 4 * model.num_attention_heads / tensor)
@@ -211,7 +222,7 @@ def _bytes(work: Workload, share: _Share) -> dict[str, float]:
     layers, tokens = model.num_hidden_layers, share.tokens / share.pieces
     lora = work.config.lora is not None
     frozen = (share.weights - share.trained) * (p if lora else 4)
-    matrices = sum(row.size for row in work.parameters if row.matrix) / layers
+    matrices = sum(_gathered(row, share) for row in work.parameters if row.matrix) / layers
     logits = min(CHUNK, tokens) * model.vocab_size / share.tensor * 4
     gathers = share.context > 1 and _gathers(work)
     whole_rows = 4 * _row_of_keys(work, share) / share.pieces if gathers else 0.0
@@ -222,9 +233,14 @@ def _bytes(work: Workload, share: _Share) -> dict[str, float]:
         "gathered": (2 * matrices + 2 * _ends(work)) * p / share.tensor,
         "activations": 0.0
         if settings.remat == "offload"
-        else tokens * layers * kept_bytes(work, settings.remat, share.tensor),
-        "working": tokens * kept_bytes(work, "none", share.tensor) + 2 * logits + whole_rows,
+        else tokens * layers * kept_bytes(work, settings.remat, share.tensor, settings.expert),
+        "working": tokens * kept_bytes(work, "none", share.tensor, settings.expert) + 2 * logits + whole_rows,
     }
+
+
+def _gathered(row: Parameter, share: _Share) -> float:
+    """Numbers of a weight that a layer gathers; a device's experts stay its own."""
+    return row.size / (share.partition.size("expert") if "expert" in row.axes else 1)
 
 
 # ---- time ----
@@ -234,9 +250,10 @@ def _seconds(work: Workload, share: _Share) -> dict[str, float]:
     model, settings, chip = work.model, share.settings, work.chip
     again = settings.remat not in ("none", "projections")
     lora = work.config.lora
-    matrices = sum(row.size for row in work.parameters if row.matrix)
+    projections = [row for row in work.parameters if row.matrix]
+    matrices = sum(row.active_size for row in projections)
     # The result of the last matrix is not needed again.
-    down = model.num_hidden_layers * model.hidden_size * model.intermediate_size
+    down = sum(row.active_size for row in projections if "down_proj" in row.path)
     head = sum(row.size for row in work.parameters if row.output)
     products = (2 if lora else 3) * matrices + again * (matrices - down) + (3 if lora else 4) * head
     if model.uses_rope:
@@ -244,8 +261,8 @@ def _seconds(work: Workload, share: _Share) -> dict[str, float]:
         products += (2 + again) * model.num_hidden_layers * heads * model.head_dim**2
     if lora is not None:
         products += 3 * lora.num_parameters(model)
-    passes = PASSES * kept_bytes(work, "none", share.tensor)
-    passes += 2 * kept_bytes(work, settings.remat, share.tensor)
+    passes = PASSES * kept_bytes(work, "none", share.tensor, settings.expert)
+    passes += 2 * kept_bytes(work, settings.remat, share.tensor, settings.expert)
     logits = share.tokens * model.vocab_size / share.tensor * 4
     moved = share.tokens * model.num_hidden_layers * passes + LOGIT_PASSES * logits
     if share.context > 1:
@@ -260,6 +277,7 @@ def _seconds(work: Workload, share: _Share) -> dict[str, float]:
         "weights": _exchange_of_weights(work, share),
         "keys": _exchange_of_keys(work, share),
         "tensor": _exchange_of_activations(work, share, again),
+        "experts": _exchange_of_experts(work, share, again),
     }
 
 
@@ -327,3 +345,12 @@ def _exchange_of_keys(work: Workload, share: _Share) -> float:
 def _exchange_of_activations(work: Workload, share: _Share, again: bool) -> float:
     size = share.tokens * work.model.hidden_size * work.number_bytes
     return _ring(work, size, share.tensor, 2 * ((4 + again) * work.model.num_hidden_layers + 1))
+
+
+def _exchange_of_experts(work: Workload, share: _Share, again: bool) -> float:
+    expert = share.settings.expert
+    size = expert * share.tokens * work.model.hidden_size * work.number_bytes
+    seconds = _ring(work, size, expert, (4 + 2 * again) * len(work.model.sparse_layers))
+    shared = _local(tuple(row for row in work.parameters if "expert" not in row.axes), share.partition)
+    gradients = min(shared, share.trained) * work.number_bytes
+    return seconds + _ring(work, gradients, expert, 2 * share.pieces)

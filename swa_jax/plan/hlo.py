@@ -212,20 +212,32 @@ def uncounted_loops(program: Program, counts: dict[str, float]) -> int:
 # ---- what it computes ----
 
 
-def matmul_flops(program: Program, counts: dict[str, float]) -> float:
-    """Operations of all matrix products of one device, those inside kernels left out: 2 m n k each.
+def matmul_flops(program: Program, counts: dict[str, float], expert_devices: int = 1) -> float:
+    """Operations of all matrix products of one device, those inside attention's kernels left out: 2 m n k each.
 
     A product [m, k] by [k, n] has m k, k n and m n elements, whose product is (m n k) squared, whichever way a compiler
-    spells it. (One with batch dimensions would be counted sqrt(batch) times too high; projections have none.)
+    spells it. (One with batch dimensions would be counted sqrt(batch) times too high; projections have none.) Those of
+    experts have E matrices and a row for each choice, which `expert_devices` share evenly.
     """
     total = 0.0
     for computation in program.computations.values():
         for instruction in computation.instructions.values():
-            if instruction.opcode in ("convolution", "dot"):
-                operands = [computation.instructions[name].type for name in instruction.operands[:2]]
-                sizes = [math.prod(shapes(type_)[0][1]) for type_ in (*operands, instruction.type)]
-                total += 2 * math.sqrt(math.prod(sizes)) * counts[computation.name]
+            experts = is_expert_product(instruction)
+            if instruction.opcode in ("convolution", "dot") or experts:
+                names = instruction.operands[-2:] if experts else instruction.operands[:2]
+                types = (*(computation.instructions[name].type for name in names), instruction.type)
+                arrays = [shapes(type_)[0][1] for type_ in types]
+                size = math.prod(math.prod(array) for array in arrays)
+                share = 1.0
+                if experts:
+                    size, share = size // max(arrays, key=len)[0], 1 / expert_devices
+                total += 2 * math.sqrt(size) * share * counts[computation.name]
     return total
+
+
+def is_expert_product(instruction: Instruction) -> bool:
+    """Whether it is `jax.lax.ragged_dot` as the TPU compiler has it: a kernel of its own."""
+    return instruction.name.startswith("ragged-dot-none") and instruction.opcode == "custom-call"
 
 
 def own_cycles(instruction: Instruction) -> int:

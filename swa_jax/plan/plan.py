@@ -128,7 +128,8 @@ def plan(
         traced.batch["rows"], traced.batch["length"], dict(traced.mesh.shape), slices, traced.zigzag,
     )  # fmt: skip
     attention = attention_of(work)
-    report["flops"] = step_flops(work, attention, hlo.matmul_flops(program, counts))
+    matmuls = hlo.matmul_flops(program, counts, traced.mesh.shape["expert"])
+    report["flops"] = step_flops(work, attention, matmuls)
     shares = _branch_shares(traced.model.pattern)
     report["time"] = step_time(work, attention, report["flops"]["model"], program, counts, sends, shares)
     if uncounted := hlo.uncounted_loops(program, counts):

@@ -224,7 +224,9 @@ def _ratio(settings: Settings, ratios: Sequence[tuple[Settings, float]]) -> floa
 
 def _likeness(one: Settings, other: Settings) -> int:
     """What two settings share of that by which programs differ most."""
-    same_axes = sum((getattr(one, axis) > 1) == (getattr(other, axis) > 1) for axis in ("context", "tensor"))
+    same_axes = sum(
+        (getattr(one, axis) > 1) == (getattr(other, axis) > 1) for axis in ("expert", "context", "tensor")
+    )
     return same_axes + 2 * (one.remat == other.remat)
 
 

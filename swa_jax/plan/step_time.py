@@ -191,6 +191,10 @@ def _assumptions(work: StepWork, attention: Attention) -> list[str]:
         )
     if SWITCH in work.pattern.layer_types:
         lines.append(f"routed layers send {ROUTED_SHARE:.0%} of the tokens to full attention")
+    if work.model.num_experts:
+        lines.append(
+            "tokens are spread evenly over the experts; of the experts' products the count is in it, the time is not"
+        )
     if work.step == "decode":
         lines.append("the time that decode kernels take to read the caches is not in it")
     return lines

@@ -124,7 +124,8 @@ class LayerScorer:
       full_attention_decode: True is the paper's setting. A layer that only *answer* queries need for looking far back
         then scores nothing, because they see everything anyway. Take False for a pattern that will run without it.
       reuse: start from the activations below the layer that is made full. This takes (L + 3) / (2 (L + 1)) of the
-        layer evaluations of L + 1 whole passes, which False makes. The results are the same up to rounding.
+        layer evaluations of L + 1 whole passes, which False makes, and which a model
+        of dense and sparse layers takes. The results are the same up to rounding.
       toggles_at_once: with `reuse`, how many layers are made full side by side, in one batch of that many times
         `batch_size` rows. That many layer inputs and one more are in memory, and twice that while they are put
         together.
@@ -172,6 +173,8 @@ class LayerScorer:
             check_model(model.config, partition)
             shardings = state_shardings(self._weights, partition, model.config)
             self._weights = jax.device_put(self._weights, shardings)
+        # What is reused goes through the layers one by one, which takes layers that are all alike.
+        reuse = reuse and not model.config.mlp_layer_types
         self._partition, self._reuse, self._at_once = partition, reuse, toggles_at_once
         # Where the window holds the whole prompt, window and full attention are the same function. Different kernels
         # would still round differently, and ranking that noise is what this avoids: all layers take the full kernel,

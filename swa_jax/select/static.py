@@ -34,12 +34,11 @@ from swa_jax.model.attention import (
     AttentionContext,
     LayerPlan,
     layer_plan,
-    model_per_head,
     model_slopes,
     model_spec,
 )
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.decoder import Block, Decoder
+from swa_jax.model.decoder import Block, Decoder, scan_layers
 from swa_jax.model.layer_types import FULL
 from swa_jax.model.layers import rope_tables
 from swa_jax.model.pattern import AttentionPattern
@@ -89,6 +88,8 @@ def static_scores(
     """
     config = model.config
     check_softmax(config, f"{method} scores heads")
+    if method == "fisher" and config.mlp_layer_types:
+        raise ConfigError("fisher goes through layers that are all alike, the model's mlp_layer_types differ")
     graph, weights = nnx.split(model)
     if method == "razor":
         return _by_group(
@@ -123,6 +124,10 @@ def check_softmax(config: ModelConfig, what: str) -> None:
     if config.attention_activation != "softmax":
         raise ConfigError(
             f"{what} of softmax attention, the model has {config.attention_activation} attention"
+        )
+    if config.sink_logits:
+        raise ConfigError(
+            f"{what} whose keys share all of the mass, the model gives part of it to sink logits"
         )
 
 
@@ -223,18 +228,15 @@ def layer_statistics(
     tokens, segment_ids [B, T]: as in `AnswerBatch`, one right-padded text a row.
     """
     model: Decoder = nnx.merge(graph, weights)
-    layer_graph, layers = nnx.split(model.layers)
     (plan, context), lengths = _full_attention(model, segment_ids), segment_ids.sum(1)
 
-    def layer(x: jax.Array, scanned: tuple[nnx.State, LayerPlan]) -> tuple[jax.Array, jax.Array]:
-        layer_weights, row = scanned
-        block = nnx.merge(layer_graph, layer_weights)
+    def layer(x: jax.Array, block: Block, row: LayerPlan) -> tuple[jax.Array, jax.Array]:
         out, (q, k, _) = _full_layer(block, x, 0.0, row, context)
         function, setting = statistic
         measure = STATISTICS[function] if isinstance(function, str) else function
         return out, measure(Heads(q, k, lengths, context.spec, model_slopes(model.config)), setting)
 
-    return jax.lax.scan(layer, model.embed(tokens), (layers, plan))[1]
+    return scan_layers(model.layers, layer, model.embed(tokens), plan)[1]
 
 
 def _razor(
@@ -304,12 +306,11 @@ def _full_layer(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     """One layer under full attention, `probe` [B, T, H, D] being added to what its heads say; also its q, k, v."""
     q, k, v = block.attention.qkv(block.attention_input(x), plan, context)
-    config = block.attention.config
     mixed = attention(
-        q, k, v, context.spec, q_segment_ids=context.segment_ids, **model_per_head(config)._asdict()
+        q, k, v, context.spec, q_segment_ids=context.segment_ids, **block.attention.per_head()._asdict()
     )
     assert isinstance(mixed, jax.Array)
-    return block.after_attention(x, block.attention.output(mixed + probe)), (q, k, v)
+    return block.after_attention(x, block.attention.output(mixed + probe))[0], (q, k, v)
 
 
 def _full_attention(model: Decoder, segment_ids: jax.Array) -> tuple[LayerPlan, AttentionContext]:

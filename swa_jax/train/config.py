@@ -93,6 +93,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     switch_loss: SwitchLoss = dataclasses.field(default_factory=SwitchLoss)
     z_loss: float = 0.0  # weight of the mean squared log of the softmax's denominator
+    router_aux_loss_coef: float = 0.0  # weight of the loss that spreads tokens over a model's experts
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient that is no number
     spike_factor: float | None = None  # skip updates whose gradient norm is this many times the running mean
     bfloat16: bool = False  # compute in bf16; what is trained and its optimiser stay f32

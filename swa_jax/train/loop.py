@@ -326,6 +326,10 @@ def _prepare(config: TrainConfig) -> Run:
             f"tokenizer {config.tokenizer} has {tokenizer.vocab_size} tokens, the model's vocab_size is "
             f"{model_config.vocab_size}: they do not belong together"
         )
+    if config.router_aux_loss_coef and not model_config.num_experts:
+        raise ConfigError(
+            "'router_aux_loss_coef' spreads tokens over experts, which this model does not have: drop it"
+        )
     if config.init_optimizer and not has_checkpoint(Path(config.output) / "checkpoints"):
         check_earlier_run(config)
     pattern = run_pattern(config, start)

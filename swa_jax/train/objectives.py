@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from swa_jax.model.attention import Routing
+from swa_jax.model.experts import ExpertLoad
 from swa_jax.model.loss import TokenLoss
 
 
@@ -39,6 +40,21 @@ def z_loss(loss: TokenLoss, total_weight: jax.Array) -> jax.Array:
     """Weighted mean of the squared log of the softmax's denominator, which keeps logits from drifting."""
     assert loss.log_z is not None
     return jnp.sum(jnp.square(loss.log_z) * loss.weight) / total_weight
+
+
+def load_balancing_loss(load: ExpertLoad, layers: int, tokens: jax.Array) -> jax.Array:
+    """Hugging Face's `load_balancing_loss_func`: E * sum_e f_e P_e (Switch Transformers, Fedus et al., Eq. 4 to 6).
+
+    f_e is how often a token of the layers chose expert e, P_e its mean probability, both over all layers. It is the
+    number of experts a token meets where tokens are spread evenly; no gradient flows through f.
+
+    Args:
+      load: leaves [L, E]; layers: those of them that have experts.
+      tokens: that are counted in the load of a layer.
+    """
+    rows = jnp.maximum(tokens, 1) * layers
+    chosen, probability = (jnp.sum(x, axis=0) / rows for x in load)
+    return len(chosen) * jnp.sum(jax.lax.stop_gradient(chosen) * probability)
 
 
 @dataclasses.dataclass(frozen=True)

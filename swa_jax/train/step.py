@@ -24,6 +24,7 @@ from swa_jax.train.config import TrainConfig
 from swa_jax.train.objectives import (
     Totals,
     full_attention_ratio,
+    load_balancing_loss,
     mean_loss,
     switch_regularizer,
     totals_of,
@@ -169,6 +170,12 @@ def make_loss(
         if config.z_loss:
             metrics["z_loss"] = z_loss(tokens, totals.weight)
             loss = loss + config.z_loss * metrics["z_loss"]
+        if routing.experts is not None:
+            counted = jnp.sum(segments != 0)
+            balance = load_balancing_loss(routing.experts, len(model.config.sparse_layers), counted)
+            # Not a sum over tokens: the pieces of a batch have each their own, and count by their tokens.
+            metrics["load_balancing_loss"] = balance = balance * counted / totals.tokens
+            loss = loss + config.router_aux_loss_coef * balance
         if SWITCH in model.pattern.layer_types:
             penalty = switch_regularizer(routing, tokens, config.switch_loss, totals.targets)
             by_layer = full_attention_ratio(routing, segments, totals.tokens)

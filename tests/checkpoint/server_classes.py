@@ -22,7 +22,7 @@ def _even(hf):
 def _vllm_cache_window(hf):
     """vllm 0.33.0, engine/arg_utils.py: one window for all layers that have none of their own."""
     types = hf.get("layer_types")
-    if hf["model_type"] in ("qwen2", "qwen3") and not hf.get("use_sliding_window"):
+    if hf["model_type"] in ("qwen2", "qwen3", "qwen3_moe") and not hf.get("use_sliding_window"):
         return None  # transformers' configuration class
     if types is None and hf["model_type"] in ("qwen2", "qwen3"):  # which it makes itself
         first = hf.get("max_window_layers", 28)
@@ -50,6 +50,8 @@ def vllm(hf):
         "Qwen2ForCausalLM": _full,
         "Qwen3ForCausalLM": _full,
         "GptOssForCausalLM": _even,
+        "Qwen3MoeForCausalLM": _full,
+        "MixtralForCausalLM": _full,
         "Olmo2ForCausalLM": _by_layer_types,  # TransformersForCausalLM, as those below
         "Olmo3ForCausalLM": _by_layer_types,
         "SmolLM3ForCausalLM": _by_layer_types,

@@ -92,6 +92,13 @@ def test_a_server_computes_the_pattern_or_the_export_is_refused(model, server):
         ("qwen3-full", "vllm", "odd", "TransformersMoEForCausalLM"),
         ("qwen3-full", "vllm", "window", "Qwen3ForCausalLM"),
         ("qwen3-full", "tpu-inference", "odd", None),
+        ("qwen3-moe-full", "vllm", "odd", "TransformersMoEForCausalLM"),
+        ("qwen3-moe-full", "vllm", "full", "Qwen3MoeForCausalLM"),
+        ("qwen3-moe-full", "tpu-inference", "odd", None),
+        ("mixtral-window", "vllm", "window", None),
+        ("mixtral-window", "vllm", "full", "MixtralForCausalLM"),
+        ("gpt-oss-hybrid", "vllm", "even", "GptOssForCausalLM"),
+        ("gpt-oss-hybrid", "vllm", "odd", None),
         ("qwen2-full", "vllm", "last", "LlamaForCausalLM"),
         ("llama-plain", "vllm", "odd", "LlamaForCausalLM"),
         ("llama-plain", "tpu-inference", "odd", "LlamaForCausalLM"),
@@ -112,6 +119,14 @@ def test_which_class_runs_it(model, server, name, runs):
             served_config(server, hf, pattern)
     else:
         assert served_config(server, hf, pattern).runs.name == runs
+
+
+def test_a_dense_model_is_written_as_mellum_without_experts():
+    served = served_config(
+        "vllm", hf_of("qwen3-full"), patterns(hf_of("qwen3-full")["num_hidden_layers"])["odd"]
+    )
+    assert served.hf["mlp_layer_types"] == ["dense"] * served.hf["num_hidden_layers"]
+    assert not {"num_experts", "num_local_experts", "moe_intermediate_size"} & served.hf.keys()
 
 
 def test_every_family_has_a_class_on_vllm_or_is_ours():

@@ -18,13 +18,7 @@ CONFIGS = {file.stem: json.loads(file.read_text()) for file in (HERE / "configs"
 GOLDENS = json.loads((HERE / "config_goldens.json").read_text())
 
 UNKNOWN = "config.json: model_type '{}' is not supported; supported: "
-# Models of experts. To read one, take its line out: its golden is there already.
-MIXTURES = {
-    name: UNKNOWN.format(config["model_type"])
-    for name, config in CONFIGS.items()
-    if config["model_type"] in ("qwen3_moe", "mixtral", "gpt_oss")
-}
-REFUSED = MIXTURES | {
+REFUSED = {
     "LGAI-EXAONE--EXAONE-3.5-32B-Instruct-AWQ": UNKNOWN.format("exaone"),
     "Qwen--Qwen1.5-MoE-A2.7B": UNKNOWN.format("qwen2_moe"),
     "Qwen--Qwen2.5-VL-7B-Instruct": UNKNOWN.format("qwen2_5_vl"),
@@ -56,7 +50,7 @@ def test_the_set_is_that_known():
     assert len(CONFIGS) == 65
     assert REFUSED.keys() <= CONFIGS.keys()
     assert GOLDENS.keys() >= CONFIGS.keys() - REFUSED.keys()
-    assert len(CONFIGS.keys() - REFUSED.keys()) + len(MIXTURES) >= 50
+    assert len(CONFIGS.keys() - REFUSED.keys()) == 50
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS.keys() - REFUSED.keys()))

@@ -58,7 +58,7 @@ def random_prompts(lengths=LENGTHS, seed: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["every-kind", "every-kind+fa-decode"])
+@pytest.mark.parametrize("name", ["every-kind", "every-kind+fa-decode", "experts", "sink-logits-every-kind"])
 def test_batch_equals_each_alone_and_the_full_forward(name):
     model, prompts = model_of(name), random_prompts()
     batch = generate(model, prompts, max_new_tokens=NEW)

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
-from tiny_models import BYTES, PARALLEL, SANDWICH, SIGMOID, SOFTMAX
+from tiny_models import BYTES, EXPERTS, FUSED_EXPERTS, MIXED, PARALLEL, SANDWICH, SIGMOID, SOFTMAX
 
 from swa_jax.checkpoint import tensor_names as names
 from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
@@ -49,6 +49,9 @@ MODELS = committed() | {
     "tiny bytes": BYTES,
     "tiny sandwich": SANDWICH,
     "tiny parallel": PARALLEL,
+    "tiny experts": EXPERTS,
+    "tiny experts and dense layers": MIXED,
+    "tiny fused experts": FUSED_EXPERTS,
     "norms after": dataclasses.replace(SANDWICH, norm_placement="post"),
     "every bias": dataclasses.replace(
         SOFTMAX, attention_out_bias=True, mlp_bias=True, tie_word_embeddings=False, router_bias_init=-2.0
@@ -81,6 +84,8 @@ def test_a_decoder_holds_what_is_declared(name, routed, lora):
     config = MODELS[name]
     rows = list(parameters(config, routed))
     if lora is not None:
+        names = {row.projection for row in rows}
+        lora = dataclasses.replace(lora, targets=tuple(name for name in lora.targets if name in names))
         rows += [f for row in rows if row.projection in lora.targets for f in low_rank(row, lora.rank)]
     assert len({row.path for row in rows}) == len({row.hf_name for row in rows}) == len(rows)
     assert leaves(config, routed, lora) == {row.path: row.stacked_shape for row in rows}
@@ -129,7 +134,7 @@ def test_a_new_row_has_names_layout_cost_and_group(gain):
     assert [tensor.name for tensor in tensors] == [
         f"model.layers.{i}.self_attn.gain_proj.weight" for i in range(4)
     ]
-    assert tensors[3] == (tensors[3].name, (41, 24), gain, 3, True)
+    assert tensors[3] == (tensors[3].name, (41, 24), gain, (3,), True)
     assert names.expected_tensors(config)["model.layers.0.self_attn.gain_proj.weight"] == (41, 24)
 
     tree = {"layers": {"attention": {"gain_proj": {"kernel": np.zeros(shape)}, "other": np.zeros(shape)}}}

@@ -39,7 +39,7 @@ def abstract_partition(**sizes: int) -> Partition:
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     devices = np.broadcast_to(np.array(jax.devices()[:1]), (int(np.prod(shape)),)).reshape(shape)
     if devices.size == 1:
-        return Partition(Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 4))
+        return Partition(Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
     return Partition(jax.sharding.AbstractMesh(shape, AXES))  # type: ignore[arg-type]
 
 
@@ -68,8 +68,9 @@ def test_every_mesh_computes_what_one_device_does(what):
 
 
 def test_one_axis_takes_the_devices_that_remain():
-    assert mesh_shape(MeshConfig(data=2, tensor=2), 16) == (2, 4, 1, 2)
-    assert mesh_shape(MeshConfig(data=2, fsdp=4, slices=3), 24) == (6, 4, 1, 1)
+    assert mesh_shape(MeshConfig(data=2, tensor=2), 16) == (2, 4, 1, 1, 2)
+    assert mesh_shape(MeshConfig(data=2, fsdp=4, slices=3), 24) == (6, 4, 1, 1, 1)
+    assert mesh_shape(MeshConfig(1, 2, 1, 2, expert=4), 16) == (1, 2, 4, 1, 2)
     with pytest.raises(ConfigError, match="asks for a multiple of 6 devices, but there are 8"):
         mesh_shape(MeshConfig(tensor=6), 8)
     with pytest.raises(ConfigError, match="asks for 4 devices, but there are 8"):
@@ -86,7 +87,9 @@ def test_rules_refuse_an_axis_that_would_split_a_tensor_twice():
         rules.spec("q_proj", (None, "embed", "heads"))
     with pytest.raises(ConfigError, match="names mesh axis 'model'"):
         ShardingRules(mlp=("model",))
-    assert ShardingRules().spec("x", ("batch", "sequence", None)) == P(("data", "fsdp"), ("context",), None)
+    assert ShardingRules().spec("x", ("batch", "sequence", None)) == P(
+        ("data", "fsdp", "expert"), ("context",), None
+    )
 
 
 def test_parameters_and_moments_are_split_alike_and_what_cannot_be_is_named():

@@ -7,6 +7,7 @@ import pytest
 
 from swa_jax.plan import hlo
 from swa_jax.plan.collectives import collectives, device_groups
+from swa_jax.plan.timeline import is_kernel
 
 MESH = {"data": 1, "fsdp": 4, "context": 2, "tensor": 1}
 
@@ -53,6 +54,29 @@ def test_trips_of_other_loops(change, trips):
 def test_operations_and_cycles_are_multiplied_by_the_runs(program, counts):
     assert hlo.matmul_flops(program, counts) == pytest.approx(24 * 2 * 64 * 128 * 256)
     assert hlo.estimated_cycles(program, counts) == 24 * 1100  # what says "not known" is left out
+
+
+EXPERTS = """
+HloModule step, is_scheduled=true
+
+ENTRY %main (x.1: bf16[4096,1024], w.1: bf16[16,1024,512], n.1: s32[16]) -> bf16[16,1024,512] {
+  %x.1 = bf16[4096,1024]{1,0} parameter(0)
+  %w.1 = bf16[16,1024,512]{2,1,0} parameter(1)
+  %n.1 = s32[16]{0} parameter(2)
+  %ragged-dot-metadata = s32[17]{0} custom-call(%n.1), custom_call_target="tpu_custom_call"
+  %ragged-dot-none = bf16[4096,512]{1,0} custom-call(%ragged-dot-metadata, %x.1, %w.1), custom_call_target="tpu_custom_call"
+  ROOT %ragged-dot-none.1 = bf16[16,1024,512]{2,1,0} custom-call(%ragged-dot-metadata, %x.1, %ragged-dot-none), custom_call_target="tpu_custom_call"
+}
+"""  # noqa: E501
+
+
+def test_products_of_experts_count_their_rows_once():
+    program = hlo.parse(EXPERTS)
+    counts = hlo.executions(program)
+    forward = 2 * 4096 * 1024 * 512
+    assert hlo.matmul_flops(program, counts) == pytest.approx(2 * forward)
+    assert hlo.matmul_flops(program, counts, expert_devices=4) == pytest.approx(2 * forward / 4)
+    assert not any(is_kernel(one) for one in program.computations["main"].instructions.values())
 
 
 def test_cycles_are_told_apart_by_what_they_are_for(program, counts):

@@ -1,0 +1,215 @@
+"""Mixtures of experts: a router chooses a few MLPs for each token, and no token is dropped.
+
+Tokens are sorted by expert, so that `jax.lax.ragged_dot` multiplies each expert's run of rows with its weights
+(MegaBlocks, Gale et al., arXiv:2211.15841). Shapes do not depend on what the router chooses. On a mesh each device
+gathers the tokens of its `expert` axis, computes those that chose its experts, and the devices add up what they have.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.layers import activated, linear
+from swa_jax.model.parameters import declared
+from swa_jax.model.sharding import Partition
+
+
+class ExpertLoad(NamedTuple):
+    """What a layer's router did with the tokens that are not padding; the load-balancing loss is made of it."""
+
+    chosen: jax.Array  # [E] f32: tokens that chose each expert
+    probability: jax.Array  # [E] f32: the sum over tokens of its probability
+
+
+class Choice(NamedTuple):
+    """The experts of each token and their weights."""
+
+    experts: jax.Array  # [N, k] int32
+    weights: jax.Array  # [N, k] f32
+
+
+class StackedLinear(nnx.Module):
+    """The linear maps of all experts: `kernel` [E, in, out], `bias` [E, out] or None."""
+
+    def __init__(self, path: str, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        rows = declared(config)
+        kernel, bias = rows[f"{path}.kernel"], rows.get(f"{path}.bias")
+        self.kernel = nnx.Param(kernel.init(rngs.params(), kernel.shape, dtype))
+        if bias is not None:
+            self.bias = nnx.Param(bias.init(rngs.params(), bias.shape, dtype))
+
+
+class MixtureOfExperts(nnx.Module):
+    """An MLP of experts in place of a dense one."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.config = config
+        self.expert_router = linear("layers.experts.expert_router", config, dtype, rngs)
+        for name in (
+            ("gate_up_proj", "down_proj") if config.fused_experts else ("gate_proj", "up_proj", "down_proj")
+        ):
+            setattr(self, name, StackedLinear(f"layers.experts.{name}", config, dtype, rngs))
+
+    def __call__(
+        self, x: jax.Array, counted: jax.Array | None = None, partition: Partition | None = None
+    ) -> tuple[jax.Array, ExpertLoad]:
+        """x [B, T, d], counted [B, T] bool (which tokens are not padding) -> [B, T, d] and the load of the experts."""
+        if counted is None:
+            counted = jnp.ones(x.shape[:2], bool)
+        weights = nnx.to_pure_dict(nnx.state(self))
+        if partition is None:
+            return _mixture(x, counted, weights, self.config, None)
+        rows = partition.spec("batch", "sequence")
+        sharded = jax.shard_map(
+            functools.partial(_mixture, config=self.config, partition=partition),
+            mesh=partition.mesh,
+            in_specs=(
+                partition.spec("batch", "sequence", None),
+                rows,
+                _specs(weights, self.config, partition),
+            ),
+            out_specs=(partition.spec("batch", "sequence", None), P()),
+            check_vma=False,  # as for the loss (`swa_jax.model.loss`)
+        )
+        return sharded(x, counted, weights)
+
+
+def _specs(weights: Any, config: ModelConfig, partition: Partition) -> Any:
+    """Experts and their width stay split; what else splits a weight is gathered for the layer."""
+    rows = declared(config)
+
+    def spec(path: Any, _: Any) -> P:
+        row = rows[".".join(["layers", "experts", *(key.key for key in path)])]
+        return partition.spec(
+            *(axis if axis in ("expert", "mlp") else None for axis in row.axes), tensor=row.name
+        )
+
+    return jax.tree_util.tree_map_with_path(spec, weights)
+
+
+def _mixture(
+    x: jax.Array, counted: jax.Array, weights: Any, config: ModelConfig, partition: Partition | None
+) -> tuple[jax.Array, ExpertLoad]:
+    """One device's tokens x [B, T, d]; inside shard_map where there is a partition."""
+    tokens = x.reshape(-1, x.shape[-1])  # [N, d]
+    logits = router_logits(tokens, weights["expert_router"])
+    choice = choose_experts(logits, config)
+    load = _load(logits, choice, counted.reshape(-1))
+    if partition is None:
+        return _experts(tokens, choice, weights, config).reshape(x.shape), load
+    rules = partition.rules
+    token_axes = (*rules.batch, *rules.sequence)
+    load = lax.psum(load, token_axes)
+    width, (axis,) = rules.mlp, rules.expert or ("",)
+    pieces = partition.size("expert")
+    gathers = pieces > 1 and axis in token_axes
+    if gathers:
+        tokens, choice = (lax.all_gather(part, axis, tiled=True) for part in (tokens, choice))
+    first = lax.axis_index(axis) * (config.num_experts // pieces) if pieces > 1 else None
+    biased = _all_first(width) if partition.size("mlp") > 1 else True
+    y = _experts(tokens, choice, weights, config, first, biased)
+    y = lax.psum(y, (*width, *(() if gathers or pieces == 1 else (axis,))))
+    if gathers:
+        y = lax.psum_scatter(y, axis, tiled=True)
+    return y.reshape(x.shape), load
+
+
+def _all_first(axes: tuple[str, ...]) -> jax.Array:
+    """Whether this device is the first along mesh axes: what is added once is added there."""
+    return functools.reduce(jnp.logical_and, [lax.axis_index(axis) == 0 for axis in axes])
+
+
+def router_logits(tokens: jax.Array, router: Any) -> jax.Array:
+    """tokens [N, d] of any dtype -> [N, E] f32, computed in f32: a choice turns over where two logits are near."""
+    kernel = router["kernel"].astype(jnp.float32)
+    logits = jnp.matmul(tokens.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST)
+    return logits + router["bias"].astype(jnp.float32) if "bias" in router else logits
+
+
+def choose_experts(logits: jax.Array, config: ModelConfig) -> Choice:
+    """The experts with the greatest logits [N, E], and their probabilities: among all, or (`norm_topk_prob`) among the
+    chosen, which is the same as to divide by their sum."""
+    top, experts = lax.top_k(logits, config.num_experts_per_tok)
+    if config.norm_topk_prob:
+        return Choice(experts, jax.nn.softmax(top))
+    return Choice(experts, jnp.exp(top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)))
+
+
+def _load(logits: jax.Array, choice: Choice, counted: jax.Array) -> ExpertLoad:
+    chose = (choice.experts[..., None] == jnp.arange(logits.shape[-1])).any(1)  # [N, E]
+    return ExpertLoad(
+        *(jnp.sum(x * counted[:, None], axis=0) for x in (chose.astype(jnp.float32), jax.nn.softmax(logits)))
+    )
+
+
+def _experts(
+    tokens: jax.Array,
+    choice: Choice,
+    weights: Any,
+    config: ModelConfig,
+    first: jax.Array | None = None,
+    biased: jax.Array | bool = True,
+) -> jax.Array:
+    """The weighted sum of what its experts make of each token [N, d].
+
+    Args:
+      weights: of all experts, or of those from number `first` on; tokens of others give 0.
+      biased: whether the last bias is added here, where several devices have a part of the experts' width.
+    """
+    per_token, count = choice.experts.shape[1], weights["down_proj"]["kernel"].shape[0]
+    number = choice.experts.reshape(-1) - (0 if first is None else first)  # [M]
+    number = jnp.where((number >= 0) & (number < count), number, count)  # others last
+    order = jnp.argsort(number)
+    inverse, number = jnp.argsort(order), number[order]
+    sizes = jnp.sum(number[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)  # [E]
+    here = None if first is None else (number < count)[:, None]
+
+    def only_here(x: jax.Array) -> jax.Array:
+        return x if here is None else jnp.where(here, x, 0)  # rows of no group are what the memory held
+
+    def dot(x: jax.Array, name: str, biased: jax.Array | bool = True) -> jax.Array:
+        y = lax.ragged_dot(x, weights[name]["kernel"], sizes)
+        if "bias" in weights[name]:
+            y += only_here(jnp.where(biased, weights[name]["bias"][jnp.minimum(number, count - 1)], 0))
+        return y
+
+    x = only_here(_permuted(tokens, order, inverse, per_token))  # [M, d]
+    if config.fused_experts:
+        pairs = dot(x, "gate_up_proj").reshape(x.shape[0], -1, 2)
+        hidden = activated(pairs[..., 0], pairs[..., 1], config)
+    else:
+        hidden = activated(dot(x, "gate_proj"), dot(x, "up_proj"), config)
+    y = _permuted(only_here(dot(hidden, "down_proj", biased)), inverse, order)
+    y = y.reshape(*choice.experts.shape, -1).astype(jnp.float32)  # [N, k, d]
+    return jnp.sum(y * choice.weights[..., None], axis=1).astype(tokens.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _permuted(x: jax.Array, order: jax.Array, inverse: jax.Array, copies: int = 1) -> jax.Array:
+    """`jnp.repeat(x, copies, axis=0)[order]`, order [M] a permutation and `inverse` its inverse.
+
+    The gradient is gathered in the same way, where that of an index is a scatter that adds rows, one after the other.
+    """
+    return x[order // copies]
+
+
+def _permuted_fwd(
+    x: jax.Array, order: jax.Array, inverse: jax.Array, copies: int
+) -> tuple[jax.Array, jax.Array]:
+    return x[order // copies], inverse
+
+
+def _permuted_bwd(copies: int, inverse: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
+    rows = cotangent[inverse]
+    return rows.reshape(-1, copies, rows.shape[-1]).sum(axis=1), None, None
+
+
+_permuted.defvjp(_permuted_fwd, _permuted_bwd)

@@ -1,0 +1,219 @@
+"""Mixtures of experts: every token meets the experts that its router chose, wherever they lie, and none is dropped."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from kernels.tolerances import assert_close
+from safetensors.numpy import load_file
+from tiny_models import EXPERTS, FUSED_EXPERTS, MIXED, PLAIN, make
+
+import swa_jax
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.errors import ConfigError
+from swa_jax.families import model_config
+from swa_jax.model.attention import cast_parameters
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.experts import MixtureOfExperts
+from swa_jax.model.flops import matrix_parameters
+from swa_jax.model.layers import activated
+from swa_jax.model.lora import LoraConfig, trained_and_frozen, with_lora
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.train.objectives import load_balancing_loss
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+SPARSE = sorted(
+    file.parent.name for file in GOLDEN.glob("*/golden.safetensors") if "aux_loss" in load_file(file)
+)
+VARIANTS = {
+    "probabilities": dataclasses.replace(EXPERTS, norm_topk_prob=False),
+    "normalised": EXPERTS,
+    "fused, clamped, biases": FUSED_EXPERTS,
+    "biases": dataclasses.replace(EXPERTS, mlp_bias=True),
+    "one expert of many": dataclasses.replace(EXPERTS, num_experts=7, num_experts_per_tok=1),
+    "all experts": dataclasses.replace(EXPERTS, num_experts_per_tok=5),
+    "a single expert": dataclasses.replace(EXPERTS, num_experts=1, num_experts_per_tok=1),
+    "gelu": dataclasses.replace(EXPERTS, hidden_act="gelu_tanh"),
+}
+
+
+def mixture(config: ModelConfig, seed: int = 0) -> MixtureOfExperts:
+    module = MixtureOfExperts(config, jnp.dtype(jnp.float32), nnx.Rngs(seed))
+    keys = iter(jax.random.split(jax.random.key(seed), 20))
+    for _, variable in nnx.to_flat_state(nnx.state(module)):  # biases too are drawn
+        variable[...] = 0.2 * jax.random.normal(next(keys), variable.shape)
+    return module
+
+
+def by_every_expert(module: MixtureOfExperts, x: jax.Array) -> jax.Array:
+    """All experts on all tokens, weighted by 0 where they are not chosen; f32."""
+    config, weights = module.config, nnx.to_pure_dict(nnx.state(module))
+    highest = jax.lax.Precision.HIGHEST
+
+    def apply(x: jax.Array, name: str) -> jax.Array:
+        letters = "btd,edf->btef" if x.ndim == 3 else "bted,edf->btef"
+        y = jnp.einsum(letters, x, weights[name]["kernel"], precision=highest)
+        return y + weights[name].get("bias", 0)
+
+    router = weights["expert_router"]
+    logits = jnp.matmul(x, router["kernel"], precision=highest) + router.get("bias", 0)
+    probability = jax.nn.softmax(logits)
+    smallest = jnp.sort(logits, axis=-1)[..., -config.num_experts_per_tok, None]
+    weight = jnp.where(logits >= smallest, probability, 0)
+    if config.norm_topk_prob:
+        weight /= weight.sum(-1, keepdims=True)
+    if config.fused_experts:
+        both = apply(x, "gate_up_proj")
+        gate, up = both[..., ::2], both[..., 1::2]
+    else:
+        gate, up = apply(x, "gate_proj"), apply(x, "up_proj")
+    y = apply(activated(gate, up, config), "down_proj")
+    return jnp.einsum("...ed,...e->...d", y, weight, precision=highest)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_mixture_is_the_weighted_sum_of_its_experts(name):
+    module = mixture(VARIANTS[name])
+    x = jax.random.normal(jax.random.key(1), (2, 9, PLAIN.hidden_size))
+    graph, state = nnx.split(module)
+
+    def differentiate(function):
+        def loss(state, x):
+            y = function(nnx.merge(graph, state), x)
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(state, x)
+
+    (_, ours), gradients = differentiate(lambda module, x: module(x)[0])
+    (_, theirs), expected = differentiate(by_every_expert)
+    assert np.abs(theirs).max() > 0.1
+    assert_close(ours, theirs, "float32")
+    assert_close(gradients, expected, "float32", gradient=True)
+
+
+def test_tokens_that_all_choose_one_expert_are_all_computed():
+    """There is no capacity that a crowd could exceed."""
+    module = mixture(VARIANTS["biases"])
+    module.expert_router.kernel[...] = 0 * module.expert_router.kernel[...]
+    module.expert_router.bias[...] = jnp.array([0.0, 0.0, 9.0, 8.0, 0.0])
+    x = jax.random.normal(jax.random.key(2), (3, 11, PLAIN.hidden_size))
+    y, load = module(x)
+    assert_close(y, by_every_expert(module, x), "float32")
+    np.testing.assert_array_equal(load.chosen, [0, 0, 33, 33, 0])
+
+
+def test_the_load_leaves_padding_out():
+    module = mixture(EXPERTS)
+    x = jax.random.normal(jax.random.key(3), (2, 6, PLAIN.hidden_size))
+    counted = jnp.array([[True] * 6, [True] * 2 + [False] * 4])
+    (y, load), (short, expected) = module(x, counted), module(x[1:, :2])
+    first = module(x[:1])[1]
+    np.testing.assert_allclose(y[1, :2], short[0], rtol=0, atol=1e-6)
+    for got, a, b in zip(load, expected, first, strict=True):
+        np.testing.assert_allclose(got, a + b, rtol=1e-6)
+    assert float(load.chosen.sum()) == 8 * EXPERTS.num_experts_per_tok
+    assert float(load.probability.sum()) == pytest.approx(8)
+
+
+@pytest.mark.parametrize("config", [EXPERTS, MIXED], ids=["alike", "mixed"])
+def test_padding_changes_no_other_token(config):
+    model = Decoder(config, make("wFwF"), rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(0), (2, 14), 1, config.vocab_size)
+    segments = jnp.array([[1] * 9 + [0] * 5, [0] * 3 + [1] * 11])
+    other = jnp.where(segments == 0, (tokens + 7) % config.vocab_size, tokens)
+    hidden, routing = model.features(tokens, segment_ids=segments)
+    changed, again = model.features(other, segment_ids=segments)
+    np.testing.assert_array_equal(hidden[segments > 0], changed[segments > 0])
+    for a, b in zip(routing.experts, again.experts, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (np.asarray(routing.experts.chosen).sum(1) > 0).tolist() == [
+        i in config.sparse_layers for i in range(4)
+    ]
+
+
+@pytest.mark.parametrize("case", SPARSE)
+def test_the_load_balancing_loss_is_hugging_faces(case, tmp_path):
+    model = swa_jax.load_model(import_model(GOLDEN / case, tmp_path / "model"))
+    golden = load_file(GOLDEN / case / "golden.safetensors")
+    segments = np.ones_like(golden["tokens"])
+    segments[1, -12:] = 0
+    _, routing = model.features(jnp.asarray(golden["tokens"]), segment_ids=jnp.asarray(segments))
+    layers = len(model.config.sparse_layers)
+    ours = load_balancing_loss(routing.experts, layers, jnp.sum(segments))
+    np.testing.assert_allclose(ours, golden["aux_loss"][0], rtol=1e-5)
+
+
+def test_the_router_computes_in_f32_in_a_model_of_any_dtype():
+    model = Decoder(EXPERTS, make("FFFF"), dtype=jnp.float32, rngs=nnx.Rngs(0))
+    cast = cast_parameters(nnx.state(model), jnp.bfloat16)
+    dtypes = {".".join(map(str, path)): v.dtype for path, v in nnx.to_flat_state(cast)}
+    assert {str(dtype) for name, dtype in dtypes.items() if "expert_router" in name} == {"float32"}
+    assert dtypes["layers.experts.gate_proj.kernel"] == jnp.bfloat16
+    module = mixture(EXPERTS)
+    x = jax.random.normal(jax.random.key(4), (1, 64, PLAIN.hidden_size)).astype(jnp.bfloat16)
+    y, load = module(x)
+    assert (y.dtype, load.probability.dtype) == (jnp.bfloat16, jnp.float32)
+    exact = x.astype(jnp.float32)[0] @ module.expert_router.kernel[...]
+    np.testing.assert_allclose(load.probability, jax.nn.softmax(exact).sum(0), rtol=1e-5)
+
+
+def test_operations_of_experts_are_those_that_a_token_meets():
+    attention = 24 * 8 * (4 + 2 + 2) + 4 * 8 * 24
+    expert = 3 * 24 * 12
+    assert matrix_parameters(EXPERTS) == 4 * (attention + 2 * expert) + 24 * 61
+    dense = 3 * 24 * 40
+    assert matrix_parameters(MIXED) == 4 * attention + 2 * 2 * expert + 2 * dense + 24 * 61
+
+
+def test_lora_adapts_attention_but_no_experts():
+    model = Decoder(EXPERTS, make("FFFF"), rngs=nnx.Rngs(0))
+    with pytest.raises(ConfigError, match="names 'gate_proj', which a llama model does not have"):
+        with_lora(model, LoraConfig(targets=("gate_proj",)), nnx.Rngs(0))
+    adapted = with_lora(model, LoraConfig(rank=2), nnx.Rngs(0))
+    trained, frozen = (dict(nnx.to_flat_state(state)) for state in trained_and_frozen(adapted))
+    assert {path[-1] for path in trained} == {"lora_a", "lora_b"}
+    assert ("layers", "experts", "expert_router", "kernel") in frozen
+    tokens = jnp.arange(5)[None]
+    assert_close(adapted(tokens), model(tokens), "float32")
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"num_experts_per_tok": 6}, r"num_experts_per_tok must be from 1 to num_experts \(5\), got 6"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok must be from 1"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size must be above 0"),
+        ({"mlp_layer_types": ("sparse",) * 3}, "mlp_layer_types has 3 entries for 4 layers"),
+        (
+            {"mlp_layer_types": ("sparse", "dens", "sparse", "dense")},
+            r"mlp_layer_types\[1\] is 'dens'; did you mean",
+        ),
+        ({"mlp_layer_types": ("dense",) * 4}, "'dense' in every layer: set num_experts to 0"),
+        ({"num_experts": 0, "mlp_layer_types": ("sparse", "dense") * 2}, "num_experts must be above 0"),
+        (
+            {"sink_logits": True, "attention_activation": "sigmoid"},
+            "sink_logits enter the denominator of a softmax",
+        ),
+    ],
+)
+def test_descriptions_of_experts_that_cannot_be_are_refused(fields, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        dataclasses.replace(EXPERTS, **fields)
+
+
+def test_one_spelling_for_layers_that_are_all_sparse():
+    assert dataclasses.replace(EXPERTS, mlp_layer_types=("sparse",) * 4) == EXPERTS
+
+
+def test_dense_models_of_families_with_experts_have_none():
+    hf = json.loads((GOLDEN / "mellum-moe-hybrid" / "config.json").read_text())
+    config = model_config(hf | {"mlp_layer_types": ["dense"] * 5})
+    assert (config.num_experts, config.mlp_layer_types, config.sparse_layers) == (0, (), ())
+    pattern = AttentionPattern.from_recipe("full", config)
+    assert nnx.eval_shape(lambda: Decoder(config, pattern, rngs=nnx.Rngs(0))).layers.experts is None
