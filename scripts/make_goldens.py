@@ -18,242 +18,28 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from golden_cases import (
+    BATCH,
+    CASES,
+    GENERATED,
+    LENGTH,
+    MIN_MARGIN,
+    NEW_TOKENS,
+    NOPE_IN_FULL_LAYERS,
+    ONE_SPELLING,
+    PADDING,
+    PROMPT_LENGTHS,
+    ROPE_LENGTHS,
+    ROPE_SETTINGS,
+    SHAPE,
+    SHARDED,
+    SPARSE_CASES,
+    VOCAB,
+    WINDOW,
+)
 from safetensors.numpy import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-WINDOW = 8
-BATCH, LENGTH, VOCAB = 2, 45, 131  # LENGTH is more than five windows
-PADDING = 12  # of the tokens that the load-balancing loss of experts leaves out
-PROMPT_LENGTHS, NEW_TOKENS = (11, 19), 32  # left-padded to 19; four windows of new tokens
-MIN_MARGIN = (
-    1e-3  # between the two best tokens of a greedy step, so that rounding cannot change the continuation
-)
-
-SHAPE = dict(
-    vocab_size=VOCAB,
-    hidden_size=36,
-    intermediate_size=52,
-    num_hidden_layers=4,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    pad_token_id=0,
-)
-WIDE_HEADS = dict(head_dim=16)  # hidden_size / num_attention_heads would be 6
-HYBRID = dict(num_hidden_layers=5, sliding_window=WINDOW)
-
-# Wavelengths at head_dim 16 and theta 1e4 are 6, 20, 63, 199, ...: with an original context of 32, the llama3
-# and yarn rules leave the first alone, blend the next and stretch the others, all of it inside LENGTH positions.
-LLAMA3_ROPE = dict(
-    rope_type="llama3",
-    rope_theta=10000.0,
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=32,
-)
-YARN_ROPE = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)
-
-
-def mixed_layers(*full: int, layers: int = 5) -> list[str]:
-    """`layer_types` with full attention in the named layers and windows elsewhere."""
-    return ["full_attention" if layer in full else "sliding_attention" for layer in range(layers)]
-
-
-# A case's place is its seed: new ones go last.
-CASES = {
-    "llama3-rope": dict(model_type="llama", **WIDE_HEADS, rope_parameters=LLAMA3_ROPE),
-    "llama-plain": dict(
-        model_type="llama", num_key_value_heads=6
-    ),  # multi-head, head_dim = hidden_size / heads, untied
-    "llama-yarn": dict(model_type="llama", **WIDE_HEADS, rope_parameters=YARN_ROPE),
-    "mistral-full": dict(model_type="mistral", **WIDE_HEADS, sliding_window=None),
-    "qwen2-full": dict(model_type="qwen2", tie_word_embeddings=True),
-    "qwen3-full": dict(
-        model_type="qwen3", **WIDE_HEADS, rope_parameters=dict(rope_type="default", rope_theta=1e6)
-    ),
-    "mistral-window": dict(model_type="mistral", **WIDE_HEADS, sliding_window=WINDOW),
-    # No `layer_types`: Qwen2 derives them from max_window_layers (layers from that index on are windowed).
-    "qwen2-hybrid": dict(model_type="qwen2", **HYBRID, use_sliding_window=True, max_window_layers=2),
-    "qwen3-hybrid": dict(
-        model_type="qwen3",
-        **WIDE_HEADS,
-        **HYBRID,
-        use_sliding_window=True,
-        layer_types=mixed_layers(1, 3),
-        tie_word_embeddings=True,
-    ),
-    "ministral-hybrid": dict(model_type="ministral", **WIDE_HEADS, **HYBRID, layer_types=mixed_layers(0, 4)),
-    "llama-bias": dict(model_type="llama", num_hidden_layers=2, attention_bias=True, mlp_bias=True),
-    "olmo2-full": dict(model_type="olmo2"),
-    # Layers 1 (full) and 4 (windowed) have no rotary embeddings.
-    "smollm3-hybrid": dict(
-        model_type="smollm3",
-        **HYBRID,
-        use_sliding_window=True,
-        layer_types=mixed_layers(1, 3),
-        no_rope_layers=[1, 0, 1, 1, 0],
-    ),
-    "olmo3-hybrid": dict(
-        model_type="olmo3",
-        **HYBRID,
-        layer_types=mixed_layers(1, 4),
-        rope_parameters=dict(
-            full_attention=dict(YARN_ROPE, rope_theta=5e5),
-            sliding_attention=dict(rope_type="default", rope_theta=5e5),
-        ),
-    ),
-    # Caps that bite, and a scale that is not that of head_dim.
-    "gemma2-hybrid": dict(
-        model_type="gemma2",
-        **WIDE_HEADS,
-        **HYBRID,
-        attn_logit_softcapping=3.0,
-        final_logit_softcapping=5.0,
-        query_pre_attn_scalar=24,
-    ),
-    "gemma3-hybrid": dict(
-        model_type="gemma3_text",
-        **WIDE_HEADS,
-        **HYBRID,
-        layer_types=mixed_layers(2),
-        query_pre_attn_scalar=24,
-        rope_parameters=dict(
-            full_attention=dict(rope_type="linear", rope_theta=1e6, factor=8.0),
-            sliding_attention=dict(rope_type="default", rope_theta=100.0),
-        ),
-    ),
-    "granite-full": dict(
-        model_type="granite",
-        embedding_multiplier=3.0,
-        attention_multiplier=0.3,
-        residual_multiplier=0.6,
-        logits_scaling=2.5,
-    ),
-    "cohere-full": dict(model_type="cohere", logit_scale=0.3),
-    "cohere2-hybrid": dict(model_type="cohere2", **HYBRID, layer_types=mixed_layers(1, 3), logit_scale=0.3),
-    "exaone4-full": dict(
-        model_type="exaone4",
-        **WIDE_HEADS,
-        sliding_window=None,
-        layer_types=mixed_layers(0, 1, 2, 3, layers=4),
-    ),
-    "exaone4-hybrid": dict(model_type="exaone4", **WIDE_HEADS, **HYBRID, layer_types=mixed_layers(1, 4)),
-    # 6 of 8 channels are turned; the text is longer than the first training's, so that the long factors count.
-    "phi3-window": dict(
-        model_type="phi3",
-        hidden_size=48,
-        sliding_window=WINDOW,
-        original_max_position_embeddings=32,
-        rope_parameters=dict(
-            rope_type="longrope",
-            rope_theta=10000.0,
-            partial_rotary_factor=0.75,
-            short_factor=[1.0, 1.2, 1.5],
-            long_factor=[1.0, 2.5, 8.0],
-        ),
-    ),
-    # And shorter here.
-    "phi3-full": dict(
-        model_type="phi3",
-        original_max_position_embeddings=64,
-        rope_parameters=dict(
-            rope_type="longrope",
-            rope_theta=10000.0,
-            short_factor=[1.0, 1.5, 2.0],
-            long_factor=[4.0, 8.0, 9.0],
-        ),
-    ),
-    "mellum-hybrid": dict(
-        model_type="mellum",
-        **WIDE_HEADS,
-        **HYBRID,
-        layer_types=mixed_layers(0, 3),
-        mlp_layer_types=["dense"] * 5,
-        rope_parameters=dict(
-            full_attention=dict(YARN_ROPE, rope_theta=5e5),
-            sliding_attention=dict(rope_type="default", rope_theta=100.0),
-        ),
-    ),
-}
-NOPE_IN_FULL_LAYERS = ("cohere2", "exaone4")
-ONE_SPELLING = ("mellum",)  # transformers 4 never knew these
-EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16, intermediate_size=32)
-# Mixtures of experts, whose seeds count from 100.
-SPARSE_CASES = {
-    "qwen3-moe-full": dict(model_type="qwen3_moe", **WIDE_HEADS, **EXPERTS),
-    # Layers 1 and 5 have experts.
-    "qwen3-moe-window": dict(
-        model_type="qwen3_moe",
-        **WIDE_HEADS,
-        **EXPERTS,
-        num_hidden_layers=6,
-        use_sliding_window=True,
-        sliding_window=WINDOW,
-        norm_topk_prob=True,
-        decoder_sparse_step=2,
-        mlp_only_layers=[3],
-    ),
-    "mixtral-window": dict(
-        model_type="mixtral",
-        intermediate_size=32,
-        sliding_window=WINDOW,
-        num_local_experts=4,
-        num_experts_per_tok=3,
-    ),
-    # A limit that bites.
-    "gpt-oss-hybrid": dict(
-        model_type="gpt_oss",
-        **WIDE_HEADS,
-        intermediate_size=20,
-        sliding_window=WINDOW,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        swiglu_limit=1.0,
-        swiglu_alpha=1.5,
-        rope_parameters=dict(YARN_ROPE, truncate=False),
-    ),
-    "mellum-moe-hybrid": dict(
-        model_type="mellum",
-        **WIDE_HEADS,
-        **HYBRID,
-        **EXPERTS,
-        layer_types=mixed_layers(1, 4),
-        mlp_layer_types=["dense", "sparse", "sparse", "dense", "sparse"],
-        rope_parameters=dict(
-            full_attention=YARN_ROPE, sliding_attention=dict(rope_type="default", rope_theta=100.0)
-        ),
-    ),
-}
-SHARDED = "qwen3-full"
-GENERATED = ("qwen3-full", "ministral-hybrid", "cohere2-hybrid", "exaone4-hybrid", "gpt-oss-hybrid")
-
-LONG_ROPE = dict(
-    rope_type="longrope",
-    rope_theta=10000.0,
-    original_max_position_embeddings=4096,
-    short_factor=[1 + i / 64 for i in range(64)],
-    long_factor=[1 + i * i / 64 for i in range(64)],
-)
-
-# RoPE settings of released models, at their real sizes: only frequencies are kept, so they cost nothing.
-ROPE_SETTINGS = {
-    "default": dict(rope_type="default", rope_theta=1e6),
-    "linear": dict(rope_type="linear", rope_theta=10000.0, factor=4.0),
-    "llama-3.1": dict(LLAMA3_ROPE, rope_theta=500000.0, original_max_position_embeddings=8192),
-    "llama-3.2": dict(LLAMA3_ROPE, rope_theta=500000.0, factor=32.0, original_max_position_embeddings=8192),
-    "qwen-yarn": dict(YARN_ROPE, rope_theta=1e6, original_max_position_embeddings=32768),
-    "yarn-untruncated": dict(
-        YARN_ROPE, original_max_position_embeddings=4096, truncate=False, beta_fast=16.0, beta_slow=2.0
-    ),
-    "yarn-attention-factor": dict(YARN_ROPE, original_max_position_embeddings=4096, attention_factor=1.25),
-    "yarn-mscale": dict(YARN_ROPE, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=0.5),
-    "longrope-short": LONG_ROPE,
-    "longrope-long": LONG_ROPE,
-    "longrope-attention-factor": dict(LONG_ROPE, attention_factor=1.25, factor=8.0),
-}
-ROPE_LENGTHS = {"longrope-short": 4096, "longrope-long": 4097, "longrope-attention-factor": 1}
 
 
 def build(config, weights: dict[str, torch.Tensor] | None = None):

@@ -87,9 +87,9 @@ def source(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("case", ["qwen3-hybrid", "phi3-window"])
+@pytest.mark.parametrize("case", ["qwen3-hybrid", "phi3-window", "qwen3-moe-window"])
 def test_blocks_are_multiplied_by_their_scales(source, tmp_path, case):
-    """Also where the family joins tensors: blocks are those of the joined one."""
+    """Also those of experts, and where the family joins tensors: blocks are those of the joined one."""
     folder = source(case)
     original = load_file(GOLDEN / case / "model.safetensors")
     exported = export_model(import_model(folder, tmp_path / "checkpoint"), tmp_path / "exported")
@@ -160,6 +160,7 @@ def test_damaged_checkpoints_are_refused(source, tmp_path, changes, sentence):
         ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes'"),
         ({"quant_method": "compressed-tensors"}, "quant_method 'compressed-tensors'"),
+        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4' is not supported; supported: .* mxfp4 in gpt_oss"),
         ({"group_size": 64, "bits": 4}, "quantization_config without a quant_method"),
         ({"quant_method": "fp8", "weight_block_size": None}, "'fp8' without weight_block_size"),
         (SETTINGS | {"fmt": "e5m2"}, "'fp8' with fmt 'e5m2'"),

@@ -34,6 +34,9 @@ MODEL = {
 }
 
 
+EXPERTS = MODEL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 160}
+
+
 def config_of(*, length=4096, rows=8, **changes) -> TrainConfig:
     settings = {
         "output": "runs/none",
@@ -108,6 +111,18 @@ def test_slices_are_counted_apart():
     assert all(one.partition(config).mesh.shape["data"] == 2 * one.data for one in found)
 
 
+def test_experts_have_an_axis_of_their_own(tmp_path):
+    config = config_of(model=EXPERTS)
+    found = set(candidates(config, config.model, 0, 8))
+    assert {one.expert for one in found} == {1, 2, 4}  # 8 does not divide them
+    assert all(one.devices == 8 for one in found)
+    dense = config_of()
+    assert {one.expert for one in candidates(dense, dense.model, 0, 8)} == {1}
+    split = config_of(model=EXPERTS, mesh={"fsdp": 2, "expert": 4})
+    assert present(split, 0, 8) == Settings(1, 2, 1, 1, "layer", 1, expert=4)
+    assert present(split, 0, 8).overrides(config, 0) == ["mesh.fsdp=2", "mesh.expert=4"]
+
+
 def test_overrides_make_what_was_tried(tmp_path):
     file = tmp_path / "run.yaml"
     config = config_of(xla_options={"xla_tpu_scoped_vmem_limit_kib": "32768"})
@@ -160,6 +175,28 @@ def test_what_is_kept_follows_remat_and_pieces():
     half = estimate(work, Settings(1, 2, 4, 1, "attention", 2))
     assert half.bytes_by_part["activations"] == whole.bytes_by_part["activations"] / 2
     assert half.seconds_by_part["weights"] == 2 * whole.seconds_by_part["weights"]
+
+
+def test_experts_cost_what_a_token_meets_of_them():
+    work = work_of(config_of(model=EXPERTS), 4)
+    whole, split = (
+        estimate(work, settings)
+        for settings in (Settings(1, 4, 1, 1, "layer", 1), Settings(1, 1, 1, 1, "layer", 1, expert=4))
+    )
+    # A dense model whose MLPs are as wide as the two of four experts that a token meets has their products.
+    dense = estimate(
+        work_of(config_of(model=MODEL | {"intermediate_size": 320}), 4), Settings(1, 4, 1, 1, "layer", 1)
+    )
+    for one in (whole, split):
+        assert one.seconds_by_part["matmuls"] == pytest.approx(dense.seconds_by_part["matmuls"])
+    assert whole.seconds_by_part["experts"] == dense.seconds_by_part["experts"] == 0
+    experts, layer = 3 * 4 * 3 * 256 * 160, 256 * 128 * (2 * 4 + 2 * 2)
+    others = 3 * (layer + 2 * 256 + 256 * 4) + 2 * 1024 * 256 + 256  # with norms and routers
+    assert split.bytes_by_part["weights"] == 4 * (experts / 4 + others)
+    # Three quarters of 8192 tokens of 4 devices in bf16, gathered and scattered in 3 layers, 6 times with remat; and the
+    # gradients of the rest, summed.
+    ring = 0.75 * (4 * 2 * 4096 * 256 * 2 * 3 * 6 + 2 * others * 2)
+    assert split.seconds_by_part["experts"] == pytest.approx(ring / (2 * 2 * 50e9))
 
 
 def test_what_is_sent_follows_the_mesh():
