@@ -193,8 +193,8 @@ def test_experts_cost_what_a_token_meets_of_them():
     experts, layer = 3 * 4 * 3 * 256 * 160, 256 * 128 * (2 * 4 + 2 * 2)
     others = 3 * (layer + 2 * 256 + 256 * 4) + 2 * 1024 * 256 + 256  # with norms and routers
     assert split.bytes_by_part["weights"] == 4 * (experts / 4 + others)
-    # Three quarters of 8192 tokens of 4 devices in bf16, gathered and scattered in 3 layers, 6 times with remat; and the
-    # gradients of the rest, summed.
+    # Three quarters of what 4 devices have, 8192 tokens each in bf16, gathered and scattered in 3 layers, 6 times with
+    # remat; and the gradients of the rest, summed.
     ring = 0.75 * (4 * 2 * 4096 * 256 * 2 * 3 * 6 + 2 * others * 2)
     assert split.seconds_by_part["experts"] == pytest.approx(ring / (2 * 2 * 50e9))
 
