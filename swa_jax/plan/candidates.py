@@ -86,7 +86,7 @@ def present(config: TrainConfig, stage: int, devices: int) -> Settings:
     Raises:
       ConfigError: its mesh does not suit the devices.
     """
-    sizes = dict(zip(AXES, mesh_shape(config.mesh, devices), strict=True))
+    sizes: dict[str, Any] = dict(zip(AXES, mesh_shape(config.mesh, devices), strict=True))
     sizes["data"] //= config.mesh.slices
     return Settings(**sizes, remat=config.remat, accumulate=config.stages[stage].accumulate)
 
@@ -98,7 +98,7 @@ def candidates(config: TrainConfig, model: ModelConfig, stage: int, devices: int
     if devices % config.mesh.slices:
         return
     for shape in factorisations(devices // config.mesh.slices, len(AXES)):
-        sizes = dict(zip(AXES, shape, strict=True))
+        sizes: dict[str, Any] = dict(zip(AXES, shape, strict=True))
         if sizes["expert"] > 1 and not model.num_experts:
             continue  # the same as fsdp, with the weights repeated
         for accumulate in divisors(rows):

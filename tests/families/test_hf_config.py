@@ -455,7 +455,7 @@ def test_mellum_reads_rope_by_layer_type_alone():
         (
             "mellum",
             {"mlp_layer_types": ["dence"] * 3},
-            r"mlp_layer_types\[0\] is 'dence'; did you mean 'dense'",
+            "mlp_layer_types.0' must be one of dense, sparse, got 'dence'",
         ),
         ("mellum", {"mlp_layer_types": ["dense"] * 2}, "mlp_layer_types has 2 entries for 3 layers"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
