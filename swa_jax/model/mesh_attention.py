@@ -170,6 +170,8 @@ def _attend_behind(
     reach, length = halo_k.shape[1], q.shape[1]
     assert ids is not None
     assert halo_packing.q_segment_ids is not None
+    if reach == 0:
+        return _attend(q, k, v, per_head, _of_both(packing), None, options)
     apart = 2 * reach <= length
     first = slice(0, reach if apart else length)
     # Idle queries in front make this one sequence with itself, which the window kernels take; they cost less than
