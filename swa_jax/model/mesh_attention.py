@@ -136,8 +136,7 @@ def _on_one_device(
     k, v, ids = (place.by_chunk(x) for x in (k, v, ids))  # [B * chunks, length, ...]
     shape, q = q.shape, place.by_chunk(q)
     if not spec.num_sink_tokens:
-        halo = Packing(halo_ids), halo_k, halo_v
-        out, silent = _attend_behind(halo, q, k, v, per_head, Packing(ids), options)
+        out, silent = _attend_behind((halo_k, halo_v, halo_ids), q, k, v, ids, per_head, options)
         return out.reshape(shape), silent.reshape(shape[:2])
     assert positions is not None
     halo_positions, positions = from_left(positions, reach, place), place.by_chunk(positions)
@@ -154,35 +153,33 @@ def _on_one_device(
     return out.reshape(shape), silent.reshape(shape[:2])
 
 
-def _attend_behind(
-    halo, q, k, v, per_head: PerHead, packing: Packing, options: _Options
-) -> tuple[jax.Array, jax.Array]:
+def _attend_behind(halo, q, k, v, ids, per_head: PerHead, options: _Options) -> tuple[jax.Array, jax.Array]:
     """Windowed attention of a chunk's queries to its own keys and to those of the halo in front of them.
 
     Args:
-      halo: the ids and the keys and values [rows, reach, K, D] right before the chunk's.
+      halo: the keys and values [rows, reach, K, D] right before the chunk's, and their segment ids.
+      ids: the segment ids of the chunk [rows, length].
 
     Only the first `reach` queries see the halo. Where the chunk is long enough they are computed apart, and all others
     as if there were no halo: long arrays are then neither put together nor cut, which took more passes over them than
     attention itself.
     """
-    (halo_packing, halo_k, halo_v), ids = halo, packing.q_segment_ids
+    halo_k, halo_v, halo_ids = halo
     reach, length = halo_k.shape[1], q.shape[1]
-    assert ids is not None
-    assert halo_packing.q_segment_ids is not None
+    own = _of_both(Packing(ids))
     if reach == 0:
-        return _attend(q, k, v, per_head, _of_both(packing), None, options)
+        return _attend(q, k, v, per_head, own, None, options)
     apart = 2 * reach <= length
     first = slice(0, reach if apart else length)
     # Idle queries in front make this one sequence with itself, which the window kernels take; they cost less than
     # explicit positions would.
-    both = _of_both(Packing(jnp.concatenate([halo_packing.q_segment_ids, ids[:, first]], axis=1)))
+    both = _of_both(Packing(jnp.concatenate([halo_ids, ids[:, first]], axis=1)))
     idle_q = jnp.pad(q[:, first], ((0, 0), (reach, 0), (0, 0), (0, 0)))
     all_k, all_v = (jnp.concatenate([x, y[:, first]], axis=1) for x, y in ((halo_k, k), (halo_v, v)))
     out, silent = (x[:, reach:] for x in _attend(idle_q, all_k, all_v, per_head, both, None, options))
     if not apart:
         return out, silent
-    rest, silent = _attend(q, k, v, per_head, _of_both(packing), None, options)
+    rest, silent = _attend(q, k, v, per_head, own, None, options)
     return lax.dynamic_update_slice(rest, out, (0, 0, 0, 0)), silent
 
 
