@@ -136,13 +136,8 @@ def _on_one_device(
     k, v, ids = (place.by_chunk(x) for x in (k, v, ids))  # [B * chunks, length, ...]
     shape, q = q.shape, place.by_chunk(q)
     if not spec.num_sink_tokens:
-        # Idle queries in front make this one sequence with itself, which the window kernels take; they cost less
-        # than explicit positions would.
-        both = _of_both(Packing(jnp.concatenate([halo_ids, ids], axis=1)))
-        q = jnp.pad(q, ((0, 0), (reach, 0), (0, 0), (0, 0)))
-        k, v = jnp.concatenate([halo_k, k], axis=1), jnp.concatenate([halo_v, v], axis=1)
-        out, silent = _attend(q, k, v, per_head, both, None, options)
-        return out[:, reach:].reshape(shape), silent[:, reach:].reshape(shape[:2])
+        out, silent = _attend_behind((halo_k, halo_v, halo_ids), q, k, v, ids, per_head, options)
+        return out.reshape(shape), silent.reshape(shape[:2])
     assert positions is not None
     halo_positions, positions = from_left(positions, reach, place), place.by_chunk(positions)
     first = _first_tokens((k, v), ids, positions, spec.num_sink_tokens, reach, place)
@@ -156,6 +151,36 @@ def _on_one_device(
     k, v = jnp.concatenate([first_k, halo_k, k], axis=1), jnp.concatenate([first_v, halo_v, v], axis=1)
     out, silent = _attend(q, k, v, per_head, packing, None, options)
     return out.reshape(shape), silent.reshape(shape[:2])
+
+
+def _attend_behind(halo, q, k, v, ids, per_head: PerHead, options: _Options) -> tuple[jax.Array, jax.Array]:
+    """Windowed attention of a chunk's queries to its own keys and to those of the halo in front of them.
+
+    Args:
+      halo: the keys and values [rows, reach, K, D] right before the chunk's, and their segment ids.
+      ids: the segment ids of the chunk [rows, length].
+
+    Only the first `reach` queries see the halo. Where the chunk is long enough they are computed apart, and all others
+    as if there were no halo: long arrays are then neither put together nor cut, which took more passes over them than
+    attention itself.
+    """
+    halo_k, halo_v, halo_ids = halo
+    reach, length = halo_k.shape[1], q.shape[1]
+    own = _of_both(Packing(ids))
+    if reach == 0:
+        return _attend(q, k, v, per_head, own, None, options)
+    apart = 2 * reach <= length
+    first = slice(0, reach if apart else length)
+    # Idle queries in front make this one sequence with itself, which the window kernels take; they cost less than
+    # explicit positions would.
+    both = _of_both(Packing(jnp.concatenate([halo_ids, ids[:, first]], axis=1)))
+    idle_q = jnp.pad(q[:, first], ((0, 0), (reach, 0), (0, 0), (0, 0)))
+    all_k, all_v = (jnp.concatenate([x, y[:, first]], axis=1) for x, y in ((halo_k, k), (halo_v, v)))
+    out, silent = (x[:, reach:] for x in _attend(idle_q, all_k, all_v, per_head, both, None, options))
+    if not apart:
+        return out, silent
+    rest, silent = _attend(q, k, v, per_head, own, None, options)
+    return lax.dynamic_update_slice(rest, out, (0, 0, 0, 0)), silent
 
 
 def _reach(spec: AttentionSpec, length: int) -> int | None:

@@ -55,8 +55,8 @@ from swa_jax.train.config import StageConfig, TrainConfig
 # Over what a layer's backward pass needs, forward and backward together: 4 to 14 in docs/plans.
 PASSES = 6.0
 # Over queries, keys, values and results of a windowed layer whose sequence is split: what XLA does around its kernels
-# beyond what it does where it is not split. In docs/plans (SWAT 760M) and in a small model alike.
-HALO_PASSES = 38.0
+# beyond what it does where it is not split. From docs/plans (SWAT 760M).
+HALO_PASSES = 5.0
 LOGIT_PASSES = 8.0
 UPDATE_PASSES = 8.0  # over the optimizer's f32 arrays: gradient, weight and both moments, read and written
 

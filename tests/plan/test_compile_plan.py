@@ -4,6 +4,8 @@ import dataclasses
 import json
 
 import pytest
+from small_runs import MODEL
+from small_runs import config_of as run
 from typer.testing import CliRunner
 
 from swa_jax.cli.main import app
@@ -11,37 +13,10 @@ from swa_jax.errors import ConfigError
 from swa_jax.model.config import ModelConfig
 from swa_jax.plan.text import describe
 from swa_jax.settings import from_dict, to_dict
-from swa_jax.train.config import TrainConfig
 
 pytest.importorskip("libtpu")  # the plain suite runs where it has no wheel, too
 from swa_jax.chips import TARGETS
 from swa_jax.plan.plan import plan, topology_devices
-
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 65536,
-}
-
-
-def run(*, length=4096, rows=8, **changes):
-    settings = {
-        "output": "runs/none",
-        "tokenizer": "none",
-        "model": MODEL,
-        "pattern": "window",
-        "sliding_window": 512,
-        "bfloat16": True,
-        "remat": "layer",
-        "stages": [{"steps": 1, "sequence_length": length, "batch_size": rows}],
-    }
-    return from_dict(TrainConfig, settings | changes)
 
 
 def test_what_cannot_be_planned_is_one_sentence():

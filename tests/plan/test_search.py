@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+from small_runs import MODEL, config_of
 from typer.testing import CliRunner
 
 from swa_jax.chips import TARGETS
@@ -16,39 +17,12 @@ from swa_jax.plan.candidates import Settings, candidates, factorisations, presen
 from swa_jax.plan.cost import Workload, estimate
 from swa_jax.plan.search import SearchFile, key_of, search, to_json
 from swa_jax.plan.search_text import describe_search
-from swa_jax.settings import from_dict, load_config, to_dict
+from swa_jax.settings import load_config, to_dict
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.patterns import find_start, stage_patterns
 
 ROOT = Path(__file__).parents[2]
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 65536,
-}
-
-
 EXPERTS = MODEL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 160}
-
-
-def config_of(*, length=4096, rows=8, **changes) -> TrainConfig:
-    settings = {
-        "output": "runs/none",
-        "tokenizer": "none",
-        "model": MODEL,
-        "pattern": "window",
-        "sliding_window": 512,
-        "bfloat16": True,
-        "remat": "layer",
-        "stages": [{"steps": 1, "sequence_length": length, "batch_size": rows}],
-    }
-    return from_dict(TrainConfig, settings | changes)
 
 
 def work_of(config: TrainConfig, devices: int, chip: str = "v5e", stage: int = 0) -> Workload:
