@@ -12,13 +12,14 @@ from pallas_kernels.tpu.tiles import LANES, shape_like
 
 
 def write_pool(pool: jax.Array, slots: jax.Array, values: jax.Array, entries: jax.Array) -> jax.Array:
-    """Puts values [B, K, D] at `entries` [B] of rows `slots` [K] of a pool [rows, B, S, D]; absent rows are dropped.
+    """Puts values [B, K, D] at `entries` [B] of rows `slots` [K] of a pool [rows, B, S, D]; absent ones are dropped.
 
     XLA's scatter insists on a layout of its own for some shapes; between two reads it would copy the whole pool there
     and back. This one reads, changes and writes back the tile around each new entry, in the layout that is read.
     """
     batch, kv_heads, head_dim = values.shape
     by_lanes = head_dim % LANES != 0
+    num_entries = pool.shape[2]
     interpret = not on_tpu()
     size = 1 if interpret else LANES if by_lanes else 8  # of the tile; an interpreter has none
     view = pool.swapaxes(2, 3) if by_lanes else pool
@@ -34,7 +35,8 @@ def write_pool(pool: jax.Array, slots: jax.Array, values: jax.Array, entries: ja
                 sequence, head = lax.div(i, kv_heads), lax.rem(i, kv_heads)
                 span = pl.ds(pl.multiple_of(lax.div(entries[sequence], size) * size, size), size)
                 place = (slots[head], sequence, *((slice(None), span) if by_lanes else (span,)))
-                pl.when(slots[head] < pool.shape[0])(lambda: do(i, pool.at[place]))
+                present = (slots[head] < pool.shape[0]) & (entries[sequence] < num_entries)
+                pl.when(present)(lambda: do(i, pool.at[place]))
 
             lax.fori_loop(0, batch * kv_heads, one, None)
 

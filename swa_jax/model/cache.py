@@ -130,3 +130,26 @@ def write_prompt(
         values = jnp.where(positions[:, :, None, None] >= 0, jnp.take_along_axis(values, index, axis=1), 0)
     rows = values.transpose(2, 0, 1, 3).astype(pool.dtype)  # [K, B, entries, D]
     return pool.at[slots, :, : rows.shape[2]].set(rows, mode="drop")
+
+
+def write_chunk(
+    pool: jax.Array, slots: jax.Array, values: jax.Array, row: jax.Array, first: jax.Array, source: jax.Array
+) -> jax.Array:
+    """Put a chunk's keys (or values) [C, K, D] of sequence `row` into rows `slots` [K] of a pool.
+
+    `source` [N] says which of the chunk's tokens each of the N entries from `first` on takes; where there is no such
+    token, the entry stays as it is. Rows out of range are dropped.
+    """
+    if pool.shape[0] == 0:
+        return pool
+    taken = (source >= 0) & (source < values.shape[0])
+    values = values[jnp.clip(source, 0, values.shape[0] - 1)].astype(pool.dtype)  # [N, K, D]
+
+    # Slices, not a scatter, for which XLA would lay the whole pool out in another order and back.
+    def one(head: jax.Array, pool: jax.Array) -> jax.Array:
+        start = (slots[head], row, first, 0)
+        old = jax.lax.dynamic_slice(pool, start, (1, 1, source.shape[0], pool.shape[3]))
+        here = (taken & (slots[head] < pool.shape[0]))[:, None]
+        return jax.lax.dynamic_update_slice(pool, jnp.where(here, values[:, head], old), start)
+
+    return jax.lax.fori_loop(0, slots.shape[0], one, pool)

@@ -1,17 +1,19 @@
-"""One new token a sequence through the attention of one layer, over the two cache pools."""
+"""The attention of one layer over the two cache pools: one new token a sequence, or a piece of one prompt."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.api import attend, attend_routed
 from pallas_kernels.pools import Pools, attend_over_pools
-from pallas_kernels.spec import NEVER, PerHead
+from pallas_kernels.spec import NEVER, Packing, PerHead
 from swa_jax.model.attention import AttentionContext, LayerPlan, choose, full_spec
-from swa_jax.model.cache import CacheLayout, KVCache
+from swa_jax.model.cache import CacheLayout, KVCache, ring_positions, write_chunk
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH
 
 
@@ -73,3 +75,103 @@ def decode_layer(
         return {"ring": over_rings, "mixed": by_head}.get(where, lambda: over_whole(kind))
 
     return choose(place.mode, [branch(where, kind) for where, kind in layout.modes])
+
+
+class Chunk(NamedTuple):
+    """A piece of one prompt: which sequence of the batch it belongs to, and where it stands there."""
+
+    row: jax.Array  # int32
+    start: jax.Array  # int32: the tokens of the sequence that stand before it
+    count: jax.Array  # int32: its own tokens; what follows them is padding
+
+
+def extend_layer(
+    heads: PerHead,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gate: jax.Array,
+    cache: KVCache,
+    layout: CacheLayout,
+    place: LayerPlace,
+    plan: LayerPlan,
+    context: AttentionContext,
+    chunk: Chunk,
+) -> tuple[jax.Array, KVCache]:
+    """A chunk's q [1, C, H, D], k and v [1, C, K, D] -> [1, C, H, D], and the cache with its keys and values in.
+
+    The arguments are those of `decode_layer`. One KV head after another reads its row of a pool where it lies.
+    """
+    length, kv_heads, size = k.shape[1:]
+    group = q.shape[2] // kv_heads
+    index = jnp.arange(length)
+    new = jnp.where(index < chunk.count, chunk.start + index, -1)  # [C]: the keys' positions
+    entries = jnp.arange(layout.max_length)
+    whole_positions = jnp.where(entries < chunk.start + chunk.count, entries, -1)
+    before, after = (
+        ring_positions(layout, tokens[None])[0] for tokens in (chunk.start, chunk.start + chunk.count)
+    )
+
+    # A chunk may reach over the end of the pool, though its tokens do not: then it is put in from further left.
+    first = jnp.minimum(chunk.start, layout.max_length - min(length, layout.max_length))
+    source = first + jnp.arange(min(length, layout.max_length)) - chunk.start
+    whole = (first, jnp.where(source < chunk.count, source, -1))
+    put = functools.partial(write_chunk, row=chunk.row)
+    cache = dataclasses.replace(
+        cache,
+        k_whole=put(cache.k_whole, place.whole_slots, k[0], first=whole[0], source=whole[1]),
+        v_whole=put(cache.v_whole, place.whole_slots, v[0], first=whole[0], source=whole[1]),
+    )
+
+    def row_of(pool: jax.Array, slot: jax.Array) -> jax.Array:  # [1, entries, 1, D]
+        row = jax.lax.dynamic_slice(pool, (slot, chunk.row, 0, 0), (1, 1, *pool.shape[2:]))
+        return row.reshape(1, -1, 1, size)
+
+    def head(where: str, kind: str, one: tuple) -> jax.Array:
+        (whole_slot, ring_slot), q, k, v, options, full = one
+        packing = Packing(q_positions=(chunk.start + index)[None])
+        spec, implementation = context.spec, context.implementation
+
+        def over_whole(kind: str) -> jax.Array:
+            keys, values = row_of(cache.k_whole, whole_slot), row_of(cache.v_whole, whole_slot)
+            seen = packing._replace(kv_positions=whole_positions[None])
+            if kind == SWITCH:
+                return attend_routed(
+                    q, keys, values, gate, spec, options, seen, inference=True, implementation=implementation
+                )[0]
+            wide = options._replace(full_heads=full[None]) if kind == HYBRID else options
+            of_kind = full_spec(spec) if kind == FULL else spec
+            return attend(q, keys, values, of_kind, wide, seen, implementation=implementation)[0]
+
+        def over_ring() -> jax.Array:
+            keys, values = (
+                jnp.concatenate([row_of(pool, ring_slot), own.astype(pool.dtype)], axis=1)
+                for pool, own in ((cache.k_ring, k), (cache.v_ring, v))
+            )
+            seen = packing._replace(kv_positions=jnp.concatenate([before, new])[None])
+            return attend(q, keys, values, spec, options, seen, implementation=implementation)[0]
+
+        if where == "mixed":
+            in_whole = whole_slot < cache.k_whole.shape[0]
+            return jax.lax.cond(in_whole, functools.partial(over_whole, FULL), over_ring)
+        return over_ring() if where == "ring" else over_whole(kind)
+
+    by_head = (
+        (place.whole_slots, place.ring_slots),
+        q.reshape(1, length, kv_heads, group, size).transpose(2, 0, 1, 3, 4),  # [K, 1, C, G, D]
+        *(x.transpose(2, 0, 1, 3)[:, :, :, None] for x in (k, v)),  # [K, 1, C, 1, D]
+        jax.tree.map(lambda x: x.reshape(kv_heads, group), heads),
+        plan.full_heads,
+    )
+    branches = [
+        functools.partial(jax.lax.map, functools.partial(head, where, kind), by_head)
+        for where, kind in layout.modes
+    ]
+    out = choose(place.mode, branches)  # [K, 1, C, G, D]
+    ring = {"first": jnp.int32(0), "source": jnp.where(after >= chunk.start, after - chunk.start, -1)}
+    cache = dataclasses.replace(
+        cache,
+        k_ring=put(cache.k_ring, place.ring_slots, k[0], **ring),
+        v_ring=put(cache.v_ring, place.ring_slots, v[0], **ring),
+    )
+    return out.transpose(1, 2, 0, 3, 4).reshape(q.shape), cache

@@ -23,7 +23,7 @@ from swa_jax.model.attention import (
     model_spec,
 )
 from swa_jax.model.cache import CacheLayout, KVCache, ring_entry, ring_positions, write_prompt
-from swa_jax.model.cached_attention import decode_layer, layer_places
+from swa_jax.model.cached_attention import Chunk, decode_layer, extend_layer, layer_places
 from swa_jax.model.config import MlpKind, ModelConfig
 from swa_jax.model.experts import ExpertLoad, MixtureOfExperts
 from swa_jax.model.layer_types import SWITCH
@@ -348,11 +348,19 @@ class Decoder(nnx.Module):
         return self.logits(self.norm(last)), cache
 
     def decode_step(
-        self, tokens: jax.Array, cache: KVCache, layout: CacheLayout, full_from: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        cache: KVCache,
+        layout: CacheLayout,
+        full_from: jax.Array | None = None,
+        *,
+        active: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """One new token a sequence, tokens [B] -> logits [B, V] f32 of what follows, and the cache with it in.
 
-        `full_from` [B]: the length of each prompt under full-attention decode, else None.
+        Args:
+          full_from: [B] int32, the length of each prompt under full-attention decode, else None.
+          active: [B] bool; the cache of other sequences stays as it is, and their logits mean nothing. None: all.
         """
         context = self.context(
             tokens[:, None],
@@ -362,7 +370,14 @@ class Decoder(nnx.Module):
             rope_length=layout.max_length,
         )
         lengths = cache.lengths + 1
-        entry, ring = ring_entry(layout, cache.lengths), ring_positions(layout, lengths)
+        whole_entry, entry, ring = (
+            cache.lengths,
+            ring_entry(layout, cache.lengths),
+            ring_positions(layout, lengths),
+        )
+        if active is not None:  # an entry that no pool has is not written
+            whole_entry = jnp.where(active, whole_entry, layout.max_length)
+            entry = jnp.where(active, entry, layout.ring_entries)
 
         def layer(
             carry: tuple[jax.Array, KVCache], block: Block, scanned: tuple
@@ -373,8 +388,8 @@ class Decoder(nnx.Module):
             _, gate = block.attention.route(normed)
             cache = dataclasses.replace(
                 cache,
-                k_whole=write_token(cache.k_whole, place.whole_slots, k, cache.lengths),
-                v_whole=write_token(cache.v_whole, place.whole_slots, v, cache.lengths),
+                k_whole=write_token(cache.k_whole, place.whole_slots, k, whole_entry),
+                v_whole=write_token(cache.v_whole, place.whole_slots, v, whole_entry),
                 k_ring=write_token(cache.k_ring, place.ring_slots, k, entry),
                 v_ring=write_token(cache.v_ring, place.ring_slots, v, entry),
             )
@@ -385,7 +400,40 @@ class Decoder(nnx.Module):
 
         scanned = (self._plan(context.kinds), layer_places(layout))
         (x, cache), _ = scan_layers(self.layers, layer, (self.embed(tokens[:, None]), cache), scanned)
+        lengths = lengths if active is None else jnp.where(active, lengths, cache.lengths)
         return self.logits(self.norm(x[:, 0])), dataclasses.replace(cache, lengths=lengths)
+
+    def extend(
+        self, tokens: jax.Array, count: jax.Array, row: jax.Array, cache: KVCache, layout: CacheLayout
+    ) -> tuple[jax.Array, KVCache]:
+        """The next piece of one prompt: logits [V] f32 after its last token, and the cache with it in.
+
+        Args:
+          tokens: [C] int32, of which the first `count` (at least 1) are the piece. They stand behind the tokens that
+            the cache holds of the sequence, and there must be room for `count` more.
+          row: the number of the sequence in the cache.
+        """
+        chunk = Chunk(row, cache.lengths[row], count)
+        positions = chunk.start + jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        context = self.context(
+            tokens[None], kinds_of(self.pattern), positions=positions[None], rope_length=layout.max_length
+        )
+
+        def layer(
+            carry: tuple[jax.Array, KVCache], block: Block, scanned: tuple
+        ) -> tuple[tuple[jax.Array, KVCache], None]:
+            (x, cache), (plan, place) = carry, scanned
+            normed = block.attention_input(x)
+            q, k, v = block.attention.qkv(normed, plan, context)
+            _, gate = block.attention.route(normed)
+            heads = block.attention.per_head()
+            mixed, cache = extend_layer(heads, q, k, v, gate, cache, layout, place, plan, context, chunk)
+            return (block.after_attention(x, block.attention.output(mixed))[0], cache), None
+
+        scanned = (self._plan(context.kinds), layer_places(layout))
+        (x, cache), _ = scan_layers(self.layers, layer, (self.embed(tokens[None]), cache), scanned)
+        lengths = cache.lengths.at[row].add(count)
+        return self.logits(self.norm(x[0, count - 1])), dataclasses.replace(cache, lengths=lengths)
 
     def _plan(self, kinds: tuple[str, ...]) -> LayerPlan:
         return layer_plan(self.pattern, self.config, kinds)

@@ -7,6 +7,7 @@ stop tokens are data.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import zlib
 from collections import Counter
@@ -96,6 +97,27 @@ class Sampling(NamedTuple):
 GREEDY = Sampling()
 
 
+class Drawing(NamedTuple):
+    """How all sequences of a batch draw and what ends them; all data."""
+
+    sampling: Sampling
+    stop_tokens: jax.Array  # [N] int32
+    seed: jax.Array  # uint32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """A batch in the middle of generation."""
+
+    token: jax.Array  # [B] int32: the newest, not yet in the cache
+    drawn: jax.Array  # [B] int32: new tokens so far
+    active: jax.Array  # [B] bool: a sequence that has ended, or has not begun, leaves its cache as it is
+    keys: jax.Array  # [B] uint32: what tells one sequence's samples from another's
+    limits: jax.Array  # [B] int32: new tokens at most
+    prompt_lengths: jax.Array  # [B] int32: where full-attention decode begins
+
+
 def prepare(
     model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, max_length: int | None = None
 ) -> Batch:
@@ -151,6 +173,11 @@ def sampling(temperature: float = 0.0, top_k: int | None = None, top_p: float | 
     )
 
 
+def drawing(sampling: Sampling = GREEDY, stop_tokens: Sequence[int] = (), seed: int = 0) -> Drawing:
+    """The same as arrays."""
+    return Drawing(sampling, jnp.asarray(np.asarray(stop_tokens, np.int32)), jnp.uint32(seed % 2**32))
+
+
 def prefill(model: Decoder, batch: Batch) -> tuple[jax.Array, KVCache]:
     """The prompts through the model: logits [B, V] f32 of what follows each, and the filled caches."""
     graph, weights = nnx.split(model)
@@ -174,10 +201,13 @@ def decode(
     every sequence has. `cache` is consumed (its memory is reused); the caches afterwards are returned.
     """
     graph, weights = nnx.split(model)
-    stop = jnp.asarray(np.asarray(stop_tokens, np.int32))
-    limit = jnp.int32(max_new_tokens)
+    rows = len(batch.lengths)
+    sequences = Sequences(
+        jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.int32), jnp.ones(rows, bool), batch.keys,
+        jnp.full(rows, max_new_tokens, jnp.int32), batch.lengths,
+    )  # fmt: skip
     new, cache = _decode(
-        graph, weights, logits, cache, batch.lengths, batch.keys, sampling, stop, jnp.uint32(seed % 2**32), limit,
+        graph, weights, logits, cache, sequences, drawing(sampling, stop_tokens, seed),
         max_length=batch.max_length, buffer=round_up(max_new_tokens),
     )  # fmt: skip
     return new[:, :max_new_tokens], cache
@@ -205,42 +235,75 @@ def _decode(
     weights: nnx.State,
     logits: jax.Array,
     cache: KVCache,
-    prompt_lengths: jax.Array,
-    sequence_keys: jax.Array,
-    sampling: Sampling,
-    stop: jax.Array,
-    seed: jax.Array,
-    limit: jax.Array,
+    sequences: Sequences,
+    drawing: Drawing,
     *,
     max_length: int,
     buffer: int,
 ) -> tuple[jax.Array, KVCache]:
     model: Decoder = nnx.merge(graph, weights)
+    first, sequences = draw(sequences, logits, drawing)
+    new = jnp.full((logits.shape[0], buffer), NOTHING, jnp.int32).at[:, 0].set(first)
+    steps = sequences.limits.max() - 1
+    new, cache, _ = decode_steps(model, cache, sequences, drawing, new, 1, steps, max_length=max_length)
+    return new, cache
+
+
+def decode_steps(
+    model: Decoder,
+    cache: KVCache,
+    sequences: Sequences,
+    drawing: Drawing,
+    new: jax.Array,
+    column: int,
+    steps: jax.Array,
+    *,
+    max_length: int,
+    until_one_ends: jax.Array | bool = False,
+) -> tuple[jax.Array, KVCache, Sequences]:
+    """At most `steps` steps of decoding, fewer if all sequences end: what they draw is put into `new` from `column` on.
+
+    Args:
+      new: [B, N] int32 with N >= column + steps; `NOTHING` stays where a sequence is not active or ends.
+      until_one_ends: stop as soon as one of the active sequences has ended.
+    """
     layout = cache_layout(model.pattern, model.config.num_key_value_heads, max_length)
-    full_from = prompt_lengths if model.pattern.full_attention_decode else None
-    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(sequence_keys)  # [B]
+    full_from = sequences.prompt_lengths if model.pattern.full_attention_decode else None
+    begun = sequences.active
 
     class Loop(NamedTuple):
-        step: jax.Array  # tokens drawn so far
-        token: jax.Array  # [B] the newest
-        ended: jax.Array  # [B] bool
-        new: jax.Array  # [B, buffer]
+        step: jax.Array
+        new: jax.Array
         cache: KVCache
+        sequences: Sequences
 
-    def draw(logits: jax.Array, step: jax.Array, ended: jax.Array, new: jax.Array, cache: KVCache) -> Loop:
-        token = sample(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, step), sampling)
-        ended = ended | jnp.isin(token, stop)
-        return Loop(step + 1, token, ended, new.at[:, step].set(jnp.where(ended, NOTHING, token)), cache)
+    def goes_on(now: Loop) -> jax.Array:
+        sequences = now.sequences
+        one_ended = (begun & ~sequences.active).any()
+        return (now.step < steps) & sequences.active.any() & ~(until_one_ends & one_ended)
 
-    def step(now: Loop) -> Loop:
-        logits, cache = model.decode_step(now.token, now.cache, layout, full_from)
-        return draw(logits, now.step, now.ended, now.new, cache)
+    def advance(now: Loop) -> Loop:
+        token, active = now.sequences.token, now.sequences.active
+        logits, cache = model.decode_step(token, now.cache, layout, full_from, active=active)
+        drawn, sequences = draw(now.sequences, logits, drawing)
+        return Loop(now.step + 1, now.new.at[:, column + now.step].set(drawn), cache, sequences)
 
-    rows = logits.shape[0]
-    nothing = jnp.full((rows, buffer), NOTHING, jnp.int32)
-    first = draw(logits, jnp.int32(0), jnp.zeros(rows, bool), nothing, cache)
-    last = jax.lax.while_loop(lambda now: (now.step < limit) & ~now.ended.all(), step, first)
-    return last.new, last.cache
+    last = jax.lax.while_loop(goes_on, advance, Loop(jnp.int32(0), new, cache, sequences))
+    return last.new, last.cache, last.sequences
+
+
+def draw(sequences: Sequences, logits: jax.Array, drawing: Drawing) -> tuple[jax.Array, Sequences]:
+    """The next token of each active sequence from logits [B, V] f32: [B] int32, `NOTHING` if none, and what follows."""
+    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(drawing.seed)))(
+        sequences.keys
+    )  # [B]
+    token = sample(logits, jax.vmap(jax.random.fold_in)(keys, sequences.drawn), drawing.sampling)
+    continues = sequences.active & ~jnp.isin(token, drawing.stop_tokens)
+    drawn = sequences.drawn + continues
+    others = dataclasses.replace(
+        sequences, token=token, drawn=drawn, active=continues & (drawn < sequences.limits)
+    )
+    return jnp.where(continues, token, NOTHING), others
 
 
 def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
