@@ -1,16 +1,21 @@
-"""The verb `generate`: continue a prompt."""
+"""The verb `generate`: continue a prompt, or all prompts of a file."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from typer import Argument, Option
 
 from swa_jax.cli.options import (
+    OUTPUT,
     PATTERN,
+    PROMPTS,
+    RUNNING,
     ComputeDtype,
     FullDecode,
     Model,
@@ -19,65 +24,265 @@ from swa_jax.cli.options import (
     SinkTokens,
     Window,
     Yarn,
+    check_output,
     load_checkpoint,
     note_context,
     with_patterns,
 )
 from swa_jax.errors import ConfigError
 
+if TYPE_CHECKING:
+    from swa_jax.data.prompt_file import Prompt
+    from swa_jax.data.reply_text import ReplyText
+    from swa_jax.data.tokenizer import Tokenizer
+    from swa_jax.model.decoder import Decoder
+
 SAMPLING = "Sampling"
+
+Pattern = Annotated[
+    str | None,
+    Option(
+        help="A recipe or a pattern JSON. Default: the checkpoint's own.",
+        show_default=False,
+        rich_help_panel=PATTERN,
+    ),
+]
+MaxNewTokens = Annotated[int, Option(help="Tokens to write at most.", min=1, rich_help_panel=SAMPLING)]
+Temperature = Annotated[float, Option(help="0 takes the likeliest token.", min=0, rich_help_panel=SAMPLING)]
+TopK = Annotated[
+    int | None, Option(help="Sample among the K likeliest tokens.", min=1, rich_help_panel=SAMPLING)
+]
+TopP = Annotated[
+    float | None,
+    Option(help="Sample among the likeliest tokens that make up P.", rich_help_panel=SAMPLING),
+]
+Stop = Annotated[
+    list[str] | None,
+    Option(
+        help="A text that ends a reply and is not part of it; may be given several times.",
+        show_default=False,
+        rich_help_panel=SAMPLING,
+    ),
+]
+Chunk = Annotated[int, Option(help="Prompt tokens computed at once.", min=1, rich_help_panel=RUNNING)]
+
+
+class Drawn(NamedTuple):
+    """What has come of one reply."""
+
+    number: int
+    new_text: str
+    text: str
+    tokens: int
+    ended_by: str | None  # "end": an end token, "stop": a stop string, "length": `max_new_tokens`
 
 
 def generate(
     model: Model,
-    prompt: Annotated[str, Argument(help="The text to continue; - reads it from standard input.")],
-    pattern: Annotated[
+    prompt: Annotated[
         str | None,
+        Argument(help="The text to continue; - reads it from standard input.", show_default=False),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
         Option(
-            help="A recipe or a pattern JSON. Default: the checkpoint's own.",
+            help='A file of prompts: .txt has one a line; else each line is a JSON text, {"prompt": …} or '
+            '{"messages": […]}.',
             show_default=False,
-            rich_help_panel=PATTERN,
+            rich_help_panel=PROMPTS,
         ),
     ] = None,
+    samples: Annotated[
+        int, Option("--samples", "-n", help="Replies to each prompt.", min=1, rich_help_panel=PROMPTS)
+    ] = 1,
+    chat: Annotated[
+        bool,
+        Option("--chat", help="Put each prompt into the model's chat template.", rich_help_panel=PROMPTS),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        Option(
+            help="A new file for the replies, one JSON object a line. The same command goes on after an interruption.",
+            show_default=False,
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    pattern: Pattern = None,
     window: Window = None,
     sink_tokens: SinkTokens = None,
     fa_decode: FullDecode = None,
     yarn: Yarn = None,
-    max_new_tokens: Annotated[
-        int, Option(help="Tokens to write at most.", min=1, rich_help_panel=SAMPLING)
-    ] = 128,
-    temperature: Annotated[
-        float, Option(help="0 takes the likeliest token.", min=0, rich_help_panel=SAMPLING)
-    ] = 0.0,
-    top_k: Annotated[
-        int | None, Option(help="Sample among the K likeliest tokens.", min=1, rich_help_panel=SAMPLING)
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        Option(help="Sample among the likeliest tokens that make up P.", rich_help_panel=SAMPLING),
-    ] = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    stop: Stop = None,
+    slots: Annotated[
+        int, Option(help="Replies that are written at once.", min=1, rich_help_panel=RUNNING)
+    ] = 8,
+    chunk: Chunk = 512,
+    prefixes: Annotated[
+        int,
+        Option(
+            help="Prompts whose caches are remembered for others that begin alike.",
+            min=0,
+            rich_help_panel=RUNNING,
+        ),
+    ] = 4,
     dtype: ComputeDtype = None,
     seed: Seed = 0,
 ) -> None:
-    """Continue a prompt and print the new text."""
-    from swa_jax.model.generate import generate as run
+    """Continue a prompt and print the new text, or all prompts of a file."""
+    from swa_jax.model.generate import sampling
 
+    if (prompt is None) == (prompts is None):
+        raise ConfigError("give either a prompt or --prompts FILE")
+    if out is not None:
+        check_output("--out", out)
+    drawn = sampling(temperature, top_k, top_p)
+    texts = _prompts(prompt, prompts)
     decoder, tokenizer = load_checkpoint(model, dtype, yarn=yarn)
-    sources = [] if pattern is None else [pattern]
-    ((_, decoder),) = with_patterns(decoder, sources, Overrides(window, sink_tokens, fa_decode))
-    tokens = tokenizer.start_ids + tokenizer.encode(_text(prompt))
-    note_context(decoder.config, len(tokens) + max_new_tokens)
-    new = run(
-        decoder,
-        [tokens],
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop_tokens=() if tokenizer.eos_id is None else (tokenizer.eos_id,),
-        seed=seed,
+    ((_, decoder),) = with_patterns(
+        decoder, [] if pattern is None else [pattern], Overrides(window, sink_tokens, fa_decode)
     )
-    typer.echo(tokenizer.decode(new[0]))
+    tokens = [ids for ids in _encoded(model, tokenizer, texts, chat) for _ in range(samples)]
+    note_context(decoder.config, max(map(len, tokens)) + max_new_tokens)
+
+    def replies(skip: Sequence[int] = ()) -> Iterator[Drawn]:
+        return write_replies(
+            decoder, tokenizer, tokens, stop or (), skip,
+            engine={"slots": min(slots, len(tokens)), "chunk": chunk, "prefixes": prefixes},
+            stream={"max_new_tokens": max_new_tokens, "sampling": drawn, "seed": seed},
+        )  # fmt: skip
+
+    if out is not None:
+        settings = [
+            _weights_sum(model), decoder.pattern.to_json(), yarn, str(decoder.embedding[...].dtype), tokens,
+            max_new_tokens, temperature, top_k, top_p, stop, seed,
+        ]  # fmt: skip
+        _write_file(out, settings, samples, len(tokens), replies)
+    elif len(tokens) == 1:
+        for reply in replies():
+            typer.echo(reply.new_text, nl=False)
+        typer.echo()
+    else:
+        _print_in_order(replies())
+
+
+def write_replies(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    stop: Sequence[str],
+    skip: Sequence[int] = (),
+    *,
+    engine: dict[str, Any],
+    stream: dict[str, Any],
+) -> Iterator[Drawn]:
+    """Replies to the prompts that are not in `skip`, as they come; `engine` and `stream` are options of `Engine`."""
+    from swa_jax.data.reply_text import ReplyText
+    from swa_jax.model.engine import Engine
+    from swa_jax.model.generate import by_rope_length
+
+    limit = stream["max_new_tokens"]
+    for group in by_rope_length(decoder, prompts, limit):
+        longest = max(len(prompts[i]) for i in group)
+        worker = Engine(decoder, max_length=longest + limit, **engine)
+        texts: dict[int, ReplyText] = {i: ReplyText(tokenizer, stop) for i in group}
+        counts = dict.fromkeys(group, 0)
+        done = [n for n, i in enumerate(group) if i in skip]
+        pieces = worker.stream(
+            [prompts[i] for i in group], stop_tokens=tokenizer.end_ids, skip=done, **stream
+        )
+        for piece in pieces:
+            number = group[piece.prompt]
+            text = texts[number]
+            new = text.push(piece.tokens)
+            counts[number] += len(piece.tokens)
+            ended_by = None
+            if text.stopped:
+                worker.stop(piece.prompt)
+                ended_by = "stop"
+            elif piece.ended:
+                new += text.close()
+                ended_by = "stop" if text.stopped else "length" if counts[number] == limit else "end"
+            yield Drawn(number, new, text.text, counts[number], ended_by)
+
+
+def _prompts(prompt: str | None, file: Path | None) -> list[Prompt]:
+    from swa_jax.data.prompt_file import Prompt, read_prompts
+
+    if file is not None:
+        return read_prompts(file)
+    assert prompt is not None
+    return [Prompt(_text(prompt), None)]
+
+
+def _encoded(model: Path, tokenizer: Tokenizer, prompts: Sequence[Prompt], chat: bool) -> list[list[int]]:
+    """The tokens of the prompts; messages, and with `chat` texts, go through the model's chat template."""
+    from swa_jax.data.chat import chat_tokens, load_chat_template
+
+    wanted = chat or any(prompt.messages is not None for prompt in prompts)
+    template = load_chat_template(model) if wanted else None
+    if wanted and template is None:
+        raise ConfigError(
+            f"{model} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): give "
+            "prompts as plain text"
+        )
+
+    def encode(prompt: Prompt) -> list[int]:
+        if template is None or (prompt.messages is None and not chat):
+            assert prompt.text is not None
+            return tokenizer.start_ids + tokenizer.encode(prompt.text)
+        messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+        return chat_tokens(tokenizer, template, messages)
+
+    return [encode(prompt) for prompt in prompts]
+
+
+def _write_file(out: Path, settings: Any, samples: int, count: int, replies: Any) -> None:
+    from swa_jax.data.prompt_file import ReplyFile
+    from swa_jax.report.progress import counted
+
+    with ReplyFile(out, settings) as file:
+        done = [prompt * samples + sample for prompt, sample in file.replies]
+        with counted("replies", count) as advance:
+            advance(len(done))
+            for reply in replies(done) if len(done) < count else ():
+                if reply.ended_by is not None:
+                    prompt, sample = divmod(reply.number, samples)
+                    file.add(
+                        {
+                            "prompt": prompt,
+                            "sample": sample,
+                            "text": reply.text,
+                            "tokens": reply.tokens,
+                            "ended_by": reply.ended_by,
+                        }
+                    )
+                    advance(1)
+        file.finish()
+    typer.echo(f"{out}: {count} replies")
+
+
+def _print_in_order(replies: Iterator[Drawn]) -> None:
+    """Each reply as one JSON line, in the order of the prompts."""
+    import json
+
+    ended: dict[int, Drawn] = {}
+    printed = 0
+    for reply in replies:
+        if reply.ended_by is not None:
+            ended[reply.number] = reply
+        while (next_one := ended.pop(printed, None)) is not None:
+            typer.echo(json.dumps(next_one.text, ensure_ascii=False))
+            printed += 1
+
+
+def _weights_sum(model: Path) -> str:
+    from swa_jax.checkpoint.folder import weights_sum
+
+    return weights_sum(model)
 
 
 def _text(prompt: str) -> str:

@@ -15,6 +15,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from swa_jax.cli.bench import app as bench_app
+from swa_jax.cli.chat import chat
 from swa_jax.cli.compare import compare
 from swa_jax.cli.compile import compile_
 from swa_jax.cli.data import app as data_app
@@ -167,6 +168,7 @@ app.command()(train)
 app.command("compile")(expand(compile_))
 app.command()(expand(compare))
 app.command()(generate)
+app.command()(chat)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -21,15 +21,24 @@ _PIECES = r"\p{N}|[ \-]?\p{L}+| ?[^\s\p{L}\p{N}]+ ?|\s+"
 
 
 class Tokenizer:
-    """Text to ids and back; ids never include special tokens unless the text spells them out."""
+    """Text to ids and back; ids never include special tokens unless the text spells them out.
 
-    def __init__(self, backend: tokenizers.Tokenizer, eos_token: str | None = None):
+    Attributes:
+      eos_id: the token that stands between documents, None if there is none.
+      end_ids: the tokens that end a reply: `eos_id` and what `generation_config.json` names.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, eos_token: str | None = None, end_ids: Sequence[int] = ()
+    ):
         self.backend = backend
         # Ids may leave gaps: what a model needs is room for the largest.
         self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.eos_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
         if eos_token is not None and self.eos_id is None:
             raise ConfigError(f"the tokenizer has no token {eos_token!r}, named as its end-of-text token")
+        own = () if self.eos_id is None else (self.eos_id,)
+        self.end_ids: tuple[int, ...] = tuple(dict.fromkeys((*own, *end_ids)))
         # What the model expects before a text: Llama's and Mistral's tokenizers put a <bos> there, Qwen's nothing.
         probe = backend.encode(PROBE)
         added = sum(itertools.takewhile(bool, probe.special_tokens_mask))
@@ -46,7 +55,8 @@ class Tokenizer:
 def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:
     """Read `tokenizer.json` at `path` or inside the folder `path`.
 
-    Without `eos_token`, the folder's `tokenizer_config.json` names it; failing that, `<eos>` if there is one.
+    Without `eos_token`, the folder's `tokenizer_config.json` names it; failing that, `<eos>` if there is one. What else
+    ends a reply is read from the folder's `generation_config.json`.
     """
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -62,7 +72,7 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:
         eos_token = _configured_eos(file.with_name("tokenizer_config.json"))
     if eos_token is None and backend.token_to_id(END_OF_TEXT) is not None:
         eos_token = END_OF_TEXT
-    return Tokenizer(backend, eos_token)
+    return Tokenizer(backend, eos_token, _configured_ends(file.with_name("generation_config.json")))
 
 
 def check_same_tokens(tokenizer: Tokenizer, path: str | Path, checkpoint: str | Path) -> None:
@@ -108,3 +118,12 @@ def _configured_eos(file: Path) -> str | None:
         return None
     token = read_json(file).get("eos_token")
     return token["content"] if isinstance(token, dict) else token
+
+
+def _configured_ends(file: Path) -> list[int]:
+    """`eos_token_id` of a `generation_config.json`: one id, several, or none."""
+    value = read_json(file).get("eos_token_id") if file.is_file() else None
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(type(token) is not int or token < 0 for token in ids):
+        raise ConfigError(f"eos_token_id in {file} must be a token id or a list of them, got {value!r:.40}")
+    return ids

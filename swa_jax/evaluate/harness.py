@@ -81,7 +81,7 @@ class HarnessModel(LM):  # type: ignore[misc,unused-ignore]
         groups: dict[tuple[tuple[str, Any], ...], list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(_sampling(request.args[1]), []).append(number)
-        stop = () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
+        stop = self.tokenizer.end_ids
         for options, numbers in groups.items():
             prompts = {n: self._context(requests[n].args[0]) for n in numbers}
             new = dict(options)["max_new_tokens"]

@@ -68,7 +68,7 @@ def score_questions(
         )
     advance(len(questions) - len(asked))
     texts: list[str] = [""] * len(asked)
-    stop = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    stop = tokenizer.end_ids
     for new in sorted({question.max_new_tokens for question, _, _ in asked}):
         some = [i for i, (question, _, _) in enumerate(asked) if question.max_new_tokens == new]
         some.sort(key=lambda i: len(asked[i][1]))

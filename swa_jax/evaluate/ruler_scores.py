@@ -50,7 +50,7 @@ def ruler_scores(
     Raises:
       ConfigError: a cell was made for fewer new tokens, so that its prompts leave no room for these.
     """
-    stop = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    stop = tokenizer.end_ids
     by_length: dict[int, list[Cell]] = {}
     for cell in cells:
         by_length.setdefault(cell[1], []).append(cell)

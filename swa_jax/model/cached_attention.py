@@ -82,7 +82,7 @@ class Chunk(NamedTuple):
 
     row: jax.Array  # int32
     start: jax.Array  # int32: the tokens of the sequence that stand before it
-    count: jax.Array  # int32: its own tokens; what follows them is padding
+    size: jax.Array  # int32: its own tokens; what follows them is padding
 
 
 def extend_layer(
@@ -105,17 +105,17 @@ def extend_layer(
     length, kv_heads, size = k.shape[1:]
     group = q.shape[2] // kv_heads
     index = jnp.arange(length)
-    new = jnp.where(index < chunk.count, chunk.start + index, -1)  # [C]: the keys' positions
+    new = jnp.where(index < chunk.size, chunk.start + index, -1)  # [C]: the keys' positions
     entries = jnp.arange(layout.max_length)
-    whole_positions = jnp.where(entries < chunk.start + chunk.count, entries, -1)
+    whole_positions = jnp.where(entries < chunk.start + chunk.size, entries, -1)
     before, after = (
-        ring_positions(layout, tokens[None])[0] for tokens in (chunk.start, chunk.start + chunk.count)
+        ring_positions(layout, tokens[None])[0] for tokens in (chunk.start, chunk.start + chunk.size)
     )
 
     # A chunk may reach over the end of the pool, though its tokens do not: then it is put in from further left.
     first = jnp.minimum(chunk.start, layout.max_length - min(length, layout.max_length))
     source = first + jnp.arange(min(length, layout.max_length)) - chunk.start
-    whole = (first, jnp.where(source < chunk.count, source, -1))
+    whole = (first, jnp.where(source < chunk.size, source, -1))
     put = functools.partial(write_chunk, row=chunk.row)
     cache = dataclasses.replace(
         cache,

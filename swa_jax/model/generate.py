@@ -62,8 +62,8 @@ def generate(
     """
     batch = prepare(model, prompts, max_new_tokens, max_length=max_length)
     chosen = sampling(temperature, top_k, top_p)
-    _check_tokens(stop_tokens, "stop_tokens", model.config.vocab_size)
-    if max_length is None and len(groups := _by_rope_length(model, prompts, max_new_tokens)) > 1:
+    check_tokens(stop_tokens, "stop_tokens", model.config.vocab_size)
+    if max_length is None and len(groups := by_rope_length(model, prompts, max_new_tokens)) > 1:
         replies: dict[int, list[int]] = {}
         for group in groups:
             others = generate(
@@ -122,16 +122,7 @@ def prepare(
     model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, max_length: int | None = None
 ) -> Batch:
     """Check and pad the prompts. Raises `ConfigError` as `generate` does."""
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if len(prompts) == 0:
-        raise ConfigError("prompts is empty: give at least one prompt")
-    for i, prompt in enumerate(prompts):
-        if isinstance(prompt, str) or np.ndim(prompt) != 1:
-            raise ConfigError(f"prompts[{i}] must be a list of token ids, got {prompt!r:.40}")
-        if len(prompt) == 0:
-            raise ConfigError(f"prompts[{i}] is empty: a prompt needs at least one token")
-        _check_tokens(prompt, f"prompts[{i}]", model.config.vocab_size)
+    check_prompts(prompts, max_new_tokens, model.config.vocab_size)
     longest = max(map(len, prompts))
     if max_length is None:
         max_length = round_up(longest + max_new_tokens)
@@ -145,10 +136,10 @@ def prepare(
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    return Batch(jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(_sequence_keys(prompts)), max_length)
+    return Batch(jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(sequence_keys(prompts)), max_length)
 
 
-def _by_rope_length(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
+def by_rope_length(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
     """The numbers of the prompts that may share a cache: its length decides what LongRoPE does to all of them."""
     limit = model.config.long_rope_after
     long = [limit is not None and round_up(len(prompt) + max_new_tokens) > limit for prompt in prompts]
@@ -329,7 +320,7 @@ def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
     return jnp.take_along_axis(order, rank[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
 
-def _sequence_keys(prompts: Sequence[Sequence[int]]) -> np.ndarray:
+def sequence_keys(prompts: Sequence[Sequence[int]]) -> np.ndarray:
     """A number for each sequence from its prompt alone, but for equal prompts, which are told apart: [B] uint32."""
     seen: Counter[bytes] = Counter()
     keys = []
@@ -340,7 +331,21 @@ def _sequence_keys(prompts: Sequence[Sequence[int]]) -> np.ndarray:
     return np.array(keys, np.uint32)
 
 
-def _check_tokens(tokens: Sequence[int], name: str, vocab_size: int) -> None:
+def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, vocab_size: int) -> None:
+    """Raises `ConfigError` where `generate` does because of them."""
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if len(prompts) == 0:
+        raise ConfigError("prompts is empty: give at least one prompt")
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str) or np.ndim(prompt) != 1:
+            raise ConfigError(f"prompts[{i}] must be a list of token ids, got {prompt!r:.40}")
+        if len(prompt) == 0:
+            raise ConfigError(f"prompts[{i}] is empty: a prompt needs at least one token")
+        check_tokens(prompt, f"prompts[{i}]", vocab_size)
+
+
+def check_tokens(tokens: Sequence[int], name: str, vocab_size: int) -> None:
     wrong = [token for token in tokens if not 0 <= token < vocab_size]
     if wrong:
         raise ConfigError(

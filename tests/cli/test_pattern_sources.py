@@ -7,7 +7,7 @@ import pytest
 from command_line import fails, run
 from tiny_models import byte_checkpoint, make
 
-import swa_jax.model.generate
+import swa_jax.cli.generate
 import swa_jax.train.loop
 from swa_jax.checkpoint.folder import load_model, save_model
 from swa_jax.model.pattern import AttentionPattern
@@ -60,7 +60,7 @@ def test_pattern_and_generate(checkpoint, files, monkeypatch, source, options, w
     assert f"window {window} (own key included), {sinks} sink tokens" in output
     used = []
     monkeypatch.setattr(
-        swa_jax.model.generate, "generate", lambda model, *_, **__: used.append(model.pattern) or [[]]
+        swa_jax.cli.generate, "write_replies", lambda model, *_, **__: used.append(model.pattern) or []
     )
     run("generate", checkpoint, "hello", "--pattern", named(source, files), *options)
     assert (used[0].sliding_window, used[0].num_sink_tokens) == (window, sinks)

@@ -1,0 +1,126 @@
+"""The verb `chat`: talk to a model in the terminal."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer import Option
+
+from swa_jax.cli.generate import Chunk, MaxNewTokens, Pattern, Temperature, TopK, TopP
+from swa_jax.cli.options import (
+    PROMPTS,
+    RUNNING,
+    ComputeDtype,
+    FullDecode,
+    Model,
+    Overrides,
+    Seed,
+    SinkTokens,
+    Window,
+    Yarn,
+    load_checkpoint,
+    note_context,
+    with_patterns,
+)
+from swa_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from swa_jax.data.tokenizer import Tokenizer
+    from swa_jax.model.engine import Engine
+
+HELP = "/new starts a new conversation, /exit or Ctrl-D ends it, Ctrl-C ends a reply"
+
+
+def chat(
+    model: Model,
+    system: Annotated[
+        str | None,
+        Option(
+            help="What the model is told before the first message.",
+            show_default=False,
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    length: Annotated[
+        int, Option(help="Tokens that a conversation may have.", min=2, rich_help_panel=RUNNING)
+    ] = 4096,
+    pattern: Pattern = None,
+    window: Window = None,
+    sink_tokens: SinkTokens = None,
+    fa_decode: FullDecode = None,
+    yarn: Yarn = None,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    chunk: Chunk = 512,
+    dtype: ComputeDtype = None,
+    seed: Seed = 0,
+) -> None:
+    """Talk to a model: its chat template, one line a message. What has been said is not computed again."""
+    from swa_jax.data.chat import chat_tokens, load_chat_template
+    from swa_jax.model.engine import Engine
+    from swa_jax.model.generate import sampling
+
+    drawn = sampling(temperature, top_k, top_p)
+    template = load_chat_template(model)
+    if template is None:
+        raise ConfigError(
+            f"{model} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): use "
+            "`swa-jax generate`, which takes plain text"
+        )
+    decoder, tokenizer = load_checkpoint(model, dtype, yarn=yarn)
+    sources = [] if pattern is None else [pattern]
+    ((_, decoder),) = with_patterns(decoder, sources, Overrides(window, sink_tokens, fa_decode))
+    note_context(decoder.config, length)
+    engine = Engine(decoder, slots=1, max_length=length, chunk=chunk, prefixes=2)
+    begin: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(begin)
+    if sys.stdin.isatty():
+        typer.echo(HELP, err=True)
+    while (line := _line()) is not None and line != "/exit":
+        if line == "/new":
+            messages = list(begin)
+        elif line:
+            question = {"role": "user", "content": line}
+            prompt = chat_tokens(tokenizer, template, [*messages, question])
+            room = engine.max_length - len(prompt)
+            if room < 1:
+                typer.echo(
+                    f"the conversation has {len(prompt)} tokens and --length is {engine.max_length}: /new starts anew",
+                    err=True,
+                )
+                continue
+            options = {"max_new_tokens": min(max_new_tokens, room), "sampling": drawn, "seed": seed}
+            reply = _reply(engine, tokenizer, prompt, options)
+            messages += [question, {"role": "assistant", "content": reply}]
+
+
+def _line() -> str | None:
+    """The next message, None at the end of the input."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+
+
+def _reply(engine: Engine, tokenizer: Tokenizer, prompt: list[int], options: dict[str, Any]) -> str:
+    """The reply to a prompt, printed as it comes; Ctrl-C ends it where it is."""
+    from swa_jax.data.reply_text import ReplyText
+
+    text = ReplyText(tokenizer)
+    interrupts: list[int] = []
+    # Between two pieces, never inside a step, which takes the caches and gives them back.
+    before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    try:
+        for piece in engine.stream([prompt], stop_tokens=tokenizer.end_ids, **options):
+            typer.echo(text.push(piece.tokens), nl=False)
+            if interrupts:
+                engine.stop(0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    typer.echo(text.close())
+    return text.text

@@ -1,0 +1,115 @@
+"""Chat templates: messages to the prompt that a model was trained with, by the template that its folder carries."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from swa_jax.data.tokenizer import Tokenizer
+from swa_jax.errors import ConfigError
+from swa_jax.files import read_json
+
+TEMPLATE_FILE = "chat_template.jinja"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class ChatTemplate:
+    """A template of Hugging Face's kind, run in Jinja's sandbox: it can reach neither files nor Python."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str], where: str):
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
+        self._tokens, self._where = special_tokens, where
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template of {where} cannot be read: {error}") from None
+
+    def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+        """The prompt for the next reply. `options` are the template's own, such as `enable_thinking`.
+
+        Raises:
+          ConfigError: a message is not of the form {"role": …, "content": …}, or the template refuses the messages.
+        """
+        for i, message in enumerate(messages):
+            if not isinstance(message, dict) or message.get("role") not in ROLES or "content" not in message:
+                raise ConfigError(
+                    f'messages[{i}] must be {{"role": one of {", ".join(ROLES)}, "content": text}}, got {message!r:.80}'
+                )
+        try:
+            return self._template.render(
+                messages=list(messages),
+                add_generation_prompt=True,
+                **{"tools": None} | self._tokens | options,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+            raise ConfigError(f"the chat template of {self._where} refuses these messages: {error}") from None
+
+
+def load_chat_template(folder: str | Path) -> ChatTemplate | None:
+    """The chat template of a model's folder, None if it has none.
+
+    `chat_template.jinja` comes before the entry `chat_template` of `tokenizer_config.json`; of several named templates
+    the one named "default" is taken.
+    """
+    folder = Path(folder)
+    config_file, template_file = folder / "tokenizer_config.json", folder / TEMPLATE_FILE
+    config = read_json(config_file) if config_file.is_file() else {}
+    source, where = config.get("chat_template"), str(config_file)
+    if template_file.is_file():
+        source, where = template_file.read_text(encoding="utf-8"), str(template_file)
+    if isinstance(source, list):
+        named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
+        source = named.get("default")
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise ConfigError(f"chat_template in {where} must be a text, got {source!r:.40}")
+    tokens = {name: token for name in SPECIAL_TOKENS if (token := _text_of(config.get(name))) is not None}
+    return ChatTemplate(source, tokens, where)
+
+
+def chat_tokens(
+    tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[dict[str, Any]], **options: Any
+) -> list[int]:
+    """The tokens of the prompt for the next reply. The template writes the start token itself, where there is one."""
+    return tokenizer.encode(template.render(messages, **options))
+
+
+def _text_of(token: Any) -> str | None:
+    """A special token as `tokenizer_config.json` has it: a text, or an object with its content."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """JSON as templates expect it: characters as they are, not escaped for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant says, for training; a prompt has its content alone."""
+
+    def __init__(self, environment: jinja2.Environment):
+        super().__init__(environment)
+        self.tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

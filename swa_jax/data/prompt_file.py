@@ -1,0 +1,116 @@
+"""Prompts from a file, and their replies into one: JSON lines that an interrupted command goes on with."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from swa_jax.errors import ConfigError
+from swa_jax.files import sum_of_json, write_text
+
+FORMS = 'a text, {"prompt": text} or {"messages": [...]}'
+
+
+class Prompt(NamedTuple):
+    """One prompt: a text, or the messages of a chat."""
+
+    text: str | None
+    messages: list[dict[str, Any]] | None
+
+
+def read_prompts(file: Path) -> list[Prompt]:
+    """The prompts of a file. `.txt`: one a line. Any other: one JSON value a line, of one of the `FORMS`.
+
+    Raises:
+      ConfigError: the file cannot be read, a line has another form (its number is named), or there is no prompt.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the prompts in {file} cannot be read: {error}") from None
+    plain = file.suffix == ".txt"
+    prompts = [
+        Prompt(line, None) if plain else _prompt(line, f"{file}, line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise ConfigError(f"{file} has no prompts: one a line is expected")
+    return prompts
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        value = None
+    if isinstance(value, str):
+        return Prompt(value, None)
+    if isinstance(value, dict):
+        text, messages = value.get("prompt"), value.get("messages")
+        if isinstance(text, str) and messages is None:
+            return Prompt(text, None)
+        if isinstance(messages, list) and messages and text is None:
+            return Prompt(None, messages)
+    raise ConfigError(f"{where} is not a prompt: {FORMS} is expected, got {line:.60}")
+
+
+class ReplyFile:
+    """Replies as JSON lines. They are added to `<file>.partial` as they come; `finish` sorts them into `file`.
+
+    Args:
+      file: where the replies go in the end.
+      settings: what they depend on, as a JSON value. Replies of other settings are not gone on with.
+
+    Raises:
+      ConfigError: the file is there already, or `<file>.partial` holds replies of other settings.
+    """
+
+    def __init__(self, file: Path, settings: Any):
+        self.file, self._partial = file, Path(f"{file}.partial")
+        self.replies: dict[tuple[int, int], dict[str, Any]] = {}  # by prompt and sample
+        if file.exists():
+            raise ConfigError(f"{file} is there already: remove it, or give --out another name")
+        first = {"settings": sum_of_json(settings)}
+        if self._partial.exists():
+            self._read(first)
+        # A line that a kill has cut off goes: the next one would be added to it.
+        write_text(self._partial, "".join(map(_line, (first, *self.replies.values()))))
+        self._stream = self._partial.open("a", encoding="utf-8")
+
+    def _read(self, first: dict[str, str]) -> None:
+        lines = self._partial.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        if not lines or not lines[0].endswith("\n"):
+            return
+        if lines[0] != _line(first):
+            raise ConfigError(
+                f"{self._partial} holds replies to other prompts, or of another model or other settings: remove it, "
+                "or give --out another name"
+            )
+        for line in lines[1:]:
+            if line.endswith("\n"):
+                reply = json.loads(line)
+                self.replies[reply["prompt"], reply["sample"]] = reply
+
+    def add(self, reply: dict[str, Any]) -> None:
+        """One reply; `prompt` and `sample` are its numbers."""
+        self.replies[reply["prompt"], reply["sample"]] = reply
+        self._stream.write(_line(reply))
+        self._stream.flush()
+
+    def finish(self) -> None:
+        """All replies, by prompt and sample, into the file."""
+        write_text(self._partial, "".join(_line(self.replies[key]) for key in sorted(self.replies)))
+        os.replace(self._partial, self.file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stream.close()
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) + "\n"

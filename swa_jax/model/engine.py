@@ -1,0 +1,317 @@
+"""Continuous batching: more prompts than slots, prompts in chunks, and prefixes that are computed once.
+
+`Engine` holds the caches of a fixed number of sequences, its slots. A prompt goes into a free slot chunk by chunk, and
+between two chunks the other slots decode. A sequence that ends makes room for the next prompt at once. What each
+prompt gets is what `swa_jax.generate` gives it alone, up to rounding in the logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from swa_jax.errors import ConfigError
+from swa_jax.model.cache import KVCache, allocate, cache_layout
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.generate import (
+    GREEDY,
+    NOTHING,
+    Drawing,
+    Sampling,
+    Sequences,
+    check_prompts,
+    check_tokens,
+    decode_steps,
+    draw,
+    drawing,
+    round_up,
+    sequence_keys,
+)
+from swa_jax.model.prefixes import Prefix, PrefixStore, Rings, restored, rings_of, whole_of
+
+SMALLEST_CHUNK = 64  # tokens: shorter prompts share its compiled program
+
+
+class Piece(NamedTuple):
+    """New tokens of one prompt."""
+
+    prompt: int  # its number
+    tokens: list[int]
+    ended: bool  # these were the last
+
+
+@dataclasses.dataclass
+class _Slot:
+    """What one slot works on."""
+
+    prompt: int
+    tokens: list[int]  # of the prompt, and those drawn
+    prompt_length: int
+    filled: int  # tokens of the prompt in the cache
+    branch: int  # where remembered sequences have branched off: a chunk ends there
+    rings: dict[int, Rings] = dataclasses.field(default_factory=dict)
+    logits: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+    first: jax.Array | None = None  # the first new token, still on the device
+
+    @property
+    def is_filled(self) -> bool:
+        return self.filled == self.prompt_length
+
+
+class Engine:
+    """Generation for any number of prompts over a fixed number of caches.
+
+    Args:
+      model: the decoder, with its pattern.
+      slots: sequences that decode together.
+      max_length: tokens that a slot holds, prompt and reply together.
+      chunk: prompt tokens that are computed at once.
+      prefixes: prompts and replies whose caches are remembered, so that a later prompt that begins alike continues
+        from there. 0 remembers none.
+      steps: tokens that are decoded between two looks at the results.
+
+    Raises:
+      ConfigError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        slots: int = 8,
+        max_length: int,
+        chunk: int = 512,
+        prefixes: int = 0,
+        steps: int = 16,
+    ):
+        for name, value, least in (
+            ("slots", slots, 1), ("max_length", max_length, 2), ("chunk", chunk, 1), ("prefixes", prefixes, 0),
+            ("steps", steps, 1),
+        ):  # fmt: skip
+            if value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}")
+        self.model, self.max_length, self.chunk, self.steps = model, round_up(max_length), chunk, steps
+        self.computed_tokens = 0  # prompt tokens that were not found in a prefix
+        self._graph, self._weights = nnx.split(model)
+        layout = cache_layout(model.pattern, model.config.num_key_value_heads, self.max_length)
+        self._cache = allocate(layout, slots, model.config.head_dim, model.embedding[...].dtype)
+        zeros = jnp.zeros(slots, jnp.int32)
+        self._sequences = Sequences(
+            zeros, zeros, jnp.zeros(slots, bool), jnp.zeros(slots, jnp.uint32), zeros, zeros
+        )
+        self.num_slots = slots
+        self._slots: dict[int, _Slot] = {}
+        self._prefixes = PrefixStore(prefixes, rings=not layout.whole.all())
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the keys and values of all slots."""
+        return self._cache.nbytes
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling = GREEDY,
+        stop_tokens: Sequence[int] = (),
+        seed: int = 0,
+        skip: Collection[int] = (),
+    ) -> Iterator[Piece]:
+        """Continue each prompt; new tokens come as they are drawn, without the stop token that ends a reply.
+
+        The consumer may end a reply by `stop`. The arguments are those of `swa_jax.generate`; the prompts whose numbers
+        are in `skip` are left out, and change nothing for the others.
+
+        Raises:
+          ConfigError: an argument is out of its range; the sentence names it. Nothing has been computed then.
+        """
+        vocabulary = self.model.config.vocab_size
+        check_prompts(prompts, max_new_tokens, vocabulary)
+        check_tokens(stop_tokens, "stop_tokens", vocabulary)
+        longest = max(map(len, prompts))
+        if longest + max_new_tokens > self.max_length:
+            raise ConfigError(
+                f"the longest prompt has {longest} tokens and max_new_tokens is {max_new_tokens}: max_length must be "
+                f"at least {longest + max_new_tokens}, and is {self.max_length}"
+            )
+        wanted = [number for number in range(len(prompts)) if number not in skip]
+        return self._run(prompts, wanted, max_new_tokens, drawing(sampling, stop_tokens, seed))
+
+    def stop(self, prompt: int) -> None:
+        """End the reply to a prompt; the pieces that have come are all of it."""
+        for number, slot in list(self._slots.items()):
+            if slot.prompt == prompt:
+                self._release(number, slot)
+
+    def _run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        wanted: Sequence[int],
+        max_new_tokens: int,
+        drawing: Drawing,
+    ) -> Iterator[Piece]:
+        waiting = deque(wanted)
+        keys = sequence_keys(prompts)
+        self._slots = {}
+        while waiting or self._slots:
+            for number in range(self.num_slots):
+                if waiting and number not in self._slots:
+                    prompt = waiting.popleft()
+                    self._slots[number] = self._begin(number, prompt, list(prompts[prompt]))
+            filling = [number for number, slot in self._slots.items() if not slot.is_filled]
+            if filling:
+                self._fill(min(filling, key=lambda number: self._slots[number].prompt))
+            for number, slot in self._slots.items():
+                if slot.is_filled and slot.first is None and len(slot.tokens) == slot.prompt_length:
+                    self._draw_first(number, slot, keys[slot.prompt], max_new_tokens, drawing)
+            # While prompts come in, every slot that decodes gets a token for each chunk.
+            yield from self._decode(1 if len(filling) > 1 else self.steps, drawing, bool(waiting))
+
+    def _begin(self, number: int, prompt: int, tokens: list[int]) -> _Slot:
+        """A prompt into a slot, with what is remembered of it."""
+        match = self._prefixes.find(tokens)
+        prefix, length = match.prefix, match.length
+        whole = rings = None
+        slot = _Slot(prompt, tokens, len(tokens), length, match.shared)
+        if prefix is not None and length:
+            whole, rings = (prefix.k_whole, prefix.v_whole), prefix.rings.get(length)
+            if length == len(tokens):
+                slot.logits[length] = prefix.logits[length]
+        self._cache = restored(self._cache, jnp.int32(number), whole, rings, jnp.int32(length))
+        return slot
+
+    def _fill(self, number: int) -> None:
+        """The next chunk of a prompt."""
+        slot = self._slots[number]
+        end = min(slot.filled + self.chunk, slot.prompt_length)
+        if slot.filled < slot.branch < end:
+            end = slot.branch
+        piece = slot.tokens[slot.filled : end]
+        size = min(max(round_up(len(piece)), SMALLEST_CHUNK), max(self.chunk, len(piece)))
+        tokens = np.zeros(size, np.int32)
+        tokens[: len(piece)] = piece
+        logits, self._cache = _extend(
+            self._graph, self._weights, jnp.asarray(tokens), jnp.int32(len(piece)), jnp.int32(number), self._cache,
+            max_length=self.max_length,
+        )  # fmt: skip
+        slot.filled = end
+        self.computed_tokens += len(piece)
+        if end == slot.branch or slot.is_filled:
+            slot.logits[end] = logits
+            if self._prefixes.size:
+                slot.rings[end] = rings_of(self._cache, jnp.int32(number))
+        if slot.is_filled:
+            self._remember(number, slot, end)
+
+    def _remember(self, number: int, slot: _Slot, length: int) -> None:
+        """Keep the caches of a slot's first `length` tokens for prompts to come."""
+        if self._prefixes.size:
+            rounded = min(round_up(length), self.max_length)
+            k, v = whole_of(self._cache, jnp.int32(number), length=rounded)
+            tokens = np.asarray(slot.tokens[:length], np.int32)
+            self._prefixes.add(Prefix(tokens, k, v, slot.rings, slot.logits))
+
+    def _draw_first(
+        self, number: int, slot: _Slot, key: np.uint32, max_new_tokens: int, drawing: Drawing
+    ) -> None:
+        logits = slot.logits[slot.prompt_length]
+        lengths = jnp.array([max_new_tokens, slot.prompt_length], jnp.int32)
+        slot.first, self._sequences = _draw_first(
+            self._sequences, jnp.int32(number), logits, jnp.uint32(key), lengths, drawing
+        )
+
+    def _decode(self, steps: int, drawing: Drawing, until_one_ends: bool) -> Iterator[Piece]:
+        """At most so many steps of decoding for all slots whose prompts are in."""
+        ready = [(number, slot) for number, slot in self._slots.items() if slot.is_filled]
+        if not ready:
+            return
+        new, self._cache, self._sequences = _advance(
+            self._graph, self._weights, self._cache, self._sequences, drawing, jnp.int32(steps),
+            jnp.bool_(until_one_ends), max_length=self.max_length, buffer=self.steps,
+        )  # fmt: skip
+        firsts = {number: slot.first for number, slot in ready}
+        drawn, active, firsts = jax.device_get((new, self._sequences.active, firsts))
+        for number, slot in ready:
+            if self._slots.get(number) is not slot:  # the consumer has stopped it in the meantime
+                continue
+            columns = [*([] if slot.first is None else [firsts[number]]), *drawn[number]]
+            tokens = [int(token) for token in columns if token != NOTHING]
+            slot.first = None
+            slot.tokens += tokens
+            if not active[number]:
+                self._release(number, slot)
+            if tokens or not active[number]:
+                yield Piece(slot.prompt, tokens, not active[number])
+
+    def _release(self, number: int, slot: _Slot) -> None:
+        """Make room for the next prompt."""
+        if slot.is_filled and self._prefixes.size and not self.model.pattern.full_attention_decode:
+            # Under full-attention decode a reply's keys are not those that a prompt of the same tokens has.
+            length = min(int(self._cache.lengths[number]), len(slot.tokens))
+            if length > slot.prompt_length:
+                slot.rings[length] = rings_of(self._cache, jnp.int32(number))
+                self._remember(number, slot, length)
+        active = self._sequences.active.at[number].set(False)
+        self._sequences = dataclasses.replace(self._sequences, active=active)
+        del self._slots[number]
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "max_length"), donate_argnames="cache")
+def _extend(
+    graph: Any,
+    weights: nnx.State,
+    tokens: jax.Array,
+    count: jax.Array,
+    row: jax.Array,
+    cache: KVCache,
+    *,
+    max_length: int,
+) -> tuple[jax.Array, KVCache]:
+    model: Decoder = nnx.merge(graph, weights)
+    layout = cache_layout(model.pattern, model.config.num_key_value_heads, max_length)
+    return model.extend(tokens, count, row, cache, layout)
+
+
+@jax.jit
+def _draw_first(
+    sequences: Sequences,
+    number: jax.Array,
+    logits: jax.Array,
+    key: jax.Array,
+    lengths: jax.Array,
+    drawing: Drawing,
+) -> tuple[jax.Array, Sequences]:
+    """The first token of a slot whose prompt is in, from logits [V]; `lengths` are its limit and its prompt's."""
+    zero, one = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
+    alone = Sequences(zero, zero, one, key[None], lengths[:1], lengths[1:])
+    token, alone = draw(alone, logits[None], drawing)
+    return token[0], jax.tree.map(lambda x, y: x.at[number].set(y[0]), sequences, alone)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "max_length", "buffer"), donate_argnames="cache")
+def _advance(
+    graph: Any,
+    weights: nnx.State,
+    cache: KVCache,
+    sequences: Sequences,
+    drawing: Drawing,
+    steps: jax.Array,
+    until_one_ends: jax.Array,
+    *,
+    max_length: int,
+    buffer: int,
+) -> tuple[jax.Array, KVCache, Sequences]:
+    model: Decoder = nnx.merge(graph, weights)
+    new = jnp.full((sequences.token.shape[0], buffer), NOTHING, jnp.int32)
+    return decode_steps(
+        model, cache, sequences, drawing, new, 0, steps, max_length=max_length, until_one_ends=until_one_ends
+    )

@@ -1,0 +1,119 @@
+"""Caches of prompts and replies that have been computed, so that what begins alike is not computed twice.
+
+A whole cache holds every prefix of what it holds; a ring only the one that it stands at. So a remembered sequence
+keeps its whole caches once and its rings at a few lengths: where the prompt ends, where the reply ends, and where
+another prompt has branched off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from swa_jax.model.cache import KVCache
+
+
+class Rings(NamedTuple):
+    """The ring caches of one sequence at one length."""
+
+    k: jax.Array  # [ring heads, R, D]
+    v: jax.Array
+
+
+@dataclasses.dataclass(eq=False)  # a sequence is itself, not another with the same tokens
+class Prefix:
+    """A sequence whose caches are remembered."""
+
+    tokens: np.ndarray  # [N] int32
+    k_whole: jax.Array  # [whole heads, at least N, D]
+    v_whole: jax.Array
+    rings: dict[int, Rings]  # by length
+    logits: dict[int, jax.Array]  # what follows the first so many tokens: [V] f32
+
+
+class Match(NamedTuple):
+    """What of a prompt is remembered."""
+
+    prefix: Prefix | None
+    length: int  # tokens that need not be computed
+    shared: int  # tokens that are alike; more than `length` where no ring stands there
+
+
+class PrefixStore:
+    """The last `size` sequences. `rings`: whether the model has ring caches."""
+
+    def __init__(self, size: int, *, rings: bool):
+        self.size, self.has_rings = size, rings
+        self._prefixes: list[Prefix] = []  # the newest last
+
+    def find(self, prompt: Sequence[int]) -> Match:
+        """The remembered sequence that spares the most of a prompt."""
+        tokens = np.asarray(prompt, np.int32)
+        best = Match(None, 0, 0)
+        for prefix in self._prefixes:
+            shared = _shared(prefix.tokens, tokens)
+            lengths = prefix.rings if self.has_rings else range(shared + 1)
+            usable = [n for n in lengths if n <= shared and (n < len(tokens) or n in prefix.logits)]
+            best = max(best, Match(prefix, max(usable, default=0), shared), key=lambda match: match[1:])
+        if best.prefix is not None:
+            self._prefixes.remove(best.prefix)
+            self._prefixes.append(best.prefix)
+        return best
+
+    def add(self, prefix: Prefix) -> None:
+        """Remember a sequence. What is known of its beginnings goes over to it, and beginnings alone are forgotten."""
+        for other in list(self._prefixes):
+            shared = _shared(other.tokens, prefix.tokens)
+            prefix.rings = {n: rings for n, rings in other.rings.items() if n <= shared} | prefix.rings
+            prefix.logits = {n: logits for n, logits in other.logits.items() if n <= shared} | prefix.logits
+            if shared == len(other.tokens):
+                self._prefixes.remove(other)
+        self._prefixes = [*self._prefixes, prefix][-self.size :]
+
+
+def _shared(a: np.ndarray, b: np.ndarray) -> int:
+    """Tokens that two sequences begin with alike."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n
+
+
+@functools.partial(jax.jit, static_argnames="length")
+def whole_of(cache: KVCache, row: jax.Array, *, length: int) -> tuple[jax.Array, jax.Array]:
+    """The first `length` entries of one sequence's whole caches."""
+    return cache.k_whole[:, row, :length], cache.v_whole[:, row, :length]
+
+
+@jax.jit
+def rings_of(cache: KVCache, row: jax.Array) -> Rings:
+    """One sequence's ring caches."""
+    return Rings(cache.k_ring[:, row], cache.v_ring[:, row])
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def restored(
+    cache: KVCache,
+    row: jax.Array,
+    whole: tuple[jax.Array, jax.Array] | None,
+    rings: Rings | None,
+    length: jax.Array,
+) -> KVCache:
+    """The cache with `length` tokens of a remembered sequence in one row; with none, an empty row."""
+
+    def put(pool: jax.Array, values: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(pool, values[:, None], (0, row, 0, 0))
+
+    cache = dataclasses.replace(cache, lengths=cache.lengths.at[row].set(length))
+    if whole is not None and cache.k_whole.size:
+        k, v = whole
+        cache = dataclasses.replace(cache, k_whole=put(cache.k_whole, k), v_whole=put(cache.v_whole, v))
+    if rings is not None and cache.k_ring.size:
+        cache = dataclasses.replace(
+            cache, k_ring=put(cache.k_ring, rings.k), v_ring=put(cache.v_ring, rings.v)
+        )
+    return cache

@@ -1,0 +1,128 @@
+"""The verbs `generate` and `chat`, with files of prompts, stop strings and chat templates."""
+
+import json
+import shutil
+
+import pytest
+from command_line import fails, run
+from tiny_models import byte_checkpoint, make
+
+import swa_jax
+from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.model.engine import Engine
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, byte_tokenizer):
+    return byte_checkpoint(tmp_path_factory.mktemp("cli"), byte_tokenizer, make("Fw", sliding_window=16))
+
+
+@pytest.fixture(scope="module")
+def talking(checkpoint, tmp_path_factory):
+    """The same model with a chat template."""
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(checkpoint, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def continuation(checkpoint, text: str, **options) -> str:
+    """What the library makes of a prompt."""
+    tokenizer = load_tokenizer(checkpoint)
+    options = {"max_new_tokens": 6, "stop_tokens": tokenizer.end_ids} | options
+    new = swa_jax.generate(swa_jax.load_model(checkpoint), [tokenizer.encode(text)], **options)
+    return tokenizer.decode(new[0])
+
+
+def lines(file) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_prompts_and_replies_in_files(checkpoint, tmp_path, monkeypatch):
+    texts = ["Hello, world. " * 4, "one", "All that is gold does not glitter. " * 2]
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "replies.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    command = (
+        "generate", checkpoint, "--prompts", prompts, "-n", 2, "--max-new-tokens", 6, "--chunk", 16, "--slots", 2,
+        "--temperature", 1.5, "--seed", 5,
+    )  # fmt: skip
+    printed = [json.loads(line) for line in run(*command).splitlines()]
+    assert len(printed) == 6
+    assert printed[0] != printed[1]  # two samples
+    # Interrupted after three replies, and again after four: the same command ends with the same file.
+    stream, drawn = Engine.stream, []
+
+    def broken(*arguments, **options):
+        for piece in stream(*arguments, **options):
+            drawn.append(piece.ended)
+            yield piece
+            if sum(drawn) == 3:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "stream", broken)
+    run(*command, "--out", out, status=130)
+    assert not out.exists()
+    monkeypatch.setattr(Engine, "stream", stream)
+    other = fails(*command, "--seed", 6, "--out", out)
+    assert "holds replies to other prompts" in other
+    assert run(*command, "--out", out).endswith(f"{out}: 6 replies\n")
+    assert [(line["prompt"], line["sample"]) for line in lines(out)] == [
+        (p, s) for p in range(3) for s in range(2)
+    ]
+    assert [line["text"] for line in lines(out)] == printed
+    assert {line["ended_by"] for line in lines(out)} <= {"length", "end"}
+    assert fails(*command, "--out", out) == f"{out} is there already: remove it, or give --out another name"
+
+
+def test_a_stop_string_ends_a_reply(checkpoint, tmp_path):
+    whole = continuation(checkpoint, "Hello", max_new_tokens=12)
+    stop = whole[4:6]
+    options = ("--max-new-tokens", 12)
+    assert run("generate", checkpoint, "Hello", *options) == whole + "\n"
+    expected = whole[: whole.index(stop)]
+    assert run("generate", checkpoint, "Hello", *options, "--stop", stop) == expected + "\n"
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Hello\n")
+    run("generate", checkpoint, "--prompts", prompts, *options, "--stop", "none", "--stop", stop, "--out",
+        tmp_path / "out.jsonl")  # fmt: skip
+    (reply,) = lines(tmp_path / "out.jsonl")
+    assert (reply["text"], reply["ended_by"]) == (expected, "stop")
+
+
+def test_chat_templates(checkpoint, talking, tmp_path):
+    expected = continuation(talking, "u:hi;a:")
+    assert run("generate", talking, "hi", "--chat", "--max-new-tokens", 6) == expected + "\n"
+    prompts = tmp_path / "prompts.jsonl"
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}]
+    prompts.write_text(json.dumps({"messages": messages}) + '\n"plain"\n')
+    printed = run("generate", talking, "--prompts", prompts, "--max-new-tokens", 6).splitlines()
+    assert [json.loads(line) for line in printed] == [
+        continuation(talking, "s:S;u:hi;a:"),
+        continuation(talking, "plain"),
+    ]
+    for refused in (
+        ("generate", checkpoint, "hi", "--chat"),
+        ("generate", checkpoint, "--prompts", prompts),
+        ("chat", checkpoint),
+    ):
+        assert fails(*refused).startswith(f"{checkpoint} has no chat template (chat_template.jinja, or ")
+    assert fails("generate", checkpoint) == "give either a prompt or --prompts FILE"
+    assert (
+        fails("generate", checkpoint, "hi", "--prompts", prompts) == "give either a prompt or --prompts FILE"
+    )
+
+
+def test_a_conversation(talking):
+    """Every reply is that to all that has been said; /new forgets."""
+    first = continuation(talking, "u:hi;a:")
+    second = continuation(talking, f"u:hi;a:{first};u:more;a:")
+    options = ("--max-new-tokens", 6, "--length", 64)
+    output = run("chat", talking, *options, input="hi\nmore\n\n/new\nhi\n/exit\nnot read\n")
+    assert output == "".join(f"{reply}\n" for reply in (first, second, first))
+    told = continuation(talking, "s:S;u:hi;a:")
+    assert run("chat", talking, *options, "--system", "S", input="hi") == f"{told}\n"
+    output = run("chat", talking, *options, input="x" * 70 + "\nhi\n")
+    assert output.startswith("the conversation has 75 tokens and --length is 64: /new starts anew\n")
+    assert output.endswith(f"{first}\n")

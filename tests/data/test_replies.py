@@ -1,0 +1,212 @@
+"""What becomes text around generation: replies as they come, chat templates, files of prompts and of replies."""
+
+import json
+
+import numpy as np
+import pytest
+
+from swa_jax.data.chat import chat_tokens, load_chat_template
+from swa_jax.data.prompt_file import Prompt, ReplyFile, read_prompts
+from swa_jax.data.reply_text import ReplyText
+from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(byte_tokenizer):
+    return load_tokenizer(byte_tokenizer)
+
+
+# ---- the text of a reply ----
+
+TEXT = "Grüße, 世界! \U0001f600 one STOP two STO"
+
+
+def pieces(tokenizer, text: str, stop=(), size=1) -> tuple[list[str], ReplyText]:
+    tokens = tokenizer.encode(text)
+    reply = ReplyText(tokenizer, stop)
+    shown = [reply.push(tokens[i : i + size]) for i in range(0, len(tokens), size)]
+    return [*shown, reply.close()], reply
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        ((), TEXT),
+        (("STOP",), TEXT[: TEXT.index("STOP")]),
+        (("two", "STOP"), TEXT[: TEXT.index("STOP")]),
+        (("界!",), "Grüße, 世"),
+        (("STOPS",), TEXT),
+        (("G",), ""),
+    ],
+)
+def test_a_reply_is_whole_characters_up_to_its_stop_string(tokenizer, size, stop, expected):
+    shown, reply = pieces(tokenizer, TEXT, stop, size)
+    assert "".join(shown) == reply.text == expected
+    assert reply.stopped == (expected != TEXT)
+    assert "\ufffd" not in "".join(shown)
+
+
+def test_what_may_be_a_stop_string_is_held_back(tokenizer):
+    reply = ReplyText(tokenizer, ["STOP"])
+    assert reply.push(tokenizer.encode("a STO")) == "a "
+    assert reply.push(tokenizer.encode("NE")) == "STONE"
+    assert reply.push(tokenizer.encode("ST")) == ""
+    assert reply.close() == "ST"
+    assert not reply.stopped
+
+
+def test_random_cuts_give_one_text(tokenizer):
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        text = "".join(rng.choice(list("abAB é世"), 30))
+        stop = ["".join(rng.choice(list("abAB"), rng.integers(1, 4))) for _ in range(2)]
+        tokens, reply, shown = tokenizer.encode(text), ReplyText(tokenizer, stop), ""
+        while tokens:
+            n = int(rng.integers(1, 6))
+            shown += reply.push(tokens[:n])
+            tokens = tokens[n:]
+        shown += reply.close()
+        # The stop string that is complete first ends the reply; of two that are, the one that begins first.
+        first = min((text.find(s) + len(s) for s in stop if s in text), default=None)
+        begins = [text.find(s) for s in stop if s in text and text.find(s) + len(s) == first]
+        assert shown == reply.text == (text if first is None else text[: min(begins)])
+
+
+def test_half_a_character_is_shown_at_the_end_only(tokenizer):
+    tokens = tokenizer.encode("é")[:1]
+    reply = ReplyText(tokenizer)
+    assert reply.push(tokens) == ""
+    assert reply.close() == tokenizer.decode(tokens) == "\ufffd"
+    with pytest.raises(ConfigError, match="a stop string is empty"):
+        ReplyText(tokenizer, ["a", ""])
+
+
+def test_every_end_token_of_generation_config(tmp_path, byte_tokenizer):
+    (tmp_path / "tokenizer.json").write_bytes(byte_tokenizer.read_bytes())
+    assert load_tokenizer(tmp_path).end_ids == (256,)
+    config = tmp_path / "generation_config.json"
+    for value, ends in ((7, (256, 7)), ([256, 9, 7], (256, 9, 7)), (None, (256,))):
+        config.write_text(json.dumps({"eos_token_id": value}))
+        assert load_tokenizer(tmp_path).end_ids == ends
+    for value in ("7", [7, "8"], True, [-1]):
+        config.write_text(json.dumps({"eos_token_id": value}))
+        with pytest.raises(ConfigError, match=r"eos_token_id in .*generation_config.json must be a token id"):
+            load_tokenizer(tmp_path)
+
+
+# ---- chat templates ----
+
+TEMPLATE = """{%- for message in messages %}
+    {%- if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}
+    {{- bos_token + message['role'] + ': ' + message.content | trim + eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'assistant:' }}{% generation %}{% endgeneration %}{% endif %}"""
+MESSAGES = [{"role": "system", "content": " be <short> "}, {"role": "user", "content": "hi & bye"}]
+RENDERED = "[system: be <short><eos>[user: hi & bye<eos>assistant:"
+
+
+def config_with(folder, template, **keys) -> None:
+    tokens = {"bos_token": "[", "eos_token": {"content": "<eos>", "special": True}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens | {"chat_template": template} | keys))
+
+
+def test_a_template_comes_from_either_file(tmp_path, tokenizer):
+    assert load_chat_template(tmp_path) is None
+    for template in (
+        TEMPLATE,
+        [{"name": "tools", "template": "x"}, {"name": "default", "template": TEMPLATE}],
+    ):
+        config_with(tmp_path, template)
+        found = load_chat_template(tmp_path)
+        assert found is not None
+        assert found.render(MESSAGES) == RENDERED
+    tokens = chat_tokens(tokenizer, found, MESSAGES)
+    assert tokens.count(tokenizer.eos_id) == 2
+    assert tokenizer.decode(tokens) == RENDERED.replace("<eos>", "")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages | tojson }}{{ thinking }}")
+    found = load_chat_template(tmp_path)
+    assert found is not None
+    assert found.render(MESSAGES, thinking="!") == json.dumps(MESSAGES) + "!"
+
+
+def test_a_template_cannot_reach_python(tmp_path):
+    for template in (
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+    ):
+        config_with(tmp_path, template)
+        found = load_chat_template(tmp_path)
+        assert found is not None
+        with pytest.raises(ConfigError, match="refuses these messages"):
+            found.render(MESSAGES)
+
+
+def test_what_a_template_refuses(tmp_path):
+    config_with(tmp_path, TEMPLATE)
+    found = load_chat_template(tmp_path)
+    assert found is not None
+    with pytest.raises(ConfigError, match=r"tokenizer_config.json refuses these messages: no tools here"):
+        found.render([{"role": "tool", "content": "x"}])
+    with pytest.raises(ConfigError, match=r"messages\[1\] must be"):
+        found.render([MESSAGES[0], {"role": "robot", "content": "x"}])
+    config_with(tmp_path, "{% if %}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_chat_template(tmp_path)
+    config_with(tmp_path, 7)
+    with pytest.raises(ConfigError, match=r"chat_template in .* must be a text, got 7"):
+        load_chat_template(tmp_path)
+
+
+# ---- files ----
+
+
+def test_prompts_from_a_file(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"one\\ntwo"\n\n{"prompt": "three"}\n{"messages": [{"role": "user", "content": "x"}]}\n')
+    messages = [{"role": "user", "content": "x"}]
+    assert read_prompts(file) == [Prompt("one\ntwo", None), Prompt("three", None), Prompt(None, messages)]
+    plain = tmp_path / "prompts.txt"
+    plain.write_text('"one"\ntwo \n')
+    assert read_prompts(plain) == [Prompt('"one"', None), Prompt("two ", None)]
+    for line in ("one", "{}", "[1]", '{"prompt": 3}', '{"prompt": "a", "messages": [1]}', '{"messages": []}'):
+        file.write_text('"fine"\n' + line + "\n")
+        with pytest.raises(ConfigError, match=r"prompts.jsonl, line 2 is not a prompt: a text, "):
+            read_prompts(file)
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="has no prompts"):
+        read_prompts(file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_prompts(tmp_path / "none.jsonl")
+
+
+def test_replies_go_on_after_any_cut(tmp_path):
+    """A file that was cut at any byte gives the whole lines before the cut, and ends as if it never had been."""
+    settings = {"temperature": 1.0}
+    replies = [{"prompt": p, "sample": s, "text": f"ü{p}{s}\n"} for p in range(2) for s in range(2)]
+    with ReplyFile(tmp_path / "all.jsonl", settings) as file:
+        for reply in replies[::-1]:
+            file.add(reply)
+        whole = (tmp_path / "all.jsonl.partial").read_bytes()
+        file.finish()
+    expected = (tmp_path / "all.jsonl").read_text()
+    assert [json.loads(line) for line in expected.splitlines()] == replies
+    for cut in range(len(whole) + 1):
+        out = tmp_path / f"cut{cut}.jsonl"
+        out.with_name(out.name + ".partial").write_bytes(whole[:cut])
+        with ReplyFile(out, settings) as file:
+            assert len(file.replies) == max(whole[:cut].count(b"\n") - 1, 0)
+            for reply in replies:
+                if (reply["prompt"], reply["sample"]) not in file.replies:
+                    file.add(reply)
+            file.finish()
+        assert out.read_text() == expected
+        assert not out.with_name(out.name + ".partial").exists()
+    with pytest.raises(ConfigError, match=r"all.jsonl is there already"):
+        ReplyFile(tmp_path / "all.jsonl", settings)
+    (tmp_path / "other.jsonl.partial").write_bytes(whole)
+    with pytest.raises(ConfigError, match="holds replies to other prompts"):
+        ReplyFile(tmp_path / "other.jsonl", {"temperature": 0.0})
+    assert (tmp_path / "other.jsonl.partial").read_bytes() == whole

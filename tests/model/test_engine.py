@@ -1,0 +1,163 @@
+"""Continuous batching: every prompt gets what it gets alone, whatever shares the caches with it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import PATTERNS, SOFTMAX, WINDOW_SIZE, model_of
+
+from swa_jax.errors import ConfigError
+from swa_jax.model.cache import allocate, cache_layout
+from swa_jax.model.engine import Engine
+from swa_jax.model.generate import generate, sampling
+
+NEW = 10
+QUICK = ("every-kind", "head-hybrid")
+SOME = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in PATTERNS]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def random_prompts(lengths, seed=0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, SOFTMAX.vocab_size, length).tolist() for length in lengths]
+
+
+def replies(engine: Engine, prompts, **options) -> list[list[int]]:
+    """Whole replies of a stream, each ended once."""
+    found: list[list[int]] = [[] for _ in prompts]
+    ended = []
+    for piece in engine.stream(prompts, **options):
+        assert piece.prompt not in ended
+        found[piece.prompt] += piece.tokens
+        if piece.ended:
+            ended.append(piece.prompt)
+    assert sorted(ended) == list(range(len(prompts)))
+    return found
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("chunk", [WINDOW_SIZE, 2 * WINDOW_SIZE + 3])
+def test_chunks_leave_the_caches_of_one_prefill(name, chunk):
+    """Prompts of 1 to more than six windows, in turn, into one batch."""
+    model, lengths = model_of(name), (40, 17, 5, 1)
+    layout = cache_layout(model.pattern, model.config.num_key_value_heads, 44)
+    tokens = np.zeros((4, 40), np.int32)
+    for row, prompt in zip(tokens, random_prompts(lengths), strict=True):
+        row[: len(prompt)] = prompt
+    empty = allocate(layout, 4, model.config.head_dim, jnp.float32)
+    expected, whole = jax.jit(lambda t, n, c: model.prefill(t, n, c, layout))(
+        jnp.asarray(tokens), jnp.array(lengths), empty
+    )
+    extend = jax.jit(lambda *args: model.extend(*args, layout))
+    cache, logits = empty, []
+    for row, length in enumerate(lengths):
+        for at in range(0, length, chunk):
+            piece = np.zeros(chunk, np.int32)
+            count = min(chunk, length - at)
+            piece[:count] = tokens[row, at : at + count]
+            last, cache = extend(jnp.asarray(piece), jnp.int32(count), jnp.int32(row), cache)
+        logits.append(last)
+    np.testing.assert_allclose(jnp.stack(logits), expected, atol=3e-5, rtol=1e-5)
+    assert cache.lengths.tolist() == list(lengths)
+    filled = (np.arange(44) < np.array(lengths)[:, None])[None, :, :, None]
+    for mine, other in ((cache.k_whole, whole.k_whole), (cache.v_whole, whole.v_whole)):
+        np.testing.assert_allclose(np.where(filled, mine, 0), np.where(filled, other, 0), atol=3e-5)
+    np.testing.assert_allclose(cache.k_ring, whole.k_ring, atol=3e-5)
+    np.testing.assert_allclose(cache.v_ring, whole.v_ring, atol=3e-5)
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    ("chunk", "slots", "steps"), [(1, 2, 3), pytest.param(WINDOW_SIZE, 3, 4), (2 * WINDOW_SIZE + 3, 2, 16)]
+)
+def test_many_prompts_over_few_slots(name, chunk, slots, steps):
+    if chunk == 1 and name not in QUICK[:1]:
+        pytest.skip("one token at a time is shown on one model")
+    model, prompts = model_of(name), random_prompts((19, 1, 40, 7, 26, 3, 19))
+    engine = Engine(model, slots=slots, max_length=64, chunk=chunk, steps=steps)
+    expected = generate(model, prompts, max_new_tokens=NEW, max_length=64)
+    assert replies(engine, prompts, max_new_tokens=NEW) == expected
+    # An engine that has worked starts from empty slots.
+    assert replies(engine, prompts[::-1], max_new_tokens=NEW) == expected[::-1]
+
+
+def test_samples_and_stop_tokens_are_those_of_generate():
+    model, prompts = model_of("every-kind"), random_prompts((9, 14, 9, 30))
+    prompts += prompts[:2]  # equal prompts draw different samples
+    options = {"top_k": 5, "top_p": 0.8}
+    plain = generate(model, prompts, max_new_tokens=NEW, temperature=1.5, seed=4, **options)
+    assert plain[4] != plain[0]
+    engine = Engine(model, slots=2, max_length=64, chunk=8, prefixes=4)
+    for stops in ((), (plain[0][3], plain[3][0])):
+        common = {"max_new_tokens": NEW, "stop_tokens": stops, "seed": 4}
+        expected = generate(model, prompts, temperature=1.5, **options, **common)
+        assert replies(engine, prompts, sampling=sampling(1.5, **options), **common) == expected
+    assert len(expected[3]) == 0
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_remembered_prefix_changes_nothing(name):
+    """Prompts that share a beginning, are beginnings, or are equal; and a reply that the next prompt continues."""
+    model = model_of(name)
+    start, *ends = random_prompts((23, 6, 9, 2), seed=1)
+    prompts = [start + ends[0], start + ends[1], start, start + ends[1], start + ends[2], ends[0]]
+    expected = generate(model, prompts, max_new_tokens=NEW, max_length=64)
+    engine = Engine(model, slots=1, max_length=64, chunk=8, prefixes=8)
+    assert replies(engine, prompts, max_new_tokens=NEW) == expected
+    # Whole caches hold every beginning. Rings show only where two prompts parted, from the second on.
+    rings = not model.pattern.full_cache_heads(2).all()
+    assert engine.computed_tokens == 29 + (32 if rings else 9) + (0 if rings else 1) + 0 + 2 + 6
+    # The last token of a reply is in no cache. Full-attention decode gives a reply other keys than a prompt has.
+    before, turn = engine.computed_tokens, prompts[0] + expected[0] + ends[2]
+    follow = generate(model, [turn], max_new_tokens=NEW, max_length=64)
+    assert replies(engine, [turn], max_new_tokens=NEW) == follow
+    assert engine.computed_tokens - before == (12 if model.pattern.full_attention_decode else 3)
+
+
+def test_the_consumer_ends_replies():
+    model, prompts = model_of("every-kind"), random_prompts((9, 14, 20, 30))
+    engine = Engine(model, slots=2, max_length=64, steps=2, prefixes=2)
+    expected = generate(model, prompts, max_new_tokens=NEW)
+    found: list[list[int]] = [[] for _ in prompts]
+    for piece in engine.stream(prompts, max_new_tokens=NEW):
+        found[piece.prompt] += piece.tokens
+        if piece.prompt == 1 and not piece.ended:
+            engine.stop(1)
+    assert [found[0], *found[2:]] == [expected[0], *expected[2:]]
+    assert 1 <= len(found[1]) < NEW
+    assert found[1] == expected[1][: len(found[1])]
+    # A stream that nobody reads to its end leaves nothing behind either.
+    next(engine.stream(prompts, max_new_tokens=NEW))
+    assert replies(engine, prompts[:1], max_new_tokens=NEW) == expected[:1]
+
+
+def test_what_an_engine_refuses():
+    model = model_of("window")
+    for options, sentence in (
+        ({"slots": 0}, "slots must be at least 1, got 0"),
+        ({"chunk": 0}, "chunk must be at least 1, got 0"),
+        ({"prefixes": -1}, "prefixes must be at least 0, got -1"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            Engine(model, **{"max_length": 64} | options)
+    engine = Engine(model, slots=1, max_length=64)
+    with pytest.raises(ConfigError, match=r"the longest prompt has 60 tokens .* at least 70, and is 64"):
+        engine.stream(random_prompts((60,)), max_new_tokens=NEW)
+    with pytest.raises(ConfigError, match=r"prompts\[1\] is empty"):
+        engine.stream([[1], []], max_new_tokens=1)
+    with pytest.raises(ConfigError, match="stop_tokens holds token 61"):
+        engine.stream([[1]], max_new_tokens=1, stop_tokens=[61])
+
+
+def test_slots_that_wait_keep_their_caches():
+    """A slot whose prompt is half in is not touched by the others' decoding, rings least of all."""
+    model = model_of("every-kind")
+    prompts = random_prompts((3, 40, 40))
+    engine = Engine(model, slots=3, max_length=64, chunk=2 * WINDOW_SIZE, steps=4)
+    assert replies(engine, prompts, max_new_tokens=20) == generate(model, prompts, max_new_tokens=20)
