@@ -74,7 +74,10 @@ def compile_(
     ] = "",
     step: Annotated[
         Literal["train", "prefill", "decode"],
-        Option(help="The step. prefill and decode are of one chip, in bf16.", rich_help_panel=STEP),
+        Option(
+            help="The step. prefill and decode are in bf16, on mesh.tensor x mesh.fsdp chips.",
+            rich_help_panel=STEP,
+        ),
     ] = "train",
     stage: Annotated[int, Option(help="Which of the run's stages, from 0.", min=0, rich_help_panel=STEP)] = 0,
     batch_size: Annotated[

@@ -14,6 +14,9 @@ import numpy as np
 
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.sharding import Partition, constrain
+
+POOL = ("kv_heads", "batch", None, None)  # the dimensions of a pool
 
 
 @jax.tree_util.register_dataclass
@@ -38,10 +41,13 @@ class CacheLayout:
     """Where each (layer, KV head) lives."""
 
     whole: np.ndarray  # [L, K] bool: whole sequence (else ring)
-    whole_slots: (
-        np.ndarray
-    )  # [L, K] int32: row of the whole pool; out of range (writes are dropped) if in a ring
-    ring_slots: np.ndarray  # [L, K] int32: row of the ring pool; out of range if whole
+    # [L, K] int32: its row in the whole pool, counted in the shard of its KV head; out of range (writes are dropped)
+    # if in a ring. And the same of the ring pool.
+    whole_slots: np.ndarray
+    ring_slots: np.ndarray
+    whole_rows: int  # of the pools, in each shard
+    ring_rows: int
+    shards: int  # that the KV heads, and with them the rows of the pools, are split into
     modes: tuple[
         tuple[str, str], ...
     ]  # the (place, layer type) pairs that occur; place: whole, ring or mixed
@@ -55,7 +61,13 @@ class CacheLayout:
         return min(self.window + self.num_sink_tokens, self.max_length)
 
 
-def cache_layout(pattern: AttentionPattern, num_kv_heads: int, max_length: int) -> CacheLayout:
+def cache_layout(
+    pattern: AttentionPattern, num_kv_heads: int, max_length: int, shards: int = 1
+) -> CacheLayout:
+    """Where the keys of each layer and KV head go, if each cache holds `max_length` tokens.
+
+    `shards` of consecutive KV heads have pools of their own, all of one size, which lie behind each other.
+    """
     window = pattern.sliding_window or max_length
     whole = pattern.full_cache_heads(num_kv_heads)
     if window + pattern.num_sink_tokens >= max_length:
@@ -64,28 +76,43 @@ def cache_layout(pattern: AttentionPattern, num_kv_heads: int, max_length: int) 
     pairs = list(zip(places, pattern.layer_types, strict=True))
     modes = tuple(sorted(set(pairs)))
     mode = np.array([modes.index(pair) for pair in pairs], np.int32)
+    (whole_slots, whole_rows), (ring_slots, ring_rows) = _slots(whole, shards), _slots(~whole, shards)
     return CacheLayout(
-        whole, _slots(whole), _slots(~whole), modes, mode, max_length, window, pattern.num_sink_tokens
-    )
+        whole, whole_slots, ring_slots, whole_rows, ring_rows, shards, modes, mode, max_length, window,
+        pattern.num_sink_tokens,
+    )  # fmt: skip
 
 
-def _slots(member: np.ndarray) -> np.ndarray:
-    """Rows of a pool for its members [L, K] in order; the pool's size, which is out of range, for the others."""
-    rank = np.cumsum(member.ravel()).reshape(member.shape)
-    return np.where(member, rank - 1, member.sum()).astype(np.int32)
+def _slots(member: np.ndarray, shards: int) -> tuple[np.ndarray, int]:
+    """Rows of a pool for its members [L, K] in order, in each shard of K, and how many rows a shard has; the others get
+    a row that is not there."""
+    layers, kv_heads = member.shape
+    by_shard = member.reshape(layers, shards, -1).transpose(1, 0, 2)  # [shards, L, K / shards]
+    rank = np.cumsum(by_shard.reshape(shards, -1), axis=1).reshape(by_shard.shape)
+    rows = int(rank[:, -1, -1].max())
+    slots = np.where(by_shard, rank - 1, rows).astype(np.int32)
+    return slots.transpose(1, 0, 2).reshape(layers, kv_heads), rows
 
 
-def allocate(layout: CacheLayout, batch: int, head_dim: int, dtype: jnp.dtype) -> KVCache:
-    def pool(heads: int, entries: int) -> jax.Array:
-        return jnp.zeros((heads, batch, entries, head_dim), dtype)
+def allocate(
+    layout: CacheLayout,
+    batch: int,
+    head_dim: int,
+    dtype: jax.typing.DTypeLike,
+    partition: Partition | None = None,
+) -> KVCache:
+    """Empty caches of `batch` sequences, on a mesh split by KV heads and by sequences."""
 
-    whole, ring = int(layout.whole.sum()), int((~layout.whole).sum())
+    def pool(rows: int, entries: int) -> jax.Array:
+        zeros = jnp.zeros((layout.shards * rows, batch, entries, head_dim), dtype)
+        return constrain(zeros, partition, *POOL)
+
     return KVCache(
-        pool(whole, layout.max_length),
-        pool(whole, layout.max_length),
-        pool(ring, layout.ring_entries),
-        pool(ring, layout.ring_entries),
-        jnp.zeros(batch, jnp.int32),
+        pool(layout.whole_rows, layout.max_length),
+        pool(layout.whole_rows, layout.max_length),
+        pool(layout.ring_rows, layout.ring_entries),
+        pool(layout.ring_rows, layout.ring_entries),
+        constrain(jnp.zeros(batch, jnp.int32), partition, "batch"),
     )
 
 

@@ -8,13 +8,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from pallas_kernels.api import attend, attend_routed
-from pallas_kernels.pools import Pools, attend_over_pools
+from pallas_kernels.pools import Pools, attend_over_pools, write_token
 from pallas_kernels.spec import NEVER, Packing, PerHead
 from swa_jax.model.attention import AttentionContext, LayerPlan, choose, full_spec
-from swa_jax.model.cache import CacheLayout, KVCache, ring_positions, write_chunk
+from swa_jax.model.cache import POOL, CacheLayout, KVCache, ring_positions, write_chunk, write_prompt
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH
+from swa_jax.model.mesh_attention import dimension_specs
+from swa_jax.model.sharding import Partition
 
 
 class LayerPlace(NamedTuple):
@@ -30,7 +33,57 @@ def layer_places(layout: CacheLayout) -> LayerPlace:
     return LayerPlace(*map(jnp.asarray, (layout.mode, layout.whole, layout.whole_slots, layout.ring_slots)))
 
 
+class DecodeStep(NamedTuple):
+    """Where the new token of each sequence stands; an entry that is out of range is not written."""
+
+    lengths: jax.Array  # [B] the tokens of each sequence, with the new one
+    whole_entries: jax.Array  # [B] where it goes in a whole cache
+    ring_entries: jax.Array  # [B] and in a ring
+    ring_positions: jax.Array  # [B, entries] the positions that a ring then holds
+
+
 def decode_layer(
+    heads: PerHead,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gate: jax.Array,
+    cache: KVCache,
+    layout: CacheLayout,
+    place: LayerPlace,
+    plan: LayerPlan,
+    context: AttentionContext,
+    step: DecodeStep,
+) -> tuple[jax.Array, KVCache]:
+    """q [B, 1, H, D], k and v [B, 1, K, D] -> [B, 1, H, D], and the cache with the new keys and values in.
+
+    `heads`, `place` and `plan` are one layer's; `gate` [B, 1] is 1 where a routed layer sees everything. Only one
+    branch runs. On a mesh each device has some sequences and some KV heads.
+    """
+
+    def here(heads, q, k, v, gate, cache, place, plan, full_from, step):
+        cache = dataclasses.replace(
+            cache,
+            k_whole=write_token(cache.k_whole, place.whole_slots, k, step.whole_entries),
+            v_whole=write_token(cache.v_whole, place.whole_slots, v, step.whole_entries),
+            k_ring=write_token(cache.k_ring, place.ring_slots, k, step.ring_entries),
+            v_ring=write_token(cache.v_ring, place.ring_slots, v, step.ring_entries),
+        )
+        inside = dataclasses.replace(context, full_from=full_from)
+        return _attend_to_cache(heads, q, gate[:, 0], cache, layout, place, plan, inside, step), cache
+
+    arguments = (heads, q, k, v, gate, cache, place, plan, context.full_from, step)
+    if (partition := context.partition) is None:
+        return here(*arguments)
+    rows, tokens = partition.spec("batch"), partition.spec("batch", None, "heads", None)
+    caches = _cache_specs(partition)
+    specs = (
+        dimension_specs(PerHead, partition), tokens, tokens, tokens, rows, caches, *_layer_specs(partition), rows, rows,
+    )  # fmt: skip
+    return _on_each_device(here, partition, specs, (tokens, caches))(*arguments)
+
+
+def _attend_to_cache(
     heads: PerHead,
     q: jax.Array,
     gate: jax.Array,
@@ -39,21 +92,16 @@ def decode_layer(
     place: LayerPlace,
     plan: LayerPlan,
     context: AttentionContext,
-    lengths: jax.Array,
-    ring: jax.Array,
+    step: DecodeStep,
 ) -> jax.Array:
-    """q [B, 1, H, D] -> [B, 1, H, D], after the new key and value are in the cache.
-
-    `heads`, `place` and `plan` are one layer's; `gate` [B] is 1 where a routed layer sees everything; `lengths` [B]
-    count the new token; `ring` [B, entries] are the positions of the ring's entries. Only one branch runs.
-    """
+    """The new tokens' queries over caches that hold their keys already."""
     attend = functools.partial(
         attend_over_pools,
-        lengths=lengths,
+        lengths=step.lengths,
         implementation=context.implementation,
     )
     whole = Pools(cache.k_whole, cache.v_whole, place.whole_slots)
-    rings = Pools(cache.k_ring, cache.v_ring, place.ring_slots, ring)
+    rings = Pools(cache.k_ring, cache.v_ring, place.ring_slots, step.ring_positions)
 
     def over_whole(kind: str) -> jax.Array:
         if kind == FULL:
@@ -85,6 +133,33 @@ class Chunk(NamedTuple):
     size: jax.Array  # int32: its own tokens; what follows them is padding
 
 
+def put_prompts(
+    k: jax.Array,
+    v: jax.Array,
+    cache: KVCache,
+    place: LayerPlace,
+    ring: jax.Array,
+    partition: Partition | None,
+) -> KVCache:
+    """The keys and values [B, T, K, D] of whole prompts into the caches; `ring` [B, entries] are the positions that a
+    ring then holds."""
+
+    def here(k, v, cache, place, ring):
+        return dataclasses.replace(
+            cache,
+            k_whole=write_prompt(cache.k_whole, place.whole_slots, k, None),
+            v_whole=write_prompt(cache.v_whole, place.whole_slots, v, None),
+            k_ring=write_prompt(cache.k_ring, place.ring_slots, k, ring),
+            v_ring=write_prompt(cache.v_ring, place.ring_slots, v, ring),
+        )
+
+    if partition is None:
+        return here(k, v, cache, place, ring)
+    tokens, caches = partition.spec("batch", None, "kv_heads", None), _cache_specs(partition)
+    specs = (tokens, tokens, caches, _layer_specs(partition)[0], partition.spec("batch", None))
+    return _on_each_device(here, partition, specs, caches)(k, v, cache, place, ring)
+
+
 def extend_layer(
     heads: PerHead,
     q: jax.Array,
@@ -100,8 +175,66 @@ def extend_layer(
 ) -> tuple[jax.Array, KVCache]:
     """A chunk's q [1, C, H, D], k and v [1, C, K, D] -> [1, C, H, D], and the cache with its keys and values in.
 
-    The arguments are those of `decode_layer`. One KV head after another reads its row of a pool where it lies.
+    The arguments are those of `decode_layer`; `gate` is [1, C].
     """
+    if (partition := context.partition) is None:
+        return _extend_here(heads, q, k, v, gate, cache, layout, place, plan, context, chunk)
+    axes = partition.rules.batch
+
+    def here(heads, q, k, v, gate, cache, place, plan, chunk):
+        rows = cache.lengths.shape[0]
+        row = chunk.row - jax.lax.axis_index(axes) * rows
+        mine = (row >= 0) & (row < rows)
+        chunk = Chunk(jnp.clip(row, 0, rows - 1), chunk.start, jnp.where(mine, chunk.size, 0))
+        out, cache = _extend_here(heads, q, k, v, gate, cache, layout, place, plan, context, chunk)
+        return jax.lax.psum(jnp.where(mine, out, 0), axes), cache
+
+    tokens, caches, everywhere = (
+        partition.spec(None, None, "heads", None),
+        _cache_specs(partition),
+        PartitionSpec(),
+    )
+    specs = (
+        dimension_specs(PerHead, partition), tokens, tokens, tokens, everywhere, caches, *_layer_specs(partition),
+        everywhere,
+    )  # fmt: skip
+    call = _on_each_device(here, partition, specs, (tokens, caches))
+    return call(heads, q, k, v, gate, cache, place, plan, chunk)
+
+
+def _on_each_device(function: Any, partition: Partition, in_specs: Any, out_specs: Any) -> Any:
+    return jax.shard_map(
+        function, mesh=partition.mesh, in_specs=in_specs, out_specs=out_specs,
+        check_vma=False,  # the kernels do not say over which axes their outputs vary
+    )  # fmt: skip
+
+
+def _cache_specs(partition: Partition) -> KVCache:
+    pool = partition.spec(*POOL)
+    return KVCache(pool, pool, pool, pool, partition.spec("batch"))  # type: ignore[arg-type]
+
+
+def _layer_specs(partition: Partition) -> tuple[LayerPlace, LayerPlan]:
+    """How one layer's rows of `LayerPlace` and `LayerPlan` lie."""
+    heads, everywhere = partition.spec("kv_heads"), PartitionSpec()
+    place = LayerPlace(everywhere, heads, heads, heads)  # type: ignore[arg-type]
+    return place, LayerPlan(everywhere, heads, everywhere)  # type: ignore[arg-type]
+
+
+def _extend_here(
+    heads: PerHead,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gate: jax.Array,
+    cache: KVCache,
+    layout: CacheLayout,
+    place: LayerPlace,
+    plan: LayerPlan,
+    context: AttentionContext,
+    chunk: Chunk,
+) -> tuple[jax.Array, KVCache]:
+    """One KV head after another reads its row of a pool where it lies."""
     length, kv_heads, size = k.shape[1:]
     group = q.shape[2] // kv_heads
     index = jnp.arange(length)

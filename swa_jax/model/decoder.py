@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels.pools import write_token
 from pallas_kernels.spec import segment_positions
 from swa_jax.model.attention import (
     Attention,
@@ -22,8 +21,15 @@ from swa_jax.model.attention import (
     layer_plan,
     model_spec,
 )
-from swa_jax.model.cache import CacheLayout, KVCache, ring_entry, ring_positions, write_prompt
-from swa_jax.model.cached_attention import Chunk, decode_layer, extend_layer, layer_places
+from swa_jax.model.cache import CacheLayout, KVCache, ring_entry, ring_positions
+from swa_jax.model.cached_attention import (
+    Chunk,
+    DecodeStep,
+    decode_layer,
+    extend_layer,
+    layer_places,
+    put_prompts,
+)
 from swa_jax.model.config import MlpKind, ModelConfig
 from swa_jax.model.experts import ExpertLoad, MixtureOfExperts
 from swa_jax.model.layer_types import SWITCH
@@ -318,12 +324,21 @@ class Decoder(nnx.Module):
     # ---- generation: a prompt into the cache, then one token at a time ----
 
     def prefill(
-        self, tokens: jax.Array, lengths: jax.Array, cache: KVCache, layout: CacheLayout
+        self,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        cache: KVCache,
+        layout: CacheLayout,
+        *,
+        partition: Partition | None = None,
     ) -> tuple[jax.Array, KVCache]:
-        """Right-padded prompts [B, T] of `lengths` [B] -> logits after each last token [B, V] f32, the filled cache."""
+        """Right-padded prompts [B, T] of `lengths` [B] -> logits after each last token [B, V] f32, the filled cache.
+
+        `partition`, here and below: the mesh on which the parameters and the cache lie.
+        """
         segments = (jnp.arange(tokens.shape[1])[None] < lengths[:, None]).astype(jnp.int32)
         kinds = kinds_of(self.pattern)
-        context = self.context(tokens, kinds, segments, rope_length=layout.max_length)
+        context = self.context(tokens, kinds, segments, partition=partition, rope_length=layout.max_length)
         context = dataclasses.replace(context, inference=True)
         ring = ring_positions(layout, lengths)
 
@@ -332,18 +347,12 @@ class Decoder(nnx.Module):
         ) -> tuple[tuple[jax.Array, KVCache], None]:
             (x, cache), (plan, place) = carry, scanned
             mixed, _, (k, v) = block.attention(block.attention_input(x), plan, context)
-            cache = dataclasses.replace(
-                cache,
-                k_whole=write_prompt(cache.k_whole, place.whole_slots, k, None),
-                v_whole=write_prompt(cache.v_whole, place.whole_slots, v, None),
-                k_ring=write_prompt(cache.k_ring, place.ring_slots, k, ring),
-                v_ring=write_prompt(cache.v_ring, place.ring_slots, v, ring),
-            )
-            return (block.after_attention(x, mixed)[0], cache), None
+            cache = put_prompts(k, v, cache, place, ring, partition)
+            return (block.after_attention(x, mixed, partition)[0], cache), None
 
         cache = dataclasses.replace(cache, lengths=lengths)
         scanned = (self._plan(kinds), layer_places(layout))
-        (x, cache), _ = scan_layers(self.layers, layer, (self.embed(tokens), cache), scanned)
+        (x, cache), _ = scan_layers(self.layers, layer, (self.embed(tokens, partition), cache), scanned)
         last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0]  # [B, d]
         return self.logits(self.norm(last)), cache
 
@@ -355,6 +364,7 @@ class Decoder(nnx.Module):
         full_from: jax.Array | None = None,
         *,
         active: jax.Array | None = None,
+        partition: Partition | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """One new token a sequence, tokens [B] -> logits [B, V] f32 of what follows, and the cache with it in.
 
@@ -367,6 +377,7 @@ class Decoder(nnx.Module):
             kinds_of(self.pattern),
             positions=cache.lengths[:, None],
             full_from=full_from,
+            partition=partition,
             rope_length=layout.max_length,
         )
         lengths = cache.lengths + 1
@@ -378,6 +389,7 @@ class Decoder(nnx.Module):
         if active is not None:  # an entry that no pool has is not written
             whole_entry = jnp.where(active, whole_entry, layout.max_length)
             entry = jnp.where(active, entry, layout.ring_entries)
+        step = DecodeStep(lengths, whole_entry, entry, ring)
 
         def layer(
             carry: tuple[jax.Array, KVCache], block: Block, scanned: tuple
@@ -386,25 +398,26 @@ class Decoder(nnx.Module):
             normed = block.attention_input(x)
             q, k, v = block.attention.qkv(normed, plan, context)
             _, gate = block.attention.route(normed)
-            cache = dataclasses.replace(
-                cache,
-                k_whole=write_token(cache.k_whole, place.whole_slots, k, whole_entry),
-                v_whole=write_token(cache.v_whole, place.whole_slots, v, whole_entry),
-                k_ring=write_token(cache.k_ring, place.ring_slots, k, entry),
-                v_ring=write_token(cache.v_ring, place.ring_slots, v, entry),
-            )
-            mixed = decode_layer(
-                block.attention.per_head(), q, gate[:, 0], cache, layout, place, plan, context, lengths, ring
-            )
-            return (block.after_attention(x, block.attention.output(mixed))[0], cache), None
+            heads = block.attention.per_head()
+            mixed, cache = decode_layer(heads, q, k, v, gate, cache, layout, place, plan, context, step)
+            return (block.after_attention(x, block.attention.output(mixed), partition)[0], cache), None
 
         scanned = (self._plan(context.kinds), layer_places(layout))
-        (x, cache), _ = scan_layers(self.layers, layer, (self.embed(tokens[:, None]), cache), scanned)
+        (x, cache), _ = scan_layers(
+            self.layers, layer, (self.embed(tokens[:, None], partition), cache), scanned
+        )
         lengths = lengths if active is None else jnp.where(active, lengths, cache.lengths)
         return self.logits(self.norm(x[:, 0])), dataclasses.replace(cache, lengths=lengths)
 
     def extend(
-        self, tokens: jax.Array, count: jax.Array, row: jax.Array, cache: KVCache, layout: CacheLayout
+        self,
+        tokens: jax.Array,
+        count: jax.Array,
+        row: jax.Array,
+        cache: KVCache,
+        layout: CacheLayout,
+        *,
+        partition: Partition | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """The next piece of one prompt: logits [V] f32 after its last token, and the cache with it in.
 
@@ -416,8 +429,13 @@ class Decoder(nnx.Module):
         chunk = Chunk(row, cache.lengths[row], count)
         positions = chunk.start + jnp.arange(tokens.shape[0], dtype=jnp.int32)
         context = self.context(
-            tokens[None], kinds_of(self.pattern), positions=positions[None], rope_length=layout.max_length
+            tokens[None],
+            kinds_of(self.pattern),
+            positions=positions[None],
+            partition=partition,
+            rope_length=layout.max_length,
         )
+        alone = None if partition is None else partition.of_one_row
 
         def layer(
             carry: tuple[jax.Array, KVCache], block: Block, scanned: tuple
@@ -428,10 +446,10 @@ class Decoder(nnx.Module):
             _, gate = block.attention.route(normed)
             heads = block.attention.per_head()
             mixed, cache = extend_layer(heads, q, k, v, gate, cache, layout, place, plan, context, chunk)
-            return (block.after_attention(x, block.attention.output(mixed))[0], cache), None
+            return (block.after_attention(x, block.attention.output(mixed), alone)[0], cache), None
 
         scanned = (self._plan(context.kinds), layer_places(layout))
-        (x, cache), _ = scan_layers(self.layers, layer, (self.embed(tokens[None]), cache), scanned)
+        (x, cache), _ = scan_layers(self.layers, layer, (self.embed(tokens[None], alone), cache), scanned)
         lengths = cache.lengths.at[row].add(count)
         return self.logits(self.norm(x[0, count - 1])), dataclasses.replace(cache, lengths=lengths)
 

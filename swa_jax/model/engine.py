@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 
 from swa_jax.errors import ConfigError
-from swa_jax.model.cache import KVCache, allocate, cache_layout
+from swa_jax.model.cache import KVCache, allocate
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import (
     GREEDY,
@@ -27,15 +27,18 @@ from swa_jax.model.generate import (
     Drawing,
     Sampling,
     Sequences,
+    check_generation,
     check_prompts,
     check_tokens,
     decode_steps,
     draw,
     drawing,
+    layout_of,
     round_up,
     sequence_keys,
 )
 from swa_jax.model.prefixes import Prefix, PrefixStore, Rings, restored, rings_of, whole_of
+from swa_jax.model.sharding import Partition
 
 SMALLEST_CHUNK = 64  # tokens: shorter prompts share its compiled program
 
@@ -77,6 +80,7 @@ class Engine:
       prefixes: prompts and replies whose caches are remembered, so that a later prompt that begins alike continues
         from there. 0 remembers none.
       steps: tokens that are decoded between two looks at the results.
+      partition: the mesh on which the model's parameters lie; the caches are split by KV heads and by slots.
 
     Raises:
       ConfigError: an argument is out of its range.
@@ -91,6 +95,7 @@ class Engine:
         chunk: int = 512,
         prefixes: int = 0,
         steps: int = 16,
+        partition: Partition | None = None,
     ):
         for name, value, least in (
             ("slots", slots, 1), ("max_length", max_length, 2), ("chunk", chunk, 1), ("prefixes", prefixes, 0),
@@ -100,9 +105,18 @@ class Engine:
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
         self.model, self.max_length, self.chunk, self.steps = model, round_up(max_length), chunk, steps
         self.computed_tokens = 0  # prompt tokens that were not found in a prefix
+        if partition is not None:
+            check_generation(partition, model.config)
+            if slots % (pieces := partition.size("batch")):
+                raise ConfigError(
+                    f"slots must be a multiple of {pieces}, into which the mesh splits them, got {slots}"
+                )
+        self._partition = partition
         self._graph, self._weights = nnx.split(model)
-        layout = cache_layout(model.pattern, model.config.num_key_value_heads, self.max_length)
-        self._cache = allocate(layout, slots, model.config.head_dim, model.embedding[...].dtype)
+        layout = layout_of(model, self.max_length, partition)
+        dtype = model.embedding[...].dtype
+        empty = functools.partial(allocate, layout, slots, model.config.head_dim, dtype, partition)
+        self._cache = jax.jit(empty)()
         zeros = jnp.zeros(slots, jnp.int32)
         self._sequences = Sequences(
             zeros, zeros, jnp.zeros(slots, bool), jnp.zeros(slots, jnp.uint32), zeros, zeros
@@ -201,7 +215,7 @@ class Engine:
         tokens[: len(piece)] = piece
         logits, self._cache = _extend(
             self._graph, self._weights, jnp.asarray(tokens), jnp.int32(len(piece)), jnp.int32(number), self._cache,
-            max_length=self.max_length,
+            max_length=self.max_length, partition=self._partition,
         )  # fmt: skip
         slot.filled = end
         self.computed_tokens += len(piece)
@@ -236,7 +250,7 @@ class Engine:
             return
         new, self._cache, self._sequences = _advance(
             self._graph, self._weights, self._cache, self._sequences, drawing, jnp.int32(steps),
-            jnp.bool_(until_one_ends), max_length=self.max_length, buffer=self.steps,
+            jnp.bool_(until_one_ends), max_length=self.max_length, buffer=self.steps, partition=self._partition,
         )  # fmt: skip
         firsts = {number: slot.first for number, slot in ready}
         drawn, active, firsts = jax.device_get((new, self._sequences.active, firsts))
@@ -265,7 +279,7 @@ class Engine:
         del self._slots[number]
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "max_length"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("graph", "max_length", "partition"), donate_argnames="cache")
 def _extend(
     graph: Any,
     weights: nnx.State,
@@ -275,10 +289,12 @@ def _extend(
     cache: KVCache,
     *,
     max_length: int,
+    partition: Partition | None,
 ) -> tuple[jax.Array, KVCache]:
     model: Decoder = nnx.merge(graph, weights)
-    layout = cache_layout(model.pattern, model.config.num_key_value_heads, max_length)
-    return model.extend(tokens, count, row, cache, layout)
+    return model.extend(
+        tokens, count, row, cache, layout_of(model, max_length, partition), partition=partition
+    )
 
 
 @jax.jit
@@ -297,7 +313,9 @@ def _draw_first(
     return token[0], jax.tree.map(lambda x, y: x.at[number].set(y[0]), sequences, alone)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "max_length", "buffer"), donate_argnames="cache")
+@functools.partial(
+    jax.jit, static_argnames=("graph", "max_length", "buffer", "partition"), donate_argnames="cache"
+)
 def _advance(
     graph: Any,
     weights: nnx.State,
@@ -309,9 +327,11 @@ def _advance(
     *,
     max_length: int,
     buffer: int,
+    partition: Partition | None,
 ) -> tuple[jax.Array, KVCache, Sequences]:
     model: Decoder = nnx.merge(graph, weights)
     new = jnp.full((sequences.token.shape[0], buffer), NOTHING, jnp.int32)
     return decode_steps(
-        model, cache, sequences, drawing, new, 0, steps, max_length=max_length, until_one_ends=until_one_ends
-    )
+        model, cache, sequences, drawing, new, 0, steps, max_length=max_length, partition=partition,
+        until_one_ends=until_one_ends,
+    )  # fmt: skip

@@ -20,8 +20,10 @@ import numpy as np
 from flax import nnx
 
 from swa_jax.errors import ConfigError
-from swa_jax.model.cache import KVCache, allocate, cache_layout
+from swa_jax.model.cache import CacheLayout, KVCache, allocate, cache_layout
+from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
+from swa_jax.model.sharding import Partition, check_model, constrain
 
 NOTHING = -1  # in a row of new tokens: the sequence had ended
 
@@ -37,6 +39,7 @@ def generate(
     stop_tokens: Sequence[int] = (),
     seed: int = 0,
     max_length: int | None = None,
+    partition: Partition | None = None,
 ) -> list[list[int]]:
     """Continue each prompt. Returns only the new tokens, without the stop token that ended them.
 
@@ -53,6 +56,7 @@ def generate(
       stop_tokens: ids that end a sequence.
       seed: the seed of the samples.
       max_length: how many tokens the caches can hold. None takes the longest prompt and `max_new_tokens`, rounded up.
+      partition: the mesh on which the model's parameters lie; the caches are split by KV heads and by prompts.
 
     Returns:
       A list of new token ids for each prompt.
@@ -60,7 +64,7 @@ def generate(
     Raises:
       ConfigError: an argument is out of its range; the sentence names it.
     """
-    batch = prepare(model, prompts, max_new_tokens, max_length=max_length)
+    batch = prepare(model, prompts, max_new_tokens, max_length=max_length, partition=partition)
     chosen = sampling(temperature, top_k, top_p)
     check_tokens(stop_tokens, "stop_tokens", model.config.vocab_size)
     if max_length is None and len(groups := by_rope_length(model, prompts, max_new_tokens)) > 1:
@@ -68,13 +72,14 @@ def generate(
         for group in groups:
             others = generate(
                 model, [prompts[i] for i in group], max_new_tokens=max_new_tokens, temperature=temperature,
-                top_k=top_k, top_p=top_p, stop_tokens=stop_tokens, seed=seed,
+                top_k=top_k, top_p=top_p, stop_tokens=stop_tokens, seed=seed, partition=partition,
             )  # fmt: skip
             replies |= zip(group, others, strict=True)
         return [replies[i] for i in range(len(prompts))]
     logits, cache = prefill(model, batch)
     new, _ = decode(model, batch, logits, cache, max_new_tokens, chosen, stop_tokens=stop_tokens, seed=seed)
-    return [[token for token in row if token != NOTHING] for row in np.asarray(new).tolist()]
+    rows = np.asarray(new)[: len(prompts)]
+    return [[token for token in row if token != NOTHING] for row in rows.tolist()]
 
 
 class Batch(NamedTuple):
@@ -84,6 +89,7 @@ class Batch(NamedTuple):
     lengths: jax.Array  # [B] int32
     keys: jax.Array  # [B] uint32: what tells one sequence's samples from another's
     max_length: int  # T_max of the caches
+    partition: Partition | None = None
 
 
 class Sampling(NamedTuple):
@@ -119,9 +125,17 @@ class Sequences:
 
 
 def prepare(
-    model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, max_length: int | None = None
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    max_length: int | None = None,
+    partition: Partition | None = None,
 ) -> Batch:
-    """Check and pad the prompts. Raises `ConfigError` as `generate` does."""
+    """Check and pad the prompts. Raises `ConfigError` as `generate` does.
+
+    On a mesh that splits the prompts, the last one is repeated until they can be split.
+    """
     check_prompts(prompts, max_new_tokens, model.config.vocab_size)
     longest = max(map(len, prompts))
     if max_length is None:
@@ -131,12 +145,17 @@ def prepare(
             f"max_length is {max_length}, but the longest prompt has {longest} tokens and max_new_tokens is "
             f"{max_new_tokens}: it must be at least {longest + max_new_tokens}"
         )
+    if partition is not None:
+        check_generation(partition, model.config)
+        prompts = [*prompts, *[prompts[-1]] * (-len(prompts) % partition.size("batch"))]
     padded = min(round_up(longest), max_length)
     tokens = np.zeros((len(prompts), padded), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    return Batch(jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(sequence_keys(prompts)), max_length)
+    return Batch(
+        jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(sequence_keys(prompts)), max_length, partition
+    )
 
 
 def by_rope_length(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
@@ -172,7 +191,7 @@ def drawing(sampling: Sampling = GREEDY, stop_tokens: Sequence[int] = (), seed: 
 def prefill(model: Decoder, batch: Batch) -> tuple[jax.Array, KVCache]:
     """The prompts through the model: logits [B, V] f32 of what follows each, and the filled caches."""
     graph, weights = nnx.split(model)
-    return _prefill(graph, weights, batch.tokens, batch.lengths, batch.max_length)
+    return _prefill(graph, weights, batch.tokens, batch.lengths, batch.max_length, batch.partition)
 
 
 def decode(
@@ -199,7 +218,7 @@ def decode(
     )  # fmt: skip
     new, cache = _decode(
         graph, weights, logits, cache, sequences, drawing(sampling, stop_tokens, seed),
-        max_length=batch.max_length, buffer=round_up(max_new_tokens),
+        max_length=batch.max_length, buffer=round_up(max_new_tokens), partition=batch.partition,
     )  # fmt: skip
     return new[:, :max_new_tokens], cache
 
@@ -210,17 +229,39 @@ def round_up(length: int) -> int:
     return -(-length // step) * step
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "max_length"))
+@functools.partial(jax.jit, static_argnames=("graph", "max_length", "partition"))
 def _prefill(
-    graph: Any, weights: nnx.State, tokens: jax.Array, lengths: jax.Array, max_length: int
+    graph: Any,
+    weights: nnx.State,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    max_length: int,
+    partition: Partition | None,
 ) -> tuple[jax.Array, KVCache]:
     model: Decoder = nnx.merge(graph, weights)
-    layout = cache_layout(model.pattern, model.config.num_key_value_heads, max_length)
-    cache = allocate(layout, tokens.shape[0], model.config.head_dim, model.embedding[...].dtype)
-    return model.prefill(tokens, lengths, cache, layout)
+    layout = layout_of(model, max_length, partition)
+    dtype = model.embedding[...].dtype
+    cache = allocate(layout, tokens.shape[0], model.config.head_dim, dtype, partition)
+    tokens = constrain(tokens, partition, "batch", "sequence")
+    return model.prefill(tokens, lengths, cache, layout, partition=partition)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "max_length", "buffer"), donate_argnames="cache")
+def layout_of(model: Decoder, max_length: int, partition: Partition | None = None) -> CacheLayout:
+    """The layout of a model's caches."""
+    shards = 1 if partition is None else partition.size("kv_heads")
+    return cache_layout(model.pattern, model.config.num_key_value_heads, max_length, shards)
+
+
+def check_generation(partition: Partition, config: ModelConfig) -> None:
+    """Raises `ConfigError` if a mesh splits heads that cannot be split, or the sequence, which generation does not."""
+    check_model(config, partition)
+    if partition.size("sequence") > 1:
+        raise ConfigError("generation does not split the sequence: 'mesh.context' must be 1")
+
+
+@functools.partial(
+    jax.jit, static_argnames=("graph", "max_length", "buffer", "partition"), donate_argnames="cache"
+)
 def _decode(
     graph: Any,
     weights: nnx.State,
@@ -231,12 +272,15 @@ def _decode(
     *,
     max_length: int,
     buffer: int,
+    partition: Partition | None,
 ) -> tuple[jax.Array, KVCache]:
     model: Decoder = nnx.merge(graph, weights)
     first, sequences = draw(sequences, logits, drawing)
     new = jnp.full((logits.shape[0], buffer), NOTHING, jnp.int32).at[:, 0].set(first)
     steps = sequences.limits.max() - 1
-    new, cache, _ = decode_steps(model, cache, sequences, drawing, new, 1, steps, max_length=max_length)
+    new, cache, _ = decode_steps(
+        model, cache, sequences, drawing, new, 1, steps, max_length=max_length, partition=partition
+    )
     return new, cache
 
 
@@ -250,6 +294,7 @@ def decode_steps(
     steps: jax.Array,
     *,
     max_length: int,
+    partition: Partition | None = None,
     until_one_ends: jax.Array | bool = False,
 ) -> tuple[jax.Array, KVCache, Sequences]:
     """At most `steps` steps of decoding, fewer if all sequences end: what they draw is put into `new` from `column` on.
@@ -258,7 +303,7 @@ def decode_steps(
       new: [B, N] int32 with N >= column + steps; `NOTHING` stays where a sequence is not active or ends.
       until_one_ends: stop as soon as one of the active sequences has ended.
     """
-    layout = cache_layout(model.pattern, model.config.num_key_value_heads, max_length)
+    layout = layout_of(model, max_length, partition)
     full_from = sequences.prompt_lengths if model.pattern.full_attention_decode else None
     begun = sequences.active
 
@@ -275,7 +320,9 @@ def decode_steps(
 
     def advance(now: Loop) -> Loop:
         token, active = now.sequences.token, now.sequences.active
-        logits, cache = model.decode_step(token, now.cache, layout, full_from, active=active)
+        logits, cache = model.decode_step(
+            token, now.cache, layout, full_from, active=active, partition=partition
+        )
         drawn, sequences = draw(now.sequences, logits, drawing)
         return Loop(now.step + 1, now.new.at[:, column + now.step].set(drawn), cache, sequences)
 

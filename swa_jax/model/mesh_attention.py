@@ -78,18 +78,27 @@ def attention_on_mesh(
             disagreement = lax.pmean(disagreement, partition.rules.heads)
         return out, disagreement
 
-    def specs(options: Any) -> Any:
-        return options(**{x: partition.spec(*_DIMENSIONS[x]) for x in _DIMENSIONS if x in options._fields})
-
     heads, rows = partition.spec("batch", "sequence", "heads", None), partition.spec(*_TOKENS)
     sharded = jax.shard_map(
         local,
         mesh=partition.mesh,
-        in_specs=(heads, heads, heads, specs(PerHead), specs(Packing), rows),
+        in_specs=(
+            heads,
+            heads,
+            heads,
+            dimension_specs(PerHead, partition),
+            dimension_specs(Packing, partition),
+            rows,
+        ),
         out_specs=(heads, rows),
         check_vma=False,  # the kernels do not say over which axes their outputs vary
     )
     return sharded(q, k, v, per_head, packing, gate)
+
+
+def dimension_specs(options: Any, partition: Partition) -> Any:
+    """How the fields of `PerHead` or `Packing` lie on the mesh."""
+    return options(**{x: partition.spec(*_DIMENSIONS[x]) for x in _DIMENSIONS if x in options._fields})
 
 
 def _of_both(packing: Packing) -> Packing:

@@ -114,6 +114,11 @@ class Partition:
         return NamedSharding(self.mesh, self.spec(*dimensions, tensor=tensor))
 
     @property
+    def of_one_row(self) -> Partition:
+        """The same for a batch of one row, which is not split."""
+        return dataclasses.replace(self, rules=dataclasses.replace(self.rules, batch=()))
+
+    @property
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, P())
 

@@ -21,13 +21,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental import topologies
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
 from swa_jax.chips import COMPILE_ONLY, TARGETS, Target, chip_name, find_chip
 from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.model.attention import kinds_of
-from swa_jax.model.cache import allocate, cache_layout
+from swa_jax.model.cache import POOL, allocate, cache_layout
 from swa_jax.model.decoder import Decoder
+from swa_jax.model.generate import check_generation
 from swa_jax.model.lora import trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sequence_order import in_zigzag
@@ -75,8 +76,8 @@ def plan(
 
     Args:
       topology: such as "v5p:4x4x8".
-      step: "train" is the step of the run. "prefill" and "decode" are generation's in bf16, on one chip: generation
-        does not split a model, so the other chips would each do the same for prompts of their own.
+      step: "train" is the step of the run. "prefill" and "decode" are generation's in bf16, on one chip, or with
+        `mesh.tensor` or `mesh.fsdp` above 1 on as many; other chips would each do the same for prompts of their own.
       stage: of the run's stages.
       batch_size, length: of a prefill or decode step: prompts, and tokens of a prompt (or of the caches).
 
@@ -277,34 +278,41 @@ def trace_generation(
     batch_size: int = 8,
     length: int | None = None,
 ) -> TracedStep:
-    """A step of generation on the first of the devices; the other arguments are those of `plan`."""
+    """A step of generation on as many of the devices as the model is split into; the arguments are those of `plan`."""
     rows = batch_size
     length, model_config = length or stage.sequence_length, start.config
     pattern = stage_patterns(config, start, stage)[0]
-    layout = cache_layout(pattern, model_config.num_key_value_heads, length)
-    here = SingleDeviceSharding(devices[0])
-
-    def at_device(tree: Any) -> Any:
-        return jax.tree.map(lambda x: _placed(x, here), tree)
-
+    split = MeshConfig(fsdp=max(config.mesh.fsdp, 1), tensor=config.mesh.tensor)
+    count = split.fsdp * split.tensor
+    if count > len(devices):
+        raise ConfigError(
+            f"'mesh' splits the model into {count} (fsdp {split.fsdp}, tensor {split.tensor}), but the topology has "
+            f"{len(devices)} chips"
+        )
+    mesh = make_mesh(split, devices[:count])
+    partition = Partition(mesh, config.sharding)
+    check_generation(partition, model_config)
+    check_batch(partition, rows, length, "--batch-size")
+    layout = cache_layout(pattern, model_config.num_key_value_heads, length, partition.size("kv_heads"))
     model = nnx.eval_shape(lambda: Decoder(model_config, pattern, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     graph, shapes = nnx.split(model)
-    weights = at_device(shapes)
-    cache = at_device(
-        jax.eval_shape(lambda: allocate(layout, rows, model_config.head_dim, jnp.dtype(jnp.bfloat16)))
-    )
-    numbers = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=here)
-    prompts = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=here)
+    weights = jax.tree.map(_placed, shapes, state_shardings(shapes, partition, model_config))
+    empty = jax.eval_shape(lambda: allocate(layout, rows, model_config.head_dim, jnp.bfloat16))
+    pool, by_row = partition.sharding(*POOL), partition.sharding("batch")
+    cache = jax.tree.map(lambda x: _placed(x, pool if x.ndim == len(POOL) else by_row), empty)
+    numbers = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=by_row)
+    prompts = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=partition.sharding("batch", None))
 
     def prefill(weights: Any, cache: Any, tokens: jax.Array, lengths: jax.Array) -> Any:
-        return nnx.merge(graph, weights).prefill(tokens, lengths, cache, layout)
+        model: Decoder = nnx.merge(graph, weights)
+        return model.prefill(tokens, lengths, cache, layout, partition=partition)
 
     def decode(weights: Any, cache: Any, tokens: jax.Array, prompt_lengths: jax.Array) -> Any:
+        model: Decoder = nnx.merge(graph, weights)
         full_from = prompt_lengths if pattern.full_attention_decode else None
-        return nnx.merge(graph, weights).decode_step(tokens, cache, layout, full_from)
+        return model.decode_step(tokens, cache, layout, full_from, partition=partition)
 
     function, tokens = (prefill, prompts) if step == "prefill" else (decode, numbers)
-    mesh = make_mesh(MeshConfig(), devices[:1])
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         program = jax.jit(function, donate_argnums=1).trace(weights, cache, tokens, numbers)
     held = {"parameters": weights, "cache": cache, "batch": (tokens, numbers)}

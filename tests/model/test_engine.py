@@ -72,13 +72,15 @@ def test_chunks_leave_the_caches_of_one_prefill(name, chunk):
     np.testing.assert_allclose(cache.v_ring, whole.v_ring, atol=3e-5)
 
 
-@pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize(
-    ("chunk", "slots", "steps"), [(1, 2, 3), pytest.param(WINDOW_SIZE, 3, 4), (2 * WINDOW_SIZE + 3, 2, 16)]
+    ("name", "chunk", "slots", "steps"),
+    [
+        pytest.param("every-kind", 1, 2, 3),
+        *(pytest.param(*one.values, WINDOW_SIZE, 3, 4, marks=one.marks) for one in SOME),
+        *(pytest.param(*one.values, 2 * WINDOW_SIZE + 3, 2, 16, marks=pytest.mark.slow) for one in SOME),
+    ],
 )
 def test_many_prompts_over_few_slots(name, chunk, slots, steps):
-    if chunk == 1 and name not in QUICK[:1]:
-        pytest.skip("one token at a time is shown on one model")
     model, prompts = model_of(name), random_prompts((19, 1, 40, 7, 26, 3, 19))
     engine = Engine(model, slots=slots, max_length=64, chunk=chunk, steps=steps)
     expected = generate(model, prompts, max_new_tokens=NEW, max_length=64)

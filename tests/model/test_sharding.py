@@ -53,18 +53,36 @@ def abstract_partition(**sizes: int) -> Partition:
     ],
 )
 def test_every_mesh_computes_what_one_device_does(what):
+    run_on_eight_devices("tests.on_mesh", what)
+
+
+def run_on_eight_devices(module: str, *arguments: str) -> None:
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.on_mesh", what],
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("every-kind", marks=pytest.mark.slow),
+        *(
+            pytest.param(n, marks=pytest.mark.long)
+            for n in ("head-hybrid", "every-kind+fa-decode", "swat-every-kind")
+        ),
+    ],
+)
+def test_every_mesh_generates_what_one_device_does(name):
+    run_on_eight_devices("tests.generation_on_mesh", name)
 
 
 def test_one_axis_takes_the_devices_that_remain():
