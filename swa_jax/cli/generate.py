@@ -27,6 +27,7 @@ from swa_jax.cli.options import (
     check_output,
     load_checkpoint,
     note_context,
+    parse_mesh,
     with_patterns,
 )
 from swa_jax.errors import ConfigError
@@ -129,6 +130,12 @@ def generate(
             rich_help_panel=RUNNING,
         ),
     ] = 4,
+    mesh: Annotated[
+        str | None,
+        Option(
+            help="Split the model over the devices: tensor=8.", show_default=False, rich_help_panel=RUNNING
+        ),
+    ] = None,
     dtype: ComputeDtype = None,
     seed: Seed = 0,
 ) -> None:
@@ -141,17 +148,20 @@ def generate(
         check_output("--out", out)
     drawn = sampling(temperature, top_k, top_p)
     texts = _prompts(prompt, prompts)
-    decoder, tokenizer = load_checkpoint(model, dtype, yarn=yarn)
+    partition = None if mesh is None else parse_mesh(mesh)
+    decoder, tokenizer = load_checkpoint(model, dtype, partition, yarn)
     ((_, decoder),) = with_patterns(
         decoder, [] if pattern is None else [pattern], Overrides(window, sink_tokens, fa_decode)
     )
     tokens = [ids for ids in _encoded(model, tokenizer, texts, chat) for _ in range(samples)]
     note_context(decoder.config, max(map(len, tokens)) + max_new_tokens)
+    pieces = 1 if partition is None else partition.size("batch")
+    slots = -(-min(slots, len(tokens)) // pieces) * pieces
 
     def replies(skip: Sequence[int] = ()) -> Iterator[Drawn]:
         return write_replies(
             decoder, tokenizer, tokens, stop or (), skip,
-            engine={"slots": min(slots, len(tokens)), "chunk": chunk, "prefixes": prefixes},
+            engine={"slots": slots, "chunk": chunk, "prefixes": prefixes, "partition": partition},
             stream={"max_new_tokens": max_new_tokens, "sampling": drawn, "seed": seed},
         )  # fmt: skip
 
