@@ -2,13 +2,14 @@
 
 In the environment that `scripts/make_goldens.py` names, after it:
 
-    /tmp/oracle/bin/python scripts/make_generation_goldens.py
+    /tmp/oracle/bin/python scripts/make_generation_goldens.py [NAME...]
 
 Each prompt is continued alone, in float32 with eager attention on the CPU. The two likeliest tokens of a step are never
 closer than `MIN_MARGIN`, so that rounding cannot change a reply; prompts are drawn until that holds.
 """
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
 NEW_TOKENS = 64
 SHARED, ENDS = 13, (6, 17)  # two prompts begin alike
-OTHERS = (1, 40)
+OTHERS = (1, 40)  # their lengths
 
 
 def continue_prompt(model, prompt: list[int]) -> tuple[list[int], float]:
@@ -34,11 +35,15 @@ def continue_prompt(model, prompt: list[int]) -> tuple[list[int], float]:
 
 
 def replies_of(model) -> dict:
+    rope = model.config.rope_parameters
+    # transformers turns a sequence by other frequencies, from its first token on, once it has grown past this length.
+    # A cache of swa-jax has one set of them, so that these prompts are longer from the start.
+    more = rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else 0
     for seed in range(1000):
         rng = np.random.default_rng(seed)
-        start = rng.integers(1, VOCAB, SHARED).tolist()
+        start = rng.integers(1, VOCAB, more + SHARED).tolist()
         prompts = [start + rng.integers(1, VOCAB, length).tolist() for length in ENDS]
-        prompts += [rng.integers(1, VOCAB, length).tolist() for length in OTHERS]
+        prompts += [rng.integers(1, VOCAB, more + length).tolist() for length in OTHERS]
         replies = []
         for prompt in prompts:
             reply, margin = continue_prompt(model, prompt)
@@ -51,17 +56,20 @@ def replies_of(model) -> dict:
 
 
 def main() -> None:
-    found = {}
+    written = GOLDEN / "generated.json"
+    found = json.loads(written.read_text())["models"] if sys.argv[1:] else {}
     for folder in sorted(path.parent for path in GOLDEN.glob("*/config.json")):
+        if sys.argv[1:] and folder.name not in sys.argv[1:]:
+            continue
         model = AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation="eager", dtype=torch.float32
         ).eval()
         found[folder.name] = replies_of(model)
         different = len({tuple(reply) for reply in found[folder.name]["replies"]})
         print(folder.name, "seed", found[folder.name]["seed"], "different replies", different, flush=True)
-    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(one)}" for name, one in found.items())
-    written = f'{{"transformers": "{transformers.__version__}",\n "models": {{\n{lines}\n}}}}\n'
-    (GOLDEN / "generated.json").write_text(written)
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(found[name])}" for name in sorted(found))
+    text = f'{{"transformers": "{transformers.__version__}",\n "models": {{\n{lines}\n}}}}\n'
+    written.write_text(text)
 
 
 if __name__ == "__main__":
