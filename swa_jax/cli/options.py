@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # Panels of `--help`, in which options stand together.
 PATTERN, PROMPTS, RUNNING, OUTPUT = "Pattern", "Prompts", "Running", "Output"
+SERVING = "Serving"
 
 Model = Annotated[Path, Argument(help="A checkpoint folder, as `import` and `train` make it.")]
 Window = Annotated[
@@ -78,6 +79,36 @@ Haystack = Annotated[
 ]
 BatchSize = Annotated[
     int, Option("--batch-size", help="Sequences at a time.", min=1, rich_help_panel=RUNNING)
+]
+Server = Annotated[
+    str | None,
+    Option(
+        "--for",
+        metavar="SERVER",
+        help="Who will run it: transformers, vllm, tpu-inference or sglang. Default: this library.",
+        show_default=False,
+        rich_help_panel=SERVING,
+    ),
+]
+ServeLength = Annotated[
+    int | None,
+    Option(
+        "--serve-length",
+        help="Tokens of the sequence whose cache is counted. Default: as --length.",
+        min=1,
+        show_default=False,
+        rich_help_panel=SERVING,
+    ),
+]
+PrefillChunk = Annotated[
+    int | None,
+    Option(
+        "--prefill-chunk",
+        help="Tokens of a prompt that vLLM works on at once: its --max-num-batched-tokens.",
+        min=1,
+        show_default=False,
+        rich_help_panel=SERVING,
+    ),
 ]
 Seed = Annotated[
     int, Option("--seed", help="The seed of everything that is drawn.", min=0, rich_help_panel=RUNNING)
