@@ -39,7 +39,9 @@ def write_report(job: Job, results: Results) -> Path:
     """Write `report.html`, whole or not at all; returns its path."""
     found = results.found
     row, pattern = results.best, results.pattern
-    title = f"{job.source.name}, adapted" + (f" for {job.settings.server}" if job.settings.server else "")
+    title = f"{job.source.name}, adapted" + (
+        f" for {_called(job.settings.server)}" if job.settings.server else ""
+    )
     body = [
         html.heading(title, 1),
         html.paragraph(" ".join(_sentences(job, results)), "lead"),
@@ -80,7 +82,7 @@ def _sentences(job: Job, results: Results) -> list[str]:
     return [
         _pattern_words(results.pattern),
         f"The cache of a sequence of {job.memory.length} tokens takes {row['share']:.1%} of what full attention takes, "
-        f"counted {job.memory.place}; the budget was {job.settings.kv_budget:.0%}.",
+        f"counted {_where(job)}; the budget was {job.settings.kv_budget:.0%}.",
         quality,
     ]
 
@@ -116,7 +118,7 @@ def _cards(job: Job, results: Results) -> list[tuple[str, str]]:
     figures = results.found["efficiency"]["figures"]
     before, after = figures["original"], figures["adapted"]
     right = [row for row in results.found["adapted"]["compared"] if row["figure"] == "right"]
-    cards = [(f"{results.best['share']:.1%}", f"of full attention's cache, {job.memory.place}")]
+    cards = [(f"{results.best['share']:.1%}", f"of full attention's cache, {_where(job)}")]
     if right:
         shares = [sum(row[who][0] for row in right) / len(right) for who in ("adapted", "original")]
         cards.append((f"{shares[0]:.0%}", f"of answers right; the original {shares[1]:.0%}"))
@@ -149,8 +151,8 @@ def _chosen(pattern: AttentionPattern, row: Mapping[str, Any]) -> list[str]:
         html.paragraph("Filled: full attention. Framed: single heads. The others: a window.", "soft"),
         html.paragraph(
             f"{why} Then window, sink tokens and decode mode were varied in turn, each candidate with as many full "
-            "layers as fit. The chosen one loses least against the original on the examples to choose by: "
-            f"{row['lost']:.3f} nats a token, the mean over the tasks."
+            "layers as fit. The chosen one has the smallest loss against the original on the examples to choose by: "
+            f"{_signed(row['lost'])} nats a token, the mean over the tasks. Below 0 it does better than the original."
         ),
     ]
 
@@ -162,11 +164,10 @@ def _quality(tasks: Sequence[Task], rows: Sequence[Mapping[str, Any]], tune: Map
         percent = row["figure"] == "right"
         words, kind = verdict(row)
         kinds.append(kind)
-        figure = "right answers" if percent else "loss, nats a token"
+        figure = "answers right" if percent else "loss, nats a token"
         cells.append(
             [
-                titles[row["task"]],
-                figure,
+                f"{titles[row['task']]}: {figure}",
                 str(row["n"]),
                 *(_interval(row[who], percent) for who in ("original", "adapted")),
                 _interval(row["difference"], percent, signed=True),
@@ -181,9 +182,8 @@ def _quality(tasks: Sequence[Task], rows: Sequence[Mapping[str, Any]], tune: Map
             "difference is paired, example by example, so that its interval is narrower than those beside it."
         ),
         html.table(
-            ["Task", "Figure", "Examples", "Original", "Adapted", "Difference", ""],
+            ["Task", "Examples", "Original", "Adapted", "Difference", "Verdict"],
             cells,
-            text_columns=2,
             kinds=kinds,
         ),
         html.bullets([f"{task.title}: {task.about}" for task in tasks]),
@@ -192,13 +192,18 @@ def _quality(tasks: Sequence[Task], rows: Sequence[Mapping[str, Any]], tune: Map
 
 def _interval(estimate: Sequence[float | None], percent: bool, signed: bool = False) -> str:
     def form(value: float) -> str:
-        text = (
-            f"{100 * value:{'+' if signed else ''}.0f}" if percent else f"{value:{'+' if signed else ''}.3f}"
-        )
-        return text.replace("-", "\N{MINUS SIGN}")
+        if percent:
+            return _signed(100 * value, 0) if signed else f"{100 * value:.0f}"
+        return _signed(value) if signed else f"{value:.3f}"
 
     text = with_interval(estimate[0], estimate[1:], form, " %" if percent and not signed else "")
     return text.replace("\n", " ")
+
+
+def _signed(value: float, digits: int = 3) -> str:
+    """A difference, with its sign unless it is rounded to 0."""
+    text = f"{value:+.{digits}f}"
+    return text[1:] if float(text) == 0 else text.replace("-", "\N{MINUS SIGN}")
 
 
 def _memory(
@@ -206,34 +211,29 @@ def _memory(
 ) -> list[str]:
     memory, figures = job.memory, efficiency["figures"]
     full = AttentionPattern((FULL,) * pattern.num_layers)
-    counted = [
-        (f"{_called(memory.server)}, {memory.length} tokens, 2 bytes a number", memory.full, row["bytes"])
+    counted: list[tuple[str, float, float]] = [
+        (f"{_where(job)}, {memory.length} tokens, 2 bytes a number", memory.full, row["bytes"])
     ]
     if memory.server is not None:
-        sizes = [cache_bytes(memory.config, one, 1, memory.length, 2) for one in (full, pattern)]
-        counted.append((f"here, {memory.length} tokens, 2 bytes a number", *sizes))
+        before, after = (cache_bytes(memory.config, one, 1, memory.length, 2) for one in (full, pattern))
+        counted.append((f"here, {memory.length} tokens, 2 bytes a number", before, after))
     tokens = efficiency["prompt_tokens"] + efficiency["new_tokens"]
-    counted.append(
-        (
-            f"here, allocated for a request of {tokens} tokens, {job.dtype}",
-            *(figures[name]["kv_cache_bytes"] for name in ("original", "adapted")),
-        )
-    )
+    before, after = (figures[name]["kv_cache_bytes"] for name in ("original", "adapted"))
+    about = f"here, allocated for a request of {tokens} tokens, {job.dtype}; the original in place of full attention"
+    counted.append((about, before, after))
     cells = [
         [where, f"{before / MEGABYTE:.2f} MiB", f"{after / MEGABYTE:.2f} MiB", f"{after / before:.1%}"]
         for where, before, after in counted
     ]
-    note = (
-        []
-        if memory.prefill_chunk is None
-        else [
-            html.paragraph(
-                f"{_called(memory.server)} hands out memory in blocks, to groups of layers of one size, and windowed "
-                f"layers also hold the {memory.prefill_chunk} tokens of a prompt that are worked on at once. So a "
-                "pattern saves less there than here."
-            )
-        ]
-    )
+    note = []
+    if memory.server is not None and memory.prefill_chunk is not None:
+        name = f"{_called(memory.server)} {SERVERS[memory.server].version}"
+        about = (
+            f"{name} hands out memory in blocks, to groups of layers of one size, and windowed layers also hold the "
+            f"{memory.prefill_chunk} tokens of a prompt that are worked on at once. So a pattern saves less there than "
+            "here."
+        )
+        note.append(html.paragraph(about))
     return [
         html.heading("Memory: the key/value cache of one sequence"),
         html.table(["Where", "Full attention", "Adapted", "Share"], cells),
@@ -241,10 +241,14 @@ def _memory(
     ]
 
 
-def _called(server: str | None) -> str:
-    if server is None:
-        return "here"
-    return f"{server} {SERVERS[server].version}" if server in SERVERS else server
+def _called(server: str) -> str:
+    """A server as it writes itself."""
+    return {"vllm": "vLLM", "sglang": "SGLang"}.get(server, server)
+
+
+def _where(job: Job) -> str:
+    """Where the cache is counted."""
+    return "here" if job.settings.server is None else f"in {_called(job.settings.server)}"
 
 
 def _speed(efficiency: Mapping[str, Any], cost: float) -> list[str]:
@@ -271,7 +275,7 @@ def _speed(efficiency: Mapping[str, Any], cost: float) -> list[str]:
     return [
         html.heading("Speed on this device"),
         html.paragraph(
-            f"{_device()}: a request of {efficiency['prompt_tokens']} tokens and an answer of "
+            f"On {_device()}: a request of {efficiency['prompt_tokens']} tokens and an answer of "
             f"{efficiency['new_tokens']}, both models in turn in one run, medians of "
             f"{len(before['token_seconds_all'])} rounds. A server on another device has other figures."
         ),
@@ -291,7 +295,7 @@ def _tried(job: Job, search: Mapping[str, Any]) -> list[str]:
     marks.append(svg.Mark(100.0, 0.0, "original", reference=True))
     drawing = svg.scatter(
         marks,
-        xlabel=f"KV cache {job.memory.place}, % of full attention",
+        xlabel=f"KV cache {_where(job)}, % of full attention",
         ylabel="loss against the original (nats a token)",
         limit=100 * job.settings.kv_budget,
     )
@@ -331,13 +335,13 @@ def _candidate_cells(row: Mapping[str, Any]) -> list[str]:
     heads = sum(row["full_head_counts"])
     which = ", ".join(map(str, row["full_layers"])) or "none"
     return [
-        _CHOSEN_BY[row["layout"]],
+        _CHOSEN_BY[row["layout"] if row["full_layers"] or heads else NONE],
         which + (f" and {heads} heads" if heads else ""),
         str(row["sliding_window"]),
         str(row["num_sink_tokens"]),
         "yes" if row["full_attention_decode"] else "no",
         "" if row["right"] is None else f"{row['right']:.0%}",
-        f"{row['lost']:+.3f}".replace("-", "\N{MINUS SIGN}"),
+        _signed(row["lost"]),
         f"{row['bytes'] / MEGABYTE:.2f}",
         f"{row['share']:.1%}",
     ]

@@ -54,10 +54,12 @@ class Source:
         """A sum of everything that decides what the model computes; of large models this reads every byte."""
         if self.is_checkpoint:
             weights = weights_sum(self.folder)
-            small = {name: sum_of_file(self.folder / name) for name in (CONFIG_FILE, PATTERN_FILE)}
-            return sum_of_json([weights, small, _sums(self.folder, COMPANIONS)])
-        weights = {file.name: sum_of_file(file) for file in sorted(self.folder.glob("*.safetensors"))}
-        return sum_of_json([weights, _sums(self.folder, (CONFIG_FILE, PATTERN_FILE, *COMPANIONS))])
+        else:
+            files = sorted(self.folder.glob("*.safetensors"))
+            weights = sum_of_json({file.name: sum_of_file(file) for file in files})
+        names = (CONFIG_FILE, PATTERN_FILE, *COMPANIONS)
+        small = {name: sum_of_file(file) for name in names if (file := self.folder / name).is_file()}
+        return sum_of_json([weights, small])
 
 
 def find_source(name: str) -> Source:
@@ -99,10 +101,6 @@ def _hugging_face(name: str, folder: Path, *, bundled: bool) -> Source:
     read_headers(folder)  # a damaged file is found now
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return Source(name, folder, False, bundled, hf, config, pattern, size)
-
-
-def _sums(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
-    return {name: sum_of_file(folder / name) for name in names if (folder / name).is_file()}
 
 
 def _bytes(tensor: tuple[Any, tuple[int, ...]]) -> int:

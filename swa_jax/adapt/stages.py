@@ -105,7 +105,8 @@ class Run:
         self._stage("search", "searching", search, functools.partial(self._search, search))
         self.results.pattern.to_json(job.settings.out / "pattern.json")
         tune = self._tune_key(search)
-        self._stage("tune", "fine-tuning by LoRA", tune, functools.partial(self._tune, tune), self._tuned)
+        title = "fine-tuning by LoRA" if self._tuned else "no fine-tuning"
+        self._stage("tune", title, tune, functools.partial(self._tune, tune), self._tuned)
         self._stage(
             "adapted", "measuring the adapted model", digest([tune, "measure"]), self._measure_adapted
         )
@@ -114,7 +115,8 @@ class Run:
         self._stage("efficiency", "timing both in turn", key, self._efficiency)
         folder = job.export_folder
         key = digest([tune, settings.server])
-        self._stage("export", f"exporting for {settings.server}", key, self._export, folder)
+        title = f"exporting for {settings.server}" if folder else "no export"
+        self._stage("export", title, key, self._export, folder)
 
     # ---- what is at hand ----
 

@@ -171,7 +171,10 @@ class Memory:
     @functools.cached_property
     def full(self) -> int:
         """What it takes with full attention in every layer, whether or not a class of the server runs that."""
-        pattern = AttentionPattern((FULL,) * self.config.num_hidden_layers)
+        return self.at_least(AttentionPattern((FULL,) * self.config.num_hidden_layers))
+
+    def at_least(self, pattern: AttentionPattern) -> int:
+        """What it takes in a class of the server that frees what windowed layers no longer need."""
         if self.server not in SERVERS:
             return cache_bytes(self.config, pattern, 1, self.length, 2)
         return self._served_bytes(Served({}, "", pattern, ServerClass(""), ""))
@@ -195,21 +198,27 @@ def most_within(
     Raises:
       ConfigError: the server runs none of them, or none is within the budget; the sentence names the smallest budget.
     """
-    smallest, refusal = None, None
-    for count in range(most, -1, -1):
-        pattern = make(count)
+    candidates = [make(count) for count in range(most, -1, -1)]
+    shares: list[float] = []
+    refusals: list[ConfigError] = []
+    for pattern in candidates:
+        if memory.at_least(pattern) > budget * memory.full:
+            continue  # asking the server is slow
         try:
-            share = memory.share(pattern)
+            shares.append(memory.share(pattern))
         except ConfigError as error:
-            refusal = refusal or error
+            refusals.append(error)
             continue
-        if share <= budget:
+        if shares[-1] <= budget:
             return pattern
-        smallest = share if smallest is None else min(smallest, share)
-    if smallest is None:
-        assert refusal is not None
-        raise refusal
-    raise BudgetError(budget, smallest, memory)
+    for pattern in candidates:
+        try:
+            shares.append(memory.share(pattern))
+        except ConfigError as error:
+            refusals.append(error)
+    if not shares:
+        raise refusals[0]
+    raise BudgetError(budget, min(shares), memory)
 
 
 class BudgetError(ConfigError):

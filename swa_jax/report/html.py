@@ -13,7 +13,7 @@ _STYLE = f"""
   --line: #d8dee4; --accent: {BLUE}; --grey: {GREY}; --good: #00694d; --bad: {VERMILION}; }}
 @media (prefers-color-scheme: dark) {{
   :root {{ --ground: #14181d; --panel: #1d232a; --ink: #e6edf3; --soft: #9aa6b2; --line: #343d47;
-    --accent: {SKY}; --grey: #56616d; --good: {GREEN}; --bad: {ORANGE}; }} }}
+    --accent: {SKY}; --grey: #6e7b88; --good: {GREEN}; --bad: {ORANGE}; }} }}
 * {{ box-sizing: border-box; }}
 body {{ margin: 0; background: var(--ground); color: var(--ink); line-height: 1.55;
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }}
@@ -30,6 +30,7 @@ p, li {{ max-width: 46rem; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; min-width: 100%; }}
 th, td {{ text-align: left; padding: .4rem .9rem .4rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }}
 th {{ font-weight: 600; font-size: .87rem; color: var(--soft); vertical-align: bottom; }}
+td:first-child {{ min-width: 11rem; }}
 td.number, th.number {{ text-align: right; white-space: nowrap; }}
 tr.chosen td {{ background: var(--panel); font-weight: 600; }}
 .good {{ color: var(--good); }} .bad {{ color: var(--bad); }}
