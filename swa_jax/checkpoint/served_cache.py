@@ -199,26 +199,26 @@ def most_within(
       ConfigError: the server runs none of them, or none is within the budget; the sentence names the smallest budget.
     """
     candidates = [make(count) for count in range(most, -1, -1)]
-    shares: list[float] = []
     refusals: list[ConfigError] = []
-    for pattern in candidates:
-        if memory.at_least(pattern) > budget * memory.full:
-            continue  # asking the server is slow
+
+    def share(pattern: AttentionPattern) -> float | None:
         try:
-            shares.append(memory.share(pattern))
+            return memory.share(pattern)
         except ConfigError as error:
             refusals.append(error)
-            continue
-        if shares[-1] <= budget:
-            return pattern
+            return None
+
     for pattern in candidates:
-        try:
-            shares.append(memory.share(pattern))
-        except ConfigError as error:
-            refusals.append(error)
-    if not shares:
-        raise refusals[0]
-    raise BudgetError(budget, min(shares), memory)
+        if (
+            memory.at_least(pattern) <= budget * memory.full
+        ):  # else there is no need to ask, which takes a while
+            taken = share(pattern)
+            if taken is not None and taken <= budget:
+                return pattern
+    for pattern in sorted(candidates, key=memory.at_least):
+        if (smallest := share(pattern)) is not None:
+            raise BudgetError(budget, smallest, memory)
+    raise refusals[0]
 
 
 class BudgetError(ConfigError):

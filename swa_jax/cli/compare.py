@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +23,10 @@ from swa_jax.cli.options import (
     Model,
     NumKeys,
     Overrides,
+    PrefillChunk,
     Seed,
+    ServeLength,
+    Server,
     SinkTokens,
     Window,
     draw_needles,
@@ -38,6 +42,7 @@ from swa_jax.select.method_table import METHODS
 from swa_jax.settings import nearest
 
 if TYPE_CHECKING:
+    from swa_jax.checkpoint.served_cache import Memory
     from swa_jax.data.tokenizer import Tokenizer
     from swa_jax.evaluate import Example
     from swa_jax.model.config import ModelConfig
@@ -84,6 +89,27 @@ class Candidates(Options):
 
     def known_window(self, own: AttentionPattern) -> int | None:
         return own.sliding_window if self.window is None else self.window
+
+
+@dataclasses.dataclass
+class Counted(Options):
+    """Where the key/value cache is counted."""
+
+    server: Server = None
+    serve_length: ServeLength = None
+    prefill_chunk: PrefillChunk = None
+
+    def memory(self, model: Path, config: ModelConfig, length: int) -> Memory | None:
+        """None for the cache of this library at the length of the prompts, which every row has."""
+        if self.server is None and self.serve_length is None:
+            if self.prefill_chunk is not None:
+                raise ConfigError("--prefill-chunk is of a server: name it with --for")
+            return None
+        from swa_jax.checkpoint.folder import open_checkpoint
+        from swa_jax.checkpoint.served_cache import Memory
+
+        hf_config = open_checkpoint(model).hf_config
+        return Memory(config, hf_config, self.serve_length or length, self.server, self.prefill_chunk)
 
 
 @dataclasses.dataclass
@@ -182,6 +208,7 @@ def compare(
     candidates: Candidates,
     choice: Choice,
     needles: Needles,
+    counted: Counted,
     batch_size: BatchSize = 8,
     dtype: ComputeDtype = None,
     force: Annotated[
@@ -204,6 +231,7 @@ def compare(
 
     decoder, tokenizer = load_checkpoint(model, dtype)
     own = decoder.pattern
+    memory = counted.memory(model, decoder.config, needles.length)
     window = candidates.known_window(own)
     if window is None and methods:
         raise ConfigError(NO_WINDOW)
@@ -224,17 +252,39 @@ def compare(
             report=lambda line: progress.console.print(line, highlight=False, soft_wrap=True),
             progress=progress.update,
         )  # fmt: skip
-    _show(rows, choice.against, _title_window(patterns, window), out)
+    where = "KV cache"
+    if memory is not None:
+        rows = _counted(rows, memory, candidates.eval_window)
+        where = f"KV cache of {memory.length} tokens {memory.place}"
+    _show(rows, choice.against, _title_window(patterns, window), out, where)
 
 
-def _show(rows: Sequence[Any], against: str | None, window: int | None, out: Path) -> None:
+def _counted(rows: Sequence[dict[str, Any]], memory: Memory, eval_window: int | None) -> list[dict[str, Any]]:
+    """The rows with the cache that their patterns take elsewhere, without those that cannot run there."""
+    found = []
+    for row in rows:
+        pattern = AttentionPattern.from_json(json.dumps(row["pattern"]))
+        if (
+            "ratio" in row and eval_window is not None
+        ):  # what a method chose, and under which window it was scored
+            pattern = dataclasses.replace(pattern, sliding_window=eval_window)
+        try:
+            found.append(row | {"kv_cache_bytes": memory.bytes(pattern)})
+        except ConfigError as error:
+            typer.echo(f"{row['name']}: not shown, as {str(error).split('; ')[0]}", err=True)
+    if not found:
+        raise ConfigError(f"{memory.server} runs none of these patterns: compare without --for")
+    return found
+
+
+def _show(rows: Sequence[Any], against: str | None, window: int | None, out: Path, memory: str) -> None:
     from swa_jax.report import compare_table, frontier_chart, table_console
     from swa_jax.select.compare import summary
 
     summed = summary(rows, against)
-    table_console().print(compare_table(summed, window))
+    table_console().print(compare_table(summed, window, memory))
     title = "What the memory buys" + ("" if window is None else f" (window {window})")
-    frontier_chart(summed, out / "frontier.png", title=title)
+    frontier_chart(summed, out / "frontier.png", title=title, memory=memory)
     typer.echo(f"written to {out}")
 
 
