@@ -209,13 +209,13 @@ def most_within(
             return None
 
     for pattern in candidates:
-        if (
-            memory.at_least(pattern) <= budget * memory.full
-        ):  # else there is no need to ask, which takes a while
-            taken = share(pattern)
-            if taken is not None and taken <= budget:
-                return pattern
-    for pattern in sorted(candidates, key=memory.at_least):
+        if memory.at_least(pattern) > budget * memory.full:
+            continue  # there is no need to ask the server, which takes a while
+        taken = share(pattern)
+        if taken is not None and taken <= budget:
+            return pattern
+    windowed = [pattern for pattern in candidates if set(pattern.layer_types) != {FULL}]
+    for pattern in sorted(windowed, key=memory.at_least):
         if (smallest := share(pattern)) is not None:
             raise BudgetError(budget, smallest, memory)
     raise refusals[0]

@@ -11,9 +11,9 @@ from typer import Argument, Option
 
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import (
-    PATTERN,
     PROMPTS,
     RUNNING,
+    SERVING,
     BatchSize,
     ComputeDtype,
     PrefillChunk,
@@ -110,7 +110,7 @@ def adapt(
         Option(
             "--kv-budget",
             help="Share of full attention's key/value cache that the result may take.",
-            rich_help_panel=PATTERN,
+            rich_help_panel=SERVING,
         ),
     ],
     measured: Measured,

@@ -240,7 +240,8 @@ def select_nll(
     sink_tokens = own.num_sink_tokens if sink_tokens is None else sink_tokens
     full = budget.layers(model, decoder.config, examples.length, window, sink_tokens, fa_decode)
     if greedy and not full:
-        raise ConfigError("--greedy chooses one layer at least, but --budget is 0")
+        why = "--budget is 0" if budget.kv_budget is None else "none fits --kv-budget"
+        raise ConfigError(f"--greedy chooses one layer at least, but {why}")
     drawn, data = examples.draw(tokenizer, decoder.config, min_answer)
     scorer = LayerScorer(
         decoder, drawn, sliding_window=window, num_sink_tokens=sink_tokens,
