@@ -23,7 +23,6 @@ from swa_jax.cli.options import (
     Model,
     NumKeys,
     Overrides,
-    PrefillChunk,
     Seed,
     ServeLength,
     Server,
@@ -59,6 +58,7 @@ class Candidates(Options):
     pattern: Annotated[
         list[str] | None,
         Option(
+            metavar="PATTERN",
             help="A recipe or a pattern JSON, repeatable. full and window are always there.",
             rich_help_panel=PATTERN,
         ),
@@ -69,6 +69,7 @@ class Candidates(Options):
         int | None,
         Option(
             "--eval-window",
+            metavar="N",
             help="Window while scoring. Default: that of the choice.",
             min=1,
             show_default=False,
@@ -97,19 +98,16 @@ class Counted(Options):
 
     server: Server = None
     serve_length: ServeLength = None
-    prefill_chunk: PrefillChunk = None
 
     def memory(self, model: Path, config: ModelConfig, length: int) -> Memory | None:
         """None for the cache of this library at the length of the prompts, which every row has."""
         if self.server is None and self.serve_length is None:
-            if self.prefill_chunk is not None:
-                raise ConfigError("--prefill-chunk is of a server: name it with --for")
             return None
         from swa_jax.checkpoint.folder import open_checkpoint
         from swa_jax.checkpoint.served_cache import Memory
 
         hf_config = open_checkpoint(model).hf_config
-        return Memory(config, hf_config, self.serve_length or length, self.server, self.prefill_chunk)
+        return Memory(config, hf_config, self.serve_length or length, self.server)
 
 
 @dataclasses.dataclass
@@ -119,6 +117,7 @@ class Choice(Options):
     method: Annotated[
         list[str] | None,
         Option(
+            metavar="METHOD",
             help=f"A method of `swa-jax select`, repeatable, or all of them: all. There are {', '.join(METHODS)}.",
             rich_help_panel=CHOICE,
         ),
@@ -126,6 +125,7 @@ class Choice(Options):
     ratio: Annotated[
         list[float] | None,
         Option(
+            metavar="SHARE",
             help="Share of the KV heads that a method windows, repeatable. Default: 0.5 and 0.75.",
             show_default=False,
             rich_help_panel=CHOICE,
@@ -134,12 +134,20 @@ class Choice(Options):
     seeds: Annotated[
         int,
         Option(
-            help="How often each method chooses, each time by other prompts.", min=1, rich_help_panel=CHOICE
+            metavar="N",
+            help="How often each method chooses, each time by other prompts.",
+            min=1,
+            rich_help_panel=CHOICE,
         ),
     ] = 3
     iterations: Annotated[
         int,
-        Option(help="BOSCH: masks tried for each layer of a subproblem.", min=1, rich_help_panel=CHOICE),
+        Option(
+            metavar="N",
+            help="BOSCH: masks tried for each layer of a subproblem.",
+            min=1,
+            rich_help_panel=CHOICE,
+        ),
     ] = 100
     against: Annotated[
         str | None,
@@ -174,10 +182,14 @@ class Needles(Options):
     """The prompts to choose by, and those to score on."""
 
     examples: Annotated[
-        int, Option("--examples", help="Needle prompts to choose by.", min=1, rich_help_panel=PROMPTS)
+        int,
+        Option(
+            "--examples", metavar="N", help="Needle prompts to choose by.", min=1, rich_help_panel=PROMPTS
+        ),
     ] = 64
     held_out: Annotated[
-        int, Option("--held-out", help="Needle prompts to score on.", min=1, rich_help_panel=PROMPTS)
+        int,
+        Option("--held-out", metavar="N", help="Needle prompts to score on.", min=1, rich_help_panel=PROMPTS),
     ] = 200
     length: Length = 1024
     keys: NumKeys = 1

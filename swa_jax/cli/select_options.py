@@ -20,7 +20,6 @@ from swa_jax.cli.options import (
     Haystack,
     Length,
     NumKeys,
-    PrefillChunk,
     Seed,
     ServeLength,
     Server,
@@ -95,6 +94,7 @@ TogglesAtOnce = Annotated[
     int,
     Option(
         "--toggles-at-once",
+        metavar="N",
         help="Layers made full side by side: more memory, fewer and larger steps.",
         min=1,
         rich_help_panel=RUNNING,
@@ -118,6 +118,7 @@ MinAnswer = Annotated[
     int,
     Option(
         "--min-answer",
+        metavar="N",
         help="Tokens that an answer of --prompts has at least. The paper takes 20.",
         min=1,
         rich_help_panel=PROMPTS,
@@ -147,7 +148,9 @@ LazySinks = Annotated[
 class Examples(Options):
     """What to choose by: needles, or prompts of one's own."""
 
-    examples: Annotated[int, Option(help="Examples to choose by.", min=1, rich_help_panel=PROMPTS)] = 64
+    examples: Annotated[
+        int, Option(metavar="N", help="Examples to choose by.", min=1, rich_help_panel=PROMPTS)
+    ] = 64
     length: Length = 1024
     keys: NumKeys = 1
     haystack: Haystack = None
@@ -201,7 +204,8 @@ KvBudget = Annotated[
     float | None,
     Option(
         "--kv-budget",
-        help="As many as fit this share of full attention's key/value cache.",
+        metavar="SHARE",
+        help="As many as fit this share of the full cache.",
         show_default=False,
         rich_help_panel=PATTERN,
     ),
@@ -221,25 +225,25 @@ def _check_budget(kv_budget: float | None, needing: dict[str, Any]) -> None:
 class LayerBudget(Options):
     """How many layers stay full."""
 
-    budget: Annotated[int | None, Option(help="Layers that stay full.", min=0, rich_help_panel=PATTERN)] = (
-        None
-    )
+    budget: Annotated[
+        int | None, Option(metavar="N", help="Layers that stay full.", min=0, rich_help_panel=PATTERN)
+    ] = None
     one_in: Annotated[
         int | None,
-        Option(help="In place of --budget: one full layer in N.", min=1, rich_help_panel=PATTERN),
+        Option(
+            metavar="N", help="In place of --budget: one full layer in N.", min=1, rich_help_panel=PATTERN
+        ),
     ] = None
     kv_budget: KvBudget = None
     server: Server = None
     serve_length: ServeLength = None
-    prefill_chunk: PrefillChunk = None
 
     def check(self) -> None:
         if sum(one is not None for one in (self.budget, self.one_in, self.kv_budget)) != 1:
             raise ConfigError(
                 "give exactly one of --budget, --one-in and --kv-budget: how many layers stay full"
             )
-        where = {"--for": self.server, "--serve-length": self.serve_length}
-        _check_budget(self.kv_budget, where | {"--prefill-chunk": self.prefill_chunk})
+        _check_budget(self.kv_budget, {"--for": self.server, "--serve-length": self.serve_length})
 
     def layers(
         self,
@@ -261,7 +265,7 @@ class LayerBudget(Options):
         if window is None:
             raise ConfigError("--window is missing: --kv-budget needs to know what a windowed layer keeps")
         hf_config = open_checkpoint(model).hf_config
-        memory = Memory(config, hf_config, self.serve_length or length, self.server, self.prefill_chunk)
+        memory = Memory(config, hf_config, self.serve_length or length, self.server)
 
         def make(full: int) -> AttentionPattern:
             return AttentionPattern.from_full_layers(
