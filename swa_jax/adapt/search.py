@@ -147,7 +147,8 @@ class Search:
 
     Attributes:
       original: the scores of the model as it was, on `tasks`.
-      key: what the scores depend on, from which the files have their names.
+      key: what the scores depend on but for the pattern; the files have their names from it, so that another budget
+        finds there what it needs.
       progress: called with a line of text, and with how many steps of how many are done.
     """
 
@@ -209,7 +210,7 @@ class Search:
         scorer = LayerScorer(
             self.model, self._examples(answers=False), sliding_window=start.sliding_window,
             num_sink_tokens=start.num_sink_tokens, full_attention_decode=False, batch_size=self.batch_size,
-            file=self.folder / f"layers-{self.key[:8]}.json", weights=self.key,
+            file=self.folder / f"layers-{digest([self.key, dataclasses.asdict(start)])[:8]}.json", weights=self.key,
         )  # fmt: skip
         scores = scorer(progress=self.progress)
         self._order = np.argsort(-scores.mean, kind="stable").tolist()

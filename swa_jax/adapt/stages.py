@@ -102,7 +102,7 @@ class Run:
         )
         self._stage("original", "measuring the model as it is", original, self._measure_original)
         search = digest([original, self._searched()])
-        self._stage("search", "searching", search, functools.partial(self._search, search))
+        self._stage("search", "searching", search, functools.partial(self._search, original))
         self.results.pattern.to_json(job.settings.out / "pattern.json")
         tune = self._tune_key(search)
         title = "fine-tuning by LoRA" if self._tuned else "no fine-tuning"

@@ -240,9 +240,10 @@ def _ceil(share: float) -> float:
 def _advice(memory: Memory, smallest: float) -> str:
     if memory.server in BLOCKS:
         chunk = memory.prefill_chunk or BLOCKS[memory.server].in_flight
+        smaller = "" if memory.prefill_chunk is None else ", a smaller --prefill-chunk,"
         return (
             f". Windowed layers also hold the {chunk} tokens of a prompt that are worked on at once: take a smaller "
-            "--window, a smaller --prefill-chunk, or longer sequences (--serve-length)"
+            f"--window{smaller} or longer sequences (--serve-length)"
         )
     if memory.server in SERVERS and smallest >= 1:
         return ". It computes the windows of this model, but keeps the caches of windowed layers whole"

@@ -386,9 +386,7 @@ def test_efficiency_times_every_pattern(checkpoint, tmp_path):
     for full, window in (rows[:2], rows[2:]):
         assert full["kv_cache_bytes"] > window["kv_cache_bytes"] > 0
     assert all(len(row["token_seconds_all"]) == 2 for row in rows)
-    assert "--lengths must be positive whole numbers" in fails(
-        "evaluate", "efficiency", checkpoint, "--lengths", "0"
-    )
+    assert "--lengths must be positive whole numbers" in fails("efficiency", checkpoint, "--lengths", "0")
 
 
 # ---- one folder for several kinds ----
