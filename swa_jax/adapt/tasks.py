@@ -15,7 +15,7 @@ import numpy as np
 from swa_jax.data.haystack import Haystack, library_files, read_text
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import ConfigError
-from swa_jax.estimates import bootstrap, mean_score, paired_bootstrap
+from swa_jax.estimates import accuracy_interval, bootstrap, paired_accuracy, paired_bootstrap
 from swa_jax.evaluate.examples import Example, prompt_examples
 from swa_jax.evaluate.needle import needle_examples
 from swa_jax.evaluate.nll import score_answers
@@ -180,7 +180,10 @@ def compared(scores: Scores, original: Scores, tasks: Sequence[Task]) -> list[di
     for task in tasks:
         for figure in ("right", "losses") if task.answers else ("losses",):
             before, after = original[task.name][figure], scores[task.name][figure]
-            interval = mean_score if figure == "right" else bootstrap
+            of_shares = figure == "right"
+            interval, difference = (
+                (accuracy_interval, paired_accuracy) if of_shares else (bootstrap, paired_bootstrap)
+            )
             rows.append(
                 {
                     "task": task.name,
@@ -188,7 +191,7 @@ def compared(scores: Scores, original: Scores, tasks: Sequence[Task]) -> list[di
                     "n": len(before),
                     "original": list(interval(before)),
                     "adapted": list(interval(after)),
-                    "difference": list(paired_bootstrap(after, before)),
+                    "difference": list(difference(after, before)),
                 }
             )
     return rows
