@@ -111,7 +111,7 @@ def paired_accuracy(better: ArrayLike, worse: ArrayLike) -> Estimate:
     both, neither = int((first * second).sum()), int(((1 - first) * (1 - second)).sum())
     only_one, only_other = int((first > second).sum()), int((first < second).sum())
     margins = (both + only_one) * (only_other + neither) * (both + only_other) * (only_one + neither)
-    numerator = both * neither - only_one * only_other
+    numerator = float(both * neither - only_one * only_other)
     if numerator > 0:
         numerator = max(0.0, numerator - first.size / 2)
     phi = numerator / math.sqrt(margins) if margins else 0.0

@@ -34,7 +34,7 @@ def scatter(marks: Sequence[Mark], *, xlabel: str, ylabel: str, limit: float | N
         return across, top + (height - top - bottom) * (y_high - y) / (y_high - y_low)
 
     shapes = _frame(height, xlabel, ylabel, top, bottom)
-    for tick in ticks(0.0, x_high):
+    for tick in ticks(0.0, x_high, about=8):
         x, _ = place(tick, 0.0)
         shapes.append(_text(x, height - bottom + 18, f"{tick:g}", "middle"))
     for tick in ticks(y_low, y_high):
