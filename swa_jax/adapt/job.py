@@ -133,7 +133,7 @@ def prepare(settings: Settings) -> Job:
             "--text FILE (a text of your own, to hide numbers in and to read), or both"
         )
     memory = _memory(settings, source, length)
-    windows = settings.windows or tuple(max(1, length // share) for share in WINDOW_SHARES)
+    windows = settings.windows or _windows(source, length)
     if all(window >= length for window in windows):
         raise ConfigError(
             f"a window of {min(windows)} holds whole examples of {length} tokens, which is full attention: take a "
@@ -150,6 +150,13 @@ def prepare(settings: Settings) -> Job:
         for one in tuning(job, Path("pattern.json")).stages[0].data:
             check_source(one)
     return job
+
+
+def _windows(source: Source, length: int) -> tuple[int, ...]:
+    """Those that are tried where none is named: shares of an example, and the one that the model was trained with."""
+    own = source.pattern.sliding_window
+    shares = [max(1, length // share) for share in WINDOW_SHARES]
+    return tuple(sorted({*shares, *([own] if own is not None and own < length else [])}))
 
 
 def _memory(settings: Settings, source: Source, length: int) -> Memory:
