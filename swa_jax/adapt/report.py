@@ -94,9 +94,7 @@ def _pattern_words(pattern: AttentionPattern) -> str:
     decode = " Tokens of an answer see everything." if pattern.full_attention_decode else ""
     if heads := sum(pattern.full_head_counts):
         also = f"{len(full)} of {layers} layers and " if full else ""
-        return (
-            f"{also}{heads} single KV heads keep full attention; the rest sees {sees}.{decode}".capitalize()
-        )
+        return f"{also}{heads} single KV heads keep full attention; the rest sees {sees}.{decode}"
     if not full:
         return f"All {layers} layers see {sees}.{decode}"
     which = ", ".join(map(str, full))
