@@ -16,8 +16,16 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from swa_jax.checkpoint.servers import SERVERS, TARGETS, Served, ServerClass, served_config
+from swa_jax.checkpoint.servers import (
+    SERVERS,
+    TARGETS,
+    Served,
+    ServerClass,
+    find_served,
+    served_config,
+)
 from swa_jax.errors import ConfigError
+from swa_jax.families import inexpressible
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
@@ -145,6 +153,9 @@ class Memory:
     length: int
     server: str | None = None
     prefill_chunk: int | None = None
+    _classes: dict[tuple[Any, ...], ServerClass | None] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         if self.server is not None and self.server not in TARGETS:
@@ -161,12 +172,27 @@ class Memory:
         """How the server runs a pattern; None without a server. `ConfigError` where it cannot."""
         return None if self.server is None else served_config(self.server, self.hf_config, pattern)
 
+    def runs(self, pattern: AttentionPattern) -> bool:
+        """Whether the server can run a pattern; much quicker than `served`."""
+        return self.server is None or self._class(pattern) is not None
+
+    def _class(self, pattern: AttentionPattern) -> ServerClass | None:
+        assert self.server is not None
+        if inexpressible(pattern) is not None:
+            return None
+        # Windows of more than one key make no difference to which class runs them.
+        kind = pattern.layer_types, min(pattern.sliding_window or 0, 2)
+        if kind not in self._classes:
+            found = find_served(self.server, self.hf_config, pattern)
+            self._classes[kind] = None if found is None else found.runs
+        return self._classes[kind]
+
     def bytes(self, pattern: AttentionPattern) -> int:
         """What the cache of the sequence takes, at 2 bytes a number. `ConfigError` where the server cannot run it."""
-        served = self.served(pattern)
-        if served is None or self.server not in SERVERS:
+        if self.server is None:
             return cache_bytes(self.config, pattern, 1, self.length, 2)
-        return self._served_bytes(served)
+        runs = self._class(pattern) or served_config(self.server, self.hf_config, pattern).runs
+        return self._allocated(pattern, runs)
 
     @functools.cached_property
     def full(self) -> int:
@@ -175,16 +201,16 @@ class Memory:
 
     def at_least(self, pattern: AttentionPattern) -> int:
         """What it takes in a class of the server that frees what windowed layers no longer need."""
-        if self.server not in SERVERS:
-            return cache_bytes(self.config, pattern, 1, self.length, 2)
-        return self._served_bytes(Served({}, "", pattern, ServerClass(""), ""))
+        return self._allocated(pattern, ServerClass(""))
 
     def share(self, pattern: AttentionPattern) -> float:
         """What a pattern takes of that. `ConfigError` where the server cannot run it."""
         return self.bytes(pattern) / self.full
 
-    def _served_bytes(self, served: Served) -> int:
-        assert self.server is not None
+    def _allocated(self, pattern: AttentionPattern, runs: ServerClass) -> int:
+        if self.server not in SERVERS:
+            return cache_bytes(self.config, pattern, 1, self.length, 2)
+        served = Served({}, "", pattern, runs, "")
         return served_bytes(self.server, served, self.config, self.length, in_flight=self.prefill_chunk)
 
 
@@ -199,26 +225,17 @@ def most_within(
       ConfigError: the server runs none of them, or none is within the budget; the sentence names the smallest budget.
     """
     candidates = [make(count) for count in range(most, -1, -1)]
-    refusals: list[ConfigError] = []
-
-    def share(pattern: AttentionPattern) -> float | None:
-        try:
-            return memory.share(pattern)
-        except ConfigError as error:
-            refusals.append(error)
-            return None
-
     for pattern in candidates:
         if memory.at_least(pattern) > budget * memory.full:
             continue  # there is no need to ask the server, which takes a while
-        taken = share(pattern)
-        if taken is not None and taken <= budget:
+        if memory.runs(pattern) and memory.share(pattern) <= budget:
             return pattern
     windowed = [pattern for pattern in candidates if set(pattern.layer_types) != {FULL}]
     for pattern in sorted(windowed, key=memory.at_least):
-        if (smallest := share(pattern)) is not None:
-            raise BudgetError(budget, smallest, memory)
-    raise refusals[0]
+        if memory.runs(pattern):
+            raise BudgetError(budget, memory.share(pattern), memory)
+    memory.served(windowed[0])
+    raise AssertionError("what a server does not run, it refuses")
 
 
 class BudgetError(ConfigError):
