@@ -431,7 +431,7 @@ def test_fine_tuning_is_lora_under_the_pattern(tmp_path):
     assert kinds == ["prompts", "text"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_single_heads_by_bosch(tmp_path):
     out = tmp_path / "out"
     heads = ["--unit", "heads", "--iterations", 1]
