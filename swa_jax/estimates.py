@@ -92,6 +92,39 @@ def paired_bootstrap(
     return bootstrap(better - worse, resamples=resamples, seed=seed)
 
 
+def paired_accuracy(better: ArrayLike, worse: ArrayLike) -> Estimate:
+    """The mean difference better - worse of 0s and 1s over the *same* examples [N], and its 95 % interval.
+
+    The interval is Newcombe's (Statistics in Medicine 17, 1998, paired data, method 10): Wilson's intervals of both
+    means, joined with their correlation. Where both are right everywhere, a bootstrap of the differences would have
+    width 0, which claims too much.
+
+    Raises:
+      ValueError: the two are not of the same length, are empty, or hold something else than 0 and 1.
+    """
+    first, second = np.asarray(better, np.float64), np.asarray(worse, np.float64)
+    if first.shape != second.shape or not np.isin([*first.ravel(), *second.ravel()], (0, 1)).all():
+        raise ValueError("a paired difference of shares needs the same examples, each 0 or 1")
+    one, other = accuracy_interval(first), accuracy_interval(second)
+    assert one.interval is not None
+    assert other.interval is not None
+    both, neither = int((first * second).sum()), int(((1 - first) * (1 - second)).sum())
+    only_one, only_other = int((first > second).sum()), int((first < second).sum())
+    margins = (both + only_one) * (only_other + neither) * (both + only_other) * (only_one + neither)
+    numerator = float(both * neither - only_one * only_other)
+    if numerator > 0:
+        numerator = max(0.0, numerator - first.size / 2)
+    phi = numerator / math.sqrt(margins) if margins else 0.0
+
+    def reach(down: float, up: float) -> float:
+        return math.sqrt(max(0.0, down**2 - 2 * phi * down * up + up**2))
+
+    mean = one.mean - other.mean
+    low = mean - reach(one.mean - one.interval[0], other.interval[1] - other.mean)
+    high = mean + reach(other.mean - other.interval[0], one.interval[1] - one.mean)
+    return Estimate(mean, max(-1.0, low), min(1.0, high))
+
+
 def accuracy_interval(scores: ArrayLike) -> Estimate:
     """The mean of scores in [0, 1] [N] with Wilson's 95 % interval (Wilson, 1927).
 

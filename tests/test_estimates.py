@@ -14,6 +14,7 @@ from swa_jax.estimates import (
     interval_of_score,
     mean_of_groups,
     mean_score,
+    paired_accuracy,
     paired_bootstrap,
 )
 
@@ -205,3 +206,46 @@ def test_intervals_are_those_of_the_metric():
         assert low < score < high
         assert high / low < 1.2  # two words hardly count
     assert interval_of_score(np.exp(1.4), texts) is None
+
+
+# ---- paired shares ----
+
+
+def test_the_paired_interval_of_shares_is_not_empty_where_both_are_always_right():
+    mean, low, high = paired_accuracy(np.ones(48), np.ones(48))
+    assert mean == 0
+    assert high == -low == pytest.approx(1 - accuracy_interval(np.ones(48)).low)
+
+
+def test_the_paired_interval_of_shares_is_newcombes():
+    """His example of 50 pairs: 20 right in both, 12 and 2 in one alone, 16 in neither."""
+    first, second = np.repeat([[1, 1], [1, 0], [0, 1], [0, 0]], [20, 12, 2, 16], axis=0).T
+    assert list(paired_accuracy(first, second)) == pytest.approx([0.2, 0.0562, 0.3292], abs=1e-4)
+
+
+def test_pairing_makes_the_interval_of_shares_narrower():
+    right = np.arange(40) % 2
+    low, high = paired_accuracy(right, right).interval
+    other_low, other_high = paired_accuracy(right, np.roll(right, 1)).interval
+    assert high - low < 0.5 * (other_high - other_low)
+    assert low <= 0 <= high
+
+
+@pytest.mark.parametrize(("share", "agreement"), [(0.5, 0.5), (0.9, 0.9), (0.97, 0.5)])
+def test_the_paired_interval_of_shares_holds_the_truth_as_often_as_it_says(share, agreement):
+    rng = np.random.default_rng(0)
+    held = []
+    for _ in range(600):
+        first = rng.random(48) < share
+        second = np.where(rng.random(48) < agreement, first, rng.random(48) < share)
+        second = second & (rng.random(48) < 0.9)  # 10 % of what is right is lost
+        truth = 0.1 * share
+        low, high = paired_accuracy(first.astype(float), second.astype(float)).interval
+        held.append(low <= truth <= high)
+    assert np.mean(held) > 0.925
+
+
+@pytest.mark.parametrize("wrong", [([1.0], [1.0, 0.0]), ([0.5], [1.0]), ([], [])])
+def test_paired_shares_are_of_the_same_examples(wrong):
+    with pytest.raises(ValueError, match=r"same examples|at least one"):
+        paired_accuracy(*wrong)

@@ -14,6 +14,7 @@ from swa_jax.checkpoint.servers import served_config
 from swa_jax.checkpoint.tensor_names import hf_tensors, join_tensors, joined_parts
 from swa_jax.families import apply_pattern, model_config
 from swa_jax.files import check_destination, new_folder, write_json
+from swa_jax.model.pattern import AttentionPattern
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ def export_model(
     checkpoint: str | Path,
     destination: str | Path,
     *,
+    pattern: AttentionPattern | None = None,
     server: str | None = None,
     as_full: bool = False,
     describe: Callable[[str], Any] = lambda text: None,
@@ -32,6 +34,7 @@ def export_model(
     a time.
 
     Args:
+      pattern: in place of the folder's own.
       server: for whom `config.json` says what the pattern says, one of `servers.TARGETS`. None: for whoever reads
         Hugging Face's keys; a pattern that these cannot express becomes full attention in every layer, with a logged
         notice.
@@ -47,6 +50,9 @@ def export_model(
     """
     destination = check_destination(destination)
     source = open_checkpoint(checkpoint)
+    if pattern is not None:
+        pattern.validate(source.config)
+        source = dataclasses.replace(source, pattern=pattern)
     served = None
     if server is None:
         hf, notice = apply_pattern(source.hf_config, source.pattern)

@@ -11,11 +11,26 @@ fewer than 1.5 times as many layers; a group that is not full is paid for as if 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from swa_jax.checkpoint.servers import Served
+from swa_jax.checkpoint.servers import (
+    SERVERS,
+    TARGETS,
+    Served,
+    ServerClass,
+    find_served,
+    served_config,
+)
+from swa_jax.errors import ConfigError
+from swa_jax.families import inexpressible
+from swa_jax.model.cache import cache_bytes
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layer_types import WINDOW
+from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.settings import nearest
 
 WASTE = 1.15  # times what the layers need: from here on a grouping is worth a warning
 _SGLANG_RATIO = (
@@ -66,18 +81,27 @@ def grouped_entries(
     return groups.layers * blocks.tokens * (groups.full * whole + groups.windowed * short), groups
 
 
-def served_bytes(server: str, served: Served, config: ModelConfig, length: int, itemsize: int = 2) -> int:
+def served_bytes(
+    server: str,
+    served: Served,
+    config: ModelConfig,
+    length: int,
+    itemsize: int = 2,
+    in_flight: int | None = None,
+) -> int:
     """Bytes that the cache of a sequence of `length` tokens takes in a server.
 
     Args:
       server: one of `servers.SERVERS`.
       served: what the export says to it; its pattern has full and windowed layers only.
       itemsize: bytes of a number in the cache.
+      in_flight: tokens of a prompt that are worked on at once; None for the server's own number.
     """
     windowed = served.pattern.layer_types.count(WINDOW)
     full, window = config.num_hidden_layers - windowed, served.pattern.sliding_window
     head_dim = config.head_dim
     if blocks := BLOCKS.get(server):
+        blocks = blocks if in_flight is None else blocks._replace(in_flight=in_flight)
         entries, _ = grouped_entries(full, windowed, window, length, blocks)
         head_dim = -(-head_dim // blocks.head_dim_unit) * blocks.head_dim_unit
     elif served.runs.frees and full:
@@ -107,3 +131,137 @@ def better_grouping(full: int, windowed: int, window: int, length: int, blocks: 
         n for n in range(layers + 1) if (found := taken_and_needed(n))[0] <= min(taken, WASTE * found[1])
     ]
     return min(fitting, key=lambda n: (abs(n - full), -n), default=None)
+
+
+# ---- a budget ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Where the cache of a sequence is counted, and for how long a sequence: here, or as a server allocates it.
+
+    Attributes:
+      config: the model; hf_config: its `config.json`, by which a server's class is found.
+      length: tokens of the sequence.
+      server: one of `servers.TARGETS`; None counts as `model.cache` allocates. transformers allocates as we do.
+      prefill_chunk: tokens of a prompt that the server works on at once (`--max-num-batched-tokens` of vLLM); None
+        for the server's own number.
+    """
+
+    config: ModelConfig
+    hf_config: Mapping[str, Any]
+    length: int
+    server: str | None = None
+    prefill_chunk: int | None = None
+    _classes: dict[tuple[Any, ...], ServerClass | None] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        if self.server is not None and self.server not in TARGETS:
+            raise ConfigError(
+                f"--for is '{self.server}'{nearest(self.server, TARGETS)}; known: {', '.join(TARGETS)}"
+            )
+
+    @property
+    def place(self) -> str:
+        """Who holds the cache, in a word or two."""
+        return "here" if self.server is None else f"in {self.server}"
+
+    def served(self, pattern: AttentionPattern) -> Served | None:
+        """How the server runs a pattern; None without a server. `ConfigError` where it cannot."""
+        return None if self.server is None else served_config(self.server, self.hf_config, pattern)
+
+    def runs(self, pattern: AttentionPattern) -> bool:
+        """Whether the server can run a pattern; much quicker than `served`."""
+        return self.server is None or self._class(pattern) is not None
+
+    def _class(self, pattern: AttentionPattern) -> ServerClass | None:
+        assert self.server is not None
+        if inexpressible(pattern) is not None:
+            return None
+        # Windows of more than one key make no difference to which class runs them.
+        kind = pattern.layer_types, min(pattern.sliding_window or 0, 2)
+        if kind not in self._classes:
+            found = find_served(self.server, self.hf_config, pattern)
+            self._classes[kind] = None if found is None else found.runs
+        return self._classes[kind]
+
+    def bytes(self, pattern: AttentionPattern) -> int:
+        """What the cache of the sequence takes, at 2 bytes a number. `ConfigError` where the server cannot run it."""
+        if self.server is None:
+            return cache_bytes(self.config, pattern, 1, self.length, 2)
+        runs = self._class(pattern) or served_config(self.server, self.hf_config, pattern).runs
+        return self._allocated(pattern, runs)
+
+    @functools.cached_property
+    def full(self) -> int:
+        """What it takes with full attention in every layer, whether or not a class of the server runs that."""
+        return self.at_least(AttentionPattern((FULL,) * self.config.num_hidden_layers))
+
+    def at_least(self, pattern: AttentionPattern) -> int:
+        """What it takes in a class of the server that frees what windowed layers no longer need."""
+        return self._allocated(pattern, ServerClass(""))
+
+    def share(self, pattern: AttentionPattern) -> float:
+        """What a pattern takes of that. `ConfigError` where the server cannot run it."""
+        return self.bytes(pattern) / self.full
+
+    def _allocated(self, pattern: AttentionPattern, runs: ServerClass) -> int:
+        if self.server not in SERVERS:
+            return cache_bytes(self.config, pattern, 1, self.length, 2)
+        served = Served({}, "", pattern, runs, "")
+        return served_bytes(self.server, served, self.config, self.length, in_flight=self.prefill_chunk)
+
+
+def most_within(
+    memory: Memory, budget: float, most: int, make: Callable[[int], AttentionPattern]
+) -> AttentionPattern:
+    """Of `make(most)`, `make(most - 1)`, ... `make(0)` the first that takes at most `budget` of full attention's cache.
+
+    Patterns that the server cannot run are passed over.
+
+    Raises:
+      ConfigError: the server runs none of them, or none is within the budget; the sentence names the smallest budget.
+    """
+    candidates = [make(count) for count in range(most, -1, -1)]
+    for pattern in candidates:
+        if memory.at_least(pattern) > budget * memory.full:
+            continue  # there is no need to ask the server, which takes a while
+        if memory.runs(pattern) and memory.share(pattern) <= budget:
+            return pattern
+    windowed = [pattern for pattern in candidates if set(pattern.layer_types) != {FULL}]
+    for pattern in sorted(windowed, key=memory.at_least):
+        if memory.runs(pattern):
+            raise BudgetError(budget, memory.share(pattern), memory)
+    memory.served(windowed[0])
+    raise AssertionError("what a server does not run, it refuses")
+
+
+class BudgetError(ConfigError):
+    """No pattern takes as little memory as was asked for."""
+
+    def __init__(self, budget: float, smallest: float, memory: Memory):
+        self.smallest = smallest
+        super().__init__(
+            f"--kv-budget {budget:g} cannot be met: {memory.place}, the cache of a sequence of {memory.length} tokens "
+            f"takes at least {_ceil(smallest):g} of full attention's{_advice(memory, smallest)}"
+        )
+
+
+def _ceil(share: float) -> float:
+    """Three decimals, rounded up, so that a budget of this much can be met."""
+    return -(-share * 1000 // 1) / 1000
+
+
+def _advice(memory: Memory, smallest: float) -> str:
+    if memory.server in BLOCKS:
+        chunk = memory.prefill_chunk or BLOCKS[memory.server].in_flight
+        smaller = "" if memory.prefill_chunk is None else ", a smaller --prefill-chunk,"
+        return (
+            f". Windowed layers also hold the {chunk} tokens of a prompt that are worked on at once: take a smaller "
+            f"--window{smaller} or longer sequences (--serve-length)"
+        )
+    if memory.server in SERVERS and smallest >= 1:
+        return ". It computes the windows of this model, but keeps the caches of windowed layers whole"
+    return ": take a smaller --window, or longer sequences (--serve-length)"

@@ -184,16 +184,16 @@ def served_config(
     """
     if server not in TARGETS:
         raise ConfigError(f"--for is '{server}'{nearest(server, TARGETS)}; known: {', '.join(TARGETS)}")
-    if (found := _find(server, hf, pattern)) is not None:
+    if (found := find_served(server, hf, pattern)) is not None:
         return found
     full = AttentionPattern((FULL,) * pattern.num_layers)
     if as_full:
-        if (found := _find(server, fully(hf), full)) is not None:
+        if (found := find_served(server, fully(hf), full)) is not None:
             return found
         raise ConfigError(f"{_called(server)} has no class for model_type '{hf['model_type']}'")
-    others = [other for other in TARGETS if other != server and _find(other, hf, pattern) is not None]
+    others = [other for other in TARGETS if other != server and find_served(other, hf, pattern) is not None]
     routes = [f"--for {' or '.join(others)} runs it"] if others else []
-    if _find(server, fully(hf), full) is not None:
+    if find_served(server, fully(hf), full) is not None:
         routes.append("--as-full exports it with full attention in every layer")
     reason = inexpressible(pattern) or f"it has no class that runs {hf['model_type']} with these windows"
     raise ConfigError("; ".join([f"{_called(server)} cannot run this pattern: {reason}", *routes]))
@@ -203,7 +203,8 @@ def _called(server: str) -> str:
     return server if server == "transformers" else f"{server} {SERVERS[server].version}"
 
 
-def _find(server: str, hf: Mapping[str, Any], pattern: AttentionPattern) -> Served | None:
+def find_served(server: str, hf: Mapping[str, Any], pattern: AttentionPattern) -> Served | None:
+    """The same as `served_config`, but None where the server cannot run the pattern, without looking for what can."""
     if inexpressible(pattern) is not None:
         return None
     config = model_config(hf)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +24,8 @@ from swa_jax.cli.options import (
     NumKeys,
     Overrides,
     Seed,
+    ServeLength,
+    Server,
     SinkTokens,
     Window,
     draw_needles,
@@ -38,6 +41,7 @@ from swa_jax.select.method_table import METHODS
 from swa_jax.settings import nearest
 
 if TYPE_CHECKING:
+    from swa_jax.checkpoint.served_cache import Memory
     from swa_jax.data.tokenizer import Tokenizer
     from swa_jax.evaluate import Example
     from swa_jax.model.config import ModelConfig
@@ -54,6 +58,7 @@ class Candidates(Options):
     pattern: Annotated[
         list[str] | None,
         Option(
+            metavar="PATTERN",
             help="A recipe or a pattern JSON, repeatable. full and window are always there.",
             rich_help_panel=PATTERN,
         ),
@@ -64,6 +69,7 @@ class Candidates(Options):
         int | None,
         Option(
             "--eval-window",
+            metavar="N",
             help="Window while scoring. Default: that of the choice.",
             min=1,
             show_default=False,
@@ -87,12 +93,31 @@ class Candidates(Options):
 
 
 @dataclasses.dataclass
+class Counted(Options):
+    """Where the key/value cache is counted."""
+
+    server: Server = None
+    serve_length: ServeLength = None
+
+    def memory(self, model: Path, config: ModelConfig, length: int) -> Memory | None:
+        """None for the cache of this library at the length of the prompts, which every row has."""
+        if self.server is None and self.serve_length is None:
+            return None
+        from swa_jax.checkpoint.folder import open_checkpoint
+        from swa_jax.checkpoint.served_cache import Memory
+
+        hf_config = open_checkpoint(model).hf_config
+        return Memory(config, hf_config, self.serve_length or length, self.server)
+
+
+@dataclasses.dataclass
 class Choice(Options):
     """The methods, and what they choose."""
 
     method: Annotated[
         list[str] | None,
         Option(
+            metavar="METHOD",
             help=f"A method of `swa-jax select`, repeatable, or all of them: all. There are {', '.join(METHODS)}.",
             rich_help_panel=CHOICE,
         ),
@@ -100,6 +125,7 @@ class Choice(Options):
     ratio: Annotated[
         list[float] | None,
         Option(
+            metavar="SHARE",
             help="Share of the KV heads that a method windows, repeatable. Default: 0.5 and 0.75.",
             show_default=False,
             rich_help_panel=CHOICE,
@@ -108,12 +134,20 @@ class Choice(Options):
     seeds: Annotated[
         int,
         Option(
-            help="How often each method chooses, each time by other prompts.", min=1, rich_help_panel=CHOICE
+            metavar="N",
+            help="How often each method chooses, each time by other prompts.",
+            min=1,
+            rich_help_panel=CHOICE,
         ),
     ] = 3
     iterations: Annotated[
         int,
-        Option(help="BOSCH: masks tried for each layer of a subproblem.", min=1, rich_help_panel=CHOICE),
+        Option(
+            metavar="N",
+            help="BOSCH: masks tried for each layer of a subproblem.",
+            min=1,
+            rich_help_panel=CHOICE,
+        ),
     ] = 100
     against: Annotated[
         str | None,
@@ -148,10 +182,14 @@ class Needles(Options):
     """The prompts to choose by, and those to score on."""
 
     examples: Annotated[
-        int, Option("--examples", help="Needle prompts to choose by.", min=1, rich_help_panel=PROMPTS)
+        int,
+        Option(
+            "--examples", metavar="N", help="Needle prompts to choose by.", min=1, rich_help_panel=PROMPTS
+        ),
     ] = 64
     held_out: Annotated[
-        int, Option("--held-out", help="Needle prompts to score on.", min=1, rich_help_panel=PROMPTS)
+        int,
+        Option("--held-out", metavar="N", help="Needle prompts to score on.", min=1, rich_help_panel=PROMPTS),
     ] = 200
     length: Length = 1024
     keys: NumKeys = 1
@@ -182,6 +220,7 @@ def compare(
     candidates: Candidates,
     choice: Choice,
     needles: Needles,
+    counted: Counted,
     batch_size: BatchSize = 8,
     dtype: ComputeDtype = None,
     force: Annotated[
@@ -204,6 +243,7 @@ def compare(
 
     decoder, tokenizer = load_checkpoint(model, dtype)
     own = decoder.pattern
+    memory = counted.memory(model, decoder.config, needles.length)
     window = candidates.known_window(own)
     if window is None and methods:
         raise ConfigError(NO_WINDOW)
@@ -224,17 +264,39 @@ def compare(
             report=lambda line: progress.console.print(line, highlight=False, soft_wrap=True),
             progress=progress.update,
         )  # fmt: skip
-    _show(rows, choice.against, _title_window(patterns, window), out)
+    where = "KV cache"
+    if memory is not None:
+        rows = _counted(rows, memory, candidates.eval_window)
+        where = f"KV cache of {memory.length} tokens {memory.place}"
+    _show(rows, choice.against, _title_window(patterns, window), out, where)
 
 
-def _show(rows: Sequence[Any], against: str | None, window: int | None, out: Path) -> None:
+def _counted(rows: Sequence[dict[str, Any]], memory: Memory, eval_window: int | None) -> list[dict[str, Any]]:
+    """The rows with the cache that their patterns take elsewhere, without those that cannot run there."""
+    found = []
+    for row in rows:
+        pattern = AttentionPattern.from_json(json.dumps(row["pattern"]))
+        if (
+            "ratio" in row and eval_window is not None
+        ):  # what a method chose, and under which window it was scored
+            pattern = dataclasses.replace(pattern, sliding_window=eval_window)
+        try:
+            found.append(row | {"kv_cache_bytes": memory.bytes(pattern)})
+        except ConfigError as error:
+            typer.echo(f"{row['name']}: not shown, as {str(error).split('; ')[0]}", err=True)
+    if not found:
+        raise ConfigError(f"{memory.server} runs none of these patterns: compare without --for")
+    return found
+
+
+def _show(rows: Sequence[Any], against: str | None, window: int | None, out: Path, memory: str) -> None:
     from swa_jax.report import compare_table, frontier_chart, table_console
     from swa_jax.select.compare import summary
 
     summed = summary(rows, against)
-    table_console().print(compare_table(summed, window))
+    table_console().print(compare_table(summed, window, memory))
     title = "What the memory buys" + ("" if window is None else f" (window {window})")
-    frontier_chart(summed, out / "frontier.png", title=title)
+    frontier_chart(summed, out / "frontier.png", title=title, memory=memory)
     typer.echo(f"written to {out}")
 
 

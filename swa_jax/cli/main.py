@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
+from swa_jax.cli.adapt import adapt
 from swa_jax.cli.bench import app as bench_app
 from swa_jax.cli.chat import chat
 from swa_jax.cli.compare import compare
@@ -109,7 +110,7 @@ def demo(
     ] = None,
 ) -> None:
     """The whole path in a few minutes: import a small model, window its attention, measure what it costs."""
-    from swa_jax.demo import run_demo
+    from swa_jax.adapt.demo import run_demo
 
     run_demo(out, model)
 
@@ -164,6 +165,7 @@ def export(
         typer.echo(note)
 
 
+app.command()(expand(adapt))
 app.command()(train)
 app.command("compile")(expand(compile_))
 app.command()(expand(compare))

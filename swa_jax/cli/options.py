@@ -26,18 +26,24 @@ if TYPE_CHECKING:
 
 # Panels of `--help`, in which options stand together.
 PATTERN, PROMPTS, RUNNING, OUTPUT = "Pattern", "Prompts", "Running", "Output"
+SERVING = "Serving"
 
 Model = Annotated[Path, Argument(help="A checkpoint folder, as `import` and `train` make it.")]
 Window = Annotated[
     int | None,
     Option(
-        "--window", help="Visible keys of a windowed query, its own included.", min=1, rich_help_panel=PATTERN
+        "--window",
+        metavar="N",
+        help="Visible keys of a windowed query, its own included.",
+        min=1,
+        rich_help_panel=PATTERN,
     ),
 ]
 SinkTokens = Annotated[
     int | None,
     Option(
         "--sink-tokens",
+        metavar="N",
         help="First tokens that stay visible beside the window.",
         min=0,
         rich_help_panel=PATTERN,
@@ -62,10 +68,19 @@ Yarn = Annotated[
 ]
 NumKeys = Annotated[
     int,
-    Option("--keys", help="Needles in a prompt; one of them is asked for.", min=1, rich_help_panel=PROMPTS),
+    Option(
+        "--keys",
+        metavar="N",
+        help="Needles in a prompt; one of them is asked for.",
+        min=1,
+        rich_help_panel=PROMPTS,
+    ),
 ]
 Length = Annotated[
-    int, Option("--length", help="Tokens of a prompt with its answer.", min=1, rich_help_panel=PROMPTS)
+    int,
+    Option(
+        "--length", metavar="N", help="Tokens of a prompt with its answer.", min=1, rich_help_panel=PROMPTS
+    ),
 ]
 Haystack = Annotated[
     Path | None,
@@ -77,17 +92,53 @@ Haystack = Annotated[
     ),
 ]
 BatchSize = Annotated[
-    int, Option("--batch-size", help="Sequences at a time.", min=1, rich_help_panel=RUNNING)
+    int, Option("--batch-size", metavar="N", help="Sequences at a time.", min=1, rich_help_panel=RUNNING)
+]
+Server = Annotated[
+    str | None,
+    Option(
+        "--for",
+        metavar="SERVER",
+        help="Where the cache is counted: transformers, vllm, tpu-inference or sglang. Default: here.",
+        show_default=False,
+        rich_help_panel=SERVING,
+    ),
+]
+ServeLength = Annotated[
+    int | None,
+    Option(
+        "--serve-length",
+        metavar="N",
+        help="Tokens of the sequence whose cache is counted. Default: as --length.",
+        min=1,
+        show_default=False,
+        rich_help_panel=SERVING,
+    ),
+]
+PrefillChunk = Annotated[
+    int | None,
+    Option(
+        "--prefill-chunk",
+        metavar="N",
+        help="Tokens of a prompt that vLLM works on at once: its --max-num-batched-tokens.",
+        min=1,
+        show_default=False,
+        rich_help_panel=SERVING,
+    ),
 ]
 Seed = Annotated[
-    int, Option("--seed", help="The seed of everything that is drawn.", min=0, rich_help_panel=RUNNING)
+    int,
+    Option(
+        "--seed", metavar="N", help="The seed of everything that is drawn.", min=0, rich_help_panel=RUNNING
+    ),
 ]
 Dtype = Literal["float32", "bfloat16"]
 ComputeDtype = Annotated[
     Dtype | None,
     Option(
         "--dtype",
-        help="The dtype of weights and arithmetic. Default: as stored. CPUs are faster in float32.",
+        metavar="DTYPE",
+        help="float32 or bfloat16, for weights and arithmetic. Default: as stored. CPUs are faster in float32.",
         show_default=False,
         rich_help_panel=RUNNING,
     ),

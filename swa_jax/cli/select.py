@@ -30,6 +30,7 @@ from swa_jax.cli.select_options import (
     FaDecode,
     Force,
     Greedy,
+    HeadBudget,
     Iterations,
     LastQueries,
     LayerBudget,
@@ -38,7 +39,6 @@ from swa_jax.cli.select_options import (
     Mesh,
     MinAnswer,
     Out,
-    Ratio,
     RecentKeys,
     ResumeFile,
     ScoreFaDecode,
@@ -58,7 +58,7 @@ app = typer.Typer(no_args_is_help=True, help="Choose the layers or KV heads that
 def select_bosch(
     model: Model,
     out: Out,
-    ratio: Ratio,
+    budget: HeadBudget,
     examples: Examples,
     variant: Annotated[
         Variant, Option(help="BOSCH, or one of its ablations.", rich_help_panel=SEARCH)
@@ -84,8 +84,13 @@ def select_bosch(
     from swa_jax.checkpoint.folder import weights_sum
     from swa_jax.select import MaskEvaluator, bosch, bosch_pattern
 
+    budget.check()
     check_out(out)
     decoder, tokenizer = load_checkpoint(model, dtype)
+    own = decoder.pattern
+    window = own.sliding_window if window is None else window
+    sink_tokens = own.num_sink_tokens if sink_tokens is None else sink_tokens
+    ratio = budget.share(decoder.config, examples.length, window, sink_tokens)
     drawn, data = examples.draw(tokenizer, decoder.config)
     file = evaluations or out.with_suffix(".evaluations.json")
     evaluate = MaskEvaluator(
@@ -121,7 +126,7 @@ def select_static(
     model: Model,
     method: Annotated[StaticMethod, Argument(help="Its name is a command, too.")],
     out: Out,
-    ratio: Ratio,
+    budget: HeadBudget,
     examples: Examples,
     window: Window = None,
     sink_tokens: SinkTokens = None,
@@ -133,11 +138,14 @@ def select_static(
     from swa_jax.select.heads import head_pattern, window_most_local
     from swa_jax.select.static import IN_WINDOW, LARGER_IS_LOCAL, static_scores
 
+    budget.check()
     check_out(out)
     decoder, tokenizer = load_checkpoint(model, dtype)
     window = decoder.pattern.sliding_window if window is None else window
     if window is None:
         raise ConfigError("--window is missing: give it, as the model's own pattern has none")
+    sinks = decoder.pattern.num_sink_tokens if sink_tokens is None else sink_tokens
+    ratio = budget.share(decoder.config, examples.length, window, sinks)
     drawn, data = examples.draw(tokenizer, decoder.config)
     if method in IN_WINDOW and max(len(e.prompt) + len(e.answer) for e in drawn) <= window:
         means_nothing(f"the window of {window} keys holds whole prompts, so that every head is local", force)
@@ -161,7 +169,6 @@ def select_static(
         "larger_is_local": LARGER_IS_LOCAL[method],
         "seconds": round(time.monotonic() - start, 1),
     }
-    sinks = decoder.pattern.num_sink_tokens if sink_tokens is None else sink_tokens
     write_heads(head_pattern(full, window, sinks, provenance), full, out, scores)
 
 
@@ -169,7 +176,7 @@ def select_heuristic(
     model: Model,
     kind: Annotated[Heuristic, Argument(help="Its name is a command, too.")],
     out: Out,
-    ratio: Ratio,
+    budget: HeadBudget,
     window: Annotated[
         int,
         Option(
@@ -186,9 +193,12 @@ def select_heuristic(
     from swa_jax.checkpoint.folder import open_checkpoint
     from swa_jax.select.heads import head_pattern, heuristic_mask
 
+    budget.check()
     check_out(out)
     checkpoint = open_checkpoint(model)
     config = checkpoint.config
+    sinks = checkpoint.pattern.num_sink_tokens if sink_tokens is None else sink_tokens
+    ratio = budget.share(config, config.max_position_embeddings, window, sinks)
     full = heuristic_mask(kind, config.num_hidden_layers, config.num_key_value_heads, ratio, seed)
     provenance = {
         "method": kind,
@@ -196,7 +206,6 @@ def select_heuristic(
         "windowed_heads": int((~full).sum()),
         "seed": seed if kind.startswith("random") else None,
     }
-    sinks = checkpoint.pattern.num_sink_tokens if sink_tokens is None else sink_tokens
     write_heads(head_pattern(full, window, sinks, provenance), full, out)
 
 
@@ -226,9 +235,13 @@ def select_nll(
     check_out(out)
     partition = None if mesh is None else parse_mesh(mesh)
     decoder, tokenizer = load_checkpoint(model, dtype, partition)
-    full = budget.layers(decoder.config)
+    own = decoder.pattern
+    window = own.sliding_window if window is None else window
+    sink_tokens = own.num_sink_tokens if sink_tokens is None else sink_tokens
+    full = budget.layers(model, decoder.config, examples.length, window, sink_tokens, fa_decode)
     if greedy and not full:
-        raise ConfigError("--greedy chooses one layer at least, but --budget is 0")
+        why = "--budget is 0" if budget.kv_budget is None else "none fits --kv-budget"
+        raise ConfigError(f"--greedy chooses one layer at least, but {why}")
     drawn, data = examples.draw(tokenizer, decoder.config, min_answer)
     scorer = LayerScorer(
         decoder, drawn, sliding_window=window, num_sink_tokens=sink_tokens,
@@ -291,7 +304,8 @@ def select_light_transfer(
     budget.check()
     check_out(out)
     decoder, tokenizer = load_checkpoint(model, dtype)
-    full = budget.layers(decoder.config)
+    visible = recent if window is None else window, lazy_sinks if sink_tokens is None else sink_tokens
+    full = budget.layers(model, decoder.config, examples.length, *visible, fa_decode)
     drawn, data = examples.draw(tokenizer, decoder.config)
     if max(len(example.prompt) for example in drawn) <= recent + lazy_sinks:
         means_nothing(f"--recent {recent} reaches over whole prompts, so that every layer is lazy", force)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
@@ -21,6 +21,8 @@ from swa_jax.cli.options import (
     Length,
     NumKeys,
     Seed,
+    ServeLength,
+    Server,
     check_output,
     draw_needles,
     note_context,
@@ -40,10 +42,6 @@ SEARCH = "Method"  # a panel: how a method chooses
 
 Out = Annotated[
     Path, Option(help="The pattern's JSON file. The picture goes beside it.", rich_help_panel=OUTPUT)
-]
-Ratio = Annotated[
-    float,
-    Option("--ratio", help="Share of the KV heads that are windowed.", min=0, max=1, rich_help_panel=PATTERN),
 ]
 FaDecode = Annotated[
     bool,
@@ -96,6 +94,7 @@ TogglesAtOnce = Annotated[
     int,
     Option(
         "--toggles-at-once",
+        metavar="N",
         help="Layers made full side by side: more memory, fewer and larger steps.",
         min=1,
         rich_help_panel=RUNNING,
@@ -119,6 +118,7 @@ MinAnswer = Annotated[
     int,
     Option(
         "--min-answer",
+        metavar="N",
         help="Tokens that an answer of --prompts has at least. The paper takes 20.",
         min=1,
         rich_help_panel=PROMPTS,
@@ -148,7 +148,9 @@ LazySinks = Annotated[
 class Examples(Options):
     """What to choose by: needles, or prompts of one's own."""
 
-    examples: Annotated[int, Option(help="Examples to choose by.", min=1, rich_help_panel=PROMPTS)] = 64
+    examples: Annotated[
+        int, Option(metavar="N", help="Examples to choose by.", min=1, rich_help_panel=PROMPTS)
+    ] = 64
     length: Length = 1024
     keys: NumKeys = 1
     haystack: Haystack = None
@@ -198,26 +200,133 @@ class LongExamples(Examples):
     length: Length = 2048
 
 
+KvBudget = Annotated[
+    float | None,
+    Option(
+        "--kv-budget",
+        metavar="SHARE",
+        help="As many as fit this share of the full cache.",
+        show_default=False,
+        rich_help_panel=PATTERN,
+    ),
+]
+
+
+def _check_budget(kv_budget: float | None, needing: dict[str, Any]) -> None:
+    """Raise `ConfigError` for a budget out of its range, or for what means something with a budget alone."""
+    if kv_budget is not None and not 0 < kv_budget <= 1:
+        raise ConfigError(f"--kv-budget is {kv_budget:g}: give a share above 0 and at most 1")
+    idle = next((option for option, value in needing.items() if value is not None), None)
+    if kv_budget is None and idle is not None:
+        raise ConfigError(f"{idle} says where or how the cache of --kv-budget is counted: give that too")
+
+
 @dataclasses.dataclass
 class LayerBudget(Options):
     """How many layers stay full."""
 
-    budget: Annotated[int | None, Option(help="Layers that stay full.", min=0, rich_help_panel=PATTERN)] = (
-        None
-    )
+    budget: Annotated[
+        int | None, Option(metavar="N", help="Layers that stay full.", min=0, rich_help_panel=PATTERN)
+    ] = None
     one_in: Annotated[
         int | None,
-        Option(help="In place of --budget: one full layer in N.", min=1, rich_help_panel=PATTERN),
+        Option(
+            metavar="N", help="In place of --budget: one full layer in N.", min=1, rich_help_panel=PATTERN
+        ),
     ] = None
+    kv_budget: KvBudget = None
+    server: Server = None
+    serve_length: ServeLength = None
 
     def check(self) -> None:
-        if (self.budget is None) == (self.one_in is None):
-            raise ConfigError("give exactly one of --budget and --one-in: how many layers stay full")
+        if sum(one is not None for one in (self.budget, self.one_in, self.kv_budget)) != 1:
+            raise ConfigError(
+                "give exactly one of --budget, --one-in and --kv-budget: how many layers stay full"
+            )
+        _check_budget(self.kv_budget, {"--for": self.server, "--serve-length": self.serve_length})
 
-    def layers(self, config: ModelConfig) -> int:
+    def layers(
+        self,
+        model: Path,
+        config: ModelConfig,
+        length: int,
+        window: int | None,
+        num_sink_tokens: int,
+        full_attention_decode: bool,
+    ) -> int:
+        """How many layers stay full in a pattern with these windows; `length` is that of the prompts."""
+        from swa_jax.checkpoint.folder import open_checkpoint
+        from swa_jax.checkpoint.served_cache import Memory, most_within
+        from swa_jax.model.pattern import AttentionPattern
         from swa_jax.select.nll import full_layer_budget
 
-        return full_layer_budget(config.num_hidden_layers, self.budget, self.one_in)
+        if self.kv_budget is None:
+            return full_layer_budget(config.num_hidden_layers, self.budget, self.one_in)
+        if window is None:
+            raise ConfigError("--window is missing: --kv-budget needs to know what a windowed layer keeps")
+        hf_config = open_checkpoint(model).hf_config
+        memory = Memory(config, hf_config, self.serve_length or length, self.server)
+
+        def make(full: int) -> AttentionPattern:
+            return AttentionPattern.from_full_layers(
+                range(full), config.num_hidden_layers, window, num_sink_tokens=num_sink_tokens,
+                full_attention_decode=full_attention_decode,
+            )  # fmt: skip
+
+        pattern = most_within(memory, self.kv_budget, config.num_hidden_layers, make)
+        typer.echo(
+            f"{len(pattern.full_layers)} full layers fit: with them the cache of {memory.length} tokens takes "
+            f"{memory.share(pattern):.1%} of full attention's, counted {memory.place}"
+        )
+        return len(pattern.full_layers)
+
+
+@dataclasses.dataclass
+class HeadBudget(Options):
+    """How many KV heads are windowed."""
+
+    ratio: Annotated[
+        float | None,
+        Option(
+            help="Share of the KV heads that are windowed.",
+            min=0,
+            max=1,
+            show_default=False,
+            rich_help_panel=PATTERN,
+        ),
+    ] = None
+    kv_budget: KvBudget = None
+    serve_length: ServeLength = None
+
+    def check(self) -> None:
+        if (self.ratio is None) == (self.kv_budget is None):
+            raise ConfigError("give exactly one of --ratio and --kv-budget: how many KV heads are windowed")
+        _check_budget(self.kv_budget, {"--serve-length": self.serve_length})
+
+    def share(self, config: ModelConfig, length: int, window: int | None, num_sink_tokens: int) -> float:
+        """The share that is windowed, counted in this library: no server runs single full heads."""
+        from swa_jax.checkpoint.served_cache import Memory, most_within
+        from swa_jax.select.heads import head_mask, head_pattern, heuristic_mask
+
+        if self.ratio is not None:
+            return self.ratio
+        assert self.kv_budget is not None
+        if window is None:
+            raise ConfigError("--window is missing: --kv-budget needs to know what a windowed head keeps")
+        layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        memory = Memory(config, {}, self.serve_length or length)
+
+        def make(full: int) -> AttentionPattern:
+            mask = heuristic_mask("interleave", layers, heads, 1 - full / (layers * heads))
+            return head_pattern(mask, window, num_sink_tokens, {})
+
+        pattern = most_within(memory, self.kv_budget, layers * heads, make)
+        full = int(head_mask(pattern, heads).sum())
+        typer.echo(
+            f"{full} of {layers * heads} KV heads stay full: with them the cache of {memory.length} tokens takes "
+            f"{memory.share(pattern):.1%} of full attention's"
+        )
+        return 1 - full / (layers * heads)
 
 
 def means_nothing(reason: str, force: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swa_jax.report.numbers import Row, with_interval
+from swa_jax.report.numbers import MEGABYTE, Row, with_interval
 from swa_jax.report.tables import Column, Table, percent
 
 
@@ -130,4 +130,33 @@ def questions_table(rows: Sequence[Row]) -> Table:
         score = with_interval(row["score"], row.get("interval"), lambda value: f"{100 * value:.1f}")
         counts = (str(row[name]) for name in ("num_questions", "num_left_out", "num_cut"))
         table.add_row(row["name"], row["benchmark"], row["group"], score, *counts)
+    return table
+
+
+def efficiency_table(rows: Sequence[Row]) -> Table:
+    """One line a pattern and length; in brackets how many times faster than the first pattern at that length."""
+    table = Table(
+        "How fast the model answers on this device",
+        [
+            Column("Pattern", text=True),
+            Column("Length"),
+            Column("First token", "ms"),
+            Column("Further token", "ms"),
+            Column("Throughput", "tokens/s"),
+            Column("KV cache", "MB/sequence"),
+        ],
+        (
+            f"{rows[0]['requests']} prompts at a time, {rows[0]['new_tokens']} tokens of answer; medians over "
+            f"{len(rows[0]['token_seconds_all'])} rounds, the patterns in turn.",
+            f"In brackets: times faster than {rows[0]['name']}.",
+        ),
+    )
+    first = {row["length"]: row for row in reversed(rows)}
+    for row in rows:
+        cells = []
+        for key in ("first_token_seconds", "token_seconds"):
+            faster = first[row["length"]][key] / row[key]
+            cells.append(f"{1000 * row[key]:.3g}\n({faster:.2f})")
+        rate, memory = f"{row['tokens_per_second']:.0f}", f"{row['kv_cache_bytes'] / MEGABYTE:.2f}"
+        table.add_row(row["name"], str(row["length"]), *cells, rate, memory)
     return table

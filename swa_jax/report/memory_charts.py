@@ -15,14 +15,14 @@ from swa_jax.report.numbers import MEGABYTE, Row, error_bars, row_estimate
 from swa_jax.report.panels import draw_panels, panel_size
 from swa_jax.report.style import AXIS, BLUE, GREY, INK, SMALL, styled
 
-FOUND, MEMORY = "Needles found (%)", "KV cache (MB a sequence)"
+FOUND, MEMORY, UNIT = "Needles found (%)", "KV cache", "(MB a sequence)"
 BARS = "Bars: 95 % intervals."
 REFERENCES = ("full", "window")  # shown in every panel of `frontier_chart`
 
 
 @styled
 def accuracy_memory_chart(
-    rows: Sequence[Row], file: str | Path, *, title: str = "What the memory buys"
+    rows: Sequence[Row], file: str | Path, *, title: str = "What the memory buys", memory: str = MEMORY
 ) -> None:
     """Draw a line for each row, the least memory first: needles found with their interval, and the KV cache beside it.
 
@@ -41,46 +41,46 @@ def accuracy_memory_chart(
         x=0.99,
         ha="right",
     )
-    found, memory = figure.subplots(1, 2, sharey=True, width_ratios=[1.7, 1])
+    found, taken = figure.subplots(1, 2, sharey=True, width_ratios=[1.7, 1])
     style.percent_axis(found, "x")
     reach = error_bars([row_estimate(row, "needle_accuracy", "needle_interval") for row in rows], 100)
     found.errorbar(accuracy, places, xerr=reach, fmt="none", ecolor=colors, elinewidth=1.2, capsize=0)
     found.scatter(accuracy, places, s=30, color=colors, zorder=3, clip_on=False)
-    memory.barh(places, megabytes, height=0.55, color=np.where(best, BLUE, GREY))
+    taken.barh(places, megabytes, height=0.55, color=np.where(best, BLUE, GREY))
     for y, value in zip(places, megabytes, strict=True):
-        memory.annotate(
+        taken.annotate(
             f"{value:.2f}", (value, y), (3, 0), textcoords="offset points", fontsize=SMALL, va="center"
         )
-    memory.set_xlim(0, 1.2 * max(float(megabytes.max()), 1e-9))
-    memory.set_xticks([])  # the numbers stand beside the bars
-    memory.spines["bottom"].set_visible(False)
+    taken.set_xlim(0, 1.2 * max(float(megabytes.max()), 1e-9))
+    taken.set_xticks([])  # the numbers stand beside the bars
+    taken.spines["bottom"].set_visible(False)
     found.set(xlabel=f"{FOUND}, with 95 % interval", ylim=(len(rows) - 0.5, -0.5))
     found.set_yticks(places, short_names([row["name"] for row in rows]))
     for label, blue in zip(found.get_yticklabels(), best, strict=True):
         label.set(color=BLUE if blue else INK, fontweight="bold" if blue else "normal")
     found.tick_params(axis="y", length=0)
-    memory.tick_params(axis="y", length=0)
-    memory.set_xlabel(MEMORY)
-    figure.align_xlabels([found, memory])
-    for axes in (found, memory):
+    taken.tick_params(axis="y", length=0)
+    taken.set_xlabel(f"{memory} {UNIT}")
+    figure.align_xlabels([found, taken])
+    for axes in (found, taken):
         axes.spines["left"].set_visible(False)
         axes.hlines(places[:-1] + 0.5, *axes.get_xlim(), color="#EEF0F2", linewidth=0.7, zorder=0)
     style.save(figure, file)
 
 
 @styled
-def frontier_chart(rows: Sequence[Row], file: str | Path, *, title: str) -> None:
+def frontier_chart(rows: Sequence[Row], file: str | Path, *, title: str, memory: str = MEMORY) -> None:
     """Draw needles found against the KV cache: a panel for each method over its budgets, all others grey behind it.
 
     Rows are those of `accuracy_memory_chart`; a method is a name that several rows have. `full` and `window` are shown
     in every panel, other patterns have their own. The dashed step is the best that any row finds with that memory or
-    less. Without a method the rows are drawn by `accuracy_memory_chart`.
+    less. `memory` says what `kv_cache_bytes` is of. Without a method the rows are drawn by `accuracy_memory_chart`.
     """
     by_name: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["kv_cache_bytes"]):
         by_name.setdefault(row["name"], []).append(row)
     if all(len(same) == 1 for same in by_name.values()):
-        accuracy_memory_chart(rows, file, title=title)
+        accuracy_memory_chart(rows, file, title=title, memory=memory)
         return
     in_order = dict.fromkeys(row["name"] for row in rows)
     references = {name: by_name[name] for name in REFERENCES if len(by_name.get(name, [])) == 1}
@@ -92,7 +92,7 @@ def frontier_chart(rows: Sequence[Row], file: str | Path, *, title: str) -> None
     megabytes, accuracy = _megabytes(rows), _percent(rows)
     order = np.lexsort((-accuracy, megabytes))
     best = np.maximum.accumulate(accuracy[order])
-    for name, axes in draw_panels(figure, names, f"{MEMORY}\n{note}", FOUND).items():
+    for name, axes in draw_panels(figure, names, f"{memory} {UNIT}\n{note}", FOUND).items():
         axes.step(
             megabytes[order], best, where="post", color=AXIS, linestyle=(0, (4, 3)), linewidth=0.8, zorder=2
         )

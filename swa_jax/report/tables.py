@@ -172,8 +172,9 @@ def pattern_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def compare_table(summed: Sequence[Row], window: int | None) -> Table:
-    """The rows of `compare`'s summary; `window`: what methods choose for, and recipes without one have."""
+def compare_table(summed: Sequence[Row], window: int | None, memory: str = "KV cache") -> Table:
+    """The rows of `compare`'s summary; `window`: what methods choose for, and recipes without one have; `memory`: what
+    `kv_cache_bytes` is of."""
     against = next((row["against"] for row in summed if "against" in row), None)
     table = Table(
         "What each choice keeps and costs",
@@ -183,7 +184,7 @@ def compare_table(summed: Sequence[Row], window: int | None) -> Table:
             Column("Found"),
             Column("By seed"),
             Column("Answer loss", "nats/token"),
-            Column("KV cache", "MB/sequence"),
+            Column(memory, "MB/sequence"),
             *([Column(f"Against {against}")] if against else []),
         ],
         (
@@ -192,7 +193,7 @@ def compare_table(summed: Sequence[Row], window: int | None) -> Table:
                 if window is None
                 else [f"Windows of {window} keys, but for pattern files, which have their own."]
             ),
-            "Windowed: the share of KV heads. KV cache: at 2 bytes a number.",
+            f"Windowed: the share of KV heads. {memory}: at 2 bytes a number.",
             "Found: needles, %, teacher-forced, with the 95 % interval over prompts of the mean over seeds.",
         ),
     )

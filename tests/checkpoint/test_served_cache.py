@@ -10,13 +10,18 @@ from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.served_cache import (
     BLOCKS,
     Blocks,
+    BudgetError,
+    Memory,
     better_grouping,
     group_layers,
     grouped_entries,
+    most_within,
     served_bytes,
 )
 from swa_jax.checkpoint.servers import served_config
+from swa_jax.errors import ConfigError
 from swa_jax.families import model_config
+from swa_jax.model.cache import cache_bytes
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
@@ -93,3 +98,58 @@ def test_the_verb_warns_at_the_cliff(tmp_path):
     text = run("pattern", tmp_path / "pattern.json", "--model", checkpoint, "--length", "100000")
     fewer = better_grouping(layers - 2, 2, 5, 100000, BLOCKS["vllm"])
     assert (f"{fewer} full layers" in text) == (fewer is not None)
+
+
+# ---- a budget ----
+
+
+def memory_of(name, length, server=None, chunk=None):
+    hf = json.loads((GOLDEN / name / "config.json").read_text())
+    return Memory(model_config(hf), hf, length, server, chunk)
+
+
+def test_memory_counts_as_the_server_does():
+    memory = memory_of("llama-plain", 4096, "vllm", 256)
+    layers = memory.config.num_hidden_layers
+    pattern = AttentionPattern.from_full_layers([0], layers, 64)
+    served = served_config("vllm", memory.hf_config, pattern)
+    assert memory.bytes(pattern) == served_bytes("vllm", served, memory.config, 4096, in_flight=256)
+    assert memory.bytes(pattern) < served_bytes("vllm", served, memory.config, 4096)  # with 8192 in flight
+    assert memory.full == layers * 4096 * memory.config.num_key_value_heads * 2 * memory.config.head_dim * 2
+    assert memory.share(AttentionPattern((FULL,) * layers)) == 1
+    here, transformers = (memory_of("llama-plain", 4096, server) for server in (None, "transformers"))
+    assert here.bytes(pattern) == transformers.bytes(pattern) == cache_bytes(here.config, pattern, 1, 4096, 2)
+    sinks = AttentionPattern.from_full_layers([0], layers, 64, num_sink_tokens=4)
+    assert here.bytes(sinks) > here.bytes(pattern)
+    with pytest.raises(ConfigError, match="num_sink_tokens = 4"):
+        transformers.bytes(sinks)
+    with pytest.raises(ConfigError, match="did you mean 'vllm'"):
+        memory_of("llama-plain", 4096, "vlm")
+
+
+def test_the_first_that_fits_is_taken_and_refused_ones_are_passed_over():
+    memory = memory_of("llama-plain", 4096)
+    layers = memory.config.num_hidden_layers
+    asked = []
+
+    def make(full):
+        asked.append(full)
+        return AttentionPattern.from_full_layers(range(full), layers, 64)
+
+    assert len(most_within(memory, 1.0, layers, make).full_layers) == layers
+    one = memory.share(make(1))
+    assert len(most_within(memory, one, layers, make).full_layers) == 1
+    assert len(most_within(memory, one - 1e-9, layers, make).full_layers) == 0
+    none = memory.share(make(0))
+    with pytest.raises(BudgetError) as caught:
+        most_within(memory, none / 2, layers, make)
+    assert caught.value.smallest == none
+    assert set(asked) == set(range(layers + 1))
+
+    def with_sinks(full):
+        return AttentionPattern.from_full_layers(range(full), layers, 64, num_sink_tokens=4)
+
+    served = memory_of("llama-plain", 4096, "vllm", 64)
+    assert most_within(served, 1.0, layers, with_sinks).full_layers == tuple(range(layers))
+    with pytest.raises(ConfigError, match="num_sink_tokens = 4"):
+        most_within(served, 0.5, layers, with_sinks)

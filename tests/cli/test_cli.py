@@ -9,7 +9,7 @@ import pytest
 from command_line import fails, run
 from tiny_models import byte_checkpoint, make
 
-import swa_jax.demo
+import swa_jax.adapt.demo
 import swa_jax.train.loop
 from swa_jax.checkpoint.folder import load_model, save_model
 from swa_jax.errors import ConfigError
@@ -77,7 +77,7 @@ def test_unexpected_errors_keep_their_traceback(monkeypatch):
     def broken(*_):
         return int("x")  # a ValueError of the interpreter's, raised in this file
 
-    monkeypatch.setattr(swa_jax.demo, "run_demo", broken)
+    monkeypatch.setattr(swa_jax.adapt.demo, "run_demo", broken)
     with pytest.raises(ValueError, match="invalid literal"):
         run("demo")
 
@@ -87,7 +87,7 @@ def test_unexpected_errors_keep_their_traceback(monkeypatch):
 
 def test_demo(monkeypatch, tmp_path):
     calls = []
-    monkeypatch.setattr(swa_jax.demo, "run_demo", lambda *args: calls.append(args))
+    monkeypatch.setattr(swa_jax.adapt.demo, "run_demo", lambda *args: calls.append(args))
     run("demo")
     run("demo", "--out", tmp_path, "--model", "m")
     assert calls == [(Path("runs/demo"), None), (tmp_path, Path("m"))]
@@ -166,7 +166,7 @@ def test_select_writes_a_pattern_and_a_picture(checkpoint, tmp_path):
     assert len(pattern.provenance["scores"]) == 2
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert load_model(checkpoint, pattern=out).pattern == pattern
-    sentence = "give exactly one of --budget and --one-in: how many layers stay full"
+    sentence = "give exactly one of --budget, --one-in and --kv-budget: how many layers stay full"
     assert fails("select", "nll", checkpoint, "--out", out) == sentence
     assert fails("select", "nll", checkpoint, "--out", "x.txt", "--budget", 1).startswith("--out is x.txt")
 

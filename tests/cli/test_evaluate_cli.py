@@ -372,6 +372,23 @@ def test_a_missing_harness_is_one_sentence(checkpoint):
     )
 
 
+# ---- speed ----
+
+
+def test_efficiency_times_every_pattern(checkpoint, tmp_path):
+    words = ["--pattern", "full", "--pattern", "window", "--window", 8, "--lengths", "64,96", "--repeats", 2]
+    said = run("evaluate", "efficiency", checkpoint, *words, "--new-tokens", 4, "--out", tmp_path)
+    assert "In brackets: times faster than full." in said
+    rows = json.loads((tmp_path / "results.json").read_text())["efficiency"]
+    assert [(row["name"], row["length"]) for row in rows] == [
+        ("full", 64), ("window", 64), ("full", 96), ("window", 96),
+    ]  # fmt: skip
+    for full, window in (rows[:2], rows[2:]):
+        assert full["kv_cache_bytes"] > window["kv_cache_bytes"] > 0
+    assert all(len(row["token_seconds_all"]) == 2 for row in rows)
+    assert "--lengths must be positive whole numbers" in fails("efficiency", checkpoint, "--lengths", "0")
+
+
 # ---- one folder for several kinds ----
 
 

@@ -250,7 +250,7 @@ def test_nll_says_when_the_prompts_are_too_short(planted, tmp_path):
 
 def test_wrong_arguments_of_layer_selection_get_a_sentence(checkpoint, tmp_path):
     nll = ("select", "nll", checkpoint, "--out", tmp_path / "p.json", *LAYER_NEEDLES)
-    assert fails(*nll) == "give exactly one of --budget and --one-in: how many layers stay full"
+    assert fails(*nll) == "give exactly one of --budget, --one-in and --kv-budget: how many layers stay full"
     assert fails(*nll, "--budget", 3) == "budget is 3 full layers, the model has 2"
     assert fails(*nll, "--budget", 0, "--greedy") == "--greedy chooses one layer at least, but --budget is 0"
     assert fails(*nll, "--budget", 1, "--mesh", "rows=2").startswith(
@@ -319,3 +319,35 @@ def test_layers_are_chosen_by_prompts_of_ones_own(checkpoint, prompts, tmp_path)
     )
     prompts.write_text('{"prompt": "x"}\n')
     assert f"{prompts}, line 1" in fails("select", "nll", checkpoint, "--budget", 1, *options)
+
+
+# ---- a budget of memory ----
+
+
+def test_as_many_layers_stay_full_as_fit_the_cache(checkpoint, tmp_path):
+    nll = ["select", "nll", checkpoint, "--window", 16, *NEEDLES, "--out", tmp_path / "p.json", "--force"]
+    said = run(*nll, "--kv-budget", 0.6)
+    assert (
+        "1 full layers fit: with them the cache of 320 tokens takes 52.5% of full attention's, counted here"
+        in said
+    )
+    assert len(AttentionPattern.from_json(tmp_path / "p.json").full_layers) == 1
+    said = run(*nll, "--kv-budget", 0.6, "--serve-length", 64)
+    assert "0 full layers fit: with them the cache of 64 tokens takes 25.0%" in said
+    assert "takes at least 0.05 of full attention's" in fails(*nll, "--kv-budget", 0.01)
+    assert fails(*nll, "--kv-budget", 2) == "--kv-budget is 2: give a share above 0 and at most 1"
+    assert fails(*nll, "--kv-budget", 0.5, "--one-in", 2).startswith(
+        "give exactly one of --budget, --one-in and"
+    )
+    assert "--for says where or how" in fails(*nll, "--one-in", 2, "--for", "vllm")
+    assert fails(*nll, "--kv-budget", 0.04, "--fa-decode").startswith("--kv-budget 0.04 cannot be met")
+    assert fails(*nll, "--kv-budget", 0.5, "--for", "vlm").startswith("--for is 'vlm'; did you mean 'vllm'")
+
+
+def test_as_many_heads_stay_full_as_fit_the_cache(checkpoint, tmp_path):
+    words = ["select", "random-heads", checkpoint, "--window", 16, "--out", tmp_path / "p.json"]
+    said = run(*words, "--kv-budget", 0.8, "--serve-length", 320)
+    assert "3 of 4 KV heads stay full: with them the cache of 320 tokens takes 76.2%" in said
+    assert head_mask(AttentionPattern.from_json(tmp_path / "p.json"), 2).sum() == 3
+    assert fails(*words) == "give exactly one of --ratio and --kv-budget: how many KV heads are windowed"
+    assert "give that too" in fails(*words, "--ratio", 0.5, "--serve-length", 64)

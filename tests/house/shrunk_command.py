@@ -26,6 +26,8 @@ MOST = {
     "--lengths": 512,
     "--text-length": 512,
     "--examples": 2,
+    "--choose-by": 2,
+    "--tune": 1,
     "--held-out": 4,
     "--seeds": 1,
     "--iterations": 1,
@@ -126,8 +128,8 @@ def shrink(words: list[str]) -> list[str]:
             words += addition
     if words[0] == "swa-jax":
         options = options_of(words)
-        if words[1] in ("evaluate", "select", "compare", "bench"):
-            for option in sorted(options & MOST.keys() - set(words) - {"--window"}):
+        if words[1] in ("adapt", "evaluate", "select", "compare", "bench"):
+            for option in sorted(options & MOST.keys() - set(words) - {"--window", "--tune"}):
                 words += [option, str(MOST[option])]
         if "--dtype" in options - set(words):  # faster on a CPU
             words += ["--dtype", "float32"]

@@ -33,6 +33,7 @@ SLOW = ("docs/data.md",)
 LONG = (
     "README.md",
     "swa_jax/recall/README.md",
+    "docs/adapt.md",
     "docs/evaluation.md",
     "docs/kernels.md",
     "docs/measurements.md",

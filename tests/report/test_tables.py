@@ -16,6 +16,7 @@ from rich.console import Console
 from swa_jax.report import compare_table, pattern_table, table_console, wide_console
 from swa_jax.report.bench_tables import attention_table, cycles_table, generation_table, source_table
 from swa_jax.report.evaluation_tables import (
+    efficiency_table,
     harness_table,
     questions_table,
     routing_table,
@@ -103,6 +104,13 @@ SOURCES = [
      "share": 0.5, "padding": 0.01, "held_out_tokens": 1000, "left_out": 0}
 ]  # fmt: skip
 
+EFFICIENCY = [
+    {
+        "name": name, "length": 4096, "new_tokens": 32, "requests": 2, "first_token_seconds": first,
+        "token_seconds": 0.01, "tokens_per_second": 812.0, "kv_cache_bytes": 2**21, "token_seconds_all": [0.01] * 5,
+    }
+    for name, first in (("full", 0.4), ("interleave-1-in-4", 0.2))
+]  # fmt: skip
 TABLES = {
     "patterns": pattern_table(PATTERNS),
     "compared": compare_table(COMPARED, 48),
@@ -111,6 +119,7 @@ TABLES = {
     "routing": routing_table(ROUTING),
     "harness": harness_table(HARNESS),
     "questions": questions_table(QUESTIONS),
+    "efficiency": efficiency_table(EFFICIENCY),
     "cycles": cycles_table(CYCLES, 4),
     "attention": attention_table(ATTENTION, "forward  T=8192  window=1024, on a device"),
     "generation": generation_table(GENERATION, "4 prompts"),

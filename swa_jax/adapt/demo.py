@@ -18,6 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from swa_jax.adapt.source import RECALL
 from swa_jax.checkpoint.folder import load_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.data.haystack import Haystack, library_files
@@ -52,9 +53,6 @@ BATCH = 16
 NEW_TOKENS = 20  # the answer has about 18
 EVALUATION_SEED, CALIBRATION_SEED = 1, 2
 RECIPES = ("full", "window", "streaming", "interleave-1-in-2", "interleave-1-in-4")
-RECALL = (
-    importlib.resources.files("swa_jax") / "recall"
-)  # the bundled model, and the configuration of its CPT
 MARK = ".swa-jax-demo"  # says that a folder is the demo's own, to be written anew
 
 

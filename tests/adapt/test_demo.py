@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from tiny_models import WIDER
 
-import swa_jax.demo as demo
+import swa_jax.adapt.demo as demo
 from swa_jax.checkpoint.folder import save_model
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.data.haystack import library_files, read_text

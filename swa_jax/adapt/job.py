@@ -1,0 +1,203 @@
+"""What `swa-jax adapt` is asked to do, checked before anything is done."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+import jax
+
+from swa_jax.adapt.search import Space, Unit, find_space
+from swa_jax.adapt.source import Source, find_source
+from swa_jax.adapt.tasks import Data, Drawn, draw_tasks
+from swa_jax.checkpoint.served_cache import BLOCKS, Memory
+from swa_jax.data import check_source
+from swa_jax.data.sources import RECORDS, SourceConfig
+from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
+from swa_jax.errors import ConfigError
+from swa_jax.files import check_local
+from swa_jax.model.lora import LoraConfig
+from swa_jax.train.config import StageConfig, TrainConfig
+from swa_jax.train.optimizer import OptimizerConfig
+
+FOLDER = "adapt"  # in OUT: the stages' results
+MARK = ".swa-jax-adapt"  # in that folder: says that OUT is an adaptation's, to be written anew
+LONGEST = 4096  # tokens of an example, unless --length says otherwise
+CHUNK_SHARE = 16  # a prompt is worked on in at least so many chunks, where the server lets us choose
+WINDOW_SHARES = (32, 16, 8, 4)  # windows tried, as shares of an example's length
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The options of the command; None is what was not given."""
+
+    model: str
+    out: Path
+    kv_budget: float
+    server: str | None = None
+    prompts: Path | None = None  # --data
+    text: tuple[Path, ...] = ()
+    length: int | None = None
+    serve_length: int | None = None
+    prefill_chunk: int | None = None
+    windows: tuple[int, ...] = ()
+    unit: Unit = "layers"
+    iterations: int = 20
+    examples: int = 48
+    choose_by: int = 16
+    tune_steps: int = 0
+    tune_data: tuple[str, ...] = ()
+    new_tokens: int = 32
+    repeats: int = 5
+    batch_size: int = 8
+    dtype: str | None = None
+    seed: int = 0
+
+
+_OPTIONS = {
+    "server": "--for", "prompts": "--data", "windows": "--window", "tune_steps": "--tune",
+}  # fmt: skip
+
+
+def command_line(settings: Settings) -> str:
+    """The command that has these settings, without what is as if it were not given."""
+    words = ["swa-jax", "adapt", settings.model, str(settings.out)]
+    for field in dataclasses.fields(settings)[2:]:
+        value = getattr(settings, field.name)
+        if value == field.default:
+            continue
+        option = _OPTIONS.get(field.name, "--" + field.name.replace("_", "-"))
+        if field.name == "windows":
+            value = ",".join(map(str, value))
+        for one in value if isinstance(value, tuple) else (value,):
+            words += [option, f"{one:g}" if isinstance(one, float) else str(one)]
+    return shlex.join(words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A request that can be carried out: everything that could be wrong with it has been looked at."""
+
+    settings: Settings
+    source: Source
+    tokenizer: Tokenizer
+    data: Data
+    tasks: Drawn
+    memory: Memory
+    space: Space
+    dtype: str
+
+    @property
+    def folder(self) -> Path:
+        """Of the stages' results."""
+        return self.settings.out / FOLDER
+
+    @property
+    def model_folder(self) -> Path:
+        """The checkpoint folder of the model as it was."""
+        return self.source.folder if self.source.is_checkpoint else self.settings.out / "model"
+
+    @property
+    def export_folder(self) -> Path | None:
+        return None if self.settings.server is None else self.settings.out / self.settings.server
+
+    @property
+    def length(self) -> int:
+        """Tokens of an example."""
+        return self.data.length
+
+
+def prepare(settings: Settings) -> Job:
+    """Look at everything that can be wrong; nothing is written.
+
+    Raises:
+      ConfigError: in one sentence, what cannot be done and what could be.
+    """
+    if not 0 < settings.kv_budget <= 1:
+        raise ConfigError(
+            f"--kv-budget is {settings.kv_budget:g}: give the share of full attention's cache, above 0 and at most 1"
+        )
+    if settings.unit == "heads" and settings.server is not None:
+        raise ConfigError(
+            f"--unit heads keeps single KV heads full, which {settings.server} cannot run: leave out --for, or choose "
+            "layers"
+        )
+    _check_folder(settings.out)
+    source = find_source(settings.model)
+    tokenizer = load_tokenizer(source.folder)
+    length = settings.length or min(LONGEST, source.config.max_position_embeddings)
+    if not (source.bundled or settings.prompts or settings.text):
+        raise ConfigError(
+            "what should the model still be able to do? Give --data FILE (JSONL with the fields prompt and answer), or "
+            "--text FILE (a text of your own, to hide numbers in and to read), or both"
+        )
+    memory = _memory(settings, source, length)
+    windows = settings.windows or _windows(source, length)
+    if all(window >= length for window in windows):
+        raise ConfigError(
+            f"a window of {min(windows)} holds whole examples of {length} tokens, which is full attention: take a "
+            "smaller --window, or a greater --length"
+        )
+    space = find_space(memory, settings.kv_budget, windows, settings.unit)
+    data = Data(length, settings.prompts, settings.text, settings.seed)
+    tasks = draw_tasks(data, tokenizer, settings.choose_by, settings.examples)
+    if settings.unit == "heads" and not any(task.answers for task in tasks.choosing):
+        raise ConfigError("--unit heads is chosen by answers that are right: give --data")
+    dtype = settings.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    job = Job(settings, source, tokenizer, data, tasks, memory, space, dtype)
+    if settings.tune_steps:
+        for one in tuning(job, Path("pattern.json")).stages[0].data:
+            check_source(one)
+    return job
+
+
+def _windows(source: Source, length: int) -> tuple[int, ...]:
+    """Those that are tried where none is named: shares of an example, and the one that the model was trained with."""
+    own = source.pattern.sliding_window
+    shares = [max(1, length // share) for share in WINDOW_SHARES]
+    return tuple(sorted({*shares, *([own] if own is not None and own < length else [])}))
+
+
+def _memory(settings: Settings, source: Source, length: int) -> Memory:
+    """Where the cache is counted; the chunk of a prompt is chosen small enough for windows to save something."""
+    served = settings.serve_length or length
+    chunk = settings.prefill_chunk
+    if settings.server in BLOCKS:
+        own = BLOCKS[settings.server].in_flight
+        chunk = chunk or max(16, min(own, served // CHUNK_SHARE))
+    elif chunk is not None:
+        raise ConfigError(
+            f"--prefill-chunk is of {' and '.join(BLOCKS)}, whose caches depend on it: leave it out"
+        )
+    return Memory(source.config, source.hf_config, served, settings.server, chunk)
+
+
+def _check_folder(out: Path) -> None:
+    check_local(out, "OUT")
+    ours = (out / FOLDER / MARK).is_file()
+    if out.exists() and not ours and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(
+            f"{out} holds something else: name a new folder, or that of an adaptation to go on with"
+        )
+
+
+def tuning(job: Job, pattern: Path) -> TrainConfig:
+    """The fine-tuning by LoRA, in SWAA's setting: adapters of q, k and v under the pattern, merged at the end."""
+    settings = job.settings
+    if settings.tune_data:
+        kinds = {name: "prompts" if Path(name).suffix in RECORDS else "text" for name in settings.tune_data}
+        data = tuple(SourceConfig(kind=kind, files=(name,)) for name, kind in kinds.items())  # type: ignore[arg-type]
+    elif job.source.bundled:
+        data = (SourceConfig(kind="needles"), SourceConfig(kind="text"))
+    else:
+        raise ConfigError("--tune needs --tune-data FILE: texts, or JSONL with the fields prompt and answer")
+    stage = StageConfig(
+        steps=settings.tune_steps, sequence_length=job.length, batch_size=settings.batch_size, data=data
+    )
+    return TrainConfig(
+        output=str(settings.out / "tuned"), tokenizer=str(job.model_folder), init_from=str(job.model_folder),
+        stages=(stage,), pattern=str(pattern), lora=LoraConfig(rank=16, alpha=32.0),
+        optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=min(10, settings.tune_steps // 10)),
+        seed=settings.seed, bfloat16=job.dtype == "bfloat16", checkpoint_every=50,
+    )  # fmt: skip

@@ -1,0 +1,299 @@
+"""The search of `swa-jax adapt`: layers (or heads), window, sink tokens and decode mode together, under a budget.
+
+Each layer is scored once (`select.nll`). Then the search goes through its coordinates in turn: it tries every value of
+one while the others stay, keeps the best, and ends when a round changes nothing. A candidate has as many full layers
+as the budget allows, and is scored once on the examples to choose by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from swa_jax.adapt.tasks import Scores, Task, lost, measure, num_examples, share_right
+from swa_jax.checkpoint.served_cache import BudgetError, Memory, most_within
+from swa_jax.errors import ConfigError
+from swa_jax.evaluate.examples import Example
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.select.bosch_search import bosch, bosch_pattern
+from swa_jax.select.evaluator import MaskEvaluator
+from swa_jax.select.heads import head_pattern, heuristic_mask
+from swa_jax.select.nll import LayerScorer
+from swa_jax.select.score_file import ScoreFile, digest
+
+Unit = Literal["layers", "heads"]
+ROUNDS = 3  # through the coordinates, at most
+SINK_TOKENS = 4  # SWAA's and StreamingLLM's number, where sink tokens are tried
+# How the layers that stay full are chosen: by the answers' loss, by their place alone, or none of them.
+BY_LOSS, BY_HEADS, NONE = "nll", "bosch", "none"
+BY_PLACE = ("interleave", "begin-middle-end")
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A candidate before it is known how many layers the budget leaves full."""
+
+    layout: str
+    sliding_window: int
+    num_sink_tokens: int = 0
+    full_attention_decode: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Space:
+    """What may be chosen: the values of each coordinate that the server can run within the budget.
+
+    Attributes:
+      start: where the search begins.
+      left_out: a sentence for each value that was left out, and why.
+    """
+
+    start: Point
+    values: Mapping[str, tuple[Any, ...]]  # by field of `Point`
+    left_out: tuple[str, ...]
+
+    @property
+    def num_candidates(self) -> int:
+        """How many candidates a search looks at that changes its mind once."""
+        return 2 * sum(len(values) - 1 for values in self.values.values()) + 1
+
+
+def find_space(memory: Memory, budget: float, windows: Sequence[int], unit: Unit = "layers") -> Space:
+    """Ask the server, and the budget, what may be chosen.
+
+    Raises:
+      ConfigError: nothing may: the server runs no such windows, or no pattern is within the budget.
+    """
+    left_out: list[str] = []
+    errors: list[ConfigError] = []
+
+    def full_heads(point: Point) -> int | None:
+        """How many KV heads stay full; None, with the reason put down, where the candidate is not possible."""
+        try:
+            return _full_heads(fitting(point, memory, budget), memory)
+        except ConfigError as error:
+            errors.append(error)
+            left_out.append(f"{_title(point)}: {_reason(error)}")
+            return None
+
+    def possible(name: str, *values: Any) -> tuple[Any, ...]:
+        points = {value: dataclasses.replace(start, **{name: value}) for value in values}
+        return tuple(value for value, point in points.items() if full_heads(point) is not None)
+
+    chosen = BY_HEADS if unit == "heads" else BY_LOSS
+    counts = {window: full_heads(Point(chosen, window)) for window in sorted(set(windows))}
+    fits = {window: count for window, count in counts.items() if count is not None}
+    if not fits:
+        raise min(errors, key=lambda error: error.smallest if isinstance(error, BudgetError) else 0.0)
+    # The window that leaves most of the model full; of equal ones the largest.
+    start = Point(chosen, max(fits, key=lambda window: (fits[window], window)))
+    values = {
+        "layout": (chosen, *possible("layout", *BY_PLACE, NONE)),
+        "sliding_window": tuple(fits),
+        "num_sink_tokens": (0, *possible("num_sink_tokens", SINK_TOKENS)),
+        "full_attention_decode": (False, *possible("full_attention_decode", True)),
+    }
+    return Space(start, values, tuple(left_out))
+
+
+def fitting(
+    point: Point, memory: Memory, budget: float, order: Sequence[int] | None = None
+) -> AttentionPattern:
+    """The pattern of a candidate, with as many full layers (or heads) as the budget allows.
+
+    Args:
+      order: the layers, the most important first; None takes them as they come, which costs the same memory.
+
+    Raises:
+      ConfigError: the server cannot run it, or it is never within the budget.
+    """
+    layers, heads = memory.config.num_hidden_layers, memory.config.num_key_value_heads
+    total = layers * heads if point.layout == BY_HEADS else layers
+
+    def make(full: int) -> AttentionPattern:
+        if point.layout == BY_HEADS:
+            mask = heuristic_mask("interleave", layers, heads, 1 - full / total)
+            return head_pattern(mask, point.sliding_window, point.num_sink_tokens, {})
+        if point.layout in BY_PLACE:
+            mask = heuristic_mask(point.layout, layers, 1, 1 - full / total)  # type: ignore[arg-type]
+            chosen = np.flatnonzero(mask[:, 0]).tolist()
+        else:
+            chosen = list(range(layers) if order is None else order)[:full]
+        return AttentionPattern.from_full_layers(
+            chosen, layers, point.sliding_window, num_sink_tokens=point.num_sink_tokens,
+            full_attention_decode=point.full_attention_decode,
+        )  # fmt: skip
+
+    most = 0 if point.layout == NONE else total - 1  # with all of them full nothing is windowed
+    return most_within(memory, budget, most, make)
+
+
+def _full_heads(pattern: AttentionPattern, memory: Memory) -> int:
+    """KV heads with full attention; full-attention decode does not count."""
+    plain = dataclasses.replace(pattern, full_attention_decode=False)
+    return int(plain.full_cache_heads(memory.config.num_key_value_heads).sum())
+
+
+@dataclasses.dataclass
+class Search:
+    """The search with everything it needs; a killed one goes on from its files in `folder`.
+
+    Attributes:
+      original: the scores of the model as it was, on `tasks`.
+      key: what the scores depend on but for the pattern; the files have their names from it, so that another budget
+        finds there what it needs.
+      progress: called with a line of text, and with how many steps of how many are done.
+    """
+
+    model: Decoder
+    tasks: Sequence[Task]
+    original: Scores
+    memory: Memory
+    budget: float
+    space: Space
+    folder: Path
+    key: str
+    batch_size: int
+    iterations: int
+    seed: int
+    report: Callable[[str], None]
+    progress: Callable[[int, int], None]
+
+    def __post_init__(self) -> None:
+        self._order: list[int] | None = None
+        self._layer_scores: list[list[float | None]] = []
+        self._left_out: list[str] = []
+        file = self.folder / f"candidates-{self.key[:8]}.json"
+        self._file = ScoreFile(file, {"search": self.key}, "candidates of a search")
+
+    def __call__(self) -> dict[str, Any]:
+        """The candidates that were tried, the best one's place, and what each layer is worth: plain JSON values."""
+        start = self.space.start
+        if start.layout == BY_LOSS and fitting(start, self.memory, self.budget).full_layers:
+            self._score_layers()
+        rows: dict[Point, dict[str, Any] | None] = {}
+
+        def value(point: Point) -> tuple[float, int]:
+            if point not in rows:
+                rows[point] = self._row(point)
+            row = rows[point]
+            return (math.inf, 0) if row is None else (row["lost"], row["bytes"])
+
+        best = start
+        for _ in range(ROUNDS):
+            before = best
+            for name, values in self.space.values.items():
+                others = [dataclasses.replace(best, **{name: one}) for one in values]
+                best = min([best, *others], key=value)  # of equals the one there is
+            if best == before:
+                break
+        self._file.save()
+        possible = {point: row for point, row in rows.items() if row is not None}
+        if best not in possible:
+            raise ConfigError(f"no candidate is possible: {self._left_out[0]}")
+        return {
+            "candidates": list(possible.values()),
+            "best": list(possible).index(best),
+            "layer_scores": self._layer_scores,
+            "left_out": [*self.space.left_out, *self._left_out],
+        }
+
+    def _score_layers(self) -> None:
+        start = self.space.start
+        scorer = LayerScorer(
+            self.model, self._examples(answers=False), sliding_window=start.sliding_window,
+            num_sink_tokens=start.num_sink_tokens, full_attention_decode=False, batch_size=self.batch_size,
+            file=self.folder / f"layers-{digest([self.key, dataclasses.asdict(start)])[:8]}.json", weights=self.key,
+        )  # fmt: skip
+        scores = scorer(progress=self.progress)
+        self._order = np.argsort(-scores.mean, kind="stable").tolist()
+        self._layer_scores = [list(estimate) for estimate in scores.intervals()]
+
+    def _examples(self, *, answers: bool) -> list[Example]:
+        return [example for task in self.tasks if task.answers or not answers for example in task.examples]
+
+    def _row(self, point: Point) -> dict[str, Any] | None:
+        """A candidate with its scores; None where it is not possible, which it was at the start of the search."""
+        try:
+            pattern = self._pattern(point)
+            taken = self.memory.bytes(pattern)
+        except ConfigError as error:
+            self._left_out.append(f"{_title(point)}: {_reason(error)}")
+            return None
+        content = dataclasses.asdict(pattern)
+        del content["provenance"]
+        name = digest(content)
+        if name not in self._file.scores:
+            self._file.scores[name] = self._score(pattern)
+            self._file.save()
+        row = dataclasses.asdict(point) | self._file.scores[name] | {
+            "full_layers": list(pattern.full_layers),
+            "full_head_counts": list(pattern.full_head_counts),
+            "bytes": taken,
+            "share": taken / self.memory.full,
+            "pattern": json.loads(pattern.to_json()),
+        }  # fmt: skip
+        right = "" if row["right"] is None else f", {row['right']:.0%} right"
+        self.report(
+            f"{_title(point)}: loses {row['lost']:.3f} nats a token{right}, {row['share']:.1%} of the cache"
+        )
+        return row
+
+    def _score(self, pattern: AttentionPattern) -> dict[str, Any]:
+        total = num_examples(self.tasks)
+        done = [0]
+
+        def advance(count: int) -> None:
+            done[0] += count
+            self.progress(done[0], total)
+
+        scores = measure(self.model, self.tasks, pattern, self.batch_size, advance)
+        return {"lost": lost(scores, self.original), "right": share_right(scores)}
+
+    def _pattern(self, point: Point) -> AttentionPattern:
+        pattern = fitting(point, self.memory, self.budget, self._order)
+        if point.layout == BY_HEADS:
+            return self._best_heads(point, pattern)
+        provenance = {"method": f"adapt: {point.layout}", "seed": self.seed, "kv_budget": self.budget}
+        if point.layout == BY_LOSS:
+            provenance |= {"scores": [score[0] for score in self._layer_scores]}
+        return dataclasses.replace(pattern, provenance=provenance)
+
+    def _best_heads(self, point: Point, sized: AttentionPattern) -> AttentionPattern:
+        """BOSCH's heads, as many full ones as `sized` has."""
+        evaluate = MaskEvaluator(
+            self.model, self._examples(answers=True), sliding_window=point.sliding_window,
+            num_sink_tokens=point.num_sink_tokens, batch_size=self.batch_size, weights=self.key,
+            file=self.folder / f"heads-{digest([self.key, dataclasses.asdict(point)])[:8]}.json",
+        )  # fmt: skip
+        total = self.memory.config.num_hidden_layers * self.memory.config.num_key_value_heads
+        settings: dict[str, Any] = {"iterations": self.iterations, "seed": self.seed}
+        ratio = 1 - _full_heads(sized, self.memory) / total
+        try:
+            found = bosch(evaluate, ratio, progress=self.progress, **settings)
+        finally:
+            evaluate.save()
+        pattern = bosch_pattern(found, evaluate, ratio=ratio, **settings)
+        return dataclasses.replace(pattern, full_attention_decode=point.full_attention_decode)
+
+
+def _title(point: Point) -> str:
+    more = f", {point.num_sink_tokens} sink tokens" if point.num_sink_tokens else ""
+    more += ", full-attention decode" if point.full_attention_decode else ""
+    unit = "heads" if point.layout == BY_HEADS else "layers"
+    chosen = "no full layer" if point.layout == NONE else f"full {unit} by {point.layout}"
+    return f"window {point.sliding_window}, {chosen}{more}"
+
+
+def _reason(error: ConfigError) -> str:
+    """Why a candidate is not possible, without the advice."""
+    if isinstance(error, BudgetError):
+        return f"takes at least {error.smallest:.1%} of full attention's cache"
+    return str(error).split("; ")[0]

@@ -1,0 +1,266 @@
+"""The stages of `swa-jax adapt`, each with a file of its result, so that a run that was killed goes on where it was.
+
+A result belongs to content: to the sum of the model, the examples and the options that decide. A stage whose file has
+the right key is not run again; one that was killed goes on from what it had written, or starts over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from swa_jax.adapt.job import MARK, Job, tuning
+from swa_jax.adapt.search import Search
+from swa_jax.adapt.tasks import Task, compared, measure, num_examples
+from swa_jax.checkpoint.folder import load_model
+from swa_jax.checkpoint.hf_export import export_model
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.errors import ConfigError
+from swa_jax.evaluate.efficiency import measure_efficiency
+from swa_jax.files import read_json, write_json
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.report.progress import Progress
+from swa_jax.select.score_file import VERSION, digest, examples_sum
+from swa_jax.settings import to_dict
+from swa_jax.train.loop import train
+
+STAGES = ("import", "original", "search", "tune", "adapted", "efficiency", "export")
+
+
+@dataclasses.dataclass
+class Results:
+    """What the stages found, by their names, and how long each took when it ran."""
+
+    folder: Path
+    report: Callable[[str], None]
+    found: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """The candidate that was chosen."""
+        search = self.found["search"]
+        return search["candidates"][search["best"]]
+
+    @property
+    def pattern(self) -> AttentionPattern:
+        """Its pattern."""
+        return AttentionPattern.from_json(json.dumps(self.best["pattern"]))
+
+    def stage(
+        self, name: str, title: str, key: str, work: Callable[[], dict[str, Any]], made: Path | None = None
+    ) -> dict[str, Any]:
+        """The result of a stage: found in its file if the key is right, or made and written there.
+
+        Args:
+          made: a folder that belongs to the result; where it is gone, the stage runs again.
+        """
+        file = self.folder / f"{name}.json"
+        stored = read_json(file) if file.exists() else {}
+        if stored.get("key") == key and (made is None or made.exists()):
+            self.report(f"{title}: done before ({stored['seconds']:.0f} s)")
+        else:
+            self.report(f"{title} ...")
+            begin = time.perf_counter()
+            result = work()
+            stored = {"key": key, "seconds": time.perf_counter() - begin, "result": result}
+            write_json(file, stored)
+            self.report(f"{title}: {stored['seconds']:.0f} s")
+        self.found[name], self.seconds[name] = stored["result"], stored["seconds"]
+        return self.found[name]
+
+
+def carry_out(job: Job, report: Callable[[str], None]) -> Results:
+    """Run the stages that are not done yet."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    (job.folder / MARK).touch()
+    run = Run(job, Results(job.folder, report), job.source.content_sum())
+    run()
+    return run.results
+
+
+@dataclasses.dataclass
+class Run:
+    """A job on its way through the stages."""
+
+    job: Job
+    results: Results
+    model_sum: str
+
+    def __call__(self) -> None:
+        job = self.job
+        self._import()
+        original = digest(
+            [VERSION, self.model_sum, job.dtype, self._sums(job.tasks.choosing, job.tasks.measuring)]
+        )
+        self._stage("original", "measuring the model as it is", original, self._measure_original)
+        search = digest([original, self._searched()])
+        self._stage("search", "searching", search, functools.partial(self._search, original))
+        self.results.pattern.to_json(job.settings.out / "pattern.json")
+        tune = self._tune_key(search)
+        title = "fine-tuning by LoRA" if self._tuned else "no fine-tuning"
+        self._stage("tune", title, tune, functools.partial(self._tune, tune), self._tuned)
+        self._stage(
+            "adapted", "measuring the adapted model", digest([tune, "measure"]), self._measure_adapted
+        )
+        settings = job.settings
+        key = digest([tune, settings.new_tokens, settings.repeats])
+        self._stage("efficiency", "timing both in turn", key, self._efficiency)
+        folder = job.export_folder
+        key = digest([tune, settings.server])
+        title = f"exporting for {settings.server}" if folder else "no export"
+        self._stage("export", title, key, self._export, folder)
+
+    # ---- what is at hand ----
+
+    @functools.cached_property
+    def model(self) -> Decoder:
+        """The model as it was."""
+        return load_model(self.job.model_folder, dtype=self.job.dtype)
+
+    @functools.cached_property
+    def adapted(self) -> Decoder:
+        """The model under the pattern that was chosen, with the weights that it was given."""
+        if self._tuned is None:
+            return self.model.with_pattern(self.results.pattern)
+        return load_model(self._tuned, self.results.pattern, dtype=self.job.dtype)
+
+    @property
+    def _tuned(self) -> Path | None:
+        return self.job.settings.out / "tuned" / "model" if self.job.settings.tune_steps else None
+
+    def _sums(self, *groups: list[Task]) -> list[str]:
+        return [examples_sum(task.examples) for tasks in groups for task in tasks]
+
+    # ---- stages ----
+
+    def _stage(
+        self, name: str, title: str, key: str, work: Callable[[], dict[str, Any]], made: Path | None = None
+    ) -> None:
+        number = STAGES.index(name) + 1
+        self.results.stage(name, f"{number}/{len(STAGES)} {title}", key, work, made)
+
+    def _import(self) -> None:
+        file = self.results.folder / "import.json"
+        if file.exists() and read_json(file).get("key") != self.model_sum:
+            raise ConfigError(
+                f"{self.job.settings.out} holds the adaptation of another model, or of one that has changed since: "
+                "name a new folder"
+            )
+
+        def work() -> dict[str, Any]:
+            if not self.job.source.is_checkpoint:
+                shutil.rmtree(self.job.model_folder, ignore_errors=True)  # a killed run's
+                import_model(self.job.source.folder, self.job.model_folder)
+            return {"model": self.job.source.name, "hf_config": self.job.source.hf_config}
+
+        self._stage("import", "importing the model", self.model_sum, work, self.job.model_folder)
+
+    def _measure(self, model: Decoder, pattern: AttentionPattern, tasks: list[Task]) -> Any:
+        total = num_examples(tasks)
+        with Progress("examples") as progress:
+            done = [0]
+
+            def advance(count: int) -> None:
+                done[0] += count
+                progress.update(done[0], total)
+
+            return measure(model, tasks, pattern, self.job.settings.batch_size, advance)
+
+    def _measure_original(self) -> dict[str, Any]:
+        tasks, pattern = self.job.tasks, self.job.source.pattern
+        return {
+            "measuring": self._measure(self.model, pattern, tasks.measuring),
+            "choosing": self._measure(self.model, pattern, tasks.choosing),
+        }
+
+    def _searched(self) -> Any:
+        """What the search depends on, beside the model and its scores."""
+        job, settings = self.job, self.job.settings
+        memory = [job.memory.server, job.memory.length, job.memory.prefill_chunk]
+        return [settings.kv_budget, memory, dataclasses.asdict(job.space), settings.iterations, settings.seed]
+
+    def _search(self, key: str) -> dict[str, Any]:
+        job, settings = self.job, self.job.settings
+        with Progress("steps") as progress:
+            search = Search(
+                self.model, job.tasks.choosing, self.results.found["original"]["choosing"], job.memory,
+                settings.kv_budget, job.space, self.results.folder, key, settings.batch_size, settings.iterations,
+                settings.seed, self.results.report, progress.update,
+            )  # fmt: skip
+            return search()
+
+    def _tune_key(self, search: str) -> str:
+        if not self.job.settings.tune_steps:
+            return digest([search, None])
+        config = to_dict(tuning(self.job, Path("pattern.json")))
+        for name in ("output", "tokenizer", "init_from"):  # where things lie does not count
+            del config[name]
+        return digest([search, config])
+
+    def _tune(self, key: str) -> dict[str, Any]:
+        """An interrupted fine-tuning goes on from its last checkpoint, if it was this one."""
+        if self._tuned is None:
+            return {}
+        started = self.results.folder / "tune-started.json"
+        folder = self._tuned.parent
+        if not started.exists() or read_json(started).get("key") != key:
+            shutil.rmtree(folder, ignore_errors=True)
+            write_json(started, {"key": key})
+        train(tuning(self.job, self.job.settings.out / "pattern.json"))
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return {
+            "steps": self.job.settings.tune_steps,
+            "losses": [line["loss"] for line in lines if "loss" in line],
+        }
+
+    def _measure_adapted(self) -> dict[str, Any]:
+        tasks = self.job.tasks.measuring
+        scores = self._measure(self.adapted, self.results.pattern, tasks)
+        before = self.results.found["original"]["measuring"]
+        return {"measuring": scores, "compared": compared(scores, before, tasks)}
+
+    def _efficiency(self) -> dict[str, Any]:
+        settings = self.job.settings
+        example = max(
+            (task.examples[0] for task in self.job.tasks.measuring), key=lambda one: len(one.prompt)
+        )
+        models = {"original": self.model.with_pattern(self.job.source.pattern), "adapted": self.adapted}
+        figures = measure_efficiency(
+            models, [example.prompt], new_tokens=settings.new_tokens, repeats=settings.repeats
+        )
+        return {"prompt_tokens": len(example.prompt), "new_tokens": settings.new_tokens, "figures": figures}
+
+    def _export(self) -> dict[str, Any]:
+        folder, server = self.job.export_folder, self.job.settings.server
+        if folder is None:
+            return {}
+        shutil.rmtree(folder, ignore_errors=True)  # an earlier run's
+        lines: list[str] = []
+        export_model(
+            self._tuned or self.job.model_folder,
+            folder,
+            pattern=self.results.pattern,
+            server=server,
+            describe=lines.append,
+        )
+        served = self.job.memory.served(self.results.pattern)
+        assert served is not None
+        return {"describe": lines, "command": self._command(served.command, folder)}
+
+    def _command(self, command: str, folder: Path) -> str:
+        """How the server is started, with the sizes that the budget was counted with."""
+        if not command:
+            return ""
+        memory = self.job.memory
+        sizes = "" if memory.prefill_chunk is None else (
+            f" --max-model-len {memory.length} --max-num-batched-tokens {memory.prefill_chunk}"
+        )  # fmt: skip
+        return command.format(folder=folder) + sizes

@@ -1,0 +1,197 @@
+"""What a model is measured by: prompts with answers, and rows of text, every one scored teacher-forced.
+
+The same tasks are drawn twice: a few examples to choose a pattern by, and others to measure on what was chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from swa_jax.data.haystack import Haystack, library_files, read_text
+from swa_jax.data.tokenizer import Tokenizer
+from swa_jax.errors import ConfigError
+from swa_jax.estimates import accuracy_interval, bootstrap, paired_accuracy, paired_bootstrap
+from swa_jax.evaluate.examples import Example, prompt_examples
+from swa_jax.evaluate.needle import needle_examples
+from swa_jax.evaluate.nll import score_answers
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.pattern import AttentionPattern
+
+MANY_KEYS = 4  # numbers hidden at once, in the second needle task
+ROWS_OF_TEXT = 4  # times as many prompts as rows of text, all of whose tokens count
+TEXT_CHARACTERS = 20  # read for each token of text that is drawn: more than a tokenizer makes one token of
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Examples of one kind.
+
+    Attributes:
+      name: in files; title: what it is, in a few words; about: how an example is made and scored, in a sentence.
+      answers: whether an example ends with an answer, which is right or wrong; of plain text there is the loss alone.
+    """
+
+    name: str
+    title: str
+    about: str
+    examples: Sequence[Example]
+    answers: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Where examples come from. Without `prompts` and `text`: from the library's own sources, held out."""
+
+    length: int  # tokens of an example
+    prompts: Path | None = None  # records with prompt and answer
+    text: tuple[Path, ...] = ()  # to hide numbers in, and to read
+    seed: int = 0
+
+
+class Drawn(NamedTuple):
+    """The same tasks with different examples."""
+
+    choosing: list[Task]
+    measuring: list[Task]
+
+
+def draw_tasks(data: Data, tokenizer: Tokenizer, choosing: int, measuring: int) -> Drawn:
+    """Tasks with `choosing` prompts each to choose a pattern by, and with `measuring` others to measure on.
+
+    Raises:
+      ConfigError: a file that cannot be used, or has too little in it; a length that needles do not fit into.
+    """
+    drawn = Drawn([], [])
+
+    def add(halves: Sequence[Sequence[Example]], **about: Any) -> None:
+        for tasks, examples in zip(drawn, halves, strict=True):
+            tasks.append(Task(**about, examples=examples))
+
+    length = data.length
+    if data.prompts is not None:
+        both = prompt_examples(
+            tokenizer, data.prompts, num_examples=choosing + measuring, length=length, seed=data.seed
+        )
+        add(
+            (both[:choosing], both[choosing:]),
+            name="answers",
+            title=f"Answers of {data.prompts.name}",
+            about=f"Prompts of at most {length} tokens. An answer counts as right if every token of it is.",
+        )
+    if data.prompts is None or data.text:
+        files = data.text or tuple(library_files(held_out=True))
+        haystack = Haystack(tokenizer, files)
+        for keys, title in ((1, "One number hidden"), (MANY_KEYS, f"One of {MANY_KEYS} numbers hidden")):
+            seeds = enumerate((choosing, measuring), start=2 * data.seed)
+            halves = [
+                needle_examples(
+                    tokenizer, length=length, num_examples=count, num_keys=keys, haystack=haystack, seed=seed
+                )
+                for seed, count in seeds
+            ]
+            among = f", among {keys - 1} others" if keys > 1 else ""
+            about = (
+                f"A number of 7 digits is hidden in a text of {length} tokens{among}, and asked for at its end. Every "
+                "digit must be right."
+            )
+            add(halves, name=f"needles-{keys}", title=title, about=about)
+        about = f"Rows of {length} tokens of text: how surprising each next token is to the model."
+        rows = _text_rows(tokenizer, files, length, choosing // ROWS_OF_TEXT, measuring // ROWS_OF_TEXT)
+        add(rows, name="text", title="Plain text", about=about, answers=False)
+    return drawn
+
+
+def _text_rows(
+    tokenizer: Tokenizer, files: Sequence[Path], length: int, choosing: int, measuring: int
+) -> tuple[list[Example], list[Example]]:
+    """Rows that do not overlap, at least two of each kind; those to choose by lie between the others."""
+    wanted = max(2, choosing) + max(2, measuring)
+    tokens = tokenizer.encode(read_text(files)[: TEXT_CHARACTERS * length * wanted])
+    rows = min(len(tokens) // length, wanted)
+    if rows < 4:
+        raise ConfigError(
+            f"the text has {len(tokens)} tokens, but at least 4 rows of {length} are needed, to choose by and to "
+            "measure on: give a longer --text, or a smaller --length"
+        )
+    starts = np.linspace(0, len(tokens) - length, rows).astype(int)
+    examples = [
+        Example(tokens[start : start + 1], tokens[start + 1 : start + length], []) for start in starts
+    ]
+    count = max(2, rows * choosing // (choosing + measuring)) if choosing + measuring else 2
+    chosen = set(np.linspace(0, rows - 1, count + 2)[1:-1].round().astype(int).tolist())
+    return (
+        [one for i, one in enumerate(examples) if i in chosen],
+        [one for i, one in enumerate(examples) if i not in chosen],
+    )
+
+
+# ---- measuring ----
+
+type Scores = dict[
+    str, dict[str, list[float]]
+]  # by task: "losses" [N], nats a token, and of answers "right" [N]
+
+
+def measure(
+    model: Decoder,
+    tasks: Sequence[Task],
+    pattern: AttentionPattern,
+    batch_size: int,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Scores:
+    """Every example of every task under a pattern, as plain JSON values. Text is read as a prompt is."""
+    scores: Scores = {}
+    for task in tasks:
+        scored = score_answers(
+            model, task.examples, batch_size=batch_size, pattern=pattern, advance=advance,
+            full_attention_decode=None if task.answers else False,
+        )  # fmt: skip
+        scores[task.name] = {"losses": scored.nll.tolist()}
+        if task.answers:
+            scores[task.name]["right"] = scored.exact.astype(float).tolist()
+    return scores
+
+
+def num_examples(tasks: Sequence[Task]) -> int:
+    return sum(len(task.examples) for task in tasks)
+
+
+def lost(scores: Scores, original: Scores) -> float:
+    """How much more loss than the original has, nats a token, the mean over the tasks; what a search makes small."""
+    return float(
+        np.mean([np.mean(scores[name]["losses"]) - np.mean(original[name]["losses"]) for name in original])
+    )
+
+
+def share_right(scores: Scores) -> float | None:
+    """The share of right answers, the mean over the tasks that have answers; None where none has."""
+    shares = [np.mean(one["right"]) for one in scores.values() if "right" in one]
+    return float(np.mean(shares)) if shares else None
+
+
+def compared(scores: Scores, original: Scores, tasks: Sequence[Task]) -> list[dict[str, Any]]:
+    """A row for each figure of each task: [mean, low, high] of both, and of their paired difference, 95 % intervals."""
+    rows = []
+    for task in tasks:
+        for figure in ("right", "losses") if task.answers else ("losses",):
+            before, after = original[task.name][figure], scores[task.name][figure]
+            of_shares = figure == "right"
+            interval, difference = (
+                (accuracy_interval, paired_accuracy) if of_shares else (bootstrap, paired_bootstrap)
+            )
+            rows.append(
+                {
+                    "task": task.name,
+                    "figure": figure,
+                    "n": len(before),
+                    "original": list(interval(before)),
+                    "adapted": list(interval(after)),
+                    "difference": list(difference(after, before)),
+                }
+            )
+    return rows

@@ -1,0 +1,158 @@
+"""The verb `adapt`: from a model to one that a server runs with windows, in one command."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from typer import Argument, Option
+
+from swa_jax.cli.groups import Options
+from swa_jax.cli.options import (
+    PROMPTS,
+    RUNNING,
+    SERVING,
+    BatchSize,
+    ComputeDtype,
+    PrefillChunk,
+    Seed,
+    ServeLength,
+    Server,
+    numbers,
+)
+
+SEARCH, TUNING = "Search", "Fine-tuning"
+
+
+@dataclasses.dataclass
+class Measured(Options):
+    """What the model must still be able to do."""
+
+    data: Annotated[
+        Path | None,
+        Option(
+            help="Prompts with answers: JSONL, Parquet or ArrayRecord with the fields prompt and answer.",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None
+    text: Annotated[
+        list[Path] | None,
+        Option(
+            help="A text to hide numbers in and to read, repeatable. Default for recall: Python library sources.",
+            show_default=False,
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None
+    length: Annotated[
+        int | None,
+        Option(
+            help="Tokens of a prompt with its answer. Default: the model's context, at most 4096.",
+            min=64,
+            show_default=False,
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None
+    examples: Annotated[
+        int, Option(help="Prompts of each task to measure on.", min=2, rich_help_panel=PROMPTS)
+    ] = 48
+    choose_by: Annotated[
+        int, Option(help="Other prompts of each task to choose by.", min=2, rich_help_panel=PROMPTS)
+    ] = 16
+
+
+@dataclasses.dataclass
+class Searched(Options):
+    """What may be chosen."""
+
+    window: Annotated[
+        str | None,
+        Option(
+            help="Windows to try, such as 512,1024. Default: 1/32, 1/16, 1/8 and 1/4 of --length.",
+            show_default=False,
+            rich_help_panel=SEARCH,
+        ),
+    ] = None
+    unit: Annotated[
+        Literal["layers", "heads"],
+        Option(help="What stays full: whole layers, or single KV heads by BOSCH.", rich_help_panel=SEARCH),
+    ] = "layers"
+    iterations: Annotated[
+        int, Option(help="BOSCH: masks tried for each layer of a subproblem.", min=1, rich_help_panel=SEARCH)
+    ] = 20
+
+
+@dataclasses.dataclass
+class Tuned(Options):
+    """Fine-tuning by LoRA under the pattern."""
+
+    tune: Annotated[
+        int, Option(help="Steps of fine-tuning by LoRA; 0 for none.", min=0, rich_help_panel=TUNING)
+    ] = 0
+    tune_data: Annotated[
+        list[str] | None,
+        Option(
+            help="What to train on, repeatable: texts, or JSONL with prompt and answer.",
+            show_default=False,
+            rich_help_panel=TUNING,
+        ),
+    ] = None
+
+
+def adapt(
+    model: Annotated[
+        str, Argument(help="A Hugging Face folder, a checkpoint folder, or recall, the bundled model.")
+    ],
+    out: Annotated[Path, Argument(help="A new folder, or that of an interrupted run to go on with.")],
+    kv_budget: Annotated[
+        float,
+        Option(
+            "--kv-budget",
+            help="Share of full attention's key/value cache that the result may take.",
+            rich_help_panel=SERVING,
+        ),
+    ],
+    measured: Measured,
+    searched: Searched,
+    tuned: Tuned,
+    server: Server = None,
+    serve_length: ServeLength = None,
+    prefill_chunk: PrefillChunk = None,
+    plan: Annotated[
+        bool,
+        Option(
+            "--plan",
+            help="Say what would be done and how long it may take, and stop.",
+            rich_help_panel=RUNNING,
+        ),
+    ] = False,
+    batch_size: BatchSize = 8,
+    dtype: ComputeDtype = None,
+    seed: Seed = 0,
+) -> None:
+    """Turn a model into one whose long context costs less: search, measure, export, and write a report.
+
+    Run the same command again to go on after an interruption.
+    """
+    from swa_jax.adapt.job import Settings, prepare
+    from swa_jax.adapt.plan import plan_text
+
+    windows = () if searched.window is None else tuple(numbers("--window", searched.window))
+    settings = Settings(
+        model=model, out=out, kv_budget=kv_budget, server=server, prompts=measured.data,
+        text=tuple(measured.text or ()), length=measured.length, serve_length=serve_length,
+        prefill_chunk=prefill_chunk, windows=windows, unit=searched.unit, iterations=searched.iterations,
+        examples=measured.examples, choose_by=measured.choose_by, tune_steps=tuned.tune,
+        tune_data=tuple(tuned.tune_data or ()), batch_size=batch_size, dtype=dtype, seed=seed,
+    )  # fmt: skip
+    job = prepare(settings)
+    if plan:
+        typer.echo(plan_text(job))
+        return
+    from swa_jax.adapt.report import summary, write_report
+    from swa_jax.adapt.stages import carry_out
+
+    results = carry_out(job, lambda line: typer.echo(line, err=True))
+    report = write_report(job, results)
+    typer.echo(summary(job, results, report))

@@ -1,0 +1,145 @@
+"""Pieces of a report that is one HTML file: it links to nothing, and can be read light or dark, wide or narrow."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+from swa_jax.report.style import BLUE, GREEN, GREY, INK, ORANGE, SKY, VERMILION
+
+# On a dark ground the palette's own lighter colours stand in for the darker ones.
+_STYLE = f"""
+:root {{ color-scheme: light dark; --ground: #ffffff; --panel: #f5f7f9; --ink: {INK}; --soft: #57606a;
+  --line: #d8dee4; --accent: {BLUE}; --grey: {GREY}; --good: #00694d; --bad: {VERMILION}; }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --ground: #14181d; --panel: #1d232a; --ink: #e6edf3; --soft: #9aa6b2; --line: #343d47;
+    --accent: {SKY}; --grey: #6e7b88; --good: {GREEN}; --bad: {ORANGE}; }} }}
+* {{ box-sizing: border-box; }}
+body {{ margin: 0; background: var(--ground); color: var(--ink); line-height: 1.55;
+  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }}
+main {{ max-width: 62rem; margin: 0 auto; padding: 2rem 1.25rem 4rem; }}
+h1 {{ font-size: 1.8rem; line-height: 1.2; margin: 0 0 .4rem; }}
+h2 {{ font-size: 1.2rem; margin: 2.6rem 0 .5rem; padding-top: .9rem; border-top: 1px solid var(--line); }}
+p, li {{ max-width: 46rem; }}
+.lead {{ font-size: 1.1rem; }}
+.soft, figcaption, .unit {{ color: var(--soft); font-size: .9rem; }}
+.cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(12.5rem, 1fr)); gap: .8rem; margin: 1.4rem 0; }}
+.card {{ background: var(--panel); border-radius: .5rem; padding: .8rem 1rem; }}
+.card strong {{ display: block; font-size: 1.55rem; line-height: 1.25; font-variant-numeric: tabular-nums; }}
+.scroll {{ overflow-x: auto; margin: .8rem 0; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; min-width: 100%; }}
+th, td {{ text-align: left; padding: .4rem .9rem .4rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }}
+th {{ font-weight: 600; font-size: .87rem; color: var(--soft); vertical-align: bottom; }}
+td:first-child {{ min-width: 11rem; }}
+td.number, th.number {{ text-align: right; white-space: nowrap; }}
+tr.chosen td {{ background: var(--panel); font-weight: 600; }}
+.good {{ color: var(--good); }} .bad {{ color: var(--bad); }}
+pre {{ background: var(--panel); padding: .9rem 1rem; border-radius: .5rem; overflow-x: auto; font-size: .88rem; }}
+code {{ font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }}
+.layers {{ display: flex; flex-wrap: wrap; gap: 4px; padding: 0; margin: .8rem 0; list-style: none; }}
+.layers li {{ width: 2.3rem; height: 2.3rem; display: grid; place-items: center; border-radius: .3rem;
+  font-size: .85rem; border: 1px solid var(--line); color: var(--soft); }}
+.layers li.full {{ background: var(--accent); border-color: var(--accent); color: var(--ground); font-weight: 700; }}
+.layers li.heads {{ border: 2px solid var(--accent); color: var(--ink); }}
+figure {{ margin: 1rem 0; overflow-x: auto; }}
+svg {{ display: block; width: 100%; min-width: 34rem; height: auto; }}
+svg text {{ fill: var(--ink); font: 13px system-ui, sans-serif; }} svg .soft {{ fill: var(--soft); font-size: 12px; }}
+"""
+
+
+def page(title: str, body: Sequence[str]) -> str:
+    """A whole file; `body` is of pieces that are HTML already."""
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title>",
+            f"<style>{_STYLE}</style>",
+            "</head>",
+            "<body><main>",
+            *body,
+            "</main></body>",
+            "</html>",
+            "",
+        ]
+    )
+
+
+def escape(text: object) -> str:
+    return html.escape(str(text))
+
+
+def heading(text: str, level: int = 2) -> str:
+    return f"<h{level}>{escape(text)}</h{level}>"
+
+
+def paragraph(text: str, kind: str = "") -> str:
+    return f"<p{_class(kind)}>{escape(text)}</p>"
+
+
+def bullets(items: Sequence[str]) -> str:
+    return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
+
+
+def code(lines: Sequence[str]) -> str:
+    return f"<pre><code>{escape(chr(10).join(lines))}</code></pre>"
+
+
+def cards(figures: Sequence[tuple[str, str]]) -> str:
+    """Large figures with what each is."""
+    inner = [
+        f'<div class="card"><strong>{escape(value)}</strong><span class="unit">{escape(about)}</span></div>'
+        for value, about in figures
+    ]
+    return f'<div class="cards">{"".join(inner)}</div>'
+
+
+def table(
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    text_columns: int = 1,
+    chosen: int | None = None,
+    kinds: Sequence[str] | None = None,
+) -> str:
+    """A table that scrolls where the window is narrow.
+
+    Args:
+      text_columns: how many columns, from the left, hold text; the others hold numbers.
+      chosen: the row that is set off.
+      kinds: for each row a class of its last cell: "good", "bad" or "".
+    """
+
+    def cell(tag: str, place: int, text: str, kind: str = "") -> str:
+        number = "number" if place >= text_columns else ""
+        return f"<{tag}{_class(' '.join(filter(None, (number, kind))))}>{escape(text)}</{tag}>"
+
+    lines = ["<tr>" + "".join(cell("th", place, title) for place, title in enumerate(titles)) + "</tr>"]
+    for number, row in enumerate(rows):
+        last = kinds[number] if kinds else ""
+        inner = [
+            cell("td", place, text, last if place == len(row) - 1 else "") for place, text in enumerate(row)
+        ]
+        lines.append(f"<tr{_class('chosen' if number == chosen else '')}>{''.join(inner)}</tr>")
+    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+
+
+def layer_row(kinds: Sequence[str]) -> str:
+    """A box for each layer: its number, filled where it is "full", framed where single "heads" are."""
+    names = {"full": "full attention", "heads": "single heads with full attention", "window": "a window"}
+    boxes = [
+        f'<li class="{kind}" title="layer {number}: {names[kind]}">{number}</li>'
+        for number, kind in enumerate(kinds)
+    ]
+    return f'<ol class="layers" aria-label="layers">{"".join(boxes)}</ol>'
+
+
+def figure(drawing: str, caption: str) -> str:
+    return f"<figure>{drawing}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _class(name: str) -> str:
+    return f' class="{name}"' if name else ""

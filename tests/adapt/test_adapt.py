@@ -1,0 +1,441 @@
+"""`swa-jax adapt`: what it refuses, what it plans, what it chooses, and (slow) that a killed run ends as another."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command_line import fails, run
+
+from swa_jax.adapt import search as search_module
+from swa_jax.adapt.job import Settings, command_line, prepare, tuning
+from swa_jax.adapt.plan import duration, estimate, written_bytes
+from swa_jax.adapt.search import Point, Search, find_space, fitting
+from swa_jax.adapt.source import BUNDLED, RECALL, find_source
+from swa_jax.adapt.stages import STAGES
+from swa_jax.adapt.tasks import Data, Task, compared, draw_tasks, lost
+from swa_jax.checkpoint.served_cache import Memory
+from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--length", 256, "--examples", 4, "--choose-by", 2, "--window", "16,32"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(str(RECALL))
+
+
+@pytest.fixture(scope="module")
+def source():
+    return find_source(BUNDLED)
+
+
+def small_job(tmp_path, **changes):
+    settings = {"length": 256, "windows": (16,), "examples": 4, "choose_by": 2} | changes
+    return prepare(Settings("recall", tmp_path / "out", 0.3, **settings))
+
+
+# ---- what is refused, before anything is done ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("recall", "--kv-budget", 0), "--kv-budget is 0: give the share of full attention's cache, above 0"),
+        (("recall", "--kv-budget", 1.5), "--kv-budget is 1.5"),
+        (("recall", "--kv-budget", 0.3, "--for", "vlm"), "--for is 'vlm'; did you mean 'vllm'"),
+        (("recall", "--kv-budget", 0.05, "--for", "vllm"), "takes at least 0.11 of full attention's"),
+        (("recall", "--kv-budget", 0.3, "--for", "sglang"), "keeps the caches of windowed layers whole"),
+        (("recall", "--kv-budget", 0.3, "--unit", "heads", "--for", "vllm"), "which vllm cannot run"),
+        (
+            ("recall", "--kv-budget", 0.3, "--prefill-chunk", 64),
+            "--prefill-chunk is of vllm and tpu-inference",
+        ),
+        (
+            ("recall", "--kv-budget", 0.3, "--window", "2048"),
+            "which is full attention: take a smaller --window",
+        ),
+        (("recall", "--kv-budget", 0.3, "--window", "0"), "--window must be positive whole numbers"),
+        (("recall", "--kv-budget", 0.3, "--text", "absent.txt"), "absent.txt: No such file"),
+        (("nowhere", "--kv-budget", 0.3), "nowhere is no folder: name a Hugging Face folder"),
+        (
+            ("Qwen/Qwen3-0.6B", "--kv-budget", 0.3),
+            "bring it here first with: swa-jax import Qwen/Qwen3-0.6B DST",
+        ),
+        (
+            ("swa_jax/recall", "--kv-budget", 0.3),
+            "what should the model still be able to do? Give --data FILE",
+        ),
+        (("swa_jax", "--kv-budget", 0.3), "holds neither config.json nor weights/"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence_before_anything_is_written(
+    arguments, sentence, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(ROOT)
+    assert sentence in fails("adapt", arguments[0], tmp_path / "out", *arguments[1:])
+    assert not list(tmp_path.iterdir())
+
+
+def test_tuning_without_data_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "text.txt").write_text("A text of some length. " * 2000)
+    words = [
+        "swa_jax/recall",
+        tmp_path / "out",
+        "--kv-budget",
+        0.3,
+        "--text",
+        tmp_path / "text.txt",
+        "--tune",
+        5,
+    ]
+    assert "--tune needs --tune-data FILE" in fails("adapt", *words)
+    assert "no such file" in fails("adapt", *words, "--tune-data", "absent.txt")
+
+
+def test_another_folder_is_left_alone(tmp_path):
+    (tmp_path / "adapt").mkdir()
+    (tmp_path / "model").mkdir()
+    assert "holds something else: name a new folder" in fails("adapt", "recall", tmp_path, "--kv-budget", 0.3)
+    assert (tmp_path / "model").exists()
+
+
+def test_the_smallest_budget_that_is_named_can_be_met(source):
+    """The sentence is a promise: with the number that it names, the same command goes."""
+    for server, length in (("vllm", 1024), ("vllm", 32768), (None, 4096), ("transformers", 777)):
+        memory = Memory(source.config, source.hf_config, length, server, 64 if server == "vllm" else None)
+        with pytest.raises(ConfigError) as caught:
+            find_space(memory, 0.001, [48, 100])
+        named = float(str(caught.value).split("at least ")[1].split(" of")[0])
+        assert find_space(memory, named, [48, 100]).start.sliding_window == 48
+        with pytest.raises(ConfigError):
+            find_space(memory, named - 0.002, [48, 100])
+
+
+# ---- the plan ----
+
+
+def test_the_plan_says_what_would_be_done_and_does_nothing(tmp_path):
+    said = run("adapt", "recall", tmp_path / "out", "--kv-budget", 0.3, "--for", "vllm", "--plan", *SMALL)
+    assert not (tmp_path / "out").exists()
+    for number, words in enumerate(
+        ("import recall", "as it is", "search under 30%", "no fine-tuning"), start=1
+    ):
+        assert any(line.strip().startswith(f"{number}. ") and words in line for line in said.splitlines())
+    assert "export for vllm" in said
+    assert "4 sink tokens: vllm 0.33.0 cannot run this pattern" in said
+    assert said.rstrip().endswith("Nothing was done.")
+
+
+def test_the_estimate_grows_with_the_work(tmp_path):
+    job = prepare(
+        Settings("recall", tmp_path / "out", 0.3, length=256, windows=(16,), examples=4, choose_by=2)
+    )
+    more = small_job(tmp_path, examples=40, tune_steps=9, server="vllm")
+    slow, fast = estimate(job, 1e9), estimate(job, 1e12)
+    assert set(slow) == set(STAGES)
+    assert slow["original"] > fast["original"] > 0
+    assert estimate(more, 1e9)["adapted"] > 2 * slow["adapted"] - 30
+    assert slow["tune"] == slow["export"] == 0 < estimate(more, 1e9)["tune"]
+    assert written_bytes(more) > written_bytes(job) > job.source.weight_bytes
+    assert [duration(seconds) for seconds in (0.2, 80, 600, 9000)] == ["1 s", "80 s", "10 min", "2.5 h"]
+
+
+def test_the_command_line_of_the_report_is_the_one_given(tmp_path):
+    texts = (Path("x"), Path("y"))
+    settings = Settings(
+        "recall", Path("runs/a b"), 0.3, server="vllm", text=texts, windows=(16, 32), tune_steps=3
+    )
+    assert command_line(settings) == (
+        "swa-jax adapt recall 'runs/a b' --kv-budget 0.3 --for vllm --text x --text y --window 16,32 --tune 3"
+    )
+
+
+# ---- tasks ----
+
+
+def test_nothing_is_measured_on_what_was_chosen_by(tokenizer):
+    drawn = draw_tasks(Data(256), tokenizer, 8, 12)
+    assert [task.name for task in drawn.choosing] == [task.name for task in drawn.measuring]
+    for first, second in zip(drawn.choosing, drawn.measuring, strict=True):
+        rows = [{tuple(one.prompt + one.answer) for one in task.examples} for task in (first, second)]
+        assert len(rows[0]) >= 2
+        assert not rows[0] & rows[1]
+        assert {len(row) for row in rows[0] | rows[1]} == {256}
+
+
+def test_rows_of_text_do_not_overlap(tokenizer, tmp_path):
+    file = tmp_path / "numbers.txt"
+    file.write_text(" ".join(map(str, range(6000))))
+    drawn = draw_tasks(Data(256, text=(file,)), tokenizer, 8, 40)
+    texts = [
+        tokenizer.decode(one.prompt + one.answer)
+        for tasks in drawn
+        for task in tasks
+        if task.name == "text"
+        for one in task.examples
+    ]
+    assert len(texts) == 12
+    whole = [set(text.split()[1:-1]) for text in texts]
+    assert sum(map(len, whole)) == len(set().union(*whole)) > 100
+    with pytest.raises(ConfigError, match="at least 4 rows of 8192 are needed"):
+        draw_tasks(Data(8192, text=(file,)), tokenizer, 8, 40)
+
+
+def test_answers_of_a_file_are_split(tokenizer, tmp_path):
+    file = tmp_path / "qa.jsonl"
+    file.write_text(
+        "".join(json.dumps({"prompt": f"What is {i}?", "answer": f" {i}."}) + "\n" for i in range(9))
+    )
+    drawn = draw_tasks(Data(256, prompts=file), tokenizer, 4, 5)
+    assert [task.name for task in drawn.measuring] == ["answers"]
+    answers = [one.references[0] for tasks in drawn for one in tasks[0].examples]
+    assert sorted(answers) == [f" {i}." for i in range(9)]
+    with pytest.raises(ConfigError, match="10 examples are asked for"):
+        draw_tasks(Data(256, prompts=file), tokenizer, 5, 5)
+
+
+def test_losses_and_differences_have_the_right_sign():
+    before = {"a": {"losses": [1.0, 2.0], "right": [1.0, 1.0]}, "b": {"losses": [3.0, 3.0]}}
+    after = {"a": {"losses": [2.0, 3.0], "right": [0.0, 1.0]}, "b": {"losses": [3.5, 3.5]}}
+    assert lost(after, before) == pytest.approx(0.75)
+    tasks = [Task("a", "A", "", []), Task("b", "B", "", [], answers=False)]
+    rows = compared(after, before, tasks)
+    assert [(row["task"], row["figure"]) for row in rows] == [
+        ("a", "right"),
+        ("a", "losses"),
+        ("b", "losses"),
+    ]
+    assert [row["difference"][0] for row in rows] == [-0.5, 1.0, 0.5]
+
+
+# ---- the search ----
+
+
+def test_a_candidate_has_as_many_full_layers_as_fit(source):
+    memory = Memory(source.config, source.hf_config, 1024)
+    for budget in (0.2, 0.3, 0.5, 0.9):
+        pattern = fitting(Point("nll", 64), memory, budget, order=[5, 2, 0, 1, 3, 4, 6, 7])
+        full = len(pattern.full_layers)
+        assert full == int((budget - 64 / 1024) / (1 - 64 / 1024) * 8)
+        assert set(pattern.full_layers) == set([5, 2, 0, 1, 3, 4, 6, 7][:full])
+        assert memory.share(pattern) <= budget
+
+
+def test_the_space_is_what_the_server_can_run(source):
+    here = find_space(Memory(source.config, source.hf_config, 1024), 1.0, [64, 128])
+    assert here.values["num_sink_tokens"] == (0, 4)
+    assert here.values["full_attention_decode"] == (False, True)
+    served = find_space(Memory(source.config, source.hf_config, 1024, "vllm", 64), 0.3, [64, 128, 256])
+    assert served.values["num_sink_tokens"] == (0,)
+    assert served.values["full_attention_decode"] == (False,)
+    assert served.values["sliding_window"] == (64, 128)
+    assert len(served.left_out) == 3  # a window, sink tokens, full-attention decode
+    heads = find_space(Memory(source.config, source.hf_config, 1024), 0.3, [64], "heads")
+    assert heads.start.layout == "bosch"
+
+
+class Landscape:
+    """In place of a model: a candidate's loss is a sum over its coordinates, least for layer 5, window 32, sinks 4."""
+
+    def __init__(self):
+        self.scored = 0
+
+    def measure(self, model, tasks, pattern, batch_size, advance):
+        self.scored += 1
+        loss = (5 not in pattern.full_layers) + abs(pattern.sliding_window - 32) / 100
+        loss += 0.2 * (pattern.num_sink_tokens == 0)
+        return {"a": {"losses": [loss]}}
+
+
+def test_the_search_finds_the_best_and_goes_on_from_its_file(source, tmp_path, monkeypatch):
+    memory = Memory(source.config, source.hf_config, 1024)
+    space = find_space(memory, 0.3, [16, 32, 64, 128])
+    landscape = Landscape()
+    monkeypatch.setattr(search_module, "measure", landscape.measure)
+
+    def score_layers(self):
+        self._order, self._layer_scores = [5, 0, 1, 2, 3, 4, 6, 7], [[0.0, None, None]] * 8
+
+    monkeypatch.setattr(Search, "_score_layers", score_layers)
+
+    def search():
+        original = {"a": {"losses": [0.0]}}
+        return Search(
+            None,
+            [],
+            original,
+            memory,
+            0.3,
+            space,
+            tmp_path,
+            "k" * 32,
+            8,
+            1,
+            0,
+            lambda _: None,
+            lambda *_: None,
+        )()
+
+    first = search()
+    best = first["candidates"][first["best"]]
+    assert (best["full_layers"][-1], best["sliding_window"], best["num_sink_tokens"]) == (5, 32, 4)
+    assert best["lost"] == 0 == min(row["lost"] for row in first["candidates"])
+    assert all(row["share"] <= 0.3 for row in first["candidates"])
+    count = landscape.scored
+    assert search() == first
+    assert landscape.scored == count
+    (file,) = tmp_path.glob("candidates-*.json")
+    stored = json.loads(file.read_text())
+    stored["scores"].popitem()  # as a killed run leaves it
+    file.write_text(json.dumps(stored))
+    assert search() == first
+    assert landscape.scored == count + 1
+
+
+# ---- the whole ----
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A small run for vLLM, with the settings that made it."""
+    out = tmp_path_factory.mktemp("adapt") / "out"
+    said = run("adapt", "recall", out, "--kv-budget", 0.3, "--for", "vllm", *SMALL)
+    return out, said
+
+
+def without_times(folder):
+    """The results of the stages, but for what is a time."""
+    results = {}
+    for stage in STAGES:
+        data = json.loads((folder / "adapt" / f"{stage}.json").read_text())
+        del data["seconds"]
+        if stage == "efficiency":
+            for row in data["result"]["figures"].values():
+                for name in [name for name in row if "second" in name]:
+                    del row[name]
+        results[stage] = json.loads(json.dumps(data).replace(str(folder), "OUT"))
+    return results
+
+
+@pytest.mark.slow
+def test_the_result_keeps_the_budget_as_served(adapted, source):
+    out, said = adapted
+    config = json.loads((out / "vllm" / "config.json").read_text())
+    windowed = config["layer_types"].count("sliding_attention")
+    assert 0 < windowed < 8
+    search = without_times(out)["search"]["result"]
+    best = search["candidates"][search["best"]]
+    assert best["share"] <= 0.3
+    assert best["lost"] == min(row["lost"] for row in search["candidates"])
+    command = next(line for line in said.splitlines() if line.startswith("Start it with: "))
+    assert command == f"Start it with: vllm serve {out}/vllm --max-model-len 256 --max-num-batched-tokens 16"
+
+
+@pytest.mark.slow
+def test_a_second_run_finds_everything_done(adapted):
+    out, _ = adapted
+    before = without_times(out)
+    said = run("adapt", "recall", out, "--kv-budget", 0.3, "--for", "vllm", *SMALL)
+    assert said.count("done before") == len(STAGES)
+    assert without_times(out) == before
+    (out / "adapt" / "search.json").unlink()
+    (out / "vllm" / "config.json").unlink()
+    (out / "vllm").rename(out / "gone")
+    said = run("adapt", "recall", out, "--kv-budget", 0.3, "--for", "vllm", *SMALL)
+    assert said.count("done before") == len(STAGES) - 2
+    assert without_times(out) == before
+
+
+@pytest.mark.slow
+def test_the_report_links_to_nothing_and_says_how_to_serve(adapted):
+    out, _ = adapted
+    report = (out / "report.html").read_text()
+    for outside in ("http:", "https:", "src=", "href=", "@import", "url(", "<script"):
+        assert outside not in report
+    assert f"vllm serve {out}/vllm --max-model-len 256" in report
+    assert report.count("<svg") == 2
+    assert report.count("<table>") == report.count('<div class="scroll">') == 5
+
+
+@pytest.mark.slow
+def test_another_model_is_not_mixed_in(adapted, tmp_path):
+    out, _ = adapted
+    model = tmp_path / "other"
+    model.mkdir()
+    for file in Path(str(RECALL)).iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    tensors = bytearray((model / "model.safetensors").read_bytes())
+    tensors[-1] ^= 1
+    (model / "model.safetensors").write_bytes(tensors)
+    text = ROOT / "swa_jax" / "adapt" / "stages.py"
+    words = ["adapt", model, out, "--kv-budget", 0.3, "--for", "vllm", "--text", text, *SMALL]
+    assert "holds the adaptation of another model" in fails(*words)
+
+
+@pytest.mark.long
+def test_a_run_killed_after_every_stage_ends_as_one_that_was_not(tmp_path):
+    words = ["--kv-budget", "0.3", "--for", "vllm", *map(str, SMALL), "--tune", "2", "--batch-size", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+
+    def start(out):
+        command = [sys.executable, "-m", "swa_jax.cli", "adapt", "recall", str(out), *words]
+        with (tmp_path / "log").open("w") as log:
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert start(whole).wait() == 0
+    # Files of stages that are done, and of stages that are in the middle of their work.
+    inside = {"search": ["adapt/layers-*.json", "adapt/candidates-*.json"], "tune": ["tuned/checkpoints/*"]}
+    kills = 0
+    for wanted in [one for stage in STAGES for one in (*inside.get(stage, ()), f"adapt/{stage}.json")]:
+        process = start(killed)
+        deadline = time.monotonic() + 600
+        while not list(killed.glob(wanted)) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert list(killed.glob(wanted)), f"no {wanted}: {(tmp_path / 'log').read_text()}"
+        kills += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert kills >= 9
+    assert start(killed).wait() == 0
+    assert without_times(killed) == without_times(whole)
+    assert (killed / "pattern.json").read_bytes() == (whole / "pattern.json").read_bytes()
+    names = [
+        sorted(str(file.relative_to(out)) for file in out.rglob("*.safetensors")) for out in (whole, killed)
+    ]
+    assert names[0] == names[1]
+    for name in names[0]:
+        assert (whole / name).read_bytes() == (killed / name).read_bytes()
+    assert not list(killed.rglob("*.partial"))
+
+
+def test_fine_tuning_is_lora_under_the_pattern(tmp_path):
+    job = small_job(tmp_path, tune_steps=7)
+    config = tuning(job, Path("p.json"))
+    assert config.lora is not None
+    assert (config.pattern, config.total_steps, config.stages[0].sequence_length) == ("p.json", 7, 256)
+    assert {source.kind for source in config.stages[0].data} == {"needles", "text"}
+    more = dataclasses.replace(job.settings, tune_data=("a.jsonl", "b.txt"))
+    kinds = [
+        one.kind for one in tuning(dataclasses.replace(job, settings=more), Path("p.json")).stages[0].data
+    ]
+    assert kinds == ["prompts", "text"]
+
+
+@pytest.mark.long
+def test_single_heads_by_bosch(tmp_path):
+    out = tmp_path / "out"
+    heads = ["--unit", "heads", "--iterations", 1]
+    run("adapt", "recall", out, "--kv-budget", 0.3, *heads, *SMALL)
+    pattern = json.loads((out / "pattern.json").read_text())
+    assert "head_hybrid_attention" in pattern["layer_types"] or sum(map(len, pattern["full_kv_heads"])) == 0
+    assert not (out / "vllm").exists()

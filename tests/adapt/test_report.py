@@ -1,0 +1,127 @@
+"""The report of `swa-jax adapt` says what was found, in words that fit it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from swa_jax.adapt.job import Settings, prepare
+from swa_jax.adapt.report import _pattern_words, _signed, summary, verdict, write_report
+from swa_jax.adapt.stages import STAGES, Results
+from swa_jax.model.pattern import AttentionPattern
+
+
+def row(figure, difference, task="text"):
+    return {
+        "task": task, "figure": figure, "n": 8, "original": [0.5, 0.4, 0.6], "adapted": [0.5, 0.4, 0.6],
+        "difference": difference,
+    }  # fmt: skip
+
+
+def candidate(pattern, lost, share):
+    return {
+        "layout": "nll", "sliding_window": pattern.sliding_window, "num_sink_tokens": 0,
+        "full_attention_decode": False, "full_layers": list(pattern.full_layers), "lost": lost, "right": 0.9,
+        "full_head_counts": list(pattern.full_head_counts), "bytes": int(share * 2**20), "share": share,
+        "pattern": json.loads(pattern.to_json()),
+    }  # fmt: skip
+
+
+def figures(first, token):
+    return {
+        "first_token_seconds": first, "token_seconds": token, "request_seconds": first + 31 * token,
+        "tokens_per_second": 1.0, "kv_cache_bytes": 2**20, "token_seconds_all": [token] * 5,
+    }  # fmt: skip
+
+
+def results_of(folder, *, compared, adapted_speed=(0.5, 0.01), tune=None):
+    patterns = [AttentionPattern.from_full_layers([layer], 8, 16) for layer in (2, 5)]
+    found = {
+        "search": {
+            "candidates": [candidate(patterns[0], 0.25, 0.2), candidate(patterns[1], -0.01, 0.3)],
+            "best": 1, "layer_scores": [[0.1, None, None]] * 8, "left_out": ["window 9: takes at least 90.0%"],
+        },
+        "adapted": {"compared": compared},
+        "tune": tune or {},
+        "efficiency": {
+            "prompt_tokens": 250, "new_tokens": 32,
+            "figures": {"original": figures(1.0, 0.02), "adapted": figures(*adapted_speed)},
+        },
+        "export": {"describe": ["vllm 0.33.0 runs it as X.\nStart it with: y"], "command": "vllm serve <out>"},
+    }  # fmt: skip
+    return Results(folder, print, found, dict.fromkeys(STAGES, 10.0))
+
+
+@pytest.fixture
+def job(tmp_path):
+    settings = Settings("recall", tmp_path, 0.4, "vllm", length=256, windows=(16,), examples=4, choose_by=2)
+    return prepare(settings)
+
+
+def report_of(job, **changes):
+    changes.setdefault("compared", [row("losses", [0.1, -0.1, 0.3])])
+    results = results_of(job.folder, **changes)
+    return write_report(job, results).read_text(), summary(job, results, Path("r.html"))
+
+
+def test_no_loss_beyond_chance_and_the_requests_that_earn_it_back(job):
+    page, text = report_of(job)
+    assert "On no task can a loss of quality be told from chance." in page
+    # 70 seconds, and 0.5 + 31 * 0.01 saved by a request
+    assert "after 87 such requests" in page
+    assert "vllm serve &lt;out&gt;" in page
+    assert "Start it with: vllm serve <out>" in text
+    assert "Layer 5 of 8 keeps full attention; the others see a window of 16 tokens." in text
+    assert "takes 30.0% of what full attention takes, counted in vLLM; the budget was 40%." in text
+    assert "window 9: takes at least 90.0%" in page
+    assert "fine-tuned" not in page
+
+
+def test_what_is_worse_is_said_first(job):
+    compared = [row("right", [-0.2, -0.3, -0.1], "needles-1"), row("losses", [-0.2, -0.3, -0.1])]
+    page, text = report_of(
+        job, compared=compared, adapted_speed=(1.5, 0.02), tune={"steps": 7, "losses": [1.0]}
+    )
+    assert "It does worse than the original in: one number hidden." in text
+    assert "On this device the adapted model is not faster" in page
+    assert "such requests" not in page
+    assert "It was fine-tuned by LoRA for 7 steps." in page
+
+
+@pytest.mark.parametrize(
+    ("figure", "difference", "words"),
+    [
+        ("right", [0.1, 0.05, 0.2], "better"),
+        ("right", [-0.1, -0.2, -0.05], "worse"),
+        ("losses", [0.1, 0.05, 0.2], "worse"),
+        ("losses", [-0.1, -0.2, -0.05], "better"),
+        ("losses", [0.1, -0.05, 0.2], "no difference beyond chance"),
+        ("losses", [0.1, None, None], "no difference beyond chance"),
+        ("right", [0.0, 0.0, 0.1], "no difference beyond chance"),
+    ],
+)
+def test_verdicts(figure, difference, words):
+    assert verdict(row(figure, difference))[0] == words
+
+
+def test_patterns_in_words():
+    full = AttentionPattern.from_full_layers([1, 3], 4, 16, num_sink_tokens=4, full_attention_decode=True)
+    assert _pattern_words(full) == (
+        "Layers 1, 3 of 4 keep full attention; the others see a window of 16 tokens, and the first 4 tokens. Tokens of "
+        "an answer see everything."
+    )
+    none = AttentionPattern.from_full_layers([], 4, 16)
+    assert _pattern_words(none) == "All 4 layers see a window of 16 tokens."
+    kinds = ("full_attention", "head_hybrid_attention", "sliding_attention")
+    heads = AttentionPattern(kinds, 16, full_kv_heads=((), (0, 2), ()))
+    assert _pattern_words(heads) == (
+        "1 of 3 layers and 2 single KV heads keep full attention; the rest sees a window of 16 tokens."
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0004, "0.000"), (-0.0004, "0.000"), (0.25, "+0.250"), (-0.25, "\N{MINUS SIGN}0.250")],
+)
+def test_differences_have_a_sign_unless_they_are_nothing(value, text):
+    assert _signed(value) == text
