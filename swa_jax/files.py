@@ -243,6 +243,6 @@ def check_room(folder: Path, size: int) -> None:
     disk = shutil.disk_usage(folder)
     if disk.total and disk.free < size:  # some network file systems do not say their size
         raise CheckpointError(
-            f"the disk of {folder} has {disk.free / 1e9:.2f} GB left, and {size / 1e9:.2f} GB are needed: make room, or "
-            "give a folder on another disk"
+            f"the disk of {folder} has {disk.free / 1e9:.2f} GB left, and {size / 1e9:.2f} GB are needed: make room, "
+            "or give a folder on another disk"
         )

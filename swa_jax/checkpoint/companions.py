@@ -1,4 +1,4 @@
-"""The files beside the weights, checked before an import writes anything: the tokenizer's and `generation_config.json`."""
+"""The files beside the weights, checked before an import writes: the tokenizer's and `generation_config.json`."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def check_companions(folder: ModelFolder, files: Mapping[str, bytes], vocab_size
         ) from None
     if tokenizer.eos_id is not None and tokenizer.eos_id >= vocab_size:
         raise ConfigError(
-            f"{file} gives its end-of-text token the id {tokenizer.eos_id}, but the model has {vocab_size} embeddings: it "
-            "is the tokenizer of another model"
+            f"{file} gives its end-of-text token the id {tokenizer.eos_id}, but the model has {vocab_size} embeddings: "
+            "it is the tokenizer of another model"
         )
     if tokenizer.vocab_size > vocab_size:
         return [

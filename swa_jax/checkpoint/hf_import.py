@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from swa_jax.checkpoint.block_fp8 import SUFFIX, dequantised, split_scales
+from swa_jax.checkpoint.block_fp8 import dequantised, split_scales
 from swa_jax.checkpoint.companions import check_companions
 from swa_jax.checkpoint.folder import (
     CONFIG_FILE,
@@ -71,8 +71,8 @@ def import_model(
 
     Raises:
       ConfigError: an unsupported model, a pattern that does not fit it, or a tokenizer that cannot be read.
-      CheckpointError: unknown, missing or misshapen tensors, unsupported dtypes, pickled weights, damaged files, weights
-        that are no numbers, a source that cannot be reached, a destination in use, a disk without room.
+      CheckpointError: unknown, missing or misshapen tensors, unsupported dtypes, pickled weights, damaged files,
+        weights that are no numbers, a source that cannot be reached, a destination in use, a disk without room.
     """
     done = written_from(Path(destination).expanduser())
     if done is None:

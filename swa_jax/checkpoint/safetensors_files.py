@@ -205,7 +205,8 @@ class TensorReader:
     def _read(self, file: ModelFile, start: int, data: np.ndarray) -> None:
         opened = self._opened.get(str(file))
         if opened is None:
-            opened = self._opened[str(file)] = self._stack.enter_context(file.open("rb"))
+            opened = self._opened[str(file)] = file.open("rb")
+            self._stack.callback(opened.close)
         opened.seek(start)
         view = memoryview(data)
         while view:
@@ -228,7 +229,7 @@ def write_model(
     shard_bytes: int | None = None,
     check: Callable[[str, np.ndarray], None] = lambda name, part: None,
 ) -> dict[str, str]:
-    """Write `model.safetensors`, or shards of at most `shard_bytes` with their index; in memory is one part of a tensor.
+    """Write `model.safetensors`, or shards of at most `shard_bytes` with their index; a part of a tensor is in memory.
 
     A shard that is there already is of an interrupted run with the same tensors, and is kept.
 

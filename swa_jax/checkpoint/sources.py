@@ -12,7 +12,7 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from swa_jax.errors import CheckpointError, ConfigError, UnreachableError, reason
 
@@ -65,6 +65,9 @@ class RemoteBytes:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self.requests.shutdown(cancel_futures=True)
 
     def seek(self, place: int, whence: int = io.SEEK_SET) -> int:
@@ -116,7 +119,7 @@ class RemoteFolder:
 
 ModelFile = Path | RemoteFile
 ModelFolder = Path | RemoteFolder
-OpenedFile = BinaryIO | RemoteBytes
+OpenedFile = io.BufferedReader | RemoteBytes
 
 
 @contextlib.contextmanager
@@ -169,8 +172,8 @@ def _bucket_folder(scheme: str, url: str) -> RemoteFolder:
         files = fsspec.filesystem(scheme)
     except ImportError:
         raise ConfigError(
-            f"{url}: reading {scheme}:// needs the package {_PACKAGES.get(scheme, scheme)}, which is not installed: run "
-            f"pip install {_PACKAGES.get(scheme, scheme)}, or mount the bucket and give the mounted folder"
+            f"{url}: reading {scheme}:// needs the package {_PACKAGES[scheme]}, which is not installed: run pip "
+            f"install {_PACKAGES[scheme]}, or mount the bucket and give the mounted folder"
         ) from None
     return RemoteFolder(url.rstrip("/"), files, files._strip_protocol(url))
 
@@ -179,12 +182,12 @@ def _bucket_folder(scheme: str, url: str) -> RemoteFolder:
 
 
 def _hub_folder(repository: str, revision: str | None) -> ModelFolder:
-    """The repository, whose files are read from the hub's cache where they are there; without the hub the cache alone."""
+    """The repository; its files are read from the hub's cache where that has them. Without the hub: the cache alone."""
     from huggingface_hub import HfApi, HfFileSystem
     from huggingface_hub.errors import (
         GatedRepoError,
-        HTTPError,
         HFValidationError,
+        HTTPError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -271,7 +274,7 @@ def companion(folder: ModelFolder, name: str) -> ModelFile | None:
         stores.append(home.parent.parent / "blobs")
     if not any(target.is_relative_to(store) for store in stores):
         raise CheckpointError(
-            f"{file} is a link to {target}, outside the model's folder: put a copy of the file in its place, or remove it"
+            f"{file} is a link to {target}, outside the model's folder: put a copy of the file there, or remove it"
         )
     if found is None or not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"{file} is no regular file: replace or remove it")
