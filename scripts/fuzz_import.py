@@ -15,6 +15,7 @@ checks behind the sums are reached. It is an error if
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import math
@@ -221,10 +222,8 @@ class Fuzz:
             sums = {
                 f"weights/{f.name}": sum_of_file(f) for f in (folder / "weights").iterdir() if f.is_file()
             }
-            try:
+            with contextlib.suppress(OSError, ValueError, RecursionError):
                 sums["config.json"] = sum_of_json(json.loads((folder / "config.json").read_text()))
-            except (OSError, ValueError, RecursionError):
-                pass
             (folder / "manifest.json").write_text(json.dumps({"sha256": sums}))
         try:
             opened = open_checkpoint(folder)
@@ -295,7 +294,6 @@ def fuzz(
     with tempfile.TemporaryDirectory() as name:
         run = Fuzz(Path(name), random.Random(seed), logits)
         for number in numbered(count):
-            state = run.rng.getstate()
             run.rng = random.Random(f"{seed} {number}")
             what = ""
             previous = signal.signal(signal.SIGALRM, _too_long)
@@ -313,7 +311,6 @@ def fuzz(
             finally:
                 signal.alarm(0)
                 signal.signal(signal.SIGALRM, previous)
-                run.rng.setstate(state)
         return dict(sorted(run.counts.items())), bad
 
 

@@ -7,6 +7,7 @@ what it did, for the report.
 import json
 import os
 import random
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,10 @@ Mutation = Callable[[Path, random.Random, Path], str]
 
 NAN, INFINITY = float("nan"), float("inf")
 VALUES: list[Any] = [
-    None, True, False, -1, 0, 1, 2, 3, 7, 10**9, 10**30, -(10**30), 2**31, 2**63, 1e308, -1e308, 1e-300, 1e-320, 0.5, -1.5,
-    1e9, NAN, INFINITY, -INFINITY, "", "x", "1", "1e-5", "nan", "silu", "\x00", "\ud800", [], [1], [None], ["x"], [[]],
-    {}, {"a": 1}, {"rope_type": "yarn"}, [1] * 50, ["full_attention"] * 4, ["sliding_attention"] * 3, [{}],
+    None, True, False, -1, 0, 1, 2, 3, 7, 10**9, 10**30, -(10**30),
+    2**31, 2**63, 1e308, -1e308, 1e-300, 1e-320, 0.5, -1.5, 1e9, NAN, INFINITY, -INFINITY,
+    "", "x", "1", "1e-5", "nan", "silu", "\x00", "\ud800", [], [1], [None], ["x"], [[]], {},
+    {"a": 1}, {"rope_type": "yarn"}, [1] * 50, ["full_attention"] * 4, ["sliding_attention"] * 3, [{}],
 ]  # fmt: skip
 KEYS = [
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -31,12 +33,13 @@ KEYS = [
     "mlp_layer_types", "mlp_only_layers", "decoder_sparse_step", "no_rope_layers", "no_rope_layer_interval",
     "swiglu_limit", "swiglu_alpha", "partial_rotary_factor", "original_max_position_embeddings", "dtype", "torch_dtype",
     "architectures", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id", "is_causal", "use_mrope",
-    "text_config", "attention_dropout", "use_cache", "transformers_version", "use_qk_norm", "use_bidirectional_attention",
+    "text_config", "attention_dropout", "use_cache", "transformers_version", "use_qk_norm",
+    "use_bidirectional_attention",
 ]  # fmt: skip
 ROPE_KEYS = [
-    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
-    "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor",
-    "partial_rotary_factor", "full_attention", "sliding_attention",
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+    "truncate", "short_factor", "long_factor", "partial_rotary_factor", "full_attention", "sliding_attention",
 ]  # fmt: skip
 ROPE_TYPES = ["default", "linear", "llama3", "yarn", "longrope", "dynamic", "su", "proportional"]
 GENERATION_KEYS = [
@@ -296,7 +299,7 @@ def index(folder: Path, rng: random.Random, secret: Path) -> str:
         shard = shard_of(folder, rng)
         other = folder / rng.choice(["model-9.safetensors", SHARD, "model.safetensors"])
         if kind == "shard":
-            shard.rename(other)
+            shutil.move(shard, other)
         else:
             other.write_bytes(shard.read_bytes())
             places[name] = other.name

@@ -150,8 +150,9 @@ def check_local(path: str | Path, what: str) -> None:
     `Path` makes one slash of the two, so that `gs:/bucket` is found as well.
     """
     if _BUCKET.fullmatch(str(path)):
+        address = re.sub("(?<=:)/+", "//", str(path), count=1)
         raise ConfigError(
-            f"{what} {path} is the address of a bucket, which is not read or written directly: mount the bucket on "
+            f"{what} {address} is the address of a bucket, which is not read or written directly: mount the bucket on "
             "every machine (for gs:// with GCS FUSE, see docs/pods.md), and give the path of the mounted folder"
         )
 

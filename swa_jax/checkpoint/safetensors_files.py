@@ -32,6 +32,7 @@ _BITS = {
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # as in the format's own library
+MAX_NAME = 200  # letters of a tensor's name
 MAX_SHARD_BYTES = 5_000_000_000
 PART_BYTES = 16 * 2**20  # tensors pass through memory in parts of this size
 
@@ -73,7 +74,9 @@ def read_headers(folder: ModelFolder) -> dict[str, StoredTensor]:
             tensors[name] = tensor
     for name, shard in places.items():
         if name not in tensors or tensors[name].file.name != shard:
-            raise CheckpointError(f"{index} places tensor {name} in {shard}, which does not hold it")
+            raise CheckpointError(
+                f"{index} places tensor {name[:MAX_NAME]!r} in {shard}, which does not hold it"
+            )
     return tensors
 
 
@@ -99,6 +102,11 @@ def _read_header(file: ModelFile) -> dict[str, StoredTensor]:
                 f"{file} is not a complete safetensors file; it may be cut short or a git-lfs pointer: fetch it again"
             )
         header = parse_json(opened.read(size), f"the header of {file}", CheckpointError)
+    for name in header:
+        if not name.isprintable() or len(name) > MAX_NAME:
+            raise CheckpointError(
+                f"the header of {file} has a tensor {name[:MAX_NAME]!r}, which is no name of one"
+            )
     tensors = {
         name: _header_entry(file, name, entry) for name, entry in header.items() if name != "__metadata__"
     }

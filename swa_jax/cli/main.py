@@ -34,7 +34,10 @@ class Verbs(typer.core.TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            for argument in [*ctx._protected_args, *ctx.args]:  # before any verb has done anything
+            verb, *arguments = [*ctx._protected_args, *ctx.args] or [""]
+            for argument in (
+                [] if verb == "import" else arguments
+            ):  # import reads buckets, and checks for itself
                 key, _, value = argument.rpartition("=")
                 check_local(value, f"'{key}' =" if key else "the argument")
             return super().invoke(ctx)

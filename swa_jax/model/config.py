@@ -14,8 +14,8 @@ MlpKind = Literal["dense", "sparse"]
 
 # What a trained model may have: beyond it, numbers overflow, or a factor does nothing or everything.
 _BOUNDS = {
-    "rope_theta": (1, 1e12),
-    "local_rope_theta": (1, 1e12),
+    "rope_theta": (2, 1e12),
+    "local_rope_theta": (2, 1e12),
     "rms_norm_eps": (1e-20, 0.5),
     "initializer_range": (0, 10),
     **dict.fromkeys(
@@ -29,6 +29,7 @@ _BOUNDS = {
     **dict.fromkeys(("max_position_embeddings", "vocab_size"), (1, 2**31 - 1)),
 }  # fmt: skip
 _SCALING_BOUNDS = {
+    "factor": (1, 1e4),
     "original_max_position_embeddings": (1, 2**31 - 1),
     "low_freq_factor": (1e-3, 1e4),
     "high_freq_factor": (1e-3, 1e4),

@@ -152,7 +152,7 @@ def test_shards_and_their_index_must_agree(tmp_path, destination):
     lost = sorted(kept)[0]
     save_file({name: array for name, array in kept.items() if name != lost}, shard)
     assert_refused(
-        source, destination, f"places tensor {re.escape(lost)} in {shard.name}, which does not hold it"
+        source, destination, f"places tensor .{re.escape(lost)}. in {shard.name}, which does not hold it"
     )
     index.write_text(json.dumps(places | {"weight_map": {lost: "../model.safetensors"}}))
     assert_refused(source, destination, "a shard must lie beside its index")
