@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -174,6 +175,7 @@ class TensorReader:
     def __enter__(self) -> TensorReader:
         self._stack = contextlib.ExitStack()
         self._opened: dict[str, OpenedFile] = {}
+        self._buffers = [np.empty(0, np.uint8)] * 2
         return self
 
     def __exit__(
@@ -201,14 +203,16 @@ class TensorReader:
     ) -> Iterator[tuple[int, np.ndarray]]:
         """(number of its first row, rows) of a tensor or some of its rows, in parts of about `PART_BYTES`.
 
-        A part is overwritten when the next one is asked for.
+        A part is overwritten when the next but one is asked for, so that it can be written beside reading the next.
         """
         last = tensor.shape[0] if last is None else last
         nbytes = _READ[tensor.dtype].itemsize * math.prod(tensor.shape[1:])
         step = max(1, PART_BYTES // max(1, nbytes))
-        buffer = np.empty(min(step, last - first) * nbytes, np.uint8)
+        if self._buffers[0].nbytes < (size := min(step, last - first) * nbytes):
+            self._buffers = [np.empty(size, np.uint8), np.empty(size, np.uint8)]
         for row in range(first, last, step):
-            yield row, self.rows(tensor, row, min(row + step, last), buffer)
+            self._buffers.reverse()
+            yield row, self.rows(tensor, row, min(row + step, last), self._buffers[0])
 
     def _read(self, file: ModelFile, start: int, data: np.ndarray) -> None:
         opened = self._opened.get(str(file))
@@ -312,16 +316,23 @@ def _write_file(
         check(name, part)
         total.update(data)
 
-    # What is written is summed and checked beside the writing, on another core.
-    with concurrent.futures.ThreadPoolExecutor(1) as beside, new_file(file) as out:
+    # Beside reading and writing, on other cores: sums and checks, and bringing to the disk what has been written.
+    with new_file(file) as out, concurrent.futures.ThreadPoolExecutor(2) as beside:
         for data in (len(text).to_bytes(8, "little"), text):
             total.update(data)
             out.write(data)
+        examined = synced = None
         for name, array in read(names):
             view = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-            done = beside.submit(examine, name, array, view)
+            if examined is not None:
+                examined.result()
+            examined = beside.submit(examine, name, array, view)
             out.write(view)
-            done.result()
+            if synced is None or synced.done():
+                synced = beside.submit(os.fsync, out.fileno())
+        for done in (examined, synced):
+            if done is not None:
+                done.result()
         written = out.tell()
         assert written == 8 + len(text) + end, f"{file.name}: {written} bytes for a header of {end}"
     return total.hexdigest()
