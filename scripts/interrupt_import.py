@@ -1,6 +1,6 @@
 """Interrupt imports of a large model at random moments and check that the same command then succeeds.
 
-    python scripts/interrupt_import.py --times 20 --seed 0 --json interruptions.json
+    python scripts/interrupt_import.py --times 20 --megabytes 1000 --seed 0 --json interruptions.json
 
 A random checkpoint of 1 GB in shards is imported by `swa-jax import` in a process of its own, which is sent SIGINT
 (Ctrl-C, sometimes twice), SIGTERM or SIGKILL at a random moment between its start and its end. It is an error if
@@ -100,7 +100,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--times", type=int, default=20)
-    parser.add_argument("--size", type=float, default=1e9, help="of the checkpoint, in bytes")
+    parser.add_argument("--megabytes", type=int, default=1000, help="of the checkpoint")
     parser.add_argument(
         "--pairs", type=int, default=5, help="of an import and a cp, for the ratio of their times"
     )
@@ -114,7 +114,7 @@ def main() -> None:
     counts: collections.Counter[str] = collections.Counter()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        source, errors = random_model(folder / "source", options.size), folder / "errors"
+        source, errors = random_model(folder / "source", 1e6 * options.megabytes), folder / "errors"
         cp, ratios = times_beside_cp(source, folder, options.pairs)
         began = time.monotonic()
         assert start(source, folder / "straight", errors).wait() == 0, errors.read_text()
@@ -139,7 +139,7 @@ def main() -> None:
             counts["then succeeded, bit for bit"] += 1
             shutil.rmtree(destination)
     figures = {
-        "bytes": options.size,
+        "megabytes": options.megabytes,
         "seconds of cp": round(cp, 2),
         "import / cp, median": round(statistics.median(ratios), 2),
         "import / cp, each": [round(ratio, 2) for ratio in ratios], "seconds of the command": round(whole, 1), **counts,

@@ -57,8 +57,8 @@ def test_an_interrupted_command_goes_on(tmp_path):
         ROOT / "scripts" / "interrupt_import.py",
         "--times",
         "3",
-        "--size",
-        "8e7",
+        "--megabytes",
+        "80",
         "--pairs",
         "1",
     ]
