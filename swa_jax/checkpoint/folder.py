@@ -355,10 +355,11 @@ def write_checkpoint(
         sync_folder(folder / WEIGHTS)
 
 
-def written_from(destination: Path) -> str | None:
+def written_from(destination: str | Path) -> str | None:
     """The identity that a checkpoint folder was written with; None: there is no such folder, or it has none."""
     try:
-        identity = read_json(destination / MANIFEST_FILE, CheckpointError).get("import")
+        manifest = read_json(Path(destination).expanduser() / MANIFEST_FILE, CheckpointError)
+        identity = manifest.get("import")
     except (OSError, CheckpointError):
         return None
     return identity if isinstance(identity, str) else None

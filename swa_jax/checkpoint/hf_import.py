@@ -15,6 +15,7 @@ from swa_jax.checkpoint.folder import (
     CONFIG_FILE,
     PATTERN_FILE,
     WEIGHTS,
+    open_checkpoint,
     read_companions,
     write_checkpoint,
     written_from,
@@ -74,13 +75,14 @@ def import_model(
       CheckpointError: unknown, missing or misshapen tensors, unsupported dtypes, pickled weights, damaged files,
         weights that are no numbers, a source that cannot be reached, a destination in use, a disk without room.
     """
-    done = written_from(Path(destination).expanduser())
+    done = written_from(destination)
     if done is None:
-        destination = check_destination(destination)
+        check_destination(destination)  # before the source is read, which may take a while
     plan = plan_import(source, pattern)
     if done == plan.identity:
+        folder = open_checkpoint(destination).folder
         describe(f"{destination} holds this import already")
-        return Path(destination)
+        return folder
     destination = check_destination(destination)
     size = sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in plan.tensors.values())
     check_room(destination, size - sum(_sizes(partial_folder(destination))))
@@ -139,7 +141,7 @@ class ImportPlan:
         }
 
     def read(self, names: list[str]) -> Parts:
-        """The named tensors in that order, in parts along their first axis; a part is overwritten by the next."""
+        """The named tensors in that order, in parts along their first axis; see `TensorReader.parts`."""
         plain = _plain_dtype(self.hf_config)
         with TensorReader() as reader:
             for name in names:
@@ -299,17 +301,14 @@ def _check_tied(tensors: Mapping[str, StoredTensor]) -> None:
         return  # reported as missing, or for its dtype
     one, other = tensors[EMBEDDING], tensors[HEAD]
     alike = (one.dtype, one.shape) == (other.dtype, other.shape)
-    if not (alike and _same_bits(*(_read_one(tensors, name) for name in (EMBEDDING, HEAD)))):
+    if not (alike and _same_bits(one, other)):
         raise CheckpointError(
             f"config.json ties the embeddings (tie_word_embeddings), but '{HEAD}' differs from '{EMBEDDING}': "
             "set tie_word_embeddings to false to use both"
         )
 
 
-def _read_one(tensors: Mapping[str, StoredTensor], name: str) -> np.ndarray:
-    with TensorReader() as reader:
-        return reader.whole(tensors[name])
-
-
-def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    return np.array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
+def _same_bits(one: StoredTensor, other: StoredTensor) -> bool:
+    with TensorReader() as left, TensorReader() as right:
+        pairs = zip(left.parts(one), right.parts(other), strict=True)
+        return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for (_, a), (_, b) in pairs)

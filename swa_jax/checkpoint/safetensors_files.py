@@ -139,12 +139,11 @@ def _header_entry(file: ModelFile, name: str, entry: Any) -> tuple[StoredTensor,
         raise CheckpointError(
             f"tensor {name!r} in {file.name} has dtype {dtype[:40]}; supported: {', '.join(DTYPES)}"
         )
-    nbytes = math.prod(shape) * _BITS[dtype] / 8
-    if offsets[1] - offsets[0] != nbytes:
-        raise CheckpointError(
-            f"{where} that it has {offsets[1] - offsets[0]} bytes, but {dtype} {shape} takes {nbytes:.0f}"
-        )
-    return StoredTensor(file, dtype, tuple(shape), offsets[0]), offsets[1] - offsets[0]
+    nbytes = offsets[1] - offsets[0]
+    if 8 * nbytes != (bits := math.prod(shape) * _BITS[dtype]):
+        takes = f"takes {bits / 8:g}" if bits < 2**80 else "takes more than there is"
+        raise CheckpointError(f"{where} that it has {nbytes} bytes, but {dtype} {str(shape)[:100]} {takes}")
+    return StoredTensor(file, dtype, tuple(shape), offsets[0]), nbytes
 
 
 def _are_counts(value: Any) -> bool:

@@ -131,6 +131,10 @@ def _reached(place: object) -> Iterator[None]:
     except FileNotFoundError:
         raise CheckpointError(f"{place} does not exist, or may not be read with your login") from None
     except Exception as error:  # what the libraries of stores raise is an Exception and no more
+        if type(error).__name__ == "GatedRepoError":
+            raise CheckpointError(
+                f"{place} is gated: accept its terms on the hub and log in (`hf auth login`), or give a folder"
+            ) from None
         raise UnreachableError(
             f"{place} cannot be read now ({reason(error)}): start the same command again"
         ) from None

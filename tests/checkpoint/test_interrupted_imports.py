@@ -189,6 +189,10 @@ def test_an_import_that_is_done_is_not_done_again(source, destination, monkeypat
     assert {file: file.stat().st_mtime_ns for file in destination.rglob("*")} == before
     with pytest.raises(CheckpointError, match="exists already"):
         import_model(source, destination, pattern="window")
+    file = destination / "weights" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        import_model(source, destination)
 
 
 def test_two_imports_of_one_destination_do_not_meet(source, destination):

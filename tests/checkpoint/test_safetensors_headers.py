@@ -51,6 +51,7 @@ def test_a_whole_file_is_read(tmp_path):
         ),
         ({"a": A | {"dtype": "BF16"}}, 24, r"it has 24 bytes, but BF16 \[2, 3\] takes 12"),
         ({"a": A | {"shape": [2**40, 2**40]}}, 24, "it has 24 bytes, but F32"),
+        ({"a": A | {"shape": [2**62] * 40}}, 24, "it has 24 bytes, but F32 .* takes more than there is"),
         ({"a": A | {"shape": [-2, -3]}}, 24, "is no dtype, shape and data_offsets"),
         ({"a": A | {"shape": [2.0, 3]}}, 24, "is no dtype, shape and data_offsets"),
         ({"a": A | {"shape": [True, 6]}}, 24, "is no dtype, shape and data_offsets"),
