@@ -42,7 +42,9 @@ from safetensors.numpy import load_file, save_file
 
 from swa_jax.checkpoint.folder import load_model, open_checkpoint
 from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.checkpoint.tensor_names import expected_tensors
 from swa_jax.errors import sentence
+from swa_jax.families import model_config
 from swa_jax.files import sum_of_file, sum_of_json
 from swa_jax.model.config import ModelConfig
 
@@ -98,9 +100,6 @@ def in_mxfp4(base: Path) -> Path:
     }
     hf |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     (base / "config.json").write_text(json.dumps(hf))
-    from swa_jax.checkpoint.tensor_names import expected_tensors
-    from swa_jax.families import model_config
-
     rng, tensors = np.random.default_rng(0), {}
     for name, shape in expected_tensors(model_config(hf)).items():
         if name.endswith(("gate_up_proj", "down_proj")):

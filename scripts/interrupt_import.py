@@ -1,6 +1,6 @@
 """Interrupt imports of a large model at random moments and check that the same command then succeeds.
 
-    python scripts/interrupt_import.py --times 20 --megabytes 1000 --seed 0 --json interruptions.json
+    python scripts/interrupt_import.py --times 20 --megabytes 1000 --json interruptions.json
 
 A random checkpoint of 1 GB in shards is imported by `swa-jax import` in a process of its own, which is sent SIGINT
 (Ctrl-C, sometimes twice), SIGTERM or SIGKILL at a random moment between its start and its end. It is an error if
@@ -8,8 +8,9 @@ A random checkpoint of 1 GB in shards is imported by `swa-jax import` in a proce
 - the same command, started again, fails, or what it writes differs in any bit from an import that nobody interrupted,
 - the destination is there before it is whole, or anything else is left beside it in the end.
 
-Also prints the time of an import as a multiple of that of `cp -r` of the same files: the median of some pairs, one of
-each in turn. The command's start (Python and JAX) is measured apart, since it does not grow with the model.
+Also prints the time of an import as a multiple of that of `cp -r` of the same files, which returns before the copy is
+on the disk, and of `cp -r` and `sync`, which does not, as an import does not. They are timed in turn, import in a process
+that has started already: the command's start (Python and JAX) does not grow with the model.
 """
 
 import argparse
@@ -78,21 +79,26 @@ def interrupt(process: subprocess.Popen, kind: signal.Signals, wait: float, rng:
     return False
 
 
-def times_beside_cp(source: Path, folder: Path, pairs: int) -> tuple[float, list[float]]:
-    """Seconds of `cp -r`, and the ratios of import to it, in this process, which has started already."""
-    seconds, ratios = [], []
-    for number in range(pairs + 1):
-        began = time.monotonic()
-        subprocess.run(["cp", "-r", source, folder / "copy"], check=True)
-        copied = time.monotonic()
-        import_model(source, folder / "imported")
-        ratio = (time.monotonic() - copied) / (copied - began)
-        shutil.rmtree(folder / "copy")
-        shutil.rmtree(folder / "imported")
-        if number:  # the first fills the system's cache of files
-            seconds.append(copied - began)
-            ratios.append(ratio)
-    return statistics.median(seconds), ratios
+def times_beside_cp(source: Path, folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Seconds of `cp -r`, of `cp -r` until the copy is on the disk, and of an import in this process, in turn."""
+    seconds: dict[str, list[float]] = {"cp": [], "cp and sync": [], "import": []}
+    for number in range(rounds + 1):
+        for name in seconds:
+            copy = folder / "copy"
+            began = time.monotonic()
+            if name == "import":
+                import_model(source, copy)
+            else:
+                subprocess.run(["cp", "-r", source, copy], check=True)
+            if name == "cp and sync":
+                subprocess.run(["sync", *copy.iterdir()], check=True)
+            if number:  # the first round fills the system's cache of files
+                seconds[name].append(time.monotonic() - began)
+            subprocess.run(
+                ["sync", *copy.rglob("*")], check=True
+            )  # the next one is not to wait for this one's
+            shutil.rmtree(copy)
+    return seconds
 
 
 def main() -> None:
@@ -102,7 +108,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--megabytes", type=int, default=1000, help="of the checkpoint")
     parser.add_argument(
-        "--pairs", type=int, default=5, help="of an import and a cp, for the ratio of their times"
+        "--rounds", type=int, default=5, help="of an import and two kinds of cp, to time them"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -115,7 +121,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         source, errors = random_model(folder / "source", 1e6 * options.megabytes), folder / "errors"
-        cp, ratios = times_beside_cp(source, folder, options.pairs)
+        seconds = times_beside_cp(source, folder, options.rounds)
         began = time.monotonic()
         assert start(source, folder / "straight", errors).wait() == 0, errors.read_text()
         whole = time.monotonic() - began
@@ -138,12 +144,16 @@ def main() -> None:
             subprocess.run(["diff", "-r", folder / "straight", destination], check=True)
             counts["then succeeded, bit for bit"] += 1
             shutil.rmtree(destination)
-    figures = {
+    figures: dict[str, object] = {
         "megabytes": options.megabytes,
-        "seconds of cp": round(cp, 2),
-        "import / cp, median": round(statistics.median(ratios), 2),
-        "import / cp, each": [round(ratio, 2) for ratio in ratios], "seconds of the command": round(whole, 1), **counts,
-    }  # fmt: skip
+        "seconds of the command": round(whole, 1),
+        **counts,
+    }
+    for name, values in seconds.items():
+        figures[f"seconds of {name}, median"] = round(statistics.median(values), 2)
+    for name in ("cp", "cp and sync"):
+        ratios = [a / b for a, b in zip(seconds["import"], seconds[name], strict=True)]
+        figures[f"import / {name}, median of ratios"] = round(statistics.median(ratios), 2)
     for key, value in figures.items():
         print(f"{key:32} {value}")
     if options.json is not None:

@@ -59,7 +59,7 @@ def test_an_interrupted_command_goes_on(tmp_path):
         "3",
         "--megabytes",
         "80",
-        "--pairs",
+        "--rounds",
         "1",
     ]
     command += ["--json", tmp_path / "figures.json", "--folder", tmp_path]
