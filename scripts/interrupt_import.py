@@ -9,8 +9,8 @@ A random checkpoint of 1 GB in shards is imported by `swa-jax import` in a proce
 - the destination is there before it is whole, or anything else is left beside it in the end.
 
 Also prints the time of an import as a multiple of that of `cp -r` of the same files, which returns before the copy is
-on the disk, and of `cp -r` and `sync`, which does not, as an import does not. They are timed in turn, import in a process
-that has started already: the command's start (Python and JAX) does not grow with the model.
+on the disk, and of `cp -r` and `sync`, which returns when it is, as an import does. They are timed in turn, import in a
+process that has started already: the command's start (Python and JAX) does not grow with the model.
 """
 
 import argparse
