@@ -27,7 +27,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +125,13 @@ class Bad(Exception):
     """Something that must not be."""
 
 
-def one_sentence(error: BaseException) -> str:
+def one_sentence(error: BaseException) -> None:
     said = sentence(error)
     if said is None:
         lines = traceback.format_exception(error)
         raise Bad("a traceback: " + "".join(lines)[-3000:])
     if "\n" in said or not 10 < len(said) < 1500:
         raise Bad(f"no sentence: {said[:2000]!r}")
-    return said
 
 
 def check_sane(config: ModelConfig, pattern: Any) -> None:
@@ -171,6 +169,7 @@ class Fuzz:
         self.bases = make_bases(folder / "bases")
         self.room = folder / "room"
         self.counts: collections.Counter[str] = collections.Counter()
+        self.what = ""  # was done to the last folder
         self.seen: set[tuple[Any, Any]] = set()
 
     def fresh(self, base: Path) -> tuple[Path, Path]:
@@ -181,32 +180,32 @@ class Fuzz:
         secret.write_bytes(SECRET)
         return copy, secret
 
-    def once(self) -> str:
+    def once(self) -> None:
         base = self.rng.choice(self.bases)
         if self.rng.random() < 0.2:
-            return self.damage_checkpoint(base)
+            self.damage_checkpoint(base)
+            return
         source, secret = self.fresh(base)
         mutation = self.rng.choice(mutations.SOURCE)
-        what = f"{base.name}, {mutation(source, self.rng, secret)}"
+        self.what = f"{base.name}, {mutation(source, self.rng, secret)}"
         before = contents(self.room)
         destination = self.room / "out" / "checkpoint"
         try:
             import_model(source, destination)
         except Exception as error:
-            what += f" -> {one_sentence(error)}"
+            one_sentence(error)
             if destination.parent.exists() and any(destination.parent.iterdir()):
-                raise Bad(f"{what}: left {sorted(destination.parent.rglob('*'))[:5]}") from None
+                raise Bad(f"left {sorted(destination.parent.rglob('*'))[:5]}") from None
             self.counts[f"{mutation.__name__}: refused"] += 1
         else:
             if [path.name for path in destination.parent.iterdir()] != ["checkpoint"]:
-                raise Bad(f"{what}: more than the checkpoint is there")
-            self.judge(destination, what)
+                raise Bad("more than the checkpoint is there")
+            self.judge(destination)
             self.counts[f"{mutation.__name__}: accepted"] += 1
         if before != {name: data for name, data in contents(self.room).items() if not name.startswith("out")}:
-            raise Bad(f"{what}: something outside the destination changed")
-        return what
+            raise Bad("something outside the destination changed")
 
-    def damage_checkpoint(self, base: Path) -> str:
+    def damage_checkpoint(self, base: Path) -> None:
         """Damage behind the sums: a checkpoint folder whose manifest is made to fit."""
         source, secret = self.fresh(base)
         folder = import_model(source, self.room / "checkpoint")
@@ -216,7 +215,7 @@ class Fuzz:
             "manifest": (folder, manifest),
         }  # fmt: skip
         kind, (place, mutation) = self.rng.choice(list(parts.items()))
-        what = f"{base.name}, checkpoint: {mutation(place, self.rng, secret)}"
+        self.what = f"{base.name}, checkpoint: {mutation(place, self.rng, secret)}"
         if kind != "manifest":
             sums = {
                 f"weights/{f.name}": sum_of_file(f) for f in (folder / "weights").iterdir() if f.is_file()
@@ -227,24 +226,23 @@ class Fuzz:
         try:
             opened = open_checkpoint(folder)
         except Exception as error:
-            what += f" -> {one_sentence(error)}"
+            one_sentence(error)
             self.counts[f"checkpoint, {kind}: refused"] += 1
         else:
             check_sane(opened.config, opened.pattern)
             load_model(folder)
             self.counts[f"checkpoint, {kind}: accepted"] += 1
-        return what
 
-    def judge(self, destination: Path, what: str) -> None:
+    def judge(self, destination: Path) -> None:
         """An import that went well gives a model that is one."""
         for name, data in contents(destination).items():
             if SECRET in data:
-                raise Bad(f"{what}: {name} is a copy of a file outside the source")
+                raise Bad(f"{name} is a copy of a file outside the source")
         opened = open_checkpoint(destination)
         check_sane(opened.config, opened.pattern)
         for name, array in opened.read(list(opened.tensors)):
             if not np.isfinite(array.astype(np.float32)).all():
-                raise Bad(f"{what}: tensor {name} is not finite")
+                raise Bad(f"tensor {name} is not finite")
         key = (opened.config, opened.pattern)
         if self.logits and key not in self.seen:
             self.seen.add(key)
@@ -256,7 +254,7 @@ class Fuzz:
             if (
                 largest < 1e4 and not np.isfinite(logits).all()
             ):  # a flipped bit may make a weight as large as it can be
-                raise Bad(f"{what}: the logits are not finite")
+                raise Bad("the logits are not finite")
 
 
 def manifest(folder: Path, rng: random.Random, secret: Path) -> str:
@@ -286,39 +284,38 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def fuzz(
-    count: int, seed: int, *, logits: bool = True, stop: bool = False
+    count: int, seed: int, *, first: int = 0, logits: bool = True, stop: bool = False
 ) -> tuple[dict[str, int], list[str]]:
-    """Damage so many folders; what was seen, by kind, and what must not have been. `stop`: after the first of these."""
+    """Damage so many folders; what was seen, by kind, and what must not have been.
+
+    Args:
+      first: the number of the first folder: each is damaged in its own way, whatever came before.
+      logits: run the models that are accepted.
+      stop: after the first folder from which something bad followed.
+    """
     bad: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         run = Fuzz(Path(name), random.Random(seed), logits)
-        for number in numbered(count):
+        for number in range(first, first + count):
             run.rng = random.Random(f"{seed} {number}")
-            what = ""
             previous = signal.signal(signal.SIGALRM, _too_long)
             signal.alarm(SECONDS)
             try:
-                what = run.once()
+                run.once()
             except Bad as problem:
-                bad.append(f"{number}: {problem}")
+                bad.append(f"{number}: {run.what}: {problem}")
                 if stop:
                     break
             except Exception:
-                bad.append(f"{number}: {what} {traceback.format_exc()[-3000:]}")
+                bad.append(f"{number}: {run.what} {traceback.format_exc()[-3000:]}")
                 if stop:
                     break
             finally:
+                if number % 250 == 249:
+                    print(f"{number + 1 - first} of {count}", file=sys.stderr, flush=True)
                 signal.alarm(0)
                 signal.signal(signal.SIGALRM, previous)
         return dict(sorted(run.counts.items())), bad
-
-
-def numbered(count: int) -> Iterator[int]:
-    began = time.monotonic()
-    for number in range(count):
-        yield number
-        if (number + 1) % 250 == 0:
-            print(f"{number + 1} of {count}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
 
 def _too_long(*_: Any) -> None:
@@ -331,10 +328,11 @@ def main() -> None:
     )
     parser.add_argument("--count", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first folder, to see one again")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
     began = time.monotonic()
-    counts, bad = fuzz(options.count, options.seed)
+    counts, bad = fuzz(options.count, options.seed, first=options.first)
     figures = {"seed": options.seed, "folders damaged": options.count, **counts, "bad": len(bad)}
     figures["seconds"] = round(time.monotonic() - began)
     for key, value in figures.items():

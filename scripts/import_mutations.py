@@ -4,6 +4,7 @@ Each takes the folder, a source of random numbers and a file outside the folder 
 what it did, for the report.
 """
 
+import copy
 import json
 import os
 import random
@@ -61,7 +62,7 @@ def a_value(rng: random.Random, old: Any = None) -> Any:
         return rng.choice(
             [old + 1, old - 1, -old, old * 2, old * 1000, old / 1000, float(old), str(old), old * 10**40]
         )
-    return rng.choice(VALUES)
+    return copy.deepcopy(rng.choice(VALUES))
 
 
 def change(data: Any, rng: random.Random, keys: list[str]) -> str:

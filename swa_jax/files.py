@@ -91,6 +91,8 @@ def parse_json(
 
     try:
         value = json.loads(data, object_pairs_hook=object_of, parse_float=number, parse_constant=number)
+        if rb"\ud" in data.lower():  # half of a pair of surrogates is no letter, and cannot be written
+            json.dumps(value, ensure_ascii=False).encode()
     except UserError:
         raise
     except RecursionError:

@@ -297,6 +297,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             f"{path} was written by an earlier version of this library, as an Orbax checkpoint, which is no longer "
             "read: import or train it again"
         )
+    for name in (CONFIG_FILE, PATTERN_FILE, MANIFEST_FILE):
+        _check_regular(folder / name)
     hf = _read_json(folder / CONFIG_FILE)
     config = model_config(hf)
     pattern = AttentionPattern.from_json(folder / PATTERN_FILE)
@@ -355,10 +357,18 @@ def write_checkpoint(
         sync_folder(folder / WEIGHTS)
 
 
+def _check_regular(file: Path) -> None:
+    """A folder has no bytes to read, and reading a pipe would never end."""
+    if file.exists() and not file.is_file():
+        raise CheckpointError(f"{file} is no regular file: the checkpoint is damaged")
+
+
 def written_from(destination: str | Path) -> str | None:
     """The identity that a checkpoint folder was written with; None: there is no such folder, or it has none."""
     try:
-        manifest = read_json(Path(destination).expanduser() / MANIFEST_FILE, CheckpointError)
+        file = Path(destination).expanduser() / MANIFEST_FILE
+        _check_regular(file)
+        manifest = read_json(file, CheckpointError)
         identity = manifest.get("import")
     except (OSError, CheckpointError):
         return None
@@ -408,6 +418,8 @@ def _verify(folder: Path, hf: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"{folder / name} is not in {MANIFEST_FILE}, which lists all files of the weights: remove it"
             )
+
+        _check_regular(folder / name)
 
     def damaged(name: str) -> bool:
         return sum_of_file(folder / name) != sums[name]

@@ -73,10 +73,7 @@ class RopeScaling:
     long_factor: tuple[float, ...] = ()  # longrope, one a frequency
 
     def __post_init__(self) -> None:
-        least = (
-            0.0 if self.rope_type == "longrope" else 1.0
-        )  # there it is a default of attention_factor alone
-        _check_bounds(self, _SCALING_BOUNDS | {"factor": (least, 1e4)}, "rope_scaling.")
+        _check_bounds(self, _SCALING_BOUNDS, "rope_scaling.")
         if self.rope_type == "llama3" and not self.low_freq_factor < self.high_freq_factor:
             raise ConfigError(
                 f"rope_scaling.low_freq_factor ({self.low_freq_factor:g}) must be below high_freq_factor "

@@ -322,6 +322,17 @@ def test_a_manifest_that_lists_files_elsewhere_is_refused(source, destination, n
         open_checkpoint(destination)
 
 
+@pytest.mark.parametrize(
+    "name", ["config.json", "pattern.json", "manifest.json", "weights/model.safetensors"]
+)
+def test_a_pipe_is_not_waited_for(source, destination, name):
+    import_model(source, destination)
+    (destination / name).unlink()
+    os.mkfifo(destination / name)
+    with pytest.raises(CheckpointError, match=f"{name} is no regular file"):
+        open_checkpoint(destination)
+
+
 def test_a_folder_of_an_earlier_version_is_refused(source, destination):
     import_model(source, destination)
     (destination / "weights" / "state").mkdir()
