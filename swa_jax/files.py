@@ -191,7 +191,11 @@ def new_folder(destination: Path, identity: str = "") -> Iterator[Path]:
         try:
             if not identity or opened.read() != identity:
                 _clear(partial)
-                mark.write_text(identity)
+                opened.truncate(0)
+                opened.write(identity)
+                opened.flush()
+                os.fsync(opened.fileno())  # a power cut is not to leave files without the mark
+                sync_folder(partial)
             yield partial
             sync_folder(partial)
             os.replace(partial, destination)
