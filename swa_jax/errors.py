@@ -17,6 +17,10 @@ class CheckpointError(ConfigError):
     """Weights or a folder of them that cannot be used; the message names the file or tensor and what would be right."""
 
 
+class UnreachableError(CheckpointError):
+    """Files in another place that cannot be read now; what was read of them before need not be read again."""
+
+
 class NotFiniteError(UserError, FloatingPointError):
     """A training whose loss or gradient is no longer a number."""
 

@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
-from swa_jax.errors import CheckpointError, ConfigError, UserError
+from swa_jax.errors import CheckpointError, ConfigError, UnreachableError, UserError
 
 _BUCKET = re.compile(r"(gs|gcs|s3|s3a|r2|az|abfs|abfss|hdfs):/\S+")
-_MARK = ".incomplete"  # lies in a folder while it is being written
+_MARK = ".incomplete"  # lies in a folder while it is being written; holds what the folder is to become
 
 # ---- files ----
 
 
-def write_bytes(file: str | Path, data: bytes) -> None:
-    """Write a file in one step: whoever reads it, even after a power cut, finds the old content or the new one."""
+@contextlib.contextmanager
+def new_file(file: str | Path) -> Iterator[BinaryIO]:
+    """A file to write into, which appears in one step: whoever reads it, even after a power cut, finds the old content
+    or the new one."""
     partial = Path(f"{file}.partial")
     try:
         with partial.open("wb") as out:
-            out.write(data)
+            yield out
             out.flush()
             os.fsync(out.fileno())
         os.replace(partial, file)
     except BaseException:
         partial.unlink(missing_ok=True)  # half a file is of no use, and would keep a full disk full
         raise
+
+
+def write_bytes(file: str | Path, data: bytes) -> None:
+    """Write a file as `new_file` does."""
+    with new_file(file) as out:
+        out.write(data)
 
 
 def write_text(file: str | Path, text: str) -> None:
@@ -51,13 +61,49 @@ def read_json(file: Path, error: type[UserError] = ConfigError) -> dict[str, Any
       error: the file holds something else.
       OSError: there is no such file, or it cannot be read.
     """
+    return parse_json(file.read_bytes(), file, error)
+
+
+def parse_json(
+    data: bytes, name: object, error: type[UserError] = ConfigError, *, finite: bool = False
+) -> dict[str, Any]:
+    """The JSON object in `data`, which `name` stands for in sentences.
+
+    Args:
+      finite: refuse NaN, Infinity and numbers too large for a float as well, which JSON proper does not have.
+
+    Raises:
+      error: something else, or an object that has a key twice: readers differ in which of the two they take.
+    """
+
+    def number(text: str) -> float:
+        if finite and not math.isfinite(value := float(text)):
+            raise error(f"{name} holds the number {text[:40]}, which is none that can be used")
+        return value if finite else float(text)
+
+    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise error(f"{name} has the key {twice[:200]!r} twice: remove one of them")
+        return found
+
     try:
-        data = json.loads(file.read_bytes())
-    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
-        raise error(f"{file} is not valid JSON: {problem}") from None
-    if not isinstance(data, dict):
-        raise error(f"{file} must hold a JSON object")
-    return data
+        value = json.loads(data, object_pairs_hook=object_of, parse_float=number, parse_constant=number)
+        if rb"\ud" in data.lower():  # half of a pair of surrogates is no letter, and cannot be written
+            json.dumps(value, ensure_ascii=False).encode()
+    except UserError:
+        raise
+    except RecursionError:
+        raise error(
+            f"{name} is not valid JSON for us: its lists and objects lie too deep in each other"
+        ) from None
+    except ValueError as problem:  # no JSON, no UTF-8, or a whole number of thousands of digits
+        raise error(f"{name} is not valid JSON: {problem}") from None
+    if not isinstance(value, dict):
+        raise error(f"{name} must hold a JSON object")
+    return value
 
 
 def sync_folder(folder: Path) -> None:
@@ -97,6 +143,8 @@ def sum_of_file(
 
 # ---- folders ----
 
+_RESUMABLE = (KeyboardInterrupt, UnreachableError)  # what leaves the files of a folder that has an identity
+
 
 def check_local(path: str | Path, what: str) -> None:
     """Raise `ConfigError` if a path is the address of a bucket: weights, data and runs are on file systems alone.
@@ -104,8 +152,9 @@ def check_local(path: str | Path, what: str) -> None:
     `Path` makes one slash of the two, so that `gs:/bucket` is found as well.
     """
     if _BUCKET.fullmatch(str(path)):
+        address = re.sub("(?<=:)/+", "//", str(path), count=1)
         raise ConfigError(
-            f"{what} {path} is the address of a bucket, which is not read or written directly: mount the bucket on "
+            f"{what} {address} is the address of a bucket, which is not read or written directly: mount the bucket on "
             "every machine (for gs:// with GCS FUSE, see docs/pods.md), and give the path of the mounted folder"
         )
 
@@ -122,32 +171,85 @@ def check_destination(destination: str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def new_folder(destination: Path) -> Iterator[Path]:
+def new_folder(destination: Path, identity: str = "") -> Iterator[Path]:
     """A folder `<destination>.partial` to write into, renamed to `destination` at the end and removed on an error.
 
-    What a killed run left there is cleared away, but only a folder that carries our mark.
+    What an interrupted run left there is cleared away, but only a folder that carries our mark. With an `identity` the
+    folder is resumed instead: an interruption (Ctrl-C) leaves it, and a run with the same identity finds its files.
+
+    Args:
+      identity: says what the folder is to become, and changes with all that its content depends on.
     """
     partial = partial_folder(destination)
-    if (
-        partial.exists()
-        and not (partial / _MARK).is_file()
-        and not (partial.is_dir() and not any(partial.iterdir()))
-    ):
+    mark = partial / _MARK
+    if partial.exists() and not mark.is_file() and not (partial.is_dir() and not any(partial.iterdir())):
         raise CheckpointError(
             f"{partial} is in the way and was not made by an interrupted run; move it elsewhere"
         )
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial.mkdir(parents=True, exist_ok=True)
+    with _locked(mark) as opened:  # the mark is there before everything else, and goes after everything else
+        try:
+            if not identity or opened.read() != identity:
+                _clear(partial)
+                opened.truncate(0)
+                opened.write(identity)
+                opened.flush()
+                os.fsync(opened.fileno())  # a power cut is not to leave files without the mark
+                sync_folder(partial)
+            yield partial
+            sync_folder(partial)
+            os.replace(partial, destination)
+        except BaseException as error:
+            if not (identity and isinstance(error, _RESUMABLE)):
+                _clear(partial)
+                mark.unlink(missing_ok=True)
+                partial.rmdir()
+            raise
+    # Interrupted before this line, a run leaves a whole folder with a mark, which does no harm.
+    (destination / _MARK).unlink(missing_ok=True)
+    sync_folder(destination.parent)
+
+
+def _locked(mark: Path) -> TextIO:
+    """The file opened, and locked until it is closed or this process ends; file systems without locks do without."""
     try:
-        (partial / _MARK).touch()
-        yield partial
-        (partial / _MARK).unlink()
-        os.replace(partial, destination)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        opened = mark.open("a+")
+    except OSError:  # such as a full disk
+        with contextlib.suppress(OSError):
+            mark.parent.rmdir()
         raise
+    opened.seek(0)
+    try:
+        fcntl.flock(opened.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        opened.close()
+        raise CheckpointError(f"another process is writing {mark.parent}: wait for it, or end it") from None
+    except OSError:
+        pass
+    return opened
+
+
+def _clear(folder: Path) -> None:
+    """Remove what is in a folder, its mark excepted."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != _MARK:
+            path.unlink()
 
 
 def partial_folder(destination: Path) -> Path:
     """Where `new_folder` writes."""
     return destination.with_name(destination.name + ".partial")
+
+
+def check_room(folder: Path, size: int) -> None:
+    """Raise `CheckpointError` if a disk has no room for `size` bytes more in a folder, which need not exist yet."""
+    while not folder.exists():
+        folder = folder.parent
+    disk = shutil.disk_usage(folder)
+    if disk.total and disk.free < size:  # some network file systems do not say their size
+        raise CheckpointError(
+            f"the disk of {folder} has {disk.free / 1e9:.2f} GB left, and {size / 1e9:.2f} GB are needed: make room, "
+            "or give a folder on another disk"
+        )

@@ -65,6 +65,11 @@ def test_a_value_that_json_cannot_hold_costs_nothing(tmp_path):
         (b"{", "is not valid JSON: "),
         (b"\xff\xfe", "is not valid JSON: "),
         (b"[1]", "must hold a JSON object"),
+        (b'{"a": 1, "b": 2, "a": 3}', "has the key 'a' twice"),
+        (b'{"a": {"b": 1, "b": 1}}', "has the key 'b' twice"),
+        (b"[" * 100_000, "is not valid JSON for us: its lists and objects lie too deep"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "is not valid JSON: "),
+        (b'{"a": "\\ud800"}', "is not valid JSON: "),
     ],
 )
 def test_json_that_is_none_names_the_file(tmp_path, content, words):
@@ -74,6 +79,18 @@ def test_json_that_is_none_names_the_file(tmp_path, content, words):
         files.read_json(file)
     with pytest.raises(CheckpointError, match=words):
         files.read_json(file, CheckpointError)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_json_does_not_have(number):
+    data = f'{{"a": [{number}]}}'.encode()
+    assert len(files.parse_json(data, "it")["a"]) == 1  # what we write ourselves may have them
+    with pytest.raises(ConfigError, match=f"it holds the number {number}, which is none that can be used"):
+        files.parse_json(data, "it", finite=True)
+    assert files.parse_json(b'{"a": "\\ud83d\\ude00", "b": 1e300}', "it", finite=True) == {
+        "a": "\U0001f600",
+        "b": 1e300,
+    }
 
 
 @pytest.mark.parametrize("size", [0, 1, (1 << 22) + 3])

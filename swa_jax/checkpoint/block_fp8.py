@@ -8,7 +8,7 @@ arXiv:2412.19437, section 3.3).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -50,23 +50,17 @@ def split_scales(
 
 
 def dequantised(
-    tensors: Iterable[tuple[str, np.ndarray]],
-    scales: Mapping[str, np.ndarray],
-    blocks: tuple[int, int],
-    dtype: np.dtype,
-) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) with every tensor that has a scale multiplied by it, in f32, and rounded to `dtype` once.
-
-    In memory are one tensor of each kind and a row of blocks in f32.
-    """
-    for name, array in tensors:
-        yield name, _multiplied(array, scales[name], blocks, dtype) if name in scales else array
-
-
-def _multiplied(array: np.ndarray, scale: np.ndarray, blocks: tuple[int, int], dtype: np.dtype) -> np.ndarray:
-    out = np.empty(array.shape, dtype)
-    rows, columns = blocks
-    for i, row in enumerate(scale.astype(np.float32)):
-        here = slice(i * rows, (i + 1) * rows)
-        out[here] = array[here].astype(np.float32) * np.repeat(row, columns)[: array.shape[1]]
+    rows: np.ndarray, first: int, scale: np.ndarray, blocks: tuple[int, int], dtype: np.dtype
+) -> np.ndarray:
+    """Rows of a tensor, from row `first` on, multiplied by its scale, in f32, and rounded to `dtype` once."""
+    out = np.empty(rows.shape, dtype)
+    height, width = blocks
+    row = 0
+    while row < len(rows):
+        block = (first + row) // height
+        end = min((block + 1) * height - first, len(rows))
+        factors = np.repeat(scale[block].astype(np.float32), width)[: rows.shape[1]]
+        with np.errstate(over="ignore", invalid="ignore"):  # what is no number is found where it is written
+            out[row:end] = rows[row:end].astype(np.float32) * factors
+        row = end
     return out

@@ -1,19 +1,19 @@
 """The checkpoint folder: `config.json`, `pattern.json`, `weights/`, `manifest.json` and the tokenizer's files.
 
-`config.json` says what the weights are, `pattern.json` how they attend; export joins the two. `weights/` is an
-Orbax checkpoint, a flat dict with one leaf for each Hugging Face tensor; layers and experts are stacked when a model is
-loaded. Orbax takes time quadratic in the number of leaves, so a model of many tensors has several: `weights-2/` and on.
-A folder is written beside its destination and renamed into place, so it is there whole or not at all.
+`config.json` says what the weights are, `pattern.json` how they attend; export joins the two. `weights/` holds
+safetensors with one tensor for each Hugging Face tensor; layers and experts are stacked when a model is loaded.
+`manifest.json` has the SHA-256 sum of every file of the weights and of what `config.json` says. A folder is written
+beside its destination and renamed into place, so it is there whole or not at all.
 """
 
 from __future__ import annotations
 
-import contextlib
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from orbax.checkpoint import v1 as ocp
 
+from swa_jax.checkpoint.safetensors_files import (
+    DTYPES,
+    Parts,
+    StoredTensor,
+    TensorReader,
+    read_headers,
+    write_model,
+    write_order,
+)
+from swa_jax.checkpoint.sources import ModelFolder, companion
 from swa_jax.checkpoint.tensor_names import TensorName, expected_tensors, is_router, tensor_names
 from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.families import hf_config as make_hf_config
@@ -32,10 +41,11 @@ from swa_jax.files import (
     check_destination,
     check_local,
     new_folder,
-    partial_folder,
     read_json,
     sum_of_file,
     sum_of_json,
+    sync_folder,
+    write_bytes,
     write_json,
 )
 from swa_jax.model.attention import Router
@@ -56,8 +66,10 @@ COMPANIONS = (
     "vocab.json",
     "merges.txt",
 )
-PART_LEAVES = 256  # of one Orbax checkpoint: finalizing 200, 400, 800, 1600 takes 0.1, 0.3, 2.7, 13 s
-BATCH_BYTES = 64 * 2**20  # small tensors go to and from the disk together, up to this much
+SHARD_BYTES = 500_000_000  # an interrupted import loses no more than one such file
+TURNED = 16  # rows that are transposed together: more do not stay in the processor's cache
+ALIGNMENT = 64  # bytes: XLA's on a CPU
+log = logging.getLogger(__name__)
 ROUTER_SEED = 0  # of the routers that a pattern asks for and the checkpoint does not have
 
 
@@ -86,7 +98,9 @@ def save_model(
         raise ConfigError(
             "a checkpoint has no place for LoRA adapters: save merge_lora(model), and the adapters with save_adapter"
         )
-    destination = check_destination(destination)
+    destination = Path(destination)
+    if jax.process_index() == 0:  # it may be there already when the others come here
+        destination = check_destination(destination)
     dtype = model.embedding[...].dtype.name
     if hf_config is None:
         hf = make_hf_config(model.config, dtype=dtype)
@@ -95,8 +109,9 @@ def save_model(
         _check_same_model(model_config(hf), model.config)
     routers = hasattr(model.layers.attention, "router")
     table = tensor_names(model_config(hf), routers=routers)  # the names of the family that is written
-    companions = None if tokenizer_from is None else Path(tokenizer_from)
-    write_checkpoint(destination, hf, model.pattern, _unstack(model, table), companions=companions)
+    companions = {} if tokenizer_from is None else read_companions(Path(tokenizer_from))
+    tensors, read = _unstack(model, table)
+    write_checkpoint(destination, hf, model.pattern, tensors, read, companions=companions)
     return destination
 
 
@@ -172,12 +187,20 @@ def _check_same_model(described: ModelConfig, actual: ModelConfig) -> None:
             )
 
 
-def _unstack(model: Decoder, table: list[TensorName]) -> Iterator[tuple[str, np.ndarray]]:
+def _unstack(
+    model: Decoder, table: list[TensorName]
+) -> tuple[dict[str, tuple[np.dtype, tuple[int, ...]]], Callable[[list[str]], Parts]]:
+    """What a checkpoint of the model holds, and what reads it."""
     parameters = dict(nnx.to_flat_state(nnx.state(model)))
-    for tensor in table:
-        stacked = parameters[tensor.path][...]
-        array = fetch(stacked[tensor.place] if tensor.place else stacked)
-        yield tensor.name, np.ascontiguousarray(array.T if tensor.transposed else array)
+    places = {tensor.name: tensor for tensor in table}
+
+    def read(names: list[str]) -> Parts:
+        for tensor in map(places.__getitem__, names):
+            stacked = parameters[tensor.path][...]
+            array = fetch(stacked[tensor.place] if tensor.place else stacked)
+            yield tensor.name, np.ascontiguousarray(array.T if tensor.transposed else array)
+
+    return {name: (parameters[t.path][...].dtype, t.shape) for name, t in places.items()}, read
 
 
 def fetch(x: jax.Array) -> np.ndarray:
@@ -196,12 +219,27 @@ def _stack(
     places: Mapping[tuple[str, ...], jax.sharding.Sharding],
 ) -> Iterator[tuple[tuple[str, ...], jax.Array]]:
     """(path, parameter) for each parameter of the decoder; the host holds one of them at a time."""
-    for path, group in itertools.groupby(table, lambda tensor: tensor.path):
-        tensors = {tensor.name: tensor for tensor in group}
-        buffer = np.empty(shapes[path], dtypes[path])
-        for name, array in source.read(list(tensors)):
-            buffer[tensors[name].place] = array.T if tensors[name].transposed else array
-        yield path, jax.device_put(buffer, places.get(path))
+    with TensorReader() as reader:
+        for path, tensors in itertools.groupby(table, lambda tensor: tensor.path):
+            buffer = _aligned(shapes[path], dtypes[path])
+            for tensor in tensors:
+                target = buffer[tensor.place]
+                for row, part in reader.parts(source.stored[tensor.name]):
+                    if not tensor.transposed:
+                        target[row : row + len(part)] = part
+                        continue
+                    for i in range(0, len(part), TURNED):
+                        few = part[i : i + TURNED]
+                        target[..., row + i : row + i + len(few)] = few.T
+            yield path, jax.device_put(buffer, places.get(path), may_alias=True)
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An empty array that JAX on a CPU uses where it is, and does not copy."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    data = np.empty(size + ALIGNMENT, np.uint8)
+    start = -data.ctypes.data % ALIGNMENT
+    return data[start : start + size].view(dtype).reshape(shape)
 
 
 # ---- folders ----
@@ -215,12 +253,16 @@ class Checkpoint:
     hf_config: dict[str, Any]
     config: ModelConfig
     pattern: AttentionPattern
-    tensors: dict[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape by Hugging Face's name
-    parts: dict[str, Path]  # the Orbax checkpoint that holds each
+    stored: dict[str, StoredTensor]  # by Hugging Face's name
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+        """dtype and shape by Hugging Face's name."""
+        return {name: (DTYPES[tensor.dtype], tensor.shape) for name, tensor in self.stored.items()}
 
     @functools.cached_property
     def has_routers(self) -> bool:
-        return any(map(is_router, self.tensors))
+        return any(map(is_router, self.stored))
 
     @property
     def dtype(self) -> np.dtype:
@@ -229,31 +271,10 @@ class Checkpoint:
         return np.dtype(jnp.result_type(*dtypes))
 
     def read(self, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
-        """(name, array) in the order of `names`, with at most `BATCH_BYTES` or one tensor in memory."""
-        batch: list[str] = []
-        size = 0
-        for name in names:
-            dtype, shape = self.tensors[name]
-            nbytes = dtype.itemsize * int(np.prod(shape))
-            if batch and (size + nbytes > BATCH_BYTES or self.parts[name] != self.parts[batch[0]]):
-                yield from self._read_batch(batch)
-                batch, size = [], 0
-            batch.append(name)
-            size += nbytes
-        if batch:
-            yield from self._read_batch(batch)
-
-    def _read_batch(self, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
-        part = self.parts[names[0]]
-        abstract: dict[str, Any] = {
-            name: ocp.PLACEHOLDER for name, where in self.parts.items() if where == part
-        }
-        for name in names:
-            dtype, shape = self.tensors[name]
-            abstract[name] = np.broadcast_to(np.zeros((), dtype), shape)  # a description: no memory behind it
-        arrays = ocp.load(part, abstract)
-        for name in names:
-            yield name, arrays.pop(name)
+        """(name, array) in the order of `names`, one at a time."""
+        with TensorReader() as reader:
+            for name in names:
+                yield name, reader.whole(self.stored[name])
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -271,85 +292,93 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 f"{path} is a Hugging Face folder, not a checkpoint; turn it into one with: swa-jax import {path} DST"
             )
         raise CheckpointError(f"{path} is not a checkpoint folder: it holds no {WEIGHTS}/")
+    if (folder / WEIGHTS / "state").is_dir():
+        raise CheckpointError(
+            f"{path} was written by an earlier version of this library, as an Orbax checkpoint, which is no longer "
+            "read: import or train it again"
+        )
+    for name in (CONFIG_FILE, PATTERN_FILE, MANIFEST_FILE):
+        _check_regular(folder / name)
     hf = _read_json(folder / CONFIG_FILE)
     config = model_config(hf)
     pattern = AttentionPattern.from_json(folder / PATTERN_FILE)
     pattern.validate(config)
-    _verify(folder)
-    stored = {part: ocp.metadata(part).metadata for part in _parts(folder)}
-    parts = {name: part for part, leaves in stored.items() for name in leaves}
-    tensors = {
-        name: (np.dtype(leaf.dtype), tuple(leaf.shape))
-        for leaves in stored.values()
-        for name, leaf in leaves.items()
-    }
-    expected = expected_tensors(config, routers=any(map(is_router, tensors)))
-    if {name: shape for name, (_, shape) in tensors.items()} != expected:
+    _verify(folder, hf)
+    stored = read_headers(folder / WEIGHTS)
+    expected = expected_tensors(config, routers=any(map(is_router, stored)))
+    if {name: tensor.shape for name, tensor in stored.items()} != expected:
         raise CheckpointError(f"the tensors in {folder / WEIGHTS} are not those that {CONFIG_FILE} asks for")
-    return Checkpoint(folder, hf, config, pattern, tensors, parts)
-
-
-def _parts(folder: Path) -> list[Path]:
-    """The Orbax checkpoints of a folder, in order."""
-    others = {int(part.name.removeprefix(f"{WEIGHTS}-")): part for part in folder.glob(f"{WEIGHTS}-[0-9]*")}
-    return [folder / WEIGHTS, *(others[number] for number in sorted(others))]
+    for name, tensor in stored.items():
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(f"tensor {name} in {folder / WEIGHTS} has dtype {tensor.dtype}")
+    return Checkpoint(folder, hf, config, pattern, stored)
 
 
 def write_checkpoint(
     destination: Path,
     hf_config: Mapping[str, Any],
     pattern: AttentionPattern,
-    tensors: Iterable[tuple[str, np.ndarray]],
+    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    read: Callable[[list[str]], Parts],
     *,
-    companions: Path | None = None,
+    companions: Mapping[str, bytes] | None = None,
+    check: Callable[[str, np.ndarray], None] = lambda name, part: None,
+    identity: str = "",
 ) -> None:
-    """Write a checkpoint folder from a stream of (Hugging Face name, array); `companions`: copy tokenizer files from.
+    """Write a checkpoint folder; no more than one tensor, or the part of it that `read` yields, is in memory.
 
-    Orbax's partial save writes each leaf once, so no more than `BATCH_BYTES` and one tensor are in memory. With several
-    processes all call this with the same whole tensors, because Orbax waits for all; process 0 writes.
+    With several processes all call this: they read the same tensors in the same order, and process 0 writes them.
+
+    Args:
+      tensors: dtype and shape by Hugging Face's name.
+      read, check: as in `write_model`.
+      companions: files to put beside the weights.
+      identity: of what is written, for a run that goes on after an interruption (`new_folder`).
     """
-    context = ocp.Context()
-    context.memory.deepcopy_host_arrays = False  # nothing changes our arrays while Orbax writes them
-    context.array.saving.use_compression = False  # weights hardly compress
-    first = jax.process_index() == 0
-    made = new_folder(destination) if first else contextlib.nullcontext(partial_folder(destination))
-    with made as folder, context:
-        stream = iter(tensors)
-        for number in itertools.count(1):
-            part = folder / (WEIGHTS if number == 1 else f"{WEIGHTS}-{number}")
-            if not _write_part(part, itertools.islice(stream, PART_LEAVES)):
-                break
-        if not first:
-            return
+    if jax.process_index() != 0:
+        for names in write_order(tensors, SHARD_BYTES):
+            for _ in read(names):
+                pass
+        return
+    for name, (dtype, _) in tensors.items():
+        if dtype not in DTYPES.values():
+            kinds = ", ".join(kind.name for kind in DTYPES.values())
+            raise CheckpointError(f"tensor {name} has dtype {dtype}; a checkpoint holds {kinds}")
+    with new_folder(destination, identity) as folder:
+        (folder / WEIGHTS).mkdir(exist_ok=True)
+        sums = write_model(folder / WEIGHTS, tensors, read, shard_bytes=SHARD_BYTES, check=check)
         write_json(folder / CONFIG_FILE, hf_config)
         pattern.to_json(folder / PATTERN_FILE)
-        write_json(folder / MANIFEST_FILE, {"sha256": _sums(folder)})
-        if companions is not None:
-            copy_companions(companions, folder)
+        listed = {f"{WEIGHTS}/{name}": total for name, total in sums.items()}
+        listed[CONFIG_FILE] = sum_of_json(hf_config)
+        write_json(folder / MANIFEST_FILE, {"sha256": listed} | ({"import": identity} if identity else {}))
+        for name, data in (companions or {}).items():
+            write_bytes(folder / name, data)
+        sync_folder(folder / WEIGHTS)
 
 
-def _write_part(part: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> bool:
-    """Write one of the Orbax checkpoints of a folder; False if there was nothing to write."""
-    batch: dict[str, np.ndarray] = {}
-    written = False
-    for name, array in tensors:
-        batch[name] = array
-        if sum(a.nbytes for a in batch.values()) >= BATCH_BYTES:
-            ocp.partial.save(part, batch)
-            batch.clear()
-            written = True
-    if batch:
-        ocp.partial.save(part, batch)
-        written = True
-    if written:
-        ocp.partial.finalize(part)
-    return written
+def _check_regular(file: Path) -> None:
+    """A folder has no bytes to read, and reading a pipe would never end."""
+    if file.exists() and not file.is_file():
+        raise CheckpointError(f"{file} is no regular file: the checkpoint is damaged")
 
 
-def copy_companions(source: Path, folder: Path) -> None:
-    for name in COMPANIONS:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+def written_from(destination: str | Path) -> str | None:
+    """The identity that a checkpoint folder was written with; None: there is no such folder, or it has none."""
+    try:
+        file = Path(destination).expanduser() / MANIFEST_FILE
+        _check_regular(file)
+        manifest = read_json(file, CheckpointError)
+        identity = manifest.get("import")
+    except (OSError, CheckpointError):
+        return None
+    return identity if isinstance(identity, str) else None
+
+
+def read_companions(folder: ModelFolder) -> dict[str, bytes]:
+    """The tokenizer's files of a folder and others of their kind. Raises as `sources.companion`."""
+    found = {name: companion(folder, name) for name in COMPANIONS}
+    return {name: file.read_bytes() for name, file in found.items() if file is not None}
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -359,33 +388,49 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is missing: the checkpoint is not complete") from None
 
 
-def _sums(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file of the weights, by its path in the folder."""
-    files = sorted(file for part in _parts(folder) for file in part.rglob("*") if file.is_file())
-    return {file.relative_to(folder).as_posix(): sum_of_file(file) for file in files}
-
-
 def weights_sum(path: str | Path) -> str:
     """One SHA-256 for a checkpoint folder's weights: of the sums of their files that its manifest has.
 
     Raises `CheckpointError` where there is no manifest. That the files have these sums is for `open_checkpoint` to see.
     """
     sums = _manifest(Path(path).expanduser())
-    return sum_of_json(sums)
+    return sum_of_json({name: total for name, total in sums.items() if name != CONFIG_FILE})
 
 
 def _manifest(folder: Path) -> dict[str, str]:
     sums = _read_json(folder / MANIFEST_FILE).get("sha256")
-    if not isinstance(sums, dict):
+    if not isinstance(sums, dict) or not all(isinstance(total, str) for total in sums.values()):
         raise CheckpointError(f"{folder / MANIFEST_FILE} has no 'sha256' sums")
     return sums
 
 
-def _verify(folder: Path) -> None:
+def _verify(folder: Path, hf: Mapping[str, Any]) -> None:
+    """Compare a folder with its manifest, which names every file of the weights and no other."""
     sums = _manifest(folder)
-    for name, expected in sums.items():
-        file = folder / name
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing: the checkpoint is not complete")
-        if sum_of_file(file) != expected:
-            raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one in {MANIFEST_FILE}")
+    configured = sums.pop(CONFIG_FILE, None)
+    there = {f"{WEIGHTS}/{path.name}" for path in (folder / WEIGHTS).iterdir()}
+    for name in sorted(sums.keys() | there):
+        if name not in there and Path(name).parent != Path(WEIGHTS):
+            raise CheckpointError(f"{folder / MANIFEST_FILE} lists {name!r}, which is no file of {WEIGHTS}/")
+        if name not in there:
+            raise CheckpointError(f"{folder / name} is missing: the checkpoint is not complete")
+        if name not in sums:
+            raise CheckpointError(
+                f"{folder / name} is not in {MANIFEST_FILE}, which lists all files of the weights: remove it"
+            )
+
+        _check_regular(folder / name)
+
+    def damaged(name: str) -> bool:
+        return sum_of_file(folder / name) != sums[name]
+
+    with concurrent.futures.ThreadPoolExecutor() as beside:
+        for name, wrong in zip(sums, beside.map(damaged, sums), strict=True):
+            if wrong:
+                raise CheckpointError(
+                    f"{folder / name} is damaged: its SHA-256 is not the one in {MANIFEST_FILE}"
+                )
+    if configured is not None and configured != sum_of_json(hf):
+        log.warning(
+            "%s was edited after it was written: the weights are read as it says now", folder / CONFIG_FILE
+        )

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from swa_jax.checkpoint.folder import CONFIG_FILE, PATTERN_FILE, copy_companions, open_checkpoint
+from swa_jax.checkpoint.folder import CONFIG_FILE, PATTERN_FILE, open_checkpoint, read_companions
 from swa_jax.checkpoint.safetensors_files import write_model
 from swa_jax.checkpoint.servers import served_config
 from swa_jax.checkpoint.tensor_names import hf_tensors, join_tensors, joined_parts
 from swa_jax.families import apply_pattern, model_config
-from swa_jax.files import check_destination, new_folder, write_json
+from swa_jax.files import check_destination, new_folder, write_bytes, write_json
 from swa_jax.model.pattern import AttentionPattern
 
 log = logging.getLogger(__name__)
@@ -66,11 +66,13 @@ def export_model(
         name: (source.tensors[joined[name][0].name if name in joined else name][0], shape)
         for name, shape in hf_tensors(written, routers=source.has_routers).items()
     }
+    companions = read_companions(source.folder)
     with new_folder(destination) as folder:
         write_json(folder / CONFIG_FILE, hf)
         source.pattern.to_json(folder / PATTERN_FILE)
         write_model(folder, tensors, lambda names: join_tensors(names, joined, source.read))
-        copy_companions(source.folder, folder)
+        for name, data in companions.items():
+            write_bytes(folder / name, data)
     if notice:
         log.warning("%s: %s", destination, notice)
     if served is not None:

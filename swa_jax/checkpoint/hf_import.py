@@ -1,19 +1,29 @@
-"""Import: a Hugging Face folder or hub id becomes a checkpoint folder (`swa_jax.checkpoint.folder`)."""
+"""Import: a Hugging Face model becomes a checkpoint folder (`swa_jax.checkpoint.folder`)."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from swa_jax.checkpoint.block_fp8 import SUFFIX, dequantised, split_scales
-from swa_jax.checkpoint.folder import COMPANIONS, CONFIG_FILE, PATTERN_FILE, WEIGHTS, write_checkpoint
-from swa_jax.checkpoint.mxfp4 import Packed, find_packed, stream_unpacked, with_unpacked
-from swa_jax.checkpoint.safetensors_files import DTYPES, StoredTensor, read_headers, stream_tensors
-from swa_jax.checkpoint.tensor_names import cut_tensors, hf_tensors, is_left_out, is_router, joined_parts
+from swa_jax.checkpoint.block_fp8 import dequantised, split_scales
+from swa_jax.checkpoint.companions import check_companions
+from swa_jax.checkpoint.folder import (
+    CONFIG_FILE,
+    PATTERN_FILE,
+    WEIGHTS,
+    open_checkpoint,
+    read_companions,
+    write_checkpoint,
+    written_from,
+)
+from swa_jax.checkpoint.mxfp4 import Packed, find_packed, unpacked, with_unpacked
+from swa_jax.checkpoint.safetensors_files import DTYPES, Parts, StoredTensor, TensorReader, read_headers
+from swa_jax.checkpoint.sources import ModelFolder, companion, open_source, stamp
+from swa_jax.checkpoint.tensor_names import hf_tensors, is_left_out, is_router, joined_parts
 from swa_jax.errors import CheckpointError
 from swa_jax.families import hf_pattern, model_config
 from swa_jax.families.pattern_files import is_pattern_file, load_pattern
@@ -25,42 +35,147 @@ from swa_jax.families.quantization import (
     unsupported,
     without_quantization,
 )
-from swa_jax.files import check_destination, read_json
+from swa_jax.files import check_destination, check_room, parse_json, partial_folder, sum_of, sum_of_json
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import EMBEDDING, HEAD
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.settings import nearest
 
+VERSION = 1  # of what an import writes: an interrupted import of another version is not continued
+
 
 def import_model(
-    source: str | Path, destination: str | Path, *, pattern: AttentionPattern | str | Path | None = None
+    source: str | Path,
+    destination: str | Path,
+    *,
+    pattern: AttentionPattern | str | Path | None = None,
+    describe: Callable[[str], Any] = lambda text: None,
 ) -> Path:
     """Turn a Hugging Face model into a checkpoint folder that `swa_jax.load_model` reads.
 
-    Everything is checked from the headers before the first byte is written, and the folder appears whole or not at
-    all. Weights keep their dtype and pass through memory a tensor at a time; those in blocks of FP8 are multiplied by
-    their scales and become what the others are, those in MXFP4 (gpt-oss) become bf16, which holds the same values.
+    Everything but the values of the weights is checked before the first byte is written, and the folder appears whole
+    or not at all. An import that was interrupted goes on when it is called again, and one that is done already is
+    not done again. Weights keep their dtype and pass through memory a part at a time; those in blocks of FP8 are
+    multiplied by their scales and become what the others are, those in MXFP4 (gpt-oss) become bf16, which holds the
+    same values.
 
     Args:
-      source: a folder with `config.json` and safetensors (one file or shards with an index), or a hub id.
+      source: a folder with `config.json` and safetensors (one file or shards with an index), a hub id, or the address
+        of a folder in a bucket (`sources.open_source`). The last two are read where they are.
       destination: a folder that does not exist yet, or is empty.
       pattern: an AttentionPattern, the path of a pattern JSON or a recipe. None: the source's `pattern.json` (which
         our export writes), or else what `config.json` says.
+      describe: called with what a user should know of the model, before anything is written.
 
     Returns:
       The destination.
 
     Raises:
-      ConfigError: an unsupported model or a pattern that does not fit it.
-      CheckpointError: unknown, missing or misshapen tensors, unsupported dtypes, pickled weights, damaged files, a
-        source that cannot be reached, a destination in use.
+      ConfigError: an unsupported model, a pattern that does not fit it, or a tokenizer that cannot be read.
+      CheckpointError: unknown, missing or misshapen tensors, unsupported dtypes, pickled weights, damaged files,
+        weights that are no numbers, a source that cannot be reached, a destination in use, a disk without room.
     """
+    done = written_from(destination)
+    if done is None:
+        check_destination(destination)  # before the source is read, which may take a while
+    plan = plan_import(source, pattern)
+    if done == plan.identity:
+        folder = open_checkpoint(destination).folder
+        describe(f"{destination} holds this import already")
+        return folder
     destination = check_destination(destination)
-    folder = _local_folder(source)
+    size = sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in plan.tensors.values())
+    check_room(destination, size - sum(_sizes(partial_folder(destination))))
+    for note in plan.notes:
+        describe(note)
+    write_checkpoint(
+        destination,
+        plan.hf_config,
+        plan.pattern,
+        plan.tensors,
+        plan.read,
+        companions=plan.companions,
+        check=plan.check,
+        identity=plan.identity,
+    )
+    return destination
+
+
+def _sizes(folder: Path) -> list[int]:
+    return [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+
+
+class Rows(NamedTuple):
+    """Where a tensor of ours is in the source: rows `first` to below `last` of one of the source's."""
+
+    name: str  # of the source's
+    tensor: StoredTensor
+    first: int
+    last: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportPlan:
+    """An import after all its checks, before its first byte."""
+
+    hf_config: dict[str, Any]
+    pattern: AttentionPattern
+    companions: dict[str, bytes]
+    notes: list[str]
+    rows: dict[str, Rows]  # by our name, in the order in which they lie in the source
+    packed: dict[str, Packed]
+    scales: dict[str, StoredTensor]
+    blocks: tuple[int, int] | None
+    identity: str  # changes with all that the result depends on
+
+    @property
+    def tensors(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+        """dtype and shape by our name."""
+        plain = _plain_dtype(self.hf_config)
+        return {
+            name: (
+                plain if rows.name in self.scales else DTYPES[rows.tensor.dtype],
+                (rows.last - rows.first, *rows.tensor.shape[1:]),
+            )
+            for name, rows in self.rows.items()
+        }
+
+    def read(self, names: list[str]) -> Parts:
+        """The named tensors in that order, in parts along their first axis; see `TensorReader.parts`."""
+        plain = _plain_dtype(self.hf_config)
+        with TensorReader() as reader:
+            for name in names:
+                rows = self.rows[name]
+                if rows.name in self.packed:
+                    for expert in unpacked(reader, rows.name, self.packed[rows.name]):
+                        yield name, expert
+                    continue
+                scale = reader.whole(self.scales[rows.name]) if rows.name in self.scales else None
+                for first, part in reader.parts(rows.tensor, rows.first, rows.last):
+                    if scale is not None and self.blocks is not None:
+                        part = dequantised(part, first, scale, self.blocks, plain)
+                    yield name, part
+
+    def check(self, name: str, part: np.ndarray) -> None:
+        """Raises `CheckpointError` for weights that are NaN or infinite."""
+        if not _are_finite(part):
+            rows = self.rows[name]
+            raise CheckpointError(
+                f"tensor '{rows.name}' in {rows.tensor.file.name} holds NaN or infinity, which no trained weight is: "
+                "the file is damaged, or the training of this model failed"
+            )
+
+
+def plan_import(source: str | Path, pattern: AttentionPattern | str | Path | None = None) -> ImportPlan:
+    """Read and check everything of a source but its weights' values. Raises as `import_model`."""
+    folder = open_source(source)
     hf = _read_config(folder)
     config = model_config(hf)
     chosen = _choose_pattern(folder, hf, config, pattern)
-    found, blocks = read_headers(folder), None
+    companions = read_companions(folder)
+    notes = check_companions(folder, companions, config.vocab_size)
+    headers = found = read_headers(folder)
+    blocks = None
     packed: dict[str, Packed] = {}
     scales: dict[str, StoredTensor] = {}
     if is_mxfp4(hf):
@@ -69,18 +184,40 @@ def import_model(
     elif (blocks := fp8_blocks(hf)) is not None:
         found, scales = split_scales(found, blocks)
     tensors = _check_tensors(found, config, quantised=scales)
-    stream = stream_tensors({name: tensor for name, tensor in tensors.items() if name not in packed})
-    if blocks is not None:
-        stream = dequantised(stream, _read_scales(scales), blocks, _plain_dtype(hf))
-    stream = itertools.chain(cut_tensors(stream, joined_parts(config)), stream_unpacked(packed))
-    write_checkpoint(destination, without_quantization(hf), chosen, stream, companions=folder)
-    return destination
+    identity = {
+        "version": VERSION,
+        "config": hf,
+        "pattern": chosen.to_json(),
+        "companions": {name: sum_of(data) for name, data in companions.items()},
+        "tensors": {name: [t.file.name, t.dtype, t.shape, t.start] for name, t in headers.items()},
+        "files": {str(file): stamp(file) for file in {tensor.file for tensor in headers.values()}},
+    }
+    return ImportPlan(
+        without_quantization(hf), chosen, companions, notes, _locate(tensors, config), packed, scales, blocks,
+        sum_of_json(identity),
+    )  # fmt: skip
 
 
-def _read_scales(scales: Mapping[str, StoredTensor]) -> dict[str, np.ndarray]:
-    """All scales at once: they may lie in another shard than their tensor, and are small."""
-    stored = {name + SUFFIX: scale for name, scale in scales.items()}
-    return {name.removesuffix(SUFFIX): array for name, array in stream_tensors(stored)}
+def _locate(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, Rows]:
+    """Our tensors in the order in which they lie in the source, which is how they are read and written."""
+    joined = joined_parts(config)
+    found: dict[str, Rows] = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].file.name, item[1].start)):
+        row = 0
+        for part in joined.get(name, ()):
+            found[part.name] = Rows(name, tensor, row, row + part.shape[0])
+            row += part.shape[0]
+        if name not in joined:
+            found[name] = Rows(name, tensor, 0, tensor.shape[0])
+    return found
+
+
+def _are_finite(array: np.ndarray) -> bool:
+    """Floats whose exponent has all bits set are infinite or no number."""
+    bits = array.reshape(-1).view({2: np.uint16, 4: np.uint32}[array.itemsize])
+    mask = bits.dtype.type({"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000}[array.dtype.name])
+    step = 1 << 16  # in the processor's cache
+    return all((bits[i : i + step] & mask).max() != mask for i in range(0, bits.size, step))
 
 
 def _plain_dtype(hf: Mapping[str, Any]) -> np.dtype:
@@ -89,71 +226,29 @@ def _plain_dtype(hf: Mapping[str, Any]) -> np.dtype:
     return {dtype.name: dtype for dtype in DTYPES.values()}.get(str(name), DTYPES["BF16"])
 
 
-def _local_folder(source: str | Path) -> Path:
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder
-    text = str(source)
-    if (
-        isinstance(source, Path)
-        or folder.exists()
-        or text.startswith((".", "~", "/"))
-        or text.count("/") != 1
-    ):
-        raise CheckpointError(
-            f"{source} is no folder; give a folder with config.json, or a hub id such as 'Qwen/Qwen3-0.6B'"
-        )
-    return _download(text)
-
-
-def _download(repository: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        RepositoryNotFoundError,
-    )
-
-    try:
-        # Only the names read here: some repositories hold the same weights again under other names.
-        wanted = ["*.json", "model*.safetensors", *COMPANIONS]
-        return Path(snapshot_download(repository, allow_patterns=wanted))
-    except GatedRepoError:
-        raise CheckpointError(
-            f"'{repository}' is gated: accept its terms on the hub and log in (`hf auth login`), or give a folder"
-        ) from None
-    except (RepositoryNotFoundError, HFValidationError):
-        raise CheckpointError(
-            f"'{repository}' is neither a folder here nor a model on the Hugging Face hub"
-        ) from None
-    except (HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise CheckpointError(
-            f"'{repository}' is no folder here, and the Hugging Face hub cannot be reached ({reason}); "
-            "give a folder with the downloaded model"
-        ) from None
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    file = folder / CONFIG_FILE
-    if (folder / WEIGHTS).is_dir():
+def _read_config(folder: ModelFolder) -> dict[str, Any]:
+    if isinstance(folder, Path) and (folder / WEIGHTS).is_dir():
         raise CheckpointError(
             f"{folder} is already a checkpoint folder of this library: load it with load_model"
         )
-    if not file.is_file():
+    file = companion(folder, CONFIG_FILE)
+    if file is None:
         raise CheckpointError(f"{folder} holds no {CONFIG_FILE}: it is not a Hugging Face model")
-    hf = read_json(file)
+    hf = parse_json(file.read_bytes(), file, finite=True)
     if not hf.get(KEY) and (folder / MODELOPT_FILE).is_file():
         raise unsupported(f"{MODELOPT_FILE}: quant_method 'modelopt'")
     return hf
 
 
 def _choose_pattern(
-    folder: Path, hf: Mapping[str, Any], config: ModelConfig, pattern: AttentionPattern | str | Path | None
+    folder: ModelFolder,
+    hf: Mapping[str, Any],
+    config: ModelConfig,
+    pattern: AttentionPattern | str | Path | None,
 ) -> AttentionPattern:
-    if pattern is None and (folder / PATTERN_FILE).is_file():
-        pattern = folder / PATTERN_FILE
+    if pattern is None and (own_file := companion(folder, PATTERN_FILE)) is not None:
+        data = parse_json(own_file.read_bytes(), own_file, finite=True)
+        return load_pattern(AttentionPattern.from_object(str(own_file), data), config)
     if isinstance(pattern, AttentionPattern) or (pattern is not None and is_pattern_file(pattern)):
         return load_pattern(pattern, config)
     own = hf_pattern(hf)
@@ -206,16 +301,14 @@ def _check_tied(tensors: Mapping[str, StoredTensor]) -> None:
         return  # reported as missing, or for its dtype
     one, other = tensors[EMBEDDING], tensors[HEAD]
     alike = (one.dtype, one.shape) == (other.dtype, other.shape)
-    if not (alike and _same_bits(*(_read_one(tensors, name) for name in (EMBEDDING, HEAD)))):
+    if not (alike and _same_bits(one, other)):
         raise CheckpointError(
             f"config.json ties the embeddings (tie_word_embeddings), but '{HEAD}' differs from '{EMBEDDING}': "
             "set tie_word_embeddings to false to use both"
         )
 
 
-def _read_one(tensors: Mapping[str, StoredTensor], name: str) -> np.ndarray:
-    return dict(stream_tensors({name: tensors[name]}))[name]
-
-
-def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    return np.array_equal(a.reshape(-1).view(np.uint8), b.reshape(-1).view(np.uint8))
+def _same_bits(one: StoredTensor, other: StoredTensor) -> bool:
+    with TensorReader() as left, TensorReader() as right:
+        pairs = zip(left.parts(one), right.parts(other), strict=True)
+        return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for (_, a), (_, b) in pairs)

@@ -6,14 +6,12 @@ OCP Microscaling Formats (MX) Specification 1.0: elements E2M1, scales E8M0 with
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
-from safetensors import safe_open
 
-from swa_jax.checkpoint.safetensors_files import StoredTensor
+from swa_jax.checkpoint.safetensors_files import StoredTensor, TensorReader
 from swa_jax.errors import CheckpointError
 
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -66,30 +64,25 @@ def with_unpacked(found: Mapping[str, StoredTensor], packed: Mapping[str, Packed
     plain = {name: tensor for name, tensor in found.items() if name not in parts}
     for name, (blocks, _) in packed.items():
         experts, outputs, groups, size = blocks.shape
-        plain[name] = StoredTensor(blocks.file, "BF16", (experts, 2 * groups * size, outputs))
+        plain[name] = blocks._replace(dtype="BF16", shape=(experts, 2 * groups * size, outputs))
     return plain
 
 
-def stream_unpacked(packed: Mapping[str, Packed]) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, bf16 [E, in, out]) for each packed tensor; one of them, and one expert's numbers in f32, are in memory."""
-    for name, (blocks, scales) in packed.items():
-        experts, outputs, groups, size = blocks.shape
-        whole = np.empty((experts, 2 * groups * size, outputs), ml_dtypes.bfloat16)
-        with safe_open(blocks.file, "np") as a, safe_open(scales.file, "np") as b:
-            codes, exponents = a.get_slice(name + BLOCKS), b.get_slice(name + SCALES)
-            for expert in range(experts):
-                part = slice(expert, expert + 1)
-                whole[expert] = _unpack(codes[part][0], exponents[part][0], name + SCALES, scales.file).T
-        yield name, whole
+def unpacked(reader: TensorReader, name: str, packed: Packed) -> Iterator[np.ndarray]:
+    """bf16 [1, in, out] for each expert; one expert's numbers in f32 are in memory."""
+    for expert in range(packed.blocks.shape[0]):
+        codes = reader.rows(packed.blocks, expert, expert + 1)[0]
+        exponents = reader.rows(packed.scales, expert, expert + 1)[0]
+        if (exponents == 255).any():
+            raise CheckpointError(
+                f"tensor '{name}{SCALES}' in {packed.scales.file.name} holds the scale 255, which stands for no number"
+            )
+        yield _unpack(codes, exponents).T[None].astype(ml_dtypes.bfloat16, order="C")
 
 
-def _unpack(codes: np.ndarray, exponents: np.ndarray, name: str, file: Path) -> np.ndarray:
+def _unpack(codes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
     """codes [out, in / 32, 16], exponents [out, in / 32] -> f32 [out, in]."""
-    if (exponents == 255).any():
-        raise CheckpointError(
-            f"tensor '{name}' in {file.name} holds the scale 255, which stands for no number"
-        )
-    scaled = np.ldexp(
-        _PAIRS[codes], exponents.astype(np.int32)[..., None, None] - 127
-    )  # [out, in / 32, 16, 2]
+    powers = exponents.astype(np.int32)[..., None, None] - 127
+    with np.errstate(over="ignore"):  # what is no number is found where it is written
+        scaled = np.ldexp(_PAIRS[codes], powers)  # [out, in / 32, 16, 2]
     return scaled.reshape(codes.shape[0], -1)

@@ -36,7 +36,10 @@ class Verbs(typer.core.TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            for argument in [*ctx._protected_args, *ctx.args]:  # before any verb has done anything
+            verb, *arguments = [*ctx._protected_args, *ctx.args] or [""]
+            for argument in (
+                [] if verb == "import" else arguments
+            ):  # import reads buckets, and checks for itself
                 key, _, value = argument.rpartition("=")
                 check_local(value, f"'{key}' =" if key else "the argument")
             return super().invoke(ctx)
@@ -117,25 +120,24 @@ def demo(
 
 @app.command("import")
 def import_(
-    source: Annotated[str, Argument(help="A Hugging Face folder, or a Hub id such as Qwen/Qwen3-0.6B.")],
+    source: Annotated[
+        str,
+        Argument(
+            help="A Hugging Face folder, a Hub id such as Qwen/Qwen3-0.6B, or a folder in a bucket, gs://..."
+        ),
+    ],
     destination: Annotated[Path, Argument(help="A new folder for the checkpoint.")],
     pattern: Annotated[
         str | None, Option(help="A recipe or a pattern JSON; default: what the model's config.json says.")
     ] = None,
 ) -> None:
     """Turn a Hugging Face model into a checkpoint folder."""
-    from swa_jax.checkpoint.folder import open_checkpoint
+    from swa_jax.checkpoint.folder import PATTERN_FILE
     from swa_jax.checkpoint.hf_import import import_model
-    from swa_jax.data.tokenizer import load_tokenizer
+    from swa_jax.model.pattern import AttentionPattern
 
-    import_model(source, destination, pattern=pattern)
-    typer.echo(f"{destination}\n{open_checkpoint(destination).pattern}")
-    try:
-        load_tokenizer(destination)
-    except ConfigError as error:
-        typer.echo(
-            f"without a tokenizer that can be read, this model takes token ids only: {error}", err=True
-        )
+    import_model(source, destination, pattern=pattern, describe=lambda note: typer.echo(note, err=True))
+    typer.echo(f"{destination}\n{AttentionPattern.from_json(destination / PATTERN_FILE)}")
 
 
 @app.command()

@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from swa_jax.errors import ConfigError
-from swa_jax.files import read_json
+from swa_jax.files import parse_json
 
 END_OF_TEXT = "<eos>"
 PROBE = "Café  naïve 你好,\n\tx_1 = 3.14159; <eos> \U0001f600 it's"  # notices merges and rules that differ
@@ -25,7 +25,8 @@ class Tokenizer:
 
     Attributes:
       eos_id: the token that stands between documents, None if there is none.
-      end_ids: the tokens that end a reply: `eos_id` and what `generation_config.json` names.
+      end_ids: the tokens that end a reply: `eos_id` and what `generation_config.json` names. Ids of no token are left
+        out.
     """
 
     def __init__(
@@ -38,7 +39,8 @@ class Tokenizer:
         if eos_token is not None and self.eos_id is None:
             raise ConfigError(f"the tokenizer has no token {eos_token!r}, named as its end-of-text token")
         own = () if self.eos_id is None else (self.eos_id,)
-        self.end_ids: tuple[int, ...] = tuple(dict.fromkeys((*own, *end_ids)))
+        ends = dict.fromkeys((*own, *end_ids))
+        self.end_ids: tuple[int, ...] = tuple(token for token in ends if 0 <= token < self.vocab_size)
         # What the model expects before a text: Llama's and Mistral's tokenizers put a <bos> there, Qwen's nothing.
         probe = backend.encode(PROBE)
         added = sum(itertools.takewhile(bool, probe.special_tokens_mask))
@@ -62,17 +64,39 @@ def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"no tokenizer at {file}; expected a tokenizer.json")
+    settings = file.with_name("tokenizer_config.json")
+    named = settings.read_bytes() if settings.is_file() else None
+    ends = _configured_ends(file.with_name("generation_config.json"))
+    return read_tokenizer(file.read_bytes(), file, named, settings, eos_token, ends)
+
+
+def read_tokenizer(
+    data: bytes,
+    file: object,
+    settings: bytes | None = None,
+    settings_file: object = "",
+    eos_token: str | None = None,
+    end_ids: Sequence[int] = (),
+) -> Tokenizer:
+    """The tokenizer of a `tokenizer.json` and, if there is one, a `tokenizer_config.json`.
+
+    Args:
+      data, settings: what the two files hold.
+      file, settings_file: what to call them in sentences.
+    """
     try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
+        backend = tokenizers.Tokenizer.from_buffer(data)
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode(PROBE)
     except Exception as error:  # what the library raises is an Exception and no more
-        raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from None
-    backend.no_padding()
-    backend.no_truncation()
-    if eos_token is None:
-        eos_token = _configured_eos(file.with_name("tokenizer_config.json"))
+        sentence = " ".join(str(error).split())
+        raise ConfigError(f"{file} cannot be read as a tokenizer: {sentence}") from None
+    if eos_token is None and settings is not None:
+        eos_token = _configured_eos(settings, settings_file)
     if eos_token is None and backend.token_to_id(END_OF_TEXT) is not None:
         eos_token = END_OF_TEXT
-    return Tokenizer(backend, eos_token, _configured_ends(file.with_name("generation_config.json")))
+    return Tokenizer(backend, eos_token, end_ids)
 
 
 def check_same_tokens(tokenizer: Tokenizer, path: str | Path, checkpoint: str | Path) -> None:
@@ -113,17 +137,20 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(backend, END_OF_TEXT)
 
 
-def _configured_eos(file: Path) -> str | None:
-    if not file.is_file():
-        return None
-    token = read_json(file).get("eos_token")
-    return token["content"] if isinstance(token, dict) else token
+def _configured_eos(settings: bytes, file: object) -> str | None:
+    token = parse_json(settings, file).get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str | None) or (text is None and token is not None):
+        raise ConfigError(
+            f"{file}: eos_token must be a text, or an object with its content; got {str(token)[:200]!r}"
+        )
+    return text
 
 
 def _configured_ends(file: Path) -> list[int]:
     """`eos_token_id` of a `generation_config.json`: one id, several, or none."""
-    value = read_json(file).get("eos_token_id") if file.is_file() else None
+    value = parse_json(file.read_bytes(), file).get("eos_token_id") if file.is_file() else None
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(type(token) is not int or token < 0 for token in ids):
+    if any(type(token) is not int for token in ids):
         raise ConfigError(f"eos_token_id in {file} must be a token id or a list of them, got {value!r:.40}")
     return ids

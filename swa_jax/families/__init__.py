@@ -34,6 +34,7 @@ from swa_jax.families import (
     swat,
 )
 from swa_jax.families.common import Family
+from swa_jax.families.grammar import check_types
 from swa_jax.families.rope import ROPE_KEYS
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
@@ -62,6 +63,7 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
       ConfigError: a family, activation, RoPE type or other feature this decoder does not have, a missing key, or a
         value of the wrong type; the sentence names the key.
     """
+    check_types(hf)
     layers = hf.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MOST_LAYERS:  # before lists of that length are made
         raise ConfigError(f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, got {layers}")

@@ -91,7 +91,8 @@ def read_rope(
                 f"{original!r}"
             )
         values["original_max_position_embeddings"] = original or max_positions
-        values.setdefault("factor", max_positions / values["original_max_position_embeddings"])
+        factor = max_positions / values["original_max_position_embeddings"]
+        values.setdefault("factor", max(factor, 1.0) if kind == "longrope" else factor)
     return float(theta), from_dict(RopeScaling, {"rope_type": kind} | values, f"config.json.{key}")
 
 

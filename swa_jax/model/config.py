@@ -12,6 +12,42 @@ RopeKind = Literal["global", "local", "none"]
 ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 MlpKind = Literal["dense", "sparse"]
 
+# What a trained model may have: beyond it, numbers overflow, or a factor does nothing or everything.
+_BOUNDS = {
+    "rope_theta": (2, 1e12),
+    "local_rope_theta": (2, 1e12),
+    "rms_norm_eps": (1e-20, 0.5),
+    "initializer_range": (0, 10),
+    **dict.fromkeys(
+        (
+            "attention_scale", "attention_softcap", "logit_softcap", "embedding_multiplier", "residual_multiplier",
+            "logit_multiplier", "swiglu_limit", "swiglu_alpha",
+        ),
+        (1e-6, 1e6),
+    ),
+    **dict.fromkeys(("sigmoid_bias", "router_bias_init"), (-1e6, 1e6)),
+    **dict.fromkeys(("max_position_embeddings", "vocab_size"), (1, 2**31 - 1)),
+}  # fmt: skip
+_SCALING_BOUNDS = {
+    "factor": (1, 1e4),
+    "original_max_position_embeddings": (1, 2**31 - 1),
+    "low_freq_factor": (1e-3, 1e4),
+    "high_freq_factor": (1e-3, 1e4),
+    "beta_fast": (1e-3, 1e4),
+    "beta_slow": (1e-3, 1e4),
+    "attention_factor": (1e-2, 1e2),
+    "mscale": (0, 1e2),
+    "mscale_all_dim": (0, 1e2),
+}
+MOST_EXPERTS = 1_000_000  # in all layers together
+
+
+def _check_bounds(config: object, bounds: dict[str, tuple[float, float]], prefix: str = "") -> None:
+    for name, (least, most) in bounds.items():
+        value = getattr(config, name)
+        if value is not None and not least <= value <= most:
+            raise ConfigError(f"{prefix}{name} must be from {least:g} to {most:g}, got {value}")
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -35,6 +71,18 @@ class RopeScaling:
     truncate: bool = True  # yarn: round the correction range outwards to whole channels
     short_factor: tuple[float, ...] = ()  # longrope, one a frequency
     long_factor: tuple[float, ...] = ()  # longrope, one a frequency
+
+    def __post_init__(self) -> None:
+        _check_bounds(self, _SCALING_BOUNDS, "rope_scaling.")
+        if self.rope_type == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                f"rope_scaling.low_freq_factor ({self.low_freq_factor:g}) must be below high_freq_factor "
+                f"({self.high_freq_factor:g})"
+            )
+        if self.rope_type == "yarn" and not self.beta_slow < self.beta_fast:
+            raise ConfigError(
+                f"rope_scaling.beta_slow ({self.beta_slow:g}) must be below beta_fast ({self.beta_fast:g})"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +181,7 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} must be above 0, got {value}")
+        _check_bounds(self, _BOUNDS)
         alike = set(self.rope_layers) == {"global"}  # one spelling, so that equal models are equal
         object.__setattr__(self, "rope_layers", () if alike else tuple(self.rope_layers))
         if self.rope_layers and len(self.rope_layers) != self.num_hidden_layers:
@@ -177,10 +226,12 @@ class ModelConfig:
         if self.rope_scaling is not None and self.rope_scaling.rope_type == "longrope":
             for name in ("short_factor", "long_factor"):
                 factors = getattr(self.rope_scaling, name)
-                if len(factors) != self.rotary_dim // 2 or not all(factor > 0 for factor in factors):
+                if len(factors) != self.rotary_dim // 2 or not all(
+                    1e-3 <= factor <= 1e4 for factor in factors
+                ):
                     raise ConfigError(
-                        f"rope_scaling.{name} must have {self.rotary_dim // 2} numbers above 0, one for each pair of "
-                        f"channels that is turned, got {list(factors)}"
+                        f"rope_scaling.{name} must have {self.rotary_dim // 2} numbers above 0, at most 1e4, one for "
+                        f"each pair of channels that is turned, got {str(list(factors))[:200]}"
                     )
 
     def _check_experts(self) -> None:
@@ -194,6 +245,10 @@ class ModelConfig:
             )
         if self.num_experts and self.moe_intermediate_size < 1:
             raise ConfigError(f"moe_intermediate_size must be above 0, got {self.moe_intermediate_size}")
+        if self.num_experts * self.num_hidden_layers > MOST_EXPERTS:
+            raise ConfigError(
+                f"num_experts ({self.num_experts}) in {self.num_hidden_layers} layers: more than {MOST_EXPERTS} in all"
+            )
         if self.num_experts < 0 or (self.num_experts == 0 and "sparse" in self.mlp_layer_types):
             raise ConfigError(
                 f"num_experts must be above 0 for the experts that mlp_layer_types asks for, or 0 for none; "

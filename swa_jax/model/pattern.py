@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from swa_jax.errors import ConfigError
-from swa_jax.files import write_text
+from swa_jax.files import parse_json, write_text
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
 from swa_jax.model.recipes import DEFAULT_WINDOW, read_recipe
@@ -22,6 +22,7 @@ from swa_jax.settings import from_dict, nearest
 
 SWAA_KEYS = ("sliding_window_size", "keep_first", "force_fa_decode", "non_sliding_layers")
 VERSION = 1
+MOST_POSITIONS = 2**31 - 1  # they are counted in 32 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,12 @@ class AttentionPattern:
             )
         if self.num_sink_tokens < 0:
             raise ConfigError(f"num_sink_tokens must be 0 or more, got {self.num_sink_tokens}")
+        for name, value in (
+            ("sliding_window", self.sliding_window),
+            ("num_sink_tokens", self.num_sink_tokens),
+        ):
+            if value is not None and value > MOST_POSITIONS:
+                raise ConfigError(f"{name} must be at most {MOST_POSITIONS}, got {value}")
 
     # ---- reading it ----
 
@@ -266,16 +273,12 @@ def read_object(source: str | Path) -> tuple[str, dict[str, Any]]:
     is_text = isinstance(source, str) and source.lstrip().startswith("{")
     name = "the pattern" if is_text else str(source)
     try:
-        data = json.loads(source if is_text else Path(source).read_text())  # type: ignore[arg-type]
+        data = str(source).encode() if is_text else Path(source).read_bytes()
     except FileNotFoundError:
         raise ConfigError(f"pattern file {source} does not exist") from None
     except OSError as error:
         raise ConfigError(f"pattern file {source} cannot be read: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name} is not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{name} has no 'layer_types': it is not an attention pattern")
-    return name, data
+    return name, parse_json(data, name, finite=True)
 
 
 def _integer(name: str, value: Any) -> int:

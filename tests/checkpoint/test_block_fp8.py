@@ -206,7 +206,7 @@ def test_an_import_holds_one_tensor_at_a_time(tmp_path, monkeypatch):
     write_safetensors(folder / "model.safetensors", tensors)
     largest = 2 * 256 * 2048
     assert (folder / "model.safetensors").stat().st_size > 15 * largest
-    monkeypatch.setattr(checkpoint_module, "BATCH_BYTES", largest)
+    monkeypatch.setattr("swa_jax.checkpoint.safetensors_files.PART_BYTES", largest)
     import_model(GOLDEN / "qwen2-full", tmp_path / "warm-up")
     tracemalloc.start()
     try:

@@ -47,20 +47,20 @@ def test_export_gives_back_the_very_tensors(case, tmp_path):
         assert (model_config(hf), hf_pattern(hf)) == (model_config(theirs), hf_pattern(theirs))
 
 
-def test_many_tensors_lie_in_several_parts(tmp_path, monkeypatch):
+def test_many_tensors_lie_in_several_shards(tmp_path, monkeypatch):
     case = GOLDEN / "qwen3-moe-full"
-    monkeypatch.setattr(swa_jax.checkpoint.folder, "PART_LEAVES", 25)
+    monkeypatch.setattr(swa_jax.checkpoint.folder, "SHARD_BYTES", 100_000)
     imported = import_model(case, tmp_path / "imported")
     original = load_file(case / "model.safetensors")
-    parts = sorted(folder.name for folder in imported.iterdir() if folder.is_dir())
-    assert parts == sorted(["weights", *(f"weights-{n}" for n in range(2, -(-len(original) // 25) + 1))])
+    shards = sorted((imported / "weights").glob("*.safetensors"))
+    assert len(shards) > 3
     opened = open_checkpoint(imported)
-    names = sorted(original, key=lambda name: name[::-1])  # from one part to another and back
+    names = sorted(original, key=lambda name: name[::-1])  # from one shard to another and back
     stored = list(opened.read(names))
     assert [name for name, _ in stored] == names
     assert all(array.tobytes() == original[name].tobytes() for name, array in stored)
-    shutil.rmtree(imported / "weights-3")
-    with pytest.raises(CheckpointError, match=r"weights-3/.* is missing: the checkpoint is not complete"):
+    shards[2].unlink()
+    with pytest.raises(CheckpointError, match=f"{shards[2].name} is missing: the checkpoint is not complete"):
         open_checkpoint(imported)
 
 
@@ -214,27 +214,30 @@ def sparse_model(folder: Path, config: dict, shard_bytes: int) -> int:
 MEASURED = """
 import sys
 from pathlib import Path
-from swa_jax.checkpoint import hf_import, safetensors_files
+from swa_jax.checkpoint import hf_import
+from swa_jax.checkpoint.safetensors_files import TensorReader
 
 source, destination, shards = sys.argv[1], sys.argv[2], int(sys.argv[3])
-stream_tensors = hf_import.stream_tensors
+parts, seen = TensorReader.parts, []
 
 def peak():
     status = Path("/proc/self/status").read_text()
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
-def watched(tensors):
-    files = sorted({tensor.file for tensor in tensors.values()})
-    peak()
-    for number, file in enumerate(files[:shards], start=1):
-        yield from stream_tensors({name: tensor for name, tensor in tensors.items() if tensor.file == file})
-        print(peak(), flush=True)
-    if shards < len(files):
-        raise SystemExit(0)
+def watched(reader, tensor, *rows):
+    if tensor.file not in seen:
+        if seen:
+            print(peak(), flush=True)
+        if len(seen) == shards:
+            raise SystemExit(0)
+        peak()
+        seen.append(tensor.file)
+    return parts(reader, tensor, *rows)
 
-hf_import.stream_tensors = watched
+TensorReader.parts = watched
 hf_import.import_model(source, destination)
+print(peak())
 """
 
 

@@ -215,7 +215,7 @@ def test_config_error_is_a_value_error():
     "command",
     [
         "import swa_jax/recall gs://bucket/model",
-        "import gs://bucket/hf out",
+        "import gs://bucket/hf gs://bucket/model",
         "export gs://bucket/model out",
         "export model s3://bucket/out",
         "generate gs://bucket/model hello",
@@ -236,7 +236,7 @@ def test_config_error_is_a_value_error():
 def test_a_bucket_is_refused_before_anything_runs(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert re.fullmatch(
-        r"(the argument|'[\w-]+' =) (gs|s3)://\S+ is the address of a bucket, .* the path of the mounted folder",
+        r"(the (argument|destination)|'[\w-]+' =) (gs|s3)://\S+ is the address of a bucket, .* of the mounted folder",
         fails(*command.split()),
     )
     assert not list(tmp_path.iterdir())

@@ -87,10 +87,10 @@ def test_every_end_token_of_generation_config(tmp_path, byte_tokenizer):
     (tmp_path / "tokenizer.json").write_bytes(byte_tokenizer.read_bytes())
     assert load_tokenizer(tmp_path).end_ids == (256,)
     config = tmp_path / "generation_config.json"
-    for value, ends in ((7, (256, 7)), ([256, 9, 7], (256, 9, 7)), (None, (256,))):
+    for value, ends in ((7, (256, 7)), ([256, 9, 7], (256, 9, 7)), (None, (256,)), ([-1, 257, 3], (256, 3))):
         config.write_text(json.dumps({"eos_token_id": value}))
         assert load_tokenizer(tmp_path).end_ids == ends
-    for value in ("7", [7, "8"], True, [-1]):
+    for value in ("7", [7, "8"], True, [1.0]):
         config.write_text(json.dumps({"eos_token_id": value}))
         with pytest.raises(ConfigError, match=r"eos_token_id in .*generation_config.json must be a token id"):
             load_tokenizer(tmp_path)

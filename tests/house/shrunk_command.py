@@ -40,13 +40,15 @@ MOST = {
     "--kills": 1,
     "--terms": 1,
     "--count": 3,
+    "--times": 1,
+    "--megabytes": 60,
     "--tries": 1,
     "--options": 0,
 }
 # How often an option may be repeated: the first ones stay, and all files, because a page may name a wrong one.
 REPEATS = {"--pattern": 2, "--chip": 1, "--ratio": 2}
 # Words that stand for others. A model of the Hub is the bundled one, which has the same format and finds needles.
-INSTEAD = {"Qwen/Qwen3-0.6B": "swa_jax/recall"}
+INSTEAD = {"Qwen/Qwen3-0.6B": "swa_jax/recall", "hf://Qwen/Qwen3-0.6B@main": "swa_jax/recall"}
 # What is added to every command that begins so.
 ADDED = {
     "python -m launch.tpu_vm": ["--dry-run"],  # no cloud here

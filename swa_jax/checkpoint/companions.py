@@ -1,0 +1,85 @@
+"""The files beside the weights, checked before an import writes: the tokenizer's and `generation_config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from swa_jax.checkpoint.sources import ModelFolder
+from swa_jax.data.tokenizer import read_tokenizer
+from swa_jax.errors import CheckpointError, ConfigError
+from swa_jax.files import parse_json
+
+TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+
+_WHOLE = (
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "min_new_tokens",
+    "num_beams",
+    "num_return_sequences",
+    "top_k",
+)
+_NUMBERS = (
+    "diversity_penalty", "epsilon_cutoff", "eta_cutoff", "length_penalty", "min_p", "repetition_penalty", "temperature",
+    "top_p", "typical_p",
+)  # fmt: skip
+_SWITCHES = ("do_sample", "use_cache", "output_scores")
+_TOKENS = ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id")
+
+
+def check_companions(folder: ModelFolder, files: Mapping[str, bytes], vocab_size: int) -> list[str]:
+    """What a user should know of the tokenizer of a model with so many embeddings, in sentences.
+
+    Raises:
+      ConfigError: a tokenizer that is there and cannot be read.
+      CheckpointError: a file of JSON that is none, or holds what its keys cannot.
+    """
+    for name, data in files.items():
+        if name.endswith(".json") and name != TOKENIZER:
+            settings = parse_json(data, folder / name, CheckpointError, finite=name == GENERATION)
+            if name == GENERATION:
+                _check_generation(settings, f"{folder / name}")
+    if TOKENIZER not in files:
+        return [f"without a tokenizer.json in {folder}, this model takes token ids only"]
+    file = folder / TOKENIZER
+    try:
+        tokenizer = read_tokenizer(files[TOKENIZER], file, files.get(SETTINGS), folder / SETTINGS)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; fetch the file again, or remove it to use the model with token ids only"
+        ) from None
+    if tokenizer.eos_id is not None and tokenizer.eos_id >= vocab_size:
+        raise ConfigError(
+            f"{file} gives its end-of-text token the id {tokenizer.eos_id}, but the model has {vocab_size} embeddings: "
+            "it is the tokenizer of another model"
+        )
+    if tokenizer.vocab_size > vocab_size:
+        return [
+            f"{file} has ids up to {tokenizer.vocab_size - 1}, the model embeddings for ids below {vocab_size} only"
+        ]
+    return []
+
+
+def _check_generation(settings: Mapping[str, Any], where: str) -> None:
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    def is_token(value: Any) -> bool:
+        return type(value) is int and -1 <= value < 2**31  # -1: none, in old files
+
+    kinds = (
+        (_WHOLE, "a whole number", lambda value: type(value) is int and -(2**31) <= value < 2**31),
+        (_NUMBERS, "a number", is_number),
+        (_SWITCHES, "true or false", lambda value: isinstance(value, bool)),
+        (
+            _TOKENS,
+            "the id of a token, or a list of them",
+            lambda value: is_token(value) or (isinstance(value, list) and all(map(is_token, value))),
+        ),
+    )
+    for keys, kind, fits in kinds:
+        for key in keys:
+            if settings.get(key) is not None and not fits(settings[key]):
+                raise CheckpointError(f"{where}: {key} must be {kind}, got {str(settings[key])[:200]!r}")

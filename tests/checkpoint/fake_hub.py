@@ -1,0 +1,109 @@
+"""A Hugging Face hub on this machine, with one repository, which counts what it sends."""
+
+import http.server
+import json
+import re
+import threading
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REPOSITORY = "someone/model"
+
+
+class Hub:
+    """Serves a folder as `someone/model`, revisions `main` and `COMMIT`."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.sent: dict[str, int] = {}  # bytes by file
+        self.breaks_after: int | None = None  # bytes of weights, after which it answers nothing more
+        hub = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                hub.answer(self)
+
+            do_HEAD = do_POST = do_GET
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def __enter__(self) -> "Hub":
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+    def answer(self, request: Any) -> None:
+        path = unquote(request.path.split("?")[0])
+        length = int(request.headers.get("content-length") or 0)
+        body = request.rfile.read(length)
+        revision = rf"(main|{COMMIT})"
+        if re.fullmatch(rf"/api/models/{REPOSITORY}(/revision/{revision})?", path):
+            self.json(
+                request, {"id": REPOSITORY, "modelId": REPOSITORY, "sha": COMMIT, "siblings": [], "tags": []}
+            )
+        elif re.fullmatch(rf"/api/models/{REPOSITORY}/tree/{revision}/?", path):
+            self.json(request, [self.entry(file) for file in sorted(self.folder.iterdir())])
+        elif re.fullmatch(rf"/api/models/{REPOSITORY}/paths-info/{revision}", path):
+            names = (
+                json.loads(body)["paths"] if body.startswith(b"{") else re.findall(rb"paths=([^&]+)", body)
+            )
+            found = [self.folder / (name if isinstance(name, str) else name.decode()) for name in names]
+            self.json(request, [self.entry(file) for file in found if file.is_file()])
+        elif match := re.fullmatch(rf"/{REPOSITORY}/resolve/{revision}/([^/]+)", path):
+            self.file(request, self.folder / match[2])
+        else:
+            message = {"error": "Repository not found"}
+            self.json(
+                request,
+                message,
+                404,
+                {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"},
+            )
+
+    def entry(self, file: Path) -> dict[str, Any]:
+        return {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": "0" * 40}
+
+    def json(
+        self, request: Any, value: Any, status: int = 200, headers: dict[str, str] | None = None
+    ) -> None:
+        self.send(
+            request,
+            status,
+            json.dumps(value).encode(),
+            {"Content-Type": "application/json", **(headers or {})},
+        )
+
+    def file(self, request: Any, file: Path) -> None:
+        data = file.read_bytes()
+        headers = {"ETag": '"0"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("range") or "")
+        status, part = 200, data
+        if wanted:
+            first, last = int(wanted[1]), int(wanted[2])
+            status, part = 206, data[first : last + 1]
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+        weights = sum(size for name, size in self.sent.items() if name.endswith(".safetensors"))
+        if self.breaks_after is not None and weights > self.breaks_after:
+            return self.send(request, 403, b"no more", {})  # an answer that is not asked for again
+        if request.command == "GET":
+            self.sent[file.name] = self.sent.get(file.name, 0) + len(part)
+        return self.send(request, status, part, headers)
+
+    def send(self, request: Any, status: int, data: bytes, headers: dict[str, str]) -> None:
+        request.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            request.send_header(name, value)
+        request.end_headers()
+        if request.command != "HEAD":
+            request.wfile.write(data)

@@ -1,0 +1,68 @@
+"""A sample of `scripts/fuzz_import.py`, and proof that it sees what it looks for."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("fuzz_import")
+
+
+def test_damaged_models_are_refused_in_one_sentence_or_are_models(script):
+    counts, bad = script.fuzz(100, seed=7, logits=False)
+    assert bad == []
+    assert sum(counts.values()) == 100
+    assert sum(number for kind, number in counts.items() if kind.endswith("refused")) > 50
+    assert sum(number for kind, number in counts.items() if kind.endswith("accepted")) > 10
+
+
+def leaks(*_, **__):
+    """Companions that are read wherever they lead."""
+    return lambda folder, name: file if (file := folder / name).exists() else None
+
+
+PLANTED = {
+    "no sums of headers": ("swa_jax.checkpoint.safetensors_files._are_counts", lambda: lambda value: True),
+    "no check of values": ("swa_jax.checkpoint.hf_import._are_finite", lambda: lambda array: True),
+    "links followed": ("swa_jax.checkpoint.folder.companion", leaks),
+    "no types": ("swa_jax.families.check_types", lambda: lambda hf: None),
+    "no bounds": ("swa_jax.model.config._check_bounds", lambda: lambda *_: None),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_fault_is_seen(script, monkeypatch, fault):
+    name, make = PLANTED[fault]
+    monkeypatch.setattr(name, make())
+    _, bad = script.fuzz(400, seed=7, logits=False, stop=True)
+    assert bad
+
+
+@pytest.mark.slow
+def test_an_interrupted_command_goes_on(tmp_path):
+    """`scripts/interrupt_import.py` with a small model and few signals."""
+    command = [
+        sys.executable,
+        ROOT / "scripts" / "interrupt_import.py",
+        "--times",
+        "3",
+        "--megabytes",
+        "80",
+        "--rounds",
+        "1",
+    ]
+    command += ["--json", tmp_path / "figures.json", "--folder", tmp_path]
+    done = subprocess.run(list(map(str, command)), env=os.environ.copy(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((tmp_path / "figures.json").read_text())["then succeeded, bit for bit"] == 3

@@ -1,0 +1,250 @@
+"""Where models come from: the hub and buckets are read where they are; links do not lead out of a folder."""
+
+import os
+import shutil
+from pathlib import Path
+
+import fsspec
+import huggingface_hub
+import pytest
+from fake_hub import COMMIT, REPOSITORY, Hub
+from huggingface_hub import constants
+
+import swa_jax
+from swa_jax.checkpoint import folder as checkpoint_module
+from swa_jax.checkpoint import safetensors_files, sources
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.errors import CheckpointError, ConfigError, UnreachableError
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+SHARDED = GOLDEN / "qwen3-full"  # three shards
+READ = ("config.json", "generation_config.json", "model")  # beginnings of the names that an import needs
+
+
+@pytest.fixture
+def destination(tmp_path) -> Path:
+    return tmp_path / "out" / "checkpoint"
+
+
+@pytest.fixture
+def repository(tmp_path) -> Path:
+    """The sharded golden, and beside it files that no import needs."""
+    folder = shutil.copytree(SHARDED, tmp_path / "repository")
+    (folder / "consolidated.safetensors").write_bytes(b"x" * 10_000_000)
+    (folder / "pytorch_model.bin").write_bytes(b"x" * 1_000_000)
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+def assert_as_from_folder(destination: Path, folder: Path = SHARDED) -> None:
+    """All that an import of the folder writes, the note of where it came from excepted."""
+    straight = import_model(folder, destination.with_name("straight"))
+    one, other = (files_of(d) for d in (destination, straight))
+    assert one.keys() == other.keys()
+    for name in one.keys() - {"manifest.json"}:
+        assert one[name] == other[name], name
+    swa_jax.load_model(destination)
+
+
+# ---- the hub ----
+
+
+@pytest.fixture
+def hub(repository, tmp_path, monkeypatch):
+    """A hub, and a cache of its own."""
+    cache = tmp_path / "cache"
+    with Hub(repository) as running:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, running.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", running.url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        huggingface_hub.HfFileSystem.clear_instance_cache()
+        yield running
+    huggingface_hub.HfFileSystem.clear_instance_cache()
+
+
+@pytest.mark.parametrize(
+    "name", [REPOSITORY, f"hf://{REPOSITORY}", f"hf://{REPOSITORY}@main", f"{REPOSITORY}@{COMMIT}"]
+)
+def test_a_repository_is_read_where_it_is(hub, destination, tmp_path, name):
+    import_model(name, destination)
+    assert_as_from_folder(destination)
+    assert not (tmp_path / "cache").exists() or not files_of(tmp_path / "cache")  # no second copy
+    assert set(hub.sent) == {file.name for file in SHARDED.iterdir() if file.name.startswith(READ)}
+    weights = {name: size for name, size in hub.sent.items() if name.endswith(".safetensors")}
+    assert sum(weights.values()) < 1.2 * sum(
+        file.stat().st_size for file in SHARDED.glob("model*.safetensors")
+    )
+
+
+def in_cache(tmp_path: Path, leave_out: str = "") -> None:
+    """The hub's cache as its own library makes it: links into a store of blobs."""
+    home = tmp_path / "cache" / f"models--{REPOSITORY.replace('/', '--')}"
+    for part in ("blobs", "refs", f"snapshots/{COMMIT}"):
+        (home / part).mkdir(parents=True)
+    (home / "refs" / "main").write_text(COMMIT)
+    for file in SHARDED.iterdir():
+        if file.name.startswith(READ) and file.name != leave_out:
+            shutil.copy(file, home / "blobs" / f"of-{file.name}")
+            (home / "snapshots" / COMMIT / file.name).symlink_to(f"../../blobs/of-{file.name}")
+
+
+def test_what_is_in_the_cache_is_not_fetched_again(hub, destination, tmp_path):
+    in_cache(tmp_path)
+    import_model(REPOSITORY, destination)
+    assert_as_from_folder(destination)
+    assert hub.sent == {}
+
+
+def test_what_the_cache_lacks_is_fetched(hub, destination, tmp_path):
+    shard = "model-00002-of-00003.safetensors"
+    in_cache(tmp_path, leave_out=shard)
+    import_model(REPOSITORY, destination)
+    assert_as_from_folder(destination)
+    assert set(hub.sent) == {shard}
+
+
+def test_without_the_hub_the_cache_serves(hub, destination, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(
+        UnreachableError, match=r"the Hugging Face hub cannot be reached \(.*\); give a folder"
+    ):
+        import_model(REPOSITORY, destination)
+    in_cache(tmp_path)
+    import_model(REPOSITORY, destination)
+    assert_as_from_folder(destination)
+
+
+def test_a_transfer_that_breaks_off_goes_on(hub, destination, monkeypatch):
+    """What was whole is not fetched again."""
+    monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 50_000)
+    monkeypatch.setattr(safetensors_files, "PART_BYTES", 4000)
+    hub.breaks_after = 150_000
+    with pytest.raises(
+        UnreachableError, match=r"cannot be read now \(.*\): start the same command again"
+    ) as caught:
+        import_model(REPOSITORY, destination)
+    assert "\n" not in str(caught.value)
+    assert any(destination.with_name("checkpoint.partial").rglob("*.safetensors"))
+    hub.breaks_after = None
+    hub.sent.clear()
+    import_model(REPOSITORY, destination)
+    total = sum(file.stat().st_size for file in SHARDED.glob("model*.safetensors"))
+    assert sum(hub.sent.values()) < 0.8 * total
+    assert_as_from_folder(destination)
+
+
+@pytest.mark.parametrize("name", ["someone/else", "hf://someone/else"])
+def test_a_repository_that_is_not_there(hub, destination, name):
+    with pytest.raises(
+        CheckpointError, match="'someone/else' is neither a folder here nor a model on the Hugging"
+    ):
+        import_model(name, destination)
+    assert not destination.parent.exists()
+
+
+def test_names_that_are_no_source(tmp_path, destination):
+    for name in (
+        tmp_path / "missing",
+        "./missing",
+        "missing",
+        "a/b/c",
+        "http://a/b",
+        "hf://a",
+        "file:///etc",
+    ):
+        with pytest.raises(CheckpointError, match=r"is no folder; give a folder with config.json, a hub id"):
+            import_model(name, destination)
+
+
+# ---- buckets ----
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """A bucket that is in memory."""
+    monkeypatch.setattr(sources, "SCHEMES", ("memory",))
+    files = fsspec.filesystem("memory")
+    files.put(str(SHARDED), "/bucket/model", recursive=True)
+    yield "memory://bucket/model"
+    files.rm("/bucket", recursive=True)
+
+
+def test_a_bucket_is_read_where_it_is(bucket, destination):
+    import_model(bucket, destination)
+    assert_as_from_folder(destination)
+
+
+def test_a_folder_that_the_bucket_lacks(bucket, destination):
+    with pytest.raises(CheckpointError, match=r"memory://bucket/other does not exist"):
+        import_model("memory://bucket/other", destination)
+    assert not destination.parent.exists()
+
+
+def test_a_bucket_needs_its_package(destination, monkeypatch):
+    def missing(scheme):
+        raise ImportError("Please install gcsfs to access Google Storage")
+
+    monkeypatch.setattr(fsspec, "filesystem", missing)
+    with pytest.raises(
+        ConfigError, match=r"reading gs:// needs the package gcsfs, which is not installed: run pip"
+    ):
+        import_model("gs://bucket/model", destination)
+
+
+# ---- links ----
+
+COMPANION = "generation_config.json"
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    return shutil.copytree(SHARDED, tmp_path / "source")
+
+
+@pytest.mark.parametrize("name", [COMPANION, "config.json", "chat_template.jinja", "pattern.json"])
+@pytest.mark.parametrize("kind", ["link", "relative", "above", "dangling", "folder", "pipe", "loop"])
+def test_companions_are_regular_files_of_the_folder(source, destination, tmp_path, name, kind):
+    (tmp_path / "secret").write_text("{}")
+    file = source / name
+    file.unlink(missing_ok=True)
+    if kind == "folder":
+        file.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        targets = {
+            "link": tmp_path / "secret",
+            "relative": "../secret",
+            "above": "..",
+            "dangling": "none",
+            "loop": name,
+        }
+        file.symlink_to(targets[kind])
+    with pytest.raises(
+        CheckpointError, match=r"outside the model's folder|is no regular file|cannot be read"
+    ):
+        import_model(source, destination)
+    assert not destination.parent.exists()
+
+
+def test_links_inside_the_folder_are_followed(source, destination, tmp_path):
+    (source / COMPANION).rename(source / "kept")
+    (source / COMPANION).symlink_to("kept")
+    (tmp_path / "elsewhere").symlink_to(source)
+    import_model(tmp_path / "elsewhere", destination)
+    assert not (destination / COMPANION).is_symlink()
+    assert_as_from_folder(destination)
+
+
+def test_a_store_of_blobs_is_the_hubs_own_only(source, destination, tmp_path):
+    """A folder named as the cache's are does not open the folders beside it."""
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "1"
+    shutil.copytree(source, snapshot)
+    (tmp_path / "secret").write_text("{}")
+    (snapshot / "merges.txt").symlink_to("../../../secret")
+    with pytest.raises(CheckpointError, match="outside the model's folder"):
+        import_model(snapshot, destination)

@@ -1,0 +1,340 @@
+"""Imports that end before they are done: nothing half-written is left, and the same command then succeeds."""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import swa_jax
+from swa_jax import files
+from swa_jax.checkpoint import folder as checkpoint_module
+from swa_jax.checkpoint import hf_import
+from swa_jax.checkpoint.folder import open_checkpoint
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.checkpoint.safetensors_files import TensorReader
+from swa_jax.errors import CheckpointError, UnreachableError, sentence
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    """A copy of a golden model (Qwen2, tied) that a test may damage."""
+    ignore = shutil.ignore_patterns("golden.safetensors", "legacy_config.json")
+    return shutil.copytree(GOLDEN / "qwen2-full", tmp_path / "source", ignore=ignore)
+
+
+@pytest.fixture
+def destination(tmp_path) -> Path:
+    return tmp_path / "out" / "checkpoint"
+
+
+def breaks(monkeypatch, after: int, error: BaseException) -> list[str]:
+    """From the so-manieth part of a tensor on, reading raises; returns the tensors that are read."""
+    parts, seen = TensorReader.parts, []
+
+    def broken(reader, tensor, *rows) -> Iterator:
+        if len(seen) == after:
+            raise error
+        seen.append(f"{tensor.file}:{tensor.start}")
+        return parts(reader, tensor, *rows)
+
+    monkeypatch.setattr(TensorReader, "parts", broken)
+    return seen
+
+
+@pytest.mark.parametrize("after", [0, 1, 7])
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), OSError(errno.EIO, "I/O error"), MemoryError(), SystemExit(1)],
+)  # fmt: skip
+def test_a_failed_import_leaves_nothing(source, destination, monkeypatch, after, error):
+    with monkeypatch.context() as patch:
+        breaks(patch, after, error)
+        with pytest.raises(type(error)):
+            import_model(source, destination)
+    assert list(destination.parent.iterdir()) == []
+    swa_jax.load_model(import_model(source, destination))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UnreachableError("the hub")])
+def test_an_interrupted_import_goes_on(source, destination, monkeypatch, error):
+    """Shards that were whole are not read again."""
+    monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 20_000)
+    with monkeypatch.context() as patch:
+        first = breaks(patch, 20, error)
+        with pytest.raises(type(error)):
+            import_model(source, destination)
+    partial = destination.with_name("checkpoint.partial")
+    whole = {file.name for file in partial.rglob("*.safetensors")}
+    assert whole
+    assert not list(partial.rglob("*.safetensors.partial"))
+    with monkeypatch.context() as patch:
+        again = breaks(patch, -1, error)
+        import_model(source, destination)
+    assert len(first) == 20
+    assert 0 < len(again) < 50
+    assert not partial.exists()
+    swa_jax.load_model(destination)
+    assert_same_folder(destination, import_model(source, destination.with_name("straight")))
+
+
+def assert_same_folder(one: Path, other: Path) -> None:
+    left, right = (
+        {f.relative_to(d): f.read_bytes() for f in d.rglob("*") if f.is_file()} for d in (one, other)
+    )
+    assert left == right
+
+
+def edit_pattern(source: Path) -> dict:
+    return {"pattern": "window"}
+
+
+def edit_config(source: Path) -> dict:
+    hf = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(hf | {"rope_theta": 77.0}))
+    return {}
+
+
+def edit_weights(source: Path) -> dict:
+    file = source / "model.safetensors"
+    tensors = {name: np.ascontiguousarray(array[::-1]) for name, array in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    os.utime(file, ns=(1, 1))
+    return {}
+
+
+@pytest.mark.parametrize("edit", [edit_pattern, edit_config, edit_weights])
+def test_what_an_interrupted_import_of_something_else_left_is_not_used(
+    source, destination, monkeypatch, edit
+):
+    monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 20_000)
+    with monkeypatch.context() as patch:
+        breaks(patch, 20, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            import_model(source, destination)
+    options = edit(source)
+    import_model(source, destination, **options)
+    assert_same_folder(destination, import_model(source, destination.with_name("straight"), **options))
+
+
+KILLED = """
+import os, sys
+from swa_jax.checkpoint import hf_import, safetensors_files
+reader, count = safetensors_files.TensorReader, int(sys.argv[3])
+parts = reader.parts
+def dying(self, *arguments):
+    global count
+    count -= 1
+    if count < 0:
+        os._exit(9)
+    return parts(self, *arguments)
+reader.parts = dying
+hf_import.import_model(sys.argv[1], sys.argv[2])
+"""
+
+
+def test_a_killed_import_can_be_run_again(source, destination):
+    done = subprocess.run([sys.executable, "-c", KILLED, source, destination, "2"], env=os.environ.copy())
+    assert done.returncode == 9
+    partial = destination.with_name("checkpoint.partial")
+    assert any(partial.rglob("weights*"))
+    assert not destination.exists()
+    swa_jax.load_model(import_model(source, destination))
+    assert not partial.exists()
+
+
+# ---- interrupted in the folder's own steps ----
+
+
+@pytest.mark.parametrize("step", ["rmtree", "unlink", "rmdir", "replace", "sync_folder"])
+@pytest.mark.parametrize("number", range(4))
+def test_an_interruption_of_the_cleaning_up_is_survived(source, destination, monkeypatch, step, number):
+    """A second Ctrl-C, or a kill, while the folder of an interrupted import is removed or renamed."""
+    owner = {"rmtree": shutil, "replace": os, "sync_folder": files}.get(step, Path)
+    original, calls = getattr(owner, step), []
+
+    def interrupted(*arguments, **options):
+        calls.append(step)
+        if len(calls) > number:
+            raise KeyboardInterrupt
+        return original(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, step, interrupted)
+        if step in ("rmtree", "unlink", "rmdir"):
+            breaks(patch, 3, OSError(errno.ENOSPC, "No space left on device"))
+        with contextlib.suppress(KeyboardInterrupt, OSError):
+            import_model(source, destination)
+    swa_jax.load_model(import_model(source, destination))
+    assert list(destination.parent.iterdir()) == [destination]
+
+
+def test_an_import_that_is_done_is_not_done_again(source, destination, monkeypatch):
+    import_model(source, destination)
+    before = {file: file.stat().st_mtime_ns for file in destination.rglob("*")}
+    notes: list[str] = []
+    assert import_model(source, destination, describe=notes.append) == destination
+    assert notes == [f"{destination} holds this import already"]
+    assert {file: file.stat().st_mtime_ns for file in destination.rglob("*")} == before
+    with pytest.raises(CheckpointError, match="exists already"):
+        import_model(source, destination, pattern="window")
+    file = destination / "weights" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        import_model(source, destination)
+
+
+def test_two_imports_of_one_destination_do_not_meet(source, destination):
+    partial = destination.with_name("checkpoint.partial")
+    with files.new_folder(destination, "the first"):
+        (partial / "weights").mkdir()
+        with pytest.raises(CheckpointError, match=r"another process is writing .*checkpoint\.partial"):
+            import_model(source, destination)
+        assert (partial / "weights").is_dir()
+
+
+def test_a_folder_of_somebody_else_is_not_cleared_away(source, destination):
+    partial = destination.with_name("checkpoint.partial")
+    partial.mkdir(parents=True)
+    (partial / "thesis.tex").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"checkpoint.partial is in the way"):
+        import_model(source, destination)
+    assert (partial / "thesis.tex").read_text() == "mine"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_signals(source, destination, kind):
+    """In a process of its own, in the middle of the weights."""
+    code = KILLED.replace("os._exit(9)", f"os.kill(os.getpid(), {int(kind)})")
+    command = [sys.executable, "-c", code, source, destination, "5"]
+    done = subprocess.run(command, env=os.environ.copy(), capture_output=True)
+    assert done.returncode == -kind
+    assert not destination.exists()
+    swa_jax.load_model(import_model(source, destination))
+    assert list(destination.parent.iterdir()) == [destination]
+
+
+# ---- the disk ----
+
+
+def test_a_disk_without_room_is_found_before_anything_is_written(source, destination, monkeypatch):
+    size = sum(array.nbytes for array in load_file(source / "model.safetensors").values())
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size - 1))
+    with pytest.raises(CheckpointError, match=r"has 0\.00 GB left, and 0\.00 GB are needed: make room"):
+        import_model(source, destination)
+    assert not destination.parent.exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=size))
+    import_model(source, destination)
+
+
+@pytest.mark.parametrize("fault", ["fsync", "replace", "write"])
+def test_a_disk_that_is_full_in_the_end_is_one_sentence(source, destination, monkeypatch, fault):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def refuse(*_):
+        raise full
+
+    with monkeypatch.context() as patch:
+        if fault == "write":
+            patch.setattr(hf_import.ImportPlan, "check", refuse)  # called beside the writing
+        else:
+            patch.setattr(os, fault, refuse)
+        with pytest.raises(OSError, match="No space") as caught:
+            import_model(source, destination)
+    assert "the disk is full" in str(sentence(caught.value))
+    assert list(destination.parent.iterdir()) == []
+    swa_jax.load_model(import_model(source, destination))
+
+
+# ---- values ----
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_weights_that_are_no_numbers_are_refused_by_name(source, destination, dtype, value):
+    file, name = source / "model.safetensors", "model.layers.2.mlp.up_proj.weight"
+    tensors = {key: array.astype(dtype) for key, array in load_file(file).items()}
+    largest = np.full((2, 2), np.finfo(np.float32).max if dtype == "float32" else 60000, dtype)
+    tensors[name][:2, :2] = largest
+    save_file(tensors, file, {"format": "pt"})
+    import_model(source, destination)
+    shutil.rmtree(destination)
+    tensors[name][-1, -1] = value
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=f"'{name}' in model.safetensors holds NaN or infinity"
+    ) as caught:
+        import_model(source, destination)
+    assert "\n" not in str(caught.value)
+    assert list(destination.parent.iterdir()) == []
+
+
+# ---- the manifest ----
+
+
+def test_an_edited_config_is_read_with_a_warning(source, destination, caplog):
+    import_model(source, destination)
+    open_checkpoint(destination)
+    assert not caplog.records
+    file = destination / "config.json"
+    hf = json.loads(file.read_text())
+    file.write_text(json.dumps(hf, indent=7))  # says the same
+    open_checkpoint(destination)
+    assert not caplog.records
+    file.write_text(json.dumps(hf | {"rms_norm_eps": 1e-3}))
+    assert open_checkpoint(destination).config.rms_norm_eps == 1e-3
+    assert "config.json was edited after it was written" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["weights/model-2.safetensors", "weights/.hidden", "weights/more/x"])
+def test_files_that_the_manifest_does_not_list_are_refused(source, destination, name):
+    import_model(source, destination)
+    file = destination / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"is not in manifest.json, .*: remove it"):
+        open_checkpoint(destination)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "weights/../config.json", "weights/a/b", "", "pattern.json"]
+)
+def test_a_manifest_that_lists_files_elsewhere_is_refused(source, destination, name):
+    import_model(source, destination)
+    file = destination / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["sha256"][name] = "0"
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"lists '.*', which is no file of weights/"):
+        open_checkpoint(destination)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "pattern.json", "manifest.json", "weights/model.safetensors"]
+)
+def test_a_pipe_is_not_waited_for(source, destination, name):
+    import_model(source, destination)
+    (destination / name).unlink()
+    os.mkfifo(destination / name)
+    with pytest.raises(CheckpointError, match=f"{name} is no regular file"):
+        open_checkpoint(destination)
+
+
+def test_a_folder_of_an_earlier_version_is_refused(source, destination):
+    import_model(source, destination)
+    (destination / "weights" / "state").mkdir()
+    with pytest.raises(CheckpointError, match="earlier version of this library"):
+        open_checkpoint(destination)
