@@ -1,0 +1,269 @@
+"""The receipt of an export: a server with a planted fault is named for what it computes, and a right one is right."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tiny_models
+from flax import nnx
+from planted_server import Planted, in_bfloat16, serving, with_config, with_noise
+
+from swa_jax.checkpoint import check_server
+from swa_jax.checkpoint.folder import load_model, save_model
+from swa_jax.checkpoint.hf_export import export_model
+from swa_jax.model.config import RopeScaling
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.model.pattern import AttentionPattern
+
+# Everything that a class may forget: windows, RoPE by layer and scaled, softcaps, scales, factors, norms, sink logits.
+RICH = dataclasses.replace(
+    tiny_models.SANDWICH,
+    attention_bias=True,
+    sink_logits=True,
+    rope_layers=("local", "global", "local", "none"),
+    rope_theta=300.0,
+    rope_scaling=RopeScaling("linear", 4.0),
+    max_position_embeddings=128,
+)
+SHORT = dataclasses.replace(tiny_models.SOFTMAX, max_position_embeddings=128)
+MODELS = {
+    "rich": (RICH, tiny_models.make("FwwF")),
+    "sink tokens": (SHORT, tiny_models.make("wwFw", num_sink_tokens=3)),
+    "heads": (SHORT, tiny_models.make("hhwh", ((0,), (1,), (), (0,)))),
+    "full": (SHORT, tiny_models.make("FFFF", sliding_window=None)),
+    "own key only": (SHORT, tiny_models.make("wwFw", sliding_window=1)),
+}
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory):
+    """{model: (its folder, the decoder)}"""
+    folder = tmp_path_factory.mktemp("exported")
+    found = {}
+
+    def of(name):
+        if name not in found:
+            config, pattern = MODELS[name]
+            model = Decoder(config, pattern, rngs=nnx.Rngs(1))
+            rng = np.random.default_rng(0)
+            attention = model.layers.attention  # what starts at 0 would hardly be missed
+            for parameter in (
+                attention.q_proj.bias,
+                attention.v_proj.bias,
+                getattr(attention, "sink_logits", None),
+            ):
+                if parameter is not None:
+                    parameter[...] = rng.standard_normal(parameter.shape).astype(np.float32)
+            checkpoint = save_model(model, folder / name)
+            notes = []
+            export_model(checkpoint, folder / f"{name} exported", describe=notes.append)
+            found[name] = (folder / f"{name} exported", load_model(checkpoint), notes)
+        return found[name]
+
+    return of
+
+
+def check(folder, planted, speaks="vllm", *options):
+    """The exit code, and what is found as JSON."""
+    with serving(planted, speaks) as url:
+        return answer(folder, "--url", url, "--json", *options)
+
+
+def answer(folder, *options):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = check_server.main(["--canary", str(folder / "canary.json"), *options])
+    return code, json.loads(out.getvalue())
+
+
+def pattern_of(model, **fields):
+    return model.with_pattern(dataclasses.replace(model.pattern, **fields))
+
+
+def kinds(model, letters):
+    return pattern_of(model, layer_types=tuple({"F": FULL, "w": WINDOW}[letter] for letter in letters))
+
+
+def from_middle(t):
+    return t + (t >= 32)
+
+
+# (model, name of the reading, what is planted)
+FAULTS = [
+    ("rich", "full everywhere", lambda m: Planted(kinds(m, "FFFF"))),
+    ("rich", "window everywhere", lambda m: Planted(kinds(m, "wwww"))),
+    ("rich", "window - 1", lambda m: Planted(pattern_of(m, sliding_window=5))),
+    ("rich", "window + 1", lambda m: Planted(pattern_of(m, sliding_window=7))),
+    ("rich", "half the window", lambda m: Planted(pattern_of(m, sliding_window=3))),
+    ("rich", "padding", lambda m: Planted(m, padding="seen")),
+    (
+        "rich",
+        "rope swapped",
+        lambda m: Planted(with_config(m, rope_layers=("global", "local", "global", "none"))),
+    ),
+    ("rich", "rope global", lambda m: Planted(with_config(m, rope_layers=("global",) * 4))),
+    ("rich", "rope unscaled", lambda m: Planted(with_config(m, rope_scaling=None))),
+    ("rich", "rope theta", lambda m: Planted(with_config(m, rope_theta=10000.0))),
+    ("rich", "without sink_logits", lambda m: Planted(with_config(m, sink_logits=False))),
+    ("rich", "without attention_softcap", lambda m: Planted(with_config(m, attention_softcap=None))),
+    ("rich", "without logit_softcap", lambda m: Planted(with_config(m, logit_softcap=None))),
+    ("rich", "without attention_scale", lambda m: Planted(with_config(m, attention_scale=None))),
+    ("rich", "without attention_bias", lambda m: Planted(with_config(m, attention_bias=False))),
+    ("rich", "without qk_norm", lambda m: Planted(with_config(m, qk_norm=False))),
+    ("rich", "kinds one layer late", lambda m: Planted(kinds(m, "FFww"))),
+    ("rich", "layer 1", lambda m: Planted(kinds(m, "FFwF"))),
+    ("sink tokens", "sink tokens dropped", lambda m: Planted(pattern_of(m, num_sink_tokens=0))),
+    ("sink tokens", "positions", lambda m: Planted(m, positions=from_middle)),
+    ("heads", "full heads dropped", lambda m: Planted(m.with_pattern(tiny_models.make("wwww")))),
+    (
+        "full",
+        "window everywhere",
+        lambda m: Planted(m.with_pattern(tiny_models.make("wwww", sliding_window=24))),
+    ),
+    ("full", "padding", lambda m: Planted(m, padding="seen")),
+    ("own key only", "window + 1", lambda m: Planted(pattern_of(m, sliding_window=2))),
+]
+
+
+@pytest.mark.parametrize(("model", "name", "fault"), FAULTS, ids=[f"{m}-{n}" for m, n, _ in FAULTS])
+def test_a_planted_fault_is_named(exported, model, name, fault):
+    folder, right, _ = exported(model)
+    code, found = check(folder, fault(right))
+    assert (code, found["reading"]) == (check_server.WRONG, name), found["sentence"]
+    assert found["sentence"].startswith("wrong: ")
+
+
+# Faults that no reading has.
+OTHERS = {
+    "window - 2": ("rich", lambda m: Planted(pattern_of(m, sliding_window=4))),
+    "window + 3": ("rich", lambda m: Planted(pattern_of(m, sliding_window=9))),
+    "two layers": ("rich", lambda m: Planted(kinds(m, "FwFw"))),
+    "rope theta of another size": ("rich", lambda m: Planted(with_config(m, rope_theta=900.0))),
+    "rope scaled by another factor": (
+        "rich",
+        lambda m: Planted(with_config(m, rope_scaling=RopeScaling("linear", 2.0))),
+    ),
+    "softcap of another size": ("rich", lambda m: Planted(with_config(m, attention_softcap=3.0))),
+    "two tokens in front": ("rich", lambda m: Planted(m, before=(7, 8))),
+    "other weights": ("rich", lambda m: Planted(with_noise(m, 0.5))),
+    "fewer sink tokens": ("sink tokens", lambda m: Planted(pattern_of(m, num_sink_tokens=1))),
+    "more sink tokens": ("sink tokens", lambda m: Planted(pattern_of(m, num_sink_tokens=4))),
+    "positions that begin anew": ("sink tokens", lambda m: Planted(m, positions=lambda t: t % 16)),
+    "another head": (
+        "heads",
+        lambda m: Planted(m.with_pattern(tiny_models.make("hhwh", ((0,), (0,), (), (1,))))),
+    ),
+    "windows in one layer": ("full", lambda m: Planted(m.with_pattern(tiny_models.make("FwFF")))),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_fault_that_no_reading_has_is_wrong(exported, name):
+    model, fault = OTHERS[name]
+    folder, right, _ = exported(model)
+    code, found = check(folder, fault(right))
+    assert code == check_server.WRONG, found["sentence"]
+    assert found["sentence"].startswith("wrong: ")
+
+
+def five_digits(x):
+    return np.vectorize(lambda value: float(f"{value:.5g}"))(x)
+
+
+@pytest.mark.parametrize("speaks", ["vllm", "sglang", "echo", "top"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_right_server_is_right_however_it_is_asked(exported, model, speaks):
+    folder, right, _ = exported(model)
+    for planted in (Planted(right, also=five_digits), Planted(right, padding="masked")):
+        code, found = check(folder, planted, speaks)
+        assert (code, found["asked_by"]) == (check_server.RIGHT, speaks), found["sentence"]
+        assert found["sentence"].startswith("right: ")
+
+
+@pytest.mark.parametrize("speaks", ["vllm", "top"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_right_server_in_bfloat16_is_right(exported, model, speaks):
+    folder, right, _ = exported(model)
+    code, found = check(folder, Planted(in_bfloat16(right)), speaks)
+    assert code == check_server.RIGHT, found["sentence"]
+    assert found["differences"]["right"] > 1e-4, "it rounds"
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("rich", "window - 1"),
+        ("rich", "layer 1"),
+        ("sink tokens", "sink tokens dropped"),
+        ("rich", "padding"),
+    ],
+)
+@pytest.mark.parametrize("speaks", ["vllm", "top"])
+def test_a_fault_is_named_in_bfloat16(exported, model, name, speaks):
+    folder, right, _ = exported(model)
+    fault = next(fault for m, n, fault in FAULTS if (m, n) == (model, name))
+    planted = fault(right)
+    code, found = check(
+        folder, dataclasses.replace(planted, model=in_bfloat16(planted.model), also=five_digits), speaks
+    )
+    assert (code, found["reading"]) == (check_server.WRONG, name), found["sentence"]
+
+
+def test_a_server_that_rounds_too_coarsely_cannot_be_told(exported):
+    folder, right, _ = exported("rich")
+    code, found = check(folder, Planted(right, also=lambda x: x + 0.3 * np.sin(1e4 * x)))
+    assert code == check_server.UNKNOWN
+    assert "quantised" in found["sentence"]
+
+
+def test_padding_is_found_in_batches_only(exported):
+    folder, right, _ = exported("rich")
+    code, found = check(folder, Planted(right, padding="seen"))
+    assert (found["single"]["verdict"], found["batch"]["verdict"]) == (check_server.RIGHT, check_server.WRONG)
+    assert (
+        found["sentence"] == "wrong: the padding of a batch is seen (in a batch; right for single requests)"
+    )
+
+
+def test_who_cannot_be_asked(exported, tmp_path):
+    folder, right, _ = exported("full")
+    with serving(Planted(right), "none") as url:
+        code, found = answer(folder, "--url", url, "--json", "--api", "echo")
+        assert code == check_server.UNKNOWN
+        assert "echo is not supported" in found["sentence"]
+    code, found = answer(folder, "--url", "http://127.0.0.1:9", "--json")
+    assert code == check_server.UNKNOWN
+    assert found["sentence"].startswith("cannot tell: http://127.0.0.1:9/v1/models cannot be asked: ")
+    (tmp_path / "canary.json").write_text("{}")
+    code, found = answer(tmp_path, "--url", "http://127.0.0.1:9", "--json")
+    assert (code, found["sentence"]) == (
+        2,
+        f"cannot tell: {tmp_path / 'canary.json'} is no canary of format 1",
+    )
+    code, found = answer(folder, "--transformers", "--json")
+    assert code == check_server.UNKNOWN
+    assert "--transformers needs transformers and torch" in found["sentence"]
+
+
+def test_the_script_stands_alone(exported):
+    """Beside the weights, without this package: it needs numpy and no more."""
+    folder, right, _ = exported("rich")
+    command = [sys.executable, "-I", str(folder / "check_server.py"), "--url"]
+    code = "import runpy, sys; sys.modules['swa_jax'] = None; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command[2:2] = ["-c", code]
+    with serving(Planted(kinds(right, "FFFF"))) as url:
+        done = subprocess.run([*command, url], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (check_server.WRONG, "")
+    assert done.stdout == "Wrong: full attention in every layer.\n"
+
+
+def test_what_the_export_says(exported):
+    _, _, (note,) = exported("rich")
+    assert note.startswith("canary.json has 8 probes of up to 64 tokens. They tell ")
+    assert "bfloat16 rounds by" in note
