@@ -120,6 +120,10 @@ def _windows(right: Reading, hf: Mapping[str, Any]) -> Iterator[Reading]:
 
     full = dataclasses.replace(pattern, layer_types=(FULL,) * layers, full_kv_heads=())
     yield reading("full everywhere", "full attention in every layer", full)
+    if HYBRID in pattern.layer_types:
+        types = tuple(WINDOW if kind == HYBRID else kind for kind in pattern.layer_types)
+        dropped = dataclasses.replace(pattern, layer_types=types, full_kv_heads=())
+        yield reading("full heads dropped", "the full heads have windows", dropped)
     everywhere = dataclasses.replace(full, layer_types=(WINDOW,) * layers)
     yield reading(
         "window everywhere", "windows in every layer, where layers should see everything", everywhere
@@ -136,10 +140,6 @@ def _windows(right: Reading, hf: Mapping[str, Any]) -> Iterator[Reading]:
     if pattern.num_sink_tokens:
         dropped = dataclasses.replace(pattern, num_sink_tokens=0)
         yield reading("sink tokens dropped", "the sink tokens are not seen behind the window", dropped)
-    if HYBRID in pattern.layer_types:
-        types = tuple(WINDOW if kind == HYBRID else kind for kind in pattern.layer_types)
-        dropped = dataclasses.replace(pattern, layer_types=types, full_kv_heads=())
-        yield reading("full heads dropped", "the full heads have windows", dropped)
 
 
 def _layers(right: Reading) -> Iterator[Reading]:

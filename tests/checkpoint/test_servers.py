@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import server_classes
 from command_line import fails, run
+from exported_patterns import patterns
 
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_export import export_model
@@ -14,35 +15,10 @@ from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.servers import SERVERS, TARGETS, served_config
 from swa_jax.errors import ConfigError
 from swa_jax.families import FAMILIES, hf_pattern, model_config
-from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
-from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.layer_types import WINDOW
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MODELS = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "config.json").exists())
-
-
-def patterns(layers: int) -> dict[str, AttentionPattern]:
-    def of(letters: str, window: int | None = 5, **options) -> AttentionPattern:
-        kinds = {"F": FULL, "w": WINDOW, "h": HYBRID, "S": SWITCH}
-        row = (letters * layers)[:layers]
-        heads = tuple((0,) if letter == "h" else () for letter in row)
-        return AttentionPattern(
-            tuple(kinds[letter] for letter in row), window, full_kv_heads=heads, **options
-        )
-
-    return {
-        "full": of("F", None),
-        "window": of("w"),
-        "even": of("wF"),
-        "odd": of("Fw"),
-        "last": of("w" * (layers - 1) + "F"),
-        "first": of("F" + "w" * (layers - 1)),
-        "own key only": of("wF", 1),
-        "sink tokens": of("wF", num_sink_tokens=2),
-        "full-attention decode": of("wF", full_attention_decode=True),
-        "heads": of("hF"),
-        "routed": of("SF"),
-    }
 
 
 def hf_of(model: str) -> dict:
