@@ -97,11 +97,12 @@ class Case:
 def judge(observed: np.ndarray, case: Case) -> dict[str, Any]:
     """What the answers say: {"verdict", "reading", "sentence", "differences"}.
 
-    The verdict is right if the right reading is nearest, its differences are no larger than rounding makes them, and
-    they are no larger where attention matters than elsewhere. A fault that no reading has thus is never right.
+    The verdict is right if no reading is clearly nearer than the right one, its differences are no larger than rounding
+    makes them, and they are no larger where attention or positions matter than elsewhere. So a fault that no reading
+    has is not right either.
     """
     distances, evidence = case.evidence(observed)
-    best = int(np.argmin(distances))
+    best = 0 if evidence[0] < EVIDENCE else int(np.argmin(distances))
     found = {
         "reading": case.readings[best]["name"],
         "differences": {r["name"]: round(float(d), 6) for r, d in zip(case.readings, distances, strict=True)},
@@ -130,8 +131,6 @@ def _verdict(
         close = [case.readings[i]["sentence"] for i in rivals]
         also = f"; it would look the same with this: {_either(close)}" if close else ""
         return RIGHT, f"right: {name} (mean difference {size:.2g}){also}"
-    if 0 in rivals:
-        return UNKNOWN, f"cannot tell: right, or {name}; its rounding ({size:.2g}) is too coarse"
     others = [case.readings[i]["sentence"] for i in rivals]
     also = f" (or {_either(others)})" if others else ""
     nearly = ", or nearly so" if uneven else ""
@@ -143,7 +142,7 @@ def _nothing_fits(case: Case, observed: np.ndarray, best: int, size: float, limi
     nearest = case.readings[best]["sentence"] if best else "the right one"
     off = np.abs(observed - case.expected[0])
     early = float(off[case.control].mean()) if case.control.any() else size
-    late = float(off[~case.control].mean())
+    late = float(off[~case.control].mean()) if not case.control.all() else early
     if early <= limit < late:
         return WRONG, f"wrong: an error of attention that is not known here; the nearest reading is {nearest}"
     if best == 0 and size <= 4 * limit and late <= 2 * early:

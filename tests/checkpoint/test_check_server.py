@@ -217,7 +217,7 @@ def test_a_fault_is_named_in_bfloat16(exported, model, name, speaks):
 
 def test_a_server_that_rounds_too_coarsely_cannot_be_told(exported):
     folder, right, _ = exported("rich")
-    code, found = check(folder, Planted(right, also=lambda x: x + 0.3 * np.sin(1e4 * x)))
+    code, found = check(folder, Planted(right, also=lambda x: x + 0.2 * np.sin(1e4 * x)))
     assert code == check_server.UNKNOWN
     assert "quantised" in found["sentence"]
 
