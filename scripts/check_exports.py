@@ -84,7 +84,9 @@ def compare(folder: Path) -> dict[str, dict]:
             file.parent, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
         with torch.no_grad():
-            logits = model.eval()(torch.tensor(stored["tokens"], dtype=torch.long), use_cache=False).logits.numpy()
+            logits = model.eval()(
+                torch.tensor(stored["tokens"], dtype=torch.long), use_cache=False
+            ).logits.numpy()
         unused = [key for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]]
         rows[file.parent.name] = {
             "weights not matched": unused,
@@ -124,8 +126,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--oracle", type=Path, help="a Python with torch and transformers")
     parser.add_argument("--models", nargs="+", help="some of tests/golden: only their rows are made anew")
-    parser.add_argument("--no-canary", action="store_true", help="compare logits only; the table is not written")
-    parser.add_argument("--compare", type=Path, help=argparse.SUPPRESS)  # what this script runs the oracle with
+    parser.add_argument(
+        "--no-canary", action="store_true", help="compare logits only; the table is not written"
+    )
+    parser.add_argument(
+        "--compare", type=Path, help=argparse.SUPPRESS
+    )  # what this script runs the oracle with
     options = parser.parse_args()
     if options.compare:
         print(json.dumps(compare(options.compare)))

@@ -29,20 +29,22 @@ from swa_jax.model.parameters import parameters
 from swa_jax.model.pattern import AttentionPattern
 
 SCRIPT = Path(check_server.__file__)
-# Operations that a canary may cost: minutes on a CPU, and on an accelerator.
-BUDGET = {"cpu": 2e13}
-ACCELERATOR_BUDGET = 2e15
-CANDIDATES = 3  # times as many texts as are chosen
+# Operations that a canary may cost: some minutes on a CPU, and on an accelerator.
+BUDGET = {"cpu": 5e13}
+ACCELERATOR_BUDGET = 5e15
 POSITIONS, CONTROLS, GRID = 48, 8, 96  # of a probe: in the file, before attention matters, and tried
 TOP_PROMPTS = 2  # beginnings of a probe whose likeliest next tokens are kept, beside the whole
-SIZES = ((8, 4.0), (8, 2.5), (4, 2.5), (2, 2.0), (2, 1.25))  # probes, and windows that they are long
+# Probes, the texts that each is chosen from, and the windows that they are long.
+SIZES = ((8, 3, 4.0), (8, 3, 2.5), (4, 2, 2.5), (2, 1, 2.0), (2, 1, 1.25))
 SHORTEST = 64
 
 
 class Size(NamedTuple):
-    """How many probes, their tokens, and whether only the readings that matter most are computed."""
+    """How many probes, the texts that they are chosen from, their tokens, and whether only the readings that matter
+    most are computed."""
 
     probes: int
+    candidates: int
     length: int
     first_only: bool
 
@@ -97,11 +99,12 @@ def plan_size(
     if (after := config.long_rope_after) is not None and after >= 2 * window:
         room = min(room, after - 1)  # every text has LongRoPE's short factors
     for number, first_only in ((len(readings), False), (first, True)):
-        for probes, windows in SIZES:
+        for probes, texts, windows in SIZES:
             length = min(max(int(windows * window), SHORTEST), room)
-            rows = CANDIDATES * probes * first + probes * (number + 1)
+            tried = texts * probes * first if texts > 1 else 0
+            rows = tried + probes * (number + 1)  # once more in bfloat16
             if length >= 2 and 2.0 * matrix_parameters(config) * length * rows <= budget:
-                return Size(probes, length, first_only)
+                return Size(probes, texts * probes, length, first_only)
     return None
 
 
@@ -156,7 +159,7 @@ def _candidates(
     """Texts of full length: random ones, ones that repeat themselves about a window later, ones of few tokens, and,
     where there is a tokenizer, keys and numbers that come again."""
     texts: list[list[int]] = []
-    while len(texts) < CANDIDATES * size.probes:
+    while len(texts) < size.candidates:
         kind = len(texts) % (4 if tokenizer is not None else 3)
         if kind == 0:
             text = rng.choice(ids, size.length)
@@ -190,18 +193,18 @@ def _choose(
     front: int,
 ) -> list[list[int]]:
     """The candidates that separate best where they separate worst, cut to unequal lengths."""
+    score = np.zeros(len(candidates))
     tried = [reading for reading in readings if reading.first and not reading.padding_seen]
-    groups = [candidates[i : i + size.probes] for i in range(0, len(candidates), size.probes)]
-    texts = [texts_of(group, [_grid(len(text), window) for text in group], front) for group in groups]
-    # In groups of as many as are chosen, so that what is compiled serves for those as well.
-    answers = [
-        np.concatenate([np.stack(forward(reading, group).log_probs) for group in texts]) for reading in tried
-    ]
-    if len(answers) > 1:
+    if len(candidates) > size.probes and len(tried) > 1:
+        # In groups of as many as are chosen, so that what is compiled serves for those as well.
+        groups = [candidates[i : i + size.probes] for i in range(0, len(candidates), size.probes)]
+        texts = [texts_of(group, [_grid(len(text), window) for text in group], front) for group in groups]
+        answers = [
+            np.concatenate([np.stack(forward(reading, group).log_probs) for group in texts])
+            for reading in tried
+        ]  # [C, Q] each
         apart = np.stack([np.abs(a - answers[0]).mean(axis=1) for a in answers[1:]])  # [R, C]
         score = (apart / np.maximum(apart.max(axis=1, keepdims=True), 1e-9)).min(axis=0)
-    else:
-        score = np.zeros(len(candidates))
     best = np.argsort(-score, kind="stable")[: size.probes]
     after = forward.config.long_rope_after
     shortest = max(size.length // 2, min(size.length - 1, window + window // 8 + 2))
@@ -261,7 +264,12 @@ def _as_json(
 
     canary["bfloat16"] = values(rounded)
     canary["readings"] = [
-        {"name": reading.name, "sentence": reading.sentence, "batch_only": reading.padding_seen, **values(answer)}
+        {
+            "name": reading.name,
+            "sentence": reading.sentence,
+            "batch_only": reading.padding_seen,
+            **values(answer),
+        }
         for reading, answer in zip(readings, answers, strict=True)
         if reading is readings[0] or reading.pattern != pattern or _differs(answer, answers[0])
     ]

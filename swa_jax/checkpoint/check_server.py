@@ -127,7 +127,10 @@ def _verdict(
     if best == 0:
         usual = case.evidence(case.rounded)[1] >= EVIDENCE  # what a server in bfloat16 leaves no doubt about
         if doubtful := [case.readings[i]["sentence"] for i in rivals if usual[i]]:
-            return UNKNOWN, f"cannot tell: right, or {_either(doubtful)}; its rounding ({size:.2g}) is too coarse"
+            return (
+                UNKNOWN,
+                f"cannot tell: right, or {_either(doubtful)}; its rounding ({size:.2g}) is too coarse",
+            )
         close = [case.readings[i]["sentence"] for i in rivals]
         also = f"; it would look the same with this: {_either(close)}" if close else ""
         return RIGHT, f"right: {name} (mean difference {size:.2g}){also}"

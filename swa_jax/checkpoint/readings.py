@@ -107,6 +107,7 @@ def describe(pattern: AttentionPattern) -> str:
 def _windows(right: Reading, hf: Mapping[str, Any]) -> Iterator[Reading]:
     """Another window, or the same one in all layers or in none."""
     pattern, layers = right.pattern, right.pattern.num_layers
+
     def reading(name: str, sentence: str, other: AttentionPattern, first: bool = True) -> Reading:
         return dataclasses.replace(right, name=name, sentence=sentence, pattern=other, first=first)
 

@@ -10,13 +10,16 @@ import sys
 import numpy as np
 import pytest
 import tiny_models
+from command_line import run
 from flax import nnx
 from planted_server import Planted, in_bfloat16, serving, with_config, with_noise
 
 from swa_jax.checkpoint import check_server
-from swa_jax.checkpoint.folder import load_model, save_model
+from swa_jax.checkpoint.canary import Size, plan_size, write_canary
+from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
 from swa_jax.checkpoint.hf_export import export_model
-from swa_jax.model.config import RopeScaling
+from swa_jax.checkpoint.readings import readings_of
+from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
@@ -224,7 +227,7 @@ def test_a_server_that_rounds_too_coarsely_cannot_be_told(exported):
 
 def test_padding_is_found_in_batches_only(exported):
     folder, right, _ = exported("rich")
-    code, found = check(folder, Planted(right, padding="seen"))
+    _, found = check(folder, Planted(right, padding="seen"))
     assert (found["single"]["verdict"], found["batch"]["verdict"]) == (check_server.RIGHT, check_server.WRONG)
     assert (
         found["sentence"] == "wrong: the padding of a batch is seen (in a batch; right for single requests)"
@@ -254,9 +257,13 @@ def test_who_cannot_be_asked(exported, tmp_path):
 def test_the_script_stands_alone(exported):
     """Beside the weights, without this package: it needs numpy and no more."""
     folder, right, _ = exported("rich")
-    command = [sys.executable, "-I", str(folder / "check_server.py"), "--url"]
-    code = "import runpy, sys; sys.modules['swa_jax'] = None; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    command[2:2] = ["-c", code]
+    script = f"""
+import runpy, sys
+sys.modules["swa_jax"] = None
+sys.argv = [{str(folder / "check_server.py")!r}, "--url", sys.argv[1]]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    command = [sys.executable, "-I", "-c", script]
     with serving(Planted(kinds(right, "FFFF"))) as url:
         done = subprocess.run([*command, url], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (check_server.WRONG, "")
@@ -267,3 +274,40 @@ def test_what_the_export_says(exported):
     _, _, (note,) = exported("rich")
     assert note.startswith("canary.json has 8 probes of up to 64 tokens. They tell ")
     assert "bfloat16 rounds by" in note
+
+
+QWEN3 = ModelConfig(
+    vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+    num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("window", "budget", "expected"),
+    [
+        (128, 5e15, Size(8, 24, 512, False)),
+        (128, 5e13, Size(2, 2, 256, False)),
+        (2048, 5e15, Size(8, 24, 8192, False)),
+        (2048, 5e13, Size(2, 2, 2560, True)),
+        (2048, 1e13, None),
+    ],
+)
+def test_the_cost_of_a_canary_is_bounded(window, budget, expected):
+    pattern = AttentionPattern.from_recipe("interleave-1-in-4", QWEN3, sliding_window=window)
+    readings = readings_of(QWEN3, pattern, {})
+    assert plan_size(QWEN3, pattern, readings, budget) == expected
+
+
+def test_an_export_without_a_canary(exported, tmp_path):
+    folder, _, _ = exported("full")
+    checkpoint = folder.with_name("full")
+    source = open_checkpoint(checkpoint)
+    arguments = (tmp_path, checkpoint, source.pattern, source.hf_config)
+    assert write_canary(*arguments, memory=1e3).startswith("No canary: its computation takes 0 GB of memory")
+    assert write_canary(*arguments, budget=1e3).startswith(
+        "No canary: with probes longer than the window it takes"
+    )
+    assert [*tmp_path.iterdir()] == []
+    note = run("export", checkpoint, tmp_path / "out", "--no-canary")
+    assert "canary" not in note
+    assert not {"canary.json", "check_server.py"} & {file.name for file in (tmp_path / "out").iterdir()}

@@ -127,7 +127,7 @@ def test_a_refusal_names_who_can(tmp_path):
 @pytest.mark.parametrize("server", TARGETS)
 def test_import_of_an_export_gives_the_same_bits(tmp_path, server):
     checkpoint = import_model(GOLDEN / "qwen2-hybrid", tmp_path / "checkpoint")
-    export_model(checkpoint, tmp_path / "export", server=server, as_full=True)
+    export_model(checkpoint, tmp_path / "export", server=server, as_full=True, canary=False)
     again = open_checkpoint(import_model(tmp_path / "export", tmp_path / "again"))
     first = open_checkpoint(checkpoint)
     assert (again.pattern, again.config) == (first.pattern, first.config)
@@ -139,19 +139,23 @@ def test_import_of_an_export_gives_the_same_bits(tmp_path, server):
 def test_the_verb_says_how_to_start_the_server(tmp_path):
     checkpoint = import_model(GOLDEN / "qwen2-hybrid", tmp_path / "checkpoint")
     assert f"Start it with: vllm serve {tmp_path / 'a'}" in run(
-        "export", checkpoint, tmp_path / "a", "--for", "vllm"
+        "export", checkpoint, tmp_path / "a", "--no-canary", "--for", "vllm"
     )
     assert "known: transformers, vllm, tpu-inference, sglang" in fails(
-        "export", checkpoint, tmp_path / "b", "--for", "ollama"
+        "export", checkpoint, tmp_path / "b", "--no-canary", "--for", "ollama"
     )
     assert not (tmp_path / "b").exists()
     assert "MODEL_IMPL_TYPE=vllm vllm serve" in run(
-        "export", checkpoint, tmp_path / "c", "--for", "tpu-inference"
+        "export", checkpoint, tmp_path / "c", "--no-canary", "--for", "tpu-inference"
     )
-    assert "--as-full needs --for" in fails("export", checkpoint, tmp_path / "d", "--as-full")
+    assert "--as-full needs --for" in fails("export", checkpoint, tmp_path / "d", "--no-canary", "--as-full")
 
 
 def test_full_attention_is_written_only_where_it_is_asked_for(tmp_path):
     checkpoint = import_model(GOLDEN / "granite-full", tmp_path / "checkpoint", pattern="interleave-1-in-2")
-    assert "--as-full exports it" in fails("export", checkpoint, tmp_path / "a", "--for", "sglang")
-    assert "a window in no layer" in run("export", checkpoint, tmp_path / "a", "--for", "sglang", "--as-full")
+    assert "--as-full exports it" in fails(
+        "export", checkpoint, tmp_path / "a", "--no-canary", "--for", "sglang"
+    )
+    assert "a window in no layer" in run(
+        "export", checkpoint, tmp_path / "a", "--no-canary", "--for", "sglang", "--as-full"
+    )
