@@ -331,9 +331,7 @@ def ask_transformers(folder: Path, canary: dict[str, Any], dtype: str = "float32
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     except Exception as error:  # whatever transformers raises, nothing can be said
-        raise CannotAsk(
-            f"transformers cannot load {folder}: {str(error).strip().splitlines()[-1][:200]}"
-        ) from None
+        raise CannotAsk(f"transformers cannot load {folder}: {_last_line(error)}") from None
     probes = [probe["tokens"] for probe in canary["probes"]]
 
     def log_probs(prompts: list[list[int]]) -> list[list[float]]:
@@ -346,7 +344,14 @@ def ask_transformers(folder: Path, canary: dict[str, Any], dtype: str = "float32
         found = torch.log_softmax(logits[:, :-1].float(), -1).gather(2, tokens[:, 1:, None])[..., 0]
         return [row[len(row) + 1 - len(p) :].tolist() for row, p in zip(found, prompts, strict=True)]
 
-    return _compared(canary, [log_probs([probe])[0] for probe in probes], log_probs(probes))
+    try:
+        return _compared(canary, [log_probs([probe])[0] for probe in probes], log_probs(probes))
+    except Exception as error:  # from within a model's class
+        raise CannotAsk(f"transformers loads {folder}, and fails to run it: {_last_line(error)}") from None
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1][:200]
 
 
 # ---- the answer ----

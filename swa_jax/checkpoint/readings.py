@@ -185,10 +185,11 @@ def _rope(right: Reading) -> Iterator[Reading]:
         changed = dataclasses.replace(config, **fields)
         return dataclasses.replace(right, name=name, sentence=sentence, config=changed, first=False)
 
-    kinds: tuple[RopeKind, ...] = config.rope_layers or ("global",) * layers
+    common: RopeKind = "global"
+    kinds = config.rope_layers or (common,) * layers
     if "local" in kinds:
         other: dict[str, RopeKind] = {"local": "global", "global": "local", "none": "none"}
-        swapped = tuple(other[kind] for kind in kinds)
+        swapped: tuple[RopeKind, ...] = tuple(other[kind] for kind in kinds)
         yield reading("rope swapped", "RoPE by the wrong layer type", rope_layers=swapped)
         yield reading(
             "rope global", "the RoPE of full layers in every layer", rope_layers=("global",) * layers
@@ -198,7 +199,7 @@ def _rope(right: Reading) -> Iterator[Reading]:
         )
     if "none" in kinds:
         yield reading("rope everywhere", "RoPE also in layers without it", rope_layers=("global",) * layers)
-        others = tuple("none" if kind != "none" else "global" for kind in kinds)
+        others: tuple[RopeKind, ...] = tuple("none" if kind != "none" else "global" for kind in kinds)
         yield reading("rope in the others", "RoPE in the wrong layers", rope_layers=others)
     if config.rope_scaling is not None:
         yield reading("rope unscaled", "RoPE without its scaling", rope_scaling=None)

@@ -50,6 +50,7 @@ def test_a_server_computes_the_pattern_or_the_export_is_refused(model, server):
         wanted = [pattern.sliding_window if kind == WINDOW else None for kind in pattern.layer_types]
         if server == "transformers":
             assert hf_pattern(served.hf) == pattern
+            server_classes.transformers(served.hf)
         else:
             context = hf["max_position_embeddings"]  # a window as long as that is none
             windows = computed(server, served)
