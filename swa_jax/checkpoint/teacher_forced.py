@@ -78,13 +78,8 @@ class Forward:
         same = dataclasses.replace(
             config, rope_theta=1e4, rope_scaling=None, rope_layers=(), local_rope_theta=1e4
         )
-        kind = SWITCH if self.routed else FULL
-        pattern = AttentionPattern((kind,) * config.num_hidden_layers, 1 if self.routed else None)
-        graph, wanted = nnx.split(
-            nnx.eval_shape(lambda: Decoder(same, pattern, dtype=dtype, rngs=nnx.Rngs(0)))
-        )
-        chosen = {path: self.weights[path] for path, _ in nnx.to_flat_state(wanted)}
-        state = nnx.from_flat_state(chosen)
+        graph, paths = _structure(same, self.routed, dtype)
+        state = nnx.from_flat_state({path: self.weights[path] for path in paths})
         return graph, state if dtype == jnp.float32 else cast_parameters(state, dtype)
 
     @staticmethod
@@ -97,6 +92,17 @@ class Forward:
         after = reading.config.long_rope_after
         length = longest if not reading.long_rope or after is None else after + 1
         return rope_tables(reading.config, positions[None], length)
+
+
+@functools.lru_cache(maxsize=64)
+def _structure(config: ModelConfig, routed: bool, dtype: jnp.dtype) -> tuple[Any, tuple[Any, ...]]:
+    """The modules of a configuration, and the paths of their parameters."""
+    pattern = AttentionPattern(
+        (SWITCH if routed else FULL,) * config.num_hidden_layers, 1 if routed else None
+    )
+    skeleton = nnx.eval_shape(lambda: Decoder(config, pattern, dtype=dtype, rngs=nnx.Rngs(0)))
+    graph, wanted = nnx.split(skeleton)
+    return graph, tuple(path for path, _ in nnx.to_flat_state(wanted))
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "spec", "kinds", "top"))

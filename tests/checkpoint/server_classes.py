@@ -20,7 +20,7 @@ def _even(hf):
 
 
 def transformers(hf):
-    """transformers 5.23; these classes make the mask of windows even where no layer has one, and fail without a width."""
+    """transformers 5.23; these classes make the mask of windows also where no layer has one, and fail without one."""
     (architecture,) = hf["architectures"]
     if architecture.removesuffix("ForCausalLM") in (
         "Gemma2",
