@@ -121,6 +121,11 @@ FAULTS = [
     ("rich", "without qk_norm", lambda m: Planted(with_config(m, qk_norm=False))),
     ("rich", "kinds one layer late", lambda m: Planted(kinds(m, "FFww"))),
     ("rich", "layer 1", lambda m: Planted(kinds(m, "FFwF"))),
+    ("sink tokens", "full everywhere", lambda m: Planted(kinds(m, "FFFF"))),
+    ("sink tokens", "window everywhere", lambda m: Planted(kinds(m, "wwww"))),
+    ("sink tokens", "window - 1", lambda m: Planted(pattern_of(m, sliding_window=5))),
+    ("sink tokens", "layer 1", lambda m: Planted(kinds(m, "wFFw"))),
+    ("sink tokens", "padding", lambda m: Planted(m, padding="seen")),
     ("sink tokens", "sink tokens dropped", lambda m: Planted(pattern_of(m, num_sink_tokens=0))),
     ("sink tokens", "positions", lambda m: Planted(m, positions=from_middle)),
     ("heads", "full heads dropped", lambda m: Planted(m.with_pattern(tiny_models.make("wwww")))),
@@ -134,7 +139,15 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "name", "fault"), FAULTS, ids=[f"{m}-{n}" for m, n, _ in FAULTS])
+def sweep(rows):
+    """One model in `make test`, whose readings are fewer to compile; the others are slow."""
+    return [
+        pytest.param(*row, id="-".join(row[:2]), marks=() if row[0] == "sink tokens" else pytest.mark.slow)
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize(("model", "name", "fault"), sweep(FAULTS))
 def test_a_planted_fault_is_named(exported, model, name, fault):
     folder, right, _ = exported(model)
     code, found = check(folder, fault(right))
@@ -143,32 +156,33 @@ def test_a_planted_fault_is_named(exported, model, name, fault):
 
 
 # Faults that no reading has.
-OTHERS = {
-    "window - 2": ("rich", lambda m: Planted(pattern_of(m, sliding_window=4))),
-    "window + 3": ("rich", lambda m: Planted(pattern_of(m, sliding_window=9))),
-    "two layers": ("rich", lambda m: Planted(kinds(m, "FwFw"))),
-    "rope theta of another size": ("rich", lambda m: Planted(with_config(m, rope_theta=900.0))),
-    "rope scaled by another factor": (
+OTHERS = [
+    ("rich", "window - 2", lambda m: Planted(pattern_of(m, sliding_window=4))),
+    ("rich", "window + 3", lambda m: Planted(pattern_of(m, sliding_window=9))),
+    ("rich", "two layers", lambda m: Planted(kinds(m, "FwFw"))),
+    ("rich", "rope theta of another size", lambda m: Planted(with_config(m, rope_theta=900.0))),
+    (
         "rich",
+        "rope scaled by another factor",
         lambda m: Planted(with_config(m, rope_scaling=RopeScaling("linear", 2.0))),
     ),
-    "softcap of another size": ("rich", lambda m: Planted(with_config(m, attention_softcap=3.0))),
-    "two tokens in front": ("rich", lambda m: Planted(m, before=(7, 8))),
-    "other weights": ("rich", lambda m: Planted(with_noise(m, 0.5))),
-    "fewer sink tokens": ("sink tokens", lambda m: Planted(pattern_of(m, num_sink_tokens=1))),
-    "more sink tokens": ("sink tokens", lambda m: Planted(pattern_of(m, num_sink_tokens=4))),
-    "positions that begin anew": ("sink tokens", lambda m: Planted(m, positions=lambda t: t % 16)),
-    "another head": (
+    ("rich", "softcap of another size", lambda m: Planted(with_config(m, attention_softcap=3.0))),
+    ("rich", "two tokens in front", lambda m: Planted(m, before=(7, 8))),
+    ("rich", "other weights", lambda m: Planted(with_noise(m, 0.5))),
+    ("sink tokens", "fewer sink tokens", lambda m: Planted(pattern_of(m, num_sink_tokens=1))),
+    ("sink tokens", "more sink tokens", lambda m: Planted(pattern_of(m, num_sink_tokens=4))),
+    ("sink tokens", "positions that begin anew", lambda m: Planted(m, positions=lambda t: t % 16)),
+    (
         "heads",
+        "another head",
         lambda m: Planted(m.with_pattern(tiny_models.make("hhwh", ((0,), (0,), (), (1,))))),
     ),
-    "windows in one layer": ("full", lambda m: Planted(m.with_pattern(tiny_models.make("FwFF")))),
-}
+    ("full", "windows in one layer", lambda m: Planted(m.with_pattern(tiny_models.make("FwFF")))),
+]
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_fault_that_no_reading_has_is_wrong(exported, name):
-    model, fault = OTHERS[name]
+@pytest.mark.parametrize(("model", "name", "fault"), sweep(OTHERS))
+def test_a_fault_that_no_reading_has_is_wrong(exported, model, name, fault):
     folder, right, _ = exported(model)
     code, found = check(folder, fault(right))
     assert code == check_server.WRONG, found["sentence"]
@@ -179,8 +193,7 @@ def five_digits(x):
     return np.vectorize(lambda value: float(f"{value:.5g}"))(x)
 
 
-@pytest.mark.parametrize("speaks", ["vllm", "sglang", "echo", "top"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "speaks"), sweep([(m, s) for m in MODELS for s in check_server.APIS]))
 def test_a_right_server_is_right_however_it_is_asked(exported, model, speaks):
     folder, right, _ = exported(model)
     for planted in (Planted(right, also=five_digits), Planted(right, padding="masked")):
@@ -189,8 +202,7 @@ def test_a_right_server_is_right_however_it_is_asked(exported, model, speaks):
         assert found["sentence"].startswith("right: ")
 
 
-@pytest.mark.parametrize("speaks", ["vllm", "top"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "speaks"), sweep([(m, s) for m in MODELS for s in ("vllm", "top")]))
 def test_a_right_server_in_bfloat16_is_right(exported, model, speaks):
     folder, right, _ = exported(model)
     code, found = check(folder, Planted(in_bfloat16(right)), speaks)
@@ -200,12 +212,14 @@ def test_a_right_server_in_bfloat16_is_right(exported, model, speaks):
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    [
-        ("rich", "window - 1"),
-        ("rich", "layer 1"),
-        ("sink tokens", "sink tokens dropped"),
-        ("rich", "padding"),
-    ],
+    sweep(
+        [
+            ("sink tokens", "window - 1"),
+            ("sink tokens", "padding"),
+            ("rich", "layer 1"),
+            ("rich", "rope swapped"),
+        ]
+    ),
 )
 @pytest.mark.parametrize("speaks", ["vllm", "top"])
 def test_a_fault_is_named_in_bfloat16(exported, model, name, speaks):
@@ -219,14 +233,14 @@ def test_a_fault_is_named_in_bfloat16(exported, model, name, speaks):
 
 
 def test_a_server_that_rounds_too_coarsely_cannot_be_told(exported):
-    folder, right, _ = exported("rich")
+    folder, right, _ = exported("sink tokens")
     code, found = check(folder, Planted(right, also=lambda x: x + 0.2 * np.sin(1e4 * x)))
     assert code == check_server.UNKNOWN
     assert "quantised" in found["sentence"]
 
 
 def test_padding_is_found_in_batches_only(exported):
-    folder, right, _ = exported("rich")
+    folder, right, _ = exported("sink tokens")
     _, found = check(folder, Planted(right, padding="seen"))
     assert (found["single"]["verdict"], found["batch"]["verdict"]) == (check_server.RIGHT, check_server.WRONG)
     assert (
@@ -235,7 +249,7 @@ def test_padding_is_found_in_batches_only(exported):
 
 
 def test_who_cannot_be_asked(exported, tmp_path):
-    folder, right, _ = exported("full")
+    folder, right, _ = exported("sink tokens")
     with serving(Planted(right), "none") as url:
         code, found = answer(folder, "--url", url, "--json", "--api", "echo")
         assert code == check_server.UNKNOWN
@@ -256,7 +270,7 @@ def test_who_cannot_be_asked(exported, tmp_path):
 
 def test_the_script_stands_alone(exported):
     """Beside the weights, without this package: it needs numpy and no more."""
-    folder, right, _ = exported("rich")
+    folder, right, _ = exported("sink tokens")
     script = f"""
 import runpy, sys
 sys.modules["swa_jax"] = None
@@ -271,7 +285,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_what_the_export_says(exported):
-    _, _, (note,) = exported("rich")
+    _, _, (note,) = exported("sink tokens")
     assert note.startswith("canary.json has 8 probes of up to 64 tokens. They tell ")
     assert "bfloat16 rounds by" in note
 
@@ -299,8 +313,8 @@ def test_the_cost_of_a_canary_is_bounded(window, budget, expected):
 
 
 def test_an_export_without_a_canary(exported, tmp_path):
-    folder, _, _ = exported("full")
-    checkpoint = folder.with_name("full")
+    folder, _, _ = exported("sink tokens")
+    checkpoint = folder.with_name("sink tokens")
     source = open_checkpoint(checkpoint)
     arguments = (tmp_path, checkpoint, source.pattern, source.hf_config)
     assert write_canary(*arguments, memory=1e3).startswith("No canary: its computation takes 0 GB of memory")
