@@ -169,6 +169,11 @@ OTHERS = [
     ("rich", "softcap of another size", lambda m: Planted(with_config(m, attention_softcap=3.0))),
     ("rich", "two tokens in front", lambda m: Planted(m, before=(7, 8))),
     ("rich", "other weights", lambda m: Planted(with_noise(m, 0.5))),
+    (
+        "sink tokens",
+        "rope theta of nearly the right size",
+        lambda m: Planted(with_config(m, rope_theta=11000.0)),
+    ),
     ("sink tokens", "fewer sink tokens", lambda m: Planted(pattern_of(m, num_sink_tokens=1))),
     ("sink tokens", "more sink tokens", lambda m: Planted(pattern_of(m, num_sink_tokens=4))),
     ("sink tokens", "positions that begin anew", lambda m: Planted(m, positions=lambda t: t % 16)),
