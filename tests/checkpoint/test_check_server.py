@@ -17,7 +17,6 @@ from planted_server import Planted, in_bfloat16, serving, with_config, with_nois
 from swa_jax.checkpoint import check_server
 from swa_jax.checkpoint.canary import Size, plan_size, write_canary
 from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
-from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.readings import readings_of
 from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.decoder import Decoder
@@ -46,7 +45,7 @@ MODELS = {
 
 @pytest.fixture(scope="session")
 def exported(tmp_path_factory):
-    """{model: (its folder, the decoder)}"""
+    """For a name of MODELS: the folder of its export, the decoder, and what the command said."""
     folder = tmp_path_factory.mktemp("exported")
     found = {}
 
@@ -64,9 +63,8 @@ def exported(tmp_path_factory):
                 if parameter is not None:
                     parameter[...] = rng.standard_normal(parameter.shape).astype(np.float32)
             checkpoint = save_model(model, folder / name)
-            notes = []
-            export_model(checkpoint, folder / f"{name} exported", describe=notes.append)
-            found[name] = (folder / f"{name} exported", load_model(checkpoint), notes)
+            note = run("export", checkpoint, folder / f"{name} exported")
+            found[name] = (folder / f"{name} exported", load_model(checkpoint), note)
         return found[name]
 
     return of
@@ -290,8 +288,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_what_the_export_says(exported):
-    _, _, (note,) = exported("sink tokens")
-    assert note.startswith("canary.json has 8 probes of up to 64 tokens. They tell ")
+    _, _, note = exported("sink tokens")
+    assert "canary.json has 8 probes of up to 64 tokens. They tell " in note
     assert "bfloat16 rounds by" in note
 
 
