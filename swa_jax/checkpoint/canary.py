@@ -22,6 +22,7 @@ from swa_jax.checkpoint.readings import GUESSED_WINDOW, Reading, readings_of
 from swa_jax.checkpoint.teacher_forced import Answers, Forward, Texts, texts_of
 from swa_jax.data.haystack import NEEDLE, draw_keys, draw_value
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
+from swa_jax.errors import ConfigError
 from swa_jax.files import write_json
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.flops import matrix_parameters
@@ -83,7 +84,10 @@ def write_canary(
             f"No canary: with probes longer than the window it takes more than {allowed:.0e} operations. "
             "Export on an accelerator to have one."
         )
-    canary = make_canary(checkpoint, pattern, hf, readings, size)
+    try:
+        canary = make_canary(checkpoint, pattern, hf, readings, size)
+    except jax.errors.JaxRuntimeError as error:  # such as memory that ran out after all
+        return f"No canary: it could not be computed ({str(error).splitlines()[0][:200]})."
     write_json(folder / check_server.CANARY_FILE, canary, indent=0)
     shutil.copyfile(SCRIPT, folder / SCRIPT.name)
     return summary(canary)
@@ -123,7 +127,7 @@ def make_canary(
     forward = Forward(model, kinds, check_server.TOP)
     rng = np.random.default_rng(0)
     window = _window(pattern)
-    tokenizer = load_tokenizer(checkpoint) if (checkpoint / "tokenizer.json").is_file() else None
+    tokenizer = _tokenizer(checkpoint)
     front = hf.get("bos_token_id")
     front = front if isinstance(front, int) and 0 <= front < model.config.vocab_size else 0
     candidates = _candidates(rng, size, window, _plain_tokens(hf, model.config, tokenizer), tokenizer)
@@ -139,6 +143,13 @@ def make_canary(
 
 def _window(pattern: AttentionPattern) -> int:
     return pattern.sliding_window or GUESSED_WINDOW
+
+
+def _tokenizer(checkpoint: Path) -> Tokenizer | None:
+    try:
+        return load_tokenizer(checkpoint)
+    except ConfigError:  # none, or one that cannot be read: token ids need none
+        return None
 
 
 def _plain_tokens(hf: Mapping[str, Any], config: ModelConfig, tokenizer: Tokenizer | None) -> np.ndarray:

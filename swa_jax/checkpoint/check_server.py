@@ -95,7 +95,7 @@ class Case:
 
 
 def judge(observed: np.ndarray, case: Case) -> dict[str, Any]:
-    """What the answers say: {"verdict", "reading", "sentence", "differences"}.
+    """What the answers say: {"verdict", "sentence", "nearest", "differences"}.
 
     The verdict is right if no reading is clearly nearer than the right one, its differences are no larger than rounding
     makes them, and they are no larger where attention or positions matter than elsewhere. So a fault that no reading
@@ -104,7 +104,7 @@ def judge(observed: np.ndarray, case: Case) -> dict[str, Any]:
     distances, evidence = case.evidence(observed)
     best = 0 if evidence[0] < EVIDENCE else int(np.argmin(distances))
     found = {
-        "reading": case.readings[best]["name"],
+        "nearest": case.readings[best]["name"],
         "differences": {r["name"]: round(float(d), 6) for r, d in zip(case.readings, distances, strict=True)},
     }
     rivals = [i for i in range(len(case.readings)) if i != best and evidence[i] < EVIDENCE]

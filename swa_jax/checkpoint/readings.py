@@ -42,7 +42,7 @@ class Reading:
       name: for machines.
       sentence: what it computes, or what is wrong with it.
       pattern, config: of what it computes.
-      first: the number of readings that matter most is small; True for them.
+      first: it is one of the few that a small canary still has.
       jump: positions from the middle of the text on are one too large.
       long_rope: LongRoPE's frequencies for long texts.
       in_front: a token stands before the prompt.

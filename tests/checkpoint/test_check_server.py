@@ -39,6 +39,11 @@ MODELS = {
     "sink tokens": (SHORT, tiny_models.make("wwFw", num_sink_tokens=3)),
     "heads": (SHORT, tiny_models.make("hhwh", ((0,), (1,), (), (0,)))),
     "full": (SHORT, tiny_models.make("FFFF", sliding_window=None)),
+    "routed": (SHORT, tiny_models.make("SSwS")),
+    "experts": (
+        dataclasses.replace(tiny_models.MIXED, max_position_embeddings=128),
+        tiny_models.make("wFwF"),
+    ),
     "own key only": (SHORT, tiny_models.make("wwFw", sliding_window=1)),
 }
 
@@ -130,7 +135,7 @@ FAULTS = [
     (
         "full",
         "window everywhere",
-        lambda m: Planted(m.with_pattern(tiny_models.make("wwww", sliding_window=24))),
+        lambda m: Planted(m.with_pattern(tiny_models.make("wwww", sliding_window=16))),
     ),
     ("full", "padding", lambda m: Planted(m, padding="seen")),
     ("own key only", "window + 1", lambda m: Planted(pattern_of(m, sliding_window=2))),
@@ -149,7 +154,7 @@ def sweep(rows):
 def test_a_planted_fault_is_named(exported, model, name, fault):
     folder, right, _ = exported(model)
     code, found = check(folder, fault(right))
-    assert (code, found["reading"]) == (check_server.WRONG, name), found["sentence"]
+    assert (code, found["nearest"]) == (check_server.WRONG, name), found["sentence"]
     assert found["sentence"].startswith("wrong: ")
 
 
@@ -232,7 +237,7 @@ def test_a_fault_is_named_in_bfloat16(exported, model, name, speaks):
     code, found = check(
         folder, dataclasses.replace(planted, model=in_bfloat16(planted.model), also=five_digits), speaks
     )
-    assert (code, found["reading"]) == (check_server.WRONG, name), found["sentence"]
+    assert (code, found["nearest"]) == (check_server.WRONG, name), found["sentence"]
 
 
 def test_a_server_that_rounds_too_coarsely_cannot_be_told(exported):
