@@ -109,7 +109,8 @@ def compare_one(folder: Path) -> dict:
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
                 code = check(["--transformers", "--json", "--dtype", dtype])
-            row[f"canary, {dtype}"] = [code, json.loads(out.getvalue())["sentence"]]
+            sentence = json.loads(out.getvalue())["sentence"].replace(str(folder), "the folder")
+            row[f"canary, {dtype}"] = [code, sentence]
     return row
 
 
