@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from swa_jax.checkpoint.canary import write_canary
 from swa_jax.checkpoint.folder import CONFIG_FILE, PATTERN_FILE, open_checkpoint, read_companions
 from swa_jax.checkpoint.safetensors_files import write_model
 from swa_jax.checkpoint.servers import served_config
@@ -26,6 +27,7 @@ def export_model(
     pattern: AttentionPattern | None = None,
     server: str | None = None,
     as_full: bool = False,
+    canary: bool = True,
     describe: Callable[[str], Any] = lambda text: None,
 ) -> Path:
     """Write a checkpoint folder as a Hugging Face folder; importing that again gives the same bits.
@@ -39,7 +41,9 @@ def export_model(
         Hugging Face's keys; a pattern that these cannot express becomes full attention in every layer, with a logged
         notice.
       as_full: write full attention in every layer where the server cannot run the pattern.
-      describe: called with what the server will run, once the export is whole.
+      canary: also write `canary.json` and `check_server.py`, by which a server's answers tell what it computes
+        (`swa_jax.checkpoint.canary`). This loads the model in f32; one that is too large for it has none.
+      describe: called with what the server will run and what the canary tells, once the export is whole.
 
     Returns:
       The destination, a folder that must not exist yet or be empty.
@@ -56,10 +60,11 @@ def export_model(
     served = None
     if server is None:
         hf, notice = apply_pattern(source.hf_config, source.pattern)
+        pattern = source.pattern
         written = model_config(hf)  # the same model, of the family that can say the pattern
     else:
         served = served_config(server, source.hf_config, source.pattern, as_full=as_full)
-        hf, notice = served.hf, None
+        hf, notice, pattern = served.hf, None, served.pattern
         written = dataclasses.replace(source.config, model_type=served.model_type)
     joined = joined_parts(written)
     tensors = {
@@ -73,8 +78,11 @@ def export_model(
         write_model(folder, tensors, lambda names: join_tensors(names, joined, source.read))
         for name, data in companions.items():
             write_bytes(folder / name, data)
+        note = write_canary(folder, source.folder, pattern, hf) if canary else None
     if notice:
         log.warning("%s: %s", destination, notice)
     if served is not None:
         describe(served.describe(str(server), destination))
+    if note is not None:
+        describe(note)
     return destination

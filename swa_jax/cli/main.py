@@ -155,6 +155,14 @@ def export(
     as_full: Annotated[
         bool, Option("--as-full", help="Full attention in every layer where the server cannot do better.")
     ] = False,
+    canary: Annotated[
+        bool,
+        Option(
+            "--canary/--no-canary",
+            help="Write canary.json and check_server.py, which tell what a server really computes. Takes seconds for a "
+            "small model and minutes for a large one.",
+        ),
+    ] = True,
 ) -> None:
     """Write a checkpoint back in Hugging Face format, so that a server runs its pattern as it is."""
     from swa_jax.checkpoint.hf_export import export_model
@@ -162,7 +170,8 @@ def export(
     if as_full and server is None:
         raise ConfigError("--as-full needs --for SERVER: whose full attention is meant")
     notes: list[str] = []
-    typer.echo(export_model(checkpoint, destination, server=server, as_full=as_full, describe=notes.append))
+    options: dict[str, Any] = {"server": server, "as_full": as_full, "canary": canary}
+    typer.echo(export_model(checkpoint, destination, **options, describe=notes.append))
     for note in notes:
         typer.echo(note)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from swa_jax.errors import ConfigError
 from swa_jax.families.common import Family, Windows, layer_types, read_dense, write_dense
+from swa_jax.families.rope import window_always
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
-from swa_jax.model.pattern import AttentionPattern
 
 DEFAULTS = {
     "num_key_value_heads": 4,
@@ -74,8 +74,4 @@ def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
     return hf.get("sliding_window", DEFAULT_WINDOW), layer_types(hf, by_default)
 
 
-def window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:
-    return {"sliding_window": pattern.sliding_window, "layer_types": list(pattern.layer_types)}
-
-
-FAMILY = Family("gemma2", "Gemma2ForCausalLM", from_hf, to_hf, read_windows, window_keys)
+FAMILY = Family("gemma2", "Gemma2ForCausalLM", from_hf, to_hf, read_windows, window_always)

@@ -7,9 +7,8 @@ from typing import Any
 
 from swa_jax.families.common import Family, Windows, layer_types, write_dense
 from swa_jax.families.mistral import DEFAULT_WINDOW, from_hf
-from swa_jax.model.config import ModelConfig
+from swa_jax.families.rope import window_always
 from swa_jax.model.layer_types import FULL, WINDOW
-from swa_jax.model.pattern import AttentionPattern
 
 
 def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
@@ -17,8 +16,4 @@ def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
     return window, layer_types(hf, [FULL if window is None else WINDOW] * layers)
 
 
-def window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:
-    return {"sliding_window": pattern.sliding_window, "layer_types": list(pattern.layer_types)}
-
-
-FAMILY = Family("ministral", "MinistralForCausalLM", from_hf, write_dense, read_windows, window_keys)
+FAMILY = Family("ministral", "MinistralForCausalLM", from_hf, write_dense, read_windows, window_always)

@@ -202,10 +202,15 @@ def read_windows_by_type(window: int | None, types: Sequence[str], max_positions
 def window_keys_by_type(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:
     """The keys of a pattern in families whose RoPE goes by layer type. For full attention the window reaches over the
     whole context, so that every layer keeps its type, and with it its RoPE."""
-    if not config.rope_layers:
-        return {"sliding_window": pattern.sliding_window, "layer_types": list(pattern.layer_types)}
+    keys = window_always(config, pattern)
+    return keys | {"layer_types": _rope_types(config)} if config.rope_layers else keys
+
+
+def window_always(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:
+    """The keys of a pattern for Hugging Face's classes that want a window even where no layer has it: without one they
+    fail at the first token. It then reaches over the whole context."""
     window = pattern.sliding_window or config.max_position_embeddings
-    return {"sliding_window": window, "layer_types": _rope_types(config)}
+    return {"sliding_window": window, "layer_types": list(pattern.layer_types)}
 
 
 def nope_of_full_layers(types: Sequence[str]) -> tuple[RopeKind, ...]:

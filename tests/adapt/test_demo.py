@@ -130,5 +130,5 @@ def tiny_hf_model(folder):
     tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
     model = Decoder(CONFIG, AttentionPattern.from_recipe("full", CONFIG), rngs=nnx.Rngs(0))
     checkpoint = save_model(model, folder / "checkpoint", tokenizer_from=folder / "tokenizer")
-    export_model(checkpoint, folder / "hf")
+    export_model(checkpoint, folder / "hf", canary=False)
     return folder / "hf"

@@ -19,6 +19,20 @@ def _even(hf):
     return [hf["sliding_window"] if layer % 2 == 0 else None for layer in range(hf["num_hidden_layers"])]
 
 
+def transformers(hf):
+    """transformers 5.23; these classes make the mask of windows also where no layer has one, and fail without one."""
+    (architecture,) = hf["architectures"]
+    if architecture.removesuffix("ForCausalLM") in (
+        "Gemma2",
+        "Gemma3",
+        "Ministral",
+        "Olmo3",
+        "Cohere2",
+        "GptOss",
+    ):
+        assert isinstance(hf["sliding_window"], int), "the class fails at its first token"
+
+
 def _vllm_cache_window(hf):
     """vllm 0.33.0, engine/arg_utils.py: one window for all layers that have none of their own."""
     types = hf.get("layer_types")

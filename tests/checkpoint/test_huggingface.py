@@ -272,7 +272,7 @@ CASES = sorted(file.parent.name for file in GOLDEN.glob("*/golden.safetensors"))
 @pytest.mark.parametrize("case", [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_export_gives_back_what_was_imported(tmp_path, case):
     checkpoint = import_model(GOLDEN / case, tmp_path / "checkpoint")
-    exported = export_model(checkpoint, tmp_path / "exported")
+    exported = export_model(checkpoint, tmp_path / "exported", canary=False)
     original = {n: a for f in (GOLDEN / case).glob("model*.safetensors") for n, a in load_file(f).items()}
     again = load_file(exported / "model.safetensors")
     assert {name: array.tobytes() for name, array in again.items()} == {
@@ -281,14 +281,16 @@ def test_export_gives_back_what_was_imported(tmp_path, case):
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (GOLDEN / case, exported))
     before.pop("max_window_layers", None)  # `layer_types` says it in full
     assert {key: after[key] for key in before} == before
-    second = export_model(import_model(exported, tmp_path / "checkpoint2"), tmp_path / "exported2")
+    second = export_model(
+        import_model(exported, tmp_path / "checkpoint2"), tmp_path / "exported2", canary=False
+    )
     assert files_of(second) == files_of(exported)
 
 
 def test_export_in_shards(tmp_path, monkeypatch):
     checkpoint = import_model(GOLDEN / "qwen3-hybrid", tmp_path / "checkpoint")
     monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 60_000)
-    exported = export_model(checkpoint, tmp_path / "exported")
+    exported = export_model(checkpoint, tmp_path / "exported", canary=False)
     index = json.loads((exported / "model.safetensors.index.json").read_text())
     shards = sorted(exported.glob("model-*.safetensors"))
     assert len(shards) > 3
@@ -309,7 +311,7 @@ def test_a_pattern_hugging_face_cannot_express_survives(tmp_path, caplog):
     )
     model = swa_jax.load_model(import_model(GOLDEN / "qwen3-full", tmp_path / "plain"), pattern)
     checkpoint = checkpoint_module.save_model(model, tmp_path / "checkpoint")
-    exported = export_model(checkpoint, tmp_path / "exported")
+    exported = export_model(checkpoint, tmp_path / "exported", canary=False)
     assert "Hugging Face cannot express this pattern (it routes tokens)" in caplog.text
     hf = json.loads((exported / "config.json").read_text())
     assert hf["layer_types"] == [FULL] * 4
@@ -325,7 +327,9 @@ def test_mixed_dtypes_are_exported_aligned(source, tmp_path):
         n: a.astype(np.float16) for n, a in load_file(source / "model.safetensors").items() if "norm" not in n
     }
     edit_tensors(source, halves)
-    exported = export_model(import_model(source, tmp_path / "checkpoint"), tmp_path / "exported")
+    exported = export_model(
+        import_model(source, tmp_path / "checkpoint"), tmp_path / "exported", canary=False
+    )
     assert {name: a.dtype for name, a in load_file(exported / "model.safetensors").items()} == {
         name: a.dtype for name, a in load_file(source / "model.safetensors").items()
     }

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import server_classes
 from command_line import fails, run
+from exported_patterns import patterns
 
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_export import export_model
@@ -14,35 +15,10 @@ from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.servers import SERVERS, TARGETS, served_config
 from swa_jax.errors import ConfigError
 from swa_jax.families import FAMILIES, hf_pattern, model_config
-from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
-from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.layer_types import WINDOW
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MODELS = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "config.json").exists())
-
-
-def patterns(layers: int) -> dict[str, AttentionPattern]:
-    def of(letters: str, window: int | None = 5, **options) -> AttentionPattern:
-        kinds = {"F": FULL, "w": WINDOW, "h": HYBRID, "S": SWITCH}
-        row = (letters * layers)[:layers]
-        heads = tuple((0,) if letter == "h" else () for letter in row)
-        return AttentionPattern(
-            tuple(kinds[letter] for letter in row), window, full_kv_heads=heads, **options
-        )
-
-    return {
-        "full": of("F", None),
-        "window": of("w"),
-        "even": of("wF"),
-        "odd": of("Fw"),
-        "last": of("w" * (layers - 1) + "F"),
-        "first": of("F" + "w" * (layers - 1)),
-        "own key only": of("wF", 1),
-        "sink tokens": of("wF", num_sink_tokens=2),
-        "full-attention decode": of("wF", full_attention_decode=True),
-        "heads": of("hF"),
-        "routed": of("SF"),
-    }
 
 
 def hf_of(model: str) -> dict:
@@ -74,6 +50,7 @@ def test_a_server_computes_the_pattern_or_the_export_is_refused(model, server):
         wanted = [pattern.sliding_window if kind == WINDOW else None for kind in pattern.layer_types]
         if server == "transformers":
             assert hf_pattern(served.hf) == pattern
+            server_classes.transformers(served.hf)
         else:
             context = hf["max_position_embeddings"]  # a window as long as that is none
             windows = computed(server, served)
@@ -151,7 +128,7 @@ def test_a_refusal_names_who_can(tmp_path):
 @pytest.mark.parametrize("server", TARGETS)
 def test_import_of_an_export_gives_the_same_bits(tmp_path, server):
     checkpoint = import_model(GOLDEN / "qwen2-hybrid", tmp_path / "checkpoint")
-    export_model(checkpoint, tmp_path / "export", server=server, as_full=True)
+    export_model(checkpoint, tmp_path / "export", server=server, as_full=True, canary=False)
     again = open_checkpoint(import_model(tmp_path / "export", tmp_path / "again"))
     first = open_checkpoint(checkpoint)
     assert (again.pattern, again.config) == (first.pattern, first.config)
@@ -163,19 +140,23 @@ def test_import_of_an_export_gives_the_same_bits(tmp_path, server):
 def test_the_verb_says_how_to_start_the_server(tmp_path):
     checkpoint = import_model(GOLDEN / "qwen2-hybrid", tmp_path / "checkpoint")
     assert f"Start it with: vllm serve {tmp_path / 'a'}" in run(
-        "export", checkpoint, tmp_path / "a", "--for", "vllm"
+        "export", checkpoint, tmp_path / "a", "--no-canary", "--for", "vllm"
     )
     assert "known: transformers, vllm, tpu-inference, sglang" in fails(
-        "export", checkpoint, tmp_path / "b", "--for", "ollama"
+        "export", checkpoint, tmp_path / "b", "--no-canary", "--for", "ollama"
     )
     assert not (tmp_path / "b").exists()
     assert "MODEL_IMPL_TYPE=vllm vllm serve" in run(
-        "export", checkpoint, tmp_path / "c", "--for", "tpu-inference"
+        "export", checkpoint, tmp_path / "c", "--no-canary", "--for", "tpu-inference"
     )
-    assert "--as-full needs --for" in fails("export", checkpoint, tmp_path / "d", "--as-full")
+    assert "--as-full needs --for" in fails("export", checkpoint, tmp_path / "d", "--no-canary", "--as-full")
 
 
 def test_full_attention_is_written_only_where_it_is_asked_for(tmp_path):
     checkpoint = import_model(GOLDEN / "granite-full", tmp_path / "checkpoint", pattern="interleave-1-in-2")
-    assert "--as-full exports it" in fails("export", checkpoint, tmp_path / "a", "--for", "sglang")
-    assert "a window in no layer" in run("export", checkpoint, tmp_path / "a", "--for", "sglang", "--as-full")
+    assert "--as-full exports it" in fails(
+        "export", checkpoint, tmp_path / "a", "--no-canary", "--for", "sglang"
+    )
+    assert "a window in no layer" in run(
+        "export", checkpoint, tmp_path / "a", "--no-canary", "--for", "sglang", "--as-full"
+    )

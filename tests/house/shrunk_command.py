@@ -67,6 +67,7 @@ STEPS = 1  # of each stage, wherever something trains
 # Commands that are not run, by how they begin: why not.
 NOT_RUN = {
     "pip install": "nothing is downloaded in tests",
+    "python checkpoints/qwen3-vllm/check_server.py": "there is no server; tests/checkpoint plants some",
     "swa-jax evaluate harness": "lm-evaluation-harness is no dependency, and its tasks fetch data",
 }
 # Compiling for a pod takes a minute and more. A command that stands in this page too is run there only.

@@ -1,0 +1,370 @@
+"""The receipt of an export: probes whose answers tell what a server computes (`canary.json`), and who asks them.
+
+A probe is a list of token ids. It is chosen, among random, repetitive and drawn texts, so that the readings of the
+model (`readings`) differ in the log-probabilities of its tokens. The file has these for every reading. All are computed
+with our own decoder in f32.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from swa_jax.checkpoint import check_server
+from swa_jax.checkpoint.folder import load_model, open_checkpoint
+from swa_jax.checkpoint.readings import GUESSED_WINDOW, Reading, readings_of
+from swa_jax.checkpoint.teacher_forced import Answers, Forward, Texts, texts_of
+from swa_jax.data.haystack import NEEDLE, draw_keys, draw_value
+from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
+from swa_jax.errors import ConfigError
+from swa_jax.files import write_json
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.flops import matrix_parameters
+from swa_jax.model.parameters import parameters
+from swa_jax.model.pattern import AttentionPattern
+
+SCRIPT = Path(check_server.__file__)
+# Operations that a canary may cost: some minutes on a CPU, and on an accelerator.
+BUDGET = {"cpu": 5e13}
+ACCELERATOR_BUDGET = 5e15
+POSITIONS, CONTROLS, GRID = 48, 8, 96  # of a probe: in the file, before attention matters, and tried
+TOP_PROMPTS = 2  # beginnings of a probe whose likeliest next tokens are kept, beside the whole
+# Probes, the texts that each is chosen from, and the windows that they are long.
+SIZES = ((8, 3, 4.0), (8, 3, 2.5), (4, 2, 2.5), (2, 1, 2.0), (2, 1, 1.25))
+SHORTEST = 64
+
+
+class Size(NamedTuple):
+    """How many probes, the texts that they are chosen from, their tokens, and whether only the readings that matter
+    most are computed."""
+
+    probes: int
+    candidates: int
+    length: int
+    first_only: bool
+
+
+def write_canary(
+    folder: Path,
+    checkpoint: Path,
+    pattern: AttentionPattern,
+    hf: Mapping[str, Any],
+    budget: float | None = None,
+    memory: float | None = None,
+) -> str:
+    """Write `canary.json` and `check_server.py` into an export.
+
+    Args:
+      folder: the export.
+      checkpoint: the checkpoint folder that it is made from.
+      pattern: what the export says.
+      hf: the export's `config.json`.
+      budget: operations that it may cost; None: `BUDGET`.
+      memory: bytes that it may take; None: what this machine has free.
+
+    Returns:
+      What a user should know, in a few sentences: how well readings can be told apart, or why there is no canary.
+    """
+    config = open_checkpoint(checkpoint).config
+    readings = readings_of(config, pattern, hf)
+    wanted = 1.6 * 4 * sum(parameter.size for parameter in parameters(config))
+    free = _free_memory() if memory is None else memory
+    if wanted > free:
+        return f"No canary: its computation takes {wanted / 1e9:.0f} GB of memory, and {free / 1e9:.0f} GB are free."
+    allowed = budget or BUDGET.get(jax.default_backend(), ACCELERATOR_BUDGET)
+    size = plan_size(config, pattern, readings, allowed)
+    if size is None:
+        return (
+            f"No canary: with probes longer than the window it takes more than {allowed:.0e} operations. "
+            "Export on an accelerator to have one."
+        )
+    try:
+        canary = make_canary(checkpoint, pattern, hf, readings, size)
+    except jax.errors.JaxRuntimeError as error:  # such as memory that ran out after all
+        return f"No canary: it could not be computed ({str(error).splitlines()[0][:200]})."
+    write_json(folder / check_server.CANARY_FILE, canary, indent=0)
+    shutil.copyfile(SCRIPT, folder / SCRIPT.name)
+    return summary(canary)
+
+
+def plan_size(
+    config: ModelConfig, pattern: AttentionPattern, readings: list[Reading], budget: float
+) -> Size | None:
+    """The largest canary within the budget of operations; None if there is none."""
+    first = sum(reading.first for reading in readings)
+    window = _window(pattern)
+    room = config.max_position_embeddings - 2  # for a token in front, and one that is generated
+    if (after := config.long_rope_after) is not None and after >= 2 * window:
+        room = min(room, after - 1)  # every text has LongRoPE's short factors
+    for number, first_only in ((len(readings), False), (first, True)):
+        for probes, texts, windows in SIZES:
+            length = min(max(int(windows * window), SHORTEST), room)
+            tried = texts * probes * first if texts > 1 else 0
+            rows = tried + probes * (number + 1)  # once more in bfloat16
+            if length >= 2 and 2.0 * matrix_parameters(config) * length * rows <= budget:
+                return Size(probes, texts * probes, length, first_only)
+    return None
+
+
+def make_canary(
+    checkpoint: Path,
+    pattern: AttentionPattern,
+    hf: Mapping[str, Any],
+    readings: list[Reading],
+    size: Size,
+) -> dict[str, Any]:
+    """The canary as a JSON value."""
+    model = load_model(checkpoint, dtype=jnp.float32)
+    if size.first_only:
+        readings = [reading for reading in readings if reading.first]
+    kinds = {kind for reading in readings for kind in reading.pattern.layer_types}
+    forward = Forward(model, kinds, check_server.TOP)
+    rng = np.random.default_rng(0)
+    window = _window(pattern)
+    tokenizer = _tokenizer(checkpoint)
+    front = hf.get("bos_token_id")
+    front = front if isinstance(front, int) and 0 <= front < model.config.vocab_size else 0
+    candidates = _candidates(rng, size, window, _plain_tokens(hf, model.config, tokenizer), tokenizer)
+    chosen = _choose(forward, readings, candidates, size, window, front)
+    texts = texts_of(chosen, [_grid(len(text), window) for text in chosen], front)
+    answers = [forward(reading, texts) for reading in readings]
+    rounded = forward(readings[0], texts, jnp.bfloat16)
+    return _as_json(texts, readings, answers, rounded, pattern, window)
+
+
+# ---- choosing probes ----
+
+
+def _window(pattern: AttentionPattern) -> int:
+    return pattern.sliding_window or GUESSED_WINDOW
+
+
+def _tokenizer(checkpoint: Path) -> Tokenizer | None:
+    try:
+        return load_tokenizer(checkpoint)
+    except ConfigError:  # none, or one that cannot be read: token ids need none
+        return None
+
+
+def _plain_tokens(hf: Mapping[str, Any], config: ModelConfig, tokenizer: Tokenizer | None) -> np.ndarray:
+    """The ids of tokens that are not special."""
+    size, special = config.vocab_size, set()
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = hf.get(key)
+        special |= set(value if isinstance(value, list) else [value])
+    if tokenizer is not None:
+        size = min(size, tokenizer.vocab_size)
+        special |= set(tokenizer.backend.get_added_tokens_decoder())
+    return np.array([token for token in range(size) if token not in special])
+
+
+def _candidates(
+    rng: np.random.Generator, size: Size, window: int, ids: np.ndarray, tokenizer: Tokenizer | None
+) -> list[list[int]]:
+    """Texts of full length: random ones, ones that repeat themselves about a window later, ones of few tokens, and,
+    where there is a tokenizer, keys and numbers that come again."""
+    texts: list[list[int]] = []
+    while len(texts) < size.candidates:
+        kind = len(texts) % (4 if tokenizer is not None else 3)
+        if kind == 0:
+            text = rng.choice(ids, size.length)
+        elif kind == 1:
+            period = max(2, int(rng.choice([window // 2, window - 1, window, window + 1, 2 * window])))
+            text = np.resize(rng.choice(ids, period), size.length)
+        elif kind == 2:
+            text = rng.choice(rng.choice(ids, min(8, len(ids))), size.length)
+        else:
+            assert tokenizer is not None
+            text = np.array(_facts(rng, tokenizer, size.length))
+        texts.append(text.tolist())
+    return texts
+
+
+def _facts(rng: np.random.Generator, tokenizer: Tokenizer, length: int) -> list[int]:
+    """Sentences that give names a number, each of them several times."""
+    facts = [NEEDLE.format(key=key, value=draw_value(rng)) for key in draw_keys(rng, max(2, length // 64))]
+    tokens: list[int] = []
+    while len(tokens) < length:
+        tokens += tokenizer.encode(str(rng.choice(facts)))
+    return tokens[:length]
+
+
+def _choose(
+    forward: Forward,
+    readings: list[Reading],
+    candidates: list[list[int]],
+    size: Size,
+    window: int,
+    front: int,
+) -> list[list[int]]:
+    """The candidates that separate best where they separate worst, cut to unequal lengths."""
+    score = np.zeros(len(candidates))
+    tried = [reading for reading in readings if reading.first and not reading.padding_seen]
+    if len(candidates) > size.probes and len(tried) > 1:
+        # In groups of as many as are chosen, so that what is compiled serves for those as well.
+        groups = [candidates[i : i + size.probes] for i in range(0, len(candidates), size.probes)]
+        texts = [texts_of(group, [_grid(len(text), window) for text in group], front) for group in groups]
+        answers = [
+            np.concatenate([np.stack(forward(reading, group).log_probs) for group in texts])
+            for reading in tried
+        ]  # [C, Q] each
+        apart = np.stack([np.abs(a - answers[0]).mean(axis=1) for a in answers[1:]])  # [R, C]
+        score = (apart / np.maximum(apart.max(axis=1, keepdims=True), 1e-9)).min(axis=0)
+    best = np.argsort(-score, kind="stable")[: size.probes]
+    after = forward.config.long_rope_after
+    shortest = max(size.length // 2, min(size.length - 1, window + window // 8 + 2))
+    if after is not None and size.length > after:
+        shortest = max(shortest, after + 1)
+    lengths = np.linspace(size.length, shortest, size.probes).round().astype(int)
+    return [candidates[c][:length] for c, length in zip(best, lengths, strict=True)]
+
+
+def _grid(length: int, window: int) -> list[int]:
+    """Positions to ask from: a few of the first half of a window, where nothing differs, many behind, and the last."""
+    early = max(1, min(window // 2, length - 2))
+    controls = np.linspace(0, early - 1, min(CONTROLS, early)).round().astype(int)
+    late = np.linspace(early, length - 2, min(GRID, length - 1 - early)).round().astype(int)
+    return sorted({*controls.tolist(), *late.tolist(), length - 1})
+
+
+# ---- the file ----
+
+
+def _as_json(
+    texts: Texts,
+    readings: list[Reading],
+    answers: list[Answers],
+    rounded: Answers,
+    pattern: AttentionPattern,
+    window: int,
+) -> dict[str, Any]:
+    places, prompts = _places(texts, answers, window)
+    canary: dict[str, Any] = {
+        "format": check_server.FORMAT,
+        "about": "what this model answers, and would answer if it were read wrongly; see check_server.py",
+        "pattern": {"layer_types": list(pattern.layer_types), "sliding_window": pattern.sliding_window},
+        "probes": [
+            {
+                "tokens": text,
+                "positions": [asked[q] for q in chosen],
+                "control": sum(asked[q] < max(1, window // 2) for q in chosen),
+            }
+            for text, asked, chosen in zip(texts.tokens, texts.queries, places, strict=True)
+        ],
+        "top": [
+            {
+                "probe": p,
+                "length": texts.queries[p][q] + 1,
+                "control": texts.queries[p][q] < max(1, window // 2),
+            }
+            for p, q in prompts
+        ],
+    }
+
+    def values(answer: Answers) -> dict[str, Any]:
+        return {
+            "log_probs": [_short(row[chosen]) for row, chosen in zip(answer.log_probs, places, strict=True)],
+            "top": [_short(answer.top[p][q]) for p, q in prompts],
+        }
+
+    canary["bfloat16"] = values(rounded)
+    canary["readings"] = [
+        {
+            "name": reading.name,
+            "sentence": reading.sentence,
+            "batch_only": reading.padding_seen,
+            **values(answer),
+        }
+        for reading, answer in zip(readings, answers, strict=True)
+        if reading is readings[0] or reading.pattern != pattern or _differs(answer, answers[0])
+    ]
+    _tell_apart(canary)
+    return canary
+
+
+def _differs(answer: Answers, right: Answers) -> bool:
+    """Whether a reading makes any difference: biases that are 0 can be left out."""
+    return any(np.abs(a - b).max() > 1e-4 for a, b in zip(answer.log_probs, right.log_probs, strict=True))
+
+
+def _short(row: np.ndarray) -> list[float]:
+    return [round(float(x), 5) for x in row]
+
+
+def _places(
+    texts: Texts, answers: list[Answers], window: int
+) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """Which of the tried positions go into the file, by text, and of which (text, position) the likeliest tokens do.
+
+    Those in the first half of a window, and those where readings differ most, each reading counting alike.
+    """
+    places, wholes, beginnings = [], [], []
+    for p, asked in enumerate(texts.queries):
+        right = answers[0].log_probs[p][:-1]  # the last position has no next token
+        apart = np.stack([np.abs(a.log_probs[p][:-1] - right) for a in answers[1:]] or [np.zeros(len(right))])
+        score = (apart / np.maximum(apart.mean(axis=1, keepdims=True), 1e-6)).clip(max=5).mean(axis=0)
+        control = np.array(asked[:-1]) < max(1, window // 2)
+        score[control] = np.inf
+        best = np.argsort(-score, kind="stable")
+        places.append(sorted(best[:POSITIONS].tolist()))
+        late = [q for q in best.tolist() if not control[q]]
+        wholes.append((p, len(asked) - 1))
+        beginnings += [(p, q) for q in [*late[:TOP_PROMPTS], int(np.flatnonzero(control)[-1])]]
+    return places, wholes + beginnings
+
+
+def _tell_apart(canary: dict[str, Any]) -> None:
+    """Say of each reading how far it is from the right one, and in which precision a server can be told to do it."""
+    for reading in canary["readings"]:
+        reading["told_apart"] = "bfloat16"  # until it is known, so that the case can be made
+    case = check_server.Case(canary, "log_probs", batch=True)
+    noise = np.concatenate([np.asarray(row) for row in canary["bfloat16"]["log_probs"]]) - case.expected[0]
+    for reading, expected in zip(canary["readings"], case.expected, strict=True):
+        reading["difference"] = round(float(np.abs(expected - case.expected[0]).mean()), 6)
+        told = [
+            dtype
+            for dtype, observed in (("bfloat16", expected + noise), ("float32", expected))
+            if case.evidence(observed)[1][0] >= check_server.EVIDENCE
+        ]
+        reading["told_apart"] = told[0] if told else "no"
+    canary["rounding"] = {"bfloat16": round(float(np.abs(noise).mean()), 6)}
+
+
+def summary(canary: Mapping[str, Any]) -> str:
+    """What the canary can tell apart, in a few sentences."""
+    wrong, probes = canary["readings"][1:], canary["probes"]
+    rounding = canary["rounding"]["bfloat16"]
+    told = [reading for reading in wrong if reading["told_apart"] == "bfloat16"]
+    longest = len(probes[0]["tokens"])
+    lines = [f"{check_server.CANARY_FILE} has {len(probes)} probes of up to {longest} tokens."]
+    if told:
+        nearest = min(told, key=lambda reading: reading["difference"])
+        lines.append(
+            f"They tell {len(told)} wrong readings from the right one; the nearest ({nearest['sentence']}) is "
+            f"{nearest['difference']:.2g} away in log-probability, and bfloat16 rounds by {rounding:.2g}."
+        )
+    for dtype, words in (
+        ("float32", "only a server in float32 can be told from one with"),
+        ("no", "nothing tells the right reading from"),
+    ):
+        alike = [reading["sentence"] for reading in wrong if reading["told_apart"] == dtype]
+        if alike:
+            lines.append(f"With this model {words}: {'; '.join(alike)}.")
+    return " ".join(lines)
+
+
+def _free_memory() -> float:
+    """Bytes that are free on the device, or in this machine."""
+    if (stats := jax.local_devices()[0].memory_stats()) and "bytes_limit" in stats:
+        return float(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return float("inf")

@@ -1,0 +1,413 @@
+"""Says what a server really computes: the model as it was exported, or something else.
+
+    python check_server.py --url http://localhost:8000     # vLLM, tpu-inference, SGLang, any completions endpoint
+    python check_server.py --transformers                  # transformers, in this process
+
+`canary.json` beside this file has probes, which are lists of token ids, and the log-probabilities that the model gives
+their tokens: as it was exported, and read wrongly in each of many ways. The server is asked for the same
+log-probabilities, for each probe alone and for all probes in one request. The nearest reading is what it computes.
+
+The exit code is 0 for right, 1 for wrong, and 2 where nothing can be said. Needs numpy; `--transformers` needs
+transformers and torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RIGHT, WRONG, UNKNOWN = 0, 1, 2  # exit codes
+CANARY_FILE = "canary.json"
+FORMAT = 1
+TOP = 5  # log-probabilities of the likeliest tokens, for servers that give no others
+FINEST = 1e-3  # mean differences below this are rounding: servers print as few as 5 digits
+MOST_ROUNDING = 3.0  # times what bfloat16 gives here: a server rounds elsewhere, and more often
+EVIDENCE = 30.0  # nats by which the nearest reading has to be likelier than another one
+UNEVEN = 4.0  # times: how much larger differences are where attention matters, if the reason is attention
+SLACK = 3e-4  # of a mean difference, when two of them are compared
+# How log-probabilities are asked for, and where the answer has them; the last gives only those of what comes next.
+APIS = {
+    "vllm": "prompt_logprobs",
+    "sglang": "input_token_logprobs",
+    "echo": "token_logprobs",
+    "top": "top_logprobs",
+}
+Answers = list[tuple["Case", np.ndarray]]  # to the probes one by one, and to all of them in one request
+
+
+class CannotAsk(Exception):
+    """The server, or the folder, gave no log-probabilities; the message is one sentence."""
+
+
+# ---- judging ----
+
+
+class Case:
+    """What a set of answers is compared with.
+
+    Attributes:
+      readings: the canary's readings, the right one first.
+      expected: [readings, N], the log-probabilities by reading.
+      rounded: [N], the right ones computed in bfloat16; rounding: [N], how far these are from the others.
+      control: [N] bool, where no reading of the attention pattern makes a difference.
+      first: [N] bool, behind a probe's first token alone, where positions make none either.
+    """
+
+    def __init__(self, canary: dict[str, Any], what: str, batch: bool = False) -> None:
+        """`what` is "log_probs" (of the probes' tokens) or "top" (of the likeliest tokens behind some prompts)."""
+        self.readings = [r for r in canary["readings"] if batch or not r.get("batch_only")]
+        self.prompts = list(range(len(canary["probes"] if what == "log_probs" else canary["top"])))
+        if what == "top" and batch:
+            self.prompts = self.prompts[: len(canary["probes"])]  # the whole probes come first
+
+        def flat(values: Sequence[Sequence[float]]) -> np.ndarray:
+            return np.concatenate([np.asarray(values[i], np.float64) for i in self.prompts])
+
+        self.expected = np.stack([flat(r[what]) for r in self.readings])
+        self.rounded = flat(canary["bfloat16"][what])
+        self.rounding = np.abs(self.rounded - self.expected[0])
+        if what == "log_probs":
+            control = [np.arange(len(p["positions"])) < p["control"] for p in canary["probes"]]
+        else:
+            control = [np.full(TOP, p["control"]) for p in canary["top"]]
+        self.control = np.concatenate([control[i] for i in self.prompts])
+        first = [np.asarray(p["positions"]) == 0 for p in canary["probes"]]
+        self.first = np.concatenate(first) if what == "log_probs" else np.zeros_like(self.control)
+
+    def evidence(self, observed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Mean differences [readings], and by how many nats the nearest reading is likelier than each.
+
+        The likelihood is Laplace's, whose width is the nearest reading's mean difference: a few large differences, as
+        where a token changes its expert, do not decide.
+        """
+        distances = np.abs(observed - self.expected).mean(axis=1)
+        nearest = distances.min()
+        return distances, (distances - nearest) * len(observed) / max(nearest, FINEST)
+
+
+def judge(observed: np.ndarray, case: Case) -> dict[str, Any]:
+    """What the answers say: {"verdict", "sentence", "nearest", "differences"}.
+
+    The verdict is right if no reading is clearly nearer than the right one, its differences are no larger than rounding
+    makes them, and they are no larger where attention or positions matter than elsewhere. So a fault that no reading
+    has is not right either.
+    """
+    distances, evidence = case.evidence(observed)
+    best = 0 if evidence[0] < EVIDENCE else int(np.argmin(distances))
+    found = {
+        "nearest": case.readings[best]["name"],
+        "differences": {r["name"]: round(float(d), 6) for r, d in zip(case.readings, distances, strict=True)},
+    }
+    rivals = [i for i in range(len(case.readings)) if i != best and evidence[i] < EVIDENCE]
+    residual = np.abs(observed - case.expected[best])
+    limit = max(4 * FINEST, MOST_ROUNDING * case.rounding.mean())
+    verdict, sentence = _verdict(case, observed, best, rivals, residual, limit)
+    return {"verdict": verdict, "sentence": sentence, **found}
+
+
+def _verdict(
+    case: Case, observed: np.ndarray, best: int, rivals: list[int], residual: np.ndarray, limit: float
+) -> tuple[int, str]:
+    name = case.readings[best]["sentence"]
+    size = float(residual.mean())
+    if size > limit:
+        return _nothing_fits(case, observed, best, size, limit)
+    uneven = _uneven(residual, case, case.control) or _uneven(residual, case, case.first)
+    if best == 0 and uneven:
+        return WRONG, f"wrong: log-probabilities differ by {size:.2g} in a way that rounding does not explain"
+    if best == 0:
+        usual = case.evidence(case.rounded)[1] >= EVIDENCE  # what a server in bfloat16 leaves no doubt about
+        if doubtful := [case.readings[i]["sentence"] for i in rivals if usual[i]]:
+            return (
+                UNKNOWN,
+                f"cannot tell: right, or {_either(doubtful)}; its rounding ({size:.2g}) is too coarse",
+            )
+        close = [case.readings[i]["sentence"] for i in rivals]
+        also = f"; it would look the same with this: {_either(close)}" if close else ""
+        return RIGHT, f"right: {name} (mean difference {size:.2g}){also}"
+    others = [case.readings[i]["sentence"] for i in rivals]
+    also = f" (or {_either(others)})" if others else ""
+    nearly = ", or nearly so" if uneven else ""
+    return WRONG, f"wrong: {name}{also}{nearly}"
+
+
+def _nothing_fits(case: Case, observed: np.ndarray, best: int, size: float, limit: float) -> tuple[int, str]:
+    """The verdict where even the nearest reading is further away than rounding explains."""
+    nearest = case.readings[best]["sentence"] if best else "the right one"
+    off = np.abs(observed - case.expected[0])
+    early = float(off[case.control].mean()) if case.control.any() else size
+    late = float(off[~case.control].mean()) if not case.control.all() else early
+    if early <= limit < late:
+        return WRONG, f"wrong: an error of attention that is not known here; the nearest reading is {nearest}"
+    if best == 0 and size <= 4 * limit and late <= 2 * early:
+        return UNKNOWN, (
+            f"cannot tell: the log-probabilities differ by {size:.2g} wherever one looks (bfloat16 would by "
+            f"{case.rounding.mean():.2g}): weights that were quantised? The right reading is nearest"
+        )
+    return WRONG, (
+        f"wrong: the log-probabilities differ by {off.mean():.2g}, also where attention does not matter: other "
+        f"weights or rotary embeddings? The nearest reading is {nearest}"
+    )
+
+
+def _uneven(residual: np.ndarray, case: Case, control: np.ndarray) -> bool:
+    """Whether differences grow from the controls on by more than rounding's do."""
+    if not control.any() or control.all():
+        return False
+    early, late = residual[control].mean(), residual[~control].mean()
+    usual_early, usual_late = (case.rounding[mask].mean() for mask in (control, ~control))
+    if early >= usual_early / 5 and late <= 1.5 * usual_late:
+        return False  # a server in bfloat16
+    return bool(late > UNEVEN * early * max(1.0, usual_late / max(usual_early, 1e-9)) + SLACK)
+
+
+def _either(sentences: list[str]) -> str:
+    shown = sentences[:3]
+    more = f" (and {len(sentences) - 3} more)" if len(sentences) > 3 else ""
+    return " or ".join(shown) + more
+
+
+# ---- asking a server ----
+
+
+class Endpoint:
+    """A server's completions endpoint."""
+
+    def __init__(
+        self, url: str, model: str | None = None, key: str | None = None, timeout: float = 600.0
+    ) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.key, self.timeout = key, timeout
+        self.model = model or self._first_model()
+
+    def _first_model(self) -> str:
+        models = self._send("/v1/models").get("data") or []
+        if not models:
+            raise CannotAsk(f"{self.url}/v1/models names no model: give --model")
+        return models[0]["id"]
+
+    def _send(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace").strip()[:200]
+            raise CannotAsk(f"{self.url}{path} answers {error.code}: {' '.join(text.split())}") from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise CannotAsk(f"{self.url}{path} cannot be asked: {reason}") from None
+
+    def _choices(self, prompts: list[list[int]], **options: Any) -> list[dict[str, Any]]:
+        body = {"model": self.model, "prompt": prompts, "max_tokens": 1, "temperature": 0, **options}
+        choices = self._send("/v1/completions", body).get("choices") or []
+        if len(choices) != len(prompts):
+            raise CannotAsk(
+                f"{self.url} gave {len(choices)} answers to {len(prompts)} prompts in one request"
+            )
+        return sorted(choices, key=lambda choice: choice.get("index", 0))
+
+    def prompt_log_probs(self, prompts: list[list[int]], api: str) -> list[list[float]] | None:
+        """For each prompt the log-probabilities of its tokens from the second on, or None without them."""
+        found = []
+        if api == "vllm":
+            for prompt, choice in zip(prompts, self._choices(prompts, prompt_logprobs=0), strict=True):
+                rows = choice.get("prompt_logprobs")
+                if not rows:
+                    return None
+                rows = rows[-len(prompt) :]  # a token that was put in front is left out
+                if any(row is not None and str(t) not in row for t, row in zip(prompt, rows, strict=True)):
+                    raise CannotAsk("the server's log-probabilities are of other tokens than were sent")
+                found.append(
+                    [
+                        None if row is None else row[str(t)]["logprob"]
+                        for t, row in zip(prompt, rows, strict=True)
+                    ]
+                )
+        elif api == "sglang":
+            body = {
+                "input_ids": prompts,
+                "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+            }
+            answers = self._send("/generate", body)
+            for prompt, answer in zip(prompts, answers, strict=True):
+                rows = answer["meta_info"].get("input_token_logprobs")
+                if not rows:
+                    return None
+                found.append([row[0] for row in rows[-len(prompt) :]])
+        else:
+            for prompt, choice in zip(prompts, self._choices(prompts, echo=True, logprobs=1), strict=True):
+                rows = (choice.get("logprobs") or {}).get("token_logprobs") or []
+                if len(rows) <= len(prompt):  # with the one that was generated there is one more
+                    return None
+                found.append(rows[-len(prompt) - 1 : -1])
+        return [[np.nan if x is None else float(x) for x in rows[1:]] for rows in found]
+
+    def top_log_probs(self, prompts: list[list[int]]) -> list[list[float]]:
+        """For each prompt the log-probabilities of the likeliest next tokens [TOP], falling."""
+        found = []
+        for choice in self._choices(prompts, logprobs=TOP):
+            rows = (choice.get("logprobs") or {}).get("top_logprobs") or [None]
+            values = sorted((rows[0] or {}).values(), reverse=True)[:TOP]
+            if len(values) < TOP:
+                raise CannotAsk(
+                    f"{self.url} gives the log-probabilities of {len(values)} next tokens, not {TOP}"
+                )
+            found.append(values)
+        return found
+
+
+def ask(endpoint: Endpoint, canary: dict[str, Any], api: str = "auto") -> tuple[Answers, str]:
+    """The answers, and how they were asked for."""
+    probes = [probe["tokens"] for probe in canary["probes"]]
+    problems = []
+    for one in APIS if api == "auto" else (api,):
+        try:
+            if one == "top":
+                return _ask_top(endpoint, canary, probes), one
+            alone = [endpoint.prompt_log_probs([probe], one) for probe in probes]
+            together = endpoint.prompt_log_probs(probes, one)
+        except (CannotAsk, KeyError, TypeError, IndexError, ValueError) as error:
+            problems.append(str(error) if isinstance(error, CannotAsk) else f"unexpected answer ({error!r})")
+            continue
+        if together is None or any(rows is None for rows in alone):
+            problems.append(f"its answer has no {APIS[one]}")
+            continue
+        return _compared(canary, [rows[0] for rows in alone if rows], together), one
+    raise CannotAsk(problems[0] if len({*problems}) == 1 else "; ".join(problems))
+
+
+def _ask_top(endpoint: Endpoint, canary: dict[str, Any], probes: list[list[int]]) -> Answers:
+    prompts = [probes[p["probe"]][: p["length"]] for p in canary["top"]]
+    alone = [endpoint.top_log_probs([prompt])[0] for prompt in prompts]
+    together = endpoint.top_log_probs(probes)
+    return [(Case(canary, "top", b), np.concatenate(rows)) for b, rows in ((False, alone), (True, together))]
+
+
+def _compared(canary: dict[str, Any], alone: list[list[float]], together: list[list[float]]) -> Answers:
+    return [
+        (Case(canary, "log_probs", b), _at(canary, rows)) for b, rows in ((False, alone), (True, together))
+    ]
+
+
+def _at(canary: dict[str, Any], rows: list[list[float]]) -> np.ndarray:
+    """The answers [N] at the positions that the canary knows, from those of all tokens of each probe."""
+    try:
+        found = [
+            np.asarray(row, float)[p["positions"]] for p, row in zip(canary["probes"], rows, strict=True)
+        ]
+    except IndexError:
+        raise CannotAsk("the server gave fewer log-probabilities than a probe has tokens") from None
+    observed = np.concatenate(found)
+    if not np.isfinite(observed).all():
+        raise CannotAsk("the server gave log-probabilities that are no numbers")
+    return observed
+
+
+# ---- asking transformers ----
+
+
+def ask_transformers(folder: Path, canary: dict[str, Any], dtype: str = "float32") -> Answers:
+    """As `ask`, of the folder in transformers' own class; the batch is padded on the left."""
+    try:
+        torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
+    except ImportError as error:
+        raise CannotAsk(f"--transformers needs transformers and torch: {error}") from None
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    except Exception as error:  # whatever transformers raises, nothing can be said
+        raise CannotAsk(f"transformers cannot load {folder}: {_last_line(error)}") from None
+    probes = [probe["tokens"] for probe in canary["probes"]]
+
+    def log_probs(prompts: list[list[int]]) -> list[list[float]]:
+        width = max(map(len, prompts))
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        tokens = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        with torch.no_grad():
+            logits = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        found = torch.log_softmax(logits[:, :-1].float(), -1).gather(2, tokens[:, 1:, None])[..., 0]
+        return [row[len(row) + 1 - len(p) :].tolist() for row, p in zip(found, prompts, strict=True)]
+
+    try:
+        return _compared(canary, [log_probs([probe])[0] for probe in probes], log_probs(probes))
+    except Exception as error:  # from within a model's class
+        raise CannotAsk(f"transformers loads {folder}, and fails to run it: {_last_line(error)}") from None
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1][:200]
+
+
+# ---- the answer ----
+
+
+def conclude(answers: Answers) -> dict[str, Any]:
+    """One verdict of those on single requests and on the batch, the worse of which counts."""
+    alone, together = (judge(observed, case) for case, observed in answers)
+    if alone["verdict"] == RIGHT and together["verdict"] != RIGHT:
+        sentence = f"{together['sentence']} (in a batch; right for single requests)"
+        chosen = {**together, "sentence": sentence}
+    else:
+        chosen = alone
+    return {**chosen, "single": alone, "batch": together}
+
+
+def read_canary(file: Path) -> dict[str, Any]:
+    try:
+        canary = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise CannotAsk(f"{file} cannot be read: {error}") from None
+    if not isinstance(canary, dict) or canary.get("format") != FORMAT:
+        raise CannotAsk(f"{file} is no canary of format {FORMAT}")
+    return canary
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--url", help="of the server, such as http://localhost:8000")
+    parser.add_argument(
+        "--model", help="the name that the server knows the model by; its first one by default"
+    )
+    parser.add_argument("--key", help="an API key, if the server wants one")
+    parser.add_argument(
+        "--api", choices=("auto", *APIS), default="auto", help="how to ask for log-probabilities"
+    )
+    parser.add_argument("--transformers", action="store_true", help="run the folder in transformers instead")
+    parser.add_argument("--dtype", default="float32", help="for transformers: float32, bfloat16 or float16")
+    parser.add_argument("--canary", type=Path, default=Path(__file__).with_name(CANARY_FILE))
+    parser.add_argument("--json", action="store_true", help="print everything that was found, as JSON")
+    options = parser.parse_args(arguments)
+    if bool(options.url) == options.transformers:
+        parser.error("give --url or --transformers")
+    try:
+        canary = read_canary(options.canary)
+        if options.transformers:
+            answers, api = ask_transformers(options.canary.parent, canary, options.dtype), "transformers"
+        else:
+            answers, api = ask(Endpoint(options.url, options.model, options.key), canary, options.api)
+        found = {**conclude(answers), "asked_by": api}
+    except CannotAsk as error:
+        found = {"verdict": UNKNOWN, "sentence": f"cannot tell: {error}"}
+    sentence = found["sentence"]
+    print(json.dumps(found, indent=2) if options.json else f"{sentence[0].upper()}{sentence[1:]}.")
+    return int(found["verdict"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""What a server may compute in place of an exported model: the right reading, and the errors that are known.
+
+Each reading is the model with another pattern, another configuration, or other tokens before it. `canary` writes what
+each would answer, and `check_server.py` finds the one that a server's answers are nearest to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from swa_jax.model.config import ModelConfig, RopeKind
+from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
+from swa_jax.model.pattern import AttentionPattern
+
+MOST_LAYERS = 8  # whose kind is read wrongly, one at a time
+GUESSED_WINDOW = 16  # of a server that sees windows where there are none
+# What a class may leave out: the field of `ModelConfig`, its value without it, and what then is wrong.
+LEFT_OUT: tuple[tuple[str, Any, str], ...] = (
+    ("sink_logits", False, "the learned sink logits are left out"),
+    ("attention_softcap", None, "attention logits without their softcap"),
+    ("logit_softcap", None, "output logits without their softcap"),
+    (
+        "attention_scale",
+        None,
+        "attention logits divided by the square root of head_dim, not scaled as written",
+    ),
+    ("embedding_multiplier", 1.0, "embeddings without their factor"),
+    ("residual_multiplier", 1.0, "layers' outputs without their factor"),
+    ("logit_multiplier", 1.0, "output logits without their factor"),
+    ("attention_bias", False, "queries, keys and values without their biases"),
+    ("qk_norm", False, "queries and keys without their norms"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """One way of computing an exported model.
+
+    Attributes:
+      name: for machines.
+      sentence: what it computes, or what is wrong with it.
+      pattern, config: of what it computes.
+      first: it is one of the few that a small canary still has.
+      jump: positions from the middle of the text on are one too large.
+      long_rope: LongRoPE's frequencies for long texts.
+      in_front: a token stands before the prompt.
+      padding_seen: shorter prompts of a batch are padded on the left, and the padding is seen.
+    """
+
+    name: str
+    sentence: str
+    pattern: AttentionPattern
+    config: ModelConfig
+    first: bool = False
+    jump: bool = False
+    long_rope: bool = False
+    in_front: bool = False
+    padding_seen: bool = False
+
+    @property
+    def computes(self) -> tuple[Any, ...]:
+        """All but the words: equal readings compute the same."""
+        return tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _WORDS)
+
+
+_WORDS = ("name", "sentence", "first")
+
+
+def readings_of(config: ModelConfig, pattern: AttentionPattern, hf: Mapping[str, Any]) -> list[Reading]:
+    """The right reading, then the wrong ones, the commonest first; each computes something else.
+
+    Args:
+      config: the model's.
+      pattern: what the export says.
+      hf: its `config.json`.
+    """
+    right = Reading("right", describe(pattern), pattern, config, first=True)
+    found: dict[tuple[Any, ...], Reading] = {}
+    for reading in (
+        right,
+        *_windows(right, hf),
+        Reading("padding", "the padding of a batch is seen", pattern, config, first=True, padding_seen=True),
+        *_rope(right),
+        *_left_out(right),
+        *_tokens(right, hf),
+        *_layers(right),
+    ):
+        found.setdefault(reading.computes, reading)
+    return list(found.values())
+
+
+def describe(pattern: AttentionPattern) -> str:
+    """A pattern in a few words."""
+    windowed = [layer for layer, kind in enumerate(pattern.layer_types) if kind != FULL]
+    if not windowed:
+        return "full attention in every layer, as written"
+    where = (
+        "every layer"
+        if len(windowed) == pattern.num_layers
+        else f"{len(windowed)} of {pattern.num_layers} layers"
+    )
+    return f"a window of {pattern.sliding_window} keys in {where}, as written"
+
+
+def _windows(right: Reading, hf: Mapping[str, Any]) -> Iterator[Reading]:
+    """Another window, or the same one in all layers or in none."""
+    pattern, layers = right.pattern, right.pattern.num_layers
+
+    def reading(name: str, sentence: str, other: AttentionPattern, first: bool = True) -> Reading:
+        return dataclasses.replace(right, name=name, sentence=sentence, pattern=other, first=first)
+
+    window = pattern.sliding_window
+    if window is None or set(pattern.layer_types) == {FULL}:
+        seen = hf.get("sliding_window")
+        seen = seen if isinstance(seen, int) and 1 <= seen <= GUESSED_WINDOW else GUESSED_WINDOW
+        everywhere = AttentionPattern((WINDOW,) * layers, seen)
+        yield reading("window everywhere", f"a window of {seen} keys in every layer", everywhere)
+        return
+
+    full = dataclasses.replace(pattern, layer_types=(FULL,) * layers, full_kv_heads=())
+    yield reading("full everywhere", "full attention in every layer", full)
+    if HYBRID in pattern.layer_types:
+        types = tuple(WINDOW if kind == HYBRID else kind for kind in pattern.layer_types)
+        dropped = dataclasses.replace(pattern, layer_types=types, full_kv_heads=())
+        yield reading("full heads dropped", "the full heads have windows", dropped)
+    everywhere = dataclasses.replace(full, layer_types=(WINDOW,) * layers)
+    yield reading(
+        "window everywhere", "windows in every layer, where layers should see everything", everywhere
+    )
+    for name, sentence, other, first in (
+        ("window - 1", "the window is one key shorter", window - 1, True),
+        ("window + 1", "the window is one key longer", window + 1, True),
+        ("half the window", "the window is half as long", window // 2, False),
+        ("twice the window", "the window is twice as long", 2 * window, False),
+    ):
+        if other >= 1:
+            changed = dataclasses.replace(pattern, sliding_window=other)
+            yield reading(name, f"{sentence} ({other} in place of {window})", changed, first)
+    if pattern.num_sink_tokens:
+        dropped = dataclasses.replace(pattern, num_sink_tokens=0)
+        yield reading("sink tokens dropped", "the sink tokens are not seen behind the window", dropped)
+
+
+def _layers(right: Reading) -> Iterator[Reading]:
+    """The wrong layers have windows."""
+    pattern = right.pattern
+    types = pattern.layer_types
+    if not {FULL, WINDOW} & set(types) or pattern.sliding_window is None or {HYBRID, SWITCH} & set(types):
+        return
+    other = {FULL: WINDOW, WINDOW: FULL}
+
+    def reading(name: str, sentence: str, kinds: tuple[str, ...]) -> Reading:
+        changed = dataclasses.replace(pattern, layer_types=kinds)
+        return dataclasses.replace(right, name=name, sentence=sentence, pattern=changed, first=False)
+
+    yield reading(
+        "kinds swapped",
+        "windows where attention should be full, and the other way round",
+        tuple(other[k] for k in types),
+    )
+    yield reading(
+        "kinds one layer late", "each layer has the kind of the one below it", (types[-1], *types[:-1])
+    )
+    yield reading(
+        "kinds one layer early", "each layer has the kind of the one above it", (*types[1:], types[0])
+    )
+    even = tuple(FULL if layer % 2 else WINDOW for layer in range(len(types)))
+    yield reading("every second layer", "windows in layers 0, 2, 4 and so on", even)
+    step = max(1, (len(types) - 1) / (MOST_LAYERS - 1))
+    for layer in sorted({round(i * step) for i in range(min(len(types), MOST_LAYERS))}):
+        kinds = (*types[:layer], other[types[layer]], *types[layer + 1 :])
+        seen = "a window" if kinds[layer] == WINDOW else "full attention"
+        yield reading(f"layer {layer}", f"layer {layer} has {seen}", kinds)
+
+
+def _rope(right: Reading) -> Iterator[Reading]:
+    """Other rotary embeddings."""
+    config, layers = right.config, right.config.num_hidden_layers
+    if not config.uses_rope:
+        return
+
+    def reading(name: str, sentence: str, **fields: Any) -> Reading:
+        changed = dataclasses.replace(config, **fields)
+        return dataclasses.replace(right, name=name, sentence=sentence, config=changed, first=False)
+
+    common: RopeKind = "global"
+    kinds = config.rope_layers or (common,) * layers
+    if "local" in kinds:
+        other: dict[str, RopeKind] = {"local": "global", "global": "local", "none": "none"}
+        swapped: tuple[RopeKind, ...] = tuple(other[kind] for kind in kinds)
+        yield reading("rope swapped", "RoPE by the wrong layer type", rope_layers=swapped)
+        yield reading(
+            "rope global", "the RoPE of full layers in every layer", rope_layers=("global",) * layers
+        )
+        yield reading(
+            "rope local", "the RoPE of windowed layers in every layer", rope_layers=("local",) * layers
+        )
+    if "none" in kinds:
+        yield reading("rope everywhere", "RoPE also in layers without it", rope_layers=("global",) * layers)
+        others: tuple[RopeKind, ...] = tuple("none" if kind != "none" else "global" for kind in kinds)
+        yield reading("rope in the others", "RoPE in the wrong layers", rope_layers=others)
+    if config.rope_scaling is not None:
+        yield reading("rope unscaled", "RoPE without its scaling", rope_scaling=None)
+    if config.rope_theta != 10000.0:
+        yield reading("rope theta", "RoPE with a rope_theta of 10000", rope_theta=10000.0)
+    if config.long_rope_after is not None:
+        long = "LongRoPE's factors for long texts also for short ones"
+        yield dataclasses.replace(right, name="long rope", sentence=long, first=False, long_rope=True)
+
+
+def _left_out(right: Reading) -> Iterator[Reading]:
+    for field, without, sentence in LEFT_OUT:
+        if getattr(right.config, field) != without:
+            changed = dataclasses.replace(right.config, **{field: without})
+            yield dataclasses.replace(
+                right, name=f"without {field}", sentence=sentence, config=changed, first=False
+            )
+
+
+def _tokens(right: Reading, hf: Mapping[str, Any]) -> Iterator[Reading]:
+    """Other positions, or a token too many. Positions that are all shifted change nothing: RoPE sees differences."""
+    if right.config.uses_rope:
+        jump = "positions are one too large from the middle of the text on"
+        yield dataclasses.replace(right, name="positions", sentence=jump, first=False, jump=True)
+    if isinstance(hf.get("bos_token_id"), int):
+        bos = "a token is put in front of the prompt"
+        yield dataclasses.replace(right, name="token in front", sentence=bos, first=False, in_front=True)

@@ -1,0 +1,164 @@
+"""A completions endpoint in a thread, which computes with our decoder under a planted fault."""
+
+import contextlib
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from swa_jax.model.attention import cast_parameters
+from swa_jax.model.decoder import Decoder
+
+ROWS, WIDTH = 8, 72  # of every computation, so that one program serves all requests
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """What the server computes.
+
+    Attributes:
+      model: with the pattern and the configuration that it reads.
+      padding: "" or whether shorter prompts of a request are padded on the left with what is then "seen", or "masked".
+      positions: of the tokens of a row, from their indices.
+      before: tokens put in front of each prompt.
+      also: changes the log-probabilities [.., V], such as rounding.
+    """
+
+    model: Decoder
+    padding: str = ""
+    positions: Callable[[np.ndarray], np.ndarray] | None = None
+    before: tuple[int, ...] = ()
+    also: Callable[[np.ndarray], np.ndarray] = lambda x: x
+
+    def log_probs(self, prompts: list[list[int]]) -> list[np.ndarray]:
+        """[T, V] for each prompt: of what follows each of its tokens."""
+        rows = [[*self.before, *prompt] for prompt in prompts]
+        longest = max(map(len, rows))
+        starts = [longest - len(row) if self.padding else 0 for row in rows]
+        tokens, segments = np.zeros((ROWS, WIDTH), np.int32), np.zeros((ROWS, WIDTH), np.int32)
+        for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            tokens[i, start : start + len(row)] = row
+            segments[i, start : start + len(row)] = 1
+        visible = jnp.asarray(segments) if self.padding == "masked" else None
+        positions = None
+        if self.positions is not None:
+            positions = jnp.asarray(np.tile(self.positions(np.arange(WIDTH)), (ROWS, 1)).astype(np.int32))
+        logits = forward(self.model, jnp.asarray(tokens), visible, positions)
+        found = np.asarray(jax.nn.log_softmax(logits))
+        return [
+            self.also(found[i, start + len(self.before) : start + len(row)])
+            for i, (row, start) in enumerate(zip(rows, starts, strict=True))
+        ]
+
+
+@nnx.jit
+def forward(model, tokens, segments, positions):
+    return model(tokens, segment_ids=segments, positions=positions)
+
+
+def with_config(model: Decoder, **fields) -> Decoder:
+    """The same weights in a decoder of another configuration."""
+    config = dataclasses.replace(model.config, **fields)
+    graph, wanted = nnx.split(nnx.eval_shape(lambda: Decoder(config, model.pattern, rngs=nnx.Rngs(0))))
+    mine = dict(nnx.to_flat_state(nnx.state(model)))
+    return nnx.merge(graph, nnx.from_flat_state({path: mine[path] for path, _ in nnx.to_flat_state(wanted)}))
+
+
+def in_bfloat16(model: Decoder) -> Decoder:
+    graph, state = nnx.split(model)
+    return nnx.merge(graph, cast_parameters(state, jnp.bfloat16))
+
+
+def with_noise(model: Decoder, size: float) -> Decoder:
+    """Weights that are off by a share of themselves, as quantised ones are."""
+    graph, state = nnx.split(model)
+    rng = np.random.default_rng(0)
+    return nnx.merge(
+        graph, jax.tree.map(lambda x: x * (1 + size * rng.standard_normal(x.shape).astype(np.float32)), state)
+    )
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as the servers' sources have it; `server.speaks` says which of their ways it knows."""
+
+    def log_message(self, *arguments):
+        pass
+
+    def do_GET(self):
+        self.answer({"data": [{"id": "planted"}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        speaks = self.server.speaks
+        if self.path == "/generate" and speaks == "sglang":
+            self.answer(self.native(body))
+        elif self.path != "/v1/completions":
+            self.answer({"error": "Not Found"}, 404)
+        elif body.get("echo") and speaks != "echo":
+            self.answer({"error": "echo is not supported"}, 400)
+        else:
+            self.answer({"choices": self.completions(body)})
+
+    def completions(self, body):
+        prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
+        choices = []
+        for i, (prompt, found) in enumerate(
+            zip(prompts, self.server.planted.log_probs(prompts), strict=True)
+        ):
+            choice = {"index": i, "text": "?", "logprobs": None}
+            own = of_prompt(prompt, found)
+            if body.get("prompt_logprobs") is not None and self.server.speaks == "vllm":
+                rows = [None] + [
+                    {str(t): {"logprob": x, "rank": 1}} for t, x in zip(prompt[1:], own[1:], strict=True)
+                ]
+                choice["prompt_logprobs"] = rows
+            if body.get("logprobs") is not None:
+                order = np.argsort(-found[-1])[: body["logprobs"]]
+                top = {f"token {t}": float(found[-1, t]) for t in order}
+                choice["logprobs"] = {"token_logprobs": [max(top.values())], "top_logprobs": [top]}
+                if body.get("echo"):
+                    choice["logprobs"]["token_logprobs"][:0] = own
+            choices.append(choice)
+        return choices[::-1]  # `index` has their order
+
+    def native(self, body):
+        prompts = body["input_ids"]
+        found = self.server.planted.log_probs(prompts)
+        rows = [
+            [[x, t, None] for x, t in zip(of_prompt(prompt, one), prompt, strict=True)]
+            for prompt, one in zip(prompts, found, strict=True)
+        ]
+        return [{"text": "?", "meta_info": {"input_token_logprobs": row}} for row in rows]
+
+    def answer(self, value, status=200):
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def of_prompt(prompt, found):
+    """The log-probabilities of a prompt's own tokens; the first has none."""
+    return [None, *(float(found[t, token]) for t, token in enumerate(prompt[1:]))]
+
+
+@contextlib.contextmanager
+def serving(planted: Planted, speaks: str = "vllm") -> Iterator[str]:
+    """The URL of a server, while it runs."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.planted, server.speaks = planted, speaks
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,54 @@
+"""What transformers made of each export (`exports.json`), and that the same is still exported."""
+
+import dataclasses
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+from exported_patterns import fingerprint, patterns
+
+from swa_jax.checkpoint.servers import served_config
+from swa_jax.checkpoint.tensor_names import hf_tensors
+from swa_jax.errors import ConfigError
+from swa_jax.families import model_config
+
+HERE = Path(__file__).parent
+GOLDEN = HERE.parent / "golden"
+TABLE = json.loads((HERE / "exports.json").read_text())
+MODELS = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "config.json").exists())
+
+
+def test_every_golden_was_checked_under_every_pattern():
+    assert sorted(TABLE["exports"]) == MODELS
+    assert TABLE["transformers"] == "5.23.0"
+    for model, rows in TABLE["exports"].items():
+        assert set(rows) == set(patterns(2)), model
+
+
+def test_transformers_computes_what_was_exported():
+    problems_of = runpy.run_path(str(HERE.parents[1] / "scripts" / "check_exports.py"))["problems_of"]
+    rows = [row for rows in TABLE["exports"].values() for row in rows.values()]
+    assert [problems for row in rows if (problems := problems_of(row))] == []
+    assert all(row["canary, float32"][0] == 0 for row in rows if "refused" not in row), (
+        "right, by its own canary"
+    )
+    assert sum("refused" not in row for row in rows) > 120
+    bad = {"weights not matched": [], "difference": 2e-4, "same bits when imported again": True}
+    assert problems_of(bad) == ["logits differ by 0.0002"]
+    assert problems_of(bad | {"difference": float("nan")}) == ["logits differ by nan"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_exported_now_is_what_was_checked(model):
+    """After a change here: run scripts/check_exports.py, which has transformers look at it."""
+    hf = json.loads((GOLDEN / model / "config.json").read_text())
+    for name, pattern in patterns(hf["num_hidden_layers"]).items():
+        row = TABLE["exports"][model][name]
+        try:
+            served = served_config("transformers", hf, pattern)
+        except ConfigError:
+            assert "refused" in row, name
+            continue
+        written = dataclasses.replace(model_config(hf), model_type=served.model_type)
+        assert row.get("fingerprint") == fingerprint(served.hf, hf_tensors(written)), name
