@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from swa_jax.cli.generate import Chunk, MaxNewTokens, Pattern, Temperature, TopK, TopP
+from swa_jax.cli.generate_options import Chunk, MaxNewTokens, Pattern, Temperature, TopK, TopP
 from swa_jax.cli.options import (
     PROMPTS,
     RUNNING,

@@ -6,16 +6,28 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
-from typer import Argument, Option
 
+from swa_jax.cli.generate_options import (
+    Chunk,
+    MaxNewTokens,
+    Mesh,
+    Pattern,
+    Prefixes,
+    PromptFile,
+    PromptText,
+    ReplyPath,
+    Samples,
+    Slots,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    WithTemplate,
+)
 from swa_jax.cli.options import (
-    OUTPUT,
-    PATTERN,
-    PROMPTS,
-    RUNNING,
     ComputeDtype,
     FullDecode,
     Model,
@@ -38,35 +50,6 @@ if TYPE_CHECKING:
     from swa_jax.data.tokenizer import Tokenizer
     from swa_jax.model.decoder import Decoder
 
-SAMPLING = "Sampling"
-
-Pattern = Annotated[
-    str | None,
-    Option(
-        help="A recipe or a pattern JSON. Default: the checkpoint's own.",
-        show_default=False,
-        rich_help_panel=PATTERN,
-    ),
-]
-MaxNewTokens = Annotated[int, Option(help="Tokens to write at most.", min=1, rich_help_panel=SAMPLING)]
-Temperature = Annotated[float, Option(help="0 takes the likeliest token.", min=0, rich_help_panel=SAMPLING)]
-TopK = Annotated[
-    int | None, Option(help="Sample among the K likeliest tokens.", min=1, rich_help_panel=SAMPLING)
-]
-TopP = Annotated[
-    float | None,
-    Option(help="Sample among the likeliest tokens that make up P.", rich_help_panel=SAMPLING),
-]
-Stop = Annotated[
-    list[str] | None,
-    Option(
-        help="A text that ends a reply and is not part of it; may be given several times.",
-        show_default=False,
-        rich_help_panel=SAMPLING,
-    ),
-]
-Chunk = Annotated[int, Option(help="Prompt tokens computed at once.", min=1, rich_help_panel=RUNNING)]
-
 
 class Drawn(NamedTuple):
     """What has come of one reply."""
@@ -80,34 +63,11 @@ class Drawn(NamedTuple):
 
 def generate(
     model: Model,
-    prompt: Annotated[
-        str | None,
-        Argument(help="The text to continue; - reads it from standard input.", show_default=False),
-    ] = None,
-    prompts: Annotated[
-        Path | None,
-        Option(
-            help='A file of prompts: .txt has one a line; else each line is a JSON text, {"prompt": …} or '
-            '{"messages": […]}.',
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
-    samples: Annotated[
-        int, Option("--samples", "-n", help="Replies to each prompt.", min=1, rich_help_panel=PROMPTS)
-    ] = 1,
-    chat: Annotated[
-        bool,
-        Option("--chat", help="Put each prompt into the model's chat template.", rich_help_panel=PROMPTS),
-    ] = False,
-    out: Annotated[
-        Path | None,
-        Option(
-            help="A new file for the replies, one JSON object a line. The same command goes on after an interruption.",
-            show_default=False,
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
+    prompt: PromptText = None,
+    prompts: PromptFile = None,
+    samples: Samples = 1,
+    chat: WithTemplate = False,
+    out: ReplyPath = None,
     pattern: Pattern = None,
     window: Window = None,
     sink_tokens: SinkTokens = None,
@@ -118,24 +78,10 @@ def generate(
     top_k: TopK = None,
     top_p: TopP = None,
     stop: Stop = None,
-    slots: Annotated[
-        int, Option(help="Replies that are written at once.", min=1, rich_help_panel=RUNNING)
-    ] = 8,
+    slots: Slots = 8,
     chunk: Chunk = 512,
-    prefixes: Annotated[
-        int,
-        Option(
-            help="Prompts whose caches are remembered for others that begin alike.",
-            min=0,
-            rich_help_panel=RUNNING,
-        ),
-    ] = 4,
-    mesh: Annotated[
-        str | None,
-        Option(
-            help="Split the model over the devices: tensor=8.", show_default=False, rich_help_panel=RUNNING
-        ),
-    ] = None,
+    prefixes: Prefixes = 4,
+    mesh: Mesh = None,
     dtype: ComputeDtype = None,
     seed: Seed = 0,
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -27,7 +26,9 @@ def read_prompts(file: Path) -> list[Prompt]:
       ConfigError: the file cannot be read, a line has another form (its number is named), or there is no prompt.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split(
+            "\n"
+        )  # JSON may hold other line separators as they are
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the prompts in {file} cannot be read: {error}") from None
     plain = file.suffix == ".txt"
@@ -58,41 +59,41 @@ def _prompt(line: str, where: str) -> Prompt:
 
 
 class ReplyFile:
-    """Replies as JSON lines. They are added to `<file>.partial` as they come; `finish` sorts them into `file`.
+    """Replies as JSON lines. They are added to `<file>.unfinished` as they come; `finish` sorts them into `file`.
 
     Args:
       file: where the replies go in the end.
       settings: what they depend on, as a JSON value. Replies of other settings are not gone on with.
 
     Raises:
-      ConfigError: the file is there already, or `<file>.partial` holds replies of other settings.
+      ConfigError: the file is there already, or `<file>.unfinished` holds replies of other settings.
     """
 
     def __init__(self, file: Path, settings: Any):
-        self.file, self._partial = file, Path(f"{file}.partial")
+        self.file, self._log = file, Path(f"{file}.unfinished")
         self.replies: dict[tuple[int, int], dict[str, Any]] = {}  # by prompt and sample
         if file.exists():
             raise ConfigError(f"{file} is there already: remove it, or give --out another name")
         first = {"settings": sum_of_json(settings)}
-        if self._partial.exists():
+        if self._log.exists():
             self._read(first)
         # A line that a kill has cut off goes: the next one would be added to it.
-        write_text(self._partial, "".join(map(_line, (first, *self.replies.values()))))
-        self._stream = self._partial.open("a", encoding="utf-8")
+        write_text(self._log, "".join(map(_line, (first, *self.replies.values()))))
+        self._stream = self._log.open("a", encoding="utf-8")
 
     def _read(self, first: dict[str, str]) -> None:
-        lines = self._partial.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        if not lines or not lines[0].endswith("\n"):
+        # The last line, which a kill may have cut off, has no end.
+        lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+        if not lines:
             return
-        if lines[0] != _line(first):
+        if f"{lines[0]}\n" != _line(first):
             raise ConfigError(
-                f"{self._partial} holds replies to other prompts, or of another model or other settings: remove it, "
+                f"{self._log} holds replies to other prompts, or of another model or other settings: remove it, "
                 "or give --out another name"
             )
         for line in lines[1:]:
-            if line.endswith("\n"):
-                reply = json.loads(line)
-                self.replies[reply["prompt"], reply["sample"]] = reply
+            reply = json.loads(line)
+            self.replies[reply["prompt"], reply["sample"]] = reply
 
     def add(self, reply: dict[str, Any]) -> None:
         """One reply; `prompt` and `sample` are its numbers."""
@@ -102,8 +103,8 @@ class ReplyFile:
 
     def finish(self) -> None:
         """All replies, by prompt and sample, into the file."""
-        write_text(self._partial, "".join(_line(self.replies[key]) for key in sorted(self.replies)))
-        os.replace(self._partial, self.file)
+        write_text(self.file, "".join(_line(self.replies[key]) for key in sorted(self.replies)))
+        self._log.unlink()
 
     def __enter__(self) -> Self:
         return self

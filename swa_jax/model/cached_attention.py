@@ -245,16 +245,7 @@ def _extend_here(
         ring_positions(layout, tokens[None])[0] for tokens in (chunk.start, chunk.start + chunk.size)
     )
 
-    # A chunk may reach over the end of the pool, though its tokens do not: then it is put in from further left.
-    first = jnp.minimum(chunk.start, layout.max_length - min(length, layout.max_length))
-    source = first + jnp.arange(min(length, layout.max_length)) - chunk.start
-    whole = (first, jnp.where(source < chunk.size, source, -1))
-    put = functools.partial(write_chunk, row=chunk.row)
-    cache = dataclasses.replace(
-        cache,
-        k_whole=put(cache.k_whole, place.whole_slots, k[0], first=whole[0], source=whole[1]),
-        v_whole=put(cache.v_whole, place.whole_slots, v[0], first=whole[0], source=whole[1]),
-    )
+    cache = _put_whole(k[0], v[0], cache, place, chunk)
 
     def row_of(pool: jax.Array, slot: jax.Array) -> jax.Array:  # [1, entries, 1, D]
         row = jax.lax.dynamic_slice(pool, (slot, chunk.row, 0, 0), (1, 1, *pool.shape[2:]))
@@ -301,10 +292,37 @@ def _extend_here(
         for where, kind in layout.modes
     ]
     out = choose(place.mode, branches)  # [K, 1, C, G, D]
-    ring = {"first": jnp.int32(0), "source": jnp.where(after >= chunk.start, after - chunk.start, -1)}
-    cache = dataclasses.replace(
-        cache,
-        k_ring=put(cache.k_ring, place.ring_slots, k[0], **ring),
-        v_ring=put(cache.v_ring, place.ring_slots, v[0], **ring),
-    )
+    cache = _put_ring(k[0], v[0], cache, place, chunk, after)
     return out.transpose(1, 2, 0, 3, 4).reshape(q.shape), cache
+
+
+def _put_whole(k: jax.Array, v: jax.Array, cache: KVCache, place: LayerPlace, chunk: Chunk) -> KVCache:
+    """A chunk's keys and values [C, K, D] into the whole caches."""
+    entries = cache.k_whole.shape[2]
+    taken = min(k.shape[0], entries)
+    # A chunk may reach over the end of the pool, though its tokens do not: then it is put in from further left.
+    first = jnp.minimum(chunk.start, entries - taken)
+    source = first + jnp.arange(taken) - chunk.start
+    put = functools.partial(
+        write_chunk,
+        slots=place.whole_slots,
+        row=chunk.row,
+        first=first,
+        source=jnp.where(source < chunk.size, source, -1),
+    )
+    k_whole, v_whole = put(cache.k_whole, values=k), put(cache.v_whole, values=v)
+    return dataclasses.replace(cache, k_whole=k_whole, v_whole=v_whole)
+
+
+def _put_ring(
+    k: jax.Array, v: jax.Array, cache: KVCache, place: LayerPlace, chunk: Chunk, positions: jax.Array
+) -> KVCache:
+    """A chunk's keys and values [C, K, D] into the rings, whose entries [R] then hold these positions."""
+    put = functools.partial(
+        write_chunk,
+        slots=place.ring_slots,
+        row=chunk.row,
+        first=jnp.int32(0),
+        source=jnp.where(positions >= chunk.start, positions - chunk.start, -1),
+    )
+    return dataclasses.replace(cache, k_ring=put(cache.k_ring, values=k), v_ring=put(cache.v_ring, values=v))

@@ -122,7 +122,7 @@ def test_an_end_token_ends_the_answer(checkpoint, monkeypatch):
     last = next(i for i, token in enumerate(said) if token not in said[:i] and i >= 1)
     grid[cell] = [dataclasses.replace(example, references=[tokenizer.decode(said[: last + 1])])]
     assert ruler_scores(model, tokenizer, grid, max_new_tokens=8)[0].score == 1
-    monkeypatch.setattr(tokenizer, "eos_id", said[last])
+    monkeypatch.setattr(tokenizer, "end_ids", (said[last],))
     assert ruler_scores(model, tokenizer, grid, max_new_tokens=8)[0].score == 0
 
 

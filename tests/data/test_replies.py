@@ -165,9 +165,15 @@ def test_what_a_template_refuses(tmp_path):
 
 def test_prompts_from_a_file(tmp_path):
     file = tmp_path / "prompts.jsonl"
-    file.write_text('"one\\ntwo"\n\n{"prompt": "three"}\n{"messages": [{"role": "user", "content": "x"}]}\n')
+    file.write_text(
+        '"one\\ntwo"\n\n{"prompt": "three\u2028"}\n{"messages": [{"role": "user", "content": "x"}]}\n'
+    )
     messages = [{"role": "user", "content": "x"}]
-    assert read_prompts(file) == [Prompt("one\ntwo", None), Prompt("three", None), Prompt(None, messages)]
+    assert read_prompts(file) == [
+        Prompt("one\ntwo", None),
+        Prompt("three\u2028", None),
+        Prompt(None, messages),
+    ]
     plain = tmp_path / "prompts.txt"
     plain.write_text('"one"\ntwo \n')
     assert read_prompts(plain) == [Prompt('"one"', None), Prompt("two ", None)]
@@ -185,17 +191,17 @@ def test_prompts_from_a_file(tmp_path):
 def test_replies_go_on_after_any_cut(tmp_path):
     """A file that was cut at any byte gives the whole lines before the cut, and ends as if it never had been."""
     settings = {"temperature": 1.0}
-    replies = [{"prompt": p, "sample": s, "text": f"ü{p}{s}\n"} for p in range(2) for s in range(2)]
+    replies = [{"prompt": p, "sample": s, "text": f"ü{p}\u2028\x85{s}\n"} for p in range(2) for s in range(2)]
     with ReplyFile(tmp_path / "all.jsonl", settings) as file:
         for reply in replies[::-1]:
             file.add(reply)
-        whole = (tmp_path / "all.jsonl.partial").read_bytes()
+        whole = (tmp_path / "all.jsonl.unfinished").read_bytes()
         file.finish()
     expected = (tmp_path / "all.jsonl").read_text()
-    assert [json.loads(line) for line in expected.splitlines()] == replies
+    assert [json.loads(line) for line in expected.split("\n")[:-1]] == replies
     for cut in range(len(whole) + 1):
         out = tmp_path / f"cut{cut}.jsonl"
-        out.with_name(out.name + ".partial").write_bytes(whole[:cut])
+        out.with_name(out.name + ".unfinished").write_bytes(whole[:cut])
         with ReplyFile(out, settings) as file:
             assert len(file.replies) == max(whole[:cut].count(b"\n") - 1, 0)
             for reply in replies:
@@ -203,10 +209,10 @@ def test_replies_go_on_after_any_cut(tmp_path):
                     file.add(reply)
             file.finish()
         assert out.read_text() == expected
-        assert not out.with_name(out.name + ".partial").exists()
+        assert not out.with_name(out.name + ".unfinished").exists()
     with pytest.raises(ConfigError, match=r"all.jsonl is there already"):
         ReplyFile(tmp_path / "all.jsonl", settings)
-    (tmp_path / "other.jsonl.partial").write_bytes(whole)
+    (tmp_path / "other.jsonl.unfinished").write_bytes(whole)
     with pytest.raises(ConfigError, match="holds replies to other prompts"):
         ReplyFile(tmp_path / "other.jsonl", {"temperature": 0.0})
-    assert (tmp_path / "other.jsonl.partial").read_bytes() == whole
+    assert (tmp_path / "other.jsonl.unfinished").read_bytes() == whole
