@@ -35,7 +35,6 @@ PLANTED = {
     "no sums of headers": ("swa_jax.checkpoint.safetensors_files._are_counts", lambda: lambda value: True),
     "no check of values": ("swa_jax.checkpoint.hf_import._are_finite", lambda: lambda array: True),
     "links followed": ("swa_jax.checkpoint.folder.companion", leaks),
-    "no types": ("swa_jax.families.check_types", lambda: lambda hf: None),
     "no bounds": ("swa_jax.model.config._check_bounds", lambda: lambda *_: None),
 }
 

@@ -217,7 +217,9 @@ def test_a_folder_of_somebody_else_is_not_cleared_away(source, destination):
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_signals(source, destination, kind):
     """In a process of its own, in the middle of the weights."""
-    code = KILLED.replace("os._exit(9)", f"os.kill(os.getpid(), {int(kind)})")
+    # Where the tests run in a shell's background, SIGINT is ignored, and processes that they start inherit that.
+    heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code = heard + KILLED.replace("os._exit(9)", f"os.kill(os.getpid(), {int(kind)})")
     command = [sys.executable, "-c", code, source, destination, "5"]
     done = subprocess.run(command, env=os.environ.copy(), capture_output=True)
     assert done.returncode == -kind
