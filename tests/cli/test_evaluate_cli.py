@@ -22,7 +22,7 @@ from swa_jax.evaluate import perplexity
 from swa_jax.evaluate.measure import score_by_depth
 from swa_jax.evaluate.ruler import ruler_grid
 from swa_jax.evaluate.ruler_scores import RulerScore, ruler_scores
-from swa_jax.evaluate.sweep import block_interval, perplexity_sweep, with_window
+from swa_jax.evaluate.sweep import perplexity_sweep, with_window
 from swa_jax.model.flops import matrix_parameters
 from swa_jax.model.generate import generate
 from swa_jax.model.pattern import AttentionPattern
@@ -261,22 +261,6 @@ def test_a_sweep_refuses_what_would_be_cut_or_would_change_nothing(checkpoint):
         perplexity_sweep(model, [1] * 20, windows=None, lengths=[8, 20])
     with pytest.raises(ConfigError, match="a window of 8 changes nothing"):
         with_window(AttentionPattern.from_recipe("full", 2), 8)
-
-
-def test_block_intervals_are_wider_where_neighbours_agree():
-    rng = np.random.default_rng(0)
-    independent = rng.normal(2, 1, 6400)
-    alike = np.repeat(rng.normal(2, 1, 100), 64)
-    (mean, low, high), blocks = block_interval(independent)
-    assert blocks == 100
-    assert low < mean < high < low + 0.07
-    wide, _ = block_interval(alike)
-    assert wide.high - wide.low > 5 * (high - low)
-    assert mean == pytest.approx(independent.mean(), abs=1e-12)
-    uneven = np.append(np.zeros(86), np.ones(43))  # blocks of 65 and 64 tokens
-    assert block_interval(uneven)[0].mean == pytest.approx(43 / 129, abs=1e-12)
-    few, blocks = block_interval(independent[:20])
-    assert (blocks, few.interval) == (1, None)
 
 
 def test_a_sweep_on_the_command_line(checkpoint, text, tmp_path):

@@ -25,7 +25,8 @@ def llama(**keys) -> dict:
 
 @pytest.mark.parametrize("scaling", [YARN, LLAMA3, LONG, None])
 def test_what_is_right_passes(scaling):
-    model_config(llama(rope_scaling=scaling))
+    read = model_config(llama(rope_scaling=scaling)).rope_scaling
+    assert (read is None) == (scaling is None)
 
 
 @pytest.mark.parametrize(

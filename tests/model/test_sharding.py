@@ -58,7 +58,7 @@ def test_every_mesh_computes_what_one_device_does(what):
 
 def run_on_eight_devices(module: str, *arguments: str) -> None:
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
     }
     done = subprocess.run(
