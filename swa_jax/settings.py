@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ def from_dict[T](cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
     """Build the dataclass `cls` from nested mappings; unknown keys and wrong types raise `ConfigError`."""
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path or 'the configuration'} must be a mapping of keys, got {data!r}")
-    hints = typing.get_type_hints(cls)
+    hints = _type_hints(cls)  # type: ignore[arg-type]
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     for key in data:
         if key not in fields:
@@ -41,6 +42,11 @@ def from_dict[T](cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
     if missing:
         raise ConfigError(f"missing key '{_join(path, missing[0])}'")
     return cls(**{key: _convert(hints[key], value, _join(path, key)) for key, value in data.items()})
+
+
+@functools.cache  # servers' classes are tried one by one, and read thousands of small configurations
+def _type_hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def to_dict(config: Any) -> Any:

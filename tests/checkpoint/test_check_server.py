@@ -143,10 +143,10 @@ FAULTS = [
 
 
 def sweep(rows):
-    """One model in `make test`, whose readings are fewer to compile; the others are slow."""
+    """One model in `make test`, whose readings are fewer to compile, and one in `make test-slow`."""
+    when = {"sink tokens": (), "rich": pytest.mark.slow}
     return [
-        pytest.param(*row, id="-".join(row[:2]), marks=() if row[0] == "sink tokens" else pytest.mark.slow)
-        for row in rows
+        pytest.param(*row, id="-".join(row[:2]), marks=when.get(row[0], pytest.mark.long)) for row in rows
     ]
 
 

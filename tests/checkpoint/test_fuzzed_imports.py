@@ -39,8 +39,10 @@ PLANTED = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(x, marks=pytest.mark.slow if x == "no bounds" else pytest.mark.long) for x in PLANTED],
+)
 def test_a_fault_is_seen(script, monkeypatch, fault):
     name, make = PLANTED[fault]
     monkeypatch.setattr(name, make())
@@ -48,7 +50,7 @@ def test_a_fault_is_seen(script, monkeypatch, fault):
     assert bad
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_interrupted_command_goes_on(tmp_path):
     """`scripts/interrupt_import.py` with a small model and few signals."""
     command = [

@@ -110,7 +110,10 @@ def test_hard_gates_equal_two_separate_attentions(implementation):
 
 @pytest.mark.slow
 @every_implementation
-@pytest.mark.parametrize("name", ["plain", "everything", "sigmoid-everything"])
+@pytest.mark.parametrize(
+    "name",
+    ["everything", *(pytest.param(x, marks=pytest.mark.long) for x in ("plain", "sigmoid-everything"))],
+)
 def test_inference_leaves_out_the_full_branch_of_other_rows(implementation, name):
     call, drawn = CALLS[name], [gates(kind) for kind in ("some", "none", "runs")]
     learned, fixed = call.draw()

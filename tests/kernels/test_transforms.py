@@ -49,7 +49,7 @@ def test_remat(implementation):
 
 @pytest.mark.slow
 @every_implementation
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.long), True])
 def test_vmap_over_the_batch(implementation, packed):
     """Mapping over rows, each a batch of one, equals one call; with segment ids each row has its own schedule."""
     segments = jnp.asarray([[1] * 25 + [2] * 15, [1] * 9 + [2] * 20 + [0] * 11])
@@ -157,7 +157,7 @@ def run_on_eight_devices(script: str, implementation: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("xla", marks=pytest.mark.slow),
+        pytest.param("xla", marks=pytest.mark.long),
         pytest.param("tpu", marks=pytest.mark.slow),
         pytest.param("triton", marks=pytest.mark.long),
     ],

@@ -74,6 +74,10 @@ CALLS = {
 }
 # Together the others have every kind of mask, operand and activation; these are combinations and sizes of them.
 SWEEP = {
+    "window",
+    "window-bidirectional",
+    "alibi-sink-logits",
+    "sigmoid-bias",
     "full-bidirectional",
     "full-queries-and-keys-differ",
     "more-sink-tokens-than-a-block",
@@ -112,20 +116,29 @@ def test_logit_scales_of_routed_and_decoding_heads(implementation):
 
 
 @with_default_blocks
-@pytest.mark.parametrize("name", ["full", "left-padded", "softmax-everything", "sigmoid-everything"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "left-padded",
+        "softmax-everything",
+        *(pytest.param(x, marks=pytest.mark.long) for x in ("full", "sigmoid-everything")),
+    ],
+)
 def test_variant_with_default_blocks(implementation, name):
     assert_matches_reference(CALLS[name], implementation)
 
 
 @pytest.mark.slow
 @every_implementation
-@pytest.mark.parametrize("name", ["full", "softmax-everything", "sigmoid-everything"])
+@pytest.mark.parametrize(
+    "name", ["softmax-everything", "sigmoid-everything", pytest.param("full", marks=pytest.mark.long)]
+)
 def test_variant_in_bfloat16(implementation, name):
     assert_matches_reference(dataclasses.replace(CALLS[name], dtype="bfloat16"), implementation)
 
 
 @every_implementation
-@pytest.mark.parametrize("window", [1, 50, *(pytest.param(w, marks=pytest.mark.slow) for w in (49, 51))])
+@pytest.mark.parametrize("window", [1, 50, *(pytest.param(w, marks=pytest.mark.long) for w in (49, 51))])
 def test_window_at_the_edges(implementation, window):
     call = Call(spec(window))
     assert_matches_reference(call, implementation)
@@ -268,7 +281,7 @@ def with_block(implementation, block, monkeypatch):
 
 @pytest.mark.slow
 @every_implementation
-@examples(8)
+@examples(4)
 @given(call=calls(), block=BLOCKS)
 def test_drawn_calls(implementation, monkeypatch, call, block):
     assert_matches_reference(call, with_block(implementation, block, monkeypatch))

@@ -71,9 +71,9 @@ def test_the_rows_of_sink_tokens_are_those_outside_the_window(window, num_sink_t
     ("window", "num_sink_tokens", "options", "activation", "kv_heads"),
     [
         (7, 3, ("alibi_slopes",), "softmax", 1),  # several documents' sink tokens in a step
-        pytest.param(21, 16, (), "softmax", 2, marks=pytest.mark.slow),
+        pytest.param(21, 16, (), "softmax", 2, marks=pytest.mark.long),
         pytest.param(17, 3, ("alibi_slopes", "full_from"), "softmax", 1, marks=pytest.mark.slow),
-        pytest.param(21, 3, ("alibi_slopes", "sigmoid_bias"), "sigmoid", 2, marks=pytest.mark.slow),
+        pytest.param(21, 3, ("alibi_slopes", "sigmoid_bias"), "sigmoid", 2, marks=pytest.mark.long),
         pytest.param(40, 9, ("full_heads", "sink_logits"), "softmax", 2, marks=pytest.mark.slow),
     ],
 )
@@ -84,10 +84,14 @@ def test_sink_tokens_of_packed_rows(window, num_sink_tokens, options, activation
 
 
 @pytest.mark.slow
-# Of the 16 combinations, the 8 in which any three of the four choices are met with every value.
+# Of the 16 combinations, the 8 in which any three of the four choices are met with every value; packed rows first.
 @pytest.mark.parametrize(
     ("sigmoid", "bfloat16", "alibi", "packed"),
-    [choice for choice in itertools.product([False, True], repeat=4) if sum(choice) % 2 == 0],
+    [
+        pytest.param(*choice, marks=() if choice[3] else pytest.mark.long)
+        for choice in itertools.product([False, True], repeat=4)
+        if sum(choice) % 2 == 0
+    ],
 )
 def test_many_blocks(sigmoid, bfloat16, alibi, packed):
     rows = tuple(map(tuple, ROWS.tolist())) if packed else None
@@ -111,7 +115,7 @@ def test_keys_that_a_sigmoid_row_does_not_see_do_not_change_a_bit_of_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("kv_heads", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize(
     ("window", "num_sink_tokens", "options", "activation"),
     [
