@@ -86,6 +86,7 @@ def generate(
     seed: Seed = 0,
 ) -> None:
     """Continue a prompt and print the new text, or all prompts of a file."""
+    from swa_jax.data.chat import prompt_tokens
     from swa_jax.model.generate import sampling
 
     if (prompt is None) == (prompts is None):
@@ -99,7 +100,7 @@ def generate(
     ((_, decoder),) = with_patterns(
         decoder, [] if pattern is None else [pattern], Overrides(window, sink_tokens, fa_decode)
     )
-    tokens = [ids for ids in _encoded(model, tokenizer, texts, chat) for _ in range(samples)]
+    tokens = [ids for ids in prompt_tokens(model, tokenizer, texts, chat) for _ in range(samples)]
     note_context(decoder.config, max(map(len, tokens)) + max_new_tokens)
     pieces = 1 if partition is None else partition.size("batch")
     slots = -(-min(slots, len(tokens)) // pieces) * pieces
@@ -172,28 +173,6 @@ def _prompts(prompt: str | None, file: Path | None) -> list[Prompt]:
         return read_prompts(file)
     assert prompt is not None
     return [Prompt(_text(prompt), None)]
-
-
-def _encoded(model: Path, tokenizer: Tokenizer, prompts: Sequence[Prompt], chat: bool) -> list[list[int]]:
-    """The tokens of the prompts; messages, and with `chat` texts, go through the model's chat template."""
-    from swa_jax.data.chat import chat_tokens, load_chat_template
-
-    wanted = chat or any(prompt.messages is not None for prompt in prompts)
-    template = load_chat_template(model) if wanted else None
-    if wanted and template is None:
-        raise ConfigError(
-            f"{model} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): give "
-            "prompts as plain text"
-        )
-
-    def encode(prompt: Prompt) -> list[int]:
-        if template is None or (prompt.messages is None and not chat):
-            assert prompt.text is not None
-            return tokenizer.start_ids + tokenizer.encode(prompt.text)
-        messages = prompt.messages or [{"role": "user", "content": prompt.text}]
-        return chat_tokens(tokenizer, template, messages)
-
-    return [encode(prompt) for prompt in prompts]
 
 
 def _write_file(out: Path, settings: Any, samples: int, count: int, replies: Any) -> None:

@@ -20,6 +20,7 @@ from swa_jax.cli.chat import chat
 from swa_jax.cli.compare import compare
 from swa_jax.cli.compile import compile_
 from swa_jax.cli.data import app as data_app
+from swa_jax.cli.distill import distill
 from swa_jax.cli.evaluate import app as evaluate_app
 from swa_jax.cli.generate import generate
 from swa_jax.cli.groups import expand
@@ -181,6 +182,7 @@ app.command()(train)
 app.command("compile")(expand(compile_))
 app.command()(expand(compare))
 app.command()(generate)
+app.command()(distill)
 app.command()(chat)
 
 

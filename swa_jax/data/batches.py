@@ -18,11 +18,12 @@ import grain
 import numpy as np
 
 from pallas_kernels.spec import NEVER
+from swa_jax.data.distilled import read_distilled
 from swa_jax.data.documents import document_hash, is_held_out, read_documents, read_prompts, tokenizer_hash
 from swa_jax.data.haystack import Haystack
 from swa_jax.data.lessons import Dictionary, Needles, Repeats
 from swa_jax.data.packing import PackedPrompts, PackedText
-from swa_jax.data.sources import MANIFEST, SourceConfig, source_files
+from swa_jax.data.sources import ANSWERED, MANIFEST, SourceConfig, source_files
 from swa_jax.data.stored import StoredDocuments, read_manifest
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import ConfigError
@@ -41,13 +42,15 @@ def make_batches(
     seed: int,
     rows: slice | None = None,
     held_out: bool = False,
+    top_logprobs: int = 0,
 ) -> Batches:
     """An iterator of batches; `get_state()` and `set_state()` resume it exactly, on any number of processes.
 
     A batch is a dict of `tokens` [B, T] int32, `segment_ids` [B, T] int32 (0 is padding) and `weights` [B, T] f32, the
     weight of each token as a target; B is the number of `rows`. If a source has prompts and answers there is also
     `full_from` [B, S] int32, where S is the most segments that a row can have: the position in segment s + 1 of its
-    answer's first token, `pallas_kernels.spec.NEVER` where there is none.
+    answer's first token, `pallas_kernels.spec.NEVER` where there is none. With `top_logprobs` = K there are also
+    `top_tokens` [B, T, K] int32 and `top_logprobs` [B, T, K] f32, of the places of the answers' tokens.
 
     Args:
       length: T, tokens a row.
@@ -55,6 +58,7 @@ def make_batches(
       rows: which rows of each global batch this process reads, contiguous; None is all of them.
       held_out: read only the documents that `SourceConfig.held_out` keeps from training, in order and once; rows of
         padding fill up the last batch. Otherwise the iterator has no end.
+      top_logprobs: K, how many log-probabilities a token are read of distilled data, which all sources must be.
 
     Raises:
       ConfigError: data that is missing, damaged, too small or not the tokenizer's; while iterating, too.
@@ -66,7 +70,12 @@ def make_batches(
         raise ConfigError(f"rows is {rows}: not a run of the {batch_size} rows of a global batch")
     opened = {
         i: open_source(
-            source, tokenizer, length=length, seed=None if held_out else seed + i, held_out=held_out
+            source,
+            tokenizer,
+            length=length,
+            seed=None if held_out else seed + i,
+            held_out=held_out,
+            top_logprobs=top_logprobs,
         )
         for i, source in enumerate(sources)
         if source.held_out or not held_out
@@ -105,7 +114,13 @@ def make_batches(
 
 
 def open_source(
-    source: SourceConfig, tokenizer: Tokenizer, *, length: int, seed: int | None, held_out: bool = False
+    source: SourceConfig,
+    tokenizer: Tokenizer,
+    *,
+    length: int,
+    seed: int | None,
+    held_out: bool = False,
+    top_logprobs: int = 0,
 ) -> Any:
     """The random-access samples of one source; a source of documents without the held-out ones, or only those.
 
@@ -125,8 +140,11 @@ def open_source(
             num_keys=source.num_keys,
             num_questions=source.num_questions,
         )
-    if source.kind == "prompts":
-        prompts = read_prompts(files, tokenizer, source.prompt_field, source.answer_field)
+    if source.kind in ANSWERED:
+        if source.kind == "distilled":
+            prompts = read_distilled(files, tokenizer, top_logprobs)
+        else:
+            prompts = read_prompts(files, tokenizer, source.prompt_field, source.answer_field)
         chosen = _chosen([prompt.tokens for prompt in prompts], source, held_out)
         return PackedPrompts(prompts if chosen is None else [prompts[i] for i in chosen], length, seed)
     name = f"the text of {', '.join(source.files)}"
@@ -233,7 +251,7 @@ class _GlobalBatches:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         first = int(index) * self.batch_size
         rows = [self.samples[first + row] for row in self.rows]
-        batch = {name: np.stack([row[name] for row in rows]) for name in ("tokens", "segment_ids", "weights")}
+        batch = {name: np.stack([row[name] for row in rows]) for name in rows[0] if name != "full_from"}
         if self.segments is not None:
             full_from = np.full((len(rows), self.segments), NEVER, np.int32)
             for i, row in enumerate(rows):
@@ -255,8 +273,8 @@ class _InTurn:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if index >= len(self):
-            nothing = np.zeros(self.sources[0].length, np.int32)
-            return {"tokens": nothing, "segment_ids": nothing, "weights": nothing.astype(np.float32)}
+            first = self.sources[0][0]
+            return {name: np.zeros_like(x) for name, x in first.items() if name != "full_from"}
         which = bisect.bisect_right(self.ends, index)
         return self.sources[which][index - (self.ends[which - 1] if which else 0)]
 

@@ -10,14 +10,17 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from swa_jax.data.prompt_file import Prompt
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.files import read_json
 
 TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+THINKING = "enable_thinking"  # what Qwen3's template and others call it
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -34,8 +37,13 @@ class ChatTemplate:
         self._tokens, self._where = special_tokens, where
         try:
             self._template = environment.from_string(source)
+            self._read = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template of {where} cannot be read: {error}") from None
+
+    def reads(self, option: str) -> bool:
+        """Whether the template asks for an option of that name."""
+        return option in self._read
 
     def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         """The prompt for the next reply. `options` are the template's own, such as `enable_thinking`.
@@ -86,6 +94,50 @@ def chat_tokens(
 ) -> list[int]:
     """The tokens of the prompt for the next reply. The template writes the start token itself, where there is one."""
     return tokenizer.encode(template.render(messages, **options))
+
+
+def prompt_tokens(
+    folder: str | Path,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    chat: bool,
+    thinking: bool | None = None,
+) -> list[list[int]]:
+    """The tokens of the prompts; messages, and with `chat` texts, go through the chat template of a model's folder.
+
+    Args:
+      thinking: whether the model is to think before it answers (the template's `enable_thinking`); None leaves that to
+        the template.
+
+    Raises:
+      ConfigError: the folder has no template, though one is wanted; it refuses a prompt; or it cannot switch thinking.
+    """
+    wanted = chat or any(prompt.messages is not None for prompt in prompts)
+    template = load_chat_template(folder) if wanted else None
+    if wanted and template is None:
+        raise ConfigError(
+            f"{folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): give "
+            "prompts as plain text"
+        )
+    if thinking is not None and (template is None or not template.reads(THINKING)):
+        raise ConfigError(
+            "thinking cannot be switched on or off: "
+            + (
+                "it is the chat template that does so, and none is used; add --chat"
+                if template is None
+                else f"the chat template of {folder} does not read '{THINKING}'"
+            )
+        )
+    options = {} if thinking is None else {THINKING: thinking}
+
+    def encode(prompt: Prompt) -> list[int]:
+        if template is None or (prompt.messages is None and not chat):
+            assert prompt.text is not None
+            return tokenizer.start_ids + tokenizer.encode(prompt.text)
+        messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+        return chat_tokens(tokenizer, template, messages, **options)
+
+    return [encode(prompt) for prompt in prompts]
 
 
 def _text_of(token: Any) -> str | None:

@@ -24,11 +24,19 @@ BATCH_TEXTS, BATCH_CHARACTERS = (
 )  # what is tokenised at a time, by as many threads as there are cores
 
 
+class Top(NamedTuple):
+    """The likeliest tokens at the place of each token of an answer, as another model sees them."""
+
+    tokens: np.ndarray  # [n, K] int32
+    logprobs: np.ndarray  # [n, K], nats
+
+
 class Prompt(NamedTuple):
     """A prompt and its answer; the answer starts at `tokens[boundary]`, which is a learned token."""
 
     tokens: np.ndarray  # [n] int32
     boundary: int
+    top: Top | None = None  # of the tokens from the boundary on
 
 
 # ---- tokens ----

@@ -96,7 +96,9 @@ class PackedPrompts:
     Which examples share a row is drawn once, so as to leave little padding; the rows are shuffled anew each epoch.
     An example longer than a row is left out, and how many were is logged.
 
-    Items also have `full_from` [segments] int32: the position in its segment of each answer's first token.
+    Items also have `full_from` [segments] int32: the position in its segment of each answer's first token. If the
+    examples have log-probabilities, there are `top_tokens` [T, K] int32 and `top_logprobs` [T, K] f32 as well: those of
+    the token at each place of an answer, 0 elsewhere.
 
     With `seed=None` the examples are packed and read once and in order.
     """
@@ -126,6 +128,11 @@ class PackedPrompts:
         tokens = np.zeros(self.length, np.int32)
         segments = np.zeros(self.length, np.int32)
         weights = np.zeros(self.length, np.float32)
+        top = self.prompts[0].top
+        tops = None
+        if top is not None:
+            shape = (self.length, top.tokens.shape[1])
+            tops = {"top_tokens": np.zeros(shape, np.int32), "top_logprobs": np.zeros(shape, np.float32)}
         if self._epoch is None or self._epoch[0] != epoch:
             # The first order of this seed was that of the examples: rows take those from 1 on.
             self._epoch = (epoch, _order(self.seed, epoch + 1, self.rows))
@@ -136,9 +143,13 @@ class PackedPrompts:
             stop = start + len(prompt.tokens)
             tokens[start:stop], segments[start:stop] = prompt.tokens, segment
             weights[start + prompt.boundary : stop] = 1
+            if tops is not None and prompt.top is not None:
+                for name, values in zip(tops, prompt.top, strict=True):
+                    tops[name][start + prompt.boundary : stop] = values
             start = stop
         full_from = np.array([self.prompts[example].boundary for example in row], np.int32)
-        return {"tokens": tokens, "segment_ids": segments, "weights": weights, "full_from": full_from}
+        item = {"tokens": tokens, "segment_ids": segments, "weights": weights, "full_from": full_from}
+        return item if tops is None else item | tops
 
     def max_segments(self) -> int:
         """The most segments that a row has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -17,6 +18,7 @@ class Prompt(NamedTuple):
 
     text: str | None
     messages: list[dict[str, Any]] | None
+    record: dict[str, Any] | None = None  # the whole line, if it is an object
 
 
 def read_prompts(file: Path) -> list[Prompt]:
@@ -52,9 +54,9 @@ def _prompt(line: str, where: str) -> Prompt:
     if isinstance(value, dict):
         text, messages = value.get("prompt"), value.get("messages")
         if isinstance(text, str) and messages is None:
-            return Prompt(text, None)
+            return Prompt(text, None, value)
         if isinstance(messages, list) and messages and text is None:
-            return Prompt(None, messages)
+            return Prompt(None, messages, value)
     raise ConfigError(f"{where} is not a prompt: {FORMS} is expected, got {line:.60}")
 
 
@@ -101,9 +103,14 @@ class ReplyFile:
         self._stream.write(_line(reply))
         self._stream.flush()
 
-    def finish(self) -> None:
-        """All replies, by prompt and sample, into the file."""
-        write_text(self.file, "".join(_line(self.replies[key]) for key in sorted(self.replies)))
+    def finish(self, keep: Callable[[dict[str, Any]], bool] | None = None) -> None:
+        """All replies, by prompt and sample, into the file; those that `keep` refuses into `<file>.rejected`."""
+        replies = [self.replies[key] for key in sorted(self.replies)]
+        if keep is not None:
+            refused = "".join(_line(reply) for reply in replies if not keep(reply))
+            write_text(Path(f"{self.file}.rejected"), refused)
+            replies = [reply for reply in replies if keep(reply)]
+        write_text(self.file, "".join(map(_line, replies)))
         self._log.unlink()
 
     def __enter__(self) -> Self:

@@ -18,6 +18,7 @@ PLAIN_TEXT = (".txt", ".md", ".py")  # a file is one document
 RECORDS = (".jsonl", ".parquet", ".array_record")  # files of many records with named fields
 MANIFEST = "manifest.json"  # of a folder of tokens
 
+ANSWERED = ("prompts", "distilled")  # only the answer is learned
 GENERATED = ("needles", "dictionary", "repeats")  # swa_jax.data.lessons
 
 
@@ -26,14 +27,17 @@ class SourceConfig:
     """One source of a mixture.
 
     Kinds: `text` (documents), `tokens` (documents that `swa-jax data tokenize` made), `prompts` (records with a prompt
-    and an answer; only the answer is learned), `huggingface` (data sets saved by the `datasets` library, on a local
+    and an answer; only the answer is learned), `distilled` (the same as tokens, as `swa-jax distill` writes it),
+    `huggingface` (data sets saved by the `datasets` library, on a local
     disk), and the generated lessons of `swa_jax.data.lessons`.
 
     `held_out` is a share of the documents, by a hash of each one's tokens: equal documents fall on the same side, and
     text read directly on the same side as when it was tokenised ahead.
     """
 
-    kind: Literal["text", "tokens", "prompts", "huggingface", "needles", "dictionary", "repeats"] = "text"
+    kind: Literal[
+        "text", "tokens", "prompts", "distilled", "huggingface", "needles", "dictionary", "repeats"
+    ] = "text"
     files: tuple[str, ...] = (STANDARD_LIBRARY,)  # files, folders or globs; see `source_files`
     weight: float = 1.0  # share of the samples, relative to the other sources
     text_field: str = "text"  # text and huggingface: the field of a record that has the document
@@ -55,7 +59,7 @@ class SourceConfig:
             )
         for file in self.files:
             check_local(file, "data files")
-        if self.kind in ("tokens", "prompts", "huggingface") and STANDARD_LIBRARY in self.files:
+        if self.kind in ("tokens", "huggingface", *ANSWERED) and STANDARD_LIBRARY in self.files:
             raise ConfigError(f"a source of kind '{self.kind}' needs its 'files' named")
 
 
@@ -68,7 +72,9 @@ def source_files(source: SourceConfig) -> tuple[Path, ...]:
         return ()
     if source.kind in ("tokens", "huggingface"):
         return tuple(_folder(name, source.kind) for name in source.files)
-    suffixes = {"text": PLAIN_TEXT + RECORDS, "prompts": RECORDS}.get(source.kind, PLAIN_TEXT)
+    suffixes = {"text": PLAIN_TEXT + RECORDS, "prompts": RECORDS, "distilled": (".jsonl",)}.get(
+        source.kind, PLAIN_TEXT
+    )
     return text_files(source.files, suffixes)
 
 

@@ -35,7 +35,7 @@ from swa_jax.model.experts import ExpertLoad, MixtureOfExperts
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.layers import GatedMLP, Norm, linear, rope_tables
 from swa_jax.model.lora import LoraConfig, seed_dropout, with_lora
-from swa_jax.model.loss import TokenLoss, scaled_logits, token_loss
+from swa_jax.model.loss import Teacher, TokenLoss, scaled_logits, token_loss
 from swa_jax.model.parameters import declared
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.remat import Remat, rematerialised
@@ -292,6 +292,7 @@ class Decoder(nnx.Module):
         targets: jax.Array,
         weights: jax.Array,
         *,
+        teacher: Teacher | None = None,
         partition: Partition | None = None,
     ) -> TokenLoss:
         """Cross-entropy of normed hidden states [B, T, d] against targets [B, T]: `swa_jax.model.loss.token_loss`."""
@@ -300,6 +301,7 @@ class Decoder(nnx.Module):
             self.head(),
             targets,
             weights,
+            teacher=teacher,
             partition=partition,
             logit_multiplier=self.config.logit_multiplier,
             logit_softcap=self.config.logit_softcap,

@@ -139,11 +139,13 @@ class Engine:
         stop_tokens: Sequence[int] = (),
         seed: int = 0,
         skip: Collection[int] = (),
+        keys: Sequence[int] | None = None,
     ) -> Iterator[Piece]:
         """Continue each prompt; new tokens come as they are drawn, without the stop token that ends a reply.
 
         The consumer may end a reply by `stop`. The arguments are those of `swa_jax.generate`; the prompts whose numbers
-        are in `skip` are left out, and change nothing for the others.
+        are in `skip` are left out, and change nothing for the others. `keys` are the prompts' `sequence_key`, where
+        their order is not to tell equal prompts apart.
 
         Raises:
           ConfigError: an argument is out of its range; the sentence names it. Nothing has been computed then.
@@ -158,7 +160,8 @@ class Engine:
                 f"at least {longest + max_new_tokens}, and is {self.max_length}"
             )
         wanted = [number for number in range(len(prompts)) if number not in skip]
-        return self._run(prompts, wanted, max_new_tokens, drawing(sampling, stop_tokens, seed))
+        numbers = sequence_keys(prompts) if keys is None else np.asarray(keys, np.uint32)
+        return self._run(prompts, wanted, numbers, max_new_tokens, drawing(sampling, stop_tokens, seed))
 
     def stop(self, prompt: int) -> None:
         """End the reply to a prompt; the pieces that have come are all of it."""
@@ -170,11 +173,11 @@ class Engine:
         self,
         prompts: Sequence[Sequence[int]],
         wanted: Sequence[int],
+        keys: np.ndarray,
         max_new_tokens: int,
         drawing: Drawing,
     ) -> Iterator[Piece]:
         waiting = deque(wanted)
-        keys = sequence_keys(prompts)
         self._slots = {}
         while waiting or self._slots:
             for number in range(self.num_slots):

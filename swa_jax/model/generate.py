@@ -373,9 +373,14 @@ def sequence_keys(prompts: Sequence[Sequence[int]]) -> np.ndarray:
     keys = []
     for prompt in prompts:
         content = np.asarray(prompt, np.int32).tobytes()
-        keys.append(zlib.crc32(seen[content].to_bytes(4), zlib.crc32(content)))
+        keys.append(sequence_key(prompt, seen[content]))
         seen[content] += 1
     return np.array(keys, np.uint32)
+
+
+def sequence_key(prompt: Sequence[int], number: int) -> int:
+    """What tells the samples of a prompt's `number`-th sequence from those of all others: a uint32."""
+    return zlib.crc32(number.to_bytes(4), zlib.crc32(np.asarray(prompt, np.int32).tobytes()))
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, vocab_size: int) -> None:

@@ -16,11 +16,19 @@ CHUNK = 1024  # tokens whose logits exist at one time
 LOG_Z = "log_z"  # the name by which it is saved for the backward pass
 
 
+class Teacher(NamedTuple):
+    """What another model says of each place's target: its K likeliest tokens."""
+
+    tokens: jax.Array  # [B, T, K] int32, distinct where there is a target
+    logprobs: jax.Array  # [B, T, K] f32, nats
+
+
 class TokenLoss(NamedTuple):
     nll: jax.Array  # [B, T] f32: of the *next* token, 0 where there is no target
     weight: jax.Array  # [B, T] f32: weight of that target, 0 where there is none
     correct: jax.Array  # [B, T] f32: 1 where the most likely token is the target
     log_z: jax.Array | None = None  # [B, T] f32: log of the softmax's denominator, 0 where there is no target
+    divergence: jax.Array | None = None  # [B, T] f32: KL from the teacher, 0 where there is no target
 
 
 def next_token_targets(
@@ -44,6 +52,7 @@ def token_loss(
     chunk: int = CHUNK,
     partition: Partition | None = None,
     *,
+    teacher: Teacher | None = None,
     logit_multiplier: float = 1.0,
     logit_softcap: float | None = None,
 ) -> TokenLoss:
@@ -51,31 +60,40 @@ def token_loss(
 
     Args:
       hidden: [B, T, d]; head: [d, V]; targets: [B, T] int32; weights: [B, T] f32.
+      teacher: adds the divergence from it (see `_divergence`).
       partition: the mesh they lie on; each device then scores its tokens over its part of the vocabulary.
       logit_multiplier, logit_softcap: as in `scaled_logits`.
     """
     adjust = functools.partial(scaled_logits, multiplier=logit_multiplier, softcap=logit_softcap)
     if partition is None:
-        nll, correct, log_z = _local_loss(hidden, head, targets, weights, chunk, None, adjust)
-        return TokenLoss(nll, weights, correct, log_z)
+        nll, correct, log_z, divergence = _local_loss(
+            hidden, head, targets, weights, teacher, chunk, None, adjust
+        )
+        return TokenLoss(nll, weights, correct, log_z, divergence)
     tokens = partition.spec("batch", "sequence")
     vocab = partition.rules.axes("vocab")
     axis = vocab[0] if partition.size("vocab") > 1 else None
 
     def local(
-        hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        return _local_loss(hidden, head, targets, weights, chunk, axis, adjust)
+        hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, teacher: Teacher | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        return _local_loss(hidden, head, targets, weights, teacher, chunk, axis, adjust)
 
     sharded = jax.shard_map(
         local,
         mesh=partition.mesh,
-        in_specs=(partition.spec("batch", "sequence", None), partition.spec(None, "vocab"), tokens, tokens),
-        out_specs=(tokens,) * 3,
+        in_specs=(
+            partition.spec("batch", "sequence", None),
+            partition.spec(None, "vocab"),
+            tokens,
+            tokens,
+            tokens,
+        ),
+        out_specs=tokens,
         check_vma=False,  # with it, differentiating this fails inside JAX 0.12.0 ("too few leaves")
     )
-    nll, correct, log_z = sharded(hidden, head, targets, weights)
-    return TokenLoss(nll, weights, correct, log_z)
+    nll, correct, log_z, divergence = sharded(hidden, head, targets, weights, teacher)
+    return TokenLoss(nll, weights, correct, log_z, divergence)
 
 
 def scaled_logits(logits: jax.Array, multiplier: float, softcap: float | None) -> jax.Array:
@@ -90,11 +108,16 @@ def _local_loss(
     head: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
+    teacher: Teacher | None,
     chunk: int,
     axis: str | None,
     adjust: Callable[[jax.Array], jax.Array],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """nll, correct and log_z of `TokenLoss`; `axis`: the mesh axis that splits the vocabulary, head [d, V / n]."""
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """nll, correct, log_z and divergence of `TokenLoss`.
+
+    Args:
+      axis: the mesh axis that splits the vocabulary, head [d, V / n].
+    """
     batch, length, _ = hidden.shape
     rows = batch * length
     chunk = min(chunk, rows)
@@ -110,9 +133,9 @@ def _local_loss(
     # The backward pass recomputes the chunk's logits, which are many, but not what was read off them.
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(LOG_Z))
     def one_chunk(
-        _: None, piece: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[None, tuple[jax.Array, ...]]:
-        x, target, weight = piece
+        _: None, piece: tuple[jax.Array, jax.Array, jax.Array, Teacher | None]
+    ) -> tuple[None, tuple[jax.Array | None, ...]]:
+        x, target, weight, teacher = piece
         logits = adjust(jnp.einsum("cd,dv->cv", x, head, preferred_element_type=jnp.float32))  # [chunk, V]
         log_total, top, chosen = _over_vocabulary(logits, target, first, axis)
         scored = weight > 0
@@ -122,14 +145,18 @@ def _local_loss(
             ),  # not from log_z, which is rounded as logits are
             scored & (chosen >= top),
             jnp.where(scored, top + log_total, 0),
+            None
+            if teacher is None
+            else jnp.where(scored, _divergence(logits, top + log_total, teacher, first, axis), 0),
         )
 
-    _, (nll, correct, log_z) = jax.lax.scan(one_chunk, None, (split(hidden), split(targets), split(weights)))
+    pieces = jax.tree.map(split, (hidden, targets, weights, teacher))
+    _, found = jax.lax.scan(one_chunk, None, pieces)
 
     def join(x: jax.Array) -> jax.Array:
         return x.reshape(-1)[:rows].reshape(batch, length).astype(jnp.float32)
 
-    return join(nll), join(correct), join(log_z)
+    return jax.tree.map(join, found)
 
 
 def _over_vocabulary(
@@ -148,6 +175,36 @@ def _over_vocabulary(
     if axis is not None:
         chosen, top = jax.lax.psum(chosen, axis), jax.lax.pmax(top, axis)
     return _log_total(axis, logits, top), top, chosen
+
+
+def _divergence(
+    logits: jax.Array, log_z: jax.Array, teacher: Teacher, first: jax.Array | int, axis: str | None
+) -> jax.Array:
+    """KL(p || q) in nats [chunk], the teacher p and the model q seen as K tokens and one class for all others:
+
+    sum_k p_k (log p_k - log q_k) + p_r (log p_r - log q_r), where p_r = 1 - sum_k p_k and q_r = 1 - sum_k q_k.
+
+    Without the last term q could give any share to tokens that p thinks unlikely.
+
+    Args:
+      logits: [chunk, V], or the part of the vocabulary from token `first`; log_z: [chunk].
+      teacher: leaves [chunk, K] with K < V.
+    """
+    size = logits.shape[1]
+    place = teacher.tokens - first  # [chunk, K]
+    here = (place >= 0) & (place < size)
+    chosen = jnp.where(here, jnp.take_along_axis(logits, jnp.where(here, place, 0), axis=1), 0)
+    row = jnp.arange(len(logits))[:, None]
+    others = logits.at[row, jnp.where(here, place, size)].set(-jnp.inf, mode="drop")
+    top = jax.lax.stop_gradient(others).max(axis=-1)
+    if axis is not None:
+        chosen, top = jax.lax.psum(chosen, axis), jax.lax.pmax(top, axis)
+    log_q = chosen - log_z[:, None]
+    log_q_rest = top + _log_total(axis, others, top) - log_z  # not from 1 - sum q, which cancels
+    p = jnp.exp(teacher.logprobs)
+    p_rest = jnp.maximum(1 - p.sum(axis=-1), 0)  # stored log-probabilities are rounded
+    log_p_rest = jnp.log(jnp.where(p_rest > 0, p_rest, 1))
+    return (p * (teacher.logprobs - log_q)).sum(axis=-1) + p_rest * (log_p_rest - log_q_rest)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

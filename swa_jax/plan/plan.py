@@ -254,6 +254,9 @@ def trace_training(
         batch["full_from"] = jax.ShapeDtypeStruct(
             (stage.batch_size, 1), jnp.int32, sharding=partition.sharding("batch", None)
         )
+    if config.kl_top_k is not None:
+        for name, dtype in (("top_tokens", jnp.int32), ("top_logprobs", jnp.float32)):
+            batch[name] = jax.ShapeDtypeStruct((*size, config.kl_top_k), dtype, sharding=rows)
     run: Any = make_step(model, optimizer, config, partition)
     held = {
         "parameters": (state.params, state.frozen),

@@ -92,6 +92,9 @@ class TrainConfig:
     )
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     switch_loss: SwitchLoss = dataclasses.field(default_factory=SwitchLoss)
+    kl_top_k: int | None = (
+        None  # in place of cross-entropy: KL to this many log-probabilities of distilled data
+    )
     z_loss: float = 0.0  # weight of the mean squared log of the softmax's denominator
     router_aux_loss_coef: float = 0.0  # weight of the loss that spreads tokens over a model's experts
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient that is no number
@@ -143,12 +146,18 @@ class TrainConfig:
                     f"'stages.{i}.batch_size' = {stage.batch_size} must be a multiple of 'accumulate' = "
                     f"{stage.accumulate}"
                 )
+        others = [source.kind for stage in self.stages for source in stage.data if source.kind != "distilled"]
+        if self.kl_top_k is not None and others:
+            raise ConfigError(
+                f"'kl_top_k' needs the log-probabilities of distilled data, which a source of kind '{others[0]}' has "
+                "not: train on kind 'distilled' alone"
+            )
         for name in ("checkpoint_every", "keep_checkpoints", "validation_batches"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"'{name}' must be at least 1, got {getattr(self, name)}")
         optional = {
             name: getattr(self, name)
-            for name in ("keep_checkpoint_period", "validate_every", "sliding_window")
+            for name in ("keep_checkpoint_period", "validate_every", "sliding_window", "kl_top_k")
         } | {f"stages.{i}.sliding_window": stage.sliding_window for i, stage in enumerate(self.stages)}
         for name, value in optional.items():
             if value is not None and value < 1:

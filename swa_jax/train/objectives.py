@@ -33,7 +33,12 @@ def totals_of(segment_ids: jax.Array, weights: jax.Array) -> Totals:
 def mean_loss(loss: TokenLoss, total_weight: jax.Array | None = None) -> jax.Array:
     """Weighted mean over the targets, in nats; `total_weight` is that of the whole batch if `loss` is a piece of it."""
     total = jnp.maximum(jnp.sum(loss.weight), 1e-6) if total_weight is None else total_weight
-    return jnp.sum(loss.nll * loss.weight) / total
+    return mean_over_targets(loss.nll, loss.weight, total)
+
+
+def mean_over_targets(values: jax.Array, weights: jax.Array, total_weight: jax.Array) -> jax.Array:
+    """Weighted mean of values [B, T] at the targets, of which the whole batch has `total_weight`."""
+    return jnp.sum(values * weights) / total_weight
 
 
 def z_loss(loss: TokenLoss, total_weight: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from swa_jax.checkpoint.folder import open_checkpoint
+from swa_jax.data.sources import ANSWERED
 from swa_jax.errors import ConfigError
 from swa_jax.families.pattern_files import load_pattern
 from swa_jax.model.config import ModelConfig
@@ -59,10 +60,10 @@ def check_patterns(config: TrainConfig, patterns: list[list[AttentionPattern]], 
         for pattern in chosen:
             if (SWITCH in pattern.layer_types) != routed:
                 raise ConfigError(f"'stages.{number}.patterns' and 'pattern' must both be routed, or neither")
-            without = [source.kind for source in stage.data if source.kind != "prompts"]
+            without = [source.kind for source in stage.data if source.kind not in ANSWERED]
             if pattern.full_attention_decode and without:
                 raise ConfigError(
                     f"training data of kind '{without[0]}' ('stages.{number}.data') has no prompts and answers, so "
                     "full-attention decode has no boundary to start at: leave '+fa-decode' out of the pattern, or "
-                    "train on kind 'prompts' alone"
+                    "train on kind 'prompts' or 'distilled' alone"
                 )

@@ -43,6 +43,7 @@ def stage_batches(
     return make_batches(
         stage.data, tokenizer, length=stage.sequence_length, batch_size=stage.batch_size,
         seed=config.seed + 1000 * number, rows=local_rows(partition, stage.batch_size),
+        top_logprobs=config.kl_top_k or 0,
     )  # fmt: skip
 
 
@@ -53,7 +54,7 @@ def held_out_batches(
     rows = stage.batch_size // stage.accumulate
     return make_batches(
         stage.data, tokenizer, length=stage.sequence_length, batch_size=rows, seed=config.seed,
-        rows=local_rows(partition, rows), held_out=True,
+        rows=local_rows(partition, rows), held_out=True, top_logprobs=config.kl_top_k or 0,
     )  # fmt: skip
 
 

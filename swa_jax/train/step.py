@@ -16,7 +16,7 @@ from swa_jax.model.attention import cast_parameters
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import SWITCH
-from swa_jax.model.loss import next_token_targets
+from swa_jax.model.loss import Teacher, next_token_targets
 from swa_jax.model.sequence_order import in_zigzag, zigzag
 from swa_jax.model.sharding import Partition, constrain, state_shardings
 from swa_jax.train.compiler import compiler_options
@@ -26,6 +26,7 @@ from swa_jax.train.objectives import (
     full_attention_ratio,
     load_balancing_loss,
     mean_loss,
+    mean_over_targets,
     switch_regularizer,
     totals_of,
     z_loss,
@@ -149,12 +150,14 @@ def make_loss(
         model = nnx.merge(graph, params, frozen)
         ids, segments = batch["tokens"], batch["segment_ids"]
         targets, weights = next_token_targets(ids, segments, batch["weights"])
+        teacher = teacher_of(batch)
         layout, positions = partition, None
         # Dropout is drawn for the places of a row, which it is not to lose its order for.
         if partition is not None and dropout_key is None and _in_zigzag(config, model, partition, ids):
             layout = dataclasses.replace(partition, zigzag=True)
             arrays = ids, segments, segment_positions(segments), targets, weights
             ids, segments, positions, targets, weights = (_zigzag(x, partition) for x in arrays)
+            teacher = jax.tree.map(lambda x: _zigzag(x, partition), teacher)
         hidden, routing = model.features(
             ids,
             segment_ids=segments,
@@ -164,9 +167,11 @@ def make_loss(
             partition=layout,
             dropout_key=dropout_key,
         )
-        tokens = model.token_loss(hidden, targets, weights, partition=partition)
+        tokens = model.token_loss(hidden, targets, weights, teacher=teacher, partition=partition)
         loss = language_loss = mean_loss(tokens, totals.weight)
         metrics = {"loss": language_loss, "accuracy": jnp.sum(tokens.correct * weights) / totals.weight}
+        if tokens.divergence is not None:
+            loss = metrics["divergence"] = mean_over_targets(tokens.divergence, weights, totals.weight)
         if config.z_loss:
             metrics["z_loss"] = z_loss(tokens, totals.weight)
             loss = loss + config.z_loss * metrics["z_loss"]
@@ -190,6 +195,13 @@ def make_loss(
         return loss, metrics
 
     return loss_of
+
+
+def teacher_of(batch: Batch) -> Teacher | None:
+    """The log-probabilities of distilled data, of each place's target; None of other data."""
+    if "top_tokens" not in batch:
+        return None
+    return Teacher(*(jnp.roll(batch[name], -1, axis=1) for name in ("top_tokens", "top_logprobs")))
 
 
 def _in_zigzag(config: TrainConfig, model: Decoder, partition: Partition, tokens: jax.Array) -> bool:
@@ -229,9 +241,8 @@ def _gradients(
     def split(x: jax.Array) -> jax.Array:
         # Row r goes to piece r % pieces: every device's rows are spread over all pieces, so none is moved.
         x = x.reshape(x.shape[0] // pieces, pieces, *x.shape[1:]).swapaxes(0, 1)
-        return constrain(
-            x, partition, None, "batch", *["sequence" if x.shape[2:] == length else None] * (x.ndim - 2)
-        )
+        along_row = "sequence" if x.shape[2:3] == length else None
+        return constrain(x, partition, None, "batch", along_row, *[None] * (x.ndim - 3))
 
     length = batch["tokens"].shape[1:]
     keys = None if dropout_key is None else jax.random.split(dropout_key, pieces)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from swa_jax.model.attention import Routing
-from swa_jax.model.loss import TokenLoss, next_token_targets, token_loss
+from swa_jax.model.loss import Teacher, TokenLoss, next_token_targets, token_loss
 from swa_jax.train.objectives import SwitchLoss, full_attention_ratio, mean_loss, switch_regularizer
 
 
@@ -112,3 +112,61 @@ def test_the_adaptive_weight_carries_no_gradient():
 def test_full_attention_ratio_leaves_padding_out():
     routing = routing_of([[[1.0, 1.0, 1.0, -1.0]], [[-1.0, -1.0, 1.0, 1.0]]], np.zeros((2, 1, 4)))
     np.testing.assert_allclose(full_attention_ratio(routing, jnp.array([[1, 1, 0, 0]])), [1.0, 0.0])
+
+
+# ---- KL to a teacher's top K ----
+
+
+def teacher_case(chunk=None, count=4):
+    hidden, head, targets, weights = random_case()
+    logits = jax.random.normal(jax.random.key(7), (*targets.shape, head.shape[1])) * 2
+    logp = jax.nn.log_softmax(logits)
+    values, ids = jax.lax.top_k(logp, count)
+    return hidden, head, targets, weights, logp, Teacher(ids, values)
+
+
+@pytest.mark.parametrize("chunk", [16, 1000])
+@pytest.mark.parametrize("count", [1, 4, 28])
+def test_divergence_from_the_top_k_and_the_rest_as_one_class(chunk, count):
+    """KL over K + 1 classes by the plain formula, with its gradients. With V - 1 of V tokens it is the whole KL."""
+    hidden, head, targets, weights, logp, teacher = teacher_case(count=count)
+
+    def plain(hidden, head):
+        logq = jax.nn.log_softmax(hidden @ head)
+        p, q = jnp.exp(teacher.logprobs), jnp.exp(jnp.take_along_axis(logq, teacher.tokens, -1))
+        p = jnp.concatenate([p, 1 - p.sum(-1, keepdims=True)], -1)
+        q = jnp.concatenate([q, 1 - q.sum(-1, keepdims=True)], -1)
+        return jnp.where(weights > 0, (p * (jnp.log(p) - jnp.log(q))).sum(-1), 0)
+
+    def ours(hidden, head):
+        return token_loss(hidden, head, targets, weights, chunk, teacher=teacher).divergence
+
+    np.testing.assert_allclose(ours(hidden, head), plain(hidden, head), rtol=1e-3, atol=1e-4)
+    if count == 28:
+        logq = jax.nn.log_softmax(hidden @ head)
+        whole = jnp.where(weights > 0, (jnp.exp(logp) * (logp - logq)).sum(-1), 0)
+        np.testing.assert_allclose(ours(hidden, head), whole, rtol=1e-3, atol=1e-4)
+    mix = jax.random.normal(jax.random.key(9), weights.shape)
+    for got, want in zip(
+        jax.grad(lambda h, w: (ours(h, w) * mix).sum(), (0, 1))(hidden, head),
+        jax.grad(lambda h, w: (plain(h, w) * mix).sum(), (0, 1))(hidden, head),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=2e-3)
+
+
+def test_divergence_from_oneself_is_nothing():
+    """Also where the K likeliest hold all of the probability that f32 and the file's float16 can tell."""
+    hidden, head, targets, weights = random_case()
+    for sharpness in (1.0, 40.0):
+        logp = jax.nn.log_softmax(hidden @ head * sharpness)
+        values, ids = jax.lax.top_k(logp, 3)
+        teacher = Teacher(ids, values.astype(jnp.float16).astype(jnp.float32))
+
+        def divergence(hidden, teacher=teacher, sharpness=sharpness):
+            return token_loss(hidden, head * sharpness, targets, weights, 16, teacher=teacher).divergence
+
+        assert jnp.abs(divergence(hidden)).max() < 3e-3
+        gradient = jax.grad(lambda h: divergence(h).sum())(hidden)
+        assert jnp.isfinite(gradient).all()
+        assert jnp.abs(gradient).max() < 0.02 * sharpness

@@ -1,0 +1,351 @@
+"""SWAA's Table 1 in small: LoRA on a model's own replies beside LoRA on plain text, under every pattern of the table.
+
+    python scripts/compare_swaa.py --out runs/compare-swaa
+
+The bundled model answers needle prompts with full attention; what it answers rightly is its training data
+(`swa-jax distill`). Under each pattern, LoRA (SWAA's: rank 16, queries, keys and values) trains on those replies by
+cross-entropy, on the same replies by KL to the full model's log-probabilities, or on plain text: equal steps, rows and
+seeds. Then other needles and held-out text are measured. One line of `cells.jsonl` is one cell (pattern, data, seed);
+what is there is not done again, so the same command may be started again at any time. `--report-only` makes
+`table.md` of what is there, `--docs FILE` puts it into a document as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import numpy as np
+
+from swa_jax.adapt.tasks import Task, measure
+from swa_jax.checkpoint.folder import load_model
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.data import SourceConfig
+from swa_jax.data.haystack import Haystack, library_files, read_text
+from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.errors import ConfigError
+from swa_jax.estimates import Estimate, paired_bootstrap
+from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.needle import needle_examples
+from swa_jax.files import write_text
+from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.model.lora import LoraConfig
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.train.config import StageConfig, TrainConfig
+from swa_jax.train.loop import train
+from swa_jax.train.optimizer import OptimizerConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = 8
+WINDOW_2K = 32  # keys: the context is 16 times as long, in the paper (24k) 12 times
+SINKS = {0: 0, 10: 1, 100: 4, 1000: 16}  # the paper's sink tokens, and ours
+DEPTHS = (0.0, 0.4)  # of the needles: further back than 8 windows reach
+ANSWER_TOKENS = 18
+DATA = ("none", "text", "replies", "replies, KL")  # none: the model as it is
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What a run of the comparison takes."""
+
+    length: int = 512
+    prompts: int = 48  # that the original answers, 4 times each
+    steps: int = 40
+    rows: int = 4  # a step
+    examples: int = 48  # measured of each needle task
+    texts: int = 8  # rows of text that are measured
+
+
+TINY = Size(length=256, prompts=3, steps=2, rows=2, examples=4, texts=2)
+
+
+class Row(NamedTuple):
+    """A pattern of SWAA's Table 1; sink tokens as the paper has them."""
+
+    numbers: str  # in the table
+    windows: int  # the window, in units of 2k
+    first: int | None  # full layer, and each `step`-th from there on; None: no layer is full
+    step: int
+    sinks: int
+    full_decode: bool
+
+    def pattern(self) -> AttentionPattern:
+        full = set() if self.first is None else set(range(self.first, LAYERS, self.step))
+        types = tuple(FULL if layer in full else WINDOW for layer in range(LAYERS))
+        window = WINDOW_2K * self.windows if WINDOW in types else None
+        return AttentionPattern(types, window, SINKS[self.sinks], full_attention_decode=self.full_decode)
+
+    def cells(self) -> list[str]:
+        """Columns of the table."""
+        full = "none" if self.first is None else ", ".join(map(str, range(self.first, LAYERS, self.step)))
+        if self.step == 1:
+            return [self.numbers, "-", "all", "-", "-"]
+        sinks = str(SINKS[self.sinks])
+        return [self.numbers, str(WINDOW_2K * self.windows), full, sinks, "yes" if self.full_decode else "no"]
+
+
+# Those that the paper trains come first.
+ROWS = (
+    Row("0, 24", 1, 0, 1, 0, False),
+    Row("1, 25", 1, None, 2, 0, False),
+    Row("4, 27", 1, None, 2, 0, True),
+    Row("5, 28", 1, 1, 2, 0, False),
+    Row("13, 31", 1, 1, 2, 0, True),
+    Row("11, 32", 1, 0, 2, 0, True),
+    Row("8, 30", 1, None, 2, 100, True),
+    Row("18, 34", 1, 1, 2, 100, True),
+    Row("33", 1, 1, 4, 0, True),
+    Row("26", 1, None, 2, 100, False),
+    Row("7, 29", 1, None, 2, 10, True),
+    # Not trained in the paper.
+    Row("10", 1, 0, 2, 10, False),
+    Row("16", 1, 0, 2, 10, True),
+    Row("12", 1, 1, 2, 10, False),
+    Row("17", 1, 1, 2, 10, True),
+    Row("19", 1, 1, 4, 10, True),
+    Row("20", 1, 1, 8, 10, True),
+    Row("21", 1, 3, 4, 10, True),
+    Row("3", 1, None, 2, 10, False),
+    Row("9", 1, None, 2, 1000, True),
+    Row("14", 2, None, 2, 10, True),
+    Row("22", 2, 1, 2, 100, True),
+    Row("2", 4, None, 2, 0, False),
+    Row("6", 4, None, 2, 0, True),
+    Row("15", 4, None, 2, 10, True),
+    Row("23", 4, 1, 2, 100, True),
+)
+
+
+# ---- data ----
+
+
+def prepare(out: Path, size: Size) -> None:
+    """The original as a checkpoint, and its replies as training data."""
+    model, prompts = out / "model", out / "prompts.jsonl"
+    if not (model / "config.json").exists():
+        import_model(ROOT / "swa_jax" / "recall", model)
+    tokenizer = load_tokenizer(model)
+    if not prompts.exists():
+        hay = Haystack(tokenizer, tuple(library_files(held_out=False)))
+        room = size.length - 16  # text that is tokenised again may have a few tokens more
+        lines = []
+        for keys in (1, 4):
+            count = size.prompts - size.prompts // 2 if keys == 1 else size.prompts // 2
+            for example in needle_examples(
+                tokenizer,
+                length=room,
+                num_examples=count,
+                num_keys=keys,
+                haystack=hay,
+                depths=DEPTHS,
+                seed=10 + keys,
+            ):
+                lines.append({"prompt": tokenizer.decode(example.prompt), "answer": example.references[0]})
+        write_text(prompts, "".join(json.dumps(line) + "\n" for line in lines))
+    if not (out / "replies.jsonl").exists():
+        command = [
+            sys.executable, "-m", "swa_jax.cli", "distill", model, "--prompts", prompts, "--out", out / "replies.jsonl",
+            "-n", 4, "--temperature", 1, "--max-new-tokens", ANSWER_TOKENS, "--keep-cut", "--filter", "contains",
+            "--top-logprobs", 16, "--dtype", "float32",
+        ]  # fmt: skip
+        subprocess.run([str(word) for word in command], check=True)
+
+
+def draw_tasks(out: Path, size: Size) -> list[Task]:
+    """Needles and text of files that no training reads."""
+    tokenizer = load_tokenizer(out / "model")
+    files = tuple(library_files(held_out=True))
+    hay = Haystack(tokenizer, files)
+    tasks = []
+    for keys in (1, 4):
+        examples = needle_examples(
+            tokenizer, length=size.length, num_examples=size.examples, num_keys=keys, haystack=hay, depths=DEPTHS,
+            seed=keys,
+        )  # fmt: skip
+        tasks.append(Task(f"needles-{keys}", f"{keys} keys", "", examples))
+    tokens = tokenizer.encode(read_text(files)[: 20 * size.length * size.texts])
+    starts = np.linspace(0, len(tokens) - size.length, size.texts).astype(int)
+    rows = [Example([tokens[at]], tokens[at + 1 : at + size.length], []) for at in starts]
+    return [*tasks, Task("text", "plain text", "", rows, answers=False)]
+
+
+# ---- cells ----
+
+
+class Cell(NamedTuple):
+    row: Row
+    data: str  # one of DATA
+    seed: int
+
+    @property
+    def key(self) -> list[Any]:
+        return [self.row.numbers, self.data, self.seed]
+
+
+def cells(seeds: Sequence[int]) -> Iterator[Cell]:
+    """All of them: first the models as they are, then a seed of the paper's trained patterns, then the next."""
+    trained, others = ROWS[:11], ROWS[11:]
+    yield from (Cell(row, "none", 0) for row in ROWS)
+    for data in (DATA[1:3], DATA[3:]):
+        for seed in seeds:
+            yield from (Cell(row, one, seed) for row in trained for one in data)
+    for seed in seeds:
+        yield from (Cell(row, one, seed) for row in others for one in DATA[1:3])
+
+
+def work(out: Path, cell: Cell, tasks: list[Task], size: Size) -> dict[str, Any]:
+    """Train, if the cell does, and measure."""
+    pattern, start = cell.row.pattern(), time.time()
+    folder = out / "model"
+    if cell.data != "none":
+        run = out / "run"
+        shutil.rmtree(run, ignore_errors=True)  # a cell that was cut off begins again: it is short
+        # Plain text has no answers: where they would see everything, it is read as a prompt.
+        mask = dataclasses.replace(pattern, full_attention_decode=False) if cell.data == "text" else pattern
+        mask.to_json(out / "pattern.json")
+        text = SourceConfig(kind="text")
+        replies = SourceConfig(kind="distilled", files=(str(out / "replies.jsonl"),))
+        stage = StageConfig(
+            steps=size.steps, sequence_length=size.length, batch_size=size.rows,
+            data=(text if cell.data == "text" else replies,),
+        )  # fmt: skip
+        config = TrainConfig(
+            output=str(run), tokenizer=str(folder), init_from=str(folder), stages=(stage,),
+            pattern=str(out / "pattern.json"), lora=LoraConfig(), seed=cell.seed, checkpoint_every=1000,
+            kl_top_k=16 if cell.data == "replies, KL" else None,
+            optimizer=OptimizerConfig(name="adamw", learning_rate=2e-3, warmup_steps=3),
+        )  # fmt: skip
+        folder = train(config, quiet=True)
+    scores = measure(load_model(folder, pattern, dtype="float32"), tasks, pattern, 8)
+    return {
+        "cell": cell.key,
+        "size": dataclasses.asdict(size),
+        "seconds": round(time.time() - start),
+        "scores": scores,
+    }
+
+
+def read_cells(out: Path, size: Size) -> dict[str, dict[str, Any]]:
+    """The cells that are done, by their key as text; a last line that was cut off is none."""
+    file = out / "cells.jsonl"
+    found = {}
+    if file.exists():
+        whole = file.read_text().rpartition("\n")[0]
+        lines = [json.loads(line) for line in whole.splitlines()]
+        write_text(file, "".join(json.dumps(line) + "\n" for line in lines))
+        for line in lines:
+            if line["size"] != dataclasses.asdict(size):
+                sys.exit(f"{file} has cells of another size: name another --out")
+            found[json.dumps(line["cell"])] = line["scores"]
+    return found
+
+
+# ---- report ----
+
+
+def table(done: dict[str, dict[str, Any]], seeds: Sequence[int]) -> str:
+    """Rows of Table 1: what is found and lost under each, by what was trained on, and the paired differences."""
+
+    def values(row: Row, data: str, task: str, figure: str) -> list[float]:
+        which = [0] if data == "none" else seeds
+        cells = [done.get(json.dumps([row.numbers, data, seed])) for seed in which]
+        return [x for cell in cells if cell is not None for x in cell[task][figure]]
+
+    def shown(row: Row, data: str, task: str, figure: str) -> str:
+        found = values(row, data, task, figure)
+        if not found:
+            return ""
+        return f"{np.mean(found):.2f}" if figure == "losses" else f"{100 * np.mean(found):.0f}"
+
+    def difference(row: Row, figure: str, task: str) -> str:
+        """Replies - text over the seeds that both have."""
+        both = [
+            (a[task][figure], b[task][figure])
+            for seed in seeds
+            if (a := done.get(json.dumps([row.numbers, "replies", seed]))) is not None
+            and (b := done.get(json.dumps([row.numbers, "text", seed]))) is not None
+        ]
+        if not both:
+            return ""
+        first, second = (np.concatenate(one) for one in zip(*both, strict=True))
+        scale = 100 if figure == "right" else 1
+        return _interval(paired_bootstrap(first, second), scale, 0 if figure == "right" else 2)
+
+    head = [
+        "No.", "window", "full layers", "sink tokens", "FA decode", "seeds", "1 key: as it is", "text", "replies", "KL",
+        "replies - text", "4 keys: as it is", "text", "replies", "KL", "replies - text", "text loss: as it is", "text",
+        "replies", "KL", "replies - text",
+    ]  # fmt: skip
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in ROWS:
+        line = row.cells()
+        line.append(str(sum(json.dumps([row.numbers, "replies", seed]) in done for seed in seeds)))
+        for task, figure in (("needles-1", "right"), ("needles-4", "right"), ("text", "losses")):
+            line += [shown(row, data, task, figure) for data in DATA]
+            line.append(difference(row, figure, task))
+        lines.append("| " + " | ".join(line) + " |")
+    return "\n".join(lines)
+
+
+def _interval(estimate: Estimate, scale: float, digits: int) -> str:
+    low, high = estimate.low, estimate.high
+    ends = "" if low is None or high is None else f" [{scale * low:.{digits}f}, {scale * high:.{digits}f}]"
+    return f"{scale * estimate.mean:+.{digits}f}{ends}"
+
+
+def put_into(file: Path, text: str) -> None:
+    """Replace what stands between the two marks of a document."""
+    marks = "<!-- swaa: made by scripts/compare_swaa.py -->\n", "<!-- end of swaa -->"
+    pattern = re.compile(f"({re.escape(marks[0])}).*?({re.escape(marks[1])})", re.S)
+    old = file.read_text()
+    if not pattern.search(old):
+        sys.exit(f"{file} has no place for the table: {marks[0]}{marks[1]}")
+    write_text(file, pattern.sub(lambda found: found[1] + "\n" + text + "\n\n" + found[2], old))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/compare-swaa"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--report-only", action="store_true", help="make the table of what is there")
+    parser.add_argument("--docs", type=Path, help="a document to put the table into")
+    parser.add_argument("--cells", type=int, help="stop after so many new cells")
+    parser.add_argument("--tiny", action="store_true", help="a few steps and examples, to try the script")
+    options = parser.parse_args()
+    out, size = options.out.resolve(), TINY if options.tiny else Size()
+    out.mkdir(parents=True, exist_ok=True)
+    done = read_cells(out, size)
+    try:
+        if not options.report_only:
+            prepare(out, size)
+            tasks = draw_tasks(out, size)
+            new = [cell for cell in cells(options.seeds) if json.dumps(cell.key) not in done]
+            for number, cell in enumerate(new[: options.cells]):
+                line = work(out, cell, tasks, size)
+                with (out / "cells.jsonl").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                done[json.dumps(cell.key)] = line["scores"]
+                print(f"{number + 1} of {len(new)}: {cell.key}, {line['seconds']} s", flush=True)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    text = table(done, options.seeds)
+    write_text(out / "table.md", text + "\n")
+    if options.docs:
+        put_into(options.docs, text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

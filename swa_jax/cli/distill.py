@@ -1,0 +1,162 @@
+"""The verb `distill`: a model's own replies as training data."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from swa_jax.cli.generate_options import (
+    Chunk,
+    MaxNewTokens,
+    Mesh,
+    Samples,
+    Slots,
+    Temperature,
+    TopK,
+    TopP,
+    WithTemplate,
+)
+from swa_jax.cli.options import (
+    OUTPUT,
+    PROMPTS,
+    RUNNING,
+    ComputeDtype,
+    Model,
+    Seed,
+    check_output,
+    load_checkpoint,
+    note_context,
+    parse_mesh,
+)
+
+PREFIXES = 4  # prompts whose caches are remembered: samples of one prompt follow each other
+
+PromptFile = Annotated[
+    Path,
+    Option(
+        help="A file of prompts, as of generate --prompts, with the fields that the filter needs.",
+        rich_help_panel=PROMPTS,
+    ),
+]
+Out = Annotated[
+    Path,
+    Option(
+        help="A new file for the data. The same command goes on after an interruption.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Thinking = Annotated[
+    bool | None,
+    Option(
+        "--thinking/--no-thinking",
+        help="Whether the model thinks first, if its chat template can switch that.",
+        show_default=False,
+        rich_help_panel=PROMPTS,
+    ),
+]
+Keep = Annotated[
+    str,
+    Option(
+        "--filter",
+        help="What keeps a reply: none, exact (it is the answer), contains (the answer is in it), judge:JUDGE (as of "
+        "evaluate questions) or program:COMMAND (by status 0).",
+        rich_help_panel=OUTPUT,
+    ),
+]
+AnswerField = Annotated[
+    str, Option(help="The field of a prompt's line with the right answer.", rich_help_panel=OUTPUT)
+]
+KeepCut = Annotated[
+    bool,
+    Option("--keep-cut", help="Keep replies that --max-new-tokens cuts off.", rich_help_panel=OUTPUT),
+]
+TopLogprobs = Annotated[
+    int,
+    Option(
+        help="Store log-probabilities of the K likeliest tokens, for training by KL.",
+        metavar="K",
+        min=0,
+        rich_help_panel=OUTPUT,
+    ),
+]
+ShareText = Annotated[
+    str,
+    Option(
+        help="K/N: take the K-th of N shares of the prompts.",
+        rich_help_panel=RUNNING,
+    ),
+]
+
+
+def distill(
+    model: Model,
+    prompts: PromptFile,
+    out: Out,
+    samples: Samples = 4,
+    chat: WithTemplate = False,
+    thinking: Thinking = None,
+    keep: Keep = "none",
+    answer_field: AnswerField = "answer",
+    keep_cut: KeepCut = False,
+    top_logprobs: TopLogprobs = 0,
+    share: ShareText = "1/1",
+    max_new_tokens: MaxNewTokens = 1024,
+    temperature: Temperature = 1.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    slots: Slots = 8,
+    chunk: Chunk = 512,
+    mesh: Mesh = None,
+    dtype: ComputeDtype = None,
+    seed: Seed = 0,
+) -> None:
+    """Make training data of a model's own replies (SWAA's self-distillation)."""
+    from swa_jax.adapt.distill import Drawing, distill, parse_share, samples_of
+    from swa_jax.adapt.reply_filters import check_records, find_filter
+    from swa_jax.checkpoint.folder import weights_sum
+    from swa_jax.data.chat import prompt_tokens
+    from swa_jax.data.prompt_file import ReplyFile, read_prompts
+    from swa_jax.errors import ConfigError
+    from swa_jax.model.generate import sampling
+    from swa_jax.report.progress import counted
+
+    check_output("--out", out)
+    part = parse_share(share)
+    chosen = find_filter(keep, answer_field)
+    sampling(temperature, top_k, top_p)
+    drawing = Drawing(samples, max_new_tokens, temperature, top_k, top_p, seed, top_logprobs, keep_cut)
+    texts = read_prompts(prompts)
+    records = [prompt.record or {} for prompt in texts]
+    where = f"{prompts}, prompt"
+    check_records(keep, answer_field, records, where)
+    partition = None if mesh is None else parse_mesh(mesh)
+    decoder, tokenizer = load_checkpoint(model, dtype, partition)
+    if top_logprobs >= decoder.config.vocab_size:
+        raise ConfigError(
+            f"--top-logprobs is {top_logprobs}: the vocabulary has {decoder.config.vocab_size} tokens, and some must "
+            "be left over"
+        )
+    tokens = prompt_tokens(model, tokenizer, texts, chat, thinking)
+    wanted = samples_of(tokens, samples, part)
+    if not wanted:
+        raise ConfigError(f"--share {share} has no prompt: {prompts} has {len(tokens)}")
+    note_context(decoder.config, max(map(len, tokens)) + max_new_tokens)
+    settings = [
+        weights_sum(model), decoder.pattern.to_json(), str(decoder.embedding[...].dtype), tokens, records,
+        dataclasses.asdict(drawing), keep, answer_field, part,
+    ]  # fmt: skip
+    with ReplyFile(out, settings) as file:
+        with counted("replies", len(wanted)) as advance:
+            advance(len(file.replies))
+            for _ in distill(
+                decoder, tokenizer, wanted, records, chosen, drawing, file, where=where,
+                partition=partition, slots=slots, chunk=chunk, prefixes=PREFIXES,
+            ):  # fmt: skip
+                advance(1)
+        kept = sum(reply["kept"] for reply in file.replies.values())
+        file.finish(lambda reply: reply["kept"])
+    typer.echo(f"{out}: {kept} of {len(wanted)} replies kept, the others are in {out}.rejected")
