@@ -137,11 +137,12 @@ def scan_layers(
     scanned: Any,
     *,
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+    unroll: bool = False,
 ) -> tuple[Any, Any]:
     """`jax.lax.scan` over stacked layers: `layer(carry, block, row of scanned) -> (carry, output)`.
 
     One scan, or, where dense and sparse layers are mixed, one for each run of layers of a kind. `wrap` is for what a
-    scan runs: `rematerialised`.
+    scan runs: `rematerialised`. `unroll` writes all layers out, in place of a loop.
     """
     outputs = []
     for run, rows in _runs(layers):
@@ -152,7 +153,7 @@ def scan_layers(
             return layer(carry, nnx.merge(graph, weights), row)
 
         here = scanned if rows is None else jax.tree.map(lambda x, rows=rows: x[rows], scanned)
-        carry, output = jax.lax.scan(wrap(one), carry, (weights, here))
+        carry, output = jax.lax.scan(wrap(one), carry, (weights, here), unroll=unroll)
         outputs.append(output)
     return carry, outputs[0] if len(outputs) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *outputs)
 
@@ -235,6 +236,7 @@ class Decoder(nnx.Module):
         plan: LayerPlan | None = None,
         kinds: tuple[str, ...] | None = None,
         remat: Remat = "none",
+        unroll: bool = False,
         partition: Partition | None = None,
         dropout_key: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing]:
@@ -243,6 +245,9 @@ class Decoder(nnx.Module):
         Args:
           plan, kinds: replace the pattern's layer map by data, so that a search over patterns compiles once.
           remat: what is computed again in the backward pass rather than saved; see `rematerialised`.
+          unroll: compile every layer for itself in place of one loop over the layers. The step is faster on a TPU: what
+            is saved for the backward pass needs no copies, and weights are gathered beside the layer before. Compiling
+            takes longer, in proportion to the layers.
           partition: the mesh that parameters and tokens lie on.
           dropout_key: a JAX key; LoRA adapters drop inputs by it, each layer its own. None: none are dropped.
         """
@@ -265,6 +270,7 @@ class Decoder(nnx.Module):
             self.embed(tokens, partition),
             (plan, keys),
             wrap=lambda f: rematerialised(f, remat),
+            unroll=unroll,
         )
         return self.norm(x), routing
 

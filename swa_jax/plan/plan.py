@@ -120,7 +120,9 @@ def plan(
     report["compile_seconds"] = round(time.perf_counter() - began, 1)
     program = hlo.parse(compiled.as_text())
     counts = hlo.executions(program, _branch_shares(traced.model.pattern))
-    kept = hlo.stacked_outputs(program, start.config.num_hidden_layers) if step == "train" else 0
+    kept: int | None = 0
+    if step == "train":
+        kept = hlo.stacked_outputs(program, start.config.num_hidden_layers) if config.scan_layers else None
     report["memory"] = _memory(compiled.memory_analysis(), held, kept, target_of(kind)[0])
     sends = collectives(program, counts, dict(traced.mesh.shape), slices)
     report["collectives"] = _by_kind(sends)
@@ -346,14 +348,15 @@ def _branch_shares(pattern: AttentionPattern) -> Callable[[int], list[float]]:
 # ---- what came out ----
 
 
-def _memory(analysis: Any, held: dict[str, int], kept: int, chip: Target) -> dict[str, Any]:
-    """Bytes by what they hold. `activations` are what layers keep for the backward pass, `temporaries` the rest."""
+def _memory(analysis: Any, held: dict[str, int], kept: int | None, chip: Target) -> dict[str, Any]:
+    """Bytes by what they hold. `activations` are what layers keep for the backward pass, `temporaries` the rest; both
+    are `temporaries` where `kept` is None, for without a loop over the layers nothing tells them apart."""
     # What XLA pads or keeps of outputs that are not written over their arguments.
     new = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     padding = analysis.argument_size_in_bytes - sum(held.values())
     parts = held | {
-        "activations": kept,
-        "temporaries": max(analysis.temp_size_in_bytes - kept, 0),
+        **({} if kept is None else {"activations": kept}),
+        "temporaries": max(analysis.temp_size_in_bytes - (kept or 0), 0),
         "outputs_and_padding": max(new, 0) + padding,
         "program": analysis.generated_code_size_in_bytes,
     }

@@ -36,7 +36,8 @@ def describe(plan: dict[str, Any]) -> str:
 
 def _memory_lines(memory: dict[str, Any]) -> list[str]:
     lines = ["memory of a chip                            GiB"]
-    lines += [f"  {text:40} {memory[name] / GIB:6.2f}" for name, text in _MEMORY.items() if name in memory]
+    texts = _MEMORY if "activations" in memory else _MEMORY | {"temporaries": "activations and temporaries"}
+    lines += [f"  {text:40} {memory[name] / GIB:6.2f}" for name, text in texts.items() if name in memory]
     if memory.get("host"):
         lines.append(f"  {'in the memory of its host':40} {memory['host'] / GIB:6.2f}")
     capacity = memory["capacity"] / GIB

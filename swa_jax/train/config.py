@@ -102,6 +102,9 @@ class TrainConfig:
     bfloat16: bool = False  # compute in bf16; what is trained and its optimiser stay f32
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the finished model's weights
     remat: Remat = "none"
+    scan_layers: bool = (
+        True  # one loop over the layers; False compiles each for itself: slow to compile, fast to run
+    )
     xla_options: XlaOptions = dataclasses.field(default_factory=dict)  # beside `TPU_OPTIONS`
     seed: int = 0
     checkpoint_every: int = 500  # steps

@@ -164,6 +164,7 @@ def make_loss(
             positions=positions,
             full_from=batch.get("full_from") if model.pattern.full_attention_decode else None,
             remat=config.remat,
+            unroll=not config.scan_layers,
             partition=layout,
             dropout_key=dropout_key,
         )

@@ -16,12 +16,14 @@ from swa_jax.bench.compile_for_chip import kernel_name, pallas_calls
 MODES = ("layer", "attention", "projections", "offload")
 
 
-def gradient(name, remat, tokens):
+def gradient(name, remat, tokens, unroll=False):
     """The loss' gradient as a function of the weights."""
     graph, weights = nnx.split(model_of(name))
 
     def loss(weights):
-        hidden, _ = nnx.merge(graph, weights).features(tokens, segment_ids=jnp.ones_like(tokens), remat=remat)
+        hidden, _ = nnx.merge(graph, weights).features(
+            tokens, segment_ids=jnp.ones_like(tokens), remat=remat, unroll=unroll
+        )
         return (hidden**2).mean()
 
     return jax.grad(loss), weights
@@ -40,6 +42,22 @@ def test_no_mode_changes_a_gradient(name, mode):
     )
     assert_close(saved, plain, "float32", gradient=True)
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(plain)) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["window", pytest.param("every-kind", marks=pytest.mark.slow)])
+def test_layers_that_are_written_out_have_the_gradient_of_the_loop(name):
+    tokens = tokens_of(16)
+    programs = {}
+    for unroll in (False, True):
+        run, weights = gradient(name, "attention", tokens, unroll)
+        programs[unroll] = jax.jit(run).lower(weights)
+    assert_close(
+        programs[True].compile()(weights), programs[False].compile()(weights), "float32", gradient=True
+    )
+    products = {
+        unroll: program.as_text().count("stablehlo.dot_general") for unroll, program in programs.items()
+    }
+    assert products[True] > 3 * products[False], products  # of four layers
 
 
 @pytest.mark.parametrize("name", ["window", "full", "switch", "every-kind", "swat"])

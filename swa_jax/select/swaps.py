@@ -1,0 +1,111 @@
+"""Swaps over all heads at a fixed count: BOSCH's fourth stage, which the paper does not have.
+
+BOSCH decides how many heads of a layer are windowed before it searches which, in quarters of a layer. Where the heads
+that matter lie otherwise, its three stages cannot reach them. A swap of a full and a windowed head, wherever they are,
+can. Trying all swaps is quadratic in the heads, so heads are ranked first: a full one by what windowing it alone costs,
+a windowed one by what making it full alone gives; of these the best pairs are tried.
+
+A swap cannot see heads that help only together, one of which is missing: neither is worth a place alone. From full
+attention each of them is seen to be needed. So `eliminate`, which starts there, is one of the starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from swa_jax.select.evaluator import Score
+from swa_jax.select.search import Found, ScoreBits, with_ones
+
+DEPTH = 4  # pairs of the ranked heads are tried whose ranks, from 0, add up to less
+DROPPED = 0.25  # the share of the full heads that a round of `eliminate` windows, at most
+
+
+class _BudgetSpent(Exception):
+    """Every candidate that may be looked at has been."""
+
+
+def swap_search(
+    score: ScoreBits, start: np.ndarray, budget: int, rng: np.random.Generator, random_starts: int = 1
+) -> Found:
+    """The best bits [n] with as many ones as `start` that swaps find from `start`, `eliminate` and random places.
+
+    Each start may look at an equal share of the budget, and what the starts before it left.
+
+    Args:
+      score: of bits [n] bool with any number of ones, True = full. The same bits may be asked for again, free.
+      start: [n] bool, such as what BOSCH's third stage chose.
+      budget: different candidates, at least 1. A search that finds no better swap ends before.
+    """
+    seen: dict[bytes, Score] = {}
+    ones, best = int(start.sum()), start
+
+    def limited(most: int) -> ScoreBits:
+        def counted(bits: np.ndarray) -> Score:
+            key = bits.tobytes()
+            if key not in seen:
+                if len(seen) >= most:
+                    raise _BudgetSpent
+                seen[key] = score(bits)
+            return seen[key]
+
+        return counted
+
+    limited(budget)(start)
+    drawn = [with_ones(~start & False, ones, rng.permutation(start.size)) for _ in range(random_starts)]
+    begins = [start, None, *drawn]
+    for number, begin in enumerate(begins, start=1):
+        share = limited(max(1, budget * number // len(begins)))
+        try:
+            bits = _descend(share, eliminate(share, start.size, ones) if begin is None else begin)
+        except _BudgetSpent:
+            continue
+        if bits.tobytes() in seen and seen[bits.tobytes()] > seen[best.tobytes()]:
+            best = bits
+    return Found(best, seen[best.tobytes()], list(seen.values()))
+
+
+def eliminate(score: ScoreBits, size: int, ones: int) -> np.ndarray:
+    """Bits [size] with so many ones: from all full, round by round, the least missed are windowed."""
+    bits = np.ones(size, bool)
+    while (surplus := int(bits.sum()) - ones) > 0:
+        count = min(surplus, max(1, int(DROPPED * bits.sum())))
+        bits[_ranked(score, bits, np.flatnonzero(bits))[:count]] = False
+    return bits
+
+
+def _descend(score: ScoreBits, bits: np.ndarray) -> np.ndarray:
+    """Better swaps of the ranked heads, until a round has none or the budget is spent."""
+    try:
+        value, better = score(bits), True
+        while better:
+            better = False
+            full, windowed = np.flatnonzero(bits), np.flatnonzero(~bits)
+            out, into = _ranked(score, bits, full), _ranked(score, bits, windowed)
+            for drop, add in _pairs(out, into):
+                if not bits[drop] or bits[add]:
+                    continue  # an earlier swap of this round had it
+                child = bits.copy()
+                child[[drop, add]] = False, True
+                if (new := score(child)) > value:
+                    bits, value, better = child, new, True
+    except _BudgetSpent:
+        pass
+    return bits
+
+
+def _ranked(score: ScoreBits, bits: np.ndarray, heads: np.ndarray) -> np.ndarray:
+    """`heads` by the score of `bits` with that head turned over, the best first."""
+    scores = []
+    for head in heads:
+        turned = bits.copy()
+        turned[head] = ~turned[head]
+        scores.append(score(turned))
+    return heads[sorted(range(len(heads)), key=scores.__getitem__, reverse=True)]
+
+
+def _pairs(out: np.ndarray, into: np.ndarray) -> Sequence[tuple[int, int]]:
+    """(head to window, head to make full), the best ranked first."""
+    ranks = [(a, b) for a in range(len(out)) for b in range(len(into)) if a + b < DEPTH]
+    return [(int(out[a]), int(into[b])) for a, b in sorted(ranks, key=sum)]
