@@ -152,8 +152,8 @@ def select_static(
     start = time.monotonic()
     with progress_bar("batches") as progress:
         scores = static_scores(
-            decoder, drawn, method, sliding_window=window, batch_size=batch_size, seed=examples.seed,
-            progress=progress,
+            decoder, drawn, method, sliding_window=window, num_sink_tokens=sinks, batch_size=batch_size,
+            seed=examples.seed, progress=progress,
         )  # fmt: skip
     if (scores == scores[0, 0]).all():
         means_nothing("every head has the same score", force)

@@ -28,10 +28,21 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.evaluator import MaskEvaluator, Score
 from swa_jax.select.heads import head_pattern, windowed_count
 from swa_jax.select.method_table import Variant
-from swa_jax.select.search import ALPHA, Found, Optimizer, num_candidates, require_nomad, search, with_ones
+from swa_jax.select.search import (
+    ALPHA,
+    Found,
+    Optimizer,
+    ScoreBits,
+    num_candidates,
+    require_nomad,
+    search,
+    with_ones,
+)
+from swa_jax.select.swaps import swap_search
 
 BUCKETS = (0.0, 0.25, 0.5, 0.75, 1.0)
 PERCENTILES = (2.5, 97.5)
+_STAGED = ("bosch", "swaps")  # the variants with all stages of the paper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +82,14 @@ def bosch(
     Args:
       evaluate: scores a mask.
       ratio: the share of windowed heads, the paper's rho.
-      variant: "bosch" has all three stages. The others are ablations: "single" is the mask of Stage 1, "multi" that of
-        Stage 1 over groups of `group_layers` layers, "layer" searches whole layers in one run. Their counts are
-        rounded up in each layer, in each group, or in the number of layers.
+      variant: "bosch" has all three stages. "swaps" goes on from there with swaps over the heads of all layers (see
+        `swap_search`; not in the paper), which look at no more than `iterations` masks for each layer of the model. The
+        others are ablations: "single" is the mask of Stage 1, "multi" that of Stage 1 over groups of `group_layers`
+        layers, "layer" searches whole layers in one run. Their counts are rounded up in each layer, in each group, or
+        in the number of layers.
       iterations: how many candidates are tried for each layer of a subproblem, the paper's kappa. Where there are no
         more than that, all are tried.
-      group_layers: how many layers Stage 3 searches together, at most.
+      group_layers: how many layers Stage 3 searches together, at most. The paper has groups of 50 heads at most.
       gamma: the headroom above the original score in Eq. 2.
       progress: called with (candidates tried, candidates expected).
 
@@ -110,7 +123,7 @@ def bosch(
 
     # Stage 1 (Algorithm 1): from the top layer down, each with the layers above it already windowed.
     counts = [windowed_count(ratio, len(group) * heads) for group in groups]
-    run.expect(run.candidates(groups, counts), later=iterations * layers if variant == "bosch" else 0)
+    run.expect(run.candidates(groups, counts), later=iterations * layers if variant in _STAGED else 0)
     probed = everything
     best, rise = np.zeros(layers), np.zeros(layers)
     for group, count in zip(groups, counts, strict=True):
@@ -118,12 +131,15 @@ def bosch(
         probed, found = run.heads(probed, group, count, stage=1)
         best[group] = found.score.accuracy
         rise[group] = before - np.mean([score.log_likelihood for score in found.tried])
-    if variant != "bosch":
+    if variant not in _STAGED:
         return Selection(probed, evaluate(probed), original, windowed, target, layer_scores=best)
 
     weights = layer_weights(best, original.accuracy)
     layer_counts = adaptive_counts(weights, rise, heads, target)
     full = _stage_3(run, _easy_to_hard(weights, rise), layer_counts, probed, group_layers)
+    if variant == "swaps":
+        order = np.random.default_rng([seed, 4]).permutation(full.size)
+        full = run.swaps(with_ones(full.ravel(), full.size - target, order).reshape(full.shape))
     return Selection(full, evaluate(full), original, windowed, target, best, weights, layer_counts)
 
 
@@ -307,6 +323,14 @@ class _Run:
         found = self._search(with_bits, begin, self.iterations * len(group), rng)
         return with_bits(found.bits), found
 
+    def swaps(self, full: np.ndarray) -> np.ndarray:
+        """As many full heads as in `full` [L, K], wherever swaps find better ones."""
+        budget = self.iterations * len(full)
+        self.expect(budget)
+        rng = np.random.default_rng([self.seed, 5])
+        found = swap_search(self._scored(lambda bits: bits.reshape(full.shape)), full.ravel(), budget, rng)
+        return found.bits.reshape(full.shape)
+
     def whole_layers(self, full: np.ndarray, count: int) -> np.ndarray:
         def with_bits(bits: np.ndarray) -> np.ndarray:
             return np.repeat(bits[:, None], full.shape[1], axis=1)
@@ -322,6 +346,11 @@ class _Run:
         budget: int,
         rng: np.random.Generator,
     ) -> Found:
+        return search(
+            self._scored(with_bits), begin, budget, rng, optimizer=self.optimizer, normalise=self.normalise
+        )
+
+    def _scored(self, with_bits: Callable[[np.ndarray], np.ndarray]) -> ScoreBits:
         def score(bits: np.ndarray) -> Score:
             value = self.evaluate(with_bits(bits))
             self.done += 1
@@ -329,7 +358,7 @@ class _Run:
                 self.progress(self.done, max(self.total, self.done))
             return value
 
-        return search(score, begin, budget, rng, optimizer=self.optimizer, normalise=self.normalise)
+        return score
 
 
 def _easy_to_hard(weights: np.ndarray, rise: np.ndarray) -> np.ndarray:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 Family = Literal["nll", "light-transfer", "bosch", "static", "heuristic"]
-Variant = Literal["bosch", "single", "multi", "layer"]
-StaticMethod = Literal["dcam", "apl", "proxy", "qada", "razor", "fisher"]
+Variant = Literal["bosch", "swaps", "single", "multi", "layer"]
+StaticMethod = Literal["dcam", "apl", "proxy", "qada", "razor", "fisher", "fisher-text", "kl", "kl-layers"]
 Heuristic = Literal["random", "random-heads", "begin-middle-end", "interleave"]
 
 
@@ -35,6 +35,8 @@ _ROWS = (
            "how much the last queries look at near keys anyway", "one pass"),
     Method("bosch", "bosch", {"variant": "bosch"}, "KV heads",
            "a search over which heads are windowed, scored by answers that are right", _SEARCH),
+    Method("bosch-swaps", "bosch", {"variant": "swaps"}, "KV heads",
+           "BOSCH, then swaps over the heads of all layers", _SEARCH),
     Method("bosch-single", "bosch", {"variant": "single"}, "KV heads",
            "BOSCH's first stage alone: one layer at a time, each at the same ratio", _SEARCH),
     Method("bosch-multi", "bosch", {"variant": "multi"}, "KV heads",
@@ -50,6 +52,12 @@ _ROWS = (
            "how much a head looks back to earlier occurrences of a token, in random text", "one pass"),
     Method("fisher", "static", {"method": "fisher"}, "KV heads",
            "whether the answers depend on attention outside the window", "one pass and its gradient"),
+    Method("fisher-text", "static", {"method": "fisher-text"}, "KV heads",
+           "as `fisher`, of all tokens in place of the answers'", "one pass and its gradient"),
+    Method("kl", "static", {"method": "kl"}, "KV heads",
+           "how far windowing one head alone moves the full model's predictions", "a pass for each head"),
+    Method("kl-layers", "static", {"method": "kl-layers"}, "layers",
+           "how far windowing one layer alone moves the full model's predictions", "a pass for each layer"),
     Method("random", "heuristic", {"kind": "random"}, "layers", "chance", "nothing"),
     Method("random-heads", "heuristic", {"kind": "random-heads"}, "KV heads", "chance", "nothing"),
     Method("begin-middle-end", "heuristic", {"kind": "begin-middle-end"}, "layers",

@@ -145,8 +145,8 @@ def _bosch(task: Task, variant: Variant) -> list[AttentionPattern]:
 
 def _static(task: Task, method: StaticMethod) -> list[AttentionPattern]:
     scores = static_scores(
-        task.model, task.examples, method, sliding_window=task.sliding_window, batch_size=task.batch_size,
-        seed=task.seed, progress=task.progress,
+        task.model, task.examples, method, **task.windowed, batch_size=task.batch_size, seed=task.seed,
+        progress=task.progress,
     )  # fmt: skip
     local = LARGER_IS_LOCAL[method]
     masks = [window_most_local(scores, ratio, larger_is_local=local) for ratio in task.ratios]

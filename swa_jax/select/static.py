@@ -12,7 +12,9 @@ score is that of a KV head, the mean over its query heads. Where the paper is si
 * RAZOR, Eq. 20 to 22: induction looks at m - K + 1, the token *after* the earlier occurrence (Eq. 20 misprints it).
   z-scores are over all heads of the model.
 * FISHER, Eq. 23 to 25: per example, of the mean loss of its answer tokens; dL/dP = dO v'. A head whose attention no
-  answer depends on is local.
+  answer depends on is local. "fisher-text" is the other reading: all tokens but the first count.
+
+"kl" and "kl-layers" are not the paper's: see `swa_jax.select.kl`.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from swa_jax.model.layer_types import FULL
 from swa_jax.model.layers import rope_tables
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.attention_rows import Heads, Rows, logits_of, sum_over_rows
+from swa_jax.select.kl import kl_scores
 from swa_jax.select.method_table import StaticMethod
 
 LARGER_IS_LOCAL: dict[StaticMethod, bool] = {
@@ -52,12 +55,19 @@ LARGER_IS_LOCAL: dict[StaticMethod, bool] = {
     "qada": True,
     "razor": False,
     "fisher": True,
+    "fisher-text": True,
+    "kl": False,
+    "kl-layers": False,
 }
 IN_WINDOW: tuple[StaticMethod, ...] = (
     "dcam",
     "qada",
     "fisher",
+    "fisher-text",
+    "kl",
+    "kl-layers",
 )  # 1 for all heads where the window holds everything
+OF_THE_PAPER: tuple[StaticMethod, ...] = ("dcam", "apl", "proxy", "qada", "razor", "fisher")
 PROXY_BLOCK, PROXY_MASS = 64, 0.9
 QADA_BUFFER = 64
 
@@ -68,6 +78,7 @@ def static_scores(
     method: StaticMethod,
     *,
     sliding_window: int,
+    num_sink_tokens: int = 0,
     batch_size: int = 1,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
@@ -78,7 +89,8 @@ def static_scores(
 
     Args:
       examples: prompts with answers. RAZOR uses only their length and the model's vocabulary.
-      method: "dcam", "apl", "proxy", "qada", "razor" or "fisher".
+      method: "dcam", "apl", "proxy", "qada", "razor", "fisher", "fisher-text", "kl" or "kl-layers".
+      num_sink_tokens: what a windowed head sees beside its window; only "kl" and "kl-layers" ask for it.
       seed: the seed of RAZOR's random tokens.
       progress: called with (batches done, batches in all).
 
@@ -87,7 +99,14 @@ def static_scores(
         with an empty prompt or answer.
     """
     config = model.config
+    if method in ("kl", "kl-layers"):
+        return kl_scores(
+            model, examples, sliding_window=sliding_window, num_sink_tokens=num_sink_tokens,
+            whole_layers=method == "kl-layers", batch_size=batch_size, progress=progress,
+        )  # fmt: skip
     check_softmax(config, f"{method} scores heads")
+    if method == "fisher-text":
+        method, examples = "fisher", [Example(e.prompt[:1], [*e.prompt[1:], *e.answer], []) for e in examples]
     if method == "fisher" and config.mlp_layer_types:
         raise ConfigError("fisher goes through layers that are all alike, the model's mlp_layer_types differ")
     graph, weights = nnx.split(model)

@@ -17,7 +17,7 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import generate
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import lazy_ratios
-from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
+from swa_jax.select.static import OF_THE_PAPER, static_scores
 
 WINDOW, LENGTH, LAST, SINKS = 9, 150, 20, 2
 CONFIG = dataclasses.replace(PLAIN, num_hidden_layers=2, initializer_range=0.4)
@@ -160,7 +160,7 @@ def twins():
     return scaled, folded
 
 
-@pytest.mark.parametrize("method", slow_but(LARGER_IS_LOCAL, ["apl", "qada"]))
+@pytest.mark.parametrize("method", slow_but(OF_THE_PAPER, ["apl", "qada"]))
 def test_a_scale_scores_like_the_same_scale_in_the_weights(method):
     scaled, folded = (static_scores(model, EXAMPLES, method, sliding_window=WINDOW) for model in twins())
     np.testing.assert_allclose(scaled, folded, atol=1e-5)

@@ -28,7 +28,7 @@ from swa_jax.select.heads import (
     swap_back,
     window_most_local,
 )
-from swa_jax.select.static import LARGER_IS_LOCAL, STATISTICS, static_scores
+from swa_jax.select.static import LARGER_IS_LOCAL, OF_THE_PAPER, STATISTICS, static_scores
 
 WINDOW = 100
 CONFIG = dataclasses.replace(PLAIN, num_hidden_layers=2, qk_norm=True, initializer_range=0.4)
@@ -193,13 +193,21 @@ def test_a_head_that_looks_far_back_stays_full(method):
     np.testing.assert_array_equal(full, [[False, True]])
 
 
-@pytest.mark.parametrize("method", LARGER_IS_LOCAL)
+@pytest.mark.parametrize("method", OF_THE_PAPER)
 def test_each_score_is_that_of_whole_matrices(model, examples, several_blocks, method):
     want = globals()[f"dense_{method}"](model, examples)  # [L, H]
     got = static_scores(model, examples, method, sliding_window=WINDOW, batch_size=2, seed=7)
     assert got.shape == (2, 2)
     np.testing.assert_allclose(got, want.reshape(2, 2, 2).mean(-1), atol=1e-5, rtol=0)
     assert np.ptp(want) > 0.02  # there is something to agree on
+
+
+def test_fisher_of_a_text_counts_the_loss_of_every_token(model, examples):
+    texts = [Example(e.prompt[:1], e.prompt[1:] + e.answer, []) for e in examples]
+    got = static_scores(model, examples, "fisher-text", sliding_window=WINDOW, batch_size=2)
+    np.testing.assert_allclose(got, dense_fisher(model, texts).reshape(2, 2, 2).mean(-1), atol=1e-5, rtol=0)
+    answers = static_scores(model, examples, "fisher", sliding_window=WINDOW, batch_size=2)
+    assert np.abs(got - answers).max() > 1e-3
 
 
 @pytest.mark.slow
@@ -242,7 +250,7 @@ def test_only_what_the_answers_depend_on_points_at_the_planted_heads(method, hit
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", LARGER_IS_LOCAL)
+@pytest.mark.parametrize("method", OF_THE_PAPER)
 def test_32k_tokens_take_less_than_2_gb(method):
     config = dataclasses.replace(
         CONFIG,

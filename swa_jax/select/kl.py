@@ -1,0 +1,102 @@
+"""What windowing one layer or one KV head, all else full, does to what the model says: the KL to the full model.
+
+As in work that turns pretrained models into hybrids layer by layer (KL-guided layer selection, 2025): a layer whose
+replacement leaves the output distribution as it was needs no full attention. Unlike `nll` and BOSCH it starts from full
+attention and reads no answer: any text will do, and a head that helps only together with others is seen.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.nll import AnswerBatch, answer_batches
+from swa_jax.model.attention import LayerPlan, layer_plan
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.layer_types import HYBRID
+from swa_jax.model.pattern import AttentionPattern
+
+
+def kl_scores(
+    model: Decoder,
+    examples: Sequence[Example],
+    *,
+    sliding_window: int,
+    num_sink_tokens: int = 0,
+    whole_layers: bool = False,
+    batch_size: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> np.ndarray:
+    """Mean KL(full || one windowed), in nats a token, at the answers' tokens: of each KV head [L, K] float64.
+
+    Larger means that full attention is needed more.
+
+    Args:
+      whole_layers: window whole layers, one at a time; all heads of a layer then have the layer's score.
+      progress: called with (passes done, passes in all).
+
+    Raises:
+      ConfigError: no examples, or one with an empty prompt or answer.
+    """
+    layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
+    kinds = (HYBRID,)
+    pattern = AttentionPattern(kinds * layers, sliding_window, num_sink_tokens)
+    graph, weights = nnx.split(model.with_pattern(pattern))
+
+    def plan(full: np.ndarray) -> LayerPlan:
+        rows = tuple(tuple(np.flatnonzero(row).tolist()) for row in full)
+        masked = AttentionPattern(kinds * layers, sliding_window, full_kv_heads=rows)
+        return layer_plan(masked, model.config, kinds)
+
+    masks = []
+    for turned in np.ndindex(layers) if whole_layers else np.ndindex(layers, heads):
+        full = np.ones((layers, heads), bool)
+        full[turned] = False
+        masks.append(full)
+    batches = list(answer_batches(examples, batch_size, full_attention_decode=False))
+    sums, done = np.zeros(len(masks)), 0
+    for index, batch in batches:
+        everything = _features(graph, weights, batch, plan(np.ones((layers, heads), bool)), kinds)
+        for i, full in enumerate(masks):
+            kl = _kl(graph, weights, batch, plan(full), kinds, everything)
+            sums[i] += np.asarray(kl, np.float64)[: len(index)].sum()
+            done += 1
+            if progress:
+                progress(done, len(batches) * len(masks))
+    scores = (sums / len(examples)).reshape(layers, -1)
+    return np.broadcast_to(scores, (layers, heads)).copy()
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "kinds"))
+def _features(
+    graph: Any, weights: nnx.State, batch: AnswerBatch, plan: LayerPlan, kinds: tuple[str, ...]
+) -> jax.Array:
+    """The hidden states that predict the answers' tokens: [B, A, d]."""
+    hidden, _ = nnx.merge(graph, weights).features(
+        batch.tokens, segment_ids=batch.segment_ids, full_from=batch.full_from, plan=plan, kinds=kinds
+    )
+    return jnp.take_along_axis(hidden, batch.queries[:, :, None], axis=1)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "kinds"))
+def _kl(
+    graph: Any,
+    weights: nnx.State,
+    batch: AnswerBatch,
+    plan: LayerPlan,
+    kinds: tuple[str, ...],
+    everything: jax.Array,
+) -> jax.Array:
+    """The mean KL of each example's answer tokens to what `everything` [B, A, d] predicts: [B] f32."""
+    model: Decoder = nnx.merge(graph, weights)
+    hidden = _features(graph, weights, batch, plan, kinds)
+    full, other = (jax.nn.log_softmax(model.logits(x)) for x in (everything, hidden))  # [B, A, V]
+    kl = (jnp.exp(full) * (full - other)).sum(-1)
+    return (kl * batch.weights).sum(1) / batch.weights.sum(1)

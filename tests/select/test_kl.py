@@ -1,0 +1,70 @@
+"""The KL of a head's or layer's window to the full model, against whole forward passes; what it can and cannot see."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from plants import FULL_HEADS, KV_HEADS, LAYERS, WINDOW_SIZE, Plant, placement
+from tiny_models import SOFTMAX
+
+from swa_jax.evaluate import Example
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.layer_types import FULL
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.select.heads import head_pattern, window_most_local
+from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
+
+CONFIG = dataclasses.replace(SOFTMAX, num_hidden_layers=3)
+WINDOW, SINKS = 4, 1
+
+
+def log_probs(model, tokens):
+    return np.asarray(jax.nn.log_softmax(model(np.asarray([tokens]))[0]), np.float64)
+
+
+def test_scores_are_those_of_whole_passes():
+    model = Decoder(CONFIG, AttentionPattern((FULL,) * 3), rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(CONFIG.vocab_size, size=n).tolist() for n in (30, 21, 21)]
+    examples = [Example(text[:-3], text[-3:], []) for text in texts]
+    options = {"sliding_window": WINDOW, "num_sink_tokens": SINKS, "batch_size": 2}
+    heads, layers = (static_scores(model, examples, kind, **options) for kind in ("kl", "kl-layers"))
+
+    def expected(full):
+        windowed = model.with_pattern(head_pattern(full, WINDOW, SINKS, {}))
+        found = []
+        for text in texts:
+            whole, other = (log_probs(m, text)[-4:-1] for m in (model, windowed))
+            found.append((np.exp(whole) * (whole - other)).sum(-1).mean())
+        return np.mean(found)
+
+    for layer in range(3):
+        full = np.ones((3, 2), bool)
+        full[layer] = False
+        np.testing.assert_allclose(layers[layer], expected(full), rtol=2e-3, atol=1e-6)
+        for head in range(2):
+            full = np.ones((3, 2), bool)
+            full[layer, head] = False
+            np.testing.assert_allclose(heads[layer, head], expected(full), rtol=2e-3, atol=1e-6)
+    assert heads.min() > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "hits"), [("conjunctions", 1.0), pytest.param("whole layers", 1.0, marks=pytest.mark.slow)]
+)
+def test_heads_that_answers_need_are_found(name, hits):
+    assert found(name) == hits
+
+
+@pytest.mark.slow
+def test_of_two_heads_that_do_the_same_neither_is_seen():
+    assert found("redundant pairs") < 1
+
+
+def found(name):
+    plant = Plant(placement(name, 0))
+    scores = static_scores(plant.model(), plant.examples(16), "kl", sliding_window=WINDOW_SIZE, batch_size=16)
+    ratio = 1 - FULL_HEADS / (LAYERS * KV_HEADS)
+    return plant.hits(window_most_local(scores, ratio, larger_is_local=LARGER_IS_LOCAL["kl"]))

@@ -1,0 +1,109 @@
+"""Swaps over all heads: they find what BOSCH's buckets cannot hold, at a fixed count and within their budget."""
+
+import numpy as np
+import pytest
+from plants import FULL_HEADS, KV_HEADS, LAYERS, PLACEMENTS, WINDOW_SIZE, Plant, placement
+
+from swa_jax.select import MaskEvaluator, Score, bosch
+from swa_jax.select.search import with_ones
+from swa_jax.select.swaps import eliminate, swap_search
+
+SHAPE = (LAYERS, KV_HEADS)
+RATIO = 1 - FULL_HEADS / (LAYERS * KV_HEADS)
+
+
+def counted(value):
+    """A score of bits by a function of them, and the bits that were asked for."""
+    asked = []
+
+    def score(bits):
+        asked.append(bits.copy())
+        return Score(float(value(bits)), 0.0)
+
+    return score, asked
+
+
+def start(size, ones, seed=0):
+    return with_ones(np.zeros(size, bool), ones, np.random.default_rng(seed).permutation(size))
+
+
+@pytest.mark.parametrize("ones", [0, 1, 5, 20])
+def test_the_best_of_independent_heads_are_found(ones):
+    worth = np.random.default_rng(0).random(20)
+    score, asked = counted(worth.__matmul__)
+    found = swap_search(score, start(20, ones), 1000, np.random.default_rng(1))
+    assert set(np.flatnonzero(found.bits)) == set(np.argsort(-worth)[:ones])
+    assert found.score.accuracy == pytest.approx(worth[found.bits].sum())
+    assert len(found.tried) == len({bits.tobytes() for bits in asked}) == len(asked), "each is asked for once"
+
+
+@pytest.mark.parametrize("budget", [1, 7, 40, 100])
+def test_a_budget_is_kept_and_never_worsens_the_start(budget):
+    worth = np.random.default_rng(0).random(20)
+    runs = []
+    for _ in range(2):
+        score, asked = counted(worth.__matmul__)
+        runs.append(swap_search(score, start(20, 5), budget, np.random.default_rng(1)))
+        assert len(asked) <= budget
+    assert runs[0].bits.sum() == 5
+    assert runs[0].score >= score(start(20, 5))
+    np.testing.assert_array_equal(runs[0].bits, runs[1].bits)
+
+
+def test_heads_that_help_only_together_are_seen_from_full_attention():
+    pairs = np.random.default_rng(2).permutation(20)[:8].reshape(4, 2)
+    score, _ = counted(lambda bits: bits[pairs].all(axis=1).sum())
+    far = with_ones(np.ones(20, bool), 8, pairs.ravel())  # none of them
+    assert eliminate(score, 20, 8)[pairs].all()
+    assert swap_search(score, far, 500, np.random.default_rng(0)).bits[pairs].all()
+
+
+def choose(name, seed, variant):
+    """The hits of BOSCH on a placement, and how many masks it looked at."""
+    plant = Plant(placement(name, seed))
+    evaluate = MaskEvaluator(
+        plant.model(seed=seed), plant.examples(16, seed), sliding_window=WINDOW_SIZE, batch_size=16
+    )
+    found = bosch(evaluate, RATIO, variant=variant, seed=seed)
+    assert (~found.full).sum() == found.target
+    return plant.hits(found.full), evaluate.num_evaluations
+
+
+def test_swaps_find_what_the_buckets_do_not_hold():
+    assert choose("one a layer", 0, "bosch")[0] < 1
+    hits, tried = choose("one a layer", 0, "swaps")
+    assert hits == 1
+    assert tried < 800
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_every_placement_is_found(name):
+    assert np.mean([choose(name, seed, "swaps")[0] for seed in range(3)]) >= 0.95
+
+
+def test_plants_need_their_heads():
+    for name in PLACEMENTS:
+        for seed in range(3):
+            units = placement(name, seed)
+            heads = [head for unit in units for head in unit.heads]
+            assert len(set(heads)) == len(heads), name
+            assert sum(unit.needed for unit in units) == FULL_HEADS
+            assert all(unit.kind != "chain" or unit.heads[0][0] < unit.heads[1][0] for unit in units)
+            assert Plant(units).hits(np.ones(SHAPE, bool)) == 1
+    assert placement("anywhere", 0) != placement("anywhere", 1)
+
+
+@pytest.mark.parametrize("name", ["conjunctions", pytest.param("chains", marks=pytest.mark.slow)])
+def test_both_heads_of_a_unit_are_needed(name):
+    plant = Plant(placement(name, 0))
+    evaluate = MaskEvaluator(plant.model(), plant.examples(16), sliding_window=WINDOW_SIZE, batch_size=16)
+    full = np.zeros(SHAPE, bool)
+    for unit in plant.units:
+        for head in unit.heads:
+            full[head] = True
+    assert evaluate(full).accuracy > 0.9
+    for head in plant.units[0].heads:
+        without = full.copy()
+        without[head] = False
+        assert evaluate(without).accuracy < evaluate(full).accuracy
