@@ -33,12 +33,13 @@ def export_all(model: str, folder: Path) -> dict[str, dict]:
 
     plain = load_model(import_model(GOLDEN / model, folder / "imported"))
     tokens = np.random.default_rng(0).integers(1, plain.config.vocab_size, (2, 40), np.int32)
-    rows = {}
+    before, rows = np.asarray(plain(tokens)), {}
     for case in CASES:
         tuned = adapted(plain, case)
         to = save_adapter(tuned, folder / case)
-        change = float(np.abs(np.asarray(tuned(tokens)) - np.asarray(plain(tokens))).max())
-        np.savez(to / LOGITS, tokens=tokens, logits=np.asarray(tuned(tokens)))
+        logits = np.asarray(tuned(tokens))
+        np.savez(to / LOGITS, tokens=tokens, logits=logits)
+        change = float(np.abs(logits - before).max())
         rows[case] = {"fingerprint": written(to), "changes logits by": change}
     return rows
 
@@ -62,7 +63,9 @@ def compare(folder: Path, model: str) -> dict[str, dict]:
             loaded = peft.set_peft_model_state_dict(tuned, tensors)
             missing = [name for name in loaded.missing_keys if "lora_" in name]
             with torch.no_grad():
-                logits = tuned.eval()(torch.tensor(stored["tokens"], dtype=torch.long), use_cache=False).logits
+                logits = tuned.eval()(
+                    torch.tensor(stored["tokens"], dtype=torch.long), use_cache=False
+                ).logits
             rows[file.parent.name] = {
                 "tensors not matched": [*missing, *loaded.unexpected_keys],
                 "difference": float(np.abs(logits.numpy() - stored["logits"]).max()),
@@ -112,7 +115,9 @@ def main() -> int:
             print(f"{name}, {case}: {'; '.join(problems) or 'the same'}", flush=True)
         checked += len(rows)
         table[name] = rows
-        OUT.write_text(json.dumps(found["versions"] | {"adapters": dict(sorted(table.items()))}, indent=1) + "\n")
+        OUT.write_text(
+            json.dumps(found["versions"] | {"adapters": dict(sorted(table.items()))}, indent=1) + "\n"
+        )
     print(f"{checked} adapters, {bad} not as they should be")
     return int(bad > 0)
 

@@ -24,7 +24,9 @@ def adapted(model: Decoder, case: str) -> Decoder:
     """The model with an adapter of a case, of those projections that it has; NumPy's numbers, the same everywhere."""
     config, targets = CASES[case]
     has = LoraConfig(targets=ALL).factors(model.config)
-    settings = LoraConfig(config.rank, config.alpha, 0.1, tuple(t for t in targets if t in has), config.rs_lora)
+    settings = LoraConfig(
+        config.rank, config.alpha, 0.1, tuple(t for t in targets if t in has), config.rs_lora
+    )
     tuned = with_lora(model, settings, nnx.Rngs(0))
     rng = np.random.default_rng(len(case))
     state = nnx.state(tuned, nnx.LoRAParam)
@@ -39,5 +41,7 @@ def written(folder: Path) -> str:
     """A sum of what PEFT reads: the settings, and every tensor's name, shape and numbers."""
     settings = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
-    sums = {name: [list(x.shape), sum_of(np.ascontiguousarray(x, "<f4").tobytes())] for name, x in tensors.items()}
+    sums = {
+        name: [list(x.shape), sum_of(np.ascontiguousarray(x, "<f4").tobytes())] for name, x in tensors.items()
+    }
     return sum_of_json([settings, sums])[:16]
