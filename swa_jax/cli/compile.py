@@ -19,6 +19,7 @@ from swa_jax.settings import load_config
 
 if TYPE_CHECKING:
     from swa_jax.plan.candidates import Settings
+    from swa_jax.train.config import TrainConfig
 
 STEP, SEARCH = "What to plan", "Search"
 
@@ -73,9 +74,9 @@ def compile_(
         Option(help="A TPU slice, such as v5e:16x16, v5p:4x4x8 or v6e:16x16.", rich_help_panel=STEP),
     ] = "",
     step: Annotated[
-        Literal["train", "prefill", "decode"],
+        Literal["train", "prefill", "decode", "generate"],
         Option(
-            help="The step. prefill and decode are in bf16, on mesh.tensor x mesh.fsdp chips.",
+            help="The step. prefill, decode and both (generate) are in bf16, on mesh.tensor x mesh.fsdp chips.",
             rich_help_panel=STEP,
         ),
     ] = "train",
@@ -94,6 +95,9 @@ def compile_(
             rich_help_panel=STEP,
         ),
     ] = None,
+    new_tokens: Annotated[
+        int, Option(help="Tokens of each answer, for --step generate.", min=2, rich_help_panel=STEP)
+    ] = 512,
     *,
     searching: SearchOptions,
     out: Annotated[
@@ -124,14 +128,39 @@ def compile_(
     if out is not None:
         check_output("--out", out)
     settings = load_config(TrainConfig, config, overrides or [])
-    report = plan(settings, topology, step=step, stage=stage, batch_size=batch_size, length=length)
+    if step == "generate":
+        report = _generate(settings, topology, stage, batch_size, length, new_tokens)
+    else:
+        report = plan(settings, topology, step=step, stage=stage, batch_size=batch_size, length=length)
+        typer.echo(describe(report))
     report = {"config": str(config), "overrides": overrides or []} | report
-    typer.echo(describe(report))
     if out is not None:
         write_json(out, report)
         typer.echo(f"written to {out}")
-    if not report["memory"]["fits"]:
+    if not report["serving" if step == "generate" else "memory"]["fits"]:
         raise typer.Exit(1)
+
+
+def _generate(
+    settings: TrainConfig, topology: str, stage: int, batch_size: int, length: int | None, new_tokens: int
+) -> dict[str, Any]:
+    """The plans of both steps, printed, and what they come to."""
+    from swa_jax.plan.plan import check_stage, plan
+    from swa_jax.plan.serving import describe_serving, serving
+    from swa_jax.plan.text import describe
+
+    check_stage(settings, stage)
+    prompt = length or settings.stages[stage].sequence_length
+    sizes: dict[str, int] = {"prefill": prompt, "decode": prompt + new_tokens}
+    reports = {}
+    for step in ("prefill", "decode"):
+        reports[step] = plan(
+            settings, topology, step=step, stage=stage, batch_size=batch_size, length=sizes[step]
+        )
+        typer.echo(describe(reports[step]) + "\n")
+    found = serving(reports["prefill"], reports["decode"], new_tokens)
+    typer.echo(describe_serving(found, new_tokens))
+    return {"new_tokens": new_tokens, "serving": found} | reports
 
 
 def _search(

@@ -6,6 +6,7 @@ One JSON object a line, as `swa-jax distill` writes it:
     text             the reply as text
     tokens           how many tokens the model drew, an end token not counted
     ended_by         "end": an end token, "length": the limit on new tokens
+    kept             true; false for what a filter has refused
     prompt_tokens    token ids [m] of the prompt, as the model read them
     reply_tokens     token ids [n] of the reply; the end token is the last, if there was one
     top_tokens       token ids [n, K]: the K likeliest tokens at the place of each reply token, likeliest first

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from swa_jax.errors import ConfigError
 from swa_jax.model.decoder import Decoder
@@ -37,7 +38,8 @@ def measure_efficiency(
     Returns:
       For each model `first_token_seconds` (the prompts and the first token of the answers), `token_seconds` (each
       further token of the batch), `tokens_per_second` (prompts and answers), `kv_cache_bytes` (a sequence, of the
-      allocated arrays) and all times, `first_token_seconds_all` and `token_seconds_all` [repeats].
+      allocated arrays), `memory_bytes` (the weights and the caches of all sequences) and all times,
+      `first_token_seconds_all` and `token_seconds_all` [repeats].
 
     Raises:
       ConfigError: no prompts, fewer than 2 new tokens, or no repeats.
@@ -55,7 +57,16 @@ def measure_efficiency(
             if number:
                 times[name].append((first, rest))
             advance(1)
-    return {name: _figures(times[name], prompts, new_tokens, cache_bytes[name]) for name in models}
+    return {
+        name: _figures(times[name], prompts, new_tokens, cache_bytes[name])
+        | {"memory_bytes": cache_bytes[name] + weight_bytes(model)}
+        for name, model in models.items()
+    }
+
+
+def weight_bytes(model: Decoder) -> int:
+    """Bytes of a model's parameters."""
+    return sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
 
 
 def _time(model: Decoder, batch: Batch, new_tokens: int) -> tuple[float, float, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -63,6 +64,40 @@ def attention_flops_by_kind(
         before = found.get(kind, AttentionParts(np.zeros(full.shape), np.zeros(full.shape)))
         found[kind] = AttentionParts(before.window + key * (1 - share) * window, before.others + key * others)
     return found
+
+
+class AtPosition(NamedTuple):
+    """What a model works for one token (SwiAttn, Figure 4)."""
+
+    position: int  # tokens up to it, itself included
+    prefill_flops: float
+    kv_tokens_read: float  # of the cache when it is decoded: the mean over layers and KV heads
+
+
+def work_by_position(
+    config: ModelConfig, pattern: AttentionPattern, positions: Sequence[int], full_ratio: float = 1.0
+) -> list[AtPosition]:
+    """Operations of a prefill and tokens of the KV cache that decoding reads, at each position from 1 on.
+
+    Under full-attention decode the prompt has the pattern's windows, and a decoded token reads everything.
+
+    Args:
+      full_ratio: share of the tokens that routed layers send to full attention.
+    """
+    at = np.asarray(positions, np.int64) - 1
+    prefill = 2.0 * matrix_parameters(config) + attention_flops(config, pattern, at, full_ratio)
+    if pattern.full_attention_decode:
+        read = visible_keys(at, None).astype(np.float64)
+    else:
+        key = 4.0 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+        read = attention_flops(config, pattern, at, full_ratio) / key
+    rows = zip(positions, prefill.tolist(), read.tolist(), strict=True)
+    return [AtPosition(*row) for row in rows]
+
+
+def some_positions(length: int) -> list[int]:
+    """The powers of four up to a length, and the length itself."""
+    return [*(4**i for i in range(length.bit_length()) if 4**i < length), length]
 
 
 def forward_flops(config: ModelConfig, keys: float) -> float:

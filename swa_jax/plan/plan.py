@@ -28,7 +28,9 @@ from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.model.attention import kinds_of
 from swa_jax.model.cache import POOL, allocate, cache_layout
 from swa_jax.model.decoder import Decoder
+from swa_jax.model.flops import some_positions, work_by_position
 from swa_jax.model.generate import check_generation
+from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.lora import trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sequence_order import in_zigzag
@@ -42,7 +44,7 @@ from swa_jax.model.sharding import (
 )
 from swa_jax.plan import hlo
 from swa_jax.plan.collectives import Collective, collectives
-from swa_jax.plan.step_time import Step, StepWork, attention_of, step_flops, step_time
+from swa_jax.plan.step_time import ROUTED_SHARE, Step, StepWork, attention_of, step_flops, step_time
 from swa_jax.train.compiler import check_options
 from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.optimizer import make_optimizer
@@ -109,6 +111,8 @@ def plan(
         "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(traced.model))),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "libtpu")},
     }
+    if step != "train":
+        report["by_position"] = _by_position(traced)
     held = {name: _local_bytes(tree) for name, tree in traced.held.items()}
     began = time.perf_counter()
     try:
@@ -140,6 +144,14 @@ def plan(
             f"{uncounted} loops whose number of runs is not in the program are counted once"
         )
     return report
+
+
+def _by_position(traced: TracedStep) -> list[dict[str, Any]]:
+    """The work for one token, of the whole model."""
+    config, pattern = traced.model.config, traced.model.pattern
+    routed = ROUTED_SHARE if SWITCH in pattern.layer_types else 1.0
+    rows = work_by_position(config, pattern, some_positions(traced.batch["length"]), routed)
+    return [row._asdict() for row in rows]
 
 
 def check_stage(config: TrainConfig, stage: int) -> None:

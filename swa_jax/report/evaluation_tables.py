@@ -144,11 +144,12 @@ def efficiency_table(rows: Sequence[Row]) -> Table:
             Column("Further token", "ms"),
             Column("Throughput", "tokens/s"),
             Column("KV cache", "MB/sequence"),
+            Column("Memory", "MB"),
         ],
         (
             f"{rows[0]['requests']} prompts at a time, {rows[0]['new_tokens']} tokens of answer; medians over "
             f"{len(rows[0]['token_seconds_all'])} rounds, the patterns in turn.",
-            f"In brackets: times faster than {rows[0]['name']}.",
+            f"In brackets: times faster than {rows[0]['name']}. Memory: the weights and all caches.",
         ),
     )
     first = {row["length"]: row for row in reversed(rows)}
@@ -158,5 +159,31 @@ def efficiency_table(rows: Sequence[Row]) -> Table:
             faster = first[row["length"]][key] / row[key]
             cells.append(f"{1000 * row[key]:.3g}\n({faster:.2f})")
         rate, memory = f"{row['tokens_per_second']:.0f}", f"{row['kv_cache_bytes'] / MEGABYTE:.2f}"
-        table.add_row(row["name"], str(row["length"]), *cells, rate, memory)
+        whole = f"{row['memory_bytes'] / MEGABYTE:.1f}"
+        table.add_row(row["name"], str(row["length"]), *cells, rate, memory, whole)
+    return table
+
+
+def position_table(rows: Sequence[Row]) -> Table:
+    """One line a pattern and position: operations of the prefill there, and the tokens that decoding reads."""
+    table = Table(
+        "Work for the token at each position",
+        [
+            Column("Pattern", text=True),
+            Column("Position"),
+            Column("Prefill", "GFLOP"),
+            Column("KV read", "tokens"),
+        ],
+        (
+            "KV read: tokens of the cache that decoding reads, the mean over layers and KV heads. Both are counted, "
+            "not measured.",
+        ),
+    )
+    for row in rows:
+        table.add_row(
+            row["name"],
+            str(row["position"]),
+            f"{row['prefill_flops'] / 1e9:.4g}",
+            f"{row['kv_tokens_read']:.0f}",
+        )
     return table

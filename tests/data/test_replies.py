@@ -166,13 +166,13 @@ def test_what_a_template_refuses(tmp_path):
 def test_prompts_from_a_file(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text(
-        '"one\\ntwo"\n\n{"prompt": "three\u2028"}\n{"messages": [{"role": "user", "content": "x"}]}\n'
+        '"one\\ntwo"\n\n{"prompt": "three\u2028", "answer": 3}\n{"messages": [{"role": "user", "content": "x"}]}\n'
     )
     messages = [{"role": "user", "content": "x"}]
     assert read_prompts(file) == [
         Prompt("one\ntwo", None),
-        Prompt("three\u2028", None),
-        Prompt(None, messages),
+        Prompt("three\u2028", None, {"prompt": "three\u2028", "answer": 3}),
+        Prompt(None, messages, {"messages": messages}),
     ]
     plain = tmp_path / "prompts.txt"
     plain.write_text('"one"\ntwo \n')

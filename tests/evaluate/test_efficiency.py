@@ -10,6 +10,9 @@ from swa_jax.evaluate import efficiency
 from swa_jax.evaluate.efficiency import break_even, measure_efficiency
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.decoder import Decoder
+from swa_jax.model.flops import matrix_parameters, some_positions, work_by_position
+from swa_jax.model.layer_types import FULL, SWITCH, WINDOW
+from swa_jax.model.parameters import parameters
 from swa_jax.model.pattern import AttentionPattern
 
 
@@ -62,3 +65,34 @@ def test_what_cannot_be_timed_is_refused(models, wrong):
 )
 def test_a_cost_of_ten_seconds_is_earned_back(before, after, requests):
     assert break_even(10.0, {"request_seconds": before}, {"request_seconds": after}) == requests
+
+
+def test_work_by_position():
+    """Figure 4 of SwiAttn: operations of the prefill, and tokens that decoding reads, the mean over the layers."""
+    config = BYTES
+    matrices = 2 * matrix_parameters(config)
+    key = 4 * config.num_attention_heads * config.head_dim  # of a layer
+
+    def work(pattern, position, ratio=1.0):
+        (row,) = work_by_position(config, pattern, [position], ratio)
+        assert row.position == position
+        return row.prefill_flops - matrices, row.kv_tokens_read
+
+    mixed = AttentionPattern((FULL, WINDOW), 8, 2)
+    assert work(mixed, 100) == (key * (100 + 10), (100 + 10) / 2)
+    assert work(mixed, 5) == (key * 10, 5)
+    # The prompt is read through windows, the answer sees everything.
+    decode = AttentionPattern((WINDOW, WINDOW), 8, 2, full_attention_decode=True)
+    assert work(decode, 100) == (key * 20, 100)
+    routed = AttentionPattern((SWITCH, WINDOW), 8)
+    assert work(routed, 100, 0.25) == (key * (8 + 0.25 * 92 + 8), (8 + 0.25 * 92 + 8) / 2)
+    assert some_positions(100) == [1, 4, 16, 64, 100]
+    assert some_positions(64) == [1, 4, 16, 64]
+    assert some_positions(1) == [1]
+
+
+def test_memory_is_of_weights_and_all_caches(models):
+    prompts = [np.arange(100).tolist()] * 3
+    figures = measure_efficiency(models, prompts, new_tokens=3, repeats=1)["adapted"]
+    weights = 4 * sum(row.size for row in parameters(BYTES))
+    assert figures["memory_bytes"] == weights + 3 * figures["kv_cache_bytes"]

@@ -34,6 +34,7 @@ LONG = (
     "README.md",
     "swa_jax/recall/README.md",
     "docs/adapt.md",
+    "docs/distillation.md",
     "docs/evaluation.md",
     "docs/kernels.md",
     "docs/measurements.md",
@@ -101,6 +102,10 @@ def own_files(folder: Path) -> None:
             "question_date": "2024/05/01", "haystack_dates": ["2024/04/01"],
             "haystack_sessions": [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]],
         }]),
+        "questions.jsonl": "".join(
+            json.dumps({"prompt": f"def add_{i}(a, b):\n    return a +", "answer": "b"}) + "\n" for i in range(3)
+        ),
+        "keep.py": "import json, sys\nsys.exit(len(json.load(sys.stdin)['text']) < 2)\n",
         "judge.py": "import sys\nfor line in sys.stdin:\n    print('yes')\n",
     }  # fmt: skip
     for name, text in files.items():

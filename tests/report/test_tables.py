@@ -18,6 +18,7 @@ from swa_jax.report.bench_tables import attention_table, cycles_table, generatio
 from swa_jax.report.evaluation_tables import (
     efficiency_table,
     harness_table,
+    position_table,
     questions_table,
     routing_table,
     ruler_table,
@@ -108,9 +109,15 @@ EFFICIENCY = [
     {
         "name": name, "length": 4096, "new_tokens": 32, "requests": 2, "first_token_seconds": first,
         "token_seconds": 0.01, "tokens_per_second": 812.0, "kv_cache_bytes": 2**21, "token_seconds_all": [0.01] * 5,
+        "memory_bytes": 2**33,
     }
     for name, first in (("full", 0.4), ("interleave-1-in-4", 0.2))
 ]  # fmt: skip
+POSITIONS = [
+    {"name": name, "position": 4**i, "prefill_flops": 1.234e12, "kv_tokens_read": 4.0**i}
+    for name in ("full", "interleave-1-in-4")
+    for i in range(9)
+]
 TABLES = {
     "patterns": pattern_table(PATTERNS),
     "compared": compare_table(COMPARED, 48),
@@ -120,6 +127,7 @@ TABLES = {
     "harness": harness_table(HARNESS),
     "questions": questions_table(QUESTIONS),
     "efficiency": efficiency_table(EFFICIENCY),
+    "positions": position_table(POSITIONS),
     "cycles": cycles_table(CYCLES, 4),
     "attention": attention_table(ATTENTION, "forward  T=8192  window=1024, on a device"),
     "generation": generation_table(GENERATION, "4 prompts"),

@@ -24,12 +24,26 @@ def efficiency(
     repeats: Annotated[
         int, Option(metavar="N", help="Rounds; figures are their medians.", min=1, rich_help_panel=RUNNING)
     ] = 5,
+    full_ratio: Annotated[
+        float,
+        Option(
+            help="Share of the tokens that routed layers send to full attention, for what is counted.",
+            min=0,
+            max=1,
+            rich_help_panel=RUNNING,
+        ),
+    ] = 1.0,
 ) -> None:
-    """Time to the first token and for each further one, throughput and memory, the patterns in turn in one run."""
+    """Time to the first token and for each further one, throughput and memory, the patterns in turn in one run.
+
+    What a prefill computes and what decoding reads are counted by position.
+    """
     import numpy as np
 
     from swa_jax.evaluate.efficiency import measure_efficiency
-    from swa_jax.report.evaluation_tables import efficiency_table
+    from swa_jax.model.flops import some_positions, work_by_position
+    from swa_jax.report import table_console
+    from swa_jax.report.evaluation_tables import efficiency_table, position_table
     from swa_jax.report.progress import counted
 
     sizes = numbers("--lengths", lengths)
@@ -47,4 +61,12 @@ def efficiency(
             about = {"length": length, "new_tokens": new_tokens, "requests": requests}
             rows += [{"name": name} | about | figures[name] for name, _ in models]
             evaluation.save("efficiency", rows)
+    positions = some_positions(max(sizes) + new_tokens)
+    counted_rows = [
+        {"name": name} | at._asdict()
+        for name, model in models
+        for at in work_by_position(config, model.pattern, positions, full_ratio)
+    ]
+    evaluation.save("efficiency_by_position", counted_rows)
+    table_console().print(position_table(counted_rows))
     evaluation.finish("efficiency", rows, efficiency_table)
