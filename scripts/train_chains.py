@@ -2,8 +2,8 @@
 
 The curriculum is `configs/chains.yaml`. A stage ends when the model answers 90 % of the questions of every number of
 hops that the stage teaches, on prompts that training does not see, or when its steps are over. Started again, the run
-goes on from its last checkpoint. The output folder has `log.jsonl` and, for each stage that is over, `stage-N/`: the
-model in bfloat16, which every verb of `swa-jax` reads. `state.npz` is what the run goes on from.
+goes on from its last checkpoint. The output folder has `log.jsonl`, `state.npz`, which the run goes on from, and models
+in bfloat16, which every verb of `swa-jax` reads: `stage-N/` after each stage, and `model/` when a call ends.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import io
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 from swa_jax.checkpoint.folder import save_model
@@ -66,12 +68,19 @@ class Run:
         self.tokenizer: Tokenizer = load_tokenizer(config.tokenizer)
         pattern = AttentionPattern.from_recipe("full", config.model.num_hidden_layers)
         self.model = Decoder(config.model, pattern, rngs=nnx.Rngs(config.seed))
-        optimizer = make_optimizer(config.optimizer, config.total_steps, config.model)
-        self.step = make_step(self.model, optimizer, config, None)
-        self.state = init_state(nnx.state(self.model), optimizer)
         self.place = Place()
+        self.state = init_state(nnx.state(self.model), self._optimizer())
         self.data_state: dict[str, Any] | None = None
         self._resume()
+
+    def _optimizer(self) -> optax.GradientTransformation:
+        """Its rates are those of the last stage from that stage's beginning on, however early the others ended."""
+        config, place = self.config, self.place
+        assert config.model is not None
+        last = place.stage == len(config.stages) - 1
+        early = config.starts[-1] - (place.steps - place.inside) if last else 0
+        rates = dataclasses.replace(config.optimizer, first_step=early)
+        return make_optimizer(rates, config.total_steps - early, config.model)
 
     def batches(self) -> Batches:
         stage = self.config.stages[self.place.stage]
@@ -83,11 +92,13 @@ class Run:
             made.set_state(self.data_state)
         return made
 
-    def train(self, minutes: float) -> bool:
-        """Train until the curriculum is over (True), or the minutes are."""
+    def train(self, minutes: float, steps: int | None = None) -> bool:
+        """Train until the curriculum is over (True), or the minutes are, or the steps."""
         stop = time.monotonic() + 60 * minutes
+        last = None if steps is None else self.place.steps + steps
         while self.place.stage < len(self.config.stages):
             stage, batches = self.config.stages[self.place.stage], self.batches()
+            self.step = make_step(self.model, self._optimizer(), self.config, None)
             while self.place.inside < stage.steps:
                 self._train_one(next(batches), stage)
                 if self.place.inside % self.config.checkpoint_every == 0 or self.place.inside == stage.steps:
@@ -96,12 +107,12 @@ class Run:
                     self._save()
                     if passed:
                         break
-                if time.monotonic() > stop:
+                if time.monotonic() > stop or self.place.steps == last:
                     self.data_state = batches.get_state()
                     self._save()
                     return False
             self.place.stage, self.place.inside, self.data_state = self.place.stage + 1, 0, None
-            self._keep()
+            self.keep(f"stage-{self.place.stage}")
             self._save()
         return True
 
@@ -142,13 +153,13 @@ class Run:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
 
-    def _keep(self) -> None:
-        """The model after a stage."""
-        place, pattern = self.folder / f"stage-{self.place.stage}", self.model.pattern
-        if not place.exists():
-            model = Decoder(self.model.config, pattern, rngs=nnx.Rngs(0))
-            nnx.update(model, cast_parameters(self.state.params, "bfloat16"))
-            save_model(model, place, tokenizer_from=self.config.tokenizer)
+    def keep(self, name: str) -> None:
+        """Write the model as it is now; what has that name already was made of an earlier state."""
+        model = Decoder(self.model.config, self.model.pattern, rngs=nnx.Rngs(0))
+        nnx.update(model, cast_parameters(self.state.params, "bfloat16"))
+        if (self.folder / name).exists():
+            shutil.rmtree(self.folder / name)
+        save_model(model, self.folder / name, tokenizer_from=self.config.tokenizer)
 
     def _save(self) -> None:
         buffer = io.BytesIO()
@@ -179,6 +190,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--tokenizer", type=Path, help="default: the configuration's; made if it is not there"
     )
+    parser.add_argument("--steps", type=int, help="stop after so many of this call; default: at the end")
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="stop after so many; default: at the end"
     )
@@ -188,7 +200,9 @@ def main(arguments: list[str]) -> None:
     if given.tokenizer is not None:
         overrides.append(f"tokenizer={given.tokenizer}")
     try:
-        done = Run(load_config(TrainConfig, given.config, overrides)).train(given.minutes)
+        run = Run(load_config(TrainConfig, given.config, overrides))
+        done = run.train(given.minutes, given.steps)
+        run.keep("model")
     except UserError as error:
         sys.exit(f"error: {error}")
     print(f"{output}: " + ("done" if done else "stopped; the same command goes on"))

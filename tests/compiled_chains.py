@@ -2,9 +2,9 @@
 
 Tokens are biorthogonal codes, and the residual stream has a room for each thing that a token can know: its own name,
 the word before it, whether it is what a statement gives (the token two places after `=`), and its number. Layer 0 looks
-one and two tokens back by rotary embeddings. Every head of `SERVES` does one look-up, for the names of one class: a token
-that is a name finds what a statement gives that name, and copies its number. Where there is nothing to find, a sink logit
-takes the attention.
+one and two tokens back by rotary embeddings. Every head of `SERVES` does one look-up, for the names of one class: a
+token that is a name finds what a statement gives that name, and copies its number. Where there is nothing to find, a
+sink logit takes the attention.
 
 So a question of h hops needs h - 1 layers of look-ups that see the whole prompt, one after the other, for the tokens of
 the prompt; the last look-up is the answer's own, which full-attention decode gives.
