@@ -18,6 +18,7 @@ import grain
 import numpy as np
 
 from pallas_kernels.spec import NEVER
+from swa_jax.data.chains import Chains, Passages
 from swa_jax.data.distilled import read_distilled
 from swa_jax.data.documents import document_hash, is_held_out, read_documents, read_prompts, tokenizer_hash
 from swa_jax.data.haystack import Haystack
@@ -31,6 +32,7 @@ from swa_jax.files import sum_of_file, sum_of_json
 
 STATE_VERSION = 1  # of the order of samples: raise it when equal arguments give other batches than before
 ENDLESS = 1 << 60  # batches
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SourceConfig)}
 
 
 def make_batches(
@@ -140,6 +142,19 @@ def open_source(
             num_keys=source.num_keys,
             num_questions=source.num_questions,
         )
+    if source.kind == "passages":
+        return Passages(tokenizer, length=length, seed=seed or 0)
+    if source.kind == "chains":
+        return Chains(
+            tokenizer,
+            Haystack(tokenizer, files) if source.noise == "text" else None,
+            length=length,
+            seed=seed or 0,
+            num_chains=source.num_chains,
+            hops=source.hops,
+            num_questions=source.num_questions,
+            sums=source.sums,
+        )
     if source.kind in ANSWERED:
         if source.kind == "distilled":
             prompts = read_distilled(files, tokenizer, top_logprobs)
@@ -220,6 +235,8 @@ class Batches(grain.DatasetIterator):
         for key in [*self._fingerprint, *before]:
             if key.endswith(".content") and key not in before:
                 continue  # the state of a version that compared names and sizes only
+            if key not in before and self._fingerprint[key] == _DEFAULTS.get(key.split(".")[-1]):
+                continue  # the state of a version that had no such setting
             if before.get(key) != self._fingerprint.get(key):
                 raise ConfigError(
                     f"the data cannot be resumed without losing or repeating samples: '{key}' was "

@@ -181,10 +181,9 @@ def train_recall_tokenizer(vocab_size: int = VOCAB_SIZE) -> Tokenizer:
     return tokenizer
 
 
-def write_recall_tokenizer(folder: Path) -> None:
-    """Learn the tokenizer and write `tokenizer.json` and `tokenizer_config.json` into `folder`."""
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_recall_tokenizer()
     config = (
         '{\n  "tokenizer_class": "PreTrainedTokenizerFast",\n  "eos_token": "%s",\n  "pad_token": "%s"\n}\n'
     )
@@ -207,5 +206,5 @@ def _sample(tokens: list[int], weights: list[float]) -> dict[str, np.ndarray]:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m swa_jax.data.lessons FOLDER")
-    write_recall_tokenizer(Path(sys.argv[1]))
+    write_tokenizer(train_recall_tokenizer(), Path(sys.argv[1]))
     print(sys.argv[1])

@@ -19,7 +19,7 @@ RECORDS = (".jsonl", ".parquet", ".array_record")  # files of many records with 
 MANIFEST = "manifest.json"  # of a folder of tokens
 
 ANSWERED = ("prompts", "distilled")  # only the answer is learned
-GENERATED = ("needles", "dictionary", "repeats")  # swa_jax.data.lessons
+GENERATED = ("needles", "dictionary", "repeats", "chains", "passages")  # swa_jax.data.lessons and .chains
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,16 +28,25 @@ class SourceConfig:
 
     Kinds: `text` (documents), `tokens` (documents that `swa-jax data tokenize` made), `prompts` (records with a prompt
     and an answer; only the answer is learned), `distilled` (the same as tokens, as `swa-jax distill` writes it),
-    `huggingface` (data sets saved by the `datasets` library, on a local
-    disk), and the generated lessons of `swa_jax.data.lessons`.
+    `huggingface` (data sets saved by the `datasets` library, on a local disk), and the generated lessons of
+    `swa_jax.data.lessons` and `swa_jax.data.chains`.
 
     `held_out` is a share of the documents, by a hash of each one's tokens: equal documents fall on the same side, and
     text read directly on the same side as when it was tokenised ahead.
     """
 
     kind: Literal[
-        "text", "tokens", "prompts", "distilled", "huggingface", "needles", "dictionary", "repeats"
-    ] = "text"
+        "text",
+        "tokens",
+        "prompts",
+        "distilled",
+        "huggingface",
+        "needles",
+        "dictionary",
+        "repeats",
+        "chains",
+        "passages",
+    ] = "text"  # fmt: skip
     files: tuple[str, ...] = (STANDARD_LIBRARY,)  # files, folders or globs; see `source_files`
     weight: float = 1.0  # share of the samples, relative to the other sources
     text_field: str = "text"  # text and huggingface: the field of a record that has the document
@@ -46,7 +55,13 @@ class SourceConfig:
     split: str = "train"  # huggingface
     held_out: float = 0.0  # share of the documents that training never reads
     num_keys: int = 1  # needles
-    num_questions: int = 1  # needles
+    num_questions: int = 1  # needles and chains
+    num_chains: int = 1  # chains
+    hops: int = 1  # chains: statements from the name that is asked for to its number
+    sums: float = 0.0  # chains: the share of questions that ask for the sum of two numbers
+    noise: Literal["words", "text"] = (
+        "words"  # chains: filler words, or text of `files`, between the statements
+    )
 
     def __post_init__(self) -> None:
         if not self.weight > 0:
@@ -66,9 +81,9 @@ class SourceConfig:
 def source_files(source: SourceConfig) -> tuple[Path, ...]:
     """The files of a source, in a fixed order, or the folders if its kind has folders; nothing found is an error.
 
-    Only records hold prompts, and only plain text is a haystack for needles and repeats.
+    Only records hold prompts, and only plain text is a haystack for needles, repeats and chains.
     """
-    if source.kind == "dictionary":
+    if source.kind in ("dictionary", "passages") or (source.kind == "chains" and source.noise == "words"):
         return ()
     if source.kind in ("tokens", "huggingface"):
         return tuple(_folder(name, source.kind) for name in source.files)

@@ -37,6 +37,34 @@ def ruler_table(rows: Sequence[Row]) -> Table:
     return table
 
 
+def chain_table(rows: Sequence[Row]) -> Table:
+    """One line for every pattern, number of hops and of rivals, length and depth."""
+    deep = any(row["depth"] is not None for row in rows)
+    asked = "the sum of two numbers" if rows[0]["sums"] else "the number at a chain's end"
+    table = Table(
+        f"Chains: questions for {asked} answered, %",
+        [
+            Column("Pattern", text=True),
+            Column("Hops"),
+            Column("Rivals"),
+            Column("Length"),
+            *([Column("Depth")] if deep else []),
+            Column("Right"),
+            Column("Examples"),
+        ],
+        (
+            "95 % interval in brackets (Wilson). Teacher-forced: every token of the answer is the likeliest.",
+            f"The statements of a chain stand at least {rows[0]['gap']} tokens apart.",
+        ),
+    )
+    for row in rows:
+        depth = ["" if row["depth"] is None else f"{row['depth']:.0%}"] if deep else []
+        right = with_interval(row["score"], row["interval"], percent, " %")
+        cells = [str(row[key]) for key in ("hops", "rivals", "length")]
+        table.add_row(row["name"], *cells, *depth, right, str(row["n"]))
+    return table
+
+
 def sweep_table(rows: Sequence[Row]) -> Table:
     """One line a pattern and window, one column a length."""
     lengths = list(dict.fromkeys(row["length"] for row in rows))

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from swa_jax.cli.evaluate import efficiency, harness, needles, questions, routing, ruler, text
+from swa_jax.cli.evaluate import chains, efficiency, harness, needles, questions, routing, ruler, text
 from swa_jax.cli.evaluate.evaluation import Evaluation
 from swa_jax.cli.evaluate.old_form import OLD_SPELLINGS, in_old_form
 from swa_jax.cli.groups import Options, expand
@@ -40,10 +40,10 @@ class Kinds(typer.core.TyperGroup):
 app = typer.Typer(
     cls=Kinds,
     no_args_is_help=True,
-    help="Measure patterns of a model: needles, RULER, perplexity, questions, routing, speed, lm-eval tasks.",
+    help="Measure patterns of a model: needles, RULER, chains, perplexity, questions, routing, speed, lm-eval tasks.",
 )
 for _kind in (
-    needles.needles, ruler.ruler, text.text, questions.questions, routing.routing, efficiency.efficiency,
+    needles.needles, ruler.ruler, chains.chains, text.text, questions.questions, routing.routing, efficiency.efficiency,
     harness.harness,
 ):  # fmt: skip
     _name = _kind.__name__

@@ -1,0 +1,212 @@
+"""Remake the model of chains: `python scripts/train_chains.py [--seed 0] [--output runs/chains-0] [--minutes 60]`.
+
+The curriculum is `configs/chains.yaml`. A stage ends when the model answers 90 % of the questions of every number of
+hops that the stage teaches, on prompts that training does not see, or when its steps are over. Started again, the run
+goes on from its last checkpoint. The output folder has `log.jsonl`, `state.npz`, which the run goes on from, and models
+in bfloat16, which every verb of `swa-jax` reads: `stage-N/` after each stage, and `model/` when a call ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from swa_jax.checkpoint.folder import save_model
+from swa_jax.data.batches import Batches, make_batches
+from swa_jax.data.chains import chain_tokenizer
+from swa_jax.data.lessons import write_tokenizer
+from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
+from swa_jax.errors import ConfigError, UserError
+from swa_jax.evaluate.chains import ChainCell, chain_examples
+from swa_jax.evaluate.nll import score_answers
+from swa_jax.files import write_bytes
+from swa_jax.model.attention import cast_parameters
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.settings import load_config
+from swa_jax.train.config import StageConfig, TrainConfig
+from swa_jax.train.optimizer import make_optimizer
+from swa_jax.train.step import TrainState, init_state, make_step
+
+CONFIG = Path(__file__).resolve().parent.parent / "configs" / "chains.yaml"
+PASSED = 0.9
+CHECK_TOKENS = 24_576  # of a check, so that it costs as much at every length
+CHECK_SEED = 1_000_000  # prompts that no training seed draws
+
+
+@dataclasses.dataclass
+class Place:
+    """Where a run is in its curriculum."""
+
+    stage: int = 0
+    inside: int = 0  # steps of the stage done
+    steps: int = 0  # of the run
+    tokens: int = 0
+    seconds: float = 0.0  # of the processor, in training alone
+
+
+class Run:
+    def __init__(self, config: TrainConfig):
+        self.config, self.folder = config, Path(config.output)
+        assert config.model is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not (Path(config.tokenizer) / "tokenizer.json").is_file():
+            write_tokenizer(chain_tokenizer(), Path(config.tokenizer))
+        self.tokenizer: Tokenizer = load_tokenizer(config.tokenizer)
+        pattern = AttentionPattern.from_recipe("full", config.model.num_hidden_layers)
+        self.model = Decoder(config.model, pattern, rngs=nnx.Rngs(config.seed))
+        self.place = Place()
+        self.state = init_state(nnx.state(self.model), self._optimizer())
+        self.data_state: dict[str, Any] | None = None
+        self._resume()
+
+    def _optimizer(self) -> optax.GradientTransformation:
+        """Its rates are those of the last stage from that stage's beginning on, however early the others ended."""
+        config, place = self.config, self.place
+        assert config.model is not None
+        last = place.stage == len(config.stages) - 1
+        early = config.starts[-1] - (place.steps - place.inside) if last else 0
+        rates = dataclasses.replace(config.optimizer, first_step=early)
+        return make_optimizer(rates, config.total_steps - early, config.model)
+
+    def batches(self) -> Batches:
+        stage = self.config.stages[self.place.stage]
+        seed = self.config.seed + 100 * (self.place.stage + 1)
+        made = make_batches(
+            stage.data, self.tokenizer, length=stage.sequence_length, batch_size=stage.batch_size, seed=seed
+        )
+        if self.data_state is not None:
+            made.set_state(self.data_state)
+        return made
+
+    def train(self, minutes: float, steps: int | None = None) -> bool:
+        """Train until the curriculum is over (True), or the minutes are, or the steps."""
+        stop = time.monotonic() + 60 * minutes
+        last = None if steps is None else self.place.steps + steps
+        while self.place.stage < len(self.config.stages):
+            stage, batches = self.config.stages[self.place.stage], self.batches()
+            self.step = make_step(self.model, self._optimizer(), self.config, None)
+            while self.place.inside < stage.steps:
+                self._train_one(next(batches), stage)
+                if self.place.inside % self.config.checkpoint_every == 0 or self.place.inside == stage.steps:
+                    passed = self._check(stage)
+                    self.data_state = batches.get_state()
+                    self._save()
+                    if passed:
+                        break
+                if time.monotonic() > stop or self.place.steps == last:
+                    self.data_state = batches.get_state()
+                    self._save()
+                    return False
+            self.place.stage, self.place.inside, self.data_state = self.place.stage + 1, 0, None
+            self.keep(f"stage-{self.place.stage}")
+            self._save()
+        return True
+
+    def _train_one(self, batch: dict[str, np.ndarray], stage: StageConfig) -> None:
+        start = time.process_time()
+        self.state, metrics = self.step(self.state, {k: jnp.asarray(v) for k, v in batch.items()}, 1)
+        self.loss = float(metrics["loss"])
+        if not np.isfinite(self.loss):
+            raise ConfigError(
+                f"the loss is not a number at step {self.place.steps}: lower optimizer.learning_rate"
+            )
+        place = self.place
+        place.seconds += time.process_time() - start
+        place.inside, place.steps = place.inside + 1, place.steps + 1
+        place.tokens += stage.batch_size * stage.sequence_length
+
+    def _check(self, stage: StageConfig) -> bool:
+        """Whether every kind of chain of the stage is answered; the figures go to the log."""
+        nnx.update(self.model, self.state.params)
+        kinds = [source for source in stage.data if source.kind == "chains" and source.noise == "words"]
+        kinds = kinds or [source for source in stage.data if source.kind == "chains"]
+        hardest = max(kinds, key=lambda source: source.weight)
+        count = max(16, CHECK_TOKENS // stage.sequence_length // hardest.hops)
+        accuracy = {}
+        for hops in range(1, hardest.hops + 1):
+            cell = ChainCell(hops, hardest.num_chains - 1, stage.sequence_length)
+            examples = chain_examples(
+                self.tokenizer, cell, num_examples=count, seed=CHECK_SEED + self.config.seed
+            )
+            right = score_answers(self.model, examples, batch_size=2048 // stage.sequence_length).exact
+            accuracy[hops] = round(float(right.mean()), 3)
+        place = dataclasses.asdict(self.place) | {"seconds": round(self.place.seconds)}
+        self._log(place | {"loss": round(self.loss, 3), "accuracy": accuracy, "n": count})
+        return min(accuracy.values()) >= PASSED
+
+    def _log(self, line: dict[str, Any]) -> None:
+        with (self.folder / "log.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(json.dumps(line), flush=True)
+
+    def keep(self, name: str) -> None:
+        """Write the model as it is now; what has that name already was made of an earlier state."""
+        model = Decoder(self.model.config, self.model.pattern, rngs=nnx.Rngs(0))
+        nnx.update(model, cast_parameters(self.state.params, "bfloat16"))
+        if (self.folder / name).exists():
+            shutil.rmtree(self.folder / name)
+        save_model(model, self.folder / name, tokenizer_from=self.config.tokenizer)
+
+    def _save(self) -> None:
+        buffer = io.BytesIO()
+        place = {"place": dataclasses.asdict(self.place), "data": self.data_state}
+        arrays = {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(self.state))}
+        np.savez(buffer, place=np.array(json.dumps(place)), **arrays)
+        write_bytes(self.folder / "state.npz", buffer.getvalue())
+
+    def _resume(self) -> None:
+        file = self.folder / "state.npz"
+        if not file.exists():
+            return
+        with np.load(file) as saved:
+            place = json.loads(str(saved["place"]))
+            leaves, tree = jax.tree.flatten(self.state)
+            arrays = [jnp.asarray(saved[str(i)]) for i in range(len(leaves))]
+        if [x.shape for x in arrays] != [x.shape for x in leaves]:
+            raise ConfigError(f"{file} is of a model of another shape: name another folder with --output")
+        self.state: TrainState = jax.tree.unflatten(tree, arrays)
+        self.place, self.data_state = Place(**place["place"]), place["data"]
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="default: runs/chains-SEED")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="default: the configuration's; made if it is not there"
+    )
+    parser.add_argument("--steps", type=int, help="stop after so many of this call; default: at the end")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="stop after so many; default: at the end"
+    )
+    given = parser.parse_args(arguments)
+    output = given.output or Path(f"runs/chains-{given.seed}")
+    overrides = [f"seed={given.seed}", f"output={output}"]
+    if given.tokenizer is not None:
+        overrides.append(f"tokenizer={given.tokenizer}")
+    try:
+        run = Run(load_config(TrainConfig, given.config, overrides))
+        done = run.train(given.minutes, given.steps)
+        run.keep("model")
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    print(f"{output}: " + ("done" if done else "stopped; the same command goes on"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

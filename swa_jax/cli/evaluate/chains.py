@@ -1,0 +1,94 @@
+"""`swa-jax evaluate chains`: numbers that only several look-ups find, by hops, rivals, length and depth."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Option
+
+from swa_jax.cli.evaluate.evaluation import Evaluation
+from swa_jax.cli.options import PROMPTS, fractions, note_context, numbers, text_files
+from swa_jax.errors import ConfigError
+
+DEFAULT_EXAMPLES = 50
+
+
+def chains(
+    evaluation: Evaluation,
+    hops: Annotated[
+        str,
+        Option(help="Look-ups from the name that is asked for to its number.", rich_help_panel=PROMPTS),
+    ] = "1,2,3",
+    rivals: Annotated[
+        str, Option(help="Other chains in a prompt, from 0 on.", rich_help_panel=PROMPTS)
+    ] = "3",
+    lengths: Annotated[
+        str, Option(help="Tokens of a prompt with its answer, such as 512,1024.", rich_help_panel=PROMPTS)
+    ] = "1024",
+    depths: Annotated[
+        str | None,
+        Option(
+            help="Where the number stands, such as 0,0.5,1. Default: drawn.",
+            show_default=False,
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+    gap: Annotated[
+        int,
+        Option(
+            metavar="N",
+            help="Least distance of the statements of a chain. Take more than the window.",
+            min=0,
+            rich_help_panel=PROMPTS,
+        ),
+    ] = 0,
+    sums: Annotated[
+        bool, Option("--sums", help="Ask for the sum of two numbers.", rich_help_panel=PROMPTS)
+    ] = False,
+    examples: Annotated[
+        int, Option(help="Prompts of each kind.", min=1, rich_help_panel=PROMPTS)
+    ] = DEFAULT_EXAMPLES,
+    haystack: Annotated[
+        Path | None,
+        Option(
+            help="A text, or a folder of texts, between the statements. Default: filler words.",
+            show_default=False,
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None,
+) -> None:
+    """Chains of statements: answers right, by hops, rivals, length and depth."""
+    from swa_jax.data.haystack import Haystack
+    from swa_jax.evaluate.chains import chain_examples, chain_grid, chain_scores
+    from swa_jax.report.evaluation_tables import chain_table
+    from swa_jax.report.progress import counted
+
+    places = None if depths is None else fractions(depths)
+    cells = chain_grid(
+        numbers("--hops", hops), _rivals(rivals), sorted(numbers("--lengths", lengths)), places, sums
+    )
+    tokenizer = evaluation.tokenizer
+    hay = None if haystack is None else Haystack(tokenizer, text_files(haystack))
+    drawn = {
+        cell: chain_examples(
+            tokenizer, cell, num_examples=examples, gap=gap, haystack=hay, seed=evaluation.seed
+        )
+        for cell in cells
+    }
+    note_context(evaluation.models[0][1].config, max(cell.length for cell in cells))
+    rows: list[dict[str, Any]] = []
+    with counted("chains, answered", len(cells) * examples * len(evaluation.models)) as advance:
+        for name, model in evaluation.models:
+            for score in chain_scores(model, drawn, batch_size=evaluation.batch_size, advance=advance):
+                plain = dataclasses.asdict(score)
+                rows.append({"name": name} | plain.pop("cell") | {"gap": gap} | plain)
+                evaluation.save("chains", rows)
+    evaluation.finish("chains", rows, chain_table)
+
+
+def _rivals(text: str) -> list[int]:
+    if not all(item.strip().isdecimal() for item in text.split(",")):
+        raise ConfigError(f"--rivals must be whole numbers such as 0,3,15, got '{text}'")
+    return [int(item) for item in text.split(",")]

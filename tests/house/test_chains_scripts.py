@@ -1,0 +1,119 @@
+"""scripts/train_chains.py and scripts/chains_card.py: stopped and resumed, passed early, and a card of known scores."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from compiled_chains import CLASSES, LAYERS, SERVES, WINDOW_SIZE, compiled_chains, small_tokenizer
+
+from swa_jax import load_model
+from swa_jax.data.lessons import write_tokenizer
+from swa_jax.settings import load_config
+from swa_jax.train.config import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        yield importlib.import_module("train_chains"), importlib.import_module("chains_card")
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+
+
+def test_the_curriculum_grows():
+    config = load_config(TrainConfig, ROOT / "configs" / "chains.yaml")
+    assert config.pattern == "full"
+    lengths = [stage.sequence_length for stage in config.stages]
+    assert lengths == sorted(lengths)
+    assert (lengths[0], lengths[-1]) == (64, 2048)
+    for number, stage in enumerate(config.stages):
+        assert 1950 <= stage.batch_size * stage.sequence_length <= 2200
+        shares = {
+            kind: sum(s.weight for s in stage.data if s.kind == kind) for kind in ("passages", "chains")
+        }
+        assert shares["passages"] == 0.5 if number == 0 else shares["chains"] > shares["passages"] > 0
+        hardest = max((s for s in stage.data if s.kind == "chains"), key=lambda source: source.weight)
+        earlier = sum(s.weight for s in stage.data if s.kind == "chains" and s is not hardest)
+        assert number == 0 or earlier >= 0.15
+    assert config.optimizer.decay_steps == config.stages[-1].steps
+
+
+@pytest.fixture
+def tiny(tmp_path) -> Path:
+    """Two stages of a tiny model."""
+    settings = yaml.safe_load((ROOT / "configs" / "chains.yaml").read_text())
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    settings["model"] |= small | {"num_key_value_heads": 2, "head_dim": 8}
+    settings["stages"] = [stage | {"steps": 4, "batch_size": 2} for stage in settings["stages"][:2]]
+    settings["optimizer"] |= {"warmup_steps": 1, "decay_steps": 4}
+    settings["checkpoint_every"] = 2
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
+    write_tokenizer(small_tokenizer(), tmp_path / "tokenizer")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_and_ends_stages_early(scripts, tiny, monkeypatch):
+    train, _ = scripts
+    monkeypatch.setattr(train, "CHECK_TOKENS", 64 * 16)
+
+    def run(output, *more):
+        options = (
+            "--config",
+            tiny / "tiny.yaml",
+            "--tokenizer",
+            tiny / "tokenizer",
+            "--output",
+            tiny / output,
+        )
+        train.main([str(word) for word in (*options, *more)])
+        with np.load(tiny / output / "state.npz") as saved:
+            return {name: saved[name] for name in saved.files}
+
+    whole = run("whole")
+    for _ in range(4):
+        parts = run("parts", "--steps", 3)
+    assert json.loads(str(parts["place"]))["place"]["steps"] == 8
+    for name in whole.keys() - {"place"}:
+        np.testing.assert_array_equal(whole[name], parts[name])
+    lines = [json.loads(line) for line in (tiny / "whole" / "log.jsonl").read_text().splitlines()]
+    assert [(line["stage"], line["inside"], list(line["accuracy"])) for line in lines] == [
+        (0, 2, ["1"]), (0, 4, ["1"]), (1, 2, ["1", "2"]), (1, 4, ["1", "2"]),
+    ]  # fmt: skip
+    for name in ("stage-1", "stage-2", "model"):
+        assert load_model(tiny / "parts" / name).embedding.dtype == "bfloat16"
+    monkeypatch.setattr(train, "PASSED", 0.0)
+    early = json.loads(str(run("early")["place"]))["place"]
+    assert (early["stage"], early["steps"]) == (2, 4)
+
+
+@pytest.mark.slow
+def test_the_card_of_the_compiled_model(scripts):
+    _, card = scripts
+    tokenizer = small_tokenizer()
+    model = compiled_chains(tokenizer)
+    wanted = card.Card(hops=(1, 3), rivals=(3,), lengths=(128,), window=WINDOW_SIZE, examples=32)
+    saved = []
+    measured = card.measure(model, tokenizer, wanted, {}, saved.append)
+    score = {key: row["score"] for key, row in measured.items()}
+    hard = card.key_of(wanted.hardest, "")
+    assert score[hard + "full"] == 1
+    assert score[hard + "window, full-attention decode"] == 0
+    for layer in range(LAYERS):
+        assert (score[f"{hard}layer {layer}"] <= 0.9) == (layer in SERVES)
+        for head in range(CLASSES):
+            assert (score[f"{hard}head {layer}.{head}"] < 1) == (head in SERVES.get(layer, ()))
+    text = card.markdown(wanted, measured, LAYERS, CLASSES)
+    assert "| 1 | 3 | 128 | 100 [89, 100] | 0 [0, 11] | 100 [89, 100] |" in text
+    assert "| 3 | 3 | 128 | 100 [89, 100] | 0 [0, 11] | 0 [0, 11] |" in text
+    assert "- layers: 4 of 8: layer 2 (" in text
+    # What is known is not measured again.
+    assert card.measure(model, tokenizer, wanted, measured, saved.append) == measured
+    assert len(saved) == len(measured)
