@@ -240,4 +240,5 @@ class _Weights(NamedTuple):
         for token, (channel, to, strength) in tells.items():
             self.k[layer, token, number * size + channel] = 1
             self.v[layer, token, number * size + copied.index(to)] = 1
-            self.o[layer, first + copied.index(to), to] = strength
+            # A one-hot token is as long as the root of the width once it is normed.
+            self.o[layer, first + copied.index(to), to] = strength / np.sqrt(self.o.shape[2])

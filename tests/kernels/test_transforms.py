@@ -141,7 +141,7 @@ def run_on_eight_devices(script: str, implementation: str) -> None:
     """Fake devices, which need a process of their own."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
     }
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", f"tests.kernels.{script}", implementation],

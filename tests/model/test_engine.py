@@ -14,7 +14,17 @@ from swa_jax.model.generate import generate, sampling
 
 NEW = 10
 QUICK = ("every-kind", "head-hybrid")
-SOME = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in PATTERNS]
+SLOW = ("window", "switch", "experts", "swat-every-kind", "every-kind+fa-decode")
+
+
+def some(slow=SLOW):
+    """One of every kind of layer in `make test`, of every kind of model in `make test-slow`, and all of them."""
+    return [
+        pytest.param(
+            name, marks=[] if name in QUICK else pytest.mark.slow if name in slow else pytest.mark.long
+        )
+        for name in PATTERNS
+    ]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -42,8 +52,8 @@ def replies(engine: Engine, prompts, **options) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("chunk", [WINDOW_SIZE, 2 * WINDOW_SIZE + 3])
+@pytest.mark.parametrize("name", some())
+@pytest.mark.parametrize("chunk", [WINDOW_SIZE, pytest.param(2 * WINDOW_SIZE + 3, marks=pytest.mark.slow)])
 def test_chunks_leave_the_caches_of_one_prefill(name, chunk):
     """Prompts of 1 to more than six windows, in turn, into one batch."""
     model, lengths = model_of(name), (40, 17, 5, 1)
@@ -76,8 +86,8 @@ def test_chunks_leave_the_caches_of_one_prefill(name, chunk):
     ("name", "chunk", "slots", "steps"),
     [
         pytest.param("every-kind", 1, 2, 3),
-        *(pytest.param(*one.values, WINDOW_SIZE, 3, 4, marks=one.marks) for one in SOME),
-        *(pytest.param(*one.values, 2 * WINDOW_SIZE + 3, 2, 16, marks=pytest.mark.slow) for one in SOME),
+        *(pytest.param(*one.values, WINDOW_SIZE, 3, 4, marks=one.marks) for one in some()),
+        *(pytest.param(name, 2 * WINDOW_SIZE + 3, 2, 16, marks=pytest.mark.long) for name in PATTERNS),
     ],
 )
 def test_many_prompts_over_few_slots(name, chunk, slots, steps):
@@ -103,7 +113,7 @@ def test_samples_and_stop_tokens_are_those_of_generate():
     assert len(expected[3]) == 0
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", some(("window", "switch", "every-kind+fa-decode")))
 def test_a_remembered_prefix_changes_nothing(name):
     """Prompts that share a beginning, are beginnings, or are equal; and a reply that the next prompt continues."""
     model = model_of(name)

@@ -57,8 +57,16 @@ def random_prompts(lengths=LENGTHS, seed: int = 0) -> list[list[int]]:
 # ---- batches ----
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["every-kind", "every-kind+fa-decode", "experts", "sink-logits-every-kind"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("every-kind+fa-decode", marks=pytest.mark.slow),
+        *(
+            pytest.param(x, marks=pytest.mark.long)
+            for x in ("every-kind", "experts", "sink-logits-every-kind")
+        ),
+    ],
+)
 def test_batch_equals_each_alone_and_the_full_forward(name):
     model, prompts = model_of(name), random_prompts()
     batch = generate(model, prompts, max_new_tokens=NEW)

@@ -13,7 +13,7 @@ from swa_jax.model.engine import Engine
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 EXPECTED = json.loads((GOLDEN / "generated.json").read_text())["models"]
-FAST, SLOW = ("ministral-hybrid",), ("qwen3-hybrid", "gemma3-hybrid", "gpt-oss-hybrid", "mixtral-window")
+FAST, SLOW = ("ministral-hybrid",), ("gemma3-hybrid", "gpt-oss-hybrid")
 NAMES = [
     pytest.param(
         name, marks=[] if name in FAST else pytest.mark.slow if name in SLOW else pytest.mark.long

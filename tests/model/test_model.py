@@ -66,7 +66,14 @@ teacher_forced = nnx.jit(through_the_cache, static_argnames="max_length")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("every-kind", "head-hybrid") else [pytest.mark.slow])
+        pytest.param(
+            name,
+            marks=[]
+            if name in ("every-kind", "head-hybrid")
+            else pytest.mark.slow
+            if name in ("experts", "swat-every-kind", "every-kind+fa-decode")
+            else pytest.mark.long,
+        )
         for name in PATTERNS
     ],
 )
@@ -82,8 +89,13 @@ def test_decode_equals_the_full_forward(name):
     np.testing.assert_allclose(actual, expected, **CLOSE)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["every-kind", "every-kind+fa-decode", "swat-every-kind"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("every-kind", marks=pytest.mark.slow),
+        *(pytest.param(x, marks=pytest.mark.long) for x in ("every-kind+fa-decode", "swat-every-kind")),
+    ],
+)
 def test_decoding_with_the_tpu_kernel(name, monkeypatch):
     """Interpreted: it reads the pools in place, where the others go head by head."""
     model, lengths = model_of(name), jnp.array([2, WINDOW_SIZE + 1, 3 * WINDOW_SIZE])

@@ -34,7 +34,7 @@ def tokens_of(length):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["window", pytest.param("every-kind", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["window", pytest.param("every-kind", marks=pytest.mark.long)])
 def test_no_mode_changes_a_gradient(name, mode):
     tokens = tokens_of(16)
     plain, saved = (

@@ -58,7 +58,7 @@ def test_every_mesh_computes_what_one_device_does(what):
 
 def run_on_eight_devices(module: str, *arguments: str) -> None:
     environment = os.environ | {
-        "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
     }
     done = subprocess.run(
@@ -74,10 +74,9 @@ def run_on_eight_devices(module: str, *arguments: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("every-kind", marks=pytest.mark.slow),
         *(
             pytest.param(n, marks=pytest.mark.long)
-            for n in ("head-hybrid", "every-kind+fa-decode", "swat-every-kind")
+            for n in ("every-kind", "head-hybrid", "every-kind+fa-decode", "swat-every-kind")
         ),
     ],
 )

@@ -85,7 +85,7 @@ def test_a_search_that_cannot_try_everything_comes_close_and_repeats_itself(eval
     assert sum((run.full == planted_mask()).all() for run in runs[:-1]) >= 2
 
 
-@pytest.mark.parametrize("variant", ["bosch", "single", "multi", "layer"])
+@pytest.mark.parametrize("variant", ["bosch", "swaps", "single", "multi", "layer"])
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75, 0.875])
 def test_counts_are_kept(evaluate, variant, ratio):
     chosen = bosch(evaluate, ratio, variant=variant, iterations=2)

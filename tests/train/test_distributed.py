@@ -31,7 +31,7 @@ def training(launch, tmp_path, byte_tokenizer):
     def start(name, count, *, limit=None, changes=None, timeout=45, python_path=None):
         port = free_port()
         environment = os.environ | {
-            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={4 // count}",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}",
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

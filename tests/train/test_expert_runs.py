@@ -90,7 +90,7 @@ def train(tmp_path, settings):
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param("qwen3_moe", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", marks=pytest.mark.long),
         pytest.param("gpt_oss", marks=pytest.mark.slow),
         pytest.param("mixtral", marks=pytest.mark.long),
         pytest.param("mellum", marks=pytest.mark.long),
