@@ -1,14 +1,19 @@
 """Adapters on disk: PEFT's names and orientation, and what `adapter_config.json` says."""
 
 import json
+import runpy
+from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 from tiny_models import model_of
+from written_adapters import CASES, adapter_alone, written
 
 from swa_jax.checkpoint.peft import save_adapter
+from swa_jax.families import model_config
 from swa_jax.model.lora import LoraConfig, with_lora
 
 
@@ -35,3 +40,30 @@ def test_an_adapter_has_pefts_names_and_orientation(tmp_path):
     said = json.loads((folder / "adapter_config.json").read_text())
     assert (said["r"], said["lora_alpha"], said["base_model_name_or_path"]) == (2, 6.0, "the/base")
     assert said["target_modules"] == ["q_proj", "down_proj"]
+
+
+# ---- what PEFT made of them: scripts/check_peft.py ----
+
+HERE = Path(__file__).parent
+GOLDEN = HERE.parent / "golden"
+MODELS = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "config.json").exists())
+TABLE = json.loads((HERE / "adapters.json").read_text())
+
+
+def test_peft_computes_what_was_written():
+    assert sorted(TABLE["adapters"]) == MODELS
+    problems_of = runpy.run_path(str(HERE.parents[1] / "scripts" / "check_peft.py"))["problems_of"]
+    for model, rows in TABLE["adapters"].items():
+        assert set(rows) == set(CASES), model
+        assert [problem for row in rows.values() for problem in problems_of(row)] == [], model
+    bad = {"tensors not matched": ["x"], "difference": float("nan"), "changes logits by": 0.0}
+    assert len(problems_of(bad)) == 3
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_written_now_is_what_was_checked(model, tmp_path):
+    """After a change here: run scripts/check_peft.py, which has PEFT look at it."""
+    config = model_config(json.loads((GOLDEN / model / "config.json").read_text()))
+    for case in CASES:
+        folder = save_adapter(adapter_alone(config, case), tmp_path / case)
+        assert written(folder) == TABLE["adapters"][model][case]["fingerprint"], case

@@ -1,40 +1,60 @@
 """The adapters that PEFT is asked to load, and what identifies one on the disk."""
 
+import dataclasses
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file
 
 from swa_jax.files import sum_of, sum_of_json
+from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.lora import LoraConfig, with_lora
+from swa_jax.model.pattern import AttentionPattern
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
 ALL = (*ATTENTION, "o_proj", "gate_proj", "up_proj", "down_proj")
 CASES = {
-    "SWAA": (LoraConfig(rank=4, alpha=32.0), ATTENTION),
+    "SWAA": (LoraConfig(rank=4, alpha=32.0, dropout=0.1), ATTENTION),
     "all, rsLoRA": (LoraConfig(rank=3, alpha=6.0, rs_lora=True), ALL),
     "some": (LoraConfig(rank=2, alpha=8.0), ("v_proj", "up_proj")),
 }
 
 
 def adapted(model: Decoder, case: str) -> Decoder:
-    """The model with an adapter of a case, of those projections that it has; NumPy's numbers, the same everywhere."""
-    config, targets = CASES[case]
-    has = LoraConfig(targets=ALL).factors(model.config)
-    settings = LoraConfig(
-        config.rank, config.alpha, 0.1, tuple(t for t in targets if t in has), config.rs_lora
-    )
-    tuned = with_lora(model, settings, nnx.Rngs(0))
+    """The model with an adapter of a case, of those projections that it has."""
+    return filled(with_lora(model, _settings(model.config, case), nnx.Rngs(0)), case)
+
+
+def adapter_alone(config: ModelConfig, case: str) -> Decoder:
+    """The same without weights: what writing an adapter needs of a model."""
+
+    def draw() -> Decoder:
+        model = Decoder(config, AttentionPattern.from_recipe("full", config), rngs=nnx.Rngs(0))
+        return with_lora(model, _settings(config, case), nnx.Rngs(0))
+
+    return filled(nnx.eval_shape(draw), case)
+
+
+def _settings(config: ModelConfig, case: str) -> LoraConfig:
+    settings, targets = CASES[case]
+    has = LoraConfig(targets=ALL).factors(config)
+    return dataclasses.replace(settings, targets=tuple(name for name in targets if name in has))
+
+
+def filled(model: Decoder, case: str) -> Decoder:
+    """The same with NumPy's random numbers in its adapters, which are the same everywhere."""
     rng = np.random.default_rng(len(case))
-    state = nnx.state(tuned, nnx.LoRAParam)
+    state = nnx.state(model, nnx.LoRAParam)
     for _, variable in sorted(nnx.to_flat_state(state), key=lambda one: [str(part) for part in one[0]]):
-        shape = variable[...].shape
-        variable[...] = (rng.integers(-8, 9, shape) / (16 * np.sqrt(shape[1]))).astype(np.float32)
-    nnx.update(tuned, state)
-    return tuned
+        shape = variable.get_value().shape
+        numbers = rng.integers(-8, 9, shape) / (16 * np.sqrt(shape[1]))
+        variable.set_value(jnp.asarray(numbers, jnp.float32))
+    nnx.update(model, state)
+    return model
 
 
 def written(folder: Path) -> str:
