@@ -18,6 +18,7 @@ from swa_jax.errors import ConfigError
 from swa_jax.estimates import accuracy_interval
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
+from swa_jax.evaluate.samples import NO_SAMPLES, Samples
 from swa_jax.model.decoder import Decoder
 
 BOTH = 2  # the numbers that a sum takes
@@ -104,11 +105,15 @@ def chain_scores(
     cells: Mapping[ChainCell, Sequence[Example]],
     *,
     batch_size: int = 16,
+    samples: Samples = NO_SAMPLES,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Iterator[ChainScore]:
-    """The score of each cell, as it is known; `advance` is called with how many more examples are scored."""
+    """The score of each cell, as it is known; `advance` is called with how many more examples are scored.
+
+    What `samples` knows of the examples is not computed again, and the rest is kept there.
+    """
     for cell, examples in cells.items():
-        scores = score_answers(model, examples, batch_size=batch_size, advance=advance)
+        scores = score_answers(model, examples, batch_size=batch_size, samples=samples, advance=advance)
         right = accuracy_interval(scores.exact)
         yield ChainScore(cell, right.mean, right.interval, float(scores.nll.mean()), len(examples))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.ruler import string_match_all
+from swa_jax.evaluate.samples import NO_SAMPLES, Samples
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import NOTHING, decode, prefill, prepare
 
@@ -54,13 +55,14 @@ def generate_answers(
     batch_size: int = 16,
     timed: bool = True,
     stop_tokens: Sequence[int] = (),
+    samples: Samples = NO_SAMPLES,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Answers:
     """Greedy answers to all examples, scored by string match (RULER); `stop_tokens` end one before `max_new_tokens`.
 
     Times are the median over the batches after the first of their shape, which compiles. If there are none, `timed`
-    runs the first batch once more; without it the times are NaN. `advance` is called with how many more examples are
-    done.
+    runs the first batch once more; without it the times are NaN. Batches that `samples` knows are not run, and those
+    that are run are kept there. `advance` is called with how many more examples are done.
 
     Raises:
       ConfigError: no examples.
@@ -70,20 +72,21 @@ def generate_answers(
     batch_size = min(batch_size, len(examples))
     longest = max((e.prompt for e in examples), key=len)
     max_length = prepare(model, [longest], max_new_tokens).max_length
-    runs = []
+    settings = [batch_size, max_new_tokens, max_length, list(map(int, stop_tokens))]
+    runs: list[_Run] = []
+    records: list[dict[str, Any]] = []
     for i in range(0, len(examples), batch_size):
         batch = examples[i : i + batch_size]
-        runs.append(_run_batch(model, batch, batch_size, max_new_tokens, max_length, stop_tokens))
+        known = samples.find("answer", batch, settings)
+        if known is None:
+            runs.append(_run_batch(model, batch, batch_size, max_new_tokens, max_length, stop_tokens))
+            known = _records(tokenizer, batch, runs[-1], batch_size)
+            samples.add("answer", batch, settings, known)
+        records += known
         advance(len(batch))
     warm = [run for i, run in enumerate(runs) if run.prompt_tokens in {r.prompt_tokens for r in runs[:i]}]
     if timed and not warm:
         warm = [_run_batch(model, examples[:batch_size], batch_size, max_new_tokens, max_length, stop_tokens)]
-    texts = [tokenizer.decode(row[row != NOTHING].tolist()) for run in runs for row in run.new][
-        : len(examples)
-    ]
-    scores = [
-        string_match_all(text, example.references) for text, example in zip(texts, examples, strict=True)
-    ]
     prefill_seconds, steps_per_second = (
         float(np.median(values)) if warm else float("nan")
         for values in (
@@ -92,14 +95,29 @@ def generate_answers(
         )
     )
     return Answers(
-        texts=texts,
-        scores=np.array(scores, np.float64),
+        texts=[record["answer"] for record in records],
+        scores=np.array([record["score"] for record in records], np.float64),
         batch_size=batch_size,
         max_length=max_length,
         prefill_seconds=prefill_seconds / batch_size,
         decode_tokens_per_second=batch_size * steps_per_second,
-        kv_cache_bytes=runs[0].cache_bytes // batch_size,
+        kv_cache_bytes=records[0]["kv_cache_bytes"],
     )
+
+
+def _records(
+    tokenizer: Tokenizer, examples: Sequence[Example], run: _Run, batch_size: int
+) -> list[dict[str, Any]]:
+    """What is kept of each example of a batch."""
+    texts = [tokenizer.decode(row[row != NOTHING].tolist()) for row in run.new]
+    return [
+        {
+            "answer": text,
+            "score": string_match_all(text, example.references),
+            "kv_cache_bytes": run.cache_bytes // batch_size,
+        }
+        for text, example in zip(texts, examples, strict=True)
+    ]
 
 
 class _Run(NamedTuple):

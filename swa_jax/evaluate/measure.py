@@ -12,6 +12,7 @@ from swa_jax.estimates import accuracy_interval, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.generated_answers import Answers, generate_answers
 from swa_jax.evaluate.nll import score_answers
+from swa_jax.evaluate.samples import NO_SAMPLES, Samples
 from swa_jax.model.decoder import Decoder
 
 
@@ -24,6 +25,7 @@ def measure_pattern(
     max_new_tokens: int,
     batch_size: int = 16,
     num_nll_examples: int | None = None,
+    samples: Samples = NO_SAMPLES,
     advance: Callable[[int], None] = lambda _: None,
 ) -> tuple[dict[str, Any], Answers]:
     """Needle accuracy, answer NLL, memory and speed of a model under its pattern: the row, and the answers behind it.
@@ -31,14 +33,16 @@ def measure_pattern(
     Args:
       max_new_tokens: generated for each needle; at least as many as the longest answer.
       num_nll_examples: how many of the examples are also scored for answer NLL; None for all.
+      samples: where what is known of the examples is found and kept.
       advance: called with how many more examples have been answered or scored.
     """
     answers = generate_answers(
-        model, tokenizer, examples, max_new_tokens=max_new_tokens, batch_size=batch_size, advance=advance
-    )
+        model, tokenizer, examples, max_new_tokens=max_new_tokens, batch_size=batch_size, samples=samples,
+        advance=advance,
+    )  # fmt: skip
     found = accuracy_interval(answers.scores)
     scored = examples[:num_nll_examples]
-    nll = bootstrap(score_answers(model, scored, batch_size=batch_size, advance=advance).nll)
+    nll = bootstrap(score_answers(model, scored, batch_size=batch_size, samples=samples, advance=advance).nll)
     row = {
         "name": name,
         "full_layers": list(model.pattern.full_layers),

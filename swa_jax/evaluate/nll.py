@@ -20,6 +20,7 @@ from pallas_kernels.spec import NEVER
 from swa_jax.errors import ConfigError
 from swa_jax.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.samples import NO_SAMPLES, Samples
 from swa_jax.model.attention import LayerPlan, kinds_of, layer_plan
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
@@ -66,6 +67,7 @@ def score_answers(
     batch_size: int = 8,
     full_attention_decode: bool | None = None,
     pattern: AttentionPattern | None = None,
+    samples: Samples = NO_SAMPLES,
     advance: Callable[[int], None] = lambda _: None,
 ) -> AnswerScores:
     """The same as `answer_nll`, and also whether greedy decoding would give the answer.
@@ -74,7 +76,8 @@ def score_answers(
 
     Patterns of full and windowed layers with the same window and sink tokens share one compilation for each padded
     length, and so do those with per-head layers: the layer map, the heads and the boundary of full-attention decode
-    are data. `advance` is called with how many more examples are scored.
+    are data. Batches that `samples` knows are not scored again, and the others are kept there. `advance` is called with
+    how many more examples are scored.
     """
     pattern = model.pattern if pattern is None else pattern
     if full_attention_decode is None:
@@ -87,10 +90,18 @@ def score_answers(
     plan = layer_plan(pattern, model.config, kinds)
     graph, weights = _shared_graph(model, pattern, kinds)
     nll, exact = np.empty(len(examples)), np.empty(len(examples), bool)
+    settings = [batch_size, full_attention_decode]
     for index, batch in answer_batches(examples, batch_size, full_attention_decode):
-        mean, right = score_batch(graph, weights, batch, plan, kinds)
-        nll[index] = np.asarray(mean, np.float64)[: len(index)]
-        exact[index] = np.asarray(right)[: len(index)]
+        rows = [examples[i] for i in index]
+        known = samples.find("likelihood", rows, settings)
+        if known is None:
+            mean, right = (
+                np.asarray(x)[: len(index)] for x in score_batch(graph, weights, batch, plan, kinds)
+            )
+            known = [{"nll": float(x), "right": bool(y)} for x, y in zip(mean, right, strict=True)]
+            samples.add("likelihood", rows, settings, known)
+        nll[index] = [record["nll"] for record in known]
+        exact[index] = [record["right"] for record in known]
         advance(len(index))
     return AnswerScores(nll, exact)
 

@@ -14,6 +14,7 @@ from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.generated_answers import generate_answers
 from swa_jax.evaluate.judges import Judge
 from swa_jax.evaluate.questions import Question
+from swa_jax.evaluate.samples import NO_SAMPLES, Samples
 from swa_jax.model.decoder import Decoder
 
 
@@ -43,14 +44,16 @@ def score_questions(
     judge: Judge | None = None,
     keep: Callable[[list[dict[str, Any]]], None] = lambda _: None,
     batch_size: int = 8,
+    samples: Samples = NO_SAMPLES,
     advance: Callable[[int], None] = lambda _: None,
 ) -> tuple[list[GroupScore], list[dict[str, Any]]]:
     """Greedy answers, scored: by group and over all, and a record for each question asked.
 
     A prompt that does not fit `max_length` with its answer is left out, or, as LongBench does, loses its middle:
     both are counted in the scores, and neither happens unsaid. `keep` gets the records before the judge is asked,
-    whose scores are then None, so that a judge that fails does not cost the answers. `advance` is
-    called with how many more questions are answered or left out.
+    whose scores are then None, so that a judge that fails does not cost the answers. Answers that `samples` knows are
+    not generated again, and the others are kept there. `advance` is called with how many more questions are answered or
+    left out.
 
     Raises:
       ConfigError: a judge is needed and not given, or no question fits.
@@ -83,6 +86,7 @@ def score_questions(
                 batch_size=batch_size,
                 timed=False,
                 stop_tokens=stop,
+                samples=samples,
                 advance=advance,
             )
             for i, text in zip(batch, answers.texts, strict=True):

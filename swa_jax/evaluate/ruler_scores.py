@@ -13,6 +13,7 @@ from swa_jax.estimates import accuracy_interval, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.generated_answers import generate_answers
 from swa_jax.evaluate.ruler import TOKENS_TO_GENERATE, Cell
+from swa_jax.evaluate.samples import NO_SAMPLES, Samples
 from swa_jax.model.decoder import Decoder
 
 
@@ -39,12 +40,14 @@ def ruler_scores(
     *,
     max_new_tokens: int = TOKENS_TO_GENERATE,
     batch_size: int = 16,
+    samples: Samples = NO_SAMPLES,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[RulerScore]:
     """Greedy answers to every cell of `ruler_grid`, in its order. Cells of one length share batches.
 
     Args:
       max_new_tokens: as the cells were made with; an end-of-text token ends an answer earlier.
+      samples: where what is known of the examples is found and kept.
       advance: called with how many more examples are answered.
 
     Raises:
@@ -69,6 +72,7 @@ def ruler_scores(
             batch_size=batch_size,
             timed=False,
             stop_tokens=stop,
+            samples=samples,
             advance=advance,
         )
         ends = np.cumsum([len(cells[cell]) for cell in some])[:-1]

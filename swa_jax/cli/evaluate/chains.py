@@ -81,7 +81,10 @@ def chains(
     rows: list[dict[str, Any]] = []
     with counted("chains, answered", len(cells) * examples * len(evaluation.models)) as advance:
         for name, model in evaluation.models:
-            for score in chain_scores(model, drawn, batch_size=evaluation.batch_size, advance=advance):
+            samples = evaluation.samples(model)
+            for score in chain_scores(
+                model, drawn, batch_size=evaluation.batch_size, samples=samples, advance=advance
+            ):
                 plain = dataclasses.asdict(score)
                 rows.append({"name": name} | plain.pop("cell") | {"gap": gap} | plain)
                 evaluation.save("chains", rows)

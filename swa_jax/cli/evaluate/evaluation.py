@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from swa_jax.files import write_json
 
 if TYPE_CHECKING:
     from swa_jax.data.tokenizer import Tokenizer
+    from swa_jax.evaluate.samples import Samples
     from swa_jax.model.decoder import Decoder
     from swa_jax.report.tables import Table
 
@@ -63,7 +65,8 @@ class Evaluation(Options):
             Path | None,
             Option(
                 "--out",
-                help="Write results.json and pictures to this folder. Several kinds can share it.",
+                help="Write results.json, samples.jsonl and pictures to this folder. Several kinds can share it. "
+                "The same command goes on after an interruption.",
                 rich_help_panel=OUTPUT,
             ),
         ] = None,
@@ -71,6 +74,7 @@ class Evaluation(Options):
         self.checkpoint, self.yarn, self.dtype = model, yarn, dtype
         self.sources, self.overrides = pattern or [], Overrides(window, sink_tokens, fa_decode)
         self.batch_size, self.seed, self.out = batch_size, seed, out
+        self._kind = ""
         self._settings: dict[str, Any] = {}
         self._results: dict[str, Any] = {}
         if out is not None:
@@ -78,13 +82,23 @@ class Evaluation(Options):
             check_output("--out", out / "results.json")
 
     def begin(self, kind: str, **settings: Any) -> None:
-        """Say what will be measured, by which settings. Raises `ConfigError` if the folder has it already."""
-        if kind in self._results.get("settings", {}):
-            raise ConfigError(
-                f"{self.out} has results of `evaluate {kind}` already: name another folder with --out, or move it away"
-            )
+        """Say what will be measured, by which settings.
+
+        Raises `ConfigError` if the folder has it already, or has begun it with other settings.
+        """
         plain = {name: value if _is_plain(value) else str(value) for name, value in settings.items()}
-        self._settings = {kind: plain | {"batch_size": self.batch_size, "seed": self.seed}}
+        plain |= {"batch_size": self.batch_size, "seed": self.seed}
+        before = self._results.get("settings", {}).get(kind)
+        other = "name another folder with --out, or move it away"
+        if before is not None and kind not in self._results.get("unfinished", []):
+            raise ConfigError(f"{self.out} has results of `evaluate {kind}` already: {other}")
+        if before is not None and before != plain:
+            name = next(name for name in {**before, **plain} if before.get(name) != plain.get(name))
+            raise ConfigError(
+                f"{self.out} has an `evaluate {kind}` that was interrupted, with {name} = {before.get(name)} and not "
+                f"{plain.get(name)}: repeat that command to go on, {other}"
+            )
+        self._kind, self._settings = kind, {kind: plain}
 
     @functools.cached_property
     def _loaded(self) -> tuple[Decoder, Tokenizer]:
@@ -118,8 +132,30 @@ class Evaluation(Options):
                     f"{self.out} has results with another '{name}': name another folder with --out, or move it away"
                 )
         settings = self._results.get("settings", {}) | self._settings
-        self._results |= measured | {"settings": settings}
+        unfinished = sorted({*self._results.get("unfinished", []), self._kind})
+        self._results |= measured | {"settings": settings, "unfinished": unfinished}
         return models
+
+    def samples(self, model: Decoder) -> Samples:
+        """Where what is known of each example is kept and found again: `samples.jsonl`, if there is an --out."""
+        from swa_jax.checkpoint.folder import weights_sum
+        from swa_jax.settings import to_dict
+
+        if self.out is None:
+            return self._samples
+        context = {
+            "weights": weights_sum(self.checkpoint),
+            "config": to_dict(model.config),
+            "dtype": model.embedding[...].dtype.name,
+            "pattern": to_dict(dataclasses.replace(model.pattern, provenance={})),
+        }
+        return self._samples.under(context)
+
+    @functools.cached_property
+    def _samples(self) -> Samples:
+        from swa_jax.evaluate.samples import Samples
+
+        return Samples(None if self.out is None else self.out / "samples.jsonl")
 
     def tokens(self, text: Path) -> list[int]:
         """A text as the model reads it."""
@@ -144,6 +180,9 @@ class Evaluation(Options):
         from swa_jax.report import table_console
 
         table_console().print(table(rows))
+        unfinished = [kind for kind in self._results.pop("unfinished", []) if kind != self._kind]
+        if unfinished:
+            self._results["unfinished"] = unfinished
         self.save(key, rows)
         if self.out is not None:
             draw(self.out)

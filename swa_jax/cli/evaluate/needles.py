@@ -55,7 +55,7 @@ def needles(
         for name, model in models:
             row, answers = measure_pattern(
                 name, model, tokenizer, drawn, max_new_tokens=longest + MORE_TOKENS,
-                batch_size=evaluation.batch_size, advance=advance,
+                batch_size=evaluation.batch_size, samples=evaluation.samples(model), advance=advance,
             )  # fmt: skip
             rows.append(row)
             by_depth.append(score_by_depth(answers.scores, len(places)))

@@ -123,6 +123,7 @@ def questions(
                 judge=verdict,
                 keep=lambda records, name=name: keep(name, records),  # type: ignore[misc]
                 batch_size=evaluation.batch_size,
+                samples=evaluation.samples(model),
                 advance=advance,
             )
             keep(name, records)

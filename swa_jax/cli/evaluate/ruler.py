@@ -130,7 +130,7 @@ def ruler(
             for (name, model), scored in zip(models, by_model, strict=True):
                 scores = ruler_scores(
                     model, tokenizer, cells, max_new_tokens=prompts.max_new_tokens, batch_size=evaluation.batch_size,
-                    advance=advance,
+                    samples=evaluation.samples(model), advance=advance,
                 )  # fmt: skip
                 scored += [{"name": name} | dataclasses.asdict(score) for score in scores]
             rows = list(itertools.chain(*by_model))
