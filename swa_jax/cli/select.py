@@ -172,6 +172,52 @@ def select_static(
     write_heads(head_pattern(full, window, sinks, provenance), full, out, scores)
 
 
+def select_gates(
+    model: Model,
+    out: Out,
+    budget: HeadBudget,
+    examples: Examples,
+    steps: Annotated[int, Option(help="Steps of training.", min=1, rich_help_panel=SEARCH)] = 200,
+    window: Window = None,
+    sink_tokens: SinkTokens = None,
+    batch_size: BatchSize = 8,
+    dtype: ComputeDtype = None,
+) -> None:
+    """Learned gates: train a number for each KV head that mixes full and window attention; the weights stay."""
+    from swa_jax.select.gates import gate_logits
+    from swa_jax.select.heads import head_pattern, window_most_local
+
+    budget.check()
+    check_out(out)
+    decoder, tokenizer = load_checkpoint(model, dtype)
+    window = decoder.pattern.sliding_window if window is None else window
+    if window is None:
+        raise ConfigError("--window is missing: give it, as the model's own pattern has none")
+    sinks = decoder.pattern.num_sink_tokens if sink_tokens is None else sink_tokens
+    ratio = budget.share(decoder.config, examples.length, window, sinks)
+    drawn, data = examples.draw(tokenizer, decoder.config)
+    start = time.monotonic()
+    with progress_bar("steps") as progress:
+        scores = gate_logits(
+            decoder, drawn, full_share=1 - ratio, sliding_window=window, num_sink_tokens=sinks, steps=steps,
+            batch_size=batch_size, seed=examples.seed, progress=progress,
+        )  # fmt: skip
+    full = window_most_local(scores, ratio, larger_is_local=False)
+    provenance = {
+        "method": "gates",
+        "ratio": ratio,
+        "windowed_heads": int((~full).sum()),
+        "data": data,
+        "num_examples": examples.examples,
+        "seed": examples.seed,
+        "steps": steps,
+        "scores": scores.tolist(),
+        "larger_is_local": False,
+        "seconds": round(time.monotonic() - start, 1),
+    }
+    write_heads(head_pattern(full, window, sinks, provenance), full, out, scores)
+
+
 def select_heuristic(
     model: Model,
     kind: Annotated[Heuristic, Argument(help="Its name is a command, too.")],
@@ -330,6 +376,7 @@ _COMMANDS: dict[Family, Callable[..., None]] = {
     "light-transfer": expand(select_light_transfer),
     "bosch": expand(select_bosch),
     "static": expand(select_static),
+    "gates": expand(select_gates),
     "heuristic": expand(select_heuristic),
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-Family = Literal["nll", "light-transfer", "bosch", "static", "heuristic"]
+Family = Literal["nll", "light-transfer", "bosch", "static", "gates", "heuristic"]
 Variant = Literal["bosch", "swaps", "single", "multi", "layer"]
 StaticMethod = Literal["dcam", "apl", "proxy", "qada", "razor", "fisher", "fisher-text", "kl", "kl-layers"]
 Heuristic = Literal["random", "random-heads", "begin-middle-end", "interleave"]
@@ -58,6 +58,8 @@ _ROWS = (
            "how far windowing one head alone moves the full model's predictions", "a pass for each head"),
     Method("kl-layers", "static", {"method": "kl-layers"}, "layers",
            "how far windowing one layer alone moves the full model's predictions", "a pass for each layer"),
+    Method("gates", "gates", {}, "KV heads",
+           "gates between full and window attention, learned by the answers' loss", "200 steps of training"),
     Method("random", "heuristic", {"kind": "random"}, "layers", "chance", "nothing"),
     Method("random-heads", "heuristic", {"kind": "random-heads"}, "KV heads", "chance", "nothing"),
     Method("begin-middle-end", "heuristic", {"kind": "begin-middle-end"}, "layers",

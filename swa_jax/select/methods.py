@@ -14,6 +14,7 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.bosch_search import bosch, bosch_pattern
 from swa_jax.select.evaluator import MaskEvaluator
+from swa_jax.select.gates import gate_logits
 from swa_jax.select.heads import head_pattern, heuristic_mask, window_most_local, windowed_count
 from swa_jax.select.light_transfer import SINK_TOKENS, lazy_ratios, light_transfer_pattern
 from swa_jax.select.method_table import METHODS, Heuristic, StaticMethod, Variant
@@ -154,6 +155,19 @@ def _static(task: Task, method: StaticMethod) -> list[AttentionPattern]:
     return _of_masks(task, masks, method, more)
 
 
+def _gates(task: Task) -> list[AttentionPattern]:
+    patterns = []
+    for ratio in task.ratios:
+        scores = gate_logits(
+            task.model, task.examples, full_share=1 - ratio, **task.windowed, batch_size=task.batch_size,
+            seed=task.seed, progress=task.progress,
+        )  # fmt: skip
+        mask = window_most_local(scores, ratio, larger_is_local=False)
+        more = {"data": task.data, "scores": scores.tolist(), "larger_is_local": False}
+        patterns += _of_masks(task._replace(ratios=[ratio]), [mask], "gates", more)
+    return patterns
+
+
 def _heuristic(task: Task, kind: Heuristic) -> list[AttentionPattern]:
     shape = (task.model.config.num_hidden_layers, task.model.config.num_key_value_heads)
     masks = [heuristic_mask(kind, *shape, ratio, task.seed) for ratio in task.ratios]
@@ -177,5 +191,6 @@ _RUN: dict[str, Any] = {
     "light-transfer": _light_transfer,
     "bosch": _bosch,
     "static": _static,
+    "gates": _gates,
     "heuristic": _heuristic,
 }

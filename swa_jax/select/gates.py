@@ -1,0 +1,130 @@
+"""Learned gates: a number for each KV head that mixes full and window attention, trained until it is 0 or 1.
+
+As in work of 2026 on hybrids (ConSA, FlashMorph): the model's weights stay, and gradients of the answers' loss say
+which heads need full attention, all heads at once. With o_full and o_window what a head says under each,
+
+    o = o_window + g (o_full - o_window),    g = min(1, max(0, 1.2 sigmoid((a + log u - log(1 - u)) / b) - 0.1)),
+
+u uniform in (0, 1): the hard concrete distribution (Louizos, Welling, Kingma: "Learning Sparse Neural Networks through
+L0 Regularization", 2018), whose gates are often just 0 or 1, so that heads are judged as they will run. To the loss is
+added the squared difference of the expected share of open gates from the share asked for. The heads of largest a stay
+full.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from pallas_kernels.api import attend
+from swa_jax.errors import ConfigError
+from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.nll import AnswerBatch, answer_batches, answer_loss
+from swa_jax.model.attention import LayerPlan, layer_plan
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.model.pattern import AttentionPattern
+
+LOW, HIGH = -0.1, 1.1  # gates are stretched to here and cut at 0 and 1
+TEMPERATURE = 2 / 3  # b
+START = 2.0  # of a: nearly full attention
+LEARNING_RATE = 0.2
+PENALTY = 20.0  # weight of the squared difference of shares
+
+
+def gate_logits(
+    model: Decoder,
+    examples: Sequence[Example],
+    *,
+    full_share: float,
+    sliding_window: int,
+    num_sink_tokens: int = 0,
+    steps: int = 200,
+    batch_size: int = 8,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> np.ndarray:
+    """a of every KV head [L, K] float64; the larger, the more full attention is needed.
+
+    Args:
+      full_share: of the KV heads, that will stay full.
+      steps: of Adam, each on one batch of examples, in turn.
+      seed: of the gates' noise.
+
+    Raises:
+      ConfigError: a model of dense and sparse layers; no examples, or one with an empty prompt or answer.
+    """
+    config = model.config
+    if config.mlp_layer_types:
+        raise ConfigError("gates go through layers that are all alike, the model's mlp_layer_types differ")
+    window = AttentionPattern((WINDOW,) * config.num_hidden_layers, sliding_window, num_sink_tokens)
+    graph, weights = nnx.split(model.with_pattern(window))
+    batches = [batch for _, batch in answer_batches(examples, batch_size, full_attention_decode=False)]
+    optimizer = optax.adam(LEARNING_RATE)
+    logits = jnp.full((config.num_hidden_layers, config.num_key_value_heads), START)
+    state = optimizer.init(logits)
+    for step in range(steps):
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        gradient = _gradient(logits, graph, weights, batches[step % len(batches)], full_share, key)
+        updates, state = optimizer.update(gradient, state)
+        logits = optax.apply_updates(logits, updates)
+        if progress:
+            progress(step + 1, steps)
+    return np.asarray(logits, np.float64)
+
+
+@functools.partial(jax.jit, static_argnames=("graph",))
+def _gradient(
+    logits: jax.Array,
+    graph: Any,
+    weights: nnx.State,
+    batch: AnswerBatch,
+    full_share: jax.Array,
+    key: jax.Array,
+) -> jax.Array:
+    def objective(logits: jax.Array) -> jax.Array:
+        noise = jax.random.logistic(key, logits.shape)
+        gates = jnp.clip(LOW + (HIGH - LOW) * jax.nn.sigmoid((logits + noise) / TEMPERATURE), 0, 1)
+        open_share = jax.nn.sigmoid(logits - TEMPERATURE * math.log(-LOW / HIGH)).mean()
+        loss = gated_loss(nnx.merge(graph, weights), gates, batch).mean()
+        return loss + PENALTY * jnp.square(open_share - full_share)
+
+    return jax.grad(objective)(logits)
+
+
+def gated_loss(model: Decoder, gates: jax.Array, batch: AnswerBatch) -> jax.Array:
+    """The mean NLL of each example's answer [B] f32, where heads mix full and window attention by `gates` [L, K].
+
+    The window is that of the model's pattern. A gate of 1 is full attention, one of 0 the window.
+    """
+    config = model.config
+    plan = layer_plan(AttentionPattern((FULL,) * config.num_hidden_layers), config, (FULL,))
+    context = model.context(batch.tokens, (FULL,), batch.segment_ids)
+    full_spec = dataclasses.replace(context.spec, window=None, num_sink_tokens=0)
+    graph, layers = nnx.split(model.layers)
+
+    @jax.checkpoint
+    def layer(x: jax.Array, scanned: tuple[nnx.State, LayerPlan, jax.Array]) -> tuple[jax.Array, None]:
+        weights, row, open_ = scanned
+        block = nnx.merge(graph, weights)
+        q, k, v = block.attention.qkv(block.attention_input(x), row, context)
+        full, windowed = (
+            attend(q, k, v, spec, block.attention.per_head(), context.packing)[0]
+            for spec in (full_spec, context.spec)
+        )
+        open_ = jnp.repeat(open_, q.shape[2] // k.shape[2])[:, None].astype(q.dtype)  # [H, 1]
+        mixed = windowed + open_ * (full - windowed)
+        return block.after_attention(x, block.attention.output(mixed))[0], None
+
+    x, _ = jax.lax.scan(layer, model.embed(batch.tokens), (layers, plan, gates))
+    hidden = jnp.take_along_axis(model.norm(x), batch.queries[:, :, None], axis=1)  # [B, A, d]
+    return answer_loss(model, hidden, batch)[0]
