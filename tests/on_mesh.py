@@ -22,7 +22,7 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.experts import MixtureOfExperts
 from swa_jax.model.lora import trained_and_frozen, with_lora
-from swa_jax.model.loss import token_loss
+from swa_jax.model.loss import Teacher, token_loss
 from swa_jax.model.mesh_attention import attention_on_mesh
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sequence_order import in_row_order, zigzag
@@ -159,9 +159,15 @@ def check_small() -> None:
     head = jnp.asarray(rng.normal(size=(8, 32)), jnp.float32)
     targets = jnp.asarray(rng.integers(32, size=(2, LENGTH)))
 
+    # Tokens of every part of the vocabulary, and less than all of the probability.
+    likely = jnp.asarray(rng.permuted(np.tile(np.arange(32), (2, LENGTH, 1)), axis=-1)[..., :5])
+    teacher = Teacher(
+        likely, jnp.asarray(np.log(rng.dirichlet(np.ones(6), (2, LENGTH))[..., :5]), jnp.float32)
+    )
+
     def loss(hidden, head, partition):
-        found = token_loss(hidden, head, targets, jnp.ones((2, LENGTH)), partition=partition)
-        return jnp.sum(found.nll + jnp.square(found.log_z)), found.correct
+        found = token_loss(hidden, head, targets, jnp.ones((2, LENGTH)), teacher=teacher, partition=partition)
+        return jnp.sum(found.nll + jnp.square(found.log_z) + 3 * found.divergence), found.correct
 
     differentiate = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
     assert_close(

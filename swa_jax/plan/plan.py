@@ -113,6 +113,7 @@ def plan(
     }
     if step != "train":
         report["by_position"] = _by_position(traced)
+        report["cache_read_seconds"] = _cache_read_seconds(traced, report["by_position"], target_of(kind)[0])
     held = {name: _local_bytes(tree) for name, tree in traced.held.items()}
     began = time.perf_counter()
     try:
@@ -152,6 +153,16 @@ def _by_position(traced: TracedStep) -> list[dict[str, Any]]:
     routed = ROUTED_SHARE if SWITCH in pattern.layer_types else 1.0
     rows = work_by_position(config, pattern, some_positions(traced.batch["length"]), routed)
     return [row._asdict() for row in rows]
+
+
+def _cache_read_seconds(traced: TracedStep, rows: list[dict[str, Any]], chip: Target) -> float:
+    """How long a chip reads, at the published bandwidth of its memory, what decoding the last token of all sequences
+    reads of the caches in bf16."""
+    config = traced.model.config
+    entry = (
+        config.num_hidden_layers * config.num_key_value_heads * 2 * config.head_dim * 2
+    )  # bytes of a token
+    return traced.batch["rows"] * rows[-1]["kv_tokens_read"] * entry / traced.mesh.size / chip.hbm_bytes
 
 
 def check_stage(config: TrainConfig, stage: int) -> None:

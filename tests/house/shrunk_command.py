@@ -55,6 +55,7 @@ ADDED = {
     "python -m launch.gke": ["--dry-run"],
     "python scripts/compare_training.py swiattn": ["--tiny", "--arms", "swiattn", "swa-cpt"],
     "python scripts/compare_training.py swat": ["--tiny", "--arms", "vanilla 32", "sliding 32"],
+    "python scripts/compare_swaa.py": ["--tiny", "--cells", "2"],
     "python scripts/plant_faults.py": ["--list"],  # hours
     "python scripts/train_chains.py": ["--steps", "1"],
     "python scripts/compare_plants.py": ["--method", "kl", "--placement", "chains"],
