@@ -47,7 +47,21 @@ def test_an_adapter_has_pefts_names_and_orientation(tmp_path):
 HERE = Path(__file__).parent
 GOLDEN = HERE.parent / "golden"
 MODELS = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "config.json").exists())
-NOT_YET = set()  # other configurations of families that are in the table
+# Not looked at by PEFT yet; check_peft.py takes them by --models.
+NOT_YET = {
+    "cohere2-hybrid",
+    "exaone4-hybrid",
+    "llama-bias",
+    "llama-yarn",
+    "llama3-rope",
+    "mellum-moe-hybrid",
+    "mistral-window",
+    "olmo3-hybrid",
+    "phi3-window",
+    "qwen2-hybrid",
+    "qwen3-hybrid",
+    "qwen3-moe-window",
+}
 TABLE = json.loads((HERE / "adapters.json").read_text())
 
 
