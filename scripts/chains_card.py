@@ -103,7 +103,7 @@ def measure(
             examples = chain_examples(
                 tokenizer, cell, num_examples=card.examples, gap=card.window, seed=card.seed
             )
-            rows = max(1, batch_tokens // cell.length)
+            rows = max(1, min(len(examples), batch_tokens // cell.length))
             right = score_answers(model, examples, batch_size=rows, pattern=pattern).exact
             found = accuracy_interval(right)
             measured[key] = {"score": found.mean, "interval": found.interval, "n": len(examples)}

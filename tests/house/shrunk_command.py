@@ -59,6 +59,7 @@ ADDED = {
     "python scripts/plant_faults.py": ["--list"],  # hours
     "python scripts/train_chains.py": ["--steps", "1"],
     "python scripts/compare_plants.py": ["--method", "kl", "--placement", "chains"],
+    "python scripts/chains_card.py": ["--hops", "1", "--rivals", "1", "--lengths", "128"],
     # One small layer; the pattern of qwen3-8b.yaml is for 36.
     "swa-jax compile": [
         "model.num_hidden_layers=1", "model.hidden_size=256", "model.intermediate_size=256", "model.vocab_size=1024",

@@ -94,7 +94,7 @@ def test_a_run_goes_on_and_ends_stages_early(scripts, tiny, monkeypatch):
     assert (early["stage"], early["steps"]) == (2, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_card_of_the_compiled_model(scripts):
     _, card = scripts
     tokenizer = small_tokenizer()
