@@ -118,9 +118,12 @@ def test_nothing_is_taken_for_something_else(model, tokenizer, runs, tmp_path):
         before = runs["answer"]
         answer(model, tokenizer, some, known, **options)
         assert runs["answer"] == before + 1, what
-    before = runs["answer"]
-    answer(model, tokenizer, asked, Samples(tmp_path / "samples.jsonl").under("one"))
+    before, file = runs["answer"], tmp_path / "samples.jsonl"
+    answer(model, tokenizer, asked, Samples(file).under("one"))
     assert runs["answer"] == before
+    file.write_text("\n".join(file.read_text().split("\n")[1:]))  # a row of the first batch is lost
+    answer(model, tokenizer, asked, Samples(file).under("one"))
+    assert runs["answer"] == before + 1
 
 
 def test_the_command_goes_on(model, byte_tokenizer, tmp_path, monkeypatch):
