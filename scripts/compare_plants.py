@@ -57,8 +57,8 @@ def report(cells: list[dict]) -> str:
     names = [name for name in PLACEMENTS if any(c["placement"] == name for c in cells)]
     seeds = sorted({c["seed"] for c in cells})
     lines = [
-        f"Share of the {FULL_HEADS} heads needed that are found, in %: mean [95 % interval] over {len(seeds)} seeds of "
-        "placement, noise, examples and search.",
+        f"Share of the {FULL_HEADS} heads needed that are found, in %: mean [95 % interval] over seeds of "
+        f"placement, noise, examples and search; {len(seeds)} so far.",
         "",
         f"| method | {' | '.join(names)} | placements at {NEAR:.0%} | masks tried |",
         "|---|" + "---|" * (len(names) + 2),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 from typer import Argument, Option
@@ -51,6 +52,12 @@ from swa_jax.cli.select_options import (
 )
 from swa_jax.errors import ConfigError
 from swa_jax.select.method_table import METHODS, Family, Heuristic, StaticMethod, Variant
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from swa_jax.evaluate.examples import Example
+    from swa_jax.model.decoder import Decoder
 
 app = typer.Typer(no_args_is_help=True, help="Choose the layers or KV heads that keep full attention.")
 
@@ -122,6 +129,67 @@ def select_bosch(
         )
 
 
+class _Ranking(NamedTuple):
+    """What heads are ranked by, and how the choice is written."""
+
+    decoder: Decoder
+    examples: Sequence[Example]
+    window: int
+    sinks: int
+    ratio: float
+    said: dict[str, Any]  # for the provenance
+    begun: float
+
+    @property
+    def windowed(self) -> dict[str, int]:
+        return {"sliding_window": self.window, "num_sink_tokens": self.sinks}
+
+    @property
+    def window_holds_all(self) -> bool:
+        return max(len(e.prompt) + len(e.answer) for e in self.examples) <= self.window
+
+    def write(self, out: Path, scores: np.ndarray, method: str, larger_is_local: bool, **more: Any) -> None:
+        from swa_jax.select.heads import head_pattern, window_most_local
+
+        full = window_most_local(scores, self.ratio, larger_is_local=larger_is_local)
+        provenance = {
+            "method": method,
+            "ratio": self.ratio,
+            "windowed_heads": int((~full).sum()),
+            **self.said,
+            **more,
+            "scores": scores.tolist(),
+            "larger_is_local": larger_is_local,
+            "seconds": round(time.monotonic() - self.begun, 1),
+        }
+        write_heads(head_pattern(full, self.window, self.sinks, provenance), full, out, scores)
+
+
+def _ranking(
+    model: Path,
+    out: Path,
+    budget: HeadBudget,
+    examples: Examples,
+    window: int | None,
+    sink_tokens: int | None,
+    dtype: ComputeDtype,
+) -> _Ranking:
+    budget.check()
+    check_out(out)
+    decoder, tokenizer = load_checkpoint(model, dtype)
+    window = decoder.pattern.sliding_window if window is None else window
+    if window is None:
+        raise ConfigError("--window is missing: give it, as the model's own pattern has none")
+    sinks = decoder.pattern.num_sink_tokens if sink_tokens is None else sink_tokens
+    ratio = budget.share(decoder.config, examples.length, window, sinks)
+    drawn, data = examples.draw(tokenizer, decoder.config)
+    said = {"data": data, "num_examples": examples.examples, "seed": examples.seed}
+    return _Ranking(decoder, drawn, window, sinks, ratio, said, time.monotonic())
+
+
+_HOLDS_ALL = "the window of {} keys holds whole prompts, so that every head is local"
+
+
 def select_static(
     model: Model,
     method: Annotated[StaticMethod, Argument(help="Its name is a command, too.")],
@@ -135,41 +203,19 @@ def select_static(
     force: Force = False,
 ) -> None:
     """Rank the KV heads of the unchanged model from local to global, and window the most local ones."""
-    from swa_jax.select.heads import head_pattern, window_most_local
     from swa_jax.select.static import IN_WINDOW, LARGER_IS_LOCAL, static_scores
 
-    budget.check()
-    check_out(out)
-    decoder, tokenizer = load_checkpoint(model, dtype)
-    window = decoder.pattern.sliding_window if window is None else window
-    if window is None:
-        raise ConfigError("--window is missing: give it, as the model's own pattern has none")
-    sinks = decoder.pattern.num_sink_tokens if sink_tokens is None else sink_tokens
-    ratio = budget.share(decoder.config, examples.length, window, sinks)
-    drawn, data = examples.draw(tokenizer, decoder.config)
-    if method in IN_WINDOW and max(len(e.prompt) + len(e.answer) for e in drawn) <= window:
-        means_nothing(f"the window of {window} keys holds whole prompts, so that every head is local", force)
-    start = time.monotonic()
+    ranking = _ranking(model, out, budget, examples, window, sink_tokens, dtype)
+    if method in IN_WINDOW and ranking.window_holds_all:
+        means_nothing(_HOLDS_ALL.format(ranking.window), force)
     with progress_bar("batches") as progress:
         scores = static_scores(
-            decoder, drawn, method, sliding_window=window, num_sink_tokens=sinks, batch_size=batch_size,
+            ranking.decoder, ranking.examples, method, **ranking.windowed, batch_size=batch_size,
             seed=examples.seed, progress=progress,
         )  # fmt: skip
     if (scores == scores[0, 0]).all():
         means_nothing("every head has the same score", force)
-    full = window_most_local(scores, ratio, larger_is_local=LARGER_IS_LOCAL[method])
-    provenance = {
-        "method": method,
-        "ratio": ratio,
-        "windowed_heads": int((~full).sum()),
-        "data": data,
-        "num_examples": examples.examples,
-        "seed": examples.seed,
-        "scores": scores.tolist(),
-        "larger_is_local": LARGER_IS_LOCAL[method],
-        "seconds": round(time.monotonic() - start, 1),
-    }
-    write_heads(head_pattern(full, window, sinks, provenance), full, out, scores)
+    ranking.write(out, scores, method, LARGER_IS_LOCAL[method])
 
 
 def select_gates(
@@ -182,40 +228,20 @@ def select_gates(
     sink_tokens: SinkTokens = None,
     batch_size: BatchSize = 8,
     dtype: ComputeDtype = None,
+    force: Force = False,
 ) -> None:
     """Learned gates: train a number for each KV head that mixes full and window attention; the weights stay."""
     from swa_jax.select.gates import gate_logits
-    from swa_jax.select.heads import head_pattern, window_most_local
 
-    budget.check()
-    check_out(out)
-    decoder, tokenizer = load_checkpoint(model, dtype)
-    window = decoder.pattern.sliding_window if window is None else window
-    if window is None:
-        raise ConfigError("--window is missing: give it, as the model's own pattern has none")
-    sinks = decoder.pattern.num_sink_tokens if sink_tokens is None else sink_tokens
-    ratio = budget.share(decoder.config, examples.length, window, sinks)
-    drawn, data = examples.draw(tokenizer, decoder.config)
-    start = time.monotonic()
+    ranking = _ranking(model, out, budget, examples, window, sink_tokens, dtype)
+    if ranking.window_holds_all:
+        means_nothing(_HOLDS_ALL.format(ranking.window), force)
     with progress_bar("steps") as progress:
         scores = gate_logits(
-            decoder, drawn, full_share=1 - ratio, sliding_window=window, num_sink_tokens=sinks, steps=steps,
+            ranking.decoder, ranking.examples, full_share=1 - ranking.ratio, **ranking.windowed, steps=steps,
             batch_size=batch_size, seed=examples.seed, progress=progress,
         )  # fmt: skip
-    full = window_most_local(scores, ratio, larger_is_local=False)
-    provenance = {
-        "method": "gates",
-        "ratio": ratio,
-        "windowed_heads": int((~full).sum()),
-        "data": data,
-        "num_examples": examples.examples,
-        "seed": examples.seed,
-        "steps": steps,
-        "scores": scores.tolist(),
-        "larger_is_local": False,
-        "seconds": round(time.monotonic() - start, 1),
-    }
-    write_heads(head_pattern(full, window, sinks, provenance), full, out, scores)
+    ranking.write(out, scores, "gates", larger_is_local=False, steps=steps)
 
 
 def select_heuristic(

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 from tokenizers import AddedToken
 
 from swa_jax.data.haystack import ADJECTIVES, NOUNS, Haystack, TextTokenizer, library_files, read_text
-from swa_jax.data.lessons import ENDLESS, write_tokenizer
+from swa_jax.data.lessons import ENDLESS, sample, write_tokenizer
 from swa_jax.data.tokenizer import END_OF_TEXT, Tokenizer, train_byte_bpe
 from swa_jax.errors import ConfigError
 
@@ -190,7 +190,7 @@ class Chains:
             tokens += noise[start:place] + drawn.statement(*statement)
             start = place
         tokens += noise[start:] + asked
-        return _item(tokens, [0.0] * (self.length - len(asked)) + weights)
+        return sample(tokens, [0.0] * (self.length - len(asked)) + weights)
 
     def _questions(
         self, rng: np.random.Generator, drawn: Drawn, room: int
@@ -237,15 +237,7 @@ class Passages:
         rng = np.random.default_rng([self.seed, index])
         period = int(rng.integers(4, self.length // 2 + 1))
         tokens = np.resize(rng.choice(self.words, period), self.length).tolist()
-        return _item(tokens, [0.0] * period + [1.0] * (self.length - period))
-
-
-def _item(tokens: Sequence[int], weights: Sequence[float]) -> dict[str, np.ndarray]:
-    return {
-        "tokens": np.array(tokens, np.int32),
-        "segment_ids": np.ones(len(tokens), np.int32),
-        "weights": np.array(weights, np.float32),
-    }
+        return sample(tokens, [0.0] * period + [1.0] * (self.length - period))
 
 
 if __name__ == "__main__":

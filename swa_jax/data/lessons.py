@@ -10,6 +10,7 @@ out what can be known: an answer's digits count most, the digits inside a needle
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +89,7 @@ class Needles:
         weights = (
             insert_needles([self.text_weight] * room, [weights for _, weights in needles], places) + asked[1]
         )
-        return _sample(tokens, weights)
+        return sample(tokens, weights)
 
     def _needle(self, key: str, value: str) -> Weighted:
         return self._weighted(NEEDLE.format(key=key, value=value), value, 0.0, self.text_weight)
@@ -137,7 +138,7 @@ class Dictionary:
             for line in (lines[i] for i in order):
                 tokens += line
                 weights += [0.0] * (len(line) - VALUE_DIGITS) + [self.digit_weight] * VALUE_DIGITS
-        return _sample(tokens[: self.length], weights[: self.length])
+        return sample(tokens[: self.length], weights[: self.length])
 
 
 class Repeats:
@@ -163,7 +164,7 @@ class Repeats:
         else:
             passage = self.haystack.draw(rng, period)
         tokens = np.resize(passage, self.length).tolist()
-        return _sample(tokens, [0.0] * period + [1.0] * (self.length - period))
+        return sample(tokens, [0.0] * period + [1.0] * (self.length - period))
 
 
 def train_recall_tokenizer(vocab_size: int = VOCAB_SIZE) -> Tokenizer:
@@ -195,7 +196,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         write_text(folder / name, text)
 
 
-def _sample(tokens: list[int], weights: list[float]) -> dict[str, np.ndarray]:
+def sample(tokens: Sequence[int], weights: Sequence[float]) -> dict[str, np.ndarray]:
+    """One row of one document: tokens, segment ids and weights, each [T]."""
     return {
         "tokens": np.array(tokens, np.int32),
         "segment_ids": np.ones(len(tokens), np.int32),

@@ -7,7 +7,9 @@ known whole is not computed again, and the numbers are those of an evaluation th
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,13 +39,15 @@ class Samples:
 
     def under(self, context: Any) -> Samples:
         """The same file for another model, pattern or setting, all of which `context`, a JSON value, tells apart."""
-        other = Samples()
-        other._file, other._known, other._context = self._file, self._known, context
+        other = copy.copy(self)
+        other._context = context
         return other
 
     def find(self, kind: str, examples: Sequence[Example], settings: Any) -> list[dict[str, Any]] | None:
         """The records of a batch, one for each example; None where one of them is missing."""
-        known = self._known.get(self._batch(kind, examples, settings), {}) if self._file is not None else {}
+        if self._file is None:
+            return None
+        known = self._known.get(self._batch(kind, examples, settings), {})
         return [known[row] for row in range(len(examples))] if len(known) == len(examples) else None
 
     def add(
@@ -60,7 +64,7 @@ class Samples:
         ]
         self._known[batch] = dict(enumerate(lines))
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        whole = not self._file.exists() or self._file.read_bytes()[-1:] in (b"", b"\n")
+        whole = _ends_a_line(self._file)
         with self._file.open("a", encoding="utf-8") as stream:
             # The end of a line that a kill has cut off must not be taken for the beginning of this one.
             stream.write("" if whole else "\n")
@@ -69,6 +73,14 @@ class Samples:
     def _batch(self, kind: str, examples: Sequence[Example], settings: Any) -> str:
         rows = [[list(map(int, e.prompt)), list(map(int, e.answer)), e.references] for e in examples]
         return sum_of_json([kind, self._context, settings, rows])[:32]
+
+
+def _ends_a_line(file: Path) -> bool:
+    if not file.exists() or not file.stat().st_size:
+        return True
+    with file.open("rb") as stream:
+        stream.seek(-1, os.SEEK_END)
+        return stream.read() == b"\n"
 
 
 NO_SAMPLES = Samples()  # keeps nothing

@@ -66,7 +66,7 @@ IN_WINDOW: tuple[StaticMethod, ...] = (
     "fisher-text",
     "kl",
     "kl-layers",
-)  # 1 for all heads where the window holds everything
+)  # the same for all heads where the window holds everything
 OF_THE_PAPER: tuple[StaticMethod, ...] = ("dcam", "apl", "proxy", "qada", "razor", "fisher")
 PROXY_BLOCK, PROXY_MASS = 64, 0.9
 QADA_BUFFER = 64

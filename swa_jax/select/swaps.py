@@ -34,7 +34,7 @@ def swap_search(
     Each start may look at an equal share of the budget, and what the starts before it left.
 
     Args:
-      score: of bits [n] bool with any number of ones, True = full. The same bits may be asked for again, free.
+      score: of bits [n] bool with any number of ones, True = full. No bits are asked for twice.
       start: [n] bool, such as what BOSCH's third stage chose.
       budget: different candidates, at least 1. A search that finds no better swap ends before.
     """
@@ -53,7 +53,7 @@ def swap_search(
         return counted
 
     limited(budget)(start)
-    drawn = [with_ones(~start & False, ones, rng.permutation(start.size)) for _ in range(random_starts)]
+    drawn = [with_ones(np.zeros_like(start), ones, rng.permutation(start.size)) for _ in range(random_starts)]
     begins = [start, None, *drawn]
     for number, begin in enumerate(begins, start=1):
         share = limited(max(1, budget * number // len(begins)))
@@ -107,5 +107,5 @@ def _ranked(score: ScoreBits, bits: np.ndarray, heads: np.ndarray) -> np.ndarray
 
 def _pairs(out: np.ndarray, into: np.ndarray) -> Sequence[tuple[int, int]]:
     """(head to window, head to make full), the best ranked first."""
-    ranks = [(a, b) for a in range(len(out)) for b in range(len(into)) if a + b < DEPTH]
+    ranks = [(a, b) for a in range(len(out[:DEPTH])) for b in range(len(into[:DEPTH])) if a + b < DEPTH]
     return [(int(out[a]), int(into[b])) for a, b in sorted(ranks, key=sum)]

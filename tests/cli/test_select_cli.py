@@ -82,7 +82,7 @@ def refused_unless_forced(method, folder, *options):
     assert AttentionPattern.from_json(out).num_layers == LAYERS
 
 
-@pytest.mark.parametrize("method", ["dcam", "qada", "fisher"])
+@pytest.mark.parametrize("method", ["dcam", "qada", "fisher", "kl", "gates"])
 def test_heads_are_not_ranked_by_a_window_that_holds_everything(planted, tmp_path, method):
     refused_unless_forced(method, tmp_path, "--ratio", 0.5)
 

@@ -29,7 +29,7 @@ PAGES = [
 PROGRAMS = ("swa-jax", "python", "make", "pip")
 FEWER_TURNS = {"for seed in 0 1 2;": "for seed in 0;", "--seeds 0 1 2": "--seeds 0"}
 # By the time on two idle cores: pages of more than a few seconds, and of more than a minute.
-SLOW = ("docs/data.md", "docs/importing.md")
+SLOW = ("docs/chains.md", "docs/data.md", "docs/importing.md")
 LONG = (
     "README.md",
     "swa_jax/recall/README.md",
