@@ -1,6 +1,7 @@
-"""No long functions and no long files, in what is shipped and in scripts."""
+"""No long functions and no long files, in what is shipped and in scripts; no two tests of one name."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,9 @@ def test_functions_and_files_are_short():
 )
 def test_what_is_too_long(text, expected):
     assert too_long("a.py", text) == expected
+
+
+def test_no_two_test_files_have_one_name():
+    """pytest refuses the second of them, but only where one process collects both."""
+    names = Counter(file.name for file in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
