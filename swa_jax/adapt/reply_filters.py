@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from swa_jax.data.reply_text import after_thinking
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate.judges import find_judge
 from swa_jax.settings import nearest
@@ -16,7 +17,6 @@ from swa_jax.settings import nearest
 Filter = Callable[[dict[str, Any], dict[str, Any], str], bool]
 
 KINDS = ("none", "exact", "contains", "judge", "program")
-END_OF_THINKING = "</think>"
 RIGHT = 0.5  # a judge's verdict from which on a reply is kept
 
 
@@ -62,7 +62,7 @@ def check_records(text: str, answer_field: str, records: Sequence[dict[str, Any]
 
 def final_answer(text: str) -> str:
     """What a reply says after its thinking, without blanks around it."""
-    return text.rpartition(END_OF_THINKING)[2].strip()
+    return after_thinking(text).strip()
 
 
 def _answers(record: dict[str, Any], field: str, where: str) -> list[str]:

@@ -16,6 +16,7 @@ from swa_jax.cli.generate_options import (
     Samples,
     Slots,
     Temperature,
+    Thinking,
     TopK,
     TopP,
     WithTemplate,
@@ -47,15 +48,6 @@ Out = Annotated[
     Option(
         help="A new file for the data. The same command goes on after an interruption.",
         rich_help_panel=OUTPUT,
-    ),
-]
-Thinking = Annotated[
-    bool | None,
-    Option(
-        "--thinking/--no-thinking",
-        help="Whether the model thinks first, if its chat template can switch that.",
-        show_default=False,
-        rich_help_panel=PROMPTS,
     ),
 ]
 Keep = Annotated[

@@ -56,6 +56,15 @@ Samples = Annotated[
 WithTemplate = Annotated[
     bool, Option("--chat", help="Put each prompt into the model's chat template.", rich_help_panel=PROMPTS)
 ]
+Thinking = Annotated[
+    bool | None,
+    Option(
+        "--thinking/--no-thinking",
+        help="Whether the model thinks first, if its chat template can switch that.",
+        show_default=False,
+        rich_help_panel=PROMPTS,
+    ),
+]
 ReplyPath = Annotated[
     Path | None,
     Option(

@@ -19,6 +19,7 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.recipes import DEFAULT_WINDOW
 
 if TYPE_CHECKING:
+    from swa_jax.data.chat import Wrap
     from swa_jax.data.tokenizer import Tokenizer
     from swa_jax.evaluate import Example
     from swa_jax.model.decoder import Decoder
@@ -261,7 +262,14 @@ def parse_mesh(text: str) -> Partition:
 
 
 def draw_needles(
-    tokenizer: Tokenizer, count: int, length: int, keys: int, haystack: Path | None, depths: Any, seed: int
+    tokenizer: Tokenizer,
+    count: int,
+    length: int,
+    keys: int,
+    haystack: Path | None,
+    depths: Any,
+    seed: int,
+    wrap: str | Wrap = "{prompt}",
 ) -> list[Example]:
     from swa_jax.evaluate import needle_examples
 
@@ -272,6 +280,7 @@ def draw_needles(
         num_keys=keys,
         depths=depths,
         haystack=None if haystack is None else text_files(haystack),
+        wrap=wrap,
         seed=seed,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ from swa_jax.files import read_json
 TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 THINKING = "enable_thinking"  # what Qwen3's template and others call it
+PROMPT = "{prompt}"  # where the question stands in a text around it
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -113,22 +115,8 @@ def prompt_tokens(
       ConfigError: the folder has no template, though one is wanted; it refuses a prompt; or it cannot switch thinking.
     """
     wanted = chat or any(prompt.messages is not None for prompt in prompts)
-    template = load_chat_template(folder) if wanted else None
-    if wanted and template is None:
-        raise ConfigError(
-            f"{folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): give "
-            "prompts as plain text"
-        )
-    if thinking is not None and (template is None or not template.reads(THINKING)):
-        raise ConfigError(
-            "thinking cannot be switched on or off: "
-            + (
-                "it is the chat template that does so, and none is used; add --chat"
-                if template is None
-                else f"the chat template of {folder} does not read '{THINKING}'"
-            )
-        )
-    options = {} if thinking is None else {THINKING: thinking}
+    template = _wanted_template(folder) if wanted else None
+    options = _thinking_options(folder, template, thinking)
 
     def encode(prompt: Prompt) -> list[int]:
         if template is None or (prompt.messages is None and not chat):
@@ -138,6 +126,99 @@ def prompt_tokens(
         return chat_tokens(tokenizer, template, messages, **options)
 
     return [encode(prompt) for prompt in prompts]
+
+
+@dataclass(frozen=True)
+class Wrap:
+    """What stands around a question, as a chat model wants it.
+
+    Attributes:
+      start_tokens: the tokenizer's start tokens come first; a chat template writes them itself, where there are any.
+      strips: blanks at the ends of the question are left out.
+    """
+
+    before: str = ""
+    after: str = ""
+    start_tokens: bool = True
+    strips: bool = False
+
+    @classmethod
+    def of(cls, text: str | Wrap) -> Wrap:
+        """From a text that holds {prompt} once. Raises `ConfigError` if it does not."""
+        if isinstance(text, Wrap):
+            return text
+        if text.count(PROMPT) != 1:
+            raise ConfigError(f"the template around a prompt must hold {PROMPT} exactly once")
+        before, _, after = text.partition(PROMPT)
+        return cls(before, after)
+
+    def opening(self, tokenizer: Any) -> list[int]:
+        """The start tokens before the text, if any."""
+        return list(getattr(tokenizer, "start_ids", [])) if self.start_tokens else []
+
+    def inside(self, question: str) -> str:
+        """The question as it stands between `before` and `after`."""
+        return question.strip() if self.strips else question
+
+    def around(self, question: str, prefix: str = "") -> str:
+        """The whole text; `prefix`, the beginning of the answer, loses its first blanks behind a template's end."""
+        return self.before + self.inside(question) + self.after + self.begun(prefix)
+
+    def begun(self, answer: str) -> str:
+        """An answer, or its beginning, as it follows the text."""
+        return answer.lstrip() if self.after else answer
+
+
+def chat_wrap(folder: str | Path, thinking: bool | None = None) -> Wrap:
+    """The chat template of a model's folder around a question of the user.
+
+    Args:
+      thinking: as of `prompt_tokens`.
+
+    Raises:
+      ConfigError: the folder has no template, or one that cannot switch thinking or does not repeat a question once.
+    """
+    template = _wanted_template(folder)
+    options = _thinking_options(folder, template, thinking)
+    plain, spaced = (
+        template.render([{"role": "user", "content": content}], **options)
+        for content in (PROMPT, f"\n{PROMPT}\n")
+    )
+    if plain.count(PROMPT) != 1:
+        raise ConfigError(
+            f"the chat template of {folder} does not write a question exactly once: name a file that holds {PROMPT} "
+            "with --template"
+        )
+    before, _, after = plain.partition(PROMPT)
+    return Wrap(before, after, start_tokens=False, strips=plain == spaced)
+
+
+def _wanted_template(folder: str | Path) -> ChatTemplate:
+    template = load_chat_template(folder)
+    if template is None:
+        raise ConfigError(
+            f"{folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): give "
+            "prompts as plain text"
+        )
+    return template
+
+
+def _thinking_options(
+    folder: str | Path, template: ChatTemplate | None, thinking: bool | None
+) -> dict[str, bool]:
+    """The template's options that switch thinking. Raises `ConfigError` if there is no such switch."""
+    if thinking is None:
+        return {}
+    if template is None or not template.reads(THINKING):
+        raise ConfigError(
+            "thinking cannot be switched on or off: "
+            + (
+                "it is the chat template that does so, and none is used; add --chat"
+                if template is None
+                else f"the chat template of {folder} does not read '{THINKING}'"
+            )
+        )
+    return {THINKING: thinking}
 
 
 def _text_of(token: Any) -> str | None:

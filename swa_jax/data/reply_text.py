@@ -9,6 +9,20 @@ from tokenizers.decoders import DecodeStream
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import ConfigError
 
+BEGIN_OF_THINKING, END_OF_THINKING = "<think>", "</think>"
+
+
+def after_thinking(text: str, begun: bool = False) -> str:
+    """What a reply says after its thinking; nothing where the thinking has no end.
+
+    Args:
+      begun: the prompt ends inside the thinking, so that the reply does not show where it begins.
+    """
+    _, end, answer = text.rpartition(END_OF_THINKING)
+    if end:
+        return answer
+    return "" if begun or text.lstrip().startswith(BEGIN_OF_THINKING) else text
+
 
 class ReplyText:
     """What of one reply may be shown.

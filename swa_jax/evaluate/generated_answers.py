@@ -13,7 +13,7 @@ import numpy as np
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
-from swa_jax.evaluate.ruler import string_match_all
+from swa_jax.evaluate.ruler import Score, string_match_all
 from swa_jax.evaluate.samples import NO_SAMPLES, Samples
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import NOTHING, decode, prefill, prepare
@@ -24,7 +24,9 @@ class Answers:
     """Generated answers to N examples, in batches of `batch_size`. Times exclude compilation."""
 
     texts: list[str]
-    scores: np.ndarray  # [N] f64: the share of each example's references found in its text
+    scores: (
+        np.ndarray
+    )  # [N] f64, from 0 to 1; as a rule the share of each example's references found in its text
     batch_size: int
     max_length: int  # T_max of the caches, tokens
     prefill_seconds: float  # a prompt: of a batch, divided by its size
@@ -55,6 +57,7 @@ def generate_answers(
     batch_size: int = 16,
     timed: bool = True,
     stop_tokens: Sequence[int] = (),
+    score: Score = string_match_all,
     samples: Samples = NO_SAMPLES,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Answers:
@@ -72,7 +75,9 @@ def generate_answers(
     batch_size = min(batch_size, len(examples))
     longest = max((e.prompt for e in examples), key=len)
     max_length = prepare(model, [longest], max_new_tokens).max_length
-    settings = [batch_size, max_new_tokens, max_length, list(map(int, stop_tokens))]
+    settings: list[Any] = [batch_size, max_new_tokens, max_length, list(map(int, stop_tokens))]
+    if score is not string_match_all:
+        settings.append(getattr(score, "__name__", ""))
     runs: list[_Run] = []
     records: list[dict[str, Any]] = []
     for i in range(0, len(examples), batch_size):
@@ -80,7 +85,7 @@ def generate_answers(
         known = samples.find("answer", batch, settings)
         if known is None:
             runs.append(_run_batch(model, batch, batch_size, max_new_tokens, max_length, stop_tokens))
-            known = _records(tokenizer, batch, runs[-1], batch_size)
+            known = _records(tokenizer, batch, runs[-1], batch_size, score)
             samples.add("answer", batch, settings, known)
         records += known
         advance(len(batch))
@@ -106,14 +111,14 @@ def generate_answers(
 
 
 def _records(
-    tokenizer: Tokenizer, examples: Sequence[Example], run: _Run, batch_size: int
+    tokenizer: Tokenizer, examples: Sequence[Example], run: _Run, batch_size: int, score: Score
 ) -> list[dict[str, Any]]:
     """What is kept of each example of a batch."""
     texts = [tokenizer.decode(row[row != NOTHING].tolist()) for row in run.new]
     return [
         {
             "answer": text,
-            "score": string_match_all(text, example.references),
+            "score": score(text, example.references),
             "kv_cache_bytes": run.cache_bytes // batch_size,
         }
         for text, example in zip(texts, examples, strict=True)

@@ -9,8 +9,8 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from swa_jax.errors import ConfigError
 
@@ -18,17 +18,59 @@ from swa_jax.errors import ConfigError
 Judge = Callable[[Sequence[dict[str, Any]]], list[float]]
 
 TRIES = 4  # requests an endpoint may refuse or lose, with pauses of 1, 2, 4 seconds between them
-PROMPT = """A question was asked about past conversations. Decide whether the answer given is right.
+PROMPT = """Judge whether the answer given to a question is right.
 
 Question ({type}): {question}
-{expected}: {reference}
+{reference_is}: {reference}
 Answer given: {answer}
 
-The answer is right if it says the same as what is expected, in whatever words, and nothing that contradicts it. {note}
+{rule}
 Reply with the one word yes or no."""
-UNANSWERABLE = (
-    "The conversations do not tell: right is an answer that says so, or asks back, and invents nothing."
+
+
+class Rule(NamedTuple):
+    """What a judge goes by. The wordings are ours; what they say of LongMemEval's types is its paper's."""
+
+    reference_is: str
+    text: str
+
+
+SAME = (
+    "The answer is right if it says the same as the expected answer, in whatever words, or has all steps that lead "
+    "to it. It is wrong if it has only a part of what the expected answer says"
 )
+RULE = Rule("Expected answer", f"{SAME}, or something that contradicts it.")
+# Of LongMemEval (arXiv:2410.10813), by the type of the question.
+RULES: Mapping[str, Rule] = {
+    "temporal-reasoning": Rule(
+        "Expected answer",
+        f"{SAME}. Where a number of days, weeks, months or the like is asked for, a number that is one more or one "
+        "less than the expected one is right too.",
+    ),
+    "knowledge-update": Rule(
+        "Expected answer",
+        "The answer is right if it gives the expected answer, which is the newest. It may tell beside it what was true "
+        "before. It is wrong if it gives only what was true before, or takes that for the newest.",
+    ),
+    "single-session-preference": Rule(
+        "What a good answer does",
+        "There is no single right answer. The answer is right if it remembers what the user has told about themselves "
+        "and makes correct use of it, as described above. It need not do everything that is described.",
+    ),
+    "problem": Rule(
+        "Expected answer", "The answer is right if the result that it ends with is the expected one."
+    ),
+}
+UNANSWERABLE = Rule(
+    "Why it cannot be answered",
+    "The question cannot be answered. The answer is right if it says so, says what is missing, or says that only "
+    "something else is known. It is wrong if it answers the question all the same.",
+)
+
+
+def rule_of(answer: Mapping[str, Any]) -> Rule:
+    """What an answer is judged by."""
+    return UNANSWERABLE if answer.get("unanswerable") else RULES.get(str(answer.get("type", "")), RULE)
 
 
 def find_judge(judge: str) -> Judge:
@@ -84,21 +126,23 @@ def endpoint_judge(url: str, model: str, timeout: float = 120.0) -> Judge:
 
 
 def _prompt(answer: dict[str, Any]) -> str:
-    lost = answer.get("unanswerable", False)
+    rule = rule_of(answer)
     return PROMPT.format(
         type=answer.get("type", ""),
         question=answer.get("question", ""),
-        expected="Why it cannot be answered" if lost else "Expected",
+        reference_is=rule.reference_is,
         reference=answer.get("reference", ""),
         answer=answer["answer"],
-        note=UNANSWERABLE if lost else "",
+        rule=rule.text,
     )
 
 
 def command_judge(command: str) -> Judge:
-    """A judge that is a program: JSON lines in (type, question, reference, unanswerable, answer), a verdict a line out.
+    """A judge that is a program: JSON lines in, a verdict a line out.
 
-    A verdict is `yes`, `no`, or a number from 0 to 1. The program runs once for all answers, without a shell.
+    A line has type, question, reference, unanswerable and answer, and what a chat model is told beside them:
+    `reference_is`, what the reference stands for, and `rule`, when an answer is right. A verdict is `yes`, `no`, or a
+    number from 0 to 1. The program runs once for all answers, without a shell.
 
     Raises:
       ConfigError: when it judges: the program fails, or does not give one verdict for each answer.
@@ -108,7 +152,8 @@ def command_judge(command: str) -> Judge:
         raise ConfigError("the judge's command is empty")
 
     def judge(answers: Sequence[dict[str, Any]]) -> list[float]:
-        lines = "".join(json.dumps(answer) + "\n" for answer in answers)
+        rules = [{"reference_is": rule.reference_is, "rule": rule.text} for rule in map(rule_of, answers)]
+        lines = "".join(json.dumps({**a, **rule}) + "\n" for a, rule in zip(answers, rules, strict=True))
         try:
             ran = subprocess.run(words, input=lines, capture_output=True, text=True, check=False)
         except OSError as error:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from swa_jax.data import haystack
+from swa_jax.data.chat import Wrap
 from swa_jax.data.haystack import (
     ANSWER,
     NEEDLE,
@@ -46,6 +47,7 @@ def needle_examples(
     num_keys: int = 1,
     depths: Depths = None,
     haystack: Haystack | str | Iterable[str | Path] | None = None,
+    wrap: str | Wrap = "{prompt}",
     seed: int = 0,
 ) -> list[Example]:
     """Needle examples whose prompt and answer together have exactly `length` tokens.
@@ -59,6 +61,7 @@ def needle_examples(
         it from that range, and any other sequence is used in turn (example i has `depths[i % len(depths)]`).
       haystack: a `Haystack`, a text, or the paths of text files. None is the held-out files of the standard library.
         Each example reads from places that are drawn for it.
+      wrap: what a chat model wants around the haystack and the question: a text that holds `{prompt}`, or a `Wrap`.
       seed: the seed of a NumPy generator. Equal arguments give equal examples.
 
     Raises:
@@ -67,7 +70,7 @@ def needle_examples(
     rng = np.random.default_rng(seed)
     hay = haystack if isinstance(haystack, Haystack) else Haystack(tokenizer, haystack)
     return [
-        _one_example(tokenizer, rng, hay, length, num_keys, depth)
+        _one_example(tokenizer, rng, hay, length, num_keys, depth, Wrap.of(wrap))
         for depth in _draw_depths(rng, depths, num_examples)
     ]
 
@@ -90,15 +93,17 @@ def _one_example(
     length: int,
     num_keys: int,
     depth: float,
+    wrap: Wrap,
 ) -> Example:
     keys = draw_keys(rng, num_keys)
     values = [draw_value(rng) for _ in keys]
     needles = [tokenizer.encode(NEEDLE.format(key=k, value=v)) for k, v in zip(keys, values, strict=True)]
     target, distractors = needles[0], needles[1:]
-    question = tokenizer.encode(QUESTION.format(key=keys[0]))
-    answer = tokenizer.encode(ANSWER.format(key=keys[0], value=values[0]))
+    question = tokenizer.encode(QUESTION.format(key=keys[0]) + wrap.after)
+    answer = tokenizer.encode(wrap.begun(ANSWER.format(key=keys[0], value=values[0])))
 
-    opening = list(getattr(tokenizer, "start_ids", []))  # a <bos>, where the model expects one
+    # A <bos>, where the model expects one, and what stands before the haystack.
+    opening = [*wrap.opening(tokenizer), *tokenizer.encode(wrap.before)]
 
     needed = len(opening) + sum(map(len, needles)) + len(question) + len(answer)
     if length < needed:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from swa_jax.data.chat import Wrap
+from swa_jax.data.reply_text import BEGIN_OF_THINKING, END_OF_THINKING, after_thinking
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.estimates import mean_of_groups
@@ -23,7 +25,9 @@ class GroupScore:
     """The mean score of a group's questions, from 0 to 1."""
 
     benchmark: str
-    group: str  # "mean": over the groups, each counting the same, as LongBench averages; "all": over all questions
+    # "mean": over the groups, each counting the same, as LongBench averages; "all": over all questions; or one of the
+    # sets of `Question.also`, whose questions count in their groups as well.
+    group: str
     score: float | None  # None: none of its questions was asked
     interval: (
         list[float] | None
@@ -40,7 +44,7 @@ def score_questions(
     *,
     max_length: int,
     cut_middle: bool = False,
-    wrap: str = "{prompt}",
+    wrap: str | Wrap = "{prompt}",
     judge: Judge | None = None,
     keep: Callable[[list[dict[str, Any]]], None] = lambda _: None,
     batch_size: int = 8,
@@ -53,13 +57,14 @@ def score_questions(
     both are counted in the scores, and neither happens unsaid. `keep` gets the records before the judge is asked,
     whose scores are then None, so that a judge that fails does not cost the answers. Answers that `samples` knows are
     not generated again, and the others are kept there. `advance` is called with how many more questions are answered or
-    left out.
+    left out. What a model thinks first (`<think>` to `</think>`) is in the records, and does not count.
 
     Raises:
       ConfigError: a judge is needed and not given, or no question fits.
     """
     if judge is None and any(question.score is None for question in questions):
         raise ConfigError("these questions have no metric of their own: name a judge's command with --judge")
+    wrap = Wrap.of(wrap)
     asked: list[tuple[Question, list[int], bool]] = []
     for question in questions:
         tokens, cut = _prompt_tokens(tokenizer, question, max_length, cut_middle, wrap)
@@ -70,8 +75,44 @@ def score_questions(
             f"none of the {len(questions)} prompts fits max_length = {max_length}: raise it, or cut them in the middle"
         )
     advance(len(questions) - len(asked))
+    texts = _texts(model, tokenizer, asked, batch_size, samples, advance)
+    begun = wrap.after.rfind(BEGIN_OF_THINKING) > wrap.after.rfind(END_OF_THINKING)
+    finals = [
+        after_thinking(text, begun and question.chat)
+        for (question, *_), text in zip(asked, texts, strict=True)
+    ]
+    records: list[dict[str, Any]] = [
+        {
+            "benchmark": question.benchmark,
+            "group": question.group,
+            "also": list(question.also),
+            "prompt_tokens": len(tokens),
+            "cut": cut,
+            "answer": text,
+            "references": question.references,
+            "score": _metric(question, final),
+        }
+        for (question, tokens, cut), text, final in zip(asked, texts, finals, strict=True)
+    ]
+    keep(records)
+    judged = [i for i, record in enumerate(records) if record["score"] is None]
+    if judged and judge is not None:
+        told = [{**(asked[i][0].judged or {}), "answer": finals[i]} for i in judged]
+        for i, verdict in zip(judged, judge(told), strict=True):
+            records[i]["score"] = verdict
+    return _by_group(questions, records), records
+
+
+def _texts(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    asked: Sequence[tuple[Question, list[int], bool]],
+    batch_size: int,
+    samples: Samples,
+    advance: Callable[[int], None],
+) -> list[str]:
+    """The answers, generated in batches of prompts that are about as long."""
     texts: list[str] = [""] * len(asked)
-    stop = tokenizer.end_ids
     for new in sorted({question.max_new_tokens for question, _, _ in asked}):
         some = [i for i, (question, _, _) in enumerate(asked) if question.max_new_tokens == new]
         some.sort(key=lambda i: len(asked[i][1]))
@@ -85,44 +126,26 @@ def score_questions(
                 max_new_tokens=new,
                 batch_size=batch_size,
                 timed=False,
-                stop_tokens=stop,
+                stop_tokens=tokenizer.end_ids,
                 samples=samples,
                 advance=advance,
             )
             for i, text in zip(batch, answers.texts, strict=True):
                 texts[i] = text
-    records: list[dict[str, Any]] = [
-        {
-            "benchmark": question.benchmark,
-            "group": question.group,
-            "prompt_tokens": len(tokens),
-            "cut": cut,
-            "answer": text,
-            "references": question.references,
-            "score": _metric(question, text),
-        }
-        for (question, tokens, cut), text in zip(asked, texts, strict=True)
-    ]
-    keep(records)
-    judged = [i for i, record in enumerate(records) if record["score"] is None]
-    if judged and judge is not None:
-        told = [{**(asked[i][0].judged or {}), "answer": texts[i]} for i in judged]
-        for i, verdict in zip(judged, judge(told), strict=True):
-            records[i]["score"] = verdict
-    return _by_group(questions, records), records
+    return texts
 
 
 def _prompt_tokens(
-    tokenizer: Tokenizer, question: Question, max_length: int, cut_middle: bool, wrap: str
+    tokenizer: Tokenizer, question: Question, max_length: int, cut_middle: bool, wrap: str | Wrap
 ) -> tuple[list[int], bool]:
     """The prompt's tokens, and whether they were cut; none if they do not fit."""
-    before, _, after = (wrap if question.chat else "{prompt}").partition("{prompt}")
-    start = tokenizer.start_ids + tokenizer.encode(before)
-    body, end = tokenizer.encode(question.prompt), tokenizer.encode(after)
+    wrap = Wrap.of(wrap) if question.chat else Wrap()
+    opening = wrap.opening(tokenizer)
+    start = opening + tokenizer.encode(wrap.before)
+    body, end = tokenizer.encode(wrap.inside(question.prompt)), tokenizer.encode(wrap.after)
     room = max_length - question.max_new_tokens - len(start) - len(end)
     if len(body) <= room:
-        whole = tokenizer.start_ids + tokenizer.encode(before + question.prompt + after)
-        return whole, False
+        return opening + tokenizer.encode(wrap.around(question.prompt)), False
     if not cut_middle or room < 2:
         return [], False
     head = room // 2
@@ -147,6 +170,9 @@ def _by_group(questions: Sequence[Question], records: Sequence[dict[str, Any]]) 
             rows.append(_row(benchmark, group, [mine], of_it.count(group)))
         if len(by_group) > 1:
             rows.append(_row(benchmark, "mean", list(by_group.values()), len(of_it)))
+        marks = [mark for question in questions if question.benchmark == benchmark for mark in question.also]
+        for mark in dict.fromkeys(marks):
+            rows.append(_row(benchmark, mark, [[r for r in asked if mark in r["also"]]], marks.count(mark)))
         rows.append(_row(benchmark, "all", [asked], len(of_it)))
     return rows
 

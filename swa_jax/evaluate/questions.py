@@ -1,7 +1,7 @@
-"""Questions about long texts from the user's own copies of LongBench, LongBench v2 and LongMemEval.
+"""Questions from the user's own copies of LongBench, LongBench v2, LongMemEval and of files like GSM8K.
 
 Nothing is fetched. LongBench's prompts are part of its distribution (`dataset2prompt.json`) and are read from there;
-the wordings of LongBench v2 and LongMemEval below are ours, unless the user names a file with another.
+the wordings of the others below are ours, unless the user names a file with another.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate import longbench_metrics as metrics
+from swa_jax.evaluate import numbers
 from swa_jax.files import read_json
 from swa_jax.settings import nearest
 
@@ -34,6 +35,7 @@ class Question:
     judged: dict[str, Any] | None = None  # what the judge is told, beside the answer
     first_line: bool = False  # only the answer's first line counts
     chat: bool = True  # a chat model's template goes around the prompt
+    also: tuple[str, ...] = ()  # sets of questions, across the groups, that are also averaged over
 
 
 # LongBench: tokens of an answer, and the metric. Chinese data sets are not here.
@@ -82,6 +84,15 @@ Today is {question_date}.
 Question: {question}
 Answer:"""
 MEMORY_TOKENS = 512
+ABSTENTION = "abstention"
+
+PROBLEM_PROMPT = """\
+Solve the problem step by step. Write the result, a number, at the very end.
+
+Problem: {question}
+Solution:"""
+PROBLEM_TOKENS = 512
+END_OF_STEPS = "####"  # in GSM8K's answers
 
 
 def longbench(path: Path, prompts: Path) -> list[Question]:
@@ -126,7 +137,9 @@ def longbench(path: Path, prompts: Path) -> list[Question]:
 
 
 def longbench_v2(file: Path, template: str = V2_PROMPT) -> list[Question]:
-    """LongBench v2's multiple choices, grouped by domain. Raises `ConfigError` for a record without the fields."""
+    """LongBench v2's multiple choices, grouped by domain, and also by difficulty and length.
+
+    Raises `ConfigError` for a record without the fields."""
     return [
         Question(
             benchmark="longbench-v2",
@@ -135,6 +148,7 @@ def longbench_v2(file: Path, template: str = V2_PROMPT) -> list[Question]:
             references=[_field(record, "answer", where)],
             max_new_tokens=V2_TOKENS,
             score=metrics.choice,
+            also=tuple(str(record[name]) for name in ("difficulty", "length") if name in record),
         )
         for where, record in _numbered(file)
     ]
@@ -143,7 +157,8 @@ def longbench_v2(file: Path, template: str = V2_PROMPT) -> list[Question]:
 def longmemeval(file: Path, template: str = MEMORY_PROMPT) -> list[Question]:
     """LongMemEval's questions about past conversations, grouped by type; a judge scores them.
 
-    Questions whose id ends in `_abs` have no answer in the conversations; the judge is told.
+    Questions whose id ends in `_abs` have no answer in the conversations; the judge is told. They are part of their
+    groups, and also averaged over apart ("abstention"), as its paper does.
     """
     questions = []
     for where, record in _numbered(file):
@@ -165,6 +180,47 @@ def longmemeval(file: Path, template: str = MEMORY_PROMPT) -> list[Question]:
                 max_new_tokens=MEMORY_TOKENS,
                 score=None,
                 judged=told,
+                also=(ABSTENTION,) if told["unanswerable"] else (),
+            )
+        )
+    return questions
+
+
+def problems(
+    file: Path,
+    *,
+    judged: bool = False,
+    max_new_tokens: int = PROBLEM_TOKENS,
+    template: str = PROBLEM_PROMPT,
+) -> list[Question]:
+    """Problems with a number as answer, such as GSM8K's: JSON lines with `question`, `answer` and maybe `group`.
+
+    What stands behind `####` is the answer, if that mark is there. `type` counts as `group`.
+
+    Args:
+      judged: a judge scores them, of answers of any kind; else the number that an answer ends with must be right.
+
+    Raises:
+      ConfigError: a record without the fields, or, if none judges, without a number in its answer.
+    """
+    questions = []
+    for where, record in _numbered(file):
+        asked = str(_field(record, "question", where))
+        answer = str(_field(record, "answer", where)).rpartition(END_OF_STEPS)[2].strip()
+        if not judged and numbers.last_number(answer) is None:
+            raise ConfigError(
+                f"{where}: the answer '{answer:.40}' has no number to compare with: name a program that judges with "
+                "--judge"
+            )
+        questions.append(
+            Question(
+                benchmark="problems",
+                group=str(record.get("group", record.get("type", file.stem))),
+                prompt=_fill(template, record, where),
+                references=[answer],
+                max_new_tokens=max_new_tokens,
+                score=None if judged else numbers.same_number,
+                judged={"type": "problem", "question": asked, "reference": answer, "unanswerable": False},
             )
         )
     return questions

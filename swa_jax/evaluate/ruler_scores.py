@@ -1,4 +1,4 @@
-"""A model on RULER's needle tasks: every (task, length, depth) generated, scored, and with its intervals."""
+"""A model on RULER's tasks: every (task, length, depth) generated, scored, and with its intervals."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from swa_jax.errors import ConfigError
 from swa_jax.estimates import accuracy_interval, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.generated_answers import generate_answers
-from swa_jax.evaluate.ruler import TOKENS_TO_GENERATE, Cell
+from swa_jax.evaluate.ruler import Cell, Score, ruler_task
 from swa_jax.evaluate.samples import NO_SAMPLES, Samples
 from swa_jax.model.decoder import Decoder
 
 
 @dataclass(frozen=True)
 class RulerScore:
-    """One cell. `score` is the mean of `string_match_all`, from 0 to 1."""
+    """One cell. `score` is the mean of the task's own score (`RulerTask.score`), from 0 to 1."""
 
     task: str
     length: int
@@ -38,15 +38,17 @@ def ruler_scores(
     tokenizer: Tokenizer,
     cells: dict[Cell, list[Example]],
     *,
-    max_new_tokens: int = TOKENS_TO_GENERATE,
+    max_new_tokens: int | None = None,
     batch_size: int = 16,
     samples: Samples = NO_SAMPLES,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[RulerScore]:
-    """Greedy answers to every cell of `ruler_grid`, in its order. Cells of one length share batches.
+    """Greedy answers to every cell of `ruler_grid`, in its order.
+
+    Cells with the same length, score and room for an answer share batches.
 
     Args:
-      max_new_tokens: as the cells were made with; an end-of-text token ends an answer earlier.
+      max_new_tokens: None: as many as each cell was made with. An end-of-text token ends an answer earlier.
       samples: where what is known of the examples is found and kept.
       advance: called with how many more examples are answered.
 
@@ -54,24 +56,26 @@ def ruler_scores(
       ConfigError: a cell was made for fewer new tokens, so that its prompts leave no room for these.
     """
     stop = tokenizer.end_ids
-    by_length: dict[int, list[Cell]] = {}
-    for cell in cells:
-        by_length.setdefault(cell[1], []).append(cell)
-    scores: dict[Cell, np.ndarray] = {}
-    for length, some in by_length.items():
-        examples = [example for cell in some for example in cells[cell]]
-        if any(example.meta["max_new_tokens"] < max_new_tokens for example in examples):
+    alike: dict[tuple[int, int, Score], list[Cell]] = {}
+    for cell, examples in cells.items():
+        room = min(example.meta["max_new_tokens"] for example in examples)
+        if max_new_tokens is not None and room < max_new_tokens:
             raise ConfigError(
-                f"prompts of length {length} leave less than max_new_tokens = {max_new_tokens} for the answer"
+                f"prompts of length {cell[1]} leave less than max_new_tokens = {max_new_tokens} for the answer"
             )
+        new = room if max_new_tokens is None else max_new_tokens
+        alike.setdefault((cell[1], new, ruler_task(cell[0]).score), []).append(cell)
+    scores: dict[Cell, np.ndarray] = {}
+    for (_, new, score), some in alike.items():
         answers = generate_answers(
             model,
             tokenizer,
-            examples,
-            max_new_tokens=max_new_tokens,
+            [example for cell in some for example in cells[cell]],
+            max_new_tokens=new,
             batch_size=batch_size,
             timed=False,
             stop_tokens=stop,
+            score=score,
             samples=samples,
             advance=advance,
         )

@@ -11,11 +11,12 @@ from swa_jax.report.tables import Column, Table, percent
 def ruler_table(rows: Sequence[Row]) -> Table:
     """One line for every pattern, task, length and depth."""
     deep = any(row["depth"] is not None for row in rows)
+    questions = any(row["task"].startswith("qa") for row in rows)
     haystacks = f"Haystacks: {'; '.join(dict.fromkeys(row['haystack'] for row in rows))}."
     if "in place of essays" in haystacks:
         haystacks += " RULER's essays are not shipped: name them with --haystack."
     table = Table(
-        "RULER: share of the hidden values that the answers repeat",
+        "RULER: share of what is asked for that the answers have",
         [
             Column("Pattern", text=True),
             Column("Task", text=True),
@@ -27,6 +28,7 @@ def ruler_table(rows: Sequence[Row]) -> Table:
         (
             "95 % interval in brackets (Wilson).",
             "Prompts leave room for the answer and are within 1 % below their length.",
+            *(["qa: 100 % where one of the right answers is there."] if questions else []),
             haystacks,
         ),
     )
@@ -144,7 +146,7 @@ def harness_table(rows: Sequence[Row]) -> Table:
 def questions_table(rows: Sequence[Row]) -> Table:
     """One line a pattern and group of questions."""
     table = Table(
-        "Questions about long texts",
+        "Questions",
         [
             *(Column(title, text=True) for title in ("Pattern", "Benchmark", "Group")),
             *(Column(title) for title in ("Score", "Questions", "Left out", "Cut")),

@@ -7,12 +7,8 @@ import pytest
 
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.errors import ConfigError
-from swa_jax.evaluate.ruler import (
-    RULER_TASKS,
-    ruler_examples,
-    ruler_grid,
-    string_match_all,
-)
+from swa_jax.evaluate.ruler import ruler_examples, ruler_grid, string_match_all
+from swa_jax.evaluate.ruler_needles import NEEDLE_TASKS
 from swa_jax.evaluate.ruler_words import ADJECTIVES, NOUNS
 
 ESSAY = """Work hard.  Then rest!
@@ -158,7 +154,7 @@ def test_a_haystack_of_needles_has_one_line_a_needle_and_no_key_twice(
     assert example.meta["haystack_sentences"] == len(lines)  # all but the needle, and the last, which is cut
 
 
-@pytest.mark.parametrize("task", RULER_TASKS)
+@pytest.mark.parametrize("task", NEEDLE_TASKS)
 @pytest.mark.parametrize("length", [512, 1024, 4096, 16384])
 def test_lengths_are_within_one_percent_below_the_target(bpe: Tokenizer, task: str, length: int) -> None:
     for haystack in (None, ESSAY):
@@ -167,7 +163,7 @@ def test_lengths_are_within_one_percent_below_the_target(bpe: Tokenizer, task: s
             assert example.meta["prompt_tokens"] == len(example.prompt)
             text = bpe.decode(example.prompt)
             key = example.meta["keys"][0]
-            kind = RULER_TASKS[task].values
+            kind = NEEDLE_TASKS[task].values
             start = text.index(f"One of the special magic {kind} for {key} is: {example.references[0]}.")
             assert abs(start - len(bpe.decode(example.prompt[: example.meta["needle_start"]]))) <= 3
 
@@ -252,8 +248,8 @@ def test_what_cannot_be_built_says_why(arguments: dict, message: str) -> None:
 
 
 def test_words_run_out_with_a_sentence(monkeypatch) -> None:
-    monkeypatch.setattr("swa_jax.evaluate.ruler.ADJECTIVES", ("red", "blue"))
-    monkeypatch.setattr("swa_jax.evaluate.ruler.NOUNS", ("hat", "cat"))
+    monkeypatch.setattr("swa_jax.evaluate.ruler_needles.ADJECTIVES", ("red", "blue"))
+    monkeypatch.setattr("swa_jax.evaluate.ruler_needles.NOUNS", ("hat", "cat"))
     with pytest.raises(ConfigError, match=r"more than 4 keys of words.*niah_multikey_3"):
         ruler_examples(Characters(), "niah_multikey_2", length=3000, num_examples=1)
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from swa_jax.cli.evaluate.around import Around
 from swa_jax.cli.evaluate.evaluation import Evaluation
 from swa_jax.cli.options import (
     PROMPTS,
@@ -25,6 +26,7 @@ MORE_TOKENS = 2  # than the longest answer has, so that an end token shows
 
 def needles(
     evaluation: Evaluation,
+    around: Around,
     examples: Annotated[int, Option(help="Prompts.", min=1, rich_help_panel=PROMPTS)] = DEFAULT_EXAMPLES,
     length: Length = 1024,
     depths: Annotated[
@@ -42,8 +44,9 @@ def needles(
     from swa_jax.report.progress import counted
 
     places = fractions(depths)
+    wrap = around.wrap(evaluation.checkpoint, "a needle's question")
     models, tokenizer = evaluation.models, evaluation.tokenizer
-    drawn = draw_needles(tokenizer, examples, length, keys, haystack, places, evaluation.seed)
+    drawn = draw_needles(tokenizer, examples, length, keys, haystack, places, evaluation.seed, wrap)
     note_context(models[0][1].config, length)
     note_whole_prompts(
         [(name, model.pattern) for name, model in models], max(len(example.prompt) for example in drawn)

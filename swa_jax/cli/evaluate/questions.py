@@ -1,4 +1,4 @@
-"""`swa-jax evaluate questions`: LongBench, LongBench v2 and LongMemEval from local files."""
+"""`swa-jax evaluate questions`: LongBench, LongBench v2, LongMemEval and problems from local files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from swa_jax.cli.evaluate.around import Around
 from swa_jax.cli.evaluate.evaluation import Evaluation
-from swa_jax.cli.evaluate.ruler import Template
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import PROMPTS
 from swa_jax.errors import ConfigError
@@ -40,8 +40,25 @@ class Sets(Options):
     longmemeval: Annotated[
         Path | None, Option(help="LongMemEval's JSON. It needs --judge.", rich_help_panel=FILES)
     ] = None
+    problems: Annotated[
+        Path | None,
+        Option(
+            help="Problems as of GSM8K: JSON lines with question, answer and maybe group. The number at the end of an "
+            "answer must be right, or --judge decides.",
+            rich_help_panel=FILES,
+        ),
+    ] = None
+    max_new_tokens: Annotated[
+        int | None,
+        Option(
+            help="Tokens of an answer to --problems, 512 by default. The other sets have their own.",
+            min=1,
+            show_default=False,
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None
 
-    def read(self) -> list[Question]:
+    def read(self, judged: bool) -> list[Question]:
         """All questions. Raises `ConfigError` where there are none, or what belongs to a set is missing."""
         from swa_jax.evaluate import questions as sets
 
@@ -56,14 +73,24 @@ class Sets(Options):
             found += sets.longbench_v2(self.longbench_v2)
         if self.longmemeval is not None:
             found += sets.longmemeval(self.longmemeval)
+        if self.problems is not None:
+            new = self.max_new_tokens or sets.PROBLEM_TOKENS
+            found += sets.problems(self.problems, judged=judged, max_new_tokens=new)
+        elif self.max_new_tokens is not None:
+            raise ConfigError(
+                "--max-new-tokens is for --problems: the other sets say how long an answer may be"
+            )
         if not found:
-            raise ConfigError("no questions: name a file with --longbench, --longbench-v2 or --longmemeval")
+            raise ConfigError(
+                "no questions: name a file with --longbench, --longbench-v2, --longmemeval or --problems"
+            )
         return found
 
 
 def questions(
     evaluation: Evaluation,
     sets: Sets,
+    around: Around,
     judge: Annotated[
         str | None,
         Option(
@@ -89,19 +116,17 @@ def questions(
             rich_help_panel=PROMPTS,
         ),
     ] = False,
-    template: Template = None,
 ) -> None:
-    """Questions about long texts, from LongBench, LongBench v2 and LongMemEval."""
-    from swa_jax.data.haystack import read_text
+    """Questions about long texts, from LongBench, LongBench v2 and LongMemEval, and problems, from your files."""
     from swa_jax.evaluate.judges import find_judge
     from swa_jax.evaluate.question_scores import score_questions
     from swa_jax.files import write_json
     from swa_jax.report.evaluation_tables import questions_table
     from swa_jax.report.progress import counted
 
-    asked = sets.read()
+    asked = sets.read(judged=judge is not None)
     verdict = None if judge is None else find_judge(judge)
-    wrap = "{prompt}" if template is None else read_text([template])
+    wrap = around.wrap(evaluation.checkpoint)
     models, tokenizer = evaluation.models, evaluation.tokenizer
     answers: dict[str, list[dict[str, Any]]] = {}
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
+from swa_jax.cli.evaluate.around import Around
 from swa_jax.cli.evaluate.evaluation import Evaluation
 from swa_jax.cli.evaluate.needles import DEFAULT_DEPTHS
 from swa_jax.cli.evaluate.needles import DEFAULT_EXAMPLES as NEEDLES
@@ -24,6 +25,7 @@ from swa_jax.cli.options import (
 from swa_jax.errors import ConfigError
 
 if TYPE_CHECKING:
+    from swa_jax.data.chat import Wrap
     from swa_jax.data.tokenizer import Tokenizer
     from swa_jax.evaluate.examples import Example
     from swa_jax.evaluate.ruler import Cell
@@ -49,6 +51,7 @@ class Text(Options):
 def routing(
     evaluation: Evaluation,
     prompts: RulerPrompts,
+    around: Around,
     plain: Text,
     ruler: Annotated[
         list[str] | None,
@@ -87,7 +90,8 @@ def routing(
     if examples == 0 and plain.text is None:
         raise ConfigError("--examples 0 leaves nothing to look at: name a text with --text")
     count = (RULER_PROMPTS if ruler else NEEDLES) if examples is None else examples
-    grid = prompts.grid(ruler or [], depths, count, evaluation.seed)
+    wrap = around.wrap(evaluation.checkpoint, "the prompts")
+    grid = prompts.grid(ruler or [], depths, count, evaluation.seed, wrap)
     models, tokenizer = evaluation.models, evaluation.tokenizer
     for _, model in models:
         check_routed(model.pattern)
@@ -97,7 +101,7 @@ def routing(
         for made in grid.cells(tokenizer):
             cells |= made
     elif count:
-        cells = _needle_cells(tokenizer, grid, keys, prompts.haystack, evaluation.seed)
+        cells = _needle_cells(tokenizer, grid, keys, prompts.haystack, evaluation.seed, wrap)
     note_context(models[0][1].config, max([plain.text_length if tokens else 0, *(cell[1] for cell in cells)]))
     rows, charts = [], []
     sequences = len(tokens) // plain.text_length + sum(map(len, cells.values()))
@@ -126,14 +130,14 @@ def routing(
 
 
 def _needle_cells(
-    tokenizer: Tokenizer, grid: Grid, keys: int, haystack: Path | None, seed: int
+    tokenizer: Tokenizer, grid: Grid, keys: int, haystack: Path | None, seed: int, wrap: Wrap
 ) -> dict[Cell, list[Example]]:
     """The needles that `evaluate needles` draws, by length and depth."""
     cells: dict[Cell, list[Example]] = {}
     depths = grid.depths or fractions(DEFAULT_DEPTHS)
     count = grid.num_examples
     for length in grid.lengths:
-        drawn = draw_needles(tokenizer, count, length, keys, haystack, depths, seed)
+        drawn = draw_needles(tokenizer, count, length, keys, haystack, depths, seed, wrap)
         cells |= {
             ("needle", length, depth): drawn[i :: len(depths)] for i, depth in enumerate(depths[:count])
         }

@@ -1,4 +1,4 @@
-"""`swa-jax evaluate ruler`: RULER's needle tasks by length and depth."""
+"""`swa-jax evaluate ruler`: RULER's tasks by length and depth."""
 
 from __future__ import annotations
 
@@ -11,24 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
+from swa_jax.cli.evaluate.around import Around
 from swa_jax.cli.evaluate.evaluation import Evaluation
 from swa_jax.cli.groups import Options
 from swa_jax.cli.options import PROMPTS, Haystack, fractions, note_context, numbers, text_files
+from swa_jax.errors import ConfigError
 
 if TYPE_CHECKING:
+    from swa_jax.data.chat import Wrap
     from swa_jax.data.tokenizer import Tokenizer
     from swa_jax.evaluate.examples import Example
     from swa_jax.evaluate.ruler import Cell
 
 DEFAULT_EXAMPLES = 20
-Template = Annotated[
-    Path | None,
-    Option(
-        "--template",
-        help="What a chat model wants around a question: a file that holds {prompt}.",
-        rich_help_panel=PROMPTS,
-    ),
-]
+ALL, QA = "all", "qa"
 
 
 @dataclasses.dataclass
@@ -39,31 +35,84 @@ class RulerPrompts(Options):
         str,
         Option(help="Tokens of a prompt with its answer, such as 4096,8192.", rich_help_panel=PROMPTS),
     ] = "1024"
-    max_new_tokens: Annotated[int, Option(help="Tokens of an answer.", min=1, rich_help_panel=PROMPTS)] = 128
-    template: Template = None
+    max_new_tokens: Annotated[
+        int | None,
+        Option(
+            help="Tokens of an answer. Default: as RULER, 30 to 128 by the task.",
+            min=1,
+            show_default=False,
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None
     haystack: Haystack = None
+    squad: Annotated[
+        Path | None, Option(help="SQuAD's JSON, for the task qa_1.", rich_help_panel=PROMPTS)
+    ] = None
+    hotpotqa: Annotated[
+        Path | None, Option(help="HotpotQA's JSON, for the task qa_2.", rich_help_panel=PROMPTS)
+    ] = None
 
-    def grid(self, tasks: Sequence[str], depths: str | None, num_examples: int, seed: int) -> Grid:
-        """The prompts. Raises `ConfigError` for an unknown task, and for what is no list of numbers."""
-        from swa_jax.data.haystack import read_text
-        from swa_jax.evaluate.ruler import RULER_TASKS, ruler_task
+    def grid(
+        self, tasks: Sequence[str], depths: str | None, num_examples: int, seed: int, wrap: Wrap
+    ) -> Grid:
+        """The prompts. Raises `ConfigError` for what `tasks` and `fractions` refuse."""
+        from swa_jax.evaluate.ruler_qa import READERS
 
-        for name in tasks:
-            if name != "all":
-                ruler_task(name)
+        chosen = self.chosen(tasks, depths is not None)
+        files = self.files()
         options: dict[str, Any] = {
             "haystack": None if self.haystack is None else text_files(self.haystack),
+            "questions": {task: READERS[task](files[task]) for task in chosen if task in files},
             "max_new_tokens": self.max_new_tokens,
-            "wrap": "{prompt}" if self.template is None else read_text([self.template]),
+            "wrap": wrap,
             "seed": seed,
         }
-        return Grid(
-            list(RULER_TASKS) if "all" in tasks else list(dict.fromkeys(tasks)),
-            numbers("--lengths", self.lengths),
-            None if depths is None else fractions(depths),
-            num_examples,
-            options,
-        )
+        places = None if depths is None else fractions(depths)
+        return Grid(chosen, numbers("--lengths", self.lengths), places, num_examples, options)
+
+    def files(self) -> dict[str, Path]:
+        """The files of questions, by task."""
+        given = {"qa_1": self.squad, "qa_2": self.hotpotqa}
+        return {task: file for task, file in given.items() if file is not None}
+
+    def chosen(self, names: Sequence[str], at_depths: bool) -> list[str]:
+        """The tasks that the names stand for; "all" has those that need no file and, at given depths, have a depth.
+
+        Raises:
+          ConfigError: an unknown task, one that has no depth though depths are asked for, or a file that is missing or
+            that no task takes.
+        """
+        from swa_jax.evaluate.ruler import RULER_TASKS, ruler_task
+
+        files, chosen = self.files(), []
+        for name in names:
+            if name == ALL:
+                for task, kind in RULER_TASKS.items():
+                    if not kind.needs_file and (kind.has_depth or not at_depths):
+                        chosen.append(task)
+            elif name == QA:
+                if not files:
+                    raise ConfigError(
+                        "the task qa needs questions: name your copy of SQuAD's JSON with --squad, of HotpotQA's with "
+                        "--hotpotqa, or both"
+                    )
+                chosen += files
+            else:
+                if ruler_task(name).needs_file and name not in files:
+                    option = {"qa_1": "SQuAD's JSON with --squad", "qa_2": "HotpotQA's JSON with --hotpotqa"}
+                    raise ConfigError(f"the task {name} needs questions: name your copy of {option[name]}")
+                chosen.append(name)
+        for task in chosen:
+            if at_depths and not ruler_task(task).has_depth:
+                raise ConfigError(
+                    f"--depths: the task {task} has no depth, because what it asks for is all over the prompt: leave "
+                    "out --depths, or the task"
+                )
+        if idle := [task for task in files if task not in chosen]:
+            raise ConfigError(
+                f"a file for {idle[0]} is given, but that task is not asked for: add it to the tasks"
+            )
+        return list(dict.fromkeys(chosen))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +133,15 @@ class Grid:
     def cells(self, tokenizer: Tokenizer) -> Iterator[dict[Cell, list[Example]]]:
         """One task and length at a time: all prompts of a long run together would fill the memory.
 
-        A length that is too short for a task is said before the first, not after the hours that the others take.
+        A length that is too short for a task is said before the first, not after the hours that the others take. What
+        a prompt must have differs much only among questions from a file.
         """
-        from swa_jax.evaluate.ruler import ruler_grid
+        from swa_jax.evaluate.ruler import ruler_grid, ruler_task
 
         grid = partial(ruler_grid, tokenizer, depths=self.depths, **self.options)
         for task in self.tasks:
-            grid(tasks=[task], lengths=[min(self.lengths)], num_examples=1)
+            some = self.num_examples if ruler_task(task).needs_file else 1
+            grid(tasks=[task], lengths=[min(self.lengths)], num_examples=some)
         for task, length in itertools.product(self.tasks, self.lengths):
             yield grid(tasks=[task], lengths=[length], num_examples=self.num_examples)
 
@@ -98,9 +149,14 @@ class Grid:
 def ruler(
     evaluation: Evaluation,
     prompts: RulerPrompts,
+    around: Around,
     tasks: Annotated[
         list[str] | None,
-        Argument(metavar="[TASK]...", help="Tasks such as niah_single_2. Default: all of them."),
+        Argument(
+            metavar="[TASK]...",
+            help="Tasks such as niah_single_2, vt, cwe or fwe; qa_1 and qa_2 (or qa) with your files. Default: all "
+            "without a file, and with --depths those that have a depth.",
+        ),
     ] = None,
     depths: Annotated[
         str | None,
@@ -114,13 +170,14 @@ def ruler(
         int, Option(help="Prompts for each task, length and depth.", min=1, rich_help_panel=PROMPTS)
     ] = DEFAULT_EXAMPLES,
 ) -> None:
-    """RULER's needle tasks: how much of what is hidden the answers repeat."""
+    """RULER's tasks: how much of what is asked for the answers have."""
     from swa_jax.evaluate.ruler_scores import ruler_scores
     from swa_jax.report import needle_heat_map, ruler_heat
     from swa_jax.report.evaluation_tables import ruler_table
     from swa_jax.report.progress import counted
 
-    grid = prompts.grid(tasks or ["all"], depths, examples, evaluation.seed)
+    wrap = around.wrap(evaluation.checkpoint, "RULER's prompts")
+    grid = prompts.grid(tasks or [ALL], depths, examples, evaluation.seed, wrap)
     models, tokenizer = evaluation.models, evaluation.tokenizer
     note_context(models[0][1].config, max(grid.lengths))
     by_model: list[list[dict[str, Any]]] = [[] for _ in models]
@@ -129,8 +186,8 @@ def ruler(
         for cells in grid.cells(tokenizer):
             for (name, model), scored in zip(models, by_model, strict=True):
                 scores = ruler_scores(
-                    model, tokenizer, cells, max_new_tokens=prompts.max_new_tokens, batch_size=evaluation.batch_size,
-                    samples=evaluation.samples(model), advance=advance,
+                    model, tokenizer, cells, batch_size=evaluation.batch_size, samples=evaluation.samples(model),
+                    advance=advance,
                 )  # fmt: skip
                 scored += [{"name": name} | dataclasses.asdict(score) for score in scores]
             rows = list(itertools.chain(*by_model))

@@ -1,0 +1,61 @@
+"""What stands around a question: the model's chat template, or a text of the user's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from swa_jax.cli.generate_options import Thinking, WithTemplate
+from swa_jax.cli.groups import Options
+from swa_jax.cli.options import PROMPTS
+from swa_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from swa_jax.data.chat import Wrap
+
+
+@dataclasses.dataclass
+class Around(Options):
+    """The options; a question stands alone without any of them."""
+
+    chat: WithTemplate = False
+    thinking: Thinking = None
+    template: Annotated[
+        Path | None,
+        Option(
+            help="What a chat model wants around a question: a file that holds {prompt}.",
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None
+
+    def wrap(self, checkpoint: Path, answers_at_once: str | None = None) -> Wrap:
+        """What stands around a question to this model.
+
+        Args:
+          answers_at_once: whose prompts these are, if the answer is to follow them directly.
+
+        Raises:
+          ConfigError: options that do not go together, no template in the checkpoint, or no thinking to switch.
+        """
+        from swa_jax.data.chat import Wrap, chat_wrap
+        from swa_jax.data.haystack import read_text
+
+        if self.chat and self.template is not None:
+            raise ConfigError(
+                "--chat takes the checkpoint's own template, and --template names another: give one of them"
+            )
+        if self.thinking is not None and not self.chat:
+            raise ConfigError(
+                "--thinking and --no-thinking switch the checkpoint's chat template: add --chat"
+            )
+        if self.thinking and answers_at_once is not None:
+            raise ConfigError(
+                f"--thinking leaves no answer to measure, because the answer follows {answers_at_once} at once: leave "
+                "it out"
+            )
+        if self.chat:
+            return chat_wrap(checkpoint, self.thinking)
+        return Wrap() if self.template is None else Wrap.of(read_text([self.template]))
