@@ -9,7 +9,7 @@ from typer import Argument, Option
 
 from swa_jax.cli.options import OUTPUT, PATTERN, PROMPTS, RUNNING
 
-SAMPLING = "Sampling"
+SAMPLING, CHAT = "Sampling", "Chat"
 
 Pattern = Annotated[
     str | None,
@@ -54,7 +54,7 @@ Samples = Annotated[
     int, Option("--samples", "-n", help="Replies to each prompt.", min=1, rich_help_panel=PROMPTS)
 ]
 WithTemplate = Annotated[
-    bool, Option("--chat", help="Put each prompt into the model's chat template.", rich_help_panel=PROMPTS)
+    bool, Option("--chat", help="Put each prompt into the model's chat template.", rich_help_panel=CHAT)
 ]
 Thinking = Annotated[
     bool | None,
@@ -62,7 +62,7 @@ Thinking = Annotated[
         "--thinking/--no-thinking",
         help="Whether the model thinks first, if its chat template can switch that.",
         show_default=False,
-        rich_help_panel=PROMPTS,
+        rich_help_panel=CHAT,
     ),
 ]
 ReplyPath = Annotated[

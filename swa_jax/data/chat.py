@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,7 +47,9 @@ class ChatTemplate:
         """Whether the template asks for an option of that name."""
         return option in self._read
 
-    def render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+    def render(
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **options: Any
+    ) -> str:
         """The prompt for the next reply. `options` are the template's own, such as `enable_thinking`.
 
         Raises:
@@ -61,7 +63,7 @@ class ChatTemplate:
         try:
             return self._template.render(
                 messages=list(messages),
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **{"tools": None} | self._tokens | options,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
@@ -191,6 +193,25 @@ def chat_wrap(folder: str | Path, thinking: bool | None = None) -> Wrap:
         )
     before, _, after = plain.partition(PROMPT)
     return Wrap(before, after, start_tokens=False, strips=plain == spaced)
+
+
+def chat_text(folder: str | Path, thinking: bool | None = None) -> Callable[..., str]:
+    """The text of a chat by the template of a model's folder: of messages, and whether the next reply is to begin.
+
+    `add_generation_prompt=False` ends the text with the last message, which is then the beginning of a reply.
+    `thinking` and errors are as of `prompt_tokens`.
+    """
+    template = _wanted_template(folder)
+    options = _thinking_options(folder, template, thinking)
+
+    def text(messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+        whole = template.render(messages, add_generation_prompt=add_generation_prompt, **options)
+        if add_generation_prompt:
+            return whole
+        last = str(messages[-1]["content"]).strip()
+        return whole[: whole.rindex(last) + len(last)] if last in whole else whole
+
+    return text
 
 
 def _wanted_template(folder: str | Path) -> ChatTemplate:

@@ -10,6 +10,7 @@ from swa_jax.evaluate.generated_answers import (
 from swa_jax.evaluate.needle import needle_examples
 from swa_jax.evaluate.nll import AnswerScores, Perplexity, answer_nll, perplexity, score_answers
 from swa_jax.evaluate.ruler import RULER_TASKS, ruler_examples, ruler_grid
+from swa_jax.evaluate.ruler_qa import QuestionFile, read_hotpotqa, read_squad
 from swa_jax.evaluate.ruler_scores import RulerScore, ruler_scores
 from swa_jax.evaluate.sweep import SweepScore, perplexity_sweep
 
@@ -20,6 +21,7 @@ __all__ = [
     "Estimate",
     "Example",
     "Perplexity",
+    "QuestionFile",
     "RulerScore",
     "SweepScore",
     "accuracy_interval",
@@ -32,6 +34,8 @@ __all__ = [
     "perplexity",
     "perplexity_sweep",
     "prompt_examples",
+    "read_hotpotqa",
+    "read_squad",
     "ruler_examples",
     "ruler_grid",
     "ruler_scores",

@@ -6,7 +6,7 @@ Nothing is cut: a request that does not fit the context is an error that says ho
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +39,8 @@ class HarnessModel(LM):  # type: ignore[misc,unused-ignore]
 
     Args:
       max_length: tokens of a request with its answer; None takes the config's `max_position_embeddings`.
+      chat: `chat_text` of the model's folder; requests are then texts of chats, which bring their start
+        tokens.
 
     Raises:
       ConfigError: by every method, for a request longer than `max_length`, or one that the harness's API does not
@@ -46,9 +48,16 @@ class HarnessModel(LM):  # type: ignore[misc,unused-ignore]
     """
 
     def __init__(
-        self, model: Decoder, tokenizer: Tokenizer, *, batch_size: int = 8, max_length: int | None = None
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        *,
+        batch_size: int = 8,
+        max_length: int | None = None,
+        chat: Callable[..., str] | None = None,
     ):
         super().__init__()
+        self.chat = chat
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self.max_length = model.config.max_position_embeddings if max_length is None else max_length
 
@@ -95,6 +104,18 @@ class HarnessModel(LM):  # type: ignore[misc,unused-ignore]
                     texts[n] = cut_at(self.tokenizer.decode(row), _until(requests[n].args[1]))
         return texts
 
+    def apply_chat_template(
+        self, chat_history: Sequence[dict[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a chat, whose last message is the beginning of an answer if no prompt for one is to be added."""
+        assert self.chat is not None
+        return self.chat(chat_history, add_generation_prompt)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What the harness tells kept requests apart by; we keep none."""
+        return "own"
+
     def _example(self, context: str, continuation: str) -> Example:
         """Blanks at the end of the context belong to the continuation; both are tokenised together."""
         kept = context.rstrip()
@@ -122,7 +143,8 @@ class HarnessModel(LM):  # type: ignore[misc,unused-ignore]
         return log.tolist(), exact.tolist()
 
     def _context(self, text: str) -> list[int]:
-        return [*self.tokenizer.start_ids, *self.tokenizer.encode(text)] or [self._prefix()]
+        start = [] if self.chat else self.tokenizer.start_ids
+        return [*start, *self.tokenizer.encode(text)] or [self._prefix()]
 
     def _prefix(self) -> int:
         """What stands before a text that has no context."""
@@ -207,7 +229,13 @@ def run_harness(
             where = ": name the folder of its YAML file" if folder is None else f", and {folder} defines none"
             raise ConfigError(f"lm-evaluation-harness has no task '{task}'{where}")
     found = lm_eval.simple_evaluate(
-        model, tasks=list(tasks), task_manager=manager, limit=limit, bootstrap_iters=0
+        model,
+        tasks=list(tasks),
+        task_manager=manager,
+        limit=limit,
+        bootstrap_iters=0,
+        apply_chat_template=model.chat is not None,
+        fewshot_as_multiturn=model.chat is not None,
     )
     rows = []
     for task, scores in found["results"].items():

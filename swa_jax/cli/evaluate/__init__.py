@@ -40,7 +40,8 @@ class Kinds(typer.core.TyperGroup):
 app = typer.Typer(
     cls=Kinds,
     no_args_is_help=True,
-    help="Measure patterns of a model: needles, RULER, chains, perplexity, questions, routing, speed, lm-eval tasks.",
+    help="Measure patterns of a model: needles, RULER, chains, perplexity, questions, problems, routing, speed, "
+    "lm-eval tasks.",
 )
 for _kind in (
     needles.needles, ruler.ruler, chains.chains, text.text, questions.questions, routing.routing, efficiency.efficiency,

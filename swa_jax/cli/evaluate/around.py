@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from swa_jax.cli.generate_options import Thinking, WithTemplate
+from swa_jax.cli.generate_options import CHAT, Thinking, WithTemplate
 from swa_jax.cli.groups import Options
-from swa_jax.cli.options import PROMPTS
 from swa_jax.errors import ConfigError
 
 if TYPE_CHECKING:
     from swa_jax.data.chat import Wrap
+
+
+THINKING_WITHOUT_CHAT = "--thinking and --no-thinking switch the checkpoint's chat template: add --chat"
 
 
 @dataclasses.dataclass
@@ -27,7 +29,7 @@ class Around(Options):
         Path | None,
         Option(
             help="What a chat model wants around a question: a file that holds {prompt}.",
-            rich_help_panel=PROMPTS,
+            rich_help_panel=CHAT,
         ),
     ] = None
 

@@ -7,8 +7,11 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from swa_jax.cli.evaluate.around import THINKING_WITHOUT_CHAT
 from swa_jax.cli.evaluate.evaluation import Evaluation
+from swa_jax.cli.generate_options import CHAT, Thinking
 from swa_jax.cli.options import PROMPTS
+from swa_jax.errors import ConfigError
 
 
 def harness(
@@ -30,15 +33,30 @@ def harness(
             rich_help_panel=PROMPTS,
         ),
     ] = None,
+    chat: Annotated[
+        bool,
+        Option(
+            "--chat",
+            help="Ask in the model's chat template, each example of a few-shot prompt as a turn.",
+            rich_help_panel=CHAT,
+        ),
+    ] = False,
+    thinking: Thinking = None,
 ) -> None:
     """Tasks of lm-evaluation-harness; needs the extra `eval`."""
+    from swa_jax.data.chat import chat_text
     from swa_jax.evaluate.harness import HarnessModel, run_harness  # an extra, [eval]
     from swa_jax.report.evaluation_tables import harness_table
 
+    if thinking is not None and not chat:
+        raise ConfigError(THINKING_WITHOUT_CHAT)
+    asked = chat_text(evaluation.checkpoint, thinking) if chat else None
     rows: list[dict[str, Any]] = []
     tokenizer = evaluation.tokenizer
     for name, model in evaluation.models:
-        adapted = HarnessModel(model, tokenizer, batch_size=evaluation.batch_size, max_length=max_length)
+        adapted = HarnessModel(
+            model, tokenizer, batch_size=evaluation.batch_size, max_length=max_length, chat=asked
+        )
         rows += [{"name": name} | row for row in run_harness(adapted, tasks, folder=folder, limit=limit)]
         evaluation.save("harness", rows)
     evaluation.finish("harness", rows, harness_table)

@@ -52,6 +52,7 @@ class Sets(Options):
         int | None,
         Option(
             help="Tokens of an answer to --problems, 512 by default. The other sets have their own.",
+            metavar="N",
             min=1,
             show_default=False,
             rich_help_panel=PROMPTS,
@@ -103,6 +104,7 @@ def questions(
         int | None,
         Option(
             help="Tokens of a prompt with its answer. Default: the model's context.",
+            metavar="N",
             min=1,
             show_default=False,
             rich_help_panel=PROMPTS,

@@ -74,6 +74,7 @@ def routing(
         Option(
             help=f"Prompts of each length ({NEEDLES} needles), or of each task, length and depth of RULER "
             f"({RULER_PROMPTS}). 0: the text alone.",
+            metavar="N",
             min=0,
             show_default=False,
             rich_help_panel=PROMPTS,

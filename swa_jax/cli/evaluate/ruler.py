@@ -33,12 +33,17 @@ class RulerPrompts(Options):
 
     lengths: Annotated[
         str,
-        Option(help="Tokens of a prompt with its answer, such as 4096,8192.", rich_help_panel=PROMPTS),
+        Option(
+            help="Tokens of a prompt with its answer, such as 4096,8192.",
+            metavar="N,N",
+            rich_help_panel=PROMPTS,
+        ),
     ] = "1024"
     max_new_tokens: Annotated[
         int | None,
         Option(
-            help="Tokens of an answer. Default: as RULER, 30 to 128 by the task.",
+            help="Tokens of an answer. Default: RULER's, 30 to 128 by the task.",
+            metavar="N",
             min=1,
             show_default=False,
             rich_help_panel=PROMPTS,
@@ -167,7 +172,8 @@ def ruler(
         ),
     ] = None,
     examples: Annotated[
-        int, Option(help="Prompts for each task, length and depth.", min=1, rich_help_panel=PROMPTS)
+        int,
+        Option(help="Prompts for each task, length and depth.", metavar="N", min=1, rich_help_panel=PROMPTS),
     ] = DEFAULT_EXAMPLES,
 ) -> None:
     """RULER's tasks: how much of what is asked for the answers have."""
