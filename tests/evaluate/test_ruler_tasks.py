@@ -108,6 +108,7 @@ def follow(context: str, value: str) -> list[str]:
     holders = [re.search(rf"VAR ([A-Z]+) = {value}\n", context)[1]]
     handed_on = dict(re.findall(r"VAR ([A-Z]+) = VAR ([A-Z]+) \n", context))
     while nexts := [name for name, source in handed_on.items() if source == holders[-1]]:
+        assert len(nexts) == 1
         holders += nexts
     return holders
 

@@ -12,6 +12,7 @@ from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.evaluate import Example, generated_answers, nll
 from swa_jax.evaluate.generated_answers import generate_answers
 from swa_jax.evaluate.nll import score_answers
+from swa_jax.evaluate.ruler import string_match_part
 from swa_jax.evaluate.samples import Samples
 
 LAYERS = BYTES.num_hidden_layers
@@ -113,6 +114,7 @@ def test_nothing_is_taken_for_something_else(model, tokenizer, runs, tmp_path):
         ("another order", asked[::-1], samples.under("one"), {}),
         ("one of two", asked[:1], samples.under("one"), {}),
         ("other end tokens", asked, samples.under("one"), {"stop_tokens": [9]}),
+        ("another score", asked, samples.under("one"), {"score": string_match_part}),
     ]
     for what, some, known, options in others:
         before = runs["answer"]
