@@ -186,13 +186,7 @@ def longmemeval(file: Path, template: str = MEMORY_PROMPT) -> list[Question]:
     return questions
 
 
-def problems(
-    file: Path,
-    *,
-    judged: bool = False,
-    max_new_tokens: int = PROBLEM_TOKENS,
-    template: str = PROBLEM_PROMPT,
-) -> list[Question]:
+def problems(file: Path, *, judged: bool = False, template: str = PROBLEM_PROMPT) -> list[Question]:
     """Problems with a number as answer, such as GSM8K's: JSON lines with `question`, `answer` and maybe `group`.
 
     What stands behind `####` is the answer, if that mark is there. `type` counts as `group`.
@@ -218,7 +212,7 @@ def problems(
                 group=str(record.get("group", record.get("type", file.stem))),
                 prompt=_fill(template, record, where),
                 references=[answer],
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=PROBLEM_TOKENS,
                 score=None if judged else numbers.same_number,
                 judged={"type": "problem", "question": asked, "reference": answer, "unanswerable": False},
             )

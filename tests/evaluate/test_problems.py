@@ -67,12 +67,12 @@ def file(tmp_path):
 
 
 def test_problems_of_a_file(file) -> None:
-    sums, shares, other = problems(file, max_new_tokens=7)
+    sums, shares, other = problems(file)
     assert [one.group for one in (sums, shares, other)] == ["sums", "shares", "grade"]
     assert [one.references for one in (sums, shares, other)] == [["7"], ["1,000"], ["-2"]]
     assert "Problem: What is {x} of 10?\nSolution:" in shares.prompt
     assert sums.score("It is 3 + 4 = 7.", "7") == 1
-    assert sums.max_new_tokens == 7
+    assert sums.max_new_tokens == 512
     (judged, *_) = problems(file, judged=True)
     assert judged.score is None
     assert judged.judged == {

@@ -65,6 +65,7 @@ ADDED = {
         "model.num_hidden_layers=1", "model.hidden_size=256", "model.intermediate_size=256", "model.vocab_size=1024",
     ],
     "swa-jax compile configs/bosch/qwen3-8b.yaml": ["pattern=window"],
+    "swa-jax evaluate ruler": ["--lengths", "1024"],  # the last one counts: room for the lists of words
     "make": ["--dry-run"],  # what they would run has tests of its own; the target must be there
 }  # fmt: skip
 STEPS = 1  # of each stage, wherever something trains
@@ -72,6 +73,7 @@ STEPS = 1  # of each stage, wherever something trains
 NOT_RUN = {
     "pip install": "nothing is downloaded in tests",
     "python checkpoints/qwen3-vllm/check_server.py": "there is no server; tests/checkpoint plants some",
+    "swa-jax evaluate needles checkpoints/qwen3 --chat": "the model that stands for it here has no chat template",
     "swa-jax evaluate harness": "lm-evaluation-harness is no dependency, and its tasks fetch data",
 }
 # Compiling for a pod takes a minute and more. A command that stands in this page too is run there only.

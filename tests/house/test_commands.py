@@ -29,7 +29,7 @@ PAGES = [
 PROGRAMS = ("swa-jax", "python", "make", "pip")
 FEWER_TURNS = {"for seed in 0 1 2;": "for seed in 0;", "--seeds 0 1 2": "--seeds 0"}
 # By the time on two idle cores: pages of more than a few seconds, and of more than a minute.
-SLOW = ("docs/chains.md", "docs/data.md", "docs/importing.md")
+SLOW = ("docs/chains.md", "docs/data.md", "docs/importing.md", "docs/questions.md")
 LONG = (
     "README.md",
     "swa_jax/recall/README.md",
@@ -105,6 +105,15 @@ def own_files(folder: Path) -> None:
         "questions.jsonl": "".join(
             json.dumps({"prompt": f"def add_{i}(a, b):\n    return a +", "answer": "b"}) + "\n" for i in range(3)
         ),
+        "problems.jsonl": json.dumps({"question": "How much is 3 + 4?", "answer": "3 + 4 = 7\n#### 7"}),
+        "squad.json": json.dumps({"data": [{"paragraphs": [
+            {"context": f"Text {i} says {i}.", "qas": [{"question": f"What is in {i}?", "answers": [{"text": str(i)}]}]}
+            for i in range(3)
+        ]}]}),
+        "hotpot.json": json.dumps([
+            {"question": f"Who wrote {i}?", "answer": f"Ann {i}", "context": [[f"Book {i}", [f"By Ann {i}."]]]}
+            for i in range(3)
+        ]),
         "keep.py": "import json, sys\nsys.exit(len(json.load(sys.stdin)['text']) < 2)\n",
         "judge.py": "import sys\nfor line in sys.stdin:\n    print('yes')\n",
     }  # fmt: skip
@@ -262,8 +271,8 @@ def test_a_command_is_shrunk():
     words = shlex.split(
         "swa-jax evaluate ruler Qwen/Qwen3-0.6B --lengths 4096,8192 --examples 50 --window 2048"
     )
-    small = "swa-jax evaluate ruler swa_jax/recall --lengths 512 --examples 2 --window 48"
-    assert shrink(words)[:10] == shlex.split(small)
+    small = "swa-jax evaluate ruler swa_jax/recall --lengths 512 --examples 2 --window 48 --lengths 1024"
+    assert shrink(words)[:12] == shlex.split(small)
     assert lower("128,512,full", 256) == "128,256,full"
     words = shlex.split("swa-jax train configs/recall.yaml output=runs/x stages.0.steps=300")
     assert shlex.join(shrink(words)) == (

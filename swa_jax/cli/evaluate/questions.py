@@ -51,7 +51,7 @@ class Sets(Options):
     max_new_tokens: Annotated[
         int | None,
         Option(
-            help="Tokens of an answer to --problems, 512 by default. The other sets have their own.",
+            help="Tokens of an answer. Default: as many as the set says, 512 for --problems.",
             metavar="N",
             min=1,
             show_default=False,
@@ -75,17 +75,14 @@ class Sets(Options):
         if self.longmemeval is not None:
             found += sets.longmemeval(self.longmemeval)
         if self.problems is not None:
-            new = self.max_new_tokens or sets.PROBLEM_TOKENS
-            found += sets.problems(self.problems, judged=judged, max_new_tokens=new)
-        elif self.max_new_tokens is not None:
-            raise ConfigError(
-                "--max-new-tokens is for --problems: the other sets say how long an answer may be"
-            )
+            found += sets.problems(self.problems, judged=judged)
         if not found:
             raise ConfigError(
                 "no questions: name a file with --longbench, --longbench-v2, --longmemeval or --problems"
             )
-        return found
+        if self.max_new_tokens is None:
+            return found
+        return [dataclasses.replace(question, max_new_tokens=self.max_new_tokens) for question in found]
 
 
 def questions(
