@@ -117,7 +117,7 @@ def prompt_tokens(
       ConfigError: the folder has no template, though one is wanted; it refuses a prompt; or it cannot switch thinking.
     """
     wanted = chat or any(prompt.messages is not None for prompt in prompts)
-    template = _wanted_template(folder) if wanted else None
+    template = _wanted_template(folder, "give prompts as plain text") if wanted else None
     options = _thinking_options(folder, template, thinking)
 
     def encode(prompt: Prompt) -> list[int]:
@@ -180,7 +180,9 @@ def chat_wrap(folder: str | Path, thinking: bool | None = None) -> Wrap:
     Raises:
       ConfigError: the folder has no template, or one that cannot switch thinking or does not repeat a question once.
     """
-    template = _wanted_template(folder)
+    template = _wanted_template(
+        folder, "leave out --chat, or name what stands around a question with --template"
+    )
     options = _thinking_options(folder, template, thinking)
     plain, spaced = (
         template.render([{"role": "user", "content": content}], **options)
@@ -201,7 +203,7 @@ def chat_text(folder: str | Path, thinking: bool | None = None) -> Callable[...,
     `add_generation_prompt=False` ends the text with the last message, which is then the beginning of a reply.
     `thinking` and errors are as of `prompt_tokens`.
     """
-    template = _wanted_template(folder)
+    template = _wanted_template(folder, "leave out --chat")
     options = _thinking_options(folder, template, thinking)
 
     def text(messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
@@ -214,12 +216,11 @@ def chat_text(folder: str | Path, thinking: bool | None = None) -> Callable[...,
     return text
 
 
-def _wanted_template(folder: str | Path) -> ChatTemplate:
+def _wanted_template(folder: str | Path, instead: str) -> ChatTemplate:
     template = load_chat_template(folder)
     if template is None:
         raise ConfigError(
-            f"{folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): give "
-            "prompts as plain text"
+            f"{folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): {instead}"
         )
     return template
 
