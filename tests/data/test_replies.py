@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from swa_jax.data.chat import chat_tokens, load_chat_template
+from swa_jax.data.chat import chat_text, chat_tokens, load_chat_template
 from swa_jax.data.prompt_file import Prompt, ReplyFile, read_prompts
 from swa_jax.data.reply_text import ReplyText
 from swa_jax.data.tokenizer import load_tokenizer
@@ -129,6 +129,17 @@ def test_a_template_comes_from_either_file(tmp_path, tokenizer):
     found = load_chat_template(tmp_path)
     assert found is not None
     assert found.render(MESSAGES, thinking="!") == json.dumps(MESSAGES) + "!"
+
+
+def test_a_chat_may_end_inside_a_reply(tmp_path):
+    config_with(tmp_path, TEMPLATE)
+    text = chat_text(tmp_path)
+    assert text(MESSAGES) == RENDERED
+    begun = [*MESSAGES, {"role": "assistant", "content": " So be"}]
+    assert text(begun, add_generation_prompt=False) == RENDERED.replace("assistant:", "[assistant: So be")
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no chat template .*: leave out --chat$"):
+        chat_text(tmp_path)
 
 
 def test_a_template_cannot_reach_python(tmp_path):

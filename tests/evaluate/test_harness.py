@@ -55,6 +55,24 @@ def test_loglikelihoods_are_sums_of_our_answer_losses(lm: HarnessModel) -> None:
         assert lm.loglikelihood(requests(("gold", greedy)))[0][1]
 
 
+def test_a_chat_brings_its_start_tokens(lm: HarnessModel, monkeypatch) -> None:
+    asked = []
+
+    def text(messages, add_generation_prompt):
+        asked.append(add_generation_prompt)
+        return "".join(f"{message['role']}: {message['content']};" for message in messages)
+
+    monkeypatch.setattr(lm.tokenizer, "start_ids", [1])
+    chat = HarnessModel(lm.model, lm.tokenizer, chat=text)
+    message = [{"role": "user", "content": "hi"}]
+    assert chat.apply_chat_template(message) == "user: hi;"
+    chat.apply_chat_template(message, add_generation_prompt=False)
+    assert asked == [True, False]
+    assert chat._context("user: hi;") == lm.tokenizer.encode("user: hi;")
+    assert lm._context("user: hi;") == [1, *lm.tokenizer.encode("user: hi;")]
+    assert isinstance(chat.tokenizer_name, str)
+
+
 def test_whole_texts_predict_every_token_once(lm: HarnessModel) -> None:
     assert rolling_windows(range(10), 99, 4) == [
         ([99], [0, 1, 2, 3]),

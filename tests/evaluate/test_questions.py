@@ -345,7 +345,7 @@ def test_a_judge_behind_an_endpoint(endpoint, monkeypatch) -> None:
         "small",
         0,
     )
-    for part in ("Which city?", "Expected: Oslo", "Oslo {it is}"):
+    for part in ("Which city?", "Expected answer: Oslo", "Oslo {it is}"):
         assert part in body["messages"][0]["content"]
     assert "says so" in asked[-1][2]["messages"][0]["content"]
     for reply, message in (
@@ -380,6 +380,7 @@ def test_questions_on_the_command_line(checkpoint, files) -> None:
     results = json.loads((out / "results.json").read_text())
     assert [(r["group"], r["score"], r["num_questions"]) for r in results["questions"]] == [
         ("multi-session", 0.5, 2),
+        ("abstention", 1, 1),
         ("all", 0.5, 2),
     ]
     assert [r["score"] for r in json.loads((out / "answers.json").read_text())["own"]] == [1, 0]
