@@ -138,6 +138,19 @@ def test_the_tasks_that_names_stand_for(tmp_path) -> None:
         chosen("niah_single_1", "cwe", at_depths=True)
 
 
+def test_too_little_room_is_said_before_the_first_prompt() -> None:
+    class Characters:
+        def encode(self, text: str) -> list[int]:
+            return [ord(c) for c in text]
+
+    # Lists below 4096 tokens need less than longer ones do.
+    grid = RulerPrompts(lengths="8000,3000,4500").grid(["cwe"], None, 1, 0, Wrap())
+    with pytest.raises(ConfigError, match=r"length is 4500 tokens, but .* of cwe alone take"):
+        next(grid.cells(Characters()))
+    ((cell, *_),) = [*RulerPrompts(lengths="3000").grid(["cwe"], None, 1, 0, Wrap()).cells(Characters())]
+    assert cell == ("cwe", 3000, None)
+
+
 def test_tasks_of_ruler_go_on_after_an_interruption(checkpoint, talking, tmp_path, monkeypatch) -> None:
     data = [
         {"question": f"q{i}", "answer": f"a{i}", "context": [[f"t{i}", [f"Text {i}."]]]} for i in range(4)

@@ -271,7 +271,7 @@ def test_a_command_is_shrunk():
     words = shlex.split(
         "swa-jax evaluate ruler Qwen/Qwen3-0.6B --lengths 4096,8192 --examples 50 --window 2048"
     )
-    small = "swa-jax evaluate ruler swa_jax/recall --lengths 512 --examples 2 --window 48 --lengths 1024"
+    small = "swa-jax evaluate ruler swa_jax/recall --lengths 512 --examples 2 --window 48 --lengths 1152"
     assert shrink(words)[:12] == shlex.split(small)
     assert lower("128,512,full", 256) == "128,256,full"
     words = shlex.split("swa-jax train configs/recall.yaml output=runs/x stages.0.steps=300")

@@ -15,7 +15,6 @@ from swa_jax.errors import ConfigError
 if TYPE_CHECKING:
     from swa_jax.data.chat import Wrap
 
-
 THINKING_WITHOUT_CHAT = "--thinking and --no-thinking switch the checkpoint's chat template: add --chat"
 
 
@@ -50,9 +49,7 @@ class Around(Options):
                 "--chat takes the checkpoint's own template, and --template names another: give one of them"
             )
         if self.thinking is not None and not self.chat:
-            raise ConfigError(
-                "--thinking and --no-thinking switch the checkpoint's chat template: add --chat"
-            )
+            raise ConfigError(THINKING_WITHOUT_CHAT)
         if self.thinking and answers_at_once is not None:
             raise ConfigError(
                 f"--thinking leaves no answer to measure, because the answer follows {answers_at_once} at once: leave "

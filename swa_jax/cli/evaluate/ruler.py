@@ -138,15 +138,20 @@ class Grid:
     def cells(self, tokenizer: Tokenizer) -> Iterator[dict[Cell, list[Example]]]:
         """One task and length at a time: all prompts of a long run together would fill the memory.
 
-        A length that is too short for a task is said before the first, not after the hours that the others take. What
-        a prompt must have differs much only among questions from a file.
+        A length that is too short for a task is said before the first, not after the hours that the others take: what
+        the prompts of needles must have is about the same for all, and of the others all prompts are tried.
         """
-        from swa_jax.evaluate.ruler import ruler_grid, ruler_task
+        from swa_jax.evaluate.ruler import ruler_grid
+        from swa_jax.evaluate.ruler_counts import SHORT
+        from swa_jax.evaluate.ruler_needles import NEEDLE_TASKS
 
         grid = partial(ruler_grid, tokenizer, depths=self.depths, **self.options)
+        # Lists of words need more from `SHORT` on.
+        short, long = ([n for n in self.lengths if (n < SHORT) == wanted] for wanted in (True, False))
+        shortest = [min(lengths) for lengths in (short, long) if lengths]
         for task in self.tasks:
-            some = self.num_examples if ruler_task(task).needs_file else 1
-            grid(tasks=[task], lengths=[min(self.lengths)], num_examples=some)
+            some = 1 if task in NEEDLE_TASKS else self.num_examples
+            grid(tasks=[task], lengths=shortest, num_examples=some)
         for task, length in itertools.product(self.tasks, self.lengths):
             yield grid(tasks=[task], lengths=[length], num_examples=self.num_examples)
 
