@@ -5,8 +5,10 @@ import sys
 
 import pytest
 
+from swa_jax.data.chat import Wrap
 from swa_jax.data.reply_text import after_thinking
 from swa_jax.errors import ConfigError
+from swa_jax.evaluate import question_scores
 from swa_jax.evaluate.judges import RULES, command_judge, rule_of
 from swa_jax.evaluate.numbers import last_number, same_number
 from swa_jax.evaluate.question_scores import _by_group
@@ -190,3 +192,20 @@ def test_sets_across_groups_have_rows_of_their_own(tmp_path) -> None:
 )
 def test_thinking_is_no_part_of_an_answer(text: str, begun: bool, answer: str) -> None:
     assert after_thinking(text, begun) == answer
+
+
+def test_a_prompt_that_ends_inside_the_thinking_is_remembered(monkeypatch) -> None:
+    class Characters:
+        start_ids = ()
+
+        def encode(self, text: str) -> list[int]:
+            return [ord(c) for c in text]
+
+    said = ["2 or 7</think>It is 7.", "7, or", "7"]
+    monkeypatch.setattr(question_scores, "_texts", lambda *_: said)
+    asked = [Question("b", "g", "?", ["7"], 4, same_number, chat=chat) for chat in (True, True, False)]
+    for after, scores in (("<think>\n", [1, 0, 1]), ("<think>\n\n</think>\n", [1, 1, 1]), ("", [1, 1, 1])):
+        wrap = Wrap("u:", after)
+        _, records = question_scores.score_questions(None, Characters(), asked, max_length=99, wrap=wrap)
+        assert [record["score"] for record in records] == scores
+        assert [record["answer"] for record in records] == said
