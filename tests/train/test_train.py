@@ -305,23 +305,33 @@ def test_committed_configurations_can_be_used(file):
                 load_pattern(name, config.model, sliding_window=stage.sliding_window or config.sliding_window)
 
 
+def without_rope(settings, **changes):
+    """A run of two steps whose full layers are not turned; the model has a windowed layer and a full one."""
+    stage = settings["stages"][0] | {"steps": 2}
+    changes = {"pattern": "interleave-1-in-2", "nope_full_layers": True} | changes
+    return config_of(settings, stages=[stage], **changes)
+
+
+def test_full_layers_without_rope_are_as_if_they_were_written_out(settings):
+    written = MODEL | {"rope_layers": ("global", "none")}
+    assert find_start(without_rope(settings)) == find_start(
+        without_rope(settings, model=written, nope_full_layers=False)
+    )
+
+
 @pytest.mark.slow
 def test_full_layers_without_rope(settings, tmp_path):
-    """As if `rope_layers` were written out; the model is saved so, and one that had them can lose them too."""
-    short = {"stages": [settings["stages"][0] | {"steps": 2}], "pattern": "interleave-1-in-2"}
-    ropes = ("global", "none")
-    written = find_start(config_of(settings, **short, model=MODEL | {"rope_layers": ropes}))
-    assert find_start(config_of(settings, **short, nope_full_layers=True)) == written
-    model = load_model(train(config_of(settings, **short, nope_full_layers=True), quiet=True))
-    assert model.config.rope_layers == ropes
+    """The model is saved so, and one that had them can lose them too."""
+    model = load_model(train(without_rope(settings), quiet=True))
+    assert model.config.rope_layers == ("global", "none")
     tokens = np.arange(1, 25)[None]
     turned = random_model(dataclasses.replace(model.config, rope_layers=()), model.pattern, 0, None)
     nnx.update(turned, nnx.state(model))
     assert np.abs(turned(tokens) - model(tokens)).max() > 1e-2
 
     save_model(turned, tmp_path / "turned", tokenizer_from=settings["tokenizer"])
-    cpt = {"model": None, "init_from": str(tmp_path / "turned"), "nope_full_layers": True}
-    assert find_start(config_of(settings, **short, **cpt)).config.rope_layers == ropes
+    start = find_start(without_rope(settings, model=None, init_from=str(tmp_path / "turned")))
+    assert start.config.rope_layers == ("global", "none")
 
 
 @pytest.mark.parametrize(
@@ -333,7 +343,7 @@ def test_full_layers_without_rope(settings, tmp_path):
     ],
 )
 def test_full_layers_without_rope_need_others(settings, changes, sentence):
-    config = config_of(settings, **({"pattern": "interleave-1-in-2", "nope_full_layers": True} | changes))
+    config = without_rope(settings, **changes)
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         train(config, quiet=True)
     assert not Path(config.output).exists()
