@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import AttentionSpec, alibi_slopes
 from pallas_kernels.spec import Packing, PerHead, segment_positions
@@ -20,6 +21,7 @@ from swa_jax.evaluate import Example
 from swa_jax.families.pattern_files import load_pattern
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
+from swa_jax.model.draws import normal, split_over_devices
 from swa_jax.model.experts import MixtureOfExperts
 from swa_jax.model.lora import trained_and_frozen, with_lora
 from swa_jax.model.loss import Teacher, token_loss
@@ -128,8 +130,25 @@ def check_attention() -> None:
             assert_close({name: gradients}, {name: expected_gradients}, "float32", gradient=True)
 
 
+def check_draws() -> None:
+    """Each device draws its part of a parameter: nothing on it is as long as the whole."""
+    sharding = NamedSharding(make_mesh(MeshConfig(1, 8, 1, 1)), PartitionSpec(None, "fsdp"))
+    whole, part = str(30 * 56), f"[30,{56 // 8}]"
+
+    def compiled() -> str:
+        draw = jax.jit(lambda key: normal(1.0)(key, (30, 56), jnp.float32), out_shardings=sharding)
+        return draw.lower(jax.random.key(0)).compile().as_text()
+
+    assert whole in compiled()
+    with split_over_devices():
+        text = compiled()
+    assert part in text
+    assert whole not in text
+
+
 def check_small() -> None:
     """The tokens, heads and vocabulary of one row over eight devices: forward attention, and a loss with gradients."""
+    check_draws()
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, LENGTH, h, 8)), jnp.float32) for h in (4, 2, 2))
     ids = {"segment_ids": jnp.asarray(PACKED[1:3])}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from swa_jax.files import check_destination, new_folder, write_json
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.parameters import low_rank
 
+LOG = logging.getLogger(__name__)
+# PEFT 0.21 takes adapters of dense MLPs in these families for adapters of experts (scripts/check_peft.py).
+MLPS_NOT_LOADED = ("mellum", "qwen3_moe")
 PREFIX = "base_model.model."  # PEFT wraps the model twice; its names begin with both wrappers
 
 
@@ -40,6 +44,12 @@ def save_adapter(model: Decoder, destination: str | Path, *, base: str | None = 
     if jax.process_index() != 0:
         return destination
     tensors, joined = _join_adapters(model, tensors)
+    of_mlp = sorted(name for name in tensors if ".mlp." in name)
+    if of_mlp and model.config.model_type in MLPS_NOT_LOADED:
+        LOG.warning(
+            "PEFT 0.21 does not load adapters of the MLPs of '%s' models, such as %s: serve the merged model instead",
+            model.config.model_type, of_mlp[0],
+        )  # fmt: skip
     rank, alpha = model.lora.rank, model.lora.alpha
     single = set(model.lora.targets) - {name for names in joined.values() for name in names}
     # A longer rank needs a greater alpha: the factor on A B stays alpha / rank, or alpha / sqrt(rank).

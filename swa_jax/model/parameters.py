@@ -18,6 +18,7 @@ from flax import nnx
 from jax.nn.initializers import Initializer
 
 from swa_jax.model.config import ModelConfig
+from swa_jax.model.draws import normal
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's names
 
@@ -102,7 +103,7 @@ def parameters(config: ModelConfig, routed: bool = False) -> tuple[Parameter, ..
         for row in rows
         if layers
     ]
-    draw = nnx.initializers.normal(config.initializer_range)
+    draw = normal(config.initializer_range)
     return (
         Parameter(("embedding",), (vocab, d), ("vocab", "embed"), draw, EMBEDDING, output=tied),
         *layer,
@@ -146,7 +147,7 @@ def _attention(config: ModelConfig, routed: bool) -> list[Parameter]:
         for name, whole in (("q_norm", queries), ("k_norm", keys)):
             rows.append(_norm(f"attention.{name}", f"self_attn.{name}", size if by_head else whole, config))
     if config.sink_logits:
-        draw = nnx.initializers.normal(config.initializer_range)
+        draw = normal(config.initializer_range)
         heads = (config.num_attention_heads,)
         rows.append(Parameter(("attention", "sink_logits"), heads, ("heads",), draw, "self_attn.sinks"))
     if routed:
@@ -173,7 +174,7 @@ def _experts(config: ModelConfig) -> list[Parameter]:
     """The MLPs of experts, stacked, and the router that chooses among them."""
     d, f, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
     zeros = nnx.initializers.zeros if config.mlp_bias else None
-    draw = nnx.initializers.normal(config.initializer_range)
+    draw = normal(config.initializer_range)
     router = "mlp.router" if config.fused_experts else "mlp.gate"
     rows = _linear("experts.expert_router", router, (d, count), (None, None), config, bias_init=zeros)
     up = {"gate_up_proj": 2 * f} if config.fused_experts else {"gate_proj": f, "up_proj": f}
@@ -221,7 +222,7 @@ def _linear(
     output: bool = False,
 ) -> list[Parameter]:
     """A linear map [in, out], and its bias [out] if there is one."""
-    place, draw = tuple(path.split(".")), nnx.initializers.normal(config.initializer_range)
+    place, draw = tuple(path.split(".")), normal(config.initializer_range)
     kernel = Parameter(
         (*place, "kernel"), shape, axes, draw, f"{hf_name}.weight",
         transposed=True, matrix=matrix, output=output,

@@ -33,6 +33,7 @@ from swa_jax.files import sum_of_file, write_text
 from swa_jax.model.attention import cast_parameters
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
+from swa_jax.model.draws import split_over_devices
 from swa_jax.model.flops import train_flops_per_token
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.lora import merge_lora, trained_and_frozen, with_lora
@@ -364,7 +365,8 @@ def random_model(
         return draw()
     graph, abstract = nnx.split(nnx.eval_shape(draw))
     shardings = state_shardings(abstract, partition, config)
-    return nnx.merge(graph, jax.jit(lambda: nnx.state(draw()), out_shardings=shardings)())
+    with split_over_devices():
+        return nnx.merge(graph, jax.jit(lambda: nnx.state(draw()), out_shardings=shardings)())
 
 
 CONFIG_FILE = "config.yaml"

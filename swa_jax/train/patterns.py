@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.data.sources import ANSWERED
 from swa_jax.errors import ConfigError
 from swa_jax.families.pattern_files import load_pattern
-from swa_jax.model.config import ModelConfig
-from swa_jax.model.layer_types import SWITCH
+from swa_jax.model.config import ModelConfig, RopeKind
+from swa_jax.model.layer_types import FULL, SWITCH
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.train.config import StageConfig, TrainConfig
 
@@ -27,12 +28,38 @@ class Start(NamedTuple):
 
 
 def find_start(config: TrainConfig) -> Start:
-    """The model that `init_from` or `model` names. Raises as `open_checkpoint`."""
+    """The model that `init_from` or `model` names.
+
+    Raises:
+      ConfigError: as `open_checkpoint`, or 'nope_full_layers' would leave the model without positions.
+    """
     if config.model is not None:
-        return Start(config.model, None)
-    assert config.init_from is not None
-    source = open_checkpoint(config.init_from)
-    return Start(config.model_changes.apply(source.config), source.pattern.sliding_window)
+        start = Start(config.model, None)
+    else:
+        assert config.init_from is not None
+        source = open_checkpoint(config.init_from)
+        start = Start(config.model_changes.apply(source.config), source.pattern.sliding_window)
+    return _without_rope_in_full_layers(config, start) if config.nope_full_layers else start
+
+
+def _without_rope_in_full_layers(config: TrainConfig, start: Start) -> Start:
+    types = run_pattern(config, start).layer_types
+    if start.config.position_embedding not in ("rope", "alirope"):
+        raise ConfigError(
+            f"'nope_full_layers' takes rotary embeddings away, but 'position_embedding' = "
+            f"{start.config.position_embedding} has none: leave 'nope_full_layers' out"
+        )
+    if set(types) == {FULL} or FULL not in types:
+        what = "only full layers, and would know no positions" if FULL in types else "no full layer"
+        raise ConfigError(
+            f"'nope_full_layers' is for patterns with full and other layers; '{config.attention}' has {what}"
+        )
+    every: tuple[RopeKind, ...] = ("global",)
+    ropes = start.config.rope_layers or every * len(types)
+    layers: tuple[RopeKind, ...] = tuple(
+        "none" if kind == FULL else rope for kind, rope in zip(types, ropes, strict=True)
+    )
+    return start._replace(config=dataclasses.replace(start.config, rope_layers=layers))
 
 
 def run_pattern(

@@ -1,5 +1,6 @@
 """Training: the loss falls, an interrupted run goes on bit for bit, wrong configurations cost nothing."""
 
+import dataclasses
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from flax import nnx
 from training_runs import Interruption, interrupt_at, losses, read_metrics
 
 import swa_jax.train.loop
-from swa_jax.checkpoint.folder import load_model
+from swa_jax.checkpoint.folder import load_model, save_model
 from swa_jax.data import SourceConfig
 from swa_jax.data.chains import VOCAB_SIZE
 from swa_jax.data.tokenize import tokenize
@@ -29,8 +30,9 @@ from swa_jax.families.pattern_files import load_pattern
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.settings import from_dict, load_config, to_dict
-from swa_jax.train.loop import TrainConfig, train
+from swa_jax.train.loop import TrainConfig, random_model, train
 from swa_jax.train.optimizer import OptimizerConfig, is_matrix, learning_rate
+from swa_jax.train.patterns import find_start
 from swa_jax.train.step import SPIKE_DECAY, SPIKE_WARMUP, init_state, make_step
 
 ROOT = Path(__file__).parents[2]
@@ -301,6 +303,50 @@ def test_committed_configurations_can_be_used(file):
         for stage in config.stages:
             for name in stage.patterns or (config.pattern,):
                 load_pattern(name, config.model, sliding_window=stage.sliding_window or config.sliding_window)
+
+
+def without_rope(settings, **changes):
+    """A run of two steps whose full layers are not turned; the model has a windowed layer and a full one."""
+    stage = settings["stages"][0] | {"steps": 2}
+    changes = {"pattern": "interleave-1-in-2", "nope_full_layers": True} | changes
+    return config_of(settings, stages=[stage], **changes)
+
+
+def test_full_layers_without_rope_are_as_if_they_were_written_out(settings):
+    written = MODEL | {"rope_layers": ("global", "none")}
+    assert find_start(without_rope(settings)) == find_start(
+        without_rope(settings, model=written, nope_full_layers=False)
+    )
+
+
+@pytest.mark.slow
+def test_full_layers_without_rope(settings, tmp_path):
+    """The model is saved so, and one that had them can lose them too."""
+    model = load_model(train(without_rope(settings), quiet=True))
+    assert model.config.rope_layers == ("global", "none")
+    tokens = np.arange(1, 25)[None]
+    turned = random_model(dataclasses.replace(model.config, rope_layers=()), model.pattern, 0, None)
+    nnx.update(turned, nnx.state(model))
+    assert np.abs(turned(tokens) - model(tokens)).max() > 1e-2
+
+    save_model(turned, tmp_path / "turned", tokenizer_from=settings["tokenizer"])
+    start = find_start(without_rope(settings, model=None, init_from=str(tmp_path / "turned")))
+    assert start.config.rope_layers == ("global", "none")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"pattern": "full"}, "'full' has only full layers"),
+        ({"pattern": "window"}, "'window' has no full layer"),
+        ({"model": MODEL | {"position_embedding": "none"}}, "'position_embedding' = none has none"),
+    ],
+)
+def test_full_layers_without_rope_need_others(settings, changes, sentence):
+    config = without_rope(settings, **changes)
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        train(config, quiet=True)
+    assert not Path(config.output).exists()
 
 
 def test_zero_shot_is_the_windowed_model_as_it_is(settings, tmp_path):
