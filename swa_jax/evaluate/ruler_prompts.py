@@ -82,7 +82,7 @@ class Room:
 
         whole_words = True
         needed = count(0) + len(self.opening)
-        if needed > self.limit + len(self.opening):
+        if needed - len(self.opening) > self.limit:
             raise ConfigError(
                 f"length is {self.length} tokens, but {draft.least} alone take {needed} and the answer gets "
                 f"{self.max_new_tokens}: it must be at least {needed + self.max_new_tokens}"
