@@ -25,6 +25,10 @@ class FillerEnds(Exception):
     """A draft has less filler than was asked for."""
 
 
+class TooShort(ConfigError):
+    """A length is too short for what a task's prompts must have."""
+
+
 class Draft(Protocol):
     """A prompt but for the size of its filler, which is counted as the task likes: in characters, words, entries."""
 
@@ -75,7 +79,7 @@ class Room:
         return self.length - self.max_new_tokens - len(self.opening)
 
     def fit(self, draft: Draft) -> Example:
-        """The draft with as much filler as the length takes. Raises `ConfigError` if it does not fit without any."""
+        """The draft with as much filler as the length takes. Raises `TooShort` if it does not fit without any."""
 
         def count(size: int) -> int:
             return len(self.tokenizer.encode(self._text(draft, size, whole_words)))
@@ -83,7 +87,7 @@ class Room:
         whole_words = True
         needed = count(0) + len(self.opening)
         if needed - len(self.opening) > self.limit:
-            raise ConfigError(
+            raise TooShort(
                 f"length is {self.length} tokens, but {draft.least} alone take {needed} and the answer gets "
                 f"{self.max_new_tokens}: it must be at least {needed + self.max_new_tokens}"
             )

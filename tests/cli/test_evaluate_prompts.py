@@ -138,17 +138,27 @@ def test_the_tasks_that_names_stand_for(tmp_path) -> None:
         chosen("niah_single_1", "cwe", at_depths=True)
 
 
-def test_too_little_room_is_said_before_the_first_prompt() -> None:
+def test_too_little_room_is_said_before_the_first_prompt(capsys) -> None:
     class Characters:
         def encode(self, text: str) -> list[int]:
             return [ord(c) for c in text]
 
     # Lists below 4096 tokens need less than longer ones do.
-    grid = RulerPrompts(lengths="8000,3000,4500").grid(["cwe"], None, 1, 0, Wrap())
-    with pytest.raises(ConfigError, match=r"length is 4500 tokens, but .* of cwe alone take"):
-        next(grid.cells(Characters()))
-    ((cell, *_),) = [*RulerPrompts(lengths="3000").grid(["cwe"], None, 1, 0, Wrap()).cells(Characters())]
+    def grid(lengths: str, *tasks: str):
+        return RulerPrompts(lengths=lengths).grid(tasks, None, 1, 0, Wrap())
+
+    for tasks in (["cwe"], ["cwe", "all"]):
+        with pytest.raises(ConfigError, match=r"length is 4500 tokens, but .* of cwe alone take"):
+            grid("8000,3000,4500", *tasks).fitting(Characters())
+    ((cell, *_),) = [*grid("3000", "cwe").fitting(Characters()).cells(Characters())]
     assert cell == ("cwe", 3000, None)
+
+    # A task that nobody named is left out, with a sentence; if none is left, that is an error.
+    every = grid("4500", "all")
+    assert [*every.fitting(Characters()).tasks] == [task for task in every.tasks if task != "cwe"]
+    assert "the task cwe is left out: length is 4500 tokens, but" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="length is 300 tokens"):
+        grid("300", "all").fitting(Characters())
 
 
 def test_tasks_of_ruler_go_on_after_an_interruption(checkpoint, talking, tmp_path, monkeypatch) -> None:

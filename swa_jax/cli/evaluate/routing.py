@@ -99,7 +99,7 @@ def routing(
     tokens = plain.tokens(evaluation)
     cells: dict[Cell, list[Example]] = {}
     if ruler and count:
-        for made in grid.cells(tokenizer):
+        for made in grid.fitting(tokenizer).cells(tokenizer):
             cells |= made
     elif count:
         cells = _needle_cells(tokenizer, grid, keys, prompts.haystack, evaluation.seed, wrap)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument, Option, echo
 
 from swa_jax.cli.evaluate.around import Around
 from swa_jax.cli.evaluate.evaluation import Evaluation
@@ -73,7 +72,8 @@ class RulerPrompts(Options):
             "seed": seed,
         }
         places = None if depths is None else fractions(depths)
-        return Grid(chosen, numbers("--lengths", self.lengths), places, num_examples, options)
+        unnamed = frozenset(chosen) - {*tasks, *(files if QA in tasks else ())}
+        return Grid(chosen, numbers("--lengths", self.lengths), places, num_examples, options, unnamed)
 
     def files(self) -> dict[str, Path]:
         """The files of questions, by task."""
@@ -129,31 +129,53 @@ class Grid:
     depths: Sequence[float] | None
     num_examples: int
     options: dict[str, Any]  # of `ruler_grid`
+    unnamed: frozenset[str] = frozenset()  # tasks that may be left out
 
     @property
     def num_prompts(self) -> int:
         depths = 1 if self.depths is None else len(self.depths)
         return len(self.tasks) * len(self.lengths) * depths * self.num_examples
 
-    def cells(self, tokenizer: Tokenizer) -> Iterator[dict[Cell, list[Example]]]:
-        """One task and length at a time: all prompts of a long run together would fill the memory.
+    def fitting(self, tokenizer: Tokenizer) -> Grid:
+        """The same without the unnamed tasks that a length is too short for, of which a line says so.
 
-        A length that is too short for a task is said before the first, not after the hours that the others take: what
-        the prompts of needles must have is about the same for all, and of the others all prompts are tried.
+        Tried before the first prompt is answered, not after the hours that the others take: what the prompts of needles
+        must have is about the same for all, and of the others all prompts are tried.
+
+        Raises:
+          ConfigError: a length is too short for a task that was named, or for all.
         """
         from swa_jax.evaluate.ruler import ruler_grid
         from swa_jax.evaluate.ruler_counts import SHORT
         from swa_jax.evaluate.ruler_needles import NEEDLE_TASKS
+        from swa_jax.evaluate.ruler_prompts import TooShort
 
-        grid = partial(ruler_grid, tokenizer, depths=self.depths, **self.options)
         # Lists of words need more from `SHORT` on.
         short, long = ([n for n in self.lengths if (n < SHORT) == wanted] for wanted in (True, False))
         shortest = [min(lengths) for lengths in (short, long) if lengths]
+        left_out: set[str] = set()
         for task in self.tasks:
             some = 1 if task in NEEDLE_TASKS else self.num_examples
-            grid(tasks=[task], lengths=shortest, num_examples=some)
+            try:
+                ruler_grid(
+                    tokenizer, [task], lengths=shortest, depths=self.depths, num_examples=some, **self.options
+                )
+            except TooShort as error:
+                if task not in self.unnamed or len(left_out) + 1 == len(self.tasks):
+                    raise
+                left_out.add(task)
+                echo(f"the task {task} is left out: {error}", err=True)
+        return dataclasses.replace(self, tasks=[task for task in self.tasks if task not in left_out])
+
+    def cells(self, tokenizer: Tokenizer) -> Iterator[dict[Cell, list[Example]]]:
+        """One task and length at a time: all prompts of a long run together would fill the memory."""
+        from swa_jax.evaluate.ruler import ruler_grid
+
         for task, length in itertools.product(self.tasks, self.lengths):
-            yield grid(tasks=[task], lengths=[length], num_examples=self.num_examples)
+            yield ruler_grid(
+                tokenizer, [task], lengths=[length], depths=self.depths, num_examples=self.num_examples,
+                **self.options,
+            )  # fmt: skip
 
 
 def ruler(
@@ -165,7 +187,7 @@ def ruler(
         Argument(
             metavar="[TASK]...",
             help="Tasks such as niah_single_2, vt, cwe or fwe; qa_1 and qa_2 (or qa) with your files. Default: all "
-            "without a file, and with --depths those that have a depth.",
+            "without a file that the lengths have room for, and with --depths those that have a depth.",
         ),
     ] = None,
     depths: Annotated[
@@ -190,6 +212,7 @@ def ruler(
     wrap = around.wrap(evaluation.checkpoint, "RULER's prompts")
     grid = prompts.grid(tasks or [ALL], depths, examples, evaluation.seed, wrap)
     models, tokenizer = evaluation.models, evaluation.tokenizer
+    grid = grid.fitting(tokenizer)
     note_context(models[0][1].config, max(grid.lengths))
     by_model: list[list[dict[str, Any]]] = [[] for _ in models]
     rows: list[dict[str, Any]] = []
