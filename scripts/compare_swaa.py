@@ -255,54 +255,60 @@ def read_cells(out: Path, size: Size) -> dict[str, dict[str, Any]]:
 # ---- report ----
 
 
+NEEDLES = ("needles-1", "needles-4")
+FIGURES = (  # column, tasks, figure, digits, with the difference
+    ("1 key found, %", NEEDLES[:1], "right", 0, False),
+    ("4 keys found, %", NEEDLES[1:], "right", 0, False),
+    ("answer loss", NEEDLES, "losses", 4, True),
+    ("text loss", ("text",), "losses", 2, True),
+)
+
+
 def table(done: dict[str, dict[str, Any]], seeds: Sequence[int]) -> str:
     """Rows of Table 1: what is found and lost under each, by what was trained on, and the paired differences."""
 
-    def values(row: Row, data: str, task: str, figure: str) -> list[float]:
+    def values(row: Row, data: str, seed: int, tasks: Sequence[str], figure: str) -> list[float]:
+        cell = done.get(json.dumps([row.numbers, data, seed]))
+        return [] if cell is None else [x for task in tasks for x in cell[task][figure]]
+
+    def shown(row: Row, data: str, tasks: Sequence[str], figure: str, digits: int) -> str:
         which = [0] if data == "none" else seeds
-        cells = [done.get(json.dumps([row.numbers, data, seed])) for seed in which]
-        return [x for cell in cells if cell is not None for x in cell[task][figure]]
-
-    def shown(row: Row, data: str, task: str, figure: str) -> str:
-        found = values(row, data, task, figure)
-        if not found:
-            return ""
-        return f"{np.mean(found):.2f}" if figure == "losses" else f"{100 * np.mean(found):.0f}"
-
-    def difference(row: Row, figure: str, task: str) -> str:
-        """Replies - text over the seeds that both have."""
-        both = [
-            (a[task][figure], b[task][figure])
-            for seed in seeds
-            if (a := done.get(json.dumps([row.numbers, "replies", seed]))) is not None
-            and (b := done.get(json.dumps([row.numbers, "text", seed]))) is not None
-        ]
-        if not both:
-            return ""
-        first, second = (np.concatenate(one) for one in zip(*both, strict=True))
+        found = [x for seed in which for x in values(row, data, seed, tasks, figure)]
         scale = 100 if figure == "right" else 1
-        return _interval(paired_bootstrap(first, second), scale, 0 if figure == "right" else 2)
+        return f"{scale * np.mean(found):.{digits}f}" if found else "-"
 
-    head = [
-        "No.", "window", "full layers", "sink tokens", "FA decode", "seeds", "1 key: as it is", "text", "replies", "KL",
-        "replies - text", "4 keys: as it is", "text", "replies", "KL", "replies - text", "text loss: as it is", "text",
-        "replies", "KL", "replies - text",
-    ]  # fmt: skip
+    def difference(row: Row, tasks: Sequence[str], figure: str, digits: int) -> str:
+        """Replies - text over the seeds that both have."""
+        pairs = [
+            pair
+            for seed in seeds
+            for pair in zip(
+                values(row, "replies", seed, tasks, figure),
+                values(row, "text", seed, tasks, figure),
+                strict=False,
+            )
+        ]
+        return _interval(paired_bootstrap(*np.array(pairs).T), digits) if pairs else ""
+
+    head = ["No.", "window", "full layers", "sink tokens", "FA decode", "seeds"]
+    for name, _, _, _, compared in FIGURES:
+        head += [name, f"{name}, replies - text"] if compared else [name]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in ROWS:
         line = row.cells()
         line.append(str(sum(json.dumps([row.numbers, "replies", seed]) in done for seed in seeds)))
-        for task, figure in (("needles-1", "right"), ("needles-4", "right"), ("text", "losses")):
-            line += [shown(row, data, task, figure) for data in DATA]
-            line.append(difference(row, figure, task))
+        for _, tasks, figure, digits, compared in FIGURES:
+            line.append(" / ".join(shown(row, data, tasks, figure, digits) for data in DATA))
+            if compared:
+                line.append(difference(row, tasks, figure, digits))
         lines.append("| " + " | ".join(line) + " |")
     return "\n".join(lines)
 
 
-def _interval(estimate: Estimate, scale: float, digits: int) -> str:
+def _interval(estimate: Estimate, digits: int) -> str:
     low, high = estimate.low, estimate.high
-    ends = "" if low is None or high is None else f" [{scale * low:.{digits}f}, {scale * high:.{digits}f}]"
-    return f"{scale * estimate.mean:+.{digits}f}{ends}"
+    ends = "" if low is None or high is None else f" [{low:.{digits}f}, {high:.{digits}f}]"
+    return f"{estimate.mean:+.{digits}f}{ends}"
 
 
 def put_into(file: Path, text: str) -> None:

@@ -50,7 +50,8 @@ def test_the_table_of_what_is_done(script, tmp_path):
     """Paired differences over the seeds that both have; a cell that was cut off is not there."""
 
     def line(numbers, data, seed, right, loss):
-        scores = {f"needles-{keys}": {"right": right, "losses": [0.5] * 4} for keys in (1, 4)}
+        losses = {1: [loss / 8] * 4, 4: [loss / 8, loss / 8, loss / 8, loss / 8 + 0.8]}
+        scores = {f"needles-{keys}": {"right": right, "losses": losses[keys]} for keys in (1, 4)}
         scores["text"] = {"losses": [loss, loss + 0.2]}
         return {"cell": [numbers, data, seed], "size": dataclasses.asdict(script.Size()), "scores": scores}
 
@@ -68,10 +69,10 @@ def test_the_table_of_what_is_done(script, tmp_path):
     (row,) = [one for one in script.table(done, [0, 1, 2]).splitlines() if one.startswith("| 4, 27 |")]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:6] == ["4, 27", "32", "none", "0", "yes", "1"]
-    assert cells[6:10] == ["25", "25", "75", ""]
-    assert cells[10].startswith("+25 [")
-    assert cells[16:20] == ["3.10", "2.10", "2.60", ""]
-    assert cells[20].startswith("+0.50 [")
+    assert cells[6:9] == ["25 / 25 / 75 / -", "25 / 25 / 75 / -", "0.4750 / 0.3500 / 0.4125 / -"]
+    assert cells[9].startswith("+0.0625 [")
+    assert cells[10] == "3.10 / 2.10 / 2.60 / -"
+    assert cells[11].startswith("+0.50 [")
     page = tmp_path / "page.md"
     page.write_text(
         "before\n<!-- swaa: made by scripts/compare_swaa.py -->\nold\n<!-- end of swaa -->\nafter\n"
