@@ -30,12 +30,13 @@ PROGRAMS = ("swa-jax", "python", "make", "pip")
 FEWER_TURNS = {"for seed in 0 1 2;": "for seed in 0;", "--seeds 0 1 2": "--seeds 0"}
 # By the time on two idle cores: pages of more than a few seconds, and of more than a minute.
 SLOW = (
-    "docs/chains.md", "docs/data.md", "docs/generation.md", "docs/importing.md", "docs/questions.md", "docs/serving.md",
+    "docs/data.md", "docs/generation.md", "docs/importing.md", "docs/questions.md", "docs/serving.md",
 )  # fmt: skip
 LONG = (
     "README.md",
     "swa_jax/recall/README.md",
     "docs/adapt.md",
+    "docs/chains.md",
     "docs/distillation.md",
     "docs/evaluation.md",
     "docs/index.md",
