@@ -150,6 +150,16 @@ def mean_score(scores: ArrayLike) -> Estimate:
     return accuracy_interval(scores) if scores.size and np.isin(scores, (0, 1)).all() else bootstrap(scores)
 
 
+def paired_score(better: ArrayLike, worse: ArrayLike) -> Estimate:
+    """The mean difference of two `mean_score`s over the *same* examples [N], and its 95 % interval.
+
+    Raises:
+      ValueError: as `paired_accuracy` where all scores are 0 or 1, else as `paired_bootstrap`.
+    """
+    shares = np.isin([*np.ravel(better), *np.ravel(worse)], (0, 1)).all()
+    return (paired_accuracy if shares else paired_bootstrap)(better, worse)
+
+
 def mean_of_groups(groups: Sequence[ArrayLike]) -> Estimate:
     """The mean of the groups' means, each group counting the same, with its 95 % interval.
 

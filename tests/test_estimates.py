@@ -16,6 +16,7 @@ from swa_jax.estimates import (
     mean_score,
     paired_accuracy,
     paired_bootstrap,
+    paired_score,
 )
 
 # ---- 0/1 scores ----
@@ -144,6 +145,19 @@ def test_pairing_removes_what_is_common_to_both():
     assert 0.9 < difference.low < 1 < difference.high < 1.1
     with pytest.raises(ValueError, match="same examples"):
         paired_bootstrap([1, 2], [1])
+
+
+def test_pairs_of_shares_have_an_interval_where_all_agree():
+    """Resampled, 48 differences of 1 would all be 1."""
+    always, never = np.ones(48), np.zeros(48)
+    difference = paired_score(always, never)
+    assert difference == paired_accuracy(always, never)
+    assert difference.low < 0.95 < difference.high == 1
+    tie = paired_score(always, always)
+    assert tie.low < tie.mean == 0 < tie.high
+    assert paired_score(always, never + 0.5) == paired_bootstrap(always, never + 0.5)
+    one = paired_score([1.0], [0.0])
+    assert one.low < 0
 
 
 # ---- groups ----

@@ -24,7 +24,8 @@ from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.data.haystack import Haystack, library_files
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.errors import ConfigError
-from swa_jax.evaluate import Example, needle_examples, paired_bootstrap
+from swa_jax.estimates import paired_score
+from swa_jax.evaluate import Example, needle_examples
 from swa_jax.evaluate.measure import measure_pattern
 from swa_jax.files import write_json
 from swa_jax.model.config import ModelConfig
@@ -216,12 +217,12 @@ def demo_patterns(config: ModelConfig, scores: NLLScores) -> dict[str, Attention
 
 def compare(nll: np.ndarray, interleave: np.ndarray) -> tuple[str, bool]:
     """A sentence that says whether NLL-guided 1-in-4 beats interleaved 1-in-4 (scores [N], same examples), and bool."""
-    difference = paired_bootstrap(nll, interleave)
-    low, high = difference.interval or (-1.0, 1.0)  # one needle proves nothing
+    difference = paired_score(nll, interleave)
+    low, high = difference.interval or (-1.0, 1.0)
     figures = (
         f"nll-1-in-4 finds {nll.mean():.0%} of the needles, interleave-1-in-4 {interleave.mean():.0%}: a difference of "
         f"{100 * difference.mean:.0f} points, 95 % interval [{100 * low:.0f}, {100 * high:.0f}] "
-        f"(paired bootstrap, n = {nll.size})."
+        f"(paired, n = {nll.size})."
     )
     if low > 0:
         return (

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from swa_jax.errors import ConfigError
-from swa_jax.estimates import accuracy_interval, paired_bootstrap
+from swa_jax.estimates import accuracy_interval, paired_score
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.files import write_json
@@ -261,7 +261,7 @@ def summary(
         other = groups.get((str(first), ratio)) if ratio is not None and name != first else None
         if other and one["seeds"] == [row.get("seed") for row in other]:
             base = np.array([row["exact"] for row in other], float)
-            gap = paired_bootstrap(exact.mean(0), base.mean(0))
+            gap = paired_score(exact.mean(0), base.mean(0))
             one |= {"against": first, "gap": list(gap)}
             one["gap_by_seed"] = (exact.mean(1) - base.mean(1)).tolist()
         result.append(one)
