@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import shutil
 
 from flax import nnx
 
@@ -149,3 +150,10 @@ def byte_checkpoint(folder, byte_tokenizer, pattern, **changes):
     """A checkpoint folder of a random byte-level model and its tokenizer; `changes` are to `BYTES`."""
     model = Decoder(dataclasses.replace(BYTES, **changes), pattern, rngs=nnx.Rngs(0))
     return save_model(model, folder / "checkpoint", tokenizer_from=byte_tokenizer.parent)
+
+
+def with_template(checkpoint, folder, template):
+    """A copy of a checkpoint, inside `folder`, that has a chat template."""
+    copy = shutil.copytree(checkpoint, folder / "model")
+    (copy / "chat_template.jinja").write_text(template)
+    return copy

@@ -213,9 +213,11 @@ def window_always(config: ModelConfig, pattern: AttentionPattern) -> dict[str, A
     return {"sliding_window": window, "layer_types": list(pattern.layer_types)}
 
 
-def nope_of_full_layers(types: Sequence[str]) -> tuple[RopeKind, ...]:
-    """`ModelConfig.rope_layers` of a model that turns its windowed layers and no full one."""
-    return tuple("global" if kind == WINDOW else "none" for kind in types)
+def nope_of_full_layers(types: Sequence[str], ropes: Sequence[RopeKind] = ()) -> tuple[RopeKind, ...]:
+    """`ModelConfig.rope_layers` of a model that turns no full layer, and the others as `ropes` says (all "global")."""
+    every: tuple[RopeKind, ...] = ("global",)
+    others = ropes or every * len(types)
+    return tuple("none" if kind == FULL else rope for kind, rope in zip(types, others, strict=True))
 
 
 def window_keys_with_nope(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:

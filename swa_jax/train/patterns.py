@@ -9,7 +9,8 @@ from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.data.sources import ANSWERED
 from swa_jax.errors import ConfigError
 from swa_jax.families.pattern_files import load_pattern
-from swa_jax.model.config import ModelConfig, RopeKind
+from swa_jax.families.rope import nope_of_full_layers
+from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, SWITCH
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.train.config import StageConfig, TrainConfig
@@ -54,11 +55,7 @@ def _without_rope_in_full_layers(config: TrainConfig, start: Start) -> Start:
         raise ConfigError(
             f"'nope_full_layers' is for patterns with full and other layers; '{config.attention}' has {what}"
         )
-    every: tuple[RopeKind, ...] = ("global",)
-    ropes = start.config.rope_layers or every * len(types)
-    layers: tuple[RopeKind, ...] = tuple(
-        "none" if kind == FULL else rope for kind, rope in zip(types, ropes, strict=True)
-    )
+    layers = nope_of_full_layers(types, start.config.rope_layers)
     return start._replace(config=dataclasses.replace(start.config, rope_layers=layers))
 
 

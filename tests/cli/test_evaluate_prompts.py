@@ -5,8 +5,9 @@ import shutil
 import sys
 
 import pytest
+from characters import Characters
 from command_line import fails, run
-from tiny_models import byte_checkpoint, make
+from tiny_models import byte_checkpoint, make, with_template
 
 import swa_jax
 from swa_jax.cli.evaluate.around import Around
@@ -35,10 +36,7 @@ def checkpoint(tmp_path_factory, byte_tokenizer):
 
 @pytest.fixture(scope="module")
 def talking(checkpoint, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("chat") / "model"
-    shutil.copytree(checkpoint, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return with_template(checkpoint, tmp_path_factory.mktemp("chat"), TEMPLATE)
 
 
 # ---- what stands around a question ----
@@ -139,10 +137,6 @@ def test_the_tasks_that_names_stand_for(tmp_path) -> None:
 
 
 def test_too_little_room_is_said_before_the_first_prompt(capsys) -> None:
-    class Characters:
-        def encode(self, text: str) -> list[int]:
-            return [ord(c) for c in text]
-
     # Lists below 4096 tokens need less than longer ones do.
     def grid(lengths: str, *tasks: str):
         return RulerPrompts(lengths=lengths).grid(tasks, None, 1, 0, Wrap())

@@ -1,11 +1,10 @@
 """The verbs `generate` and `chat`, with files of prompts, stop strings and chat templates."""
 
 import json
-import shutil
 
 import pytest
 from command_line import fails, run
-from tiny_models import byte_checkpoint, make
+from tiny_models import byte_checkpoint, make, with_template
 
 import swa_jax
 from swa_jax.data.tokenizer import load_tokenizer
@@ -22,10 +21,7 @@ def checkpoint(tmp_path_factory, byte_tokenizer):
 @pytest.fixture(scope="module")
 def talking(checkpoint, tmp_path_factory):
     """The same model with a chat template."""
-    folder = tmp_path_factory.mktemp("chat") / "model"
-    shutil.copytree(checkpoint, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return with_template(checkpoint, tmp_path_factory.mktemp("chat"), TEMPLATE)
 
 
 def continuation(checkpoint, text: str, **options) -> str:

@@ -2,6 +2,7 @@ import hashlib
 
 import numpy as np
 import pytest
+from characters import Characters
 
 from swa_jax.data.haystack import (
     ADJECTIVES,
@@ -18,16 +19,6 @@ from swa_jax.data.tokenizer import Tokenizer, train_byte_bpe
 from swa_jax.evaluate.needle import needle_examples
 
 TEXT = "".join(f"line {i} of a text that goes on and on\n" for i in range(400))
-
-
-class Characters:
-    """One token a character."""
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(c) for c in text]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(map(chr, ids))
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+from characters import Characters
 
 from swa_jax.data.chat import Wrap
 from swa_jax.data.reply_text import after_thinking
@@ -195,12 +196,6 @@ def test_thinking_is_no_part_of_an_answer(text: str, begun: bool, answer: str) -
 
 
 def test_a_prompt_that_ends_inside_the_thinking_is_remembered(monkeypatch) -> None:
-    class Characters:
-        start_ids = ()
-
-        def encode(self, text: str) -> list[int]:
-            return [ord(c) for c in text]
-
     said = ["2 or 7</think>It is 7.", "7, or", "7"]
     monkeypatch.setattr(question_scores, "_texts", lambda *_: said)
     asked = [Question("b", "g", "?", ["7"], 4, same_number, chat=chat) for chat in (True, True, False)]

@@ -4,6 +4,7 @@ import re
 from itertools import cycle, islice
 
 import pytest
+from characters import Characters
 
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.errors import ConfigError
@@ -27,16 +28,6 @@ SENTENCES = [
 ]
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 UUID4 = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
-
-
-class Characters:
-    """One token a character."""
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(c) for c in text]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(map(chr, ids))
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 
 import pytest
+from characters import Characters
 
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.errors import ConfigError
@@ -28,16 +29,6 @@ ASK = (
     "\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 words that appear most "
     "often in the list are:"
 )
-
-
-class Characters:
-    """One token a character."""
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(c) for c in text]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(map(chr, ids))
 
 
 @pytest.fixture(scope="module")
