@@ -23,9 +23,9 @@ from swa_jax.files import check_local, read_json, sum_of_file, sum_of_json
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.pattern import AttentionPattern
 
-RECALL = (
-    importlib.resources.files("swa_jax") / "recall"
-)  # the bundled model, and the settings of its routed CPT
+# The bundled models, each with the settings of its routed CPT.
+RECALL = importlib.resources.files("swa_jax") / "recall"
+CHAINS = importlib.resources.files("swa_jax") / "chains"
 BUNDLED = "recall"  # its name on the command line
 
 

@@ -9,19 +9,26 @@ from flax import nnx
 from tiny_models import WIDER
 
 import swa_jax.adapt.demo as demo
+import swa_jax.adapt.demo_tasks as demo_tasks
+from swa_jax.adapt.demo_tasks import Questions
 from swa_jax.checkpoint.folder import save_model
 from swa_jax.checkpoint.hf_export import export_model
+from swa_jax.data.chains import chain_tokenizer
 from swa_jax.data.haystack import library_files, read_text
 from swa_jax.errors import ConfigError
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import NLLScores
+from swa_jax.select.heads import head_pattern, heuristic_mask
 
 CONFIG = dataclasses.replace(
     WIDER, vocab_size=512, num_hidden_layers=8, model_type="qwen3", qk_norm=True, tie_word_embeddings=True
 )
-SCORES = NLLScores(np.array([[0.0, 0.1, 0.9, 0.2, 0.0, 0.8, 0.3, 0.1]] * 2), np.ones(2), demo.WINDOW, 0)
+WINDOW = 32
+SCORES = NLLScores(np.array([[0.0, 0.1, 0.9, 0.2, 0.0, 0.8, 0.3, 0.1]] * 2), np.ones(2), WINDOW, 0)
 NAMES = ["full", "window", "streaming", "interleave-1-in-2", "interleave-1-in-4", "nll-1-in-2", "nll-1-in-4"]
+HEADS = {"bosch-1-in-4": head_pattern(heuristic_mask("interleave", 8, 2, 0.75), WINDOW, 0, {})}
+ASKED = Questions([], [], ["1 hop"], "Statements to look up", WINDOW, 3, [])
 ROW_KEYS = {
     "name",
     "full_layers",
@@ -33,43 +40,77 @@ ROW_KEYS = {
 }
 
 
+@pytest.fixture(scope="module")
+def chain_words():
+    return chain_tokenizer(texts=["the cat sat on the mat"] * 50)
+
+
 def test_patterns_compared_have_the_budgets_their_names_say():
-    patterns = demo.demo_patterns(CONFIG, SCORES)
-    assert list(patterns) == NAMES + [f"{name}+fa-decode" for name in NAMES[1:]]
+    patterns = demo.demo_patterns(CONFIG, SCORES, HEADS, ASKED)
+    assert list(patterns) == [*NAMES, *HEADS, *(f"{name}+fa-decode" for name in NAMES[1:])]
     assert patterns["nll-1-in-4"].full_layers == (2, 5)
     assert patterns["nll-1-in-2"].full_layers == (2, 3, 5, 6)
     assert patterns["interleave-1-in-4"].full_layers == (3, 7)
     for name, pattern in patterns.items():
         assert pattern.full_attention_decode == name.endswith("+fa-decode")
-        assert pattern.sliding_window == demo.WINDOW
+        assert pattern.sliding_window == WINDOW
         assert pattern.num_sink_tokens == (demo.SINK_TOKENS if name.startswith("streaming") else 0)
 
 
 def test_needles_lie_beyond_what_windows_pass_on():
-    depth = demo.deepest_needle(CONFIG)
-    assert 8 * demo.WINDOW < demo.LENGTH / 2
+    depth = demo_tasks.deepest_needle(CONFIG)
+    assert 8 * demo_tasks.NEEDLE_WINDOW < demo_tasks.NEEDLE_LENGTH / 2
     # Even the last token generated must not reach the needle's end through eight windows.
-    assert depth * demo.LENGTH + 26 + 8 * demo.WINDOW < demo.LENGTH
+    assert depth * demo_tasks.NEEDLE_LENGTH + 26 + 8 * demo_tasks.NEEDLE_WINDOW < demo_tasks.NEEDLE_LENGTH
     with pytest.raises(ConfigError, match="at least 4 and at most"):
-        demo.deepest_needle(dataclasses.replace(CONFIG, num_hidden_layers=20))
+        demo_tasks.deepest_needle(dataclasses.replace(CONFIG, num_hidden_layers=20))
 
 
+def test_chains_are_asked_in_turn_and_each_statement_is_out_of_the_window_of_the_next(chain_words):
+    asked = demo_tasks.chain_questions(chain_words)
+    assert len(asked.examples) == 3 * demo_tasks.EXAMPLES
+    assert len(asked.calibration) == 3 * demo_tasks.CALIBRATION_EXAMPLES
+    assert {tuple(one.prompt) for one in asked.examples}.isdisjoint(
+        tuple(one.prompt) for one in asked.calibration
+    )
+    for number, example in enumerate(asked.examples):
+        starts = example.meta["statements"]
+        assert asked.kinds[number % 3][0] == str(len(starts))
+        assert np.diff([*starts, len(example.prompt)]).min() >= asked.sliding_window
+        assert len(example.prompt) + len(example.answer) == demo_tasks.CHAIN_LENGTH
+        assert len(example.answer) <= asked.max_new_tokens
+
+
+def test_a_model_that_answers_nothing_has_no_heads_to_search_for(chain_words):
+    asked = demo_tasks.chain_questions(chain_words)._replace(calibration=[])
+    config = dataclasses.replace(CONFIG, vocab_size=chain_words.backend.get_vocab_size())
+    model = Decoder(config, AttentionPattern.from_recipe("full", config), rngs=nnx.Rngs(0))
+    patterns, notes = demo.bosch_patterns(model, asked)
+    assert not patterns
+    assert notes[0].startswith("BOSCH was left out: ")
+
+
+@pytest.mark.parametrize("name", ["nll-1-in-4", "bosch-1-in-2"])
 @pytest.mark.parametrize(
-    ("nll", "interleave", "beats", "says"),
+    ("chosen", "interleave", "beats", "says"),
     [
         ([1] * 45 + [0] * 3, [0] * 44 + [1] * 4, True, "beats interleaving beyond"),
-        ([0] * 48, [0] * 48, False, "carries the needle"),
+        ([0] * 48, [0] * 48, False, "carries what is asked for"),
         ([1] * 48, [1] * 48, False, "good ones already"),
-        ([0] * 40 + [1] * 8, [1] * 40 + [0] * 8, False, "work only together"),
+        ([0] * 40 + [1] * 8, [1] * 40 + [0] * 8, False, "happen to be the better ones"),
         ([1, 0] * 24, [0, 1] * 24, False, "too small for this many"),
         ([1, 0] * 23 + [1, 1], [0, 1] * 24, False, "too small for this many"),  # better, but by chance
     ],
 )
-def test_the_verdict_is_plain(nll, interleave, beats, says):
-    sentence, got = demo.compare(np.array(nll, float), np.array(interleave, float))
+def test_the_verdict_is_plain(name, chosen, interleave, beats, says):
+    other = f"interleave-{name.partition('-')[2]}"
+    wrong = {"interleave-1-in-3": np.zeros(48)}
+    scores = {name: np.array(chosen, float), other: np.array(interleave, float)} | wrong
+    sentence, got = demo.compare(name, scores)
     assert got is beats
     assert says in sentence
     assert "95 % interval" in sentence
+    assert ("work only together" in sentence) == (name[0] == "n" and "better ones" in says)
 
 
 def test_a_folder_that_is_not_the_demos_is_left_alone(tmp_path):
@@ -84,7 +125,9 @@ def test_a_folder_that_is_not_the_demos_is_left_alone(tmp_path):
 @pytest.mark.long
 def test_whole_demo_on_a_tiny_random_model(tmp_path, monkeypatch):
     hf = tiny_hf_model(tmp_path)
-    for name, value in {"EXAMPLES": 6, "NLL_EXAMPLES": 2, "CALIBRATION_EXAMPLES": 2, "BATCH": 3}.items():
+    for name, value in {"EXAMPLES": 6, "CALIBRATION_EXAMPLES": 2}.items():
+        monkeypatch.setattr(demo_tasks, name, value)
+    for name, value in {"NLL_EXAMPLES": 2, "BATCH": 3}.items():
         monkeypatch.setattr(demo, name, value)
     out = tmp_path / "out"
     report = demo.run_demo(out, hf)
@@ -108,7 +151,7 @@ def test_whole_demo_on_a_tiny_random_model(tmp_path, monkeypatch):
     assert {cache[name] for name in cache if name.endswith("+fa-decode")} == {cache["full"]}
     assert {step["step"] for step in report["routed_cpt"]} == set(range(1, len(report["routed_cpt"]) + 1))
     assert all(0 <= step["full_attention_ratio"] <= 1 for step in report["routed_cpt"])
-    pictures = {"needles.png", "layer-scores.png", "accuracy-memory.png", "routed-cpt.png"}
+    pictures = {"answers.png", "layer-scores.png", "accuracy-memory.png", "routed-cpt.png"}
     assert pictures <= {file.name for file in out.iterdir()}
 
 
