@@ -1,13 +1,14 @@
 """SWAA's Table 1 in small: LoRA on a model's own replies beside LoRA on plain text, under every pattern of the table.
 
-    python scripts/compare_swaa.py --out runs/compare-swaa
+    python scripts/compare_swaa.py --model chains --out runs/compare-swaa-chains
 
-The bundled model answers needle prompts with full attention; what it answers rightly is its training data
-(`swa-jax distill`). Under each pattern, LoRA (SWAA's: rank 16, queries, keys and values) trains on those replies by
-cross-entropy, on the same replies by KL to the full model's log-probabilities, or on plain text: equal steps, rows and
-seeds. Then other needles and held-out text are measured. One line of `cells.jsonl` is one cell (pattern, data, seed);
-what is there is not done again, so the same command may be started again at any time. `--report-only` makes
-`table.md` of what is there, `--docs FILE` puts it into a document as well.
+A bundled model answers prompts with full attention: chains of one to three hops, or needles among one and four keys
+(`--model recall`). What it answers rightly is its training data (`swa-jax distill`). Under each pattern, LoRA (SWAA's:
+rank 16, queries, keys and values) trains on those replies by cross-entropy, on the same replies by KL to the full
+model's log-probabilities, or on plain text: equal steps, rows and seeds. Then other prompts and held-out text are
+measured. One line of `cells.jsonl` is one cell (pattern, data, seed); what is there is not done again, so the same
+command may be started again at any time. `--report-only` makes `table.md` of what is there, `--docs FILE` puts it into
+a document as well.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,9 +35,10 @@ from swa_jax.checkpoint.folder import load_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.data import SourceConfig
 from swa_jax.data.haystack import Haystack, library_files, read_text
-from swa_jax.data.tokenizer import load_tokenizer
+from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.errors import ConfigError
-from swa_jax.estimates import Estimate, paired_bootstrap
+from swa_jax.estimates import Estimate, paired_bootstrap, paired_score
+from swa_jax.evaluate.chains import ChainCell, chain_examples
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.needle import needle_examples
 from swa_jax.files import write_text
@@ -52,7 +54,7 @@ LAYERS = 8
 WINDOW_2K = 32  # keys: the context is 16 times as long, in the paper (24k) 12 times
 SINKS = {0: 0, 10: 1, 100: 4, 1000: 16}  # the paper's sink tokens, and ours
 DEPTHS = (0.0, 0.4)  # of the needles: further back than 8 windows reach
-ANSWER_TOKENS = 18
+HOPS, RIVALS = (1, 2, 3), 3  # of the chains, whose statements are further apart than the window
 DATA = ("none", "text", "replies", "replies, KL")  # none: the model as it is
 
 
@@ -131,51 +133,78 @@ ROWS = (
 # ---- data ----
 
 
-def prepare(out: Path, size: Size) -> None:
+class StandIn(NamedTuple):
+    """A bundled model and what it is asked. The names of `draw`'s tasks are those of `tasks`, in this order."""
+
+    draw: Callable[[Tokenizer, Size, int, bool], list[list[Example]]]  # seed, and whether for training
+    tasks: dict[str, str]  # name -> what is found, in the table
+    answer_tokens: int
+
+
+def draw_needles(tokenizer: Tokenizer, size: Size, seed: int, training: bool) -> list[list[Example]]:
+    """Among one key and four; in training, with room for a text that becomes some tokens longer on its way."""
+    hay = Haystack(tokenizer, tuple(library_files(held_out=not training)))
+    length = size.length - 16 if training else size.length
+    count = size.prompts // 2 if training else size.examples
+    return [
+        needle_examples(
+            tokenizer,
+            length=length,
+            num_examples=count,
+            num_keys=keys,
+            haystack=hay,
+            depths=DEPTHS,
+            seed=seed + keys,
+        )
+        for keys in (1, 4)
+    ]
+
+
+def draw_chains(tokenizer: Tokenizer, size: Size, seed: int, training: bool) -> list[list[Example]]:
+    """Of each number of hops."""
+    count = size.prompts // len(HOPS) if training else size.examples
+    cells = [ChainCell(hops, RIVALS, size.length) for hops in HOPS]
+    return [chain_examples(tokenizer, cell, num_examples=count, gap=WINDOW_2K, seed=seed) for cell in cells]
+
+
+STAND_INS = {
+    "recall": StandIn(draw_needles, {"needles-1": "1 key found, %", "needles-4": "4 keys found, %"}, 18),
+    "chains": StandIn(draw_chains, {f"chains-{n}": f"{n} hop{'s' if n > 1 else ''}, %" for n in HOPS}, 3),
+}
+
+
+def prepare(name: str, out: Path, size: Size) -> None:
     """The original as a checkpoint, and its replies as training data."""
     model, prompts = out / "model", out / "prompts.jsonl"
     if not (model / "config.json").exists():
-        import_model(ROOT / "swa_jax" / "recall", model)
+        import_model(ROOT / "swa_jax" / name, model)
     tokenizer = load_tokenizer(model)
     if not prompts.exists():
-        hay = Haystack(tokenizer, tuple(library_files(held_out=False)))
-        room = size.length - 16  # text that is tokenised again may have a few tokens more
-        lines = []
-        for keys in (1, 4):
-            count = size.prompts - size.prompts // 2 if keys == 1 else size.prompts // 2
-            for example in needle_examples(
-                tokenizer,
-                length=room,
-                num_examples=count,
-                num_keys=keys,
-                haystack=hay,
-                depths=DEPTHS,
-                seed=10 + keys,
-            ):
-                lines.append({"prompt": tokenizer.decode(example.prompt), "answer": example.references[0]})
+        drawn = STAND_INS[name].draw(tokenizer, size, 10, True)
+        lines = [
+            {"prompt": tokenizer.decode(example.prompt), "answer": example.references[0]}
+            for examples in drawn
+            for example in examples
+        ]
         write_text(prompts, "".join(json.dumps(line) + "\n" for line in lines))
     if not (out / "replies.jsonl").exists():
         command = [
             sys.executable, "-m", "swa_jax.cli", "distill", model, "--prompts", prompts, "--out", out / "replies.jsonl",
-            "-n", 4, "--temperature", 1, "--max-new-tokens", ANSWER_TOKENS, "--keep-cut", "--filter", "contains",
-            "--top-logprobs", 16, "--dtype", "float32",
+            "-n", 4, "--temperature", 1, "--max-new-tokens", STAND_INS[name].answer_tokens, "--keep-cut",
+            "--filter", "contains", "--top-logprobs", 16, "--dtype", "float32",
         ]  # fmt: skip
         subprocess.run([str(word) for word in command], check=True)
 
 
-def draw_tasks(out: Path, size: Size) -> list[Task]:
-    """Needles and text of files that no training reads."""
+def draw_tasks(name: str, out: Path, size: Size) -> list[Task]:
+    """Prompts with answers, and text of files that no training reads."""
     tokenizer = load_tokenizer(out / "model")
-    files = tuple(library_files(held_out=True))
-    hay = Haystack(tokenizer, files)
-    tasks = []
-    for keys in (1, 4):
-        examples = needle_examples(
-            tokenizer, length=size.length, num_examples=size.examples, num_keys=keys, haystack=hay, depths=DEPTHS,
-            seed=keys,
-        )  # fmt: skip
-        tasks.append(Task(f"needles-{keys}", f"{keys} keys", "", examples))
-    tokens = tokenizer.encode(read_text(files)[: 20 * size.length * size.texts])
+    drawn = STAND_INS[name].draw(tokenizer, size, 0, False)
+    tasks = [
+        Task(task, title, "", examples)
+        for (task, title), examples in zip(STAND_INS[name].tasks.items(), drawn, strict=True)
+    ]
+    tokens = tokenizer.encode(read_text(tuple(library_files(held_out=True)))[: 20 * size.length * size.texts])
     starts = np.linspace(0, len(tokens) - size.length, size.texts).astype(int)
     rows = [Example([tokens[at]], tokens[at + 1 : at + size.length], []) for at in starts]
     return [*tasks, Task("text", "plain text", "", rows, answers=False)]
@@ -255,16 +284,24 @@ def read_cells(out: Path, size: Size) -> dict[str, dict[str, Any]]:
 # ---- report ----
 
 
-NEEDLES = ("needles-1", "needles-4")
-FIGURES = (  # column, tasks, figure, digits, with the difference
-    ("1 key found, %", NEEDLES[:1], "right", 0, False),
-    ("4 keys found, %", NEEDLES[1:], "right", 0, False),
-    ("answer loss", NEEDLES, "losses", 4, True),
-    ("text loss", ("text",), "losses", 2, True),
-)
+class Column(NamedTuple):
+    title: str
+    tasks: Sequence[str]
+    figure: str  # "right" or "losses"
+    digits: int
+    compared: bool  # with the difference
 
 
-def table(done: dict[str, dict[str, Any]], seeds: Sequence[int]) -> str:
+def columns_of(name: str) -> list[Column]:
+    tasks = STAND_INS[name].tasks
+    found = [Column(title, [task], "right", 0, False) for task, title in tasks.items()]
+    # Where some are found and others not, the difference is worth a column.
+    overall = [Column("found in all, %", list(tasks), "right", 0, True)] if name == "chains" else []
+    losses = Column("answer loss", list(tasks), "losses", 4, True)
+    return [*found, *overall, losses, Column("text loss", ["text"], "losses", 2, True)]
+
+
+def table(name: str, done: dict[str, dict[str, Any]], seeds: Sequence[int]) -> str:
     """Rows of Table 1: what is found and lost under each, by what was trained on, and the paired differences."""
 
     def values(row: Row, data: str, seed: int, tasks: Sequence[str], figure: str) -> list[float]:
@@ -288,16 +325,22 @@ def table(done: dict[str, dict[str, Any]], seeds: Sequence[int]) -> str:
                 strict=False,
             )
         ]
-        return _interval(paired_bootstrap(*np.array(pairs).T), digits) if pairs else ""
+        if not pairs:
+            return ""
+        replies, text = np.array(pairs).T
+        if figure == "right":
+            return _interval(paired_score(replies, text).map(lambda x: 100 * x), digits)
+        return _interval(paired_bootstrap(replies, text), digits)
 
     head = ["No.", "window", "full layers", "sink tokens", "FA decode", "seeds"]
-    for name, _, _, _, compared in FIGURES:
-        head += [name, f"{name}, replies - text"] if compared else [name]
+    columns = columns_of(name)
+    for column in columns:
+        head += [column.title, f"{column.title}, replies - text"] if column.compared else [column.title]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in ROWS:
         line = row.cells()
         line.append(str(sum(json.dumps([row.numbers, "replies", seed]) in done for seed in seeds)))
-        for _, tasks, figure, digits, compared in FIGURES:
+        for _, tasks, figure, digits, compared in columns:
             line.append(" / ".join(shown(row, data, tasks, figure, digits) for data in DATA))
             if compared:
                 line.append(difference(row, tasks, figure, digits))
@@ -311,9 +354,9 @@ def _interval(estimate: Estimate, digits: int) -> str:
     return f"{estimate.mean:+.{digits}f}{ends}"
 
 
-def put_into(file: Path, text: str) -> None:
+def put_into(file: Path, name: str, text: str) -> None:
     """Replace what stands between the two marks of a document."""
-    marks = "<!-- swaa: made by scripts/compare_swaa.py -->\n", "<!-- end of swaa -->"
+    marks = f"<!-- swaa: made by scripts/compare_swaa.py --model {name} -->\n", "<!-- end of swaa -->"
     pattern = re.compile(f"({re.escape(marks[0])}).*?({re.escape(marks[1])})", re.S)
     old = file.read_text()
     if not pattern.search(old):
@@ -323,20 +366,22 @@ def put_into(file: Path, text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/compare-swaa"))
+    parser.add_argument("--model", choices=list(STAND_INS), default="chains")
+    parser.add_argument("--out", type=Path, help="default: runs/compare-swaa-MODEL")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--report-only", action="store_true", help="make the table of what is there")
     parser.add_argument("--docs", type=Path, help="a document to put the table into")
     parser.add_argument("--cells", type=int, help="stop after so many new cells")
     parser.add_argument("--tiny", action="store_true", help="a few steps and examples, to try the script")
     options = parser.parse_args()
-    out, size = options.out.resolve(), TINY if options.tiny else Size()
+    name, size = options.model, TINY if options.tiny else Size()
+    out = (options.out or Path(f"runs/compare-swaa-{name}")).resolve()
     out.mkdir(parents=True, exist_ok=True)
     done = read_cells(out, size)
     try:
         if not options.report_only:
-            prepare(out, size)
-            tasks = draw_tasks(out, size)
+            prepare(name, out, size)
+            tasks = draw_tasks(name, out, size)
             new = [cell for cell in cells(options.seeds) if json.dumps(cell.key) not in done]
             for number, cell in enumerate(new[: options.cells]):
                 line = work(out, cell, tasks, size)
@@ -346,10 +391,10 @@ def main() -> None:
                 print(f"{number + 1} of {len(new)}: {cell.key}, {line['seconds']} s", flush=True)
     except ConfigError as error:
         sys.exit(f"error: {error}")
-    text = table(done, options.seeds)
+    text = table(name, done, options.seeds)
     write_text(out / "table.md", text + "\n")
     if options.docs:
-        put_into(options.docs, text)
+        put_into(options.docs, name, text)
     print(text)
 
 

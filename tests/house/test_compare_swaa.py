@@ -66,18 +66,45 @@ def test_the_table_of_what_is_done(script, tmp_path):
     done = script.read_cells(tmp_path, script.Size())
     assert len(done) == 4
     assert len(file.read_text().splitlines()) == 4
-    (row,) = [one for one in script.table(done, [0, 1, 2]).splitlines() if one.startswith("| 4, 27 |")]
+    (row,) = [
+        one for one in script.table("recall", done, [0, 1, 2]).splitlines() if one.startswith("| 4, 27 |")
+    ]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:6] == ["4, 27", "32", "none", "0", "yes", "1"]
     assert cells[6:9] == ["25 / 25 / 75 / -", "25 / 25 / 75 / -", "0.4750 / 0.3500 / 0.4125 / -"]
     assert cells[9].startswith("+0.0625 [")
     assert cells[10] == "3.10 / 2.10 / 2.60 / -"
     assert cells[11].startswith("+0.50 [")
-    page = tmp_path / "page.md"
-    page.write_text(
-        "before\n<!-- swaa: made by scripts/compare_swaa.py -->\nold\n<!-- end of swaa -->\nafter\n"
+
+
+def test_of_chains_all_that_is_found_is_compared_as_well(script):
+    def scores(right):
+        found = {f"chains-{hops}": {"right": right, "losses": [0.5] * 4} for hops in (1, 2, 3)}
+        return found | {"text": {"losses": [2.0, 2.2]}}
+
+    done = {
+        json.dumps(["4, 27", "text", 0]): scores([0.0, 0.0, 0.0, 1.0]),
+        json.dumps(["4, 27", "replies", 0]): scores([1.0, 0.0, 1.0, 1.0]),
+    }
+    head, _, *rows = script.table("chains", done, [0]).splitlines()
+    (row,) = [one for one in rows if one.startswith("| 4, 27 |")]
+    by_title = dict(
+        zip(*([cell.strip() for cell in line.strip("|").split("|")] for line in (head, row)), strict=True)
     )
-    script.put_into(page, "NEW")
-    assert page.read_text() == (
-        "before\n<!-- swaa: made by scripts/compare_swaa.py -->\n\nNEW\n\n<!-- end of swaa -->\nafter\n"
+    assert by_title["2 hops, %"] == by_title["found in all, %"] == "- / 25 / 75 / -"
+    assert by_title["found in all, %, replies - text"] == "+50 [12, 71]"  # by hand, Newcombe's tenth method
+
+
+@pytest.mark.parametrize("name", ["recall", "chains"])
+def test_a_table_goes_into_its_own_place(script, tmp_path, name):
+    marks = {
+        one: f"<!-- swaa: made by scripts/compare_swaa.py --model {one} -->" for one in ("recall", "chains")
+    }
+    end = "<!-- end of swaa -->"
+    page = tmp_path / "page.md"
+    page.write_text("".join(f"before\n{mark}\nold\n{end}\n" for mark in marks.values()))
+    script.put_into(page, name, "NEW")
+    texts = {one: "\nNEW\n" if one == name else "old" for one in marks}
+    assert page.read_text() == "".join(
+        f"before\n{mark}\n{texts[one]}\n{end}\n" for one, mark in marks.items()
     )
