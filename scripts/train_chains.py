@@ -80,7 +80,8 @@ class Run:
         last = place.stage == len(config.stages) - 1
         early = config.starts[-1] - (place.steps - place.inside) if last else 0
         rates = dataclasses.replace(config.optimizer, first_step=early)
-        return make_optimizer(rates, config.total_steps - early, config.model)
+        factor = config.stages[min(place.stage, len(config.stages) - 1)].learning_rate_factor
+        return make_optimizer(rates, config.total_steps - early, config.model, [(0, factor)])
 
     def batches(self) -> Batches:
         stage = self.config.stages[self.place.stage]

@@ -259,7 +259,7 @@ def trace_training(
         return plain if config.lora is None else with_lora(plain, config.lora, nnx.Rngs(0))
 
     model = nnx.eval_shape(draw)
-    optimizer = make_optimizer(config.optimizer, config.total_steps, model_config)
+    optimizer = make_optimizer(config.optimizer, config.total_steps, model_config, config.rate_factors)
     graph, weights = nnx.split(model)
 
     def begin(weights: nnx.State) -> TrainState:

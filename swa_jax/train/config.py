@@ -38,6 +38,7 @@ class StageConfig:
     data: tuple[SourceConfig, ...] = (SourceConfig(),)
     patterns: tuple[str, ...] = ()  # recipes taken in turn, a step each, in place of the run's pattern
     sliding_window: int | None = None  # in place of the run's
+    learning_rate_factor: float = 1.0  # times the optimizer's rates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +146,10 @@ class TrainConfig:
             for name in ("steps", "sequence_length", "batch_size", "accumulate"):
                 if getattr(stage, name) < 1:
                     raise ConfigError(f"'stages.{i}.{name}' must be at least 1, got {getattr(stage, name)}")
+            if not stage.learning_rate_factor > 0:
+                raise ConfigError(
+                    f"'stages.{i}.learning_rate_factor' must be above 0, got {stage.learning_rate_factor:g}"
+                )
             if stage.batch_size % stage.accumulate:
                 raise ConfigError(
                     f"'stages.{i}.batch_size' = {stage.batch_size} must be a multiple of 'accumulate' = "
@@ -193,3 +198,11 @@ class TrainConfig:
         """The first step of each stage that is trained."""
         steps = [stage.steps for stage in self.stages] if self.total_steps else []
         return [sum(steps[:number]) for number in range(len(steps))]
+
+    @property
+    def rate_factors(self) -> list[tuple[int, float]]:
+        """The first step of each stage, and what the learning rates are multiplied by from there on."""
+        return [
+            (start, stage.learning_rate_factor)
+            for start, stage in zip(self.starts, self.stages, strict=False)
+        ]

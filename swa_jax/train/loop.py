@@ -349,7 +349,7 @@ def _prepare(config: TrainConfig) -> Run:
     else:
         model = random_model(model_config, pattern, config.seed, partition)
     warn_of_short_runs(config.optimizer, config.total_steps)
-    optimizer = make_optimizer(config.optimizer, config.total_steps, model_config)
+    optimizer = make_optimizer(config.optimizer, config.total_steps, model_config, config.rate_factors)
     return Run(config, Path(config.output), tokenizer, partition, model, patterns, optimizer, batches)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import optax
@@ -94,11 +95,28 @@ def is_matrix(params: Any, model: ModelConfig) -> Any:
     return map_parameters(lambda row, leaf: row is not None and row.matrix, params, declared(model))
 
 
+def by_stage(rate: optax.Schedule, factors: Sequence[tuple[int, float]]) -> optax.Schedule:
+    """The rate times the factor of the stage that a step is in; `factors`: first steps and factors, in order."""
+    if all(factor == 1 for _, factor in factors):
+        return rate
+    starts, values = zip(*factors, strict=True)
+    factor = optax.join_schedules([optax.constant_schedule(value) for value in values], list(starts[1:]))
+    return lambda step: rate(step) * factor(step)
+
+
 def make_optimizer(
-    config: OptimizerConfig, total_steps: int, model: ModelConfig
+    config: OptimizerConfig,
+    total_steps: int,
+    model: ModelConfig,
+    factors: Sequence[tuple[int, float]] = (),
 ) -> optax.GradientTransformation:
-    """Clipping by the global norm, then the optimizer; what `model` declares says which parameters are matrices."""
-    rate = learning_rate(config, config.learning_rate, total_steps)
+    """Clipping by the global norm, then the optimizer.
+
+    Args:
+      model: what it declares says which parameters are matrices.
+      factors: of the rates by stage, as `by_stage` has them.
+    """
+    rate = by_stage(learning_rate(config, config.learning_rate, total_steps), factors)
     matrices = functools.partial(is_matrix, model=model)
     if config.name == "adamw":
         update = optax.adamw(
@@ -111,7 +129,9 @@ def make_optimizer(
             weight_decay_mask=matrices,
             adam_b1=config.b1,
             adam_b2=config.b2,
-            adam_learning_rate=learning_rate(config, config.adam_learning_rate, total_steps),
+            adam_learning_rate=by_stage(
+                learning_rate(config, config.adam_learning_rate, total_steps), factors
+            ),
             muon_weight_dimension_numbers=functools.partial(_muon_axes, model=model),
         )
     # A chain of two either way, so that the optimiser's state keeps its form.

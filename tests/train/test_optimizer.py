@@ -12,6 +12,7 @@ from tiny_models import SOFTMAX, model_of
 
 from swa_jax.train.optimizer import (
     OptimizerConfig,
+    by_stage,
     is_matrix,
     learning_rate,
     make_optimizer,
@@ -37,6 +38,15 @@ def test_learning_rates(options, expected):
     rate = learning_rate(OptimizerConfig(**options), peak=2.0, total_steps=100)
     for step, share in expected.items():
         assert rate(step) == pytest.approx(2 * share, abs=1e-6), step
+
+
+def test_a_stage_multiplies_the_rate_from_its_first_step_on():
+    whole = learning_rate(OptimizerConfig(schedule="linear"), peak=2.0, total_steps=100)
+    rate = by_stage(whole, [(0, 1.0), (40, 0.5), (60, 0.25)])
+    for step, factor in {0: 1, 39: 1, 40: 0.5, 59: 0.5, 60: 0.25, 99: 0.25}.items():
+        assert rate(step) == pytest.approx(factor * whole(step)), step
+    assert by_stage(whole, [(0, 1.0), (40, 1.0)]) is whole
+    assert by_stage(whole, []) is whole
 
 
 @pytest.fixture(scope="module")

@@ -124,6 +124,10 @@ def test_routed_cpt_starts_from_the_model_and_reports_the_ratio(settings, tmp_pa
             {"stages": [{"steps": 0, "sequence_length": 8, "batch_size": 1}]},
             r"'stages\.0\.steps' must be at least 1",
         ),
+        (
+            {"stages": [{"steps": 1, "sequence_length": 8, "batch_size": 1, "learning_rate_factor": 0}]},
+            r"'stages\.0\.learning_rate_factor' must be above 0, got 0",
+        ),
         ({"optimiser": {}}, "unknown key 'optimiser'; did you mean 'optimizer'"),
         ({"pattern": "window+fa-decode"}, "full-attention decode has no boundary"),
         ({"model": MODEL | {"vocab_size": 100}}, "they do not belong together"),
@@ -256,6 +260,23 @@ def test_the_share_of_the_peak_is_shown_where_the_peak_is_known():
     line = {"step": 1, "loss": 2.7141, "tokens_per_second": 412345.6}
     assert swa_jax.train.loop._summary(line) == "loss 2.714  412k tokens/s"
     assert swa_jax.train.loop._summary(line | {"mfu": 0.4149}) == "loss 2.714  412k tokens/s  MFU 41 %"
+
+
+def test_a_stage_has_its_own_learning_rate(settings):
+    """Under a factor next to 0 the second stage changes nothing, neither by Muon nor by Adam; without one it does."""
+    first, second = ({**stage, "steps": 2} for stage in settings["stages"])
+    rates = {"name": "muon", "learning_rate": 0.02, "schedule": "constant", "weight_decay": 0.0}
+
+    def trained(*stages):
+        model = load_model(train(config_of(settings, stages=list(stages), optimizer=rates), quiet=True))
+        shutil.rmtree(settings["output"])
+        return jax.tree.leaves(nnx.state(model))
+
+    short = trained(first)
+    for after, before in zip(trained(first, second | {"learning_rate_factor": 1e-9}), short, strict=True):
+        np.testing.assert_allclose(after, before, rtol=0, atol=1e-7)
+    for after, before in zip(trained(first, second), short, strict=True):
+        assert not np.allclose(after, before, rtol=0, atol=1e-5)
 
 
 def test_schedules():
