@@ -140,7 +140,10 @@ def prepare(settings: Settings) -> Job:
             "smaller --window, or a greater --length"
         )
     space = find_space(memory, settings.kv_budget, windows, settings.unit)
-    data = Data(length, settings.prompts, settings.text, settings.seed)
+    own = settings.prompts or settings.text
+    data = Data(
+        length, settings.prompts, settings.text, settings.seed, source.bundled == "chains" and not own
+    )
     tasks = draw_tasks(data, tokenizer, settings.choose_by, settings.examples)
     if settings.unit == "heads" and not any(task.answers for task in tasks.choosing):
         raise ConfigError("--unit heads is chosen by answers that are right: give --data")
@@ -188,6 +191,11 @@ def tuning(job: Job, pattern: Path) -> TrainConfig:
     if settings.tune_data:
         kinds = {name: "prompts" if Path(name).suffix in RECORDS else "text" for name in settings.tune_data}
         data = tuple(SourceConfig(kind=kind, files=(name,)) for name, kind in kinds.items())  # type: ignore[arg-type]
+    elif job.source.bundled == "chains":
+        data = (
+            SourceConfig(kind="chains", hops=3, num_chains=4, num_questions=32),
+            SourceConfig(kind="text"),
+        )
     elif job.source.bundled:
         data = (SourceConfig(kind="needles"), SourceConfig(kind="text"))
     else:

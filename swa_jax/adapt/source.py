@@ -1,4 +1,4 @@
-"""What a user names as the model to adapt: the bundled one, a Hugging Face folder, or a checkpoint folder."""
+"""What a user names as the model to adapt: a bundled one, a Hugging Face folder, or a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from swa_jax.model.pattern import AttentionPattern
 # The bundled models, each with the settings of its routed CPT.
 RECALL = importlib.resources.files("swa_jax") / "recall"
 CHAINS = importlib.resources.files("swa_jax") / "chains"
-BUNDLED = "recall"  # its name on the command line
+BUNDLED = {"chains": CHAINS, "recall": RECALL}  # by their names on the command line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Source:
       name: as the user gave it.
       folder: where it lies.
       is_checkpoint: whether the folder is one of this library's, so that nothing has to be imported.
+      bundled: the name of the bundled model that it is; None for any other.
       pattern: its own, with which it was trained.
       weight_bytes: what its weights take on the disk.
     """
@@ -44,7 +45,7 @@ class Source:
     name: str
     folder: Path
     is_checkpoint: bool
-    bundled: bool
+    bundled: str | None
     hf_config: dict[str, Any]
     config: ModelConfig
     pattern: AttentionPattern
@@ -70,25 +71,25 @@ def find_source(name: str) -> Source:
     """
     check_local(name, "model")
     folder = Path(name).expanduser()
-    if name == BUNDLED and not folder.exists():
-        return _hugging_face(name, Path(str(RECALL)), bundled=True)
+    if name in BUNDLED and not folder.exists():
+        return _hugging_face(name, Path(str(BUNDLED[name])), bundled=name)
     if not folder.is_dir():
         route = (
             f"bring it here first with: swa-jax import {name} DST"
             if name.count("/") == 1 and not name.startswith((".", "/", "~"))
-            else "name a Hugging Face folder, a checkpoint folder, or recall, the bundled model"
+            else "name a Hugging Face folder, a checkpoint folder, or a bundled model: chains or recall"
         )
         raise ConfigError(f"{name} is no folder: {route}")
     if (folder / WEIGHTS).is_dir():
         checkpoint = open_checkpoint(folder)
         size = sum(_bytes(tensor) for tensor in checkpoint.tensors.values())
         return Source(
-            name, folder, True, False, checkpoint.hf_config, checkpoint.config, checkpoint.pattern, size
+            name, folder, True, None, checkpoint.hf_config, checkpoint.config, checkpoint.pattern, size
         )
-    return _hugging_face(name, folder, bundled=False)
+    return _hugging_face(name, folder, bundled=None)
 
 
-def _hugging_face(name: str, folder: Path, *, bundled: bool) -> Source:
+def _hugging_face(name: str, folder: Path, *, bundled: str | None) -> Source:
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(
             f"{name} holds neither {CONFIG_FILE} nor {WEIGHTS}/: it is no model of Hugging Face's format, and no "

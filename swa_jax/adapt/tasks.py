@@ -16,12 +16,15 @@ from swa_jax.data.haystack import Haystack, library_files, read_text
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.estimates import accuracy_interval, bootstrap, paired_accuracy, paired_bootstrap
+from swa_jax.evaluate.chains import ChainCell, chain_examples
 from swa_jax.evaluate.examples import Example, prompt_examples
 from swa_jax.evaluate.needle import needle_examples
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 
+HOPS, RIVALS = (1, 2, 3), 3  # of the bundled model's chains
+GAP_SHARE = 8  # statements of a chain are at least this share of an example apart
 MANY_KEYS = 4  # numbers hidden at once, in the second needle task
 ROWS_OF_TEXT = 4  # times as many prompts as rows of text, all of whose tokens count
 TEXT_CHARACTERS = 20  # read for each token of text that is drawn: more than a tokenizer makes one token of
@@ -51,6 +54,7 @@ class Data:
     prompts: Path | None = None  # records with prompt and answer
     text: tuple[Path, ...] = ()  # to hide numbers in, and to read
     seed: int = 0
+    chains: bool = False  # in place of needles: for the tokenizer that has their words
 
 
 class Drawn(NamedTuple):
@@ -85,25 +89,52 @@ def draw_tasks(data: Data, tokenizer: Tokenizer, choosing: int, measuring: int) 
         )
     if data.prompts is None or data.text:
         files = data.text or tuple(library_files(held_out=True))
-        haystack = Haystack(tokenizer, files)
-        for keys, title in ((1, "One number hidden"), (MANY_KEYS, f"One of {MANY_KEYS} numbers hidden")):
-            seeds = enumerate((choosing, measuring), start=2 * data.seed)
-            halves = [
-                needle_examples(
-                    tokenizer, length=length, num_examples=count, num_keys=keys, haystack=haystack, seed=seed
-                )
-                for seed, count in seeds
-            ]
-            among = f", among {keys - 1} others" if keys > 1 else ""
-            about = (
-                f"A number of 7 digits is hidden in a text of {length} tokens{among}, and asked for at its end. Every "
-                "digit must be right."
-            )
-            add(halves, name=f"needles-{keys}", title=title, about=about)
+        if data.chains:
+            _add_chains(add, tokenizer, data, (choosing, measuring))
+        else:
+            _add_needles(add, tokenizer, Haystack(tokenizer, files), data, (choosing, measuring))
         about = f"Rows of {length} tokens of text: how surprising each next token is to the model."
         rows = _text_rows(tokenizer, files, length, choosing // ROWS_OF_TEXT, measuring // ROWS_OF_TEXT)
         add(rows, name="text", title="Plain text", about=about, answers=False)
     return drawn
+
+
+def _add_needles(
+    add: Callable[..., None], tokenizer: Tokenizer, haystack: Haystack, data: Data, counts: tuple[int, int]
+) -> None:
+    """One number hidden, and one among others."""
+    for keys, title in ((1, "One number hidden"), (MANY_KEYS, f"One of {MANY_KEYS} numbers hidden")):
+        halves = [
+            needle_examples(
+                tokenizer, length=data.length, num_examples=count, num_keys=keys, haystack=haystack, seed=seed
+            )
+            for seed, count in enumerate(counts, start=2 * data.seed)
+        ]
+        among = f", among {keys - 1} others" if keys > 1 else ""
+        about = (
+            f"A number of 7 digits is hidden in a text of {data.length} tokens{among}, and asked for at its end. Every "
+            "digit must be right."
+        )
+        add(halves, name=f"needles-{keys}", title=title, about=about)
+
+
+def _add_chains(add: Callable[..., None], tokenizer: Tokenizer, data: Data, counts: tuple[int, int]) -> None:
+    """Chains of each number of hops, as tasks of their own."""
+    gap = data.length // GAP_SHARE
+    for hops in HOPS:
+        halves = [
+            chain_examples(
+                tokenizer, ChainCell(hops, RIVALS, data.length), num_examples=count, gap=gap, seed=seed
+            )
+            for seed, count in enumerate(counts, start=2 * data.seed)
+        ]
+        statements = "One statement leads" if hops == 1 else f"{hops} statements, one after the other, lead"
+        about = (
+            f"{statements} from a name to its number, in a text of {data.length} tokens with {RIVALS} other chains. "
+            f"The statements are at least {gap} tokens apart. The number must be right."
+        )
+        title = f"A chain of {hops} statement{'s' if hops > 1 else ''}"
+        add(halves, name=f"chains-{hops}", title=title, about=about)
 
 
 def _text_rows(

@@ -40,7 +40,7 @@ class Measured(Options):
     text: Annotated[
         list[Path] | None,
         Option(
-            help="A text to hide numbers in and to read, repeatable. Default for recall: Python library sources.",
+            help="A text to hide numbers in and to read, repeatable. Default for a bundled model: Python's library.",
             show_default=False,
             rich_help_panel=PROMPTS,
         ),
@@ -102,7 +102,8 @@ class Tuned(Options):
 
 def adapt(
     model: Annotated[
-        str, Argument(help="A Hugging Face folder, a checkpoint folder, or recall, the bundled model.")
+        str,
+        Argument(help="A Hugging Face folder, a checkpoint folder, or a bundled model: chains or recall."),
     ],
     out: Annotated[Path, Argument(help="A new folder, or that of an interrupted run to go on with.")],
     kv_budget: Annotated[

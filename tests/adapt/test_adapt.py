@@ -16,7 +16,7 @@ from swa_jax.adapt import search as search_module
 from swa_jax.adapt.job import Settings, command_line, prepare, tuning
 from swa_jax.adapt.plan import duration, estimate, written_bytes
 from swa_jax.adapt.search import Point, Search, find_space, fitting
-from swa_jax.adapt.source import BUNDLED, RECALL, find_source
+from swa_jax.adapt.source import RECALL, find_source
 from swa_jax.adapt.stages import STAGES
 from swa_jax.adapt.tasks import Data, Task, compared, draw_tasks, lost
 from swa_jax.checkpoint.served_cache import Memory
@@ -34,7 +34,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def source():
-    return find_source(BUNDLED)
+    return find_source("recall")
 
 
 def small_job(tmp_path, **changes):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from swa_jax.adapt.source import BUNDLED, find_source
+from swa_jax.adapt.source import find_source
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.cli.compare import _counted
 from swa_jax.errors import ConfigError
@@ -17,7 +17,7 @@ def row(name, pattern, **more):
 
 @pytest.fixture
 def memory():
-    source = find_source(BUNDLED)
+    source = find_source("recall")
     return Memory(source.config, source.hf_config, 32768, "vllm")
 
 
