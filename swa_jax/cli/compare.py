@@ -1,4 +1,4 @@
-"""The verb `compare`: patterns, and methods that choose them, on the same needles in one run."""
+"""The verb `compare`: patterns, and methods that choose them, on the same prompts in one run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from swa_jax.cli.options import (
     PROMPTS,
     BatchSize,
     ComputeDtype,
+    Gap,
     Haystack,
+    Hops,
     Length,
     Model,
     NumKeys,
     Overrides,
+    PromptKind,
+    Rivals,
     Seed,
     ServeLength,
     Server,
     SinkTokens,
     Window,
-    draw_needles,
     load_checkpoint,
     note_context,
     note_whole_prompts,
@@ -178,26 +181,31 @@ class Choice(Options):
 
 
 @dataclasses.dataclass
-class Needles(Options):
+class Prompts(Options):
     """The prompts to choose by, and those to score on."""
 
     examples: Annotated[
         int,
-        Option(
-            "--examples", metavar="N", help="Needle prompts to choose by.", min=1, rich_help_panel=PROMPTS
-        ),
+        Option("--examples", metavar="N", help="Prompts to choose by.", min=1, rich_help_panel=PROMPTS),
     ] = 64
     held_out: Annotated[
         int,
-        Option("--held-out", metavar="N", help="Needle prompts to score on.", min=1, rich_help_panel=PROMPTS),
+        Option("--held-out", metavar="N", help="Prompts to score on.", min=1, rich_help_panel=PROMPTS),
     ] = 200
     length: Length = 1024
     keys: NumKeys = 1
     haystack: Haystack = None
+    hops: Hops = None
+    rivals: Rivals = None
+    gap: Gap = None
     seed: Seed = 0
 
+    @property
+    def kind(self) -> PromptKind:
+        return PromptKind(self.length, self.keys, self.haystack, self.hops, self.rivals, self.gap)
+
     def draw(self, tokenizer: Tokenizer, number: int, count: int) -> list[Example]:
-        return draw_needles(tokenizer, count, self.length, self.keys, self.haystack, None, number)
+        return self.kind.draw(tokenizer, count, number)
 
     def settings(self, model: Path) -> dict[str, Any]:
         """What the rows say of their prompts."""
@@ -206,8 +214,7 @@ class Needles(Options):
             "examples": self.examples,
             "held_out": self.held_out,
             "length": self.length,
-            "keys": self.keys,
-            "haystack": str(self.haystack or "python library"),
+            **self.kind.settings(),
             "seed": self.seed,
         }
 
@@ -219,7 +226,7 @@ def compare(
     ],
     candidates: Candidates,
     choice: Choice,
-    needles: Needles,
+    prompts: Prompts,
     counted: Counted,
     batch_size: BatchSize = 8,
     dtype: ComputeDtype = None,
@@ -227,40 +234,40 @@ def compare(
         bool,
         Option(
             "--force",
-            help="Go on where no pattern finds a single needle, which tells nothing.",
+            help="Go on where no pattern answers a single prompt, which tells nothing.",
             rich_help_panel=OUTPUT,
         ),
     ] = False,
 ) -> None:
-    """Compare patterns and methods: needles found against memory, on prompts that nobody chose by.
+    """Compare patterns and methods: needles (or chains) found against memory, on prompts that nobody chose by.
 
     Run the same command again to go on after an interruption, or with more methods, ratios or seeds to add them.
     """
-    methods = choice.methods()
+    methods, _ = choice.methods(), prompts.kind  # what is wrong with them is said before anything is loaded
     from swa_jax.checkpoint.folder import weights_sum
     from swa_jax.report.progress import Progress
     from swa_jax.select.compare import compare as run
 
     decoder, tokenizer = load_checkpoint(model, dtype)
     own = decoder.pattern
-    memory = counted.memory(model, decoder.config, needles.length)
+    memory = counted.memory(model, decoder.config, prompts.length)
     window = candidates.known_window(own)
     if window is None and methods:
         raise ConfigError(NO_WINDOW)
     patterns = candidates.patterns(own, decoder.config)
-    scored_on = needles.draw(tokenizer, HELD_OUT_SEED + needles.seed, needles.held_out)
-    note_context(decoder.config, needles.length)
+    scored_on = prompts.draw(tokenizer, HELD_OUT_SEED + prompts.seed, prompts.held_out)
+    note_context(decoder.config, prompts.length)
     note_whole_prompts(patterns, max(len(example.prompt) for example in scored_on))
     sink_tokens = candidates.sink_tokens
     with Progress("patterns") as progress:
         rows = run(
             decoder, patterns, scored_on, out,
-            methods=methods, ratios=choice.ratios, seeds=range(needles.seed, needles.seed + choice.seeds),
-            draw=lambda number: needles.draw(tokenizer, number, needles.examples),
+            methods=methods, ratios=choice.ratios, seeds=range(prompts.seed, prompts.seed + choice.seeds),
+            draw=lambda number: prompts.draw(tokenizer, number, prompts.examples),
             sliding_window=window,
             num_sink_tokens=own.num_sink_tokens if sink_tokens is None else sink_tokens,
             eval_window=candidates.eval_window, iterations=choice.iterations, batch_size=batch_size,
-            weights=weights_sum(model), settings=needles.settings(model), force=force,
+            weights=weights_sum(model), settings=prompts.settings(model), force=force,
             report=lambda line: progress.console.print(line, highlight=False, soft_wrap=True),
             progress=progress.update,
         )  # fmt: skip

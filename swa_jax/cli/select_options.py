@@ -17,14 +17,17 @@ from swa_jax.cli.options import (
     PATTERN,
     PROMPTS,
     RUNNING,
+    Gap,
     Haystack,
+    Hops,
     Length,
     NumKeys,
+    PromptKind,
+    Rivals,
     Seed,
     ServeLength,
     Server,
     check_output,
-    draw_needles,
     note_context,
 )
 from swa_jax.errors import ConfigError
@@ -146,7 +149,7 @@ LazySinks = Annotated[
 
 @dataclasses.dataclass
 class Examples(Options):
-    """What to choose by: needles, or prompts of one's own."""
+    """What to choose by: needles, chains, or prompts of one's own."""
 
     examples: Annotated[
         int, Option(metavar="N", help="Examples to choose by.", min=1, rich_help_panel=PROMPTS)
@@ -154,6 +157,9 @@ class Examples(Options):
     length: Length = 1024
     keys: NumKeys = 1
     haystack: Haystack = None
+    hops: Hops = None
+    rivals: Rivals = None
+    gap: Gap = None
     prompts: Annotated[
         Path | None,
         Option(
@@ -169,18 +175,14 @@ class Examples(Options):
     ) -> tuple[list[Example], str]:
         """The examples, and what they are."""
         note_context(config, self.length)
+        kind = PromptKind(self.length, self.keys, self.haystack, self.hops, self.rivals, self.gap)
         if self.prompts is None:
-            where = self.haystack or "python library"
-            data = f"{self.examples} needle prompts of {self.length} tokens, {self.keys} key(s), haystack {where}"
-            drawn = draw_needles(
-                tokenizer, self.examples, self.length, self.keys, self.haystack, None, self.seed
-            )
-            return drawn, data
+            return kind.draw(tokenizer, self.examples, self.seed), f"{self.examples} {kind}"
         from swa_jax.evaluate import prompt_examples
 
-        if self.keys != 1 or self.haystack is not None:
+        if kind != PromptKind(self.length):
             raise ConfigError(
-                "--keys and --haystack are of needles, which --prompts replaces: leave them out"
+                "--keys, --haystack and --hops are of prompts that are drawn, which --prompts replaces: leave them out"
             )
         drawn = prompt_examples(
             tokenizer,

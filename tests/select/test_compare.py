@@ -280,7 +280,7 @@ def test_another_window_for_scoring(model, tmp_path):
 
 def test_on_the_command_line(monkeypatch, tmp_path):
     monkeypatch.setattr("swa_jax.cli.compare.load_checkpoint", lambda *_: (planted_model(), None))
-    monkeypatch.setattr("swa_jax.cli.compare.draw_needles", lambda *_: planted_examples())
+    monkeypatch.setattr("swa_jax.cli.options.draw_needles", lambda *_: planted_examples())
     monkeypatch.setattr("swa_jax.checkpoint.folder.weights_sum", lambda _: "planted")
     options = ("x", "--window", WINDOW_SIZE, "--seeds", 1, "--method", "fisher", "--method", "interleave")
     output = run("compare", *options, "--out", tmp_path / "c", "--pattern", "layers:2,3,5,6", "--ratio", 0.5)
