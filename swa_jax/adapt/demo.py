@@ -6,6 +6,7 @@ evaluation of each pattern by generation, and a few steps of routed training.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.resources
 import json
 import shutil
@@ -38,26 +39,29 @@ from swa_jax.report import (
     routed_cpt_chart,
     table_console,
 )
-from swa_jax.select import NLLScores, nll_deltas, nll_pattern
+from swa_jax.select import NLLScores, nll_pattern
 from swa_jax.select.methods import choose
+from swa_jax.select.nll import LayerScorer, greedy_pattern
 from swa_jax.settings import load_config
 from swa_jax.train.loop import TrainConfig, train
 
 SINK_TOKENS = 4  # of the pattern `streaming`
 NLL_EXAMPLES = 16  # of those measured, how many are also scored for answer NLL (one batch)
 BATCH = 16
-BOSCH_ITERATIONS = 24  # for each group of layers
+BOSCH_ITERATIONS = 3  # masks tried for each layer: a tenth of what a careful choice takes
 BUDGETS = (2, 4)  # one layer, or one KV head, in so many is full
-COMPARED = ("nll-1-in-2", "bosch-1-in-2", "nll-1-in-4", "bosch-1-in-4")  # with interleaved layers
+CHOICES = ("nll", "nll-greedy", "bosch")
+COMPARED = tuple(f"{choice}-1-in-{n}" for n in BUDGETS for choice in CHOICES)  # with interleaved layers
+WITH_FA_DECODE = ("window", "interleave-1-in-2", "nll-1-in-2", "nll-greedy-1-in-2")
 RECIPES = ("full", "window", "streaming", "interleave-1-in-2", "interleave-1-in-4")
 NOTES = (
     "Answers are generated, greedily, and compared as text; the interval of needle_accuracy is Wilson's, 95 %. "
     "answer_nll is teacher-forced (nats a token).",
     f"Times exclude compilation: prefill_seconds is a prompt's share of a batch of {BATCH}, "
     "decode_tokens_per_second is of the whole batch. kv_cache_bytes is a sequence's share of the allocated cache.",
-    "full+fa-decode is the same function as full and repeats its figures.",
     "Layers and heads were chosen by examples of another seed, without full-attention decode; the +fa-decode rows keep "
-    "the same layers.",
+    "the same layers. nll scores each layer once, as the paper does; nll-greedy scores the others again after each one "
+    "that it has chosen.",
 )
 MARK = ".swa-jax-demo"  # says that a folder is the demo's own, to be written anew
 
@@ -91,18 +95,19 @@ def run_demo(out: str | Path = "runs/demo", model_dir: str | Path | None = None)
 
     layers = model.config.num_hidden_layers
     stage(f"scoring each of {layers} layers on {len(asked.calibration)} other examples (NLL-guided)")
-    # Scored as nll-1-in-4 runs, without full-attention decode.
-    scores = nll_deltas(
+    scorer = LayerScorer(
         model,
         asked.calibration,
         sliding_window=asked.sliding_window,
         num_sink_tokens=0,
-        full_attention_decode=False,
+        full_attention_decode=False,  # as the patterns run
         batch_size=BATCH,
     )
+    rounds = scorer.greedy(max(1, layers // min(BUDGETS)))
+    scores = rounds[0]
     stage("choosing KV heads (BOSCH)")
     heads, left_out = bosch_patterns(model, asked)
-    patterns = demo_patterns(model.config, scores, heads, asked)
+    patterns = demo_patterns(model.config, rounds, heads, asked)
     rows, by_example = _measure(model, tokenizer, patterns, asked, stage)
 
     stage("routed training (SwiAttn) from the same model")
@@ -118,14 +123,15 @@ def run_demo(out: str | Path = "runs/demo", model_dir: str | Path | None = None)
             "intervals": [estimate.interval for estimate in scores.intervals()],
             "nll-1-in-4": list(patterns["nll-1-in-4"].full_layers),
             "nll-1-in-2": list(patterns["nll-1-in-2"].full_layers),
+            "nll-greedy-1-in-2": list(patterns["nll-greedy-1-in-2"].full_layers),
         },
-        "nll_beats_interleave": verdicts["nll-1-in-4"][1],
+        "nll_beats_interleave": verdicts["nll-greedy-1-in-2"][1],
         "beats_interleave": {name: beats for name, (_, beats) in verdicts.items()},
         "notes": notes,
         "seconds": round(time.perf_counter() - begin, 1),
     }
     write_json(out / "report.json", report)
-    _pictures(out, report, by_example, asked, scores, patterns["nll-1-in-4"])
+    _pictures(out, report, by_example, asked, scores, patterns["nll-1-in-2"])
     console.print(pattern_table(rows))
     for note in notes:
         console.print(f"- {note}")
@@ -157,10 +163,6 @@ def _measure(
         )
         by_example[name] = answers.scores
         rows.append(row | {"by_kind": score_by_depth(answers.scores, len(asked.kinds))})
-    by_example["full+fa-decode"] = by_example["full"]
-    rows.insert(
-        sum(not name.endswith("+fa-decode") for name in patterns), rows[0] | {"name": "full+fa-decode"}
-    )
     return rows, by_example
 
 
@@ -197,27 +199,36 @@ def bosch_patterns(model: Decoder, asked: Questions) -> tuple[dict[str, Attentio
 
 
 def demo_patterns(
-    config: ModelConfig, scores: NLLScores, heads: Mapping[str, AttentionPattern], asked: Questions
+    config: ModelConfig,
+    rounds: Sequence[NLLScores],
+    heads: Mapping[str, AttentionPattern],
+    asked: Questions,
 ) -> dict[str, AttentionPattern]:
-    """The patterns compared, by name; `full+fa-decode` is left out, being the same function as `full`."""
-    patterns: dict[str, AttentionPattern] = {}
-    for suffix, decode in (("", False), ("+fa-decode", True)):
-        for recipe in RECIPES:
-            patterns[recipe + suffix] = AttentionPattern.from_recipe(
-                recipe,
-                config,
-                sliding_window=asked.sliding_window,
-                num_sink_tokens=SINK_TOKENS if recipe == "streaming" else 0,
-                full_attention_decode=decode,
-            )
-        for n in BUDGETS:
-            patterns[f"nll-1-in-{n}{suffix}"] = nll_pattern(
-                scores, one_in_n=n, full_attention_decode=decode, data=asked.about, seed=CALIBRATION_SEED
-            )
-        if not decode:
-            patterns |= heads
-    del patterns["full+fa-decode"]
-    return patterns
+    """The patterns compared, by name.
+
+    Args:
+      rounds: the scores of the layers, and again after each layer that was chosen; heads: other patterns, by name.
+    """
+    made: dict[str, AttentionPattern] = {
+        recipe: AttentionPattern.from_recipe(
+            recipe,
+            config,
+            sliding_window=asked.sliding_window,
+            num_sink_tokens=SINK_TOKENS if recipe == "streaming" else 0,
+        )
+        for recipe in RECIPES
+    }
+    drawn: dict[str, Any] = {"data": asked.about, "seed": CALIBRATION_SEED, "full_attention_decode": False}
+    for n in BUDGETS:
+        budget = max(1, config.num_hidden_layers // n)
+        made[f"nll-1-in-{n}"] = nll_pattern(rounds[0], budget=budget, **drawn)
+        made[f"nll-greedy-1-in-{n}"] = greedy_pattern(rounds[:budget], **drawn)
+    made |= heads
+    decoded = {
+        f"{name}+fa-decode": dataclasses.replace(made[name], full_attention_decode=True)
+        for name in WITH_FA_DECODE
+    }
+    return made | decoded
 
 
 def compare(name: str, by_example: Mapping[str, np.ndarray]) -> tuple[str, bool]:
@@ -227,8 +238,8 @@ def compare(name: str, by_example: Mapping[str, np.ndarray]) -> tuple[str, bool]
       name: ends like the interleaved pattern that it is held against, as in `nll-1-in-4`.
       by_example: the scores [N] of each pattern on the same examples.
     """
-    method, _, budget = name.partition("-")
-    other = f"interleave-{budget}"
+    method, _, budget = name.rpartition("-1-in-")
+    other = f"interleave-1-in-{budget}"
     chosen, interleave = by_example[name], by_example[other]
     difference = paired_score(chosen, interleave)
     low, high = difference.interval or (-1.0, 1.0)
@@ -277,7 +288,7 @@ def _pictures(
         scores.intervals(),
         chosen.full_layers,
         out / "layer-scores.png",
-        title="Which layers need full attention: NLL-guided, 1 in 4",
+        title="Which layers need full attention: NLL-guided, 1 in 2",
     )
     accuracy_memory_chart(report["rows"], out / "accuracy-memory.png")
     routed_cpt_chart(report["routed_cpt"], out / "routed-cpt.png")

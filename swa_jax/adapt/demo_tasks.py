@@ -17,16 +17,17 @@ from swa_jax.evaluate import Example, needle_examples
 from swa_jax.evaluate.chains import ChainCell, chain_examples
 from swa_jax.model.config import ModelConfig
 
-EXAMPLES = 48  # of each kind of chain, or in all of needles
-CALIBRATION_EXAMPLES = 16  # the same, for selection, drawn with another seed
+EXAMPLES = 24  # of each kind of chain
+CALIBRATION_EXAMPLES = 8  # the same, for selection, drawn with another seed
 EVALUATION_SEED, CALIBRATION_SEED = 1, 2
 
-HOPS, RIVALS, CHAIN_LENGTH, CHAIN_WINDOW = (1, 2, 3), 3, 512, 32
+HOPS, RIVALS, CHAIN_LENGTH, CHAIN_WINDOW = (1, 2, 3), 3, 384, 32
 
 NEEDLE_LENGTH = 1024  # tokens of prompt and answer together
 NEEDLE_WINDOW = (
     48  # with 8 layers, what windows can pass on reaches back 384 tokens; the needles lie further back
 )
+NEEDLE_EXAMPLES, NEEDLE_CALIBRATION = 48, 16
 NEEDLE_DEPTHS = 6
 NEEDLE_TOKENS = 20  # the answer has about 18
 
@@ -101,7 +102,7 @@ def needle_questions(tokenizer: Tokenizer, config: ModelConfig) -> Questions:
         f"{config.num_hidden_layers} x {NEEDLE_WINDOW} tokens that windows alone can pass on. The haystack is Python "
         "library source; keys, numbers and places are drawn anew."
     )
-    examples, calibration = draw(EXAMPLES, EVALUATION_SEED), draw(CALIBRATION_EXAMPLES, CALIBRATION_SEED)
+    examples, calibration = draw(NEEDLE_EXAMPLES, EVALUATION_SEED), draw(NEEDLE_CALIBRATION, CALIBRATION_SEED)
     kinds = _places(examples[:NEEDLE_DEPTHS])
     about = "Depth of the needle in the prompt"
     return Questions(examples, calibration, kinds, about, NEEDLE_WINDOW, NEEDLE_TOKENS, [note])

@@ -42,6 +42,24 @@ def small_job(tmp_path, **changes):
     return prepare(Settings("recall", tmp_path / "out", 0.3, **settings))
 
 
+def test_the_model_of_chains_is_asked_for_chains(tmp_path):
+    settings = Settings(
+        "chains", tmp_path / "out", 0.3, length=256, windows=(16,), examples=4, choose_by=2, tune_steps=1
+    )
+    job = prepare(settings)
+    assert job.source.bundled == "chains"
+    assert [task.name for task in job.tasks.measuring] == ["chains-1", "chains-2", "chains-3", "text"]
+    for task in job.tasks.measuring[:3]:
+        assert [len(example.meta["statements"]) for example in task.examples] == [int(task.name[-1])] * 4
+    choosing = {tuple(one.prompt) for task in job.tasks.choosing for one in task.examples}
+    assert choosing.isdisjoint(tuple(one.prompt) for task in job.tasks.measuring for one in task.examples)
+    assert [source.kind for source in tuning(job, Path("pattern.json")).stages[0].data] == ["chains", "text"]
+    text = tmp_path / "text"
+    text.write_text("the quick brown fox\n" * 2000)
+    with_text = prepare(dataclasses.replace(settings, text=(text,), tune_steps=0))
+    assert [task.name for task in with_text.tasks.measuring] == ["needles-1", "needles-4", "text"]
+
+
 # ---- what is refused, before anything is done ----
 
 

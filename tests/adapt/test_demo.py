@@ -26,7 +26,11 @@ CONFIG = dataclasses.replace(
 )
 WINDOW = 32
 SCORES = NLLScores(np.array([[0.0, 0.1, 0.9, 0.2, 0.0, 0.8, 0.3, 0.1]] * 2), np.ones(2), WINDOW, 0)
-NAMES = ["full", "window", "streaming", "interleave-1-in-2", "interleave-1-in-4", "nll-1-in-2", "nll-1-in-4"]
+NAMES = [
+    "full", "window", "streaming", "interleave-1-in-2", "interleave-1-in-4",
+    "nll-1-in-2", "nll-greedy-1-in-2", "nll-1-in-4", "nll-greedy-1-in-4",
+]  # fmt: skip
+DECODED = [f"{name}+fa-decode" for name in ("window", "interleave-1-in-2", "nll-1-in-2", "nll-greedy-1-in-2")]
 HEADS = {"bosch-1-in-4": head_pattern(heuristic_mask("interleave", 8, 2, 0.75), WINDOW, 0, {})}
 ASKED = Questions([], [], ["1 hop"], "Statements to look up", WINDOW, 3, [])
 ROW_KEYS = {
@@ -46,10 +50,16 @@ def chain_words():
 
 
 def test_patterns_compared_have_the_budgets_their_names_say():
-    patterns = demo.demo_patterns(CONFIG, SCORES, HEADS, ASKED)
-    assert list(patterns) == [*NAMES, *HEADS, *(f"{name}+fa-decode" for name in NAMES[1:])]
+    later = [
+        dataclasses.replace(SCORES, deltas=np.eye(8)[[best]], full_layers=chosen)
+        for best, chosen in ((7, (2,)), (0, (2, 7)), (1, (0, 2, 7)))
+    ]
+    patterns = demo.demo_patterns(CONFIG, [SCORES, *later], HEADS, ASKED)
+    assert list(patterns) == [*NAMES, *HEADS, *DECODED]
     assert patterns["nll-1-in-4"].full_layers == (2, 5)
     assert patterns["nll-1-in-2"].full_layers == (2, 3, 5, 6)
+    assert patterns["nll-greedy-1-in-4"].full_layers == (2, 7)
+    assert patterns["nll-greedy-1-in-2"].full_layers == (0, 1, 2, 7)
     assert patterns["interleave-1-in-4"].full_layers == (3, 7)
     for name, pattern in patterns.items():
         assert pattern.full_attention_decode == name.endswith("+fa-decode")
@@ -90,7 +100,7 @@ def test_a_model_that_answers_nothing_has_no_heads_to_search_for(chain_words):
     assert notes[0].startswith("BOSCH was left out: ")
 
 
-@pytest.mark.parametrize("name", ["nll-1-in-4", "bosch-1-in-2"])
+@pytest.mark.parametrize("name", ["nll-1-in-4", "nll-greedy-1-in-2", "bosch-1-in-2"])
 @pytest.mark.parametrize(
     ("chosen", "interleave", "beats", "says"),
     [
@@ -103,14 +113,14 @@ def test_a_model_that_answers_nothing_has_no_heads_to_search_for(chain_words):
     ],
 )
 def test_the_verdict_is_plain(name, chosen, interleave, beats, says):
-    other = f"interleave-{name.partition('-')[2]}"
+    other = f"interleave-{name[-6:]}"
     wrong = {"interleave-1-in-3": np.zeros(48)}
     scores = {name: np.array(chosen, float), other: np.array(interleave, float)} | wrong
     sentence, got = demo.compare(name, scores)
     assert got is beats
     assert says in sentence
     assert "95 % interval" in sentence
-    assert ("work only together" in sentence) == (name[0] == "n" and "better ones" in says)
+    assert ("work only together" in sentence) == (name == "nll-1-in-4" and "better ones" in says)
 
 
 def test_a_folder_that_is_not_the_demos_is_left_alone(tmp_path):
@@ -125,7 +135,7 @@ def test_a_folder_that_is_not_the_demos_is_left_alone(tmp_path):
 @pytest.mark.long
 def test_whole_demo_on_a_tiny_random_model(tmp_path, monkeypatch):
     hf = tiny_hf_model(tmp_path)
-    for name, value in {"EXAMPLES": 6, "CALIBRATION_EXAMPLES": 2}.items():
+    for name, value in {"NEEDLE_EXAMPLES": 6, "NEEDLE_CALIBRATION": 2}.items():
         monkeypatch.setattr(demo_tasks, name, value)
     for name, value in {"NLL_EXAMPLES": 2, "BATCH": 3}.items():
         monkeypatch.setattr(demo, name, value)
@@ -133,7 +143,7 @@ def test_whole_demo_on_a_tiny_random_model(tmp_path, monkeypatch):
     report = demo.run_demo(out, hf)
     assert json.loads((out / "report.json").read_text()) == report
     rows = {row["name"]: row for row in report["rows"]}
-    assert list(rows) == NAMES + [f"{name}+fa-decode" for name in NAMES]
+    assert list(rows) == NAMES + DECODED
     for row in rows.values():
         assert row.keys() >= ROW_KEYS
         assert row["prefill_seconds"] > 0

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
+    "swa_jax/chains/README.md",
     "swa_jax/recall/README.md",
     *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md")),
 ]
@@ -34,6 +35,7 @@ SLOW = (
 )  # fmt: skip
 LONG = (
     "README.md",
+    "swa_jax/chains/README.md",
     "swa_jax/recall/README.md",
     "docs/adapt.md",
     "docs/chains.md",

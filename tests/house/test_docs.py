@@ -84,7 +84,9 @@ def test_links_out_of_the_docs_are_files(page):
 
 
 @pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *PAGES, ROOT / "swa_jax/recall/README.md"], ids=lambda p: p.name
+    "page",
+    [ROOT / "README.md", *PAGES, *(ROOT / f"swa_jax/{model}/README.md" for model in ("chains", "recall"))],
+    ids=lambda p: f"{p.parent.name}/{p.name}",
 )
 def test_the_command_line_knows_the_commands(page):
     for words in commands_of(page.read_text()):
