@@ -39,6 +39,7 @@ from swa_jax.report import (
     routed_cpt_chart,
     table_console,
 )
+from swa_jax.report.tables import ANSWERS_RIGHT
 from swa_jax.select import NLLScores, nll_pattern
 from swa_jax.select.methods import choose
 from swa_jax.select.nll import LayerScorer, greedy_pattern
@@ -132,7 +133,7 @@ def run_demo(out: str | Path = "runs/demo", model_dir: str | Path | None = None)
     }
     write_json(out / "report.json", report)
     _pictures(out, report, by_example, asked, scores, patterns["nll-1-in-2"])
-    console.print(pattern_table(rows))
+    console.print(pattern_table(rows, ANSWERS_RIGHT))
     for note in notes:
         console.print(f"- {note}")
     console.print(routed_verdict(steps))
@@ -290,7 +291,7 @@ def _pictures(
         out / "layer-scores.png",
         title="Which layers need full attention: NLL-guided, 1 in 2",
     )
-    accuracy_memory_chart(report["rows"], out / "accuracy-memory.png")
+    accuracy_memory_chart(report["rows"], out / "accuracy-memory.png", found_title="Answers right (%)")
     routed_cpt_chart(report["routed_cpt"], out / "routed-cpt.png")
 
 

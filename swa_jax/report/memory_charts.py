@@ -22,7 +22,12 @@ REFERENCES = ("full", "window")  # shown in every panel of `frontier_chart`
 
 @styled
 def accuracy_memory_chart(
-    rows: Sequence[Row], file: str | Path, *, title: str = "What the memory buys", memory: str = MEMORY
+    rows: Sequence[Row],
+    file: str | Path,
+    *,
+    title: str = "What the memory buys",
+    memory: str = MEMORY,
+    found_title: str = FOUND,
 ) -> None:
     """Draw a line for each row, the least memory first: needles found with their interval, and the KV cache beside it.
 
@@ -54,7 +59,7 @@ def accuracy_memory_chart(
     taken.set_xlim(0, 1.2 * max(float(megabytes.max()), 1e-9))
     taken.set_xticks([])  # the numbers stand beside the bars
     taken.spines["bottom"].set_visible(False)
-    found.set(xlabel=f"{FOUND}, with 95 % interval", ylim=(len(rows) - 0.5, -0.5))
+    found.set(xlabel=f"{found_title}, with 95 % interval", ylim=(len(rows) - 0.5, -0.5))
     found.set_yticks(places, short_names([row["name"] for row in rows]))
     for label, blue in zip(found.get_yticklabels(), best, strict=True):
         label.set(color=BLUE if blue else INK, fontweight="bold" if blue else "normal")

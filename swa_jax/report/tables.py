@@ -139,22 +139,30 @@ def _header(column: Column, narrow: bool) -> str:
 # ---- patterns ----
 
 
-def pattern_table(rows: Sequence[Row]) -> Table:
-    """The rows of the demo's and of `evaluate`'s report: what each pattern keeps and costs."""
+NEEDLES_FOUND = ("Needles found", "share of hidden numbers the model repeats correctly")
+ANSWERS_RIGHT = ("Answers right", "share of questions the model answers correctly")
+
+
+def pattern_table(rows: Sequence[Row], found: tuple[str, str] = NEEDLES_FOUND) -> Table:
+    """The rows of the demo's and of `evaluate`'s report: what each pattern keeps and costs.
+
+    `found`: the name of what it keeps, and a few words that say what that is.
+    """
+    title, share = found
     table = Table(
         "What each attention pattern keeps and costs",
         [
             Column("Pattern", text=True),
             Column("Full layers", text=True),
-            Column("Needles found"),
+            Column(title),
             Column("Answer loss", "nats/token"),
             Column("KV cache", "MB/sequence"),
             Column("Prefill", "ms/prompt"),
             Column("Decode", "tokens/s"),
         ],
         (
-            "Read it against 'full': a good pattern finds nearly as many needles with much less memory.",
-            "Needles found: share of hidden numbers the model repeats correctly, 95 % interval in brackets.",
+            "Read it against 'full': a good pattern keeps nearly as much with much less memory.",
+            f"{title}: {share}, 95 % interval in brackets.",
             "Answer loss: how surprising the right answer is to the model; lower is better.",
             "+fa-decode: the answer is written with full attention, so the whole prompt stays in memory.",
         ),
