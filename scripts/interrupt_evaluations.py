@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 CLI = (sys.executable, "-m", "swa_jax.cli")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-PROMPTS = ("--hops", "1,2", "--rivals", 2, "--gap", 16, "--length", 128, "--window", 16, "--dtype", "float32")
+PROMPTS = ("--chains", "hops=1-2,rivals=2,gap=16", "--length", 128, "--window", 16, "--dtype", "float32")
 
 
 class Command(NamedTuple):

@@ -17,16 +17,14 @@ from swa_jax.cli.options import (
     PATTERN,
     PROMPTS,
     BatchSize,
+    Chains,
     ComputeDtype,
-    Gap,
     Haystack,
-    Hops,
     Length,
     Model,
     NumKeys,
     Overrides,
     PromptKind,
-    Rivals,
     Seed,
     ServeLength,
     Server,
@@ -195,14 +193,12 @@ class Prompts(Options):
     length: Length = 1024
     keys: NumKeys = 1
     haystack: Haystack = None
-    hops: Hops = None
-    rivals: Rivals = None
-    gap: Gap = None
+    chains: Chains = None
     seed: Seed = 0
 
     @property
     def kind(self) -> PromptKind:
-        return PromptKind(self.length, self.keys, self.haystack, self.hops, self.rivals, self.gap)
+        return PromptKind(self.length, self.keys, self.haystack, self.chains)
 
     def draw(self, tokenizer: Tokenizer, number: int, count: int) -> list[Example]:
         return self.kind.draw(tokenizer, count, number)

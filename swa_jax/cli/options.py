@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -77,30 +78,11 @@ NumKeys = Annotated[
         rich_help_panel=PROMPTS,
     ),
 ]
-Hops = Annotated[
+Chains = Annotated[
     str | None,
     Option(
-        help="Chains of so many statements in place of needles, in turn, such as 1,2,3. For the model of chains.",
-        show_default=False,
-        rich_help_panel=PROMPTS,
-    ),
-]
-Rivals = Annotated[
-    int | None,
-    Option(
-        metavar="N",
-        help="Other chains in a prompt. Default: 3.",
-        min=0,
-        show_default=False,
-        rich_help_panel=PROMPTS,
-    ),
-]
-Gap = Annotated[
-    int | None,
-    Option(
-        metavar="N",
-        help="Least distance of a chain's statements. Take at least the window. Default: 0.",
-        min=0,
+        metavar="CHAINS",
+        help="Chains, not needles: hops=1-3,rivals=3,gap=32.",
         show_default=False,
         rich_help_panel=PROMPTS,
     ),
@@ -313,61 +295,72 @@ def draw_needles(
     )
 
 
+CHAINS = re.compile(r"hops=([1-9])(?:-([1-9]))?(?:,rivals=(\d+))?(?:,gap=(\d+))?")
+
+
 @dataclasses.dataclass(frozen=True)
 class PromptKind:
-    """What prompts are drawn: needles, or chains where `hops` are given. As the options have it."""
+    """What prompts are drawn: needles, or the chains of `--chains`."""
 
     length: int
     keys: int = 1
     haystack: Path | None = None
-    hops: str | None = None
-    rivals: int | None = None
-    gap: int | None = None
+    chains: str | None = None
 
     def __post_init__(self) -> None:
-        chains = {"--rivals": self.rivals, "--gap": self.gap}
-        idle = next((name for name, value in chains.items() if value is not None), None)
-        if self.hops is None and idle is not None:
-            raise ConfigError(f"{idle} is of chains: give --hops too, such as --hops 1,2,3")
-        if self.hops is not None and self.keys != 1:
-            raise ConfigError("--keys is of needles, which --hops replaces: leave one of them out")
+        if self.chains is None:
+            return
+        if self.keys != 1:
+            raise ConfigError("--keys is of needles, which --chains replaces: leave one of them out")
+        found = CHAINS.fullmatch(self.chains)
+        if found is None or int(found[2] or 9) < int(found[1]):
+            raise ConfigError(
+                f"--chains is '{self.chains}': write it like hops=1-3,rivals=3,gap=32; rivals and gap may be left out "
+                "and are then 3 and 0"
+            )
+
+    @property
+    def _chains(self) -> tuple[range, int, int]:
+        """Hops, rivals and gap."""
+        found = CHAINS.fullmatch(self.chains or "")
+        assert found is not None
+        first, last, rivals, gap = found.groups()
+        return range(int(first), int(last or first) + 1), int(rivals or 3), int(gap or 0)
 
     def draw(self, tokenizer: Tokenizer, count: int, seed: int) -> list[Example]:
         """`count` prompts; of several numbers of hops, each in turn."""
-        if self.hops is None:
+        if self.chains is None:
             return draw_needles(tokenizer, count, self.length, self.keys, self.haystack, None, seed)
         from swa_jax.data.haystack import Haystack as Texts
         from swa_jax.evaluate.chains import ChainCell, chain_examples
 
-        hops, rivals = numbers("--hops", self.hops), 3 if self.rivals is None else self.rivals
+        hops, rivals, gap = self._chains
         hay = None if self.haystack is None else Texts(tokenizer, text_files(self.haystack))
         each = -(-count // len(hops))
         kinds = [
             chain_examples(
-                tokenizer, ChainCell(n, rivals, self.length), num_examples=each, gap=self.gap or 0, haystack=hay,
+                tokenizer,
+                ChainCell(n, rivals, self.length),
+                num_examples=each,
+                gap=gap,
+                haystack=hay,
                 seed=seed,
             )
             for n in hops
-        ]  # fmt: skip
+        ]
         return [example for turn in zip(*kinds, strict=True) for example in turn][:count]
 
     def settings(self) -> dict[str, Any]:
         """What results say of their prompts: plain JSON values."""
-        if self.hops is None:
+        if self.chains is None:
             return {"keys": self.keys, "haystack": str(self.haystack or "python library")}
-        return {
-            "hops": self.hops, "rivals": 3 if self.rivals is None else self.rivals, "gap": self.gap or 0,
-            "haystack": str(self.haystack or "filler words"),
-        }  # fmt: skip
+        return {"chains": self.chains, "haystack": str(self.haystack or "filler words")}
 
     def __str__(self) -> str:
-        facts = self.settings()
-        if self.hops is None:
-            return f"needle prompts of {self.length} tokens, {self.keys} key(s), haystack {facts['haystack']}"
-        return (
-            f"prompts of {self.length} tokens with chains of {self.hops} hops, {facts['rivals']} rivals, gap "
-            f"{facts['gap']}, {facts['haystack']} between"
-        )
+        between = self.settings()["haystack"]
+        if self.chains is None:
+            return f"needle prompts of {self.length} tokens, {self.keys} key(s), haystack {between}"
+        return f"prompts of {self.length} tokens with chains, {self.chains}, {between} between"
 
 
 def with_patterns(model: Decoder, sources: Sequence[str], overrides: Overrides) -> list[tuple[str, Decoder]]:

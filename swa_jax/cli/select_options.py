@@ -17,13 +17,11 @@ from swa_jax.cli.options import (
     PATTERN,
     PROMPTS,
     RUNNING,
-    Gap,
+    Chains,
     Haystack,
-    Hops,
     Length,
     NumKeys,
     PromptKind,
-    Rivals,
     Seed,
     ServeLength,
     Server,
@@ -157,14 +155,11 @@ class Examples(Options):
     length: Length = 1024
     keys: NumKeys = 1
     haystack: Haystack = None
-    hops: Hops = None
-    rivals: Rivals = None
-    gap: Gap = None
+    chains: Chains = None
     prompts: Annotated[
         Path | None,
         Option(
-            help="Choose by these in place of needles: JSONL, Parquet or ArrayRecord with the fields prompt and "
-            "answer.",
+            help="In place of needles: JSONL, Parquet or ArrayRecord with the fields prompt and answer.",
             rich_help_panel=PROMPTS,
         ),
     ] = None
@@ -175,14 +170,14 @@ class Examples(Options):
     ) -> tuple[list[Example], str]:
         """The examples, and what they are."""
         note_context(config, self.length)
-        kind = PromptKind(self.length, self.keys, self.haystack, self.hops, self.rivals, self.gap)
+        kind = PromptKind(self.length, self.keys, self.haystack, self.chains)
         if self.prompts is None:
             return kind.draw(tokenizer, self.examples, self.seed), f"{self.examples} {kind}"
         from swa_jax.evaluate import prompt_examples
 
         if kind != PromptKind(self.length):
             raise ConfigError(
-                "--keys, --haystack and --hops are of prompts that are drawn, which --prompts replaces: leave them out"
+                "--keys, --haystack and --chains are of drawn prompts, which --prompts replaces: leave them out"
             )
         drawn = prompt_examples(
             tokenizer,

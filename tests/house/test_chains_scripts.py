@@ -53,7 +53,7 @@ def tiny(tmp_path) -> Path:
     settings = yaml.safe_load((ROOT / "configs" / "chains.yaml").read_text())
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     settings["model"] |= small | {"num_key_value_heads": 2, "head_dim": 8}
-    settings["stages"] = [stage | {"steps": 4, "batch_size": 2} for stage in settings["stages"][:2]]
+    settings["stages"] = [stage | {"steps": 4, "batch_size": 2} for stage in settings["stages"][1:3]]
     settings["optimizer"] |= {"warmup_steps": 1, "decay_steps": 4}
     settings["checkpoint_every"] = 2
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings))
