@@ -14,7 +14,7 @@ from swa_jax.data.haystack import Haystack, library_files
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example, needle_examples
-from swa_jax.evaluate.chains import ChainCell, chain_examples
+from swa_jax.evaluate.chains import ChainCell, chains_in_turn
 from swa_jax.model.config import ModelConfig
 
 EXAMPLES = 24  # of each kind of chain
@@ -58,17 +58,8 @@ def chain_questions(tokenizer: Tokenizer) -> Questions:
     """Chains of one, two and three hops whose statements lie further apart than a window reaches."""
 
     def draw(count: int, seed: int) -> list[Example]:
-        kinds = [
-            chain_examples(
-                tokenizer,
-                ChainCell(hops, RIVALS, CHAIN_LENGTH),
-                num_examples=count,
-                gap=CHAIN_WINDOW,
-                seed=seed,
-            )
-            for hops in HOPS
-        ]
-        return [example for row in zip(*kinds, strict=True) for example in row]
+        cells = [ChainCell(hops, RIVALS, CHAIN_LENGTH) for hops in HOPS]
+        return chains_in_turn(tokenizer, cells, count * len(HOPS), gap=CHAIN_WINDOW, seed=seed)
 
     note = (
         f"A question is answered by chains of 1 to {max(HOPS)} statements (hops) in {CHAIN_LENGTH} tokens, among "

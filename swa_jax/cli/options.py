@@ -332,23 +332,12 @@ class PromptKind:
         if self.chains is None:
             return draw_needles(tokenizer, count, self.length, self.keys, self.haystack, None, seed)
         from swa_jax.data.haystack import Haystack as Texts
-        from swa_jax.evaluate.chains import ChainCell, chain_examples
+        from swa_jax.evaluate.chains import ChainCell, chains_in_turn
 
         hops, rivals, gap = self._chains
         hay = None if self.haystack is None else Texts(tokenizer, text_files(self.haystack))
-        each = -(-count // len(hops))
-        kinds = [
-            chain_examples(
-                tokenizer,
-                ChainCell(n, rivals, self.length),
-                num_examples=each,
-                gap=gap,
-                haystack=hay,
-                seed=seed,
-            )
-            for n in hops
-        ]
-        return [example for turn in zip(*kinds, strict=True) for example in turn][:count]
+        cells = [ChainCell(n, rivals, self.length) for n in hops]
+        return chains_in_turn(tokenizer, cells, count, gap=gap, haystack=hay, seed=seed)
 
     def settings(self) -> dict[str, Any]:
         """What results say of their prompts: plain JSON values."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -83,6 +84,15 @@ def chain_examples(
     place = [cell.hops, cell.rivals, cell.length, cell.sums]
     rng = np.random.default_rng([seed, *place])
     return [_one_example(rng, words, tokenizer, cell, gap, haystack) for _ in range(num_examples)]
+
+
+def chains_in_turn(
+    tokenizer: TextTokenizer, cells: Sequence[ChainCell], num_examples: int, **drawn: Any
+) -> list[Example]:
+    """`num_examples` prompts, of each of the cells in turn; `drawn`: as in `chain_examples`."""
+    each = -(-num_examples // len(cells))
+    kinds = [chain_examples(tokenizer, cell, num_examples=each, **drawn) for cell in cells]
+    return [example for turn in zip(*kinds, strict=True) for example in turn][:num_examples]
 
 
 def chain_grid(
