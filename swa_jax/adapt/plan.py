@@ -63,7 +63,7 @@ def estimate(job: Job, speed: float) -> dict[str, float]:
     programs = len(job.tasks.measuring) * COMPILING
     copied = job.source.weight_bytes / COPY_SPEED
     settings = job.settings
-    scoring = (config.num_hidden_layers + 3) / 2 * choosing * windowed
+    scoring = job.space.num_scorings * (config.num_hidden_layers + 3) / 2 * choosing * windowed
     if settings.unit == "heads":
         scoring = settings.iterations * config.num_hidden_layers * len(job.space.values["sliding_window"])
         scoring *= choosing * windowed

@@ -314,7 +314,7 @@ def _tried(job: Job, search: Mapping[str, Any]) -> list[str]:
         pieces.append(
             html.figure(
                 drawing,
-                "What making one layer full, all others windowed, does for the answers, with 95 % intervals.",
+                "What making a layer full does for the answers, beside those found before it, with 95 % intervals.",
             )
         )
     if search["left_out"]:

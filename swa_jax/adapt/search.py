@@ -1,8 +1,9 @@
 """The search of `swa-jax adapt`: layers (or heads), window, sink tokens and decode mode together, under a budget.
 
-Each layer is scored once (`select.nll`). Then the search goes through its coordinates in turn: it tries every value of
-one while the others stay, keeps the best, and ends when a round changes nothing. A candidate has as many full layers
-as the budget allows, and is scored once on the examples to choose by.
+Layers are scored (`select.nll`), and scored again beside the best of them, until as many are ranked as the budget
+leaves full. Then the search goes through its coordinates in turn: it tries every value of one while the others stay,
+keeps the best, and ends when a round changes nothing. A candidate has as many full layers as the budget allows, and is
+scored once on the examples to choose by.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from swa_jax.adapt.tasks import Scores, Task, lost, measure, num_examples, share_right
 from swa_jax.checkpoint.served_cache import BudgetError, Memory, most_within
 from swa_jax.errors import ConfigError
+from swa_jax.estimates import Estimate
 from swa_jax.evaluate.examples import Example
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
@@ -30,6 +32,7 @@ from swa_jax.select.score_file import ScoreFile, digest
 
 Unit = Literal["layers", "heads"]
 ROUNDS = 3  # through the coordinates, at most
+SCORINGS = 8  # of the layers, at most: a budget of more of them takes several at a time
 SINK_TOKENS = 4  # SWAA's and StreamingLLM's number, where sink tokens are tried
 # How the layers that stay full are chosen: by the answers' loss, by their place alone, or none of them.
 BY_LOSS, BY_HEADS, NONE = "nll", "bosch", "none"
@@ -53,11 +56,19 @@ class Space:
     Attributes:
       start: where the search begins.
       left_out: a sentence for each value that was left out, and why.
+      most_by_loss: full layers of the candidate that has most of them, where layers are chosen by their scores.
     """
 
     start: Point
     values: Mapping[str, tuple[Any, ...]]  # by field of `Point`
     left_out: tuple[str, ...]
+
+    most_by_loss: int = 0
+
+    @property
+    def num_scorings(self) -> int:
+        """How often the layers are scored, so that `most_by_loss` of them are ranked."""
+        return min(SCORINGS, self.most_by_loss)
 
     @property
     def num_candidates(self) -> int:
@@ -100,7 +111,11 @@ def find_space(memory: Memory, budget: float, windows: Sequence[int], unit: Unit
         "num_sink_tokens": (0, *possible("num_sink_tokens", SINK_TOKENS)),
         "full_attention_decode": (False, *possible("full_attention_decode", True)),
     }
-    return Space(start, values, tuple(left_out))
+    most = 0
+    if chosen == BY_LOSS:
+        points = [dataclasses.replace(start, sliding_window=window) for window in fits]
+        most = max(len(fitting(point, memory, budget).full_layers) for point in points)
+    return Space(start, values, tuple(left_out), most)
 
 
 def fitting(
@@ -176,7 +191,7 @@ class Search:
     def __call__(self) -> dict[str, Any]:
         """The candidates that were tried, the best one's place, and what each layer is worth: plain JSON values."""
         start = self.space.start
-        if start.layout == BY_LOSS and fitting(start, self.memory, self.budget).full_layers:
+        if self.space.most_by_loss:
             self._score_layers()
         rows: dict[Point, dict[str, Any] | None] = {}
 
@@ -206,15 +221,29 @@ class Search:
         }
 
     def _score_layers(self) -> None:
-        start = self.space.start
+        """Rank the layers, the most important first: each by what it saves beside those before it."""
+        start, most = self.space.start, self.space.most_by_loss
         scorer = LayerScorer(
             self.model, self._examples(answers=False), sliding_window=start.sliding_window,
             num_sink_tokens=start.num_sink_tokens, full_attention_decode=False, batch_size=self.batch_size,
             file=self.folder / f"layers-{digest([self.key, dataclasses.asdict(start)])[:8]}.json", weights=self.key,
         )  # fmt: skip
-        scores = scorer(progress=self.progress)
-        self._order = np.argsort(-scores.mean, kind="stable").tolist()
-        self._layer_scores = [list(estimate) for estimate in scores.intervals()]
+        order: list[int] = []
+        worth: dict[int, Estimate] = {}
+        rounds = self.space.num_scorings
+        for number in range(rounds):
+            before = number * (scorer.layers + 1)
+
+            def progress(done: int, total: int, before: int = before) -> None:
+                self.progress(before + done, rounds * total)
+
+            scores = scorer(order, progress=progress)
+            rest = [i for i in np.argsort(-scores.mean, kind="stable").tolist() if i not in order]
+            estimates = scores.intervals()
+            worth |= {layer: estimates[layer] for layer in rest}
+            order += rest[: -(-(most - len(order)) // (rounds - number))]
+        self._order = order + [layer for layer in rest if layer not in order]
+        self._layer_scores = [list(worth[layer]) for layer in range(scorer.layers)]
 
     def _examples(self, *, answers: bool) -> list[Example]:
         return [example for task in self.tasks if task.answers or not answers for example in task.examples]

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
+import numpy as np
 import pytest
 from command_line import fails, run
 
@@ -22,6 +24,7 @@ from swa_jax.adapt.tasks import Data, Task, compared, draw_tasks, lost
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
+from swa_jax.select.nll import NLLScores
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--length", 256, "--examples", 4, "--choose-by", 2, "--window", "16,32"]
@@ -317,6 +320,47 @@ def test_the_search_finds_the_best_and_goes_on_from_its_file(source, tmp_path, m
     file.write_text(json.dumps(stored))
     assert search() == first
     assert landscape.scored == count + 1
+
+
+class ScorerOfCopies:
+    """In place of `LayerScorer`: layers 1 and 2 save the same, layer 6 saves half of it, and the others nothing."""
+
+    layers = 8
+    rounds: ClassVar[list[list[int]]] = []
+
+    def __init__(self, *_, **__):
+        type(self).rounds = []
+
+    def __call__(self, full_layers=(), *, progress):
+        self.rounds.append(list(full_layers))
+        saved = np.zeros((4, 8))
+        saved[:, [1, 2]] = 0.0 if {1, 2} & set(full_layers) else 1.0
+        saved[:, 6] = 0.5
+        saved[:, list(full_layers)] = 0.0
+        progress(9, 9)
+        return NLLScores(saved, np.full(4, 2.0), 64, 0, False, tuple(full_layers))
+
+
+@pytest.mark.parametrize(("scorings", "expected", "rounds"), [
+    (8, [1, 6, 0], [[], [1], [1, 6]]),  # of two layers that do the same one is kept
+    (2, [1, 2, 6], [[], [1, 2]]),  # two of the three at once
+])  # fmt: skip
+def test_layers_are_scored_again_beside_the_best(source, tmp_path, monkeypatch, scorings, expected, rounds):
+    memory = Memory(source.config, source.hf_config, 1024)
+    monkeypatch.setattr(search_module, "LayerScorer", ScorerOfCopies)
+    monkeypatch.setattr(search_module, "SCORINGS", scorings)
+    space = find_space(memory, 0.45, [64])
+    assert (space.most_by_loss, space.num_scorings) == (3, len(rounds))
+    steps = []
+    rest = (8, 1, 0, lambda _: None, lambda done, total: steps.append(done / total))
+    search = Search(None, [], {}, memory, 0.45, space, tmp_path, "k" * 32, *rest)
+    search._score_layers()
+    assert search._order[:3] == expected
+    assert sorted(search._order) == list(range(8))
+    assert ScorerOfCopies.rounds == rounds
+    assert steps == [(i + 1) / len(rounds) for i in range(len(rounds))]
+    worth = [score[0] for score in search._layer_scores]
+    assert (worth[1], worth[2], worth[6]) == (1, 0 if scorings == 8 else 1, 0.5)
 
 
 # ---- the whole ----
