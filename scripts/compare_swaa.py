@@ -30,7 +30,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 
-from swa_jax.adapt.tasks import Task, measure
+from swa_jax.adapt.tasks import HOPS, RIVALS, Task, measure
 from swa_jax.checkpoint.folder import load_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.data import SourceConfig
@@ -54,7 +54,6 @@ LAYERS = 8
 WINDOW_2K = 32  # keys: the context is 16 times as long, in the paper (24k) 12 times
 SINKS = {0: 0, 10: 1, 100: 4, 1000: 16}  # the paper's sink tokens, and ours
 DEPTHS = (0.0, 0.4)  # of the needles: further back than 8 windows reach
-HOPS, RIVALS = (1, 2, 3), 3  # of the chains, whose statements are further apart than the window
 DATA = ("none", "text", "replies", "replies, KL")  # none: the model as it is
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from swa_jax.adapt.tasks import HOPS, RIVALS
 from swa_jax.data.haystack import Haystack, library_files
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import ConfigError
@@ -21,7 +22,7 @@ EXAMPLES = 24  # of each kind of chain
 CALIBRATION_EXAMPLES = 8  # the same, for selection, drawn with another seed
 EVALUATION_SEED, CALIBRATION_SEED = 1, 2
 
-HOPS, RIVALS, CHAIN_LENGTH, CHAIN_WINDOW = (1, 2, 3), 3, 384, 32
+CHAIN_LENGTH, CHAIN_WINDOW = 384, 32
 
 NEEDLE_LENGTH = 1024  # tokens of prompt and answer together
 NEEDLE_WINDOW = (

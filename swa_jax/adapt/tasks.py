@@ -23,7 +23,7 @@ from swa_jax.evaluate.nll import score_answers
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 
-HOPS, RIVALS = (1, 2, 3), 3  # of the bundled model's chains
+HOPS, RIVALS = (1, 2, 3), 3  # of the chains that the bundled model is asked for, wherever it is measured
 GAP_SHARE = 8  # statements of a chain are at least this share of an example apart
 MANY_KEYS = 4  # numbers hidden at once, in the second needle task
 ROWS_OF_TEXT = 4  # times as many prompts as rows of text, all of whose tokens count

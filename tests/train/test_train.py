@@ -31,7 +31,7 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.settings import from_dict, load_config, to_dict
 from swa_jax.train.loop import TrainConfig, random_model, train
-from swa_jax.train.optimizer import OptimizerConfig, is_matrix, learning_rate
+from swa_jax.train.optimizer import OptimizerConfig, is_matrix
 from swa_jax.train.patterns import find_start
 from swa_jax.train.step import SPIKE_DECAY, SPIKE_WARMUP, init_state, make_step
 
@@ -277,17 +277,6 @@ def test_a_stage_has_its_own_learning_rate(settings):
         np.testing.assert_allclose(after, before, rtol=0, atol=1e-7)
     for after, before in zip(trained(first, second), short, strict=True):
         assert not np.allclose(after, before, rtol=0, atol=1e-5)
-
-
-def test_schedules():
-    peak = 2.0
-    cosine = learning_rate(OptimizerConfig(schedule="cosine", warmup_steps=10, final_fraction=0.1), peak, 110)
-    np.testing.assert_allclose([cosine(0), cosine(5), cosine(10), cosine(110)], [0, 1, 2, 0.2], atol=1e-6)
-    stable = OptimizerConfig(
-        schedule="warmup-stable-decay", warmup_steps=10, decay_steps=20, final_fraction=0.0
-    )
-    rate = learning_rate(stable, peak, 110)
-    np.testing.assert_allclose([rate(10), rate(89), rate(100), rate(110)], [2, 2, 1, 0], atol=1e-6)
 
 
 def test_only_projection_kernels_are_decayed_and_orthogonalised():
