@@ -8,6 +8,8 @@ from pathlib import Path
 
 import jax
 
+from swa_jax.adapt.replies import FILE as REPLIES
+from swa_jax.adapt.replies import Replies, plan_replies
 from swa_jax.adapt.search import Space, Unit, find_space
 from swa_jax.adapt.source import Source, find_source
 from swa_jax.adapt.tasks import Data, Drawn, draw_tasks
@@ -48,6 +50,8 @@ class Settings:
     choose_by: int = 16
     tune_steps: int = 0
     tune_data: tuple[str, ...] = ()
+    tune_prompts: Path | None = None
+    reply_tokens: int = 256
     new_tokens: int = 32
     repeats: int = 5
     batch_size: int = 8
@@ -87,6 +91,7 @@ class Job:
     memory: Memory
     space: Space
     dtype: str
+    replies: Replies | None = None  # that the original model gives, to be trained on
 
     @property
     def folder(self) -> Path:
@@ -101,6 +106,10 @@ class Job:
     @property
     def export_folder(self) -> Path | None:
         return None if self.settings.server is None else self.settings.out / self.settings.server
+
+    @property
+    def replies_file(self) -> Path:
+        return self.folder / REPLIES
 
     @property
     def length(self) -> int:
@@ -149,6 +158,25 @@ def prepare(settings: Settings) -> Job:
         raise ConfigError("--unit heads is chosen by answers that are right: give --data")
     dtype = settings.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     job = Job(settings, source, tokenizer, data, tasks, memory, space, dtype)
+    return _with_training_data(job)
+
+
+def _with_training_data(job: Job) -> Job:
+    """The job with the replies that it trains on, if it does; other data is looked at."""
+    settings = job.settings
+    if settings.tune_prompts is not None:
+        if not settings.tune_steps:
+            raise ConfigError("--tune-prompts is trained on by --tune STEPS: give both")
+        if settings.tune_data:
+            raise ConfigError(
+                "--tune-prompts is learned by the original's probabilities, which --tune-data does not have: give one "
+                "of them"
+            )
+        replies = plan_replies(
+            settings.tune_prompts, job.source.folder, job.tokenizer, job.source.config,
+            max_new_tokens=settings.reply_tokens, length=job.length, seed=settings.seed,
+        )  # fmt: skip
+        return dataclasses.replace(job, replies=replies)
     if settings.tune_steps:
         for one in tuning(job, Path("pattern.json")).stages[0].data:
             check_source(one)
@@ -188,7 +216,10 @@ def _check_folder(out: Path) -> None:
 def tuning(job: Job, pattern: Path) -> TrainConfig:
     """The fine-tuning by LoRA, in SWAA's setting: adapters of q, k and v under the pattern, merged at the end."""
     settings = job.settings
-    if settings.tune_data:
+    data: tuple[SourceConfig, ...]
+    if job.replies is not None:
+        data = (SourceConfig(kind="distilled", files=(str(job.replies_file),)),)
+    elif settings.tune_data:
         kinds = {name: "prompts" if Path(name).suffix in RECORDS else "text" for name in settings.tune_data}
         data = tuple(SourceConfig(kind=kind, files=(name,)) for name, kind in kinds.items())  # type: ignore[arg-type]
     elif job.source.bundled == "chains":
@@ -199,7 +230,9 @@ def tuning(job: Job, pattern: Path) -> TrainConfig:
     elif job.source.bundled:
         data = (SourceConfig(kind="needles"), SourceConfig(kind="text"))
     else:
-        raise ConfigError("--tune needs --tune-data FILE: texts, or JSONL with the fields prompt and answer")
+        raise ConfigError(
+            "--tune needs --tune-data FILE (texts, or JSONL with the fields prompt and answer) or --tune-prompts FILE"
+        )
     stage = StageConfig(
         steps=settings.tune_steps, sequence_length=job.length, batch_size=settings.batch_size, data=data
     )
@@ -208,4 +241,5 @@ def tuning(job: Job, pattern: Path) -> TrainConfig:
         stages=(stage,), pattern=str(pattern), lora=LoraConfig(rank=16, alpha=32.0),
         optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=min(10, settings.tune_steps // 10)),
         seed=settings.seed, bfloat16=job.dtype == "bfloat16", checkpoint_every=50,
+        kl_top_k=None if job.replies is None else job.replies.drawing.top_logprobs,
     )  # fmt: skip

@@ -31,7 +31,7 @@ def plan_text(job: Job) -> str:
         else f"import {job.source.name}",
         "original": f"measure the model as it is: {_described(job.tasks.measuring)}",
         "search": f"search under {job.settings.kv_budget:.0%} of the cache: {_searched(job)}",
-        "tune": f"fine-tune by LoRA: {job.settings.tune_steps} steps"
+        "tune": f"fine-tune by LoRA: {job.settings.tune_steps} steps{_trained_on(job)}"
         if job.settings.tune_steps
         else "no fine-tuning",
         "adapted": "measure the adapted model on the same examples",
@@ -53,6 +53,12 @@ def plan_text(job: Job) -> str:
     return "\n".join(lines)
 
 
+def _trained_on(job: Job) -> str:
+    if job.replies is None:
+        return ""
+    return f", on {len(job.replies.samples)} replies of the model to the prompts of {job.replies.where}"
+
+
 def estimate(job: Job, speed: float) -> dict[str, float]:
     """Seconds of each stage, from operations and the speed of products."""
     config, length = job.source.config, job.length
@@ -68,6 +74,8 @@ def estimate(job: Job, speed: float) -> dict[str, float]:
         scoring = settings.iterations * config.num_hidden_layers * len(job.space.values["sliding_window"])
         scoring *= choosing * windowed
     tune = 3 * settings.tune_steps * settings.batch_size * windowed
+    if job.replies is not None:  # each twice: drawn, and read again for its probabilities; a few at once
+        tune += 2 * len(job.replies.samples) * full
     return {
         "import": 0.0 if job.source.is_checkpoint else copied,
         "original": (measuring + choosing) * full + 2 * programs,

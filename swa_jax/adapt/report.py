@@ -155,6 +155,11 @@ def _chosen(pattern: AttentionPattern, row: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _trained_on(tune: Mapping[str, Any]) -> str:
+    replies = tune.get("replies")
+    return f", on {replies} replies of the original model" if replies else ""
+
+
 def _quality(tasks: Sequence[Task], rows: Sequence[Mapping[str, Any]], tune: Mapping[str, Any]) -> list[str]:
     titles = {task.name: task.title for task in tasks}
     cells, kinds = [], []
@@ -172,7 +177,7 @@ def _quality(tasks: Sequence[Task], rows: Sequence[Mapping[str, Any]], tune: Map
                 words,
             ]
         )
-    tuned = f" It was fine-tuned by LoRA for {tune['steps']} steps." if tune else ""
+    tuned = f" It was fine-tuned by LoRA for {tune['steps']} steps{_trained_on(tune)}." if tune else ""
     return [
         html.heading("Quality"),
         html.paragraph(

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from swa_jax.adapt.job import MARK, Job, tuning
+from swa_jax.adapt.replies import Replies, draw_replies
 from swa_jax.adapt.search import Search
 from swa_jax.adapt.tasks import Task, compared, measure, num_examples
 from swa_jax.checkpoint.folder import load_model
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.data.batches import content_sum
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate.efficiency import measure_efficiency
 from swa_jax.files import read_json, write_json
@@ -200,10 +202,19 @@ class Run:
     def _tune_key(self, search: str) -> str:
         if not self.job.settings.tune_steps:
             return digest([search, None])
-        config = to_dict(tuning(self.job, Path("pattern.json")))
-        for name in ("output", "tokenizer", "init_from"):  # where things lie does not count
+        plan = tuning(self.job, Path("pattern.json"))
+        config = to_dict(plan)
+        for name in ("output", "tokenizer", "init_from", "stages"):  # where things lie does not count
             del config[name]
-        return digest([search, config])
+        stage = dataclasses.replace(plan.stages[0], data=())
+        replies = self.job.replies
+        if replies is None:
+            data: Any = [
+                [to_dict(dataclasses.replace(one, files=())), content_sum(one)] for one in plan.stages[0].data
+            ]
+        else:
+            data = replies.content(self.model_sum)
+        return digest([search, config, to_dict(stage), data])
 
     def _tune(self, key: str) -> dict[str, Any]:
         """An interrupted fine-tuning goes on from its last checkpoint, if it was this one."""
@@ -213,13 +224,26 @@ class Run:
         folder = self._tuned.parent
         if not started.exists() or read_json(started).get("key") != key:
             shutil.rmtree(folder, ignore_errors=True)
+            for file in self.results.folder.glob(f"{self.job.replies_file.name}*"):  # of an earlier run
+                file.unlink()
             write_json(started, {"key": key})
+        if self.job.replies is not None:
+            self._draw(self.job.replies)
         train(tuning(self.job, self.job.settings.out / "pattern.json"))
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return {
             "steps": self.job.settings.tune_steps,
             "losses": [line["loss"] for line in lines if "loss" in line],
+            "replies": self.job.replies and len(self.job.replies_file.read_text().splitlines()),
         }
+
+    def _draw(self, replies: Replies) -> None:
+        """The original model's replies, into their file."""
+        with Progress("replies") as progress:
+            for done in draw_replies(
+                replies, self.model, self.job.tokenizer, self.model_sum, self.job.replies_file
+            ):
+                progress.update(done, len(replies.samples))
 
     def _measure_adapted(self) -> dict[str, Any]:
         tasks = self.job.tasks.measuring

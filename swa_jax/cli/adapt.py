@@ -93,11 +93,20 @@ class Tuned(Options):
     tune_data: Annotated[
         list[str] | None,
         Option(
-            help="What to train on, repeatable: texts, or JSONL with prompt and answer.",
+            help="Texts, or JSONL with prompt and answer.",
             show_default=False,
             rich_help_panel=TUNING,
         ),
     ] = None
+    tune_prompts: Annotated[
+        Path | None,
+        Option(
+            help="Or prompts; the original's replies to them are learned.",
+            show_default=False,
+            rich_help_panel=TUNING,
+        ),
+    ] = None
+    reply_tokens: Annotated[int, Option(help="Most tokens of a reply.", min=1, rich_help_panel=TUNING)] = 256
 
 
 def adapt(
@@ -145,7 +154,8 @@ def adapt(
         text=tuple(measured.text or ()), length=measured.length, serve_length=serve_length,
         prefill_chunk=prefill_chunk, windows=windows, unit=searched.unit, iterations=searched.iterations,
         examples=measured.examples, choose_by=measured.choose_by, tune_steps=tuned.tune,
-        tune_data=tuple(tuned.tune_data or ()), batch_size=batch_size, dtype=dtype, seed=seed,
+        tune_data=tuple(tuned.tune_data or ()), tune_prompts=tuned.tune_prompts, reply_tokens=tuned.reply_tokens,
+        batch_size=batch_size, dtype=dtype, seed=seed,
     )  # fmt: skip
     job = prepare(settings)
     if plan:

@@ -110,7 +110,7 @@ def make_batches(
     for i, source in enumerate(sources):
         for key, value in dataclasses.asdict(source).items():
             fingerprint[f"data.{i}.{key}"] = _listing(source) if key == "files" else value
-        fingerprint[f"data.{i}.content"] = _content(source)
+        fingerprint[f"data.{i}.content"] = content_sum(source)
     count = -(-len(mixed) // batch_size) if held_out else ENDLESS
     return Batches(_GlobalBatches(mixed, batch_size, taken, segments, count), fingerprint, samples)
 
@@ -338,7 +338,7 @@ def _listing(source: SourceConfig) -> str:
     return f"{len(names)} files ({digest})"
 
 
-def _content(source: SourceConfig) -> str:
+def content_sum(source: SourceConfig) -> str:
     """The SHA-256 in brief of every byte of a source's files.
 
     Nothing for tokens: their manifest has the sums, and each document is compared with its own when it is read.

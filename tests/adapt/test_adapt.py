@@ -13,14 +13,15 @@ import pytest
 from command_line import fails, run
 
 from swa_jax.adapt.job import Settings, command_line, prepare, tuning
-from swa_jax.adapt.plan import duration, estimate, written_bytes
+from swa_jax.adapt.plan import duration, estimate, plan_text, written_bytes
 from swa_jax.adapt.search import find_space
 from swa_jax.adapt.source import RECALL, find_source
-from swa_jax.adapt.stages import STAGES
+from swa_jax.adapt.stages import STAGES, Results, Run
 from swa_jax.adapt.tasks import Data, Task, compared, draw_tasks, lost
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
+from swa_jax.files import read_json
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--length", 256, "--examples", 4, "--choose-by", 2, "--window", "16,32"]
@@ -362,6 +363,64 @@ def test_fine_tuning_is_lora_under_the_pattern(tmp_path):
         one.kind for one in tuning(dataclasses.replace(job, settings=more), Path("p.json")).stages[0].data
     ]
     assert kinds == ["prompts", "text"]
+
+
+def test_fine_tuning_on_the_models_own_replies(tmp_path):
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"prompt": "def f(x):", "answer": " return"}\n{"prompt": "import"}\n')
+    job = small_job(tmp_path, tune_steps=2, tune_prompts=questions, reply_tokens=8)
+    config = tuning(job, Path("p.json"))
+    (source,) = config.stages[0].data
+    assert (source.kind, config.kl_top_k) == ("distilled", 16)
+    assert source.files == (str(tmp_path / "out/adapt/replies.jsonl"),)
+    assert job.replies.keep == "none"  # not every prompt has an answer
+    assert len(job.replies.samples) == 8
+    assert "on 8 replies of the model to the prompts of" in plan_text(job)
+    questions.write_text('{"prompt": "def f(x):", "answer": " return"}\n')
+    other = small_job(tmp_path, tune_steps=2, tune_prompts=questions, reply_tokens=8)
+    assert other.replies.keep == "contains"
+    assert other.replies.content("") != job.replies.content("")
+    for changes, sentence in [
+        ({"tune_steps": 0}, "--tune-prompts is trained on by --tune STEPS"),
+        ({"tune_data": ("a.txt",)}, "give one of them"),
+        ({"reply_tokens": 300}, "prompt 0 has .* longer than 256: leave it out"),
+    ]:
+        given = {"tune_steps": 2, "tune_prompts": questions, "reply_tokens": 8} | changes
+        with pytest.raises(ConfigError, match=sentence):
+            small_job(tmp_path, **given)
+
+
+@pytest.mark.slow
+def test_a_run_is_tuned_on_replies_of_the_prompts_as_they_are_now(tmp_path):
+    questions, out = tmp_path / "questions.jsonl", tmp_path / "out"
+    questions.write_text('"def f(x):"\n"import"\n')
+    words = ["--tune", 2, "--tune-prompts", questions, "--reply-tokens", 8, "--batch-size", 2]
+    run("adapt", "recall", out, "--kv-budget", 0.3, *SMALL, *words)
+
+    def found():
+        replies = [json.loads(line) for line in (out / "adapt/replies.jsonl").read_text().splitlines()]
+        return [reply["text"] for reply in replies], read_json(out / "adapt/tune.json")
+
+    first, tuned = found()
+    assert (len(first), tuned["result"]["replies"]) == (8, 8)
+    assert "on 8 replies of the original model" in (out / "report.html").read_text()
+    run("adapt", "recall", out, "--kv-budget", 0.3, *SMALL, *words)
+    assert found() == (first, tuned)  # nothing is done again
+    questions.write_text('"def f(x):"\n"while"\n')
+    run("adapt", "recall", out, "--kv-budget", 0.3, *SMALL, *words)
+    second, again = found()
+    assert second[:4] == first[:4]
+    assert second[4:] != first[4:]
+    assert again["key"] != tuned["key"]
+
+
+def test_text_that_changed_under_its_name_is_trained_on_again(tmp_path):
+    text, keys = tmp_path / "text.txt", []
+    for content in ("one two three\n", "one two seven\n", "one two three\n"):
+        text.write_text(content * 500)
+        job = small_job(tmp_path, tune_steps=2, tune_data=(str(text),))
+        keys.append(Run(job, Results(job.folder, print), "model")._tune_key("search"))
+    assert keys[0] == keys[2] != keys[1]
 
 
 @pytest.mark.long
