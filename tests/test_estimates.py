@@ -11,6 +11,7 @@ from swa_jax.estimates import (
     Estimate,
     accuracy_interval,
     bootstrap,
+    detectable,
     interval_of_score,
     mean_of_groups,
     mean_score,
@@ -263,3 +264,16 @@ def test_the_paired_interval_of_shares_holds_the_truth_as_often_as_it_says(share
 def test_paired_shares_are_of_the_same_examples(wrong):
     with pytest.raises(ValueError, match=r"same examples|at least one"):
         paired_accuracy(*wrong)
+
+
+def test_a_difference_from_which_on_power_is_80_percent():
+    """Of many drawn studies with just that true difference, four in five find it beyond chance."""
+    rng = np.random.default_rng(7)
+    study = rng.normal(0.0, 0.5, (400, 80))  # 400 studies of 80 differences
+    true = np.mean([detectable(bootstrap(one, resamples=400)) for one in study[:40]])
+    assert true == pytest.approx(0.5 / np.sqrt(80) * (1.96 + 0.8416), rel=0.05)
+    shifted = study + true
+    found = shifted.mean(1) - 1.96 * shifted.std(1, ddof=1) / np.sqrt(80) > 0
+    assert found.mean() == pytest.approx(0.8, abs=0.06)
+    with pytest.raises(ValueError, match="without an interval"):
+        detectable(Estimate(0.0, None, None))

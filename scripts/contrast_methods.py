@@ -1,0 +1,186 @@
+"""What `swa-jax compare` found, contrast by contrast: is one method above another, and could these prompts tell?
+
+    python scripts/contrast_methods.py runs/compare-chains --docs docs/results.md
+
+It reads `results.json` of that folder and prints two tables: each method's score at each share of windowed KV heads,
+and the contrasts that the papers claim, or that we do. A contrast is paired by prompt, over the seeds that both have.
+Beside its difference stands the smallest one that so many prompts would have shown in four cases of five (the power).
+`--docs` puts the tables between `<!-- contrasts: … -->` and `<!-- end of contrasts -->` of a document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from swa_jax.errors import ConfigError, UserError
+from swa_jax.estimates import Estimate, accuracy_interval, detectable, paired_accuracy, paired_score
+from swa_jax.files import read_json, write_text
+
+CEILING = 0.97  # scores above it in both methods leave nothing to compare
+
+
+class Claim(NamedTuple):
+    """`better` is above `worse`; by whom."""
+
+    source: str
+    better: str
+    worse: str
+
+
+_RANKINGS = ("dcam", "apl", "proxy", "qada", "razor", "fisher")
+CLAIMS = (
+    *(Claim("BOSCH, Table 1", "bosch", ranking) for ranking in _RANKINGS),
+    *(Claim("BOSCH, Table 1", "bosch", other) for other in ("interleave", "begin-middle-end", "random")),
+    *(Claim("BOSCH, Table 1", "bosch", other) for other in ("bosch-single", "bosch-layer")),
+    *(Claim("NLL, Table 1", "nll", other) for other in ("interleave", "light-transfer")),
+    *(Claim("ours", "nll-greedy", other) for other in ("nll", "interleave", "light-transfer")),
+    *(Claim("ours", "bosch-swaps", other) for other in ("bosch", "fisher", "nll-greedy")),
+)
+Scores = Mapping[tuple[str, float], Mapping[int, np.ndarray]]  # by method and ratio: by seed [N] of 0 and 1
+
+
+def read_scores(file: Path) -> tuple[Scores, dict[str, Any]]:
+    """Scores by method and ratio, and those of `--pattern full` and the like, by name.
+
+    Raises:
+      ConfigError: the file is of several comparisons, or of none.
+    """
+    rows = read_json(file)["rows"]
+    chosen = [row for row in rows if "ratio" in row]
+    if len({row["comparison"] for row in chosen}) != 1:
+        raise ConfigError(f"{file} must be of one comparison: give `swa-jax compare` a new --out")
+    scores: dict[tuple[str, float], dict[int, np.ndarray]] = {}
+    for row in chosen:
+        scores.setdefault((row["name"], row["ratio"]), {})[row["seed"]] = np.array(row["exact"])
+    return scores, {row["name"]: row for row in rows if "ratio" not in row}
+
+
+def mean_of(by_seed: Mapping[int, np.ndarray]) -> Estimate:
+    """Over prompts, of the mean over seeds."""
+    return accuracy_interval(np.mean(list(by_seed.values()), 0))
+
+
+def contrast(
+    better: Mapping[int, np.ndarray], worse: Mapping[int, np.ndarray]
+) -> tuple[Estimate, list[Estimate]]:
+    """The paired difference of the means over the seeds that both have, and of each seed.
+
+    Where no prompt tells the two apart, the interval is the first seed's: a bootstrap of zeros has none.
+    """
+    seeds = sorted(set(better) & set(worse))
+    first, second = (np.array([one[seed] for seed in seeds]) for one in (better, worse))
+    by = [paired_accuracy(a, b) for a, b in zip(first, second, strict=True)]
+    whole = paired_score(first.mean(0), second.mean(0))
+    return (by[0] if whole.low == whole.high else whole), by
+
+
+def verdict(whole: Estimate, seeds: Sequence[Estimate], both: Sequence[Estimate]) -> str:
+    """As docs/results.md defines it."""
+    assert whole.low is not None
+    assert whole.high is not None
+    if all(one.low is not None and one.low > 0 for one in seeds):
+        return "reproduced"
+    if whole.low > 0:
+        return f"in {sum(one.mean > 0 for one in seeds)} seeds of {len(seeds)}"
+    if whole.high < 0:
+        return "the other way"
+    return "both at the ceiling" if min(one.mean for one in both) > CEILING else "a tie"
+
+
+def _points(estimate: Estimate, sign: str = "") -> str:
+    low, high = estimate.low, estimate.high
+    assert low is not None
+    assert high is not None
+    return f"{100 * estimate.mean:{sign}.0f} [{100 * low:.0f}, {100 * high:.0f}]"
+
+
+def tables(scores: Scores, plain: Mapping[str, Mapping[str, Any]]) -> str:
+    """Both tables as Markdown."""
+    ratios = sorted({ratio for _, ratio in scores})
+    methods = list(dict.fromkeys(name for name, _ in scores))
+    some = next(iter(scores.values()))
+    n, seeds = len(next(iter(some.values()))), max(len(one) for one in scores.values())
+    lines = [
+        f"Answers right, %: the mean over {seeds} seeds with its 95 % interval over {n} prompts, then each seed. "
+        + ", ".join(f"`{name}`: {100 * row['needle_accuracy']:.0f}" for name, row in plain.items())
+        + ".",
+        "",
+        f"| windowed KV heads | {' | '.join(f'{100 * ratio:g} %' for ratio in ratios)} |",
+        "|---|" + "---|" * len(ratios),
+    ]
+    for method in methods:
+        cells = []
+        for ratio in ratios:
+            by_seed = scores.get((method, ratio))
+            each = (
+                ""
+                if not by_seed
+                else ", ".join(f"{100 * by_seed[seed].mean():.0f}" for seed in sorted(by_seed))
+            )
+            cells.append(f"{_points(mean_of(by_seed))}: {each}" if by_seed else "")
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| claimed by | claim | windowed | difference, points | by seed | would have been seen from | verdict |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for claim in CLAIMS:
+        for ratio in ratios:
+            pair = [scores.get((name, ratio)) for name in (claim.better, claim.worse)]
+            if pair[0] is None or pair[1] is None or not set(pair[0]) & set(pair[1]):
+                continue
+            whole, by = contrast(pair[0], pair[1])
+            told = verdict(whole, by, [mean_of(pair[0]), mean_of(pair[1])])
+            each = ", ".join(f"{100 * one.mean:+.0f}" for one in by)
+            lines.append(
+                f"| {claim.source} | {claim.better} above {claim.worse} | {100 * ratio:g} % | {_points(whole, '+')} | "
+                f"{each} | {100 * detectable(whole):.0f} | {told} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def revision() -> str:
+    """Of this repository, in brief."""
+    root = Path(__file__).resolve().parent
+    told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
+    return told.stdout.strip() or "unknown"
+
+
+def put(document: Path, name: str, text: str) -> None:
+    """Replace what stands between the marks of `name`."""
+    start, end = f"<!-- contrasts: {name} -->", "<!-- end of contrasts -->"
+    before = document.read_text()
+    after, count = re.subn(
+        f"(?s){re.escape(start)}.*?{re.escape(end)}", lambda _: f"{start}\n\n{text}\n{end}", before
+    )
+    if count != 1:
+        raise ConfigError(f"{document} must have '{start}' with '{end}' after it once")
+    write_text(document, after)
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path, help="the folder that `swa-jax compare --out` wrote")
+    parser.add_argument("--docs", type=Path)
+    given = parser.parse_args(arguments)
+    try:
+        text = tables(*read_scores(given.results / "results.json"))
+        if given.docs:
+            put(given.docs, given.results.name, f"Made at revision {revision()}.\n\n{text}")
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    print(text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,92 @@
+"""scripts/contrast_methods.py: differences, verdicts and power of a comparison whose scores are known."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from swa_jax.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def script():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        yield importlib.import_module("contrast_methods")
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+
+
+def exact(right, n=50):
+    return [1] * right + [0] * (n - right)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Of 50 prompts: BOSCH 40 and 42, FISHER 20 and 41, interleave 5 and 4, random 50 and 50 as layers by search."""
+    by = {"bosch": (40, 42), "fisher": (20, 41), "interleave": (5, 4), "nll": (4, 5), "random": (45, 46)}
+    by |= {"bosch-swaps": (50, 50), "nll-greedy": (50, 50)}
+    rows = [
+        {"name": name, "ratio": 0.5, "seed": seed, "exact": exact(right), "comparison": "c"}
+        for name, scores in by.items()
+        for seed, right in enumerate(scores)
+    ]
+    full = {"name": "full", "exact": exact(50), "needle_accuracy": 1.0, "comparison": "c"}
+    (tmp_path / "results.json").write_text(json.dumps({"rows": [full, *rows]}))
+    return tmp_path
+
+
+def test_differences_and_verdicts(script, folder):
+    text = script.tables(*script.read_scores(folder / "results.json"))
+    rows = {
+        tuple(cells[1].split(" above ")): cells[2:]
+        for line in text.splitlines()
+        if " above " in line
+        for cells in [[cell.strip() for cell in line.strip("| ").split("|")]]
+    }
+    assert "`full`: 100" in text
+    assert rows["bosch", "interleave"][1].startswith("+73 [")
+    assert rows["bosch", "interleave"][2] == "+70, +76"
+    assert rows["bosch", "interleave"][-1] == "reproduced"
+    assert rows["bosch", "fisher"][-1] == "in 2 seeds of 2"  # in the second by less than its interval
+    assert rows["bosch", "random"][-1] == "the other way"
+    assert rows["nll", "interleave"][-1] == "a tie"
+    assert rows["bosch-swaps", "nll-greedy"][-1] == "both at the ceiling"
+    assert float(rows["bosch-swaps", "nll-greedy"][-2]) > 0  # equal scores do not claim endless power
+    assert ("bosch", "razor") not in rows
+
+
+def test_power_grows_with_prompts(script):
+    few, many = (
+        script.contrast({0: np.array(exact(n * 3 // 4, n))}, {0: np.array(exact(n // 2, n))})[0]
+        for n in (20, 200)
+    )
+    assert script.detectable(few) > 2 * script.detectable(many)
+
+
+def test_the_tables_go_into_a_document(script, folder, monkeypatch, capsys):
+    document = folder / "page.md"
+    document.write_text(f"before\n<!-- contrasts: {folder.name} -->\nold\n<!-- end of contrasts -->\nafter\n")
+    script.main([str(folder), "--docs", str(document)])
+    text = document.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "Made at revision" in text
+    document.write_text("no marks")
+    with pytest.raises(SystemExit, match="must have"):
+        script.main([str(folder), "--docs", str(document)])
+    assert document.read_text() == "no marks"
+
+
+def test_rows_of_two_comparisons_are_refused(script, folder):
+    content = json.loads((folder / "results.json").read_text())
+    content["rows"].append(content["rows"][1] | {"comparison": "d"})
+    (folder / "results.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="one comparison"):
+        script.read_scores(folder / "results.json")
