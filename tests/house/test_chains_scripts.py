@@ -1,8 +1,6 @@
 """scripts/train_chains.py and scripts/chains_card.py: stopped and resumed, passed early, and a card of known scores."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +17,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def scripts():
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        yield importlib.import_module("train_chains"), importlib.import_module("chains_card")
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
+def scripts(load_script):
+    return load_script("train_chains"), load_script("chains_card")
 
 
 def test_the_curriculum_grows():

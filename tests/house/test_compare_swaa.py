@@ -1,23 +1,11 @@
 """scripts/compare_swaa.py: every row of SWAA's Table 1, its cells in order, and the table of those that are done."""
 
 import dataclasses
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def script():
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        yield importlib.import_module("compare_swaa")
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
+SCRIPT = "compare_swaa"
 
 
 def test_every_row_of_table_1_is_there_once(script):

@@ -1,6 +1,5 @@
 """scripts/compare_training.py: a few steps of some arms, resumed, reported; the verdicts on what is known."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -13,16 +12,8 @@ from swa_jax.settings import load_config
 from swa_jax.train.loop import TrainConfig
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = "compare_training"
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-@pytest.fixture(scope="module")
-def script():
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        yield importlib.import_module("compare_training")
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
 
 
 def command(*arguments):

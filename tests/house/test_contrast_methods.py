@@ -1,25 +1,13 @@
 """scripts/contrast_methods.py: differences, verdicts and power of a comparison whose scores are known."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from swa_jax.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def script():
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        yield importlib.import_module("contrast_methods")
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
+SCRIPT = "contrast_methods"
 
 
 def exact(right, n=50):

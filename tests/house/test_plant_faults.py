@@ -1,23 +1,13 @@
 """scripts/plant_faults.py and its list: every fault can be planted today, and what it says of tests is so."""
 
-import importlib
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = "plant_faults"
 SOUND = "def double(x):\n    return 2 * x\n"
 TEST = "from swa_jax.number import double\n\n\ndef test_double():\n    assert double(3) == 6\n"
-
-
-@pytest.fixture(scope="module")
-def script():
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        yield importlib.import_module("plant_faults")
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
 
 
 def test_every_fault_can_be_planted(script):
