@@ -11,6 +11,9 @@ FAST_MALLOC := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 # Unless told otherwise, no search for an accelerator: libtpu, which is there to compile, would complain of its absence.
 PLATFORM := JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu}
+# Most programs of a quick test run once: compiled without optimisation they are ready in half the time. The slow tests
+# compile as users do.
+QUICK := XLA_FLAGS="--xla_backend_optimization_level=0 $$XLA_FLAGS"
 # A worker takes neighbours, which share fixtures and compiled programs; one that is done steals from the others.
 PYTEST := $(PLATFORM) $(BIN)/python -m pytest -q -n logical --dist worksteal --durations=10
 
@@ -26,7 +29,7 @@ demo: venv ## import the bundled model, window its attention, measure the cost: 
 	$(PLATFORM) $(FAST_MALLOC) $(BIN)/swa-jax demo
 
 test: venv ## the test suite without its slow part (minutes)
-	$(PYTEST) -m "not slow and not long"
+	$(QUICK) $(PYTEST) -m "not slow and not long"
 
 test-slow: venv ## the slow part
 	$(PYTEST) -m "slow and not long"

@@ -58,7 +58,7 @@ def report(cells: list[dict]) -> str:
     seeds = sorted({c["seed"] for c in cells})
     lines = [
         f"Share of the {FULL_HEADS} heads needed that are found, in %: mean [95 % interval] over seeds of "
-        f"placement, noise, examples and search; {len(seeds)} so far.",
+        f"placement, noise, examples and search; {len(seeds)} so far. Without an interval, all seeds are alike.",
         "",
         f"| method | {' | '.join(names)} | placements at {NEAR:.0%} | masks tried |",
         "|---|" + "---|" * (len(names) + 2),
@@ -75,11 +75,10 @@ def report(cells: list[dict]) -> str:
                 continue
             estimate = bootstrap(hits)
             found, whole = found + (estimate.mean >= NEAR), whole + 1
-            ends = (
-                ""
-                if estimate.interval is None
-                else " [{:.0f}, {:.0f}]".format(*np.multiply(estimate.interval, 100))
-            )
+            alike = (
+                estimate.interval is None or len(set(hits)) == 1
+            )  # a bootstrap of equal numbers has no width
+            ends = "" if alike else " [{:.0f}, {:.0f}]".format(*np.multiply(estimate.interval, 100))
             row.append(f"{100 * estimate.mean:.0f}{ends}")
         masks = [c["masks"] for c in mine if c["masks"] is not None]
         tried = f"{min(masks)} to {max(masks)}" if masks else ""

@@ -43,6 +43,8 @@ CLAIMS = (
     *(Claim("NLL, Table 1", "nll", other) for other in ("interleave", "light-transfer")),
     *(Claim("ours", "nll-greedy", other) for other in ("nll", "interleave", "light-transfer")),
     *(Claim("ours", "bosch-swaps", other) for other in ("bosch", "fisher", "nll-greedy")),
+    *(Claim("ours", "kl", other) for other in ("fisher", "razor")),
+    Claim("ours", "fisher-text", "fisher"),
 )
 Scores = Mapping[tuple[str, float], Mapping[int, np.ndarray]]  # by method and ratio: by seed [N] of 0 and 1
 

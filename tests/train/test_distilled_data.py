@@ -180,7 +180,7 @@ def test_several_processes_learn_what_one_does(launch, samples, byte_tokenizer, 
     for count in (1, 2):
         port, processes = free_port(), []
         environment = os.environ | {
-            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={4 // count}",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={4 // count}",
             "JAX_PLATFORMS": "cpu",
         }
         file = tmp_path / f"{count}.yaml"
