@@ -71,7 +71,7 @@ def estimate(job: Job, speed: float) -> dict[str, float]:
     settings = job.settings
     scoring = job.space.num_scorings * (config.num_hidden_layers + 3) / 2 * choosing * windowed
     if settings.unit == "heads":
-        scoring = settings.iterations * config.num_hidden_layers * len(job.space.values["sliding_window"])
+        scoring = 2 * settings.iterations * config.num_hidden_layers * len(job.space.values["sliding_window"])
         scoring *= choosing * windowed
     tune = 3 * settings.tune_steps * settings.batch_size * windowed
     if job.replies is not None:  # each twice: drawn, and read again for its probabilities; a few at once

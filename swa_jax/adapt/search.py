@@ -296,14 +296,14 @@ class Search:
         return dataclasses.replace(pattern, provenance=provenance)
 
     def _best_heads(self, point: Point, sized: AttentionPattern) -> AttentionPattern:
-        """BOSCH's heads, as many full ones as `sized` has."""
+        """As many full heads as `sized` has: BOSCH, then swaps, as its quarters of a layer miss some."""
         evaluate = MaskEvaluator(
             self.model, self._examples(answers=True), sliding_window=point.sliding_window,
             num_sink_tokens=point.num_sink_tokens, batch_size=self.batch_size, weights=self.key,
             file=self.folder / f"heads-{digest([self.key, dataclasses.asdict(point)])[:8]}.json",
         )  # fmt: skip
         total = self.memory.config.num_hidden_layers * self.memory.config.num_key_value_heads
-        settings: dict[str, Any] = {"iterations": self.iterations, "seed": self.seed}
+        settings: dict[str, Any] = {"variant": "swaps", "iterations": self.iterations, "seed": self.seed}
         ratio = 1 - _full_heads(sized, self.memory) / total
         try:
             found = bosch(evaluate, ratio, progress=self.progress, **settings)
