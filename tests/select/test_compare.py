@@ -1,6 +1,7 @@
 """`swa-jax compare`: methods at equal budgets, on prompts they did not choose by."""
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -19,6 +20,7 @@ from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.select import methods
 from swa_jax.select.compare import compare, summary
 from swa_jax.select.heads import head_mask, head_pattern
 from swa_jax.select.methods import METHODS, choose
@@ -57,7 +59,8 @@ def test_patterns_with_heads_are_data_to_one_program(model, monkeypatch):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_windows_the_share_it_is_told(model, method):
+def test_every_method_windows_the_share_it_is_told(model, method, monkeypatch):
+    monkeypatch.setattr(methods, "gate_logits", functools.partial(methods.gate_logits, steps=2))
     patterns = choose(
         method, model, planted_examples(4), [0.5, 0.75], sliding_window=WINDOW_SIZE, iterations=2, batch_size=4
     )  # fmt: skip

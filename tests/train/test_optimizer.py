@@ -58,7 +58,7 @@ def updates(params, **options):
     """The first update, of gradients that are all 1."""
     optimizer = make_optimizer(OptimizerConfig(schedule="constant", **options), 10, SOFTMAX)
     gradients = jax.tree.map(jnp.ones_like, params)
-    return optimizer.update(gradients, optimizer.init(params), params)[0]
+    return jax.jit(optimizer.update)(gradients, optimizer.init(params), params)[0]
 
 
 def test_matrices_are_the_projections(params):
