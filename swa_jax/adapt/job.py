@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from swa_jax.adapt.replies import FILE as REPLIES
-from swa_jax.adapt.replies import Replies, plan_replies
+from swa_jax.adapt.replies import REPLY_TOKENS, Replies, plan_replies
 from swa_jax.adapt.search import Space, Unit, find_space
 from swa_jax.adapt.source import Source, find_source
 from swa_jax.adapt.tasks import Data, Drawn, draw_tasks
@@ -51,7 +51,7 @@ class Settings:
     tune_steps: int = 0
     tune_data: tuple[str, ...] = ()
     tune_prompts: Path | None = None
-    reply_tokens: int = 256
+    reply_tokens: int | None = None
     new_tokens: int = 32
     repeats: int = 5
     batch_size: int = 8
@@ -164,9 +164,12 @@ def prepare(settings: Settings) -> Job:
 def _with_training_data(job: Job) -> Job:
     """The job with the replies that it trains on, if it does; other data is looked at."""
     settings = job.settings
+    for option, given in {"--tune-data": settings.tune_data, "--tune-prompts": settings.tune_prompts}.items():
+        if given and not settings.tune_steps:
+            raise ConfigError(f"{option} is trained on by --tune STEPS: give both")
+    if settings.reply_tokens is not None and settings.tune_prompts is None:
+        raise ConfigError("--reply-tokens is the length of replies to --tune-prompts: give both")
     if settings.tune_prompts is not None:
-        if not settings.tune_steps:
-            raise ConfigError("--tune-prompts is trained on by --tune STEPS: give both")
         if settings.tune_data:
             raise ConfigError(
                 "--tune-prompts is learned by the original's probabilities, which --tune-data does not have: give one "
@@ -174,7 +177,7 @@ def _with_training_data(job: Job) -> Job:
             )
         replies = plan_replies(
             settings.tune_prompts, job.source.folder, job.tokenizer, job.source.config,
-            max_new_tokens=settings.reply_tokens, length=job.length, seed=settings.seed,
+            max_new_tokens=settings.reply_tokens or REPLY_TOKENS, length=job.length, seed=settings.seed,
         )  # fmt: skip
         return dataclasses.replace(job, replies=replies)
     if settings.tune_steps:

@@ -20,6 +20,7 @@ from swa_jax.model.decoder import Decoder
 TOP_LOGPROBS = 16  # of the vocabulary, for each token of a reply; the others count as one
 ANSWER = "answer"  # the field of a prompt's record with the right answer
 FILE = "replies.jsonl"
+REPLY_TOKENS = 256  # of a reply, at most, where nothing is said
 
 
 @dataclasses.dataclass(frozen=True)

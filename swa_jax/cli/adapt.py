@@ -106,7 +106,12 @@ class Tuned(Options):
             rich_help_panel=TUNING,
         ),
     ] = None
-    reply_tokens: Annotated[int, Option(help="Most tokens of a reply.", min=1, rich_help_panel=TUNING)] = 256
+    reply_tokens: Annotated[
+        int | None,
+        Option(
+            help="Most tokens of a reply. Default: 256.", min=1, show_default=False, rich_help_panel=TUNING
+        ),
+    ] = None
 
 
 def adapt(

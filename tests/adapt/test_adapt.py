@@ -383,6 +383,11 @@ def test_fine_tuning_on_the_models_own_replies(tmp_path):
     for changes, sentence in [
         ({"tune_steps": 0}, "--tune-prompts is trained on by --tune STEPS"),
         ({"tune_data": ("a.txt",)}, "give one of them"),
+        ({"tune_prompts": None}, "--reply-tokens is the length of replies to --tune-prompts"),
+        (
+            {"tune_prompts": None, "reply_tokens": None, "tune_data": ("a.txt",), "tune_steps": 0},
+            "--tune-data is trained on by --tune STEPS",
+        ),
         ({"reply_tokens": 300}, "prompt 0 has .* longer than 256: leave it out"),
     ]:
         given = {"tune_steps": 2, "tune_prompts": questions, "reply_tokens": 8} | changes
