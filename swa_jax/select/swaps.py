@@ -11,6 +11,7 @@ attention each of them is seen to be needed. So `eliminate`, which starts there,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,7 +20,11 @@ from swa_jax.select.evaluator import Score
 from swa_jax.select.search import Found, ScoreBits, with_ones
 
 DEPTH = 4  # pairs of the ranked heads are tried whose ranks, from 0, add up to less
-DROPPED = 0.25  # the share of the full heads that a round of `eliminate` windows, at most
+DROPPED = (
+    0.25,
+    0.5,
+    1.0,
+)  # shares of the full heads that a round of `eliminate` windows; the budget decides which
 
 
 class _BudgetSpent(Exception):
@@ -29,9 +34,10 @@ class _BudgetSpent(Exception):
 def swap_search(
     score: ScoreBits, start: np.ndarray, budget: int, rng: np.random.Generator, random_starts: int = 1
 ) -> Found:
-    """The best bits [n] with as many ones as `start` that swaps find from `start`, `eliminate` and random places.
+    """The best bits [n] with as many ones as `start` that swaps find from `eliminate`, `start` and random places.
 
-    Each start may look at an equal share of the budget, and what the starts before it left.
+    `eliminate` comes first, as it finds most: it may look at half of the budget, or at what ranking every head once
+    takes. Where the budget is too small for that it is left out. The others share what is left.
 
     Args:
       score: of bits [n] bool with any number of ones, True = full. No bits are asked for twice.
@@ -54,11 +60,16 @@ def swap_search(
 
     limited(budget)(start)
     drawn = [with_ones(np.zeros_like(start), ones, rng.permutation(start.size)) for _ in range(random_starts)]
-    begins = [start, None, *drawn]
-    for number, begin in enumerate(begins, start=1):
-        share = limited(max(1, budget * number // len(begins)))
+    ranking = (
+        start.size + 2
+    )  # candidates that `eliminate` takes at least, the start and its own result among them
+    half = max(budget // 2, ranking) if budget >= ranking else 0
+    begins = [None, start, *drawn]
+    for number, begin in enumerate(begins if half else begins[1:], start=0 if half else 1):
+        most = max(1, half + (budget - half) * number // len(begins[1:]))
+        share = limited(most)
         try:
-            bits = _descend(share, eliminate(share, start.size, ones) if begin is None else begin)
+            bits = _descend(share, eliminate(share, start.size, ones, most) if begin is None else begin)
         except _BudgetSpent:
             continue
         if bits.tobytes() in seen and seen[bits.tobytes()] > seen[best.tobytes()]:
@@ -66,13 +77,26 @@ def swap_search(
     return Found(best, seen[best.tobytes()], list(seen.values()))
 
 
-def eliminate(score: ScoreBits, size: int, ones: int) -> np.ndarray:
-    """Bits [size] with so many ones: from all full, round by round, the least missed are windowed."""
+def eliminate(score: ScoreBits, size: int, ones: int, budget: int | None = None) -> np.ndarray:
+    """Bits [size] with so many ones: from all full, round by round, the least missed are windowed.
+
+    Args:
+      budget: candidates to look at, about; None takes the smallest rounds.
+    """
+    plans = [_rounds(size, ones, share) for share in DROPPED]
+    counts = next((plan for plan in plans if budget is None or sum(plan[:-1]) <= budget), plans[-1])
     bits = np.ones(size, bool)
-    while (surplus := int(bits.sum()) - ones) > 0:
-        count = min(surplus, max(1, int(DROPPED * bits.sum())))
-        bits[_ranked(score, bits, np.flatnonzero(bits))[:count]] = False
+    for before, after in itertools.pairwise(counts):
+        bits[_ranked(score, bits, np.flatnonzero(bits))[: before - after]] = False
     return bits
+
+
+def _rounds(size: int, ones: int, share: float) -> list[int]:
+    """How many heads are full before each round of `eliminate`, and at its end; a round looks at each of them once."""
+    counts = [size]
+    while counts[-1] > ones:
+        counts.append(counts[-1] - min(counts[-1] - ones, max(1, int(share * counts[-1]))))
+    return counts
 
 
 def _descend(score: ScoreBits, bits: np.ndarray) -> np.ndarray:

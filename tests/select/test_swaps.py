@@ -50,6 +50,19 @@ def test_a_budget_is_kept_and_never_worsens_the_start(budget):
     np.testing.assert_array_equal(runs[0].bits, runs[1].bits)
 
 
+@pytest.mark.parametrize(("budget", "rounds"), [(90, [64, 8]), (250, [64, 32, 16, 8]), (1000, None)])
+def test_a_small_budget_still_ranks_every_head_once(budget, rounds):
+    """Of 64 heads 8 are needed, and worth most all together; the rounds of `eliminate` are as small as the budget allows."""
+    needed = np.random.default_rng(3).permutation(64)[:8]
+    score, asked = counted(lambda bits: bits[needed].sum() + 10.0 * bits[needed].all())
+    found = swap_search(score, start(64, 8), budget, np.random.default_rng(1))
+    assert found.bits[needed].all()
+    assert len(asked) <= budget
+    if rounds:
+        counts = [int(bits.sum()) for bits in asked]
+        assert [n for n in (63, 31, 15, 7) if n in counts] == [n - 1 for n in rounds[:-1]] + [7]
+
+
 def test_heads_that_help_only_together_are_seen_from_full_attention():
     pairs = np.random.default_rng(2).permutation(20)[:8].reshape(4, 2)
     score, _ = counted(lambda bits: bits[pairs].all(axis=1).sum())
