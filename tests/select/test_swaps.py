@@ -52,7 +52,7 @@ def test_a_budget_is_kept_and_never_worsens_the_start(budget):
 
 @pytest.mark.parametrize(("budget", "rounds"), [(90, [64, 8]), (250, [64, 32, 16, 8]), (1000, None)])
 def test_a_small_budget_still_ranks_every_head_once(budget, rounds):
-    """Of 64 heads 8 are needed, and worth most all together; the rounds of `eliminate` are as small as the budget allows."""
+    """Of 64 heads 8 are needed, and worth most all together; rounds are as small as the budget allows."""
     needed = np.random.default_rng(3).permutation(64)[:8]
     score, asked = counted(lambda bits: bits[needed].sum() + 10.0 * bits[needed].all())
     found = swap_search(score, start(64, 8), budget, np.random.default_rng(1))
