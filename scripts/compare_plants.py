@@ -21,6 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import numpy as np
+from documents import put_between
 from plants import FULL_HEADS, KV_HEADS, LAYERS, PLACEMENTS, WINDOW_SIZE, Plant, placement
 
 from swa_jax.estimates import bootstrap
@@ -31,7 +32,7 @@ from swa_jax.select.methods import choose
 
 RATIO = 1 - FULL_HEADS / (LAYERS * KV_HEADS)
 NEAR = 0.95  # of the planted heads: as good as found
-MARKS = ("<!-- plants -->", "<!-- end of plants -->")
+MARKS = ("<!-- plants -->\n", "<!-- end of plants -->")
 
 
 def cell(method: str, name: str, seed: int, examples: int) -> dict:
@@ -115,9 +116,7 @@ def main() -> None:
     table = report(cells)
     write_text(options.out / "table.md", table)
     if options.docs:
-        before, rest = options.docs.read_text().split(MARKS[0])
-        after = rest.split(MARKS[1])[1]
-        write_text(options.docs, f"{before}{MARKS[0]}\n{table}{MARKS[1]}{after}")
+        put_between(options.docs, *MARKS, table)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
+from documents import put_between
 
 from swa_jax.adapt.tasks import HOPS, RIVALS, Task, measure
 from swa_jax.checkpoint.folder import load_model
@@ -356,11 +356,10 @@ def _interval(estimate: Estimate, digits: int) -> str:
 def put_into(file: Path, name: str, text: str) -> None:
     """Replace what stands between the two marks of a document."""
     marks = f"<!-- swaa: made by scripts/compare_swaa.py --model {name} -->\n", "<!-- end of swaa -->"
-    pattern = re.compile(f"({re.escape(marks[0])}).*?({re.escape(marks[1])})", re.S)
-    old = file.read_text()
-    if not pattern.search(old):
-        sys.exit(f"{file} has no place for the table: {marks[0]}{marks[1]}")
-    write_text(file, pattern.sub(lambda found: found[1] + "\n" + text + "\n\n" + found[2], old))
+    try:
+        put_between(file, *marks, f"\n{text}\n\n")
+    except ConfigError as error:
+        sys.exit(str(error))
 
 
 def main() -> None:

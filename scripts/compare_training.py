@@ -30,6 +30,7 @@ import compare_swat
 import compare_swiattn
 import jax.numpy as jnp
 import numpy as np
+from documents import put_between
 
 from swa_jax.checkpoint.folder import load_model
 from swa_jax.checkpoint.hf_import import import_model
@@ -202,17 +203,13 @@ def verdict(differences: Sequence[float], *, equal: bool = False) -> str:
 def put_into(document: Path, name: str, text: str, pictures: Sequence[tuple[str, str]], out: Path) -> None:
     """Replace what stands between the marks of this comparison in a document; pictures go to `images/` beside it."""
     begin, end = f"<!-- {name}: made by scripts/compare_training.py -->\n", f"<!-- end of {name} -->"
-    before, _, rest = document.read_text().partition(begin)
-    _, found, after = rest.partition(end)
-    if not found:
-        raise ConfigError(f"{document} has no '{begin.strip()}' followed by '{end}'")
     images = document.parent / "images"
     images.mkdir(exist_ok=True)
     shown = []
     for file, caption in pictures:
         shutil.copy(out / file, images / f"compare-{name}-{file}")
         shown.append(f"![{caption}](images/compare-{name}-{file})\n")
-    write(document, before + begin + "\n" + text + "\n" + "\n".join(shown) + "\n" + end + after)
+    put_between(document, begin, end, "\n" + text + "\n" + "\n".join(shown) + "\n")
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ Beside its difference stands the smallest one that so many prompts would have sh
 from __future__ import annotations
 
 import argparse
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,10 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from documents import put_between
 
 from swa_jax.errors import ConfigError, UserError
 from swa_jax.estimates import Estimate, accuracy_interval, detectable, paired_accuracy, paired_score
-from swa_jax.files import read_json, write_text
+from swa_jax.files import read_json
 
 CEILING = 0.97  # scores above it in both methods leave nothing to compare
 
@@ -122,11 +122,7 @@ def tables(scores: Scores, plain: Mapping[str, Mapping[str, Any]]) -> str:
         cells = []
         for ratio in ratios:
             by_seed = scores.get((method, ratio))
-            each = (
-                ""
-                if not by_seed
-                else ", ".join(f"{100 * by_seed[seed].mean():.0f}" for seed in sorted(by_seed))
-            )
+            each = ", ".join(f"{100 * exact.mean():.0f}" for _, exact in sorted((by_seed or {}).items()))
             cells.append(f"{_points(mean_of(by_seed))}: {each}" if by_seed else "")
         lines.append(f"| {method} | {' | '.join(cells)} |")
     lines += [
@@ -156,18 +152,6 @@ def revision() -> str:
     return told.stdout.strip() or "unknown"
 
 
-def put(document: Path, name: str, text: str) -> None:
-    """Replace what stands between the marks of `name`."""
-    start, end = f"<!-- contrasts: {name} -->", "<!-- end of contrasts -->"
-    before = document.read_text()
-    after, count = re.subn(
-        f"(?s){re.escape(start)}.*?{re.escape(end)}", lambda _: f"{start}\n\n{text}\n{end}", before
-    )
-    if count != 1:
-        raise ConfigError(f"{document} must have '{start}' with '{end}' after it once")
-    write_text(document, after)
-
-
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -178,7 +162,8 @@ def main(arguments: list[str]) -> None:
     try:
         text = tables(*read_scores(given.results / "results.json"))
         if given.docs:
-            put(given.docs, given.results.name, f"Made at revision {revision()}.\n\n{text}")
+            begin, end = f"<!-- contrasts: {given.results.name} -->\n", "<!-- end of contrasts -->"
+            put_between(given.docs, begin, end, f"\nMade at revision {revision()}.\n\n{text}\n")
     except UserError as error:
         sys.exit(f"error: {error}")
     print(text)

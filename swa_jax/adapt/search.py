@@ -296,7 +296,7 @@ class Search:
         return dataclasses.replace(pattern, provenance=provenance)
 
     def _best_heads(self, point: Point, sized: AttentionPattern) -> AttentionPattern:
-        """As many full heads as `sized` has: BOSCH, then swaps, as its quarters of a layer miss some."""
+        """As many full heads as `sized` has: BOSCH, then swaps, which move them between layers."""
         evaluate = MaskEvaluator(
             self.model, self._examples(answers=True), sliding_window=point.sliding_window,
             num_sink_tokens=point.num_sink_tokens, batch_size=self.batch_size, weights=self.key,

@@ -239,11 +239,12 @@ class Run:
 
     def _draw(self, replies: Replies) -> None:
         """The original model's replies, into their file."""
+        total = len(replies.samples)
         with Progress("replies") as progress:
             for done in draw_replies(
                 replies, self.model, self.job.tokenizer, self.model_sum, self.job.replies_file
             ):
-                progress.update(done, len(replies.samples))
+                progress.update(done, total)
 
     def _measure_adapted(self) -> dict[str, Any]:
         tasks = self.job.tasks.measuring

@@ -60,13 +60,12 @@ def swap_search(
 
     limited(budget)(start)
     drawn = [with_ones(np.zeros_like(start), ones, rng.permutation(start.size)) for _ in range(random_starts)]
-    ranking = (
-        start.size + 2
-    )  # candidates that `eliminate` takes at least, the start and its own result among them
+    ranking = start.size + 2  # every head once, `start` and what comes out
     half = max(budget // 2, ranking) if budget >= ranking else 0
-    begins = [None, start, *drawn]
-    for number, begin in enumerate(begins if half else begins[1:], start=0 if half else 1):
-        most = max(1, half + (budget - half) * number // len(begins[1:]))
+    begins = [start, *drawn]
+    limits = [max(1, half + (budget - half) * i // len(begins)) for i in range(1, len(begins) + 1)]
+    first: list[tuple[np.ndarray | None, int]] = [(None, half)] if half else []
+    for begin, most in [*first, *zip(begins, limits, strict=True)]:
         share = limited(most)
         try:
             bits = _descend(share, eliminate(share, start.size, ones, most) if begin is None else begin)
