@@ -24,6 +24,7 @@ import numpy as np
 from documents import put_between
 from plants import FULL_HEADS, KV_HEADS, LAYERS, PLACEMENTS, WINDOW_SIZE, Plant, placement
 
+from swa_jax.errors import ConfigError
 from swa_jax.estimates import bootstrap
 from swa_jax.files import write_text
 from swa_jax.select.heads import head_mask
@@ -116,7 +117,10 @@ def main() -> None:
     table = report(cells)
     write_text(options.out / "table.md", table)
     if options.docs:
-        put_between(options.docs, *MARKS, table)
+        try:
+            put_between(options.docs, *MARKS, table)
+        except ConfigError as error:
+            sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
