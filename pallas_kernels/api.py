@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import reference, tpu, xla
+from pallas_kernels import cudnn, reference, tpu, xla
 from pallas_kernels.dispatch import Implementation, current_device, plan
 from pallas_kernels.parts import scale_queries
 from pallas_kernels.request import Op, Request
@@ -20,7 +20,7 @@ from pallas_kernels.spec import AttentionSpec, Coordinates, Packing, PerHead, co
 
 _log = logging.getLogger(__name__)
 
-_IMPLEMENTATIONS: dict[str, ModuleType] = {"tpu": tpu, "xla": xla, "reference": reference}
+_IMPLEMENTATIONS: dict[str, ModuleType] = {"tpu": tpu, "cudnn": cudnn, "xla": xla, "reference": reference}
 _MAX_DECODE_TOKENS = 8
 
 
@@ -66,7 +66,8 @@ def attention(
       logit_scales: [H] floating, multiplies the scaled logits of each head before the softcap, as a learned inverse
         temperature does. In bfloat16 the queries carry it, rounded.
       return_lse: also return the log-sum-exp of the logits. For softmax only.
-      implementation: "tpu", "triton", "xla" or "reference". None takes the best one for this device.
+      implementation: "tpu", "triton", "cudnn", "xla" or "reference". None takes the best one for the call on this
+        device.
 
     Returns:
       out [B, T, H, D] in q's dtype. Rows that see nothing are zero. With `return_lse` also lse [B, T, H] float32: the
@@ -82,7 +83,7 @@ def attention(
         )
     per_head = PerHead(alibi_slopes, sigmoid_bias, sink_logits, full_heads, logit_scales)
     packing = Packing(q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from)
-    out, lse = attend(q, k, v, spec, per_head, packing, implementation=implementation)
+    out, lse = attend(q, k, v, spec, per_head, packing, return_lse=return_lse, implementation=implementation)
     return out if lse is None or not return_lse else (out, lse)
 
 
@@ -94,18 +95,20 @@ def attend(
     per_head: PerHead,
     packing: Packing,
     *,
+    return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`attention` for callers that hold its options as the two values in which they travel.
 
     Returns:
-      out [B, T, H, D] in q's dtype, and lse [B, T, H] float32 (None for sigmoid).
+      out [B, T, H, D] in q's dtype, and lse [B, T, H] float32: None for sigmoid, and it may be None unless
+      `return_lse` asks for it.
     """
     _check_qkv(q, k, v, ("q", "k", "v"))
     per_head = _checked_per_head(q, k, spec, per_head)
     packing = _checked_packing(q, k, spec, packing)
     where = coordinates(q.shape[1], k.shape[1], **packing._asdict())
-    backend = _backend("attention", q, k, spec, per_head, packing, implementation)
+    backend = _backend("attention", q, k, spec, per_head, packing, implementation, return_lse=return_lse)
     q, per_head = _scaled(q, per_head, backend)
     out, lse = backend.attention(q, k, v, spec, where, per_head)
     return _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype), lse
@@ -178,7 +181,7 @@ def attend_routed(
     _check_array("gate", gate, {"B": q.shape[0], "T": q.shape[1]}, jnp.floating, required=True)
     packing = _checked_packing(q, k, spec, packing)
     where = coordinates(q.shape[1], k.shape[1], **packing._asdict())
-    backend = _backend("routed_attention", q, k, spec, per_head, packing, implementation, inference)
+    backend = _backend("routed_attention", q, k, spec, per_head, packing, implementation, inference=inference)
     if inference:
         q, k, v, gate = _only_forward((q, k, v, gate))
     q, per_head = _scaled(q, per_head, backend)
@@ -297,11 +300,11 @@ def alibi_slopes(
     return jnp.asarray(np.concatenate([-sizes(num_negative), sizes(num_positive)]), jnp.float32)
 
 
-def _backend(op: Op, q, k, spec, per_head, packing, implementation, inference=False) -> ModuleType:
+def _backend(op: Op, q, k, spec, per_head, packing, implementation, **asked: bool) -> ModuleType:
     """The implementation that the plan of the call names."""
     device = current_device(implementation)
     request = Request.of(
-        op, q, k, spec, per_head, packing, device=device, inference=inference, implementation=implementation
+        op, q, k, spec, per_head, packing, device=device, implementation=implementation, **asked
     )
     planned = plan(request)
     if planned.fallback is not None:

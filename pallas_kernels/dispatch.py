@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import xla
+from pallas_kernels import cudnn, xla
 from pallas_kernels.blocks import device_kind, platform
 from pallas_kernels.request import Device, Launch, Op, Plan, Request
 from pallas_kernels.schedule import Kind
@@ -19,9 +19,9 @@ from pallas_kernels.tpu import plan as tpu_plan
 
 _log = logging.getLogger(__name__)
 
-Implementation = Literal["tpu", "triton", "xla", "reference"]
+Implementation = Literal["tpu", "triton", "cudnn", "xla", "reference"]
 
-_BEST = {"tpu": "tpu", "gpu": "triton"}  # by platform; XLA elsewhere
+_BEST = {"tpu": ("tpu",), "gpu": ("cudnn", "triton")}  # by platform, the best first; XLA elsewhere
 _TRITON_DTYPES = ("bfloat16", "float16", "float32")
 _TRITON_HEAD_DIM = 256  # at most
 _TPU_DTYPES = ("float32", "bfloat16")
@@ -33,11 +33,12 @@ def current_device(implementation: str | None = None) -> Device:
     name, kind = platform(), device_kind()
     if name != "gpu" and implementation != "triton":
         return Device(name, kind)
+    has_cudnn = name == "gpu" and cudnn.installed()
     try:
         from pallas_kernels.gpu import triton
     except ImportError as error:  # JAX may have dropped its lowering
-        return Device(name, kind, no_triton=f"this JAX has no Triton lowering ({error}).")
-    return Device(name, kind, triton.compute_capability() if triton.on_gpu() else None)
+        return Device(name, kind, no_triton=f"this JAX has no Triton lowering ({error}).", cudnn=has_cudnn)
+    return Device(name, kind, triton.compute_capability() if triton.on_gpu() else None, cudnn=has_cudnn)
 
 
 def plan(request: Request) -> Plan:
@@ -57,6 +58,8 @@ def plan(request: Request) -> Plan:
 
 def missing(name: str, request: Request) -> str | None:
     """What keeps an implementation from the call, as a sentence; None if nothing does."""
+    if name == "cudnn":
+        return cudnn.missing(request)
     if name == "tpu" and request.dtype not in _TPU_DTYPES:
         return f"it takes float32 and bfloat16, but q is {request.dtype}."
     if name != "triton":
@@ -79,9 +82,12 @@ def choose(request: Request) -> tuple[str, str | None]:
     """The implementation for a call, and why it is not the best one for the device; raises as `plan`."""
     name = request.implementation
     if name is None:
-        best = _BEST.get(request.device.platform, "xla")
-        lacks = missing(best, request)
-        return ("xla", lacks) if lacks else (best, None)
+        lacks = None
+        for best in _BEST.get(request.device.platform, ()):
+            lacks = missing(best, request)
+            if lacks is None:
+                return best, None
+        return "xla", lacks
     if name not in get_args(Implementation):
         choices = ", ".join(map(repr, get_args(Implementation)))
         raise ValueError(
@@ -153,7 +159,11 @@ def describe(planned: Plan) -> list[str]:
 
 def table() -> str:
     """Which call takes which kernels, as Markdown: the table of docs/kernels.md."""
-    devices = (Device("tpu", "TPU v6 lite"), Device("gpu", "NVIDIA H200", 90), Device("cpu", "cpu"))
+    devices = (
+        Device("tpu", "TPU v6 lite"),
+        Device("gpu", "NVIDIA H200", 90, cudnn=True),
+        Device("cpu", "cpu"),
+    )
     window, sinks, full = AttentionSpec(1024), AttentionSpec(1024, 4), AttentionSpec()
     rows: tuple[tuple[str, Op, AttentionSpec, tuple[str, ...]], ...] = (
         ("full causal", "attention", full, ()),

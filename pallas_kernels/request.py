@@ -22,12 +22,14 @@ class Device:
       kind: as `jax.Device.device_kind` says it.
       capability: of a GPU, 90 for 9.0; None elsewhere.
       no_triton: why JAX has no Triton lowering here; None if it has, or if nobody asked.
+      cudnn: whether the process has an NVIDIA GPU, and with it cuDNN.
     """
 
     platform: str
     kind: str
     capability: int | None = None
     no_triton: str | None = None
+    cudnn: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Request:
 
     Attributes:
       given: the names of the options that are given, of the fields of `PerHead` and `Packing`; "kv_segment_ids" only
-        if they are others than the queries'.
+        if they are others than the queries', and "return_lse" if it is asked for.
       inference: as in `routed_attention`.
     """
 
@@ -66,11 +68,14 @@ class Request:
         *,
         device: Device,
         inference: bool = False,
+        return_lse: bool = False,
         implementation: str | None = None,
     ) -> "Request":
         given = {name for name, x in (per_head._asdict() | packing._asdict()).items() if x is not None}
         if packing.kv_segment_ids is packing.q_segment_ids:
             given.discard("kv_segment_ids")
+        if return_lse:
+            given.add("return_lse")
         (batch, q_length, heads, head_dim), (kv_length, kv_heads) = q.shape, k.shape[1:3]
         return cls(
             op, spec, batch, q_length, kv_length, heads, kv_heads, head_dim, jnp.dtype(q.dtype).name,
@@ -123,7 +128,7 @@ class Plan(NamedTuple):
     """How a call will be computed.
 
     Attributes:
-      implementation: "tpu", "triton", "xla" or "reference".
+      implementation: "tpu", "triton", "cudnn", "xla" or "reference".
       launches: of kernels, forward and then backward; none where XLA does without.
       blocks: tokens of a block of queries and of keys, for "xla".
       fallback: why a better implementation for the device was not taken; None if it was.

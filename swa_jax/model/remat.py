@@ -8,12 +8,20 @@ from typing import Any, Literal
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.cudnn import FORWARD
 from pallas_kernels.parts import LSE, OUT
 
 Remat = Literal["none", "layer", "projections", "attention", "offload"]
 LAYER_INPUT = "layer_input"
 _POLICIES = jax.checkpoint_policies
-_ATTENTION = _POLICIES.save_only_these_names(OUT, LSE)
+
+
+def _results_of_cudnn(primitive: Any, *_: Any, **__: Any) -> bool:
+    """cuDNN's log-sum-exp is inside JAX's own function, where nothing of ours can name it."""
+    return primitive.name == FORWARD
+
+
+_ATTENTION = _POLICIES.save_from_both_policies(_POLICIES.save_only_these_names(OUT, LSE), _results_of_cudnn)
 
 
 def rematerialised(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
@@ -23,7 +31,7 @@ def rematerialised(layer: Callable[..., Any], remat: Remat) -> Callable[..., Any
       remat: "none" saves everything. "layer" saves the layer's input only, so that attention's forward kernels run
         twice. "attention" also saves what attention's backward kernels need of them: the output and lse, of both
         branches where a layer is routed. "projections" saves the outputs of the matrices too. "offload" is "attention"
-        with all of it in the host's memory.
+        with all of it in the host's memory (cuDNN's forward pass runs twice then).
     """
     if remat == "none":
         return layer
