@@ -15,9 +15,20 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+SLOW_CASES = {
+    line
+    for line in Path(__file__).with_name("slow_cases.txt").read_text().splitlines()
+    if not line.startswith("#")
+}
+
 
 def pytest_addoption(parser):
     parser.addoption("--part", metavar="K/N", help="run only the Kth of N parts of the tests that are chosen")
+
+
+def pytest_itemcollected(item):
+    if item.nodeid in SLOW_CASES:
+        item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(trylast=True)
