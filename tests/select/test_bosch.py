@@ -128,7 +128,7 @@ def test_full_attention_without_an_answer_is_refused(model, examples):
 
 def test_an_interrupted_search_goes_on_and_ends_the_same(model, examples, tmp_path, monkeypatch):
     whole = evaluator(model, examples)
-    wanted = bosch(whole, RATIO, iterations=5)
+    wanted = bosch(whole, RATIO, iterations=2)
     monkeypatch.setattr("swa_jax.select.evaluator.SAVE_SECONDS", 0.0)
     file = tmp_path / "scores.json"
     first = evaluator(model, examples, file=file)
@@ -138,13 +138,13 @@ def test_an_interrupted_search_goes_on_and_ends_the_same(model, examples, tmp_pa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        bosch(first, RATIO, iterations=5, progress=stop)
+        bosch(first, RATIO, iterations=2, progress=stop)
     kept = len(json.loads(file.read_text())["scores"])
     assert 2 < kept == first.num_evaluations < whole.num_evaluations
     again, calls = evaluator(model, examples, file=file), []
     score_one = again._evaluate
     monkeypatch.setattr(again, "_evaluate", lambda full: calls.append(1) or score_one(full))
-    chosen = bosch(again, RATIO, iterations=5)
+    chosen = bosch(again, RATIO, iterations=2)
     np.testing.assert_array_equal(chosen.full, wanted.full)
     assert len(calls) == whole.num_evaluations - kept
     assert again.num_evaluations == whole.num_evaluations
@@ -170,7 +170,7 @@ def test_scores_of_another_search_are_refused(model, examples, tmp_path):
 
 
 def test_the_pattern_says_how_it_was_found(evaluate):
-    chosen = bosch(evaluate, RATIO, seed=5)
+    chosen = bosch(evaluate, RATIO, iterations=2, seed=5)
     pattern = bosch_pattern(chosen, evaluate, ratio=RATIO, seed=5, data="planted")
     again = AttentionPattern.from_json(pattern.to_json())
     assert again == pattern
