@@ -56,7 +56,7 @@ def call(**changes):
         ({"q": Q[:, :5], "q_segment_ids": IDS[:, :5]}, "without kv_segment_ids, but there are 5 queries and 12 keys"),
         ({"q_positions": IDS[:1]}, r"q_positions has shape \(1, 12\); it must be \[B, T\] = \(2, 12\)"),
         ({"kv_positions": IDS[:, :3]}, r"kv_positions has shape \(2, 3\); it must be \[B, S\] = \(2, 12\)"),
-        ({"implementation": "cuda"}, "implementation is 'cuda'; it must be one of 'tpu', 'triton', 'cudnn', 'xla', 'reference'"),
+        ({"implementation": "cuda"}, "'cuda'; it must be one of 'tpu', 'triton', 'cudnn', 'xla', 'reference', or None"),
     ],
 )  # fmt: skip
 def test_attention_refuses(changes, sentence):
