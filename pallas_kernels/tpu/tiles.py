@@ -245,13 +245,17 @@ def over_lanes(operator, tiles):
     return functools.reduce(operator, groups)
 
 
+def sees_nothing(top: jax.Array) -> jax.Array:
+    """Whether a row's greatest logit is still MASKED; not if it is NaN, which is not to be hidden."""
+    return top <= 0.5 * MASKED
+
+
 def write_softmax(out_ref, lse_ref, rows, acc, top, total, may_be_empty=True):
-    """Normalises a strip, its lse in base 2; a row whose maximum is still MASKED has seen nothing."""
+    """Normalises a strip, its lse in base 2."""
     out = acc * (1 / total)
     lse = top + jnp.log2(total)
     if may_be_empty:
-        sees_none = top <= 0.5 * MASKED  # False for NaN, which is not to be hidden
-        out, lse = jnp.where(sees_none, 0, out), jnp.where(sees_none, -jnp.inf, lse)
+        out, lse = jnp.where(sees_nothing(top), 0, out), jnp.where(sees_nothing(top), -jnp.inf, lse)
     out_ref[rows, :] = out.astype(out_ref.dtype)
     lse_ref[:, rows] = to_row(lse)
 

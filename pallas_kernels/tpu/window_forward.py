@@ -2,8 +2,8 @@
 
 Its strips of query rows each see every key they need at once: the exact maximum comes first, then one exp2 and one
 matmul with V; nothing is rescaled and nothing carried from step to step. The order of the program is the software
-pipeline: the products q.k of strip t + 1 stand before the exponentials of strip t, so that the matrix unit works while
-the vector unit does.
+pipeline: the products q.k of later strips stand before the exponentials of strip t, so that the matrix unit works while
+the vector unit does. The window's two edges are one tile (`shared_columns`).
 
 Sigmoid weights are not normalised, so what rounding them to bf16 cuts off adds up over the window. A tile's weights are
 therefore rounded less their mean as the biases alone would have it, sigmoid(ALiBi + bias), and the mean's share, mean *
@@ -25,6 +25,13 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.nonfinite import finite, sees_non_finite
 from pallas_kernels.schedule import Kind
 from pallas_kernels.spec import Coordinates
+from pallas_kernels.tpu.shared_columns import (
+    beside_ones,
+    sees_far,
+    share_columns,
+    shared_products,
+    shared_values,
+)
 from pallas_kernels.tpu.tiles import (
     LANES,
     MASKED,
@@ -38,10 +45,10 @@ from pallas_kernels.tpu.tiles import (
     head_at,
     launch,
     over_lanes,
+    sees_nothing,
     shape_like,
     split,
     take,
-    write_softmax,
 )
 from pallas_kernels.tpu.window import (
     Cut,
@@ -58,14 +65,17 @@ from pallas_kernels.tpu.window import (
     window_tiles,
 )
 
+_AHEAD = 2  # strips whose products are on their way before the weights of one are taken
+
 
 class _Scores(NamedTuple):
-    logits: jax.Array  # [strip, keys]
+    logits: Any  # [strip, keys]; a softmax's in VMEM
     # [keys, D]; for the exact body finite where there is a mask. Read late, or it would be spilled.
     value: Callable[[], jax.Array]
-    value_sum: Callable[[], jax.Array] | None  # [1, D]
-    seen: jax.Array | None  # None where every key is visible
-    mean: jax.Array | None  # [1, 1], the tanh about which a sigmoid's is rounded
+    far_value: Callable[[], jax.Array] | None = None  # of a tile that serves both edges of the window
+    value_sum: Callable[[], jax.Array] | None = None  # [1, D]
+    seen: jax.Array | None = None  # None where every key is visible
+    mean: jax.Array | None = None  # [1, 1], the tanh about which a sigmoid's is rounded
 
 
 class _Strip(NamedTuple):
@@ -141,9 +151,23 @@ def window_forward(
         in_specs=in_specs,
         outputs=outputs,
         out_specs=out_specs,
-        scratch=[pltpu.SMEM((1,), jnp.int32)],
+        scratch=[pltpu.SMEM((1,), jnp.int32), *_room_for_logits(call, segments is not None)],
         previous=previous,
     )
+
+
+def _room_for_logits(call: Call, packed: bool) -> list[Any]:
+    """For the logits of as many strips as are on their way at once."""
+    if not call.softmax:
+        return []
+    block, strip = call.tiles.q_block, math.gcd(call.tiles.strip, call.tiles.q_block)
+    sizes = [sink_rows(call, packed)]
+    sizes += [tile.size for tile in window_tiles(call, block - strip, blocks_back(call) + 1)]
+    return [pltpu.VMEM((_AHEAD + 1, strip, sum(map(_whole_lanes, sizes))), jnp.float32)]
+
+
+def _whole_lanes(size: int) -> int:
+    return -(-size // LANES) * LANES
 
 
 class _Refs(NamedTuple):
@@ -161,6 +185,7 @@ class _Refs(NamedTuple):
     out: Ref  # [block, D]
     lse: Ref  # [1, block]
     spoilt: Ref  # [1] int32: whether a value that is not finite has been met
+    logits: Ref  # [_AHEAD + 1, strip, keys] f32 (softmax)
 
 
 def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> _Refs:
@@ -169,7 +194,7 @@ def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> _Refs:
     (queries, head_bias), rest = split(rest, 2)
     keys, values, rest = split(rest, blocks_back(call) + 1, blocks_back(call) + 1)
     *optional, rest = take(rest, has_sinks, has_sinks, has_segments)
-    *results, _ = take(rest, True, call.softmax, True)
+    *results, _ = take(rest, True, call.softmax, True, call.softmax)
     named: list[Any] = [*scalars, queries, head_bias, keys, values, *optional, *results]
     return _Refs(*named)
 
@@ -254,6 +279,7 @@ class _Body:
     limits: _Limits | None = None
     exact: bool = False
     value_sums: dict[tuple[int, int], jax.Array] = dataclasses.field(default_factory=dict)
+    statistics: list[jax.Array] = dataclasses.field(default_factory=list)  # [strip, LANES]: maxima, sums
 
     @property
     def block(self) -> int:
@@ -265,21 +291,24 @@ class _Body:
 
     def attend(self) -> None:
         """All strips of the step."""
-        sizes: list[jax.Array] = []  # of first rows: a value that is not finite spoils every row of its strip
-        last = self.block - self.strip
-        ahead = self.score(0)
-        for start in range(0, self.block, self.strip):
-            current = ahead
-            if start < last:
-                ahead = self.score(start + self.strip)
-            elif sizes:
+        write = self.write_softmax if self.call.softmax else self.write_sigmoid
+        num_ahead = _AHEAD if self.call.softmax else 1
+        starts = range(0, self.block, self.strip)
+        ahead = [self.score(start) for start in starts[:num_ahead]]
+        sizes: list[jax.Array] = []  # of some rows: a value that is not finite spoils half of a strip or all of it
+        for start in starts:
+            if (later := start + num_ahead * self.strip) < self.block:
+                ahead.append(self.score(later))
+            if start == starts[-1] and sizes:
                 # What the last strip alone sees, before it is finished: afterwards the answer would be waited for.
-                newest = self.refs.values[-1][last:, :].astype(jnp.float32)
+                newest = self.refs.values[-1][start:, :].astype(jnp.float32)
                 sums = newest.reshape(-1, 8, newest.shape[1]).sum(axis=0)
                 self.note_spoilt([*sizes, jnp.abs(sums)])
-            sizes.append(self.write_softmax(current) if self.call.softmax else self.write_sigmoid(current))
-        if last == 0:
+            sizes.append(write(ahead.pop(0)))
+        if len(starts) == 1:
             self.note_spoilt(sizes)
+        if self.call.softmax:
+            self.write_lse()
 
     def note_spoilt(self, sizes: list[jax.Array]) -> None:
         spoilt = jnp.any(~(functools.reduce(jnp.add, sizes) < jnp.inf))
@@ -289,13 +318,56 @@ class _Body:
         """The logits of the strip of queries from `start`."""
         rows = pl.ds(start, self.strip)
         query = self.refs.queries[rows, :]
-        tiles = [self.score_window(query, start, t) for t in window_tiles(self.call, start, self.present)]
+        planned = window_tiles(self.call, start, self.present)
+        tiles = []
+        if self.call.softmax and share_columns(self.call, planned):
+            far, *planned, near = planned
+            tiles.append(self.score_edges(query, start, far, near))
+        tiles += [self.score_window(query, start, tile) for tile in planned]
         if self.sinks is not None:
             tiles.append(self.score_sinks(query, start))
-        top = None
-        if self.call.softmax:
-            top = over_lanes(jnp.maximum, [tile.logits for tile in tiles]).max(axis=1, keepdims=True)
-        return _Strip(rows, tiles, top)
+        if not self.call.softmax:
+            return _Strip(rows, tiles, None)
+        top = over_lanes(jnp.maximum, [tile.logits for tile in tiles]).max(axis=1, keepdims=True)
+        return _Strip(rows, self.stored(start, tiles), top)
+
+    def stored(self, start: int, tiles: list[_Scores]) -> list[_Scores]:
+        """The same with their logits in VMEM, where each is written once. The compiler would spill them more often."""
+        slot, column, stored = start // self.strip % (_AHEAD + 1), 0, []
+        for tile in tiles:
+            size = tile.logits.shape[1]
+            logits = self.refs.logits.at[slot, :, column : column + size]
+            logits[...] = tile.logits
+            stored.append(tile._replace(logits=logits))
+            column += _whole_lanes(size)
+        return stored
+
+    def score_edges(self, query: jax.Array, start: int, far: WindowTile, near: WindowTile) -> _Scores:
+        """The logits of the two edges of the window as one tile."""
+        distance = jnp.int32(start - near.key)
+        far_keys, near_keys, far_values, near_values = (
+            refs[tile.block].at[tile.offset : tile.offset + tile.size, :]
+            for refs in (self.refs.keys, self.refs.values)
+            for tile in (far, near)
+        )
+        is_far = sees_far(near.size)
+
+        def addend():
+            here = self.addend(near.size, distance)
+            if not self.call.has_slopes:
+                return here
+            return jnp.where(is_far, self.addend(far.size, distance + window_of(self.call)), here)
+
+        s, _ = form_logits(self.call, shared_products(query, far_keys[...], near_keys[...]), addend)
+        if self.limits is not None:
+            column = lax.broadcasted_iota(jnp.int32, s.shape, 1)
+            key = column + jnp.where(is_far, far.key, near.key)
+            s = jnp.where(key >= self.limits.first_key[start : start + self.strip], s, MASKED)
+        values, far_values = (
+            functools.partial(lambda ref: finite(ref[...]) if self.exact else ref[...], ref)
+            for ref in (near_values, far_values)
+        )
+        return _Scores(s, values, far_values)
 
     def score_window(self, query: jax.Array, start: int, tile: WindowTile) -> _Scores:
         """The logits of a tile of the window."""
@@ -346,12 +418,12 @@ class _Body:
 
         if self.call.softmax:
             s = s if seen is None else jnp.where(seen, s, MASKED)
-            return _Scores(s, value, value_sum, None, None)
+            return _Scores(s, value)
         mean = None
         if middle is not None and self.refs.queries.dtype != jnp.float32:
             slope, bias = self.head_bias
             mean = jnp.tanh(slope * middle + bias if self.call.has_slopes else bias)
-        return _Scores(s, value, value_sum, seen, mean)
+        return _Scores(s, value, None, value_sum, seen, mean)
 
     def row_less_column(self, size: int) -> jax.Array:
         """Of a strip's tile, [strip, size]."""
@@ -386,23 +458,46 @@ class _Body:
         refs, sum_on_mxu = self.refs, self.call.tiles.sum_on_mxu
         acc: Any = 0.0  # Grown product by product: so the compiler adds in the matrix unit.
         partial_sums = []
-        for tile in strip.tiles:
-            value = tile.value()
-            weights = jnp.exp2(tile.logits - strip.top)
-            if sum_on_mxu:
-                value = jnp.concatenate([value, jnp.ones_like(value)], axis=1)
-            else:
+        # What serves two edges comes last, as not all of it is added there.
+        for tile in reversed(strip.tiles):
+            weights = jnp.exp2(tile.logits[...] - strip.top)
+            if not sum_on_mxu:
                 partial_sums.append(weights)
-            acc += dot(weights.astype(value.dtype), value, NN)
+            value = tile.value()
+            if tile.far_value is not None:
+                acc = shared_values(weights, tile.far_value(), value, with_sums=sum_on_mxu, acc=acc)
+                continue
+            acc += dot(weights.astype(value.dtype), beside_ones(value) if sum_on_mxu else value, NN)
         head_dim = refs.queries.shape[1]
-        sizes = jnp.abs(acc[:8, :head_dim])
+        sizes = jnp.abs(acc[:8, :head_dim]) + jnp.abs(acc[-8:, :head_dim])
         if sum_on_mxu:
             acc, total = acc[:, :head_dim], acc[:, head_dim:]
         else:
             total = over_lanes(jnp.add, partial_sums).sum(axis=1, keepdims=True)
-        may_be_empty = self.limits is not None
-        write_softmax(refs.out, refs.lse, strip.rows, acc, strip.top, total, may_be_empty)
+        out = acc * (1 / total)
+        if self.limits is not None:
+            out = jnp.where(sees_nothing(strip.top), 0, out)
+        refs.out[strip.rows, :] = out.astype(refs.out.dtype)
+        self.keep_statistics(strip, total)
         return sizes
+
+    def keep_statistics(self, strip: _Strip, total: jax.Array) -> None:
+        """Puts a strip's maxima and sums into the lane of its number."""
+        shape = self.strip, LANES
+        here = lax.broadcasted_iota(jnp.int32, shape, 1) == strip.rows.start // self.strip
+        columns = [jnp.broadcast_to(x if x.shape == shape else x[:, :1], shape) for x in (strip.top, total)]
+        kept = self.statistics or columns
+        self.statistics[:] = [jnp.where(here, x, before) for x, before in zip(columns, kept, strict=True)]
+
+    def write_lse(self) -> None:
+        """Of all strips: one logarithm and one transpose for the step."""
+        top, total = self.statistics
+        lse = top + jnp.log2(total)
+        if self.limits is not None:
+            lse = jnp.where(sees_nothing(top), -jnp.inf, lse)
+        lse = lse.T  # [strips, strip]
+        for i in range(self.block // self.strip):
+            self.refs.lse[:, i * self.strip : (i + 1) * self.strip] = lse[i : i + 1]
 
 
 def _spoil_rows(call: Call, refs: _Refs, step: jax.Array) -> None:
