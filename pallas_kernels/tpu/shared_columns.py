@@ -73,20 +73,21 @@ def shared_values(
         values = jnp.concatenate([far_values, near_values])
         return acc + dot(both, beside_ones(values) if with_sums else values, NN)
     half = n // 2
-    is_far = jnp.where(sees_far(half), 1.0, 0.0)
-    first, last = weights[:half, :half], weights[half:, half:]
-    first_far, last_far = first * is_far, last * is_far
-    common = _square(first - first_far, weights[:half, half:], weights[half:, :half], last_far).astype(dtype)
+    far, first, last = sees_far(half), weights[:half, :half], weights[half:, half:]
+    common = _square(
+        jnp.where(far, 0, first), weights[:half, half:], weights[half:, :half], jnp.where(far, last, 0)
+    ).astype(dtype)
     values = jnp.concatenate([near_values[:half], far_values[half:]])
     acc = acc + dot(common, beside_ones(values) if with_sums else values, NN)
-    corners = first_far, last - last_far
+    corners = jnp.where(far, first, 0), jnp.where(far, 0, last)
     found = dot(
         jnp.concatenate(corners, axis=1).astype(dtype), _diagonal(far_values[:half], near_values[half:]), NN
     )
     found = jnp.concatenate([found[:, :half], found[:, half:]])
     if with_sums:
-        sums = jnp.concatenate([x.sum(axis=1, keepdims=True) for x in corners])
-        found = jnp.concatenate([found, jnp.broadcast_to(sums, found.shape)], axis=1)
+        # Each along the lanes before they are put together: columns one wide would be laid out anew.
+        sums = [jnp.broadcast_to(x.sum(axis=1, keepdims=True), x.shape) for x in corners]
+        found = jnp.concatenate([found, jnp.concatenate(sums)], axis=1)
     return acc + found
 
 

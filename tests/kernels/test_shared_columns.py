@@ -1,0 +1,109 @@
+"""The two edges of a window as one tile, on strips that have such tiles: as they are on a TPU, and small ones."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import AttentionSpec, attention
+from pallas_kernels.blocks import Tiles
+from pallas_kernels.tpu import passes as tpu_passes
+from pallas_kernels.tpu.shared_columns import share_columns, shared_products, shared_values
+from pallas_kernels.tpu.tiles import Call as KernelCall
+from pallas_kernels.tpu.window import window_tiles
+
+from .suite import Call, Implementation, assert_matches_reference
+from .tolerances import assert_close
+
+TPU = Implementation("tpu")
+QUARTERS = Tiles(512, 512, strip=256, tile=256)  # with head_dim 128, as v6e and v7x have them
+
+
+@pytest.fixture
+def cut_into(monkeypatch):
+    return lambda tiles: monkeypatch.setattr(tpu_passes, "choose_tiles", lambda *_, **__: tiles)
+
+
+@pytest.mark.parametrize(("n", "head_dim"), [(16, 8), (128, 128), (256, 64), (256, 128)])
+@pytest.mark.parametrize("with_sums", [True, False])
+def test_each_query_has_one_key_in_each_column(n, head_dim, with_sums):
+    rng = np.random.default_rng(n + head_dim)
+    query, far_keys, near_keys, far_values, near_values = rng.normal(size=(5, n, head_dim)).astype(np.float32)
+    is_far = np.arange(n)[:, None] < np.arange(n)
+    expected = np.where(is_far, query @ far_keys.T, query @ near_keys.T)
+    assert_close(shared_products(query, jnp.asarray(far_keys), jnp.asarray(near_keys)), expected, "float32")
+    weights = rng.uniform(size=(n, n)).astype(np.float32)
+    values = np.where(is_far, weights, 0) @ far_values + np.where(is_far, 0, weights) @ near_values
+    sums = np.broadcast_to(weights.sum(axis=1, keepdims=True), (n, head_dim))
+    expected = np.concatenate([values, sums], axis=1) if with_sums else values
+    found = shared_values(
+        jnp.asarray(weights), jnp.asarray(far_values), jnp.asarray(near_values), with_sums=with_sums, acc=1.0
+    )
+    assert_close(found / n, (1 + expected) / n, "float32")
+
+
+@pytest.mark.parametrize(
+    ("window", "strip", "tile", "shared"),
+    [
+        (256, 256, 256, True),
+        (1024, 256, 256, True),
+        (128, 128, 128, True),
+        (128, 256, 256, False),  # the strip's own tokens do not fit the window
+        (1000, 256, 256, False),  # the edges are not a whole number of tiles apart
+        (640, 256, 256, False),
+        (640, 128, 128, True),
+    ],
+)
+def test_which_windows_have_such_edges(window, strip, tile, shared):
+    call = KernelCall(AttentionSpec(window), Tiles(1024, 1024, strip=strip, tile=tile))
+    for start in range(0, 1024, strip):
+        tiles = window_tiles(call, start, present=-(-(window - 1) // 1024) + 1)
+        assert share_columns(call, tiles) == shared
+    # A strip whose window begins before the sequence sees one edge alone.
+    assert not share_columns(call, window_tiles(call, 0, present=1))
+
+
+PACKED = (tuple([1] * 20 + [2] * 40 + [3] * 30 + [0] * 6), tuple([1] * 96))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(AttentionSpec(16), q_length=96, kv_length=96),
+        Call(
+            AttentionSpec(24, logit_softcap=2.0), ("alibi_slopes", "sink_logits"), q_length=96, kv_length=96
+        ),
+        Call(AttentionSpec(16), ("alibi_slopes",), PACKED, q_length=96, kv_length=96),
+        Call(AttentionSpec(16, num_sink_tokens=3), (), PACKED, q_length=96, kv_length=96),
+        Call(AttentionSpec(8), ("full_from",), PACKED, q_length=96, kv_length=96),
+    ],
+    ids=["window", "softcap-alibi-sink-logits", "packed-alibi", "packed-sink-tokens", "packed-full-from"],
+)
+def test_small_strips(call, cut_into):
+    cut_into(Tiles(32, 32, strip=8, tile=8))
+    assert_matches_reference(dataclasses.replace(call, heads=2, kv_heads=1), TPU)
+
+
+@pytest.mark.parametrize(
+    ("window", "segments"),
+    [(256, None), (512, (tuple([1] * 700 + [2] * 324),))],
+    ids=["window-256", "packed-window-512"],
+)
+def test_strips_of_a_tpu(window, segments, cut_into):
+    cut_into(QUARTERS)
+    call = Call(AttentionSpec(window), (), segments, 1, 1024, 1024, 1, 1, head_dim=128)
+    assert_matches_reference(call, TPU)
+
+
+@pytest.mark.parametrize("key", [300, 450, 520, 700, 767, 1000])
+def test_nan_reaches_those_who_see_it_in_every_quarter(key, cut_into):
+    """Not every row of a strip is multiplied with every quarter of its edges, so that each must be looked at."""
+    cut_into(QUARTERS)
+    q, k, v = np.random.default_rng(key).normal(size=(3, 1, 1024, 1, 128)).astype(np.float32)
+    v[0, key] = np.nan
+    out, lse = attention(q, k, v, AttentionSpec(256), return_lse=True, implementation="tpu")
+    sees = (np.arange(1024) >= key) & (np.arange(1024) < key + 256)
+    np.testing.assert_array_equal(np.isnan(np.asarray(out)[0, :, 0]).all(axis=1), sees)
+    assert np.isfinite(np.asarray(out)[0, ~sees]).all()
+    assert np.isfinite(lse).all()
