@@ -196,9 +196,10 @@ class Body:
 
         s, _ = form_logits(self.call, shared_products(query, far_keys[...], near_keys[...]), addend)
         if self.limits is not None:
-            column = lax.broadcasted_iota(jnp.int32, s.shape, 1)
-            key = column + jnp.where(is_far, far.key, near.key)
-            s = jnp.where(key >= self.limits.first_key[start : start + self.strip], s, MASKED)
+            # Counted from the first near key: the same for every strip.
+            key = lax.broadcasted_iota(jnp.int32, s.shape, 1) - jnp.where(is_far, window_of(self.call), 0)
+            first_key = self.limits.first_key[start : start + self.strip] - near.key
+            s = jnp.where(key >= first_key, s, MASKED)
         values, far_values = (
             functools.partial(lambda ref: finite(ref[...]) if self.exact else ref[...], ref)
             for ref in (near_values, far_values)

@@ -41,8 +41,9 @@ def test_every_committed_row_names_its_source_and_is_found_by_its_key():
             assert set(r) == {*key, *value, "source"}
             assert "bench" in r["source"]
     for r in table["tpu"]:
-        if r["pass"] == "forward":
-            tiles = choose_tiles(f"TPU {r['chip']}", 16384, 16384, r["head_dim"], window=r["window"])
+        if "forward" in r["pass"]:
+            shape = f"TPU {r['chip']}", 16384, 16384, r["head_dim"]
+            tiles = choose_tiles(*shape, window=r["window"], packed=r["pass"] == "packed forward")
             assert (tiles.q_block, tiles.strip, tiles.tile) == (r["block"], r["strip"], r["tile"])
 
 

@@ -76,9 +76,8 @@ PACKED = (tuple([1] * 20 + [2] * 40 + [3] * 30 + [0] * 6), tuple([1] * 96))
         ),
         Call(AttentionSpec(16), ("alibi_slopes",), PACKED, q_length=96, kv_length=96),
         Call(AttentionSpec(16, num_sink_tokens=3), (), PACKED, q_length=96, kv_length=96),
-        Call(AttentionSpec(8), ("full_from",), PACKED, q_length=96, kv_length=96),
     ],
-    ids=["window", "softcap-alibi-sink-logits", "packed-alibi", "packed-sink-tokens", "packed-full-from"],
+    ids=["window", "softcap-alibi-sink-logits", "packed-alibi", "packed-sink-tokens"],
 )
 def test_small_strips(call, cut_into):
     cut_into(Tiles(32, 32, strip=8, tile=8))
