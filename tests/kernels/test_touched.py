@@ -20,7 +20,7 @@ from pallas_kernels.tpu import passes as tpu_passes
 from pallas_kernels.tpu import routed
 from pallas_kernels.tpu import scheduled_backward as tpu_backward
 from pallas_kernels.tpu import window_backward_step as tpu_window_backward
-from pallas_kernels.tpu import window_forward as tpu_window_forward
+from pallas_kernels.tpu import window_forward_step as tpu_window_forward
 
 from .suite import IMPLEMENTATIONS, Implementation, set_parallel_dimensions
 
