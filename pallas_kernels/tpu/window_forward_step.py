@@ -62,7 +62,7 @@ class Refs(NamedTuple):
     out: Ref  # [block, D]
     lse: Ref  # [1, block]
     spoilt: Ref  # [1] int32: whether a value that is not finite has been met
-    logits: Ref  # [AHEAD + 1, strip, keys] f32 (softmax)
+    logits: Ref  # [AHEAD + 2, strip, keys] f32 (softmax)
 
 
 def whole_lanes(size: int) -> int:
@@ -129,9 +129,8 @@ class Body:
         num_ahead = AHEAD if self.call.softmax else 1
         starts = range(0, self.block, self.strip)
         ahead = [self.score(start) for start in starts[:num_ahead]]
-        sizes: list[
-            jax.Array
-        ] = []  # of rows that together meet all values of a strip: one that is not finite spoils them
+        # Of rows that together meet all values of their strip: one that is not finite spoils them.
+        sizes: list[jax.Array] = []
         for start in starts:
             if (later := start + num_ahead * self.strip) < self.block:
                 ahead.append(self.score(later))
