@@ -255,7 +255,8 @@ def write_softmax(out_ref, lse_ref, rows, acc, top, total, may_be_empty=True):
     out = acc * (1 / total)
     lse = top + jnp.log2(total)
     if may_be_empty:
-        out, lse = jnp.where(sees_nothing(top), 0, out), jnp.where(sees_nothing(top), -jnp.inf, lse)
+        sees_none = sees_nothing(top)
+        out, lse = jnp.where(sees_none, 0, out), jnp.where(sees_none, -jnp.inf, lse)
     out_ref[rows, :] = out.astype(out_ref.dtype)
     lse_ref[:, rows] = to_row(lse)
 

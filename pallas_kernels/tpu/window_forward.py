@@ -110,9 +110,12 @@ def _room_for_logits(call: Call, packed: bool) -> list[Any]:
     if not call.softmax:
         return []
     block, strip = call.tiles.q_block, math.gcd(call.tiles.strip, call.tiles.q_block)
-    sizes = [sink_rows(call, packed)]
-    sizes += [tile.size for tile in window_tiles(call, block - strip, blocks_back(call) + 1)]
-    return [pltpu.VMEM((AHEAD + 2, strip, sum(map(whole_lanes, sizes))), jnp.float32)]
+    widest = max(
+        sum(whole_lanes(tile.size) for tile in window_tiles(call, start, blocks_back(call) + 1))
+        for start in range(0, block, strip)
+    )
+    columns = widest + whole_lanes(sink_rows(call, packed))
+    return [pltpu.VMEM((AHEAD + 2, strip, columns), jnp.float32)]
 
 
 def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> Refs:

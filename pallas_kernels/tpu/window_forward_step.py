@@ -113,7 +113,9 @@ class Body:
     limits: Limits | None = None
     exact: bool = False
     value_sums: dict[tuple[int, int], jax.Array] = dataclasses.field(default_factory=dict)
-    statistics: list[jax.Array] = dataclasses.field(default_factory=list)  # [strip, LANES]: maxima, sums
+    statistics: list[jax.Array] = dataclasses.field(
+        default_factory=list
+    )  # [strip, a lane a strip]: maxima, sums
 
     @property
     def block(self) -> int:
@@ -319,7 +321,7 @@ class Body:
 
     def keep_statistics(self, strip: _Strip, total: jax.Array) -> None:
         """Puts a strip's maxima and sums into the lane of its number."""
-        shape = self.strip, LANES
+        shape = self.strip, whole_lanes(self.block // self.strip)
         here = lax.broadcasted_iota(jnp.int32, shape, 1) == strip.rows.start // self.strip
         columns = [jnp.broadcast_to(x if x.shape == shape else x[:, :1], shape) for x in (strip.top, total)]
         kept = self.statistics or columns
