@@ -15,10 +15,13 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-SLOW_CASES = {
-    line
-    for line in Path(__file__).with_name("slow_cases.txt").read_text().splitlines()
-    if not line.startswith("#")
+CASES = {
+    mark: {
+        line
+        for line in Path(__file__).with_name(f"{mark}_cases.txt").read_text().splitlines()
+        if not line.startswith("#")
+    }
+    for mark in ("slow", "long")
 }
 
 
@@ -27,8 +30,9 @@ def pytest_addoption(parser):
 
 
 def pytest_itemcollected(item):
-    if item.nodeid in SLOW_CASES:
-        item.add_marker(pytest.mark.slow)
+    for mark, cases in CASES.items():
+        if item.nodeid in cases:
+            item.add_marker(mark)
 
 
 @pytest.hookimpl(trylast=True)

@@ -30,9 +30,7 @@ PAGES = [
 PROGRAMS = ("swa-jax", "python", "make", "pip")
 FEWER_TURNS = {"for seed in 0 1 2;": "for seed in 0;", "--seeds 0 1 2": "--seeds 0"}
 # By the time on two idle cores: pages of more than a few seconds, and of more than a minute.
-SLOW = (
-    "docs/data.md", "docs/generation.md", "docs/importing.md", "docs/questions.md", "docs/serving.md",
-)  # fmt: skip
+SLOW = ("docs/data.md", "docs/serving.md")
 LONG = (
     "README.md",
     "swa_jax/chains/README.md",
@@ -41,11 +39,14 @@ LONG = (
     "docs/chains.md",
     "docs/distillation.md",
     "docs/evaluation.md",
+    "docs/generation.md",
+    "docs/importing.md",
     "docs/index.md",
     "docs/kernels.md",
     "docs/measurements.md",
     "docs/planning.md",
     "docs/pods.md",
+    "docs/questions.md",
     "docs/results.md",
     "docs/selection.md",
     "docs/small-scale.md",
