@@ -80,14 +80,7 @@ def on_tpu() -> bool:
 
 
 def choose_tiles(
-    kind: str,
-    q_length: int,
-    kv_length: int,
-    head_dim: int,
-    *,
-    window: int | None = None,
-    walk: bool = False,
-    packed: bool = False,
+    kind: str, q_length: int, kv_length: int, head_dim: int, *, window: int | None = None, walk: bool = False
 ) -> Tiles:
     """The tiles for a call on a device of this kind, made to fit the lengths.
 
@@ -96,14 +89,12 @@ def choose_tiles(
         None in any other call. The backward pass may change the tiles: `backward_tiles`.
       walk: the call is a scheduled kernel's, its positions the default ones. Larger blocks then visit no more tiles,
         and fill and drain the kernel's pipeline less often.
-      packed: the call has segment ids, so that the table's rows for packed rows come before the others.
     """
     tiles = next((tiles for name, tiles in _BY_GENERATION.items() if name in kind), Tiles())
     block, sum_on_mxu = (1024, tiles.sum_on_mxu) if head_dim <= 128 else (512, False)
     block *= 2 if walk else 1
     tiles = dataclasses.replace(tiles, q_block=block, kv_block=block, sum_on_mxu=sum_on_mxu)
-    passes = ("packed forward", "forward") if packed else ("forward",)
-    if row := next(filter(None, (_nearest(kind, which, head_dim, window) for which in passes)), None):
+    if row := _nearest(kind, "forward", head_dim, window):
         block = row["block"]
         tiles = dataclasses.replace(
             tiles, q_block=block, kv_block=block, strip=row["strip"], tile=row["tile"]

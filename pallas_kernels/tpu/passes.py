@@ -84,8 +84,7 @@ def with_own_tiles(call: Call, where: Coordinates, head_dim: int, kind: str) -> 
     if call.spec.num_sink_tokens or not (call.window_kernel or walk):
         return call
     length = where.q_order.shape[1]
-    packed = where.q_seg is not None
-    tiles = choose_tiles(kind, length, length, head_dim, window=window, walk=walk, packed=packed)
+    tiles = choose_tiles(kind, length, length, head_dim, window=window, walk=walk)
     return dataclasses.replace(call, tiles=tiles)
 
 

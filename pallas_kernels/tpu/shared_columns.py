@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.nonfinite import finite
 from pallas_kernels.tpu.tiles import LANES, NN, NT, Call, dot
 from pallas_kernels.tpu.window import WindowTile, window_of
 
@@ -42,11 +43,9 @@ def shared_products(query: jax.Array, far_keys: jax.Array, near_keys: jax.Array)
         return jnp.where(sees_far(n), products[:, :n], products[:, n:])
     half, far = n // 2, sees_far(n // 2)
     common = dot(query, jnp.concatenate([near_keys[:half], far_keys[half:]]), NT)
-    corners = dot(
-        jnp.concatenate([query[:half], query[half:]], axis=1),
-        _diagonal(far_keys[:half], near_keys[half:]),
-        NT,
-    )
+    # Two queries share a row: one that is not finite leaves the other alone, and spoils itself in the common keys.
+    beside = finite(jnp.concatenate([query[:half], query[half:]], axis=1))
+    corners = dot(beside, _diagonal(far_keys[:half], near_keys[half:]), NT)
     return _square(
         jnp.where(far, corners[:, :half], common[:half, :half]),
         common[:half, half:],
@@ -80,9 +79,8 @@ def shared_values(
     values = jnp.concatenate([near_values[:half], far_values[half:]])
     acc = acc + dot(common, beside_ones(values) if with_sums else values, NN)
     corners = jnp.where(far, first, 0), jnp.where(far, 0, last)
-    found = dot(
-        jnp.concatenate(corners, axis=1).astype(dtype), _diagonal(far_values[:half], near_values[half:]), NN
-    )
+    beside = finite(jnp.concatenate(corners, axis=1).astype(dtype))  # as for the products
+    found = dot(beside, _diagonal(far_values[:half], near_values[half:]), NN)
     found = jnp.concatenate([found[:, :half], found[:, half:]])
     if with_sums:
         # Each along the lanes before they are put together: columns one wide would be laid out anew.

@@ -30,7 +30,7 @@ from pallas_kernels.tpu.window import (
     window_steps,
     window_tiles,
 )
-from pallas_kernels.tpu.window_forward_step import AHEAD, Body, Refs, limits_of, spoil_rows, whole_lanes
+from pallas_kernels.tpu.window_forward_step import AHEAD, Body, Refs, spoil_rows, whole_lanes
 
 
 def window_forward(
@@ -141,7 +141,7 @@ def _window_kernel(
     body = functools.partial(Body, call, refs, step, head_bias, first_sink)
 
     def attend_packed(present: int, sinks: str | None, exact: bool = False) -> None:
-        body(present, sinks, limits_of(call, refs, step), exact).attend()
+        body(present, sinks, by_token=True, exact=exact).attend()
 
     # The first steps lack blocks before the sequence, and their window may cover some of the sink tokens.
     steps = window_steps(call, num_steps)

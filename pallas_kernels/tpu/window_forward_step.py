@@ -69,27 +69,6 @@ def whole_lanes(size: int) -> int:
     return -(-size // LANES) * LANES
 
 
-class Limits(NamedTuple):
-    """What each query of a step sees, [block, 1] int32 each: `Segments.queries`."""
-
-    first_key: jax.Array  # counted from the step's first query
-    sinks_from: jax.Array | None = None
-    sinks_to: jax.Array | None = None
-    sink_distance: jax.Array | None = None  # to the first of the step's rows of sink tokens
-
-
-def limits_of(call: Call, refs: Refs, step: jax.Array) -> Limits:
-    block = call.tiles.q_block
-    if refs.segments is None:
-        first = lax.broadcasted_iota(jnp.int32, (block, 1), 0) - (window_of(call) - 1)
-        return Limits(jnp.maximum(first, -step * block))
-    columns = refs.segments[...].T
-    first = columns[:, :1] - step * block
-    if call.spec.num_sink_tokens == 0:
-        return Limits(first)
-    return Limits(first, *(columns[:, i : i + 1] for i in (1, 2, 3)))
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Body:
     """The code of a step for what is known of it when tracing.
@@ -98,8 +77,8 @@ class Body:
       head_bias: slope and bias, [1, 1] each, in the kernel's unit.
       present: so many of the window's blocks exist, the last ones.
       first_sink: the index of the first sink token.
-      sinks: as `window_steps` gives them, or "by token" where `limits` say which.
-      limits: for every tile to be masked by them; None where the window alone decides.
+      sinks: as `window_steps` gives them, or "by token".
+      by_token: mask every tile by what each query sees (`Segments.queries`); otherwise the window alone decides.
       exact: leave values that are not finite out of tiles with a mask.
     """
 
@@ -110,7 +89,7 @@ class Body:
     first_sink: jax.Array
     present: int
     sinks: str | None
-    limits: Limits | None = None
+    by_token: bool = False
     exact: bool = False
     value_sums: dict[tuple[int, int], jax.Array] = dataclasses.field(default_factory=dict)
     statistics: list[jax.Array] = dataclasses.field(
@@ -196,11 +175,10 @@ class Body:
             return jnp.where(is_far, self.addend(far.size, distance + window_of(self.call)), here)
 
         s, _ = form_logits(self.call, shared_products(query, far_keys[...], near_keys[...]), addend)
-        if self.limits is not None:
+        if self.by_token:
             # Counted from the first near key: the same for every strip.
             key = lax.broadcasted_iota(jnp.int32, s.shape, 1) - jnp.where(is_far, window_of(self.call), 0)
-            first_key = self.limits.first_key[start : start + self.strip] - near.key
-            s = jnp.where(key >= first_key, s, MASKED)
+            s = jnp.where(key >= self.first_key(start, near), s, MASKED)
         values, far_values = (
             functools.partial(lambda ref: finite(ref[...]) if self.exact else ref[...], ref)
             for ref in (near_values, far_values)
@@ -216,10 +194,10 @@ class Body:
         masks = []
         if tile.kind in (Kind.DIAGONAL, Kind.BOTH):
             masks.append(self.row_less_column(tile.size) >= -distance)
-        if self.limits is not None:
-            key = lax.broadcasted_iota(jnp.int32, s.shape, 1) + tile.key
-            masks.append(key >= self.limits.first_key[start : start + self.strip])
-        far = self.limits is None and tile.kind in (Kind.EDGE, Kind.BOTH)
+        if self.by_token:
+            key = lax.broadcasted_iota(jnp.int32, s.shape, 1)
+            masks.append(key >= self.first_key(start, tile))
+        far = not self.by_token and tile.kind in (Kind.EDGE, Kind.BOTH)
         if far:
             masks.append(self.row_less_column(tile.size) < window_of(self.call) - distance)
         value_sum = functools.partial(self.value_sum, tile.block, keys)
@@ -228,7 +206,7 @@ class Body:
 
     def score_sinks(self, query: jax.Array, start: int) -> _Scores:
         """The logits of the sink tokens outside the window."""
-        num_sinks, rows = self.call.spec.num_sink_tokens, slice(start, start + self.strip)
+        num_sinks = self.call.spec.num_sink_tokens
         by_token = self.sinks == "by token"
         size = sink_rows(self.call, by_token)
         s = dot(query, self.refs.sink_keys[:size, :], NT)
@@ -236,16 +214,33 @@ class Body:
         column = lax.broadcasted_iota(jnp.int32, s.shape, 1)
         masks = []
         if by_token:
-            assert self.limits is not None
-            seen_from, seen_to, distance = (x[rows] for x in self.limits[1:] if x is not None)
+            seen_from, seen_to, distance = (self.along_lanes(row, start, size) for row in (1, 2, 3))
             masks = [column >= seen_from, column < seen_to]
-            distance = distance - lax.broadcasted_iota(jnp.int32, (self.strip, 1), 0)
+            distance = distance - lax.broadcasted_iota(jnp.int32, s.shape, 0)
         elif num_sinks < size:
             masks = [column < num_sinks]
         if self.sinks == "some":  # the others lie inside the window
             masks.append(self.row_less_column(size) >= window_of(self.call) - distance)
         s, _ = form_logits(self.call, s, functools.partial(self.addend, size, distance))
         return self.masked(s, self.refs.sink_values.at[:size, :], None, masks, None)
+
+    def first_key(self, start: int, tile: WindowTile) -> jax.Array:
+        """Of the window of each query of a strip, [strip, size of the tile], counted from the tile's first key."""
+        if self.refs.segments is not None:
+            return self.along_lanes(0, start, tile.size) - (self.step * self.block + tile.key)
+        oldest = lax.broadcasted_iota(jnp.int32, (self.strip, tile.size), 0) + (
+            start - window_of(self.call) + 1
+        )
+        return jnp.maximum(oldest, -self.step * self.block) - tile.key
+
+    def along_lanes(self, row: int, start: int, size: int) -> jax.Array:
+        """A row of `Segments.queries` for a strip, [strip, size] with equal columns.
+
+        Made anew for each strip: the columns of a whole step would be spilled.
+        """
+        numbers = self.refs.segments[row : row + 1, start : start + self.strip]
+        columns = jnp.broadcast_to(numbers, (LANES, self.strip)).T
+        return jnp.concatenate([columns] * (whole_lanes(size) // LANES), axis=1)[:, :size]
 
     def masked(self, s, value_ref, value_sum, masks: list[jax.Array], middle: float | None) -> _Scores:
         """`middle` is the distance in the middle of a tile whose weights are rounded about their mean."""
@@ -313,7 +308,7 @@ class Body:
         else:
             total = over_lanes(jnp.add, partial_sums).sum(axis=1, keepdims=True)
         out = acc * (1 / total)
-        if self.limits is not None:
+        if self.by_token:
             out = jnp.where(sees_nothing(strip.top), 0, out)
         refs.out[strip.rows, :] = out.astype(refs.out.dtype)
         self.keep_statistics(strip, total)
@@ -331,7 +326,7 @@ class Body:
         """Of all strips: one logarithm and one transpose for the step."""
         top, total = self.statistics
         lse = top + jnp.log2(total)
-        if self.limits is not None:
+        if self.by_token:
             lse = jnp.where(sees_nothing(top), -jnp.inf, lse)
         lse = lse.T  # [strips, strip]
         for i in range(self.block // self.strip):
