@@ -92,9 +92,8 @@ class Body:
     by_token: bool = False
     exact: bool = False
     value_sums: dict[tuple[int, int], jax.Array] = dataclasses.field(default_factory=dict)
-    statistics: list[jax.Array] = dataclasses.field(
-        default_factory=list
-    )  # [strip, a lane a strip]: maxima, sums
+    # Maxima and sums, [strip, a lane a strip].
+    statistics: list[jax.Array] = dataclasses.field(default_factory=list)
 
     @property
     def block(self) -> int:
