@@ -13,13 +13,14 @@ def free_port():
 
 
 def ends(processes, seconds=60):
-    """[(status, last line of stderr that is not of the progress)]"""
+    """[(status, last line of stderr, or "" for a process that succeeded: it said how far it was)]"""
     deadline = time.monotonic() + seconds
     results = []
     for process in processes:
         _, error = process.communicate(timeout=max(1, deadline - time.monotonic()))
         assert "StreamReaderProtocol" not in error, error  # a traceback of a guard
         lines = [line for line in error.strip().splitlines() if not line.startswith("step ")]
+        lines = lines if process.returncode else []
         results.append((process.returncode, (lines or [""])[-1]))
     return results
 
