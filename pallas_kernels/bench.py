@@ -35,7 +35,8 @@ from pallas_kernels.tpu.documents import documents_of, read_bounds
 from pallas_kernels.tpu.routed import both_branches
 from pallas_kernels.tpu.tiles import Call
 from pallas_kernels.tpu.walk import has_default_positions
-from pallas_kernels.tpu.window import blocks_back, window_steps
+from pallas_kernels.tpu.window import blocks_back, heads_a_step, window_steps
+from pallas_kernels.tpu.window_backward_step import heads_in_one_piece
 
 
 def window_forward(packed=False, cut=0, full_from=None, **shape):
@@ -180,7 +181,13 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
         edges = min(back, num_steps - 1) if backward else len(window_steps(call, num_steps)) - 1
         bodies = (windowed_heads * (num_steps - edges), *[windowed_heads] * edges)
         if backward:  # more steps at the end write what the ring still holds
-            counts["window_backward"] = Executions(bodies, windowed_heads * back, windowed_heads * K // H)
+            members = heads_a_step(call, H // K, D, dtype)
+            bodies = (bodies[0] // heads_in_one_piece(call, members), *bodies[1:])
+            kv_heads = windowed_heads * K // H
+            rows = (
+                windowed_heads * back if H == K else kv_heads * num_steps
+            )  # of a group, each step writes keys
+            counts["window_backward"] = Executions(bodies, rows, kv_heads)
         else:
             counts["window_forward"] = Executions(bodies, 0, windowed_heads)
     else:

@@ -15,11 +15,12 @@ import numpy as np
 
 from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_kind, longest_window, on_tpu
 from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
+from pallas_kernels.tpu.packed_sinks import FEW_DOCUMENTS
 from pallas_kernels.tpu.scheduled_backward import scheduled_backward
 from pallas_kernels.tpu.scheduled_forward import scheduled_forward
 from pallas_kernels.tpu.tiles import Call, Heads, with_scale
 from pallas_kernels.tpu.walk import has_default_positions
-from pallas_kernels.tpu.window import window_kernel_serves
+from pallas_kernels.tpu.window import sink_slots, window_kernel_serves
 from pallas_kernels.tpu.window_backward import window_backward
 from pallas_kernels.tpu.window_forward import window_forward
 
@@ -81,11 +82,13 @@ def with_own_tiles(call: Call, where: Coordinates, head_dim: int, kind: str) -> 
         return call
     window = call.spec.window if call.window_kernel else None
     walk = not call.window_kernel and has_default_positions(call, where)
-    if call.spec.num_sink_tokens or not (call.window_kernel or walk):
+    if not (call.window_kernel or walk) or (walk and call.spec.num_sink_tokens):
         return call
     length = where.q_order.shape[1]
     tiles = choose_tiles(kind, length, length, head_dim, window=window, walk=walk)
-    return dataclasses.replace(call, tiles=tiles)
+    own = dataclasses.replace(call, tiles=tiles)
+    # A large block would hold the sink tokens of many documents.
+    return call if own.spec.num_sink_tokens and sink_slots(own, True) > FEW_DOCUMENTS else own
 
 
 def head_major(x: jax.Array, block: int) -> jax.Array:

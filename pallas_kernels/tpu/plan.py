@@ -21,7 +21,7 @@ from pallas_kernels.tpu.scheduled_backward import keys_at_once
 from pallas_kernels.tpu.scheduled_forward import fits_vmem, serves_branches
 from pallas_kernels.tpu.tiles import Call
 from pallas_kernels.tpu.walk import has_default_positions, kind_of_tile, reach_of, walk_over
-from pallas_kernels.tpu.window import blocks_back, window_tiles
+from pallas_kernels.tpu.window import blocks_back, heads_a_step, window_tiles
 
 _VARIES = "data"  # a dimension of a grid whose size is known when the program runs
 
@@ -121,7 +121,8 @@ def _backward(request: Request, call: Call, *, gathered: bool = False) -> list[L
             padded = -(-request.q_length // part.tiles.q_block) * part.tiles.q_block
             tiles = backward_tiles(part.tiles, request.device.kind, request.head_dim, part.spec.window)
             window = dataclasses.replace(part, tiles=tiles)
-            grid = (request.batch, heads, padded // tiles.q_block + blocks_back(window), group)
+            parts = group // heads_a_step(window, group, request.head_dim, request.dtype)
+            grid = (request.batch, heads, padded // tiles.q_block + blocks_back(window), parts)
             masks = _window_masks(request, window)
             found.append(Launch("window_backward", grid, tiles, masks, _keys(part), backward=True))
             if "full_from" in request.given:

@@ -62,6 +62,15 @@ def oldest_rows(call: Call) -> int:
     return rows
 
 
+def heads_a_step(call: Call, group: int, head_dim: int, dtype: Any) -> int:
+    """Of the `group` query heads that read the same keys, how many a step of the grid serves, one after another.
+
+    A step costs a few hundred cycles whatever it does. Vector memory holds a few blocks of so many heads, twice.
+    """
+    room = 2 * 2**20 // (call.tiles.q_block * max(head_dim, LANES) * jnp.dtype(dtype).itemsize)
+    return max(n for n in range(1, group + 1) if group % n == 0 and n <= max(room, 1))
+
+
 def sink_slots(call: Call, packed: bool) -> int:
     """How many documents may have sink tokens that lie outside the window of some query of a step.
 
@@ -175,22 +184,9 @@ def _sink_documents(call: Call, start: jax.Array, sees: jax.Array) -> tuple[jax.
     return slot.reshape(len(start), -1), jnp.moveaxis(starts, 0, 2)
 
 
-def scalars_of(call: Call, segments: Segments | None) -> tuple[jax.Array, ...]:
-    """What goes into scalar memory: how each step is cut, and where its first document starts."""
+def scalars_of(call: Call, segments: Segments | None, documents: int = 1) -> tuple[jax.Array, ...]:
+    """What goes into scalar memory: how each step is cut, and where its first documents start."""
     if segments is None:
         return ()
     cuts = segments.cuts - call.zero_cut
-    return (cuts,) if segments.sinks is None else (cuts, segments.sinks[:, :, 0].reshape(-1))
-
-
-def gather_sinks(call: Call, keys: jax.Array, segments: Segments) -> jax.Array:
-    """The rows of keys [B, K, T, D] that `Segments.sinks` name: [B, K, steps * sink_rows, D]."""
-    assert segments.sinks is not None
-    batch, steps, slots = segments.sinks.shape
-    num_sinks, rows = call.spec.num_sink_tokens, sink_rows(call, True)
-    index = segments.sinks[..., None] + jnp.arange(num_sinks, dtype=jnp.int32)
-    index = index.reshape(batch, 1, steps * slots * num_sinks, 1)
-    found = jnp.take_along_axis(keys, index, axis=2, mode="clip")
-    found = found.reshape(*keys.shape[:2], steps, slots * num_sinks, keys.shape[3])
-    found = jnp.pad(found, [(0, 0), (0, 0), (0, 0), (0, rows - slots * num_sinks), (0, 0)])
-    return found.reshape(*keys.shape[:2], steps * rows, keys.shape[3])
+    return (cuts,) if segments.sinks is None else (cuts, segments.sinks[:, :, :documents].reshape(-1))

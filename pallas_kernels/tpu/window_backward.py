@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.spec import Coordinates
+from pallas_kernels.tpu.packed_sinks import SinkCopies, documents_copied, gather_sinks, room_for_copies
 from pallas_kernels.tpu.tiles import (
     LANES,
     Call,
@@ -36,13 +37,13 @@ from pallas_kernels.tpu.window import (
     Ref,
     Segments,
     blocks_back,
-    gather_sinks,
+    heads_a_step,
     packed_segments,
     scalars_of,
     sink_rows,
     window_steps,
 )
-from pallas_kernels.tpu.window_backward_step import Body, Refs, Step, clear
+from pallas_kernels.tpu.window_backward_step import Body, Refs, Step, clear, heads_in_one_piece
 
 
 def window_backward(
@@ -60,14 +61,16 @@ def window_backward(
     """As `scheduled_backward`, for the calls of `Call.window_kernel`."""
     (batch, num_heads, length, head_dim), back = q.shape, blocks_back(call)
     segments = None if where.q_seg is None else packed_segments(call, where)
-    scalars = scalars_of(call, segments)
+    copied = documents_copied(call, segments is not None)
+    scalars = scalars_of(call, segments, copied or 1)
     num_blocks, group = length // call.tiles.q_block, num_heads // k.shape[1]
-    grid = _Grid(call.tiles.q_block, num_blocks, group, len(scalars))
+    members = heads_a_step(call, group, head_dim, q.dtype)
+    grid = _Grid(call.tiles.q_block, num_blocks, members, group // members, len(scalars))
     queries = grid.of_queries(grid.block, head_dim)
     window = [grid.of_keys(before, head_dim) for before in range(back, -1, -1)]
     of_sinks = grid.of_sinks(sink_rows(call, segments is not None), head_dim, by_step=segments is not None)
     inputs = [q, dout, by_head(head_bias), *[k] * (back + 1), *[v] * (back + 1)]
-    of_head = grid.spec((None, 8, LANES), lambda b, h, kv, i: (h, 0, 0))
+    of_head = grid.spec((members, 8, LANES), lambda b, h, kv, i: (h, 0, 0))
     in_specs = [queries, queries, of_head, *window, *window]
     if statistics is not None:
         inputs.append(statistics)
@@ -76,7 +79,10 @@ def window_backward(
         inputs.append(segments.queries)
         last = grid.num_blocks - 1
         in_specs.append(grid.spec((None, 8, grid.block), lambda b, h, kv, i: (b, 0, jnp.minimum(i, last))))
-    if call.spec.num_sink_tokens:
+    if copied:
+        inputs += [k, v]
+        in_specs += [pl.BlockSpec(memory_space=pl.ANY)] * 2
+    elif call.spec.num_sink_tokens:
         inputs += [k, v] if segments is None else [gather_sinks(call, x, segments) for x in (k, v)]
         in_specs += [of_sinks, of_sinks]
     outputs = [shape_like(x.shape, x.dtype, q) for x in (q, k, v)]
@@ -90,16 +96,19 @@ def window_backward(
         out_specs += [of_sinks, of_sinks]
     results = launch(
         call,
-        functools.partial(_kernel, call, segments is not None, num_blocks, group),
+        functools.partial(_kernel, call, segments is not None, copied, grid),
         "window_backward",
-        grid=(batch, heads.count, num_blocks + back, group),
+        grid=(batch, heads.count, num_blocks + back, grid.parts),
         scalars=scalars,
         heads=heads,
         inputs=inputs,
         in_specs=in_specs,
         outputs=outputs,
         out_specs=out_specs,
-        scratch=_scratch(call, segments is not None, head_dim, q.dtype, k.dtype),
+        scratch=[
+            *_scratch(call, segments is not None, head_dim, q.dtype, k.dtype),
+            *(room_for_copies(call, copied, k) if copied else []),
+        ],
         previous=previous,
     )
     if not call.spec.num_sink_tokens:
@@ -115,17 +124,18 @@ class _Grid:
 
     block: int
     num_blocks: int  # of queries
-    group: int
+    members: int  # of the query heads that share a KV head, those that a step serves
+    parts: int  # of as many such heads
     num_scalars: int
 
     def spec(self, block_shape, index) -> pl.BlockSpec:
-        """A block located by batch, query head, KV head, and step."""
+        """A block located by batch, part of the query heads, KV head, and step."""
 
         def index_map(b, h, i, g, *scalars):
             kv = head_at(h, scalars[self.num_scalars :])
             # The last steps leave the queries' results alone.
-            g = jnp.where(i < self.num_blocks, g, self.group - 1)
-            return index(b, kv * self.group + g, kv, i)
+            g = jnp.where(i < self.num_blocks, g, self.parts - 1)
+            return index(b, kv * self.parts + g, kv, i)
 
         return pl.BlockSpec(block_shape, index_map)
 
@@ -133,7 +143,7 @@ class _Grid:
         def index(b, h, kv, i):
             return b, h, jnp.minimum(i, self.num_blocks - 1), 0
 
-        return self.spec((None, None, rows, columns), index)
+        return self.spec((None, self.members, rows, columns), index)
 
     def along_lanes(self, rows: int) -> pl.BlockSpec:
         """Rows of numbers, one number a query."""
@@ -141,7 +151,7 @@ class _Grid:
         def index(b, h, kv, i):
             return b, h, 0, jnp.minimum(i, self.num_blocks - 1)
 
-        return self.spec((None, None, rows, self.block), index)
+        return self.spec((None, self.members, rows, self.block), index)
 
     def of_keys(self, before: int, head_dim: int) -> pl.BlockSpec:
         """The block of keys so many before that of the queries."""
@@ -199,7 +209,8 @@ def _add_to_sinks(call: Call, segments: Segments, gradient: jax.Array, rows: jax
     return jax.vmap(lambda x, at, more: x.at[:, at].add(more, mode="drop"))(gradient, index, totals)
 
 
-def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> Refs:
+def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> tuple[Refs, list[Ref]]:
+    """What a step reads and writes, and `room_for_copies`."""
     has_sinks = call.spec.num_sink_tokens > 0
     *scalars, rest = take(refs, has_segments, has_segments and has_sinks)
     of_queries, keys, values, rest = split(rest, 3, blocks_back(call) + 1, blocks_back(call) + 1)
@@ -207,7 +218,7 @@ def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> Refs:
     gradients, rest = split(rest, 3)
     *more_gradients, rest = take(rest, call.has_bias, has_sinks, has_sinks)
     scratch, rest = split(rest, 6)
-    *of_sinks, _ = take(rest, has_sinks, has_sinks)
+    *of_sinks, rest = take(rest, has_sinks, has_sinks)
     named: list[Any] = [
         *scalars,
         *of_queries,
@@ -219,24 +230,31 @@ def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> Refs:
         *scratch,
         *of_sinks,
     ]
-    return Refs(*named)
+    return Refs(*named), rest
 
 
 def _kernel(
-    call: Call, has_segments: bool, num_blocks: int, group: int, order: tuple[Ref, ...], *unnamed: Ref
+    call: Call, has_segments: bool, copied: int, grid: _Grid, order: tuple[Ref, ...], *unnamed: Ref
 ) -> None:
-    refs = _name_refs(call, has_segments, unnamed)
-    index, member, back = pl.program_id(2), pl.program_id(3), blocks_back(call)
-    head_bias = refs.head_bias[0:1, 0:1] * call.unit, refs.head_bias[1:2, 0:1] * call.unit
+    refs, room = _name_refs(call, has_segments, unnamed)
+    index, part, back, num_blocks = pl.program_id(2), pl.program_id(3), blocks_back(call), grid.num_blocks
+    last = jnp.minimum(index, num_blocks - 1)
     cut, first_sink = (
-        0 if scalars is None else scalars[pl.program_id(0) * num_blocks + jnp.minimum(index, num_blocks - 1)]
-        for scalars in (refs.cuts, refs.first_sinks)
+        0 if scalars is None else scalars[pl.program_id(0) * num_blocks + last]
+        for scalars in (refs.cuts, None if copied else refs.first_sinks)
     )
+    if copied:
+        place = pl.program_id(0), head_at(pl.program_id(1), order)
+        found = refs.first_sinks, refs.sink_keys, refs.sink_values
+        copies = SinkCopies(call, copied, num_blocks, *place, *found, *room)
+        first_sink = copies.start(last)
+        pl.when((part == 0) & (index < num_blocks))(functools.partial(copies.fetch, index))
+        refs = refs._replace(sink_keys=copies.sink_keys, sink_values=copies.sink_values)
     cut += call.zero_cut
-    step = Step(call, refs, group, index, member, head_bias, first_sink)
+    step = Step(call, refs, grid.members, grid.members * grid.parts, index, part, first_sink)
     if call.spec.num_sink_tokens:
         for acc in (refs.dk_sinks_acc, refs.dv_sinks_acc):
-            new = member == 0 if has_segments else (index == 0) & (member == 0)
+            new = part == 0 if has_segments else (index == 0) & (part == 0)
             pl.when(new)(functools.partial(clear, acc, ...))
 
     # The first steps lack blocks before the sequence, and their window may cover some of the sink tokens.
@@ -246,15 +264,16 @@ def _kernel(
         if has_segments:
             _attend_packed(step, cut, here, present, sinks, is_last=i + 1 == len(steps))
         else:
-            pl.when(here)(Body(step, present, sinks).attend)
+            unroll = heads_in_one_piece(call, grid.members) if i + 1 == len(steps) else 1
+            pl.when(here)(Body(step, present, sinks, unroll=unroll).attend)
 
     if call.spec.num_sink_tokens:
         last = index < num_blocks if has_segments else index == num_blocks - 1
-        pl.when(last & (member == group - 1))(step.write_sinks)
+        pl.when(last & (part == grid.parts - 1))(step.write_sinks)
 
     # A single query head has written what leaves the ring with its last addition, except after the last queries.
-    all_left = index >= (max(back, num_blocks) if group == 1 else back)
-    pl.when(all_left & (member == group - 1))(lambda: step.write_keys(slice(0, call.tiles.q_block)))
+    all_left = index >= (max(back, num_blocks) if step.group == 1 else back)
+    pl.when(all_left & (part == grid.parts - 1))(lambda: step.write_keys(slice(0, call.tiles.q_block)))
 
 
 def _attend_packed(step: Step, cut, here, present: int, sinks: str | None, is_last: bool) -> None:
@@ -263,7 +282,8 @@ def _attend_packed(step: Step, cut, here, present: int, sinks: str | None, is_la
     if not is_last:
         pl.when(here)(Body(step, present, by_token, by_token=True).attend)
         return
-    pl.when(here & (cut == Cut.NO))(Body(step, present, sinks).attend)
+    unroll = heads_in_one_piece(step.call, step.members)
+    pl.when(here & (cut == Cut.NO))(Body(step, present, sinks, unroll=unroll).attend)
     pl.when(here & (cut == Cut.WITHOUT_SINKS))(Body(step, present, None, by_token=True).attend)
     if step.call.spec.num_sink_tokens:
         pl.when(here & (cut == Cut.WITH_SINKS))(Body(step, present, "by token", by_token=True).attend)

@@ -23,6 +23,7 @@ from pallas_kernels.tpu.window import Ref, blocks_back, sink_rows, window_of
 
 _UNIT = 256  # queries of a unit of work, as wide as the widest matrix unit
 _AHEAD = 2
+_MOST_UNITS = 80  # of a step's usual body; more would take minutes to compile
 _SINKS = -1
 
 
@@ -37,20 +38,20 @@ class Refs(NamedTuple):
     """What a step reads and writes; None where the call has no such thing."""
 
     cuts: Ref  # `Segments.cuts`
-    first_sinks: Ref  # `Segments.first_sinks`
-    q: Ref  # [block, D]
+    first_sinks: Ref  # of each step's documents, from `Segments.sinks`
+    q: Ref  # [members, block, D]; within `Refs.of` a member, without that axis
     dout: Ref
-    head_bias: Ref  # [8, LANES]
+    head_bias: Ref  # [members, 8, LANES]
     keys: list[Ref]  # the blocks of the window, the oldest first, each [block, D]
     values: list[Ref]
-    statistics: Ref  # [8, block]
+    statistics: Ref  # [members, 8, block]
     segments: Ref  # [8, block], `Segments.queries`
     sink_keys: Ref  # [sink_rows, D]
     sink_values: Ref
-    dq: Ref
-    dk: Ref
+    dq: Ref  # [members, block, D]
+    dk: Ref  # [block, D]
     dv: Ref
-    dbias: Ref
+    dbias: Ref  # [members, 1, block]
     dk_sinks: Ref
     dv_sinks: Ref
     dk_ring: Ref  # [blocks, D, block] f32
@@ -62,22 +63,28 @@ class Refs(NamedTuple):
     dk_sinks_acc: Ref  # [D, sink_rows] f32
     dv_sinks_acc: Ref
 
+    def of(self, member) -> "Refs":
+        """Those of one of the query heads that a step serves."""
+        names = "q", "dout", "head_bias", "statistics", "dq", "dbias"
+        here = {name: getattr(self, name) for name in names}
+        return self._replace(**{name: ref.at[member] for name, ref in here.items() if ref is not None})
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """A step of the grid: a block of queries of one of the `group` query heads that share a KV head.
+    """A step of the grid: a block of queries of `members` of the `group` query heads that share a KV head.
 
     Attributes:
-      head_bias: slope and bias, [1, 1] each, in the kernel's unit.
+      part: which of the group's parts, of `members` heads each.
       first_sink: the index of the first sink token.
     """
 
     call: Call
     refs: Refs
+    members: int
     group: int
     index: jax.Array
-    member: jax.Array
-    head_bias: tuple[jax.Array, jax.Array]
+    part: jax.Array
     first_sink: jax.Array | int
 
     def slot(self, block: int) -> jax.Array:
@@ -102,13 +109,16 @@ def write(out_ref: Ref, rows: slice, transposed: jax.Array, factor: float = 1.0)
 
 class Body:
     """The code of a step whose window's last `present` blocks exist; `sinks` is as `window_steps` gives it, or
-    "by token". With `by_token`, `Segments.queries` mask every unit, otherwise the window alone does.
+    "by token". With `by_token`, `Segments.queries` mask every unit, otherwise the window alone does. So many heads
+    as `unroll` says stand in one piece of code, the others take turns.
 
     The first write of a step need not add to what is there, and the last one of a block that leaves the ring goes to
     the result: so it notes, while it is traced, what it has written.
     """
 
-    def __init__(self, step: Step, present: int, sinks: str | None, *, by_token: bool = False) -> None:
+    def __init__(
+        self, step: Step, present: int, sinks: str | None, *, by_token: bool = False, unroll: int = 1
+    ) -> None:
         self.step, self.call, self.refs = step, step.call, step.refs
         self.present, self.sinks, self.by_token = present, sinks, by_token
         self.sink_rows = slice(0, sink_rows(step.call, sinks == "by token"))
@@ -118,8 +128,26 @@ class Body:
         self.last_units: dict[int, _Unit] = {}  # of the block that leaves the ring, by first key
         if present > blocks_back(self.call):
             self.last_units = {unit.keys.start: unit for unit in self.window_units if unit.block == 0}
+        self.unroll = unroll
 
     def attend(self) -> None:
+        step, refs, back = self.step, self.refs, blocks_back(self.call)
+        if step.group > 1:
+            for ring in (refs.dk_ring, refs.dv_ring):
+                pl.when(step.part == 0)(functools.partial(clear, ring, step.slot(back)))
+        for b in range(back + 1 - self.present, back + 1):
+            refs.k_t[b] = refs.keys[b][...].T
+        if self.by_token:
+            self.first_key = refs.segments[0:1, :] - step.index * self.call.tiles.q_block  # [1, block]
+        if self.sinks is not None:
+            self.sink_k_t = refs.sink_keys[self.sink_rows, :].T
+        if step.members == 1:
+            self.attend_member(0)
+        else:
+            pl.loop(0, step.members, unroll=self.unroll)(self.attend_member)
+
+    def attend_member(self, member: jax.Array | int) -> None:
+        self.refs = self.step.refs.of(member)
         call, step, refs, block = self.call, self.step, self.refs, self.call.tiles.q_block
         self.begin()
         units = self.window_units
@@ -136,20 +164,13 @@ class Body:
                     step.write_keys(slice(start, start + tile))
 
     def begin(self) -> None:
-        """Clears what is added to, and transposes what is read."""
-        step, refs, back = self.step, self.refs, blocks_back(self.call)
-        if step.group > 1:
-            for ring in (refs.dk_ring, refs.dv_ring):
-                pl.when(step.member == 0)(functools.partial(clear, ring, step.slot(back)))
-        if self.call.has_bias:
+        """Reads, clears and transposes what belongs to a query head."""
+        call, refs = self.call, self.refs
+        self.started_queries.clear()
+        self.head_bias = refs.head_bias[0:1, 0:1] * call.unit, refs.head_bias[1:2, 0:1] * call.unit
+        if call.has_bias:
             refs.dbias[...] = jnp.zeros_like(refs.dbias)
         refs.q_t[...], refs.dout_t[...] = refs.q[...].T, refs.dout[...].T
-        for b in range(back + 1 - self.present, back + 1):
-            refs.k_t[b] = refs.keys[b][...].T
-        if self.by_token:
-            self.first_key = refs.segments[0:1, :] - step.index * self.call.tiles.q_block  # [1, block]
-        if self.sinks is not None:
-            self.sink_k_t = refs.sink_keys[self.sink_rows, :].T
 
     def products(self, unit: _Unit) -> tuple[jax.Array, jax.Array]:
         refs = self.refs
@@ -197,7 +218,7 @@ class Body:
 
     def addend(self, shape: tuple[int, ...], distance) -> jax.Array:
         """What ALiBi and the bias add to a unit's logits [keys, queries]."""
-        slope, bias = self.step.head_bias
+        slope, bias = self.head_bias
         if not self.call.has_slopes:
             return bias
         num_keys, num_queries = shape
@@ -262,6 +283,12 @@ class Body:
             here, more = slice(start, start + strip), gradient[:, start - queries.start :][:, :strip]
             dq_acc[:, here] = dq_acc[:, here] + more if start in self.started_queries else more
             self.started_queries.add(start)
+
+
+def heads_in_one_piece(call: Call, members: int) -> int:
+    """Of the heads of a step, how many its usual code has one behind another: the next begins where one ends."""
+    most = max(_MOST_UNITS // len(_units(call, blocks_back(call) + 1)), 1)
+    return max(n for n in range(1, members + 1) if members % n == 0 and n <= most)
 
 
 def clear(ref: Ref, index) -> None:

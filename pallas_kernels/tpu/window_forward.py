@@ -17,12 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.spec import Coordinates
+from pallas_kernels.tpu.packed_sinks import SinkCopies, documents_copied, gather_sinks, room_for_copies
 from pallas_kernels.tpu.tiles import LANES, Call, Heads, by_head, head_at, launch, shape_like, split, take
 from pallas_kernels.tpu.window import (
     Cut,
     Ref,
     blocks_back,
-    gather_sinks,
     oldest_rows,
     packed_segments,
     scalars_of,
@@ -52,7 +52,8 @@ def window_forward(
     block = call.tiles.q_block
     back = blocks_back(call)
     segments = None if where.q_seg is None else packed_segments(call, where)
-    scalars = scalars_of(call, segments)
+    copied = documents_copied(call, segments is not None)
+    scalars = scalars_of(call, segments, copied or 1)
 
     def spec(block_shape, index):
         """A block located by batch, query head, KV head and step."""
@@ -75,7 +76,10 @@ def window_forward(
     window = [keys(before) for before in range(back, -1, -1)]
     inputs = [q, by_head(head_bias), *[k] * (back + 1), *[v] * (back + 1)]
     in_specs = [queries, spec((None, 8, LANES), lambda b, h, kv, i: (h, 0, 0)), *window, *window]
-    if call.spec.num_sink_tokens:
+    if copied:
+        inputs += [k, v]
+        in_specs += [pl.BlockSpec(memory_space=pl.ANY)] * 2
+    elif call.spec.num_sink_tokens:
         of_step = segments is not None
         rows = (None, None, sink_rows(call, of_step), head_dim)
         sinks = spec(rows, lambda b, h, kv, i: (b, kv, i if of_step else 0, 0))
@@ -90,7 +94,7 @@ def window_forward(
         out_specs.append(spec((None, None, 1, block), lambda b, h, kv, i: (b, h, 0, i)))
     return launch(
         call,
-        functools.partial(_window_kernel, call, segments is not None, length // block),
+        functools.partial(_window_kernel, call, segments is not None, copied, length // block),
         "window_forward",
         # The heads that read the same keys follow each other: no block of keys is fetched twice.
         grid=(batch, heads.count, length // block, group),
@@ -100,7 +104,11 @@ def window_forward(
         in_specs=in_specs,
         outputs=outputs,
         out_specs=out_specs,
-        scratch=[pltpu.SMEM((1,), jnp.int32), *_room_for_logits(call, segments is not None)],
+        scratch=[
+            pltpu.SMEM((1,), jnp.int32),
+            *_room_for_logits(call, segments is not None),
+            *(room_for_copies(call, copied, k) if copied else []),
+        ],
         previous=previous,
     )
 
@@ -118,25 +126,34 @@ def _room_for_logits(call: Call, packed: bool) -> list[Any]:
     return [pltpu.VMEM((AHEAD + 2, strip, columns), jnp.float32)]
 
 
-def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> Refs:
+def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> tuple[Refs, list[Ref]]:
+    """What a step reads and writes, and `room_for_copies`."""
     has_sinks = call.spec.num_sink_tokens > 0
     *scalars, rest = take(refs, has_segments, has_segments and has_sinks)
     (queries, head_bias), rest = split(rest, 2)
     keys, values, rest = split(rest, blocks_back(call) + 1, blocks_back(call) + 1)
     *optional, rest = take(rest, has_sinks, has_sinks, has_segments)
-    *results, _ = take(rest, True, call.softmax, True, call.softmax)
+    *results, rest = take(rest, True, call.softmax, True, call.softmax)
     named: list[Any] = [*scalars, queries, head_bias, keys, values, *optional, *results]
-    return Refs(*named)
+    return Refs(*named), rest
 
 
 def _window_kernel(
-    call: Call, has_segments: bool, num_steps: int, order: tuple[Ref, ...], *unnamed: Ref
+    call: Call, has_segments: bool, copied: int, num_steps: int, order: tuple[Ref, ...], *unnamed: Ref
 ) -> None:
-    refs = _name_refs(call, has_segments, unnamed)
+    refs, room = _name_refs(call, has_segments, unnamed)
     step = pl.program_id(2)
     head_bias = refs.head_bias[0:1, 0:1] * call.unit, refs.head_bias[1:2, 0:1] * call.unit
     first_sink = jnp.int32(0)
-    if refs.first_sinks is not None:
+    if copied:
+        place = pl.program_id(0), head_at(pl.program_id(1), order)
+        found = refs.first_sinks, refs.sink_keys, refs.sink_values
+        copies = SinkCopies(call, copied, num_steps, *place, *found, *room)
+        first_sink = copies.start(step)
+        # The other query heads that read the same keys find them there.
+        pl.when(pl.program_id(3) == 0)(functools.partial(copies.fetch, step))
+        refs = refs._replace(sink_keys=copies.sink_keys, sink_values=copies.sink_values)
+    elif refs.first_sinks is not None:
         first_sink = refs.first_sinks[pl.program_id(0) * num_steps + step]
     body = functools.partial(Body, call, refs, step, head_bias, first_sink)
 

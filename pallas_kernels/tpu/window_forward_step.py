@@ -51,7 +51,7 @@ class Refs(NamedTuple):
     """What a step reads and writes; None where the call has no such thing."""
 
     cuts: Ref  # `Segments.cuts`
-    first_sinks: Ref  # `Segments.first_sinks`
+    first_sinks: Ref  # of each step's documents, from `Segments.sinks`
     queries: Ref  # [block, D]
     head_bias: Ref  # [8, LANES]
     keys: list[Ref]  # the blocks of the window, the oldest first, each [block, D]

@@ -11,8 +11,9 @@ import pytest
 from pallas_kernels import AttentionSpec, attention
 from pallas_kernels.blocks import Tiles
 from pallas_kernels.spec import coordinates, dense_mask
+from pallas_kernels.tpu.packed_sinks import gather_sinks
 from pallas_kernels.tpu.tiles import Call as KernelCall
-from pallas_kernels.tpu.window import Cut, gather_sinks, oldest_rows, packed_segments
+from pallas_kernels.tpu.window import Cut, oldest_rows, packed_segments
 
 from .suite import Call, Implementation, assert_matches_reference
 
@@ -81,6 +82,18 @@ def test_sink_tokens_of_packed_rows(window, num_sink_tokens, options, activation
     rows = tuple(map(tuple, np.concatenate([ROWS, [[1] * 80]]).tolist()))
     spec = AttentionSpec(window, num_sink_tokens, activation)
     assert_matches_reference(Call(spec, options, rows, 3, 80, 80, 2, kv_heads), TPU)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 9))])
+def test_sink_tokens_of_documents_at_random_places(seed):
+    """Kernels copy whole tiles that hold them, of one document a step or of two; a shorter window has them gathered."""
+    rng = np.random.default_rng(seed)
+    window, num_sink_tokens = int(rng.integers(6, 40)), int(rng.integers(1, 17))
+    starts = np.sort(rng.integers(0, 96, (2, 4)), axis=1)
+    rows = (np.arange(96) >= starts[:, :, None]).sum(axis=1) + 1
+    spec = AttentionSpec(window, num_sink_tokens)
+    call = Call(spec, (), tuple(map(tuple, rows.tolist())), 2, 96, 96, int(rng.choice([2, 4, 8])), 2)
+    assert_matches_reference(call, TPU)
 
 
 @pytest.mark.slow
