@@ -156,11 +156,11 @@ def test_a_simulated_kernel_is_compiled_once(compiler):
     assert measured.notes == ()
 
 
-@pytest.mark.parametrize("why", ["aborted", "scalar memory"])
+@pytest.mark.parametrize("why", ["aborted", "scalar memory", "a kernel in no time"])
 def test_bundles_are_counted_where_the_simulator_does_not_do(compiler, why):
     aborted = "signal 6" if why == "aborted" else None
-    known = {"fusion": 1} if aborted else {"fusion": 1, "window_forward.1": 99_999}
-    flags = compiler(abort=aborted, reads_scalars=not aborted, simulated=known)
+    known = {"fusion": 1} if aborted else {"fusion": 1, "window_forward.1": 99_999 * (why == "scalar memory")}
+    flags = compiler(abort=aborted, reads_scalars=why == "scalar memory", simulated=known)
     measured = cycles.measure("window_forward", "v7x", {})
     assert len(flags) == 2
     assert measured.ops[0] == Op("window_forward.1", 10 * 4 + 2 * 3, COUNTED)

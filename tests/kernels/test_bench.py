@@ -137,6 +137,9 @@ def test_executions_of_the_window_kernels_are_their_steps():
     assert sum(sinks["window_forward"].bodies) == 8
     backward = bench.executions("window_backward", "TPU v5 lite", T=8192)["window_backward"]
     assert backward == bench.Executions(bodies=(7, 1), rows=1, heads=1)
+    # Four heads a step, two of them (of 40 units each) in one piece of code.
+    backward = bench.executions("window_backward", "TPU v5 lite", T=8192, H=8, K=2)["window_backward"]
+    assert backward == bench.Executions(bodies=(28, 8), rows=16, heads=2)
 
 
 def test_executions_over_documents_are_the_blocks_that_no_edge_crosses_and_small_ones(monkeypatch):

@@ -45,6 +45,7 @@ CALLS = {
     "window-packed-softcap": call(11, segments=ROWS, logit_softcap=2.0),
     "window-sigmoid": call(11, "alibi_slopes", "sigmoid_bias", activation="sigmoid"),
     "sink-tokens": call(11, num_sink_tokens=3),
+    "sink-tokens-packed": call(11, segments=ROWS, num_sink_tokens=3),
     "full": call(),
     "full-packed": call(segments=ROWS),
     "bidirectional": call(11, causal=False),
@@ -93,7 +94,7 @@ def slow_but(*quick):
     return [pytest.param(name, marks=[] if name in quick else [pytest.mark.long]) for name in CALLS]
 
 
-@pytest.mark.parametrize("name", slow_but("window"))
+@pytest.mark.parametrize("name", slow_but("window", "sink-tokens-packed"))
 def test_attention(name, request):
     if "full_heads" in CALLS[name].options:
         request.getfixturevalue("heads_in_turn")
