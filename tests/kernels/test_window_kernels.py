@@ -84,7 +84,10 @@ def test_sink_tokens_of_packed_rows(window, num_sink_tokens, options, activation
     assert_matches_reference(Call(spec, options, rows, 3, 80, 80, 2, kv_heads), TPU)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 9))])
+# Of the first seeds, 11, 14, 23, 34 and 37 draw two documents in a step, 27 three, the others one.
+@pytest.mark.parametrize(
+    "seed", [0, 11, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 4, 14, 23, 27, 34, 37))]
+)
 def test_sink_tokens_of_documents_at_random_places(seed):
     """Kernels copy whole tiles that hold them, of one document a step or of two; a shorter window has them gathered."""
     rng = np.random.default_rng(seed)
