@@ -184,9 +184,7 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
             members = heads_a_step(call, H // K, D, dtype)
             bodies = (bodies[0] // heads_in_one_piece(call, members), *bodies[1:])
             kv_heads = windowed_heads * K // H
-            rows = (
-                windowed_heads * back if H == K else kv_heads * num_steps
-            )  # of a group, each step writes keys
+            rows = kv_heads * (back if H == K else num_steps)  # of a group, every step writes keys
             counts["window_backward"] = Executions(bodies, rows, kv_heads)
         else:
             counts["window_forward"] = Executions(bodies, 0, windowed_heads)

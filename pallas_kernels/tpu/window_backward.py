@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.spec import Coordinates
-from pallas_kernels.tpu.packed_sinks import SinkCopies, documents_copied, gather_sinks, room_for_copies
+from pallas_kernels.tpu.packed_sinks import documents_copied, gather_sinks, room_for_copies, sink_copies
 from pallas_kernels.tpu.tiles import (
     LANES,
     Call,
@@ -43,7 +43,7 @@ from pallas_kernels.tpu.window import (
     sink_rows,
     window_steps,
 )
-from pallas_kernels.tpu.window_backward_step import Body, Refs, Step, clear, heads_in_one_piece
+from pallas_kernels.tpu.window_backward_step import Body, Refs, Step, clear
 
 
 def window_backward(
@@ -105,10 +105,8 @@ def window_backward(
         in_specs=in_specs,
         outputs=outputs,
         out_specs=out_specs,
-        scratch=[
-            *_scratch(call, segments is not None, head_dim, q.dtype, k.dtype),
-            *(room_for_copies(call, copied, k) if copied else []),
-        ],
+        scratch=_scratch(call, segments is not None, head_dim, q.dtype, k.dtype)
+        + room_for_copies(call, copied, k),
         previous=previous,
     )
     if not call.spec.num_sink_tokens:
@@ -238,16 +236,14 @@ def _kernel(
 ) -> None:
     refs, room = _name_refs(call, has_segments, unnamed)
     index, part, back, num_blocks = pl.program_id(2), pl.program_id(3), blocks_back(call), grid.num_blocks
-    last = jnp.minimum(index, num_blocks - 1)
+    of_queries = jnp.minimum(index, num_blocks - 1)
     cut, first_sink = (
-        0 if scalars is None else scalars[pl.program_id(0) * num_blocks + last]
+        0 if scalars is None else scalars[pl.program_id(0) * num_blocks + of_queries]
         for scalars in (refs.cuts, None if copied else refs.first_sinks)
     )
     if copied:
-        place = pl.program_id(0), head_at(pl.program_id(1), order)
-        found = refs.first_sinks, refs.sink_keys, refs.sink_values
-        copies = SinkCopies(call, copied, num_blocks, *place, *found, *room)
-        first_sink = copies.start(last)
+        copies = sink_copies(call, copied, num_blocks, order, refs, room)
+        first_sink = copies.start(of_queries)
         pl.when((part == 0) & (index < num_blocks))(functools.partial(copies.fetch, index))
         refs = refs._replace(sink_keys=copies.sink_keys, sink_values=copies.sink_values)
     cut += call.zero_cut
@@ -264,8 +260,7 @@ def _kernel(
         if has_segments:
             _attend_packed(step, cut, here, present, sinks, is_last=i + 1 == len(steps))
         else:
-            unroll = heads_in_one_piece(call, grid.members) if i + 1 == len(steps) else 1
-            pl.when(here)(Body(step, present, sinks, unroll=unroll).attend)
+            pl.when(here)(Body(step, present, sinks, usual=i + 1 == len(steps)).attend)
 
     if call.spec.num_sink_tokens:
         last = index < num_blocks if has_segments else index == num_blocks - 1
@@ -282,8 +277,7 @@ def _attend_packed(step: Step, cut, here, present: int, sinks: str | None, is_la
     if not is_last:
         pl.when(here)(Body(step, present, by_token, by_token=True).attend)
         return
-    unroll = heads_in_one_piece(step.call, step.members)
-    pl.when(here & (cut == Cut.NO))(Body(step, present, sinks, unroll=unroll).attend)
+    pl.when(here & (cut == Cut.NO))(Body(step, present, sinks, usual=True).attend)
     pl.when(here & (cut == Cut.WITHOUT_SINKS))(Body(step, present, None, by_token=True).attend)
     if step.call.spec.num_sink_tokens:
         pl.when(here & (cut == Cut.WITH_SINKS))(Body(step, present, "by token", by_token=True).attend)

@@ -23,7 +23,7 @@ from pallas_kernels.tpu.window import Ref, blocks_back, sink_rows, window_of
 
 _UNIT = 256  # queries of a unit of work, as wide as the widest matrix unit
 _AHEAD = 2
-_MOST_UNITS = 80  # of a step's usual body; more would take minutes to compile
+_MOST_UNITS = 80  # of a step's usual code: some 20,000 instruction words on a v6e
 _SINKS = -1
 
 
@@ -109,15 +109,15 @@ def write(out_ref: Ref, rows: slice, transposed: jax.Array, factor: float = 1.0)
 
 class Body:
     """The code of a step whose window's last `present` blocks exist; `sinks` is as `window_steps` gives it, or
-    "by token". With `by_token`, `Segments.queries` mask every unit, otherwise the window alone does. So many heads
-    as `unroll` says stand in one piece of code, the others take turns.
+    "by token". With `by_token`, `Segments.queries` mask every unit, otherwise the window alone does. The
+    `usual` code of a step has several heads one behind another.
 
     The first write of a step need not add to what is there, and the last one of a block that leaves the ring goes to
     the result: so it notes, while it is traced, what it has written.
     """
 
     def __init__(
-        self, step: Step, present: int, sinks: str | None, *, by_token: bool = False, unroll: int = 1
+        self, step: Step, present: int, sinks: str | None, *, by_token: bool = False, usual: bool = False
     ) -> None:
         self.step, self.call, self.refs = step, step.call, step.refs
         self.present, self.sinks, self.by_token = present, sinks, by_token
@@ -128,7 +128,7 @@ class Body:
         self.last_units: dict[int, _Unit] = {}  # of the block that leaves the ring, by first key
         if present > blocks_back(self.call):
             self.last_units = {unit.keys.start: unit for unit in self.window_units if unit.block == 0}
-        self.unroll = unroll
+        self.unroll = heads_in_one_piece(step.call, step.members) if usual else 1
 
     def attend(self) -> None:
         step, refs, back = self.step, self.refs, blocks_back(self.call)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.spec import Coordinates
-from pallas_kernels.tpu.packed_sinks import SinkCopies, documents_copied, gather_sinks, room_for_copies
+from pallas_kernels.tpu.packed_sinks import documents_copied, gather_sinks, room_for_copies, sink_copies
 from pallas_kernels.tpu.tiles import LANES, Call, Heads, by_head, head_at, launch, shape_like, split, take
 from pallas_kernels.tpu.window import (
     Cut,
@@ -107,7 +107,7 @@ def window_forward(
         scratch=[
             pltpu.SMEM((1,), jnp.int32),
             *_room_for_logits(call, segments is not None),
-            *(room_for_copies(call, copied, k) if copied else []),
+            *room_for_copies(call, copied, k),
         ],
         previous=previous,
     )
@@ -146,9 +146,7 @@ def _window_kernel(
     head_bias = refs.head_bias[0:1, 0:1] * call.unit, refs.head_bias[1:2, 0:1] * call.unit
     first_sink = jnp.int32(0)
     if copied:
-        place = pl.program_id(0), head_at(pl.program_id(1), order)
-        found = refs.first_sinks, refs.sink_keys, refs.sink_values
-        copies = SinkCopies(call, copied, num_steps, *place, *found, *room)
+        copies = sink_copies(call, copied, num_steps, order, refs, room)
         first_sink = copies.start(step)
         # The other query heads that read the same keys find them there.
         pl.when(pl.program_id(3) == 0)(functools.partial(copies.fetch, step))
