@@ -32,7 +32,7 @@ def room_for_copies(call: Call, documents: int, keys: jax.Array) -> list[Any]:
     if documents == 0:
         return []
     *_, length, head_dim = keys.shape
-    copies = pltpu.VMEM((2, 2, documents, _copied_rows(call, length), head_dim), keys.dtype)
+    copies = pltpu.VMEM((2, 2, documents, copied_rows(call, length), head_dim), keys.dtype)
     joined = pltpu.VMEM((sink_rows(call, True), head_dim), keys.dtype)
     return [copies, pltpu.SemaphoreType.DMA((2,)), joined, joined]
 
@@ -112,8 +112,7 @@ class SinkCopies:
 
     def first_row(self, step: jax.Array, document: int) -> jax.Array:
         """The first that is copied of a document."""
-        row = lax.div(self.start(step, document), _TILE) * _TILE
-        return pl.multiple_of(jnp.minimum(row, self.keys.shape[2] - self.copies.shape[3]), _TILE)
+        return aligned_row(self.start(step, document), self.keys.shape[2] - self.copies.shape[3])
 
     def join(self, step: jax.Array, copies: Ref, joined_ref: Ref) -> None:
         """Writes the documents' sink tokens one behind another, and zeros behind them."""
@@ -136,7 +135,12 @@ class SinkCopies:
         joined_ref[...] = joined[:rows].astype(joined_ref.dtype)
 
 
-def _copied_rows(call: Call, length: int) -> int:
+def aligned_row(start: jax.Array, last: int) -> jax.Array:
+    """From which row, at most `last`, a copy that holds row `start` can begin."""
+    return pl.multiple_of(jnp.minimum(lax.div(start, _TILE) * _TILE, last), _TILE)
+
+
+def copied_rows(call: Call, length: int) -> int:
     """Whole tiles that hold the sink tokens of a document wherever it starts."""
     return min(length, -(-call.spec.num_sink_tokens // _TILE) * _TILE + _TILE)
 

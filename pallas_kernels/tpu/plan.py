@@ -21,7 +21,7 @@ from pallas_kernels.tpu.scheduled_backward import keys_at_once
 from pallas_kernels.tpu.scheduled_forward import fits_vmem, serves_branches
 from pallas_kernels.tpu.tiles import Call
 from pallas_kernels.tpu.walk import has_default_positions, kind_of_tile, reach_of, walk_over
-from pallas_kernels.tpu.window import blocks_back, heads_a_step, window_tiles
+from pallas_kernels.tpu.window import blocks_back, heads_a_step, sink_slots, window_tiles
 
 _VARIES = "data"  # a dimension of a grid whose size is known when the program runs
 
@@ -125,6 +125,12 @@ def _backward(request: Request, call: Call, *, gathered: bool = False) -> list[L
             grid = (request.batch, heads, padded // tiles.q_block + blocks_back(window), parts)
             masks = _window_masks(request, window)
             found.append(Launch("window_backward", grid, tiles, masks, _keys(part), backward=True))
+            if request.spec.num_sink_tokens and "q_segment_ids" in request.given:
+                entries = padded // tiles.q_block * sink_slots(window, True)
+                entries_grid = request.batch, 1, entries
+                found.append(
+                    Launch("window_sink_gradients", entries_grid, tiles, (), "sink-token", backward=True)
+                )
             if "full_from" in request.given:
                 found += _sweeps(request, beyond_window(part), heads, group, gathered)
         else:

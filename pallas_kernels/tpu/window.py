@@ -171,17 +171,17 @@ def _sink_documents(call: Call, start: jax.Array, sees: jax.Array) -> tuple[jax.
     """
     block, slots = call.tiles.q_block, sink_slots(call, True)
     start, sees = start.reshape(len(start), -1, block), sees.reshape(len(start), -1, block)
-    if slots == 1:
-        return jnp.zeros_like(start).reshape(len(start), -1), jnp.where(sees, start, 0).max(axis=2)[..., None]
-    # Whether it is the first of its document that sees any in this step.
-    earlier = jnp.pad(jnp.where(sees, start, -1), [(0, 0), (0, 0), (1, 0)], constant_values=-1)
-    new = sees & (start > jax.lax.cummax(earlier, axis=2)[:, :, :-1])
-    slot = jnp.maximum(jnp.cumsum(new, axis=2, dtype=jnp.int32) - 1, 0)
+    slot = jnp.zeros_like(start)
+    if slots > 1:
+        # Whether it is the first of its document that sees any in this step.
+        earlier = jnp.pad(jnp.where(sees, start, -1), [(0, 0), (0, 0), (1, 0)], constant_values=-1)
+        new = sees & (start > jax.lax.cummax(earlier, axis=2)[:, :, :-1])
+        slot = jnp.maximum(jnp.cumsum(new, axis=2, dtype=jnp.int32) - 1, 0)
     here = sees & (slot == jnp.arange(slots)[:, None, None, None])  # [slots, B, steps, block]
-    starts = jnp.where(here, start, 0).max(axis=3)
-    # Slots that no document needs hold the first one's tokens once more, and so read nothing else.
-    starts = jnp.where(here.any(axis=3), starts, starts[:1])
-    return slot.reshape(len(start), -1), jnp.moveaxis(starts, 0, 2)
+    starts = jnp.moveaxis(jnp.where(here, start, 0).max(axis=3), 0, 2)  # [B, steps, slots]
+    # Slots that no document needs have that before them once more: the slots of a document follow one another.
+    starts = jax.lax.cummax(starts.reshape(len(start), -1), axis=1).reshape(starts.shape)
+    return slot.reshape(len(start), -1), starts
 
 
 def scalars_of(call: Call, segments: Segments | None, documents: int = 1) -> tuple[jax.Array, ...]:

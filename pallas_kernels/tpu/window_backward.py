@@ -5,8 +5,8 @@ in VMEM, block j in slot j % blocks; a block leaves it, and is written, once the
 steps at the end empty the ring. So every array is read and written once, and each pair of tiles takes five matmuls.
 
 Sink tokens outside the window are one more tile of keys. Their gradients grow in VMEM over all steps of a head and are
-added to those of the first block afterwards; in packed rows each step has its own documents' sink tokens, and XLA adds
-their gradients up.
+added to those of the first block afterwards; in packed rows each step has its own documents' sink tokens, whose
+gradients `sink_gradients` adds up.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.packed_sinks import documents_copied, gather_sinks, room_for_copies, sink_copies
+from pallas_kernels.tpu.sink_gradients import add_to_sinks
 from pallas_kernels.tpu.tiles import (
     LANES,
     Call,
@@ -35,7 +36,6 @@ from pallas_kernels.tpu.tiles import (
 from pallas_kernels.tpu.window import (
     Cut,
     Ref,
-    Segments,
     blocks_back,
     heads_a_step,
     packed_segments,
@@ -112,8 +112,11 @@ def window_backward(
     if not call.spec.num_sink_tokens:
         return results
     dq, dk, dv, *dbias, dk_sinks, dv_sinks = results
-    add = _add_to_first_keys if segments is None else functools.partial(_add_to_sinks, call, segments)
-    return dq, add(dk, dk_sinks), add(dv, dv_sinks), *dbias
+    if segments is None:
+        dk, dv = _add_to_first_keys(dk, dk_sinks), _add_to_first_keys(dv, dv_sinks)
+    else:
+        dk, dv = add_to_sinks(call, segments, (dk, dv), (dk_sinks, dv_sinks))
+    return dq, dk, dv, *dbias
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,25 +189,6 @@ def _scratch(call: Call, packed: bool, head_dim: int, q_dtype, k_dtype) -> list:
 def _add_to_first_keys(gradient: jax.Array, rows: jax.Array) -> jax.Array:
     first = gradient[:, :, : rows.shape[2]] + rows
     return lax.dynamic_update_slice(gradient, first.astype(gradient.dtype), (0, 0, 0, 0))
-
-
-def _add_to_sinks(call: Call, segments: Segments, gradient: jax.Array, rows: jax.Array) -> jax.Array:
-    """Adds the gradients of each step's sink tokens, [B, K, steps * sink_rows, D], to those of the keys.
-
-    A document's come from several steps. They are added up before any is rounded.
-    """
-    assert segments.sinks is not None
-    (batch, kv_heads, _, head_dim), num_sinks = rows.shape, call.spec.num_sink_tokens
-    slots, starts = segments.sinks.shape[2], segments.sinks.reshape(batch, -1)
-    rows = rows.reshape(batch, kv_heads, -1, sink_rows(call, True), head_dim)[:, :, :, : slots * num_sinks]
-    rows = rows.reshape(batch, kv_heads, -1, num_sinks, head_dim).swapaxes(1, 2)
-    place = jnp.argmax(starts[:, :, None] == starts[:, None], axis=2)  # the first of the same document
-    totals = jax.vmap(lambda at, x: jnp.zeros_like(x).at[at].add(x))(place, rows)
-    is_first = place == jnp.arange(place.shape[1])
-    starts = jnp.where(is_first, starts, gradient.shape[2])  # the others lie behind the array
-    index = (starts[:, :, None] + jnp.arange(num_sinks)).reshape(batch, -1)
-    totals = totals.swapaxes(1, 2).reshape(batch, kv_heads, -1, head_dim).astype(gradient.dtype)
-    return jax.vmap(lambda x, at, more: x.at[:, at].add(more, mode="drop"))(gradient, index, totals)
 
 
 def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> tuple[Refs, list[Ref]]:

@@ -1,5 +1,6 @@
 """Links in Markdown files lead to files and headings that exist; pages are on the site and say whom they are for."""
 
+import functools
 import re
 import runpy
 import shlex
@@ -36,9 +37,14 @@ def commands_of(text: str) -> list[list[str]]:
     return [shlex.split(words, comments=True) for words in found]
 
 
+@functools.cache
+def command_line():
+    return typer.main.get_command(app)
+
+
 def parse(words: list[str]) -> None:
     """Parse a command as the command line would, and run nothing. Raises `UsageError` where it is refused."""
-    command, context = typer.main.get_command(app), None
+    command, context = command_line(), None
     name, arguments = "swa-jax", words
     while True:
         context = command.make_context(name, list(arguments), parent=context)

@@ -84,6 +84,15 @@ def test_sink_tokens_of_packed_rows(window, num_sink_tokens, options, activation
     assert_matches_reference(Call(spec, options, rows, 3, 80, 80, 2, kv_heads), TPU)
 
 
+def test_the_slots_of_a_document_follow_one_another():
+    """So its gradients are added up in f32 before they are rounded once."""
+    spec = AttentionSpec(5, 2)  # up to three documents a step
+    segments = packed_segments(KernelCall(spec, Tiles(16, 16)), coordinates(80, 80, q_segment_ids=ROWS))
+    starts = np.asarray(segments.sinks).reshape(2, -1)
+    assert (np.diff(starts, axis=1) >= 0).all()
+    assert [sorted(set(row)) for row in starts.tolist()] == [[0, 40, 64], [0, 64]]
+
+
 # Of the first seeds, 11, 14, 23, 34 and 37 draw two documents in a step, 27 three, the others one.
 @pytest.mark.parametrize(
     "seed", [0, 11, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 4, 14, 23, 27, 34, 37))]

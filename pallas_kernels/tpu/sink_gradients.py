@@ -1,0 +1,116 @@
+"""Adds the gradients of packed rows' sink tokens to those of the keys, in place.
+
+The window backward kernel gives them step by step, since a document's sink tokens lie blocks before the queries that
+see them. Here those of one document, which follow one another, are added up in f32, and the tiles of dk and dv that its
+sink tokens lie in are read, changed and written back once. XLA's scatter goes through its rows one by one.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.tpu.packed_sinks import aligned_row, copied_rows
+from pallas_kernels.tpu.tiles import Call, Heads, launch, shape_like
+from pallas_kernels.tpu.window import Ref, Segments, sink_rows
+
+_TILE = 8  # rows of f32
+
+
+def add_to_sinks(
+    call: Call, segments: Segments, gradients: tuple[jax.Array, jax.Array], rows: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, ...]:
+    """dk and dv with the gradients of their sink tokens.
+
+    Args:
+      gradients: dk and dv, [B, K, T, D]; written in place.
+      rows: of each step's sink tokens, for dk and dv, [B, K, steps * sink_rows, D] f32.
+    """
+    assert segments.sinks is not None
+    (batch, kv_heads, length, head_dim), dtype = gradients[0].shape, gradients[0].dtype
+    num_steps, slots = segments.sinks.shape[1:]
+    num_entries, num_sinks = num_steps * slots, call.spec.num_sink_tokens
+
+    def by_document(x):  # [B, entries, K, rows, D]
+        x = x.reshape(batch, kv_heads, num_steps, sink_rows(call, True), head_dim)
+        x = x[:, :, :, : slots * num_sinks].reshape(batch, kv_heads, num_entries, num_sinks, head_dim)
+        return jnp.pad(x.swapaxes(1, 2), [(0, 0)] * 3 + [(0, -num_sinks % _TILE), (0, 0)])
+
+    inputs = [by_document(x) for x in rows]
+    block = inputs[0].shape[2:]
+    spec = pl.BlockSpec((None, None, *block), lambda b, h, i, starts: (b, i, 0, 0, 0))
+    return launch(
+        call,
+        functools.partial(_kernel, num_entries),
+        "window_sink_gradients",
+        grid=(batch, 1, num_entries),
+        scalars=(segments.sinks.reshape(-1),),
+        heads=Heads(kv_heads),
+        inputs=inputs,
+        in_specs=[spec, spec],
+        outputs=[shape_like(x.shape, x.dtype, x) for x in gradients],
+        out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+        scratch=[
+            pltpu.VMEM((2, *block), jnp.float32),
+            pltpu.VMEM((2, kv_heads, copied_rows(call, length), head_dim), dtype),
+            pltpu.SemaphoreType.DMA(()),
+        ],
+        previous=gradients,
+    )
+
+
+def _kernel(
+    num_entries: int,
+    _order: tuple[Ref, ...],
+    starts: Ref,
+    dk_rows: Ref,
+    dv_rows: Ref,
+    dk: Ref,
+    dv: Ref,
+    totals: Ref,  # [2, K, rows, D]
+    tiles: Ref,  # [2, K, copied rows, D]
+    semaphore: Ref,
+) -> None:
+    batch, entry = pl.program_id(0), pl.program_id(2)
+    place = batch * num_entries + entry
+    start = starts[place]
+    is_first = (entry == 0) | (starts[jnp.maximum(place - 1, 0)] != start)
+    is_last = (entry == num_entries - 1) | (
+        starts[jnp.minimum(place + 1, pl.num_programs(0) * num_entries - 1)] != start
+    )
+    _, kv_heads, size, head_dim = tiles.shape
+    first_row = aligned_row(start, dk.shape[2] - size)
+    targets = [ref.at[batch, :, pl.ds(first_row, size)] for ref in (dk, dv)]
+    reads = [pltpu.make_async_copy(target, tiles.at[i], semaphore) for i, target in enumerate(targets)]
+    writes = [pltpu.make_async_copy(tiles.at[i], target, semaphore) for i, target in enumerate(targets)]
+
+    def add_to_tiles(head: jax.Array) -> None:
+        for i in range(2):
+            more = totals[i, head][:size]
+            more = jnp.concatenate([more, jnp.zeros((size - len(more), head_dim), jnp.float32)])
+            more = pltpu.roll(more, start - first_row, axis=0)
+            tiles[i, head] = (tiles[i, head].astype(jnp.float32) + more).astype(tiles.dtype)
+
+    @pl.when(is_first)
+    def begin_document():
+        for copy in reads:
+            copy.start()
+        for i, ref in enumerate((dk_rows, dv_rows)):
+            totals[i] = ref[...]
+
+    @pl.when(jnp.logical_not(is_first))
+    def add_step():
+        for i, ref in enumerate((dk_rows, dv_rows)):
+            totals[i] += ref[...]
+
+    @pl.when(is_last)
+    def write_document():
+        for copy in reads:
+            copy.wait()
+        pl.loop(0, kv_heads)(add_to_tiles)
+        for copy in writes:
+            copy.start()
+        for copy in writes:
+            copy.wait()
