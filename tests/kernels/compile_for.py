@@ -183,8 +183,8 @@ CALLS = {
     "window-of-one": train(AttentionSpec(1), kernels=2, heads=2, length=100),
     "short-window": train(AttentionSpec(128), "q_segment_ids", kernels=2, length=8200, heads=2),
     "sink-tokens": train(AttentionSpec(1024, 128), kernels=2, length=LONG),
-    "sink-tokens-packed": train(AttentionSpec(300, 4), "q_segment_ids", kernels=2, head_dim=64),
-    "sink-tokens-packed-long": train(AttentionSpec(1024, 128), "q_segment_ids", kernels=2, length=LONG),
+    "sink-tokens-packed": train(AttentionSpec(300, 4), "q_segment_ids", kernels=3, head_dim=64),
+    "sink-tokens-packed-long": train(AttentionSpec(1024, 128), "q_segment_ids", kernels=3, length=LONG),
     "window-bidirectional": train(AttentionSpec(300, causal=False), kernels=2),
     "long-window": train(AttentionSpec(4096), kernels=2, length=6000, heads=2),
     "longer-window": train(AttentionSpec(4097), kernels=2, length=6000, heads=2),
@@ -208,13 +208,13 @@ CALLS = {
     "everything": train(
         AttentionSpec(300, 4, logit_softcap=30.0),
         *("q_segment_ids", "alibi_slopes", "sink_logits", "full_from", "full_heads"),
-        kernels=6,
+        kernels=7,
         head_dim=96,
     ),
     "sigmoid-everything": train(
         AttentionSpec(300, 4, logit_softcap=30.0, **SIGMOID),
         *("q_segment_ids", "alibi_slopes", "sigmoid_bias", "full_from", "full_heads"),
-        kernels=6,
+        kernels=7,
         head_dim=64,
     ),
     "positions": train(SMALL, "q_positions", kernels=2),
@@ -222,7 +222,7 @@ CALLS = {
     "routed-packed": routed(WINDOW, "q_segment_ids", kernels=3, length=LONG),
     "routed-few": routed(AttentionSpec(1024), kernels=4, length=6000),  # gathered rows: few, or all
     "routed-everything": routed(
-        AttentionSpec(300, 4), "q_segment_ids", "alibi_slopes", "sink_logits", "full_heads", kernels=8
+        AttentionSpec(300, 4), "q_segment_ids", "alibi_slopes", "sink_logits", "full_heads", kernels=9
     ),
     "routed-sigmoid": routed(AttentionSpec(300, **SIGMOID), "sigmoid_bias", kernels=3, head_dim=64),
     "decode-full": decode(AttentionSpec(), "sink_logits", kernels=1, tokens=1, entries=2048),
@@ -237,7 +237,7 @@ CALLS = {
         AttentionSpec(512, **SIGMOID), "sigmoid_bias", kernels=1, tokens=1, entries=2048, head_dim=80
     ),
     "layers": layers(SMALL, kernels=4),
-    "sharded-batch": sharded(SMALL, by_heads=False, kernels=2),
+    "sharded-batch": sharded(AttentionSpec(300, 4), by_heads=False, kernels=3),
     "sharded-heads": sharded(SMALL, by_heads=True, kernels=4),
     "sharded-pools": sharded_pools(AttentionSpec(1024, 4)),
 }
