@@ -212,12 +212,16 @@ def _locate(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> dict[st
     return found
 
 
+CHECKED_AT_ONCE = 1 << 16  # numbers, which the processor's cache holds
+
+
 def _are_finite(array: np.ndarray) -> bool:
     """Floats whose exponent has all bits set are infinite or no number."""
     bits = array.reshape(-1).view({2: np.uint16, 4: np.uint32}[array.itemsize])
     mask = bits.dtype.type({"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000}[array.dtype.name])
-    step = 1 << 16  # in the processor's cache
-    return all((bits[i : i + step] & mask).max() != mask for i in range(0, bits.size, step))
+    return all(
+        (bits[i : i + CHECKED_AT_ONCE] & mask).max() != mask for i in range(0, bits.size, CHECKED_AT_ONCE)
+    )
 
 
 def _plain_dtype(hf: Mapping[str, Any]) -> np.dtype:

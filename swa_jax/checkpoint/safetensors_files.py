@@ -311,27 +311,24 @@ def _write_file(
     text += b" " * (-len(text) % 8)
     total = hashlib.sha256()
 
-    def examine(name: str, part: np.ndarray, data: memoryview) -> None:
-        check(name, part)
-        total.update(data)
-
-    # Beside reading and writing, on other cores: sums and checks, and bringing to the disk what has been written.
-    with new_file(file) as out, concurrent.futures.ThreadPoolExecutor(2) as beside:
+    # Beside reading and writing, on other cores: sums, checks, and bringing to the disk what has been written.
+    with new_file(file) as out, concurrent.futures.ThreadPoolExecutor(3) as beside:
         for data in (len(text).to_bytes(8, "little"), text):
             total.update(data)
             out.write(data)
-        examined = synced = None
+        examined: list[concurrent.futures.Future[None]] = []
+        synced = beside.submit(os.fsync, out.fileno())
         for name, array in read(names):
             view = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-            if examined is not None:
-                examined.result()
-            examined = beside.submit(examine, name, array, view)
-            out.write(view)
-            if synced is None or synced.done():
-                synced = beside.submit(os.fsync, out.fileno())
-        for done in (examined, synced):
-            if done is not None:
+            for done in examined:
                 done.result()
+            examined = [beside.submit(check, name, array), beside.submit(total.update, view)]
+            out.write(view)
+            if synced.done():
+                synced.result()
+                synced = beside.submit(os.fsync, out.fileno())
+        for done in (*examined, synced):
+            done.result()
         written = out.tell()
         assert written == 8 + len(text) + end, f"{file.name}: {written} bytes for a header of {end}"
     return total.hexdigest()
