@@ -19,6 +19,7 @@ from pallas_kernels.tpu.passes import attention_call, beyond_window, choose_kern
 from pallas_kernels.tpu.routed import outside_backward_call
 from pallas_kernels.tpu.scheduled_backward import keys_at_once
 from pallas_kernels.tpu.scheduled_forward import fits_vmem, serves_branches
+from pallas_kernels.tpu.sink_gradients import heads_at_once
 from pallas_kernels.tpu.tiles import Call
 from pallas_kernels.tpu.walk import has_default_positions, kind_of_tile, reach_of, walk_over
 from pallas_kernels.tpu.window import blocks_back, heads_a_step, sink_slots, window_tiles
@@ -127,7 +128,8 @@ def _backward(request: Request, call: Call, *, gathered: bool = False) -> list[L
             found.append(Launch("window_backward", grid, tiles, masks, _keys(part), backward=True))
             if request.spec.num_sink_tokens and "q_segment_ids" in request.given:
                 entries = padded // tiles.q_block * sink_slots(window, True)
-                entries_grid = request.batch, 1, entries
+                heads_in_turn = request.kv_heads // heads_at_once(window, request.kv_heads, request.head_dim)
+                entries_grid = request.batch, heads_in_turn, entries
                 found.append(
                     Launch("window_sink_gradients", entries_grid, tiles, (), "sink-token", backward=True)
                 )

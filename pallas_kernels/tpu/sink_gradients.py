@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu.packed_sinks import aligned_row, copied_rows
-from pallas_kernels.tpu.tiles import Call, Heads, launch, shape_like
+from pallas_kernels.tpu.tiles import LANES, Call, Heads, launch, shape_like
 from pallas_kernels.tpu.window import Ref, Segments, sink_rows
 
 _TILE = 8  # rows of f32
@@ -39,13 +39,14 @@ def add_to_sinks(
         return jnp.pad(x.swapaxes(1, 2), [(0, 0)] * 3 + [(0, -num_sinks % _TILE), (0, 0)])
 
     inputs = [by_document(x) for x in rows]
-    block = inputs[0].shape[2:]
-    spec = pl.BlockSpec((None, None, *block), lambda b, h, i, starts: (b, i, 0, 0, 0))
+    heads = heads_at_once(call, kv_heads, head_dim)
+    block = heads, *inputs[0].shape[3:]
+    spec = pl.BlockSpec((None, None, *block), lambda b, h, i, starts: (b, i, h, 0, 0))
     return launch(
         call,
         functools.partial(_kernel, num_entries),
         "window_sink_gradients",
-        grid=(batch, 1, num_entries),
+        grid=(batch, kv_heads // heads, num_entries),
         scalars=(segments.sinks.reshape(-1),),
         heads=Heads(kv_heads),
         inputs=inputs,
@@ -54,11 +55,17 @@ def add_to_sinks(
         out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
         scratch=[
             pltpu.VMEM((2, *block), jnp.float32),
-            pltpu.VMEM((2, kv_heads, copied_rows(call, length), head_dim), dtype),
+            pltpu.VMEM((2, heads, copied_rows(call, length), head_dim), dtype),
             pltpu.SemaphoreType.DMA(()),
         ],
         previous=gradients,
     )
+
+
+def heads_at_once(call: Call, kv_heads: int, head_dim: int) -> int:
+    """Of the KV heads, those that a step of the grid serves: as many as take 2 MiB."""
+    room = 2 * 2**20 // (4 * call.spec.num_sink_tokens * max(head_dim, LANES))
+    return max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= max(room, 1))
 
 
 def _kernel(
@@ -69,8 +76,8 @@ def _kernel(
     dv_rows: Ref,
     dk: Ref,
     dv: Ref,
-    totals: Ref,  # [2, K, rows, D]
-    tiles: Ref,  # [2, K, copied rows, D]
+    totals: Ref,  # [2, heads, rows, D]
+    tiles: Ref,  # [2, heads, copied rows, D]
     semaphore: Ref,
 ) -> None:
     batch, entry = pl.program_id(0), pl.program_id(2)
@@ -80,9 +87,9 @@ def _kernel(
     is_last = (entry == num_entries - 1) | (
         starts[jnp.minimum(place + 1, pl.num_programs(0) * num_entries - 1)] != start
     )
-    _, kv_heads, size, head_dim = tiles.shape
-    first_row = aligned_row(start, dk.shape[2] - size)
-    targets = [ref.at[batch, :, pl.ds(first_row, size)] for ref in (dk, dv)]
+    _, num_heads, size, head_dim = tiles.shape
+    heads, first_row = pl.ds(pl.program_id(1) * num_heads, num_heads), aligned_row(start, dk.shape[2] - size)
+    targets = [ref.at[batch, heads, pl.ds(first_row, size)] for ref in (dk, dv)]
     reads = [pltpu.make_async_copy(target, tiles.at[i], semaphore) for i, target in enumerate(targets)]
     writes = [pltpu.make_async_copy(tiles.at[i], target, semaphore) for i, target in enumerate(targets)]
 
@@ -109,7 +116,7 @@ def _kernel(
     def write_document():
         for copy in reads:
             copy.wait()
-        pl.loop(0, kv_heads)(add_to_tiles)
+        pl.loop(0, num_heads)(add_to_tiles)
         for copy in writes:
             copy.start()
         for copy in writes:

@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels import AttentionSpec, attention
 from pallas_kernels.blocks import Tiles
 from pallas_kernels.spec import coordinates, dense_mask
+from pallas_kernels.tpu import sink_gradients
 from pallas_kernels.tpu.packed_sinks import gather_sinks
 from pallas_kernels.tpu.tiles import Call as KernelCall
 from pallas_kernels.tpu.window import Cut, oldest_rows, packed_segments
@@ -82,6 +83,14 @@ def test_sink_tokens_of_packed_rows(window, num_sink_tokens, options, activation
     rows = tuple(map(tuple, np.concatenate([ROWS, [[1] * 80]]).tolist()))
     spec = AttentionSpec(window, num_sink_tokens, activation)
     assert_matches_reference(Call(spec, options, rows, 3, 80, 80, 2, kv_heads), TPU)
+
+
+@pytest.mark.slow
+def test_gradients_of_sink_tokens_of_one_head_after_the_other(monkeypatch):
+    """As where the sink tokens of all KV heads would take too much memory."""
+    monkeypatch.setattr(sink_gradients, "heads_at_once", lambda *_: 1)
+    rows = tuple(map(tuple, ROWS.tolist()))
+    assert_matches_reference(Call(AttentionSpec(7, 3), (), rows, 2, 80, 80, 4, 2), TPU)
 
 
 def test_the_slots_of_a_document_follow_one_another():
