@@ -237,8 +237,7 @@ def _extend_here(
     """One KV head after another reads its row of a pool where it lies."""
     length, kv_heads, size = k.shape[1:]
     group = q.shape[2] // kv_heads
-    index = jnp.arange(length)
-    new = jnp.where(index < chunk.size, chunk.start + index, -1)  # [C]: the keys' positions
+    new = chunk.start + jnp.arange(length)  # [C]: positions; what fills a chunk up comes after all that it holds
     entries = jnp.arange(layout.max_length)
     whole_positions = jnp.where(entries < chunk.start + chunk.size, entries, -1)
     before, after = (
@@ -253,7 +252,7 @@ def _extend_here(
 
     def head(where: str, kind: str, one: tuple) -> jax.Array:
         (whole_slot, ring_slot), q, k, v, options, full = one
-        packing = Packing(q_positions=(chunk.start + index)[None])
+        packing = Packing(q_positions=new[None])
         spec, implementation = context.spec, context.implementation
 
         def over_whole(kind: str) -> jax.Array:
