@@ -2,7 +2,7 @@
 
 The window backward kernel gives them step by step, since a document's sink tokens lie blocks before the queries that
 see them. Here those of one document, which follow one another, are added up in f32, and the tiles of dk and dv that its
-sink tokens lie in are read, changed and written back once. XLA's scatter goes through its rows one by one.
+sink tokens lie in are read, changed and written back once.
 """
 
 import functools

@@ -51,8 +51,8 @@ def static_steps(eqn: core.JaxprEqn) -> tuple[int, int]:
 def reads_scalar_memory(eqn: core.JaxprEqn) -> bool:
     """Whether the kernel's schedule or grid is data, which a simulator does not know: it reads zeros.
 
-    The window kernels alone go by zeros as they should: `bench` says for which documents. (One document, to which all
-    sink tokens belong, to `sink_gradients`.)
+    The window kernels alone go by zeros as they should: `bench` says for which documents. To `window_sink_gradients`
+    zeros are a row of one document.
     """
     grid = eqn.params["grid_mapping"]
     if grid.num_dynamic_grid_bounds > 0:

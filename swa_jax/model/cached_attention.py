@@ -237,9 +237,8 @@ def _extend_here(
     """One KV head after another reads its row of a pool where it lies."""
     length, kv_heads, size = k.shape[1:]
     group = q.shape[2] // kv_heads
-    new = chunk.start + jnp.arange(
-        length
-    )  # [C]: positions; what fills a chunk up comes after all that it holds
+    # What fills a chunk up comes after all that it holds, so that none of that sees it.
+    new = chunk.start + jnp.arange(length)  # [C]: positions
     entries = jnp.arange(layout.max_length)
     whole_positions = jnp.where(entries < chunk.start + chunk.size, entries, -1)
     before, after = (
