@@ -13,9 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import cudnn, reference, tpu, xla
+from pallas_kernels.checks import (
+    check_array,
+    check_needs_window,
+    check_qkv,
+    checked_packing,
+    checked_per_head,
+)
 from pallas_kernels.dispatch import Implementation, current_device, plan
 from pallas_kernels.parts import scale_queries
 from pallas_kernels.request import Op, Request
+from pallas_kernels.ring import Ring
 from pallas_kernels.spec import AttentionSpec, Coordinates, Packing, PerHead, coordinates
 
 _log = logging.getLogger(__name__)
@@ -97,20 +105,26 @@ def attend(
     *,
     return_lse: bool = False,
     implementation: Implementation | None = None,
+    ring: Ring | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`attention` for callers that hold its options as the two values in which they travel.
+
+    Args:
+      ring: inside shard_map, the devices of which each holds as many of the keys. `packing` has the positions of the
+        queries and those of all keys, device by device.
 
     Returns:
       out [B, T, H, D] in q's dtype, and lse [B, T, H] float32: None for sigmoid, and it may be None unless
       `return_lse` asks for it.
     """
-    _check_qkv(q, k, v, ("q", "k", "v"))
-    per_head = _checked_per_head(q, k, spec, per_head)
-    packing = _checked_packing(q, k, spec, packing)
-    where = coordinates(q.shape[1], k.shape[1], **packing._asdict())
+    check_qkv(q, k, v, ("q", "k", "v"))
+    per_head = checked_per_head(q, k, spec, per_head)
+    packing = checked_packing(q, _kv_length(k, ring), spec, packing)
     backend = _backend("attention", q, k, spec, per_head, packing, implementation, return_lse=return_lse)
+    k, v, ring = _of_all_devices(ring, k, v, backend)
+    where = coordinates(q.shape[1], _kv_length(k, ring), **packing._asdict())
     q, per_head = _scaled(q, per_head, backend)
-    out, lse = backend.attention(q, k, v, spec, where, per_head)
+    out, lse = backend.attention(q, k, v, spec, where, per_head, **_going_round(ring))
     return _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype), lse
 
 
@@ -172,20 +186,28 @@ def attend_routed(
     *,
     inference: bool = False,
     implementation: Implementation | None = None,
+    ring: Ring | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`routed_attention` for callers that hold its options as the two values in which they travel."""
-    _check_qkv(q, k, v, ("q", "k", "v"))
+    """`routed_attention` for callers that hold its options as the two values in which they travel.
+
+    Args:
+      ring: as in `attend`.
+    """
+    check_qkv(q, k, v, ("q", "k", "v"))
     if spec.window is None:
         raise ValueError("spec.window is None, but routed_attention needs a window for its window branch.")
-    per_head = _checked_per_head(q, k, spec, per_head)
-    _check_array("gate", gate, {"B": q.shape[0], "T": q.shape[1]}, jnp.floating, required=True)
-    packing = _checked_packing(q, k, spec, packing)
-    where = coordinates(q.shape[1], k.shape[1], **packing._asdict())
+    per_head = checked_per_head(q, k, spec, per_head)
+    check_array("gate", gate, {"B": q.shape[0], "T": q.shape[1]}, jnp.floating, required=True)
+    packing = checked_packing(q, _kv_length(k, ring), spec, packing)
     backend = _backend("routed_attention", q, k, spec, per_head, packing, implementation, inference=inference)
+    k, v, ring = _of_all_devices(ring, k, v, backend)
+    where = coordinates(q.shape[1], _kv_length(k, ring), **packing._asdict())
     if inference:
         q, k, v, gate = _only_forward((q, k, v, gate))
     q, per_head = _scaled(q, per_head, backend)
-    out, disagreement = backend.routed_attention(q, k, v, gate, spec, where, per_head, inference=inference)
+    out, disagreement = backend.routed_attention(
+        q, k, v, gate, spec, where, per_head, inference=inference, **_going_round(ring)
+    )
     return _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype), disagreement
 
 
@@ -228,9 +250,9 @@ def decode_attention(
       ValueError: as in `attention`; also if T is above 8 or the spec is not causal.
       NotImplementedError: as in `attention`.
     """
-    _check_qkv(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
+    check_qkv(q, k_cache, v_cache, ("q", "k_cache", "v_cache"))
     per_head = PerHead(alibi_slopes, sigmoid_bias, sink_logits, full_heads, logit_scales)
-    per_head = _checked_per_head(q, k_cache, spec, per_head)
+    per_head = checked_per_head(q, k_cache, spec, per_head)
     batch, q_length = q.shape[:2]
     kv_length = k_cache.shape[1]
     if q_length > _MAX_DECODE_TOKENS:
@@ -240,11 +262,11 @@ def decode_attention(
         )
     if not spec.causal:
         raise ValueError("spec.causal is False, but decode_attention is causal.")
-    _check_array("lengths", lengths, {"B": batch}, jnp.integer, required=True)
+    check_array("lengths", lengths, {"B": batch}, jnp.integer, required=True)
     for name, array in (("starts", starts), ("full_from", full_from)):
-        _check_array(name, array, {"B": batch}, jnp.integer)
-    _check_array("kv_positions", kv_positions, {"B": batch, "S": kv_length}, jnp.integer)
-    _check_needs_window("full_from", full_from, spec)
+        check_array(name, array, {"B": batch}, jnp.integer)
+    check_array("kv_positions", kv_positions, {"B": batch, "S": kv_length}, jnp.integer)
+    check_needs_window("full_from", full_from, spec)
 
     lengths = jnp.asarray(lengths, jnp.int32)[:, None]  # [B, 1]
     q_positions = lengths - q_length + jnp.arange(q_length, dtype=jnp.int32)  # [B, T]
@@ -320,131 +342,26 @@ def _backend(op: Op, q, k, spec, per_head, packing, implementation, **asked: boo
     return _IMPLEMENTATIONS[planned.implementation]
 
 
+def _of_all_devices(ring: Ring | None, k, v, backend: ModuleType) -> tuple[jax.Array, jax.Array, Ring | None]:
+    """Keys and values as the backend takes them: all of them, or those of one device and the ring they go round."""
+    if ring is None or (backend in (tpu, xla) and ring.goes_round(k)):
+        return k, v, ring
+    return ring.gather(k), ring.gather(v), None
+
+
+def _kv_length(k: jax.Array, ring: Ring | None) -> int:
+    """The keys of all devices."""
+    return k.shape[1] * (1 if ring is None else ring.devices)
+
+
+def _going_round(ring: Ring | None) -> dict[str, Ring]:
+    """The option of the implementations that know rings."""
+    return {} if ring is None else {"ring": ring}
+
+
 def _scaled(q, per_head: PerHead, backend: ModuleType) -> tuple[jax.Array, PerHead]:
     """As the backend takes them; the oracle has the scales in its logits."""
     return (q, per_head) if backend is reference else scale_queries(q, per_head)
-
-
-def _check_qkv(q, k, v, names: tuple[str, str, str]) -> None:
-    for name, array, axes in zip(names, (q, k, v), ("B, T, H, D", "B, S, K, D", "B, S, K, D"), strict=True):
-        if array.ndim != 4:
-            raise ValueError(f"{name} has shape {array.shape}; it must have four axes [{axes}].")
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise ValueError(f"{name} is {array.dtype}; it must be floating-point.")
-        if array.dtype != q.dtype:
-            raise ValueError(
-                f"{name} is {array.dtype} but {names[0]} is {q.dtype}; q, k and v must share one dtype."
-            )
-        if 0 in array.shape:
-            raise ValueError(f"{name} has shape {array.shape}; every axis must be at least 1 long.")
-    if k.shape != v.shape:
-        raise ValueError(f"{names[2]} has shape {v.shape} but {names[1]} has {k.shape}; they must be equal.")
-    for axis, meaning in ((0, "batch"), (3, "head_dim")):
-        if q.shape[axis] != k.shape[axis]:
-            raise ValueError(
-                f"{names[1]} has {k.shape[axis]} on axis {axis} ({meaning}) but {names[0]} has {q.shape[axis]}; "
-                "they must be equal."
-            )
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"{names[0]} has {q.shape[2]} heads and {names[1]} has {k.shape[2]} KV heads (axis 2); "
-            "the number of heads must be a multiple of the number of KV heads."
-        )
-
-
-def _checked_per_head(q, k, spec: AttentionSpec, per_head: PerHead) -> PerHead:
-    """The options as arrays, the bias spread over the heads."""
-    bias, sinks = per_head.sigmoid_bias, per_head.sink_logits
-    heads, kv_heads = q.shape[2], k.shape[2]
-    _check_array("alibi_slopes", per_head.alibi_slopes, {"H": heads}, jnp.floating)
-    _check_array("logit_scales", per_head.logit_scales, {"H": heads}, jnp.floating)
-    _check_array("sink_logits", sinks, {"H": heads}, jnp.floating)
-    _check_array("full_heads", per_head.full_heads, {"K": kv_heads}, jnp.bool_)
-    _check_needs_window("full_heads", per_head.full_heads, spec)
-    if bias is not None:
-        if spec.activation != "sigmoid":
-            raise ValueError(
-                "sigmoid_bias is given but activation is 'softmax', which it would not change; drop it."
-            )
-        bias = jnp.asarray(bias, jnp.promote_types(q.dtype, jnp.float32))
-        if bias.shape not in ((), (heads,)):
-            raise ValueError(f"sigmoid_bias has shape {bias.shape}; it must be a scalar or [H] = ({heads},).")
-        bias = jnp.broadcast_to(bias, (heads,))
-    if sinks is not None and spec.activation == "sigmoid":
-        raise ValueError(
-            "sink_logits is given but activation is 'sigmoid', which has no denominator; drop it."
-        )
-    per_head = per_head._replace(sigmoid_bias=bias)
-    return PerHead(*(None if x is None else jnp.asarray(x) for x in per_head))
-
-
-def _check_array(name: str, array, axes: dict[str, int], kind, *, required: bool = False) -> None:
-    if array is None:
-        if required:
-            raise ValueError(f"{name} is None; it must be [{', '.join(axes)}] = {tuple(axes.values())}.")
-        return
-    shape, dtype = _as_array(array).shape, _as_array(array).dtype
-    if shape != tuple(axes.values()):
-        raise ValueError(
-            f"{name} has shape {shape}; it must be [{', '.join(axes)}] = {tuple(axes.values())}."
-        )
-    if not jnp.issubdtype(dtype, kind):
-        words = {jnp.floating: "floating-point", jnp.integer: "integers", jnp.bool_: "bool"}
-        raise ValueError(f"{name} is {dtype}; it must be {words[kind]}.")
-
-
-def _as_array(array):
-    """Lists as NumPy arrays; arrays as they are."""
-    return array if hasattr(array, "dtype") else np.asarray(array)
-
-
-def _check_needs_window(name: str, array, spec: AttentionSpec) -> None:
-    if array is not None and spec.window is None:
-        raise ValueError(f"{name} is given but spec.window is None, so every row is full already; drop it.")
-
-
-def _checked_packing(q, k, spec: AttentionSpec, packing: Packing) -> Packing:
-    """The options as they are, but for `full_from`, which may be a list."""
-    batch, q_length, kv_length = q.shape[0], q.shape[1], k.shape[1]
-    for name, array in packing._asdict().items():
-        if name != "full_from":
-            length = {"T": q_length} if name.startswith("q_") else {"S": kv_length}
-            _check_array(name, array, {"B": batch} | length, jnp.integer)
-    if packing.q_segment_ids is None and packing.kv_segment_ids is not None:
-        raise ValueError("kv_segment_ids is given without q_segment_ids; give both.")
-    if packing.q_segment_ids is not None and packing.kv_segment_ids is None and q_length != kv_length:
-        raise ValueError(
-            f"q_segment_ids is given without kv_segment_ids, but there are {q_length} queries and {kv_length} keys; "
-            "give both."
-        )
-    if packing.full_from is None:
-        return packing
-    full_from = _as_array(packing.full_from)
-    _check_full_from(full_from, batch, spec, packing.q_segment_ids)
-    return packing._replace(full_from=full_from)
-
-
-def _check_full_from(full_from, batch: int, spec: AttentionSpec, q_segment_ids) -> None:
-    shape = full_from.shape
-    columns = shape[1] if len(shape) == 2 else 1
-    if len(shape) not in (1, 2) or shape[0] != batch or columns == 0:
-        raise ValueError(f"full_from has shape {shape}; it must be [B] or [B, segments] with B = {batch}.")
-    if not jnp.issubdtype(full_from.dtype, jnp.integer):
-        raise ValueError(f"full_from is {full_from.dtype}; it must be integers.")
-    _check_needs_window("full_from", full_from, spec)
-    if q_segment_ids is None:
-        if columns > 1:
-            raise ValueError(
-                f"full_from has {columns} columns but no q_segment_ids say which rows they are for."
-            )
-    elif not isinstance(q_segment_ids, jax.core.Tracer):
-        ids = np.asarray(q_segment_ids)
-        largest, smallest = ids.max(), ids.min()
-        if largest > columns or smallest < 0:
-            raise ValueError(
-                f"q_segment_ids run from {smallest} to {largest} but full_from has {columns} column(s), for ids 1 to "
-                f"{columns}; packed rows need full_from [B, segments]."
-            )
 
 
 @jax.custom_vjp

@@ -17,6 +17,7 @@ waits for memory: about 3 to 9 % of the window kernels.
 import dataclasses
 import inspect
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -27,7 +28,7 @@ import numpy as np
 
 from pallas_kernels import api
 from pallas_kernels.blocks import Tiles, backward_tiles, device_kind, preferring
-from pallas_kernels.schedule import bounds_of
+from pallas_kernels.schedule import bounds_of, fully_visible, visited
 from pallas_kernels.spec import ArgumentError, AttentionSpec, Coordinates, coordinates
 from pallas_kernels.tpu import passes as tpu_passes
 from pallas_kernels.tpu.decode import choose_steps
@@ -54,17 +55,19 @@ def window_backward(packed=False, cut=0, full_from=None, **shape):
     return _bench({"window": 1024} | shape, packed=packed, cut=cut, full_from=full_from, backward=True)
 
 
-def full_forward(packed=False, documents=None, **shape):
+def full_forward(packed=False, documents=None, context=None, **shape):
     """Full causal attention with lse; a window is left unread, so that every function takes the same arguments.
 
-    `packed` adds segment ids, of one document a row, and `documents` those of documents of so many tokens.
+    `packed` adds segment ids, of one document a row, and `documents` those of documents of so many tokens. With
+    `context`, the queries are those of the first of so many devices that share a row in zig-zag order.
     """
-    return _bench(shape | {"window": None}, packed=packed or documents is not None)
+    return _bench(shape | {"window": None}, packed=packed or documents is not None, context=context)
 
 
-def full_backward(packed=False, documents=None, **shape):
-    """dq, dk and dv of full causal attention; a window is left unread."""
-    return _bench(shape | {"window": None}, packed=packed or documents is not None, backward=True)
+def full_backward(packed=False, documents=None, context=None, **shape):
+    """dq, dk and dv of full causal attention; a window is left unread. `context` as in `full_forward`."""
+    packed = packed or documents is not None
+    return _bench(shape | {"window": None}, packed=packed, context=context, backward=True)
 
 
 def sigmoid_forward(**shape):
@@ -82,10 +85,13 @@ def head_hybrid_forward(rho=0.75, **shape):
     return _bench({"window": 1024, "H": 8, "K": 8} | shape, rho=rho)
 
 
-def routed_forward(packed=False, documents=None, **shape):
-    """SwiAttn's two branches with their lse; the gate chooses between them afterwards, so its ratio does not matter."""
+def routed_forward(packed=False, documents=None, context=None, **shape):
+    """SwiAttn's two branches with their lse; the gate chooses between them afterwards, so its ratio does not matter.
+
+    `context` as in `full_forward`.
+    """
     shape = {"window": 1024, "T": 8192} | shape
-    return _bench(shape, packed=packed or documents is not None, branches=True)
+    return _bench(shape, packed=packed or documents is not None, context=context, branches=True)
 
 
 def routed_backward(ratio=0.13, **shape):
@@ -143,9 +149,10 @@ class Executions(NamedTuple):
     heads: int  # of a launch whose grid takes their number from data; the rest runs once a step of the grid
 
 
-def scalars_are_zero(name: str, packed=False, documents=None, **shape) -> bool:
+def scalars_are_zero(name: str, packed=False, documents=None, context=None, **shape) -> bool:
     """Whether scalar memory holds zeros only, as simulators read it: that is how a row of one document is told."""
-    return bool(packed) and documents is None and name.startswith(("full", "routed_forward"))
+    one_document = bool(packed) and documents is None and context is None
+    return one_document and name.startswith(("full", "routed_forward"))
 
 
 def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
@@ -154,7 +161,7 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
     Args:
       kind: the kind of device, whose tiles they have.
     """
-    backward = name.endswith("_backward")
+    backward, context = name.endswith("_backward"), shape.pop("context", None)
     if name.startswith("routed"):
         return {}  # the gates decide
     if name == "decode":
@@ -169,7 +176,9 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
     window = {"window": None} if name.startswith("full") else {}
     H, K, T, D, dtype, spec, tiles = _read({"window": 1024} | defaults | shape | window)
     ids = segment_ids(T, documents) if packed or documents is not None else None
-    where = coordinates(T, T, q_segment_ids=ids)
+    places = {} if context is None else places_in_row(T, context)
+    queries = ids if ids is None or context is None else ids[:, : T // context]
+    where = coordinates(T // (context or 1), T, q_segment_ids=queries, kv_segment_ids=ids, **places)
     call = _call(kind, spec, where, D, dtype, tiles, alone=not hybrid)
     windowed_heads = H if rho is None else round(rho * K) * H // K
     counts = {}
@@ -210,7 +219,7 @@ def _decoding(
 
 def _scheduled(call: Call, where: Coordinates, heads: int, backward: bool) -> dict[str, Executions]:
     if not has_default_positions(call, where):
-        return {}  # a list made at run time decides
+        return _listed(call, where, heads, backward)
     block, num_blocks = call.tiles.q_block, where.q_order.shape[1] // call.tiles.q_block
     runs: Counter[int] = Counter()  # of the bodies, by the pairs of tokens that they compute, mask included
     packed = None if where.q_seg is None else documents_of(where, block)
@@ -249,6 +258,17 @@ def _scheduled(call: Call, where: Coordinates, heads: int, backward: bool) -> di
     return {kernel: Executions(bodies, heads * num_blocks, heads)}
 
 
+def _listed(call: Call, where: Coordinates, heads: int, backward: bool) -> dict[str, Executions]:
+    """Of a walk over a list of pairs, which is made here as it is when the program runs."""
+    blocks = call.tiles.q_block, call.tiles.kv_block
+    if call.spec.window is not None or where.kv_order.shape[1] % math.lcm(*blocks):
+        return {}
+    seen, throughout = (np.asarray(f(call.spec, where, *blocks)) for f in (visited, fully_visible))
+    bodies = int((seen & ~throughout).sum()), int((seen & throughout).sum())
+    kernel = "scheduled_backward" if backward else "scheduled_forward"
+    return {kernel: Executions(tuple(heads * runs for runs in bodies), heads * len(seen), heads)}
+
+
 def _pairs(call: Call, size: int, distance: int) -> int:
     """The pairs of tokens that are seen of two blocks so many blocks apart, documents aside."""
     least, greatest, _ = bounds_of(call.spec)
@@ -263,6 +283,13 @@ def segment_ids(T: int, documents: int | None) -> np.ndarray:
     return (1 + (np.arange(T, dtype=np.int32)[None] + start) // (documents or T)).astype(np.int32)
 
 
+def places_in_row(T: int, context: int) -> dict[str, np.ndarray]:
+    """Where the tokens of the first of `context` devices lie in a row of T, and all keys: zig-zag order, [1, ..]."""
+    chunks = np.arange(T, dtype=np.int32).reshape(2 * context, -1)
+    held = np.stack([chunks[:context], chunks[context:][::-1]], axis=1).reshape(1, -1)
+    return {"q_positions": held[:, : T // context], "kv_positions": held}
+
+
 def _call(
     kind: str,
     spec: AttentionSpec,
@@ -275,7 +302,7 @@ def _call(
     has_slopes=False,
 ) -> Call:
     """The call as `tpu` makes it; `alone`: no second launch serves full heads."""
-    T = where.q_pos.shape[1]
+    T = where.kv_pos.shape[1]
     call = tpu_passes.make_call(spec, where, D, dtype, has_slopes=has_slopes, has_bias=False, kind=kind)
     if not branches:
         call = tpu_passes.attention_call(call, where, D, not alone, kind)
@@ -295,21 +322,31 @@ def _bench(
     packed=False,
     cut=0,
     full_from=None,
+    context=None,
     backward=False,
     activation="softmax",
     rho=None,
     branches=False,
 ):
     H, K, T, D, dtype, spec, tiles = _read(shape, activation)
-    q = jax.ShapeDtypeStruct((1, H, T, D), dtype)
+    q_length = T // (context or 1)
+    q = jax.ShapeDtypeStruct((1, H, q_length, D), dtype)
     kv = jax.ShapeDtypeStruct((1, K, T, D), dtype)
     head_bias = jax.ShapeDtypeStruct((2, H), jnp.float32)
-    row = jax.ShapeDtypeStruct((1, H, 8 if backward else 1, T), jnp.float32)
+    row = jax.ShapeDtypeStruct((1, H, 8 if backward else 1, q_length), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
+    places = {}
+    if context is not None:
+        places = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in places_in_row(T, context).items()
+        }
 
-    def function(q, k, v, head_bias, ids, *cotangents):
+    def function(q, k, v, head_bias, ids, places, *cotangents):
         full = None if full_from is None else jnp.full((1, 1), full_from) + ids[:, :1]
-        where = coordinates(T, T, q_segment_ids=ids if packed else None, full_from=full)
+        kv_ids = ids if packed else None
+        q_ids = ids[:, :q_length] if packed and context else kv_ids
+        options = places | {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids, "full_from": full}
+        where = coordinates(q_length, T, **options)
         alone, has_slopes = rho is None, activation == "sigmoid"
         call = _call(device_kind(), spec, where, D, dtype, tiles, alone, branches, has_slopes)
         call = dataclasses.replace(call, zero_cut=cut)
@@ -323,7 +360,7 @@ def _bench(
             return tpu_passes.backward(call, q, k, v, head_bias, where, full_heads, dout, statistics)
 
     cotangents = ((q, row) if activation == "softmax" else (q,)) if backward else ()
-    return function, (q, kv, kv, head_bias, ids, *cotangents)
+    return function, (q, kv, kv, head_bias, ids, places, *cotangents)
 
 
 def _own_row(call: Call, D: int) -> list[dict]:

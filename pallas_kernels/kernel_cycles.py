@@ -22,6 +22,7 @@ class Call(NamedTuple):
     Attributes:
       function: of `pallas_kernels.bench`.
       packed: whether segment ids are given.
+      group: query heads of a KV head.
     """
 
     chip: str
@@ -29,6 +30,7 @@ class Call(NamedTuple):
     head_dim: int
     packed: bool = False
     num_sink_tokens: int = 0
+    group: int = 1
 
 
 class Cost(NamedTuple):
@@ -41,17 +43,27 @@ class Cost(NamedTuple):
 def find_cost(call: Call, window: int | None, rows: Sequence[Row] | None = None) -> Cost | None:
     """The cost of a call by the table; None where it has no row for it.
 
-    Cycles grow linearly with the window, and are interpolated so. Below the smallest window of the table they are
-    that one's, which is too much rather than too little; above the largest they grow with the keys.
+    Rows with fewer query heads a KV head stand in for the call, and rows without segment ids for one that has them; of
+    these, the table's nearest are taken. Cycles grow linearly with the window, and are interpolated so. Below the
+    smallest window of the table they are that one's, which is too much rather than too little; above the largest they
+    grow with the keys.
 
     Args:
       window: visible keys; None is full attention.
     """
     rows = read_table() if rows is None else rows
-    found = sorted(
-        (row for row in rows if all(row[name] == value for name, value in call._asdict().items())),
-        key=lambda row: row["window"] or 0,
-    )
+    alike = [
+        row
+        for row in rows
+        if all(
+            row[name] == value for name, value in call._asdict().items() if name not in ("packed", "group")
+        )
+        and row["packed"] <= call.packed
+        and row["group"] <= call.group
+    ]
+    nearest = max(((row["group"], row["packed"]) for row in alike), default=None)
+    found = [row for row in alike if (row["group"], row["packed"]) == nearest]
+    found.sort(key=lambda row: row["window"] or 0)
     if window is None or not found or found[0]["window"] is None:
         same = [row for row in found if row["window"] is None]
         return Cost(same[0]["cycles"], same[0]["length"]) if same else None

@@ -6,6 +6,7 @@ over both follows exactly from the softmax over each and its lse; sigmoid parts 
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -73,16 +74,17 @@ def mix(gate, window, window_lse, full, full_lse, sink_logits) -> tuple[jax.Arra
     return share * full + (1 - share) * window, jnp.square(full - window).mean(axis=(2, 3))
 
 
-def merge(out_a, lse_a, out_b, lse_b):
-    """Softmax over the union of two disjoint key sets from the softmax over each."""
+def merge(out_a, lse_a, out_b, lse_b, base: Literal["e", 2] = "e"):
+    """Softmax over the union of two disjoint key sets from the softmax over each; lse is to this base."""
+    exp, log = (jnp.exp, jnp.log) if base == "e" else (jnp.exp2, jnp.log2)
     top = lax.stop_gradient(jnp.maximum(lse_a, lse_b))
     top = jnp.where(top == -jnp.inf, 0, top)
-    part_a, part_b = jnp.exp(lse_a - top), jnp.exp(lse_b - top)
+    part_a, part_b = exp(lse_a - top), exp(lse_b - top)
     total = part_a + part_b
     sees_any = total != 0  # NaN is not to be hidden
     total = jnp.where(sees_any, total, 1)
     out = out_a * (part_a / total)[..., None] + out_b * (part_b / total)[..., None]
-    return out, jnp.where(sees_any, top + jnp.log(total), -jnp.inf)
+    return out, jnp.where(sees_any, top + log(total), -jnp.inf)
 
 
 def join_sinks(out, lse, sink_logits):

@@ -34,6 +34,7 @@ from jax import lax
 from pallas_kernels import parts
 from pallas_kernels.blocks import platform
 from pallas_kernels.nonfinite import finite, taint
+from pallas_kernels.ring import Ring, attend_to_all, gradients_of_all
 from pallas_kernels.schedule import make_schedule
 from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead, visible
 
@@ -45,9 +46,11 @@ def attention(
     spec: AttentionSpec,
     where: Coordinates,
     per_head: PerHead,
+    ring: Ring | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns out [B, T, H, D] and lse [B, T, H] (None for sigmoid), both in float32 or wider."""
-    out, lse = _by_kv_head(q, k, v, per_head, where, _Static.choose(spec, q, k, per_head.full_heads))
+    static = _Static.choose(spec, q, k, per_head.full_heads, ring)
+    out, lse = _by_kv_head(q, k, v, per_head, where, static)
     return parts.join_sinks(out, lse, per_head.sink_logits)
 
 
@@ -61,9 +64,10 @@ def routed_attention(
     per_head: PerHead,
     *,
     inference: bool = False,
+    ring: Ring | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns gate * O_full + (1 - gate) * O_window and the branch disagreement [B, T]; see `parts.route`."""
-    static = _Static.choose(spec, q, k, per_head.full_heads)
+    static = _Static.choose(spec, q, k, per_head.full_heads, ring)
 
     def part(q, where, outside):
         return _by_kv_head(q, k, v, per_head, where, dataclasses.replace(static, outside=outside))
@@ -97,14 +101,15 @@ class _Static:
     spec: AttentionSpec
     q_block: int
     kv_block: int
+    ring: Ring | None = None
     outside: bool = False  # attend to what `spec` does *not* see of the keys that full attention would
 
     @classmethod
-    def choose(cls, spec: AttentionSpec, q, k, full_heads) -> "_Static":
+    def choose(cls, spec: AttentionSpec, q, k, full_heads, ring: Ring | None) -> "_Static":
         batch, q_length, heads, _ = q.shape
         if full_heads is not None:
             heads //= full_heads.shape[0]
-        return cls(spec, *attention_blocks(batch * heads, spec.window, q_length, k.shape[1]))
+        return cls(spec, *attention_blocks(batch * heads, spec.window, q_length, k.shape[1]), ring)
 
 
 def attention_blocks(rows: int, window: int | None, q_length: int, kv_length: int) -> tuple[int, int]:
@@ -159,16 +164,31 @@ def _by_kv_head(q, k, v, per_head: PerHead, where: Coordinates, static: _Static)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _flash(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates):
     """The core: out [B, T, H, D] and lse [B, T, H] (None for sigmoid) in the accumulation dtype."""
-    return _forward(static, q, k, v, bias, where)
+    return _flash_fwd(static, q, k, v, bias, where)[0]
 
 
 def _flash_fwd(static, q, k, v, bias, where):
-    out, lse = parts.named(*_forward(static, q, k, v, bias, where))
+    def attend(keys, where, results, last):
+        k, v = keys
+        out, lse = _forward(static, q, k, v, bias, where)
+        if not results:
+            return out, lse
+        out_so_far, lse_so_far = results
+        return (out_so_far + out, None) if lse is None else parts.merge(out_so_far, lse_so_far, out, lse)
+
+    out, lse = parts.named(*attend_to_all(static.ring, (k, v), where, attend))
     return (out, lse), (q, k, v, bias, where, out, lse)
 
 
 def _flash_bwd(static, saved, cotangents):
-    return (*_backward(static, *saved, *cotangents), None)
+    (q, k, v, bias, where, out, lse), (dout, dlse) = saved, cotangents
+
+    def backward(keys, where):
+        k, v = keys
+        return _backward(static, q, k, v, bias, where, out, lse, dout, dlse)
+
+    dq, dk, dv, dbias = gradients_of_all(static.ring, (k, v), where, backward)
+    return dq.astype(q.dtype), dk, dv, dbias, None
 
 
 _flash.defvjp(_flash_fwd, _flash_bwd)

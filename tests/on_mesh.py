@@ -1,4 +1,4 @@
-"""Run by test_sharding in a process with eight devices: `python -m tests.on_mesh small|attention|training|selection`.
+"""Run by test_sharding in a process with eight devices: `python -m tests.on_mesh CHECK`, a name in the last lines.
 
 Every mesh gives what one device gives: attention with its gradients, the losses and gradients of twenty steps, and
 what NLL-guided selection says of each layer. `small` is the least that meets every kind of exchange between devices.
@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels import AttentionSpec, alibi_slopes
+from pallas_kernels import AttentionSpec, alibi_slopes, ring
 from pallas_kernels.spec import Packing, PerHead, segment_positions
 from swa_jax.evaluate import Example
 from swa_jax.families.pattern_files import load_pattern
@@ -80,7 +80,8 @@ def attend(q, k, v, spec, options, partition, implementation=None):
     return there(out), there(disagreement)
 
 
-def check_attention() -> None:
+def check_attention(implementation: str | None = None, among: tuple[str, ...] | None = None) -> None:
+    """On the meshes by `implementation`; of the cases in `among` on the last mesh alone."""
     rng = np.random.default_rng(0)
     heads, kv_heads, size = 4, 2, 8
     q, k, v = (
@@ -110,14 +111,22 @@ def check_attention() -> None:
             AttentionSpec(window=5, activation="sigmoid"),
             packed | {"alibi_slopes": alibi_slopes(2, 2)},
         ),
+        "sigmoid, head hybrid": (
+            AttentionSpec(window=5, activation="sigmoid"),
+            packed | full_heads | {"alibi_slopes": alibi_slopes(2, 2), "sigmoid_bias": jnp.full(4, -1.0)},
+        ),
+        "sigmoid, routed": (AttentionSpec(window=5, activation="sigmoid"), packed | gate),
     }
     partitions = [None, *(Partition(make_mesh(MESHES[name])) for name in ("1x1x8x1", "1x2x2x2"))]
     partitions += [Partition(make_mesh(MeshConfig(1, 2, 4, 1)), zigzag=True)]
+    if among is not None:
+        cases, partitions = {name: cases[name] for name in among}, [None, partitions[-1]]
     for name, (spec, options) in cases.items():
         real = (PACKED > 0)[:, :, None, None] if "segment_ids" in options else 1
 
         def loss(q, k, v, partition, spec=spec, options=options, real=real):
-            out, disagreement = attend(q, k, v, spec, options, partition)
+            here = None if partition is None else implementation
+            out, disagreement = attend(q, k, v, spec, options, partition, here)
             return jnp.sum(jnp.sin(out * real)) + jnp.sum(
                 disagreement * jnp.cos(jnp.arange(LENGTH))
             ), out * real
@@ -128,6 +137,32 @@ def check_attention() -> None:
             (_, expected), expected_gradients = results[0]
             assert_close({name: out}, {name: expected}, "float32")
             assert_close({name: gradients}, {name: expected_gradients}, "float32", gradient=True)
+
+
+def check_ring(implementation: str, among: tuple[str, ...] | None = None) -> None:
+    """Keys that go round, as those of long rows do; `among` the cases of `check_attention`."""
+    gathered = ring.LONGEST_GATHERED
+    ring.LONGEST_GATHERED = 0
+    try:
+        check_attention(implementation, among)
+    finally:
+        ring.LONGEST_GATHERED = gathered
+
+
+def check_whole_rings() -> None:
+    for implementation in ("xla", "tpu"):
+        check_ring(
+            implementation,
+            (
+                "full",
+                "full, packed",
+                "full-attention decode",
+                "head hybrid",
+                "routed",
+                "sigmoid, head hybrid",
+                "sigmoid, routed",
+            ),
+        )
 
 
 def check_draws() -> None:
@@ -149,6 +184,8 @@ def check_draws() -> None:
 def check_small() -> None:
     """The tokens, heads and vocabulary of one row over eight devices: forward attention, and a loss with gradients."""
     check_draws()
+    check_ring("tpu", ("routed",))
+    check_ring("xla", ("full, packed",))
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, LENGTH, h, 8)), jnp.float32) for h in (4, 2, 2))
     ids = {"segment_ids": jnp.asarray(PACKED[1:3])}
@@ -388,6 +425,7 @@ if __name__ == "__main__":
     checks = {
         "small": check_small,
         "attention": check_attention,
+        "ring": check_whole_rings,
         "training": check_training,
         "selection": check_selection,
     }

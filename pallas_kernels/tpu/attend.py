@@ -7,12 +7,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.blocks import device_kind
 from pallas_kernels.parts import named, natural_lse, vary_alike
+from pallas_kernels.ring import Ring, attend_to_all, gradients_of_all, one_part
 from pallas_kernels.spec import Coordinates, PerHead
 from pallas_kernels.tpu.passes import (
     attention_call,
     backward,
     forward,
     head_major,
+    in_parts,
     pack_statistics,
     pad_coordinates,
     stack_head_bias,
@@ -28,45 +30,65 @@ def attend(
     v: jax.Array,  # [B, S, K, D]
     where: Coordinates,
     per_head: PerHead,
+    ring: Ring | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Out [B, T, H, D] in q's dtype and lse [B, T, H] f32 (None for sigmoid), sink logits left out."""
     _, length, heads, head_dim = q.shape
-    call = attention_call(call, where, head_dim, per_head.full_heads is not None, device_kind())
+    some_full = per_head.full_heads is not None
+    call = attention_call(call, one_part(ring, where), head_dim, some_full, device_kind())
     q = q * jnp.asarray(call.query_factor, q.dtype)
     arguments = (
         head_major(q, call.tiles.q_block),
         head_major(k, call.tiles.kv_block),
         head_major(v, call.tiles.kv_block),
         stack_head_bias(heads, per_head),
-        pad_coordinates(where, call.tiles),
+        where,
         per_head.full_heads,
     )
-    out, lse = _core(call, *vary_alike(arguments))
+    out, lse = _core(call, ring, *vary_alike(arguments))
     return token_major(out, length), None if lse is None else lse[:, :, 0, :length].transpose(0, 2, 1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _core(call: Call, q, k, v, head_bias, where: Coordinates, full_heads):
-    return _core_fwd(call, q, k, v, head_bias, where, full_heads)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _core(call: Call, ring: Ring | None, q, k, v, head_bias, where: Coordinates, full_heads):
+    return _core_fwd(call, ring, q, k, v, head_bias, where, full_heads)[0]
 
 
-def _core_fwd(call, *arguments):
-    out, lse = named(*forward(call, *arguments))
-    return (out, natural_lse(lse)), (*arguments, out, lse)
+def _core_fwd(call, ring, q, k, v, head_bias, where, full_heads):
+    out, lse = named(*forward_to_all(call, ring, q, k, v, head_bias, where, full_heads))
+    return (out, natural_lse(lse)), (q, k, v, head_bias, where, full_heads, out, lse)
 
 
-def _core_bwd(call, saved, cotangents):
+def forward_to_all(
+    call: Call, ring: Ring | None, q, k, v, head_bias, where: Coordinates, full_heads
+) -> tuple[jax.Array, ...]:
+    """`passes.forward` over the keys of all devices of a ring; `where` is not padded."""
+
+    def attend(keys, where, results, last):
+        (k, v), here = keys, call if last else in_parts(call)
+        where = pad_coordinates(where, call.tiles)
+        return forward(here, q, k, v, head_bias, where, full_heads, initial=results)
+
+    return attend_to_all(ring, (k, v), where, attend)
+
+
+def _core_bwd(call, ring, saved, cotangents):
     q, k, v, head_bias, where, full_heads, out, lse = saved
     dout, dlse = cotangents
     statistics = None
     if lse is not None:
         delta = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)[:, :, None] - dlse
         statistics = pack_statistics(lse, delta)
-    dq, dk, dv, *dbias = backward(call, q, k, v, head_bias, where, full_heads, dout, statistics)
+
+    def of_part(keys, where):
+        (k, v), where = keys, pad_coordinates(where, call.tiles)
+        return backward(call, q, k, v, head_bias, where, full_heads, dout, statistics)
+
+    dq, dk, dv, *dbias = gradients_of_all(ring, (k, v), where, of_part)
     dhead_bias = jnp.zeros_like(head_bias)
     if dbias:
         dhead_bias = dhead_bias.at[1].set(dbias[0].sum(axis=(0, 2, 3)))
-    return dq, dk, dv, dhead_bias, None, None
+    return dq.astype(q.dtype), dk, dv, dhead_bias, None, None
 
 
 _core.defvjp(_core_fwd, _core_bwd)

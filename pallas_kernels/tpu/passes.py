@@ -102,14 +102,23 @@ def token_major(x: jax.Array, length: int) -> jax.Array:
 
 
 def pad_coordinates(where: Coordinates, tiles: Tiles) -> Coordinates:
-    return Coordinates(
+    return pad_keys(pad_queries(where, tiles), tiles)
+
+
+def pad_queries(where: Coordinates, tiles: Tiles) -> Coordinates:
+    return where._replace(
         q_pos=pad(where.q_pos, tiles.q_block, 1, -1),
-        kv_pos=pad(where.kv_pos, tiles.kv_block, 1, -1),
         q_order=pad(where.q_order, tiles.q_block, 1, -1),
-        kv_order=pad(where.kv_order, tiles.kv_block, 1, -1),
         q_seg=pad(where.q_seg, tiles.q_block, 1, 0),
-        kv_seg=pad(where.kv_seg, tiles.kv_block, 1, 0),
         full_rows=pad(where.full_rows, tiles.q_block, 1, False),
+    )
+
+
+def pad_keys(where: Coordinates, tiles: Tiles) -> Coordinates:
+    return where._replace(
+        kv_pos=pad(where.kv_pos, tiles.kv_block, 1, -1),
+        kv_order=pad(where.kv_order, tiles.kv_block, 1, -1),
+        kv_seg=pad(where.kv_seg, tiles.kv_block, 1, 0),
     )
 
 

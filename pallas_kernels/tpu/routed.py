@@ -19,8 +19,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import device_kind
-from pallas_kernels.parts import members, mix, named, natural_lse, route, vary_alike
+from pallas_kernels.blocks import Tiles, device_kind
+from pallas_kernels.parts import members, merge, mix, named, natural_lse, route, vary_alike
+from pallas_kernels.ring import Ring, attend_to_all, gradients_of_all, one_part
 from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.attend import attend
 from pallas_kernels.tpu.passes import (
@@ -31,7 +32,8 @@ from pallas_kernels.tpu.passes import (
     head_major,
     pack_statistics,
     pad,
-    pad_coordinates,
+    pad_keys,
+    pad_queries,
     stack_head_bias,
     token_major,
     with_own_tiles,
@@ -57,6 +59,7 @@ def routed_attention(
     per_head: PerHead,
     *,
     inference: bool = False,
+    ring: Ring | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns gate * O_full + (1 - gate) * O_window [B, T, H, D] f32 and the branch disagreement [B, T] f32.
 
@@ -65,12 +68,12 @@ def routed_attention(
         gate.
     """
     if not inference:
-        return mix(gate, *two_branches(q, k, v, spec, where, per_head), per_head.sink_logits)
-    call = call_of(q, spec, where, per_head)
+        return mix(gate, *two_branches(q, k, v, spec, where, per_head, ring), per_head.sink_logits)
+    call = call_of(q, spec, one_part(ring, where), per_head)
 
     def part(q, where, outside):
         here = dataclasses.replace(call, outside=outside, indexed=call.indexed and not outside, in_parts=True)
-        return attend(here, q, k, v, where, per_head)
+        return attend(here, q, k, v, where, per_head, ring)
 
     return route(part, q, gate, where, per_head.sink_logits, inference=True)
 
@@ -82,31 +85,36 @@ def two_branches(
     spec: AttentionSpec,
     where: Coordinates,
     per_head: PerHead,
+    ring: Ring | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None]:
     """O_window [B, T, H, D], lse_window [B, T, H] f32, O_full, lse_full; no lse for sigmoid."""
     (_, length, heads, _), full_heads = q.shape, per_head.full_heads
-    call = call_of(q, spec, where, per_head)
+    here = one_part(ring, where)
+    call = call_of(q, spec, here, per_head)
     # The gate's gradient is a difference of the branches: large sums without a normaliser must not be rounded before.
     call = dataclasses.replace(call, in_parts=not call.softmax)
-    if full_heads is None and serves_branches(call, where, q.shape[3], k.dtype):
-        call = with_own_tiles(call, where, q.shape[3], device_kind())
+    if full_heads is None and serves_branches(call, here, q.shape[3], k.dtype):
+        call = with_own_tiles(call, here, q.shape[3], device_kind())
     q = pad(q * jnp.asarray(call.query_factor, q.dtype), call.tiles.q_block, 1, 0)
     k, v = (pad(x, call.tiles.kv_block, 1, 0) for x in (k, v))
-    where = pad_coordinates(where, call.tiles)
-    head_bias = stack_head_bias(heads, per_head)
-    results = _branches(call, *vary_alike((q, k, v, head_bias, where, full_heads)))
+    where, head_bias = pad_queries(where, call.tiles), stack_head_bias(heads, per_head)
+    results = _branches(call, ring, *vary_alike((q, k, v, head_bias, where, full_heads)))
     window, window_lse, full, full_lse = jax.tree.map(lambda x: x[:, :length], results)
     return window, window_lse, full, full_lse
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _branches(call: Call, q, k, v, head_bias, where: Coordinates, full_heads):
-    """As `two_branches`, of padded arrays and multiplied queries."""
-    return _branches_fwd(call, q, k, v, head_bias, where, full_heads)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _branches(call: Call, ring: Ring | None, q, k, v, head_bias, where: Coordinates, full_heads):
+    """As `two_branches`, of padded arrays and multiplied queries; where the keys are is not padded."""
+    return _branches_fwd(call, ring, q, k, v, head_bias, where, full_heads)[0]
 
 
-def _branches_fwd(call, q, k, v, head_bias, where: Coordinates, full_heads):
-    passes = both_branches(call, *_head_major(call, q, k, v), head_bias, where, full_heads)
+def _branches_fwd(call, ring, q, k, v, head_bias, where: Coordinates, full_heads):
+    arrays = _head_major(call, q, k, v)
+    if ring is None:
+        passes = both_branches(call, *arrays, head_bias, pad_keys(where, call.tiles), full_heads)
+    else:
+        passes = _branches_to_all(call, ring, *arrays, head_bias, where, full_heads)
 
     def rows(out, lse=None):
         return token_major(out.astype(call.result_dtype(q)), q.shape[1]), None if lse is None else lse[
@@ -128,6 +136,24 @@ def both_branches(
     window = forward(choose_kernel(in_parts, where), q, k, v, head_bias, where, full_heads)
     outside = dataclasses.replace(call, outside=True)
     return window, forward(outside, q, k, v, head_bias, where, full_heads, initial=window)
+
+
+def _branches_to_all(call: Call, ring: Ring, q, k, v, head_bias, where: Coordinates, full_heads):
+    """`both_branches` over the keys of all devices of a ring: the window's and those outside are added up apart."""
+    window_call = dataclasses.replace(call, in_parts=True)
+    outside_call = dataclasses.replace(window_call, outside=True)
+
+    def attend_both(keys, where, results, last):
+        (k, v), where = keys, pad_keys(where, call.tiles)
+        both = zip((window_call, outside_call), results, strict=True)
+        return tuple(forward(one, q, k, v, head_bias, where, full_heads, so_far) for one, so_far in both)
+
+    window, outside = attend_to_all(ring, (k, v), where, attend_both, ((), ()))
+    if not call.softmax:
+        return window, (window[0] + outside[0],)
+    (window_out, window_lse), (outside_out, outside_lse) = window, outside  # lse: [B, H, 1, T]
+    full, lse = merge(window_out, window_lse[:, :, 0], outside_out, outside_lse[:, :, 0], base=2)
+    return window, (full, lse[:, :, None])
 
 
 class _Saved(NamedTuple):
@@ -153,18 +179,21 @@ class _Cotangents(NamedTuple):
     delta: jax.Array | None  # [B, T, H] (softmax)
 
 
-def _branches_bwd(call, saved, cotangents):
+def _branches_bwd(call, ring, saved, cotangents):
     saved = _Saved(*saved)
     q, k, _, head_bias, where, *_ = saved
     joint, full = _divide(call, saved, cotangents)
     arrays = _head_major(call, q, k, saved.v)
-    run = functools.partial(_run_backward, saved, arrays[1:])
-    dq, dk, dv, *dbias = run(choose_kernel(call, where), arrays[0], where, joint)
+    run = functools.partial(_run_backward, call.tiles, ring, saved, arrays[1:])
+    dq, dk, dv, *dbias = run(choose_kernel(call, one_part(ring, where)), arrays[0], where, joint)
 
     active = jnp.any(full.out != 0, axis=(2, 3))  # [B, T]
     if full.delta is not None:
         active |= jnp.any(full.delta != 0, axis=2)
     num_active, length = active.sum(axis=1, keepdims=True), q.shape[1]
+    most = num_active.max()
+    if ring is not None:  # whose devices must go the same way
+        most = ring.greatest(most)
     outside = outside_backward_call(call)
     dq_window = token_major(dq, length)
 
@@ -191,13 +220,13 @@ def _branches_bwd(call, saved, cotangents):
         results = run_outside(length)
     else:
         run_few, run_all = (functools.partial(run_outside, size) for size in (few, length))
-        results = jax.lax.cond(num_active.max() <= few, run_few, run_all)
+        results = jax.lax.cond(most <= few, run_few, run_all)
     dq, dk_outside, dv_outside, *dbias_outside = results
     dk, dv = (token_major(a + b, k.shape[1]) for a, b in ((dk, dk_outside), (dv, dv_outside)))
     dhead_bias = jnp.zeros_like(head_bias)
     if dbias:
         dhead_bias = dhead_bias.at[1].set(dbias[0].sum(axis=(0, 2, 3)) + dbias_outside[0])
-    return dq, dk, dv, dhead_bias, None, None
+    return dq.astype(q.dtype), dk, dv, dhead_bias, None, None
 
 
 def _divide(call: Call, saved: _Saved, cotangents) -> tuple[_Cotangents, _Cotangents]:
@@ -218,17 +247,33 @@ def _divide(call: Call, saved: _Saved, cotangents) -> tuple[_Cotangents, _Cotang
 
 
 def _run_backward(
-    saved: _Saved, keys, call: Call, q, where: Coordinates, by_query: _Cotangents, num_active=None
+    tiles: Tiles,
+    ring: Ring | None,
+    saved: _Saved,
+    keys,
+    call: Call,
+    q,
+    where: Coordinates,
+    by_query: _Cotangents,
+    num_active=None,
 ):
-    """`backward` of head-major queries; `keys` are the head-major keys and values."""
+    """`backward` of head-major queries.
+
+    Args:
+      tiles: those that the keys are padded for.
+      keys: the head-major keys and values.
+    """
     statistics = None
     if by_query.lse is not None and by_query.delta is not None:
         by_head = (x.swapaxes(1, 2)[:, :, None] for x in (by_query.lse, by_query.delta))
         statistics = pack_statistics(*by_head)
     dout = head_major(by_query.out.astype(saved.q.dtype), call.tiles.q_block)
-    k, v = keys
-    heads = saved.head_bias, where, saved.full_heads
-    return backward(call, q, k, v, *heads, dout, statistics, num_active)
+
+    def of_part(keys, where):
+        (k, v), where = keys, pad_keys(where, tiles)
+        return backward(call, q, k, v, saved.head_bias, where, saved.full_heads, dout, statistics, num_active)
+
+    return gradients_of_all(ring, keys, where, of_part)
 
 
 def _gather(order: jax.Array, x: jax.Array) -> jax.Array:

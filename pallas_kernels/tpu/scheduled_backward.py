@@ -37,6 +37,7 @@ from pallas_kernels.tpu.tiles import (
     addend_at,
     batch_index,
     by_head,
+    cost_of,
     describe_tokens,
     dot,
     form_logits,
@@ -193,6 +194,7 @@ def _sweep(
         out_specs=out_specs,
         scratch=scratch,
         previous=previous,
+        cost=cost_of(call, q, k, backward=True),
     )
 
 

@@ -23,6 +23,7 @@ from pallas_kernels.tpu.tiles import (
     Heads,
     batch_index,
     by_head,
+    cost_of,
     describe_tokens,
     head_at,
     launch,
@@ -143,6 +144,7 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
         out_specs=out_specs * (2 if branches else 1),
         scratch=scratch,
         previous=previous,
+        cost=cost_of(call, q, k),
     )
 
 

@@ -290,6 +290,7 @@ def launch(
     out_specs,
     scratch=(),
     previous=(),
+    cost: pl.CostEstimate | None = None,
 ) -> tuple[jax.Array, ...]:
     """`pallas_call` as all kernels here want it.
 
@@ -297,6 +298,7 @@ def launch(
       kernel: takes the head order, then refs of scalars, inputs, outputs and scratch.
       scalars: arrays for scalar memory, which index maps get too, with the head order behind them.
       previous: results of another launch to write into, this one's heads only; each as the output it becomes.
+      cost: `cost_of` the launch.
     """
     prefetched = (*scalars, *heads.prefetched())
     given = len(prefetched) + len(inputs)
@@ -323,7 +325,26 @@ def launch(
         ),
         interpret=call.interpret,
         name=name,
+        cost_estimate=cost,
     )(*prefetched, *inputs, *previous)
+
+
+def cost_of(call: Call, q: jax.Array, k: jax.Array, *, backward: bool = False) -> pl.CostEstimate:
+    """What a pass of all heads takes, so that the compiler sends something beside it: it plans nothing beside a kernel
+    of which it does not know that it takes time.
+
+    Args:
+      q: [B, H, T, D].
+      k: [B, K, S, D].
+    """
+    batch, heads, length, head_dim = q.shape
+    kv_length, window = k.shape[2], call.spec.window
+    keys = kv_length // 2 if window is None or call.outside else min(window, kv_length)
+    pairs, products = batch * heads * length * keys, 5 if backward else 2
+    arrays = products * q.size * q.dtype.itemsize + (4 if backward else 2) * k.size * k.dtype.itemsize
+    return pl.CostEstimate(
+        flops=2 * products * pairs * head_dim, transcendentals=pairs, bytes_accessed=arrays
+    )
 
 
 def shape_like(shape: tuple[int, ...], dtype, like: jax.Array) -> jax.ShapeDtypeStruct:

@@ -27,6 +27,7 @@ from pallas_kernels.tpu.tiles import (
     Call,
     Heads,
     by_head,
+    cost_of,
     head_at,
     launch,
     shape_like,
@@ -108,6 +109,7 @@ def window_backward(
         scratch=_scratch(call, segments is not None, head_dim, q.dtype, k.dtype)
         + room_for_copies(call, copied, k),
         previous=previous,
+        cost=cost_of(call, q, k, backward=True),
     )
     if not call.spec.num_sink_tokens:
         return results

@@ -18,7 +18,18 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.packed_sinks import documents_copied, gather_sinks, room_for_copies, sink_copies
-from pallas_kernels.tpu.tiles import LANES, Call, Heads, by_head, head_at, launch, shape_like, split, take
+from pallas_kernels.tpu.tiles import (
+    LANES,
+    Call,
+    Heads,
+    by_head,
+    cost_of,
+    head_at,
+    launch,
+    shape_like,
+    split,
+    take,
+)
 from pallas_kernels.tpu.window import (
     Cut,
     Ref,
@@ -110,6 +121,7 @@ def window_forward(
             *room_for_copies(call, copied, k),
         ],
         previous=previous,
+        cost=cost_of(call, q, k),
     )
 
 

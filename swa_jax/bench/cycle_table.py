@@ -55,7 +55,7 @@ def row_of(measurement: Measurement) -> Row:
     """The row of a measurement that has a figure, with the command that made it."""
     name, settings, cycles = measurement.function, measurement.settings, measurement.kernel_cycles_per_1024
     assert cycles is not None
-    _, (q, *_) = bench.FUNCTIONS[name](**settings)  # [1, H, T, D]; nothing is computed
+    _, (q, k, *_) = bench.FUNCTIONS[name](**settings)  # [1, H, T, D], [1, K, T, D]; nothing is computed
     options = "".join(f" --set {key}={json.dumps(value)}" for key, value in settings.items())
     kernels = [op for op in measurement.ops if op.name in measurement.kernels]
     return {
@@ -65,6 +65,7 @@ def row_of(measurement: Measurement) -> Row:
         "window": None if name.startswith("full") else settings.get("window", 1024),
         "packed": bool(settings.get("packed", False)),
         "num_sink_tokens": settings.get("num_sink_tokens", 0),
+        "group": q.shape[1] // k.shape[1],
         "length": q.shape[-2],
         "cycles": round(cycles, 1),
         "how": ", ".join(sorted({op.source for op in kernels})),
@@ -78,7 +79,7 @@ def write_row(file: Path, measurement: Measurement) -> str | None:
     if (missing := missing_figure(measurement)) is not None:
         return missing
     new = row_of(measurement)
-    key = ("chip", "function", "head_dim", "window", "packed", "num_sink_tokens")
+    key = ("chip", "function", "head_dim", "window", "packed", "num_sink_tokens", "group")
     old = read_json(file)["rows"] if file.exists() else []
     rows = [row for row in old if any(row[name] != new[name] for name in key)] + [new]
     rows.sort(key=lambda row: [row["window"] or 0 if name == "window" else row[name] for name in key])

@@ -3,8 +3,9 @@
 A device holds T / n consecutive tokens of each row, or in zig-zag order two chunks of T / 2n: `sequence_order.py`. A
 windowed layer fetches the keys that its window reaches back to from its neighbours (`ppermute`) and, for sink tokens,
 the first keys of the one document that runs into a chunk from the left, so that what it sends does not grow with T.
-Full, routed and per-head hybrid layers, and full-attention decode, gather the keys and values of the row. Both are
-exact: the queries, keys and masks are those of one device.
+In full, routed and per-head hybrid layers, and under full-attention decode, the keys and values of the row are gathered
+or go round from device to device (`pallas_kernels.ring`). All are exact: the queries, keys and masks are those of one
+device.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jax import lax
 
 from pallas_kernels import AttentionSpec
 from pallas_kernels.api import Implementation, attend, attend_routed
+from pallas_kernels.ring import Ring
 from pallas_kernels.spec import Packing, PerHead, segment_positions
 from swa_jax.model.sequence_order import Place, from_left
 from swa_jax.model.sharding import Partition
@@ -107,15 +109,24 @@ def _of_both(packing: Packing) -> Packing:
 
 
 def _attend(
-    q, k, v, per_head: PerHead, packing: Packing, gate, options: _Options
+    q, k, v, per_head: PerHead, packing: Packing, gate, options: _Options, ring: Ring | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The call on arrays that are at hand."""
+    """The call on arrays that are at hand, or on keys that go round."""
     spec, inference, implementation = options
     if gate is not None:
         return attend_routed(
-            q, k, v, gate, spec, per_head, packing, inference=inference, implementation=implementation
+            q,
+            k,
+            v,
+            gate,
+            spec,
+            per_head,
+            packing,
+            inference=inference,
+            implementation=implementation,
+            ring=ring,
         )
-    out, _ = attend(q, k, v, spec, per_head, packing, implementation=implementation)
+    out, _ = attend(q, k, v, spec, per_head, packing, implementation=implementation, ring=ring)
     return out, jnp.zeros(q.shape[:2], jnp.float32)
 
 
@@ -133,8 +144,7 @@ def _on_one_device(
     others_positions = packing.q_positions is not None and not partition.zigzag
     if reach is None or widened or others_positions or reach > place.farthest(length):
         everywhere = _packing_of_the_row(packing, k.shape, place)
-        k, v = (lax.all_gather(x, place.axis, axis=1, tiled=True) for x in (k, v))
-        return _attend(q, k, v, per_head, everywhere, gate, options)
+        return _attend(q, k, v, per_head, everywhere, gate, options, Ring(place.axis, pieces))
     ids = packing.q_segment_ids
     if ids is None:
         ids = jnp.ones(q.shape[:2], jnp.int32)

@@ -29,6 +29,7 @@ class Collective(NamedTuple):
       op_name: where in the model it comes from.
       computation: in which it is scheduled.
       start, done: the instructions that begin it and wait for its end; the same where nothing runs beside it.
+      hops: of a permutation in which all devices send equally far along one axis: how far, and in which direction.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Collective(NamedTuple):
     computation: str
     start: str
     done: str
+    hops: int = 0
 
     @property
     def asynchronous(self) -> bool:
@@ -68,6 +70,7 @@ def collectives(
                         computation.name,
                         start.name,
                         done.name,
+                        _hops(kind, axes, operation, mesh_shape),
                     )
                 )
     return found
@@ -199,6 +202,19 @@ def device_groups(attributes: str, num_devices: int) -> np.ndarray:
     if listed := re.search(r"replica_groups=\{\{(.*?)\}\}", attributes):
         return _listed(listed[1])
     return np.arange(num_devices)[None]  # no groups: all together
+
+
+def _hops(kind: str, axes: tuple[str, ...], operation: Instruction, mesh_shape: dict[str, int]) -> int:
+    if kind != "collective-permute" or len(axes) != 1 or axes[0] not in mesh_shape:
+        return 0
+    pairs = device_groups(operation.attributes, math.prod(mesh_shape.values()))
+    places = np.unravel_index(pairs, tuple(mesh_shape.values()))[
+        list(mesh_shape).index(axes[0])
+    ]  # [pairs, 2]
+    devices = mesh_shape[axes[0]]
+    shifts = set(((places[:, 1] - places[:, 0]) % devices).tolist())
+    shift = shifts.pop()
+    return 0 if shifts else shift if shift <= devices / 2 else shift - devices
 
 
 def _listed(text: str) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Seconds of attention kernels by type of layer: visible keys, at the share of the peak that the very calls reach.
 
-What a call reaches follows from its static cycles (`pallas_kernels.kernel_cycles`): by chip, pass, window, head_dim and
-packing. A call that was not measured reaches the share that `swa_jax.chips` gives its chip.
+What a call reaches follows from its static cycles (`pallas_kernels.kernel_cycles`): by chip, pass, window, head_dim,
+packing and heads of a group. A call that was not measured reaches the share that `swa_jax.chips` gives its chip.
 """
 
 from __future__ import annotations
@@ -113,11 +113,10 @@ class _Reached:
         name = f"{function} ({', '.join(words)})"
         if sigmoid and what != "window":
             return name, None
-        # Rows of training have segment ids. Where such calls were not measured, those without are near them.
-        for packed in (True, False):
-            if cost := find_cost(Call(self.name, function, D, packed, sinks), window, self.rows):
-                break
-        else:
+        group = self.model.num_attention_heads // self.model.num_key_value_heads
+        # Rows of training have segment ids.
+        cost = find_cost(Call(self.name, function, D, True, sinks, group), window, self.rows)
+        if cost is None:
             return name, None
         seen = visible_keys(np.arange(cost.length), window if what == "window" else None, sinks).mean()
         flops = 4.0 * D * float(seen) * 1024 * (BACKWARD if which == "backward" else 1)

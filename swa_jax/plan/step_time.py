@@ -136,6 +136,8 @@ def step_time(
     def transfer(send: Collective) -> float:
         if send.axes == ("slices",):
             return send.sent_bytes / chip.dcn_bytes
+        if send.hops:
+            return send.sent_bytes * abs(send.hops) / chip.link_bytes
         return send.sent_bytes / (2 * (chip.torus if send.group == in_slice else 1) * chip.link_bytes)
 
     own = timeline.work_of(program, counts, clock, passes)
@@ -179,8 +181,9 @@ def _assumptions(work: StepWork, attention: Attention) -> list[str]:
         )
     lines.append(
         f"collectives: rings in both directions, over one axis of the torus, or over all {chip.torus} where every "
-        f"device takes part, {chip.link_bytes / 1e9:.0f} GB/s a link and direction. What runs beside them is read from "
-        "the compiled schedule; 'seconds_hidden' has them run wholly beside the rest, 'seconds_shown' not at all"
+        "device takes part; shifts along an axis in one direction, link by link; "
+        f"{chip.link_bytes / 1e9:.0f} GB/s a link and direction. What runs beside them is read from the compiled "
+        "schedule; 'seconds_hidden' has them run wholly beside the rest, 'seconds_shown' not at all"
     )
     if work.slices > 1:
         lines.append(f"between slices: {8 * chip.dcn_bytes / 1e9:.0f} Gb/s a device")

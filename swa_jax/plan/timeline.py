@@ -70,8 +70,9 @@ def play(
 ) -> Elapsed:
     """A run of the program, instruction after instruction as it is scheduled.
 
-    A collective takes the links of its mesh axes, one collective at a time; between the instruction that begins it and
-    the one that needs it the device works on. Loops begin with idle links.
+    A collective takes the links of its mesh axes, one collective at a time, and a shift along an axis those in its
+    direction; between the instruction that begins it and the one that needs it the device works on. Loops begin with
+    idle links.
 
     Args:
       work: seconds of an instruction itself, without what it calls.
@@ -91,13 +92,13 @@ def play(
     def once(name: str) -> Elapsed:
         computation = program.computations[name]
         elapsed = Elapsed()
-        free: dict[str, float] = collections.defaultdict(float)  # when the links of an axis are
+        free: dict[tuple[str, int], float] = collections.defaultdict(float)  # when links are
         finished: dict[Collective, float] = {}
         for instruction in computation.instructions.values():
             for send in begins[name, instruction.name]:
-                begin = max([elapsed.total, *(free[axis] for axis in send.axes)])
+                begin = max([elapsed.total, *(free[link] for link in _links(send))])
                 finished[send] = begin + transfer(send)
-                free |= dict.fromkeys(send.axes, finished[send])
+                free |= dict.fromkeys(_links(send), finished[send])
             for send in ends[name, instruction.name]:
                 wait = finished.get(send, 0.0) - elapsed.total
                 elapsed = elapsed.plus(Elapsed(waiting=max(wait, 0.0)))
@@ -108,3 +109,9 @@ def play(
         return elapsed
 
     return run(program.entry)
+
+
+def _links(send: Collective) -> list[tuple[str, int]]:
+    """By axis and direction."""
+    directions = (1, -1) if send.hops == 0 else (1 if send.hops > 0 else -1,)
+    return [(axis, direction) for axis in send.axes for direction in directions]

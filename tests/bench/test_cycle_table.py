@@ -31,10 +31,17 @@ def test_a_row_has_the_kernels_alone_and_its_command(tmp_path):
     command = row.pop("source")
     assert row == {
         "chip": "v6e", "function": "window_backward", "head_dim": 128, "window": 512, "packed": True,
-        "num_sink_tokens": 0, "length": 4096, "cycles": 1000.0, "how": "simulated",
+        "num_sink_tokens": 0, "group": 1, "length": 4096, "cycles": 1000.0, "how": "simulated",
     }  # fmt: skip
     start = "swa-jax bench cycles window_backward --chip v6e --set T=4096 --set window=512 --set packed=true (libtpu"
     assert command.startswith(start)
+
+
+def test_a_row_says_how_many_query_heads_a_kv_head_has(tmp_path):
+    file = tmp_path / "table.json"
+    for heads in (8, 8, 2):
+        cycle_table.write_row(file, measurement(H=heads, K=2))
+    assert [row["group"] for row in json.loads(file.read_text())["rows"]] == [1, 4]
 
 
 def test_a_call_measured_again_replaces_its_row_only(tmp_path):
@@ -105,8 +112,28 @@ def test_what_was_not_measured_has_no_cost():
     assert find_cost(call, 512, []) is None
 
 
+def test_rows_of_the_nearest_call_that_is_no_faster_stand_in():
+    table = [
+        *rows((512, 2000, 8192)),
+        *rows((512, 2100, 8192), packed=True),
+        *rows((512, 1800, 8192), group=4),
+        *rows((512, 1700, 8192), group=8),
+    ]
+    call = Call("v6e", "window_forward", 128)
+    for change, cycles_ in (
+        ({}, 2000),
+        ({"packed": True}, 2100),
+        ({"group": 2, "packed": True}, 2100),
+        ({"group": 4}, 1800),
+        ({"group": 6, "packed": True}, 1800),
+        ({"group": 16}, 1700),
+    ):
+        assert find_cost(call._replace(**change), 512, table) == Cost(cycles_, 8192)
+    assert find_cost(call, 512, table[1:]) is None
+
+
 def test_the_shipped_table_can_be_read():
     for row in kernel_cycles.read_table():
         assert row["source"].startswith(f"swa-jax bench cycles {row['function']} --chip {row['chip']}")
-        call = Call(row["chip"], row["function"], row["head_dim"], row["packed"], row["num_sink_tokens"])
+        call = Call(**{name: row[name] for name in Call._fields})
         assert find_cost(call, row["window"]) == (row["cycles"], row["length"])

@@ -44,6 +44,16 @@ def test_a_fault_that_has_lost_its_place_is_named(script):
     assert "b: no tests own swa_jax/chips.py: name some in 'tests'" in wrong
 
 
+def test_a_named_test_that_make_test_leaves_out_is_named(script):
+    listed = (ROOT / "tests" / "slow_cases.txt").read_text().splitlines()[-1]
+    marked = "tests/model/test_generate.py::test_similar_calls_share_their_compilations"
+    gone = "tests/model/test_generate.py::test_that_is_gone"
+    assert script.never_runs(listed) == f"{listed} is slow: 'make test' leaves it out"
+    assert script.never_runs(marked) == f"{marked} is slow: 'make test' leaves it out"
+    assert script.never_runs(gone) == f"there is no {gone}"
+    assert script.never_runs("tests/house/test_plant_faults.py::test_every_fault_can_be_planted") == ""
+
+
 def test_the_room_of_a_file_is_the_folder_of_its_tests(script):
     def room(file):
         return script.Fault("a", "kind", file, "x", "y").room

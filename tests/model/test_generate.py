@@ -124,6 +124,13 @@ def test_stop_tokens_end_sequences_and_the_loop():
     kept = len(expected[2])
     assert np.asarray(new).tolist() == [free[2][:kept] + [NOTHING] * (NEW - kept)] * 4
     assert np.asarray(cache.lengths).tolist() == [19 + kept] * 4
+    # Where others go on, the cache of one that has stopped stays as it is.
+    batch = prepare(model, prompts, NEW)
+    logits, beside = prefill(model, batch)
+    _, beside = decode(model, batch, logits, beside, NEW, stop_tokens=stops)
+    assert beside.lengths[2] == 19 + kept < beside.lengths[3]
+    for alone, among in ((cache.k_ring, beside.k_ring), (cache.v_ring, beside.v_ring)):
+        np.testing.assert_allclose(among[:, 2], alone[:, 2], atol=1e-5)
 
 
 @pytest.mark.slow

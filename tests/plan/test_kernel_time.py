@@ -19,7 +19,14 @@ T = 4096
 
 
 def row(function, window, cycles, chip="v6e", length=T, **changes):
-    call = {"chip": chip, "function": function, "head_dim": 128, "packed": True, "num_sink_tokens": 0}
+    call = {
+        "chip": chip,
+        "function": function,
+        "head_dim": 128,
+        "packed": True,
+        "num_sink_tokens": 0,
+        "group": 1,
+    }
     return call | {"window": window, "cycles": cycles, "length": length} | changes
 
 
@@ -50,6 +57,13 @@ def test_seconds_are_the_cycles_of_the_table_by_type_of_layer():
         "window_forward (head_dim 128, window 512)", "window_backward (head_dim 128, window 512)",
         "full_forward (head_dim 128)", "full_backward (head_dim 128)", "routed_forward (head_dim 128, window 512)",
     }  # fmt: skip
+
+
+def test_query_heads_that_share_keys_take_the_row_of_such_a_group():
+    window = AttentionPattern((WINDOW,) * 4, 512)
+    table = [*TABLE, row("window_backward", 512, 3000, group=2)]
+    found = kernels("v6e", MODEL, window, np.arange(T), rows=table)  # 4 query heads over 2 KV heads
+    assert found.seconds[WINDOW].backward.sum() == pytest.approx(3000 / 1.75e9 * 4 * 4 * 4)
 
 
 def test_cores_share_the_heads():

@@ -94,6 +94,24 @@ def test_two_at_a_time_share_the_links_of_one_axis(groups, waiting):
     assert played(program(both, *lines), 4)[1] == (3, waiting)
 
 
+@pytest.mark.parametrize(
+    ("second", "hops", "waiting"),
+    [([1, 2, 3, 0], 1, 5), ([3, 0, 1, 2], -1, 1), ([2, 3, 0, 1], 2, 5), ([1, 0, 3, 2], 0, 5)],
+)
+def test_shifts_in_opposite_directions_do_not_share_links(second, hops, waiting):
+    """Each takes 4 s, beside 3 s of work in all; the first goes to the next device along `fsdp`."""
+    lines = []
+    for number, targets in enumerate(([1, 2, 3, 0], second)):
+        pairs = ",".join(f"{{{at + i},{at + target}}}" for at in (0, 4) for i, target in enumerate(targets))
+        start = f"collective-permute-start(%p), channel_id={number + 1}, source_target_pairs={{{pairs}}}"
+        lines.append(f"%s.{number} = (bf16[64]{{0}}, bf16[64]{{0}}) {start}")
+    lines.append(work("beside", 3))
+    lines += [f"%d.{number} = bf16[64]{{0}} collective-permute-done(%s.{number})" for number in range(2)]
+    sends, elapsed = played(program("", *lines), 4)
+    assert [send.hops for send in sends] == [1, hops]
+    assert elapsed == (3, waiting)
+
+
 def test_the_kernels_of_a_pass_share_its_time_by_their_runs():
     kernel = 'custom-call(%q), custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/WHERE/pallas_call"}'
     places = ("jvp()", "transpose(jvp())/rematted_computation", "transpose(jvp())")
