@@ -12,7 +12,6 @@ in that file is not tried again. The exit status is 0 if at least 95 % of the fa
 """
 
 import argparse
-import ast
 import concurrent.futures
 import dataclasses
 import fnmatch
@@ -91,31 +90,9 @@ def problems(faults: Sequence[Fault]) -> list[str]:
             found.append(f"{fault.name}: the name is not unique")
         if not fault.tests + fault.room:
             found.append(f"{fault.name}: no tests own {fault.file}: name some in 'tests'")
-        found += [f"{fault.name}: {reason}" for test in fault.tests if (reason := never_runs(test))]
+        missing = [test for test in fault.tests if not (ROOT / test.partition("::")[0]).exists()]
+        found += [f"{fault.name}: there is no {test}" for test in missing]
     return found
-
-
-def never_runs(test: str) -> str:
-    """Why `make test` does not run `test` (a folder, a file, or a test of one as pytest names it); "" if it does."""
-    file, _, case = test.partition("::")
-    if not (ROOT / file).exists():
-        return f"there is no {test}"
-    if case:
-        functions = ast.parse((ROOT / file).read_text()).body
-        name = case.partition("[")[0]
-        named = [f for f in functions if isinstance(f, ast.FunctionDef) and f.name == name]
-        if not named:
-            return f"there is no {test}"
-        marks = {ast.unparse(decorator) for decorator in named[0].decorator_list}
-        if marks & {"pytest.mark.slow", "pytest.mark.long"} or test in slow_cases():
-            return f"{test} is slow: 'make test' leaves it out"
-    return ""
-
-
-@functools.cache
-def slow_cases() -> set[str]:
-    """Tests that files name as slow or long."""
-    return {line for file in (ROOT / "tests").glob("*_cases.txt") for line in file.read_text().splitlines()}
 
 
 class Copy:

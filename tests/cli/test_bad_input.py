@@ -147,10 +147,15 @@ def test_a_run_that_goes_on_may_change_its_mesh_and_nothing_that_it_learns(file,
     shutil.copytree(run, moved)
     swa_jax.train.loop._claim(moved, load_config(TrainConfig, file, [f"output={moved}"]))
     before = (run / "config.yaml").read_text()
-    with pytest.raises(
-        ConfigError, match=f"{run} holds a run whose 'seed' differs: set 'output' to a new folder"
+    for name, change in (
+        ("seed", "seed=1"),
+        ("optimizer", "optimizer.learning_rate=0.5"),
+        ("z_loss", "z_loss=0.5"),
+        ("stages", "stages.0.steps=77"),
     ):
-        claim("seed=1", "mesh.fsdp=2")
+        sentence = f"{run} holds a run whose '{name}' differs: set 'output' to a new folder"
+        with pytest.raises(ConfigError, match=sentence):
+            claim(change, "mesh.fsdp=2")
     assert (run / "config.yaml").read_text() == before
     claim("mesh.fsdp=2", "log.every=5")
     assert load_config(TrainConfig, run / "config.yaml") == load_config(

@@ -1,5 +1,7 @@
 """scripts/plant_faults.py and its list: every fault can be planted today, and what it says of tests is so."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,14 +46,14 @@ def test_a_fault_that_has_lost_its_place_is_named(script):
     assert "b: no tests own swa_jax/chips.py: name some in 'tests'" in wrong
 
 
-def test_a_named_test_that_make_test_leaves_out_is_named(script):
-    listed = (ROOT / "tests" / "slow_cases.txt").read_text().splitlines()[-1]
-    marked = "tests/model/test_generate.py::test_similar_calls_share_their_compilations"
-    gone = "tests/model/test_generate.py::test_that_is_gone"
-    assert script.never_runs(listed) == f"{listed} is slow: 'make test' leaves it out"
-    assert script.never_runs(marked) == f"{marked} is slow: 'make test' leaves it out"
-    assert script.never_runs(gone) == f"there is no {gone}"
-    assert script.never_runs("tests/house/test_plant_faults.py::test_every_fault_can_be_planted") == ""
+@pytest.mark.slow
+def test_make_test_runs_the_tests_that_faults_name(script):
+    named = sorted({test for fault in script.read_faults() for test in fault.tests if "::" in test})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", script.MARKS]
+    done = subprocess.run([*command, *named], cwd=ROOT, capture_output=True, text=True)
+    runs = done.stdout.splitlines()
+    left_out = [test for test in named if not any(line == test or line.startswith(f"{test}[") for line in runs)]
+    assert left_out == [], done.stdout[-2000:]
 
 
 def test_the_room_of_a_file_is_the_folder_of_its_tests(script):

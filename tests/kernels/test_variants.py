@@ -77,7 +77,6 @@ SWEEP = {
     "window",
     "window-bidirectional",
     "alibi-sink-logits",
-    "sigmoid-bias",
     "full-bidirectional",
     "full-queries-and-keys-differ",
     "more-sink-tokens-than-a-block",
