@@ -6,7 +6,7 @@ missing; nothing falls back silently.
 
 import logging
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -121,10 +121,10 @@ def attend(
     per_head = checked_per_head(q, k, spec, per_head)
     packing = checked_packing(q, _kv_length(k, ring), spec, packing)
     backend = _backend("attention", q, k, spec, per_head, packing, implementation, return_lse=return_lse)
-    k, v, ring = _of_all_devices(ring, k, v, backend)
     where = coordinates(q.shape[1], _kv_length(k, ring), **packing._asdict())
+    k, v, where, options = _of_all_devices(ring, k, v, where, backend)
     q, per_head = _scaled(q, per_head, backend)
-    out, lse = backend.attention(q, k, v, spec, where, per_head, **_going_round(ring))
+    out, lse = backend.attention(q, k, v, spec, where, per_head, **options)
     return _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype), lse
 
 
@@ -200,13 +200,13 @@ def attend_routed(
     check_array("gate", gate, {"B": q.shape[0], "T": q.shape[1]}, jnp.floating, required=True)
     packing = checked_packing(q, _kv_length(k, ring), spec, packing)
     backend = _backend("routed_attention", q, k, spec, per_head, packing, implementation, inference=inference)
-    k, v, ring = _of_all_devices(ring, k, v, backend)
     where = coordinates(q.shape[1], _kv_length(k, ring), **packing._asdict())
+    k, v, where, options = _of_all_devices(ring, k, v, where, backend)
     if inference:
         q, k, v, gate = _only_forward((q, k, v, gate))
     q, per_head = _scaled(q, per_head, backend)
     out, disagreement = backend.routed_attention(
-        q, k, v, gate, spec, where, per_head, inference=inference, **_going_round(ring)
+        q, k, v, gate, spec, where, per_head, inference=inference, **options
     )
     return _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype), disagreement
 
@@ -342,21 +342,24 @@ def _backend(op: Op, q, k, spec, per_head, packing, implementation, **asked: boo
     return _IMPLEMENTATIONS[planned.implementation]
 
 
-def _of_all_devices(ring: Ring | None, k, v, backend: ModuleType) -> tuple[jax.Array, jax.Array, Ring | None]:
-    """Keys and values as the backend takes them: all of them, or those of one device and the ring they go round."""
-    if ring is None or (backend in (tpu, xla) and ring.goes_round(k)):
-        return k, v, ring
-    return ring.gather(k), ring.gather(v), None
+def _of_all_devices(
+    ring: Ring | None, k, v, where: Coordinates, backend: ModuleType
+) -> tuple[jax.Array, jax.Array, Coordinates, dict[str, Any]]:
+    """Keys, values and coordinates as the backend takes them, with options: of all devices, or of this one and the
+    ring that they go round."""
+    if ring is None:
+        return k, v, where, {}
+    if backend in (tpu, xla) and ring.goes_round(k):
+        return k, v, where, {"ring": ring}
+    k, v = ring.gather(k), ring.gather(v)
+    if not ring.by_index:
+        return k, v, where, {}
+    return k, v, ring.in_row(where), {"order": ring.order} if backend is tpu else {}
 
 
 def _kv_length(k: jax.Array, ring: Ring | None) -> int:
     """The keys of all devices."""
     return k.shape[1] * (1 if ring is None else ring.devices)
-
-
-def _going_round(ring: Ring | None) -> dict[str, Ring]:
-    """The option of the implementations that know rings."""
-    return {} if ring is None else {"ring": ring}
 
 
 def _scaled(q, per_head: PerHead, backend: ModuleType) -> tuple[jax.Array, PerHead]:

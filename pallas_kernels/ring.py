@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.spec import Coordinates
@@ -23,11 +24,68 @@ from pallas_kernels.spec import Coordinates
 LONGEST_GATHERED = 32768  # tokens of a row
 
 
+class RowOrder(NamedTuple):
+    """Which tokens of a row each of its devices holds.
+
+    Attributes:
+      zigzag: device r of n holds chunks r and 2n - 1 - r of 2n, instead of chunk r of n.
+    """
+
+    devices: int
+    zigzag: bool
+
+    @property
+    def chunks(self) -> int:
+        """Runs of consecutive tokens on a device."""
+        return 2 if self.zigzag else 1
+
+    def chunks_as_held(self) -> np.ndarray:
+        """The chunks of the row in the order in which the devices hold them, one device after the other."""
+        low = np.arange(self.devices)
+        return np.stack([low, 2 * self.devices - 1 - low], axis=1).reshape(-1) if self.zigzag else low
+
+    def tokens_as_held(self, length: int) -> np.ndarray:
+        """The same of tokens: [length] int32."""
+        return (
+            np.arange(length, dtype=np.int32)
+            .reshape(self.devices * self.chunks, -1)[self.chunks_as_held()]
+            .reshape(-1)
+        )
+
+    def held_at(self, block: jax.Array, num_blocks: int) -> jax.Array:
+        """Where a block of the row lies among those that the devices hold; a chunk has whole blocks."""
+        if not self.zigzag:
+            return block
+        chunk, within = (f(block, num_blocks // (2 * self.devices)) for f in (lax.div, lax.rem))
+        late = chunk >= self.devices
+        device = jnp.where(late, 2 * self.devices - 1 - chunk, chunk)
+        return (2 * device + late) * (num_blocks // (2 * self.devices)) + within
+
+
 class Ring(NamedTuple):
-    """The devices along an axis of the mesh, inside shard_map."""
+    """The devices along an axis of the mesh, inside shard_map.
+
+    Attributes:
+      order: of the tokens of a row over them.
+      by_index: tokens are where the order says: positions are those that the segments imply.
+    """
 
     axis: str
-    devices: int
+    order: RowOrder
+    by_index: bool = False
+
+    @property
+    def devices(self) -> int:
+        return self.order.devices
+
+    def in_row(self, where: Coordinates) -> Coordinates:
+        """The coordinates of a device's queries and of all keys, distances being measured along the row."""
+        keys = self.order.tokens_as_held(where.kv_pos.shape[1])[None]
+        length = where.q_pos.shape[1]
+        queries = lax.dynamic_slice_in_dim(
+            jnp.asarray(keys), lax.axis_index(self.axis) * length, length, axis=1
+        )
+        return where._replace(q_order=queries, kv_order=jnp.asarray(keys))
 
     def goes_round(self, keys: jax.Array) -> bool:
         """Whether the keys [B, T / devices, ..] of a row are too many to be gathered."""

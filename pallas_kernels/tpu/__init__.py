@@ -3,7 +3,7 @@
 import jax
 
 from pallas_kernels.parts import join_sinks
-from pallas_kernels.ring import Ring, one_part
+from pallas_kernels.ring import Ring, RowOrder, one_part
 from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.attend import attend
 from pallas_kernels.tpu.decode import decode_attention
@@ -21,8 +21,9 @@ def attention(
     where: Coordinates,
     per_head: PerHead,
     ring: Ring | None = None,
+    order: RowOrder | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns out [B, T, H, D] in q's dtype and lse [B, T, H] f32 (None for sigmoid)."""
-    call = call_of(q, spec, one_part(ring, where), per_head)
+    call = call_of(q, spec, one_part(ring, where), per_head, order)
     out, lse = attend(call, q, k, v, where, per_head, ring)
     return join_sinks(out, lse, per_head.sink_logits)

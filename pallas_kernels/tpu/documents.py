@@ -24,7 +24,9 @@ class Documents(NamedTuple):
     """What the scheduled kernels know of packed rows."""
 
     first_keys: jax.Array  # [B, 1, T] int32: the index of the first key that a query sees; T if none
-    table: jax.Array  # [B * rows * 2 * (1 + small blocks in a row)] int32: `first` and `clean`
+    table: (
+        jax.Array
+    )  # [B * rows * 2 * (1 + small blocks in a row)] int32: `first` and `clean`, rows as the keys lie
     per_row: int  # small blocks in a row of blocks
 
 
@@ -40,13 +42,17 @@ def small_block(block: int) -> int:
 
 def documents_of(where: Coordinates, block: int) -> Documents:
     """Packed rows as the kernels read them, `block` being that of queries and of keys."""
-    length, small = where.q_pos.shape[1], small_block(block)
-    first = jnp.where(where.q_pos < 0, length, jnp.asarray(where.q_order) - where.q_pos)  # [B, T]
+    length, small = where.kv_pos.shape[1], small_block(block)
+
+    def first_keys(position, order) -> jax.Array:
+        return jnp.where(position < 0, length, jnp.asarray(order) - position)
+
+    first = first_keys(where.kv_pos, where.kv_order)  # [B, S]: queries may be some of these tokens
     rows = first.reshape(first.shape[0], -1, block)
     blocks = rows.reshape(*rows.shape[:2], block // small, small)
     whole = _bounds(rows, block)[:, :, None]  # [B, rows, 1, 2]
     table = jnp.concatenate([whole, _bounds(blocks, small)], axis=2)
-    return Documents(first[:, None], table.reshape(-1), block // small)
+    return Documents(first_keys(where.q_pos, where.q_order)[:, None], table.reshape(-1), block // small)
 
 
 def _bounds(first: jax.Array, block: int) -> jax.Array:
@@ -60,16 +66,19 @@ def read_bounds(table, batch, row, num_rows: int, per_row: int, small=None) -> B
     return Bounds(table[at], table[at + 1])
 
 
-def in_small_blocks(table, batch, row, column, num_rows: int, per_row: int, partly, plain, attend) -> None:
+def in_small_blocks(
+    table, batch, row, entry, column, num_rows: int, per_row: int, partly, plain, attend
+) -> None:
     """Calls `attend(seen, row, column, crossed)` for the small blocks that are seen of a pair of blocks.
 
     Args:
+      entry: where the table has the row.
       partly, plain: the distances of small blocks that are seen in part, or throughout, documents aside.
     """
 
     @pl.loop(0, per_row)
     def _(i):
-        bounds, here = read_bounds(table, batch, row, num_rows, per_row, i), row * per_row + i
+        bounds, here = read_bounds(table, batch, entry, num_rows, per_row, i), row * per_row + i
 
         @pl.loop(jnp.maximum(column * per_row, bounds.first), jnp.minimum((column + 1) * per_row, here + 1))
         def _(key):

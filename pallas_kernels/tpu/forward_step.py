@@ -252,9 +252,7 @@ class Step:
         arrays = self.refs.k, self.refs.v, self.refs.kv_info
         walk, block = self.static.walk, call.tiles.kv_block
         if walk.resident or self.whole is not None:
-            at = column * block
-            if crossed:
-                at = jnp.maximum(at, 0)
+            at = self.held_at(jnp.maximum(column, 0) if crossed else column) * block
             if not walk.resident:
                 assert self.whole is not None
                 assert walk.packed is not None
@@ -263,6 +261,16 @@ class Step:
             kv_info = arrays[2].at[:, keys] if self.static.walk.is_list else None
             arrays = arrays[0].at[keys, :], arrays[1].at[keys, :], kv_info
         return _Source(call, seen, column, *arrays, crossed)
+
+    def held_at(self, column):
+        """Where the keys of a block, or of a small one, of the row lie among those at hand, in such blocks."""
+        walk = self.static.walk
+        if self.whole is None or walk.shared is None:
+            return walk.held_at(column)
+        assert walk.packed is not None
+        per_row = walk.packed.documents.per_row
+        block = lax.div(column, per_row)
+        return walk.held_at(block) * per_row + column - block * per_row
 
     def attend(self, *stages: _Stage, suspects: Sequence[_Source] = ()) -> Any:
         """Adds the keys of each stage in turn, in one pipeline, and writes what there is then.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_kind, longest_window, on_tpu
+from pallas_kernels.ring import RowOrder
 from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.packed_sinks import FEW_DOCUMENTS
 from pallas_kernels.tpu.scheduled_backward import scheduled_backward
@@ -34,26 +35,36 @@ def make_call(
     has_slopes: bool,
     has_bias: bool,
     kind: str,
+    order: RowOrder | None = None,
 ) -> Call:
     """The static side of a call on a kind of device, its kernel not yet chosen; of `where` shapes are read."""
+    lengths = where.q_pos.shape[1], where.kv_pos.shape[1]
+    tiles = choose_tiles(kind, *lengths, head_dim)
+    if order is not None:
+        chunk = lengths[0] // order.chunks
+        tiles = choose_tiles(kind, chunk, chunk, head_dim)
+        order = order if chunk % tiles.q_block == 0 else None  # chunks are whole blocks, or positions decide
     return Call(
         spec=with_scale(spec, head_dim),
-        tiles=choose_tiles(kind, where.q_pos.shape[1], where.kv_pos.shape[1], head_dim),
+        tiles=tiles,
         max_window=longest_window(kind, head_dim, dtype),
         indexed=is_indexed(where),
+        order=order,
         has_slopes=has_slopes,
         has_bias=has_bias,
         interpret=not on_tpu(),
     )
 
 
-def call_of(q: jax.Array, spec: AttentionSpec, where: Coordinates, per_head: PerHead) -> Call:
+def call_of(
+    q: jax.Array, spec: AttentionSpec, where: Coordinates, per_head: PerHead, order: RowOrder | None = None
+) -> Call:
     """`make_call` on the device that the trace is for."""
     given = {
         "has_slopes": per_head.alibi_slopes is not None,
         "has_bias": per_head.sigmoid_bias is not None,
     }
-    return make_call(spec, where, q.shape[3], q.dtype, **given, kind=device_kind())
+    return make_call(spec, where, q.shape[3], q.dtype, **given, kind=device_kind(), order=order)
 
 
 def attention_call(call: Call, where: Coordinates, head_dim: int, some_full_heads: bool, kind: str) -> Call:
@@ -84,7 +95,7 @@ def with_own_tiles(call: Call, where: Coordinates, head_dim: int, kind: str) -> 
     walk = not call.window_kernel and has_default_positions(call, where)
     if not (call.window_kernel or walk) or (walk and call.spec.num_sink_tokens):
         return call
-    length = where.q_order.shape[1]
+    length = where.q_order.shape[1] // (1 if call.order is None else call.order.chunks)
     tiles = choose_tiles(kind, length, length, head_dim, window=window, walk=walk)
     own = dataclasses.replace(call, tiles=tiles)
     # A large block would hold the sink tokens of many documents.
@@ -202,9 +213,14 @@ def in_parts(call: Call) -> Call:
     return dataclasses.replace(call, in_parts=True)
 
 
+def by_position(call: Call) -> Call:
+    """Of queries whose index says nothing."""
+    return dataclasses.replace(call, indexed=False, order=None)
+
+
 def beyond_window(call: Call) -> Call:
     """Of what full rows see beside what a window kernel has done for all rows."""
-    return dataclasses.replace(call, outside=True, indexed=False, window_kernel=False)
+    return dataclasses.replace(by_position(call), outside=True, window_kernel=False)
 
 
 def of_full_rows(where: Coordinates) -> Coordinates:

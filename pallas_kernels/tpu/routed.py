@@ -21,11 +21,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.blocks import Tiles, device_kind
 from pallas_kernels.parts import members, merge, mix, named, natural_lse, route, vary_alike
-from pallas_kernels.ring import Ring, attend_to_all, gradients_of_all, one_part
+from pallas_kernels.ring import Ring, RowOrder, attend_to_all, gradients_of_all, one_part
 from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.attend import attend
 from pallas_kernels.tpu.passes import (
     backward,
+    by_position,
     call_of,
     choose_kernel,
     forward,
@@ -60,6 +61,7 @@ def routed_attention(
     *,
     inference: bool = False,
     ring: Ring | None = None,
+    order: RowOrder | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns gate * O_full + (1 - gate) * O_window [B, T, H, D] f32 and the branch disagreement [B, T] f32.
 
@@ -68,11 +70,12 @@ def routed_attention(
         gate.
     """
     if not inference:
-        return mix(gate, *two_branches(q, k, v, spec, where, per_head, ring), per_head.sink_logits)
-    call = call_of(q, spec, one_part(ring, where), per_head)
+        return mix(gate, *two_branches(q, k, v, spec, where, per_head, ring, order), per_head.sink_logits)
+    call = call_of(q, spec, one_part(ring, where), per_head, order)
 
     def part(q, where, outside):
-        here = dataclasses.replace(call, outside=outside, indexed=call.indexed and not outside, in_parts=True)
+        here = dataclasses.replace(call, outside=outside, in_parts=True)
+        here = by_position(here) if outside else here
         return attend(here, q, k, v, where, per_head, ring)
 
     return route(part, q, gate, where, per_head.sink_logits, inference=True)
@@ -86,11 +89,12 @@ def two_branches(
     where: Coordinates,
     per_head: PerHead,
     ring: Ring | None = None,
+    order: RowOrder | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None]:
     """O_window [B, T, H, D], lse_window [B, T, H] f32, O_full, lse_full; no lse for sigmoid."""
     (_, length, heads, _), full_heads = q.shape, per_head.full_heads
     here = one_part(ring, where)
-    call = call_of(q, spec, here, per_head)
+    call = call_of(q, spec, here, per_head, order)
     # The gate's gradient is a difference of the branches: large sums without a normaliser must not be rounded before.
     call = dataclasses.replace(call, in_parts=not call.softmax)
     if full_heads is None and serves_branches(call, here, q.shape[3], k.dtype):
@@ -309,7 +313,7 @@ def outside_backward_call(call: Call) -> Call:
         q_block=math.gcd(call.tiles.q_block, _GATHERED_BLOCK),
         kv_block=math.gcd(call.tiles.kv_block, _OUTSIDE_BLOCK),
     )
-    return dataclasses.replace(call, outside=True, indexed=False, tiles=tiles)
+    return dataclasses.replace(by_position(call), outside=True, tiles=tiles)
 
 
 _branches.defvjp(_branches_fwd, _branches_bwd)

@@ -91,7 +91,9 @@ def scheduled_backward(
             kv_order=where.kv_order[:, keys],
             kv_seg=None if where.kv_seg is None else where.kv_seg[:, keys],
         )
-        walk = walk_over(dataclasses.replace(call, indexed=False), here, resident=False, flush=True)
+        walk = walk_over(
+            dataclasses.replace(call, indexed=False, order=None), here, resident=False, flush=True
+        )
         # Of what is there already, the gradients by query are in the first part of the sum.
         by_query, by_key = (previous[:1], previous[3:]), (x[:, :, keys] for x in previous[1:3])
         dq, dbias = by_query if start == 0 else jax.tree.map(jnp.zeros_like, by_query)
@@ -255,7 +257,7 @@ def _name_refs(call: Call, walk: Walk, refs) -> _Refs:
 def _kernel(call, walk, has_segments, has_full_rows, group, order, *unnamed):
     scalars, rest = split(unnamed, len(walk.scalars))
     indices = [pl.program_id(3 + i) for i in range(len(walk.grid))]
-    visit = walk.visit(indices, scalars)
+    visit = walk.in_row(walk.visit(indices, scalars), scalars)
     refs, member = _name_refs(call, walk, rest), pl.program_id(2)
     slope_and_bias = None
     if refs.head_bias is not None:
@@ -274,13 +276,14 @@ def _kernel(call, walk, has_segments, has_full_rows, group, order, *unnamed):
             refs.dbias[...] = jnp.zeros_like(refs.dbias)
 
     def attend(seen, column):
-        start = pl.multiple_of(column * call.tiles.kv_block, call.tiles.kv_block) if walk.resident else 0
+        held = walk.held_at(column)
+        start = pl.multiple_of(held * call.tiles.kv_block, call.tiles.kv_block) if walk.resident else 0
         keys = pl.ds(start, call.tiles.kv_block)
         here = refs._replace(
             k=refs.k.at[keys, :],
             v=refs.v.at[keys, :],
-            dk_acc=refs.dk_acc.at[column],
-            dv_acc=refs.dv_acc.at[column],
+            dk_acc=refs.dk_acc.at[held],
+            dv_acc=refs.dv_acc.at[held],
         )
         run(_Pair(call, here, visit.row, column, seen, slope_and_bias, here.k[...].T, key_info(keys)))
 
@@ -320,6 +323,7 @@ def _small_refs(walk: Walk, refs: _Refs, visit: Visit, row, column) -> _Refs:
 
     block = lax.div(column, per_row)
     queries, in_block = at(row - visit.row * per_row), at(column - block * per_row)
+    block, column = walk.held_at(block), walk.held_at(block) * per_row + column - block * per_row
     keys = at(column) if walk.resident else in_block
     by_token = {name: getattr(refs, name).at[queries, :] for name in ("q", "dout")}
     by_lane = ("statistics", "first_keys", "dbias", "dq_acc", "q_t", "dout_t")

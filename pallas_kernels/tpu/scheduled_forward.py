@@ -151,7 +151,7 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
 def _kernel(static, order, *unnamed):
     walk = static.walk
     scalars, rest = split(unnamed, len(walk.scalars))
-    visit = walk.visit([pl.program_id(2 + i) for i in range(len(walk.grid))], scalars)
+    visit = walk.in_row(walk.visit([pl.program_id(2 + i) for i in range(len(walk.grid))], scalars), scalars)
     refs = static.name_refs(rest)
     slope_and_bias = None
     if refs.head_bias is not None:

@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.blocks import Tiles
 from pallas_kernels.parts import LOG2E
+from pallas_kernels.ring import RowOrder
 from pallas_kernels.spec import AttentionSpec, Coordinates, visible
 
 MASKED = -1e30  # finite, so that a difference of two is no NaN
@@ -41,6 +42,7 @@ class Call:
     )
     max_window: int = 2048  # that a window kernel takes: `longest_window`
     indexed: bool = False  # query and key i are token i of each row of the batch, segments or not
+    order: RowOrder | None = None  # of a row that devices share: the queries are one device's, the keys all
     outside: bool = False  # attend to what `spec` does *not* see of the keys that full attention would
     has_slopes: bool = False
     has_bias: bool = False

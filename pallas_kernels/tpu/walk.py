@@ -1,7 +1,9 @@
 """In which order a scheduled TPU kernel visits pairs of query and KV blocks, and what hides in each pair.
 
 With default positions the pairs follow from the indices of blocks: a causal triangle, a band, or a triangle off the
-diagonal, nearest keys first; and which tiles of a pair are visible is known when tracing. In packed rows, a table says
+diagonal, nearest keys first; and which tiles of a pair are visible is known when tracing. So they do where the queries
+are the chunks of a row that one of several devices has: a list of numbers says which blocks of the row these are, and
+`Walk.held_at` where the keys of a block of the row lie. In packed rows, a table says
 from which column on that holds, and where a row's document begins (`documents`). Otherwise (given positions, full rows)
 the pairs are a list in scalar memory, made at run time; a pair that is not visible throughout is masked by the
 positions and segments of its tokens.
@@ -21,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.ring import RowOrder
 from pallas_kernels.schedule import (
     Kind,
     Visit,
@@ -62,6 +65,7 @@ class Walk(NamedTuple):
       fresh: the case of every row's first pair, where that is known.
       partly: the distances in blocks of pairs seen in part that `run` leaves to the kernel.
       packed: of packed rows with default positions.
+      shared: the order of a row that devices share, and its blocks of keys.
     """
 
     grid: tuple[Any, ...]
@@ -73,6 +77,15 @@ class Walk(NamedTuple):
     fresh: Seen = None
     partly: tuple[int, ...] = ()
     packed: "Packed | None" = None
+    shared: "Shared | None" = None
+
+    def in_row(self, visit: Visit, scalars) -> Visit:
+        """The visit, its row being that block of the row of keys."""
+        return visit if self.shared is None else visit._replace(row=scalars[-1][visit.row])
+
+    def held_at(self, column):
+        """Where the keys of a block of the row lie among those at hand."""
+        return column if self.shared is None else self.shared.held_at(column)
 
     def fetched(self, visit: Visit, batch, scalars) -> Visit:
         """The visit, its column being that of the keys to fetch: none anew before those that a row's queries see."""
@@ -101,18 +114,20 @@ def walk_over(
         where.q_pos.shape[1] // call.tiles.q_block,
         where.kv_pos.shape[1] // call.tiles.kv_block,
     )
-    if has_default_positions(call, where):
-        reach = reach_of(call, num_rows)
+    if has_default_positions(call, where) and (resident or call.order is None):
+        shared = None if call.order is None else Shared(call.order, num_columns)
+        reach = reach_of(call, num_columns)
         fresh = 0 if reach.partly[:1] == [0] else None
-        packed = None if where.q_seg is None else _packed(call, where, only_plain)
+        packed = None if where.q_seg is None else _packed(call, where, only_plain, shared)
         if not resident:
             walk = _folded(call, reach, num_rows, flush, packed)
             return walk._replace(fresh=fresh, packed=packed)
         left = tuple(reach.partly) if only_plain else ()
         run_reach = functools.partial(_run_reach, reach._replace(partly=[]) if only_plain else reach, packed)
         table = () if packed is None else (packed.documents.table,)
-        walk = _by_row(num_rows, num_columns, table, run_reach, flush)
-        return walk._replace(fresh=fresh, partly=left, packed=packed)
+        blocks = () if shared is None else (shared.blocks_of(where, num_rows),)
+        walk = _by_row(num_rows, num_columns, (*table, *blocks), run_reach, flush)
+        return walk._replace(fresh=fresh, partly=left, packed=packed, shared=shared)
     visits = _list_pairs(call, where, flush=flush and not resident)
     if resident:
         lists = visits.pairs, visits.starts
@@ -129,6 +144,21 @@ def walk_over(
         _run_pair(visit, attend)
 
     return Walk((visits.used,), (visits.pairs,), visit, run, resident=False, is_list=True)
+
+
+class Shared(NamedTuple):
+    """A row that devices share; one of them has the queries."""
+
+    order: RowOrder
+    num_blocks: int  # of keys
+
+    def held_at(self, block):
+        return self.order.held_at(block, self.num_blocks)
+
+    def blocks_of(self, where: Coordinates, num_rows: int) -> jax.Array:
+        """Which blocks of the row the device's blocks of queries are: [num_rows] int32."""
+        first = jnp.asarray(where.q_order)[0].reshape(num_rows, -1)[:, 0]
+        return first // (where.kv_pos.shape[1] // self.num_blocks)
 
 
 def _list_pairs(call: Call, where: Coordinates, *, flush: bool) -> Visits:
@@ -209,6 +239,7 @@ class Packed(NamedTuple):
       reach: the distances of small blocks.
       only_plain: small blocks that are seen in part are left to the kernel.
       window_blocks: the blocks back that a query block's window reaches, where they are.
+      shared: as in `Walk`.
     """
 
     call: Call
@@ -217,9 +248,13 @@ class Packed(NamedTuple):
     reach: "Reach"
     only_plain: bool
     window_blocks: int
+    shared: Shared | None
 
     def bounds(self, scalars, batch, row) -> Bounds:
-        return read_bounds(scalars[0], batch, row, self.num_rows, self.documents.per_row)
+        return read_bounds(scalars[0], batch, self.held_at(row), self.num_rows, self.documents.per_row)
+
+    def held_at(self, row):
+        return row if self.shared is None else self.shared.held_at(row)
 
     def crosses_window(self, clean, row):
         """Whether a document's edge crosses the pairs of a block of queries with the blocks of its window."""
@@ -228,25 +263,25 @@ class Packed(NamedTuple):
     def run(self, scalars, batch, row, column, attend_small) -> None:
         """The small blocks of a pair of blocks."""
         partly = [] if self.only_plain else self.reach.partly
-        place = batch, row, column, self.num_rows, self.documents.per_row
+        place = batch, row, self.held_at(row), column, self.num_rows, self.documents.per_row
         in_small_blocks(scalars[0], *place, partly, self.reach.plain, attend_small)
 
 
-def _packed(call: Call, where: Coordinates, only_plain: bool) -> Packed:
+def _packed(call: Call, where: Coordinates, only_plain: bool, shared: Shared | None) -> Packed:
     block = call.tiles.q_block
-    small, num_rows = small_block(block), where.q_pos.shape[1] // block
+    small, num_rows = small_block(block), where.kv_pos.shape[1] // block
     tiles = dataclasses.replace(call.tiles, q_block=small, kv_block=small)
     fine = dataclasses.replace(call, tiles=tiles)
     reach = reach_of(fine, num_rows * block // small)
     back = 0 if call.spec.window is None else -(-(call.spec.window - 1) // block)
-    return Packed(fine, documents_of(where, block), num_rows, reach, only_plain, back)
+    return Packed(fine, documents_of(where, block), num_rows, reach, only_plain, back, shared)
 
 
 def has_default_positions(call: Call, where: Coordinates) -> bool:
     """Whether the visible pairs follow from indices alone, but for the edges of documents."""
     return (
         call.spec.causal
-        and call.indexed
+        and (call.indexed or call.order is not None)
         and where.full_rows is None
         and call.tiles.q_block == call.tiles.kv_block
         # Sink tokens belong to the window for some rows of a block and lie outside for others.

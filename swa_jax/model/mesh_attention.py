@@ -18,7 +18,7 @@ from jax import lax
 
 from pallas_kernels import AttentionSpec
 from pallas_kernels.api import Implementation, attend, attend_routed
-from pallas_kernels.ring import Ring
+from pallas_kernels.ring import Ring, RowOrder
 from pallas_kernels.spec import Packing, PerHead, segment_positions
 from swa_jax.model.sequence_order import Place, from_left
 from swa_jax.model.sharding import Partition
@@ -144,7 +144,8 @@ def _on_one_device(
     others_positions = packing.q_positions is not None and not partition.zigzag
     if reach is None or widened or others_positions or reach > place.farthest(length):
         everywhere = _packing_of_the_row(packing, k.shape, place)
-        return _attend(q, k, v, per_head, everywhere, gate, options, Ring(place.axis, pieces))
+        ring = Ring(place.axis, RowOrder(pieces, partition.zigzag), not others_positions)
+        return _attend(q, k, v, per_head, everywhere, gate, options, ring)
     ids = packing.q_segment_ids
     if ids is None:
         ids = jnp.ones(q.shape[:2], jnp.int32)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.ring import RowOrder
 from swa_jax.model.layer_types import WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
@@ -36,19 +37,13 @@ def in_zigzag(order: SequenceOrder, pattern: AttentionPattern, length: int, piec
 def zigzag(x: jax.Array, pieces: int) -> jax.Array:
     """x [B, T, ...] of rows in their own order, as `pieces` devices hold them; T is a multiple of 2 * pieces."""
     chunks = x.reshape(x.shape[0], 2 * pieces, -1, *x.shape[2:])
-    return chunks[:, _chunk_order(pieces)].reshape(x.shape)
+    return chunks[:, RowOrder(pieces, True).chunks_as_held()].reshape(x.shape)
 
 
 def in_row_order(x: jax.Array, pieces: int) -> jax.Array:
     """The inverse of `zigzag`."""
     chunks = x.reshape(x.shape[0], 2 * pieces, -1, *x.shape[2:])
-    return chunks[:, np.argsort(_chunk_order(pieces))].reshape(x.shape)
-
-
-def _chunk_order(pieces: int) -> np.ndarray:
-    """[2 * pieces]: the chunks as the devices hold them, one device after the other."""
-    low = np.arange(pieces)
-    return np.stack([low, 2 * pieces - 1 - low], axis=1).reshape(-1)
+    return chunks[:, np.argsort(RowOrder(pieces, True).chunks_as_held())].reshape(x.shape)
 
 
 @dataclasses.dataclass(frozen=True)

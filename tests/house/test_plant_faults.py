@@ -49,10 +49,22 @@ def test_a_fault_that_has_lost_its_place_is_named(script):
 @pytest.mark.slow
 def test_make_test_runs_the_tests_that_faults_name(script):
     named = sorted({test for fault in script.read_faults() for test in fault.tests if "::" in test})
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", script.MARKS]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        script.MARKS,
+    ]
     done = subprocess.run([*command, *named], cwd=ROOT, capture_output=True, text=True)
     runs = done.stdout.splitlines()
-    left_out = [test for test in named if not any(line == test or line.startswith(f"{test}[") for line in runs)]
+    left_out = [
+        test for test in named if not any(line == test or line.startswith(f"{test}[") for line in runs)
+    ]
     assert left_out == [], done.stdout[-2000:]
 
 
