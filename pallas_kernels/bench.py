@@ -17,7 +17,6 @@ waits for memory: about 3 to 9 % of the window kernels.
 import dataclasses
 import inspect
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -28,7 +27,8 @@ import numpy as np
 
 from pallas_kernels import api
 from pallas_kernels.blocks import Tiles, backward_tiles, device_kind, preferring
-from pallas_kernels.schedule import bounds_of, fully_visible, visited
+from pallas_kernels.ring import RowOrder
+from pallas_kernels.schedule import bounds_of
 from pallas_kernels.spec import ArgumentError, AttentionSpec, Coordinates, coordinates
 from pallas_kernels.tpu import passes as tpu_passes
 from pallas_kernels.tpu.decode import choose_steps
@@ -176,10 +176,10 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
     window = {"window": None} if name.startswith("full") else {}
     H, K, T, D, dtype, spec, tiles = _read({"window": 1024} | defaults | shape | window)
     ids = segment_ids(T, documents) if packed or documents is not None else None
-    places = {} if context is None else places_in_row(T, context)
-    queries = ids if ids is None or context is None else ids[:, : T // context]
-    where = coordinates(T // (context or 1), T, q_segment_ids=queries, kv_segment_ids=ids, **places)
-    call = _call(kind, spec, where, D, dtype, tiles, alone=not hybrid)
+    where = coordinates(T, T, q_segment_ids=ids)
+    if context is not None:
+        where = of_first_device(where, context)
+    call = _call(kind, spec, where, D, dtype, tiles, alone=not hybrid, context=context)
     windowed_heads = H if rho is None else round(rho * K) * H // K
     counts = {}
     if call.window_kernel and not (backward and spec.num_sink_tokens):
@@ -219,8 +219,9 @@ def _decoding(
 
 def _scheduled(call: Call, where: Coordinates, heads: int, backward: bool) -> dict[str, Executions]:
     if not has_default_positions(call, where):
-        return _listed(call, where, heads, backward)
-    block, num_blocks = call.tiles.q_block, where.q_order.shape[1] // call.tiles.q_block
+        return {}  # a list made at run time decides
+    block, num_blocks = call.tiles.q_block, where.kv_order.shape[1] // call.tiles.q_block
+    rows = (np.asarray(where.q_order)[0, ::block] // block).tolist()  # which blocks of the row they are
     runs: Counter[int] = Counter()  # of the bodies, by the pairs of tokens that they compute, mask included
     packed = None if where.q_seg is None else documents_of(where, block)
 
@@ -242,7 +243,7 @@ def _scheduled(call: Call, where: Coordinates, heads: int, backward: bool) -> di
             whole = _pairs(call, size, distance) == size**2
             for crossed in (False, True) if whole else (True,):
                 run(size, distance, crossed, count=0)
-    for row, column in itertools.product(range(num_blocks), repeat=2):
+    for row, column in itertools.product(rows, range(num_blocks)):
         first, clean = bounds(row)
         if column >= clean:
             run(block, row - column)
@@ -255,18 +256,7 @@ def _scheduled(call: Call, where: Coordinates, heads: int, backward: bool) -> di
                     run(size, distance, crossed=key < clean or _pairs(call, size, distance) < size**2)
     bodies = tuple(runs[pairs] for pairs in sorted(runs, reverse=True))
     kernel = "scheduled_backward" if backward else "scheduled_forward"
-    return {kernel: Executions(bodies, heads * num_blocks, heads)}
-
-
-def _listed(call: Call, where: Coordinates, heads: int, backward: bool) -> dict[str, Executions]:
-    """Of a walk over a list of pairs, which is made here as it is when the program runs."""
-    blocks = call.tiles.q_block, call.tiles.kv_block
-    if call.spec.window is not None or where.kv_order.shape[1] % math.lcm(*blocks):
-        return {}
-    seen, throughout = (np.asarray(f(call.spec, where, *blocks)) for f in (visited, fully_visible))
-    bodies = int((seen & ~throughout).sum()), int((seen & throughout).sum())
-    kernel = "scheduled_backward" if backward else "scheduled_forward"
-    return {kernel: Executions(tuple(heads * runs for runs in bodies), heads * len(seen), heads)}
+    return {kernel: Executions(bodies, heads * len(rows), heads)}
 
 
 def _pairs(call: Call, size: int, distance: int) -> int:
@@ -283,11 +273,21 @@ def segment_ids(T: int, documents: int | None) -> np.ndarray:
     return (1 + (np.arange(T, dtype=np.int32)[None] + start) // (documents or T)).astype(np.int32)
 
 
-def places_in_row(T: int, context: int) -> dict[str, np.ndarray]:
-    """Where the tokens of the first of `context` devices lie in a row of T, and all keys: zig-zag order, [1, ..]."""
-    chunks = np.arange(T, dtype=np.int32).reshape(2 * context, -1)
-    held = np.stack([chunks[:context], chunks[context:][::-1]], axis=1).reshape(1, -1)
-    return {"q_positions": held[:, : T // context], "kv_positions": held}
+def of_first_device(where: Coordinates, context: int) -> Coordinates:
+    """Coordinates of a row that so many devices share in zig-zag order: the first one's queries, and all keys."""
+    order = RowOrder(context, True).tokens_as_held(where.q_order.shape[1])
+
+    def held(x, devices: int = 1):
+        return None if x is None else jnp.asarray(x)[:, order[: len(order) // devices]]
+
+    return where._replace(
+        q_pos=held(where.q_pos, context),
+        kv_pos=held(where.kv_pos),
+        q_order=held(where.q_order, context),
+        kv_order=held(where.kv_order),
+        q_seg=held(where.q_seg, context),
+        kv_seg=held(where.kv_seg),
+    )
 
 
 def _call(
@@ -300,10 +300,13 @@ def _call(
     alone=True,
     branches=False,
     has_slopes=False,
+    context: int | None = None,
 ) -> Call:
     """The call as `tpu` makes it; `alone`: no second launch serves full heads."""
-    T = where.kv_pos.shape[1]
-    call = tpu_passes.make_call(spec, where, D, dtype, has_slopes=has_slopes, has_bias=False, kind=kind)
+    T, order = where.kv_pos.shape[1], None if context is None else RowOrder(context, True)
+    call = tpu_passes.make_call(
+        spec, where, D, dtype, has_slopes=has_slopes, has_bias=False, kind=kind, order=order
+    )
     if not branches:
         call = tpu_passes.attention_call(call, where, D, not alone, kind)
     elif alone:
@@ -335,20 +338,14 @@ def _bench(
     head_bias = jax.ShapeDtypeStruct((2, H), jnp.float32)
     row = jax.ShapeDtypeStruct((1, H, 8 if backward else 1, q_length), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
-    places = {}
-    if context is not None:
-        places = {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in places_in_row(T, context).items()
-        }
 
-    def function(q, k, v, head_bias, ids, places, *cotangents):
+    def function(q, k, v, head_bias, ids, *cotangents):
         full = None if full_from is None else jnp.full((1, 1), full_from) + ids[:, :1]
-        kv_ids = ids if packed else None
-        q_ids = ids[:, :q_length] if packed and context else kv_ids
-        options = places | {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids, "full_from": full}
-        where = coordinates(q_length, T, **options)
+        where = coordinates(T, T, q_segment_ids=ids if packed else None, full_from=full)
+        if context is not None:
+            where = of_first_device(where, context)
         alone, has_slopes = rho is None, activation == "sigmoid"
-        call = _call(device_kind(), spec, where, D, dtype, tiles, alone, branches, has_slopes)
+        call = _call(device_kind(), spec, where, D, dtype, tiles, alone, branches, has_slopes, context)
         call = dataclasses.replace(call, zero_cut=cut)
         full_heads = None if rho is None else jnp.arange(K) >= round(rho * K)
         if branches:
@@ -360,7 +357,7 @@ def _bench(
             return tpu_passes.backward(call, q, k, v, head_bias, where, full_heads, dout, statistics)
 
     cotangents = ((q, row) if activation == "softmax" else (q,)) if backward else ()
-    return function, (q, kv, kv, head_bias, ids, places, *cotangents)
+    return function, (q, kv, kv, head_bias, ids, *cotangents)
 
 
 def _own_row(call: Call, D: int) -> list[dict]:

@@ -7,6 +7,7 @@ what NLL-guided selection says of each layer. `small` is the least that meets ev
 import dataclasses
 import functools
 import sys
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -80,8 +81,10 @@ def attend(q, k, v, spec, options, partition, implementation=None):
     return there(out), there(disagreement)
 
 
-def check_attention(implementation: str | None = None, among: tuple[str, ...] | None = None) -> None:
-    """On the meshes by `implementation`; of the cases in `among` on the last mesh alone."""
+def check_attention(
+    implementation: str | None = None, among: Sequence[str] | None = None, zigzag: bool = True
+) -> None:
+    """All cases on all meshes, or those of `among` by `implementation` on four devices along the context."""
     rng = np.random.default_rng(0)
     heads, kv_heads, size = 4, 2, 8
     q, k, v = (
@@ -120,7 +123,8 @@ def check_attention(implementation: str | None = None, among: tuple[str, ...] | 
     partitions = [None, *(Partition(make_mesh(MESHES[name])) for name in ("1x1x8x1", "1x2x2x2"))]
     partitions += [Partition(make_mesh(MeshConfig(1, 2, 4, 1)), zigzag=True)]
     if among is not None:
-        cases, partitions = {name: cases[name] for name in among}, [None, partitions[-1]]
+        cases = {name: cases[name] for name in among}
+        partitions = [None, dataclasses.replace(partitions[-1], zigzag=zigzag)]
     for name, (spec, options) in cases.items():
         real = (PACKED > 0)[:, :, None, None] if "segment_ids" in options else 1
 
@@ -139,7 +143,7 @@ def check_attention(implementation: str | None = None, among: tuple[str, ...] | 
             assert_close({name: gradients}, {name: expected_gradients}, "float32", gradient=True)
 
 
-def check_ring(implementation: str, among: tuple[str, ...] | None = None) -> None:
+def check_ring(implementation: str, among: Sequence[str]) -> None:
     """Keys that go round, as those of long rows do; `among` the cases of `check_attention`."""
     gathered = ring.LONGEST_GATHERED
     ring.LONGEST_GATHERED = 0
@@ -149,20 +153,13 @@ def check_ring(implementation: str, among: tuple[str, ...] | None = None) -> Non
         ring.LONGEST_GATHERED = gathered
 
 
-def check_whole_rings() -> None:
+def check_whole_rows() -> None:
+    """Layers whose queries see the row: keys that go round, and keys that are gathered."""
+    among = ["full", "full, packed", "full-attention decode", "head hybrid", "routed"]
+    among += ["sigmoid, head hybrid", "sigmoid, routed"]
     for implementation in ("xla", "tpu"):
-        check_ring(
-            implementation,
-            (
-                "full",
-                "full, packed",
-                "full-attention decode",
-                "head hybrid",
-                "routed",
-                "sigmoid, head hybrid",
-                "sigmoid, routed",
-            ),
-        )
+        check_ring(implementation, among)
+    check_attention("tpu", among, zigzag=False)
 
 
 def check_draws() -> None:
@@ -425,7 +422,7 @@ if __name__ == "__main__":
     checks = {
         "small": check_small,
         "attention": check_attention,
-        "ring": check_whole_rings,
+        "rows": check_whole_rows,
         "training": check_training,
         "selection": check_selection,
     }

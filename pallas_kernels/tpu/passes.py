@@ -25,6 +25,9 @@ from pallas_kernels.tpu.window import sink_slots, window_kernel_serves
 from pallas_kernels.tpu.window_backward import window_backward
 from pallas_kernels.tpu.window_forward import window_forward
 
+# Numbers of keys of a head in VMEM. Beside more of them the code for blocks of 2048 has no room, but on v6e.
+_MOST_BESIDE_LARGE_BLOCKS = 24576 * 128
+
 
 def make_call(
     spec: AttentionSpec,
@@ -96,7 +99,8 @@ def with_own_tiles(call: Call, where: Coordinates, head_dim: int, kind: str) -> 
     if not (call.window_kernel or walk) or (walk and call.spec.num_sink_tokens):
         return call
     length = where.q_order.shape[1] // (1 if call.order is None else call.order.chunks)
-    tiles = choose_tiles(kind, length, length, head_dim, window=window, walk=walk)
+    large = walk and ("v6" in kind or where.kv_order.shape[1] * head_dim <= _MOST_BESIDE_LARGE_BLOCKS)
+    tiles = choose_tiles(kind, length, length, head_dim, window=window, walk=large)
     own = dataclasses.replace(call, tiles=tiles)
     # A large block would hold the sink tokens of many documents.
     return call if own.spec.num_sink_tokens and sink_slots(own, True) > FEW_DOCUMENTS else own

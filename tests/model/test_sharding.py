@@ -48,7 +48,7 @@ def abstract_partition(**sizes: int) -> Partition:
     [
         "small",
         pytest.param("attention", marks=pytest.mark.long),
-        pytest.param("ring", marks=pytest.mark.long),
+        pytest.param("rows", marks=pytest.mark.long),
         pytest.param("training", marks=pytest.mark.long),
         pytest.param("selection", marks=pytest.mark.long),
     ],

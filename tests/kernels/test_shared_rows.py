@@ -1,0 +1,105 @@
+"""Rows that devices share: one device's queries against all keys, as the devices hold them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import AttentionSpec, attention, routed_attention, tpu
+from pallas_kernels.ring import RowOrder
+from pallas_kernels.spec import PerHead, coordinates
+from pallas_kernels.tpu import scheduled_backward, scheduled_forward, walk
+
+from .suite import Implementation
+from .tolerances import assert_close
+
+T = 128
+IDS = np.array([[1] * 70 + [2] * 9 + [3] * 49, [0] * 5 + [1] * 20 + [2] * 90 + [0] * 13])
+WINDOW = AttentionSpec(21)
+SOME_FULL = {"full_heads": jnp.array([True, False])}
+
+
+@pytest.fixture
+def walks(monkeypatch):
+    """What the kernels walk over, in blocks of 16 that are cut into small ones of 4."""
+    Implementation("tpu", block=16).install(monkeypatch)
+    seen = []
+
+    def walk_over(*arguments, **options):
+        seen.append(walk.walk_over(*arguments, **options))
+        return seen[-1]
+
+    for kernel in (scheduled_forward, scheduled_backward):
+        monkeypatch.setattr(kernel, "walk_over", walk_over)
+    return seen
+
+
+def by_device(order: RowOrder, ids, attend, *arrays: jax.Array) -> jax.Array:
+    """`attend` of each device's queries, put together; the first two of `arrays` [B, T, ..] are the keys and values."""
+    held = order.tokens_as_held(T)
+    whole = coordinates(T, T, q_segment_ids=ids)
+    index = jnp.asarray(whole.q_order)
+    parts = []
+    for queries in held.reshape(order.devices, -1):
+        where = whole._replace(
+            q_pos=whole.q_pos[:, queries], kv_pos=whole.kv_pos[:, held], q_order=index[:, queries],
+            kv_order=index[:, held], q_seg=None if ids is None else whole.q_seg[:, queries],
+            kv_seg=None if ids is None else whole.kv_seg[:, held],
+        )  # fmt: skip
+        keys = (x[:, held] for x in arrays[:2])
+        parts.append(attend(*keys, *(x[:, queries] for x in arrays[2:]), where))
+    return jnp.concatenate(parts, axis=1)[:, np.argsort(held)]
+
+
+@pytest.mark.parametrize(
+    ("zigzag", "ids", "spec", "per_head", "routed"),
+    [
+        pytest.param(True, IDS, WINDOW, {}, True, id="routed-packed"),
+        pytest.param(True, None, WINDOW, SOME_FULL, False, id="some-heads-full", marks=pytest.mark.slow),
+        pytest.param(True, IDS, AttentionSpec(), {}, False, id="full-packed", marks=pytest.mark.slow),
+        pytest.param(False, IDS, WINDOW, SOME_FULL, False, id="neighbours-packed", marks=pytest.mark.slow),
+        pytest.param(False, None, WINDOW, {}, True, id="neighbours-routed", marks=pytest.mark.long),
+    ],
+)
+def test_each_device_has_the_rows_of_one(walks, zigzag, ids, spec, per_head, routed):
+    rng = np.random.default_rng(0)
+    k, v, q = (jnp.asarray(rng.normal(size=(2, T, heads, 8)), jnp.float32) for heads in (2, 2, 4))
+    gate = jnp.asarray(rng.uniform(size=(2, T)) < 0.4, jnp.float32)
+    order = RowOrder(2, zigzag)
+
+    def here(k, v, q):
+        def attend(k, v, q, gate, where):
+            if routed:
+                return tpu.routed_attention(q, k, v, gate, spec, where, PerHead(**per_head), order=order)[0]
+            return tpu.attention(q, k, v, spec, where, PerHead(**per_head), order=order)[0]
+
+        return by_device(order, ids, attend, k, v, q, gate)
+
+    def there(k, v, q):
+        options = {"q_segment_ids": ids, "implementation": "reference"} | per_head
+        if routed:
+            return routed_attention(q, k, v, gate, spec, **options)[0]
+        return attention(q, k, v, spec, **options)
+
+    def differentiated(f):
+        def loss(k, v, q):
+            out = f(k, v, q)
+            return jnp.sin(out).sum(), out
+
+        (_, out), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(k, v, q)
+        return out, gradients
+
+    (out, gradients), (expected, expected_gradients) = differentiated(here), differentiated(there)
+    assert_close(out, expected, "float32")
+    assert_close(gradients, expected_gradients, "float32", gradient=True)
+    shared = [one.shared is not None for one in walks]
+    assert any(shared)
+    assert routed or all(shared)  # of routed rows, the backward pass outside the window has a list
+
+
+@pytest.mark.parametrize("zigzag", [True, False])
+def test_blocks_of_a_row_are_found_where_the_devices_hold_them(zigzag):
+    order, blocks = RowOrder(4, zigzag), 16
+    held = order.tokens_as_held(blocks)  # one token a block
+    found = [int(order.held_at(jnp.int32(block), blocks)) for block in range(blocks)]
+    np.testing.assert_array_equal(held[found], np.arange(blocks))
