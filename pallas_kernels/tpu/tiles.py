@@ -332,8 +332,7 @@ def launch(
 
 
 def cost_of(call: Call, q: jax.Array, k: jax.Array, *, backward: bool = False) -> pl.CostEstimate:
-    """What a pass of all heads takes, so that the compiler sends something beside it: it plans nothing beside a kernel
-    of which it does not know that it takes time.
+    """What a pass of all heads takes: the compiler sends more beside a kernel of which it knows that it takes time.
 
     Args:
       q: [B, H, T, D].
