@@ -20,7 +20,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import AttentionSpec, attention, decode_attention, routed_attention
-from pallas_kernels.spec import PerHead, coordinates
+from pallas_kernels.api import attend
+from pallas_kernels.ring import Ring, RowOrder
+from pallas_kernels.spec import Packing, PerHead, coordinates
 from pallas_kernels.tpu.cache_write import write_pool
 from pallas_kernels.tpu.decode import decode_pool
 
@@ -140,6 +142,22 @@ def sharded(spec, by_heads: bool, kernels) -> Compiled:
     return Compiled(both, (q, kv, kv, ids, full), kernels, placed, (placed[0], placed[:3]))
 
 
+def shared(spec, length: int, kernels) -> Compiled:
+    """Inside shard_map: the tokens of a row over four devices, in zig-zag order."""
+    along, ring = P(None, "x"), Ring("x", RowOrder(4, zigzag=True), by_index=True)
+    q, kv, tokens = shape(1, length, 2, 128), shape(1, length, 1, 128), shape(1, length, dtype=jnp.int32)
+
+    def both(q, k, v, ids, positions):
+        packing = Packing(ids, ring.gather(ids), positions, ring.gather(positions))
+
+        def function(q, k, v):
+            return attend(q, k, v, spec, PerHead(), packing, implementation="tpu", ring=ring)[0]
+
+        return forward_and_backward(function)(q, k, v)
+
+    return Compiled(both, (q, kv, kv, tokens, tokens), kernels, (along,) * 5, (along, (along,) * 3))
+
+
 def sharded_pools(spec) -> Compiled:
     """A decoding step inside shard_map: KV heads over four devices, each with pools of its own heads."""
     batch, entries, layers, kv_heads = 2, 1028, 3, 8
@@ -240,6 +258,11 @@ CALLS = {
     "sharded-batch": sharded(AttentionSpec(300, 4), by_heads=False, kernels=3),
     "sharded-heads": sharded(SMALL, by_heads=True, kernels=4),
     "sharded-pools": sharded_pools(AttentionSpec(1024, 4)),
+    "shared-row": shared(AttentionSpec(), 4096, kernels=2),
+    "shared-row-in-turn": shared(
+        AttentionSpec(), 36864, kernels=8
+    ),  # a kernel for each device's keys, and back
+    "routed-beside-many-keys": routed(WINDOW, "q_segment_ids", kernels=4, length=32768),
 }
 
 
