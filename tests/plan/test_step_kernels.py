@@ -14,6 +14,7 @@ from swa_jax.bench.compile_for_chip import kernel_name, pallas_calls
 from swa_jax.families import model_config
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
+from swa_jax.model.sharding import MeshConfig
 from swa_jax.plan.plan import topology_devices, trace_generation, trace_training
 from swa_jax.settings import load_config
 from swa_jax.train.config import ModelChanges, TrainConfig
@@ -91,3 +92,20 @@ def test_the_steps_of_every_configuration_contain_the_kernels_of_the_docs(monkey
         traced = trace_generation(config, stage, start, devices, step, batch_size=1, length=length)
     found = {kernel_name(eqn) for eqn in pallas_calls(traced.program.jaxpr.jaxpr)}
     assert found - {"write_pool"} == expected(traced.model.pattern, step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "walked"),
+    [
+        ("configs/swiattn/cpt-32k.yaml", {"window_backward"}),
+        pytest.param("configs/bosch/qwen3-8b.yaml", set(), marks=pytest.mark.long),
+    ],
+)
+def test_devices_that_share_a_row_run_the_kernels_of_one(monkeypatch, file, walked):
+    """But for `walked`: windows whose queries are in two chunks of a row."""
+    monkeypatch.chdir(ROOT)
+    config = dataclasses.replace(read(file), mesh=MeshConfig(data=1, fsdp=1, context=4))
+    traced = trace_training(config, config.stages[-1], find_start(config), topology_devices("v5p:2x2x1"))
+    found = {kernel_name(eqn) for eqn in pallas_calls(traced.program.jaxpr.jaxpr)}
+    assert found == expected(traced.model.pattern, "train") - walked
