@@ -25,7 +25,7 @@ from pallas_kernels.tpu.window import sink_slots, window_kernel_serves
 from pallas_kernels.tpu.window_backward import window_backward
 from pallas_kernels.tpu.window_forward import window_forward
 
-# Numbers of keys of a head in VMEM. Beside more of them the code for blocks of 2048 has no room, but on v6e.
+# Numbers of keys of a head in VMEM. Beside more of them, blocks of 2048 did not fit a v5p; a v6e has room.
 _MOST_BESIDE_LARGE_BLOCKS = 24576 * 128
 
 
