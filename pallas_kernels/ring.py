@@ -1,9 +1,9 @@
 """Keys that the devices of a mesh axis hold in parts: each device gathers them all or, in long rows, they go round.
 
 In round s, device r has the keys that device r - s began with, and those of the next round are on their way while it
-attends to them (ring attention, Liu et al. 2023). No device ever holds more than two parts. Going back, the gradients
-of the keys travel with them, and come home last. Results over the parts are joined as they come, so that the backward
-pass knows the softmax over all keys. Positions must be given: an index says nothing of another device's keys.
+attends to them (ring attention, Liu et al. 2023). Going back, the gradients of the keys travel with them, and come home
+last. Results over the parts are joined as they come, so that the backward pass knows the softmax over all keys.
+Positions must be given: an index says nothing of another device's keys.
 
 Keys that go round take the links of one direction only, and their gradients are sums in float32. Where a row is short,
 attention is too quick to hide that, and gathering, in both directions at once, is faster.
@@ -52,14 +52,18 @@ class RowOrder(NamedTuple):
             .reshape(-1)
         )
 
+    def holder(self, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The device that holds a chunk of the row, and which of that device's chunks it is."""
+        late = chunk >= self.devices
+        return jnp.where(late, 2 * self.devices - 1 - chunk, chunk), late.astype(jnp.int32)
+
     def held_at(self, block: jax.Array, num_blocks: int) -> jax.Array:
         """Where a block of the row lies among those that the devices hold; a chunk has whole blocks."""
         if not self.zigzag:
             return block
-        chunk, within = (f(block, num_blocks // (2 * self.devices)) for f in (lax.div, lax.rem))
-        late = chunk >= self.devices
-        device = jnp.where(late, 2 * self.devices - 1 - chunk, chunk)
-        return (2 * device + late) * (num_blocks // (2 * self.devices)) + within
+        blocks = num_blocks // (2 * self.devices)  # of a chunk
+        device, which = self.holder(lax.div(block, blocks))
+        return (2 * device + which) * blocks + lax.rem(block, blocks)
 
 
 class Ring(NamedTuple):

@@ -18,7 +18,7 @@ from jax import lax
 
 from pallas_kernels import AttentionSpec
 from pallas_kernels.api import Implementation, attend, attend_routed
-from pallas_kernels.ring import Ring, RowOrder
+from pallas_kernels.ring import Ring
 from pallas_kernels.spec import Packing, PerHead, segment_positions
 from swa_jax.model.sequence_order import Place, from_left
 from swa_jax.model.sharding import Partition
@@ -144,7 +144,7 @@ def _on_one_device(
     others_positions = packing.q_positions is not None and not partition.zigzag
     if reach is None or widened or others_positions or reach > place.farthest(length):
         everywhere = _packing_of_the_row(packing, k.shape, place)
-        ring = Ring(place.axis, RowOrder(pieces, partition.zigzag), not others_positions)
+        ring = Ring(place.axis, place.order, by_index=not others_positions)
         return _attend(q, k, v, per_head, everywhere, gate, options, ring)
     ids = packing.q_segment_ids
     if ids is None:
@@ -271,7 +271,7 @@ def _first_tokens(kv, ids, positions, count: int, reach: int, place: Place):
     ]  # of the chunk, in the row of tokens
     token = start - positions[:, :1] + slot
     taken = (token >= 0) & (token < start - reach) & (ids[:, :1] != 0)
-    device, chunk = place.holder(jnp.clip(token // length, 0, place.pieces * place.chunks - 1))
+    device, chunk = place.order.holder(jnp.clip(token // length, 0, place.pieces * place.chunks - 1))
     row = jnp.arange(rows)[:, None] // place.chunks * place.chunks + chunk
     chosen = [offer[device, row, slot] for offer in offers]
     # A document that starts in this chunk has all of its first tokens here: `token` is then not left of the halo.

@@ -59,19 +59,18 @@ class Place:
         return lax.axis_index(self.axis)
 
     @property
+    def order(self) -> RowOrder:
+        return RowOrder(self.pieces, self.zigzag)
+
+    @property
     def chunks(self) -> int:
         """Runs of consecutive tokens on a device."""
-        return 2 if self.zigzag else 1
+        return self.order.chunks
 
     @property
     def chunk_numbers(self) -> jax.Array:
         """[chunks] int32: which of the row's chunks they are, counted from its start."""
         return jnp.stack([self.rank, 2 * self.pieces - 1 - self.rank][: self.chunks])
-
-    def holder(self, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The device that holds a chunk, and which of that device's chunks it is."""
-        is_late = number >= self.pieces
-        return jnp.where(is_late, 2 * self.pieces - 1 - number, number), is_late.astype(jnp.int32)
 
     def by_chunk(self, x: jax.Array) -> jax.Array:
         """[B, chunks * length, ...] -> [B * chunks, length, ...]."""

@@ -259,9 +259,8 @@ CALLS = {
     "sharded-heads": sharded(SMALL, by_heads=True, kernels=4),
     "sharded-pools": sharded_pools(AttentionSpec(1024, 4)),
     "shared-row": shared(AttentionSpec(), 4096, kernels=2),
-    "shared-row-in-turn": shared(
-        AttentionSpec(), 36864, kernels=8
-    ),  # a kernel for each device's keys, and back
+    # A kernel for the keys of each device, and one back.
+    "shared-row-in-turn": shared(AttentionSpec(), 36864, kernels=8),
     "routed-beside-many-keys": routed(WINDOW, "q_segment_ids", kernels=4, length=32768),
 }
 

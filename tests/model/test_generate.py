@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from kernels.tolerances import assert_close
 from tiny_models import PARALLEL, SOFTMAX, base_model, make, model_of
 
 import swa_jax
@@ -130,7 +131,7 @@ def test_stop_tokens_end_sequences_and_the_loop():
     _, beside = decode(model, batch, logits, beside, NEW, stop_tokens=stops)
     assert beside.lengths[2] == 19 + kept < beside.lengths[3]
     for alone, among in ((cache.k_ring, beside.k_ring), (cache.v_ring, beside.v_ring)):
-        np.testing.assert_allclose(among[:, 2], alone[:, 2], atol=1e-5)
+        assert_close(among[:, 2], alone[:, 2], "float32")
 
 
 @pytest.mark.slow
