@@ -2,19 +2,22 @@
 
 `card.json` and `card.md` in that folder say how often the model answers, by hops, rivals, length and depth, with full
 attention in every layer, with a window in every layer, and with full-attention decode besides; and what it costs to
-give a window to one layer, or to one KV head. Every score has a 95 % interval (Wilson). Started again, it measures what
-is left.
+give a window to one layer, or to one KV head, and to remove it. Every score has a 95 % interval (Wilson). Started
+again, it measures what is left.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from swa_jax import load_model
 from swa_jax.checkpoint.folder import weights_sum
@@ -28,9 +31,16 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, HYBRID, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
-COSTLY = 0.1  # a layer or head whose window costs so much is needed
+COSTLY = 0.1  # a layer or head whose window, or removal, costs so much is needed
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 Measured = dict[str, dict[str, Any]]  # by what was measured: "score", "interval", "n"
+
+
+class Question(NamedTuple):
+    key: str
+    cell: ChainCell
+    pattern: AttentionPattern
+    removed: tuple[int, tuple[int, ...]] | None = None  # a layer and KV heads of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,28 +67,43 @@ class Card:
             "window, full-attention decode": dataclasses.replace(windowed, full_attention_decode=True),
         }
 
-    def questions(self, layers: int, kv_heads: int) -> Iterator[tuple[str, ChainCell, AttentionPattern]]:
-        """The name, the prompts and the pattern of everything that is measured."""
-        patterns = self.patterns(layers)
-        by_depth = [dataclasses.replace(self.hardest, depth=depth) for depth in DEPTHS]
+    def questions(self, layers: int, kv_heads: int) -> Iterator[Question]:
+        """Everything that is measured."""
+        patterns, hard = self.patterns(layers), self.hardest
+        by_depth = [dataclasses.replace(hard, depth=depth) for depth in DEPTHS]
         for cell in [*chain_grid(self.hops, self.rivals, self.lengths), *by_depth]:
             for name, pattern in patterns.items():
-                yield key_of(cell, name), cell, pattern
-        full = patterns["full"]
+                yield Question(key_of(cell, name), cell, pattern)
+        full, every = patterns["full"], tuple(range(kv_heads))
         for layer in range(layers):
             kinds = tuple(WINDOW if i == layer else FULL for i in range(layers))
-            yield (
-                key_of(self.hardest, f"layer {layer}"),
-                self.hardest,
-                dataclasses.replace(full, layer_types=kinds),
-            )
-        for layer, head in itertools.product(range(layers), range(kv_heads)):
+            windowed = dataclasses.replace(full, layer_types=kinds)
+            yield Question(key_of(hard, f"layer {layer}"), hard, windowed)
+            yield Question(key_of(hard, f"no layer {layer}"), hard, full, (layer, every))
+        for layer, head in itertools.product(range(layers), every):
             kinds = tuple(HYBRID if i == layer else FULL for i in range(layers))
-            heads = tuple(
-                tuple(h for h in range(kv_heads) if h != head) if i == layer else () for i in range(layers)
-            )
-            pattern = dataclasses.replace(full, layer_types=kinds, full_kv_heads=heads)
-            yield key_of(self.hardest, f"head {layer}.{head}"), self.hardest, pattern
+            others = tuple(h for h in every if h != head)
+            heads = tuple(others if i == layer else () for i in range(layers))
+            windowed = dataclasses.replace(full, layer_types=kinds, full_kv_heads=heads)
+            yield Question(key_of(hard, f"head {layer}.{head}"), hard, windowed)
+            yield Question(key_of(hard, f"no head {layer}.{head}"), hard, full, (layer, (head,)))
+
+
+@contextlib.contextmanager
+def without(model: Decoder, removed: tuple[int, tuple[int, ...]] | None) -> Iterator[None]:
+    """What these KV heads' queries read is not added to the stream while the block runs."""
+    if removed is None:
+        yield
+        return
+    layer, heads = removed
+    kernel = model.layers.attention.o_proj.kernel
+    whole = kernel[...]  # [L, H * D, d]
+    by_head = whole.reshape(whole.shape[0], model.config.num_key_value_heads, -1)
+    kernel[...] = by_head.at[layer, jnp.array(heads)].set(0).reshape(whole.shape)
+    try:
+        yield
+    finally:
+        kernel[...] = whole
 
 
 def key_of(cell: ChainCell, name: str) -> str:
@@ -96,15 +121,15 @@ def measure(
 ) -> Measured:
     """The score of everything that the card has and is not `known`; `save` is called with each new one."""
     measured = dict(known)
-    for key, cell, pattern in card.questions(
-        model.config.num_hidden_layers, model.config.num_key_value_heads
-    ):
+    config = model.config
+    for key, cell, pattern, removed in card.questions(config.num_hidden_layers, config.num_key_value_heads):
         if key not in measured:
             examples = chain_examples(
                 tokenizer, cell, num_examples=card.examples, gap=card.window, seed=card.seed
             )
             rows = max(1, min(len(examples), batch_tokens // cell.length))
-            right = score_answers(model, examples, batch_size=rows, pattern=pattern).exact
+            with without(model, removed):
+                right = score_answers(model, examples, batch_size=rows, pattern=pattern).exact
             found = accuracy_interval(right)
             measured[key] = {"score": found.mean, "interval": found.interval, "n": len(examples)}
             save(measured)
@@ -141,20 +166,18 @@ def markdown(card: Card, measured: Measured, layers: int, kv_heads: int) -> str:
 
     def needed(parts: Sequence[str]) -> str:
         costly = [part for part in parts if measured[key_of(hard, part)]["score"] <= least]
-        told = ", ".join(f"{part} ({score(hard, part)})" for part in costly)
+        told = ", ".join(f"{part.removeprefix('no ')} ({score(hard, part)})" for part in costly)
         return f"{len(costly)} of {len(parts)}" + (f": {told}" if costly else "")
 
-    return "\n".join(
-        [
-            *lines,
+    for what, mark in (("a window", ""), ("removal", "no ")):
+        lines += [
             "",
-            f"Where a window costs {100 * COSTLY:.0f} points or more ({where}; what is left in brackets):",
+            f"Where {what} costs {100 * COSTLY:.0f} points or more ({where}; what is left in brackets):",
             "",
-            f"- layers: {needed([f'layer {i}' for i in range(layers)])}",
-            f"- KV heads: {needed([f'head {i}.{h}' for i in range(layers) for h in range(kv_heads)])}",
-            "",
+            f"- layers: {needed([f'{mark}layer {i}' for i in range(layers)])}",
+            f"- KV heads: {needed([f'{mark}head {i}.{h}' for i in range(layers) for h in range(kv_heads)])}",
         ]
-    )
+    return "\n".join([*lines, ""])
 
 
 def main(arguments: list[str]) -> None:

@@ -130,13 +130,16 @@ def _local_loss(
         flat = x.reshape(rows, *x.shape[2:])
         return jnp.pad(flat, [(0, padding)] + [(0, 0)] * (flat.ndim - 1)).reshape(-1, chunk, *flat.shape[1:])
 
+    wide = head.astype(jnp.float32)  # so that the gradients of the chunks add up in f32
+
     # The backward pass recomputes the chunk's logits, which are many, but not what was read off them.
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(LOG_Z))
     def one_chunk(
         _: None, piece: tuple[jax.Array, jax.Array, jax.Array, Teacher | None]
     ) -> tuple[None, tuple[jax.Array | None, ...]]:
         x, target, weight, teacher = piece
-        logits = adjust(jnp.einsum("cd,dv->cv", x, head, preferred_element_type=jnp.float32))  # [chunk, V]
+        narrow = wide.astype(head.dtype)
+        logits = adjust(jnp.einsum("cd,dv->cv", x, narrow, preferred_element_type=jnp.float32))  # [chunk, V]
         log_total, top, chosen = _over_vocabulary(logits, target, first, axis)
         scored = weight > 0
         return None, (

@@ -105,7 +105,15 @@ def test_the_card_of_the_compiled_model(scripts):
     for layer in range(LAYERS):
         assert (score[f"{hard}layer {layer}"] <= 0.9) == (layer in SERVES)
         for head in range(CLASSES):
-            assert (score[f"{hard}head {layer}.{head}"] < 1) == (head in SERVES.get(layer, ()))
+            windowed, removed = (score[f"{hard}{part} {layer}.{head}"] for part in ("head", "no head"))
+            assert (windowed < 1) == (head in SERVES.get(layer, ()))
+            # Layer 0 looks one and two tokens back, which a window does not hide.
+            assert (removed < 1) == (head in SERVES.get(layer, ()) or (layer == 0 and head < 2))
+    removed = [score[f"{hard}no layer {layer}"] <= 0.9 for layer in range(LAYERS)]
+    assert removed == [layer in (0, *SERVES) for layer in range(LAYERS)]
+    # Nothing of what was removed is missing afterwards.
+    again = {key: row for key, row in measured.items() if key != hard + "full"}
+    assert card.measure(model, tokenizer, wanted, again) == measured
     text = card.markdown(wanted, measured, LAYERS, CLASSES)
     assert "| 1 | 3 | 128 | 100 [89, 100] | 0 [0, 11] | 100 [89, 100] |" in text
     assert "| 3 | 3 | 128 | 100 [89, 100] | 0 [0, 11] | 0 [0, 11] |" in text

@@ -38,6 +38,21 @@ def test_chunked_cross_entropy_equals_the_plain_form_with_gradients(chunk):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
+def test_the_head_s_gradient_in_bfloat16_does_not_lose_by_chunks():
+    hidden, head, targets, weights = random_case(batch=8, length=512)
+    exact = jax.grad(lambda w: mean_loss(token_loss(hidden, w, targets, weights, 16)))(head)
+    hidden, narrow = hidden.astype(jnp.bfloat16), head.astype(jnp.bfloat16)
+    whole, parts = (
+        jax.grad(lambda w, chunk=chunk: mean_loss(token_loss(hidden, w, targets, weights, chunk)))(narrow)
+        for chunk in (4096, 16)
+    )
+    assert parts.dtype == jnp.bfloat16
+    error_whole, error_parts = (
+        jnp.linalg.norm((x - exact).astype(jnp.float32)) / jnp.linalg.norm(exact) for x in (whole, parts)
+    )
+    assert error_parts < 1.2 * error_whole
+
+
 def test_multiplier_and_softcap_of_the_logits():
     hidden, head, targets, weights = random_case()
     logits = 2.0 * np.tanh(np.asarray(hidden @ head, np.float64) * 3.0 / 2.0)
