@@ -1,4 +1,5 @@
-"""The settings that a search tries for a run: meshes, rematerialisation, pieces of a batch, options of XLA."""
+"""The settings that a search tries for a run: meshes, rematerialisation, pieces of a batch, the loop over layers,
+options of XLA."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ class Settings(NamedTuple):
     accumulate: int
     xla_options: tuple[XlaOption, ...] = ()  # beside the configuration's own
     expert: int = 1
+    scan_layers: bool = True
 
     def apply(self, config: TrainConfig, stage: int) -> TrainConfig:
         """The configuration with these settings; `stage` is the one whose batch is taken in pieces."""
@@ -40,6 +42,7 @@ class Settings(NamedTuple):
             config,
             mesh=self._mesh(config),
             remat=self.remat,
+            scan_layers=self.scan_layers,
             stages=tuple(stages),
             xla_options={**config.xla_options, **dict(self.xla_options)},
         )
@@ -51,6 +54,7 @@ class Settings(NamedTuple):
         ]
         changes.append(("remat", config.remat, self.remat))
         changes.append((f"stages.{stage}.accumulate", config.stages[stage].accumulate, self.accumulate))
+        changes.append(("scan_layers", config.scan_layers, self.scan_layers))
         changes += [
             (f"xla_options.{name}", config.xla_options.get(name), value) for name, value in self.xla_options
         ]
@@ -73,6 +77,7 @@ class Settings(NamedTuple):
     def __str__(self) -> str:
         axes = [f"{axis} {size}" for axis in AXES if (size := getattr(self, axis)) > 1] or ["one device"]
         words = [*axes, f"remat {self.remat}", f"accumulate {self.accumulate}"]
+        words += [] if self.scan_layers else ["every layer by itself"]
         return ", ".join(words + [f"{name}={_as_yaml(value)}" for name, value in self.xla_options])
 
 
@@ -88,7 +93,8 @@ def present(config: TrainConfig, stage: int, devices: int) -> Settings:
     """
     sizes: dict[str, Any] = dict(zip(AXES, mesh_shape(config.mesh, devices), strict=True))
     sizes["data"] //= config.mesh.slices
-    return Settings(**sizes, remat=config.remat, accumulate=config.stages[stage].accumulate)
+    pieces = config.stages[stage].accumulate
+    return Settings(**sizes, remat=config.remat, accumulate=pieces, scan_layers=config.scan_layers)
 
 
 def candidates(config: TrainConfig, model: ModelConfig, stage: int, devices: int) -> Iterator[Settings]:
@@ -102,7 +108,9 @@ def candidates(config: TrainConfig, model: ModelConfig, stage: int, devices: int
         if sizes["expert"] > 1 and not model.num_experts:
             continue  # the same as fsdp, with the weights repeated
         for accumulate in divisors(rows):
-            settings = Settings(**sizes, remat=config.remat, accumulate=accumulate)
+            settings = Settings(
+                **sizes, remat=REMAT[0], accumulate=accumulate, scan_layers=config.scan_layers
+            )
             if refusal(settings, config, model, stage) is None:
                 yield from (settings._replace(remat=remat) for remat in REMAT)
 

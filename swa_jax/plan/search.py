@@ -1,8 +1,8 @@
 """Searches settings for a run on given chips: estimates all by formula, compiles the best one after another.
 
 The next to be compiled is the one with the least estimated time of those whose estimated memory fits. Estimates are
-corrected on the way: by the ratio of compiled to estimated of the settings most alike. To the best settings XLA's own
-options are then added one at a time, and stay where they help.
+corrected on the way: by the ratio of compiled to estimated of the settings most alike. The best settings are then
+compiled without the loop over layers, and with XLA's own options, added one at a time; what helps stays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NEXT_BEST = 20  # of those that were not compiled, that a report has
 
 # What libtpu's compiler can do otherwise, and may do better for some programs. One that it refuses costs seconds.
 XLA_OPTIONS: tuple[tuple[XlaOption, ...], ...] = (
-    (("xla_tpu_scoped_vmem_limit_kib", 65536),),  # VMEM for a fusion
+    (("xla_tpu_scoped_vmem_limit_kib", 98304),),  # VMEM for one operation
     (  # collectives beside matrix products
         ("xla_enable_async_all_gather", True),
         ("xla_tpu_enable_async_collective_fusion_fuse_all_gather", True),
@@ -125,16 +125,18 @@ def search(
     compile_one: Compile,
     *,
     tries: int = TRIES,
+    unrolled: bool = True,
     options: Sequence[tuple[XlaOption, ...]] = XLA_OPTIONS,
     known: Sequence[Tried] = (),
     keep: Callable[[Tried], None] = lambda tried: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Found:
-    """Compile the configuration as it stands, then what looks best, then the best with XLA's options.
+    """Compile the configuration as it stands, then what looks best, then the best without the loop and with options.
 
     Args:
       compile_one: the plan of settings; `ConfigError` where they cannot be had.
-      tries: settings that are compiled, the configuration's own included; options come after them.
+      tries: settings that are compiled, the configuration's own included; the rest comes after them.
+      unrolled: whether the best settings are also compiled with every layer by itself (`scan_layers: false`).
       known: what an earlier call has compiled, which is not compiled again.
       keep: is given each `Tried` as soon as it is known.
       say: is given a line before and one after each compilation.
@@ -171,6 +173,9 @@ def search(
         run(own, guesses[own])
     while len(tried) < tries and (order := _in_order(guesses, tried, work)):
         run(order[0], guesses[order[0]])
+    best = _best(tried)
+    if unrolled and best is not None and best.settings.scan_layers:
+        run(best.settings._replace(scan_layers=False), best.estimate)
     for option in options:
         best = _best(tried)
         if best is None:

@@ -14,9 +14,14 @@ from swa_jax.model.sharding import Partition
 
 XlaOptions = Mapping[str, str | bool | int | float]
 
-# A weight that `fsdp` splits is gathered when its layer runs. Left to itself, the compiler may multiply by one piece
-# after the other instead: contractions of a few dozen rows each, added up in bf16.
-TPU_OPTIONS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+TPU_OPTIONS = {
+    # A weight that `fsdp` splits is gathered when its layer runs. Left to itself, the compiler may multiply by one
+    # piece after the other instead: contractions of a few dozen rows each, added up in bf16.
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
+    # VMEM for one operation. With the compiler's own 16 MiB, matrix products read their operands many times over
+    # (docs/planning.md).
+    "xla_tpu_scoped_vmem_limit_kib": "65536",
+}
 
 
 def compiler_options(partition: Partition | None, given: XlaOptions) -> dict[str, Any] | None:

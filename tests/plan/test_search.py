@@ -102,7 +102,7 @@ def test_overrides_make_what_was_tried(tmp_path):
     config = config_of(xla_options={"xla_tpu_scoped_vmem_limit_kib": "32768"})
     file.write_text(json.dumps(to_dict(config)))
     options = (
-        ("xla_tpu_scoped_vmem_limit_kib", 65536),
+        ("xla_tpu_scoped_vmem_limit_kib", 98304),
         ("xla_lhs_prioritize", "ENABLED"),
         ("xla_flag", True),
     )
@@ -110,7 +110,7 @@ def test_overrides_make_what_was_tried(tmp_path):
     overrides = tried.overrides(config, 0)
     assert overrides == [
         "mesh.fsdp=2", "mesh.context=2", "remat=projections", "stages.0.accumulate=4",
-        "xla_options.xla_tpu_scoped_vmem_limit_kib=65536", "xla_options.xla_lhs_prioritize=ENABLED",
+        "xla_options.xla_tpu_scoped_vmem_limit_kib=98304", "xla_options.xla_lhs_prioritize=ENABLED",
         "xla_options.xla_flag=true",
     ]  # fmt: skip
     assert load_config(TrainConfig, file, overrides) == tried.apply(config, 0)
@@ -237,7 +237,7 @@ def test_a_planted_best_is_found_though_the_formula_prefers_others():
         factor = 3 if settings.remat == wrong else 0.5 if settings == planted else 1
         return report(guesses[settings].seconds * factor)
 
-    found = search(work, compile_one, tries=8, options=())
+    found = search(work, compile_one, tries=8, unrolled=False, options=())
     assert found.best.settings == planted
     assert len(found.tried) == 8 == len({one.settings for one in found.tried})
     assert found.tried[0].settings == present(work.config, 0, 8)
@@ -254,11 +254,27 @@ def test_what_does_not_fit_is_not_compiled_and_teaches(monkeypatch):
         gib = 4 * guesses[settings].bytes / 2**30
         return report(guesses[settings].seconds, gib, fits=gib <= 1)
 
-    found = search(work, compile_one, tries=6, options=())
+    found = search(work, compile_one, tries=6, unrolled=False, options=())
     assert found.best is not None
     assert sum(one.seconds is None for one in found.tried) <= 2
     assert 0 < found.counts["would_fit"] < found.counts["allowed"] == len(guesses)
     assert "does not fit" in describe_search(found, work.config, 0, "v5e:2x2")
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0])
+def test_the_best_is_compiled_without_the_loop_too(seconds):
+    work = work_of(config_of(), 4)
+    found = search(
+        work, lambda settings: report(1.0 if settings.scan_layers else seconds), tries=2, options=()
+    )
+    assert [one.settings.scan_layers for one in found.tried] == [True, True, False]
+    best = found.best.settings
+    assert best.scan_layers == (seconds > 1)
+    assert ("scan_layers=false" in best.overrides(work.config, 0)) == (seconds < 1)
+    assert "every layer by itself" in describe_search(found, work.config, 0, "v5e:2x2")
+    given = work_of(config_of(scan_layers=False), 4)
+    again = search(given, lambda settings: report(1.0), tries=2, options=())
+    assert [one.settings.scan_layers for one in again.tried] == [False, False]
 
 
 def test_options_are_added_to_the_best_and_stay_where_they_help():
@@ -276,7 +292,7 @@ def test_options_are_added_to_the_best_and_stay_where_they_help():
         )
 
     tried = [(("xla_bad", True),), (("xla_refused", True),), (("xla_good", 2),), (("xla_fine", "yes"),)]
-    found = search(work, compile_one, tries=2, options=tried)
+    found = search(work, compile_one, tries=2, unrolled=False, options=tried)
     assert found.best.settings.xla_options == (("xla_good", 2), ("xla_fine", "yes"))
     assert found.best.seconds == pytest.approx(0.85)
     text = describe_search(found, work.config, 0, "v5e:2x2")
@@ -286,7 +302,7 @@ def test_options_are_added_to_the_best_and_stay_where_they_help():
 
 def test_a_configuration_that_does_not_suit_the_chips_is_said_and_the_search_goes_on():
     work = work_of(config_of(rows=2, mesh={"fsdp": 4}), 4)
-    found = search(work, lambda settings: report(1.0), tries=2, options=())
+    found = search(work, lambda settings: report(1.0), tries=2, unrolled=False, options=())
     assert "cannot be split in 4" in found.refused
     assert len(found.tried) == 2
     assert found.refused in describe_search(found, work.config, 0, "v5e:2x2")
@@ -309,7 +325,9 @@ def test_a_search_goes_on_where_it_was_interrupted(tmp_path):
 
     def run(**changes):
         results = SearchFile(file, key)
-        found = search(work, compile_one, known=results.tried, keep=results.add, options=(), **changes)
+        found = search(
+            work, compile_one, known=results.tried, keep=results.add, unrolled=False, options=(), **changes
+        )
         results.finish(to_json(found, work.config, 0))
         return found
 
