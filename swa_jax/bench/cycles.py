@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from pallas_kernels import bench
 from pallas_kernels.bench import Executions
+from swa_jax.bench import peer_calls
 from swa_jax.bench.bundles import Code, read_code
 from swa_jax.chips import COMPILE_ONLY, TARGETS
 from swa_jax.errors import ConfigError
@@ -104,12 +105,15 @@ def read_settings(items: Sequence[str]) -> dict[str, Any]:
 
 def check(functions: Sequence[str], chips: Sequence[str], settings: dict[str, Any]) -> None:
     """Raises ConfigError for a name that is not known, before anything is compiled."""
-    for given, choices, what in ((functions, bench.FUNCTIONS, "function"), (chips, TARGETS, "chip")):
+    known = {**bench.FUNCTIONS, **peer_calls.FUNCTIONS}
+    for given, choices, what in ((functions, known, "function"), (chips, TARGETS, "chip")):
         for name in given:
             if name not in choices:
                 raise ConfigError(_unknown(what, name, list(choices)))
     for function in functions:
-        allowed = bench.settings(function)
+        if function in peer_calls.FUNCTIONS:
+            peer_calls.check_installed(function)
+        allowed = (peer_calls if function in peer_calls.FUNCTIONS else bench).settings(function)
         for name in settings:
             if name not in allowed:
                 raise ConfigError(_unknown(f"setting of {function}", name, allowed))
