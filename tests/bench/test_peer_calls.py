@@ -61,6 +61,6 @@ def test_splash_is_compiled_and_counted():
     measured = cycles.measure("jax_splash_forward", "v6e", {"T": 2048, "window": 512, "block_q": 512})
     (kernel,) = (op for op in measured.ops if op.name in measured.kernels)
     assert kernel.source == cycles.COUNTED
-    # 4 blocks of queries, each with one or two of 1024 keys: two products of 512 * 1024 * 128 on units of 2 * 256 * 256.
+    # Two products of 512 * 1024 * 128 a visit, on two units of 256 * 256.
     least = visits(2048, 512, 512, 1024) * 2 * 512 * 1024 * 128 / (2 * 256 * 256)
     assert least < kernel.cycles < 20 * least
