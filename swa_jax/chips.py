@@ -66,23 +66,23 @@ CHIPS = {
     ),
     "v5e": Chip(
         ("TPU v5 lite", "TPU v5e"), 197e12,
-        Target("v5e:2x2", 1, 1.5, 15.75, 50e9, 3.125e9, 819e9, 2, (0.77, 0.85), 0.84),
+        Target("v5e:2x2", 1, 1.5, 15.75, 50e9, 3.125e9, 819e9, 2, (0.77, 0.85), 0.85),
         Cloud("v5e", 2, "tpu-v5-lite-podslice", "v5litepod", 1, "v2-alpha-tpuv5-lite", single=8),
     ),
     "v5p": Chip(
         ("TPU v5", "TPU v5p"), 459e12,
-        Target("v5p:2x2x1", 2, 1.75, 95.73, 100e9, 6.25e9, 2765e9, 3, (0.77, 0.85), 0.77),
+        Target("v5p:2x2x1", 2, 1.75, 95.73, 100e9, 6.25e9, 2765e9, 3, (0.77, 0.85), 0.97),
         Cloud("v5p", 3, "tpu-v5p-slice", "v5p", 2, "v2-alpha-tpuv5"),
     ),
     "v6e": Chip(
         ("TPU v6 lite", "TPU v6e"), 918e12,
-        Target("v6e:2x2", 1, 1.75, 31.24, 100e9, 12.5e9, 1640e9, 2, (0.32, 0.5), 0.57),
+        Target("v6e:2x2", 1, 1.75, 31.24, 100e9, 12.5e9, 1640e9, 2, (0.32, 0.5), 0.74),
         Cloud("v6e", 2, "tpu-v6e-slice", "v6e", 1, "v2-alpha-tpuv6e", single=8),
     ),
     # A JAX device is one of the chip's two cores. Not the nominal clock: the one at which published timings are met.
     "v7x": Chip(
         ("TPU7x",), 1153.5e12,
-        Target("tpu7x:2x2x1", 1, 1.88, 94.74, 100e9, 6.25e9, 3690e9, 3, (0.32, 0.5), 0.57),
+        Target("tpu7x:2x2x1", 1, 1.88, 94.74, 100e9, 6.25e9, 3690e9, 3, (0.32, 0.5), 0.74),
         Cloud("tpu7x", 3, "tpu7x", None, 2, None),
     ),
     "a100": Chip(("NVIDIA A100",), 312e12),

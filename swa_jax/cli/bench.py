@@ -38,7 +38,11 @@ app = typer.Typer(no_args_is_help=True, help="Measure the attention kernels, and
 def cycles(
     names: Annotated[
         list[str] | None,
-        Argument(metavar="[NAME]...", help="Functions of pallas_kernels/bench.py; default: all of them."),
+        Argument(
+            metavar="[NAME]...",
+            help="Functions of pallas_kernels/bench.py; default: all of them. Of other libraries: jax_splash_forward, "
+            "tokamax_splash_forward, and the same with backward.",
+        ),
     ] = None,
     chip: Annotated[list[str] | None, Option(help="v5e, v5p, v6e or v7x, repeatable; default: v6e.")] = None,
     set_: Annotated[

@@ -207,12 +207,14 @@ PLANS = {
     "swiattn-32k-v6e-16x16": "v6e",
     "swat-760m-v5e-16x16": "v5e",
     "qwen3-8b-bosch-v5p-4x4x8": "v5p",
+    "qwen3-8b-bosch-v6e-16x16": "v6e",
+    "llama-70b-v5p-4x4x4": "v5p",
 }
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_estimates_are_near_the_published_plans(monkeypatch, name):
-    """Near enough to say what to compile: 0.8 to 1.2 of the plans' times, 0.8 to 1.5 of their memory."""
+    """Near enough to say what to compile: nothing runs beside anything else in an estimate, as it does in SWAT 760M."""
     monkeypatch.chdir(ROOT)
     compiled = json.loads((ROOT / "docs" / "plans" / f"{name}.json").read_text())
     config = load_config(TrainConfig, compiled["config"], compiled["overrides"])
