@@ -9,6 +9,7 @@ from pallas_kernels.blocks import device_kind
 from pallas_kernels.parts import named, natural_lse, vary_alike
 from pallas_kernels.ring import Ring, attend_to_all, gradients_of_all, one_part
 from pallas_kernels.spec import Coordinates, PerHead
+from pallas_kernels.tpu.pairs import gather, spread
 from pallas_kernels.tpu.passes import (
     attention_call,
     backward,
@@ -31,14 +32,19 @@ def attend(
     where: Coordinates,
     per_head: PerHead,
     ring: Ring | None = None,
+    pairs: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Out [B, T, H, D] in q's dtype and lse [B, T, H] f32 (None for sigmoid), sink logits left out."""
+    """Out [B, T, H, D] in q's dtype and lse [B, T, H] f32 (None for sigmoid), sink logits left out.
+
+    With `pairs`, q and out are [B, T, H / 2, 128] (see `pairs.py`).
+    """
     _, length, heads, head_dim = q.shape
+    heads = 2 * heads if pairs else heads
     some_full = per_head.full_heads is not None
     call = attention_call(call, one_part(ring, where), head_dim, some_full, device_kind())
-    q = q * jnp.asarray(call.query_factor, q.dtype)
+    q = head_major(q * jnp.asarray(call.query_factor, q.dtype), call.tiles.q_block)
     arguments = (
-        head_major(q, call.tiles.q_block),
+        spread(q) if pairs else q,
         head_major(k, call.tiles.kv_block),
         head_major(v, call.tiles.kv_block),
         stack_head_bias(heads, per_head),
@@ -46,6 +52,7 @@ def attend(
         per_head.full_heads,
     )
     out, lse = _core(call, ring, *vary_alike(arguments))
+    out = gather(out) if pairs else out
     return token_major(out, length), None if lse is None else lse[:, :, 0, :length].transpose(0, 2, 1)
 
 

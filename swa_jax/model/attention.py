@@ -164,7 +164,12 @@ class Attention(nnx.Module):
         self, x: jax.Array, plan: LayerPlan, context: AttentionContext
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, T, d] and this layer's row of the plan -> q [B, T, H, D], k and v [B, T, K, D], normed and rotated."""
-        q, k, v = (p.to_heads(x, self.config.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
+        size = self.config.head_dim
+        # Two heads of 64 fill a register's lanes, and go side by side as far as the attention.
+        even = self.config.num_attention_heads % 2 == self.config.num_key_value_heads % 2 == 0
+        pairs = size == 64 and even and not self.config.qk_norm
+        width = 2 * size if pairs else size
+        q, k, v = (p.to_heads(x, width) for p in (self.q_proj, self.k_proj, self.v_proj))
         with jax.named_scope(AROUND_ATTENTION):
             if self.config.qk_norm:
                 q, k = self.q_norm(q), self.k_norm(k)
@@ -172,6 +177,8 @@ class Attention(nnx.Module):
                 one = context.cos.shape[0] == 1  # a constant index costs nothing
                 cos, sin = (table[0 if one else plan.rope] for table in (context.cos, context.sin))
                 q, k = (apply_rope(t, cos, sin, self.config) for t in (q, k))
+        if pairs:
+            q, k, v = (t.reshape(*t.shape[:2], -1, size) for t in (q, k, v))
         return q, k, v
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -119,19 +119,20 @@ def rope_tables(config: ModelConfig, positions: jax.Array, length: int) -> tuple
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, config: ModelConfig) -> jax.Array:
-    """Rotate pairs of channels of x [B, T, H, D]; cos and sin [B, T, D].
+    """Rotate pairs of channels of x [B, T, H, D], or of several heads side by side; cos and sin [B, T, D].
 
     The other channel of each pair comes from a product with a matrix of 0, 1 and -1, which is exact. A TPU does it
     beside the rest; halves of a row, which are less than a register's width, would cost it several passes over x.
     """
     half = config.rotary_dim // 2
     first, step = (2 * np.arange(half), 1) if config.rope_interleaved else (np.arange(half), half)
-    swap = np.zeros((x.shape[-1], x.shape[-1]), np.float32)
+    swap, abreast = np.zeros((config.head_dim,) * 2, np.float32), x.shape[-1] // config.head_dim
     swap[first + step, first] = -1
     swap[first, first + step] = 1
+    swap = np.kron(np.eye(abreast, dtype=np.float32), swap)
     exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     other = jnp.matmul(x, swap.astype(x.dtype), precision=exact, preferred_element_type=jnp.float32)
-    cos, sin = cos[:, :, None], sin[:, :, None]  # [B, T, 1, D]
+    cos, sin = (jnp.tile(table, abreast)[:, :, None] for table in (cos, sin))  # [B, T, 1, D]
     return (x.astype(jnp.float32) * cos + other * sin).astype(x.dtype)
 
 

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.kernel_cycles import Call, Row, find_cost
+from pallas_kernels.tpu.pairs import LANES, pairs_pay
 from swa_jax.chips import CHIPS
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.flops import attention_flops_by_kind, visible_keys
-from swa_jax.model.layer_types import SWITCH
+from swa_jax.model.layer_types import HYBRID, SWITCH
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sequence_order import zigzag
 
@@ -113,9 +114,16 @@ class _Reached:
         name = f"{function} ({', '.join(words)})"
         if sigmoid and what != "window":
             return name, None
-        group = self.model.num_attention_heads // self.model.num_key_value_heads
+        heads, kv_heads = self.model.num_attention_heads, self.model.num_key_value_heads
+        group, size = heads // kv_heads, D
+        if (
+            what == "window"
+            and HYBRID not in self.pattern.layer_types
+            and pairs_pay(heads, kv_heads, D, window)
+        ):
+            group, size = max(group, 2), LANES
         # Rows of training have segment ids.
-        cost = find_cost(Call(self.name, function, D, True, sinks, group), window, self.rows)
+        cost = find_cost(Call(self.name, function, size, True, sinks, group), window, self.rows)
         if cost is None:
             return name, None
         seen = visible_keys(np.arange(cost.length), window if what == "window" else None, sinks).mean()
