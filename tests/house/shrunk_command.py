@@ -56,6 +56,7 @@ ADDED = {
     "python scripts/compare_training.py swiattn": ["--tiny", "--arms", "swiattn", "swa-cpt"],
     "python scripts/compare_training.py swat": ["--tiny", "--arms", "vanilla 32", "sliding 32"],
     "python scripts/compare_swaa.py": ["--tiny", "--cells", "2"],
+    "python scripts/compare_peers.py": ["--calls", "1"],
     "python scripts/plant_faults.py": ["--list"],  # hours
     "python scripts/train_chains.py": ["--steps", "1"],
     "python scripts/compare_plants.py": ["--method", "kl", "--placement", "chains"],
