@@ -30,7 +30,7 @@ SHAPES: tuple[tuple[int, int | None], ...] = (
     *((size, window) for size in (64, 256) for window in (1024, None)),
 )  # head_dim, window
 SMALL = ((128, 128, 128), (256, 256, 256), (512, 256, 256), (512, 512, 512))  # for windows up to 512
-LARGE = ((512, 512, 512), (1024, 1024, 512), (1024, 1024, 1024), (2048, 1024, 512))
+LARGE = ((512, 512, 512), (1024, 512, 512), (1024, 1024, 512), (1024, 1024, 1024), (2048, 1024, 512))
 PASSES = ("forward", "backward")
 MARKS = "<!-- peers: made by scripts/compare_peers.py -->\n", "<!-- end of peers -->"
 
