@@ -269,7 +269,8 @@ def test_the_best_is_compiled_without_the_loop_too(seconds):
     found = search(
         work, lambda settings: report(1.0 if settings.scan_layers else seconds), tries=2, options=()
     )
-    assert [one.settings.scan_layers for one in found.tried] == [True, True, False]
+    assert [one.settings.scan_layers for one in found.tried] == [True, True, False, False][: len(found.tried)]
+    assert all(one.settings.remat == "none" for one in found.tried[3:])
     best = found.best.settings
     assert best.scan_layers == (seconds > 1)
     assert ("scan_layers=false" in best.overrides(work.config, 0)) == (seconds < 1)
@@ -277,6 +278,23 @@ def test_the_best_is_compiled_without_the_loop_too(seconds):
     given = work_of(config_of(scan_layers=False), 4)
     again = search(given, lambda settings: report(1.0), tries=2, options=())
     assert [one.settings.scan_layers for one in again.tried] == [False, False]
+
+
+def test_what_keeps_everything_may_fit_without_the_loop():
+    """SWAT 340M with `remat: none`: 2.5 times a chip's memory in a loop, and the compiler finds room for the layers."""
+    config = load_config(TrainConfig, ROOT / "configs" / "swat" / "340m.yaml")
+    work = work_of(config, 16)
+
+    def compile_one(settings):
+        assert settings.scan_layers or settings.remat == "none" or settings == found_best
+        keeps = settings.remat == "none"
+        return report(0.73 if keeps else 0.95, gib=15.3 if keeps else 7.6)
+
+    own = present(config, 0, 16)
+    found_best = own._replace(scan_layers=False)
+    found = search(work, compile_one, tries=1, options=())
+    assert [one.settings for one in found.tried[:2]] == [own, found_best]
+    assert found.best.settings == own._replace(remat="none", scan_layers=False)
 
 
 def test_options_are_added_to_the_best_and_stay_where_they_help():
