@@ -242,7 +242,7 @@ def _likeness(one: Settings, other: Settings) -> int:
     same_axes = sum(
         (getattr(one, axis) > 1) == (getattr(other, axis) > 1) for axis in ("expert", "context", "tensor")
     )
-    return same_axes + 2 * (one.remat == other.remat)
+    return same_axes + 2 * (one.remat == other.remat) + 3 * (one.scan_layers == other.scan_layers)
 
 
 def outcome(tried: Tried) -> str:

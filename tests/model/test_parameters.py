@@ -60,7 +60,7 @@ MODELS = committed() | {
 
 
 def test_the_committed_models_are_among_those_tested():
-    assert len([name for name in MODELS if name.startswith("models/")]) == 5
+    assert len([name for name in MODELS if name.startswith("models/")]) == 6
     assert any(name.startswith("swat/") for name in MODELS)
     assert any(name.startswith("swiattn/") for name in MODELS)
 
