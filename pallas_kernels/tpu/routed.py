@@ -287,16 +287,16 @@ def _gather(order: jax.Array, x: jax.Array) -> jax.Array:
 
 def _gather_coordinates(call: Call, where: Coordinates, order, shape, is_active) -> Coordinates:
     """Those of gathered queries, each property being [1 or B, T] and `shape` [B, T]."""
-
-    def gather(x):
-        return None if x is None else _gather(order, jnp.broadcast_to(x, shape))
-
-    is_index = call.indexed and where.q_seg is None  # positions and all
-    q_pos = order if is_index else gather(where.q_pos)
-    q_order = order if is_index else gather(where.q_order)
-    q_seg, full_rows = gather(where.q_seg), gather(where.full_rows)
-    q_pos = jnp.where(is_active, q_pos, -1)  # the others are not visited
-    return where._replace(q_pos=q_pos, q_order=q_order, q_seg=q_seg, full_rows=full_rows)
+    given = {"q_pos": where.q_pos, "q_order": where.q_order, "q_seg": where.q_seg, "full_rows": where.full_rows}
+    given = {name: x for name, x in given.items() if x is not None}
+    if call.indexed and where.q_seg is None:  # positions and all
+        given["q_pos"] = given["q_order"] = jnp.arange(shape[1], dtype=jnp.int32)[None]
+    # As columns of one array: gathers of single numbers are slow, and those of one row may not compile for v6e.
+    columns = jnp.stack([jnp.broadcast_to(x, shape).astype(jnp.int32) for x in given.values()], axis=2)
+    gathered = jnp.unstack(_gather(order, columns), axis=2)
+    rows = {name: x.astype(given[name].dtype) for name, x in zip(given, gathered, strict=True)}
+    rows["q_pos"] = jnp.where(is_active, rows["q_pos"], -1)  # the others are not visited
+    return where._replace(**rows)
 
 
 def _gather_cotangents(gather, full: _Cotangents) -> _Cotangents:

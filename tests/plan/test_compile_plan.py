@@ -98,6 +98,15 @@ def test_a_training_step(tmp_path):
     assert 0 < time["mfu"][0] <= time["mfu_scheduled"] <= time["mfu"][1] < 1
 
 
+@pytest.mark.slow
+def test_a_row_by_itself_is_routed():
+    """Of one row a device, the compiler for v6e refused the gather of its segment ids, single numbers, with an error."""
+    model = MODEL | {"num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8}
+    changes = {"pattern": "switch", "sliding_window": 1024, "remat": "attention", "mesh": {"data": 4}}
+    config = run(rows=4, length=8192, model=model, **changes)
+    assert plan(config, "v6e:2x2")["memory"]["free"] > 0
+
+
 @pytest.mark.long
 def test_a_windowed_layer_sends_no_more_over_the_context_when_rows_grow():
     """Rows four times as long: what windowed layers send stays, what full layers gather grows with it."""
