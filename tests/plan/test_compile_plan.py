@@ -100,7 +100,7 @@ def test_a_training_step(tmp_path):
 
 @pytest.mark.slow
 def test_a_row_by_itself_is_routed():
-    """Of one row a device, the compiler for v6e refused the gather of its segment ids, single numbers, with an error."""
+    """Of one row a device, the compiler for v6e refused the gather of its segment ids, which are single numbers."""
     model = MODEL | {"num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 8}
     changes = {"pattern": "switch", "sliding_window": 1024, "remat": "attention", "mesh": {"data": 4}}
     config = run(rows=4, length=8192, model=model, **changes)
