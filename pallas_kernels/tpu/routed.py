@@ -191,7 +191,8 @@ def _branches_bwd(call, ring, saved, cotangents):
     run = functools.partial(_run_backward, call.tiles, ring, saved, arrays[1:])
     dq, dk, dv, *dbias = run(choose_kernel(call, one_part(ring, where)), arrays[0], where, joint)
 
-    active = jnp.any(full.out != 0, axis=(2, 3))  # [B, T]
+    # By head first, as the sums of `_divide`, so that one pass over the cotangents makes all of them.
+    active = jnp.any(jnp.abs(full.out.astype(jnp.float32)).max(axis=3) != 0, axis=2)  # [B, T]
     if full.delta is not None:
         active |= jnp.any(full.delta != 0, axis=2)
     num_active, length = active.sum(axis=1, keepdims=True), q.shape[1]
