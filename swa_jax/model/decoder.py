@@ -483,6 +483,8 @@ class Decoder(nnx.Module):
                 turned = segment_positions(segment_ids)
             if turned is None:
                 turned = jnp.arange(tokens.shape[1])[None]
-            cos, sin = rope_tables(self.config, turned, rope_length or tokens.shape[1])
+            tables = rope_tables(self.config, turned, rope_length or tokens.shape[1])
+            # Without the barrier, XLA makes them again in every layer of a loop.
+            cos, sin = jax.lax.optimization_barrier(tables)
         spec = model_spec(self.config, self.pattern)
         return AttentionContext(spec, kinds, cos, sin, segment_ids, positions, full_from, partition=partition)
