@@ -5,7 +5,9 @@
 It reads `results.json` of that folder and prints two tables: each method's score at each share of windowed KV heads,
 and the contrasts that the papers claim, or that we do. A contrast is paired by prompt, over the seeds that both have.
 Beside its difference stands the smallest one that so many prompts would have shown in four cases of five (the power).
-`--docs` puts the tables between `<!-- contrasts: … -->` and `<!-- end of contrasts -->` of a document.
+Several folders are several models, asked the same prompts; each must have one seed, which stands for its model.
+`--docs` puts the tables between `<!-- contrasts: … -->`, with the folders' names, and `<!-- end of contrasts -->` of
+a document.
 """
 
 from __future__ import annotations
@@ -65,6 +67,34 @@ def read_scores(file: Path) -> tuple[Scores, dict[str, Any]]:
     return scores, {row["name"]: row for row in rows if "ratio" not in row}
 
 
+def read_models(folders: Sequence[Path]) -> tuple[Scores, dict[str, list[float]]]:
+    """As `read_scores`, with a model in place of each seed where there are several; of `full` and the like all scores.
+
+    Raises:
+      ConfigError: one of several folders has more than one seed, or other prompts.
+    """
+    every = [read_scores(folder / "results.json") for folder in folders]
+    plain: dict[str, list[float]] = {}
+    for _, rows in every:
+        for name, row in rows.items():
+            plain.setdefault(name, []).append(row["needle_accuracy"])
+    if len(every) == 1:
+        return every[0][0], plain
+    scores: dict[tuple[str, float], dict[int, np.ndarray]] = {}
+    for model, (own, _) in enumerate(every):
+        for cell, by_seed in own.items():
+            if len(by_seed) > 1:
+                raise ConfigError(
+                    f"{folders[model]} has {len(by_seed)} seeds; of several models each needs one"
+                )
+            (scores.setdefault(cell, {})[model],) = by_seed.values()
+    if len({len(exact) for one in scores.values() for exact in one.values()}) != 1:
+        raise ConfigError(
+            "the folders differ in the number of prompts: give `swa-jax compare` the same settings"
+        )
+    return scores, plain
+
+
 def mean_of(by_seed: Mapping[int, np.ndarray]) -> Estimate:
     """Over prompts, of the mean over seeds."""
     return accuracy_interval(np.mean(list(by_seed.values()), 0))
@@ -84,14 +114,14 @@ def contrast(
     return (by[0] if whole.low == whole.high else whole), by
 
 
-def verdict(whole: Estimate, seeds: Sequence[Estimate], both: Sequence[Estimate]) -> str:
+def verdict(whole: Estimate, seeds: Sequence[Estimate], both: Sequence[Estimate], of: str = "seed") -> str:
     """As docs/results.md defines it."""
     assert whole.low is not None
     assert whole.high is not None
     if all(one.low is not None and one.low > 0 for one in seeds):
         return "reproduced"
     if whole.low > 0:
-        return f"in {sum(one.mean > 0 for one in seeds)} seeds of {len(seeds)}"
+        return f"in {sum(one.mean > 0 for one in seeds)} {of}s of {len(seeds)}"
     if whole.high < 0:
         return "the other way"
     return "both at the ceiling" if min(one.mean for one in both) > CEILING else "a tie"
@@ -104,15 +134,17 @@ def _points(estimate: Estimate, sign: str = "") -> str:
     return f"{100 * estimate.mean:{sign}.0f} [{100 * low:.0f}, {100 * high:.0f}]"
 
 
-def tables(scores: Scores, plain: Mapping[str, Mapping[str, Any]]) -> str:
-    """Both tables as Markdown."""
+def tables(scores: Scores, plain: Mapping[str, Sequence[float]], of: str = "seed") -> str:
+    """Both tables as Markdown; `of` says what the scores of a method are by."""
     ratios = sorted({ratio for _, ratio in scores})
     methods = list(dict.fromkeys(name for name, _ in scores))
     some = next(iter(scores.values()))
     n, seeds = len(next(iter(some.values()))), max(len(one) for one in scores.values())
     lines = [
-        f"Answers right, %: the mean over {seeds} seeds with its 95 % interval over {n} prompts, then each seed. "
-        + ", ".join(f"`{name}`: {100 * row['needle_accuracy']:.0f}" for name, row in plain.items())
+        f"Answers right, %: the mean over {seeds} {of}s with its 95 % interval over {n} prompts, then each {of}. "
+        + "; ".join(
+            f"`{name}`: {', '.join(f'{100 * one:.0f}' for one in row)}" for name, row in plain.items()
+        )
         + ".",
         "",
         f"| windowed KV heads | {' | '.join(f'{100 * ratio:g} %' for ratio in ratios)} |",
@@ -127,7 +159,7 @@ def tables(scores: Scores, plain: Mapping[str, Mapping[str, Any]]) -> str:
         lines.append(f"| {method} | {' | '.join(cells)} |")
     lines += [
         "",
-        "| claimed by | claim | windowed | difference, points | by seed | would have been seen from | verdict |",
+        f"| claimed by | claim | windowed | difference, points | by {of} | would have been seen from | verdict |",
         "|---|---|---|---|---|---|---|",
     ]
     for claim in CLAIMS:
@@ -136,7 +168,7 @@ def tables(scores: Scores, plain: Mapping[str, Mapping[str, Any]]) -> str:
             if pair[0] is None or pair[1] is None or not set(pair[0]) & set(pair[1]):
                 continue
             whole, by = contrast(pair[0], pair[1])
-            told = verdict(whole, by, [mean_of(pair[0]), mean_of(pair[1])])
+            told = verdict(whole, by, [mean_of(pair[0]), mean_of(pair[1])], of)
             each = ", ".join(f"{100 * one.mean:+.0f}" for one in by)
             lines.append(
                 f"| {claim.source} | {claim.better} above {claim.worse} | {100 * ratio:g} % | {_points(whole, '+')} | "
@@ -156,13 +188,16 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path, help="the folder that `swa-jax compare --out` wrote")
+    parser.add_argument("results", type=Path, nargs="+", help="the folder that `swa-jax compare --out` wrote")
     parser.add_argument("--docs", type=Path)
     given = parser.parse_args(arguments)
     try:
-        text = tables(*read_scores(given.results / "results.json"))
+        text = tables(*read_models(given.results), "model" if len(given.results) > 1 else "seed")
         if given.docs:
-            begin, end = f"<!-- contrasts: {given.results.name} -->\n", "<!-- end of contrasts -->"
+            begin, end = (
+                f"<!-- contrasts: {' '.join(folder.name for folder in given.results)} -->\n",
+                "<!-- end of contrasts -->",
+            )
             put_between(given.docs, begin, end, f"\nMade at revision {revision()}.\n\n{text}\n")
     except UserError as error:
         sys.exit(f"error: {error}")

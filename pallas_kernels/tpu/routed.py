@@ -288,13 +288,8 @@ def _gather(order: jax.Array, x: jax.Array) -> jax.Array:
 
 def _gather_coordinates(call: Call, where: Coordinates, order, shape, is_active) -> Coordinates:
     """Those of gathered queries, each property being [1 or B, T] and `shape` [B, T]."""
-    given = {
-        "q_pos": where.q_pos,
-        "q_order": where.q_order,
-        "q_seg": where.q_seg,
-        "full_rows": where.full_rows,
-    }
-    given = {name: x for name, x in given.items() if x is not None}
+    names = ("q_pos", "q_order", "q_seg", "full_rows")
+    given = {name: x for name in names if (x := getattr(where, name)) is not None}
     if call.indexed and where.q_seg is None:  # positions and all
         given["q_pos"] = given["q_order"] = jnp.arange(shape[1], dtype=jnp.int32)[None]
     # As columns of one array: gathers of single numbers are slow, and those of one row may not compile for v6e.

@@ -30,7 +30,7 @@ def folder(tmp_path):
 
 
 def test_differences_and_verdicts(script, folder):
-    text = script.tables(*script.read_scores(folder / "results.json"))
+    text = script.tables(*script.read_models([folder]))
     rows = {
         tuple(cells[1].split(" above ")): cells[2:]
         for line in text.splitlines()
@@ -47,6 +47,19 @@ def test_differences_and_verdicts(script, folder):
     assert rows["bosch-swaps", "nll-greedy"][-1] == "both at the ceiling"
     assert float(rows["bosch-swaps", "nll-greedy"][-2]) > 0  # equal scores do not claim endless power
     assert ("bosch", "razor") not in rows
+
+
+def test_of_several_models_each_has_one_seed(script, folder, tmp_path_factory):
+    content = json.loads((folder / "results.json").read_text())
+    one, other = (tmp_path_factory.mktemp(name) for name in ("one", "other"))
+    for seed, path in enumerate((one, other)):
+        rows = [row for row in content["rows"] if row.get("seed", seed) == seed]
+        (path / "results.json").write_text(json.dumps({"rows": rows}))
+    assert script.tables(*script.read_models([one, other]), "model") == script.tables(
+        *script.read_models([folder]), "model"
+    ).replace("`full`: 100", "`full`: 100, 100")
+    with pytest.raises(ConfigError, match="has 2 seeds"):
+        script.read_models([one, folder])
 
 
 def test_power_grows_with_prompts(script):
