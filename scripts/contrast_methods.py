@@ -121,7 +121,7 @@ def verdict(whole: Estimate, seeds: Sequence[Estimate], both: Sequence[Estimate]
     if all(one.low is not None and one.low > 0 for one in seeds):
         return "reproduced"
     if whole.low > 0:
-        return f"in {sum(one.mean > 0 for one in seeds)} {of}s of {len(seeds)}"
+        return f"in {sum(one.mean > 0 for one in seeds)} of {len(seeds)} {of}s"
     if whole.high < 0:
         return "the other way"
     return "both at the ceiling" if min(one.mean for one in both) > CEILING else "a tie"

@@ -41,7 +41,7 @@ def test_differences_and_verdicts(script, folder):
     assert rows["bosch", "interleave"][1].startswith("+73 [")
     assert rows["bosch", "interleave"][2] == "+70, +76"
     assert rows["bosch", "interleave"][-1] == "reproduced"
-    assert rows["bosch", "fisher"][-1] == "in 2 seeds of 2"  # in the second by less than its interval
+    assert rows["bosch", "fisher"][-1] == "in 2 of 2 seeds"  # in the second by less than its interval
     assert rows["bosch", "random"][-1] == "the other way"
     assert rows["nll", "interleave"][-1] == "a tie"
     assert rows["bosch-swaps", "nll-greedy"][-1] == "both at the ceiling"
