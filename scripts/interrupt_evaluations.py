@@ -40,9 +40,9 @@ COMMANDS = {
          "--batch-size", 4, "--pattern", "full", "--pattern", "window", "--window", 16, "--gap", 16, "--out", "OUT"),
         ("*.json", "*.jsonl"),
     ),
-    "evaluate perplexity": Command(
-        (*CLI, "evaluate", "perplexity", "MODEL", "--contexts", "128,256", "--windows", "16,full", "--tokens", 2048,
-         "--out", "OUT"),
+    "evaluate text": Command(
+        (*CLI, "evaluate", "text", "MODEL", ROOT / "LICENSE", "--pattern", "window", "--window", 16,
+         "--lengths", "128,256", "--eval-windows", "16,32,full", "--batch-size", 4, "--out", "OUT"),
         ("*.json",),
     ),
     "select nll": Command(
