@@ -80,6 +80,8 @@ def read_models(folders: Sequence[Path]) -> tuple[Scores, dict[str, list[float]]
             plain.setdefault(name, []).append(row["needle_accuracy"])
     if len(every) == 1:
         return every[0][0], plain
+    if len({row["scored_on"]["examples"] for _, rows in every for row in rows.values()}) != 1:
+        raise ConfigError("the models were asked different prompts: give `swa-jax compare` the same settings")
     scores: dict[tuple[str, float], dict[int, np.ndarray]] = {}
     for model, (own, _) in enumerate(every):
         for cell, by_seed in own.items():
@@ -88,10 +90,6 @@ def read_models(folders: Sequence[Path]) -> tuple[Scores, dict[str, list[float]]
                     f"{folders[model]} has {len(by_seed)} seeds; of several models each needs one"
                 )
             (scores.setdefault(cell, {})[model],) = by_seed.values()
-    if len({len(exact) for one in scores.values() for exact in one.values()}) != 1:
-        raise ConfigError(
-            "the folders differ in the number of prompts: give `swa-jax compare` the same settings"
-        )
     return scores, plain
 
 
@@ -188,16 +186,16 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("results", type=Path, nargs="+", help="the folder that `swa-jax compare --out` wrote")
+    parser.add_argument(
+        "results", type=Path, nargs="+", help="the folders that `swa-jax compare --out` wrote"
+    )
     parser.add_argument("--docs", type=Path)
     given = parser.parse_args(arguments)
     try:
         text = tables(*read_models(given.results), "model" if len(given.results) > 1 else "seed")
         if given.docs:
-            begin, end = (
-                f"<!-- contrasts: {' '.join(folder.name for folder in given.results)} -->\n",
-                "<!-- end of contrasts -->",
-            )
+            names = " ".join(folder.name for folder in given.results)
+            begin, end = f"<!-- contrasts: {names} -->\n", "<!-- end of contrasts -->"
             put_between(given.docs, begin, end, f"\nMade at revision {revision()}.\n\n{text}\n")
     except UserError as error:
         sys.exit(f"error: {error}")

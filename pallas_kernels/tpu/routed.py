@@ -291,6 +291,8 @@ def _gather_coordinates(call: Call, where: Coordinates, order, shape, is_active)
     names = ("q_pos", "q_order", "q_seg", "full_rows")
     given = {name: x for name in names if (x := getattr(where, name)) is not None}
     if call.indexed and where.q_seg is None:  # positions and all
+        if where.full_rows is None:
+            return where._replace(q_pos=jnp.where(is_active, order, -1), q_order=order)
         given["q_pos"] = given["q_order"] = jnp.arange(shape[1], dtype=jnp.int32)[None]
     # As columns of one array: gathers of single numbers are slow, and those of one row may not compile for v6e.
     columns = jnp.stack([jnp.broadcast_to(x, shape).astype(jnp.int32) for x in given.values()], axis=2)

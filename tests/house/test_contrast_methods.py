@@ -24,7 +24,7 @@ def folder(tmp_path):
         for name, scores in by.items()
         for seed, right in enumerate(scores)
     ]
-    full = {"name": "full", "exact": exact(50), "needle_accuracy": 1.0, "comparison": "c"}
+    full = {"name": "full", "exact": exact(50), "needle_accuracy": 1.0, "scored_on": {"examples": "e"}}
     (tmp_path / "results.json").write_text(json.dumps({"rows": [full, *rows]}))
     return tmp_path
 
@@ -60,6 +60,11 @@ def test_of_several_models_each_has_one_seed(script, folder, tmp_path_factory):
     ).replace("`full`: 100", "`full`: 100, 100")
     with pytest.raises(ConfigError, match="has 2 seeds"):
         script.read_models([one, folder])
+    (other / "results.json").write_text(
+        json.dumps({"rows": [rows[0] | {"scored_on": {"examples": "f"}}, *rows[1:]]})
+    )
+    with pytest.raises(ConfigError, match="different prompts"):
+        script.read_models([one, other])
 
 
 def test_power_grows_with_prompts(script):
