@@ -24,6 +24,7 @@ from pallas_kernels.dispatch import Implementation, current_device, plan
 from pallas_kernels.parts import scale_queries
 from pallas_kernels.request import Op, Request
 from pallas_kernels.ring import Ring
+from pallas_kernels.rotary import Rotation, rotate
 from pallas_kernels.spec import AttentionSpec, Coordinates, Packing, PerHead, coordinates
 
 _log = logging.getLogger(__name__)
@@ -104,12 +105,14 @@ def attend(
     packing: Packing,
     *,
     return_lse: bool = False,
+    rotation: Rotation | None = None,
     implementation: Implementation | None = None,
     ring: Ring | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`attention` for callers that hold its options as the two values in which they travel.
 
     Args:
+      rotation: by which the queries are still to be turned. The TPU kernels turn them as they read them.
       ring: inside shard_map, the devices of which each holds as many of the keys. `packing` has the positions of the
         queries and those of all keys, device by device.
 
@@ -124,7 +127,8 @@ def attend(
     where = coordinates(q.shape[1], _kv_length(k, ring), **packing._asdict())
     k, v, where, options = _of_all_devices(ring, k, v, where, backend)
     q, per_head = _scaled(q, per_head, backend)
-    out, lse = backend.attention(q, k, v, spec, where, per_head, **options)
+    q, turning = _turned(q, rotation, backend)
+    out, lse = backend.attention(q, k, v, spec, where, per_head, **options, **turning)
     return _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype), lse
 
 
@@ -185,13 +189,14 @@ def attend_routed(
     packing: Packing,
     *,
     inference: bool = False,
+    rotation: Rotation | None = None,
     implementation: Implementation | None = None,
     ring: Ring | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`routed_attention` for callers that hold its options as the two values in which they travel.
 
     Args:
-      ring: as in `attend`.
+      rotation, ring: as in `attend`.
     """
     check_qkv(q, k, v, ("q", "k", "v"))
     if spec.window is None:
@@ -205,8 +210,9 @@ def attend_routed(
     if inference:
         q, k, v, gate = _only_forward((q, k, v, gate))
     q, per_head = _scaled(q, per_head, backend)
+    q, turning = _turned(q, rotation, backend)
     out, disagreement = backend.routed_attention(
-        q, k, v, gate, spec, where, per_head, inference=inference, **options
+        q, k, v, gate, spec, where, per_head, inference=inference, **options, **turning
     )
     return _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype), disagreement
 
@@ -365,6 +371,13 @@ def _kv_length(k: jax.Array, ring: Ring | None) -> int:
 def _scaled(q, per_head: PerHead, backend: ModuleType) -> tuple[jax.Array, PerHead]:
     """As the backend takes them; the oracle has the scales in its logits."""
     return (q, per_head) if backend is reference else scale_queries(q, per_head)
+
+
+def _turned(q: jax.Array, rotation: Rotation | None, backend: ModuleType) -> tuple[jax.Array, dict[str, Any]]:
+    """The queries as the backend takes them, with its option: turned, or with what they are to be turned by."""
+    if rotation is None:
+        return q, {}
+    return (q, {"rotation": rotation}) if backend is tpu else (rotate(q, rotation), {})
 
 
 @jax.custom_vjp

@@ -40,34 +40,38 @@ from pallas_kernels.tpu.window import blocks_back, heads_a_step, window_steps
 from pallas_kernels.tpu.window_backward_step import heads_in_one_piece
 
 
-def window_forward(packed=False, cut=0, full_from=None, **shape):
+def window_forward(packed=False, cut=0, full_from=None, turned=False, **shape):
     """Window attention with lse; `packed` adds segment ids, `full_from` rows that see past the window.
 
     The simulator reads zeros for the edges of documents: one document a row. With `cut` 1 they stand for edges in every
     step behind the first ones, of documents no longer than a window, and with 2 of longer ones, whose sink tokens lie
-    outside the window. An average over documents is one of the three figures.
+    outside the window. An average over documents is one of the three figures. With `turned`, the kernel turns the
+    queries (RoPE).
     """
-    return _bench({"window": 1024} | shape, packed=packed, cut=cut, full_from=full_from)
+    return _bench({"window": 1024} | shape, packed=packed, cut=cut, full_from=full_from, turned=turned)
 
 
-def window_backward(packed=False, cut=0, full_from=None, **shape):
-    """dq, dk and dv of window attention; `packed`, `cut` and `full_from` as in `window_forward`."""
-    return _bench({"window": 1024} | shape, packed=packed, cut=cut, full_from=full_from, backward=True)
+def window_backward(packed=False, cut=0, full_from=None, turned=False, **shape):
+    """dq, dk and dv of window attention; the options are those of `window_forward`."""
+    options = {"packed": packed, "cut": cut, "full_from": full_from, "turned": turned}
+    return _bench({"window": 1024} | shape, **options, backward=True)
 
 
-def full_forward(packed=False, documents=None, context=None, **shape):
+def full_forward(packed=False, documents=None, context=None, turned=False, **shape):
     """Full causal attention with lse; a window is left unread, so that every function takes the same arguments.
 
     `packed` adds segment ids, of one document a row, and `documents` those of documents of so many tokens. With
-    `context`, the queries are those of the first of so many devices that share a row in zig-zag order.
+    `context`, the queries are those of the first of so many devices that share a row in zig-zag order. `turned` as in
+    `window_forward`.
     """
-    return _bench(shape | {"window": None}, packed=packed or documents is not None, context=context)
-
-
-def full_backward(packed=False, documents=None, context=None, **shape):
-    """dq, dk and dv of full causal attention; a window is left unread. `context` as in `full_forward`."""
     packed = packed or documents is not None
-    return _bench(shape | {"window": None}, packed=packed, context=context, backward=True)
+    return _bench(shape | {"window": None}, packed=packed, context=context, turned=turned)
+
+
+def full_backward(packed=False, documents=None, context=None, turned=False, **shape):
+    """dq, dk and dv of full causal attention; a window is left unread. The options are those of `full_forward`."""
+    packed = packed or documents is not None
+    return _bench(shape | {"window": None}, packed=packed, context=context, turned=turned, backward=True)
 
 
 def sigmoid_forward(**shape):
@@ -85,13 +89,13 @@ def head_hybrid_forward(rho=0.75, **shape):
     return _bench({"window": 1024, "H": 8, "K": 8} | shape, rho=rho)
 
 
-def routed_forward(packed=False, documents=None, context=None, **shape):
+def routed_forward(packed=False, documents=None, context=None, turned=False, **shape):
     """SwiAttn's two branches with their lse; the gate chooses between them afterwards, so its ratio does not matter.
 
-    `context` as in `full_forward`.
+    `context` and `turned` as in `full_forward`.
     """
-    shape = {"window": 1024, "T": 8192} | shape
-    return _bench(shape, packed=packed or documents is not None, context=context, branches=True)
+    shape, packed = {"window": 1024, "T": 8192} | shape, packed or documents is not None
+    return _bench(shape, packed=packed, context=context, turned=turned, branches=True)
 
 
 def routed_backward(ratio=0.13, **shape):
@@ -169,7 +173,8 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
     hybrid = name == "head_hybrid_forward"
     rho = shape.pop("rho", 0.75) if hybrid else None
     packed, documents = shape.pop("packed", False), shape.pop("documents", None)
-    shape.pop("cut", None)
+    for name_of_option in ("cut", "turned"):  # which leave the schedule as it is
+        shape.pop(name_of_option, None)
     if shape.pop("full_from", None) is not None:
         return {}  # so do the documents' full rows
     defaults = {"H": 8, "K": 8} if hybrid else {}
@@ -332,6 +337,7 @@ def _bench(
     activation="softmax",
     rho=None,
     branches=False,
+    turned=False,
 ):
     H, K, T, D, dtype, spec, tiles = _read(shape, activation)
     q_length = T // (context or 1)
@@ -340,15 +346,18 @@ def _bench(
     head_bias = jax.ShapeDtypeStruct((2, H), jnp.float32)
     row = jax.ShapeDtypeStruct((1, H, 8 if backward else 1, q_length), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
+    tables = (jax.ShapeDtypeStruct((1, q_length, D), jnp.float32),) * 2 if turned else ()
 
-    def function(q, k, v, head_bias, ids, *cotangents):
+    def function(q, k, v, head_bias, ids, tables, *cotangents):
         full = None if full_from is None else jnp.full((1, 1), full_from) + ids[:, :1]
         where = coordinates(T, T, q_segment_ids=ids if packed else None, full_from=full)
         if context is not None:
             where = of_first_device(where, context)
         alone, has_slopes = rho is None, activation == "sigmoid"
         call = _call(device_kind(), spec, where, D, dtype, tiles, alone, branches, has_slopes, context)
-        call = dataclasses.replace(call, zero_cut=cut)
+        call = dataclasses.replace(call, zero_cut=cut, turned_by=D // 2 if turned else 0)
+        if turned:
+            where = where._replace(q_cos=tables[0], q_sin=tables[1])
         full_heads = None if rho is None else jnp.arange(K) >= round(rho * K)
         if branches:
             return both_branches(call, q, k, v, head_bias, where, full_heads)
@@ -359,7 +368,7 @@ def _bench(
             return tpu_passes.backward(call, q, k, v, head_bias, where, full_heads, dout, statistics)
 
     cotangents = ((q, row) if activation == "softmax" else (q,)) if backward else ()
-    return function, (q, kv, kv, head_bias, ids, *cotangents)
+    return function, (q, kv, kv, head_bias, ids, tables, *cotangents)
 
 
 def _own_row(call: Call, D: int) -> list[dict]:

@@ -177,6 +177,9 @@ class Coordinates(NamedTuple):
     q_seg: jax.Array | None = None  # [B, T] int32
     kv_seg: jax.Array | None = None  # [B, S] int32
     full_rows: jax.Array | None = None  # [B, T] bool
+    # [B, T, D] f32, of queries that are still to be turned: `Rotation.cos` and `sin`
+    q_cos: jax.Array | None = None
+    q_sin: jax.Array | None = None
 
 
 def coordinates(

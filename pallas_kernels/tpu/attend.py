@@ -22,6 +22,7 @@ from pallas_kernels.tpu.passes import (
     token_major,
 )
 from pallas_kernels.tpu.tiles import Call
+from pallas_kernels.tpu.turning import multiplied
 
 
 def attend(
@@ -42,7 +43,7 @@ def attend(
     heads = 2 * heads if pairs else heads
     some_full = per_head.full_heads is not None
     call = attention_call(call, one_part(ring, where), head_dim, some_full, device_kind())
-    q = head_major(q * jnp.asarray(call.query_factor, q.dtype), call.tiles.q_block)
+    q = head_major(multiplied(call, q), call.tiles.q_block)
     arguments = (
         spread(q) if pairs else q,
         head_major(k, call.tiles.kv_block),

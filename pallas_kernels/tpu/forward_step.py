@@ -53,11 +53,14 @@ class Refs(NamedTuple):
     q_info: Ref  # `Tokens` of the blocks
     kv_info: Ref
     first_keys: Ref  # [1, q_block]: `Documents.first_keys` (packed)
+    cos: Ref  # [q_block, D], of queries that are to be turned
+    sin: Ref
     window_results: list[Ref]  # out and lse of the window (branches)
     results: list[Ref]
     acc: Ref  # [q_block, D] f32
     finite_v: Ref  # [kv_block, D] (lists)
     spoilt: Ref  # [1] int32 (branches)
+    turned_q: Ref  # [q_block, D]
     statistics: list[Ref]  # the running maximum and sum, [q_block, LANES] f32, all lanes alike
 
 
@@ -85,13 +88,15 @@ class Static(NamedTuple):
     def name_refs(self, refs) -> Refs:
         call, is_list, packed = self.call, self.walk.is_list, self.walk.packed is not None
         (q, k, v), initial, rest = split(refs, 3, self.num_initial)
-        has_bias = call.has_slopes or call.has_bias
-        head_bias, q_info, kv_info, first, rest = take(rest, has_bias, is_list, is_list, packed)
+        has_bias, turned = call.has_slopes or call.has_bias, call.turned_by > 0
+        head_bias, q_info, kv_info, first, cos, sin, rest = take(
+            rest, has_bias, is_list, is_list, packed, turned, turned
+        )
         num_results = 2 if call.softmax else 1
         window, results, (acc, *rest) = split(rest, num_results if self.branches else 0, num_results)
-        finite_v, spoilt, statistics = take(rest, is_list, self.branches)
-        inputs = q, k, v, initial, head_bias, q_info, kv_info, first
-        return Refs(*inputs, window, results, acc, finite_v, spoilt, statistics)
+        finite_v, spoilt, turned_q, statistics = take(rest, is_list, self.branches, turned)
+        inputs = q, k, v, initial, head_bias, q_info, kv_info, first, cos, sin
+        return Refs(*inputs, window, results, acc, finite_v, spoilt, turned_q, statistics)
 
 
 class _Source(NamedTuple):

@@ -126,6 +126,8 @@ def pad_queries(where: Coordinates, tiles: Tiles) -> Coordinates:
         q_order=pad(where.q_order, tiles.q_block, 1, -1),
         q_seg=pad(where.q_seg, tiles.q_block, 1, 0),
         full_rows=pad(where.full_rows, tiles.q_block, 1, False),
+        q_cos=pad(where.q_cos, tiles.q_block, 1, 0),
+        q_sin=pad(where.q_sin, tiles.q_block, 1, 0),
     )
 
 

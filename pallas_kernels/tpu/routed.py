@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from pallas_kernels.blocks import Tiles, device_kind
 from pallas_kernels.parts import members, merge, mix, named, natural_lse, route, vary_alike
 from pallas_kernels.ring import Ring, RowOrder, attend_to_all, gradients_of_all, one_part
+from pallas_kernels.rotary import Rotation, rotate
 from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.attend import attend
 from pallas_kernels.tpu.passes import (
@@ -41,6 +42,7 @@ from pallas_kernels.tpu.passes import (
 )
 from pallas_kernels.tpu.scheduled_forward import branches_forward, serves_branches
 from pallas_kernels.tpu.tiles import Call, Heads
+from pallas_kernels.tpu.turning import left_to_kernels, multiplied
 
 # Of gathered rows: the smaller the block, the narrower the span of positions that its keys are bounded by.
 _GATHERED_BLOCK = 256
@@ -62,6 +64,7 @@ def routed_attention(
     inference: bool = False,
     ring: Ring | None = None,
     order: RowOrder | None = None,
+    rotation: Rotation | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns gate * O_full + (1 - gate) * O_window [B, T, H, D] f32 and the branch disagreement [B, T] f32.
 
@@ -70,7 +73,9 @@ def routed_attention(
         gate.
     """
     if not inference:
-        return mix(gate, *two_branches(q, k, v, spec, where, per_head, ring, order), per_head.sink_logits)
+        branches = two_branches(q, k, v, spec, where, per_head, ring, order, rotation)
+        return mix(gate, *branches, per_head.sink_logits)
+    q = q if rotation is None else rotate(q, rotation)
     call = call_of(q, spec, one_part(ring, where), per_head, order)
 
     def part(q, where, outside):
@@ -90,16 +95,17 @@ def two_branches(
     per_head: PerHead,
     ring: Ring | None = None,
     order: RowOrder | None = None,
+    rotation: Rotation | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None]:
     """O_window [B, T, H, D], lse_window [B, T, H] f32, O_full, lse_full; no lse for sigmoid."""
     (_, length, heads, _), full_heads = q.shape, per_head.full_heads
     here = one_part(ring, where)
-    call = call_of(q, spec, here, per_head, order)
+    call, q, where = left_to_kernels(call_of(q, spec, here, per_head, order), q, where, rotation)
     # The gate's gradient is a difference of the branches: large sums without a normaliser must not be rounded before.
     call = dataclasses.replace(call, in_parts=not call.softmax)
     if full_heads is None and serves_branches(call, here, q.shape[3], k.dtype):
         call = with_own_tiles(call, here, q.shape[3], device_kind())
-    q = pad(q * jnp.asarray(call.query_factor, q.dtype), call.tiles.q_block, 1, 0)
+    q = pad(multiplied(call, q), call.tiles.q_block, 1, 0)
     k, v = (pad(x, call.tiles.kv_block, 1, 0) for x in (k, v))
     where, head_bias = pad_queries(where, call.tiles), stack_head_bias(heads, per_head)
     results = _branches(call, ring, *vary_alike((q, k, v, head_bias, where, full_heads)))
@@ -288,6 +294,11 @@ def _gather(order: jax.Array, x: jax.Array) -> jax.Array:
 
 def _gather_coordinates(call: Call, where: Coordinates, order, shape, is_active) -> Coordinates:
     """Those of gathered queries, each property being [1 or B, T] and `shape` [B, T]."""
+    if where.q_cos is not None and where.q_sin is not None:
+        tables = jnp.concatenate([where.q_cos, where.q_sin], axis=2)
+        tables = _gather(order, jnp.broadcast_to(tables, (*shape, tables.shape[2])))
+        cos, sin = jnp.split(tables, 2, axis=2)
+        where = where._replace(q_cos=cos, q_sin=sin)
     names = ("q_pos", "q_order", "q_seg", "full_rows")
     given = {name: x for name in names if (x := getattr(where, name)) is not None}
     if call.indexed and where.q_seg is None:  # positions and all

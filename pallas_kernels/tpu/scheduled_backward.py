@@ -49,6 +49,7 @@ from pallas_kernels.tpu.tiles import (
     take,
     tile_mask,
 )
+from pallas_kernels.tpu.turning import tables_of, turn, turn_back
 from pallas_kernels.tpu.walk import Seen, Walk, default_mask, kind_of_tile, seen_tiles, walk_over
 from pallas_kernels.tpu.window import Ref
 
@@ -112,7 +113,7 @@ def keys_at_once(call: Call, length: int, head_dim: int, itemsize: int) -> tuple
 
 def _step_bytes(call: Call, head_dim: int, itemsize: int) -> int:
     """VMEM of q, dout, dq, dk and dv of a pair of blocks, two buffers each, and of what `_sweep` keeps by query."""
-    by_query = 3 * 2 * itemsize + 4 + 2 * itemsize
+    by_query = 3 * 2 * itemsize + 4 + 2 * itemsize + (2 * 2 * 4 + itemsize if call.turned_by else 0)
     by_key = 2 * 2 * itemsize
     return head_dim * (call.tiles.q_block * by_query + call.tiles.kv_block * by_key)
 
@@ -169,6 +170,12 @@ def _sweep(
     if walk.packed is not None:
         inputs.append(walk.packed.documents.first_keys)
         in_specs.append(spec((None, 1, q_block), lambda b, h, kv, visit, _: (b, 0, visit.row)))
+    tables = tables_of(where)
+    inputs += tables
+    in_specs += [
+        spec((None, q_block, head_dim), lambda b, h, kv, visit, _: (batch_index(b, tables[0]), visit.row, 0))
+        for _ in tables
+    ]
     outputs = [shape_like(x.shape, x.dtype, q) for x in (q, k, v)]
     out_specs = [queries, written, written]
     all_keys = pltpu.VMEM((num_blocks, head_dim, kv_block), jnp.float32)
@@ -179,6 +186,8 @@ def _sweep(
         pltpu.VMEM((head_dim, q_block), q.dtype),
         pltpu.VMEM((head_dim, q_block), q.dtype),
     ]
+    if call.turned_by:
+        scratch.append(pltpu.VMEM((q_block, head_dim), q.dtype))
     if call.has_bias:
         outputs.append(shape_like((batch, num_heads, 1, q_length), jnp.float32, q))
         out_specs.append(of_queries(1))
@@ -232,6 +241,8 @@ class _Refs(NamedTuple):
     q_info: Ref  # `Tokens` of the blocks
     kv_info: Ref
     first_keys: Ref  # [1, q_block]: `Documents.first_keys` (packed)
+    cos: Ref  # [q_block, D], of queries that are to be turned
+    sin: Ref
     dq: Ref
     dk: Ref
     dv: Ref
@@ -241,13 +252,17 @@ class _Refs(NamedTuple):
     dq_acc: Ref  # [D, q_block] f32
     q_t: Ref  # [D, q_block]
     dout_t: Ref
+    turned_q: Ref = None  # [q_block, D]
 
 
 def _name_refs(call: Call, walk: Walk, refs) -> _Refs:
     arrays, rest = split(refs, 4)
     has_head_bias = call.has_slopes or call.has_bias
     packed = walk.packed is not None
-    *optional, rest = take(rest, call.softmax, has_head_bias, walk.is_list, walk.is_list, packed)
+    turned = call.turned_by > 0
+    *optional, rest = take(
+        rest, call.softmax, has_head_bias, walk.is_list, walk.is_list, packed, turned, turned
+    )
     gradients, rest = split(rest, 3)
     dbias, scratch = take(rest, call.has_bias)
     named: list[Any] = [*arrays, *optional, *gradients, dbias, *scratch]
@@ -259,6 +274,9 @@ def _kernel(call, walk, has_segments, has_full_rows, group, order, *unnamed):
     indices = [pl.program_id(3 + i) for i in range(len(walk.grid))]
     visit = walk.in_row(walk.visit(indices, scalars), scalars)
     refs, member = _name_refs(call, walk, rest), pl.program_id(2)
+    unturned_q = refs.q
+    if call.turned_by:
+        refs = refs._replace(q=refs.turned_q)
     slope_and_bias = None
     if refs.head_bias is not None:
         slope_and_bias = refs.head_bias[0:1, 0:1], refs.head_bias[1:2, 0:1]
@@ -271,6 +289,8 @@ def _kernel(call, walk, has_segments, has_full_rows, group, order, *unnamed):
     @pl.when(visit.first)
     def _():
         refs.dq_acc[...] = jnp.zeros_like(refs.dq_acc)
+        if call.turned_by:
+            refs.turned_q[...] = turn(call, unturned_q[...], refs.cos[...], refs.sin[...])
         refs.q_t[...], refs.dout_t[...] = refs.q[...].T, refs.dout[...].T
         if call.has_bias:
             refs.dbias[...] = jnp.zeros_like(refs.dbias)
@@ -305,7 +325,12 @@ def _kernel(call, walk, has_segments, has_full_rows, group, order, *unnamed):
 
     @pl.when(visit.last)
     def _():
-        refs.dq[...] = (refs.dq_acc[...] * call.product_factor).T.astype(refs.dq.dtype)
+        if call.turned_by:
+            refs.dq[...] = turn_back(call, refs.dq_acc[...], refs.cos[...], refs.sin[...]).astype(
+                refs.dq.dtype
+            )
+        else:
+            refs.dq[...] = (refs.dq_acc[...] * call.product_factor).T.astype(refs.dq.dtype)
 
     @pl.when(visit.flush & (member == group - 1))
     def _():

@@ -30,6 +30,7 @@ from pallas_kernels.tpu.tiles import (
     shape_like,
     split,
 )
+from pallas_kernels.tpu.turning import tables_of, turn
 from pallas_kernels.tpu.walk import has_default_positions, walk_over
 
 _RESIDENT_BYTES = 32 * 2**20  # of keys and values in VMEM
@@ -119,12 +120,20 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
     if walk.packed is not None:
         inputs.append(walk.packed.documents.first_keys)
         in_specs.append(spec((None, 1, q_block), lambda b, h, visit: (b, 0, visit.row)))
+    tables = tables_of(where)
+    inputs += tables
+    in_specs += [
+        spec((None, q_block, head_dim), lambda b, h, visit: (batch_index(b, tables[0]), visit.row, 0))
+        for _ in tables
+    ]
     out_specs, out_shapes = [queries], [shape_like(q.shape, call.result_dtype(q), q)]
     scratch = [pltpu.VMEM((q_block, head_dim), jnp.float32)]
     if walk.is_list:
         scratch.append(pltpu.VMEM((kv_block, head_dim), v.dtype))
     if branches:
         scratch.append(pltpu.SMEM((1,), jnp.int32))
+    if call.turned_by:
+        scratch.append(pltpu.VMEM((q_block, head_dim), q.dtype))
     if call.softmax:
         out_specs.append(rows)
         out_shapes.append(shape_like((batch, num_heads, 1, q_length), jnp.float32, q))
@@ -152,7 +161,14 @@ def _kernel(static, order, *unnamed):
     walk = static.walk
     scalars, rest = split(unnamed, len(walk.scalars))
     visit = walk.in_row(walk.visit([pl.program_id(2 + i) for i in range(len(walk.grid))], scalars), scalars)
-    refs = static.name_refs(rest)
+    call, refs = static.call, static.name_refs(rest)
+    if call.turned_by:
+
+        @pl.when(visit.first)
+        def _():
+            refs.turned_q[...] = turn(call, refs.q[...], refs.cos[...], refs.sin[...])
+
+        refs = refs._replace(q=refs.turned_q)
     slope_and_bias = None
     if refs.head_bias is not None:
         slope_and_bias = refs.head_bias[0:1, 0:1], refs.head_bias[1:2, 0:1]

@@ -26,6 +26,7 @@ from pallas_kernels.tpu.tiles import (
     LANES,
     Call,
     Heads,
+    batch_index,
     by_head,
     cost_of,
     head_at,
@@ -34,6 +35,7 @@ from pallas_kernels.tpu.tiles import (
     split,
     take,
 )
+from pallas_kernels.tpu.turning import tables_of
 from pallas_kernels.tpu.window import (
     Cut,
     Ref,
@@ -86,6 +88,9 @@ def window_backward(
     elif call.spec.num_sink_tokens:
         inputs += [k, v] if segments is None else [gather_sinks(call, x, segments) for x in (k, v)]
         in_specs += [of_sinks, of_sinks]
+    tables = tables_of(where)
+    inputs += tables
+    in_specs += map(grid.of_table, tables)
     outputs = [shape_like(x.shape, x.dtype, q) for x in (q, k, v)]
     out_specs = [queries, window[0], window[0]]
     if call.has_bias:
@@ -156,6 +161,14 @@ class _Grid:
 
         return self.spec((None, self.members, rows, self.block), index)
 
+    def of_table(self, table: jax.Array) -> pl.BlockSpec:
+        """Rows of numbers of each query, [B or 1, T, D]."""
+
+        def index(b, h, kv, i):
+            return batch_index(b, table), jnp.minimum(i, self.num_blocks - 1), 0
+
+        return self.spec((None, self.block, table.shape[2]), index)
+
     def of_keys(self, before: int, head_dim: int) -> pl.BlockSpec:
         """The block of keys so many before that of the queries."""
 
@@ -183,6 +196,8 @@ def _scratch(call: Call, packed: bool, head_dim: int, q_dtype, k_dtype) -> list:
         pltpu.VMEM((head_dim, block), q_dtype),
         pltpu.VMEM((blocks, head_dim, block), k_dtype),
     ]
+    if call.turned_by:
+        scratch.append(pltpu.VMEM((block, head_dim), q_dtype))
     if call.spec.num_sink_tokens:
         scratch += [pltpu.VMEM((head_dim, sink_rows(call, packed)), jnp.float32)] * 2
     return scratch
@@ -198,11 +213,12 @@ def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> tuple[R
     has_sinks = call.spec.num_sink_tokens > 0
     *scalars, rest = take(refs, has_segments, has_segments and has_sinks)
     of_queries, keys, values, rest = split(rest, 3, blocks_back(call) + 1, blocks_back(call) + 1)
-    *optional, rest = take(rest, call.softmax, has_segments, has_sinks, has_sinks)
+    turned = call.turned_by > 0
+    *optional, rest = take(rest, call.softmax, has_segments, has_sinks, has_sinks, turned, turned)
     gradients, rest = split(rest, 3)
     *more_gradients, rest = take(rest, call.has_bias, has_sinks, has_sinks)
     scratch, rest = split(rest, 6)
-    *of_sinks, rest = take(rest, has_sinks, has_sinks)
+    *more_scratch, rest = take(rest, turned, has_sinks, has_sinks)
     named: list[Any] = [
         *scalars,
         *of_queries,
@@ -212,7 +228,7 @@ def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> tuple[R
         *gradients,
         *more_gradients,
         *scratch,
-        *of_sinks,
+        *more_scratch,
     ]
     return Refs(*named), rest
 

@@ -19,6 +19,7 @@ from pallas_kernels.nonfinite import finite
 from pallas_kernels.schedule import Kind, bounds_of, kind_at
 from pallas_kernels.tpu.scheduled_backward import pipelined, weights_and_slopes
 from pallas_kernels.tpu.tiles import NN, NT, Call, dot, form_logits
+from pallas_kernels.tpu.turning import turn, turn_back
 from pallas_kernels.tpu.window import Ref, blocks_back, sink_rows, window_of
 
 _UNIT = 256  # queries of a unit of work, as wide as the widest matrix unit
@@ -48,6 +49,8 @@ class Refs(NamedTuple):
     segments: Ref  # [8, block], `Segments.queries`
     sink_keys: Ref  # [sink_rows, D]
     sink_values: Ref
+    cos: Ref  # [block, D], of queries that are to be turned
+    sin: Ref
     dq: Ref  # [members, block, D]
     dk: Ref  # [block, D]
     dv: Ref
@@ -60,6 +63,7 @@ class Refs(NamedTuple):
     q_t: Ref  # [D, block]
     dout_t: Ref
     k_t: Ref  # [blocks, D, block]
+    turned_q: Ref  # [block, D]
     dk_sinks_acc: Ref  # [D, sink_rows] f32
     dv_sinks_acc: Ref
 
@@ -148,7 +152,7 @@ class Body:
 
     def attend_member(self, member: jax.Array | int) -> None:
         self.refs = self.step.refs.of(member)
-        call, step, refs, block = self.call, self.step, self.refs, self.call.tiles.q_block
+        call, step, block = self.call, self.step, self.call.tiles.q_block
         self.begin()
         units = self.window_units
         if self.sinks is not None:
@@ -156,7 +160,7 @@ class Body:
             starts = range(0, block, width)
             units = [_Unit(_SINKS, self.sink_rows, slice(at, at + width), at) for at in starts] + units
         pipelined(units, self.products, self.finish, ahead=_AHEAD)
-        write(refs.dq, slice(None), refs.dq_acc[...], call.product_factor)
+        self.write_queries()
         if step.group == 1 and self.present > blocks_back(call):  # tiles that the window had passed already
             tile = math.gcd(call.tiles.tile, block)
             for start in range(0, block, tile):
@@ -166,11 +170,23 @@ class Body:
     def begin(self) -> None:
         """Reads, clears and transposes what belongs to a query head."""
         call, refs = self.call, self.refs
+        if call.turned_by:
+            refs.turned_q[...] = turn(call, refs.q[...], refs.cos[...], refs.sin[...])
+            self.refs = refs = refs._replace(q=refs.turned_q)
         self.started_queries.clear()
         self.head_bias = refs.head_bias[0:1, 0:1] * call.unit, refs.head_bias[1:2, 0:1] * call.unit
         if call.has_bias:
             refs.dbias[...] = jnp.zeros_like(refs.dbias)
         refs.q_t[...], refs.dout_t[...] = refs.q[...].T, refs.dout[...].T
+
+    def write_queries(self) -> None:
+        call, refs = self.call, self.refs
+        if call.turned_by:
+            refs.dq[...] = turn_back(call, refs.dq_acc[...], refs.cos[...], refs.sin[...]).astype(
+                refs.dq.dtype
+            )
+        else:
+            write(refs.dq, slice(None), refs.dq_acc[...], call.product_factor)
 
     def products(self, unit: _Unit) -> tuple[jax.Array, jax.Array]:
         refs = self.refs

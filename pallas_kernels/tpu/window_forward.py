@@ -22,6 +22,7 @@ from pallas_kernels.tpu.tiles import (
     LANES,
     Call,
     Heads,
+    batch_index,
     by_head,
     cost_of,
     head_at,
@@ -30,6 +31,7 @@ from pallas_kernels.tpu.tiles import (
     split,
     take,
 )
+from pallas_kernels.tpu.turning import tables_of
 from pallas_kernels.tpu.window import (
     Cut,
     Ref,
@@ -99,6 +101,11 @@ def window_forward(
     if segments is not None:
         inputs.append(segments.queries)
         in_specs.append(spec((None, 8, block), lambda b, h, kv, i: (b, 0, i)))
+    tables = tables_of(where)
+    inputs += tables
+    in_specs += [
+        spec((None, block, head_dim), lambda b, h, kv, i: (batch_index(b, tables[0]), i, 0)) for _ in tables
+    ]
     outputs, out_specs = [shape_like(q.shape, call.result_dtype(q), q)], [queries]
     if call.softmax:
         outputs.append(shape_like((batch, num_heads, 1, length), jnp.float32, q))
@@ -144,7 +151,8 @@ def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> tuple[R
     *scalars, rest = take(refs, has_segments, has_segments and has_sinks)
     (queries, head_bias), rest = split(rest, 2)
     keys, values, rest = split(rest, blocks_back(call) + 1, blocks_back(call) + 1)
-    *optional, rest = take(rest, has_sinks, has_sinks, has_segments)
+    turned = call.turned_by > 0
+    *optional, rest = take(rest, has_sinks, has_sinks, has_segments, turned, turned)
     *results, rest = take(rest, True, call.softmax, True, call.softmax)
     named: list[Any] = [*scalars, queries, head_bias, keys, values, *optional, *results]
     return Refs(*named), rest

@@ -26,6 +26,7 @@ from pallas_kernels.tpu.shared_columns import (
     shared_values,
 )
 from pallas_kernels.tpu.tiles import LANES, MASKED, NN, NT, Call, dot, form_logits, over_lanes, sees_nothing
+from pallas_kernels.tpu.turning import turn
 from pallas_kernels.tpu.window import Ref, WindowTile, sink_rows, window_of, window_tiles
 
 AHEAD = 2  # strips whose products are on their way before the weights of one are taken
@@ -59,6 +60,8 @@ class Refs(NamedTuple):
     sink_keys: Ref  # [sink_rows, D]
     sink_values: Ref
     segments: Ref  # [8, block], `Segments.queries`
+    cos: Ref  # [block, D], of queries that are to be turned
+    sin: Ref
     out: Ref  # [block, D]
     lse: Ref  # [1, block]
     spoilt: Ref  # [1] int32: whether a value that is not finite has been met
@@ -131,8 +134,10 @@ class Body:
 
     def score(self, start: int) -> _Strip:
         """The logits of the strip of queries from `start`."""
-        rows = pl.ds(start, self.strip)
-        query = self.refs.queries[rows, :]
+        rows, refs = pl.ds(start, self.strip), self.refs
+        query = refs.queries[rows, :]
+        if self.call.turned_by:
+            query = turn(self.call, query, refs.cos[rows, :], refs.sin[rows, :])
         planned = window_tiles(self.call, start, self.present)
         tiles = []
         if self.call.softmax and share_columns(self.call, planned):

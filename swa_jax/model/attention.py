@@ -17,11 +17,12 @@ from flax import nnx
 
 from pallas_kernels import AttentionSpec, alibi_slopes
 from pallas_kernels.api import Implementation
+from pallas_kernels.rotary import Rotation, rotate
 from pallas_kernels.spec import Packing, PerHead
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.experts import ExpertLoad
 from swa_jax.model.layer_types import FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
-from swa_jax.model.layers import Norm, apply_rope, linear
+from swa_jax.model.layers import Norm, linear, rope_distance
 from swa_jax.model.mesh_attention import attention_on_mesh
 from swa_jax.model.parameters import declared
 from swa_jax.model.pattern import AttentionPattern
@@ -163,23 +164,34 @@ class Attention(nnx.Module):
     def qkv(
         self, x: jax.Array, plan: LayerPlan, context: AttentionContext
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [B, T, d] and this layer's row of the plan -> q [B, T, H, D], k and v [B, T, K, D], normed and rotated."""
+        """x [B, T, d] and this layer's row of the plan -> q [B, T, H, D], k and v [B, T, K, D], normed and turned."""
+        q, k, v, rotation = self.unturned(x, plan, context)
+        return q if rotation is None else rotate(q, rotation), k, v
+
+    def unturned(
+        self, x: jax.Array, plan: LayerPlan, context: AttentionContext
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Rotation | None]:
+        """As `qkv`, with queries that are still to be turned by the last result."""
         size = self.config.head_dim
         # Two heads of 64 fill a register's lanes, and go side by side as far as the attention.
         even = self.config.num_attention_heads % 2 == self.config.num_key_value_heads % 2 == 0
         pairs = size == 64 and even and not self.config.qk_norm
         width = 2 * size if pairs else size
         q, k, v = (p.to_heads(x, width) for p in (self.q_proj, self.k_proj, self.v_proj))
+        rotation = None
         with jax.named_scope(AROUND_ATTENTION):
             if self.config.qk_norm:
                 q, k = self.q_norm(q), self.k_norm(k)
             if context.cos is not None and context.sin is not None:
                 one = context.cos.shape[0] == 1  # a constant index costs nothing
                 cos, sin = (table[0 if one else plan.rope] for table in (context.cos, context.sin))
-                q, k = (apply_rope(t, cos, sin, self.config) for t in (q, k))
+                rotation = Rotation(cos, sin, rope_distance(self.config))
+                k = rotate(k, rotation)
+                if pairs:
+                    q, rotation = rotate(q, rotation), None
         if pairs:
             q, k, v = (t.reshape(*t.shape[:2], -1, size) for t in (q, k, v))
-        return q, k, v
+        return q, k, v, rotation
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         if hasattr(self, "router"):
@@ -200,12 +212,13 @@ class Attention(nnx.Module):
         self, x: jax.Array, plan: LayerPlan, context: AttentionContext
     ) -> tuple[jax.Array, Routing, tuple[jax.Array, jax.Array]]:
         """x [B, T, d] and this layer's row of the plan -> output [B, T, d], routing [B, T], (k, v) [B, T, K, D]."""
-        q, k, v = self.qkv(x, plan, context)
+        q, k, v, rotation = self.unturned(x, plan, context)
         logit, gate = self.route(x)
         heads, packing = self.per_head(), context.packing
         attend = functools.partial(
-            attention_on_mesh, q, k, v, partition=context.partition, implementation=context.implementation
-        )
+            attention_on_mesh, q, k, v, rotation=rotation, partition=context.partition,
+            implementation=context.implementation,
+        )  # fmt: skip
 
         def full() -> tuple[jax.Array, jax.Array]:
             return attend(full_spec(context.spec), heads, packing._replace(full_from=None))

@@ -95,8 +95,8 @@ def linear(path: str, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> 
 def rope_tables(config: ModelConfig, positions: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     """cos and sin [R, B, T, D] f32 at integer positions [B, T], one of each for the R `config.rope_kinds`.
 
-    Both columns of channels that turn together are there, so that nothing needs to be cut in halves. Channels that
-    are not turned have cos 1 and sin 0. `length` is that of the rows, or of the cache (see `rope_frequencies`).
+    They are those of `pallas_kernels.rotary.Rotation`. `length` is that of the rows, or of the cache (see
+    `rope_frequencies`).
     """
     tables, turned = [], config.rotary_dim
     for kind in config.rope_kinds:
@@ -107,33 +107,22 @@ def rope_tables(config: ModelConfig, positions: jax.Array, length: int) -> tuple
         if kind == "none":
             frequencies, factor = np.zeros_like(frequencies), 1.0  # turned by nothing
         both = np.repeat(frequencies, 2) if config.rope_interleaved else np.tile(frequencies, 2)
+        is_first = np.arange(config.head_dim) // rope_distance(config) % 2 == 0
+        signs = np.where(is_first, -1, 1).astype(np.float32)
         factors: float | np.ndarray = factor
         if turned < config.head_dim:
             others = config.head_dim - turned
             both = np.pad(both, (0, others))
             factors = np.pad(np.full(turned, factor, np.float32), (0, others), constant_values=1)
         angles = positions[..., None].astype(jnp.float32) * both  # [B, T, D]
-        tables.append((jnp.cos(angles) * factors, jnp.sin(angles) * factors))
+        tables.append((jnp.cos(angles) * factors, jnp.sin(angles) * (signs * factors)))
     cos, sin = (jnp.stack(table) for table in zip(*tables, strict=True))
     return cos, sin
 
 
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, config: ModelConfig) -> jax.Array:
-    """Rotate pairs of channels of x [B, T, H, D], or of several heads side by side; cos and sin [B, T, D].
-
-    The other channel of each pair comes from a product with a matrix of 0, 1 and -1, which is exact. A TPU does it
-    beside the rest; halves of a row, which are less than a register's width, would cost it several passes over x.
-    """
-    half = config.rotary_dim // 2
-    first, step = (2 * np.arange(half), 1) if config.rope_interleaved else (np.arange(half), half)
-    swap, abreast = np.zeros((config.head_dim,) * 2, np.float32), x.shape[-1] // config.head_dim
-    swap[first + step, first] = -1
-    swap[first, first + step] = 1
-    swap = np.kron(np.eye(abreast, dtype=np.float32), swap)
-    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    other = jnp.matmul(x, swap.astype(x.dtype), precision=exact, preferred_element_type=jnp.float32)
-    cos, sin = (jnp.tile(table, abreast)[:, :, None] for table in (cos, sin))  # [B, T, 1, D]
-    return (x.astype(jnp.float32) * cos + other * sin).astype(x.dtype)
+def rope_distance(config: ModelConfig) -> int:
+    """Between two channels that turn together."""
+    return 1 if config.rope_interleaved else config.rotary_dim // 2
 
 
 def rope_frequencies(

@@ -19,6 +19,7 @@ from jax import lax
 from pallas_kernels import AttentionSpec
 from pallas_kernels.api import Implementation, attend, attend_routed
 from pallas_kernels.ring import Ring
+from pallas_kernels.rotary import Rotation
 from pallas_kernels.spec import Packing, PerHead, segment_positions
 from swa_jax.model.sequence_order import Place, from_left
 from swa_jax.model.sharding import Partition
@@ -36,6 +37,9 @@ _DIMENSIONS: dict[str, tuple[str, ...]] = {
     "q_positions": _TOKENS,
     "full_from": ("batch",),
 }
+
+
+type _Queries = tuple[jax.Array, Rotation | None]  # [B, T, H, D], and by what they are still to be turned
 
 
 class _Options(NamedTuple):
@@ -56,6 +60,7 @@ def attention_on_mesh(
     *,
     partition: Partition | None,
     gate: jax.Array | None = None,
+    rotation: Rotation | None = None,
     inference: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -65,6 +70,7 @@ def attention_on_mesh(
       q: [B, T, H, D]; k, v: [B, T, K, D]. Without a partition: the plain call.
       per_head: arrays, the sigmoid bias [H] too.
       packing: of the queries; the keys are the same tokens. A segment must be one run of its id.
+      rotation: by which the queries are still to be turned.
       The rest as in `pallas_kernels.attention` and `routed_attention`.
 
     Returns:
@@ -72,20 +78,23 @@ def attention_on_mesh(
     """
     options = _Options(spec, inference, implementation)
     if partition is None:
-        return _attend(q, k, v, per_head, _of_both(packing), gate, options)
+        return _attend((q, rotation), k, v, per_head, _of_both(packing), gate, options)
 
-    def local(q, k, v, per_head, packing, gate):
-        out, disagreement = _on_one_device(q, k, v, per_head, packing, gate, options, partition)
+    def local(queries, k, v, per_head, packing, gate):
+        out, disagreement = _on_one_device(queries, k, v, per_head, packing, gate, options, partition)
         if gate is not None and partition.size("heads") > 1:
             disagreement = lax.pmean(disagreement, partition.rules.heads)
         return out, disagreement
 
     heads, rows = partition.spec("batch", "sequence", "heads", None), partition.spec(*_TOKENS)
+    tables = partition.spec("batch", "sequence", None)
+    if rotation is not None and rotation.cos.shape[0] != q.shape[0]:
+        rotation = jax.tree.map(lambda x: jnp.broadcast_to(x, (q.shape[0], *x.shape[1:])), rotation)
     sharded = jax.shard_map(
         local,
         mesh=partition.mesh,
         in_specs=(
-            heads,
+            (heads, jax.tree.map(lambda _: tables, rotation)),
             heads,
             heads,
             dimension_specs(PerHead, partition),
@@ -95,7 +104,7 @@ def attention_on_mesh(
         out_specs=(heads, rows),
         check_vma=False,  # the kernels do not say over which axes their outputs vary
     )
-    return sharded(q, k, v, per_head, packing, gate)
+    return sharded((q, rotation), k, v, per_head, packing, gate)
 
 
 def dimension_specs(options: Any, partition: Partition) -> Any:
@@ -109,10 +118,17 @@ def _of_both(packing: Packing) -> Packing:
 
 
 def _attend(
-    q, k, v, per_head: PerHead, packing: Packing, gate, options: _Options, ring: Ring | None = None
+    queries: _Queries,
+    k,
+    v,
+    per_head: PerHead,
+    packing: Packing,
+    gate,
+    options: _Options,
+    ring: Ring | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The call on arrays that are at hand, or on keys that go round."""
-    spec, inference, implementation = options
+    (q, rotation), (spec, inference, implementation) = queries, options
     if gate is not None:
         return attend_routed(
             q,
@@ -122,21 +138,31 @@ def _attend(
             spec,
             per_head,
             packing,
+            rotation=rotation,
             inference=inference,
             implementation=implementation,
             ring=ring,
         )
-    out, _ = attend(q, k, v, spec, per_head, packing, implementation=implementation, ring=ring)
+    out, _ = attend(
+        q, k, v, spec, per_head, packing, rotation=rotation, implementation=implementation, ring=ring
+    )
     return out, jnp.zeros(q.shape[:2], jnp.float32)
 
 
 def _on_one_device(
-    q, k, v, per_head: PerHead, packing: Packing, gate, options: _Options, partition: Partition
+    queries: _Queries,
+    k,
+    v,
+    per_head: PerHead,
+    packing: Packing,
+    gate,
+    options: _Options,
+    partition: Partition,
 ):
     """Inside shard_map: one device's queries [B, T/n, H, D] against the keys they see."""
-    spec, pieces = options.spec, partition.size("sequence")
+    spec, pieces, q = options.spec, partition.size("sequence"), queries[0]
     if pieces == 1:
-        return _attend(q, k, v, per_head, _of_both(packing), gate, options)
+        return _attend(queries, k, v, per_head, _of_both(packing), gate, options)
     place = Place(partition.rules.sequence[0], pieces, partition.zigzag)
     length = q.shape[1] // place.chunks  # of a chunk
     reach = _reach(spec, length)
@@ -145,7 +171,7 @@ def _on_one_device(
     if reach is None or widened or others_positions or reach > place.farthest(length):
         everywhere = _packing_of_the_row(packing, k.shape, place)
         ring = Ring(place.axis, place.order, by_index=not others_positions)
-        return _attend(q, k, v, per_head, everywhere, gate, options, ring)
+        return _attend(queries, k, v, per_head, everywhere, gate, options, ring)
     ids = packing.q_segment_ids
     if ids is None:
         ids = jnp.ones(q.shape[:2], jnp.int32)
@@ -154,9 +180,9 @@ def _on_one_device(
         positions = _positions_on_mesh(ids, place.axis, pieces)
     halo_k, halo_v, halo_ids = (from_left(x, reach, place) for x in (k, v, ids))
     k, v, ids = (place.by_chunk(x) for x in (k, v, ids))  # [B * chunks, length, ...]
-    shape, q = q.shape, place.by_chunk(q)
+    shape, queries = q.shape, jax.tree.map(place.by_chunk, queries)
     if not spec.num_sink_tokens:
-        out, silent = _attend_behind((halo_k, halo_v, halo_ids), q, k, v, ids, per_head, options)
+        out, silent = _attend_behind((halo_k, halo_v, halo_ids), queries, k, v, ids, per_head, options)
         return out.reshape(shape), silent.reshape(shape[:2])
     assert positions is not None
     halo_positions, positions = from_left(positions, reach, place), place.by_chunk(positions)
@@ -169,11 +195,13 @@ def _on_one_device(
         kv_positions=jnp.concatenate([first_positions, halo_positions, positions], axis=1),
     )
     k, v = jnp.concatenate([first_k, halo_k, k], axis=1), jnp.concatenate([first_v, halo_v, v], axis=1)
-    out, silent = _attend(q, k, v, per_head, packing, None, options)
+    out, silent = _attend(queries, k, v, per_head, packing, None, options)
     return out.reshape(shape), silent.reshape(shape[:2])
 
 
-def _attend_behind(halo, q, k, v, ids, per_head: PerHead, options: _Options) -> tuple[jax.Array, jax.Array]:
+def _attend_behind(
+    halo, queries: _Queries, k, v, ids, per_head: PerHead, options: _Options
+) -> tuple[jax.Array, jax.Array]:
     """Windowed attention of a chunk's queries to its own keys and to those of the halo in front of them.
 
     Args:
@@ -185,21 +213,23 @@ def _attend_behind(halo, q, k, v, ids, per_head: PerHead, options: _Options) -> 
     attention itself.
     """
     halo_k, halo_v, halo_ids = halo
-    reach, length = halo_k.shape[1], q.shape[1]
+    reach, length = halo_k.shape[1], k.shape[1]
     own = _of_both(Packing(ids))
     if reach == 0:
-        return _attend(q, k, v, per_head, own, None, options)
+        return _attend(queries, k, v, per_head, own, None, options)
     apart = 2 * reach <= length
     first = slice(0, reach if apart else length)
     # Idle queries in front make this one sequence with itself, which the window kernels take; they cost less than
     # explicit positions would.
     both = _of_both(Packing(jnp.concatenate([halo_ids, ids[:, first]], axis=1)))
-    idle_q = jnp.pad(q[:, first], ((0, 0), (reach, 0), (0, 0), (0, 0)))
+    idle = jax.tree.map(
+        lambda x: jnp.pad(x[:, first], ((0, 0), (reach, 0), *[(0, 0)] * (x.ndim - 2))), queries
+    )
     all_k, all_v = (jnp.concatenate([x, y[:, first]], axis=1) for x, y in ((halo_k, k), (halo_v, v)))
-    out, silent = (x[:, reach:] for x in _attend(idle_q, all_k, all_v, per_head, both, None, options))
+    out, silent = (x[:, reach:] for x in _attend(idle, all_k, all_v, per_head, both, None, options))
     if not apart:
         return out, silent
-    rest, silent = _attend(q, k, v, per_head, own, None, options)
+    rest, silent = _attend(queries, k, v, per_head, own, None, options)
     return lax.dynamic_update_slice(rest, out, (0, 0, 0, 0)), silent
 
 

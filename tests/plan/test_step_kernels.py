@@ -8,6 +8,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from swa_jax.bench.compile_for_chip import kernel_name, pallas_calls
@@ -90,8 +91,19 @@ def test_the_steps_of_every_configuration_contain_the_kernels_of_the_docs(monkey
     else:
         length = min(stage.sequence_length, 8192)
         traced = trace_generation(config, stage, start, devices, step, batch_size=1, length=length)
-    found = {kernel_name(eqn) for eqn in pallas_calls(traced.program.jaxpr.jaxpr)}
+    calls = list(pallas_calls(traced.program.jaxpr.jaxpr))
+    found = {kernel_name(eqn) for eqn in calls}
     assert found - {"write_pool"} == expected(traced.model.pattern, step)
+    if step == "train":
+        model = traced.model.config
+        tables = 2 if model.uses_rope and model.head_dim % 128 == 0 else 0
+        assert {tables_read(eqn) for eqn in calls} == {tables}
+
+
+def tables_read(eqn) -> int:
+    """How many tables of cosines and sines [B, T, D] f32 a kernel reads, by which it turns its queries."""
+    read = [x.aval for x in eqn.invars if x.aval.dtype == np.float32 and len(x.aval.shape) == 3]
+    return sum(x.shape[1] != 8 for x in read)  # what differs by head is [H, 8, 128]
 
 
 @pytest.mark.slow

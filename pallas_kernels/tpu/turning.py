@@ -1,0 +1,53 @@
+"""Queries that come unturned: the kernels turn them as they read them, and turn their gradients back (`rotary`)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.rotary import Rotation, rotate
+from pallas_kernels.spec import Coordinates
+from pallas_kernels.tpu.tiles import LANES, Call
+
+
+def left_to_kernels(
+    call: Call, q: jax.Array, where: Coordinates, rotation: Rotation | None
+) -> tuple[Call, jax.Array, Coordinates]:
+    """A call whose kernels turn the queries [B, T, H, D], where whole registers can be turned; or turned queries."""
+    if rotation is None:
+        return call, q, where
+    if q.shape[3] % LANES:
+        return call, rotate(q, rotation), where
+    call = dataclasses.replace(call, turned_by=rotation.distance)
+    return call, q, where._replace(q_cos=rotation.cos, q_sin=rotation.sin)
+
+
+def multiplied(call: Call, q: jax.Array) -> jax.Array:
+    """The queries as the kernels take them: those that are to be turned are multiplied then."""
+    return q if call.turned_by else q * jnp.asarray(call.query_factor, q.dtype)
+
+
+def tables_of(where: Coordinates) -> tuple[jax.Array, ...]:
+    """What a kernel reads to turn queries, [B or 1, T, D] f32 each; nothing if they come turned."""
+    return tuple(table for table in (where.q_cos, where.q_sin) if table is not None)
+
+
+def turn(call: Call, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Queries [rows, D], turned and multiplied, in their own dtype; inside a kernel."""
+    return (_turn(call, x, cos, sin) * call.query_factor).astype(x.dtype)
+
+
+def turn_back(call: Call, sums: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """The gradient [rows, D] f32 of queries before `turn`, from the sums of ds k [D, rows] f32; inside a kernel."""
+    return _turn(call, (sums * (call.product_factor * call.query_factor)).T, cos, -sin)
+
+
+def _turn(call: Call, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    x, distance, width = x.astype(jnp.float32), call.turned_by, x.shape[1]
+    other = pltpu.roll(x, distance, 1)
+    if 2 * distance != width:
+        is_first = lax.broadcasted_iota(jnp.int32, x.shape, 1) // distance % 2 == 0
+        other = jnp.where(is_first, pltpu.roll(x, width - distance, 1), other)
+    return x * cos + other * sin
