@@ -113,7 +113,7 @@ def keys_at_once(call: Call, length: int, head_dim: int, itemsize: int) -> tuple
 
 def _step_bytes(call: Call, head_dim: int, itemsize: int) -> int:
     """VMEM of q, dout, dq, dk and dv of a pair of blocks, two buffers each, and of what `_sweep` keeps by query."""
-    by_query = 3 * 2 * itemsize + 4 + 2 * itemsize + (2 * 2 * 4 + itemsize if call.turned_by else 0)
+    by_query = 3 * 2 * itemsize + 4 + 2 * itemsize + (2 * 2 * 4 if call.turned_by else 0)
     by_key = 2 * 2 * itemsize
     return head_dim * (call.tiles.q_block * by_query + call.tiles.kv_block * by_key)
 
@@ -186,8 +186,6 @@ def _sweep(
         pltpu.VMEM((head_dim, q_block), q.dtype),
         pltpu.VMEM((head_dim, q_block), q.dtype),
     ]
-    if call.turned_by:
-        scratch.append(pltpu.VMEM((q_block, head_dim), q.dtype))
     if call.has_bias:
         outputs.append(shape_like((batch, num_heads, 1, q_length), jnp.float32, q))
         out_specs.append(of_queries(1))
@@ -252,7 +250,6 @@ class _Refs(NamedTuple):
     dq_acc: Ref  # [D, q_block] f32
     q_t: Ref  # [D, q_block]
     dout_t: Ref
-    turned_q: Ref = None  # [q_block, D]
 
 
 def _name_refs(call: Call, walk: Walk, refs) -> _Refs:
@@ -274,9 +271,6 @@ def _kernel(call, walk, has_segments, has_full_rows, group, order, *unnamed):
     indices = [pl.program_id(3 + i) for i in range(len(walk.grid))]
     visit = walk.in_row(walk.visit(indices, scalars), scalars)
     refs, member = _name_refs(call, walk, rest), pl.program_id(2)
-    unturned_q = refs.q
-    if call.turned_by:
-        refs = refs._replace(q=refs.turned_q)
     slope_and_bias = None
     if refs.head_bias is not None:
         slope_and_bias = refs.head_bias[0:1, 0:1], refs.head_bias[1:2, 0:1]
@@ -289,9 +283,8 @@ def _kernel(call, walk, has_segments, has_full_rows, group, order, *unnamed):
     @pl.when(visit.first)
     def _():
         refs.dq_acc[...] = jnp.zeros_like(refs.dq_acc)
-        if call.turned_by:
-            refs.turned_q[...] = turn(call, unturned_q[...], refs.cos[...], refs.sin[...])
-        refs.q_t[...], refs.dout_t[...] = refs.q[...].T, refs.dout[...].T
+        q = turn(call, refs.q[...], refs.cos[...], refs.sin[...]) if call.turned_by else refs.q[...]
+        refs.q_t[...], refs.dout_t[...] = q.T, refs.dout[...].T
         if call.has_bias:
             refs.dbias[...] = jnp.zeros_like(refs.dbias)
 
@@ -380,7 +373,7 @@ class _Pair:
 
     def products(self, unit: _Unit) -> tuple[jax.Array, jax.Array]:
         return (
-            dot(self.refs.k[unit.keys, :], self.refs.q[unit.queries, :], NT),  # [keys, queries]
+            dot(self.refs.k[unit.keys, :], self.refs.q_t[:, unit.queries], NN),  # [keys, queries]
             dot(self.refs.v[unit.keys, :], self.refs.dout[unit.queries, :], NT),
         )
 
