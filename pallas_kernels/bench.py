@@ -17,6 +17,7 @@ waits for memory: about 3 to 9 % of the window kernels.
 import dataclasses
 import inspect
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -33,7 +34,9 @@ from pallas_kernels.spec import ArgumentError, AttentionSpec, Coordinates, coord
 from pallas_kernels.tpu import passes as tpu_passes
 from pallas_kernels.tpu.decode import choose_steps
 from pallas_kernels.tpu.documents import documents_of, read_bounds
+from pallas_kernels.tpu.routed import GATHERED_BLOCK as ROWS_TILE
 from pallas_kernels.tpu.routed import both_branches
+from pallas_kernels.tpu.rows import add_apart, choose, together
 from pallas_kernels.tpu.tiles import Call
 from pallas_kernels.tpu.walk import has_default_positions
 from pallas_kernels.tpu.window import blocks_back, heads_a_step, window_steps
@@ -103,6 +106,30 @@ def routed_backward(ratio=0.13, **shape):
     return _routed(ratio, {"window": 1024, "T": 8192} | shape)
 
 
+def rows_together(ratio=0.13, **shape):
+    """The queries and cotangents of the given share of the rows, put together for the pass over the keys outside.
+
+    Keys and a window are left unread.
+    """
+    return _rows(ratio, shape, lambda call, chosen, x, y: together(call, chosen, (x, y), ROWS_TILE))
+
+
+def rows_added(ratio=0.13, **shape):
+    """Their gradients added to those of all rows; keys and a window are left unread."""
+    return _rows(ratio, shape, lambda call, chosen, x, y: add_apart(call, chosen, x, y, ROWS_TILE))
+
+
+def _rows(ratio, shape, kernel):
+    H, _, T, D, dtype, spec, tiles = _read(ROWS | shape)
+    array = jax.ShapeDtypeStruct((1, H, T, D), dtype)
+
+    def function(x, y):
+        call = _call(device_kind(), spec, coordinates(T, T), D, dtype, tiles, branches=True)
+        return kernel(call, choose(jnp.asarray(routed_rows(T, ratio)[None]), ROWS_TILE), x, y)
+
+    return function, (array, array)
+
+
 def decode(H=8, K=8, T=8192, D=128, window=1024, num_sink_tokens=0, dtype="bfloat16", B=1):
     """One token a sequence over caches of T entries, all of them filled: that is what `executions` counts.
 
@@ -130,9 +157,12 @@ FUNCTIONS: dict[str, Callable] = {
         routed_forward,
         routed_backward,
         head_hybrid_forward,
+        rows_together,
+        rows_added,
         decode,
     )
 }
+ROWS = {"H": 16, "T": 8192, "window": 1024}
 _SHAPE = ("H", "K", "T", "D", "window", "num_sink_tokens", "dtype")
 
 
@@ -170,6 +200,8 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
         return {}  # the gates decide
     if name == "decode":
         return _decoding(kind, **shape)
+    if name.startswith("rows"):
+        return {name: _of_rows(arrays=2 if name == "rows_together" else 1, **shape)}
     hybrid = name == "head_hybrid_forward"
     rho = shape.pop("rho", 0.75) if hybrid else None
     packed, documents = shape.pop("packed", False), shape.pop("documents", None)
@@ -210,6 +242,14 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
         full = dataclasses.replace(call, spec=dataclasses.replace(spec, window=None))
         counts |= _scheduled(full, where, H - windowed_heads, backward)
     return counts
+
+
+def _of_rows(arrays: int, ratio=0.13, **shape) -> Executions:
+    H, _, T, D, *_ = _read(ROWS | shape)
+    visits = int(choose(jnp.asarray(routed_rows(T, ratio)[None]), ROWS_TILE).totals[0])
+    # Eight heads are in one piece of code; the bodies for numbers that are not finite do not run.
+    bodies = (H * visits // math.gcd(H, 4 * max(256 // D, 1)),) * arrays
+    return Executions(bodies, visits, visits)
 
 
 def _decoding(
@@ -346,9 +386,10 @@ def _bench(
     head_bias = jax.ShapeDtypeStruct((2, H), jnp.float32)
     row = jax.ShapeDtypeStruct((1, H, 8 if backward else 1, q_length), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
-    tables = (jax.ShapeDtypeStruct((1, q_length, D), jnp.float32),) * 2 if turned else ()
+    given = (jax.ShapeDtypeStruct((1, q_length, D), jnp.float32),) * 2 if turned else ()
 
-    def function(q, k, v, head_bias, ids, tables, *cotangents):
+    def function(q, k, v, head_bias, ids, *others):
+        tables, cotangents = others[: len(given)], others[len(given) :]
         full = None if full_from is None else jnp.full((1, 1), full_from) + ids[:, :1]
         where = coordinates(T, T, q_segment_ids=ids if packed else None, full_from=full)
         if context is not None:
@@ -368,7 +409,7 @@ def _bench(
             return tpu_passes.backward(call, q, k, v, head_bias, where, full_heads, dout, statistics)
 
     cotangents = ((q, row) if activation == "softmax" else (q,)) if backward else ()
-    return function, (q, kv, kv, head_bias, ids, tables, *cotangents)
+    return function, (q, kv, kv, head_bias, ids, *given, *cotangents)
 
 
 def _own_row(call: Call, D: int) -> list[dict]:

@@ -189,7 +189,17 @@ def forward(
 
 
 def backward(
-    call: Call, q, k, v, head_bias, where: Coordinates, full_heads, dout, statistics, num_active=None
+    call: Call,
+    q,
+    k,
+    v,
+    head_bias,
+    where: Coordinates,
+    full_heads,
+    dout,
+    statistics,
+    num_active=None,
+    added=(),
 ) -> tuple[jax.Array, ...]:
     """dq, dk, dv and, with a bias, its gradient by row [B, H, 1, T].
 
@@ -197,6 +207,7 @@ def backward(
       dout: [B, H, T, D].
       statistics: [B, H, 8, T] f32, lse in base 2 and delta, the rest unused; None for sigmoid.
       num_active: [] int32: query blocks behind so many have no cotangents; what is returned of them is undefined.
+      added: dk and dv of other keys than a window's, to be added to these.
     """
     results: tuple[jax.Array, ...] = ()
     for part, heads in _launches(call, k.shape[1], full_heads):
@@ -210,7 +221,7 @@ def backward(
                 results = tuple(a + b for a, b in zip(results, beyond, strict=True))
         else:
             results = scheduled_backward(
-                part, q, k, v, head_bias, where, heads, dout, statistics, results, num_active
+                part, q, k, v, head_bias, where, heads, dout, statistics, results, num_active, added
             )
     return results
 

@@ -17,6 +17,7 @@ from pallas_kernels.schedule import Kind
 from pallas_kernels.tpu.decode import choose_steps
 from pallas_kernels.tpu.passes import attention_call, beyond_window, choose_kernel, make_call, with_own_tiles
 from pallas_kernels.tpu.routed import outside_backward_call
+from pallas_kernels.tpu.rows import heads_a_step as rows_heads_a_step
 from pallas_kernels.tpu.scheduled_backward import keys_at_once
 from pallas_kernels.tpu.scheduled_forward import fits_vmem, serves_branches
 from pallas_kernels.tpu.sink_gradients import heads_at_once
@@ -88,7 +89,19 @@ def _routed(request: Request, call: Call) -> tuple[Launch, ...]:
         window = choose_kernel(dataclasses.replace(call, in_parts=True), padded.abstract_coordinates())
         forward = _forward(request, window) + _forward(request, outside)
     backward = _backward(request, choose_kernel(call, padded.abstract_coordinates()))
-    return tuple(forward + backward + _backward(request, outside_backward_call(call), gathered=True))
+    gathered = outside_backward_call(call)
+    backward += [_moving(request, gathered, "rows_together", 2), _moving(request, gathered, "rows_added", 2)]
+    return tuple(forward + backward + _backward(request, gathered, gathered=True))
+
+
+def _moving(request: Request, call: Call, kernel: str, arrays: int) -> Launch:
+    """The rows of the pass outside, on their way to it or back."""
+    length = -(-request.q_length // call.tiles.q_block) * call.tiles.q_block
+    heads = rows_heads_a_step(
+        request.heads, request.head_dim, request.dtype, arrays, call.tiles.q_block, length
+    )
+    grid = (request.batch, request.heads // heads, _VARIES)
+    return Launch(kernel, grid, call.tiles, (), "all", backward=True)
 
 
 def _parts(request: Request, call: Call, heads: int) -> list[tuple[Call, int | str]]:

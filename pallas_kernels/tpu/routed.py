@@ -40,16 +40,14 @@ from pallas_kernels.tpu.passes import (
     token_major,
     with_own_tiles,
 )
+from pallas_kernels.tpu.rows import add_apart, choose, together
 from pallas_kernels.tpu.scheduled_forward import branches_forward, serves_branches
 from pallas_kernels.tpu.tiles import Call, Heads
 from pallas_kernels.tpu.turning import left_to_kernels, multiplied
 
 # Of gathered rows: the smaller the block, the narrower the span of positions that its keys are bounded by.
-_GATHERED_BLOCK = 256
+GATHERED_BLOCK = 256
 _OUTSIDE_BLOCK = 1024  # of keys outside
-# If no more than this part of the rows is routed, so many are gathered, otherwise all; short sequences never mind.
-_FEW = 4
-_LEAST_FEW = 1024
 
 
 def routed_attention(
@@ -184,7 +182,7 @@ class _Saved(NamedTuple):
 class _Cotangents(NamedTuple):
     """Of a pass over some of the keys, by query."""
 
-    out: jax.Array  # [B, T, H, D]
+    out: jax.Array  # [B, H, T, D]
     lse: jax.Array | None  # [B, T, H], the forward pass's own lse (softmax)
     delta: jax.Array | None  # [B, T, H] (softmax)
 
@@ -198,62 +196,48 @@ def _branches_bwd(call, ring, saved, cotangents):
     dq, dk, dv, *dbias = run(choose_kernel(call, one_part(ring, where)), arrays[0], where, joint)
 
     # By head first, as the sums of `_divide`, so that one pass over the cotangents makes all of them.
-    active = jnp.any(jnp.abs(full.out.astype(jnp.float32)).max(axis=3) != 0, axis=2)  # [B, T]
+    active = jnp.any(jnp.abs(full.out.astype(jnp.float32)).max(axis=3) != 0, axis=1)  # [B, T]
     if full.delta is not None:
         active |= jnp.any(full.delta != 0, axis=2)
     num_active, length = active.sum(axis=1, keepdims=True), q.shape[1]
-    most = num_active.max()
-    if ring is not None:  # whose devices must go the same way
-        most = ring.greatest(most)
     outside = outside_backward_call(call)
-    dq_window = token_major(dq, length)
-
-    def run_outside(size):
-        """The pass over the keys outside on the first `size` active rows: dq with the window's, dk, dv, the bias's."""
-        order = members(active, size)
-        is_active = jnp.arange(size) < num_active
-        gather = functools.partial(_gather, order)
-        rows = _gather_coordinates(call, where, order, active.shape, is_active)
-        blocks = -(-num_active.max() // outside.tiles.q_block)
-        queries = head_major(gather(q), outside.tiles.q_block)
-        dq, dk, dv, *dbias = run(outside, queries, rows, _gather_cotangents(gather, full), blocks)
-        # Rows without a place of their own have one, each its own, behind the array, where nothing is written.
-        place = jnp.where(is_active, order, length + jnp.arange(size))
-        batch = jnp.arange(len(place))[:, None]
-        dq = dq_window.at[batch, place].add(
-            token_major(dq, size), mode="drop", indices_are_sorted=True, unique_indices=True
-        )
-        dbias = [jnp.where(is_active[:, None, None], x, 0).sum(axis=(0, 2, 3)) for x in dbias]
-        return dq, dk, dv, *dbias
-
-    few = length // _FEW // outside.tiles.q_block * outside.tiles.q_block
-    if few < _LEAST_FEW:
-        results = run_outside(length)
-    else:
-        run_few, run_all = (functools.partial(run_outside, size) for size in (few, length))
-        results = jax.lax.cond(most <= few, run_few, run_all)
-    dq, dk_outside, dv_outside, *dbias_outside = results
-    dk, dv = (token_major(a + b, k.shape[1]) for a, b in ((dk, dk_outside), (dv, dv_outside)))
+    tile = outside.tiles.q_block
+    chosen = choose(active, tile)
+    queries, dout = together(call, chosen, (arrays[0], full.out), tile)
+    order = members(active, length)
+    is_active = jnp.arange(length) < num_active
+    rows = _gather_coordinates(call, where, order, active.shape, is_active)
+    blocks = -(-num_active.max() // tile)
+    added = (dk, dv) if ring is None else ()
+    results = run(outside, queries, rows, _of_rows(full, dout, order), blocks, added)
+    dq_outside, dk_outside, dv_outside, *dbias_outside = results
+    dq = token_major(add_apart(call, chosen, dq, dq_outside, tile), length)
+    dk, dv = (dk_outside, dv_outside) if ring is None else (dk + dk_outside, dv + dv_outside)
+    dk, dv = (token_major(x, k.shape[1]) for x in (dk, dv))
     dhead_bias = jnp.zeros_like(head_bias)
     if dbias:
-        dhead_bias = dhead_bias.at[1].set(dbias[0].sum(axis=(0, 2, 3)) + dbias_outside[0])
+        more = jnp.where(is_active[:, None, None], dbias_outside[0], 0)
+        dhead_bias = dhead_bias.at[1].set((dbias[0].sum(axis=3) + more.sum(axis=3)).sum(axis=(0, 2)))
     return dq.astype(q.dtype), dk, dv, dhead_bias, None, None
 
 
 def _divide(call: Call, saved: _Saved, cotangents) -> tuple[_Cotangents, _Cotangents]:
     """The cotangents of the pass over the window, which serves both branches, and of that over the keys outside."""
     dwindow, dwindow_lse, dfull, dfull_lse = cotangents
+
+    def by_head(x):
+        return x.astype(saved.q.dtype).transpose(0, 2, 1, 3)
+
     if not call.softmax:
-        joint = dwindow + dfull
-        return _Cotangents(joint.astype(saved.q.dtype), None, None), _Cotangents(dfull, None, None)
+        return _Cotangents(by_head(dwindow + dfull), None, None), _Cotangents(by_head(dfull), None, None)
     window_lse, full_lse = saved.window_lse, saved.full_lse
     share = jnp.exp2(jnp.where(window_lse == -jnp.inf, -jnp.inf, window_lse - full_lse))  # [B, T, H]
     delta = _row_sums(dfull, saved.full) - dfull_lse
     joint = dwindow + share[..., None] * dfull.astype(jnp.float32)
     joint_delta = _row_sums(dwindow, saved.window) - dwindow_lse + share * delta
     return (
-        _Cotangents(joint.astype(saved.q.dtype), window_lse, joint_delta),
-        _Cotangents(dfull, full_lse, delta),
+        _Cotangents(by_head(joint), window_lse, joint_delta),
+        _Cotangents(by_head(dfull), full_lse, delta),
     )
 
 
@@ -267,6 +251,7 @@ def _run_backward(
     where: Coordinates,
     by_query: _Cotangents,
     num_active=None,
+    added=(),
 ):
     """`backward` of head-major queries.
 
@@ -278,11 +263,11 @@ def _run_backward(
     if by_query.lse is not None and by_query.delta is not None:
         by_head = (x.swapaxes(1, 2)[:, :, None] for x in (by_query.lse, by_query.delta))
         statistics = pack_statistics(*by_head)
-    dout = head_major(by_query.out.astype(saved.q.dtype), call.tiles.q_block)
 
     def of_part(keys, where):
         (k, v), where = keys, pad_keys(where, tiles)
-        return backward(call, q, k, v, saved.head_bias, where, saved.full_heads, dout, statistics, num_active)
+        arrays = q, k, v, saved.head_bias, where, saved.full_heads, by_query.out, statistics
+        return backward(call, *arrays, num_active, added)
 
     return gradients_of_all(ring, keys, where, of_part)
 
@@ -313,18 +298,19 @@ def _gather_coordinates(call: Call, where: Coordinates, order, shape, is_active)
     return where._replace(**rows)
 
 
-def _gather_cotangents(gather, full: _Cotangents) -> _Cotangents:
+def _of_rows(full: _Cotangents, dout: jax.Array, order: jax.Array) -> _Cotangents:
+    """The cotangents of gathered rows, `dout` being theirs already."""
     lse, delta = full.lse, full.delta
     if lse is not None and delta is not None:
-        lse, delta = jnp.split(gather(jnp.concatenate([lse, delta], axis=2)), 2, axis=2)
-    return _Cotangents(gather(full.out), lse, delta)
+        lse, delta = jnp.split(_gather(order, jnp.concatenate([lse, delta], axis=2)), 2, axis=2)
+    return _Cotangents(dout, lse, delta)
 
 
 def outside_backward_call(call: Call) -> Call:
     """Of the pass over the keys outside, on gathered rows."""
     tiles = dataclasses.replace(
         call.tiles,
-        q_block=math.gcd(call.tiles.q_block, _GATHERED_BLOCK),
+        q_block=math.gcd(call.tiles.q_block, GATHERED_BLOCK),
         kv_block=math.gcd(call.tiles.kv_block, _OUTSIDE_BLOCK),
     )
     return dataclasses.replace(by_position(call), outside=True, tiles=tiles)

@@ -49,7 +49,7 @@ from pallas_kernels.tpu.tiles import (
     take,
     tile_mask,
 )
-from pallas_kernels.tpu.turning import tables_of, turn, turn_back
+from pallas_kernels.tpu.turning import add_tables, turn, turn_back
 from pallas_kernels.tpu.walk import Seen, Walk, default_mask, kind_of_tile, seen_tiles, walk_over
 from pallas_kernels.tpu.window import Ref
 
@@ -71,18 +71,20 @@ def scheduled_backward(
     statistics: jax.Array | None,  # [B, H, 8, T] f32: lse in base 2 and delta (softmax)
     previous: tuple[jax.Array, ...] = (),
     num_active: jax.Array | None = None,
+    added: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, ...]:
     """Returns the gradients of q (as given), k and v, and with a bias also its rows' [B, H, 1, T] f32.
 
     Args:
       num_active: [] int32: query blocks behind so many have no cotangents; their own gradients are left undefined.
+      added: gradients of k and v, to be added to these.
     """
     run = functools.partial(_sweep, call, q, head_bias, heads, dout, statistics)
     length = k.shape[2]
     chunk, keys_too = keys_at_once(call, length, k.shape[3], k.dtype.itemsize)
     if length <= chunk:
         walk = walk_over(call, where, resident=keys_too, flush=True, num_active=num_active)
-        return run(k, v, where, walk, previous)
+        return run(k, v, where, walk, previous, added)
 
     parts = []
     for start in range(0, length, chunk):
@@ -98,7 +100,8 @@ def scheduled_backward(
         # Of what is there already, the gradients by query are in the first part of the sum.
         by_query, by_key = (previous[:1], previous[3:]), (x[:, :, keys] for x in previous[1:3])
         dq, dbias = by_query if start == 0 else jax.tree.map(jnp.zeros_like, by_query)
-        parts.append(run(k[:, :, keys], v[:, :, keys], here, walk, (*dq, *by_key, *dbias)))
+        of_chunk = tuple(x[:, :, keys] for x in added)
+        parts.append(run(k[:, :, keys], v[:, :, keys], here, walk, (*dq, *by_key, *dbias), of_chunk))
     dq, dk, dv, *dbias = zip(*parts, strict=True)
     return _sum(dq), *(jnp.concatenate(x, axis=2) for x in (dk, dv)), *map(_sum, dbias)
 
@@ -114,7 +117,7 @@ def keys_at_once(call: Call, length: int, head_dim: int, itemsize: int) -> tuple
 def _step_bytes(call: Call, head_dim: int, itemsize: int) -> int:
     """VMEM of q, dout, dq, dk and dv of a pair of blocks, two buffers each, and of what `_sweep` keeps by query."""
     by_query = 3 * 2 * itemsize + 4 + 2 * itemsize + (2 * 2 * 4 if call.turned_by else 0)
-    by_key = 2 * 2 * itemsize
+    by_key = (4 if call.outside else 2) * 2 * itemsize  # of keys outside, other gradients may be added
     return head_dim * (call.tiles.q_block * by_query + call.tiles.kv_block * by_key)
 
 
@@ -123,10 +126,21 @@ def _sum(arrays):
 
 
 def _sweep(
-    call: Call, q, head_bias, heads: Heads, dout, statistics, k, v, where: Coordinates, walk: Walk, previous
+    call: Call,
+    q,
+    head_bias,
+    heads: Heads,
+    dout,
+    statistics,
+    k,
+    v,
+    where: Coordinates,
+    walk: Walk,
+    previous,
+    added,
 ):
     batch, num_heads, q_length, head_dim = q.shape
-    group, num_blocks = num_heads // k.shape[1], k.shape[2] // call.tiles.kv_block
+    group = num_heads // k.shape[1]
     q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
 
     def spec(block, index):
@@ -152,7 +166,7 @@ def _sweep(
     def of_queries(rows):
         return spec((None, None, rows, q_block), lambda b, h, kv, visit, _: (b, h, 0, visit.row))
 
-    inputs, in_specs = [q, k, v, dout], [queries, keys, keys, queries]
+    inputs, in_specs = [q, k, v, dout, *added], [queries, keys, keys, queries, *[written] * len(added)]
     if call.softmax:
         inputs.append(statistics)
         in_specs.append(of_queries(8))
@@ -170,29 +184,19 @@ def _sweep(
     if walk.packed is not None:
         inputs.append(walk.packed.documents.first_keys)
         in_specs.append(spec((None, 1, q_block), lambda b, h, kv, visit, _: (b, 0, visit.row)))
-    tables = tables_of(where)
-    inputs += tables
-    in_specs += [
-        spec((None, q_block, head_dim), lambda b, h, kv, visit, _: (batch_index(b, tables[0]), visit.row, 0))
-        for _ in tables
-    ]
+    table = (None, q_block, head_dim)
+    add_tables(
+        where, inputs, in_specs, lambda row: spec(table, lambda b, h, kv, visit, _: (row(b), visit.row, 0))
+    )
     outputs = [shape_like(x.shape, x.dtype, q) for x in (q, k, v)]
     out_specs = [queries, written, written]
-    all_keys = pltpu.VMEM((num_blocks, head_dim, kv_block), jnp.float32)
-    scratch = [
-        all_keys,
-        all_keys,
-        pltpu.VMEM((head_dim, q_block), jnp.float32),
-        pltpu.VMEM((head_dim, q_block), q.dtype),
-        pltpu.VMEM((head_dim, q_block), q.dtype),
-    ]
     if call.has_bias:
         outputs.append(shape_like((batch, num_heads, 1, q_length), jnp.float32, q))
         out_specs.append(of_queries(1))
-    has_segments = where.q_seg is not None and walk.is_list
+    has = where.q_seg is not None and walk.is_list, where.full_rows is not None
     return launch(
         call,
-        functools.partial(_kernel, call, walk, has_segments, where.full_rows is not None, group),
+        functools.partial(_kernel, call, walk, *has, len(added), group),
         "scheduled_backward",
         grid=(batch, heads.count, group, *walk.grid),
         scalars=walk.scalars,
@@ -201,10 +205,18 @@ def _sweep(
         in_specs=in_specs,
         outputs=outputs,
         out_specs=out_specs,
-        scratch=scratch,
+        scratch=_scratch(call, k, q.dtype),
         previous=previous,
         cost=cost_of(call, q, k, backward=True),
     )
+
+
+def _scratch(call: Call, k: jax.Array, dtype) -> list[Any]:
+    """From `_Refs.dk_acc` on."""
+    (length, head_dim), tiles = k.shape[2:], call.tiles
+    by_key = pltpu.VMEM((length // tiles.kv_block, head_dim, tiles.kv_block), jnp.float32)
+    by_query = [pltpu.VMEM((head_dim, tiles.q_block), kind) for kind in (jnp.float32, dtype, dtype)]
+    return [by_key, by_key, *by_query]
 
 
 class _Unit(NamedTuple):
@@ -234,6 +246,7 @@ class _Refs(NamedTuple):
     k: Ref  # [keys at hand, D]
     v: Ref
     dout: Ref
+    added: list[Ref]  # gradients of a block of keys and of its values, or none
     statistics: Ref  # [8, q_block]
     head_bias: Ref  # [8, LANES]
     q_info: Ref  # `Tokens` of the blocks
@@ -252,8 +265,8 @@ class _Refs(NamedTuple):
     dout_t: Ref
 
 
-def _name_refs(call: Call, walk: Walk, refs) -> _Refs:
-    arrays, rest = split(refs, 4)
+def _name_refs(call: Call, walk: Walk, num_added: int, refs) -> _Refs:
+    arrays, added, rest = split(refs, 4, num_added)
     has_head_bias = call.has_slopes or call.has_bias
     packed = walk.packed is not None
     turned = call.turned_by > 0
@@ -262,15 +275,15 @@ def _name_refs(call: Call, walk: Walk, refs) -> _Refs:
     )
     gradients, rest = split(rest, 3)
     dbias, scratch = take(rest, call.has_bias)
-    named: list[Any] = [*arrays, *optional, *gradients, dbias, *scratch]
+    named: list[Any] = [*arrays, added, *optional, *gradients, dbias, *scratch]
     return _Refs(*named)
 
 
-def _kernel(call, walk, has_segments, has_full_rows, group, order, *unnamed):
+def _kernel(call, walk, has_segments, has_full_rows, num_added, group, order, *unnamed):
     scalars, rest = split(unnamed, len(walk.scalars))
     indices = [pl.program_id(3 + i) for i in range(len(walk.grid))]
     visit = walk.in_row(walk.visit(indices, scalars), scalars)
-    refs, member = _name_refs(call, walk, rest), pl.program_id(2)
+    refs, member = _name_refs(call, walk, num_added, rest), pl.program_id(2)
     slope_and_bias = None
     if refs.head_bias is not None:
         slope_and_bias = refs.head_bias[0:1, 0:1], refs.head_bias[1:2, 0:1]
@@ -327,8 +340,10 @@ def _kernel(call, walk, has_segments, has_full_rows, group, order, *unnamed):
 
     @pl.when(visit.flush & (member == group - 1))
     def _():
-        refs.dk[...] = (refs.dk_acc[visit.column] * call.product_factor).T.astype(refs.dk.dtype)
-        refs.dv[...] = refs.dv_acc[visit.column].T.astype(refs.dv.dtype)
+        dk, dv = (refs.dk_acc[visit.column] * call.product_factor).T, refs.dv_acc[visit.column].T
+        if refs.added:
+            dk, dv = (x + ref[...].astype(jnp.float32) for x, ref in zip((dk, dv), refs.added, strict=True))
+        refs.dk[...], refs.dv[...] = dk.astype(refs.dk.dtype), dv.astype(refs.dv.dtype)
 
 
 def _small_refs(walk: Walk, refs: _Refs, visit: Visit, row, column) -> _Refs:

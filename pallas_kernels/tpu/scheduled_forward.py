@@ -30,7 +30,7 @@ from pallas_kernels.tpu.tiles import (
     shape_like,
     split,
 )
-from pallas_kernels.tpu.turning import tables_of, turn
+from pallas_kernels.tpu.turning import add_tables, turn
 from pallas_kernels.tpu.walk import has_default_positions, walk_over
 
 _RESIDENT_BYTES = 32 * 2**20  # of keys and values in VMEM
@@ -120,12 +120,8 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
     if walk.packed is not None:
         inputs.append(walk.packed.documents.first_keys)
         in_specs.append(spec((None, 1, q_block), lambda b, h, visit: (b, 0, visit.row)))
-    tables = tables_of(where)
-    inputs += tables
-    in_specs += [
-        spec((None, q_block, head_dim), lambda b, h, visit: (batch_index(b, tables[0]), visit.row, 0))
-        for _ in tables
-    ]
+    table = (None, q_block, head_dim)
+    add_tables(where, inputs, in_specs, lambda row: spec(table, lambda b, h, visit: (row(b), visit.row, 0)))
     out_specs, out_shapes = [queries], [shape_like(q.shape, call.result_dtype(q), q)]
     scratch = [pltpu.VMEM((q_block, head_dim), jnp.float32)]
     if walk.is_list:

@@ -1,6 +1,8 @@
 """Queries that come unturned: the kernels turn them as they read them, and turn their gradients back (`rotary`)."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.rotary import Rotation, rotate
 from pallas_kernels.spec import Coordinates
-from pallas_kernels.tpu.tiles import LANES, Call
+from pallas_kernels.tpu.tiles import LANES, Call, batch_index
 
 
 def left_to_kernels(
@@ -29,9 +31,16 @@ def multiplied(call: Call, q: jax.Array) -> jax.Array:
     return q if call.turned_by else q * jnp.asarray(call.query_factor, q.dtype)
 
 
-def tables_of(where: Coordinates) -> tuple[jax.Array, ...]:
-    """What a kernel reads to turn queries, [B or 1, T, D] f32 each; nothing if they come turned."""
-    return tuple(table for table in (where.q_cos, where.q_sin) if table is not None)
+def add_tables(where: Coordinates, inputs: list, in_specs: list, located: Callable) -> None:
+    """Adds what a kernel reads to turn queries, and where it lies; nothing if they come turned.
+
+    Args:
+      located: from a function, which gives the row of a table for a row of the batch, to the block of a table.
+    """
+    for table in (where.q_cos, where.q_sin):
+        if table is not None:
+            inputs.append(table)
+            in_specs.append(located(functools.partial(batch_index, info=table)))
 
 
 def turn(call: Call, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

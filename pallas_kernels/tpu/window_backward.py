@@ -11,6 +11,7 @@ gradients `sink_gradients` adds up.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,7 +27,6 @@ from pallas_kernels.tpu.tiles import (
     LANES,
     Call,
     Heads,
-    batch_index,
     by_head,
     cost_of,
     head_at,
@@ -35,7 +35,7 @@ from pallas_kernels.tpu.tiles import (
     split,
     take,
 )
-from pallas_kernels.tpu.turning import tables_of
+from pallas_kernels.tpu.turning import add_tables
 from pallas_kernels.tpu.window import (
     Cut,
     Ref,
@@ -88,9 +88,7 @@ def window_backward(
     elif call.spec.num_sink_tokens:
         inputs += [k, v] if segments is None else [gather_sinks(call, x, segments) for x in (k, v)]
         in_specs += [of_sinks, of_sinks]
-    tables = tables_of(where)
-    inputs += tables
-    in_specs += map(grid.of_table, tables)
+    add_tables(where, inputs, in_specs, functools.partial(grid.of_table, head_dim))
     outputs = [shape_like(x.shape, x.dtype, q) for x in (q, k, v)]
     out_specs = [queries, window[0], window[0]]
     if call.has_bias:
@@ -161,13 +159,13 @@ class _Grid:
 
         return self.spec((None, self.members, rows, self.block), index)
 
-    def of_table(self, table: jax.Array) -> pl.BlockSpec:
-        """Rows of numbers of each query, [B or 1, T, D]."""
+    def of_table(self, columns: int, row: Callable) -> pl.BlockSpec:
+        """Of `add_tables`."""
 
         def index(b, h, kv, i):
-            return batch_index(b, table), jnp.minimum(i, self.num_blocks - 1), 0
+            return row(b), jnp.minimum(i, self.num_blocks - 1), 0
 
-        return self.spec((None, self.block, table.shape[2]), index)
+        return self.spec((None, self.block, columns), index)
 
     def of_keys(self, before: int, head_dim: int) -> pl.BlockSpec:
         """The block of keys so many before that of the queries."""

@@ -22,7 +22,6 @@ from pallas_kernels.tpu.tiles import (
     LANES,
     Call,
     Heads,
-    batch_index,
     by_head,
     cost_of,
     head_at,
@@ -31,7 +30,7 @@ from pallas_kernels.tpu.tiles import (
     split,
     take,
 )
-from pallas_kernels.tpu.turning import tables_of
+from pallas_kernels.tpu.turning import add_tables
 from pallas_kernels.tpu.window import (
     Cut,
     Ref,
@@ -57,9 +56,7 @@ def window_forward(
     previous: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, ...]:
     """As `scheduled_forward`, for the calls of `Call.window_kernel`."""
-    if not call.softmax:  # No statistics of a row are shared by its strip, and less is spilled.
-        tiles = dataclasses.replace(call.tiles, strip=min(call.tiles.strip, LANES))
-        call = dataclasses.replace(call, tiles=tiles)
+    call = _with_own_strip(call)
     batch, num_heads, length, head_dim = q.shape
     group = num_heads // k.shape[1]
     block = call.tiles.q_block
@@ -94,18 +91,15 @@ def window_forward(
         in_specs += [pl.BlockSpec(memory_space=pl.ANY)] * 2
     elif call.spec.num_sink_tokens:
         of_step = segments is not None
-        rows = (None, None, sink_rows(call, of_step), head_dim)
-        sinks = spec(rows, lambda b, h, kv, i: (b, kv, i if of_step else 0, 0))
+        shape = (None, None, sink_rows(call, of_step), head_dim)
+        sinks = spec(shape, lambda b, h, kv, i: (b, kv, i if of_step else 0, 0))
         inputs += [k, v] if segments is None else [gather_sinks(call, x, segments) for x in (k, v)]
         in_specs += [sinks, sinks]
     if segments is not None:
         inputs.append(segments.queries)
         in_specs.append(spec((None, 8, block), lambda b, h, kv, i: (b, 0, i)))
-    tables = tables_of(where)
-    inputs += tables
-    in_specs += [
-        spec((None, block, head_dim), lambda b, h, kv, i: (batch_index(b, tables[0]), i, 0)) for _ in tables
-    ]
+    rows = (None, block, head_dim)
+    add_tables(where, inputs, in_specs, lambda row: spec(rows, lambda b, h, kv, i: (row(b), i, 0)))
     outputs, out_specs = [shape_like(q.shape, call.result_dtype(q), q)], [queries]
     if call.softmax:
         outputs.append(shape_like((batch, num_heads, 1, length), jnp.float32, q))
@@ -130,6 +124,14 @@ def window_forward(
         previous=previous,
         cost=cost_of(call, q, k),
     )
+
+
+def _with_own_strip(call: Call) -> Call:
+    """No statistics of a row are shared by its strip where the activation is a sigmoid: a short one spills less."""
+    if call.softmax:
+        return call
+    tiles = dataclasses.replace(call.tiles, strip=min(call.tiles.strip, LANES))
+    return dataclasses.replace(call, tiles=tiles)
 
 
 def _room_for_logits(call: Call, packed: bool) -> list[Any]:

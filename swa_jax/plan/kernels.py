@@ -77,6 +77,9 @@ def kernels(
             first = first + reached.seconds("full", "forward", forward.others)
         second = reached.seconds("window", "backward", BACKWARD * backward.window)
         second = second + reached.seconds("full", "backward", BACKWARD * backward.others)
+        if kind == SWITCH:
+            layers = pattern.layer_types.count(SWITCH)
+            second = second + layers * reached.moving(backward_ratio)
         seconds[kind] = ByPass(first, second)
     return Kernels(flops, seconds, reached.measured, reached.assumed)
 
@@ -100,6 +103,12 @@ class _Reached:
         else:
             self.measured[name] = share
         return flops / (self.chip.peak_flops * share)
+
+    def moving(self, ratio: float) -> float:
+        """Seconds a query in which the memory gives the routed rows to their kernel and takes them back."""
+        assert self.chip.target is not None
+        row = 2 * self.model.num_attention_heads * self.model.head_dim  # bytes of bfloat16
+        return (4 + 3 * ratio) * row / self.chip.target.hbm_bytes
 
     def _share(self, what: str, which: str) -> tuple[str, float | None]:
         """The call in words, and the share of the peak that its static cycles come to; None: not measured."""

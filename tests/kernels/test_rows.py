@@ -1,0 +1,82 @@
+"""Chosen rows put together and apart again, against plain indexing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import AttentionSpec
+from pallas_kernels.blocks import Tiles
+from pallas_kernels.tpu.rows import add_apart, choose, together
+from pallas_kernels.tpu.tiles import Call
+
+CALL = Call(AttentionSpec(64), Tiles(128, 128, strip=128, tile=128), interpret=True)
+TILE, HEADS, HEAD_DIM = 32, 3, 16
+
+
+def members(length: int, kind: str) -> np.ndarray:
+    rng = np.random.default_rng(length)
+    if kind == "drawn":
+        return rng.random((2, length)) < [[0.13], [0.6]]
+    if kind == "runs":  # whole chunks without a member, and whole ones of members
+        return np.repeat(rng.random((2, length // 16)) < 0.4, 16, axis=1)
+    return np.full((2, length), kind == "all")
+
+
+def drawn(length: int, dtype: str, seed: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(2, HEADS, length, HEAD_DIM)), dtype)
+
+
+@pytest.mark.parametrize("kind", ["drawn", "runs", "all", "none"])
+@pytest.mark.parametrize(("length", "dtype"), [(64, "float32"), (1024, "bfloat16")])
+def test_rows_are_those_of_plain_indexing(kind, length, dtype):
+    member = members(length, kind)
+    chosen = choose(jnp.asarray(member), TILE)
+    arrays = drawn(length, dtype, 0), drawn(length, dtype, 1)
+    gathered = jax.jit(lambda *x: together(CALL, chosen, x, TILE))(*arrays)
+    for x, rows in zip(arrays, gathered, strict=True):
+        for b in range(2):
+            (index,) = np.nonzero(member[b])
+            np.testing.assert_array_equal(rows[b, :, : len(index)], x[b][:, index])
+            rest = -len(index) % TILE
+            np.testing.assert_array_equal(rows[b, :, len(index) :][:, :rest], 0)
+    more = drawn(length, dtype, 2)
+    added = jax.jit(lambda x, rows: add_apart(CALL, chosen, x, rows, TILE))(arrays[0], more)
+    for b in range(2):
+        (index,) = np.nonzero(member[b])
+        expected = arrays[0][b].at[:, index].add(more[b, :, : len(index)])
+        np.testing.assert_array_equal(added[b], expected)
+
+
+def test_every_chunk_is_visited_and_no_pair_twice():
+    for kind in ("drawn", "runs", "all", "none"):
+        member = members(1024, kind)
+        chosen = choose(jnp.asarray(member), TILE)
+        for b, total in enumerate(np.asarray(chosen.totals)):
+            pairs = np.stack([np.asarray(x).reshape(2, -1)[b, :total] for x in (chosen.tiles, chosen.chunks)])
+            assert {*pairs[1]} == {0, 1}  # chunks of 512
+            assert len({*map(tuple, pairs.T)}) == total
+            assert np.all(np.diff(pairs, axis=1) >= 0)
+            row = np.cumsum(member[b]) - 1
+            needed = {(row[t] // TILE, t // 512) for t in np.nonzero(member[b])[0]}
+            assert needed <= {*map(tuple, pairs.T.tolist())}
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_row(bad):
+    member = members(1024, "drawn")
+    chosen = choose(jnp.asarray(member), TILE)
+    (index,) = np.nonzero(member[0])
+    ignored = int(np.nonzero(~member[0])[0][3])
+    x = drawn(1024, "bfloat16", 0).at[0, 1, ignored, 2].set(bad).at[0, 2, int(index[40]), 5].set(bad)
+    clean = jnp.where(jnp.isfinite(x), x, 0)
+    (rows,) = together(CALL, chosen, (x,), TILE)
+    expected = np.array(clean[0][:, index].astype(jnp.float32))
+    expected[2, 40, 5] = np.nan
+    np.testing.assert_array_equal(rows[0, :, : len(index)].astype(jnp.float32), expected)
+    # Back again: a row that is not finite stays in its token.
+    more = drawn(1024, "bfloat16", 1).at[0, 1, 7, 3].set(bad)
+    found = add_apart(CALL, chosen, jnp.zeros_like(x), more, TILE)
+    hit = np.zeros(found.shape, bool)
+    hit[0, 1, index[7], 3] = True
+    np.testing.assert_array_equal(~np.isfinite(found.astype(jnp.float32)), hit)
