@@ -126,18 +126,7 @@ def _sum(arrays):
 
 
 def _sweep(
-    call: Call,
-    q,
-    head_bias,
-    heads: Heads,
-    dout,
-    statistics,
-    k,
-    v,
-    where: Coordinates,
-    walk: Walk,
-    previous,
-    added,
+    call: Call, q, head_bias, heads, dout, statistics, k, v, where: Coordinates, walk: Walk, previous, added
 ):
     batch, num_heads, q_length, head_dim = q.shape
     group = num_heads // k.shape[1]
