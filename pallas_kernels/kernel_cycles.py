@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 TABLE = Path(__file__).with_name("kernel_cycles.json")
 Row = dict[str, Any]
+# What turning the queries adds (RoPE), at most, in cycles per 1024 query rows and head; the rows are without. Measured
+# on v6e with `swa-jax bench cycles NAME --set turned=true`: docs/kernels.md.
+TURNING = {"forward": 300, "backward": 640}
 
 
 class Call(NamedTuple):

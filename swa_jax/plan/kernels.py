@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kernel_cycles import Call, Row, find_cost
+from pallas_kernels.kernel_cycles import TURNING, Call, Row, find_cost
 from pallas_kernels.tpu.pairs import LANES, pairs_pay
 from swa_jax.chips import CHIPS
 from swa_jax.model.config import ModelConfig
@@ -137,7 +137,8 @@ class _Reached:
             return name, None
         seen = visible_keys(np.arange(cost.length), window if what == "window" else None, sinks).mean()
         flops = 4.0 * D * float(seen) * 1024 * (BACKWARD if which == "backward" else 1)
-        cycles = cost.cycles / target.num_cores  # which share the heads
+        turned = self.model.uses_rope and D % LANES == 0
+        cycles = (cost.cycles + turned * TURNING[which]) / target.num_cores  # which share the heads
         return name, flops / (cycles * self.chip.peak_flops / (target.gigahertz * 1e9))
 
 
