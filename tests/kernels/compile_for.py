@@ -20,8 +20,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import AttentionSpec, attention, decode_attention, routed_attention
-from pallas_kernels.api import attend
+from pallas_kernels.api import attend, attend_routed
 from pallas_kernels.ring import Ring, RowOrder
+from pallas_kernels.rotary import Rotation
 from pallas_kernels.spec import Packing, PerHead, coordinates
 from pallas_kernels.tpu.cache_write import write_pool
 from pallas_kernels.tpu.decode import decode_pool
@@ -91,6 +92,26 @@ def routed(spec, *names, kernels, head_dim=128, length=SHORT) -> Compiled:
         return forward_and_backward(function)(q, k, v, gate)
 
     return Compiled(both, (q, kv, kv, gate, options(names, length)), kernels)
+
+
+def turned(spec, *, kernels, head_dim=128, length=SHORT, routed=False) -> Compiled:
+    """Packed attention of queries that the kernels turn, and its gradients."""
+    q, kv = shape(B, length, H, head_dim), shape(B, length, K, head_dim)
+    table, ids = shape(B, length, head_dim, dtype=jnp.float32), shape(B, length, dtype=jnp.int32)
+
+    def both(q, k, v, cos, sin, ids):
+        given = {"rotation": Rotation(cos, sin, head_dim // 2), "implementation": "tpu"}
+        packing = Packing(q_segment_ids=ids)
+
+        def function(q, k, v):
+            if routed:
+                gate = jnp.ones(q.shape[:2])
+                return attend_routed(q, k, v, gate, spec, PerHead(), packing, **given)[0]
+            return attend(q, k, v, spec, PerHead(), packing, **given)[0]
+
+        return forward_and_backward(function)(q, k, v)
+
+    return Compiled(both, (q, kv, kv, table, table, ids), kernels)
 
 
 def decode(spec, *names, kernels, tokens, entries, ring=False, head_dim=128, dtype="bfloat16") -> Compiled:
@@ -236,13 +257,17 @@ CALLS = {
         head_dim=64,
     ),
     "positions": train(SMALL, "q_positions", kernels=2),
-    "routed": routed(WINDOW, kernels=3, length=LONG),
-    "routed-packed": routed(WINDOW, "q_segment_ids", kernels=3, length=LONG),
-    "routed-few": routed(AttentionSpec(1024), kernels=4, length=6000),  # gathered rows: few, or all
+    "routed": routed(WINDOW, kernels=5, length=LONG),
+    "routed-packed": routed(WINDOW, "q_segment_ids", kernels=5, length=LONG),
+    "routed-in-part": routed(AttentionSpec(1024), kernels=5, length=6000),  # the last block is not whole
     "routed-everything": routed(
-        AttentionSpec(300, 4), "q_segment_ids", "alibi_slopes", "sink_logits", "full_heads", kernels=9
+        AttentionSpec(300, 4), "q_segment_ids", "alibi_slopes", "sink_logits", "full_heads", kernels=11
     ),
-    "routed-sigmoid": routed(AttentionSpec(300, **SIGMOID), "sigmoid_bias", kernels=3, head_dim=64),
+    "routed-sigmoid": routed(AttentionSpec(300, **SIGMOID), "sigmoid_bias", kernels=5, head_dim=64),
+    "turned-window": turned(WINDOW, kernels=2, length=LONG),
+    "turned-full": turned(AttentionSpec(), kernels=2, length=LONG),
+    "turned-routed": turned(WINDOW, kernels=5, length=LONG, routed=True),
+    "turned-256": turned(WINDOW, kernels=2, length=LONG, head_dim=256),
     "decode-full": decode(AttentionSpec(), "sink_logits", kernels=1, tokens=1, entries=2048),
     "decode-full-8": decode(
         AttentionSpec(), kernels=1, tokens=8, entries=2048, head_dim=256, dtype="float32"
@@ -261,7 +286,7 @@ CALLS = {
     "shared-row": shared(AttentionSpec(), 4096, kernels=2),
     # A kernel for the keys of each device, and one back.
     "shared-row-in-turn": shared(AttentionSpec(), 36864, kernels=8),
-    "routed-beside-many-keys": routed(WINDOW, "q_segment_ids", kernels=4, length=32768),
+    "routed-beside-many-keys": routed(WINDOW, "q_segment_ids", kernels=5, length=32768),
 }
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from pallas_kernels import AttentionSpec, attention, routed_attention
 from pallas_kernels.parts import members
-from pallas_kernels.tpu import routed
 
 from .suite import PACKED, Call, Implementation, assert_matches_routed, every_implementation, gates
 from .tolerances import assert_close
@@ -161,13 +160,12 @@ def test_rows_routed_to_the_window_send_nothing_outside(implementation):
     assert (gradient[:, 30:] != 0).any(axis=(0, 2, 3)).all()
 
 
-def test_few_routed_rows_are_gathered_alone(monkeypatch):
-    """Up to a quarter of the rows, decided at run time; what is gathered ends inside a block of rows or with one."""
+def test_rows_are_put_together_wherever_they_end(monkeypatch):
+    """What is gathered ends inside a block of rows or with one; rows of a batch have numbers of their own."""
     tpu = Implementation("tpu", block=16).install(monkeypatch)
-    monkeypatch.setattr(routed, "_LEAST_FEW", 16)
-    length, few = 80, 16
+    length, whole = 80, 16
     call = dataclasses.replace(PLAIN, q_length=length, kv_length=length)
-    counts = (few - 3, few, few + 1)
+    counts = (whole - 3, whole, whole + 1)
     drawn = [
         jnp.zeros((2, length)).at[:, length - 2 * count :: 2].set(1.0).at[1, -2].set(0.5) for count in counts
     ]
