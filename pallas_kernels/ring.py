@@ -115,10 +115,6 @@ class Ring(NamedTuple):
         kv_seg = None if where.kv_seg is None else part(where.kv_seg)
         return where._replace(kv_pos=part(where.kv_pos), kv_order=part(where.kv_order), kv_seg=kv_seg)
 
-    def greatest(self, x: jax.Array) -> jax.Array:
-        """Of a number that each device has."""
-        return lax.pmax(x, self.axis)
-
 
 def one_part(ring: Ring | None, where: Coordinates) -> Coordinates:
     """Of the keys that a device attends to at once; shapes are all that matters."""
