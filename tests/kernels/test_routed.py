@@ -169,7 +169,8 @@ def test_rows_are_put_together_wherever_they_end(monkeypatch):
     drawn = [
         jnp.zeros((2, length)).at[:, length - 2 * count :: 2].set(1.0).at[1, -2].set(0.5) for count in counts
     ]
-    assert_matches_routed(call, tpu, *drawn)
+    all_and_none = jnp.zeros((2, length)).at[0].set(1.0)
+    assert_matches_routed(call, tpu, *drawn, all_and_none)
 
 
 def test_members_are_found_in_order():
