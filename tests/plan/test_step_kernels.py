@@ -97,7 +97,7 @@ def test_the_steps_of_every_configuration_contain_the_kernels_of_the_docs(monkey
     if step == "train":
         model = traced.model.config
         tables = 2 if model.uses_rope and model.head_dim % 128 == 0 else 0
-        assert {tables_read(eqn) for eqn in calls} == {tables}
+        assert {tables_read(eqn) for eqn in calls if not kernel_name(eqn).startswith("rows_")} == {tables}
 
 
 def tables_read(eqn) -> int:
