@@ -188,10 +188,13 @@ def test_routed_backward(monkeypatch, name, gate):
     spec, _ = CALLS[name]
     passes = []
 
-    def backward(call, q, k, v, head_bias, where, full_heads, dout, *others):
-        """The rows of the batch three times: clean, with poisoned keys and values, and with poisoned cotangents."""
+    def backward(call, q, k, v, head_bias, where, full_heads, dout, statistics, num_active, added):
+        """The rows of the batch three times: clean, with poisoned keys and values, and with poisoned cotangents.
+
+        What the pass over the window found is not `added`, so that each pass shows what it touches itself.
+        """
         k, v = spoilt(k, 1), spoilt(v, 1)
-        arguments = call, q, k, v, head_bias, where, full_heads, spoilt(dout, 2), *others
+        arguments = call, q, k, v, head_bias, where, full_heads, spoilt(dout, 2), statistics, num_active
         passes.append(tpu_passes.backward(*arguments))
         return passes[-1]
 

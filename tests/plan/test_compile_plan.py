@@ -87,7 +87,7 @@ def test_a_training_step(tmp_path):
     # Matrix products: once forward, twice backward and, but for the last of a layer, again for want of memory.
     tokens, down = 8 * 4096 / 8, 256 * 512
     layer, head = 256 * 128 * (2 * 4 + 2 * 2) + 3 * down, 256 * 1024
-    rope = (4 + 2) * 128**2  # the other channel of each pair: forward, again, and on the way back
+    rope = 2 * 128**2  # of keys, the other channel of each pair: forward, again, and on the way back
     products = 3 * (4 * layer - down + 3 * rope) + 4 * head
     assert report["flops"]["matmuls"] == pytest.approx(2 * tokens * products)
     time = report["time"]
