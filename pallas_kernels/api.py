@@ -127,7 +127,7 @@ def attend(
     where = coordinates(q.shape[1], _kv_length(k, ring), **packing._asdict())
     k, v, where, options = _of_all_devices(ring, k, v, where, backend)
     q, per_head = _scaled(q, per_head, backend)
-    q, turning = _turned(q, rotation, backend)
+    q, turning = _turned(q, rotation, backend, inference=False)
     out, lse = backend.attention(q, k, v, spec, where, per_head, **options, **turning)
     return _nan_where_unassigned(out, where, packing.full_from).astype(q.dtype), lse
 
@@ -210,7 +210,7 @@ def attend_routed(
     if inference:
         q, k, v, gate = _only_forward((q, k, v, gate))
     q, per_head = _scaled(q, per_head, backend)
-    q, turning = _turned(q, rotation, backend)
+    q, turning = _turned(q, rotation, backend, inference)
     out, disagreement = backend.routed_attention(
         q, k, v, gate, spec, where, per_head, inference=inference, **options, **turning
     )
@@ -373,11 +373,18 @@ def _scaled(q, per_head: PerHead, backend: ModuleType) -> tuple[jax.Array, PerHe
     return (q, per_head) if backend is reference else scale_queries(q, per_head)
 
 
-def _turned(q: jax.Array, rotation: Rotation | None, backend: ModuleType) -> tuple[jax.Array, dict[str, Any]]:
-    """The queries as the backend takes them, with its option: turned, or with what they are to be turned by."""
+def _turned(
+    q: jax.Array, rotation: Rotation | None, backend: ModuleType, inference: bool
+) -> tuple[jax.Array, dict[str, Any]]:
+    """The queries as the backend takes them, with its option: turned, or with what they are to be turned by.
+
+    With `inference`, a routed call brings its rows into another order first.
+    """
     if rotation is None:
         return q, {}
-    return (q, {"rotation": rotation}) if backend is tpu else (rotate(q, rotation), {})
+    if backend is tpu and tpu.turns_queries(q.shape[3]) and not inference:
+        return q, {"rotation": rotation}
+    return rotate(q, rotation), {}
 
 
 @jax.custom_vjp

@@ -17,7 +17,6 @@ waits for memory: about 3 to 9 % of the window kernels.
 import dataclasses
 import inspect
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -36,7 +35,7 @@ from pallas_kernels.tpu.decode import choose_steps
 from pallas_kernels.tpu.documents import documents_of, read_bounds
 from pallas_kernels.tpu.routed import GATHERED_BLOCK as ROWS_TILE
 from pallas_kernels.tpu.routed import both_branches
-from pallas_kernels.tpu.rows import add_apart, choose, together
+from pallas_kernels.tpu.rows import add_apart, choose, heads_unrolled, together
 from pallas_kernels.tpu.tiles import Call
 from pallas_kernels.tpu.walk import has_default_positions
 from pallas_kernels.tpu.window import blocks_back, heads_a_step, window_steps
@@ -205,8 +204,8 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
     hybrid = name == "head_hybrid_forward"
     rho = shape.pop("rho", 0.75) if hybrid else None
     packed, documents = shape.pop("packed", False), shape.pop("documents", None)
-    for name_of_option in ("cut", "turned"):  # which leave the schedule as it is
-        shape.pop(name_of_option, None)
+    for option in ("cut", "turned"):  # which leave the schedule as it is
+        shape.pop(option, None)
     if shape.pop("full_from", None) is not None:
         return {}  # so do the documents' full rows
     defaults = {"H": 8, "K": 8} if hybrid else {}
@@ -247,8 +246,8 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
 def _of_rows(arrays: int, ratio=0.13, **shape) -> Executions:
     H, _, T, D, *_ = _read(ROWS | shape)
     visits = int(choose(jnp.asarray(routed_rows(T, ratio)[None]), ROWS_TILE).totals[0])
-    # Eight heads are in one piece of code; the bodies for numbers that are not finite do not run.
-    bodies = (H * visits // math.gcd(H, 4 * max(256 // D, 1)),) * arrays
+    # The bodies for numbers that are not finite do not run.
+    bodies = (visits * (H // heads_unrolled(H, D)),) * arrays
     return Executions(bodies, visits, visits)
 
 

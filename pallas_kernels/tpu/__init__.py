@@ -4,7 +4,7 @@ import jax
 
 from pallas_kernels.parts import join_sinks
 from pallas_kernels.ring import Ring, RowOrder, one_part
-from pallas_kernels.rotary import Rotation, rotate
+from pallas_kernels.rotary import Rotation
 from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.attend import attend
 from pallas_kernels.tpu.decode import decode_attention
@@ -12,9 +12,9 @@ from pallas_kernels.tpu.pairs import in_pairs, side_by_side
 from pallas_kernels.tpu.passes import call_of
 from pallas_kernels.tpu.routed import routed_attention
 from pallas_kernels.tpu.tiles import with_scale
-from pallas_kernels.tpu.turning import left_to_kernels
+from pallas_kernels.tpu.turning import left_to_kernels, turns_queries
 
-__all__ = ["attention", "decode_attention", "routed_attention"]
+__all__ = ["attention", "decode_attention", "routed_attention", "turns_queries"]
 
 
 def attention(
@@ -32,10 +32,9 @@ def attention(
     shape, pairs = q.shape, in_pairs(q, k, spec, per_head)
     if pairs:
         spec = with_scale(spec, q.shape[3])
-        q, rotation = (q, None) if rotation is None else (rotate(q, rotation), None)
         q, k, v = side_by_side(q, k, v)
     call = call_of(q, spec, one_part(ring, where), per_head, order)
-    call, q, where = left_to_kernels(call, q, where, rotation)
+    call, where = left_to_kernels(call, where, rotation)
     out, lse = attend(call, q, k, v, where, per_head, ring, pairs)
     out = out.reshape(shape)
     return join_sinks(out, lse, per_head.sink_logits)

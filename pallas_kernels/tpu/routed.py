@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from pallas_kernels.blocks import Tiles, device_kind
 from pallas_kernels.parts import members, merge, mix, named, natural_lse, route, vary_alike
 from pallas_kernels.ring import Ring, RowOrder, attend_to_all, gradients_of_all, one_part
-from pallas_kernels.rotary import Rotation, rotate
+from pallas_kernels.rotary import Rotation
 from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.attend import attend
 from pallas_kernels.tpu.passes import (
@@ -73,7 +73,6 @@ def routed_attention(
     if not inference:
         branches = two_branches(q, k, v, spec, where, per_head, ring, order, rotation)
         return mix(gate, *branches, per_head.sink_logits)
-    q = q if rotation is None else rotate(q, rotation)
     call = call_of(q, spec, one_part(ring, where), per_head, order)
 
     def part(q, where, outside):
@@ -98,7 +97,7 @@ def two_branches(
     """O_window [B, T, H, D], lse_window [B, T, H] f32, O_full, lse_full; no lse for sigmoid."""
     (_, length, heads, _), full_heads = q.shape, per_head.full_heads
     here = one_part(ring, where)
-    call, q, where = left_to_kernels(call_of(q, spec, here, per_head, order), q, where, rotation)
+    call, where = left_to_kernels(call_of(q, spec, here, per_head, order), where, rotation)
     # The gate's gradient is a difference of the branches: large sums without a normaliser must not be rounded before.
     call = dataclasses.replace(call, in_parts=not call.softmax)
     if full_heads is None and serves_branches(call, here, q.shape[3], k.dtype):

@@ -97,6 +97,17 @@ def heads_a_step(num_heads: int, head_dim: int, dtype, arrays: int, tile: int, l
     return max(n for n in range(1, num_heads + 1) if num_heads % n == 0 and n <= most)
 
 
+def heads_abreast(heads: int, head_dim: int) -> int:
+    """The heads of one product: as many as fill the matrix unit."""
+    return math.gcd(heads, max(_MXU // head_dim, 1))
+
+
+def heads_unrolled(heads: int, head_dim: int) -> int:
+    """The heads that one piece of code serves."""
+    abreast = heads_abreast(heads, head_dim)
+    return abreast * math.gcd(heads // abreast, _UNROLLED)
+
+
 class _Grid:
     """A step has a chunk of tokens and a tile of rows, of as many heads as there is room for."""
 
@@ -191,7 +202,7 @@ def _for_all_heads(heads: int, is_row: jax.Array, pairs: list[tuple[Ref, Ref]], 
     num_rows = len(is_row)
     for source, out in pairs:
         width = source.shape[2]
-        abreast = math.gcd(heads, max(_MXU // width, 1))
+        abreast = heads_abreast(heads, width)
         matrix = jnp.where(is_row, 1.0, 0.0).astype(source.dtype)
         matrix = jnp.concatenate([matrix, jnp.ones_like(matrix[:_SUM_ROWS])])
 
@@ -206,8 +217,8 @@ def _for_all_heads(heads: int, is_row: jax.Array, pairs: list[tuple[Ref, Ref]], 
             return sizes
 
         nothing = jnp.zeros_like(source[0, :_SUM_ROWS].astype(jnp.float32))
-        steps = heads // abreast
-        sizes = lax.fori_loop(0, steps, add, nothing, unroll=math.gcd(steps, _UNROLLED))
+        unrolled = heads_unrolled(heads, width) // abreast
+        sizes = lax.fori_loop(0, heads // abreast, add, nothing, unroll=unrolled)
 
         # A number that is not finite has spoilt rows that are not its own: all heads once more.
         @pl.when(jnp.any(~is_finite(sizes)))

@@ -9,21 +9,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.rotary import Rotation, rotate
+from pallas_kernels.rotary import Rotation
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.tiles import LANES, Call, batch_index
 
 
-def left_to_kernels(
-    call: Call, q: jax.Array, where: Coordinates, rotation: Rotation | None
-) -> tuple[Call, jax.Array, Coordinates]:
-    """A call whose kernels turn the queries [B, T, H, D], where whole registers can be turned; or turned queries."""
+def turns_queries(head_dim: int) -> bool:
+    """Whether the kernels can turn queries of this size: heads that fill whole registers."""
+    return head_dim % LANES == 0
+
+
+def left_to_kernels(call: Call, where: Coordinates, rotation: Rotation | None) -> tuple[Call, Coordinates]:
+    """A call whose kernels turn the queries, if they are still to be turned."""
     if rotation is None:
-        return call, q, where
-    if q.shape[3] % LANES:
-        return call, rotate(q, rotation), where
+        return call, where
     call = dataclasses.replace(call, turned_by=rotation.distance)
-    return call, q, where._replace(q_cos=rotation.cos, q_sin=rotation.sin)
+    return call, where._replace(q_cos=rotation.cos, q_sin=rotation.sin)
 
 
 def multiplied(call: Call, q: jax.Array) -> jax.Array:

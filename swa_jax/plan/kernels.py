@@ -14,6 +14,7 @@ import numpy as np
 
 from pallas_kernels.kernel_cycles import TURNING, Call, Row, find_cost
 from pallas_kernels.tpu.pairs import LANES, pairs_pay
+from pallas_kernels.tpu.turning import turns_queries
 from swa_jax.chips import CHIPS
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.flops import attention_flops_by_kind, visible_keys
@@ -137,7 +138,7 @@ class _Reached:
             return name, None
         seen = visible_keys(np.arange(cost.length), window if what == "window" else None, sinks).mean()
         flops = 4.0 * D * float(seen) * 1024 * (BACKWARD if which == "backward" else 1)
-        turned = self.model.uses_rope and D % LANES == 0
+        turned = self.model.uses_rope and turns_queries(D)
         cycles = (cost.cycles + turned * TURNING[which]) / target.num_cores  # which share the heads
         return name, flops / (cycles * self.chip.peak_flops / (target.gigahertz * 1e9))
 
