@@ -28,6 +28,7 @@ import numpy as np
 from pallas_kernels import api
 from pallas_kernels.blocks import Tiles, backward_tiles, device_kind, preferring
 from pallas_kernels.ring import RowOrder
+from pallas_kernels.rotary import Rotation
 from pallas_kernels.schedule import bounds_of
 from pallas_kernels.spec import ArgumentError, AttentionSpec, Coordinates, coordinates
 from pallas_kernels.tpu import passes as tpu_passes
@@ -37,6 +38,7 @@ from pallas_kernels.tpu.routed import GATHERED_BLOCK as ROWS_TILE
 from pallas_kernels.tpu.routed import both_branches
 from pallas_kernels.tpu.rows import add_apart, choose, heads_unrolled, together
 from pallas_kernels.tpu.tiles import Call
+from pallas_kernels.tpu.turning import left_to_kernels
 from pallas_kernels.tpu.walk import has_default_positions
 from pallas_kernels.tpu.window import blocks_back, heads_a_step, window_steps
 from pallas_kernels.tpu.window_backward_step import heads_in_one_piece
@@ -105,28 +107,39 @@ def routed_backward(ratio=0.13, **shape):
     return _routed(ratio, {"window": 1024, "T": 8192} | shape)
 
 
-def rows_together(ratio=0.13, **shape):
+def rows_together(ratio=0.13, turned=False, **shape):
     """The queries and cotangents of the given share of the rows, put together for the pass over the keys outside.
 
-    Keys and a window are left unread.
+    Keys and a window are left unread. `turned`: the queries come unturned.
     """
-    return _rows(ratio, shape, lambda call, chosen, x, y: together(call, chosen, (x, y), ROWS_TILE))
+
+    def kernel(call, rows, q, dout, where):
+        return together(call, rows, q, (dout,), ROWS_TILE, where)
+
+    return _rows(ratio, turned, shape, kernel)
 
 
-def rows_added(ratio=0.13, **shape):
-    """Their gradients added to those of all rows; keys and a window are left unread."""
-    return _rows(ratio, shape, lambda call, chosen, x, y: add_apart(call, chosen, x, y, ROWS_TILE))
+def rows_added(ratio=0.13, turned=False, **shape):
+    """Their gradients added to those of all rows, the options being those of `rows_together`."""
+
+    def kernel(call, rows, dq, more, where):
+        return add_apart(call, rows, dq, more, ROWS_TILE, where)
+
+    return _rows(ratio, turned, shape, kernel)
 
 
-def _rows(ratio, shape, kernel):
+def _rows(ratio, turned, shape, kernel):
     H, _, T, D, dtype, spec, tiles = _read(ROWS | shape)
     array = jax.ShapeDtypeStruct((1, H, T, D), dtype)
 
-    def function(x, y):
-        call = _call(device_kind(), spec, coordinates(T, T), D, dtype, tiles, branches=True)
-        return kernel(call, choose(jnp.asarray(routed_rows(T, ratio)[None]), ROWS_TILE), x, y)
+    def function(x, y, *tables):
+        where = coordinates(T, T)
+        call = _call(device_kind(), spec, where, D, dtype, tiles, branches=True)
+        rows = choose(jnp.asarray(routed_rows(T, ratio)[None]), ROWS_TILE)
+        call, where = _turning(call, where, tables)
+        return kernel(call, rows, x, y, where)
 
-    return function, (array, array)
+    return function, (array, array, *_tables(turned, T, D))
 
 
 def decode(H=8, K=8, T=8192, D=128, window=1024, num_sink_tokens=0, dtype="bfloat16", B=1):
@@ -243,7 +256,7 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
     return counts
 
 
-def _of_rows(arrays: int, ratio=0.13, **shape) -> Executions:
+def _of_rows(arrays: int, ratio=0.13, turned=False, **shape) -> Executions:
     H, _, T, D, *_ = _read(ROWS | shape)
     visits = int(choose(jnp.asarray(routed_rows(T, ratio)[None]), ROWS_TILE).totals[0])
     # The bodies for numbers that are not finite do not run.
@@ -385,7 +398,7 @@ def _bench(
     head_bias = jax.ShapeDtypeStruct((2, H), jnp.float32)
     row = jax.ShapeDtypeStruct((1, H, 8 if backward else 1, q_length), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
-    given = (jax.ShapeDtypeStruct((1, q_length, D), jnp.float32),) * 2 if turned else ()
+    given = _tables(turned, q_length, D)
 
     def function(q, k, v, head_bias, ids, *others):
         tables, cotangents = others[: len(given)], others[len(given) :]
@@ -395,9 +408,7 @@ def _bench(
             where = of_first_device(where, context)
         alone, has_slopes = rho is None, activation == "sigmoid"
         call = _call(device_kind(), spec, where, D, dtype, tiles, alone, branches, has_slopes, context)
-        call = dataclasses.replace(call, zero_cut=cut, turned_by=D // 2 if turned else 0)
-        if turned:
-            where = where._replace(q_cos=tables[0], q_sin=tables[1])
+        call, where = _turning(dataclasses.replace(call, zero_cut=cut), where, tables)
         full_heads = None if rho is None else jnp.arange(K) >= round(rho * K)
         if branches:
             return both_branches(call, q, k, v, head_bias, where, full_heads)
@@ -409,6 +420,18 @@ def _bench(
 
     cotangents = ((q, row) if activation == "softmax" else (q,)) if backward else ()
     return function, (q, kv, kv, head_bias, ids, *given, *cotangents)
+
+
+def _tables(turned: bool, length: int, D: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return (jax.ShapeDtypeStruct((1, length, D), jnp.float32),) * 2 if turned else ()
+
+
+def _turning(call: Call, where: Coordinates, tables) -> tuple[Call, Coordinates]:
+    """A call that turns its queries by these tables, if there are any."""
+    if not tables:
+        return call, where
+    cos, sin = tables
+    return left_to_kernels(call, where, Rotation(cos, sin, distance=cos.shape[2] // 2))
 
 
 def _own_row(call: Call, D: int) -> list[dict]:

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from pallas_kernels.blocks import Tiles, device_kind
 from pallas_kernels.parts import members, merge, mix, named, natural_lse, route, vary_alike
@@ -25,6 +27,7 @@ from pallas_kernels.ring import Ring, RowOrder, attend_to_all, gradients_of_all,
 from pallas_kernels.rotary import Rotation
 from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.attend import attend
+from pallas_kernels.tpu.cotangents import Branch, Cotangents, divide
 from pallas_kernels.tpu.passes import (
     backward,
     by_position,
@@ -64,15 +67,14 @@ def routed_attention(
     order: RowOrder | None = None,
     rotation: Rotation | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns gate * O_full + (1 - gate) * O_window [B, T, H, D] f32 and the branch disagreement [B, T] f32.
+    """Returns gate * O_full + (1 - gate) * O_window [B, T, H, D] and the branch disagreement [B, T] f32.
 
     Args:
       inference: compute the full branch of rows with a gate only; without disagreement, and not differentiable by the
         gate.
     """
     if not inference:
-        branches = two_branches(q, k, v, spec, where, per_head, ring, order, rotation)
-        return mix(gate, *branches, per_head.sink_logits)
+        return _attend_both(q, k, v, gate, spec, where, per_head, ring, order, rotation)
     call = call_of(q, spec, one_part(ring, where), per_head, order)
 
     def part(q, where, outside):
@@ -83,18 +85,8 @@ def routed_attention(
     return route(part, q, gate, where, per_head.sink_logits, inference=True)
 
 
-def two_branches(
-    q: jax.Array,  # [B, T, H, D]
-    k: jax.Array,  # [B, S, K, D]
-    v: jax.Array,  # [B, S, K, D]
-    spec: AttentionSpec,
-    where: Coordinates,
-    per_head: PerHead,
-    ring: Ring | None = None,
-    order: RowOrder | None = None,
-    rotation: Rotation | None = None,
-) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None]:
-    """O_window [B, T, H, D], lse_window [B, T, H] f32, O_full, lse_full; no lse for sigmoid."""
+def _attend_both(q, k, v, gate, spec, where: Coordinates, per_head: PerHead, ring, order, rotation):
+    """`routed_attention` that can be differentiated, in q's dtype."""
     (_, length, heads, _), full_heads = q.shape, per_head.full_heads
     here = one_part(ring, where)
     call, where = left_to_kernels(call_of(q, spec, here, per_head, order), where, rotation)
@@ -104,33 +96,41 @@ def two_branches(
         call = with_own_tiles(call, here, q.shape[3], device_kind())
     q = pad(multiplied(call, q), call.tiles.q_block, 1, 0)
     k, v = (pad(x, call.tiles.kv_block, 1, 0) for x in (k, v))
+    gate = pad(gate, call.tiles.q_block, 1, 0)
     where, head_bias = pad_queries(where, call.tiles), stack_head_bias(heads, per_head)
-    results = _branches(call, ring, *vary_alike((q, k, v, head_bias, where, full_heads)))
-    window, window_lse, full, full_lse = jax.tree.map(lambda x: x[:, :length], results)
-    return window, window_lse, full, full_lse
+    arrays = q, k, v, gate, head_bias, per_head.sink_logits, where, full_heads
+    out, disagreement = _mixed(call, ring, *vary_alike(arrays))
+    return out[:, :length], disagreement[:, :length]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _branches(call: Call, ring: Ring | None, q, k, v, head_bias, where: Coordinates, full_heads):
-    """As `two_branches`, of padded arrays and multiplied queries; where the keys are is not padded."""
-    return _branches_fwd(call, ring, q, k, v, head_bias, where, full_heads)[0]
+def _mixed(
+    call: Call, ring: Ring | None, q, k, v, gate, head_bias, sink_logits, where: Coordinates, full_heads
+):
+    """As `_attend_both`, of padded arrays and multiplied queries; where the keys are is not padded."""
+    return _mixed_fwd(call, ring, q, k, v, gate, head_bias, sink_logits, where, full_heads)[0]
 
 
-def _branches_fwd(call, ring, q, k, v, head_bias, where: Coordinates, full_heads):
+def _mixed_fwd(call, ring, q, k, v, gate, head_bias, sink_logits, where: Coordinates, full_heads):
     arrays = _head_major(call, q, k, v)
     if ring is None:
         passes = both_branches(call, *arrays, head_bias, pad_keys(where, call.tiles), full_heads)
     else:
         passes = _branches_to_all(call, ring, *arrays, head_bias, where, full_heads)
 
-    def rows(out, lse=None):
-        return token_major(out.astype(call.result_dtype(q)), q.shape[1]), None if lse is None else lse[
-            :, :, 0
-        ].swapaxes(1, 2)
+    # Kept as the kernels give them: the backward pass reads what was kept, and no copy of it.
+    dtype = call.result_dtype(q)
+    window, full = (Branch(*named(out.astype(dtype), *(x[:, :, 0] for x in lse))) for out, *lse in passes)
+    out, disagreement = mix(gate, *_by_token(window), *_by_token(full), sink_logits)
+    return (out.astype(q.dtype), disagreement), _Saved(
+        q, k, v, gate, head_bias, sink_logits, where, full_heads, window, full
+    )
 
-    (window, window_lse), (full, full_lse) = (named(*rows(*one)) for one in passes)
-    saved = q, k, v, head_bias, where, full_heads, window, window_lse, full, full_lse
-    return (window, natural_lse(window_lse), full, natural_lse(full_lse)), saved
+
+def _by_token(branch: Branch) -> tuple[jax.Array, jax.Array | None]:
+    """out [B, T, H, D] and its natural lse [B, T, H]."""
+    out, lse = branch
+    return out.transpose(0, 2, 1, 3), None if lse is None else natural_lse(lse.swapaxes(1, 2))
 
 
 def both_branches(
@@ -169,75 +169,50 @@ class _Saved(NamedTuple):
     q: jax.Array  # [B, T, H, D]
     k: jax.Array
     v: jax.Array
+    gate: jax.Array  # [B, T]
     head_bias: jax.Array
+    sink_logits: jax.Array | None
     where: Coordinates
     full_heads: jax.Array | None
-    window: jax.Array  # [B, T, H, D]
-    window_lse: jax.Array  # [B, T, H] in base 2
-    full: jax.Array
-    full_lse: jax.Array
+    window: Branch
+    full: Branch
 
 
-class _Cotangents(NamedTuple):
-    """Of a pass over some of the keys, by query."""
-
-    out: jax.Array  # [B, H, T, D]
-    lse: jax.Array | None  # [B, T, H], the forward pass's own lse (softmax)
-    delta: jax.Array | None  # [B, T, H] (softmax)
-
-
-def _branches_bwd(call, ring, saved, cotangents):
-    saved = _Saved(*saved)
-    q, k, _, head_bias, where, *_ = saved
-    joint, full = _divide(call, saved, cotangents)
+def _mixed_bwd(call, ring, saved: _Saved, cotangents):
+    q, k, head_bias, where = saved.q, saved.k, saved.head_bias, saved.where
+    dout, ddisagreement = cotangents
+    dout = head_major(dout, call.tiles.q_block)
+    divided = divide(saved.gate, saved.sink_logits, saved.window, saved.full, dout, ddisagreement)
+    of_window, of_full, dgate, dsinks = divided
     arrays = _head_major(call, q, k, saved.v)
     run = functools.partial(_run_backward, call.tiles, ring, saved, arrays[1:])
-    dq, dk, dv, *dbias = run(choose_kernel(call, one_part(ring, where)), arrays[0], where, joint)
+    dq, dk, dv, *dbias = run(choose_kernel(call, one_part(ring, where)), arrays[0], where, of_window)
 
-    # By head first, as the sums of `_divide`, so that one pass over the cotangents makes all of them.
-    active = jnp.any(jnp.abs(full.out.astype(jnp.float32)).max(axis=3) != 0, axis=1)  # [B, T]
-    if full.delta is not None:
-        active |= jnp.any(full.delta != 0, axis=2)
+    # Rows that reach outside; what is not finite reaches everywhere.
+    active = (saved.gate != 0) | (ddisagreement != 0) | ~jnp.isfinite(dgate)
     num_active, length = active.sum(axis=1, keepdims=True), q.shape[1]
     outside = outside_backward_call(call)
     tile = outside.tiles.q_block
     chosen = choose(active, tile)
-    queries, dout = together(call, chosen, (arrays[0], full.out), tile)
+    queries, dout = together(call, chosen, arrays[0], (of_full.out,), tile, where)
     order = members(active, length)
     is_active = jnp.arange(length) < num_active
-    rows = _gather_coordinates(call, where, order, active.shape, is_active)
+    rows, of_rows = _gather_rows(call, where, order, is_active, of_full._replace(out=dout))
     blocks = -(-num_active.max() // tile)
     added = (dk, dv) if ring is None else ()
-    results = run(outside, queries, rows, _of_rows(full, dout, order), blocks, added)
+    results = run(outside, queries, rows, of_rows, blocks, added)
     dq_outside, dk_outside, dv_outside, *dbias_outside = results
-    dq = token_major(add_apart(call, chosen, dq, dq_outside, tile), length)
+    dq = token_major(add_apart(call, chosen, dq, dq_outside, tile, where), length)
     dk, dv = (dk_outside, dv_outside) if ring is None else (dk + dk_outside, dv + dv_outside)
     dk, dv = (token_major(x, k.shape[1]) for x in (dk, dv))
     dhead_bias = jnp.zeros_like(head_bias)
     if dbias:
         more = jnp.where(is_active[:, None, None], dbias_outside[0], 0)
         dhead_bias = dhead_bias.at[1].set((dbias[0].sum(axis=3) + more.sum(axis=3)).sum(axis=(0, 2)))
-    return dq.astype(q.dtype), dk, dv, dhead_bias, None, None
+    return dq.astype(q.dtype), dk, dv, dgate.astype(saved.gate.dtype), dhead_bias, dsinks, None, None
 
 
-def _divide(call: Call, saved: _Saved, cotangents) -> tuple[_Cotangents, _Cotangents]:
-    """The cotangents of the pass over the window, which serves both branches, and of that over the keys outside."""
-    dwindow, dwindow_lse, dfull, dfull_lse = cotangents
-
-    def by_head(x):
-        return x.astype(saved.q.dtype).transpose(0, 2, 1, 3)
-
-    if not call.softmax:
-        return _Cotangents(by_head(dwindow + dfull), None, None), _Cotangents(by_head(dfull), None, None)
-    window_lse, full_lse = saved.window_lse, saved.full_lse
-    share = jnp.exp2(jnp.where(window_lse == -jnp.inf, -jnp.inf, window_lse - full_lse))  # [B, T, H]
-    delta = _row_sums(dfull, saved.full) - dfull_lse
-    joint = dwindow + share[..., None] * dfull.astype(jnp.float32)
-    joint_delta = _row_sums(dwindow, saved.window) - dwindow_lse + share * delta
-    return (
-        _Cotangents(by_head(joint), window_lse, joint_delta),
-        _Cotangents(by_head(dfull), full_lse, delta),
-    )
+_mixed.defvjp(_mixed_fwd, _mixed_bwd)
 
 
 def _run_backward(
@@ -248,7 +223,7 @@ def _run_backward(
     call: Call,
     q,
     where: Coordinates,
-    by_query: _Cotangents,
+    by_query: Cotangents,
     num_active=None,
     added=(),
 ):
@@ -260,8 +235,7 @@ def _run_backward(
     """
     statistics = None
     if by_query.lse is not None and by_query.delta is not None:
-        by_head = (x.swapaxes(1, 2)[:, :, None] for x in (by_query.lse, by_query.delta))
-        statistics = pack_statistics(*by_head)
+        statistics = pack_statistics(by_query.lse[:, :, None], by_query.delta[:, :, None])
 
     def of_part(keys, where):
         (k, v), where = keys, pad_keys(where, tiles)
@@ -276,33 +250,34 @@ def _gather(order: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
-def _gather_coordinates(call: Call, where: Coordinates, order, shape, is_active) -> Coordinates:
-    """Those of gathered queries, each property being [1 or B, T] and `shape` [B, T]."""
-    if where.q_cos is not None and where.q_sin is not None:
-        tables = jnp.concatenate([where.q_cos, where.q_sin], axis=2)
-        tables = _gather(order, jnp.broadcast_to(tables, (*shape, tables.shape[2])))
-        cos, sin = jnp.split(tables, 2, axis=2)
-        where = where._replace(q_cos=cos, q_sin=sin)
+def _gather_rows(
+    call: Call, where: Coordinates, order, is_active, full: Cotangents
+) -> tuple[Coordinates, Cotangents]:
+    """Coordinates and cotangents of gathered queries, which are turned and whose `full.out` is gathered already.
+
+    Args:
+      order: [B, T] indices of the queries.
+      is_active: [B, T], of the gathered rows: the others are not visited.
+    """
     names = ("q_pos", "q_order", "q_seg", "full_rows")
     given = {name: x for name in names if (x := getattr(where, name)) is not None}
+    rows = {"q_pos": order, "q_order": order}
     if call.indexed and where.q_seg is None:  # positions and all
-        if where.full_rows is None:
-            return where._replace(q_pos=jnp.where(is_active, order, -1), q_order=order)
-        given["q_pos"] = given["q_order"] = jnp.arange(shape[1], dtype=jnp.int32)[None]
+        indices = dict.fromkeys(("q_pos", "q_order"), np.arange(order.shape[1], dtype=np.int32)[None])
+        given = {} if where.full_rows is None else given | indices
     # As columns of one array: gathers of single numbers are slow, and those of one row may not compile for v6e.
-    columns = jnp.stack([jnp.broadcast_to(x, shape).astype(jnp.int32) for x in given.values()], axis=2)
-    gathered = jnp.unstack(_gather(order, columns), axis=2)
-    rows = {name: x.astype(given[name].dtype) for name, x in zip(given, gathered, strict=True)}
-    rows["q_pos"] = jnp.where(is_active, rows["q_pos"], -1)  # the others are not visited
-    return where._replace(**rows)
-
-
-def _of_rows(full: _Cotangents, dout: jax.Array, order: jax.Array) -> _Cotangents:
-    """The cotangents of gathered rows, `dout` being theirs already."""
-    lse, delta = full.lse, full.delta
-    if lse is not None and delta is not None:
-        lse, delta = jnp.split(_gather(order, jnp.concatenate([lse, delta], axis=2)), 2, axis=2)
-    return _Cotangents(dout, lse, delta)
+    columns = [jnp.broadcast_to(x, order.shape).astype(jnp.int32)[:, None] for x in given.values()]
+    numbers = [x for x in (full.lse, full.delta) if x is not None]
+    columns += [lax.bitcast_convert_type(x, jnp.int32) for x in numbers]
+    if columns:
+        found = _gather(order, jnp.concatenate(columns, axis=1).swapaxes(1, 2)).swapaxes(1, 2)
+        first = found.shape[1] - sum(x.shape[1] for x in numbers)
+        rows |= {name: found[:, i].astype(x.dtype) for i, (name, x) in enumerate(given.items())}
+        found = lax.bitcast_convert_type(found[:, first:], jnp.float32)
+        lse, delta = jnp.split(found, 2, axis=1) if numbers else (None, None)
+        full = full._replace(lse=lse, delta=delta)
+    rows["q_pos"] = jnp.where(is_active, rows["q_pos"], -1)
+    return where._replace(**rows, q_cos=None, q_sin=None), full
 
 
 def outside_backward_call(call: Call) -> Call:
@@ -312,16 +287,9 @@ def outside_backward_call(call: Call) -> Call:
         q_block=math.gcd(call.tiles.q_block, GATHERED_BLOCK),
         kv_block=math.gcd(call.tiles.kv_block, _OUTSIDE_BLOCK),
     )
-    return dataclasses.replace(by_position(call), outside=True, tiles=tiles)
-
-
-_branches.defvjp(_branches_fwd, _branches_bwd)
+    return dataclasses.replace(by_position(call), outside=True, turned_by=0, tiles=tiles)
 
 
 def _head_major(call: Call, q, k, v) -> tuple[jax.Array, jax.Array, jax.Array]:
     tiles = call.tiles
     return head_major(q, tiles.q_block), head_major(k, tiles.kv_block), head_major(v, tiles.kv_block)
-
-
-def _row_sums(cotangent, out):
-    return (cotangent.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)

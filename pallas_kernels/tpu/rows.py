@@ -7,7 +7,8 @@ from the kernels' layout, heads first, to that of a gather, tokens first.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.nonfinite import finite, is_finite, sees_non_finite
+from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.tiles import LANES, NN, Call, Heads, dot, launch, shape_like
+from pallas_kernels.tpu.turning import add_tables, turn, turn_gradient_back
 from pallas_kernels.tpu.window import Ref
 
 _CHUNK = 512  # tokens
@@ -55,36 +58,46 @@ def choose(member: jax.Array, tile: int) -> Chosen:
     return Chosen(rank[:, None], tiles.reshape(-1), chunk.reshape(-1), through[:, -1], ends.reshape(-1))
 
 
-def together(call: Call, chosen: Chosen, arrays: tuple[jax.Array, ...], tile: int) -> tuple[jax.Array, ...]:
-    """The chosen rows of arrays [B, H, T, D], each the same: [B, H, T, D], what is behind their last tile undefined."""
-    grid = _Grid(chosen, arrays[0], tile, len(arrays))
+def together(
+    call: Call, chosen: Chosen, q: jax.Array, others: tuple[jax.Array, ...], tile: int, where: Coordinates
+) -> tuple[jax.Array, ...]:
+    """The chosen rows of queries, turned, and of other arrays [B, H, T, D]: [B, H, T, D] each.
+
+    What is behind the last tile of chosen rows is undefined.
+    """
+    arrays = q, *others
+    grid = _Grid(chosen, q, tile, len(arrays))
+    inputs, in_specs = grid.tables(where)
     return launch(
         call,
-        functools.partial(_together, grid, len(arrays)),
+        functools.partial(_together, grid, call, len(inputs)),
         "rows_together",
         grid=grid.shape,
         scalars=chosen[1:],
         heads=Heads(1),
-        inputs=[chosen.rank, *arrays],
-        in_specs=[grid.of_ranks, *[grid.of_chunks] * len(arrays)],
+        inputs=[chosen.rank, *inputs, *arrays],
+        in_specs=[grid.of_ranks, *in_specs, *[grid.of_chunks] * len(arrays)],
         outputs=[shape_like(x.shape, x.dtype, x) for x in arrays],
         out_specs=[grid.of_tiles] * len(arrays),
     )
 
 
-def add_apart(call: Call, chosen: Chosen, x: jax.Array, rows: jax.Array, tile: int) -> jax.Array:
-    """x [B, H, T, D] with `rows`, as `together` gives them, added to those that were chosen."""
-    grid = _Grid(chosen, x, tile, 2)
+def add_apart(
+    call: Call, chosen: Chosen, dq: jax.Array, rows: jax.Array, tile: int, where: Coordinates
+) -> jax.Array:
+    """dq [B, H, T, D] with `rows`, the gradients of what `together` made of the queries, added for their tokens."""
+    grid = _Grid(chosen, dq, tile, 2)
+    inputs, in_specs = grid.tables(where)
     (result,) = launch(
         call,
-        functools.partial(_add_apart, grid),
+        functools.partial(_add_apart, grid, call, len(inputs)),
         "rows_added",
         grid=grid.shape,
         scalars=chosen[1:],
         heads=Heads(1),
-        inputs=[chosen.rank, x, rows],
-        in_specs=[grid.of_ranks, grid.of_chunks, grid.of_tiles],
-        outputs=[shape_like(x.shape, x.dtype, x)],
+        inputs=[chosen.rank, *inputs, dq, rows],
+        in_specs=[grid.of_ranks, *in_specs, grid.of_chunks, grid.of_tiles],
+        outputs=[shape_like(dq.shape, dq.dtype, dq)],
         out_specs=[grid.of_chunks],
     )
     return result
@@ -119,6 +132,8 @@ class _Grid:
         self.shape = batch, num_heads // heads, chosen.totals.max()
 
         def spec(block, index):
+            """Of an array's block, by the row of the batch, the step's heads, its tile and its chunk."""
+
             def index_map(b, h, i, tiles, chunks, *_):
                 place = b * self.pairs + i
                 return index(b, h, tiles[place], chunks[place])
@@ -128,6 +143,16 @@ class _Grid:
         self.of_ranks = spec((None, 1, self.chunk), lambda b, h, tile, chunk: (b, 0, chunk))
         self.of_chunks = spec((None, heads, self.chunk, head_dim), lambda b, h, tile, chunk: (b, h, chunk, 0))
         self.of_tiles = spec((None, heads, tile, head_dim), lambda b, h, tile, chunk: (b, h, tile, 0))
+        self.of_table = functools.partial(spec, (None, self.chunk, head_dim))
+
+    def tables(self, where: Coordinates) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
+        """What the queries of a chunk are turned by, if they come unturned, and where it lies."""
+        inputs: list[jax.Array] = []
+        in_specs: list[pl.BlockSpec] = []
+        add_tables(
+            where, inputs, in_specs, lambda row: self.of_table(lambda b, h, tile, chunk: (row(b), chunk, 0))
+        )
+        return inputs, in_specs
 
     def at(self, numbers: Ref) -> tuple[jax.Array, jax.Array]:
         """A number of this step's pair, and whether the pair before it has another."""
@@ -138,9 +163,19 @@ class _Grid:
 
 
 def _together(
-    grid: _Grid, count: int, _order, tiles: Ref, chunks: Ref, totals: Ref, ends: Ref, rank: Ref, *refs: Ref
+    grid: _Grid,
+    call: Call,
+    num_tables: int,
+    _order,
+    tiles: Ref,
+    chunks: Ref,
+    totals: Ref,
+    ends: Ref,
+    rank: Ref,
+    *refs: Ref,
 ) -> None:
-    arrays, results = refs[:count], refs[count:]
+    tables, refs = refs[:num_tables], refs[num_tables:]
+    arrays, results = refs[: len(refs) // 2], refs[len(refs) // 2 :]
     tile, is_first = grid.at(tiles)
     chunk = grid.at(chunks)[0]
     place = pl.program_id(0) * grid.chunks + chunk
@@ -161,70 +196,82 @@ def _together(
         def write(out: Ref, h, found: jax.Array) -> None:
             out[h] = jnp.where(mine, found.astype(out.dtype), out[h])
 
-        _for_all_heads(grid.heads, is_row, list(zip(arrays, results, strict=True)), write)
+        def turned(value: jax.Array) -> jax.Array:
+            return turn(call, value, *(table[...] for table in tables))
+
+        for i, (source, out) in enumerate(zip(arrays, results, strict=True)):
+            read = turned if tables and i == 0 else _as_it_is
+            _for_all_heads(grid.heads, is_row, source, out, read, write)
 
 
 def _add_apart(
     grid: _Grid,
+    call: Call,
+    num_tables: int,
     _order,
     tiles: Ref,
     chunks: Ref,
     totals: Ref,
     _ends: Ref,
     rank: Ref,
-    x: Ref,
-    rows: Ref,
-    out: Ref,
+    *refs: Ref,
 ) -> None:
+    tables, (dq, rows, out) = refs[:num_tables], refs[num_tables:]
     tile, is_first = grid.at(tiles)[0], grid.at(chunks)[1]
 
     @pl.when(pl.program_id(2) < totals[pl.program_id(0)])
     def _():
         @pl.when(is_first)
         def begin():
-            out[...] = x[...]
+            out[...] = dq[...]
 
         columns = jnp.broadcast_to(rank[...] - tile * grid.tile, (min(LANES, grid.tile), grid.chunk)).T
-        columns = jnp.concatenate([columns] * -(-max(grid.tile, x.shape[2]) // columns.shape[1]), axis=1)
+        columns = jnp.concatenate([columns] * -(-max(grid.tile, dq.shape[2]) // columns.shape[1]), axis=1)
         is_row = columns[:, : grid.tile] == lax.broadcasted_iota(jnp.int32, (grid.chunk, grid.tile), 1)
-        columns = columns[:, : x.shape[2]]
+        columns = columns[:, : dq.shape[2]]
         mine = (columns >= 0) & (columns < grid.tile)  # the tokens whose rows are in this tile
 
         def write(out: Ref, h, found: jax.Array) -> None:
-            found += x[h].astype(jnp.float32)
+            if tables:
+                found = turn_gradient_back(call, found, *(table[...] for table in tables))
+            found += dq[h].astype(jnp.float32)
             out[h] = jnp.where(mine, found.astype(out.dtype), out[h])
 
-        _for_all_heads(grid.heads, is_row, [(rows, out)], write)
+        _for_all_heads(grid.heads, is_row, rows, out, _as_it_is, write)
 
 
-def _for_all_heads(heads: int, is_row: jax.Array, pairs: list[tuple[Ref, Ref]], write: Any) -> None:
-    """Calls `write` with the product of the matrix and each array's rows, for each head."""
-    num_rows = len(is_row)
-    for source, out in pairs:
-        width = source.shape[2]
-        abreast = heads_abreast(heads, width)
-        matrix = jnp.where(is_row, 1.0, 0.0).astype(source.dtype)
-        matrix = jnp.concatenate([matrix, jnp.ones_like(matrix[:_SUM_ROWS])])
+def _as_it_is(value: jax.Array) -> jax.Array:
+    return value
 
-        def add(i, sizes, source=source, out=out, matrix=matrix, abreast=abreast, width=width):
-            first = i * abreast
-            values = [source[first + j] for j in range(abreast)]
-            product = dot(matrix, jnp.concatenate(values, axis=1), NN)
-            for j in range(abreast):
-                found = product[:, j * width : (j + 1) * width]
-                write(out, first + j, found[:num_rows])
-                sizes += jnp.abs(found[num_rows:])
-            return sizes
 
-        nothing = jnp.zeros_like(source[0, :_SUM_ROWS].astype(jnp.float32))
-        unrolled = heads_unrolled(heads, width) // abreast
-        sizes = lax.fori_loop(0, heads // abreast, add, nothing, unroll=unrolled)
+def _for_all_heads(
+    heads: int, is_row: jax.Array, source: Ref, out: Ref, read: Callable, write: Callable
+) -> None:
+    """Calls `write` with the product of the matrix and the source's rows, as `read` has them, for each head."""
+    num_rows, width = len(is_row), source.shape[2]
+    abreast = heads_abreast(heads, width)
+    matrix = jnp.where(is_row, 1.0, 0.0).astype(source.dtype)
+    matrix = jnp.concatenate([matrix, jnp.ones_like(matrix[:_SUM_ROWS])])
 
-        # A number that is not finite has spoilt rows that are not its own: all heads once more.
-        @pl.when(jnp.any(~is_finite(sizes)))
-        def again(source=source, out=out, matrix=matrix):
-            @pl.loop(0, heads)
-            def _(h):
-                value = source[h]
-                found = dot(matrix[:num_rows], finite(value), NN)
-                write(out, h, jnp.where(sees_non_finite(is_row, value), jnp.nan, found))
+    def add(i, sizes):
+        first = i * abreast
+        values = [read(source[first + j]) for j in range(abreast)]
+        product = dot(matrix, jnp.concatenate(values, axis=1), NN)
+        for j in range(abreast):
+            found = product[:, j * width : (j + 1) * width]
+            write(out, first + j, found[:num_rows])
+            sizes += jnp.abs(found[num_rows:])
+        return sizes
+
+    nothing = jnp.zeros_like(source[0, :_SUM_ROWS].astype(jnp.float32))
+    unrolled = heads_unrolled(heads, width) // abreast
+    sizes = lax.fori_loop(0, heads // abreast, add, nothing, unroll=unrolled)
+
+    # A number that is not finite has spoilt rows that are not its own: all heads once more.
+    @pl.when(jnp.any(~is_finite(sizes)))
+    def again():
+        @pl.loop(0, heads)
+        def _(h):
+            value = read(source[h])
+            found = dot(matrix[:num_rows], finite(value), NN)
+            write(out, h, jnp.where(sees_non_finite(is_row, value), jnp.nan, found))

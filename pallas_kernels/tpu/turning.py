@@ -51,7 +51,12 @@ def turn(call: Call, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 def turn_back(call: Call, sums: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """The gradient [rows, D] f32 of queries before `turn`, from the sums of ds k [D, rows] f32; inside a kernel."""
-    return _turn(call, (sums * (call.product_factor * call.query_factor)).T, cos, -sin)
+    return turn_gradient_back(call, (sums * call.product_factor).T, cos, sin)
+
+
+def turn_gradient_back(call: Call, gradient: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """The gradient [rows, D] f32 of queries before `turn`, from that of what it gave; inside a kernel."""
+    return _turn(call, gradient * call.query_factor, cos, -sin)
 
 
 def _turn(call: Call, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -258,14 +258,16 @@ def estimated_cycles(program: Program, counts: dict[str, float]) -> float:
 def cycles_by_part(program: Program, counts: dict[str, float], scope: str) -> dict[str, float]:
     """`estimated_cycles` of matrix products, of what was traced inside the named scope, and of the rest.
 
-    An operation that the compiler has joined to a matrix product from outside the scope counts as a part of it.
+    An operation that the compiler has joined to a matrix product from outside the scope counts as a part of it. Of a
+    fusion, constants say nothing: the compiler shares one among operations of all places.
     """
     parts = {"matmuls": 0.0, scope: 0.0, "other": 0.0}
     for computation in program.computations.values():
         for instruction in computation.instructions.values():
             if cycles := own_cycles(instruction) * counts[computation.name]:
                 called = program.computations.get(called_computation(instruction) or "")
-                members = [instruction, *(called.instructions.values() if called else ())]
+                inner = called.instructions.values() if called else ()
+                members = [instruction, *(member for member in inner if member.opcode != "constant")]
                 in_scope = [f"/{scope}/" in _traced_as(member) for member in members]
                 products = [
                     inside

@@ -77,7 +77,8 @@ def kernels(
             first = reached.seconds("window", "forward", forward.window)
             first = first + reached.seconds("full", "forward", forward.others)
         second = reached.seconds("window", "backward", BACKWARD * backward.window)
-        second = second + reached.seconds("full", "backward", BACKWARD * backward.others)
+        beyond = "outside" if kind == SWITCH else "full"
+        second = second + reached.seconds(beyond, "backward", BACKWARD * backward.others)
         if kind == SWITCH:
             layers = pattern.layer_types.count(SWITCH)
             second = second + layers * reached.moving(backward_ratio)
@@ -94,7 +95,12 @@ class _Reached:
         self.assumed: dict[str, float] = {}
 
     def seconds(self, what: str, which: str, flops: np.ndarray) -> np.ndarray:
-        """Of so many operations of "window", "full" or "routed" attention; what has none is not looked up."""
+        """Of so many operations of attention; what has none is not looked up.
+
+        Args:
+          what: "window", "full", "routed", or "outside": routed rows over the keys outside, as full attention but that
+            the rows come turned.
+        """
         if not flops.any():
             return flops
         assert self.chip.target is not None
@@ -106,16 +112,25 @@ class _Reached:
         return flops / (self.chip.peak_flops * share)
 
     def moving(self, ratio: float) -> float:
-        """Seconds a query in which the memory gives the routed rows to their kernel and takes them back."""
-        assert self.chip.target is not None
-        row = 2 * self.model.num_attention_heads * self.model.head_dim  # bytes of bfloat16
-        return (4 + 3 * ratio) * row / self.chip.target.hbm_bytes
+        """Seconds a query in which the memory gives the routed rows to their kernel and takes them back, and by which
+        turning them takes longer."""
+        target, model = self.chip.target, self.model
+        assert target is not None
+        row = 2 * model.num_attention_heads * model.head_dim  # bytes of bfloat16
+        cycles = self._turns() * TURNING["rows"] * model.num_attention_heads / 1024 / target.num_cores
+        return (4 + 3 * ratio) * row / target.hbm_bytes + cycles / (target.gigahertz * 1e9)
+
+    def _turns(self) -> bool:
+        """Whether kernels turn the queries."""
+        return self.model.uses_rope and turns_queries(self.model.head_dim)
 
     def _share(self, what: str, which: str) -> tuple[str, float | None]:
         """The call in words, and the share of the peak that its static cycles come to; None: not measured."""
         target, D = self.chip.target, self.model.head_dim
         assert target is not None
         sigmoid = self.model.attention_activation == "sigmoid"
+        rows_come_turned = what == "outside"
+        what = "full" if rows_come_turned else what
         full = what == "full"
         sinks = 0 if full else self.pattern.num_sink_tokens
         window = None if full else self.pattern.sliding_window
@@ -138,7 +153,7 @@ class _Reached:
             return name, None
         seen = visible_keys(np.arange(cost.length), window if what == "window" else None, sinks).mean()
         flops = 4.0 * D * float(seen) * 1024 * (BACKWARD if which == "backward" else 1)
-        turned = self.model.uses_rope and turns_queries(D)
+        turned = self._turns() and not rows_come_turned
         cycles = (cost.cycles + turned * TURNING[which]) / target.num_cores  # which share the heads
         return name, flops / (cycles * self.chip.peak_flops / (target.gigahertz * 1e9))
 

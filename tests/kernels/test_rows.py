@@ -1,5 +1,7 @@
 """Chosen rows put together and apart again, against plain indexing."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,11 @@ import pytest
 
 from pallas_kernels import AttentionSpec
 from pallas_kernels.blocks import Tiles
+from pallas_kernels.rotary import Rotation, rotate
+from pallas_kernels.spec import coordinates
 from pallas_kernels.tpu.rows import add_apart, choose, together
 from pallas_kernels.tpu.tiles import Call
+from pallas_kernels.tpu.turning import left_to_kernels
 
 CALL = Call(AttentionSpec(64), Tiles(128, 128, strip=128, tile=128), interpret=True)
 TILE, HEADS, HEAD_DIM = 32, 3, 16
@@ -33,7 +38,8 @@ def test_rows_are_those_of_plain_indexing(kind, length, dtype):
     member = members(length, kind)
     chosen = choose(jnp.asarray(member), TILE)
     arrays = drawn(length, dtype, 0), drawn(length, dtype, 1)
-    gathered = jax.jit(lambda *x: together(CALL, chosen, x, TILE))(*arrays)
+    where = coordinates(length, length)
+    gathered = jax.jit(lambda q, x: together(CALL, chosen, q, (x,), TILE, where))(*arrays)
     for x, rows in zip(arrays, gathered, strict=True):
         for b in range(2):
             (index,) = np.nonzero(member[b])
@@ -41,11 +47,41 @@ def test_rows_are_those_of_plain_indexing(kind, length, dtype):
             rest = -len(index) % TILE
             np.testing.assert_array_equal(rows[b, :, len(index) :][:, :rest], 0)
     more = drawn(length, dtype, 2)
-    added = jax.jit(lambda x, rows: add_apart(CALL, chosen, x, rows, TILE))(arrays[0], more)
+    added = jax.jit(lambda dq, rows: add_apart(CALL, chosen, dq, rows, TILE, where))(arrays[0], more)
     for b in range(2):
         (index,) = np.nonzero(member[b])
         expected = arrays[0][b].at[:, index].add(more[b, :, : len(index)])
         np.testing.assert_array_equal(added[b], expected)
+
+
+@pytest.mark.parametrize("rows_of_tables", [1, 2])
+def test_queries_are_turned_on_the_way_and_their_gradients_turned_back(rows_of_tables):
+    """Heads of 128, which fill a register; turned queries carry the scale as those do that XLA turns."""
+    length, head_dim, distance = 512, 128, 64
+    member, rng = members(length, "drawn"), np.random.default_rng(0)
+    chosen = choose(jnp.asarray(member), TILE)
+    q, dq, more = (jnp.asarray(rng.normal(size=(2, 2, length, head_dim)), jnp.float32) for _ in range(3))
+    angles = np.tile(rng.uniform(0, 6, size=(rows_of_tables, length, distance)), 2)
+    signed = np.sin(angles) * np.repeat([-1, 1], distance)
+    rotation = Rotation(*(jnp.asarray(x, jnp.float32) for x in (np.cos(angles), signed)), distance)
+    call = dataclasses.replace(CALL, spec=AttentionSpec(64, scale=0.3))
+    call, where = left_to_kernels(call, coordinates(length, length), rotation)
+
+    def turned(q):
+        return call.query_factor * rotate(q.swapaxes(1, 2), rotation).swapaxes(1, 2)
+
+    expected, pullback = jax.vjp(turned, q)
+    found, others = together(call, chosen, q, (dq,), TILE, where)
+    for b in range(2):
+        (index,) = np.nonzero(member[b])
+        np.testing.assert_allclose(found[b, :, : len(index)], expected[b][:, index], atol=1e-5)
+        np.testing.assert_array_equal(others[b, :, : len(index)], dq[b][:, index])
+    apart = jnp.zeros_like(q)
+    for b in range(2):
+        (index,) = np.nonzero(member[b])
+        apart = apart.at[b, :, index].set(more[b, :, : len(index)].swapaxes(0, 1))
+    expected = dq + pullback(apart)[0]
+    np.testing.assert_allclose(add_apart(call, chosen, dq, more, TILE, where), expected, atol=1e-5)
 
 
 def test_every_chunk_is_visited_and_no_pair_twice():
@@ -70,13 +106,14 @@ def test_what_is_not_finite_stays_in_its_row(bad):
     ignored = int(np.nonzero(~member[0])[0][3])
     x = drawn(1024, "bfloat16", 0).at[0, 1, ignored, 2].set(bad).at[0, 2, int(index[40]), 5].set(bad)
     clean = jnp.where(jnp.isfinite(x), x, 0)
-    (rows,) = together(CALL, chosen, (x,), TILE)
+    where = coordinates(1024, 1024)
+    (rows,) = together(CALL, chosen, x, (), TILE, where)
     expected = np.array(clean[0][:, index].astype(jnp.float32))
     expected[2, 40, 5] = np.nan
     np.testing.assert_array_equal(rows[0, :, : len(index)].astype(jnp.float32), expected)
     # Back again: a row that is not finite stays in its token.
     more = drawn(1024, "bfloat16", 1).at[0, 1, 7, 3].set(bad)
-    found = add_apart(CALL, chosen, jnp.zeros_like(x), more, TILE)
+    found = add_apart(CALL, chosen, jnp.zeros_like(x), more, TILE, where)
     hit = np.zeros(found.shape, bool)
     hit[0, 1, index[7], 3] = True
     np.testing.assert_array_equal(~np.isfinite(found.astype(jnp.float32)), hit)

@@ -99,6 +99,16 @@ def test_cycles_are_told_apart_by_what_they_are_for(program, counts):
         }
 
 
+def test_a_constant_of_the_scope_makes_no_operation_a_part_of_it():
+    """The compiler shares constants among operations of all places."""
+    root, scope = "  ROOT %convolution.1", 'metadata={op_name="jit(step)/mixing/slice"}'
+    assert LOOP.count(root) == LOOP.count("convolution(") == 1
+    for opcode, part in (("constant(0)", "other"), ("iota()", "mixing")):
+        text = LOOP.replace("convolution(", "copy(").replace(root, f"  %n = s32[] {opcode}, {scope}\n{root}")
+        program = hlo.parse(text)
+        assert hlo.cycles_by_part(program, hlo.executions(program), "mixing")[part] >= 24000
+
+
 def test_kept_activations_are_what_the_loop_writes_not_what_passes_through(program):
     assert hlo.stacked_outputs(program, 24) == 24 * 64 * 128 * 2
     assert hlo.stacked_outputs(program, 22) == 0
