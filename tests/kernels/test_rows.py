@@ -57,7 +57,7 @@ def test_rows_are_those_of_plain_indexing(kind, length, dtype):
 @pytest.mark.parametrize("rows_of_tables", [1, 2])
 def test_queries_are_turned_on_the_way_and_their_gradients_turned_back(rows_of_tables):
     """Heads of 128, which fill a register; turned queries carry the scale as those do that XLA turns."""
-    length, head_dim, distance = 512, 128, 64
+    length, head_dim, distance = 1024, 128, 64  # two chunks
     member, rng = members(length, "drawn"), np.random.default_rng(0)
     chosen = choose(jnp.asarray(member), TILE)
     q, dq, more = (jnp.asarray(rng.normal(size=(2, 2, length, head_dim)), jnp.float32) for _ in range(3))
