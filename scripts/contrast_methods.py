@@ -6,6 +6,7 @@ It reads `results.json` of that folder and prints two tables: each method's scor
 and the contrasts that the papers claim, or that we do. A contrast is paired by prompt, over the seeds that both have.
 Beside its difference stands the smallest one that so many prompts would have shown in four cases of five (the power).
 Several folders are several models, asked the same prompts; each must have one seed, which stands for its model.
+With `--margin`, of one folder, it prints instead which choices are not inferior to full attention by so many points.
 `--docs` puts the tables between `<!-- contrasts: … -->`, with the folders' names, and `<!-- end of contrasts -->` of
 a document.
 """
@@ -175,6 +176,48 @@ def tables(scores: Scores, plain: Mapping[str, Sequence[float]], of: str = "seed
     return "\n".join(lines) + "\n"
 
 
+def against_full(file: Path, margin: float) -> str:
+    """Each choice beside full attention, paired by prompt, with its share of the KV cache, as a Markdown table.
+
+    A choice is not inferior by a margin (in points) if the whole interval of the difference is above minus the margin.
+
+    Raises:
+      ConfigError: the file has no scores of full attention, or is not of one comparison.
+    """
+    scores, plain = read_scores(file)
+    if "full" not in plain:
+        raise ConfigError(f"{file} has no scores of full attention: give `swa-jax compare` a new --out")
+    full = {seed: np.array(plain["full"]["exact"]) for by_seed in scores.values() for seed in by_seed}
+    bytes_of = {(row["name"], row.get("ratio")): row["kv_cache_bytes"] for row in read_json(file)["rows"]}
+    n, seeds = len(plain["full"]["exact"]), len(full)
+    lines = [
+        f"{n} prompts, {seeds} {'seed' if seeds == 1 else 'seeds'} of choosing; full attention answers "
+        f"{_points(mean_of(full))} %.",
+        "",
+        "| method | windowed KV heads | KV cache, % of full | difference to full, points | would have been seen from | "
+        f"against a margin of {margin:g} |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (method, ratio), by_seed in scores.items():
+        whole, _ = contrast(by_seed, full)
+        assert whole.low is not None
+        assert whole.high is not None
+        share = bytes_of[method, ratio] / bytes_of["full", None]
+        told = "not inferior" if 100 * whole.low > -margin else "cannot be told"
+        told = "inferior" if 100 * whole.high < -margin else told
+        difference = f"{100 * whole.mean:+.1f} [{100 * whole.low:.1f}, {100 * whole.high:.1f}]"
+        cells = (
+            method,
+            f"{100 * ratio:g} %",
+            f"{100 * share:.1f}",
+            difference,
+            f"{100 * detectable(whole):.1f}",
+            told,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def revision() -> str:
     """Of this repository, in brief."""
     root = Path(__file__).resolve().parent
@@ -189,10 +232,18 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "results", type=Path, nargs="+", help="the folders that `swa-jax compare --out` wrote"
     )
+    parser.add_argument(
+        "--margin", type=float, help="points: only which choices are not inferior to full attention"
+    )
     parser.add_argument("--docs", type=Path)
     given = parser.parse_args(arguments)
+    if given.margin is not None and len(given.results) > 1:
+        parser.error("--margin takes one folder")
     try:
-        text = tables(*read_models(given.results), "model" if len(given.results) > 1 else "seed")
+        if given.margin is not None:
+            text = against_full(given.results[0] / "results.json", given.margin)
+        else:
+            text = tables(*read_models(given.results), "model" if len(given.results) > 1 else "seed")
         if given.docs:
             names = " ".join(folder.name for folder in given.results)
             begin, end = f"<!-- contrasts: {names} -->\n", "<!-- end of contrasts -->"

@@ -67,6 +67,27 @@ def test_of_several_models_each_has_one_seed(script, folder, tmp_path_factory):
         script.read_models([one, other])
 
 
+def test_a_choice_is_not_inferior_if_its_whole_interval_is_above_the_margin(script, tmp_path):
+    def row(name, right, n, **more):
+        common = {"name": name, "exact": exact(right, n), "comparison": "c", "needle_accuracy": right / n}
+        return common | {"kv_cache_bytes": 8 if name == "full" else 2} | more
+
+    for n, told in ((50, "cannot be told"), (1000, "not inferior")):  # fifty prompts do not tell a point
+        chosen = [
+            row(name, right, n, ratio=0.75, seed=seed)
+            for name, right in (("kl", n), ("razor", n // 2))
+            for seed in (0, 1)
+        ]
+        file = tmp_path / f"results-{n}.json"
+        file.write_text(json.dumps({"rows": [row("full", n, n), *chosen]}))
+        lines = script.against_full(file, 1).splitlines()
+        kl, razor = ([cell.strip() for cell in line.strip("| ").split("|")] for line in lines[-2:])
+        assert (kl[0], kl[2], kl[-1]) == ("kl", "25.0", told)
+        assert (razor[0], razor[-1]) == ("razor", "inferior")
+        assert kl[3].startswith("+0.0 [")
+        assert razor[3].startswith("-50.0 [")
+
+
 def test_power_grows_with_prompts(script):
     few, many = (
         script.contrast({0: np.array(exact(n * 3 // 4, n))}, {0: np.array(exact(n // 2, n))})[0]
