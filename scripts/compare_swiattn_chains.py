@@ -13,7 +13,7 @@ from pathlib import Path
 
 import compare_swiattn
 import numpy as np
-from compare_swiattn import LOSS_CLAIMS, RATIO_CLAIMS, answer_queries, draw_losses, full_ratio, take_full
+from compare_swiattn import LOSS_CLAIMS, answer_queries, draw_losses, full_ratio, take_full
 
 from swa_jax.adapt.tasks import HOPS, RIVALS
 from swa_jax.data.chains import STATEMENT, ChainWords
@@ -34,10 +34,15 @@ PER_HOPS = 48  # prompts of each number of hops
 SEED = 1  # of the prompts; those of training are drawn otherwise
 TINY = ("stages.0.steps=3", "stages.0.sequence_length=128", "stages.0.batch_size=2", "checkpoint_every=2")
 CHOSEN = "nll-greedy"  # stands for the layers that this method chooses for the model that is continued
-ARMS = {**compare_swiattn.ARMS, "static-hybrid, chosen layers": ("method=null", f"pattern={CHOSEN}")}
+ARMS = {
+    **compare_swiattn.ARMS,
+    "swiattn, base 100": ("method=swiattn", "switch_loss.base=100.0"),
+    "static-hybrid, chosen layers": ("method=null", f"pattern={CHOSEN}"),
+}
 # Where the full-attention ratio is taken: in prompts with far statements, and in those with the same chain right before
 # the question.
 GROUPS = {
+    "prompts": "all tokens, far",
     "far hops": "hops, far",
     "near hops": "hops, near",
     "numbers": "numbers, far",
@@ -89,7 +94,8 @@ def measure(model: Decoder, tokenizer: Tokenizer, config: TrainConfig, tiny: boo
         numbers, hops_done = _statement_ends(examples, tokens.shape)
         counted = {f"{place} hops": hops_done, f"{place} answers": answers}
         if place == "far":
-            counted |= {"numbers": numbers, "filler": np.isin(tokens, fillers).astype(float)}
+            filler = np.isin(tokens, fillers).astype(float)
+            counted |= {"prompts": np.ones(tokens.shape), "numbers": numbers, "filler": filler}
         for group, these in counted.items():
             ratio = full_ratio(takes, these)
             values[f"full ratio, {group}"] = float(ratio.mean())
@@ -134,10 +140,21 @@ CLAIMS = (
         ("swiattn", "right"),
         ("full", "right"),
     ),
-    *RATIO_CLAIMS,
+    (
+        "full-attention ratio on text, StaticHybrid above SwiAttn (base 10)",
+        "0.25, 0.13",
+        ("static-hybrid", "full ratio"),
+        ("swiattn", "full ratio"),
+    ),
+    (
+        "the same on chains",
+        "0.25, 0.13",
+        ("static-hybrid", "full ratio, prompts"),
+        ("swiattn", "full ratio, prompts"),
+    ),
     *(
         (said, figures, (arm, f"full ratio, {higher}"), (arm, f"full ratio, {lower}"))
-        for arm in ("swiattn", "swiattn, base 1e-3")
+        for arm in ("swiattn", "swiattn, base 100")
         for said, figures, higher, lower in (
             (
                 f"{arm}: ratio while answering, far chains above near ones",
