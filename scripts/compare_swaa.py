@@ -8,7 +8,7 @@ rank 16, queries, keys and values) trains on those replies by cross-entropy, on 
 model's log-probabilities, or on plain text: equal steps, rows and seeds. Then other prompts and held-out text are
 measured. One line of `cells.jsonl` is one cell (pattern, data, seed); what is there is not done again, so the same
 command may be started again at any time. `--report-only` makes `table.md` of what is there, `--docs FILE` puts it into
-a document as well.
+a document as well. `--checkpoint` names another model of chains; `--beside` puts several into one table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import numpy as np
 from documents import put_between
 
 from swa_jax.adapt.tasks import HOPS, RIVALS, Task, measure
-from swa_jax.checkpoint.folder import load_model
+from swa_jax.checkpoint.folder import load_model, weights_sum
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.data import SourceConfig
 from swa_jax.data.haystack import Haystack, library_files, read_text
@@ -172,11 +172,16 @@ STAND_INS = {
 }
 
 
-def prepare(name: str, out: Path, size: Size) -> None:
-    """The original as a checkpoint, and its replies as training data."""
+def prepare(name: str, checkpoint: Path | None, out: Path, size: Size) -> None:
+    """The original as a checkpoint, and its replies as training data. Without `checkpoint` it is the bundled model."""
     model, prompts = out / "model", out / "prompts.jsonl"
     if not (model / "config.json").exists():
-        import_model(ROOT / "swa_jax" / name, model)
+        if checkpoint is None:
+            import_model(ROOT / "swa_jax" / name, model)
+        else:
+            shutil.copytree(checkpoint, model)
+    elif checkpoint is not None and weights_sum(checkpoint) != weights_sum(model):
+        raise ConfigError(f"{out} has cells of another model than {checkpoint}: name another --out")
     tokenizer = load_tokenizer(model)
     if not prompts.exists():
         drawn = STAND_INS[name].draw(tokenizer, size, 10, True)
@@ -300,51 +305,87 @@ def columns_of(name: str) -> list[Column]:
     return [*found, *overall, losses, Column("text loss", ["text"], "losses", 2, True)]
 
 
-def table(name: str, done: dict[str, dict[str, Any]], seeds: Sequence[int]) -> str:
-    """Rows of Table 1: what is found and lost under each, by what was trained on, and the paired differences."""
+class Done(NamedTuple):
+    """The cells of one model, and the seeds that count."""
 
-    def values(row: Row, data: str, seed: int, tasks: Sequence[str], figure: str) -> list[float]:
-        cell = done.get(json.dumps([row.numbers, data, seed]))
-        return [] if cell is None else [x for task in tasks for x in cell[task][figure]]
+    scores: dict[str, dict[str, Any]]
+    seeds: Sequence[int]
 
-    def shown(row: Row, data: str, tasks: Sequence[str], figure: str, digits: int) -> str:
-        which = [0] if data == "none" else seeds
-        found = [x for seed in which for x in values(row, data, seed, tasks, figure)]
-        scale = 100 if figure == "right" else 1
-        return f"{scale * np.mean(found):.{digits}f}" if found else "-"
+    def has(self, row: Row, data: str) -> int:
+        """How many seeds are done."""
+        return sum(json.dumps([row.numbers, data, seed]) in self.scores for seed in self.seeds)
 
-    def difference(row: Row, tasks: Sequence[str], figure: str, digits: int) -> str:
+    def values(self, row: Row, data: str, seed: int, column: Column) -> list[float]:
+        cell = self.scores.get(json.dumps([row.numbers, data, seed]))
+        return [] if cell is None else [x for task in column.tasks for x in cell[task][column.figure]]
+
+    def shown(self, row: Row, data: str, column: Column) -> str:
+        """The mean; a model as it is has no seeds."""
+        which = [0] if data == "none" else self.seeds
+        found = [x for seed in which for x in self.values(row, data, seed, column)]
+        scale = 100 if column.figure == "right" else 1
+        return f"{scale * np.mean(found):.{column.digits}f}" if found else "-"
+
+    def difference(self, row: Row, column: Column) -> str:
         """Replies - text over the seeds that both have."""
         pairs = [
             pair
-            for seed in seeds
+            for seed in self.seeds
             for pair in zip(
-                values(row, "replies", seed, tasks, figure),
-                values(row, "text", seed, tasks, figure),
+                self.values(row, "replies", seed, column),
+                self.values(row, "text", seed, column),
                 strict=False,
             )
         ]
         if not pairs:
             return ""
         replies, text = np.array(pairs).T
-        if figure == "right":
-            return _interval(paired_score(replies, text).map(lambda x: 100 * x), digits)
-        return _interval(paired_bootstrap(replies, text), digits)
+        if column.figure == "right":
+            return _interval(paired_score(replies, text).map(lambda x: 100 * x), column.digits)
+        return _interval(paired_bootstrap(replies, text), column.digits)
 
-    head = ["No.", "window", "full layers", "sink tokens", "FA decode", "seeds"]
+
+HEAD = ["No.", "window", "full layers", "sink tokens", "FA decode"]
+
+
+def table(name: str, done: Done) -> str:
+    """Rows of Table 1: what is found and lost under each, by what was trained on, and the paired differences."""
     columns = columns_of(name)
+    head = [*HEAD, "seeds"]
     for column in columns:
         head += [column.title, f"{column.title}, replies - text"] if column.compared else [column.title]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines = []
     for row in ROWS:
-        line = row.cells()
-        line.append(str(sum(json.dumps([row.numbers, "replies", seed]) in done for seed in seeds)))
-        for _, tasks, figure, digits, compared in columns:
-            line.append(" / ".join(shown(row, data, tasks, figure, digits) for data in DATA))
-            if compared:
-                line.append(difference(row, tasks, figure, digits))
-        lines.append("| " + " | ".join(line) + " |")
-    return "\n".join(lines)
+        line = [*row.cells(), str(done.has(row, "replies"))]
+        for column in columns:
+            line.append(" / ".join(done.shown(row, data, column) for data in DATA))
+            if column.compared:
+                line.append(done.difference(row, column))
+        lines.append(line)
+    return _lines(head, lines)
+
+
+def table_of_models(models: dict[str, Done]) -> str:
+    """What several models of chains find in all, under the patterns that each of them was trained under."""
+    column = next(
+        one for one in columns_of("chains") if len(one.tasks) == len(HOPS) and one.figure == "right"
+    )
+    head = [*HEAD, *(part for name in models for part in (name, f"{name}, replies - text"))]
+    lines = []
+    for row in ROWS:
+        if all(done.has(row, "text") and done.has(row, "replies") for done in models.values()):
+            line = row.cells()
+            for done in models.values():
+                found = [done.shown(row, data, column) for data in ("none", "text", "replies")]
+                line += [" / ".join(found), done.difference(row, column)]
+            lines.append(line)
+    seeds = ", ".join(str(max(done.has(row, "replies") for row in ROWS)) for done in models.values())
+    return f"Right answers over all hops, %, of {', '.join(models)}; seeds: {seeds}.\n\n{_lines(head, lines)}"
+
+
+def _lines(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    first, *others = ("| " + " | ".join(row) + " |" for row in (head, *rows))
+    return "\n".join([first, "|" + "---|" * len(head), *others])
 
 
 def _interval(estimate: Estimate, digits: int) -> str:
@@ -353,9 +394,9 @@ def _interval(estimate: Estimate, digits: int) -> str:
     return f"{estimate.mean:+.{digits}f}{ends}"
 
 
-def put_into(file: Path, name: str, text: str) -> None:
-    """Replace what stands between the two marks of a document."""
-    marks = f"<!-- swaa: made by scripts/compare_swaa.py --model {name} -->\n", "<!-- end of swaa -->"
+def put_into(file: Path, made_by: str, text: str) -> None:
+    """Replace what stands between the two marks of a document; `made_by`: the options that the first mark names."""
+    marks = f"<!-- swaa: made by scripts/compare_swaa.py {made_by} -->\n", "<!-- end of swaa -->"
     try:
         put_between(file, *marks, f"\n{text}\n\n")
     except ConfigError as error:
@@ -365,20 +406,38 @@ def put_into(file: Path, name: str, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=list(STAND_INS), default="chains")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="another model of that kind, in place of the bundled one"
+    )
     parser.add_argument("--out", type=Path, help="default: runs/compare-swaa-MODEL")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--report-only", action="store_true", help="make the table of what is there")
     parser.add_argument("--docs", type=Path, help="a document to put the table into")
     parser.add_argument("--cells", type=int, help="stop after so many new cells")
     parser.add_argument("--tiny", action="store_true", help="a few steps and examples, to try the script")
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        nargs="+",
+        help="compute nothing: one table of these --out folders, models of chains",
+    )
     options = parser.parse_args()
     name, size = options.model, TINY if options.tiny else Size()
+    if options.beside:
+        folders = {folder.name.removeprefix("compare-swaa-"): folder for folder in options.beside}
+        text = table_of_models(
+            {model: Done(read_cells(folder, size), options.seeds) for model, folder in folders.items()}
+        )
+        if options.docs:
+            put_into(options.docs, "--beside", text)
+        print(text)
+        return
     out = (options.out or Path(f"runs/compare-swaa-{name}")).resolve()
     out.mkdir(parents=True, exist_ok=True)
     done = read_cells(out, size)
     try:
         if not options.report_only:
-            prepare(name, out, size)
+            prepare(name, options.checkpoint, out, size)
             tasks = draw_tasks(name, out, size)
             new = [cell for cell in cells(options.seeds) if json.dumps(cell.key) not in done]
             for number, cell in enumerate(new[: options.cells]):
@@ -389,10 +448,10 @@ def main() -> None:
                 print(f"{number + 1} of {len(new)}: {cell.key}, {line['seconds']} s", flush=True)
     except ConfigError as error:
         sys.exit(f"error: {error}")
-    text = table(name, done, options.seeds)
+    text = table(name, Done(done, options.seeds))
     write_text(out / "table.md", text + "\n")
     if options.docs:
-        put_into(options.docs, name, text)
+        put_into(options.docs, f"--model {name}", text)
     print(text)
 
 

@@ -17,6 +17,7 @@ from swa_jax.train.loop import TrainConfig
 
 BIN = 10  # steps that a point of a curve is the mean of
 CONFIG = "configs/compare/swat.yaml"
+BASE = None  # every arm starts at random
 TINY = (
     "stages.0.steps=3", "model.num_hidden_layers=1", "model.hidden_size=24", "model.head_dim=4", "checkpoint_every=2",
 )  # fmt: skip

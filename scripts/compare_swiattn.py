@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from swa_jax.report import layer_ratio_map, needle_heat_map, training_curves
 from swa_jax.train.loop import TrainConfig
 
 CONFIG = "configs/compare/swiattn.yaml"
+BASE = "recall"  # the bundled model that is continued
 COLUMNS = {
     "text loss": "held-out loss",
     "needles found": "needles found, far",
@@ -47,10 +48,8 @@ ARMS = {
 
 def measure(model: Decoder, tokenizer: Tokenizer, config: TrainConfig, tiny: bool) -> dict[str, float]:
     """Loss of files that no training read, needles found by generation, and where full attention is taken."""
+    values = measure_text(model, tokenizer, config, tiny)
     length = config.stages[0].sequence_length
-    texts = [tokenizer.encode(f.read_text(errors="replace")) for f in library_files(held_out=True)]
-    pieces = [t[: 8 * length + 1] for t in texts if len(t) > 8 * length][: 1 if tiny else None]
-    values = {"text loss": held_out_loss(model, pieces, length)}
     depths = (0.02, 1.0) if tiny else FAR + NEAR
     examples = needle_examples(
         tokenizer, length=length, num_examples=len(depths) * (1 if tiny else PER_DEPTH), depths=depths,
@@ -58,32 +57,43 @@ def measure(model: Decoder, tokenizer: Tokenizer, config: TrainConfig, tiny: boo
     )  # fmt: skip
     found = needle_accuracy(model, tokenizer, examples, max_new_tokens=20, batch_size=8)
     answer_loss = score_answers(model, examples, batch_size=8).nll
-    text_ratio = full_ratio(model, np.array([piece[:length] for piece in pieces]))
     answer_ratio = np.array([_answer_ratio(model, example) for example in examples])
     at = np.arange(len(examples)) % len(depths)
     far = np.isin(at, [i for i, depth in enumerate(depths) if depth in FAR])
     values |= {
         "needles found": float(found[far].mean()),
         "answer loss": float(answer_loss[far].mean()),
-        "full ratio": float(text_ratio.mean()),
         "full ratio, far answers": float(answer_ratio[far].mean()),
         "full ratio, near answers": float(answer_ratio[at == len(depths) - 1].mean()),
     }
     for i, depth in enumerate(depths):
         values[f"found at {depth}"] = float(found[at == i].mean())
-    for layer, ratio in enumerate(text_ratio):
-        values[f"full ratio of layer {layer}"] = float(ratio)
     return values
 
 
-def full_ratio(model: Decoder, tokens: np.ndarray, counted: np.ndarray | None = None) -> np.ndarray:
-    """Share of the counted tokens [B, T] that take full attention, by layer [L]; 0 and 1 where no layer is routed."""
+def measure_text(model: Decoder, tokenizer: Tokenizer, config: TrainConfig, tiny: bool) -> dict[str, float]:
+    """Loss and full-attention ratios on the library's held-out files, in passes as long as the training's rows."""
+    length = config.stages[0].sequence_length
+    texts = [tokenizer.encode(f.read_text(errors="replace")) for f in library_files(held_out=True)]
+    pieces = [t[: 8 * length + 1] for t in texts if len(t) > 8 * length][: 1 if tiny else None]
+    ratio = full_ratio(take_full(model, np.array([piece[:length] for piece in pieces])))
+    by_layer = {f"full ratio of layer {layer}": float(one) for layer, one in enumerate(ratio)}
+    return {
+        "text loss": held_out_loss(model, pieces, length),
+        "full ratio": float(ratio.mean()),
+        **by_layer,
+    }
+
+
+def take_full(model: Decoder, tokens: np.ndarray, batch_size: int = 16) -> np.ndarray:
+    """1 where a token of tokens [B, T] takes full attention, else 0: [L, B, T]."""
     pattern = model.pattern
     if SWITCH not in pattern.layer_types:
-        return np.isin(np.arange(pattern.num_layers), pattern.full_layers).astype(np.float64)
-    gate = np.asarray(_gates(*nnx.split(model), jnp.asarray(tokens)), np.float64)  # [L, B, T]
-    weight = np.ones(tokens.shape) if counted is None else counted
-    return (gate * weight).sum((1, 2)) / weight.sum()
+        full = np.isin(np.arange(pattern.num_layers), pattern.full_layers).astype(np.float64)
+        return np.broadcast_to(full[:, None, None], (len(full), *tokens.shape))
+    parts = [tokens[start : start + batch_size] for start in range(0, len(tokens), batch_size)]
+    gates = [np.asarray(_gates(*nnx.split(model), jnp.asarray(part)), np.float64) for part in parts]
+    return np.concatenate(gates, axis=1)
 
 
 @jax.jit(static_argnums=0)
@@ -92,16 +102,29 @@ def _gates(graph: Any, state: Any, tokens: jax.Array) -> jax.Array:
     return model.features(tokens)[1].gate
 
 
+def full_ratio(takes: np.ndarray, counted: np.ndarray | None = None) -> np.ndarray:
+    """Share of the counted tokens [B, T] that take full attention, by layer [L], given takes [L, B, T]."""
+    weight = np.ones(takes.shape[1:]) if counted is None else counted
+    return (takes * weight).sum((1, 2)) / weight.sum()
+
+
+def answer_queries(examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
+    """Examples of one length as tokens [B, T], and 1 at the queries that predict their answers [B, T]."""
+    tokens = np.array([[*example.prompt, *example.answer] for example in examples])
+    counted = np.zeros(tokens.shape)
+    for row, example in zip(counted, examples, strict=True):
+        row[len(example.prompt) - 1 : -1] = 1
+    return tokens, counted
+
+
 def _answer_ratio(model: Decoder, example: Example) -> float:
     """The full-attention ratio of the queries that predict the answer, over all layers."""
-    tokens = np.array([[*example.prompt, *example.answer]])
-    counted = np.zeros(tokens.shape)
-    counted[0, len(example.prompt) - 1 : -1] = 1
-    return float(full_ratio(model, tokens, counted).mean())
+    tokens, counted = answer_queries([example])
+    return float(full_ratio(take_full(model, tokens), counted).mean())
 
 
-# As in compare_swat.py.
-CLAIMS = (
+# As in compare_swat.py. Those about loss are asked of other models too.
+LOSS_CLAIMS = (
     (
         "CPT helps a windowed model: loss, SWA-ZS above SWA-CPT",
         "Wikitext ppl 16.6, 15.6",
@@ -126,6 +149,9 @@ CLAIMS = (
         ("swiattn", "text loss"),
         ("full", "text loss"),
     ),
+)
+CLAIMS = (
+    *LOSS_CLAIMS,
     (
         "needles, SwiAttn above SWA-CPT",
         "retrieval 52.9, 41.5",
@@ -159,11 +185,16 @@ CLAIMS = (
 )
 
 
-def pictures(out: Path, runs: Mapping[str, list[dict]]) -> list[tuple[str, str]]:
+def draw_losses(out: Path, runs: Mapping[str, list[dict]], title: str) -> None:
+    """The arms' losses in training, as `loss.png`."""
     curves = {arm: [run["loss"] for run in of] for arm, of in runs.items() if of[0]["loss"]}
-    made = [("loss.png", "Training loss (text and needles), mean and range over the seeds")]
     if curves:
-        training_curves(curves, BIN, out / "loss.png", title="CPT of the bundled model", ylabel="Loss (nats)")
+        training_curves(curves, BIN, out / "loss.png", title=title, ylabel="Loss (nats)")
+
+
+def pictures(out: Path, runs: Mapping[str, list[dict]]) -> list[tuple[str, str]]:
+    draw_losses(out, runs, title="CPT of the bundled model")
+    made = [("loss.png", "Training loss (text and needles), mean and range over the seeds")]
     routed = {arm: of for arm, of in runs.items() if of[0].get("ratio_by_layer")}
     for arm, of in routed.items():
         name = f"ratio-{arm.split(', ')[-1].replace(' ', '-')}.png"

@@ -1,11 +1,13 @@
 """Compare training methods at small scale, on a CPU, with several seeds, on real text.
 
     python scripts/compare_training.py swiattn --seeds 0 1 2 --out runs/compare-swiattn
+    python scripts/compare_training.py swiattn-chains --seeds 0 1 --bases runs/chains-0/model runs/chains-1/model
     python scripts/compare_training.py swat --seeds 0 1 2 --out runs/compare-swat
 
-`swiattn` continues the bundled model by SwiAttn and by its four baselines, one configuration with `method` as switch;
-`swat` trains the rows of SWAT's Tables 2 and 3 from scratch. Every run is `swa_jax.train.loop.train` on a file of
-configs/compare with the overrides that compare_swiattn.py and compare_swat.py list. Runs that are finished are skipped
+`swiattn` continues the bundled model `recall` by SwiAttn and by its four baselines, one configuration with `method` as
+switch; `swiattn-chains` does so with models of chains; `swat` trains the rows of SWAT's Tables 2 and 3 from scratch.
+Every run is `swa_jax.train.loop.train` on a file of configs/compare with the overrides that compare_swiattn.py,
+compare_swiattn_chains.py and compare_swat.py list. Runs that are finished are skipped
 and a run that was cut off goes on, so the same command may be started again at any time. The output folder gets
 `results.json`, `report.md` and pictures after every run; `--report-only` makes them from what is there, `--docs FILE`
 also puts them into a document.
@@ -14,6 +16,7 @@ also puts them into a document.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -23,16 +26,18 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import compare_swat
 import compare_swiattn
+import compare_swiattn_chains
 import jax.numpy as jnp
 import numpy as np
 from documents import put_between
 
-from swa_jax.checkpoint.folder import load_model
+from swa_jax.checkpoint.folder import load_model, weights_sum
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
@@ -41,56 +46,83 @@ from swa_jax.settings import load_config, to_dict
 from swa_jax.train.loop import TrainConfig, train
 
 ROOT = Path(__file__).resolve().parents[1]
-RECALL = ROOT / "swa_jax" / "recall"
 BIN = compare_swat.BIN
-COMPARISONS = {"swiattn": compare_swiattn, "swat": compare_swat}
+COMPARISONS = {
+    "swiattn": compare_swiattn,
+    "swiattn-chains": compare_swiattn_chains,
+    "swat": compare_swat,
+}
 
 
 # ---- running ----
 
 
-def run_all(name: str, seeds: Sequence[int], out: Path, arms: Sequence[str], *, tiny: bool) -> None:
+def run_all(
+    name: str, seeds: Sequence[int], out: Path, arms: Sequence[str], bases: Sequence[Path], *, tiny: bool
+) -> None:
     """Train and measure whatever is missing in `out`; results are written after each run."""
     comparison = COMPARISONS[name]
     results = read_results(out)
-    overrides: list[str] = []
-    if name == "swiattn":
-        base = out / "recall"
-        if not (base / "config.json").exists():
-            import_model(RECALL, base)
-        overrides = [f"init_from={base}"]
-    for seed in seeds:
-        for arm in arms:
-            key = f"{arm} | {seed}"
-            run = out / "runs" / key.replace(" | ", "-seed-").replace(" ", "_")
-            config = load_config(TrainConfig, ROOT / comparison.CONFIG, [
-                *comparison.ARMS[arm], *overrides, f"tokenizer={RECALL}", f"output={run}", f"seed={seed}",
-                *(comparison.TINY if tiny else ()),
-            ])  # fmt: skip
-            made_with = fingerprint(config)
-            if key in results:
-                if results[key]["config"] != made_with:
-                    raise ConfigError(
-                        f"{out} has results of '{key}' with other settings: name a new folder with --out"
-                    )
-                continue
-            print(time.strftime("%H:%M:%S"), key, flush=True)
-            started = time.perf_counter()
-            values: dict[str, float] = {}
-            diverged = None
-            try:
-                folder = train(config, quiet=True)
-                model = load_model(folder, dtype=jnp.float32)
-                values = comparison.measure(model, load_tokenizer(RECALL), config, tiny)
-            except FloatingPointError as error:
-                diverged = str(error)
-            results[key] = {
-                "arm": arm, "seed": seed, "config": made_with, "values": values, "diverged": diverged,
-                "seconds": round(time.perf_counter() - started, 1), **read_curves(run),
-            }  # fmt: skip
-            shutil.rmtree(run / "checkpoints", ignore_errors=True)
-            write(out / "results.json", json.dumps(results, indent=1) + "\n")
-            report(name, out)
+    tokenizer = ROOT / "swa_jax" / (comparison.BASE or "recall")
+    for seed, arm in itertools.product(seeds, arms):
+        key = f"{arm} | {seed}"
+        run = out / "runs" / key.replace(" | ", "-seed-").replace(" ", "_")
+        base = base_of(comparison, seed, out, bases)
+        config = load_config(TrainConfig, ROOT / comparison.CONFIG, [
+            *overrides_of(comparison, arm, seed, out, base), f"tokenizer={tokenizer}", f"output={run}", f"seed={seed}",
+            *(comparison.TINY if tiny else ()),
+        ])  # fmt: skip
+        made_with = {"config": fingerprint(config)} | ({} if base is None else {"base": weights_sum(base)})
+        if key in results:
+            if any(results[key].get(what, total) != total for what, total in made_with.items()):
+                raise ConfigError(
+                    f"{out} has results of '{key}' with other settings: name a new folder with --out"
+                )
+            continue
+        print(time.strftime("%H:%M:%S"), key, flush=True)
+        started = time.perf_counter()
+        values: dict[str, float] = {}
+        diverged = None
+        try:
+            folder = train(config, quiet=True)
+            model = load_model(folder, dtype=jnp.float32)
+            values = comparison.measure(model, load_tokenizer(tokenizer), config, tiny)
+        except FloatingPointError as error:
+            diverged = str(error)
+        results[key] = {
+            "arm": arm, "seed": seed, **made_with, "continues": str(base) if bases else None,
+            "pattern": config.attention, "values": values, "diverged": diverged,
+            "seconds": round(time.perf_counter() - started, 1), **read_curves(run),
+        }  # fmt: skip
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)
+        write(out / "results.json", json.dumps(results, indent=1) + "\n")
+        report(name, out)
+
+
+def base_of(comparison: ModuleType, seed: int, out: Path, bases: Sequence[Path]) -> Path | None:
+    """The checkpoint that a seed continues: the one of that number in `bases`, or the bundled model, imported."""
+    if comparison.BASE is None:
+        return None
+    if bases:
+        if seed >= len(bases):
+            raise ConfigError(f"seed {seed} has no model to continue: --bases names {len(bases)}, from 0 on")
+        return bases[seed]
+    base = out / comparison.BASE
+    if not (base / "config.json").exists():
+        import_model(ROOT / "swa_jax" / comparison.BASE, base)
+    return base
+
+
+def overrides_of(comparison: ModuleType, arm: str, seed: int, out: Path, base: Path | None) -> list[str]:
+    """Of an arm, and the model to continue; a pattern that is to be chosen for that model is named."""
+    overrides = list(comparison.ARMS[arm])
+    if base is None:
+        return overrides
+    chosen = f"pattern={compare_swiattn_chains.CHOSEN}"
+    if chosen in overrides:
+        pattern = compare_swiattn_chains.chosen_pattern(base, out / f"chosen-{seed}.json")
+        overrides[overrides.index(chosen)] = f"pattern={pattern}"
+    return [*overrides, f"init_from={base}"]
 
 
 def fingerprint(config: TrainConfig) -> str:
@@ -139,8 +171,11 @@ def report(name: str, out: Path) -> tuple[str, list[tuple[str, str]]]:
         )
     seeds = sorted({run["seed"] for run in results.values()})
     minutes = sum(run["seconds"] for run in results.values()) / 60
+    continued = {run["seed"]: run.get("continues") for run in results.values()}
+    bases = [continued[seed] for seed in seeds if continued[seed]]
+    command = f"{name} --seeds {' '.join(map(str, seeds))}" + (f" --bases {' '.join(bases)}" if bases else "")
     text = (
-        f"`python scripts/compare_training.py {name} --seeds {' '.join(map(str, seeds))}`: {len(results)} runs, "
+        f"`python scripts/compare_training.py {command}`: {len(results)} runs, "
         f"{minutes:.0f} minutes on one core of a shared machine with {os.cpu_count()}. Mean ± standard deviation over "
         f"the seeds.\n\n{table(runs, comparison.COLUMNS)}\n{verdicts(runs, comparison.CLAIMS)}"
     )
@@ -218,6 +253,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, help="default: runs/compare-NAME")
     parser.add_argument("--arms", nargs="+", help="only these rows of the table")
+    parser.add_argument(
+        "--bases", type=Path, nargs="+", default=[],
+        help="the checkpoints that seeds 0, 1, ... continue; default: the bundled model for every seed",
+    )  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="a few steps of each, to test the command")
     parser.add_argument("--report-only", action="store_true", help="train nothing")
     parser.add_argument("--docs", type=Path, help="a document to put report and pictures into")
@@ -227,9 +266,11 @@ def main() -> None:
     known = COMPARISONS[name].ARMS
     if unknown := [arm for arm in args.arms or () if arm not in known]:
         parser.error(f"no arm '{unknown[0]}'; there are: {', '.join(known)}")
+    if args.bases and COMPARISONS[name].BASE is None:
+        parser.error(f"--bases is for models that are continued; those of '{name}' start at random")
     try:
         if not args.report_only:
-            run_all(name, args.seeds, out, args.arms or list(known), tiny=args.tiny)
+            run_all(name, args.seeds, out, args.arms or list(known), args.bases, tiny=args.tiny)
         text, pictures = report(name, out)
         if args.docs:
             put_into(args.docs, name, text, pictures, out)

@@ -54,6 +54,7 @@ ADDED = {
     "python -m launch.tpu_vm": ["--dry-run"],  # no cloud here
     "python -m launch.gke": ["--dry-run"],
     "python scripts/compare_training.py swiattn": ["--tiny", "--arms", "swiattn", "swa-cpt"],
+    "python scripts/compare_training.py swiattn-chains": ["--tiny", "--arms", "swiattn", "swa-cpt"],
     "python scripts/compare_training.py swat": ["--tiny", "--arms", "vanilla 32", "sliding 32"],
     "python scripts/compare_swaa.py": ["--tiny", "--cells", "2"],
     "python scripts/compare_peers.py": ["--calls", "1"],

@@ -5,9 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from swa_jax.data.chains import ChainWords
+from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
+from swa_jax.evaluate.chains import ChainCell, chain_examples
+from swa_jax.model.pattern import AttentionPattern
 from swa_jax.settings import load_config
 from swa_jax.train.loop import TrainConfig
 
@@ -24,7 +29,7 @@ def command(*arguments):
     )
 
 
-@pytest.mark.parametrize("name", ["swiattn", "swat"])
+@pytest.mark.parametrize("name", ["swiattn", "swiattn-chains", "swat"])
 def test_every_arm_is_a_configuration_and_every_claim_is_about_an_arm(script, name):
     comparison = script.COMPARISONS[name]
     configs = {
@@ -91,6 +96,41 @@ def test_report_goes_between_its_marks(script, tmp_path):
         script.put_into(document, "swiattn", "new", [], tmp_path)
 
 
+def test_each_seed_continues_its_own_model(script, tmp_path):
+    comparison = script.COMPARISONS["swiattn-chains"]
+    bases = [tmp_path / "a", tmp_path / "b"]
+    assert script.base_of(comparison, 1, tmp_path, bases) == bases[1]
+    with pytest.raises(ConfigError, match="seed 2 has no model to continue: --bases names 2"):
+        script.base_of(comparison, 2, tmp_path, bases)
+    assert script.base_of(script.COMPARISONS["swat"], 0, tmp_path, []) is None
+    pattern = AttentionPattern.from_recipe("layers:2,5", 8, sliding_window=32)
+    pattern.to_json(tmp_path / "chosen-1.json")
+    arm = "static-hybrid, chosen layers"
+    overrides = script.overrides_of(comparison, arm, 1, tmp_path, bases[1])
+    assert overrides == ["method=null", "pattern=layers:2,5", f"init_from={bases[1]}"]
+    assert script.overrides_of(comparison, "full", 0, tmp_path, bases[0]) == [
+        "method=full",
+        f"init_from={bases[0]}",
+    ]
+
+
+def test_where_chains_are_carried_on(script):
+    """The ends of statements: of the one with the number, and of those with a name."""
+    chains = sys.modules["compare_swiattn_chains"]
+    tokenizer = load_tokenizer(ROOT / "swa_jax" / "chains")
+    cell = ChainCell(3, 1, 64)
+    examples = chain_examples(tokenizer, cell, num_examples=2, seed=3)
+    tokens, answers = chains.answer_queries(examples)
+    numbers, names = chains._statement_ends(examples, tokens.shape)
+    words = ChainWords.of(tokenizer)
+    assert numbers.sum() == 2
+    assert np.isin(tokens[numbers == 1], words.numbers).all()
+    assert names.sum() == 4
+    assert np.isin(tokens[names == 1], words.names).all()
+    assert answers.sum() == 2 * 3
+    assert tokens.shape == (2, 64)
+
+
 @pytest.mark.long
 def test_swat_from_the_command_line_goes_on_where_it_was(tmp_path):
     arm = "sigmoid AliRope (-+)"
@@ -124,3 +164,25 @@ def test_swiattn_from_the_command_line(tmp_path):
     assert windowed["loss"] == []  # no step
     assert 2 < routed["values"]["text loss"] < 4
     assert (tmp_path / "ratio-swiattn.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.long
+def test_swiattn_on_chains_from_the_command_line(tmp_path):
+    arms = ("swiattn", "static-hybrid, chosen layers", "swa-zero-shot")
+    done = command("swiattn-chains", "--tiny", "--seeds", 0, "--arms", *arms, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    routed, hybrid, windowed = (results[f"{arm} | 0"] for arm in arms)
+    assert 0 < routed["values"]["full ratio, far hops"] < 1
+    assert hybrid["values"]["full ratio, far hops"] == 0.5
+    assert hybrid["pattern"].startswith("layers:")
+    assert windowed["values"]["full ratio, far answers"] == 0
+    assert hybrid["values"]["right"] > windowed["values"]["right"]
+    for picture in ("loss.png", "right.png", "tokens-swiattn.png"):
+        assert (tmp_path / picture).read_bytes().startswith(PNG)
+    other = command(
+        "swiattn-chains", "--tiny", "--seeds", 0, "--arms", "swiattn", "--out", tmp_path, "--bases", tmp_path / "runs"
+        / "swiattn-seed-0" / "model",
+    )  # fmt: skip
+    assert other.returncode == 1
+    assert "with other settings: name a new folder with --out" in other.stderr
