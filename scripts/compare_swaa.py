@@ -413,6 +413,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--report-only", action="store_true", help="make the table of what is there")
     parser.add_argument("--docs", type=Path, help="a document to put the table into")
+    numbers = [row.numbers for row in ROWS]
+    parser.add_argument(
+        "--rows", nargs="+", choices=numbers, metavar="NO", help="only these patterns, by their No."
+    )
     parser.add_argument("--cells", type=int, help="stop after so many new cells")
     parser.add_argument("--tiny", action="store_true", help="a few steps and examples, to try the script")
     parser.add_argument(
@@ -439,7 +443,11 @@ def main() -> None:
         if not options.report_only:
             prepare(name, options.checkpoint, out, size)
             tasks = draw_tasks(name, out, size)
-            new = [cell for cell in cells(options.seeds) if json.dumps(cell.key) not in done]
+            new = [
+                cell
+                for cell in cells(options.seeds)
+                if json.dumps(cell.key) not in done and cell.row.numbers in (options.rows or numbers)
+            ]
             for number, cell in enumerate(new[: options.cells]):
                 line = work(out, cell, tasks, size)
                 with (out / "cells.jsonl").open("a") as file:

@@ -57,6 +57,8 @@ ADDED = {
     "python scripts/compare_training.py swiattn-chains": ["--tiny", "--arms", "swiattn", "swa-cpt"],
     "python scripts/compare_training.py swat": ["--tiny", "--arms", "vanilla 32", "sliding 32"],
     "python scripts/compare_swaa.py": ["--tiny", "--cells", "2"],
+    # A model of one step gives no right reply.
+    "python scripts/compare_swaa.py --model chains --checkpoint": ["--checkpoint", "runs/chains-checkpoint"],
     "python scripts/compare_peers.py": ["--calls", "1"],
     "python scripts/plant_faults.py": ["--list"],  # hours
     "python scripts/train_chains.py": ["--steps", "1"],
