@@ -110,7 +110,7 @@ def routed_backward(ratio=0.13, **shape):
 def rows_together(ratio=0.13, turned=False, **shape):
     """The queries and cotangents of the given share of the rows, put together for the pass over the keys outside.
 
-    Keys and a window are left unread. `turned`: the queries come unturned.
+    Keys and a window are left unread. `turned` as in `window_forward`.
     """
 
     def kernel(call, rows, q, dout, where):

@@ -1,7 +1,7 @@
 """Compare training methods at small scale, on a CPU, with several seeds, on real text.
 
     python scripts/compare_training.py swiattn --seeds 0 1 2 --out runs/compare-swiattn
-    python scripts/compare_training.py swiattn-chains --seeds 0 1 --bases runs/chains-0/model runs/chains-1/model
+    python scripts/compare_training.py swiattn-chains --seeds 0 1 2 --bases A B C    # a model for each seed
     python scripts/compare_training.py swat --seeds 0 1 2 --out runs/compare-swat
 
 `swiattn` continues the bundled model `recall` by SwiAttn and by its four baselines, one configuration with `method` as

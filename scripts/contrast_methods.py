@@ -237,8 +237,10 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("--docs", type=Path)
     given = parser.parse_args(arguments)
-    if given.margin is not None and len(given.results) > 1:
-        parser.error("--margin takes one folder")
+    if given.margin is not None and (len(given.results) > 1 or given.docs):
+        parser.error(
+            "--margin takes one folder, and no --docs: the marks there are those of the other tables"
+        )
     try:
         if given.margin is not None:
             text = against_full(given.results[0] / "results.json", given.margin)

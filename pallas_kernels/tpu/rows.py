@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.nonfinite import finite, is_finite, sees_non_finite
 from pallas_kernels.spec import Coordinates
-from pallas_kernels.tpu.tiles import LANES, NN, Call, Heads, dot, launch, shape_like
+from pallas_kernels.tpu.tiles import LANES, NN, Call, Heads, dot, launch, shape_like, split
 from pallas_kernels.tpu.turning import add_tables, turn, turn_gradient_back
 from pallas_kernels.tpu.window import Ref
 
@@ -162,19 +162,8 @@ class _Grid:
         return here, (i == 0) | (numbers[jnp.maximum(place - 1, 0)] != here)
 
 
-def _together(
-    grid: _Grid,
-    call: Call,
-    num_tables: int,
-    _order,
-    tiles: Ref,
-    chunks: Ref,
-    totals: Ref,
-    ends: Ref,
-    rank: Ref,
-    *refs: Ref,
-) -> None:
-    tables, refs = refs[:num_tables], refs[num_tables:]
+def _together(grid: _Grid, call: Call, num_tables: int, _order, *refs: Ref) -> None:
+    (tiles, chunks, totals, ends), (rank,), tables, refs = split(refs, 4, 1, num_tables)
     arrays, results = refs[: len(refs) // 2], refs[len(refs) // 2 :]
     tile, is_first = grid.at(tiles)
     chunk = grid.at(chunks)[0]
@@ -204,19 +193,8 @@ def _together(
             _for_all_heads(grid.heads, is_row, source, out, read, write)
 
 
-def _add_apart(
-    grid: _Grid,
-    call: Call,
-    num_tables: int,
-    _order,
-    tiles: Ref,
-    chunks: Ref,
-    totals: Ref,
-    _ends: Ref,
-    rank: Ref,
-    *refs: Ref,
-) -> None:
-    tables, (dq, rows, out) = refs[:num_tables], refs[num_tables:]
+def _add_apart(grid: _Grid, call: Call, num_tables: int, _order, *refs: Ref) -> None:
+    (tiles, chunks, totals, _ends), (rank,), tables, (dq, rows, out) = split(refs, 4, 1, num_tables)
     tile, is_first = grid.at(tiles)[0], grid.at(chunks)[1]
 
     @pl.when(pl.program_id(2) < totals[pl.program_id(0)])

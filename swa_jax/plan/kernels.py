@@ -77,8 +77,9 @@ def kernels(
             first = reached.seconds("window", "forward", forward.window)
             first = first + reached.seconds("full", "forward", forward.others)
         second = reached.seconds("window", "backward", BACKWARD * backward.window)
-        beyond = "outside" if kind == SWITCH else "full"
-        second = second + reached.seconds(beyond, "backward", BACKWARD * backward.others)
+        others = BACKWARD * backward.others
+        # Routed rows are turned as they are moved.
+        second = second + reached.seconds("full", "backward", others, turned=kind == SWITCH)
         if kind == SWITCH:
             layers = pattern.layer_types.count(SWITCH)
             second = second + layers * reached.moving(backward_ratio)
@@ -94,17 +95,16 @@ class _Reached:
         self.measured: dict[str, float] = {}
         self.assumed: dict[str, float] = {}
 
-    def seconds(self, what: str, which: str, flops: np.ndarray) -> np.ndarray:
-        """Of so many operations of attention; what has none is not looked up.
+    def seconds(self, what: str, which: str, flops: np.ndarray, *, turned: bool = False) -> np.ndarray:
+        """Of so many operations of "window", "full" or "routed" attention; what has none is not looked up.
 
         Args:
-          what: "window", "full", "routed", or "outside": routed rows over the keys outside, as full attention but that
-            the rows come turned.
+          turned: the queries come turned, so that the kernel has not to do it.
         """
         if not flops.any():
             return flops
         assert self.chip.target is not None
-        name, share = self._share(what, which)
+        name, share = self._share(what, which, turned)
         if share is None:
             share = self.assumed[name] = self.chip.target.kernel_share[which == "backward"]
         else:
@@ -124,13 +124,11 @@ class _Reached:
         """Whether kernels turn the queries."""
         return self.model.uses_rope and turns_queries(self.model.head_dim)
 
-    def _share(self, what: str, which: str) -> tuple[str, float | None]:
+    def _share(self, what: str, which: str, turned: bool) -> tuple[str, float | None]:
         """The call in words, and the share of the peak that its static cycles come to; None: not measured."""
         target, D = self.chip.target, self.model.head_dim
         assert target is not None
         sigmoid = self.model.attention_activation == "sigmoid"
-        rows_come_turned = what == "outside"
-        what = "full" if rows_come_turned else what
         full = what == "full"
         sinks = 0 if full else self.pattern.num_sink_tokens
         window = None if full else self.pattern.sliding_window
@@ -153,8 +151,8 @@ class _Reached:
             return name, None
         seen = visible_keys(np.arange(cost.length), window if what == "window" else None, sinks).mean()
         flops = 4.0 * D * float(seen) * 1024 * (BACKWARD if which == "backward" else 1)
-        turned = self._turns() and not rows_come_turned
-        cycles = (cost.cycles + turned * TURNING[which]) / target.num_cores  # which share the heads
+        turning = TURNING[which] if self._turns() and not turned else 0
+        cycles = (cost.cycles + turning) / target.num_cores  # which share the heads
         return name, flops / (cycles * self.chip.peak_flops / (target.gigahertz * 1e9))
 
 

@@ -14,6 +14,7 @@ from pallas_kernels.spec import coordinates
 from pallas_kernels.tpu.rows import add_apart, choose, together
 from pallas_kernels.tpu.tiles import Call
 from pallas_kernels.tpu.turning import left_to_kernels
+from tests.kernels.tolerances import VALUE_TOLERANCE
 
 CALL = Call(AttentionSpec(64), Tiles(128, 128, strip=128, tile=128), interpret=True)
 TILE, HEADS, HEAD_DIM = 32, 3, 16
@@ -70,18 +71,19 @@ def test_queries_are_turned_on_the_way_and_their_gradients_turned_back(rows_of_t
     def turned(q):
         return call.query_factor * rotate(q.swapaxes(1, 2), rotation).swapaxes(1, 2)
 
+    tolerance = VALUE_TOLERANCE["float32"]
     expected, pullback = jax.vjp(turned, q)
     found, others = together(call, chosen, q, (dq,), TILE, where)
     for b in range(2):
         (index,) = np.nonzero(member[b])
-        np.testing.assert_allclose(found[b, :, : len(index)], expected[b][:, index], atol=1e-5)
+        np.testing.assert_allclose(found[b, :, : len(index)], expected[b][:, index], atol=tolerance)
         np.testing.assert_array_equal(others[b, :, : len(index)], dq[b][:, index])
     apart = jnp.zeros_like(q)
     for b in range(2):
         (index,) = np.nonzero(member[b])
         apart = apart.at[b, :, index].set(more[b, :, : len(index)].swapaxes(0, 1))
     expected = dq + pullback(apart)[0]
-    np.testing.assert_allclose(add_apart(call, chosen, dq, more, TILE, where), expected, atol=1e-5)
+    np.testing.assert_allclose(add_apart(call, chosen, dq, more, TILE, where), expected, atol=tolerance)
 
 
 def test_every_chunk_is_visited_and_no_pair_twice():
