@@ -1,9 +1,10 @@
 """Remake the model of chains: `python scripts/train_chains.py [--seed 0] [--output runs/chains-0] [--minutes 60]`.
 
-The curriculum is `configs/chains.yaml`. A stage ends when the model answers 90 % of the questions of every number of
-hops that the stage teaches, on prompts that training does not see, or when its steps are over. Started again, the run
-goes on from its last checkpoint. The output folder has `log.jsonl`, `state.npz`, which the run goes on from, and models
-in bfloat16, which every verb of `swa-jax` reads: `stage-N/` after each stage, and `model/` when a call ends.
+The curriculum is `configs/chains.yaml`; --config names another, and arguments such as `sliding_window=64` change it. A
+stage ends when the model answers 90 % of the questions of every number of hops that the stage teaches, on prompts that
+training does not see, or when its steps are over. Started again, the run goes on from its last checkpoint. The output
+folder has `log.jsonl`, `state.npz`, which the run goes on from, and models in bfloat16, which every verb of `swa-jax`
+reads: `stage-N/` after each stage, and `model/` when a call ends.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from swa_jax.evaluate.nll import score_answers
 from swa_jax.files import write_bytes
 from swa_jax.model.attention import cast_parameters
 from swa_jax.model.decoder import Decoder
-from swa_jax.model.pattern import AttentionPattern
 from swa_jax.settings import load_config
 from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.optimizer import make_optimizer
+from swa_jax.train.patterns import find_start, run_pattern
 from swa_jax.train.step import TrainState, init_state, make_step
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "chains.yaml"
@@ -59,15 +60,14 @@ class Place:
 
 
 class Run:
-    def __init__(self, config: TrainConfig):
-        self.config, self.folder = config, Path(config.output)
-        assert config.model is not None
+    def __init__(self, config: TrainConfig, gap: int = 0):
+        self.config, self.folder, self.gap = config, Path(config.output), gap
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (Path(config.tokenizer) / "tokenizer.json").is_file():
             write_tokenizer(chain_tokenizer(), Path(config.tokenizer))
         self.tokenizer: Tokenizer = load_tokenizer(config.tokenizer)
-        pattern = AttentionPattern.from_recipe("full", config.model.num_hidden_layers)
-        self.model = Decoder(config.model, pattern, rngs=nnx.Rngs(config.seed))
+        start = find_start(config)
+        self.model = Decoder(start.config, run_pattern(config, start), rngs=nnx.Rngs(config.seed))
         self.place = Place()
         self.state = init_state(nnx.state(self.model), self._optimizer())
         self.data_state: dict[str, Any] | None = None
@@ -76,12 +76,11 @@ class Run:
     def _optimizer(self) -> optax.GradientTransformation:
         """Its rates are those of the last stage from that stage's beginning on, however early the others ended."""
         config, place = self.config, self.place
-        assert config.model is not None
         last = place.stage == len(config.stages) - 1
         early = config.starts[-1] - (place.steps - place.inside) if last else 0
         rates = dataclasses.replace(config.optimizer, first_step=early)
         factor = config.stages[min(place.stage, len(config.stages) - 1)].learning_rate_factor
-        return make_optimizer(rates, config.total_steps - early, config.model, [(0, factor)])
+        return make_optimizer(rates, config.total_steps - early, self.model.config, [(0, factor)])
 
     def batches(self) -> Batches:
         stage = self.config.stages[self.place.stage]
@@ -140,9 +139,9 @@ class Run:
         accuracy = {}
         for hops in range(1, hardest.hops + 1):
             cell = ChainCell(hops, hardest.num_chains - 1, stage.sequence_length)
-            examples = chain_examples(
-                self.tokenizer, cell, num_examples=count, seed=CHECK_SEED + self.config.seed
-            )
+            gap = min(self.gap, stage.sequence_length // 2)
+            seed = CHECK_SEED + self.config.seed
+            examples = chain_examples(self.tokenizer, cell, num_examples=count, gap=gap, seed=seed)
             right = score_answers(self.model, examples, batch_size=2048 // stage.sequence_length).exact
             accuracy[hops] = round(float(right.mean()), 3)
         place = dataclasses.asdict(self.place) | {"seconds": round(self.place.seconds)}
@@ -191,17 +190,24 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--tokenizer", type=Path, help="default: the configuration's; made if it is not there"
     )
+    parser.add_argument(
+        "--gap",
+        type=int,
+        default=0,
+        help="statements of the prompts that end a stage stand so many tokens apart, or half of a row that is short",
+    )
     parser.add_argument("--steps", type=int, help="stop after so many of this call; default: at the end")
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="stop after so many; default: at the end"
     )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the configuration")
     given = parser.parse_args(arguments)
     output = given.output or Path(f"runs/chains-{given.seed}")
-    overrides = [f"seed={given.seed}", f"output={output}"]
+    overrides = [f"seed={given.seed}", f"output={output}", *given.overrides]
     if given.tokenizer is not None:
         overrides.append(f"tokenizer={given.tokenizer}")
     try:
-        run = Run(load_config(TrainConfig, given.config, overrides))
+        run = Run(load_config(TrainConfig, given.config, overrides), given.gap)
         done = run.train(given.minutes, given.steps)
         run.keep("model")
     except UserError as error:

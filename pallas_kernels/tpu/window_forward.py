@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.spec import Coordinates
+from pallas_kernels.tpu.document_codes import document_codes, reads_codes
 from pallas_kernels.tpu.packed_sinks import documents_copied, gather_sinks, room_for_copies, sink_copies
 from pallas_kernels.tpu.tiles import (
     LANES,
@@ -74,13 +75,27 @@ def window_forward(
 
         return pl.BlockSpec(block_shape, index_map)
 
-    def keys(before):
+    def window_rows(before):
+        """Of one of the window's blocks: so many rows are read, and which ones in step i; before the sequence, < 0."""
         rows = oldest_rows(call) if before == back else block
-        # Blocks before the sequence are not read; of a short window, a step's are the rows right before its own.
+        # Of a short window, a step's are the rows right before its own.
         each, before = block // rows, 1 if rows < block else before
-        return spec(
-            (None, None, rows, head_dim), lambda b, h, kv, i: (b, kv, jnp.maximum(i * each - before, 0), 0)
-        )
+        return rows, lambda i: i * each - before
+
+    def keys(before):
+        rows, at = window_rows(before)
+        return spec((None, None, rows, head_dim), lambda b, h, kv, i: (b, kv, jnp.maximum(at(i), 0), 0))
+
+    def codes(before):
+        rows, at = window_rows(before)
+
+        def index_map(b, h, i, g, cuts, *scalar):
+            is_cut = cuts[b * (length // block) + i] + call.zero_cut != Cut.NO
+            index = jnp.where(at(i) < 0, length // rows, at(i))  # what stands for keys before the sequence
+            # A step that no document cuts reads none: the block that is there stays.
+            return b, jnp.where(is_cut, index, 0), 0
+
+        return pl.BlockSpec((None, rows, LANES), index_map)
 
     queries = spec((None, None, block, head_dim), lambda b, h, kv, i: (b, h, i, 0))
     window = [keys(before) for before in range(back, -1, -1)]
@@ -98,6 +113,9 @@ def window_forward(
     if segments is not None:
         inputs.append(segments.queries)
         in_specs.append(spec((None, 8, block), lambda b, h, kv, i: (b, 0, i)))
+        if reads_codes(call, head_dim):
+            inputs += [document_codes(where, q.dtype, behind=block)] * (back + 1)
+            in_specs += [codes(before) for before in range(back, -1, -1)]
     rows = (None, block, head_dim)
     add_tables(where, inputs, in_specs, lambda row: spec(rows, lambda b, h, kv, i: (row(b), i, 0)))
     outputs, out_specs = [shape_like(q.shape, call.result_dtype(q), q)], [queries]
@@ -153,10 +171,12 @@ def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> tuple[R
     *scalars, rest = take(refs, has_segments, has_segments and has_sinks)
     (queries, head_bias), rest = split(rest, 2)
     keys, values, rest = split(rest, blocks_back(call) + 1, blocks_back(call) + 1)
+    *of_documents, rest = take(rest, has_sinks, has_sinks, has_segments)
+    has_codes = has_segments and reads_codes(call, queries.shape[1])
+    codes, rest = split(rest, has_codes * (blocks_back(call) + 1))
     turned = call.turned_by > 0
-    *optional, rest = take(rest, has_sinks, has_sinks, has_segments, turned, turned)
-    *results, rest = take(rest, True, call.softmax, True, call.softmax)
-    named: list[Any] = [*scalars, queries, head_bias, keys, values, *optional, *results]
+    *others, rest = take(rest, turned, turned, True, call.softmax, True, call.softmax)
+    named: list[Any] = [*scalars, queries, head_bias, keys, values, *of_documents, codes, *others]
     return Refs(*named), rest
 
 

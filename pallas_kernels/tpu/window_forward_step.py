@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.nonfinite import finite, sees_non_finite
 from pallas_kernels.schedule import Kind
+from pallas_kernels.tpu.document_codes import with_query_code
 from pallas_kernels.tpu.shared_columns import (
     beside_ones,
     sees_far,
@@ -60,6 +61,8 @@ class Refs(NamedTuple):
     sink_keys: Ref  # [sink_rows, D]
     sink_values: Ref
     segments: Ref  # [8, block], `Segments.queries`
+    # `document_codes` of the same keys, each [block, LANES], the last ones the queries', too; none where unused.
+    codes: list[Ref]
     cos: Ref  # [block, D], of queries that are to be turned
     sin: Ref
     out: Ref  # [block, D]
@@ -81,7 +84,7 @@ class Body:
       present: so many of the window's blocks exist, the last ones.
       first_sink: the index of the first sink token.
       sinks: as `window_steps` gives them, or "by token".
-      by_token: mask every tile by what each query sees (`Segments.queries`); otherwise the window alone decides.
+      by_token: what each query sees (`Segments.queries`) decides; otherwise the window alone does.
       exact: leave values that are not finite out of tiles with a mask.
     """
 
@@ -97,6 +100,16 @@ class Body:
     value_sums: dict[tuple[int, int], jax.Array] = dataclasses.field(default_factory=dict)
     # Maxima and sums, [strip, a lane a strip].
     statistics: list[jax.Array] = dataclasses.field(default_factory=list)
+
+    @property
+    def by_code(self) -> bool:
+        """Whether the matrix unit tells documents apart. The window then decides as it does without them."""
+        return self.by_token and not self.exact and bool(self.refs.codes)
+
+    @property
+    def by_first_key(self) -> bool:
+        """Whether every tile of the window is masked by the first key that each query sees."""
+        return self.by_token and not self.by_code
 
     @property
     def block(self) -> int:
@@ -138,12 +151,13 @@ class Body:
         query = refs.queries[rows, :]
         if self.call.turned_by:
             query = turn(self.call, query, refs.cos[rows, :], refs.sin[rows, :])
+        coded = with_query_code(query, refs.codes[-1][rows, :]) if self.by_code else query
         planned = window_tiles(self.call, start, self.present)
         tiles = []
         if self.call.softmax and share_columns(self.call, planned):
             far, *planned, near = planned
-            tiles.append(self.score_edges(query, start, far, near))
-        tiles += [self.score_window(query, start, tile) for tile in planned]
+            tiles.append(self.score_edges(coded, start, far, near))
+        tiles += [self.score_window(coded, start, tile) for tile in planned]
         if self.sinks is not None:
             tiles.append(self.score_sinks(query, start))
         if not self.call.softmax:
@@ -165,10 +179,9 @@ class Body:
     def score_edges(self, query: jax.Array, start: int, far: WindowTile, near: WindowTile) -> _Scores:
         """The logits of the two edges of the window as one tile."""
         distance = jnp.int32(start - near.key)
-        far_keys, near_keys, far_values, near_values = (
-            refs[tile.block].at[tile.offset : tile.offset + tile.size, :]
-            for refs in (self.refs.keys, self.refs.values)
-            for tile in (far, near)
+        far_keys, near_keys = self.read_keys(far), self.read_keys(near)
+        far_values, near_values = (
+            self.refs.values[tile.block].at[tile.offset : tile.offset + tile.size, :] for tile in (far, near)
         )
         is_far = sees_far(near.size)
 
@@ -178,8 +191,8 @@ class Body:
                 return here
             return jnp.where(is_far, self.addend(far.size, distance + window_of(self.call)), here)
 
-        s, _ = form_logits(self.call, shared_products(query, far_keys[...], near_keys[...]), addend)
-        if self.by_token:
+        s, _ = form_logits(self.call, shared_products(query, far_keys, near_keys), addend)
+        if self.by_first_key:
             # Counted from the first near key: the same for every strip.
             key = lax.broadcasted_iota(jnp.int32, s.shape, 1) - jnp.where(is_far, window_of(self.call), 0)
             s = jnp.where(key >= self.first_key(start, near), s, MASKED)
@@ -189,19 +202,27 @@ class Body:
         )
         return _Scores(s, values, far_values)
 
+    def read_keys(self, tile: WindowTile) -> jax.Array:
+        """[size, D], with codes [size, D + LANES]."""
+        keys = slice(tile.offset, tile.offset + tile.size)
+        read = self.refs.keys[tile.block][keys, :]
+        if not self.by_code:
+            return read
+        return jnp.concatenate([read, self.refs.codes[tile.block][keys, :]], axis=1)
+
     def score_window(self, query: jax.Array, start: int, tile: WindowTile) -> _Scores:
         """The logits of a tile of the window."""
         keys = slice(tile.offset, tile.offset + tile.size)
         distance = start - tile.key  # of the first row to the first column
-        s = dot(query, self.refs.keys[tile.block][keys, :], NT)
+        s = dot(query, self.read_keys(tile), NT)
         s, _ = form_logits(self.call, s, functools.partial(self.addend, tile.size, jnp.int32(distance)))
         masks = []
         if tile.kind in (Kind.DIAGONAL, Kind.BOTH):
             masks.append(self.row_less_column(tile.size) >= -distance)
-        if self.by_token:
+        if self.by_first_key:
             key = lax.broadcasted_iota(jnp.int32, s.shape, 1)
             masks.append(key >= self.first_key(start, tile))
-        far = not self.by_token and tile.kind in (Kind.EDGE, Kind.BOTH)
+        far = not self.by_first_key and tile.kind in (Kind.EDGE, Kind.BOTH)
         if far:
             masks.append(self.row_less_column(tile.size) < window_of(self.call) - distance)
         value_sum = functools.partial(self.value_sum, tile.block, keys)
@@ -311,6 +332,8 @@ class Body:
             acc, total = acc[:, :head_dim], acc[:, head_dim:]
         else:
             total = over_lanes(jnp.add, partial_sums).sum(axis=1, keepdims=True)
+        if self.by_code:  # a key that is not finite shows in the sums alone where two queries share a row
+            sizes += jnp.abs(total[:8]) + jnp.abs(total[-8:])
         out = acc * (1 / total)
         if self.by_token:
             out = jnp.where(sees_nothing(strip.top), 0, out)

@@ -212,6 +212,7 @@ CALLS = {
     "window-head-dim-80": train(SMALL, kernels=2, head_dim=80),
     "window-head-dim-256": train(SMALL, kernels=2, head_dim=256, length=LONG),
     "window-float32": train(SMALL, kernels=2, dtype="float32"),
+    "window-packed-long": train(AttentionSpec(1024), "q_segment_ids", kernels=2, length=LONG),
     "window-packed-alibi": train(SMALL, "q_segment_ids", "alibi_slopes", kernels=2, length=LONG),
     "window-sigmoid": train(
         AttentionSpec(300, **SIGMOID), "alibi_slopes", "sigmoid_bias", kernels=2, head_dim=96
