@@ -62,6 +62,7 @@ ADDED = {
     "python scripts/compare_peers.py": ["--calls", "1"],
     "python scripts/plant_faults.py": ["--list"],  # hours
     "python scripts/train_chains.py": ["--steps", "1"],
+    "python scripts/compare_windows.py": ["--seeds", "0", "--arms", "window 4", "--minutes", "0.01"],
     "python scripts/compare_plants.py": ["--method", "kl", "--placement", "chains"],
     "python scripts/chains_card.py": ["--hops", "1", "--rivals", "1", "--lengths", "128"],
     # One small layer; the pattern of qwen3-8b.yaml is for 36.

@@ -1,4 +1,5 @@
-"""scripts/train_chains.py and scripts/chains_card.py: stopped and resumed, passed early, and a card of known scores."""
+"""scripts/train_chains.py, compare_windows.py and chains_card.py: stopped and resumed, passed early, a hybrid from a
+random start, a table of known runs, and a card of known scores."""
 
 import json
 from pathlib import Path
@@ -10,6 +11,7 @@ from compiled_chains import CLASSES, LAYERS, SERVES, WINDOW_SIZE, compiled_chain
 
 from swa_jax import load_model
 from swa_jax.data.lessons import write_tokenizer
+from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.settings import load_config
 from swa_jax.train.config import TrainConfig
 
@@ -88,6 +90,51 @@ def test_a_run_goes_on_and_ends_stages_early(scripts, tiny, monkeypatch):
     monkeypatch.setattr(train, "PASSED", 0.0)
     early = json.loads(str(run("early")["place"]))["place"]
     assert (early["stage"], early["steps"]) == (2, 4)
+
+
+def test_a_hybrid_is_checked_beyond_its_window(scripts, tiny, monkeypatch):
+    train, _ = scripts
+    changes = [f"output={tiny / 'hybrid'}", f"tokenizer={tiny / 'tokenizer'}", "pattern=interleave-1-in-2"]
+    run = train.Run(
+        load_config(TrainConfig, tiny / "tiny.yaml", [*changes, "sliding_window=4", "nope_full_layers=true"]),
+        gap=48,
+    )
+    assert run.model.pattern.layer_types == (WINDOW, FULL)
+    assert run.model.pattern.sliding_window == 4
+    assert run.model.config.rope_layers == ("global", "none")
+    asked = []
+
+    def drawn(*_, gap, **__):
+        asked.append(gap)
+        raise StopIteration
+
+    monkeypatch.setattr(train, "chain_examples", drawn)
+    for stage, gap in zip(run.config.stages, (32, 32), strict=True):  # half of rows of 64
+        with pytest.raises(StopIteration):
+            run._check(stage)
+        assert asked.pop() == gap
+
+
+def test_the_table_of_windows_tells_what_was_not_learned(load_script, tmp_path):
+    windows = load_script("compare_windows")
+    ends = {  # by seed: of each stage the tokens and the accuracy at its end
+        0: [(200_000, 0.5), (400_000, 0.93)],
+        1: [(300_000, 0.91), (900_000, 0.7)],
+        2: [(300_000, 0.91)],  # goes on
+    }
+    for seed, stages in ends.items():
+        folder = windows.folder_of(tmp_path, "window 4", seed)
+        folder.mkdir()
+        lines = [
+            {"stage": stage, "tokens": tokens + more, "accuracy": {"1": accuracy}}
+            for stage, (tokens, accuracy) in enumerate(stages)
+            for more in (-50_000, 0)
+        ]
+        (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / f"stage-{len(stages)}").mkdir()
+    assert windows.table(tmp_path, [0, 1, 2]).splitlines()[2:] == [
+        "| window 4 | 0, 1 | 0.20 (not learned), 0.30 | 0.40, 0.90 (not learned) | 0.65 |"
+    ]
 
 
 @pytest.mark.long
