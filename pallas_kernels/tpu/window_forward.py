@@ -9,6 +9,7 @@ the vector unit does. The window's two edges are one tile (`shared_columns`).
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -75,27 +76,9 @@ def window_forward(
 
         return pl.BlockSpec(block_shape, index_map)
 
-    def window_rows(before):
-        """Of one of the window's blocks: so many rows are read, and which ones in step i; before the sequence, < 0."""
-        rows = oldest_rows(call) if before == back else block
-        # Of a short window, a step's are the rows right before its own.
-        each, before = block // rows, 1 if rows < block else before
-        return rows, lambda i: i * each - before
-
     def keys(before):
-        rows, at = window_rows(before)
+        rows, at = _window_rows(call, before)
         return spec((None, None, rows, head_dim), lambda b, h, kv, i: (b, kv, jnp.maximum(at(i), 0), 0))
-
-    def codes(before):
-        rows, at = window_rows(before)
-
-        def index_map(b, h, i, g, cuts, *scalar):
-            is_cut = cuts[b * (length // block) + i] + call.zero_cut != Cut.NO
-            index = jnp.where(at(i) < 0, length // rows, at(i))  # what stands for keys before the sequence
-            # A step that no document cuts reads none: the block that is there stays.
-            return b, jnp.where(is_cut, index, 0), 0
-
-        return pl.BlockSpec((None, rows, LANES), index_map)
 
     queries = spec((None, None, block, head_dim), lambda b, h, kv, i: (b, h, i, 0))
     window = [keys(before) for before in range(back, -1, -1)]
@@ -115,7 +98,7 @@ def window_forward(
         in_specs.append(spec((None, 8, block), lambda b, h, kv, i: (b, 0, i)))
         if reads_codes(call, head_dim):
             inputs += [document_codes(where, q.dtype, behind=block)] * (back + 1)
-            in_specs += [codes(before) for before in range(back, -1, -1)]
+            in_specs += [_codes(call, length, before) for before in range(back, -1, -1)]
     rows = (None, block, head_dim)
     add_tables(where, inputs, in_specs, lambda row: spec(rows, lambda b, h, kv, i: (row(b), i, 0)))
     outputs, out_specs = [shape_like(q.shape, call.result_dtype(q), q)], [queries]
@@ -142,6 +125,28 @@ def window_forward(
         previous=previous,
         cost=cost_of(call, q, k),
     )
+
+
+def _window_rows(call: Call, before: int) -> tuple[int, Callable[[Any], Any]]:
+    """Of one of the window's blocks: so many rows are read, and which ones in step i; before the sequence, < 0."""
+    block = call.tiles.q_block
+    rows = oldest_rows(call) if before == blocks_back(call) else block
+    # Of a short window, a step's are the rows right before its own.
+    each, before = block // rows, 1 if rows < block else before
+    return rows, lambda i: i * each - before
+
+
+def _codes(call: Call, length: int, before: int) -> pl.BlockSpec:
+    """Of the codes of the same rows."""
+    rows, at = _window_rows(call, before)
+
+    def index_map(b, h, i, g, cuts, *scalar):
+        is_cut = cuts[b * (length // call.tiles.q_block) + i] + call.zero_cut != Cut.NO
+        index = jnp.where(at(i) < 0, length // rows, at(i))  # what stands for keys before the sequence
+        # A step that no document cuts reads none: the block that is there stays.
+        return b, jnp.where(is_cut, index, 0), 0
+
+    return pl.BlockSpec((None, rows, LANES), index_map)
 
 
 def _with_own_strip(call: Call) -> Call:
