@@ -20,6 +20,7 @@ from typing import Any
 
 from documents import put_between
 
+from swa_jax.errors import ConfigError
 from swa_jax.files import write_text
 from swa_jax.settings import load_config
 from swa_jax.train.config import TrainConfig
@@ -61,7 +62,7 @@ def read_run(folder: Path) -> list[dict[str, Any]] | None:
 def table(out: Path, seeds: Sequence[int]) -> str:
     """Millions of tokens, by arm and seed."""
     lines = [
-        "| second layers, from 0 | seeds | rows of 32 learned after | all learned after | mean |",
+        "| trained with | seeds | rows of 32 learned after | all learned after | mean |",
         "|---|---|---|---|---|",
     ]
     for arm in ARMS:
@@ -98,7 +99,10 @@ def main() -> None:
     text = table(options.out, options.seeds)
     write_text(options.out / "table.md", text)
     if options.docs:
-        put_between(options.docs, *MARKS, f"\n{text}\n")
+        try:
+            put_between(options.docs, *MARKS, f"\n{text}\n")
+        except ConfigError as error:
+            sys.exit(str(error))
     print(text)
 
 
