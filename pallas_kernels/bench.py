@@ -34,6 +34,7 @@ from pallas_kernels.spec import ArgumentError, AttentionSpec, Coordinates, coord
 from pallas_kernels.tpu import passes as tpu_passes
 from pallas_kernels.tpu.decode import choose_steps
 from pallas_kernels.tpu.documents import documents_of, read_bounds
+from pallas_kernels.tpu.few_rows import few_rows
 from pallas_kernels.tpu.routed import GATHERED_BLOCK as ROWS_TILE
 from pallas_kernels.tpu.routed import both_branches
 from pallas_kernels.tpu.rows import add_apart, choose, heads_unrolled, together
@@ -44,21 +45,23 @@ from pallas_kernels.tpu.window import blocks_back, heads_a_step, window_steps
 from pallas_kernels.tpu.window_backward_step import heads_in_one_piece
 
 
-def window_forward(packed=False, cut=0, full_from=None, turned=False, **shape):
-    """Window attention with lse; `packed` adds segment ids, `full_from` rows that see past the window.
+def window_forward(packed=False, documents=None, cut=0, full_from=None, turned=False, **shape):
+    """Window attention with lse; `packed` adds segment ids, and `full_from` rows that see past the window: of one
+    document, or of each of `documents` of so many tokens, those from that position on.
 
     The simulator reads zeros for the edges of documents: one document a row. With `cut` 1 they stand for edges in every
     step behind the first ones, of documents no longer than a window, and with 2 of longer ones, whose sink tokens lie
     outside the window. An average over documents is one of the three figures. With `turned`, the kernel turns the
     queries (RoPE).
     """
-    return _bench({"window": 1024} | shape, packed=packed, cut=cut, full_from=full_from, turned=turned)
+    options = {"packed": packed or documents is not None, "documents": documents}
+    return _bench({"window": 1024} | shape, **options, cut=cut, full_from=full_from, turned=turned)
 
 
-def window_backward(packed=False, cut=0, full_from=None, turned=False, **shape):
+def window_backward(packed=False, documents=None, cut=0, full_from=None, turned=False, **shape):
     """dq, dk and dv of window attention; the options are those of `window_forward`."""
-    options = {"packed": packed, "cut": cut, "full_from": full_from, "turned": turned}
-    return _bench({"window": 1024} | shape, **options, backward=True)
+    options = {"packed": packed or documents is not None, "documents": documents, "turned": turned}
+    return _bench({"window": 1024} | shape, **options, cut=cut, full_from=full_from, backward=True)
 
 
 def full_forward(packed=False, documents=None, context=None, turned=False, **shape):
@@ -192,7 +195,7 @@ class Executions(NamedTuple):
 
     bodies: tuple[int, ...]  # those with matmuls, the longest first
     rows: int  # other vector code, at the first and the last visit of a row of blocks
-    heads: int  # of a launch whose grid takes their number from data; the rest runs once a step of the grid
+    heads: int  # or whatever number the launch's grid takes from data; the rest runs once a step of the grid
 
 
 def scalars_are_zero(name: str, packed=False, documents=None, context=None, **shape) -> bool:
@@ -219,15 +222,15 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
     packed, documents = shape.pop("packed", False), shape.pop("documents", None)
     for option in ("cut", "turned"):  # which leave the schedule as it is
         shape.pop(option, None)
-    if shape.pop("full_from", None) is not None:
-        return {}  # so do the documents' full rows
+    full_from = shape.pop("full_from", None)
     defaults = {"H": 8, "K": 8} if hybrid else {}
     window = {"window": None} if name.startswith("full") else {}
     H, K, T, D, dtype, spec, tiles = _read({"window": 1024} | defaults | shape | window)
     ids = segment_ids(T, documents) if packed or documents is not None else None
     if ids is not None and context is not None:
         return {}  # the bodies for the edges of documents cannot be told from the others by their length
-    where = coordinates(T, T, q_segment_ids=ids)
+    positions = None if full_from is None else np.full((1, 1 if ids is None else int(ids.max())), full_from)
+    where = coordinates(T, T, q_segment_ids=ids, full_from=positions)
     if context is not None:
         where = of_first_device(where, context)
     call = _call(kind, spec, where, D, dtype, tiles, alone=not hybrid, context=context)
@@ -250,10 +253,34 @@ def executions(name: str, kind: str, **shape) -> dict[str, Executions]:
             counts["window_forward"] = Executions(bodies, 0, windowed_heads)
     else:
         counts |= _scheduled(call, where, windowed_heads, backward)
+    if call.window_kernel and full_from is not None:
+        counts |= _of_full_rows(call, where, H, K, D, dtype, backward)
     if rho is not None:
         full = dataclasses.replace(call, spec=dataclasses.replace(spec, window=None))
         counts |= _scheduled(full, where, H - windowed_heads, backward)
     return counts
+
+
+def _of_full_rows(
+    call: Call, where: Coordinates, heads: int, kv_heads: int, D: int, dtype, backward: bool
+) -> dict[str, Executions]:
+    choose = tpu_passes.beyond_backward if backward else tpu_passes.beyond_forward
+    call, few = choose(call, where.kv_order.shape[1], D, dtype)
+    if not few:
+        return {}
+    rows = few_rows(call, tpu_passes.of_full_rows(where))
+    first, stop, whole, whole_stop = np.asarray(rows.bounds).reshape(-1, 4).sum(axis=0).tolist()
+    plain = whole_stop - whole
+    bodies = (
+        heads * (stop - first - plain),
+        heads * plain,
+        *(() if backward else (0,)),
+    )  # that for what is not finite
+    steps = int(rows.most[0])
+    written = where.kv_order.shape[1] // call.tiles.kv_block if backward else 0  # blocks of keys
+    name = "scheduled_backward" if backward else "scheduled_forward"
+    # One figure for the code of rows and that which writes keys' gradients, which is most of it: rather too much.
+    return {name: Executions(bodies, max(heads * steps, kv_heads * written), steps + written)}
 
 
 def _of_rows(arrays: int, ratio=0.13, turned=False, **shape) -> Executions:
@@ -382,6 +409,7 @@ def _bench(
     shape,
     *,
     packed=False,
+    documents=None,
     cut=0,
     full_from=None,
     context=None,
@@ -402,7 +430,8 @@ def _bench(
 
     def function(q, k, v, head_bias, ids, *others):
         tables, cotangents = others[: len(given)], others[len(given) :]
-        full = None if full_from is None else jnp.full((1, 1), full_from) + ids[:, :1]
+        columns = 1 if documents is None else int(segment_ids(T, documents).max())
+        full = None if full_from is None else jnp.full((1, columns), full_from) + ids[:, :1]
         where = coordinates(T, T, q_segment_ids=ids if packed else None, full_from=full)
         if context is not None:
             where = of_first_device(where, context)

@@ -2,13 +2,14 @@
 
     python scripts/compare_training.py swiattn --seeds 0 1 2 --out runs/compare-swiattn
     python scripts/compare_training.py swiattn-chains --seeds 0 1 2 --bases A B C    # a model for each seed
+    python scripts/compare_training.py swiattn-ablations --seeds 0 1 2 --bases A B C
     python scripts/compare_training.py swat --seeds 0 1 2 --out runs/compare-swat
 
 `swiattn` continues the bundled model `recall` by SwiAttn and by its four baselines, one configuration with `method` as
-switch; `swiattn-chains` does so with models of chains; `swat` trains the rows of SWAT's Tables 2 and 3 from scratch.
-Every run is `swa_jax.train.loop.train` on a file of configs/compare with the overrides that compare_swiattn.py,
-compare_swiattn_chains.py and compare_swat.py list. Runs that are finished are skipped
-and a run that was cut off goes on, so the same command may be started again at any time. The output folder gets
+switch; `swiattn-chains` does so with models of chains, and `swiattn-ablations` varies the regulariser; `swat` trains
+the rows of SWAT's Tables 2 and 3 from scratch. Every run is `swa_jax.train.loop.train` on a file of configs/compare
+with the overrides that the module of the comparison lists (compare_swiattn.py and so on). Runs that are finished are
+skipped and a run that was cut off goes on, so the same command may be started again at any time. The output folder gets
 `results.json`, `report.md` and pictures after every run; `--report-only` makes them from what is there, `--docs FILE`
 also puts them into a document.
 """
@@ -32,6 +33,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import compare_swat
 import compare_swiattn
+import compare_swiattn_ablations
 import compare_swiattn_chains
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +52,7 @@ BIN = compare_swat.BIN
 COMPARISONS = {
     "swiattn": compare_swiattn,
     "swiattn-chains": compare_swiattn_chains,
+    "swiattn-ablations": compare_swiattn_ablations,
     "swat": compare_swat,
 }
 

@@ -2,12 +2,16 @@
 
 Kernels want arrays head-major and padded to whole blocks; padding is at position -1, so nothing sees it. Calls with
 default positions and a causal window of moderate length run in the window kernels; all others in the scheduled ones.
-What full rows see beside the window comes from a scheduled kernel, which goes on with the window's results. With full
-heads, one launch serves the windowed heads and a second the full ones, each with its own grid, both writing to the same
-arrays.
+What full rows see beside the window comes from a scheduled kernel, which goes on with the window's results; where VMEM
+holds the keys, it walks over the blocks with full rows alone (`few_rows`) and changes the window's results in place.
+With full heads, one launch serves the windowed heads and a second the full ones, each with its own grid, both writing
+to the same arrays.
 """
 
 import dataclasses
+import functools
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +21,8 @@ from pallas_kernels.blocks import Tiles, backward_tiles, choose_tiles, device_ki
 from pallas_kernels.ring import RowOrder
 from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
 from pallas_kernels.tpu.packed_sinks import FEW_DOCUMENTS
-from pallas_kernels.tpu.scheduled_backward import scheduled_backward
-from pallas_kernels.tpu.scheduled_forward import scheduled_forward
+from pallas_kernels.tpu.scheduled_backward import keys_at_once, scheduled_backward
+from pallas_kernels.tpu.scheduled_forward import fits_vmem, scheduled_forward
 from pallas_kernels.tpu.tiles import Call, Heads, with_scale
 from pallas_kernels.tpu.walk import has_default_positions
 from pallas_kernels.tpu.window import sink_slots, window_kernel_serves
@@ -27,6 +31,9 @@ from pallas_kernels.tpu.window_forward import window_forward
 
 # Numbers of keys of a head in VMEM. Beside more of them, blocks of 2048 did not fit a v5p; a v6e has room.
 _MOST_BESIDE_LARGE_BLOCKS = 24576 * 128
+# Queries of a block with full rows: small, so that it holds few others; backward, as wide as the widest matrix unit.
+_FEW_FORWARD, _FEW_BACKWARD = 128, 256
+_BEYOND_BLOCK = 1024  # of keys, and of queries where all blocks are visited
 
 
 def make_call(
@@ -92,8 +99,6 @@ def choose_kernel(call: Call, where: Coordinates) -> Call:
 
 def with_own_tiles(call: Call, where: Coordinates, head_dim: int, kind: str) -> Call:
     """The kernel's own tiles, for a call whose arrays no other kernel reads."""
-    if where.full_rows is not None:
-        return call
     window = call.spec.window if call.window_kernel else None
     walk = not call.window_kernel and has_default_positions(call, where)
     if not (call.window_kernel or walk) or (walk and call.spec.num_sink_tokens):
@@ -178,9 +183,10 @@ def forward(
     results: tuple[jax.Array, ...] = ()
     for part, heads in _launches(call, k.shape[1], full_heads):
         if part.window_kernel and where.full_rows is not None:
-            window = window_forward(in_parts(part), q, k, v, head_bias, where, heads)
+            beyond, few = beyond_forward(part, k.shape[2], k.shape[3], k.dtype)
+            window = window_forward(part if few else in_parts(part), q, k, v, head_bias, where, heads)
             arguments = q, k, v, head_bias, of_full_rows(where), heads
-            results = scheduled_forward(beyond_window(part), *arguments, initial=window)
+            results = scheduled_forward(beyond, *arguments, initial=window, few=few)
         elif part.window_kernel:
             results = window_forward(part, q, k, v, head_bias, where, heads, results)
         else:
@@ -216,14 +222,26 @@ def backward(
             window = dataclasses.replace(part, tiles=tiles)
             results = window_backward(window, q, k, v, head_bias, where, heads, dout, statistics, results)
             if where.full_rows is not None:
+                beyond, few = beyond_backward(part, k.shape[2], k.shape[3], k.dtype)
                 arguments = q, k, v, head_bias, of_full_rows(where), heads, dout, statistics
-                beyond = scheduled_backward(beyond_window(part), *arguments)
-                results = tuple(a + b for a, b in zip(results, beyond, strict=True))
+                results = _with_full_rows(
+                    functools.partial(scheduled_backward, beyond, *arguments), few, results
+                )
         else:
             results = scheduled_backward(
                 part, q, k, v, head_bias, where, heads, dout, statistics, results, num_active, added
             )
     return results
+
+
+def _with_full_rows(
+    sweep: Callable[..., tuple[jax.Array, ...]], few: bool, results: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """The window's gradients, and those of a sweep over what full rows see beside it."""
+    if few:
+        dq, dk, dv, *dbias = results
+        return sweep(added=(dk, dv), of_few=(dq, *dbias))
+    return tuple(a + b for a, b in zip(results, sweep(), strict=True))
 
 
 def in_parts(call: Call) -> Call:
@@ -235,13 +253,28 @@ def by_position(call: Call) -> Call:
     return dataclasses.replace(call, indexed=False, order=None)
 
 
-def beyond_window(call: Call) -> Call:
-    """Of what full rows see beside what a window kernel has done for all rows."""
-    return dataclasses.replace(by_position(call), outside=True, window_kernel=False)
+def beyond_forward(call: Call, length: int, head_dim: int, dtype) -> tuple[Call, bool]:
+    """The call of what full rows see beside what a window kernel has done for all rows, and whether it is to walk over
+    the blocks with full rows alone, which takes all keys in VMEM."""
+    few = fits_vmem(length, head_dim, dtype)
+    return _beyond(call, _FEW_FORWARD if few else _BEYOND_BLOCK), few
+
+
+def beyond_backward(call: Call, length: int, head_dim: int, dtype) -> tuple[Call, bool]:
+    """As `beyond_forward`, of the backward pass."""
+    of_few = _beyond(call, _FEW_BACKWARD)
+    few = keys_at_once(of_few, length, head_dim, jnp.dtype(dtype).itemsize)[1]
+    return (of_few if few else _beyond(call, _BEYOND_BLOCK)), few
+
+
+def _beyond(call: Call, q_block: int) -> Call:
+    q_block, kv_block = math.gcd(call.tiles.q_block, q_block), math.gcd(call.tiles.kv_block, _BEYOND_BLOCK)
+    tiles = dataclasses.replace(call.tiles, q_block=q_block, kv_block=kv_block)
+    return dataclasses.replace(by_position(call), outside=True, window_kernel=False, tiles=tiles)
 
 
 def of_full_rows(where: Coordinates) -> Coordinates:
-    """The full rows as the only ones that see anything, for `beyond_window`."""
+    """The full rows as the only ones that see anything, for what these see beside the window."""
     assert where.full_rows is not None
     position = jnp.where(where.full_rows, jnp.asarray(where.q_pos), -1)
     return where._replace(q_pos=position, full_rows=None)

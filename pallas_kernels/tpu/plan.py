@@ -15,7 +15,14 @@ from pallas_kernels.blocks import backward_tiles
 from pallas_kernels.request import Launch, Request
 from pallas_kernels.schedule import Kind
 from pallas_kernels.tpu.decode import choose_steps
-from pallas_kernels.tpu.passes import attention_call, beyond_window, choose_kernel, make_call, with_own_tiles
+from pallas_kernels.tpu.passes import (
+    attention_call,
+    beyond_backward,
+    beyond_forward,
+    choose_kernel,
+    make_call,
+    with_own_tiles,
+)
 from pallas_kernels.tpu.routed import outside_backward_call
 from pallas_kernels.tpu.rows import heads_a_step as rows_heads_a_step
 from pallas_kernels.tpu.scheduled_backward import keys_at_once
@@ -121,8 +128,9 @@ def _forward(request: Request, call: Call) -> list[Launch]:
             grid, masks = (request.batch, kv_heads, steps, group), _window_masks(request, part)
             found.append(Launch("window_forward", grid, part.tiles, masks, _keys(part)))
             if "full_from" in request.given:
-                beyond = beyond_window(part)
-                found.append(_scheduled(request, beyond, heads, "scheduled_forward", keys=_keys(beyond)))
+                beyond, few = beyond_forward(part, *_keys_held(request, part))
+                name, keys = "scheduled_forward", _keys(beyond)
+                found.append(_scheduled(request, beyond, heads, name, keys=keys, few=few))
         else:
             found.append(_scheduled(request, part, heads, "scheduled_forward", keys=_keys(part)))
     return found
@@ -147,7 +155,8 @@ def _backward(request: Request, call: Call, *, gathered: bool = False) -> list[L
                     Launch("window_sink_gradients", entries_grid, tiles, (), "sink-token", backward=True)
                 )
             if "full_from" in request.given:
-                found += _sweeps(request, beyond_window(part), heads, group, gathered)
+                beyond, few = beyond_backward(part, *_keys_held(request, part))
+                found += _sweeps(request, beyond, heads, group, few)
         else:
             found += _sweeps(request, part, heads, group, gathered)
     return found
@@ -168,15 +177,22 @@ def _padded(request: Request, call: Call) -> Request:
     return dataclasses.replace(request, q_length=q_length, kv_length=kv_length)
 
 
-def _scheduled(request: Request, call: Call, heads: int | str, kernel: str, *, keys: str) -> Launch:
+def _keys_held(request: Request, call: Call) -> tuple[int, int, jnp.dtype]:
+    """The length, head_dim and dtype of the keys as the kernels get them."""
+    return _padded(request, call).kv_length, request.head_dim, jnp.dtype(request.dtype)
+
+
+def _scheduled(
+    request: Request, call: Call, heads: int | str, kernel: str, *, keys: str, few: bool = False
+) -> Launch:
     padded = _padded(request, call)
     resident = fits_vmem(padded.kv_length, request.head_dim, jnp.dtype(request.dtype))
     branches = kernel == "branches_forward"
-    walk = _walk_grid(padded, call, resident, flush=False, branches=branches)
+    walk = (_VARIES,) if few else _walk_grid(padded, call, resident, flush=False, branches=branches)
     return Launch(kernel, (request.batch, heads, *walk), call.tiles, _masks(padded, call, branches), keys)
 
 
-def _sweeps(request: Request, call: Call, heads: int | str, group: int, gathered: bool) -> list[Launch]:
+def _sweeps(request: Request, call: Call, heads: int | str, group: int, some_rows: bool) -> list[Launch]:
     padded = _padded(request, call)
     itemsize = jnp.dtype(request.dtype).itemsize
     chunk, resident = keys_at_once(call, padded.kv_length, request.head_dim, itemsize)
@@ -186,7 +202,7 @@ def _sweeps(request: Request, call: Call, heads: int | str, group: int, gathered
     found = []
     for start in range(0, padded.kv_length, chunk):
         part = dataclasses.replace(padded, kv_length=min(chunk, padded.kv_length - start))
-        walk = (_VARIES,) if gathered else _walk_grid(part, call, resident, flush=True)
+        walk = (_VARIES,) if some_rows else _walk_grid(part, call, resident, flush=True)
         grid = (request.batch, heads, group, *walk)
         found.append(make(grid, call.tiles, _masks(part, call)))
     return found

@@ -72,19 +72,22 @@ def scheduled_backward(
     previous: tuple[jax.Array, ...] = (),
     num_active: jax.Array | None = None,
     added: tuple[jax.Array, ...] = (),
+    of_few: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array, ...]:
     """Returns the gradients of q (as given), k and v, and with a bias also its rows' [B, H, 1, T] f32.
 
     Args:
       num_active: [] int32: query blocks behind so many have no cotangents; their own gradients are left undefined.
       added: gradients of k and v, to be added to these.
+      of_few: gradients by query (q's, and with a bias the rows'), where most blocks of queries see no key. Those blocks
+        are left out, and the results are these arrays, changed in place; VMEM must hold all keys (`keys_at_once`).
     """
     run = functools.partial(_sweep, call, q, head_bias, heads, dout, statistics)
     length = k.shape[2]
     chunk, keys_too = keys_at_once(call, length, k.shape[3], k.dtype.itemsize)
     if length <= chunk:
-        walk = walk_over(call, where, resident=keys_too, flush=True, num_active=num_active)
-        return run(k, v, where, walk, previous, added)
+        walk = walk_over(call, where, resident=keys_too, flush=True, num_active=num_active, few=bool(of_few))
+        return run(k, v, where, walk, previous, added, of_few)
 
     parts = []
     for start in range(0, length, chunk):
@@ -126,10 +129,21 @@ def _sum(arrays):
 
 
 def _sweep(
-    call: Call, q, head_bias, heads, dout, statistics, k, v, where: Coordinates, walk: Walk, previous, added
+    call: Call,
+    q,
+    head_bias,
+    heads,
+    dout,
+    statistics,
+    k,
+    v,
+    where: Coordinates,
+    walk: Walk,
+    previous,
+    added,
+    of_few=(),
 ):
-    batch, num_heads, q_length, head_dim = q.shape
-    group = num_heads // k.shape[1]
+    head_dim, group = q.shape[3], q.shape[1] // k.shape[1]
     q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
 
     def spec(block, index):
@@ -162,14 +176,7 @@ def _sweep(
     if call.has_slopes or call.has_bias:
         inputs.append(by_head(head_bias))
         in_specs.append(spec((None, 8, LANES), lambda b, h, *_: (h, 0, 0)))
-    if walk.is_list:
-        tokens = describe_tokens(where)
-        by_query, by_key = (functools.partial(batch_index, info=info) for info in tokens)
-        inputs += tokens
-        in_specs += [
-            spec((None, 8, q_block), lambda b, h, kv, visit, _: (by_query(b), 0, visit.row)),
-            spec((None, 8, held), lambda b, h, kv, visit, _: (by_key(b), 0, column(visit))),
-        ]
+    _add_tokens(walk, where, inputs, in_specs, spec, (q_block, held), column)
     if walk.packed is not None:
         inputs.append(walk.packed.documents.first_keys)
         in_specs.append(spec((None, 1, q_block), lambda b, h, kv, visit, _: (b, 0, visit.row)))
@@ -178,16 +185,17 @@ def _sweep(
         where, inputs, in_specs, lambda row: spec(table, lambda b, h, kv, visit, _: (row(b), visit.row, 0))
     )
     outputs = [shape_like(x.shape, x.dtype, q) for x in (q, k, v)]
-    out_specs = [queries, written, written]
-    if call.has_bias:
-        outputs.append(shape_like((batch, num_heads, 1, q_length), jnp.float32, q))
-        out_specs.append(of_queries(1))
+    outputs += [shape_like((*q.shape[:2], 1, q.shape[2]), jnp.float32, q)] * call.has_bias
+    out_specs = [queries, written, written, of_queries(1)][: len(outputs)]
+    in_place = {len(inputs) + i: output for i, output in zip(range(len(of_few)), (0, 3), strict=False)}
+    inputs += of_few
+    in_specs += [out_specs[output] for output in in_place.values()]
     has = where.q_seg is not None and walk.is_list, where.full_rows is not None
     return launch(
         call,
-        functools.partial(_kernel, call, walk, *has, len(added), group),
+        functools.partial(_kernel, call, walk, *has, len(added), len(of_few), group),
         "scheduled_backward",
-        grid=(batch, heads.count, group, *walk.grid),
+        grid=(q.shape[0], heads.count, group, *walk.grid),
         scalars=walk.scalars,
         heads=heads,
         inputs=inputs,
@@ -196,8 +204,22 @@ def _sweep(
         out_specs=out_specs,
         scratch=_scratch(call, k, q.dtype),
         previous=previous,
+        in_place=in_place,
         cost=cost_of(call, q, k, backward=True),
     )
+
+
+def _add_tokens(walk: Walk, where: Coordinates, inputs: list, in_specs: list, spec, blocks, column) -> None:
+    """Adds what a list's masks read: `Tokens` in blocks of queries and keys."""
+    if not walk.is_list:
+        return
+    tokens = describe_tokens(where)
+    by_query, by_key = (functools.partial(batch_index, info=info) for info in tokens)
+    inputs += tokens
+    in_specs += [
+        spec((None, 8, blocks[0]), lambda b, h, kv, visit, _: (by_query(b), 0, visit.row)),
+        spec((None, 8, blocks[1]), lambda b, h, kv, visit, _: (by_key(b), 0, column(visit))),
+    ]
 
 
 def _scratch(call: Call, k: jax.Array, dtype) -> list[Any]:
@@ -243,6 +265,7 @@ class _Refs(NamedTuple):
     first_keys: Ref  # [1, q_block]: `Documents.first_keys` (packed)
     cos: Ref  # [q_block, D], of queries that are to be turned
     sin: Ref
+    of_few: list[Ref]  # dq and dbias of other keys, or none
     dq: Ref
     dk: Ref
     dv: Ref
@@ -254,7 +277,7 @@ class _Refs(NamedTuple):
     dout_t: Ref
 
 
-def _name_refs(call: Call, walk: Walk, num_added: int, refs) -> _Refs:
+def _name_refs(call: Call, walk: Walk, num_added: int, num_of_few: int, refs) -> _Refs:
     arrays, added, rest = split(refs, 4, num_added)
     has_head_bias = call.has_slopes or call.has_bias
     packed = walk.packed is not None
@@ -262,17 +285,17 @@ def _name_refs(call: Call, walk: Walk, num_added: int, refs) -> _Refs:
     *optional, rest = take(
         rest, call.softmax, has_head_bias, walk.is_list, walk.is_list, packed, turned, turned
     )
-    gradients, rest = split(rest, 3)
+    of_few, gradients, rest = split(rest, num_of_few, 3)
     dbias, scratch = take(rest, call.has_bias)
-    named: list[Any] = [*arrays, added, *optional, *gradients, dbias, *scratch]
+    named: list[Any] = [*arrays, added, *optional, of_few, *gradients, dbias, *scratch]
     return _Refs(*named)
 
 
-def _kernel(call, walk, has_segments, has_full_rows, num_added, group, order, *unnamed):
+def _kernel(call, walk, has_segments, has_full_rows, num_added, num_of_few, group, order, *unnamed):
     scalars, rest = split(unnamed, len(walk.scalars))
     indices = [pl.program_id(3 + i) for i in range(len(walk.grid))]
-    visit = walk.in_row(walk.visit(indices, scalars), scalars)
-    refs, member = _name_refs(call, walk, num_added, rest), pl.program_id(2)
+    visit = walk.in_row(walk.visit(indices, scalars), pl.program_id(0), scalars)
+    refs, member = _name_refs(call, walk, num_added, num_of_few, rest), pl.program_id(2)
     slope_and_bias = None
     if refs.head_bias is not None:
         slope_and_bias = refs.head_bias[0:1, 0:1], refs.head_bias[1:2, 0:1]
@@ -288,7 +311,7 @@ def _kernel(call, walk, has_segments, has_full_rows, num_added, group, order, *u
         q = turn(call, refs.q[...], refs.cos[...], refs.sin[...]) if call.turned_by else refs.q[...]
         refs.q_t[...], refs.dout_t[...] = q.T, refs.dout[...].T
         if call.has_bias:
-            refs.dbias[...] = jnp.zeros_like(refs.dbias)
+            refs.dbias[...] = refs.of_few[1][...] if refs.of_few else jnp.zeros_like(refs.dbias)
 
     def attend(seen, column):
         held = walk.held_at(column)
@@ -321,11 +344,11 @@ def _kernel(call, walk, has_segments, has_full_rows, num_added, group, order, *u
     @pl.when(visit.last)
     def _():
         if call.turned_by:
-            refs.dq[...] = turn_back(call, refs.dq_acc[...], refs.cos[...], refs.sin[...]).astype(
-                refs.dq.dtype
-            )
+            dq = turn_back(call, refs.dq_acc[...], refs.cos[...], refs.sin[...])
         else:
-            refs.dq[...] = (refs.dq_acc[...] * call.product_factor).T.astype(refs.dq.dtype)
+            dq = (refs.dq_acc[...] * call.product_factor).T
+        dq = dq + refs.of_few[0][...].astype(jnp.float32) if refs.of_few else dq
+        refs.dq[...] = dq.astype(refs.dq.dtype)
 
     @pl.when(visit.flush & (member == group - 1))
     def _():

@@ -47,13 +47,16 @@ def scheduled_forward(
     heads: Heads,
     previous: tuple[jax.Array, ...] = (),
     initial: tuple[jax.Array, ...] = (),
+    *,
+    few: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Returns out [B, H, T, D] and, for softmax, lse [B, H, 1, T] f32 (base 2, -inf where nothing is seen).
 
     Args:
       initial: out and lse over other keys of the same queries; the results are then those over all keys together.
+      few: most blocks of queries see no key. They are left out, and the results are `initial`, changed in place.
     """
-    return _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches=False)
+    return _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches=False, few=few)
 
 
 def serves_branches(call: Call, where: Coordinates, head_dim: int, dtype) -> bool:
@@ -81,12 +84,13 @@ def fits_vmem(length: int, head_dim: int, dtype) -> bool:
     return 4 * length * max(head_dim, LANES) * jnp.dtype(dtype).itemsize <= _RESIDENT_BYTES
 
 
-def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches):
+def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches, few=False):
     batch, num_heads, q_length, head_dim = q.shape
     kv_length, group = k.shape[2], num_heads // k.shape[1]
     q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
     heads = heads.queries(group)
-    walk = walk_over(call, where, resident=fits_vmem(kv_length, head_dim, k.dtype), only_plain=branches)
+    resident = fits_vmem(kv_length, head_dim, k.dtype)
+    walk = walk_over(call, where, resident=resident, only_plain=branches, few=few)
 
     def spec(block, index):
         """A block located by batch, query head and visit."""
@@ -149,6 +153,7 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
         out_specs=out_specs * (2 if branches else 1),
         scratch=scratch,
         previous=previous,
+        in_place={3 + i: i for i in range(len(initial))} if few else None,
         cost=cost_of(call, q, k),
     )
 
@@ -156,7 +161,8 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
 def _kernel(static, order, *unnamed):
     walk = static.walk
     scalars, rest = split(unnamed, len(walk.scalars))
-    visit = walk.in_row(walk.visit([pl.program_id(2 + i) for i in range(len(walk.grid))], scalars), scalars)
+    visit = walk.visit([pl.program_id(2 + i) for i in range(len(walk.grid))], scalars)
+    visit = walk.in_row(visit, pl.program_id(0), scalars)
     call, refs = static.call, static.name_refs(rest)
     if call.turned_by:
 

@@ -295,6 +295,7 @@ def launch(
     out_specs,
     scratch=(),
     previous=(),
+    in_place: dict[int, int] | None = None,
     cost: pl.CostEstimate | None = None,
 ) -> tuple[jax.Array, ...]:
     """`pallas_call` as all kernels here want it.
@@ -303,6 +304,7 @@ def launch(
       kernel: takes the head order, then refs of scalars, inputs, outputs and scratch.
       scalars: arrays for scalar memory, which index maps get too, with the head order behind them.
       previous: results of another launch to write into, this one's heads only; each as the output it becomes.
+      in_place: outputs by the inputs that they are written into, block by block, each read before it is written.
       cost: `cost_of` the launch.
     """
     prefetched = (*scalars, *heads.prefetched())
@@ -323,7 +325,10 @@ def launch(
             out_specs=out_specs,
             scratch_shapes=scratch,
         ),
-        input_output_aliases={given + i: i for i in range(len(previous))},
+        input_output_aliases={
+            **{given + i: i for i in range(len(previous))},
+            **{len(prefetched) + i: output for i, output in (in_place or {}).items()},
+        },
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=semantics,
             vmem_limit_bytes=VMEM_LIMIT_BYTES,

@@ -43,6 +43,7 @@ from pallas_kernels.tpu.documents import (
     read_bounds,
     small_block,
 )
+from pallas_kernels.tpu.few_rows import FewRows, few_rows
 from pallas_kernels.tpu.tiles import Call
 
 # How a pair of blocks is seen: throughout; as its tokens say; or as its distance in blocks says (default positions).
@@ -65,6 +66,7 @@ class Walk(NamedTuple):
       partly: the distances in blocks of pairs seen in part that `run` leaves to the kernel.
       packed: of packed rows with default positions.
       shared: the order of a row that devices share, and its blocks of keys.
+      few: the blocks of queries that there are steps for, where these are not all.
     """
 
     grid: tuple[Any, ...]
@@ -77,9 +79,12 @@ class Walk(NamedTuple):
     partly: tuple[int, ...] = ()
     packed: "Packed | None" = None
     shared: "Shared | None" = None
+    few: FewRows | None = None
 
-    def in_row(self, visit: Visit, scalars) -> Visit:
+    def in_row(self, visit: Visit, batch, scalars) -> Visit:
         """The visit, its row being that block of the row of keys."""
+        if self.few is not None:
+            return self.few.at(visit, batch, scalars)
         return visit if self.shared is None else visit._replace(row=scalars[-1][visit.row])
 
     def held_at(self, column):
@@ -87,7 +92,11 @@ class Walk(NamedTuple):
         return column if self.shared is None else self.shared.held_at(column)
 
     def fetched(self, visit: Visit, batch, scalars) -> Visit:
-        """The visit, its column being that of the keys to fetch: none anew before those that a row's queries see."""
+        """The visit, its row being that of the queries to fetch and its column that of the keys: none anew before those
+        that these queries see.
+        """
+        if self.few is not None:
+            return self.few.at(visit, batch, scalars)
         if self.packed is None or self.resident:
             return visit
         first = self.packed.bounds(scalars, batch, visit.row).first
@@ -102,17 +111,23 @@ def walk_over(
     flush: bool = False,
     num_active: jax.Array | None = None,
     only_plain: bool = False,
+    few: bool = False,
 ) -> Walk:
     """The walk of a call over its visible pairs, and with `flush` over every KV block once more behind them.
 
     Args:
       num_active: [] int32: query blocks behind so many are not of interest, and a walk may leave them out.
       only_plain: leave pairs that are seen in part to the kernel; of resident walks with default positions.
+      few: take only the query blocks that see a key, by a list; of resident walks.
     """
     num_rows, num_columns = (
         where.q_pos.shape[1] // call.tiles.q_block,
         where.kv_pos.shape[1] // call.tiles.kv_block,
     )
+    if few:
+        some = few_rows(call, where)
+        walk = _by_row(some.most[0], num_columns, some.scalars, some.run, flush)
+        return walk._replace(is_list=True, few=some)
     if has_default_positions(call, where) and (resident or call.order is None):
         shared = None if call.order is None else Shared(call.order, num_columns)
         reach = reach_of(call, num_columns)

@@ -29,7 +29,7 @@ def command(*arguments):
     )
 
 
-@pytest.mark.parametrize("name", ["swiattn", "swiattn-chains", "swat"])
+@pytest.mark.parametrize("name", ["swiattn", "swiattn-chains", "swiattn-ablations", "swat"])
 def test_every_arm_is_a_configuration_and_every_claim_is_about_an_arm(script, name):
     comparison = script.COMPARISONS[name]
     configs = {

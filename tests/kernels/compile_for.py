@@ -244,6 +244,8 @@ CALLS = {
         AttentionSpec(**SIGMOID), "alibi_slopes", "sigmoid_bias", "q_segment_ids", kernels=2
     ),
     "full-from": train(AttentionSpec(300, 4), "full_from", "alibi_slopes", kernels=4),
+    "full-from-packed-long": train(WINDOW, "q_segment_ids", "full_from", kernels=4, length=LONG),
+    "full-from-beyond-vmem": train(WINDOW, "full_from", kernels=5, length=40960, heads=1, kv_heads=1),
     "full-heads": train(WINDOW, "full_heads", kernels=4, length=LONG),
     "everything": train(
         AttentionSpec(300, 4, logit_softcap=30.0),

@@ -1,5 +1,7 @@
 """What the static measurement compiles is what the API dispatches to, launch for launch."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -193,6 +195,24 @@ def test_executions_of_decoding_are_the_listed_visits(window, num_sink_tokens):
     kv_pos = jnp.pad(jnp.broadcast_to(where.kv_pos, (B, T)), [(0, 0), (0, -T % block)], constant_values=-1)
     visits = list_visits(spec, where._replace(kv_pos=kv_pos), block)
     assert runs == bench.Executions((8 // heads * int(visits.used),), 8 // heads * B, int(visits.used))
+
+
+def test_executions_of_full_rows_are_the_blocks_that_hold_some():
+    shape = {"T": 4096, "H": 2, "packed": True}  # keys up to 3071 lie outside the window of the last query
+    forward, backward = (
+        functools.partial(bench.executions, f"window_{name}", "TPU v6 lite", **shape)
+        for name in ("forward", "backward")
+    )
+    some = forward(full_from=4032)["scheduled_forward"]
+    assert some == bench.Executions(bodies=(2 * 3, 0, 0), rows=2, heads=1)  # half of the last 128 queries
+    whole = forward(full_from=3840)["scheduled_forward"]
+    # Two blocks of queries: the last 1024 of these keys are seen in part, the others throughout.
+    assert whole == bench.Executions(bodies=(2 * 2, 2 * 4, 0), rows=4, heads=2)
+    gradients = backward(full_from=3840)["scheduled_backward"]
+    # And four blocks of keys, whose gradients are written.
+    assert gradients == bench.Executions(bodies=(2 * 1, 2 * 2), rows=4, heads=1 + 4)
+    # Too many keys for VMEM: a list made at run time decides.
+    assert "scheduled_backward" not in backward(T=65536, full_from=100)
 
 
 def test_executions_are_not_guessed_where_data_decide():

@@ -1,0 +1,91 @@
+"""The blocks of queries that see any key at all, where most do not: what full rows see outside their window.
+
+Full rows (`full_from`) are few: the answers at the ends of documents. A list in scalar memory names, for each row of
+the batch, the small blocks of queries that hold some, and for each block the first and the last block of keys that its
+full rows see. The kernels walk over these blocks alone, and change results that the window kernels have written, in
+place; all other blocks stay as they are.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.schedule import Visit, fully_visible_by_row, visited_by_row
+from pallas_kernels.spec import Coordinates
+from pallas_kernels.tpu.tiles import Call
+
+_BOUNDS = 4
+
+
+class FewRows(NamedTuple):
+    """The blocks of queries to walk over.
+
+    Attributes:
+      order: [N * num_blocks] int32: of each row of the batch its blocks, those to walk over first.
+      bounds: [N * num_blocks * 4] int32: of each block the columns [first, stop) that it sees, and [first, stop) of
+        those among them that all of its queries see whole.
+      counts: [N] int32: how many blocks of a row there are to walk over.
+      most: [1] int32: the greatest of the counts, at least 1.
+      num_blocks: of queries in a row.
+      per_batch: whether N is the batch's size; else it is 1.
+    """
+
+    order: jax.Array
+    bounds: jax.Array
+    counts: jax.Array
+    most: jax.Array
+    num_blocks: int
+    per_batch: bool
+
+    @property
+    def scalars(self) -> tuple[jax.Array, ...]:
+        return self.order, self.bounds, self.counts, self.most
+
+    def at(self, visit: Visit, batch, scalars) -> Visit:
+        """The visit of a step, its row being the block of queries. Steps behind a row's last block do nothing."""
+        order, _, counts, _ = scalars
+        batch = batch if self.per_batch else 0
+        # A row without any such block has a step all the same, which gives its results back as they are.
+        count = jnp.maximum(counts[batch], 1)
+        row = order[batch * self.num_blocks + jnp.minimum(visit.row, count - 1)]
+        here = visit.wanted & (visit.row < count)
+        return visit._replace(row=row, first=here, last=here, wanted=here)
+
+    def run(self, batch, visit: Visit, scalars, attend, attend_small) -> None:
+        """Calls `attend(seen, column)` for the blocks of keys that a block of queries sees."""
+        bounds = scalars[1]
+        at = _BOUNDS * ((batch if self.per_batch else 0) * self.num_blocks + visit.row)
+        first, stop, whole, whole_stop = (bounds[at + i] for i in range(_BOUNDS))
+
+        @pl.loop(first, stop)
+        def _(column):
+            plain = (column >= whole) & (column < whole_stop)
+            pl.when(plain)(lambda: attend(None, column))
+            pl.when(~plain)(lambda: attend("tokens", column))
+
+
+def few_rows(call: Call, where: Coordinates) -> FewRows:
+    """The blocks of queries that see a key by the call."""
+    blocks = call.tiles.q_block, call.tiles.kv_block
+    seen = visited_by_row(call.spec, where, *blocks, outside=call.outside)  # [N, nq, nk]
+    whole = fully_visible_by_row(call.spec, where, *blocks, outside=call.outside)
+    wanted = seen.any(axis=2)
+    order = jnp.argsort(~wanted, axis=1, stable=True).astype(jnp.int32)
+    first, stop = _range(seen)
+    whole_first, whole_stop = _range(whole)
+    gaps = whole_stop - whole_first != whole.sum(axis=2)  # then a mask for all of them
+    bounds = jnp.stack([first, stop, whole_first, jnp.where(gaps, whole_first, whole_stop)], axis=2)
+    counts = wanted.sum(axis=1, dtype=jnp.int32)
+    most = jnp.maximum(counts.max(), 1).reshape(1)
+    return FewRows(order.reshape(-1), bounds.reshape(-1), counts, most, seen.shape[1], seen.shape[0] > 1)
+
+
+def _range(table: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first True of each last axis and one behind the last, [..] int32; (0, 0) where there is none."""
+    columns = lax.broadcasted_iota(jnp.int32, table.shape, table.ndim - 1)
+    stop = jnp.where(table, columns + 1, 0).max(axis=-1)
+    first = jnp.where(table, columns, table.shape[-1]).min(axis=-1)
+    return jnp.minimum(first, stop), stop
