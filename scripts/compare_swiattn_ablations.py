@@ -77,11 +77,6 @@ def _claims() -> tuple[tuple[str, str, tuple[str, str], tuple[str, str]], ...]:
     return (
         *right,
         *((f"right, SwiAttn above {arm}", "-", ("swiattn", "right"), (arm, "right")) for arm in others),
-        *(
-            (f"keys read on chains, SwiAttn above {arm}", "-", ("swiattn", KEYS), (arm, KEYS))
-            for arm in ARMS
-            if arm != "swiattn"
-        ),
     )
 
 
