@@ -271,11 +271,7 @@ def _of_full_rows(
     rows = few_rows(call, tpu_passes.of_full_rows(where))
     first, stop, whole, whole_stop = np.asarray(rows.bounds).reshape(-1, 4).sum(axis=0).tolist()
     plain = whole_stop - whole
-    bodies = (
-        heads * (stop - first - plain),
-        heads * plain,
-        *(() if backward else (0,)),
-    )  # that for what is not finite
+    bodies = heads * (stop - first - plain), heads * plain
     steps = int(rows.most[0])
     written = where.kv_order.shape[1] // call.tiles.kv_block if backward else 0  # blocks of keys
     name = "scheduled_backward" if backward else "scheduled_forward"

@@ -5,7 +5,8 @@ diagonal, nearest keys first; and which tiles of a pair are visible is known whe
 are the chunks of a row that one of several devices has: a list says which blocks of the row these are, and
 `Walk.held_at` where the keys of a block lie. In packed rows, a table says from which column on that holds, and where a
 row's document begins (`documents`). Otherwise (given positions, full rows) the pairs are a list in scalar memory, made
-at run time; a pair that is not visible throughout is masked by the positions and segments of its tokens.
+at run time; a pair that is not visible throughout is masked by the positions and segments of its tokens. Where most
+query blocks see no key, the list names those that do (`few_rows`).
 
 Where VMEM holds all keys of a head, the grid has a step for each query block, and the kernel itself visits the pairs.
 Where it does not, the grid has a step for each pair, which costs a few hundred cycles each. The triangle is then
