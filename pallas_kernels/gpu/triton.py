@@ -46,7 +46,7 @@ def compute_capability() -> int:
 def forward(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | None]:
     """Out [B, T, H, D] in `static.out_dtype`, and lse [B, H, T of whole blocks] float32, base 2 (None: sigmoid)."""
     grid = _query_grid(tile, x)
-    results = [_by_query_block(x.q, static.out_dtype, tile, grid)]
+    results = [_sequence(x.q, static.out_dtype)]
     if static.spec.activation == "softmax":
         results.append(_statistic(tile, grid))
     out, *lse = _call(_forward_kernel, static, tile, x, grid, results)
@@ -56,7 +56,7 @@ def forward(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Arr
 def dq(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | None]:
     """The gradient of q, and (if there is a bias) that of the bias by query row: [B, H, T of whole blocks] float32."""
     grid = _query_grid(tile, x)
-    results = [_by_query_block(x.q, x.q.dtype, tile, grid)]
+    results = [_sequence(x.q, x.q.dtype)]
     if x.heads.sigmoid_bias is not None:
         results.append(_statistic(tile, grid))
     dq, *dbias = _call(_dq_kernel, static, tile, x, grid, results)
@@ -66,7 +66,7 @@ def dq(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | 
 def dkv(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array]:
     """The gradients of k and v; `x.bounds` are those of KV blocks."""
     grid = (x.keys.pos.shape[1] // tile.kv_block, x.k.shape[2], x.q.shape[0])
-    dk, dv = _call(_dkv_kernel, static, tile, x, grid, [_by_kv_block(y, tile) for y in (x.k, x.v)])
+    dk, dv = _call(_dkv_kernel, static, tile, x, grid, [_sequence(y, y.dtype) for y in (x.k, x.v)])
     return dk, dv
 
 
@@ -155,16 +155,12 @@ def _latest_first(i, blocks):
     return blocks - 1 - i
 
 
-def _by_query_block(x, dtype, tile: Tile, grid):
-    block = (None, tile.q_block, None, pl.next_power_of_2(x.shape[3]))
-    return jax.ShapeDtypeStruct(x.shape, dtype), pl.BlockSpec(
-        block, lambda i, h, b: (b, _latest_first(i, grid[0]), h, 0)
-    )
-
-
-def _by_kv_block(x, tile: Tile):
-    block = (None, tile.kv_block, None, pl.next_power_of_2(x.shape[3]))
-    return jax.ShapeDtypeStruct(x.shape, x.dtype), pl.BlockSpec(block, lambda j, h, b: (b, j, h, 0))
+def _sequence(x, dtype):
+    """A result [B, length, heads, D]. A program is handed the sequence of its head and stores what is inside of it:
+    the lowering would write a whole block, over the next row of the batch and beyond the array.
+    """
+    block = (None, x.shape[1], None, pl.next_power_of_2(x.shape[3]))
+    return jax.ShapeDtypeStruct(x.shape, dtype), pl.BlockSpec(block, lambda i, h, b: (b, 0, h, 0))
 
 
 def _statistic(tile: Tile, grid):
@@ -214,17 +210,31 @@ class Program:
 
     def _load(self, ref, i, block, length, edge, *head):
         """Zero beyond the sequence's end and head_dim; `edge` False says that the block lies inside the sequence."""
-        width = ref.shape[-1]
-        mask = None
-        if edge and length % block:
-            mask = (i * block + jnp.arange(block) < length)[:, None]
-        if width != self.head_dim:
-            inside = (jnp.arange(width) < self.head_dim)[None, :]
-            mask = inside if mask is None else mask & inside
-        if mask is not None:
-            mask = jnp.broadcast_to(mask, (block, width))
+        mask = self._inside(ref, i, block, length if edge else None)
         view = ref.at[pl.ds(i * block, block), *head, :]
         return plgpu.load(view, mask=mask, other=None if mask is None else 0.0)
+
+    def store_queries(self, ref, i, x):
+        self._store(ref, i, x, self.q_length)
+
+    def store_keys(self, ref, j, x):
+        self._store(ref, j, x, self.kv_length)
+
+    def _store(self, ref, i, x, length):
+        block = x.shape[0]
+        mask = self._inside(ref, i, block, length)
+        plgpu.store(ref.at[pl.ds(i * block, block), :], x.astype(ref.dtype), mask=mask)
+
+    def _inside(self, ref, i, block, length):
+        """Where block i lies inside the array: [block, width] bool, or None for everywhere."""
+        width = ref.shape[-1]
+        mask = None
+        if length is not None and length % block:
+            mask = (i * block + jnp.arange(block) < length)[:, None]
+        if width != self.head_dim:
+            channels = (jnp.arange(width) < self.head_dim)[None, :]
+            mask = channels if mask is None else mask & channels
+        return None if mask is None else jnp.broadcast_to(mask, (block, width))
 
     def queries(self, side: Side, i, axis: int) -> Side:
         return jax.tree.map(
@@ -372,12 +382,10 @@ def _forward_kernel(program: Program, x: Operands, out_ref, lse_ref=None):
         q, queries, x, _scalar(x.heads.alibi_slopes, g), _scalar(x.heads.sigmoid_bias, g), full_head
     )
     carry = program.loops(bounds, visit, carry)
-    if lse_ref is None:
-        out_ref[...] = carry.astype(out_ref.dtype)
-    else:
-        out, lse = _normalise(carry, sink=_scalar(x.heads.sink_logits, g))
-        out_ref[...] = out.astype(out_ref.dtype)
-        lse_ref[...] = lse
+    out = carry
+    if lse_ref is not None:
+        out, lse_ref[...] = _normalise(carry, sink=_scalar(x.heads.sink_logits, g))
+    program.store_queries(out_ref, i, out)
 
 
 def _decode_kernel(program: Program, x: Operands, out_ref, lse_ref=None):
@@ -407,10 +415,10 @@ def _decode_kernel(program: Program, x: Operands, out_ref, lse_ref=None):
     carry = lax.fori_loop(
         start, jnp.minimum(start + share, visits), lambda i, c: visit(block(i), c, True), carry
     )
-    if lse_ref is None:
-        out_ref[...] = carry
-    else:
-        out_ref[...], lse_ref[...] = _normalise(carry)
+    out = carry
+    if lse_ref is not None:
+        out, lse_ref[...] = _normalise(carry)
+    program.store_queries(out_ref, 0, out)
 
 
 def _dq_kernel(program: Program, x: Operands, dq_ref, dbias_ref=None):
@@ -438,7 +446,7 @@ def _dq_kernel(program: Program, x: Operands, dq_ref, dbias_ref=None):
 
     dbias = None if dbias_ref is None else jnp.zeros((block,), jnp.float32)
     dq, dbias = program.loops(bounds, visit, (jnp.zeros(q.shape, jnp.float32), dbias))
-    dq_ref[...] = (dq * program.scale).astype(dq_ref.dtype)
+    program.store_queries(dq_ref, i, dq * program.scale)
     if dbias_ref is not None:
         dbias_ref[...] = dbias
 
@@ -472,5 +480,5 @@ def _dkv_kernel(program: Program, x: Operands, dk_ref, dv_ref):
 
     zeros = jnp.zeros(k.shape, jnp.float32)
     dk, dv = lax.fori_loop(0, x.q.shape[1], head, (zeros, zeros))
-    dk_ref[...] = (dk * (program.scale / program.query_factor)).astype(dk_ref.dtype)
-    dv_ref[...] = dv.astype(dv_ref.dtype)
+    program.store_keys(dk_ref, j, dk * (program.scale / program.query_factor))
+    program.store_keys(dv_ref, j, dv)

@@ -51,14 +51,19 @@ def grid(
     batch: int,
     decode_batch: int,
     dtype: str,
+    documents: int | None = None,
 ) -> Iterator[Case]:
-    """The cases; a window that is not shorter than the sequence is full attention and left out."""
+    """The cases; a window that is not shorter than the sequence is full attention and left out.
+
+    Rows are packed with documents of so many tokens, those of decoding aside.
+    """
     for kind in which:
         for length in lengths:
             for window in windows:
                 if window is None or window < length:
-                    rows = decode_batch if kind == "decode" else batch
-                    yield Case(kind, length, window, heads, kv_heads, head_dim, rows, dtype)
+                    decode = kind == "decode"
+                    rows, packed = (decode_batch, None) if decode else (batch, documents)
+                    yield Case(kind, length, window, heads, kv_heads, head_dim, rows, dtype, packed)
 
 
 def candidates(case: Case) -> list[Candidate]:
@@ -68,7 +73,7 @@ def candidates(case: Case) -> list[Candidate]:
 
 def measure(case: Case, contestants: Sequence[Candidate], rounds: int) -> Row:
     """Checks and times the candidates; ratios are to the first of them that runs."""
-    runners: dict[str, Callable[[], Any]] = {}
+    runners: dict[str, Callable[[int], Any]] = {}
     missing: dict[str, str] = {}
     expected: list[np.ndarray] | None = None
     for candidate in contestants:
@@ -82,7 +87,7 @@ def measure(case: Case, contestants: Sequence[Candidate], rounds: int) -> Row:
             missing[candidate.name] = f"differs from {next(iter(runners))} by {apart:.1e} of its norm"
             continue
         expected = result if expected is None else expected
-        runners[candidate.name] = _waiting(run, candidate)
+        runners[candidate.name] = _repeated(run, candidate)
     samples = interleaved(runners, rounds)
     first = next(iter(runners), None)
     results = []
@@ -106,13 +111,16 @@ def distance(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) -> fl
     return worst
 
 
-def interleaved(runners: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds a call of every runner in each round; within a round they take turns, starting with another each time."""
+def interleaved(runners: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds a call of every runner in each round; within a round they take turns, starting with another each time.
+
+    A runner makes as many calls as it is asked for, and waits for the last of them.
+    """
     repeats = {}
     for name, run in runners.items():
-        run()  # a second warm-up: the first call has compiled
+        run(1)  # a second warm-up: the first call has compiled
         start = time.perf_counter()
-        run()
+        run(1)
         repeats[name] = max(1, round(SAMPLE_SECONDS / max(time.perf_counter() - start, 1e-7)))
     samples: dict[str, list[float]] = {name: [] for name in runners}
     order = list(runners)
@@ -120,12 +128,18 @@ def interleaved(runners: dict[str, Callable[[], Any]], rounds: int) -> dict[str,
         for name in order:
             run, count = runners[name], repeats[name]
             start = time.perf_counter()
-            for _ in range(count):
-                run()
+            run(count)
             samples[name].append((time.perf_counter() - start) / count)
         order = order[1:] + order[:1]
     return samples
 
 
-def _waiting(run: Runner, candidate: Candidate) -> Callable[[], Any]:
-    return lambda: candidate.finish(run())
+def _repeated(run: Runner, candidate: Candidate) -> Callable[[int], Any]:
+    """Starts calls one after the other without waiting in between, so that starting them is not what is timed."""
+
+    def calls(count: int) -> None:
+        for _ in range(count):
+            result = run()
+        candidate.finish(result)
+
+    return calls

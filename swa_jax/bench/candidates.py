@@ -2,6 +2,9 @@
 
 A candidate turns a `Case` into a function of q [B, T, H, D], k and v [B, S, K, D]: the output, for the pass
 "forward+backward" the gradients of its weighted sum too. All of them see the same arrays.
+
+With `documents`, rows are packed as in training: our implementations are given segment ids, and so are those peers that
+have a mask for them.
 """
 
 import dataclasses
@@ -21,7 +24,7 @@ from pallas_kernels.request import Request
 
 PASSES = ("forward", "forward+backward", "decode")
 LONGEST_DENSE = 8192  # tokens up to which an implementation that holds all logits takes part
-Runner = Callable[[], Any]
+Runner = Callable[[], Any]  # starts the work; `Candidate.finish` waits for what it returned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Case:
     head_dim: int
     batch: int
     dtype: str
+    documents: int | None = None  # tokens of a document in a packed row; None: no segment ids
 
     @property
     def q_length(self) -> int:
@@ -44,6 +48,7 @@ class Case:
     def request(self) -> Request:
         """The call of the public function, for `pallas_kernels.dispatch.plan`."""
         decode = self.which == "decode"
+        given = {"q_positions", "kv_positions"} if decode else {"q_segment_ids"} if self.documents else set()
         return Request(
             op="decode_attention" if decode else "attention",
             spec=AttentionSpec(self.window),
@@ -55,12 +60,21 @@ class Case:
             head_dim=self.head_dim,
             dtype=self.dtype,
             device=current_device(),
-            given=frozenset({"q_positions", "kv_positions"}) if decode else frozenset(),
+            given=frozenset(given),
         )
 
     def __str__(self) -> str:
-        return f"{self.which}  T={self.length}  window={self.window or 'full'}"
+        packed = "" if self.documents is None else f"  documents={self.documents}"
+        return f"{self.which}  T={self.length}  window={self.window or 'full'}{packed}"
 
+    def segment_ids(self) -> jax.Array | None:
+        """[B, T] int32, from 1; None if rows are not packed."""
+        if self.documents is None:
+            return None
+        ids = jnp.arange(self.length, dtype=jnp.int32) // self.documents + 1
+        return jnp.broadcast_to(ids, (self.batch, self.length))
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019  (all candidates of a case share them, and the next case drops them)
     def draw(self) -> tuple[jax.Array, ...]:
         """q, k, v and the weights of the sum whose gradients are taken, all normal."""
         shapes = [
@@ -74,6 +88,17 @@ class Case:
             jax.random.normal(key, (self.batch, tokens, heads, self.head_dim), jnp.dtype(self.dtype))
             for key, (tokens, heads) in zip(keys, shapes, strict=True)
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A runner that is a jitted function and its arguments."""
+
+    function: Any
+    arguments: tuple[jax.Array, ...]
+
+    def __call__(self) -> Any:
+        return self.function(*self.arguments)
 
 
 class Candidate(NamedTuple):
@@ -93,13 +118,15 @@ def ours(device: str) -> list[Candidate]:
 
 def peers(device: str, case: Case) -> Iterator[Candidate]:
     """Others that are installed and serve the device and the case."""
+    packed = case.documents is not None
     if case.which == "decode" or case.length <= LONGEST_DENSE:
         yield _in_jax("jax.nn (xla)", functools.partial(_jax_nn, "xla"))
-    if device == "gpu":
+    if device == "gpu" and not packed:
         yield _in_jax("jax.nn (cudnn)", functools.partial(_jax_nn, "cudnn"))
     if device == "tpu" and case.which != "decode":
         yield _in_jax("jax splash", splash)
-    if device != "cpu" and case.which != "decode" and importlib.util.find_spec("tokamax") is not None:
+    has_tokamax = importlib.util.find_spec("tokamax") is not None
+    if device != "cpu" and case.which != "decode" and not packed and has_tokamax:
         yield _in_jax("tokamax", _tokamax)
     if device == "gpu" and _has_torch_with_cuda():
         yield Candidate("FlexAttention", _flex_attention, _synchronize_torch, _torch_to_numpy)
@@ -109,8 +136,7 @@ def _in_jax(name: str, function: Callable) -> Candidate:
     """A candidate from `function(case, q, k, v)`."""
 
     def prepare(case: Case) -> Runner:
-        *qkv, weights = case.draw()
-        return functools.partial(jax_program(case, function), *qkv, weights)
+        return Program(jax_program(case, function), case.draw())
 
     return Candidate(name, prepare, jax.block_until_ready, _jax_to_numpy)
 
@@ -133,7 +159,8 @@ def _our_attention(name: str, case: Case, q, k, v):
     if case.which == "decode":
         lengths = jnp.full((case.batch,), case.length, jnp.int32)
         return decode_attention(q, k, v, spec, lengths=lengths, implementation=name)  # type: ignore[arg-type]
-    return attention(q, k, v, spec, implementation=name)  # type: ignore[arg-type]
+    ids = case.segment_ids()
+    return attention(q, k, v, spec, q_segment_ids=ids, implementation=name)  # type: ignore[arg-type]
 
 
 def _jax_nn(name: str, case: Case, q, k, v):
@@ -142,8 +169,10 @@ def _jax_nn(name: str, case: Case, q, k, v):
             k, v = k[:, -case.window :], v[:, -case.window :]
         return jax.nn.dot_product_attention(q, k, v, implementation=name)  # type: ignore[call-overload]
     window = None if case.window is None else (case.window - 1, 0)
+    ids = case.segment_ids()
+    mask = None if ids is None else (ids[:, :, None] == ids[:, None, :])[:, None]  # [B, 1, T, T]
     return jax.nn.dot_product_attention(  # type: ignore[call-overload]
-        q, k, v, is_causal=True, local_window_size=window, implementation=name
+        q, k, v, mask=mask, is_causal=True, local_window_size=window, implementation=name
     )
 
 
@@ -165,6 +194,8 @@ def splash(case: Case, q, k, v, *, interpret: bool = False):
     mask = masks.CausalMask(shape) if case.window is None else masks.LocalMask(shape, (case.window - 1, 0), 0)
     block = math.gcd(case.length, 1024)
     compute = math.gcd(block, 512)
+    ids = case.segment_ids()
+    segments = None if ids is None else kernels.SegmentIds(ids[0], ids[0])
     kernel = kernels.make_splash_mha_single_device(
         masks.MultiHeadMask([mask] * case.heads),
         block_sizes=kernels.BlockSizes(
@@ -179,7 +210,8 @@ def splash(case: Case, q, k, v, *, interpret: bool = False):
         interpret=interpret,
     )
     q = q * jnp.asarray(case.head_dim**-0.5, q.dtype)
-    return jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (q, k, v))).swapaxes(1, 2)
+    one_row = functools.partial(kernel, segment_ids=segments)
+    return jax.vmap(one_row)(*(x.swapaxes(1, 2) for x in (q, k, v))).swapaxes(1, 2)
 
 
 def _has_torch_with_cuda() -> bool:
@@ -200,8 +232,10 @@ def _flex_attention(case: Case) -> Runner:
     offset = case.length - case.q_length
 
     def visible(_batch, _head, i, j):
-        causal = j <= i + offset
-        return causal if case.window is None else causal & (i + offset - j < case.window)
+        seen = j <= i + offset
+        if case.window is not None:
+            seen = seen & (i + offset - j < case.window)
+        return seen if case.documents is None else seen & (i // case.documents == j // case.documents)
 
     mask = create_block_mask(visible, None, None, case.q_length, case.length, device="cuda")
     dtype = getattr(torch, case.dtype)

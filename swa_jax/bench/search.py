@@ -1,8 +1,12 @@
 """Tries tile sizes on this machine's device, and keeps the fastest as rows of a table (`pallas_kernels.blocks`)."""
 
+import dataclasses
+import functools
 import itertools
 import json
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ import jax
 
 from pallas_kernels.blocks import FIELDS, Row, preferring
 from swa_jax.bench.attention import Result, measure
-from swa_jax.bench.candidates import Candidate, Case, Runner, ours
+from swa_jax.bench.candidates import Candidate, Case, Program, Runner, ours
 from swa_jax.errors import ConfigError
 from swa_jax.files import read_json, write_text
 
@@ -65,22 +69,45 @@ def search(case: Case, rounds: int) -> Iterator[tuple[Row, tuple[Result, ...]]]:
     key = device_key(platform, case)
     for kernel in KERNELS[platform][case.which]:
         rows = rows_to_try(platform, kernel, key)
-        tried = [with_row(present, platform, row) for row in rows]
+        tried = compiled([with_row(present, platform, row) for row in rows], case)
         results = measure(case, [present, *tried], rounds).results
         yield winner(rows, results[1:], case, str(key.get("chip", jax.devices()[0].device_kind))), results
 
 
 def with_row(candidate: Candidate, platform: str, row: Row) -> Candidate:
-    """The candidate with other tiles: they are chosen while it is traced, in its first run."""
+    """The candidate with other tiles: they are chosen while it is traced."""
 
     def prepare(case: Case) -> Runner:
-        run = candidate.prepare(case)
+        program = candidate.prepare(case)
+        assert isinstance(program, Program)
         with preferring(platform, [row]):
-            candidate.finish(run())
-        return run
+            return dataclasses.replace(program, function=program.function.lower(*program.arguments))
 
     sizes = " ".join(f"{name}={row[name]}" for name in TRIED[platform])
     return candidate._replace(name=sizes, prepare=prepare)
+
+
+def compiled(candidates: Sequence[Candidate], case: Case) -> list[Candidate]:
+    """Those candidates of `with_row`, compiled side by side; what fails raises when it is prepared."""
+
+    def prepared(program: Program, compiling: Future, case: Case) -> Runner:
+        return dataclasses.replace(program, function=compiling.result())
+
+    def refused(error: Exception, case: Case) -> Runner:
+        raise error
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = []
+        for candidate in candidates:
+            try:
+                program = candidate.prepare(case)
+                assert isinstance(program, Program)
+            except Exception as error:  # what refuses a tile must not end the search
+                done.append(candidate._replace(prepare=functools.partial(refused, error)))
+                continue
+            compiling = pool.submit(program.function.compile)
+            done.append(candidate._replace(prepare=functools.partial(prepared, program, compiling)))
+    return done
 
 
 def winner(rows: Sequence[Row], results: Sequence[Result], case: Case, device: str) -> Row:

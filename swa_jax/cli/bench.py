@@ -128,6 +128,16 @@ class Shapes(Options):
         Literal["bfloat16", "float16", "float32"],
         Option(help="The dtype of queries, keys and values.", rich_help_panel=SHAPES),
     ] = "bfloat16"
+    documents: Annotated[
+        int | None,
+        Option(
+            help="Tokens of a document. Rows are packed and have segment ids, as in training. "
+            "Default: no segment ids.",
+            min=1,
+            show_default=False,
+            rich_help_panel=SHAPES,
+        ),
+    ] = None
 
     def cases(self, on_cpu: bool) -> list[Case]:
         """Raises `ConfigError` where an option is wrong, or nothing is left to time."""
@@ -145,7 +155,7 @@ class Shapes(Options):
             grid(
                 self.passes or PASSES, lengths, [window or None for window in windows],
                 heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, batch=self.batch,
-                decode_batch=self.decode_batch, dtype=self.dtype,
+                decode_batch=self.decode_batch, dtype=self.dtype, documents=self.documents,
             )
         )  # fmt: skip
         if not cases:

@@ -1,5 +1,6 @@
 """`swa-jax bench attention`: candidates agree before they are timed, take turns, and leave reasons where they fail."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -54,9 +55,24 @@ def test_candidates_agree_on_a_cpu(which, window):
     assert row.results[0].ratio == 1
 
 
-@pytest.mark.parametrize("window", [64, None])
-def test_splash_computes_the_same(window):
-    case = Case("forward+backward", 256, window, heads=4, kv_heads=2, head_dim=128, batch=1, dtype="float32")
+@pytest.mark.parametrize("window", [48, None])
+def test_candidates_agree_on_packed_rows(window):
+    (case,) = grid(["forward+backward"], [128], [window], **SIZES, documents=50)
+    _, theirs = measure(case, timing.candidates(case), rounds=1).results
+    assert theirs.missing is None
+    unpacked = dataclasses.replace(case, documents=None)
+    results, others = (candidates.jax_program(c, exact)(*case.draw()) for c in (case, unpacked))
+    assert distance([np.asarray(results[0])], [np.asarray(others[0])]) > 0.1  # the documents are seen
+    assert [c.documents for c in grid(["decode", "forward"], [128], [window], **SIZES, documents=50)] == [
+        None,
+        50,
+    ]
+
+
+@pytest.mark.parametrize(("window", "documents"), [(64, None), (None, None), (64, 100)])
+def test_splash_computes_the_same(window, documents):
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 128, "batch": 1, "dtype": "float32"}
+    case = Case("forward+backward", 256, window, **sizes, documents=documents)
     interpreted = candidate("splash", functools.partial(splash, interpret=True))
     _, theirs = measure(case, [candidate("dense", exact), interpreted], rounds=1).results
     assert theirs.missing is None
@@ -108,7 +124,7 @@ def test_ratios_are_to_the_first_that_runs():
 
 def test_candidates_take_turns():
     log = []
-    runners = {name: functools.partial(log.append, name) for name in "abc"}
+    runners = {name: lambda count, name=name: log.extend([name] * count) for name in "abc"}
     timing_seconds = interleaved(runners, rounds=3)
     assert {name: len(samples) for name, samples in timing_seconds.items()} == {"a": 3, "b": 3, "c": 3}
     turns = [name for i, name in enumerate(log) if i == 0 or log[i - 1] != name]

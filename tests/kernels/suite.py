@@ -180,11 +180,21 @@ def gates(kind, shape=(2, 50)):
     return jnp.asarray(drawn, jnp.float32)
 
 
+def quick_jit(function, **options):
+    """`jax.jit` for small calls: compiling is most of these tests' time, and on a CPU LLVM's optimisation most of that.
+
+    Optimised, a CPU's compiler would also round the same sums otherwise in two bodies of a kernel: it joins
+    multiplications and additions where it finds them side by side.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    compiler_options = {"xla_backend_optimization_level": 0} if on_cpu else {}
+    return jax.jit(function, compiler_options=compiler_options, **options)
+
+
 def with_gradients(function):
     """Compiles `learned` -> its outputs, and their gradient with drawn cotangents (lse's only where it is finite)."""
 
-    # Compiling is most of these tests' time, and LLVM's optimisation most of compiling.
-    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    @quick_jit
     def both(learned):
         outputs, pullback = jax.vjp(function, learned)
         rng = np.random.default_rng(7)

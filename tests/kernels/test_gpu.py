@@ -156,6 +156,58 @@ def test_decode_over_a_ring_lowers(name, device, tokens):
     assert lowered(device, function, q[:, :tokens], *ring).count(TARGET) == 1
 
 
+def equations(jaxpr):
+    """Those of a jaxpr and of all jaxprs inside of it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+@pytest.mark.parametrize(
+    "name", ["window", "head-dim-80", "multi-head-dim-128", "sigmoid-everything", "decode"]
+)
+def test_what_reaches_over_the_end_of_an_array_is_masked(name):
+    """Interpret mode cuts off what a block has beyond the end of its array; on a GPU it lands on what lies there."""
+    case = CALLS["head-dim-80" if name == "decode" else name]
+    learned, fixed = case.draw()
+    learned = {x: learned[x] for x in "qkv"}
+
+    def function(learned):
+        q, k, v = (learned[x] for x in "qkv")
+        if name == "decode":
+            return decode_attention(
+                q[:, :1], k, v, case.spec, lengths=jnp.array([9, 5]), implementation="triton"
+            )
+        return attention(q, k, v, case.spec, **fixed, implementation="triton")
+
+    run = function if name == "decode" else loss_and_gradient(function)
+    calls = [e for e in equations(jax.make_jaxpr(run)(learned).jaxpr) if e.primitive.name == "pallas_call"]
+    written = []
+    for call in calls:
+        mapping, kernel = call.params["grid_mapping"], call.params["jaxpr"]
+        arrays = {
+            ref: array.aval.shape[-ref.aval.ndim :]
+            for ref, array in zip(kernel.invars[-mapping.num_outputs :], call.outvars, strict=True)
+        }
+        for eqn in equations(kernel):
+            if eqn.primitive.name not in ("swap", "masked_swap"):
+                continue
+            ref, value = eqn.invars[0], eqn.outvars[0].aval.shape
+            whole = all(r % v == 0 for r, v in zip(ref.aval.shape, value, strict=True))
+            if ref.aval.ndim == 2:  # [sequence, channels], of an array [.., sequence, heads, channels]
+                whole &= arrays[ref][-1] == value[1]
+            written.append(ref)
+            masked = eqn.primitive.name == "masked_swap" and bool(
+                jax.tree.leaves(jax.tree.unflatten(eqn.params["args_tree"], eqn.invars)[3])
+            )
+            assert whole or masked, (kernel.debug_info.func_name, value, ref.aval)
+    assert len(calls) == (1 if name == "decode" else 3)
+    assert len(written) >= 4 or name == "decode"
+
+
 def test_a_batch_of_vmaps_lowers():
     (q, k, v), _ = operands(CALLS["window"])
     function = jax.vmap(jax.vmap(functools.partial(attention, spec=WINDOW, implementation="triton")))

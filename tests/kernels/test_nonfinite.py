@@ -1,7 +1,5 @@
 """What is not finite reaches the queries that see it, and changes no bit of the others."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 
 from pallas_kernels import AttentionSpec, attention, decode_attention, routed_attention
 
-from .suite import IMPLEMENTATIONS, PACKED, Call, Implementation
+from .suite import IMPLEMENTATIONS, PACKED, Call, Implementation, quick_jit
 
 KEY = 22
 SEGMENTS = tuple(map(tuple, PACKED))
@@ -43,9 +41,6 @@ def quick_first(names):
 every_backend = pytest.mark.parametrize(
     "implementation", [Implementation("reference"), *IMPLEMENTATIONS], ids=str, indirect=True
 )
-# Optimised, a CPU's compiler would round the same sums otherwise in two bodies of a kernel: it joins multiplications
-# and additions where it finds them side by side.
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def mask_of(call: Call) -> np.ndarray:
@@ -60,7 +55,7 @@ def mask_of(call: Call) -> np.ndarray:
 def with_pullback(function):
     """(arrays, rows [B, T]) -> results and gradients; cotangents are 1 in the rows, 0 in others."""
 
-    @compiled
+    @quick_jit
     def both(arrays, rows):
         results, pullback = jax.vjp(lambda *x: jax.tree.leaves(function(*x)), *arrays)
         weight = [jnp.broadcast_to(rows.reshape(*rows.shape, *[1] * (x.ndim - 2)), x.shape) for x in results]
@@ -179,7 +174,7 @@ def test_decoding(implementation, activation, head_dim, window):
     lengths = jnp.array([37, 20])
     mask = np.asarray(spec.mask(50, 50))[0][[[35, 36], [18, 19]]]  # [B, 2, S]
 
-    @compiled
+    @quick_jit
     def decode(k, v):
         return decode_attention(learned["q"], k, v, spec, lengths=lengths, implementation=implementation.name)
 

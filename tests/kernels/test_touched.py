@@ -22,7 +22,7 @@ from pallas_kernels.tpu import scheduled_backward as tpu_backward
 from pallas_kernels.tpu import window_backward_step as tpu_window_backward
 from pallas_kernels.tpu import window_forward_step as tpu_window_forward
 
-from .suite import IMPLEMENTATIONS, Implementation, set_parallel_dimensions
+from .suite import IMPLEMENTATIONS, Implementation, quick_jit, set_parallel_dimensions
 
 BLOCK, BLOCKS = 16, 5
 T = BLOCK * BLOCKS
@@ -109,10 +109,6 @@ def _without_full_from(options):
     return {name: x for name, x in options.items() if name != "full_from"}
 
 
-def compiled(function):
-    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
-
-
 @kernels
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in CALLS]
@@ -121,7 +117,7 @@ def test_attention(implementation, name):
     spec, options = CALLS[name]
     q, k, v = drawn()
 
-    @compiled
+    @quick_jit
     def run(k, v, dout):
         out, pullback = jax.vjp(
             lambda *qkv: attention(*qkv, spec, **repeated(options), implementation=implementation.name),
@@ -151,7 +147,7 @@ def test_routed_forward_reads_what_full_attention_reads(implementation, kind):
     q, k, v = drawn()
     spec, _ = CALLS["window-of-a-block" if kind == "window" else kind]
 
-    @compiled
+    @quick_jit
     def run(k, v):
         gate = jnp.ones(q.shape[:2])
         return routed_attention(q, k, v, gate, spec, implementation=implementation.name)[0]
@@ -205,7 +201,7 @@ def test_routed_backward(monkeypatch, name, gate):
     monkeypatch.setattr(routed, "backward", backward)
     routed_rows = GATES[gate]
 
-    @compiled
+    @quick_jit
     def run(q, k, v):
         weights = jnp.broadcast_to(jnp.asarray(routed_rows, jnp.float32), q.shape[:2])
         out, pullback = jax.vjp(
@@ -240,7 +236,7 @@ def test_decode(implementation, window, num_sink_tokens):
     q, k, v = drawn()
     spec = AttentionSpec(window, num_sink_tokens=num_sink_tokens)
 
-    @compiled
+    @quick_jit
     def run(k, v, length):
         lengths = jnp.broadcast_to(length, BLOCKS)
         return decode_attention(q[:, :1], k, v, spec, lengths=lengths, implementation=implementation.name)
@@ -266,7 +262,7 @@ def grid_points(monkeypatch, function, *arguments) -> int:
 
     TPU.install(monkeypatch)
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(grid_point_recorder=record)):
-        jax.block_until_ready(compiled(function)(*arguments))
+        jax.block_until_ready(quick_jit(function)(*arguments))
     pltpu.reset_tpu_interpret_mode_state()
     return len(points)
 

@@ -1,0 +1,102 @@
+"""On an NVIDIA GPU: the kernels with the tiles that they are used with, against the reference.
+
+`JAX_PLATFORMS=cuda pytest tests/kernels -k "gpu or triton"` runs these, and every variant with small blocks.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import AttentionSpec, attention, decode_attention
+
+from .suite import Call, Implementation, assert_matches_reference, assert_matches_routed
+from .tolerances import assert_close
+
+pytestmark = pytest.mark.gpu
+
+T = 1300  # several tiles of every size, and a ragged end
+DOCUMENTS = (tuple([1] * 500 + [2] * 77 + [3] * 700 + [0] * 23), tuple([0] * 100 + [1] * 1200))
+WINDOW = AttentionSpec(window=300)
+
+
+def call(spec, options=(), **fields):
+    sizes = {"q_length": T, "kv_length": T, "heads": 8, "kv_heads": 2, "head_dim": 128, "dtype": "bfloat16"}
+    return Call(spec, options, **sizes | fields)
+
+
+CALLS = {
+    "full": call(AttentionSpec()),
+    "window": call(WINDOW),
+    "window-of-128": call(AttentionSpec(window=128)),
+    "bidirectional": call(AttentionSpec(window=300, causal=False)),
+    "packed": call(WINDOW, segments=DOCUMENTS),
+    "packed-sink-tokens": call(AttentionSpec(window=300, num_sink_tokens=4), segments=DOCUMENTS),
+    "full-from-packed": call(WINDOW, ("full_from",), segments=DOCUMENTS),
+    "full-heads": call(WINDOW, ("full_heads",)),
+    "softcap-sink-logits": call(AttentionSpec(window=300, logit_softcap=30.0), ("sink_logits",)),
+    "chunk": call(WINDOW, ("chunk",), q_length=400),
+    "multi-query": call(WINDOW, heads=5, kv_heads=1),
+    "head-dim-64": call(WINDOW, head_dim=64),
+    "head-dim-80": call(WINDOW, head_dim=80),
+    "head-dim-256": call(WINDOW, head_dim=256),
+    "float32": call(WINDOW, dtype="float32"),
+    "sigmoid": call(AttentionSpec(window=300, activation="sigmoid"), ("alibi_slopes", "scalar_bias")),
+}
+TRITON = Implementation("triton")  # with its own tiles
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tiles_in_use(name):
+    assert_matches_reference(CALLS[name], TRITON)
+
+
+@pytest.mark.parametrize("name", ["window", "packed", "packed-sink-tokens", "full-heads", "head-dim-64"])
+def test_routed_with_tiles_in_use(name):
+    rng = np.random.default_rng(5)
+    drawn = [rng.uniform(size=(2, T)), rng.uniform(size=(2, T)) < 0.13]
+    assert_matches_routed(CALLS[name], TRITON, *(jnp.asarray(gate, jnp.float32) for gate in drawn))
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("name", ["full", "window", "full-heads", "head-dim-64", "head-dim-256", "float32"])
+def test_decode_equals_the_last_rows(name, tokens):
+    case = CALLS[name]
+    learned, fixed = case.draw()
+    q, k, v = (learned[x] for x in "qkv")
+    lengths = jnp.array([T, 700])
+    queries = jnp.stack([q[b, n - tokens : n] for b, n in enumerate(lengths.tolist())])
+    out = decode_attention(queries, k, v, case.spec, lengths=lengths, **fixed, implementation="triton")
+    expected = attention(q, k, v, case.spec, **fixed, implementation="reference")
+    expected = jnp.stack([expected[b, n - tokens : n] for b, n in enumerate(lengths.tolist())])
+    assert_close(out, expected, case.dtype)
+
+
+@pytest.mark.parametrize("name", ["full", "window", "window-of-128", "multi-query", "head-dim-64"])
+def test_plain_calls_take_cudnn(name):
+    """What `implementation=None` chooses, values and gradients."""
+    case = CALLS[name]
+    learned, _ = case.draw()
+
+    def run(implementation):
+        @jax.jit
+        def both(learned):
+            def function(learned):
+                return attention(*(learned[x] for x in "qkv"), case.spec, implementation=implementation)
+
+            out, pullback = jax.vjp(function, learned)
+            return out, pullback(jnp.cos(jnp.arange(out.size)).reshape(out.shape).astype(out.dtype))
+
+        return both
+
+    assert "fmha" in run(None).lower(learned).as_text()
+    (out, gradients), (expected, expected_gradients) = (run(x)(learned) for x in (None, "reference"))
+    assert_close(out, expected, case.dtype)
+    assert_close(gradients, expected_gradients, case.dtype, gradient=True)
+
+
+def test_packed_calls_take_triton():
+    case = CALLS["packed"]
+    learned, fixed = case.draw()
+    text = jax.jit(lambda x: attention(*(x[y] for y in "qkv"), case.spec, **fixed)).lower(learned).as_text()
+    assert "__gpu$xla.gpu.triton" in text
