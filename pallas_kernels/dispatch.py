@@ -137,7 +137,9 @@ def _triton_launches(request: Request) -> tuple[Launch, ...]:
             )
             for kernel, tile in kernels:
                 by_query = steps(request.q_length, tile.q_block), request.heads, request.batch
-                by_key = steps(request.kv_length, tile.kv_block), request.kv_heads, request.batch
+                apart = keys == "visible" and gpu.heads_apart(request.spec, tiles.dkv, q, k)  # type: ignore[arg-type]
+                heads = request.heads if apart else request.kv_heads
+                by_key = steps(request.kv_length, tile.kv_block), heads, request.batch
                 grid = by_key if kernel == "dkv_kernel" else by_query
                 found.append(Launch(kernel, grid, tile, _TRITON_MASKS, keys, backward))
     return tuple(found)

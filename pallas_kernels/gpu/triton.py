@@ -8,8 +8,8 @@ need a mask, one over tiles visible as a whole.
 * forward: a program per query block and query head; out and lse by the running maximum and sum of
   FlashAttention.
 * dq: a program per query block and query head.
-* dkv: a program per KV block and KV head, which walks over the query heads of its group. Its tiles are
-  transposed, so that the weights need not be before `p^T dout`.
+* dkv: a program per KV block and KV head, which walks over the query heads of its group, or one per query
+  head. Its tiles are transposed, so that the weights need not be before `p^T dout`.
 * decode: a program per KV head and share of the visits (flash decoding); whoever calls merges the shares.
 
 Logits are kept in units of log 2 inside, because the GPU's exponential is exp2. Keys and values are read
@@ -46,7 +46,7 @@ def compute_capability() -> int:
 def forward(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | None]:
     """Out [B, T, H, D] in `static.out_dtype`, and lse [B, H, T of whole blocks] float32, base 2 (None: sigmoid)."""
     grid = _query_grid(tile, x)
-    results = [_sequence(x.q, static.out_dtype)]
+    results = [_sequence(x.q.shape, static.out_dtype)]
     if static.spec.activation == "softmax":
         results.append(_statistic(tile, grid))
     out, *lse = _call(_forward_kernel, static, tile, x, grid, results)
@@ -56,17 +56,24 @@ def forward(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Arr
 def dq(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | None]:
     """The gradient of q, and (if there is a bias) that of the bias by query row: [B, H, T of whole blocks] float32."""
     grid = _query_grid(tile, x)
-    results = [_sequence(x.q, x.q.dtype)]
+    results = [_sequence(x.q.shape, x.q.dtype)]
     if x.heads.sigmoid_bias is not None:
         results.append(_statistic(tile, grid))
     dq, *dbias = _call(_dq_kernel, static, tile, x, grid, results)
     return dq, dbias[0] if dbias else None
 
 
-def dkv(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array]:
-    """The gradients of k and v; `x.bounds` are those of KV blocks."""
-    grid = (x.keys.pos.shape[1] // tile.kv_block, x.k.shape[2], x.q.shape[0])
-    dk, dv = _call(_dkv_kernel, static, tile, x, grid, [_sequence(y, y.dtype) for y in (x.k, x.v)])
+def dkv(static: Static, tile: Tile, x: Operands, apart: bool) -> tuple[jax.Array, jax.Array]:
+    """The gradients of k and v; `x.bounds` are those of KV blocks.
+
+    With `apart`, what each query head adds to them: [B, S, H, D] float32.
+    """
+    heads = x.q.shape[2] if apart else x.k.shape[2]
+    grid = (x.keys.pos.shape[1] // tile.kv_block, heads, x.q.shape[0])
+    results = [
+        _sequence((*y.shape[:2], heads, y.shape[3]), jnp.float32 if apart else y.dtype) for y in (x.k, x.v)
+    ]
+    dk, dv = _call(_dkv_kernel, static, tile, x, grid, results)
     return dk, dv
 
 
@@ -105,10 +112,10 @@ def _call(kernel, static: Static, tile: Tile, x: Operands, grid: tuple[int, int,
     """Runs `kernel` over the grid; `results` are pairs of a shape and a block spec."""
     kv_heads, head_dim = x.k.shape[2:]
     width = pl.next_power_of_2(head_dim)
-    programs = grid[1] // kv_heads  # for each KV head
+    per_kv_head = grid[1] // kv_heads
 
     def kv_head(h):
-        return h if programs == 1 else lax.div(h, programs)
+        return h if per_kv_head == 1 else lax.div(h, per_kv_head)
 
     def sequence(y, heads):  # [B, length, H or K, D]
         return pl.BlockSpec((None, y.shape[1], heads, width), lambda i, h, b: (b, 0, kv_head(h), 0))
@@ -138,8 +145,9 @@ def _call(kernel, static: Static, tile: Tile, x: Operands, grid: tuple[int, int,
         *jax.tree.map(statistic, (x.lse, x.delta)),
     )
     shapes, out_specs = zip(*results, strict=True)
+    lengths = x.q.shape[1], x.k.shape[1]
     return pl.pallas_call(
-        functools.partial(kernel, Program(static, tile, x.q.shape[1], x.k.shape[1], head_dim, x.q.dtype)),
+        functools.partial(kernel, Program(static, tile, *lengths, head_dim, x.q.dtype, per_kv_head)),
         grid=grid,
         in_specs=[specs],
         out_specs=out_specs,
@@ -155,12 +163,12 @@ def _latest_first(i, blocks):
     return blocks - 1 - i
 
 
-def _sequence(x, dtype):
+def _sequence(shape, dtype):
     """A result [B, length, heads, D]. A program is handed the sequence of its head and stores what is inside of it:
     the lowering would write a whole block, over the next row of the batch and beyond the array.
     """
-    block = (None, x.shape[1], None, pl.next_power_of_2(x.shape[3]))
-    return jax.ShapeDtypeStruct(x.shape, dtype), pl.BlockSpec(block, lambda i, h, b: (b, 0, h, 0))
+    block = (None, shape[1], None, pl.next_power_of_2(shape[3]))
+    return jax.ShapeDtypeStruct(shape, dtype), pl.BlockSpec(block, lambda i, h, b: (b, 0, h, 0))
 
 
 def _statistic(tile: Tile, grid):
@@ -182,6 +190,7 @@ class Program:
     kv_length: int
     head_dim: int
     dtype: jnp.dtype  # of q
+    per_kv_head: int  # programs of the grid's second axis
 
     @property
     def scale(self) -> float:
@@ -479,6 +488,10 @@ def _dkv_kernel(program: Program, x: Operands, dk_ref, dv_ref):
         return program.loops(bounds, visit, carry)
 
     zeros = jnp.zeros(k.shape, jnp.float32)
-    dk, dv = lax.fori_loop(0, x.q.shape[1], head, (zeros, zeros))
+    group = x.q.shape[1]
+    if program.per_kv_head == 1:
+        dk, dv = lax.fori_loop(0, group, head, (zeros, zeros))
+    else:
+        dk, dv = head(lax.rem(pl.program_id(1), group), (zeros, zeros))
     program.store_keys(dk_ref, j, dk * (program.scale / program.query_factor))
     program.store_keys(dv_ref, j, dv)

@@ -85,7 +85,7 @@ def commands_in(block: str) -> list[list[str]]:
     programs = "|".join(PROGRAMS)
     words = r"(?: [^\s#$;&|'\"*]+(?=\s|$))*"
     lines = re.sub(r"\\\n\s*", "", block).splitlines()
-    found = [re.match(rf"(?:.*\bdo |[A-Z]+=\S+ )?\s*((?:{programs})\b{words})", line) for line in lines]
+    found = [re.match(rf"(?:.*\bdo |[A-Z_]+=\S+ )?\s*((?:{programs})\b{words})", line) for line in lines]
     return [match[1].split() for match in found if match]
 
 

@@ -1,6 +1,6 @@
 """On an NVIDIA GPU: the kernels with the tiles that they are used with, against the reference.
 
-`JAX_PLATFORMS=cuda pytest tests/kernels -k "gpu or triton"` runs these, and every variant with small blocks.
+`JAX_PLATFORMS=cuda pytest tests/kernels -k "triton or on_gpu"` runs these, and every variant with small blocks.
 """
 
 import jax
@@ -41,7 +41,8 @@ CALLS = {
     "head-dim-80": call(WINDOW, head_dim=80),
     "head-dim-256": call(WINDOW, head_dim=256),
     "float32": call(WINDOW, dtype="float32"),
-    "sigmoid": call(AttentionSpec(window=300, activation="sigmoid"), ("alibi_slopes", "scalar_bias")),
+    # Weights that add up to the number of keys: a short window, since the tolerances are for values of order one.
+    "sigmoid": call(AttentionSpec(window=100, activation="sigmoid"), ("alibi_slopes", "scalar_bias")),
 }
 TRITON = Implementation("triton")  # with its own tiles
 
