@@ -4,14 +4,15 @@
     python scripts/compare_training.py swiattn-chains --seeds 0 1 2 --bases A B C    # a model for each seed
     python scripts/compare_training.py swiattn-ablations --seeds 0 1 2 --bases A B C
     python scripts/compare_training.py swat --seeds 0 1 2 --out runs/compare-swat
+    python scripts/compare_training.py swat-longer --seeds 0 1 2
 
 `swiattn` continues the bundled model `recall` by SwiAttn and by its four baselines, one configuration with `method` as
 switch; `swiattn-chains` does so with models of chains, and `swiattn-ablations` varies the regulariser; `swat` trains
-the rows of SWAT's Tables 2 and 3 from scratch. Every run is `swa_jax.train.loop.train` on a file of configs/compare
-with the overrides that the module of the comparison lists (compare_swiattn.py and so on). Runs that are finished are
-skipped and a run that was cut off goes on, so the same command may be started again at any time. The output folder gets
-`results.json`, `report.md` and pictures after every run; `--report-only` makes them from what is there, `--docs FILE`
-also puts them into a document.
+the rows of SWAT's Tables 2 and 3 from scratch, and `swat-longer` some of them for four times as long. Every run is
+`swa_jax.train.loop.train` on a file of configs/compare with the overrides that the module of the comparison lists
+(compare_swiattn.py and so on). Runs that are finished are skipped and a run that was cut off goes on, so the same
+command may be started again at any time. The output folder gets `results.json`, `report.md` and pictures after every
+run; `--report-only` makes them from what is there, `--docs FILE` also puts them into a document.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from types import ModuleType
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import compare_swat
+import compare_swat_longer
 import compare_swiattn
 import compare_swiattn_ablations
 import compare_swiattn_chains
@@ -54,6 +56,7 @@ COMPARISONS = {
     "swiattn-chains": compare_swiattn_chains,
     "swiattn-ablations": compare_swiattn_ablations,
     "swat": compare_swat,
+    "swat-longer": compare_swat_longer,
 }
 
 

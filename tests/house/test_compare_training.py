@@ -29,7 +29,7 @@ def command(*arguments):
     )
 
 
-@pytest.mark.parametrize("name", ["swiattn", "swiattn-chains", "swiattn-ablations", "swat"])
+@pytest.mark.parametrize("name", ["swiattn", "swiattn-chains", "swiattn-ablations", "swat", "swat-longer"])
 def test_every_arm_is_a_configuration_and_every_claim_is_about_an_arm(script, name):
     comparison = script.COMPARISONS[name]
     configs = {
@@ -37,9 +37,11 @@ def test_every_arm_is_a_configuration_and_every_claim_is_about_an_arm(script, na
         for arm, overrides in comparison.ARMS.items()
     }
     assert len({script.fingerprint(config) for config in configs.values()}) == len(configs)
-    if name == "swat":  # the arms are compared after the same tokens
+    if name.startswith("swat"):  # the arms are compared after the same tokens
         stages = [config.stages[0] for config in configs.values()]
-        assert {s.steps * s.batch_size * s.sequence_length for s in stages} == {500 * 2048}
+        assert {s.steps * s.batch_size * s.sequence_length for s in stages} == {
+            500 * 2048 * (4 if name == "swat-longer" else 1)
+        }
     for _, _, higher, lower in comparison.CLAIMS:
         assert {higher[0], lower[0]} <= set(configs)
 

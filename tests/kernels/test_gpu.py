@@ -1,6 +1,10 @@
 """The kernels for GPUs: every variant lowers for real devices, and works under JAX's transformations."""
 
 import functools
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -86,9 +90,14 @@ def on_devices(names):
     )
 
 
+def abstract_gpu(kind: str) -> AbstractMesh:
+    """What makes JAX trace for a GPU although it is not there."""
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform="cuda")
+    return AbstractMesh((1,), ("x",), abstract_device=device)
+
+
 def lowered(device: str, function, *args) -> str:
-    device = AbstractDevice(device_kind=device, num_cores=None, platform="cuda")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+    with jax.sharding.use_abstract_mesh(abstract_gpu(device)):
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -154,6 +163,18 @@ def test_decode_over_a_ring_lowers(name, device, tokens):
 
     ring = k[:, :44], v[:, :44], jnp.array([150, 20]), jnp.zeros((2, 44), jnp.int32)
     assert lowered(device, function, q[:, :tokens], *ring).count(TARGET) == 1
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs JAX's plugin for CUDA"
+)
+@pytest.mark.parametrize("device", ["h100", "h200", "a100"])
+def test_every_call_compiles(device):
+    command = [sys.executable, "-m", "tests.kernels.compile_for_gpu", device]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) > len(CALLS)
 
 
 def equations(jaxpr):
