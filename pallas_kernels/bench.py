@@ -38,6 +38,7 @@ from pallas_kernels.tpu.few_rows import few_rows
 from pallas_kernels.tpu.routed import GATHERED_BLOCK as ROWS_TILE
 from pallas_kernels.tpu.routed import both_branches
 from pallas_kernels.tpu.rows import add_apart, choose, heads_unrolled, together
+from pallas_kernels.tpu.side_by_side import heads_side_by_side
 from pallas_kernels.tpu.tiles import Call
 from pallas_kernels.tpu.turning import left_to_kernels
 from pallas_kernels.tpu.walk import has_default_positions
@@ -271,6 +272,7 @@ def _of_full_rows(
     rows = few_rows(call, tpu_passes.of_full_rows(where))
     first, stop, whole, whole_stop = np.asarray(rows.bounds).reshape(-1, 4).sum(axis=0).tolist()
     plain = whole_stop - whole
+    heads //= 1 if backward else heads_side_by_side(call, heads // kv_heads)
     bodies = heads * (stop - first - plain), heads * plain
     steps = int(rows.most[0])
     written = where.kv_order.shape[1] // call.tiles.kv_block if backward else 0  # blocks of keys

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.schedule import Visit, fully_visible_by_row, visited_by_row
 from pallas_kernels.spec import Coordinates
-from pallas_kernels.tpu.tiles import Call
+from pallas_kernels.tpu.tiles import LANES, MASKED, Call
 
 _BOUNDS = 4
 
@@ -26,7 +26,7 @@ class FewRows(NamedTuple):
     Attributes:
       order: [N * num_blocks] int32: of each row of the batch its blocks, those to walk over first.
       bounds: [N * num_blocks * 4] int32: of each block the columns [first, stop) that it sees, and [first, stop) of
-        those among them that all of its queries see whole.
+        those among them that are seen whole by all of its queries, those left out that see nothing at all.
       counts: [N] int32: how many blocks of a row there are to walk over.
       most: [1] int32: the greatest of the counts, at least 1.
       num_blocks: of queries in a row.
@@ -71,7 +71,7 @@ def few_rows(call: Call, where: Coordinates) -> FewRows:
     """The blocks of queries that see a key by the call."""
     blocks = call.tiles.q_block, call.tiles.kv_block
     seen = visited_by_row(call.spec, where, *blocks, outside=call.outside)  # [N, nq, nk]
-    whole = fully_visible_by_row(call.spec, where, *blocks, outside=call.outside)
+    whole = fully_visible_by_row(call.spec, _seeing(where, blocks[0]), *blocks, outside=call.outside)
     wanted = seen.any(axis=2)
     order = jnp.argsort(~wanted, axis=1, stable=True).astype(jnp.int32)
     first, stop = _range(seen)
@@ -81,6 +81,37 @@ def few_rows(call: Call, where: Coordinates) -> FewRows:
     counts = wanted.sum(axis=1, dtype=jnp.int32)
     most = jnp.maximum(counts.max(), 1).reshape(1)
     return FewRows(order.reshape(-1), bounds.reshape(-1), counts, most, seen.shape[1], seen.shape[0] > 1)
+
+
+def leave_out(
+    position: jax.Array, q: jax.Array, dout: jax.Array, statistics: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """A block's queries [n, D], cotangents [n, D] and statistics [8, n] without what belongs to queries that see
+    nothing, as their position [1, n] says: they have no weight then and add zero, whether a pair is masked or not.
+    """
+    sees = jnp.broadcast_to(jnp.broadcast_to(position, (LANES, position.shape[1])).T[:, :1] >= 0, q.shape)
+    q, dout = (jnp.where(sees, x, jnp.zeros_like(x)) for x in (q, dout))
+    if statistics is None:
+        return q, dout, None
+    shape = statistics.shape
+    nothing = jnp.where(
+        lax.broadcasted_iota(jnp.int32, shape, 0) == 0, -MASKED, 0.0
+    )  # of lse, and of the rest
+    return q, dout, jnp.where(jnp.broadcast_to(position, shape) >= 0, statistics, nothing)
+
+
+def _seeing(where: Coordinates, block: int) -> Coordinates:
+    """The coordinates with queries that see nothing (their position is -1) as the last one of their block."""
+    by_block = jnp.asarray(where.q_pos).reshape(-1, where.q_pos.shape[1] // block, block)
+    last = by_block.argmax(axis=2)[:, :, None]
+
+    def filled(x):
+        if x is None:
+            return None
+        x = jnp.broadcast_to(jnp.asarray(x), where.q_pos.shape).reshape(by_block.shape)
+        return jnp.where(by_block < 0, jnp.take_along_axis(x, last, axis=2), x).reshape(where.q_pos.shape)
+
+    return where._replace(q_pos=filled(where.q_pos), q_order=filled(where.q_order), q_seg=filled(where.q_seg))
 
 
 def _range(table: jax.Array) -> tuple[jax.Array, jax.Array]:

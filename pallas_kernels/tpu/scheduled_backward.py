@@ -28,6 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.nonfinite import finite
 from pallas_kernels.schedule import Kind, Visit
 from pallas_kernels.spec import Coordinates
+from pallas_kernels.tpu.few_rows import leave_out
 from pallas_kernels.tpu.tiles import (
     LANES,
     NN,
@@ -202,7 +203,7 @@ def _sweep(
         in_specs=in_specs,
         outputs=outputs,
         out_specs=out_specs,
-        scratch=_scratch(call, k, q.dtype),
+        scratch=_scratch(call, k, q.dtype, few=walk.few is not None),
         previous=previous,
         in_place=in_place,
         cost=cost_of(call, q, k, backward=True),
@@ -222,12 +223,16 @@ def _add_tokens(walk: Walk, where: Coordinates, inputs: list, in_specs: list, sp
     ]
 
 
-def _scratch(call: Call, k: jax.Array, dtype) -> list[Any]:
+def _scratch(call: Call, k: jax.Array, dtype, *, few: bool) -> list[Any]:
     """From `_Refs.dk_acc` on."""
     (length, head_dim), tiles = k.shape[2:], call.tiles
     by_key = pltpu.VMEM((length // tiles.kv_block, head_dim, tiles.kv_block), jnp.float32)
     by_query = [pltpu.VMEM((head_dim, tiles.q_block), kind) for kind in (jnp.float32, dtype, dtype)]
-    return [by_key, by_key, *by_query]
+    scratch = [by_key, by_key, *by_query]
+    if few:
+        scratch.append(pltpu.VMEM((tiles.q_block, head_dim), dtype))
+        scratch += [pltpu.VMEM((8, tiles.q_block), jnp.float32)] * call.softmax
+    return scratch
 
 
 class _Unit(NamedTuple):
@@ -275,6 +280,7 @@ class _Refs(NamedTuple):
     dq_acc: Ref  # [D, q_block] f32
     q_t: Ref  # [D, q_block]
     dout_t: Ref
+    seeing: list[Ref]  # dout and statistics of queries that see anything (few)
 
 
 def _name_refs(call: Call, walk: Walk, num_added: int, num_of_few: int, refs) -> _Refs:
@@ -286,8 +292,8 @@ def _name_refs(call: Call, walk: Walk, num_added: int, num_of_few: int, refs) ->
         rest, call.softmax, has_head_bias, walk.is_list, walk.is_list, packed, turned, turned
     )
     of_few, gradients, rest = split(rest, num_of_few, 3)
-    dbias, scratch = take(rest, call.has_bias)
-    named: list[Any] = [*arrays, added, *optional, of_few, *gradients, dbias, *scratch]
+    dbias, (*scratch,) = take(rest, call.has_bias)
+    named: list[Any] = [*arrays, added, *optional, of_few, *gradients, dbias, *scratch[:5], scratch[5:]]
     return _Refs(*named)
 
 
@@ -309,9 +315,19 @@ def _kernel(call, walk, has_segments, has_full_rows, num_added, num_of_few, grou
     def _():
         refs.dq_acc[...] = jnp.zeros_like(refs.dq_acc)
         q = turn(call, refs.q[...], refs.cos[...], refs.sin[...]) if call.turned_by else refs.q[...]
-        refs.q_t[...], refs.dout_t[...] = q.T, refs.dout[...].T
+        dout, seeing = refs.dout[...], refs.seeing
+        if seeing:
+            statistics = refs.statistics[...] if call.softmax else None
+            q, dout, statistics = leave_out(refs.q_info[0:1, :], q, dout, statistics)
+            seeing[0][...] = dout
+            if call.softmax:
+                seeing[1][...] = statistics
+        refs.q_t[...], refs.dout_t[...] = q.T, dout.T
         if call.has_bias:
             refs.dbias[...] = refs.of_few[1][...] if refs.of_few else jnp.zeros_like(refs.dbias)
+
+    if refs.seeing:
+        refs = refs._replace(dout=refs.seeing[0], statistics=refs.seeing[1] if call.softmax else None)
 
     def attend(seen, column):
         held = walk.held_at(column)

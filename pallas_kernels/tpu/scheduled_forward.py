@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.forward_step import Static, Step
+from pallas_kernels.tpu.side_by_side import SideBySide, heads_side_by_side, scratch_of
 from pallas_kernels.tpu.tiles import (
     LANES,
     Call,
@@ -88,7 +89,8 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
     batch, num_heads, q_length, head_dim = q.shape
     kv_length, group = k.shape[2], num_heads // k.shape[1]
     q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
-    heads = heads.queries(group)
+    side = heads_side_by_side(call, group) if few else 1
+    heads = heads.queries(group // side)
     resident = fits_vmem(kv_length, head_dim, k.dtype)
     walk = walk_over(call, where, resident=resident, only_plain=branches, few=few)
 
@@ -101,14 +103,15 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
 
         return pl.BlockSpec(block, index_map)
 
-    queries = spec((None, None, q_block, head_dim), lambda b, h, visit: (b, h, visit.row, 0))
+    of_heads = side if few else None
+    queries = spec((None, of_heads, q_block, head_dim), lambda b, h, visit: (b, h, visit.row, 0))
     held = kv_length if walk.resident else kv_block  # keys at hand
 
     def column(visit):
         return 0 if walk.resident else visit.column
 
-    keys = spec((None, None, held, head_dim), lambda b, h, visit: (b, h // group, column(visit), 0))
-    rows = spec((None, None, 1, q_block), lambda b, h, visit: (b, h, 0, visit.row))
+    keys = spec((None, None, held, head_dim), lambda b, h, visit: (b, h // (group // side), column(visit), 0))
+    rows = spec((None, of_heads, 1, q_block), lambda b, h, visit: (b, h, 0, visit.row))
     inputs = [q, k, v, *initial]
     in_specs = [queries, keys, keys, *[queries, rows][: len(initial)]]
     if call.has_slopes or call.has_bias:
@@ -127,17 +130,20 @@ def _forward(call, q, k, v, head_bias, where, heads, previous, initial, branches
     table = (None, q_block, head_dim)
     add_tables(where, inputs, in_specs, lambda row: spec(table, lambda b, h, visit: (row(b), visit.row, 0)))
     out_specs, out_shapes = [queries], [shape_like(q.shape, call.result_dtype(q), q)]
-    scratch = [pltpu.VMEM((q_block, head_dim), jnp.float32)]
+    num_rows = side * q_block
+    scratch = [pltpu.VMEM((num_rows, head_dim), jnp.float32)]
     if walk.is_list:
         scratch.append(pltpu.VMEM((kv_block, head_dim), v.dtype))
     if branches:
         scratch.append(pltpu.SMEM((1,), jnp.int32))
     if call.turned_by:
-        scratch.append(pltpu.VMEM((q_block, head_dim), q.dtype))
+        scratch.append(pltpu.VMEM((num_rows, head_dim), q.dtype))
     if call.softmax:
         out_specs.append(rows)
         out_shapes.append(shape_like((batch, num_heads, 1, q_length), jnp.float32, q))
-        scratch += [pltpu.VMEM((q_block, LANES), jnp.float32)] * 2
+        scratch += [pltpu.VMEM((num_rows, LANES), jnp.float32)] * 2
+    if few:
+        scratch += scratch_of(num_rows, q, call.result_dtype(q))
     has_segments = where.q_seg is not None and walk.is_list
     static = Static(call, walk, has_segments, where.full_rows is not None, branches, len(initial))
     return launch(
@@ -163,12 +169,22 @@ def _kernel(static, order, *unnamed):
     scalars, rest = split(unnamed, len(walk.scalars))
     visit = walk.visit([pl.program_id(2 + i) for i in range(len(walk.grid))], scalars)
     visit = walk.in_row(visit, pl.program_id(0), scalars)
-    call, refs = static.call, static.name_refs(rest)
+    side = None
+    if walk.few is None:
+        refs = static.name_refs(rest)
+    else:
+        side = SideBySide(static, rest)
+        static, refs = side.static, side.refs
+        pl.when(visit.first)(side.begin)
+    call = static.call
     if call.turned_by:
 
         @pl.when(visit.first)
         def _():
-            refs.turned_q[...] = turn(call, refs.q[...], refs.cos[...], refs.sin[...])
+            block = refs.cos.shape[0]
+            for at in range(0, call.tiles.q_block, block):
+                rows = slice(at, at + block)
+                refs.turned_q[rows, :] = turn(call, refs.q[rows, :], refs.cos[...], refs.sin[...])
 
         refs = refs._replace(q=refs.turned_q)
     slope_and_bias = None
@@ -188,3 +204,5 @@ def _kernel(static, order, *unnamed):
     def _():
         for rows in step.strips:
             step.write(refs.results, rows)
+        if side is not None:
+            side.end()

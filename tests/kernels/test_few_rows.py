@@ -91,7 +91,7 @@ def test_values_and_gradients(seed, options, in_vmem, walks, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_list_has_every_visible_pair_once_and_no_mask_hides_one_of_a_whole_pair(seed):
+def test_the_list_has_every_visible_pair_once_and_no_mask_hides_one_of_a_full_row(seed):
     ids, full_from = rows_of_documents(seed, batch=1 + seed % 2)
     spec = AttentionSpec(1 + 7 * seed, num_sink_tokens=seed % 3)
     where = coordinates(LENGTH, LENGTH, q_segment_ids=ids, full_from=full_from)
@@ -101,6 +101,8 @@ def test_the_list_has_every_visible_pair_once_and_no_mask_hides_one_of_a_whole_p
     rows = few_rows(call, passes.of_full_rows(where))
     beyond = dense_mask(spec, where) & ~dense_mask(spec, where._replace(full_rows=None))
     beyond = np.asarray(beyond).reshape(len(ids), LENGTH // FORWARD, FORWARD, LENGTH // KEYS, KEYS)
+    assert where.full_rows is not None
+    full = np.broadcast_to(where.full_rows, ids.shape).reshape(beyond.shape[:3])
     order = np.asarray(rows.order).reshape(len(ids), -1)
     bounds = np.asarray(rows.bounds).reshape(len(ids), -1, 4)
     assert int(rows.most[0]) == max(1, *np.asarray(rows.counts))
@@ -110,7 +112,8 @@ def test_the_list_has_every_visible_pair_once_and_no_mask_hides_one_of_a_whole_p
             seen = beyond[b, row].any(axis=(0, 2))  # by block of keys
             first, stop, whole, whole_stop = bounds[b, row]
             assert not (np.delete(seen, range(first, stop))).any()
-            assert beyond[b, row][:, whole:whole_stop].all()
+            assert beyond[b, row][full[b, row], whole:whole_stop].all()
+            assert full[b, row].any() or whole == whole_stop or place >= count
             assert place < count or not seen.any()
 
 
