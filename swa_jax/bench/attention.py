@@ -52,18 +52,22 @@ def grid(
     decode_batch: int,
     dtype: str,
     documents: int | None = None,
+    variant: str = "plain",
 ) -> Iterator[Case]:
     """The cases; a window that is not shorter than the sequence is full attention and left out.
 
-    Rows are packed with documents of so many tokens, those of decoding aside.
+    Rows are packed with documents of so many tokens, those of decoding aside. Variants have no decoding, and routed
+    attention has a window.
     """
     for kind in which:
         for length in lengths:
             for window in windows:
+                decode = kind == "decode"
+                if variant != "plain" and (decode or (variant == "routed" and window is None)):
+                    continue
                 if window is None or window < length:
-                    decode = kind == "decode"
                     rows, packed = (decode_batch, None) if decode else (batch, documents)
-                    yield Case(kind, length, window, heads, kv_heads, head_dim, rows, dtype, packed)
+                    yield Case(kind, length, window, heads, kv_heads, head_dim, rows, dtype, packed, variant)
 
 
 def candidates(case: Case) -> list[Candidate]:

@@ -4,7 +4,7 @@ A candidate turns a `Case` into a function of q [B, T, H, D], k and v [B, S, K, 
 "forward+backward" the gradients of its weighted sum too. All of them see the same arrays.
 
 With `documents`, rows are packed as in training: our implementations are given segment ids, and so are those peers that
-have a mask for them.
+have a mask for them. The variants are what training runs beside plain windows; no peer has them.
 """
 
 import dataclasses
@@ -18,11 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import AttentionSpec, attention, decode_attention
+from pallas_kernels import AttentionSpec, alibi_slopes, attention, decode_attention, routed_attention
+from pallas_kernels.bench import routed_rows
 from pallas_kernels.dispatch import current_device
-from pallas_kernels.request import Request
+from pallas_kernels.request import Op, Request
 
 PASSES = ("forward", "forward+backward", "decode")
+VARIANTS = ("plain", "sink-tokens", "sigmoid", "routed")
+SINK_TOKENS, ROUTED_SHARE = 4, 0.13  # of those variants
 LONGEST_DENSE = 8192  # tokens up to which an implementation that holds all logits takes part
 Runner = Callable[[], Any]  # starts the work; `Candidate.finish` waits for what it returned
 
@@ -40,18 +43,26 @@ class Case:
     batch: int
     dtype: str
     documents: int | None = None  # tokens of a document in a packed row; None: no segment ids
+    variant: str = "plain"  # of VARIANTS
 
     @property
     def q_length(self) -> int:
         return 1 if self.which == "decode" else self.length
 
+    @property
+    def spec(self) -> AttentionSpec:
+        sinks = SINK_TOKENS if self.variant == "sink-tokens" else 0
+        return AttentionSpec(self.window, sinks, "sigmoid" if self.variant == "sigmoid" else "softmax")
+
     def request(self) -> Request:
         """The call of the public function, for `pallas_kernels.dispatch.plan`."""
         decode = self.which == "decode"
         given = {"q_positions", "kv_positions"} if decode else {"q_segment_ids"} if self.documents else set()
+        given |= {"alibi_slopes", "sigmoid_bias"} if self.variant == "sigmoid" else set()
+        op: Op = "routed_attention" if self.variant == "routed" else "attention"
         return Request(
-            op="decode_attention" if decode else "attention",
-            spec=AttentionSpec(self.window),
+            op="decode_attention" if decode else op,
+            spec=self.spec,
             batch=self.batch,
             q_length=self.q_length,
             kv_length=self.length,
@@ -65,7 +76,8 @@ class Case:
 
     def __str__(self) -> str:
         packed = "" if self.documents is None else f"  documents={self.documents}"
-        return f"{self.which}  T={self.length}  window={self.window or 'full'}{packed}"
+        variant = "" if self.variant == "plain" else f"  {self.variant}"
+        return f"{self.which}  T={self.length}  window={self.window or 'full'}{packed}{variant}"
 
     def segment_ids(self) -> jax.Array | None:
         """[B, T] int32, from 1; None if rows are not packed."""
@@ -118,6 +130,8 @@ def ours(device: str) -> list[Candidate]:
 
 def peers(device: str, case: Case) -> Iterator[Candidate]:
     """Others that are installed and serve the device and the case."""
+    if case.variant != "plain":
+        return
     packed = case.documents is not None
     if case.which == "decode" or case.length <= LONGEST_DENSE:
         yield _in_jax("jax.nn (xla)", functools.partial(_jax_nn, "xla"))
@@ -155,12 +169,22 @@ def jax_program(case: Case, function: Callable) -> Callable:
 
 
 def _our_attention(name: str, case: Case, q, k, v):
-    spec = AttentionSpec(window=case.window)
+    options: dict[str, Any] = {"implementation": name}
     if case.which == "decode":
         lengths = jnp.full((case.batch,), case.length, jnp.int32)
-        return decode_attention(q, k, v, spec, lengths=lengths, implementation=name)  # type: ignore[arg-type]
-    ids = case.segment_ids()
-    return attention(q, k, v, spec, q_segment_ids=ids, implementation=name)  # type: ignore[arg-type]
+        return decode_attention(q, k, v, case.spec, lengths=lengths, **options)
+    options["q_segment_ids"] = case.segment_ids()
+    if case.variant == "routed":
+        gate = jnp.asarray(routed_rows(case.length, ROUTED_SHARE), jnp.float32)
+        gate = jnp.broadcast_to(gate, (case.batch, case.length))
+        return routed_attention(q, k, v, gate, case.spec, **options)[0].astype(q.dtype)
+    if case.variant == "sigmoid":
+        negative = case.heads // 2
+        options |= {
+            "alibi_slopes": alibi_slopes(negative, case.heads - negative, "swat"),
+            "sigmoid_bias": jnp.float32(-math.log(case.window or case.length)),
+        }
+    return attention(q, k, v, case.spec, **options)
 
 
 def _jax_nn(name: str, case: Case, q, k, v):

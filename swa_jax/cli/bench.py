@@ -139,6 +139,15 @@ class Shapes(Options):
         ),
     ] = None
 
+    variant: Annotated[
+        Literal["plain", "sink-tokens", "sigmoid", "routed"],
+        Option(
+            help="With 4 sink tokens, with sigmoid and ALiBi, or with 13 % of the rows routed to full attention. "
+            "Other libraries have only 'plain'.",
+            rich_help_panel=SHAPES,
+        ),
+    ] = "plain"
+
     def cases(self, on_cpu: bool) -> list[Case]:
         """Raises `ConfigError` where an option is wrong, or nothing is left to time."""
         from swa_jax.bench.attention import grid
@@ -156,10 +165,16 @@ class Shapes(Options):
                 self.passes or PASSES, lengths, [window or None for window in windows],
                 heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim, batch=self.batch,
                 decode_batch=self.decode_batch, dtype=self.dtype, documents=self.documents,
+                variant=self.variant,
             )
         )  # fmt: skip
         if not cases:
-            raise ConfigError("nothing to time: no --window is shorter than a --length, and none is 0")
+            raise ConfigError(
+                "nothing to time: no --window is shorter than a --length, and none is 0"
+                if self.variant == "plain"
+                else f"nothing to time: --variant {self.variant} is for forward and forward+backward, with a --window "
+                "shorter than a --length"
+            )
         return cases
 
 

@@ -69,6 +69,24 @@ def test_candidates_agree_on_packed_rows(window):
     ]
 
 
+@pytest.mark.parametrize("variant", candidates.VARIANTS[1:])
+def test_variants_are_calls_of_their_own(variant):
+    """They run, differ from a plain window, and no peer takes part."""
+    (case,) = grid(["forward+backward"], [128], [48], **SIZES, documents=100, variant=variant)
+    (result,) = measure(case, timing.candidates(case), rounds=1).results
+    assert result.missing is None
+    assert f"  {variant}" in str(case)
+    plain = dataclasses.replace(case, variant="plain")
+    results = [
+        candidates.jax_program(c, functools.partial(candidates._our_attention, "xla"))(*case.draw())
+        for c in (case, plain)
+    ]
+    assert distance(*([np.asarray(x[0])] for x in results)) > 0.01
+    expected = {"routed": "routed_attention"}.get(variant, "attention")
+    assert case.request().op == expected
+    assert list(grid(["decode"], [128], [48], **SIZES, variant=variant)) == []
+
+
 @pytest.mark.parametrize(("window", "documents"), [(64, None), (None, None), (64, 100)])
 def test_splash_computes_the_same(window, documents):
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 128, "batch": 1, "dtype": "float32"}
@@ -255,6 +273,10 @@ def test_dry_run_lists_every_case_and_runs_nothing(monkeypatch):
         (["--pass", "back"], "--pass is 'back'; the choices are: forward, forward+backward, decode"),
         (["--heads", 3, "--kv-heads", 2], "--heads is 3, which is no multiple of --kv-heads 2"),
         (["--length", 64, "--window", 64], "nothing to time: no --window is shorter than a --length"),
+        (
+            ["--variant", "routed", "--length", 64, "--window", 0],
+            "nothing to time: --variant routed is for forward",
+        ),
         (["--write", "x.json"], "--write is for the winners of --search"),
         (
             [*TINY, "--window", 16, "--search"],
