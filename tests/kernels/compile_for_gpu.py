@@ -27,34 +27,49 @@ KILOBYTE = 1024
 TARGETS = {
     "h100": (
         "NVIDIA H100 80GB HBM3",
-        9,
+        (9, 0),
         132,
         {"shared": 228, "optin": 227, "l2": 50 * KILOBYTE},
         3352,
         1.755,
     ),
-    "h200": ("NVIDIA H200", 9, 132, {"shared": 228, "optin": 227, "l2": 50 * KILOBYTE}, 4800, 1.98),
-    "a100": ("NVIDIA A100-SXM4-80GB", 8, 108, {"shared": 164, "optin": 163, "l2": 40 * KILOBYTE}, 2039, 1.41),
+    "h200": ("NVIDIA H200", (9, 0), 132, {"shared": 228, "optin": 227, "l2": 50 * KILOBYTE}, 4800, 1.98),
+    "a100": (
+        "NVIDIA A100-SXM4-80GB",
+        (8, 0),
+        108,
+        {"shared": 164, "optin": 163, "l2": 40 * KILOBYTE},
+        2039,
+        1.41,
+    ),
+    "rtx4090": (
+        "NVIDIA GeForce RTX 4090",
+        (8, 9),
+        128,
+        {"shared": 100, "optin": 99, "l2": 72 * KILOBYTE},
+        1008,
+        2.52,
+    ),
 }
 
 
 def target_config(name: str) -> str:
     """XLA's description of a device, as text."""
-    kind, generation, cores, kilobytes, gigabytes_per_second, gigahertz = TARGETS[name]
+    kind, (major, minor), cores, kilobytes, gigabytes_per_second, gigahertz = TARGETS[name]
     return f"""
         gpu_device_info {{
           threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
           shared_memory_per_block: {48 * KILOBYTE}
           shared_memory_per_core: {kilobytes["shared"] * KILOBYTE}
           shared_memory_per_block_optin: {kilobytes["optin"] * KILOBYTE}
-          core_count: {cores}  fpus_per_core: {128 if generation == 9 else 64}
+          core_count: {cores}  fpus_per_core: {64 if (major, minor) == (8, 0) else 128}
           block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
           memory_bandwidth: {gigabytes_per_second * 10**9}
           l2_cache_size: {kilobytes["l2"] * KILOBYTE}
           clock_rate_ghz: {gigahertz}
           device_memory_size: {80 * 2**30}
           registers_per_core_limit: 65536  registers_per_block_limit: 65536
-          cuda_compute_capability {{ major: {generation} }}
+          cuda_compute_capability {{ major: {major}  minor: {minor} }}
         }}
         platform_name: "CUDA"
         dnn_version_info {{ major: 9  minor: 10 }}

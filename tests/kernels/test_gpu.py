@@ -169,7 +169,7 @@ def test_decode_over_a_ring_lowers(name, device, tokens):
 @pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs JAX's plugin for CUDA"
 )
-@pytest.mark.parametrize("device", ["h100", "h200", "a100"])
+@pytest.mark.parametrize("device", ["h100", "h200", "a100", "rtx4090"])
 def test_every_call_compiles(device):
     command = [sys.executable, "-m", "tests.kernels.compile_for_gpu", device]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
