@@ -83,14 +83,20 @@ def few_rows(call: Call, where: Coordinates) -> FewRows:
     return FewRows(order.reshape(-1), bounds.reshape(-1), counts, most, seen.shape[1], seen.shape[0] > 1)
 
 
+def sees(position: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Of queries at positions [1, n], those that see anything: [n, D] bool."""
+    return jnp.broadcast_to(jnp.broadcast_to(position, (LANES, shape[0])).T[:, :1] >= 0, shape)
+
+
 def leave_out(
     position: jax.Array, q: jax.Array, dout: jax.Array, statistics: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """A block's queries [n, D], cotangents [n, D] and statistics [8, n] without what belongs to queries that see
-    nothing, as their position [1, n] says: they have no weight then and add zero, whether a pair is masked or not.
+    nothing, as their position [1, n] says: they have no weight then and add zero, whether a pair is masked or not. Of
+    keys that are not finite they add NaN to their own gradients alone, which are therefore not to be written.
     """
-    sees = jnp.broadcast_to(jnp.broadcast_to(position, (LANES, position.shape[1])).T[:, :1] >= 0, q.shape)
-    q, dout = (jnp.where(sees, x, jnp.zeros_like(x)) for x in (q, dout))
+    here = sees(position, q.shape)
+    q, dout = (jnp.where(here, x, jnp.zeros_like(x)) for x in (q, dout))
     if statistics is None:
         return q, dout, None
     shape = statistics.shape

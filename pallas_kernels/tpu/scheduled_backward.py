@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.nonfinite import finite
 from pallas_kernels.schedule import Kind, Visit
 from pallas_kernels.spec import Coordinates
-from pallas_kernels.tpu.few_rows import leave_out
+from pallas_kernels.tpu.few_rows import leave_out, sees
 from pallas_kernels.tpu.tiles import (
     LANES,
     NN,
@@ -363,7 +363,11 @@ def _kernel(call, walk, has_segments, has_full_rows, num_added, num_of_few, grou
             dq = turn_back(call, refs.dq_acc[...], refs.cos[...], refs.sin[...])
         else:
             dq = (refs.dq_acc[...] * call.product_factor).T
-        dq = dq + refs.of_few[0][...].astype(jnp.float32) if refs.of_few else dq
+        if refs.of_few:
+            row = refs.q_info[0:1, :]
+            dq = jnp.where(sees(row, dq.shape), dq, 0) + refs.of_few[0][...].astype(jnp.float32)
+            if call.has_bias:
+                refs.dbias[...] = jnp.where(row >= 0, refs.dbias[...], refs.of_few[1][...])
         refs.dq[...] = dq.astype(refs.dq.dtype)
 
     @pl.when(visit.flush & (member == group - 1))

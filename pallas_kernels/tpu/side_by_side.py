@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.tpu.few_rows import sees
 from pallas_kernels.tpu.forward_step import Refs, Static
-from pallas_kernels.tpu.tiles import LANES, Call
+from pallas_kernels.tpu.tiles import Call
 
 _MOST = 4  # heads: 512 queries in blocks of 128
 
@@ -66,10 +67,10 @@ class SideBySide:
         """After a step has written its results: those of rows that see anything."""
         initial, results = self._given.initial, self._given.results
         row = self._given.q_info[0:1, :] >= 0  # of positions; the others are not to see anything
-        column = jnp.broadcast_to(self._given.q_info[0:1, :], (LANES, self._block)).T[:, :1] >= 0
+        column = sees(self._given.q_info[0:1, :], initial[0].shape[1:])
         for head, rows in self._rows():
             out = initial[0][head]
-            results[0][head] = jnp.where(jnp.broadcast_to(column, out.shape), self._out[rows, :], out)
+            results[0][head] = jnp.where(column, self._out[rows, :], out)
             if len(results) > 1:
                 results[1][head] = jnp.where(row, self._lse[0:1, rows], initial[1][head])
 

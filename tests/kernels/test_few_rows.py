@@ -149,3 +149,22 @@ def test_a_value_that_is_not_finite_reaches_the_full_rows_alone():
     np.testing.assert_array_equal(clean, expected_clean)
     assert not clean[0, -40:].any()
     assert clean[0, 70 + 24 : -40].all()
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_gradients_of_rows_beside_full_ones_know_nothing_of_what_these_see(name):
+    """Rows that are not full are taken along where the full ones of their block see all keys."""
+    ids, full_from = np.ones((2, LENGTH), np.int32), np.array([[LENGTH - 40], [LENGTH - 10]], np.int32)
+    q, k, v = arrays(6, 2, 1)
+    spoilt = {"k": k, "v": v} | {name: {"k": k, "v": v}[name].at[:, 70, 0, 3].set(np.nan)}
+    options = {"spec": AttentionSpec(24), "q_segment_ids": ids, "implementation": "tpu"}
+
+    def dq(**more):
+        out, pullback = jax.vjp(lambda q: attention(q, spoilt["k"], spoilt["v"], **options, **more), q)
+        return np.asarray(pullback(jnp.ones_like(out))[0])
+
+    changed, window = dq(full_from=full_from), dq()
+    for row, full in enumerate((40, 10)):
+        np.testing.assert_array_equal(changed[row, 70 + 24 : -full], window[row, 70 + 24 : -full])
+        assert np.isfinite(changed[row, 70 + 24 : -full]).all()
+        assert not np.isfinite(changed[row, -full:]).any()
