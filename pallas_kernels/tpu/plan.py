@@ -27,6 +27,7 @@ from pallas_kernels.tpu.routed import outside_backward_call
 from pallas_kernels.tpu.rows import heads_a_step as rows_heads_a_step
 from pallas_kernels.tpu.scheduled_backward import keys_at_once
 from pallas_kernels.tpu.scheduled_forward import fits_vmem, serves_branches
+from pallas_kernels.tpu.side_by_side import heads_side_by_side
 from pallas_kernels.tpu.sink_gradients import heads_at_once
 from pallas_kernels.tpu.tiles import Call
 from pallas_kernels.tpu.walk import has_default_positions, kind_of_tile, reach_of, walk_over
@@ -129,6 +130,8 @@ def _forward(request: Request, call: Call) -> list[Launch]:
             found.append(Launch("window_forward", grid, part.tiles, masks, _keys(part)))
             if "full_from" in request.given:
                 beyond, few = beyond_forward(part, *_keys_held(request, part))
+                if few and isinstance(heads, int):
+                    heads //= heads_side_by_side(beyond, group)
                 name, keys = "scheduled_forward", _keys(beyond)
                 found.append(_scheduled(request, beyond, heads, name, keys=keys, few=few))
         else:
