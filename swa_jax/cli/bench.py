@@ -138,7 +138,6 @@ class Shapes(Options):
             rich_help_panel=SHAPES,
         ),
     ] = None
-
     variant: Annotated[
         Literal["plain", "sink-tokens", "sigmoid", "routed"],
         Option(
