@@ -99,9 +99,11 @@ def programs(name: str):
         return decode_attention(q[:, :1], k, v, call.spec, lengths=lengths, implementation="triton")
 
     yield name, loss_and_gradient(attend), learned
-    if call.spec.window is not None and call.spec.causal and "ring" not in call.options:
+    if not call.spec.causal or "ring" in call.options:
+        return
+    if call.spec.window is not None:
         yield f"{name}, routed", loss_and_gradient(route), learned | gate
-    if call.segments is None and "ring" not in call.options:
+    if call.segments is None:
         yield f"{name}, decode", decode, learned
 
 
