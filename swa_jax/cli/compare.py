@@ -19,6 +19,7 @@ from swa_jax.cli.options import (
     BatchSize,
     Chains,
     ComputeDtype,
+    FullDecode,
     Haystack,
     Length,
     Model,
@@ -66,6 +67,7 @@ class Candidates(Options):
     ] = None
     window: Window = None
     sink_tokens: SinkTokens = None
+    fa_decode: FullDecode = None
     eval_window: Annotated[
         int | None,
         Option(
@@ -86,7 +88,8 @@ class Candidates(Options):
             window is None and named and all(name == "full" or is_pattern_file(name) for name in named)
         )
         sources = list(dict.fromkeys(["full", *([] if own_windows else ["window"]), *named]))
-        overrides = Overrides(self.window if self.eval_window is None else self.eval_window, self.sink_tokens)
+        window_scored = self.window if self.eval_window is None else self.eval_window
+        overrides = Overrides(window_scored, self.sink_tokens, self.fa_decode)
         return list(zip(sources, resolve_patterns(sources, config, overrides, window), strict=True))
 
     def known_window(self, own: AttentionPattern) -> int | None:
@@ -136,7 +139,7 @@ class Choice(Options):
         int,
         Option(
             metavar="N",
-            help="How often each method chooses, each time by other prompts.",
+            help="Choices of a method, each by other prompts.",
             min=1,
             rich_help_panel=CHOICE,
         ),
@@ -145,7 +148,7 @@ class Choice(Options):
         int,
         Option(
             metavar="N",
-            help="BOSCH: masks tried for each layer of a subproblem.",
+            help="BOSCH: masks tried a layer of a subproblem.",
             min=1,
             rich_help_panel=CHOICE,
         ),
@@ -262,6 +265,7 @@ def compare(
             draw=lambda number: prompts.draw(tokenizer, number, prompts.examples),
             sliding_window=window,
             num_sink_tokens=own.num_sink_tokens if sink_tokens is None else sink_tokens,
+            full_attention_decode=bool(candidates.fa_decode),
             eval_window=candidates.eval_window, iterations=choice.iterations, batch_size=batch_size,
             weights=weights_sum(model), settings=prompts.settings(model), force=force,
             report=lambda line: progress.console.print(line, highlight=False, soft_wrap=True),

@@ -141,7 +141,7 @@ class _Ranking(NamedTuple):
     begun: float
 
     @property
-    def windowed(self) -> dict[str, int]:
+    def windowed(self) -> dict[str, Any]:
         return {"sliding_window": self.window, "num_sink_tokens": self.sinks}
 
     @property

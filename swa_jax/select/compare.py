@@ -45,6 +45,7 @@ def compare(
     draw: Callable[[int], Sequence[Example]],
     sliding_window: int | None,
     num_sink_tokens: int = 0,
+    full_attention_decode: bool = False,
     eval_window: int | None = None,
     iterations: int = 100,
     batch_size: int = 8,
@@ -62,6 +63,7 @@ def compare(
         same content, comes with the rows.
       ratios: shares of windowed KV heads, each reached by every method for every seed.
       sliding_window, num_sink_tokens: of the windowed heads while choosing; the window is needed with `methods` alone.
+      full_attention_decode: of what methods choose, as in `choose`.
       eval_window: of the chosen patterns while scored; None for the same.
       weights: the sum of the weights, as in `content_key`; settings: how the prompts came about, plain JSON values.
       force: go on where no pattern finds a single needle; report: called with a line for each row that is scored.
@@ -76,21 +78,24 @@ def compare(
         "sliding_window": sliding_window, "num_sink_tokens": num_sink_tokens, "eval_window": eval_window,
         "iterations": iterations,
     }  # fmt: skip
-    results = _Results(out / "results.json", digest([scored_on, choice, dict(settings)]))
+    decoded = (
+        {"full_attention_decode": True} if full_attention_decode else {}
+    )  # not there: results from before it was
+    results = _Results(out / "results.json", digest([scored_on, choice | decoded, dict(settings)]))
     if methods and sliding_window is None:
         raise ConfigError("sliding_window is missing: methods need to know what a windowed head sees")
     draws = {seed: draw(seed) for seed in (seeds if methods else ())}
     masks = {
-        seed: digest([scored_on, examples_sum(examples), sliding_window, num_sink_tokens])
+        seed: digest([scored_on, examples_sum(examples), sliding_window, num_sink_tokens, *decoded])
         for seed, examples in draws.items()
     }
     keys = {name: digest([scored_on, _content(pattern)]) for name, pattern in patterns}
     chosen_keys = {
-        (method, ratio, seed): digest([masks[seed], choice, method, ratio, seed])
+        (method, ratio, seed): digest([masks[seed], choice | decoded, method, ratio, seed])
         for seed, method, ratio in itertools.product(draws, methods, ratios)
     }
     missing = {key for key in [*keys.values(), *chosen_keys.values()] if results.find(key) is None}
-    about = {"scored_on": scored_on, "settings": dict(settings) | choice}
+    about = {"scored_on": scored_on, "settings": dict(settings) | choice | decoded}
     measure = _Measurement(model, held_out, batch_size, about, results, len(missing), report, progress)
 
     rows = []
@@ -102,8 +107,9 @@ def compare(
         to_choose = [ratio for ratio in ratios if chosen_keys[method, ratio, seed] in missing]
         chosen = choose(
             method, model, draws[seed], to_choose,
-            sliding_window=sliding_window, num_sink_tokens=num_sink_tokens, batch_size=batch_size,  # type: ignore[arg-type]
-            iterations=iterations, seed=seed, evaluations=out / f"evaluations-{seed}-{masks[seed][:8]}.json",
+            sliding_window=sliding_window, num_sink_tokens=num_sink_tokens,  # type: ignore[arg-type]
+            full_attention_decode=full_attention_decode, batch_size=batch_size, iterations=iterations, seed=seed,
+            evaluations=out / f"evaluations-{seed}-{masks[seed][:8]}.json",
             weights=weights, progress=measure.while_choosing(f"{method}, seed {seed}"),
         ) if to_choose else []  # fmt: skip
         for ratio, pattern in zip(to_choose, chosen, strict=True):

@@ -39,6 +39,7 @@ class MaskEvaluator:
 
     Args:
       sliding_window, num_sink_tokens: those of the windowed heads; None takes those of the model's pattern.
+      full_attention_decode: whether the answers' tokens see everything.
       file: a JSON file that keeps the scores, written every few seconds and by `save`. An interrupted search that is
         started again finds them there.
       weights: with `file`, the sum of the weights, as in `content_key`. None computes it from the model's arrays.
@@ -55,6 +56,7 @@ class MaskEvaluator:
         *,
         sliding_window: int | None = None,
         num_sink_tokens: int | None = None,
+        full_attention_decode: bool = False,
         batch_size: int = 8,
         file: Path | None = None,
         weights: str | None = None,
@@ -71,11 +73,11 @@ class MaskEvaluator:
         self._config = model.config
         kinds = (HYBRID,) * self.shape[0]
         self._pattern = AttentionPattern(kinds, window, self.num_sink_tokens)
-        self._batches = list(answer_batches(examples, batch_size, full_attention_decode=False))
+        self._batches = list(answer_batches(examples, batch_size, full_attention_decode))
         self._graph, self._weights = nnx.split(model.with_pattern(self._pattern))
         content = {} if file is None else content_key(
             model, examples, weights=weights, sliding_window=window, num_sink_tokens=self.num_sink_tokens,
-            full_attention_decode=False,
+            full_attention_decode=full_attention_decode,
         )  # fmt: skip
         self._file = ScoreFile(file, content, "scores of masks")
         self._scores: dict[str, Score] = self._file.scores

@@ -48,6 +48,7 @@ def gate_logits(
     full_share: float,
     sliding_window: int,
     num_sink_tokens: int = 0,
+    full_attention_decode: bool = False,
     steps: int = 200,
     batch_size: int = 8,
     seed: int = 0,
@@ -57,6 +58,7 @@ def gate_logits(
 
     Args:
       full_share: of the KV heads, that will stay full.
+      full_attention_decode: whether the answers' tokens see everything.
       steps: of Adam, each on one batch of examples, in turn.
       seed: of the gates' noise.
 
@@ -66,9 +68,12 @@ def gate_logits(
     config = model.config
     if config.mlp_layer_types:
         raise ConfigError("gates go through layers that are all alike, the model's mlp_layer_types differ")
-    window = AttentionPattern((WINDOW,) * config.num_hidden_layers, sliding_window, num_sink_tokens)
+    kinds = (WINDOW,) * config.num_hidden_layers
+    window = AttentionPattern(
+        kinds, sliding_window, num_sink_tokens, full_attention_decode=full_attention_decode
+    )
     graph, weights = nnx.split(model.with_pattern(window))
-    batches = [batch for _, batch in answer_batches(examples, batch_size, full_attention_decode=False)]
+    batches = [batch for _, batch in answer_batches(examples, batch_size, full_attention_decode)]
     optimizer = optax.adam(LEARNING_RATE)
     logits = jnp.full((config.num_hidden_layers, config.num_key_value_heads), START)
     state = optimizer.init(logits)
@@ -104,11 +109,12 @@ def _gradient(
 def gated_loss(model: Decoder, gates: jax.Array, batch: AnswerBatch) -> jax.Array:
     """The mean NLL of each example's answer [B] f32, where heads mix full and window attention by `gates` [L, K].
 
-    The window is that of the model's pattern. A gate of 1 is full attention, one of 0 the window.
+    Window and full-attention decode are those of the model's pattern. A gate of 1 is full attention, one of 0 a window.
     """
     config = model.config
     plan = layer_plan(AttentionPattern((FULL,) * config.num_hidden_layers), config, (FULL,))
-    context = model.context(batch.tokens, (FULL,), batch.segment_ids)
+    full_from = batch.full_from if model.pattern.full_attention_decode else None
+    context = model.context(batch.tokens, (FULL,), batch.segment_ids, full_from=full_from)
     full_spec = dataclasses.replace(context.spec, window=None, num_sink_tokens=0)
     graph, layers = nnx.split(model.layers)
 
@@ -118,9 +124,11 @@ def gated_loss(model: Decoder, gates: jax.Array, batch: AnswerBatch) -> jax.Arra
         block = nnx.merge(graph, weights)
         q, k, v = block.attention.qkv(block.attention_input(x), row, context)
         full, windowed = (
-            attend(q, k, v, spec, block.attention.per_head(), context.packing)[0]
-            for spec in (full_spec, context.spec)
-        )
+            attend(q, k, v, spec, block.attention.per_head(), packing)[0]
+            for spec, packing in (
+                (full_spec, context.packing._replace(full_from=None)), (context.spec, context.packing)
+            )
+        )  # fmt: skip
         open_ = jnp.repeat(open_, q.shape[2] // k.shape[2])[:, None].astype(q.dtype)  # [H, 1]
         mixed = windowed + open_ * (full - windowed)
         return block.after_attention(x, block.attention.output(mixed))[0], None

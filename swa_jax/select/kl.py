@@ -30,6 +30,7 @@ def kl_scores(
     *,
     sliding_window: int,
     num_sink_tokens: int = 0,
+    full_attention_decode: bool = False,
     whole_layers: bool = False,
     batch_size: int = 8,
     progress: Callable[[int, int], None] | None = None,
@@ -39,6 +40,7 @@ def kl_scores(
     Larger means that full attention is needed more.
 
     Args:
+      full_attention_decode: whether the answers' tokens see everything.
       whole_layers: window whole layers, one at a time; all heads of a layer then have the layer's score.
       progress: called with (passes done, passes in all).
 
@@ -60,7 +62,7 @@ def kl_scores(
         full = np.ones((layers, heads), bool)
         full[turned] = False
         masks.append(full)
-    batches = list(answer_batches(examples, batch_size, full_attention_decode=False))
+    batches = list(answer_batches(examples, batch_size, full_attention_decode))
     sums, done = np.zeros(len(masks)), 0
     for index, batch in batches:
         everything = _features(graph, weights, batch, plan(np.ones((layers, heads), bool)), kinds)

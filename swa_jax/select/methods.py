@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ class Task(NamedTuple):
     ratios: Sequence[float]
     sliding_window: int
     num_sink_tokens: int
+    full_attention_decode: bool
     batch_size: int
     iterations: int
     seed: int
@@ -60,6 +62,7 @@ def choose(
     *,
     sliding_window: int,
     num_sink_tokens: int = 0,
+    full_attention_decode: bool = False,
     batch_size: int = 8,
     iterations: int = 100,
     seed: int = 0,
@@ -70,11 +73,13 @@ def choose(
 ) -> list[AttentionPattern]:
     """A pattern for each ratio: the share of KV heads, or of layers, that is windowed, rounded up.
 
-    Patterns are chosen and meant for decoding without full attention; each says in its provenance how it was chosen.
+    Each pattern says in its provenance how it was chosen.
 
     Args:
       method: a name in `swa_jax.select.method_table.METHODS`.
       examples: what to choose by; those that look at places alone ignore them.
+      full_attention_decode: whether answers are decoded with full attention, in the patterns and while those methods
+        choose that run the model with windows: NLL, BOSCH, KL and gates.
       iterations: BOSCH's kappa.
       data: what the examples are, for the provenance.
       evaluations: where BOSCH keeps its scores; shared by its variants and ratios.
@@ -87,16 +92,18 @@ def choose(
     if method not in METHODS:
         raise ConfigError(f"method '{method}' is not known{nearest(method, list(METHODS))}")
     task = Task(
-        model, examples, ratios, sliding_window, num_sink_tokens, batch_size, iterations, seed, data, evaluations,
-        weights, progress,
+        model, examples, ratios, sliding_window, num_sink_tokens, full_attention_decode, batch_size, iterations, seed,
+        data, evaluations, weights, progress,
     )  # fmt: skip
     row = METHODS[method]
-    return _RUN[row.family](task, **row.options)
+    patterns = _RUN[row.family](task, **row.options)
+    return [dataclasses.replace(one, full_attention_decode=full_attention_decode) for one in patterns]
 
 
 def _nll(task: Task, greedy: bool = False) -> list[AttentionPattern]:
     scorer = LayerScorer(
-        task.model, task.examples, **task.windowed, full_attention_decode=False, batch_size=task.batch_size
+        task.model, task.examples, **task.windowed, full_attention_decode=task.full_attention_decode,
+        batch_size=task.batch_size,
     )  # fmt: skip
     drawn: dict[str, Any] = {"data": task.data, "seed": task.seed}
     if not greedy:
@@ -125,8 +132,8 @@ def _light_transfer(task: Task) -> list[AttentionPattern]:
 
 def _bosch(task: Task, variant: Variant) -> list[AttentionPattern]:
     evaluate = MaskEvaluator(
-        task.model, task.examples, **task.windowed, batch_size=task.batch_size, file=task.evaluations,
-        weights=task.weights,
+        task.model, task.examples, **task.windowed, full_attention_decode=task.full_attention_decode,
+        batch_size=task.batch_size, file=task.evaluations, weights=task.weights,
     )  # fmt: skip
     settings: dict[str, Any] = {"variant": variant, "iterations": task.iterations, "seed": task.seed}
     try:
@@ -146,8 +153,8 @@ def _bosch(task: Task, variant: Variant) -> list[AttentionPattern]:
 
 def _static(task: Task, method: StaticMethod) -> list[AttentionPattern]:
     scores = static_scores(
-        task.model, task.examples, method, **task.windowed, batch_size=task.batch_size, seed=task.seed,
-        progress=task.progress,
+        task.model, task.examples, method, **task.windowed, full_attention_decode=task.full_attention_decode,
+        batch_size=task.batch_size, seed=task.seed, progress=task.progress,
     )  # fmt: skip
     local = LARGER_IS_LOCAL[method]
     masks = [window_most_local(scores, ratio, larger_is_local=local) for ratio in task.ratios]
@@ -159,8 +166,9 @@ def _gates(task: Task) -> list[AttentionPattern]:
     patterns = []
     for ratio in task.ratios:
         scores = gate_logits(
-            task.model, task.examples, full_share=1 - ratio, **task.windowed, batch_size=task.batch_size,
-            seed=task.seed, progress=task.progress,
+            task.model, task.examples, full_share=1 - ratio, **task.windowed,
+            full_attention_decode=task.full_attention_decode, batch_size=task.batch_size, seed=task.seed,
+            progress=task.progress,
         )  # fmt: skip
         mask = window_most_local(scores, ratio, larger_is_local=False)
         more = {"data": task.data, "scores": scores.tolist(), "larger_is_local": False}

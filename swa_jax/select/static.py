@@ -79,6 +79,7 @@ def static_scores(
     *,
     sliding_window: int,
     num_sink_tokens: int = 0,
+    full_attention_decode: bool = False,
     batch_size: int = 1,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
@@ -91,6 +92,7 @@ def static_scores(
       examples: prompts with answers. RAZOR uses only their length and the model's vocabulary.
       method: "dcam", "apl", "proxy", "qada", "razor", "fisher", "fisher-text", "kl" or "kl-layers".
       num_sink_tokens: what a windowed head sees beside its window; only "kl" and "kl-layers" ask for it.
+      full_attention_decode: whether the answers' tokens see everything; as above.
       seed: the seed of RAZOR's random tokens.
       progress: called with (batches done, batches in all).
 
@@ -102,7 +104,8 @@ def static_scores(
     if method in ("kl", "kl-layers"):
         return kl_scores(
             model, examples, sliding_window=sliding_window, num_sink_tokens=num_sink_tokens,
-            whole_layers=method == "kl-layers", batch_size=batch_size, progress=progress,
+            full_attention_decode=full_attention_decode, whole_layers=method == "kl-layers", batch_size=batch_size,
+            progress=progress,
         )  # fmt: skip
     check_softmax(config, f"{method} scores heads")
     if method == "fisher-text":

@@ -19,11 +19,12 @@ from planted import (
 )
 
 from swa_jax.errors import ConfigError
-from swa_jax.evaluate.nll import score_batch
+from swa_jax.evaluate import Example
+from swa_jax.evaluate.nll import score_answers, score_batch
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import MaskEvaluator, Score, bosch, bosch_pattern
 from swa_jax.select.bosch_search import adaptive_counts, layer_weights
-from swa_jax.select.heads import head_mask
+from swa_jax.select.heads import head_mask, head_pattern
 from swa_jax.select.search import search, with_ones
 
 HEADS = LAYERS * KV_HEADS
@@ -62,6 +63,16 @@ def test_each_planted_head_answers_its_class_alone(evaluate):
 def test_sink_tokens_that_hold_the_prompt_answer_everything(model, examples):
     sinks = evaluator(model, examples, num_sink_tokens=len(examples[0].prompt))
     assert sinks(np.zeros((LAYERS, KV_HEADS), bool)).accuracy == 1
+
+
+def test_masks_under_full_attention_decode(model, examples):
+    asked = [Example(e.prompt[:-1], [e.prompt[-1], *e.answer], []) for e in examples[:4]]
+    mask = planted_mask()
+    for decode in (False, True):
+        got = evaluator(model, asked, full_attention_decode=decode)(mask).log_likelihood
+        pattern = dataclasses.replace(head_pattern(mask, WINDOW_SIZE, 0, {}), full_attention_decode=decode)
+        scored = score_answers(model, asked, pattern=pattern, full_attention_decode=decode)
+        assert got == pytest.approx(-float(scored.nll.mean()), rel=1e-5)
 
 
 def test_the_planted_heads_are_found_with_one_compilation(model, examples):

@@ -62,11 +62,13 @@ def test_patterns_with_heads_are_data_to_one_program(model, monkeypatch):
 def test_every_method_windows_the_share_it_is_told(model, method, monkeypatch):
     monkeypatch.setattr(methods, "gate_logits", functools.partial(methods.gate_logits, steps=2))
     patterns = choose(
-        method, model, planted_examples(4), [0.5, 0.75], sliding_window=WINDOW_SIZE, iterations=2, batch_size=4
+        method, model, planted_examples(4), [0.5, 0.75], sliding_window=WINDOW_SIZE, iterations=2, batch_size=4,
+        full_attention_decode=method == "kl",
     )  # fmt: skip
     for pattern, ratio in zip(patterns, (0.5, 0.75), strict=True):
         assert (~head_mask(pattern, KV_HEADS)).mean() == ratio
         assert pattern.sliding_window == WINDOW_SIZE
+        assert pattern.full_attention_decode == (method == "kl")
         assert pattern.provenance["method"].startswith(method.removesuffix("-heads"))
 
 
@@ -281,6 +283,31 @@ def test_another_window_for_scoring(model, tmp_path):
     assert chosen.sliding_window == WINDOW_SIZE
 
 
+def test_full_attention_decode(model, tmp_path):
+    """Methods choose under it and are scored under it; what was scored without it stays another result."""
+    asked = [Example(e.prompt[:-1], [e.prompt[-1], *e.answer], []) for e in planted_examples(8)]
+
+    def go(decode):
+        rows = compare(
+            model, [], asked, tmp_path, methods=["nll", "kl"], ratios=[0.75], seeds=[0], draw=lambda _: asked,
+            sliding_window=WINDOW_SIZE, full_attention_decode=decode, iterations=4, settings={}, force=True,
+            report=lines.append,
+        )  # fmt: skip
+        for row in rows:
+            pattern = AttentionPattern.from_json(json.dumps(row["pattern"]))
+            assert pattern.full_attention_decode == decode
+            scored = score_answers(model, asked, pattern=pattern, full_attention_decode=decode)
+            assert row["answer_nll"] == pytest.approx(float(scored.nll.mean()), rel=1e-6)
+        assert rows[0]["pattern"]["provenance"]["scored_with_full_attention_decode"] == decode
+        return rows[1]["pattern"]["provenance"]["scores"]
+
+    lines = []
+    without, beside = go(False), go(True)
+    assert without != beside
+    assert (go(False), go(True)) == (without, beside)
+    assert sum(line.endswith("% found") for line in lines) == 4  # nothing twice
+
+
 def test_on_the_command_line(monkeypatch, tmp_path):
     monkeypatch.setattr("swa_jax.cli.compare.load_checkpoint", lambda *_: (planted_model(), None))
     monkeypatch.setattr("swa_jax.cli.options.draw_needles", lambda *_: planted_examples())
@@ -299,3 +326,6 @@ def test_on_the_command_line(monkeypatch, tmp_path):
         "compare", *options, "--against", "bosch", "--out", tmp_path
     )
     assert "--ratio is 2.0" in fails("compare", *options, "--ratio", 2, "--out", tmp_path)
+    run("compare", *options, "--fa-decode", "--out", tmp_path / "c", "--ratio", 0.5)
+    rows = json.loads((tmp_path / "c" / "results.json").read_text())["rows"]
+    assert [row["pattern"]["full_attention_decode"] for row in rows[-3:]] == [True] * 3

@@ -28,15 +28,17 @@ def examples(vocab, count=3):
 
 
 @pytest.mark.parametrize("config", [SOFTMAX, pytest.param(SANDWICH, marks=pytest.mark.slow)])
-def test_open_and_shut_gates_are_full_and_window_attention(config):
-    model = Decoder(config, WINDOWED, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize("decode", [False, True])
+def test_open_and_shut_gates_are_full_and_window_attention(config, decode):
+    windowed = dataclasses.replace(WINDOWED, full_attention_decode=decode)
+    model = Decoder(config, windowed, rngs=nnx.Rngs(0))
     asked = examples(config.vocab_size)
-    ((index, batch),) = answer_batches(asked, 4, False)
+    ((index, batch),) = answer_batches(asked, 4, decode)
     full = np.zeros((4, 2), bool)
     full[1, 0] = full[2] = True
     for mask in (np.ones((4, 2), bool), np.zeros((4, 2), bool), full):
         got = gated_loss(model, jnp.asarray(mask, jnp.float32), batch)[: len(index)]
-        pattern = head_pattern(mask, 4, 1, {})
+        pattern = dataclasses.replace(head_pattern(mask, 4, 1, {}), full_attention_decode=decode)
         expected = score_answers(model.with_pattern(pattern), asked, batch_size=4).nll[index]
         assert_close(got, expected.astype(np.float32), "float32")
 
