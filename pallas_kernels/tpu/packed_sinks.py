@@ -6,6 +6,7 @@ forward pass of 8 query heads over 2 KV heads (v6e, window 1024).
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -77,22 +78,33 @@ class SinkCopies:
     sink_values: Ref
 
     def fetch(self, step: jax.Array) -> None:
-        """Begins the next step's copies, waits for this one's, and writes its sink tokens one behind another."""
+        """Begins the next step's copies, waits for this one's, and writes its sink tokens one behind another.
+
+        What the step before has is not copied again.
+        """
 
         @pl.when(step == 0)
         def _():
             for copy in self.of_step(step):
                 copy.start()
 
-        @pl.when(step + 1 < self.num_steps)
+        @pl.when(self.is_new(step + 1))
         def _():
             for copy in self.of_step(step + 1):
                 copy.start()
 
-        for copy in self.of_step(step):
-            copy.wait()
-        for which, joined_ref in enumerate((self.sink_keys, self.sink_values)):
-            self.join(step, self.copies.at[lax.rem(step, 2), which], joined_ref)
+        @pl.when((step == 0) | self.is_new(step))
+        def _():
+            for copy in self.of_step(step):
+                copy.wait()
+            for which, joined_ref in enumerate((self.sink_keys, self.sink_values)):
+                self.join(step, self.copies.at[lax.rem(step, 2), which], joined_ref)
+
+    def is_new(self, step: jax.Array) -> jax.Array:
+        """Whether a step has other documents than the one before; False where either is outside the grid."""
+        here, before = jnp.minimum(step, self.num_steps - 1), jnp.maximum(step - 1, 0)
+        pairs = [(self.start(here, i), self.start(before, i)) for i in range(self.documents)]
+        return functools.reduce(jnp.logical_or, [one != other for one, other in pairs])
 
     def of_step(self, step: jax.Array) -> list[Any]:
         slot, rows = lax.rem(step, 2), self.copies.shape[3]

@@ -247,8 +247,8 @@ def _kernel(
         pl.when((part == 0) & (index < num_blocks))(functools.partial(copies.fetch, index))
         refs = refs._replace(sink_keys=copies.sink_keys, sink_values=copies.sink_values)
     cut += call.zero_cut
-    step = Step(call, refs, grid.members, grid.members * grid.parts, index, part, first_sink)
-    if call.spec.num_sink_tokens:
+    step = Step(call, refs, grid.members, grid.members * grid.parts, index, part, first_sink, has_segments)
+    if call.spec.num_sink_tokens and not step.writes_sinks:
         for acc in (refs.dk_sinks_acc, refs.dv_sinks_acc):
             new = part == 0 if has_segments else (index == 0) & (part == 0)
             pl.when(new)(functools.partial(clear, acc, ...))
@@ -262,7 +262,7 @@ def _kernel(
         else:
             pl.when(here)(Body(step, present, sinks, usual=i + 1 == len(steps)).attend)
 
-    if call.spec.num_sink_tokens:
+    if call.spec.num_sink_tokens and not step.writes_sinks:
         last = index < num_blocks if has_segments else index == num_blocks - 1
         pl.when(last & (part == grid.parts - 1))(step.write_sinks)
 

@@ -90,6 +90,12 @@ class Step:
     index: jax.Array
     part: jax.Array
     first_sink: jax.Array | int
+    packed: bool
+
+    @property
+    def writes_sinks(self) -> bool:
+        """Whether the gradients of sink tokens that this step gives are complete with its one head's."""
+        return self.packed and self.group == 1 and self.refs.dk_sinks is not None
 
     def slot(self, block: int) -> jax.Array:
         """Where in the ring a block of the window is, the oldest being 0."""
@@ -159,6 +165,9 @@ class Body:
             width = math.gcd(_UNIT, block)
             starts = range(0, block, width)
             units = [_Unit(_SINKS, self.sink_rows, slice(at, at + width), at) for at in starts] + units
+        elif step.writes_sinks:
+            for ref in (self.refs.dk_sinks, self.refs.dv_sinks):
+                ref[...] = jnp.zeros_like(ref)
         pipelined(units, self.products, self.finish, ahead=_AHEAD)
         self.write_queries()
         if step.group == 1 and self.present > blocks_back(call):  # tiles that the window had passed already
@@ -213,15 +222,13 @@ class Body:
         if call.has_bias:
             refs.dbias[:, queries] += dlogits.sum(axis=0, keepdims=True)
         w, ds = w.astype(refs.q.dtype), ds.astype(refs.q.dtype)
-        if unit.block == _SINKS:
-            refs.dv_sinks_acc[:, unit.keys] += dot(clean(refs.dout_t[:, queries]), w, NT)
-            refs.dk_sinks_acc[:, unit.keys] += dot(clean(refs.q_t[:, queries]), ds, NT)
-            self.add_to_queries(queries, dot(clean(self.sink_k_t), ds, NN))
-            return
-        slot = self.step.slot(unit.block)
         dv = dot(clean(refs.dout_t[:, queries]), w, NT)
         dk = dot(clean(refs.q_t[:, queries]), ds, NT)
-        self.add_to_keys(unit, slot, dv, dk)
+        if unit.block == _SINKS:
+            self.add_to_sinks(unit, dv, dk)
+            self.add_to_queries(queries, dot(clean(self.sink_k_t), ds, NN))
+            return
+        self.add_to_keys(unit, self.step.slot(unit.block), dv, dk)
         self.add_to_queries(queries, dot(clean(refs.k_t[unit.block, :, unit.keys]), ds, NN))
 
     def sink_distance(self, unit: _Unit) -> jax.Array:
@@ -291,6 +298,16 @@ class Body:
                 write(out_ref, keys, total, factor)
             else:
                 ring[slot, :, keys] = total
+
+    def add_to_sinks(self, unit: _Unit, dv: jax.Array, dk: jax.Array) -> None:
+        refs, alone = self.refs, self.step.writes_sinks
+        for acc, gradient in ((refs.dv_sinks_acc, dv), (refs.dk_sinks_acc, dk)):
+            entering = alone and unit.queries.start == 0
+            if entering and unit.keys.stop < acc.shape[1]:  # documents that no query of the step sees
+                acc[...] = jnp.zeros_like(acc)
+            acc[:, unit.keys] = gradient if entering else acc[:, unit.keys] + gradient
+        if alone and unit.queries.stop == self.call.tiles.q_block:
+            self.step.write_sinks()
 
     def add_to_queries(self, queries: slice, gradient: jax.Array) -> None:
         """Adds [D, queries] to dq, strip by strip."""

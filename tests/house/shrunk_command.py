@@ -57,6 +57,7 @@ ADDED = {
     "python scripts/compare_training.py swiattn-chains": ["--tiny", "--arms", "swiattn", "swa-cpt"],
     "python scripts/compare_training.py swiattn-ablations": ["--tiny", "--arms", "swiattn", "V1, gamma = base"],
     "python scripts/compare_training.py swat": ["--tiny", "--arms", "vanilla 32", "sliding 32"],
+    "python scripts/compare_training.py swat-longer": ["--tiny", "--arms", "sliding 32, Muon"],
     "python scripts/compare_swaa.py": ["--tiny", "--cells", "2"],
     # A model of one step gives no right reply.
     "python scripts/compare_swaa.py --model chains --checkpoint": ["--checkpoint", "runs/chains-checkpoint"],

@@ -44,6 +44,7 @@ LONG = (
     "docs/index.md",
     "docs/kernels.md",
     "docs/measurements.md",
+    "docs/needles.md",
     "docs/planning.md",
     "docs/pods.md",
     "docs/questions.md",
