@@ -35,6 +35,8 @@ _SAID = (
     ("softmax RoPE above sigmoid AliRope (-+)", "-", "sliding 32", "sigmoid AliRope (-+)", _BOTH),
     ("ALiBi mends it: RoPE above ALiBi (-), both sigmoid", "-", "sigmoid RoPE", "sigmoid ALiBi (-)", ("Muon",)),
     ("No. 3, 4: softmax RoPE above sigmoid ALiBi (-)", "3.014, 3.007", "sliding 32", "sigmoid ALiBi (-)", ("Muon",)),
+    ("ALiBi mends it: RoPE above AliRope (-), both sigmoid", "-", "sigmoid RoPE", "sigmoid AliRope (-)", ("Muon",)),
+    ("softmax RoPE above sigmoid AliRope (-)", "-", "sliding 32", "sigmoid AliRope (-)", ("Muon",)),
     (
         "AliRope (-+) above AliRope (-)", "average accuracy 45.85, 46.88", "sigmoid AliRope (-+)",
         "sigmoid AliRope (-)", ("Muon",),

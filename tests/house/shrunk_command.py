@@ -61,6 +61,7 @@ ADDED = {
     "python scripts/compare_swaa.py": ["--tiny", "--cells", "2"],
     # A model of one step gives no right reply.
     "python scripts/compare_swaa.py --model chains --checkpoint": ["--checkpoint", "runs/chains-checkpoint"],
+    "swa-jax compare": ["--force"],  # models of one step answer nothing
     "python scripts/compare_peers.py": ["--calls", "1"],
     "python scripts/plant_faults.py": ["--list"],  # hours
     "python scripts/train_chains.py": ["--steps", "1"],
