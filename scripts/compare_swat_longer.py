@@ -56,7 +56,5 @@ def pictures(out: Path, runs: Mapping[str, list[dict]]) -> list[tuple[str, str]]
     if not curves:
         return []
     title = "Window 32, rows of 256, 4.1M tokens"
-    training_curves(
-        curves, 4 * compare_swat.BIN, out / "loss.png", title=title, ylabel="Training loss (nats)"
-    )
+    training_curves(curves, compare_swat.BIN, out / "loss.png", title=title, ylabel="Training loss (nats)")
     return [("loss.png", "Training loss with window 32 and rows of 256, mean and range over the seeds")]
