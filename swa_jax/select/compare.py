@@ -63,8 +63,7 @@ def compare(
         same content, comes with the rows.
       ratios: shares of windowed KV heads, each reached by every method for every seed.
       sliding_window, num_sink_tokens: of the windowed heads while choosing; the window is needed with `methods` alone.
-      full_attention_decode: of what methods choose, as in `choose`.
-      eval_window: of the chosen patterns while scored; None for the same.
+      full_attention_decode: of what methods choose, as in `choose`; eval_window: theirs while scored; None: the same.
       weights: the sum of the weights, as in `content_key`; settings: how the prompts came about, plain JSON values.
       force: go on where no pattern finds a single needle; report: called with a line for each row that is scored.
       progress: called with (patterns scored, patterns to be scored), and while a method chooses also with a text that
@@ -74,14 +73,12 @@ def compare(
       ConfigError: `out` holds something else; what a method refuses; or none of `patterns` finds a needle.
     """
     scored_on = content_key(model, held_out, weights=weights)
+    decoded = {"full_attention_decode": True} if full_attention_decode else {}
     choice = {
         "sliding_window": sliding_window, "num_sink_tokens": num_sink_tokens, "eval_window": eval_window,
-        "iterations": iterations,
+        "iterations": iterations, **decoded,
     }  # fmt: skip
-    decoded = (
-        {"full_attention_decode": True} if full_attention_decode else {}
-    )  # not there: results from before it was
-    results = _Results(out / "results.json", digest([scored_on, choice | decoded, dict(settings)]))
+    results = _Results(out / "results.json", digest([scored_on, choice, dict(settings)]))
     if methods and sliding_window is None:
         raise ConfigError("sliding_window is missing: methods need to know what a windowed head sees")
     draws = {seed: draw(seed) for seed in (seeds if methods else ())}
@@ -91,13 +88,12 @@ def compare(
     }
     keys = {name: digest([scored_on, _content(pattern)]) for name, pattern in patterns}
     chosen_keys = {
-        (method, ratio, seed): digest([masks[seed], choice | decoded, method, ratio, seed])
+        (method, ratio, seed): digest([masks[seed], choice, method, ratio, seed])
         for seed, method, ratio in itertools.product(draws, methods, ratios)
     }
     missing = {key for key in [*keys.values(), *chosen_keys.values()] if results.find(key) is None}
-    about = {"scored_on": scored_on, "settings": dict(settings) | choice | decoded}
+    about = {"scored_on": scored_on, "settings": dict(settings) | choice}
     measure = _Measurement(model, held_out, batch_size, about, results, len(missing), report, progress)
-
     rows = []
     for name, pattern in patterns:
         key = keys[name]
@@ -106,16 +102,14 @@ def compare(
     for seed, method in itertools.product(draws, methods):
         to_choose = [ratio for ratio in ratios if chosen_keys[method, ratio, seed] in missing]
         chosen = choose(
-            method, model, draws[seed], to_choose,
+            method, model, draws[seed], to_choose, full_attention_decode=full_attention_decode, batch_size=batch_size,
             sliding_window=sliding_window, num_sink_tokens=num_sink_tokens,  # type: ignore[arg-type]
-            full_attention_decode=full_attention_decode, batch_size=batch_size, iterations=iterations, seed=seed,
-            evaluations=out / f"evaluations-{seed}-{masks[seed][:8]}.json",
+            iterations=iterations, seed=seed, evaluations=out / f"evaluations-{seed}-{masks[seed][:8]}.json",
             weights=weights, progress=measure.while_choosing(f"{method}, seed {seed}"),
         ) if to_choose else []  # fmt: skip
         for ratio, pattern in zip(to_choose, chosen, strict=True):
-            measure.chosen(
-                chosen_keys[method, ratio, seed], pattern, eval_window, name=method, ratio=ratio, seed=seed
-            )
+            key = chosen_keys[method, ratio, seed]
+            measure.chosen(key, pattern, eval_window, name=method, ratio=ratio, seed=seed)
     results.write_patterns(out / "patterns")
     results.note_others(report)
     return [*rows, *results.chosen]
