@@ -47,8 +47,14 @@ MOST = {
 }
 # How often an option may be repeated: the first ones stay, and all files, because a page may name a wrong one.
 REPEATS = {"--pattern": 2, "--chip": 1, "--ratio": 2}
-# Words that stand for others. A model of the Hub is the bundled one, which has the same format and finds needles.
-INSTEAD = {"Qwen/Qwen3-0.6B": "swa_jax/recall", "hf://Qwen/Qwen3-0.6B@main": "swa_jax/recall"}
+# Words that stand for others. A model of the Hub is the bundled one, which has the same format and finds needles. A
+# model that a page trains has made one step here and answers nothing, so that methods cannot choose by its answers.
+INSTEAD = {
+    "Qwen/Qwen3-0.6B": "swa_jax/recall",
+    "hf://Qwen/Qwen3-0.6B@main": "swa_jax/recall",
+    "runs/chains-1/model": "runs/chains-checkpoint",
+    "runs/chains-2/model": "runs/chains-checkpoint",
+}
 # What is added to every command that begins so.
 ADDED = {
     "python -m launch.tpu_vm": ["--dry-run"],  # no cloud here
@@ -59,9 +65,6 @@ ADDED = {
     "python scripts/compare_training.py swat": ["--tiny", "--arms", "vanilla 32", "sliding 32"],
     "python scripts/compare_training.py swat-longer": ["--tiny", "--arms", "sliding 32, Muon"],
     "python scripts/compare_swaa.py": ["--tiny", "--cells", "2"],
-    # A model of one step gives no right reply.
-    "python scripts/compare_swaa.py --model chains --checkpoint": ["--checkpoint", "runs/chains-checkpoint"],
-    "swa-jax compare": ["--force"],  # models of one step answer nothing
     "python scripts/compare_peers.py": ["--calls", "1"],
     "python scripts/plant_faults.py": ["--list"],  # hours
     "python scripts/train_chains.py": ["--steps", "1"],
