@@ -89,7 +89,7 @@ def decode(static: Static, tile: Tile, x: Operands, shares: int) -> tuple[jax.Ar
     results = [
         (
             jax.ShapeDtypeStruct((*shape, head_dim), jnp.float32),
-            pl.BlockSpec((*block, pl.next_power_of_2(head_dim)), lambda i, h, b: (b, h, i, 0, 0)),
+            pl.BlockSpec((*block, _width(head_dim)), lambda i, h, b: (b, h, i, 0, 0)),
         )
     ]
     if static.spec.activation == "softmax":
@@ -111,7 +111,7 @@ def _query_grid(tile: Tile, x: Operands) -> tuple[int, int, int]:
 def _call(kernel, static: Static, tile: Tile, x: Operands, grid: tuple[int, int, int], results):
     """Runs `kernel` over the grid; `results` are pairs of a shape and a block spec."""
     kv_heads, head_dim = x.k.shape[2:]
-    width = pl.next_power_of_2(head_dim)
+    width = _width(head_dim)
     per_kv_head = grid[1] // kv_heads
 
     def kv_head(h):
@@ -158,6 +158,13 @@ def _call(kernel, static: Static, tile: Tile, x: Operands, grid: tuple[int, int,
     )(x)
 
 
+def _width(head_dim: int) -> int:
+    """Channels of a tile: a power of two, and 16 at least. Of fewer, the tensor cores of an H100 added each four times
+    (head_dim 4) without a word.
+    """
+    return max(16, pl.next_power_of_2(head_dim))
+
+
 def _latest_first(i, blocks):
     """The query block of program i: causal work grows with the position, so the long programs start first."""
     return blocks - 1 - i
@@ -167,7 +174,7 @@ def _sequence(shape, dtype):
     """A result [B, length, heads, D]. A program is handed the sequence of its head and stores what is inside of it:
     the lowering would write a whole block, over the next row of the batch and beyond the array.
     """
-    block = (None, shape[1], None, pl.next_power_of_2(shape[3]))
+    block = (None, shape[1], None, _width(shape[3]))
     return jax.ShapeDtypeStruct(shape, dtype), pl.BlockSpec(block, lambda i, h, b: (b, 0, h, 0))
 
 

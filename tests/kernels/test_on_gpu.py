@@ -41,8 +41,11 @@ CALLS = {
     "head-dim-80": call(WINDOW, head_dim=80),
     "head-dim-256": call(WINDOW, head_dim=256),
     "float32": call(WINDOW, dtype="float32"),
-    # Weights that add up to the number of keys: a short window, since the tolerances are for values of order one.
-    "sigmoid": call(AttentionSpec(window=100, activation="sigmoid"), ("alibi_slopes", "scalar_bias")),
+    # Two heads, whose slopes both fall: with a rising one, weights near 1 add up to the number of keys, and their rounding
+    # to more than tolerances for values of order one allow.
+    "sigmoid": call(
+        AttentionSpec(window=300, activation="sigmoid"), ("alibi_slopes", "scalar_bias"), heads=2, kv_heads=1
+    ),
 }
 TRITON = Implementation("triton")  # with its own tiles
 
