@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +12,9 @@ from pallas_kernels.blocks import on_tpu
 from pallas_kernels.dispatch import Implementation, choose, current_device
 from pallas_kernels.parts import scale_queries
 from pallas_kernels.request import Request
-from pallas_kernels.spec import NEVER, PerHead, coordinates
+from pallas_kernels.spec import NEVER, PerHead, Pools, coordinates
 from pallas_kernels.tpu.cache_write import write_pool
 from pallas_kernels.tpu.decode import decode_pool
-
-
-class Pools(NamedTuple):
-    """Caches [rows, B, entries, D], the row of each KV head [K], and the positions [B, entries] if not the indices."""
-
-    k: jax.Array
-    v: jax.Array
-    slots: jax.Array
-    positions: jax.Array | None = None
 
 
 def attend_over_pools(
@@ -46,13 +36,14 @@ def attend_over_pools(
         of the heads follow each other.
     """
     batch, length, heads, size = q.shape
-    request = Request(
-        "decode_attention",
-        *(spec, batch, length, pools.k.shape[2], heads, pools.slots.shape[0], size, q.dtype.name),
-        device=current_device(implementation),
-        implementation=implementation,
-    )
-    if choose(request)[0] == "tpu":
+    chosen = _chosen(q, pools, spec, implementation)
+    if chosen == "triton":
+        from pallas_kernels import gpu  # late, for JAX may have dropped its lowering
+
+        q, per_head = scale_queries(q, per_head)
+        caches = ((pools, spec),) if others is None else ((pools, spec), others)
+        return gpu.decode_pools(q, caches, per_head, lengths=lengths, full_from=full_from).astype(q.dtype)
+    if chosen == "tpu":
 
         def over(pools: Pools, spec: AttentionSpec) -> jax.Array:
             where = coordinates(
@@ -96,6 +87,24 @@ def attend_over_pools(
         lambda one: head(*one), (slots, by_head, options._replace(full_heads=per_head.full_heads))
     )
     return out.transpose(1, 2, 0, 3, 4).reshape(q.shape)
+
+
+def reads_two_pools(
+    q: jax.Array, pools: Pools, spec: AttentionSpec, implementation: Implementation | None
+) -> bool:
+    """Whether `attend_over_pools` with `others` is one launch, in which a pool that a head is not in costs nothing."""
+    return _chosen(q, pools, spec, implementation) == "triton"
+
+
+def _chosen(q: jax.Array, pools: Pools, spec: AttentionSpec, implementation: Implementation | None) -> str:
+    batch, length, heads, size = q.shape
+    request = Request(
+        "decode_attention",
+        *(spec, batch, length, pools.k.shape[2], heads, pools.slots.shape[0], size, q.dtype.name),
+        device=current_device(implementation),
+        implementation=implementation,
+    )
+    return choose(request)[0]
 
 
 def write_token(pool: jax.Array, slots: jax.Array, values: jax.Array, entries: jax.Array) -> jax.Array:

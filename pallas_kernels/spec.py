@@ -182,6 +182,15 @@ class Coordinates(NamedTuple):
     q_sin: jax.Array | None = None
 
 
+class Pools(NamedTuple):
+    """Caches [rows, B, entries, D], the row of each KV head [K], and the positions [B, entries] if not the indices."""
+
+    k: jax.Array
+    v: jax.Array
+    slots: jax.Array
+    positions: jax.Array | None = None
+
+
 def coordinates(
     q_length: int,
     kv_length: int,

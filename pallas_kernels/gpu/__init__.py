@@ -13,10 +13,12 @@ import jax.numpy as jnp
 
 from pallas_kernels import parts
 from pallas_kernels.blocks import table_rows
+from pallas_kernels.gpu import decode_kernels
 from pallas_kernels.gpu import triton as gpu_triton
+from pallas_kernels.gpu.fold import Fold
 from pallas_kernels.gpu.loop_bounds import loop_bounds, tables
 from pallas_kernels.gpu.operands import Operands, Side, Static, Tile
-from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead
+from pallas_kernels.spec import AttentionSpec, Coordinates, PerHead, Pools
 
 _PROGRAMS_IN_FLIGHT = 264  # two for each of an H100's 132 multiprocessors; decode splits its keys to reach it
 
@@ -221,47 +223,43 @@ def _flash_bwd(static, tiles, saved, cotangents):
 _flash.defvjp(_flash_fwd, _flash_bwd)
 
 
+def decode_pools(
+    q: jax.Array,  # [B, T, H, D]
+    caches: tuple[tuple[Pools, AttentionSpec], ...],
+    per_head: PerHead,
+    *,
+    lengths: jax.Array,  # [B] int32, with the T new tokens
+    full_from: jax.Array | None = None,  # [B] int32
+) -> jax.Array:
+    """Attention of a few queries over the pools of a cache in one launch, [B, T, H, D] float32; not differentiable."""
+    pools, specs = zip(*caches, strict=True)
+    static = Static(specs[0], not gpu_triton.on_gpu(), q.dtype.name)
+    heads = _for_kernels(per_head._replace(sink_logits=None))  # they join afterwards
+    fold = Fold(q.shape[1], q.shape[2], pools[0].slots.shape[0])
+    keys = jax.ShapeDtypeStruct((1, max(y.k.shape[2] for y in pools), 1, 1), q.dtype)
+    tile = _tiles(q, keys).decode._replace(q_block=fold.rows)  # type: ignore[arg-type]
+    heads = heads._replace(
+        alibi_slopes=fold.by_row(heads.alibi_slopes), sigmoid_bias=fold.by_row(heads.sigmoid_bias)
+    )
+    x = decode_kernels.PoolOperands(fold.queries(q), pools, heads, lengths, full_from)
+    shares = decode_shares(q.shape[0], fold.kv_heads, -(-keys.shape[1] // tile.kv_block))
+    x = parts.vary_alike(x)
+    out, lse = decode_kernels.pool_decode(specs, static, tile, fold.tokens, fold.group, x, shares)
+    return parts.join_sinks(*fold.merged(out, lse), per_head.sink_logits)[0]
+
+
 def _decode(static: Static, tile: Tile, q, k, v, heads: PerHead, where: Coordinates):
     """Out [B, T, H, D] float32 and lse [B, T, H] (None for sigmoid); a KV head's queries are one block of rows."""
-    batch, length, num_heads, head_dim = q.shape
-    kv_heads = k.shape[2]
-    group = num_heads // kv_heads
-    used = length * group
-    tile = tile._replace(q_block=max(16, _next_power_of_2(used)))
-    unused = (0, tile.q_block - used)
-
-    def fold(x):  # [B, T, H, D] -> [B, rows, K, D], a row being (token, head of the group)
-        x = x.reshape(batch, length, kv_heads, group, head_dim).swapaxes(2, 3)
-        return jnp.pad(x.reshape(batch, used, kv_heads, head_dim), ((0, 0), unused, (0, 0), (0, 0)))
-
-    def by_row(x):  # [H] -> [K * rows]
-        return (
-            None
-            if x is None
-            else jnp.pad(jnp.tile(x.reshape(kv_heads, group), (1, length)), ((0, 0), unused)).ravel()
-        )
-
-    def unfold(x):  # [B, K, rows, ...] -> [B, T, H, ...]
-        x = jnp.moveaxis(x[:, :, :used].reshape(batch, kv_heads, length, group, *x.shape[3:]), 1, 2)
-        return x.reshape(batch, length, num_heads, *x.shape[4:])
-
-    heads = heads._replace(alibi_slopes=by_row(heads.alibi_slopes), sigmoid_bias=by_row(heads.sigmoid_bias))
+    fold = Fold(q.shape[1], q.shape[2], k.shape[2])
+    tile = tile._replace(q_block=fold.rows)
+    heads = heads._replace(
+        alibi_slopes=fold.by_row(heads.alibi_slopes), sigmoid_bias=fold.by_row(heads.sigmoid_bias)
+    )
     queries = {name: getattr(where, name) for name in ("q_pos", "q_order", "full_rows")}
-    where = where._replace(**jax.tree.map(lambda x: jnp.repeat(x, group, axis=1), queries))
-    x = _operands(static, tile, fold(q), k, v, heads, where)
-    shares = decode_shares(batch, kv_heads, x.keys.pos.shape[1] // tile.kv_block)
-    out, lse = gpu_triton.decode(static, tile, x, shares)
-    if lse is None:
-        return unfold(out.sum(axis=2)), None
-    top = lse.max(axis=2, keepdims=True)
-    top = jnp.where(top == -jnp.inf, 0, top)
-    weights = jnp.exp2(lse - top)  # [B, K, shares, rows]
-    total = weights.sum(axis=2)
-    sees_any = total != 0  # NaN is not to be hidden
-    total = jnp.where(sees_any, total, 1)
-    out = (out * weights[..., None]).sum(axis=2) / total[..., None]
-    lse = jnp.where(sees_any, top[:, :, 0] + jnp.log2(total), -jnp.inf)
-    return unfold(out), unfold(parts.natural_lse(lse))
+    where = where._replace(**jax.tree.map(lambda x: jnp.repeat(x, fold.group, axis=1), queries))
+    x = _operands(static, tile, fold.queries(q), k, v, heads, where)
+    shares = decode_shares(q.shape[0], fold.kv_heads, x.keys.pos.shape[1] // tile.kv_block)
+    return fold.merged(*decode_kernels.decode(static, tile, x, shares))
 
 
 def _by_token(x, length: int):

@@ -10,7 +10,7 @@ need a mask, one over tiles visible as a whole.
 * dq: a program per query block and query head.
 * dkv: a program per KV block and KV head, which walks over the query heads of its group, or one per query
   head. Its tiles are transposed, so that the weights need not be before `p^T dout`.
-* decode: a program per KV head and share of the visits (flash decoding); whoever calls merges the shares.
+* decode, in `decode_kernels`: a program per KV head and share of the visits.
 
 Logits are kept in units of log 2 inside, because the GPU's exponential is exp2. Keys and values are read
 where they lie: nothing is repeated for grouped queries nor padded; ragged ends and odd head_dims are masked
@@ -49,7 +49,7 @@ def forward(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Arr
     results = [_sequence(x.q.shape, static.out_dtype)]
     if static.spec.activation == "softmax":
         results.append(_statistic(tile, grid))
-    out, *lse = _call(_forward_kernel, static, tile, x, grid, results)
+    out, *lse = call(_forward_kernel, static, tile, x, grid, results)
     return out, lse[0] if lse else None
 
 
@@ -59,7 +59,7 @@ def dq(static: Static, tile: Tile, x: Operands) -> tuple[jax.Array, jax.Array | 
     results = [_sequence(x.q.shape, x.q.dtype)]
     if x.heads.sigmoid_bias is not None:
         results.append(_statistic(tile, grid))
-    dq, *dbias = _call(_dq_kernel, static, tile, x, grid, results)
+    dq, *dbias = call(_dq_kernel, static, tile, x, grid, results)
     return dq, dbias[0] if dbias else None
 
 
@@ -73,31 +73,8 @@ def dkv(static: Static, tile: Tile, x: Operands, apart: bool) -> tuple[jax.Array
     results = [
         _sequence((*y.shape[:2], heads, y.shape[3]), jnp.float32 if apart else y.dtype) for y in (x.k, x.v)
     ]
-    dk, dv = _call(_dkv_kernel, static, tile, x, grid, results)
+    dk, dv = call(_dkv_kernel, static, tile, x, grid, results)
     return dk, dv
-
-
-def decode(static: Static, tile: Tile, x: Operands, shares: int) -> tuple[jax.Array, jax.Array | None]:
-    """Out [B, K, shares, rows, D] float32 and lse without the last axis (None for sigmoid).
-
-    `x.q` is [B, rows, K, D]: the queries of a KV head, of any head and token, are rows. Slopes and bias are
-    [K * rows].
-    """
-    batch, rows, kv_heads, head_dim = x.q.shape
-    shape = (batch, kv_heads, shares, rows)
-    block = (None, None, None, rows)
-    results = [
-        (
-            jax.ShapeDtypeStruct((*shape, head_dim), jnp.float32),
-            pl.BlockSpec((*block, _width(head_dim)), lambda i, h, b: (b, h, i, 0, 0)),
-        )
-    ]
-    if static.spec.activation == "softmax":
-        results.append(
-            (jax.ShapeDtypeStruct(shape, jnp.float32), pl.BlockSpec(block, lambda i, h, b: (b, h, i, 0)))
-        )
-    out, *lse = _call(_decode_kernel, static, tile, x, (shares, kv_heads, batch), results)
-    return out, lse[0] if lse else None
 
 
 def _query_grid(tile: Tile, x: Operands) -> tuple[int, int, int]:
@@ -108,10 +85,10 @@ def _query_grid(tile: Tile, x: Operands) -> tuple[int, int, int]:
 # Grids are (blocks, heads, batch), the blocks fastest, so that programs that run together share keys.
 
 
-def _call(kernel, static: Static, tile: Tile, x: Operands, grid: tuple[int, int, int], results):
+def call(kernel, static: Static, tile: Tile, x: Operands, grid: tuple[int, int, int], results):
     """Runs `kernel` over the grid; `results` are pairs of a shape and a block spec."""
     kv_heads, head_dim = x.k.shape[2:]
-    width = _width(head_dim)
+    width = channels(head_dim)
     per_kv_head = grid[1] // kv_heads
 
     def kv_head(h):
@@ -144,21 +121,28 @@ def _call(kernel, static: Static, tile: Tile, x: Operands, grid: tuple[int, int,
         None if x.dout is None else sequence(x.dout, group),
         *jax.tree.map(statistic, (x.lse, x.delta)),
     )
-    shapes, out_specs = zip(*results, strict=True)
     lengths = x.q.shape[1], x.k.shape[1]
+    program = Program(static, tile, *lengths, head_dim, x.q.dtype, per_kv_head)
+    return launch(kernel, program, x, specs, grid, results)
+
+
+def launch(kernel, program: "Program", x, specs, grid: tuple[int, int, int], results):
+    """`kernel(program, references to x, references to the results)` over the grid."""
+    shapes, out_specs = zip(*results, strict=True)
+    tile = program.tile
     return pl.pallas_call(
-        functools.partial(kernel, Program(static, tile, *lengths, head_dim, x.q.dtype, per_kv_head)),
+        functools.partial(kernel, program),
         grid=grid,
         in_specs=[specs],
         out_specs=out_specs,
         out_shape=shapes,
-        interpret=static.interpret,
+        interpret=program.static.interpret,
         compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
         name=kernel.__name__.strip("_"),
     )(x)
 
 
-def _width(head_dim: int) -> int:
+def channels(head_dim: int) -> int:
     """Channels of a tile: a power of two, and 16 at least. Of fewer, the tensor cores of an H100 added each four times
     (head_dim 4) without a word.
     """
@@ -174,7 +158,7 @@ def _sequence(shape, dtype):
     """A result [B, length, heads, D]. A program is handed the sequence of its head and stores what is inside of it:
     the lowering would write a whole block, over the next row of the batch and beyond the array.
     """
-    block = (None, shape[1], None, _width(shape[3]))
+    block = (None, shape[1], None, channels(shape[3]))
     return jax.ShapeDtypeStruct(shape, dtype), pl.BlockSpec(block, lambda i, h, b: (b, 0, h, 0))
 
 
@@ -214,8 +198,8 @@ class Program:
             return 1.0
         return self.scale * LOG2E
 
-    def load_queries(self, ref, i, g, edge=True):
-        q = self._load(ref, i, self.tile.q_block, self.q_length, edge, g)  # [bq, width]
+    def load_queries(self, ref, i, *g, edge=True):
+        q = self._load(ref, i, self.tile.q_block, self.q_length, edge, *g)  # [bq, width]
         return q * self.query_factor if self.query_factor != 1 else q
 
     def load_cotangents(self, ref, i, g, edge=True):
@@ -224,10 +208,20 @@ class Program:
     def load_keys(self, ref, j, edge=True):
         return self._load(ref, j, self.tile.kv_block, self.kv_length, edge)  # [bk, width]
 
-    def _load(self, ref, i, block, length, edge, *head):
+    def load_entries(self, pool, slot, j):
+        """Block j of row `slot` of a pool [rows, entries, width]: [bk, width]."""
+        return self._load(pool, j, self.tile.kv_block, self.kv_length, True, slot=(slot,))
+
+    def load_positions(self, ref, j):
+        """Block j of the positions [entries] of a cache's entries, -1 beyond their end: [1, bk]."""
+        index = j * self.tile.kv_block + jnp.arange(self.tile.kv_block)
+        view = ref.at[pl.ds(j * self.tile.kv_block, self.tile.kv_block)]
+        return plgpu.load(view, mask=index < self.kv_length, other=-1)[None]
+
+    def _load(self, ref, i, block, length, edge, *head, slot=()):
         """Zero beyond the sequence's end and head_dim; `edge` False says that the block lies inside the sequence."""
         mask = self._inside(ref, i, block, length if edge else None)
-        view = ref.at[pl.ds(i * block, block), *head, :]
+        view = ref.at[*slot, pl.ds(i * block, block), *head, :]
         return plgpu.load(view, mask=mask, other=None if mask is None else 0.0)
 
     def store_queries(self, ref, i, x):
@@ -308,16 +302,23 @@ class Program:
             seen = visible(anything, queries.pos, keys.pos, queries.seg, keys.seg) & ~seen
         return seen
 
-    def attend(self, q, queries: Side, x: Operands, slopes, bias, full_head):
+    def keys_of(self, x: Operands):
+        """`load(j, masked)`: where the keys of block j stand, the keys and the values."""
+
+        def load(j, masked):
+            keys = self.keys(x.keys, j, 0)  # if nothing needs them, the compiler drops the loads
+            return keys, *(self.load_keys(ref, j, masked) for ref in (x.k, x.v))
+
+        return load
+
+    def attend(self, q, queries: Side, load, slopes, bias, full_head):
         """Returns the `visit` and the initial carry of a forward pass: (top, total, acc), or acc for sigmoid."""
         rows, width = q.shape
         acc = jnp.zeros((rows, width), jnp.float32)
 
         def tile_logits(j, masked):
-            keys = self.keys(x.keys, j, 0)  # if nothing needs them, the compiler drops the loads
-            products = self.dot(q, self.load_keys(x.k, j, masked), (1, 1))
-            logits, _ = self.logits(products, queries, keys, slopes, bias)
-            v = self.load_keys(x.v, j, masked)
+            keys, k, v = load(j, masked)
+            logits, _ = self.logits(self.dot(q, k, (1, 1)), queries, keys, slopes, bias)
             if not masked:
                 return logits, None, v
             spoilt = jnp.where(is_finite(v), 0.0, 1.0).sum(axis=1) > 0  # [keys]: NaN for those who see them
@@ -372,7 +373,7 @@ def _finite(top):
     return jnp.where(top == -jnp.inf, 0.0, top)
 
 
-def _normalise(carry, sink=None):
+def normalise(carry, sink=None):
     """Out and lse (base 2) from a running maximum, sum and accumulator; `sink` joins the sum."""
     top, total, acc = carry
     sees_any = total != 0  # NaN is not to be hidden
@@ -394,47 +395,13 @@ def _forward_kernel(program: Program, x: Operands, out_ref, lse_ref=None):
     q = program.load_queries(x.q, i, g)
     queries = program.queries(x.queries, i, 1)
     bounds, full_head = program.bounds(x, i)
-    visit, carry = program.attend(
-        q, queries, x, _scalar(x.heads.alibi_slopes, g), _scalar(x.heads.sigmoid_bias, g), full_head
-    )
+    slope, bias = _scalar(x.heads.alibi_slopes, g), _scalar(x.heads.sigmoid_bias, g)
+    visit, carry = program.attend(q, queries, program.keys_of(x), slope, bias, full_head)
     carry = program.loops(bounds, visit, carry)
     out = carry
     if lse_ref is not None:
-        out, lse_ref[...] = _normalise(carry, sink=_scalar(x.heads.sink_logits, g))
+        out, lse_ref[...] = normalise(carry, sink=_scalar(x.heads.sink_logits, g))
     program.store_queries(out_ref, i, out)
-
-
-def _decode_kernel(program: Program, x: Operands, out_ref, lse_ref=None):
-    def by_row(ref):
-        return None if ref is None else ref[...][:, None]
-
-    q = program.load_queries(x.q, 0, lax.rem(pl.program_id(1), x.q.shape[1]))
-    bounds, full_head = program.bounds(x, 0)
-    visit, carry = program.attend(
-        q,
-        program.queries(x.queries, 0, 1),
-        x,
-        by_row(x.heads.alibi_slopes),
-        by_row(x.heads.sigmoid_bias),
-        full_head,
-    )
-    # All visits are taken as masked, and shared out evenly: time goes into reading the cache.
-    first, last = bounds.whole
-    inner = last - first
-    visits = bounds.num_masked + inner
-    share = lax.div(visits + pl.num_programs(0) - 1, pl.num_programs(0))
-    start = pl.program_id(0) * share
-
-    def block(i):
-        return jnp.where(i < inner, first + i, bounds.block(i - inner))
-
-    carry = lax.fori_loop(
-        start, jnp.minimum(start + share, visits), lambda i, c: visit(block(i), c, True), carry
-    )
-    out = carry
-    if lse_ref is not None:
-        out, lse_ref[...] = _normalise(carry)
-    program.store_queries(out_ref, 0, out)
 
 
 def _dq_kernel(program: Program, x: Operands, dq_ref, dbias_ref=None):
@@ -480,7 +447,10 @@ def _dkv_kernel(program: Program, x: Operands, dk_ref, dv_ref):
         def visit(i, carry, masked):  # tiles are [bk, bq]
             dk, dv = carry
             queries = program.queries(x.queries, i, 0)
-            q, dout = program.load_queries(x.q, i, g, masked), program.load_cotangents(x.dout, i, g, masked)
+            q, dout = (
+                program.load_queries(x.q, i, g, edge=masked),
+                program.load_cotangents(x.dout, i, g, masked),
+            )
             rows = pl.ds(i * block, block)
             lse, delta = (None if ref is None else ref[g, rows][None, :] for ref in (x.lse, x.delta))
             logits, derivative = program.logits(program.dot(k, q, (1, 1)), queries, keys, slope, bias)

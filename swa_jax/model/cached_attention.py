@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.api import attend, attend_routed
-from pallas_kernels.pools import Pools, attend_over_pools, write_token
-from pallas_kernels.spec import NEVER, Packing, PerHead
+from pallas_kernels.pools import attend_over_pools, reads_two_pools, write_token
+from pallas_kernels.spec import NEVER, Packing, PerHead, Pools
 from swa_jax.model.attention import AttentionContext, LayerPlan, choose, full_spec
 from swa_jax.model.cache import POOL, CacheLayout, KVCache, ring_positions, write_chunk, write_prompt
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH
@@ -103,6 +103,21 @@ def _attend_to_cache(
     whole = Pools(cache.k_whole, cache.v_whole, place.whole_slots)
     rings = Pools(cache.k_ring, cache.v_ring, place.ring_slots, step.ring_positions)
 
+    kinds = [kind for _, kind in layout.modes]
+
+    def by_data() -> jax.Array:
+        """Whatever the layer is: its heads say where their keys are, and `full_from` what they see of them."""
+        full_from = context.full_from
+        if FULL in kinds or SWITCH in kinds:
+            sees_all = jnp.asarray([kind == FULL for kind in kinds])[place.mode]
+            if SWITCH in kinds:
+                sees_all |= jnp.asarray([kind == SWITCH for kind in kinds])[place.mode] & (gate > 0.5)
+            full_from = jnp.where(
+                sees_all, 0, jnp.full_like(step.lengths, NEVER) if full_from is None else full_from
+            )
+        wide = heads._replace(full_heads=plan.full_heads) if HYBRID in kinds else heads
+        return attend(q, whole, context.spec, wide, others=(rings, context.spec), full_from=full_from)
+
     def over_whole(kind: str) -> jax.Array:
         if kind == FULL:
             return attend(q, whole, full_spec(context.spec), heads)
@@ -118,6 +133,10 @@ def _attend_to_cache(
     def by_head() -> jax.Array:
         """Full heads read the whole pool, windowed heads the rings."""
         return attend(q, whole, full_spec(context.spec), heads, others=(rings, context.spec))
+
+    in_one = len(layout.modes) > 1 and reads_two_pools(q, whole, context.spec, context.implementation)
+    if in_one and whole.k.shape[0] and rings.k.shape[0]:
+        return by_data()
 
     def branch(where: str, kind: str) -> Any:
         return {"ring": over_rings, "mixed": by_head}.get(where, lambda: over_whole(kind))

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttentionSpec, attention, decode_attention
-from pallas_kernels.pools import Pools, attend_over_pools
-from pallas_kernels.spec import PerHead, coordinates, dense_mask
+from pallas_kernels.pools import attend_over_pools
+from pallas_kernels.spec import PerHead, Pools, coordinates, dense_mask
 from pallas_kernels.tpu import cache_write, decode
 from pallas_kernels.tpu.decode_kernel import CacheVisit
 
@@ -253,7 +253,7 @@ def test_pools_are_read_by_their_rows(head_dim, dtype, entries):
     assert_close(out, expected_of_pools(q, pools, slots, spec, lengths=lengths, sink_logits=sinks), dtype)
 
 
-@pytest.mark.parametrize("implementation", ["tpu", "xla"])
+@pytest.mark.parametrize("implementation", ["tpu", "xla", "triton"])
 def test_pools_know_every_option_of_a_head(implementation):
     q, pools, lengths = pool_call(16, "float32")
     spec, slots = AttentionSpec(9, logit_softcap=4.0), jnp.array([5, 2, 0])

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttentionSpec, attention, decode_attention
+from pallas_kernels.pools import attend_over_pools
+from pallas_kernels.spec import PerHead, Pools
 
 from .suite import Call, Implementation, assert_matches_reference, assert_matches_routed
 from .tolerances import assert_close
@@ -41,8 +43,8 @@ CALLS = {
     "head-dim-80": call(WINDOW, head_dim=80),
     "head-dim-256": call(WINDOW, head_dim=256),
     "float32": call(WINDOW, dtype="float32"),
-    # Two heads, whose slopes both fall: with a rising one, weights near 1 add up to the number of keys, and their rounding
-    # to more than tolerances for values of order one allow.
+    # Two heads, whose slopes both fall: with a rising one, weights near 1 add up to the number of keys, and what they
+    # are rounded by to more than tolerances for values of order one allow.
     "sigmoid": call(
         AttentionSpec(window=300, activation="sigmoid"), ("alibi_slopes", "scalar_bias"), heads=2, kv_heads=1
     ),
@@ -104,3 +106,22 @@ def test_packed_calls_take_triton():
     learned, fixed = case.draw()
     text = jax.jit(lambda x: attention(*(x[y] for y in "qkv"), case.spec, **fixed)).lower(learned).as_text()
     assert "__gpu$xla.gpu.triton" in text
+
+
+@pytest.mark.parametrize("name", ["full", "window", "head-dim-64", "head-dim-256", "float32"])
+def test_pools_equal_the_last_row(name):
+    """The pools of a model's cache, read where they lie, each head from a row of its own."""
+    case = CALLS[name]
+    learned, _ = case.draw()
+    q, k, v = (learned[x] for x in "qkv")
+    lengths, slots = jnp.array([T, 700]), jnp.array([4, 1])
+    pools = [jnp.zeros((5, *x.shape[:2], x.shape[3]), x.dtype) for x in (k, v)]
+    pools = [pool.at[slots].set(x.transpose(2, 0, 1, 3)) for pool, x in zip(pools, (k, v), strict=True)]
+    queries = jnp.stack([q[b, n - 1 : n] for b, n in enumerate(lengths.tolist())])
+    out = jax.jit(
+        lambda q, *pools: attend_over_pools(
+            q, Pools(*pools, slots), case.spec, PerHead(), lengths=lengths, implementation="triton"
+        )
+    )(queries, *pools)
+    expected = attention(q, k, v, case.spec, implementation="reference")
+    assert_close(out, jnp.stack([expected[b, n - 1 : n] for b, n in enumerate(lengths.tolist())]), case.dtype)
