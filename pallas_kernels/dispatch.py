@@ -126,7 +126,8 @@ def _triton_launches(request: Request) -> tuple[Launch, ...]:
             request.batch, request.kv_heads, steps(request.kv_length, tiles.decode.kv_block)
         )
         grid = (shares, request.kv_heads, request.batch)
-        return (Launch("decode_kernel", grid, tiles.decode, _TRITON_MASKS),)
+        name = "pool_decode_kernel" if "pools" in request.given else "decode_kernel"
+        return (Launch(name, grid, tiles.decode, _TRITON_MASKS),)
     found = []
     for backward in (False,) if request.inference else (False, True):
         for keys in ("visible",) if request.op == "attention" else ("visible", "outside"):
@@ -183,6 +184,7 @@ def table() -> str:
         ("routed, packed", "routed_attention", window, ("q_segment_ids",)),
         ("routed, inference", "routed_attention", window, ()),
         ("decode", "decode_attention", window, ("q_positions", "kv_positions")),
+        ("decode, a model's cache", "decode_attention", window, ("pools",)),
     )
     lines = ["| call | TPU | masks on a TPU | GPU | CPU |", "|---|---|---|---|---|"]
     for words, op, spec, given in rows:

@@ -102,6 +102,7 @@ def _chosen(q: jax.Array, pools: Pools, spec: AttentionSpec, implementation: Imp
         "decode_attention",
         *(spec, batch, length, pools.k.shape[2], heads, pools.slots.shape[0], size, q.dtype.name),
         device=current_device(implementation),
+        given=frozenset({"pools"}),
         implementation=implementation,
     )
     return choose(request)[0]

@@ -38,7 +38,8 @@ class Request:
 
     Attributes:
       given: the names of the options that are given, of the fields of `PerHead` and `Packing`; "kv_segment_ids" only
-        if they are others than the queries', and "return_lse" if it is asked for.
+        if they are others than the queries', "return_lse" if it is asked for, and "pools" if a step of decoding reads
+        the pools of a model's cache.
       inference: as in `routed_attention`.
     """
 

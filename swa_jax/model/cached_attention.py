@@ -116,7 +116,8 @@ def _attend_to_cache(
                 sees_all, 0, jnp.full_like(step.lengths, NEVER) if full_from is None else full_from
             )
         wide = heads._replace(full_heads=plan.full_heads) if HYBRID in kinds else heads
-        return attend(q, whole, context.spec, wide, others=(rings, context.spec), full_from=full_from)
+        others = (rings, context.spec) if layout.ring_rows else None
+        return attend(q, whole, context.spec, wide, others=others, full_from=full_from)
 
     def over_whole(kind: str) -> jax.Array:
         if kind == FULL:
@@ -134,8 +135,7 @@ def _attend_to_cache(
         """Full heads read the whole pool, windowed heads the rings."""
         return attend(q, whole, full_spec(context.spec), heads, others=(rings, context.spec))
 
-    in_one = len(layout.modes) > 1 and reads_two_pools(q, whole, context.spec, context.implementation)
-    if in_one and whole.k.shape[0] and rings.k.shape[0]:
+    if len(layout.modes) > 1 and reads_two_pools(q, whole, context.spec, context.implementation):
         return by_data()
 
     def branch(where: str, kind: str) -> Any:

@@ -21,6 +21,7 @@ from flax import nnx
 from swa_jax.errors import ConfigError
 from swa_jax.model.cache import KVCache, allocate
 from swa_jax.model.decoder import Decoder
+from swa_jax.model.device_jit import device_jit
 from swa_jax.model.generate import (
     GREEDY,
     NOTHING,
@@ -282,7 +283,7 @@ class Engine:
         del self._slots[number]
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "max_length", "partition"), donate_argnames="cache")
+@device_jit(static_argnames=("graph", "max_length", "partition"), donate_argnames="cache")
 def _extend(
     graph: Any,
     weights: nnx.State,
@@ -316,9 +317,7 @@ def _draw_first(
     return token[0], jax.tree.map(lambda x, y: x.at[number].set(y[0]), sequences, alone)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("graph", "max_length", "buffer", "partition"), donate_argnames="cache"
-)
+@device_jit(static_argnames=("graph", "max_length", "buffer", "partition"), donate_argnames="cache")
 def _advance(
     graph: Any,
     weights: nnx.State,

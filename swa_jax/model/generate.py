@@ -23,6 +23,7 @@ from swa_jax.errors import ConfigError
 from swa_jax.model.cache import CacheLayout, KVCache, allocate, cache_layout
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
+from swa_jax.model.device_jit import device_jit
 from swa_jax.model.sharding import Partition, check_model, constrain
 
 NOTHING = -1  # in a row of new tokens: the sequence had ended
@@ -229,7 +230,7 @@ def round_up(length: int) -> int:
     return -(-length // step) * step
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "max_length", "partition"))
+@device_jit(static_argnames=("graph", "max_length", "partition"))
 def _prefill(
     graph: Any,
     weights: nnx.State,
@@ -259,9 +260,7 @@ def check_generation(partition: Partition, config: ModelConfig) -> None:
         raise ConfigError("generation does not split the sequence: 'mesh.context' must be 1")
 
 
-@functools.partial(
-    jax.jit, static_argnames=("graph", "max_length", "buffer", "partition"), donate_argnames="cache"
-)
+@device_jit(static_argnames=("graph", "max_length", "buffer", "partition"), donate_argnames="cache")
 def _decode(
     graph: Any,
     weights: nnx.State,

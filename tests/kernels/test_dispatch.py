@@ -12,8 +12,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import AttentionSpec, attention, decode_attention, dispatch, routed_attention
 from pallas_kernels.dispatch import plan
+from pallas_kernels.pools import attend_over_pools
 from pallas_kernels.request import Device, Request
 from pallas_kernels.schedule import Kind
+from pallas_kernels.spec import PerHead, Pools
 from swa_jax.bench.compile_for_chip import kernel_name, pallas_calls
 
 # The one warning that the project filters.
@@ -51,8 +53,11 @@ CALLS = {
     "gpu": request(device=H200),
     "gpu-routed": request(op="routed_attention", device=H200),
     "gpu-decode": request(op="decode_attention", device=H200),
+    "gpu-decode-pools": dataclasses.replace(
+        request(op="decode_attention", device=H200), given=frozenset({"pools"})
+    ),
 }
-QUICK = ("window", "full", "packed", "decode", "gpu", "routed")
+QUICK = ("window", "full", "packed", "decode", "gpu", "gpu-decode-pools", "routed")
 
 
 def traced(wanted: Request) -> set[tuple]:
@@ -68,6 +73,9 @@ def traced(wanted: Request) -> set[tuple]:
     options = {name: known[name] for name in r.given if name in known}
 
     def call(q, k, v):
+        if "pools" in r.given:
+            pools = Pools(*(x.transpose(2, 0, 1, 3) for x in (k, v)), jnp.arange(r.kv_heads))
+            return attend_over_pools(q, pools, r.spec, PerHead(), lengths=jnp.full(r.batch, 100))
         if r.op == "decode_attention":
             return decode_attention(q, k, v, r.spec, lengths=jnp.full(r.batch, 100))
         if r.op == "attention":

@@ -13,6 +13,7 @@ from kernels.tolerances import assert_close
 from tiny_models import PARALLEL, SOFTMAX, base_model, make, model_of
 
 import swa_jax
+from pallas_kernels import pools
 from swa_jax.errors import ConfigError
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.generate import (
@@ -22,6 +23,7 @@ from swa_jax.model.generate import (
     _prefill,
     decode,
     generate,
+    layout_of,
     prefill,
     prepare,
     round_up,
@@ -139,13 +141,16 @@ def test_similar_calls_share_their_compilations():
     model = model_of("window")
     options = {"max_new_tokens": NEW, "temperature": 1.0}
     generate(model, random_prompts((3, 8)), **options)
-    before = _prefill._cache_size(), _decode._cache_size()
+    before = _prefill.program()._cache_size(), _decode.program()._cache_size()
     generate(model, random_prompts((31, 2), seed=1), **options | {"temperature": 0.5, "seed": 9})
     generate(model_of("window").with_pattern(model.pattern), random_prompts((9, 50)), **options)
     generate(model, random_prompts((9, 50)), max_new_tokens=7, temperature=1.0)
-    assert (_prefill._cache_size(), _decode._cache_size()) == before
+    assert (_prefill.program()._cache_size(), _decode.program()._cache_size()) == before
     generate(model, random_prompts((9, 70)), **options)  # a longer prompt does compile
-    assert (_prefill._cache_size(), _decode._cache_size()) == (before[0] + 1, before[1] + 1)
+    assert (_prefill.program()._cache_size(), _decode.program()._cache_size()) == (
+        before[0] + 1,
+        before[1] + 1,
+    )
 
 
 @pytest.mark.parametrize("name", ["full", "streaming", "head-hybrid", "window+fa-decode"])
@@ -290,3 +295,41 @@ def test_generate_is_exported_lazily():
         "swa_jax.generate; assert callable(swa_jax.generate)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- one launch a layer, as on a GPU ----
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "head-hybrid",
+        pytest.param("every-kind", marks=pytest.mark.slow),
+        pytest.param("every-kind+fa-decode", marks=pytest.mark.slow),
+    ],
+)
+def test_one_launch_serves_layers_of_every_kind(name, monkeypatch):
+    """A GPU's kernel, interpreted: full, windowed, hybrid and routed layers are data to it, not branches."""
+    model = model_of(name)
+    batch = prepare(model, random_prompts(), 4)
+    layout = layout_of(model, batch.max_length)
+    full_from = batch.lengths if model.pattern.full_attention_decode else None
+
+    def step(tokens, cache):
+        return model.decode_step(tokens, cache, layout, full_from)
+
+    def steps():
+        logits, cache = prefill(model, batch)
+        found = []
+        for _ in range(3):
+            logits, cache = step(logits.argmax(-1).astype(jnp.int32), cache)
+            found.append(logits)
+        return jnp.stack(found)
+
+    expected = steps()
+    monkeypatch.setattr(pools, "_chosen", lambda *_: "triton")
+    assert_close(steps(), expected, "float32")
+    _, cache = prefill(model, batch)
+    body = str(jax.make_jaxpr(step)(jnp.zeros(4, jnp.int32), cache))
+    assert body.count("pallas_call[") == 1
+    assert " cond[" not in body
