@@ -19,8 +19,10 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import attention, decode_attention, routed_attention
+from pallas_kernels.pools import attend_over_pools
+from pallas_kernels.spec import PerHead
 
-from .test_gpu import CALLS, abstract_gpu, loss_and_gradient
+from .test_gpu import CALLS, abstract_gpu, both_pools, loss_and_gradient
 
 KILOBYTE = 1024
 # What XLA wants to know of a device, from NVIDIA's data sheets.
@@ -98,6 +100,14 @@ def programs(name: str):
         lengths = jnp.array([150, 20])
         return decode_attention(q[:, :1], k, v, call.spec, lengths=lengths, implementation="triton")
 
+    def decode_pools(learned):
+        q, k, v = (learned[x] for x in "qkv")
+        whole, rings = both_pools(k, v)
+        return attend_over_pools(
+            q[:, :1], whole, call.spec, PerHead(), others=(rings, call.spec), lengths=jnp.array([150, 20]),
+            implementation="triton",
+        )  # fmt: skip
+
     yield name, loss_and_gradient(attend), learned
     if not call.spec.causal or "ring" in call.options:
         return
@@ -105,6 +115,7 @@ def programs(name: str):
         yield f"{name}, routed", loss_and_gradient(route), learned | gate
     if call.segments is None:
         yield f"{name}, decode", decode, learned
+        yield f"{name}, decode over pools", decode_pools, learned
 
 
 def main(device: str, names: list[str]) -> None:

@@ -14,6 +14,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec
 
 from pallas_kernels import AttentionSpec, attention, decode_attention, gpu, routed_attention
 from pallas_kernels.gpu.operands import Tile
+from pallas_kernels.pools import attend_over_pools
+from pallas_kernels.spec import PerHead, Pools
 
 from .suite import PACKED, Call
 from .tolerances import assert_close
@@ -149,6 +151,34 @@ def test_decode_lowers(name, device, tokens):
         )
 
     assert lowered(device, function, q[:, :tokens], k, v, jnp.array([150, 20])).count(TARGET) == 1
+
+
+def both_pools(k, v):
+    """Caches [B, S, K, D] as a pool of whole sequences, and as one of rings that holds the last KV head."""
+    heads = k.shape[2]
+    pools = [x.transpose(2, 0, 1, 3) for x in (k, v)]
+    in_ring = jnp.arange(heads) == heads - 1
+    rings = (pool[-1:, :, :44] for pool in pools)
+    positions = jnp.broadcast_to(jnp.arange(44)[None], (k.shape[0], 44))
+    return (
+        Pools(*pools, jnp.where(in_ring, heads, jnp.arange(heads))),
+        Pools(*rings, jnp.where(in_ring, 0, 1), positions),
+    )
+
+
+@on_devices(["full", "window", "sink-tokens", "head-dim-80", "head-dim-256", "float32"])
+def test_decode_over_pools_lowers(name, device):
+    (q, k, v), _ = operands(CALLS[name])
+    spec = CALLS[name].spec
+
+    def function(q, k, v, lengths):
+        whole, rings = both_pools(k, v)
+        return attend_over_pools(
+            q, whole, spec, PerHead(full_heads=jnp.array([True, False])), others=(rings, spec), lengths=lengths,
+            full_from=lengths // 2, implementation="triton",
+        )  # fmt: skip
+
+    assert lowered(device, function, q[:, :1], k, v, jnp.array([150, 20])).count(TARGET) == 1
 
 
 @on_devices(["window", "sink-tokens"])

@@ -303,8 +303,8 @@ def test_generate_is_exported_lazily():
 @pytest.mark.parametrize(
     "name",
     [
-        "head-hybrid",
-        pytest.param("every-kind", marks=pytest.mark.slow),
+        pytest.param("head-hybrid", marks=pytest.mark.slow),
+        "every-kind",
         pytest.param("every-kind+fa-decode", marks=pytest.mark.slow),
     ],
 )
