@@ -343,7 +343,7 @@ def select_light_transfer(
     budget: LayerBudget,
     examples: LongExamples,
     last: LastQueries = 32,
-    recent: RecentKeys = 1020,
+    recent: RecentKeys = None,
     lazy_sinks: LazySinks = 4,
     window: Annotated[
         int | None,
@@ -372,10 +372,13 @@ def select_light_transfer(
 ) -> None:
     """LightTransfer: window the layers whose last queries attend to sink tokens and recent keys anyway."""
     from swa_jax.select import lazy_ratios, light_transfer_pattern
+    from swa_jax.select.light_transfer import RECENT_KEYS
 
     budget.check()
     check_out(out)
     decoder, tokenizer = load_checkpoint(model, dtype)
+    if recent is None:
+        recent = RECENT_KEYS if window is None else min(RECENT_KEYS, max(1, window - lazy_sinks))
     visible = recent if window is None else window, lazy_sinks if sink_tokens is None else sink_tokens
     full = budget.layers(model, decoder.config, examples.length, *visible, fa_decode)
     drawn, data = examples.draw(tokenizer, decoder.config)

@@ -135,9 +135,13 @@ LastQueries = Annotated[
     ),
 ]
 RecentKeys = Annotated[
-    int,
+    int | None,
     Option(
-        "--recent", help="Keys that count as near, the query's own included.", min=1, rich_help_panel=SEARCH
+        "--recent",
+        help="Keys that count as near, the query's own included. Default: 1020, fewer if --window is shorter.",
+        min=1,
+        show_default=False,
+        rich_help_panel=SEARCH,
     ),
 ]
 LazySinks = Annotated[

@@ -274,6 +274,19 @@ def test_light_transfer_writes_a_pattern_with_its_scores(checkpoint, tmp_path):
     assert (pattern.sliding_window, pattern.num_sink_tokens, len(pattern.full_layers)) == (24, 2, 1)
     assert (said["method"], said["recent_keys"], np.shape(said["scores"])) == ("light-transfer", 16, (2,))
     assert out.with_suffix(".png").stat().st_size > 1000
+    run(
+        "select",
+        "light-transfer",
+        checkpoint,
+        "--one-in",
+        2,
+        "--out",
+        tmp_path / "q.json",
+        *NEEDLES,
+        "--window",
+        24,
+    )
+    assert AttentionPattern.from_json(tmp_path / "q.json").provenance["recent_keys"] == 20
     said = fails("select", "light-transfer", checkpoint, "--one-in", 2, "--out", out, *NEEDLES)
     assert said.startswith("--recent 1020 reaches over whole prompts, so that every layer is lazy: ")
     assert AttentionPattern.from_json(out) == pattern  # what was there is not lost
