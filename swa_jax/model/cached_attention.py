@@ -253,9 +253,15 @@ def _extend_here(
     context: AttentionContext,
     chunk: Chunk,
 ) -> tuple[jax.Array, KVCache]:
-    """One KV head after another reads its row of a pool where it lies."""
+    """Each KV head reads its row of a pool: one after another, for all rows side by side would be a copy of the cache.
+
+    On a GPU all heads are in one launch, and the copy of one sequence costs less than a launch for each head.
+    """
     length, kv_heads, size = k.shape[1:]
     group = q.shape[2] // kv_heads
+    together = reads_two_pools(
+        q, Pools(cache.k_whole, cache.v_whole, place.whole_slots), context.spec, context.implementation
+    )
     # What fills a chunk up comes after all that it holds, so that none of that sees it.
     new = chunk.start + jnp.arange(length)  # [C]: positions
     entries = jnp.arange(layout.max_length)
@@ -275,9 +281,9 @@ def _extend_here(
         packing = Packing(q_positions=new[None])
         spec, implementation = context.spec, context.implementation
 
-        def over_whole(kind: str) -> jax.Array:
+        def over_whole(kind: str, here: jax.Array | bool = True) -> jax.Array:
             keys, values = row_of(cache.k_whole, whole_slot), row_of(cache.v_whole, whole_slot)
-            seen = packing._replace(kv_positions=whole_positions[None])
+            seen = packing._replace(kv_positions=jnp.where(here, whole_positions, -1)[None])
             if kind == SWITCH:
                 return attend_routed(
                     q, keys, values, gate, spec, options, seen, inference=True, implementation=implementation
@@ -286,16 +292,18 @@ def _extend_here(
             of_kind = full_spec(spec) if kind == FULL else spec
             return attend(q, keys, values, of_kind, wide, seen, implementation=implementation)[0]
 
-        def over_ring() -> jax.Array:
+        def over_ring(here: jax.Array | bool = True) -> jax.Array:
             keys, values = (
                 jnp.concatenate([row_of(pool, ring_slot), own.astype(pool.dtype)], axis=1)
                 for pool, own in ((cache.k_ring, k), (cache.v_ring, v))
             )
-            seen = packing._replace(kv_positions=jnp.concatenate([before, new])[None])
+            seen = packing._replace(kv_positions=jnp.where(here, jnp.concatenate([before, new]), -1)[None])
             return attend(q, keys, values, spec, options, seen, implementation=implementation)[0]
 
         if where == "mixed":
             in_whole = whole_slot < cache.k_whole.shape[0]
+            if together:  # what sees no key is zero and costs no visit
+                return over_whole(FULL, in_whole) + over_ring(~in_whole)
             return jax.lax.cond(in_whole, functools.partial(over_whole, FULL), over_ring)
         return over_ring() if where == "ring" else over_whole(kind)
 
@@ -306,10 +314,12 @@ def _extend_here(
         jax.tree.map(lambda x: x.reshape(kv_heads, group), heads),
         plan.full_heads,
     )
-    branches = [
-        functools.partial(jax.lax.map, functools.partial(head, where, kind), by_head)
-        for where, kind in layout.modes
-    ]
+
+    def heads_of(where: str, kind: str) -> jax.Array:
+        one = functools.partial(head, where, kind)
+        return jax.vmap(one)(by_head) if together else jax.lax.map(one, by_head)
+
+    branches = [functools.partial(heads_of, where, kind) for where, kind in layout.modes]
     out = choose(place.mode, branches)  # [K, 1, C, G, D]
     cache = _put_ring(k[0], v[0], cache, place, chunk, after)
     return out.transpose(1, 2, 0, 3, 4).reshape(q.shape), cache

@@ -13,9 +13,9 @@ from kernels.tolerances import assert_close
 from tiny_models import PARALLEL, SOFTMAX, base_model, make, model_of
 
 import swa_jax
-from pallas_kernels import pools
+from pallas_kernels import dispatch, pools
 from swa_jax.errors import ConfigError
-from swa_jax.model.cache import cache_bytes
+from swa_jax.model.cache import allocate, cache_bytes
 from swa_jax.model.generate import (
     NOTHING,
     Sampling,
@@ -333,3 +333,32 @@ def test_one_launch_serves_layers_of_every_kind(name, monkeypatch):
     body = str(jax.make_jaxpr(step)(jnp.zeros(4, jnp.int32), cache))
     assert body.count("pallas_call[") == 1
     assert " cond[" not in body
+
+
+@pytest.mark.parametrize(
+    "name", ["head-hybrid", pytest.param("every-kind", marks=pytest.mark.slow), "sink-logits-every-kind"]
+)
+def test_a_piece_of_a_prompt_takes_all_heads_together(name, monkeypatch):
+    """As on a GPU, whose kernels are interpreted here: heads side by side, not in a loop."""
+    model = model_of(name)
+    layout = layout_of(model, 128)
+    empty = allocate(layout, 2, model.config.head_dim, jnp.float32)
+    tokens = jnp.asarray(random_prompts((80,))[0], jnp.int32)
+
+    def pieces():
+        def extend(tokens, count, cache):  # a function of its own: JAX would take the last one's program
+            return model.extend(tokens, count, jnp.int32(1), cache, layout)
+
+        run, cache, found = jax.jit(extend), empty, []
+        launches = str(jax.make_jaxpr(extend)(tokens[:32], 32, empty)).count("pallas_call[")
+        for start, count in ((0, 30), (30, 32), (62, 17)):
+            logits, cache = run(jnp.pad(tokens, (0, 32))[start : start + 32], count, cache)
+            found.append(logits)
+        return jnp.stack(found), launches
+
+    expected, launches = pieces()
+    assert launches == 0
+    monkeypatch.setitem(dispatch._BEST, "cpu", ("triton",))
+    found, launches = pieces()
+    assert launches > 0
+    assert_close(found, expected, "float32")
