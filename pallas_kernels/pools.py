@@ -12,9 +12,9 @@ from pallas_kernels.blocks import on_tpu
 from pallas_kernels.dispatch import Implementation, choose, current_device
 from pallas_kernels.parts import scale_queries
 from pallas_kernels.request import Request
-from pallas_kernels.spec import NEVER, PerHead, Pools, coordinates
+from pallas_kernels.spec import NEVER, Coordinates, PerHead, Pools, coordinates
 from pallas_kernels.tpu.cache_write import write_pool
-from pallas_kernels.tpu.decode import decode_pool
+from pallas_kernels.tpu.decode import Visited, decode_pool, pool_visits
 
 
 def attend_over_pools(
@@ -26,6 +26,7 @@ def attend_over_pools(
     others: tuple[Pools, AttentionSpec] | None = None,
     lengths: jax.Array,
     full_from: jax.Array | None = None,
+    visited: tuple[Visited, ...] | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """`decode_attention` of q [B, T, H, D] over caches that stay where they are.
@@ -34,30 +35,26 @@ def attend_over_pools(
       per_head: options as arrays, the bias too.
       others: what the heads read whose slots are out of range in `pools`; without it every slot is in range, and those
         of the heads follow each other.
+      visited: what `pools_visited` returns for the call; None has it made here.
     """
     batch, length, heads, size = q.shape
+    both = ((pools, spec),) if others is None else ((pools, spec), others)
     chosen = _chosen(q, pools, spec, implementation)
     if chosen == "triton":
         from pallas_kernels import gpu  # late, for JAX may have dropped its lowering
 
         q, per_head = scale_queries(q, per_head)
-        caches = ((pools, spec),) if others is None else ((pools, spec), others)
-        return gpu.decode_pools(q, caches, per_head, lengths=lengths, full_from=full_from).astype(q.dtype)
+        return gpu.decode_pools(q, both, per_head, lengths=lengths, full_from=full_from).astype(q.dtype)
     if chosen == "tpu":
-
-        def over(pools: Pools, spec: AttentionSpec) -> jax.Array:
-            where = coordinates(
-                length,
-                pools.k.shape[2],
-                q_positions=lengths[:, None] - length + jnp.arange(length),
-                kv_positions=pools.positions,
-                full_from=full_from,
-            )
-            return decode_pool(q, *pools[:3], spec, where, per_head, scattered=others is not None)
-
         q, per_head = scale_queries(q, per_head)
-        out = over(pools, spec)
-        return out if others is None else out + over(*others)
+        outs = [
+            decode_pool(
+                q, *one[:3], its_spec, _places(length, one, lengths, full_from), per_head,
+                scattered=others is not None, visited=made,
+            )
+            for (one, its_spec), made in zip(both, visited or (None, None), strict=False)
+        ]  # fmt: skip
+        return functools.reduce(jnp.add, outs)
 
     # One KV head after another: its row of a pool is a cache as it stands, where several would have to be transposed.
     def head(slots: list[jax.Array], q: jax.Array, options: PerHead) -> jax.Array:
@@ -89,6 +86,47 @@ def attend_over_pools(
     return out.transpose(1, 2, 0, 3, 4).reshape(q.shape)
 
 
+def pools_visited(
+    q: jax.Array | jax.ShapeDtypeStruct,
+    pools: Pools,
+    spec: AttentionSpec,
+    *,
+    others: tuple[Pools, AttentionSpec] | None = None,
+    lengths: jax.Array,
+    full_from: jax.Array | None = None,
+    some_full_heads: bool = False,
+    implementation: Implementation | None = None,
+) -> tuple[Visited, ...] | None:
+    """What the launches of `attend_over_pools` on a TPU visit, for many calls alike; None elsewhere.
+
+    Of q and the pools the shapes are read, of the slots how many they are. `some_full_heads` says that the call is
+    given `full_heads`.
+    """
+    if _chosen(q, pools, spec, implementation) != "tpu":
+        return None
+    return tuple(
+        pool_visits(
+            one.k,
+            one.slots.shape[0],
+            its_spec,
+            _places(q.shape[1], one, lengths, full_from),
+            some_full_heads=some_full_heads,
+            scattered=others is not None,
+        )
+        for one, its_spec in ([(pools, spec)] if others is None else [(pools, spec), others])
+    )
+
+
+def _places(length: int, pools: Pools, lengths: jax.Array, full_from: jax.Array | None) -> Coordinates:
+    return coordinates(
+        length,
+        pools.k.shape[2],
+        q_positions=lengths[:, None] - length + jnp.arange(length),
+        kv_positions=pools.positions,
+        full_from=full_from,
+    )
+
+
 def reads_two_pools(
     q: jax.Array, pools: Pools, spec: AttentionSpec, implementation: Implementation | None
 ) -> bool:
@@ -96,7 +134,12 @@ def reads_two_pools(
     return _chosen(q, pools, spec, implementation) == "triton"
 
 
-def _chosen(q: jax.Array, pools: Pools, spec: AttentionSpec, implementation: Implementation | None) -> str:
+def _chosen(
+    q: jax.Array | jax.ShapeDtypeStruct,
+    pools: Pools,
+    spec: AttentionSpec,
+    implementation: Implementation | None,
+) -> str:
     batch, length, heads, size = q.shape
     request = Request(
         "decode_attention",

@@ -12,6 +12,7 @@ where head_dim is no multiple of 128, and the kernel follows.
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,17 @@ from pallas_kernels.tpu.decode_kernel import Form, Static, decode_kernel, round_
 from pallas_kernels.tpu.tiles import LANES, VMEM_LIMIT_BYTES, Call, shape_like, with_scale
 
 _MAX_HEADS = 8  # KV heads of a grid step
+
+
+class Visited(NamedTuple):
+    """What a launch visits, and where queries and entries stand. It follows from lengths and positions, and so it is
+    the same for all layers that read alike.
+    """
+
+    visits: Visits
+    kv_pos: jax.Array  # [B, whole blocks] int32
+    q_start: jax.Array  # [B] int32: the first query's position
+    first_full: jax.Array  # [B] int32: the first query that sees everything; queries are consecutive
 
 
 def decode_attention(
@@ -55,10 +67,12 @@ def decode_pool(
     per_head: PerHead,
     *,
     scattered: bool = False,
+    visited: Visited | None = None,
 ) -> jax.Array:
     """`decode_attention` over pools of caches, KV head h being row `slots[h]` of them. They are read in place.
 
     Args:
+      visited: what `pool_visits` returns for the call; None has it made here.
       scattered: slots may come in any order, and heads whose slot is out of range are not in these pools (their output
         is zero). Otherwise they are consecutive rows, which are fetched together.
     """
@@ -66,7 +80,23 @@ def decode_pool(
     if by_lanes:
         k_pool, v_pool = k_pool.swapaxes(2, 3), v_pool.swapaxes(2, 3)
     form = Form(by_lanes=by_lanes, scattered=scattered)
-    return _decode(form, q, k_pool, v_pool, slots, spec, where, per_head)
+    return _decode(form, q, k_pool, v_pool, slots, spec, where, per_head, visited)
+
+
+def pool_visits(
+    pool: jax.Array,  # [rows, B, S, D]
+    kv_heads: int,
+    spec: AttentionSpec,
+    where: Coordinates,
+    *,
+    some_full_heads: bool = False,
+    scattered: bool = False,
+) -> Visited:
+    """What `decode_pool` visits; of the pool the shape is read."""
+    _, batch, entries, head_dim = pool.shape
+    entry_bytes = 2 * head_dim * pool.dtype.itemsize
+    _, block = choose_steps(spec, entries, kv_heads, entry_bytes, device_kind(), scattered)
+    return _visited(spec, where, batch, entries, block, some_full_heads)
 
 
 def list_visits(
@@ -121,8 +151,40 @@ def choose_steps(
     return heads, round_up(pl.cdiv(entries, pl.cdiv(entries, block)), LANES)
 
 
+def _visited(
+    spec: AttentionSpec, where: Coordinates, batch: int, entries: int, block: int, some_full_heads: bool
+) -> Visited:
+    def by_batch(x):  # [1 or B, n] -> [B, n]
+        return jnp.broadcast_to(x, (batch, x.shape[1]))
+
+    unused = pl.cdiv(entries, block) * block - entries
+    q_pos, kv_pos = (
+        by_batch(where.q_pos),
+        jnp.pad(by_batch(where.kv_pos), ((0, 0), (0, unused)), constant_values=-1),
+    )
+    full_rows = None if where.full_rows is None else by_batch(where.full_rows)
+    visits = list_visits(
+        spec,
+        Coordinates(q_pos, kv_pos, q_pos, kv_pos, full_rows=full_rows),
+        block,
+        some_full_heads=some_full_heads,
+    )
+    length = q_pos.shape[1]
+    # Queries are consecutive, and the full ones the last of them.
+    first_full = jnp.full(batch, length) if full_rows is None else length - full_rows.sum(axis=1)
+    return Visited(visits, kv_pos, q_pos[:, 0], first_full)
+
+
 def _decode(
-    form: Form, q, k, v, slots, spec: AttentionSpec, where: Coordinates, per_head: PerHead
+    form: Form,
+    q,
+    k,
+    v,
+    slots,
+    spec: AttentionSpec,
+    where: Coordinates,
+    per_head: PerHead,
+    visited: Visited | None = None,
 ) -> jax.Array:
     alibi_slopes, sigmoid_bias = per_head.alibi_slopes, per_head.sigmoid_bias
     sink_logits, full_heads = per_head.sink_logits, per_head.full_heads
@@ -152,28 +214,16 @@ def _decode(
         pl.cdiv(entries, block),
     )
 
-    def by_batch(x, fill=0, width=None):  # [1 or B, n] -> [B, width]
-        x = jnp.broadcast_to(x, (batch, x.shape[1]))
-        return x if width is None else jnp.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=fill)
-
     def fold(x):  # [.., T, H, ..] -> [B, K * rows, ..], a row being (token, head of the group)
         x = x.reshape(x.shape[0], length, kv_heads, group, *x.shape[3:]).swapaxes(1, 2)
         x = x.reshape(x.shape[0], kv_heads, length * group, *x.shape[4:])
         x = jnp.pad(x, [(0, static.rows - length * group if axis == 2 else 0) for axis in range(x.ndim)])
         return x.reshape(x.shape[0], kv_heads * static.rows, *x.shape[3:])
 
-    width = static.num_blocks * block
-    kv_pos = by_batch(where.kv_pos, -1, width)
-    full_rows = None if where.full_rows is None else by_batch(where.full_rows)
-    visits = list_visits(
-        spec,
-        Coordinates(by_batch(where.q_pos), kv_pos, by_batch(where.q_pos), kv_pos, full_rows=full_rows),
-        block,
-        some_full_heads=full_heads is not None,
-    )
-    # Queries are consecutive, and the full ones the last of them.
-    first_full = jnp.full(batch, length) if full_rows is None else length - full_rows.sum(axis=1)
-    scalars = [visits.pairs, slots, by_batch(where.q_pos)[:, 0], first_full]
+    if visited is None:
+        visited = _visited(spec, where, batch, entries, block, full_heads is not None)
+    visits, kv_pos, q_start, first_full = visited
+    scalars = [visits.pairs, slots, q_start, first_full]
     if full_heads is not None:
         scalars.append(full_heads)
     info = [jnp.broadcast_to(jnp.arange(length)[:, None], (length, num_heads))]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.api import attend, attend_routed
-from pallas_kernels.pools import attend_over_pools, reads_two_pools, write_token
+from pallas_kernels.pools import attend_over_pools, pools_visited, reads_two_pools, write_token
 from pallas_kernels.spec import NEVER, Packing, PerHead, Pools
 from swa_jax.model.attention import AttentionContext, LayerPlan, choose, full_spec
 from swa_jax.model.cache import POOL, CacheLayout, KVCache, ring_positions, write_chunk, write_prompt
@@ -40,6 +40,8 @@ class DecodeStep(NamedTuple):
     whole_entries: jax.Array  # [B] where it goes in a whole cache
     ring_entries: jax.Array  # [B] and in a ring
     ring_positions: jax.Array  # [B, entries] the positions that a ring then holds
+    # What the kernels of a TPU visit in layers of each of the layout's modes; None has each layer find it.
+    visited: tuple[Any, ...] | None = None
 
 
 def decode_layer(
@@ -96,13 +98,8 @@ def _attend_to_cache(
 ) -> jax.Array:
     """The new tokens' queries over caches that hold their keys already."""
     attend = functools.partial(
-        attend_over_pools,
-        lengths=step.lengths,
-        implementation=context.implementation,
+        attend_over_pools, q, lengths=step.lengths, implementation=context.implementation
     )
-    whole = Pools(cache.k_whole, cache.v_whole, place.whole_slots)
-    rings = Pools(cache.k_ring, cache.v_ring, place.ring_slots, step.ring_positions)
-
     kinds = [kind for _, kind in layout.modes]
 
     def by_data() -> jax.Array:
@@ -116,32 +113,71 @@ def _attend_to_cache(
                 sees_all, 0, jnp.full_like(step.lengths, NEVER) if full_from is None else full_from
             )
         wide = heads._replace(full_heads=plan.full_heads) if HYBRID in kinds else heads
+        whole, rings = _pools(cache, place, step)
         others = (rings, context.spec) if layout.ring_rows else None
-        return attend(q, whole, context.spec, wide, others=others, full_from=full_from)
+        return attend(whole, context.spec, wide, others=others, full_from=full_from)
 
-    def over_whole(kind: str) -> jax.Array:
-        if kind == FULL:
-            return attend(q, whole, full_spec(context.spec), heads)
-        full_from = context.full_from
-        full_heads = plan.full_heads if kind == HYBRID else None
-        if kind == SWITCH:
-            full_from = jnp.where(gate > 0.5, 0, NEVER if full_from is None else full_from)
-        return attend(q, whole, context.spec, heads._replace(full_heads=full_heads), full_from=full_from)
+    def by_mode(number: int) -> jax.Array:
+        mode = layout.modes[number]
+        reads = _reads(mode, cache, place, context, step)
+        if mode[1] == SWITCH:
+            never = NEVER if context.full_from is None else context.full_from
+            return attend(**reads | {"full_from": jnp.where(gate > 0.5, 0, never)}, per_head=heads)
+        wide = heads._replace(full_heads=plan.full_heads) if mode == ("whole", HYBRID) else heads
+        return attend(**reads, per_head=wide, visited=step.visited and step.visited[number])
 
-    def over_rings() -> jax.Array:
-        return attend(q, rings, context.spec, heads)
-
-    def by_head() -> jax.Array:
-        """Full heads read the whole pool, windowed heads the rings."""
-        return attend(q, whole, full_spec(context.spec), heads, others=(rings, context.spec))
-
-    if len(layout.modes) > 1 and reads_two_pools(q, whole, context.spec, context.implementation):
+    if len(layout.modes) > 1 and reads_two_pools(
+        q, _pools(cache, place, step)[0], context.spec, context.implementation
+    ):
         return by_data()
+    return choose(place.mode, [functools.partial(by_mode, number) for number in range(len(layout.modes))])
 
-    def branch(where: str, kind: str) -> Any:
-        return {"ring": over_rings, "mixed": by_head}.get(where, lambda: over_whole(kind))
 
-    return choose(place.mode, [branch(where, kind) for where, kind in layout.modes])
+def _pools(cache: KVCache, place: LayerPlace, step: DecodeStep) -> tuple[Pools, Pools]:
+    return (
+        Pools(cache.k_whole, cache.v_whole, place.whole_slots),
+        Pools(cache.k_ring, cache.v_ring, place.ring_slots, step.ring_positions),
+    )
+
+
+def _reads(
+    mode: tuple[str, str], cache: KVCache, place: LayerPlace, context: AttentionContext, step: DecodeStep
+) -> dict[str, Any]:
+    """What a layer of this mode reads, as arguments of `attend_over_pools`; a routed layer's gate comes on top."""
+    whole, rings = _pools(cache, place, step)
+    where, kind = mode
+    if where == "ring":
+        return {"pools": rings, "spec": context.spec}
+    if where == "mixed":  # full heads read the whole pool, windowed heads the rings
+        return {"pools": whole, "spec": full_spec(context.spec), "others": (rings, context.spec)}
+    if kind == FULL:
+        return {"pools": whole, "spec": full_spec(context.spec)}
+    return {"pools": whole, "spec": context.spec, "full_from": context.full_from}
+
+
+def with_visits(
+    step: DecodeStep, q: jax.ShapeDtypeStruct, cache: KVCache, layout: CacheLayout, context: AttentionContext
+) -> DecodeStep:
+    """The step with what the kernels of a TPU visit, once for all layers; `q` is the shape of a layer's queries.
+
+    On a mesh each device has sequences of its own, and there every layer makes its lists.
+    """
+    if context.partition is not None:
+        return step
+    place = LayerPlace(*(x[0] for x in layer_places(layout)))
+    visited = tuple(
+        None
+        if mode[1] == SWITCH
+        else pools_visited(
+            q,
+            **_reads(mode, cache, place, context, step),
+            lengths=step.lengths,
+            some_full_heads=mode == ("whole", HYBRID),
+            implementation=context.implementation,
+        )
+        for mode in layout.modes
+    )
+    return step._replace(visited=visited)
 
 
 class Chunk(NamedTuple):
@@ -259,9 +295,8 @@ def _extend_here(
     """
     length, kv_heads, size = k.shape[1:]
     group = q.shape[2] // kv_heads
-    together = reads_two_pools(
-        q, Pools(cache.k_whole, cache.v_whole, place.whole_slots), context.spec, context.implementation
-    )
+    whole = Pools(cache.k_whole, cache.v_whole, place.whole_slots)
+    together = reads_two_pools(q, whole, context.spec, context.implementation)
     # What fills a chunk up comes after all that it holds, so that none of that sees it.
     new = chunk.start + jnp.arange(length)  # [C]: positions
     entries = jnp.arange(layout.max_length)
@@ -272,9 +307,7 @@ def _extend_here(
 
     cache = _put_whole(k[0], v[0], cache, place, chunk)
 
-    def row_of(pool: jax.Array, slot: jax.Array) -> jax.Array:  # [1, entries, 1, D]
-        row = jax.lax.dynamic_slice(pool, (slot, chunk.row, 0, 0), (1, 1, *pool.shape[2:]))
-        return row.reshape(1, -1, 1, size)
+    row_of = functools.partial(_row_of, row=chunk.row)
 
     def head(where: str, kind: str, one: tuple) -> jax.Array:
         (whole_slot, ring_slot), q, k, v, options, full = one
@@ -315,14 +348,17 @@ def _extend_here(
         plan.full_heads,
     )
 
-    def heads_of(where: str, kind: str) -> jax.Array:
-        one = functools.partial(head, where, kind)
-        return jax.vmap(one)(by_head) if together else jax.lax.map(one, by_head)
-
-    branches = [functools.partial(heads_of, where, kind) for where, kind in layout.modes]
+    each = jax.vmap if together else functools.partial(functools.partial, jax.lax.map)
+    branches = [functools.partial(each(functools.partial(head, *mode)), by_head) for mode in layout.modes]
     out = choose(place.mode, branches)  # [K, 1, C, G, D]
     cache = _put_ring(k[0], v[0], cache, place, chunk, after)
     return out.transpose(1, 2, 0, 3, 4).reshape(q.shape), cache
+
+
+def _row_of(pool: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
+    """What one KV head has of one sequence: [1, entries, 1, D]."""
+    taken = jax.lax.dynamic_slice(pool, (slot, row, 0, 0), (1, 1, *pool.shape[2:]))
+    return taken.reshape(1, -1, 1, pool.shape[3])
 
 
 def _put_whole(k: jax.Array, v: jax.Array, cache: KVCache, place: LayerPlace, chunk: Chunk) -> KVCache:

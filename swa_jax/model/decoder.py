@@ -29,6 +29,7 @@ from swa_jax.model.cached_attention import (
     extend_layer,
     layer_places,
     put_prompts,
+    with_visits,
 )
 from swa_jax.model.config import MlpKind, ModelConfig
 from swa_jax.model.experts import ExpertLoad, MixtureOfExperts
@@ -397,7 +398,10 @@ class Decoder(nnx.Module):
         if active is not None:  # an entry that no pool has is not written
             whole_entry = jnp.where(active, whole_entry, layout.max_length)
             entry = jnp.where(active, entry, layout.ring_entries)
+        heads = self.config.num_attention_heads, self.config.head_dim
+        queries = jax.ShapeDtypeStruct((tokens.shape[0], 1, *heads), self.embedding[...].dtype)
         step = DecodeStep(lengths, whole_entry, entry, ring)
+        step = with_visits(step, queries, cache, layout, context)
 
         def layer(
             carry: tuple[jax.Array, KVCache], block: Block, scanned: tuple

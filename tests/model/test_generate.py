@@ -13,7 +13,7 @@ from kernels.tolerances import assert_close
 from tiny_models import PARALLEL, SOFTMAX, base_model, make, model_of
 
 import swa_jax
-from pallas_kernels import dispatch, pools
+from pallas_kernels import dispatch
 from swa_jax.errors import ConfigError
 from swa_jax.model.cache import allocate, cache_bytes
 from swa_jax.model.generate import (
@@ -297,9 +297,10 @@ def test_generate_is_exported_lazily():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# ---- one launch a layer, as on a GPU ----
+# ---- the kernels of a GPU and of a TPU, interpreted ----
 
 
+@pytest.mark.parametrize("best", ["triton", "tpu"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -308,31 +309,37 @@ def test_generate_is_exported_lazily():
         pytest.param("every-kind+fa-decode", marks=pytest.mark.slow),
     ],
 )
-def test_one_launch_serves_layers_of_every_kind(name, monkeypatch):
-    """A GPU's kernel, interpreted: full, windowed, hybrid and routed layers are data to it, not branches."""
+def test_decoding_by_kernels_knows_layers_of_every_kind(name, best, monkeypatch):
+    """To a GPU's one launch full, windowed, hybrid and routed layers are data; a TPU's lists are made once for all."""
     model = model_of(name)
     batch = prepare(model, random_prompts(), 4)
     layout = layout_of(model, batch.max_length)
     full_from = batch.lengths if model.pattern.full_attention_decode else None
-
-    def step(tokens, cache):
-        return model.decode_step(tokens, cache, layout, full_from)
+    prefilled = prefill(model, batch)
 
     def steps():
-        logits, cache = prefill(model, batch)
-        found = []
-        for _ in range(3):
-            logits, cache = step(logits.argmax(-1).astype(jnp.int32), cache)
-            found.append(logits)
-        return jnp.stack(found)
+        def step(tokens, cache):  # a function of its own: JAX would take the last one's program
+            return model.decode_step(tokens, cache, layout, full_from)
 
-    expected = steps()
-    monkeypatch.setattr(pools, "_chosen", lambda *_: "triton")
-    assert_close(steps(), expected, "float32")
-    _, cache = prefill(model, batch)
-    body = str(jax.make_jaxpr(step)(jnp.zeros(4, jnp.int32), cache))
-    assert body.count("pallas_call[") == 1
-    assert " cond[" not in body
+        logits, cache = prefilled
+        body = str(jax.make_jaxpr(step)(jnp.zeros(4, jnp.int32), cache))
+        run, found = jax.jit(step), []
+        for _ in range(3):
+            logits, cache = run(logits.argmax(-1).astype(jnp.int32), cache)
+            found.append(logits)
+        return jnp.stack(found), body
+
+    expected, body = steps()
+    assert "pallas_call[" not in body
+    monkeypatch.setitem(dispatch._BEST, "cpu", (best,))
+    found, body = steps()
+    assert_close(found, expected, "float32")
+    if best == "triton":
+        assert body.count("pallas_call[") == 1
+        assert " cond[" not in body
+    elif name == "head-hybrid":  # a list is a running sum
+        assert "cumsum[" in body
+        assert "cumsum[" not in body[body.index(" scan[") :]
 
 
 @pytest.mark.parametrize(
