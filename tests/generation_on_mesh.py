@@ -1,7 +1,7 @@
 """Run by test_sharding in a process with eight devices: `python -m tests.generation_on_mesh NAME...`.
 
 Prompts of unequal lengths over a mesh get what one device gives them: whole prompts in one batch, and in chunks over
-few slots, with prefixes remembered.
+few slots, with prefixes remembered. The kernels of a TPU, interpreted, give the same.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from pallas_kernels import dispatch
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.engine import Engine
 from swa_jax.model.generate import generate
@@ -26,9 +27,11 @@ MESHES = {
 NEW = 8
 
 
-def laid_out(model: Decoder, partition: Partition) -> Decoder:
+def on_mesh(sizes: MeshConfig, model: Decoder) -> tuple[Decoder, Partition]:
+    partition = Partition(make_mesh(sizes, jax.devices()[: sizes.data * sizes.fsdp * sizes.tensor]))
     graph, weights = nnx.split(model)
-    return nnx.merge(graph, jax.device_put(weights, state_shardings(weights, partition, model.config)))
+    there = jax.device_put(weights, state_shardings(weights, partition, model.config))
+    return nnx.merge(graph, there), partition
 
 
 def check(name: str) -> None:
@@ -45,9 +48,8 @@ def check(name: str) -> None:
     expected = generate(model, prompts, max_new_tokens=NEW, max_length=64)
     assert len({tuple(reply) for reply in expected}) > 3
     for mesh, sizes in MESHES.items():
-        count = int(np.prod([sizes.data, sizes.fsdp, sizes.tensor]))
-        partition = Partition(make_mesh(sizes, jax.devices()[:count]))
-        there = laid_out(model, partition)
+        there, partition = on_mesh(sizes, model)
+        count = partition.mesh.size
         found = generate(there, prompts, max_new_tokens=NEW, max_length=64, partition=partition)
         assert found == expected, (name, mesh, "one batch")
         engine = Engine(there, slots=4, max_length=64, chunk=9, prefixes=2, steps=4, partition=partition)
@@ -59,6 +61,14 @@ def check(name: str) -> None:
         cache = engine._cache
         shares = [leaf.addressable_shards[0].data.nbytes for leaf in (cache.k_whole, cache.k_ring)]
         assert sum(shares) * count == cache.k_whole.nbytes + cache.k_ring.nbytes, (name, mesh)
+    there, partition = on_mesh(MeshConfig(2, 1, 1, 2), model)
+    jax.clear_caches()  # the programs of before
+    dispatch._BEST["cpu"] = ("tpu",)
+    try:
+        found = generate(there, prompts, max_new_tokens=NEW, max_length=64, partition=partition)
+    finally:
+        del dispatch._BEST["cpu"]
+    assert found == expected, (name, "the kernels of a TPU")
 
 
 if __name__ == "__main__":

@@ -234,7 +234,15 @@ def _decode(
     # In float32 a tile may have 8 rows; bfloat16 would fill twice as many with padding.
     rows = fold(q * jnp.asarray(call.query_factor, q.dtype)).astype(jnp.float32)
     arguments = vary_alike(
-        ([x.astype(jnp.int32) for x in scalars], visits.used, rows, row_info, kv_pos[:, None], k, v)
+        (
+            [x.astype(jnp.int32) for x in scalars],
+            visits.used.reshape(()),
+            rows,
+            row_info,
+            kv_pos[:, None],
+            k,
+            v,
+        )
     )
     out = _launch(static, *arguments)  # [B, K * rows, D]
     out = out.reshape(batch, kv_heads, static.rows, head_dim)[:, :, : length * group]

@@ -160,24 +160,31 @@ def with_visits(
 ) -> DecodeStep:
     """The step with what the kernels of a TPU visit, once for all layers; `q` is the shape of a layer's queries.
 
-    On a mesh each device has sequences of its own, and there every layer makes its lists.
+    On a mesh each device lists what its own sequences see.
     """
-    if context.partition is not None:
-        return step
-    place = LayerPlace(*(x[0] for x in layer_places(layout)))
-    visited = tuple(
-        None
-        if mode[1] == SWITCH
-        else pools_visited(
-            q,
-            **_reads(mode, cache, place, context, step),
-            lengths=step.lengths,
-            some_full_heads=mode == ("whole", HYBRID),
-            implementation=context.implementation,
+
+    def visited(cache, place, full_from, step):
+        inside = dataclasses.replace(context, full_from=full_from)
+        found = tuple(
+            None
+            if mode[1] == SWITCH
+            else pools_visited(
+                q,
+                **_reads(mode, cache, place, inside, step),
+                lengths=step.lengths,
+                some_full_heads=mode == ("whole", HYBRID),
+                implementation=context.implementation,
+            )
+            for mode in layout.modes
         )
-        for mode in layout.modes
-    )
-    return step._replace(visited=visited)
+        return jax.tree.map(jnp.atleast_1d, found)  # what is one number has a place for each device
+
+    place = LayerPlace(*(x[0] for x in layer_places(layout)))
+    if (partition := context.partition) is not None:
+        rows = partition.spec("batch")
+        specs = (_cache_specs(partition), _layer_specs(partition)[0], rows, rows)
+        visited = _on_each_device(visited, partition, specs, rows)
+    return step._replace(visited=visited(cache, place, context.full_from, step))
 
 
 class Chunk(NamedTuple):
