@@ -38,13 +38,13 @@ def attend_over_pools(
       visited: what `pools_visited` returns for the call; None has it made here.
     """
     batch, length, heads, size = q.shape
-    both = ((pools, spec),) if others is None else ((pools, spec), others)
+    reads = _reads(pools, spec, others)
     chosen = _chosen(q, pools, spec, implementation)
     if chosen == "triton":
         from pallas_kernels import gpu  # late, for JAX may have dropped its lowering
 
         q, per_head = scale_queries(q, per_head)
-        return gpu.decode_pools(q, both, per_head, lengths=lengths, full_from=full_from).astype(q.dtype)
+        return gpu.decode_pools(q, reads, per_head, lengths=lengths, full_from=full_from).astype(q.dtype)
     if chosen == "tpu":
         q, per_head = scale_queries(q, per_head)
         outs = [
@@ -52,7 +52,7 @@ def attend_over_pools(
                 q, *one[:3], its_spec, _places(length, one, lengths, full_from), per_head,
                 scattered=others is not None, visited=made,
             )
-            for (one, its_spec), made in zip(both, visited or (None, None), strict=False)
+            for (one, its_spec), made in zip(reads, visited or (None,) * len(reads), strict=True)
         ]  # fmt: skip
         return functools.reduce(jnp.add, outs)
 
@@ -113,8 +113,14 @@ def pools_visited(
             some_full_heads=some_full_heads,
             scattered=others is not None,
         )
-        for one, its_spec in ([(pools, spec)] if others is None else [(pools, spec), others])
+        for one, its_spec in _reads(pools, spec, others)
     )
+
+
+def _reads(
+    pools: Pools, spec: AttentionSpec, others: tuple[Pools, AttentionSpec] | None
+) -> tuple[tuple[Pools, AttentionSpec], ...]:
+    return ((pools, spec),) if others is None else ((pools, spec), others)
 
 
 def _places(length: int, pools: Pools, lengths: jax.Array, full_from: jax.Array | None) -> Coordinates:
@@ -127,10 +133,10 @@ def _places(length: int, pools: Pools, lengths: jax.Array, full_from: jax.Array 
     )
 
 
-def reads_two_pools(
+def heads_in_one_launch(
     q: jax.Array, pools: Pools, spec: AttentionSpec, implementation: Implementation | None
 ) -> bool:
-    """Whether `attend_over_pools` with `others` is one launch, in which a pool that a head is not in costs nothing."""
+    """Whether a launch is for all KV heads, wherever their keys are, as on a GPU; what a head does not see is free."""
     return _chosen(q, pools, spec, implementation) == "triton"
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_kernels import parts
 from pallas_kernels.blocks import table_rows
@@ -144,7 +145,7 @@ def _tiles(q: jax.Array, k: jax.Array) -> TilesByKernel:
 
 def tiles_of(q: jax.Array, k: jax.Array, capability: int | None) -> TilesByKernel:
     """Those of a call on a device; of a Hopper if None. Shapes and dtype are read."""
-    longest = [max(16, _next_power_of_2(x.shape[1])) for x in (q, k)]
+    longest = [max(16, pl.next_power_of_2(x.shape[1])) for x in (q, k)]
 
     def fit(tile: Tile) -> Tile:
         return tile._replace(q_block=min(tile.q_block, longest[0]), kv_block=min(tile.kv_block, longest[1]))
@@ -168,10 +169,6 @@ def heads_apart(spec: AttentionSpec, tile: Tile, q: jax.Array, k: jax.Array) -> 
         return False
     blocks_of_a_window = -(-spec.window // tile.kv_block)
     return k.shape[0] * k.shape[2] * blocks_of_a_window < _PROGRAMS_IN_FLIGHT
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -238,10 +235,7 @@ def decode_pools(
     fold = Fold(q.shape[1], q.shape[2], pools[0].slots.shape[0])
     keys = jax.ShapeDtypeStruct((1, max(y.k.shape[2] for y in pools), 1, 1), q.dtype)
     tile = _tiles(q, keys).decode._replace(q_block=fold.rows)  # type: ignore[arg-type]
-    heads = heads._replace(
-        alibi_slopes=fold.by_row(heads.alibi_slopes), sigmoid_bias=fold.by_row(heads.sigmoid_bias)
-    )
-    x = decode_kernels.PoolOperands(fold.queries(q), pools, heads, lengths, full_from)
+    x = decode_kernels.PoolOperands(fold.queries(q), pools, fold.per_head(heads), lengths, full_from)
     shares = decode_shares(q.shape[0], fold.kv_heads, -(-keys.shape[1] // tile.kv_block))
     x = parts.vary_alike(x)
     out, lse = decode_kernels.pool_decode(specs, static, tile, fold.tokens, fold.group, x, shares)
@@ -252,12 +246,9 @@ def _decode(static: Static, tile: Tile, q, k, v, heads: PerHead, where: Coordina
     """Out [B, T, H, D] float32 and lse [B, T, H] (None for sigmoid); a KV head's queries are one block of rows."""
     fold = Fold(q.shape[1], q.shape[2], k.shape[2])
     tile = tile._replace(q_block=fold.rows)
-    heads = heads._replace(
-        alibi_slopes=fold.by_row(heads.alibi_slopes), sigmoid_bias=fold.by_row(heads.sigmoid_bias)
-    )
     queries = {name: getattr(where, name) for name in ("q_pos", "q_order", "full_rows")}
     where = where._replace(**jax.tree.map(lambda x: jnp.repeat(x, fold.group, axis=1), queries))
-    x = _operands(static, tile, fold.queries(q), k, v, heads, where)
+    x = _operands(static, tile, fold.queries(q), k, v, fold.per_head(heads), where)
     shares = decode_shares(q.shape[0], fold.kv_heads, x.keys.pos.shape[1] // tile.kv_block)
     return fold.merged(*decode_kernels.decode(static, tile, x, shares))
 

@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_kernels import parts
+from pallas_kernels.spec import PerHead
 
 
 class Fold(NamedTuple):
@@ -24,7 +26,7 @@ class Fold(NamedTuple):
     @property
     def rows(self) -> int:
         """Those of a block: a power of two, 16 at least, as the products of tiles need it."""
-        return max(16, 1 << (self.tokens * self.group - 1).bit_length())
+        return max(16, pl.next_power_of_2(self.tokens * self.group))
 
     def _filled(self, x, axis: int):
         return jnp.pad(
@@ -37,8 +39,13 @@ class Fold(NamedTuple):
         q = q.reshape(batch, self.tokens, self.kv_heads, self.group, head_dim).swapaxes(2, 3)
         return self._filled(q.reshape(batch, -1, self.kv_heads, head_dim), 1)
 
-    def by_row(self, x: jax.Array | None) -> jax.Array | None:
-        """[H] -> [K * rows]."""
+    def per_head(self, options: PerHead) -> PerHead:
+        """Slopes and bias by row."""
+        return options._replace(
+            alibi_slopes=self._by_row(options.alibi_slopes), sigmoid_bias=self._by_row(options.sigmoid_bias)
+        )
+
+    def _by_row(self, x: jax.Array | None) -> jax.Array | None:  # [H] -> [K * rows]
         if x is None:
             return None
         return self._filled(jnp.tile(x.reshape(self.kv_heads, self.group), (1, self.tokens)), 1).ravel()

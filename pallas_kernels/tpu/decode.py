@@ -72,9 +72,9 @@ def decode_pool(
     """`decode_attention` over pools of caches, KV head h being row `slots[h]` of them. They are read in place.
 
     Args:
-      visited: what `pool_visits` returns for the call; None has it made here.
       scattered: slots may come in any order, and heads whose slot is out of range are not in these pools (their output
         is zero). Otherwise they are consecutive rows, which are fetched together.
+      visited: what `pool_visits` returns for the call; None has it made here.
     """
     by_lanes = q.shape[3] % LANES != 0
     if by_lanes:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.api import attend, attend_routed
-from pallas_kernels.pools import attend_over_pools, pools_visited, reads_two_pools, write_token
+from pallas_kernels.pools import attend_over_pools, heads_in_one_launch, pools_visited, write_token
 from pallas_kernels.spec import NEVER, Packing, PerHead, Pools
 from swa_jax.model.attention import AttentionContext, LayerPlan, choose, full_spec
 from swa_jax.model.cache import POOL, CacheLayout, KVCache, ring_positions, write_chunk, write_prompt
@@ -101,6 +101,7 @@ def _attend_to_cache(
         attend_over_pools, q, lengths=step.lengths, implementation=context.implementation
     )
     kinds = [kind for _, kind in layout.modes]
+    whole, rings = _pools(cache, place, step)
 
     def by_data() -> jax.Array:
         """Whatever the layer is: its heads say where their keys are, and `full_from` what they see of them."""
@@ -113,7 +114,6 @@ def _attend_to_cache(
                 sees_all, 0, jnp.full_like(step.lengths, NEVER) if full_from is None else full_from
             )
         wide = heads._replace(full_heads=plan.full_heads) if HYBRID in kinds else heads
-        whole, rings = _pools(cache, place, step)
         others = (rings, context.spec) if layout.ring_rows else None
         return attend(whole, context.spec, wide, others=others, full_from=full_from)
 
@@ -126,9 +126,7 @@ def _attend_to_cache(
         wide = heads._replace(full_heads=plan.full_heads) if mode == ("whole", HYBRID) else heads
         return attend(**reads, per_head=wide, visited=step.visited and step.visited[number])
 
-    if len(layout.modes) > 1 and reads_two_pools(
-        q, _pools(cache, place, step)[0], context.spec, context.implementation
-    ):
+    if len(layout.modes) > 1 and heads_in_one_launch(q, whole, context.spec, context.implementation):
         return by_data()
     return choose(place.mode, [functools.partial(by_mode, number) for number in range(len(layout.modes))])
 
@@ -303,7 +301,7 @@ def _extend_here(
     length, kv_heads, size = k.shape[1:]
     group = q.shape[2] // kv_heads
     whole = Pools(cache.k_whole, cache.v_whole, place.whole_slots)
-    together = reads_two_pools(q, whole, context.spec, context.implementation)
+    together = heads_in_one_launch(q, whole, context.spec, context.implementation)
     # What fills a chunk up comes after all that it holds, so that none of that sees it.
     new = chunk.start + jnp.arange(length)  # [C]: positions
     entries = jnp.arange(layout.max_length)
@@ -355,9 +353,11 @@ def _extend_here(
         plan.full_heads,
     )
 
-    each = jax.vmap if together else functools.partial(functools.partial, jax.lax.map)
-    branches = [functools.partial(each(functools.partial(head, *mode)), by_head) for mode in layout.modes]
-    out = choose(place.mode, branches)  # [K, 1, C, G, D]
+    def of_all(mode: tuple[str, str]) -> jax.Array:
+        one = functools.partial(head, *mode)
+        return jax.vmap(one)(by_head) if together else jax.lax.map(one, by_head)
+
+    out = choose(place.mode, [functools.partial(of_all, mode) for mode in layout.modes])  # [K, 1, C, G, D]
     cache = _put_ring(k[0], v[0], cache, place, chunk, after)
     return out.transpose(1, 2, 0, 3, 4).reshape(q.shape), cache
 

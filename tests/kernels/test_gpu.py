@@ -259,18 +259,22 @@ def test_what_reaches_over_the_end_of_an_array_is_masked(name):
     assert len(written) >= 4 or name == "decode"
 
 
-@pytest.mark.parametrize("call", ["training", "decode"])
+@pytest.mark.parametrize("call", ["training", "decode", "pools"])
 @pytest.mark.parametrize("head_dim", [1, 4, 8, 12, 80])
 def test_no_product_is_smaller_than_a_tensor_core_takes(head_dim, call):
     """On an H100 a product over 4 channels was four times what it is; interpret mode and lowering say nothing."""
     q, k, v = (jnp.zeros((1, 3, heads, head_dim), jnp.bfloat16) for heads in (2, 1, 1))
 
     def function(q, k, v):
+        options = {"lengths": jnp.array([3]), "implementation": "triton"}
         if call == "decode":
-            return decode_attention(q[:, :1], k, v, WINDOW, lengths=jnp.array([3]), implementation="triton")
+            return decode_attention(q[:, :1], k, v, WINDOW, **options)
+        if call == "pools":
+            pools = Pools(*(x.transpose(2, 0, 1, 3) for x in (k, v)), jnp.array([0]))
+            return attend_over_pools(q[:, :1], pools, WINDOW, PerHead(), **options)
         return attention(q, k, v, WINDOW, implementation="triton")
 
-    run = function if call == "decode" else loss_and_gradient(function)
+    run = loss_and_gradient(function) if call == "training" else function
     kernels = [
         e.params["jaxpr"]
         for e in equations(jax.make_jaxpr(run)(q, k, v).jaxpr)
