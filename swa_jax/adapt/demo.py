@@ -40,9 +40,9 @@ from swa_jax.report import (
     table_console,
 )
 from swa_jax.report.tables import ANSWERS_RIGHT
-from swa_jax.select import NLLScores, nll_pattern
+from swa_jax.select import NLLScores, greedy_pattern, nll_pattern
 from swa_jax.select.methods import choose
-from swa_jax.select.nll import LayerScorer, greedy_pattern
+from swa_jax.select.nll import LayerScorer
 from swa_jax.settings import load_config
 from swa_jax.train.loop import TrainConfig, train
 

@@ -259,7 +259,7 @@ class LayerBudget(Options):
         from swa_jax.checkpoint.folder import open_checkpoint
         from swa_jax.checkpoint.served_cache import Memory, most_within
         from swa_jax.model.pattern import AttentionPattern
-        from swa_jax.select.nll import full_layer_budget
+        from swa_jax.select.layer_patterns import full_layer_budget
 
         if self.kv_budget is None:
             return full_layer_budget(config.num_hidden_layers, self.budget, self.one_in)

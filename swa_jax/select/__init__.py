@@ -9,16 +9,14 @@ from swa_jax.exports import lazy
 if TYPE_CHECKING:
     from swa_jax.select.bosch_search import Selection, bosch, bosch_pattern
     from swa_jax.select.evaluator import MaskEvaluator, Score
+    from swa_jax.select.layer_patterns import greedy_pattern, nll_pattern, select_layers
     from swa_jax.select.light_transfer import LazyRatios, lazy_ratios, light_transfer_pattern
     from swa_jax.select.nll import (
         LayerScorer,
         NLLScores,
-        greedy_pattern,
         nll_deltas,
         nll_greedy,
-        nll_pattern,
         nll_scores,
-        select_layers,
     )
     from swa_jax.select.static import static_scores
 
@@ -55,12 +53,12 @@ __getattr__ = lazy(
         "light_transfer_pattern": "light_transfer",
         "LayerScorer": "nll",
         "NLLScores": "nll",
-        "greedy_pattern": "nll",
+        "greedy_pattern": "layer_patterns",
         "nll_deltas": "nll",
         "nll_greedy": "nll",
-        "nll_pattern": "nll",
+        "nll_pattern": "layer_patterns",
         "nll_scores": "nll",
-        "select_layers": "nll",
+        "select_layers": "layer_patterns",
         "static_scores": "static",
     },
 )

@@ -13,7 +13,6 @@ full.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -25,20 +24,21 @@ import numpy as np
 import optax
 from flax import nnx
 
-from pallas_kernels.api import attend
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches, answer_loss
-from swa_jax.model.attention import LayerPlan, layer_plan
-from swa_jax.model.decoder import Decoder
+from swa_jax.model.attention import full_spec, layer_plan
+from swa_jax.model.decoder import Block, Decoder, scan_layers
 from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.model.mesh_attention import attention_on_mesh
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.sharding import Partition
 
 LOW, HIGH = -0.1, 1.1  # gates are stretched to here and cut at 0 and 1
 TEMPERATURE = 2 / 3  # b
 START = 2.0  # of a: nearly full attention
 LEARNING_RATE = 0.2
 PENALTY = 20.0  # weight of the squared difference of shares
+GATE = 0.25  # of the heads that `gate_gradient` ranks
 
 
 def gate_logits(
@@ -63,15 +63,11 @@ def gate_logits(
       seed: of the gates' noise.
 
     Raises:
-      ConfigError: a model of dense and sparse layers; no examples, or one with an empty prompt or answer.
+      ConfigError: no examples, or one with an empty prompt or answer.
     """
     config = model.config
-    if config.mlp_layer_types:
-        raise ConfigError("gates go through layers that are all alike, the model's mlp_layer_types differ")
     kinds = (WINDOW,) * config.num_hidden_layers
-    window = AttentionPattern(
-        kinds, sliding_window, num_sink_tokens, full_attention_decode=full_attention_decode
-    )
+    window = AttentionPattern(kinds, sliding_window, num_sink_tokens)
     graph, weights = nnx.split(model.with_pattern(window))
     batches = [batch for _, batch in answer_batches(examples, batch_size, full_attention_decode)]
     optimizer = optax.adam(LEARNING_RATE)
@@ -106,33 +102,87 @@ def _gradient(
     return jax.grad(objective)(logits)
 
 
-def gated_loss(model: Decoder, gates: jax.Array, batch: AnswerBatch) -> jax.Array:
+def gated_loss(
+    model: Decoder,
+    gates: jax.Array,
+    batch: AnswerBatch,
+    *,
+    through: jax.Array | None = None,
+    partition: Partition | None = None,
+) -> jax.Array:
     """The mean NLL of each example's answer [B] f32, where heads mix full and window attention by `gates` [L, K].
 
-    Window and full-attention decode are those of the model's pattern. A gate of 1 is full attention, one of 0 a window.
+    The window is that of the model's pattern. A gate of 1 is full attention, one of 0 a window.
+
+    Args:
+      through: [L] bool, the layers through whose full attention gradients flow to the layers below; None is all of
+        them. In the others they flow through the windows alone, which costs a third less.
+      partition: the mesh that weights and examples lie on.
     """
     config = model.config
     plan = layer_plan(AttentionPattern((FULL,) * config.num_hidden_layers), config, (FULL,))
-    full_from = batch.full_from if model.pattern.full_attention_decode else None
-    context = model.context(batch.tokens, (FULL,), batch.segment_ids, full_from=full_from)
-    full_spec = dataclasses.replace(context.spec, window=None, num_sink_tokens=0)
-    graph, layers = nnx.split(model.layers)
+    context = model.context(
+        batch.tokens, (FULL,), batch.segment_ids, full_from=batch.full_from, partition=partition
+    )
 
-    @jax.checkpoint
-    def layer(x: jax.Array, scanned: tuple[nnx.State, LayerPlan, jax.Array]) -> tuple[jax.Array, None]:
-        weights, row, open_ = scanned
-        block = nnx.merge(graph, weights)
+    def layer(x: jax.Array, block: Block, scanned: tuple) -> tuple[jax.Array, None]:
+        row, open_, whole = scanned
         q, k, v = block.attention.qkv(block.attention_input(x), row, context)
-        full, windowed = (
-            attend(q, k, v, spec, block.attention.per_head(), packing)[0]
-            for spec, packing in (
-                (full_spec, context.packing._replace(full_from=None)), (context.spec, context.packing)
-            )
-        )  # fmt: skip
-        open_ = jnp.repeat(open_, q.shape[2] // k.shape[2])[:, None].astype(q.dtype)  # [H, 1]
-        mixed = windowed + open_ * (full - windowed)
-        return block.after_attention(x, block.attention.output(mixed))[0], None
+        attend = functools.partial(attention_on_mesh, q, k, v, partition=partition)
+        heads, packing = block.attention.per_head(), context.packing
 
-    x, _ = jax.lax.scan(layer, model.embed(batch.tokens), (layers, plan, gates))
+        def full() -> jax.Array:
+            return attend(full_spec(context.spec), heads, packing._replace(full_from=None))[0]
+
+        windowed = attend(context.spec, heads, packing)[0]
+        other = full() if whole is None else jax.lax.cond(whole, full, lambda: jax.lax.stop_gradient(full()))
+        open_ = jnp.repeat(open_, q.shape[2] // k.shape[2])[:, None].astype(q.dtype)  # [H, 1]
+        mixed = windowed + open_ * (other - windowed)
+        return block.after_attention(x, block.attention.output(mixed), partition)[0], None
+
+    x = model.embed(batch.tokens, partition)
+    x, _ = scan_layers(model.layers, layer, x, (plan, gates, through), wrap=jax.checkpoint)
     hidden = jnp.take_along_axis(model.norm(x), batch.queries[:, :, None], axis=1)  # [B, A, d]
     return answer_loss(model, hidden, batch)[0]
+
+
+def gate_gradient(
+    graph: Any,
+    weights: nnx.State,
+    batches: Sequence[tuple[np.ndarray, AnswerBatch]],
+    full: np.ndarray,
+    partition: Partition | None = None,
+) -> np.ndarray:
+    """How fast the answers' loss falls as each KV head is opened, nats a token: [L, K] f64, a sum over examples.
+
+    Heads in `full` [L, K] bool are full, and have 0; the others mix a quarter (`GATE`) of full attention into their
+    windows, so that heads that help only beside others are seen.
+
+    Args:
+      graph, weights: of a decoder whose pattern has the window and the sink tokens.
+      batches: as `answer_batches` gives them; rows that fill up a batch do not count.
+    """
+    total = np.zeros(full.shape)
+    gates, through = np.where(full, 1.0, GATE).astype(np.float32), full.any(1)
+    for index, batch in batches:
+        counted = np.arange(len(batch.tokens)) < len(index)
+        gradient = _loss_gradient(gates, through, graph, weights, batch, counted, partition)
+        total -= np.asarray(gradient, np.float64)
+    return np.where(full, 0.0, total)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "partition"))
+def _loss_gradient(
+    gates: jax.Array,
+    through: jax.Array,
+    graph: Any,
+    weights: nnx.State,
+    batch: AnswerBatch,
+    counted: jax.Array,
+    partition: Partition | None,
+) -> jax.Array:
+    def loss(gates: jax.Array) -> jax.Array:
+        model = nnx.merge(graph, weights)
+        return jnp.sum(gated_loss(model, gates, batch, through=through, partition=partition) * counted)
+
+    return jax.grad(loss)(gates)

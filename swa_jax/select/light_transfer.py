@@ -22,7 +22,7 @@ from swa_jax.evaluate.nll import answer_batches
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.attention_rows import Heads, logits_of
-from swa_jax.select.nll import full_layer_budget, select_layers
+from swa_jax.select.layer_patterns import full_layer_budget, select_layers
 from swa_jax.select.static import check_softmax, layer_statistics
 
 LAST_QUERIES, SINK_TOKENS, RECENT_KEYS = 32, 4, 1020

@@ -17,9 +17,10 @@ from swa_jax.select.bosch_search import bosch, bosch_pattern
 from swa_jax.select.evaluator import MaskEvaluator
 from swa_jax.select.gates import gate_logits
 from swa_jax.select.heads import head_pattern, heuristic_mask, window_most_local, windowed_count
+from swa_jax.select.layer_patterns import greedy_pattern, nll_pattern
 from swa_jax.select.light_transfer import SINK_TOKENS, lazy_ratios, light_transfer_pattern
 from swa_jax.select.method_table import METHODS, Heuristic, StaticMethod, Variant
-from swa_jax.select.nll import LayerScorer, Progress, greedy_pattern, nll_pattern
+from swa_jax.select.nll import LayerScorer, Progress
 from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
 from swa_jax.settings import nearest
 

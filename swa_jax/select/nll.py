@@ -3,20 +3,22 @@
 Source: "NLL-Guided Full-Attention Layer Selection for Training-Free Sliding-Window Adaptation" (arXiv 2606.27791),
 Eq. 1 and Section 3.3. `L_ans` is the mean NLL of an example's answer tokens, teacher-forced. The paper scores as it
 deploys, with full-attention decode: answer queries see everything, whatever the layer. Beyond the paper: scoring
-again after each layer chosen (`nll_greedy`), so that of two layers that do the same only one is kept.
+again after each layer chosen (`nll_greedy`), so that of two layers that do the same only one is kept. Of a deep model
+only those layers need scoring again that one gradient by gates (`select.gates`) names.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import jax
 import numpy as np
 from flax import nnx
-from numpy.typing import ArrayLike
 
 from swa_jax.errors import ConfigError
 from swa_jax.estimates import Estimate, bootstrap
@@ -27,23 +29,28 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, check_model, state_shardings
 from swa_jax.select import toggles
+from swa_jax.select.gates import gate_gradient
 from swa_jax.select.score_file import ScoreFile, content_key
 
 Progress = Callable[[int, int], None]
+TRIED = 4  # layers, or heads, of a round that are scored where a gradient names them
+EXACT_BELOW = 13  # layers: with fewer, all are scored, which costs little more
+GRADIENT_PASSES = 4  # that a gradient takes, about
 
 
 @dataclasses.dataclass(frozen=True)
 class NLLScores:
     """What each layer is worth, example by example."""
 
-    deltas: (
-        np.ndarray
-    )  # [N, L] f64, nats a token: answer NLL of the base - answer NLL with layer l full besides
+    # [N, L] f64, nats a token: answer NLL of the base - answer NLL with layer l full besides; NaN of layers not tried
+    deltas: np.ndarray
     window_nll: np.ndarray  # [N] f64: answer NLL of the base: every layer windowed, but for `full_layers`
     sliding_window: int
     num_sink_tokens: int
     full_attention_decode: bool = True  # whether answer queries saw everything
     full_layers: tuple[int, ...] = ()  # full in the base already; their deltas are 0
+    gradient: np.ndarray | None = None  # [L] f64, nats a token: what named the layers tried
+    picked: tuple[int, ...] = ()  # the layers that a greedy search took by these scores
 
     @property
     def mean(self) -> np.ndarray:
@@ -51,8 +58,20 @@ class NLLScores:
         return self.deltas.mean(0)
 
     def intervals(self, seed: int = 0) -> list[Estimate]:
-        """Each layer's mean delta with its 95 % bootstrap interval over examples."""
-        return [bootstrap(column, seed=seed) for column in self.deltas.T]
+        """Each layer's mean delta with its 95 % bootstrap interval over examples; NaN without one if not tried."""
+        return [
+            Estimate(math.nan, None, None) if np.isnan(column).any() else bootstrap(column, seed=seed)
+            for column in self.deltas.T
+        ]
+
+    def best(self, count: int = 1) -> list[int]:
+        """The `count` layers of largest score among those tried that are not full yet; of equals the lower ones."""
+        rest = [
+            layer
+            for layer in np.argsort(-self.mean, kind="stable").tolist()
+            if layer not in self.full_layers and not np.isnan(self.deltas[0, layer])
+        ]
+        return rest[:count]
 
 
 class Options(TypedDict, total=False):
@@ -100,17 +119,18 @@ def nll_greedy(
     examples: Sequence[Example],
     budget: int,
     *,
+    tried: int | None = None,
     progress: Progress | None = None,
     **options: Unpack[Options],
 ) -> list[NLLScores]:
     """`budget` rounds of scores. The best layer of each round is full in the next ones.
 
-    `best_layer(round)` is the layer that a round chose. `greedy_pattern` makes a pattern of all rounds. Options and
-    errors are those of `LayerScorer`. It costs about `budget` times as much as scoring once.
+    `round.picked` has the layer that a round chose. `greedy_pattern` makes a pattern of all rounds. Options and errors
+    are those of `LayerScorer` and its `greedy`. Scoring every layer costs about `budget` times as much as scoring once.
 
     Raises `ConfigError` also if the budget is not between 1 and the number of layers.
     """
-    return LayerScorer(model, examples, **options).greedy(budget, progress=progress)
+    return LayerScorer(model, examples, **options).greedy(budget, tried=tried, progress=progress)
 
 
 class LayerScorer:
@@ -198,18 +218,29 @@ class LayerScorer:
     @property
     def num_known(self) -> int:
         """Examples whose scores with every layer windowed are known, those found in the file included."""
-        return sum(_key((), i) in self._file.scores for i in range(self.num_examples))
+        return sum(self._known((), i, ()) for i in range(self.num_examples))
 
     @property
     def seconds(self) -> float:
         """Since this scorer was made, and what the runs before it took by their file."""
         return self._file.seconds
 
-    def __call__(self, full_layers: Sequence[int] = (), *, progress: Progress | None = None) -> NLLScores:
-        """Score the layers that are not in `full_layers`; progress is called with (passes done, passes in all), a
-        pass being one over all examples whichever way they are scored."""
+    def __call__(
+        self,
+        full_layers: Sequence[int] = (),
+        *,
+        tried: Sequence[int] | None = None,
+        progress: Progress | None = None,
+    ) -> NLLScores:
+        """Score the layers that are not in `full_layers`, or of these those in `tried`.
+
+        `progress` is called with (passes done, passes in all), a pass being one over all examples whichever way they
+        are scored.
+        """
         chosen = tuple(sorted(full_layers))
-        total = self.layers + 1
+        wanted = range(self.layers) if tried is None else tried
+        rest = sorted(set(wanted) - {*chosen})
+        total = 1 + len(wanted)
         done = [0.0, 0.0]  # examples' passes made, and the passes reported
 
         def report(examples: int, passes: float) -> None:
@@ -219,13 +250,16 @@ class LayerScorer:
                 progress(int(done[1]), total)
 
         for index, batch, short in self._batches:
-            if not all(_key(chosen, i) in self._file.scores for i in index):
-                for i, row in zip(index, self._rows(batch, short, chosen, len(index), report), strict=False):
-                    self._file.scores[_key(chosen, i)] = row.tolist()
+            if not all(self._known(chosen, i, rest) for i in index):
+                rows = self._rows(batch, short, chosen, rest, functools.partial(report, len(index)))
+                for i, row in zip(index, rows, strict=False):
+                    self._file.scores[_key(chosen, i)] = [None if math.isnan(x) else x for x in row.tolist()]
                 self._file.save()
             else:
                 report(len(index), total)
-        rows = np.array([self._file.scores[_key(chosen, i)] for i in range(self.num_examples)])  # [N, 1 + L]
+        rows = np.array(
+            [self._file.scores[_key(chosen, i)] for i in range(self.num_examples)], float
+        )  # [N, 1 + L]
         return NLLScores(
             rows[:, :1] - rows[:, 1:],
             rows[:, 0],
@@ -235,47 +269,97 @@ class LayerScorer:
             chosen,
         )
 
-    def greedy(self, budget: int, *, progress: Progress | None = None) -> list[NLLScores]:
-        """The rounds of `nll_greedy`; progress counts the passes of all of them."""
+    def gradient(self, full_layers: Sequence[int] = ()) -> np.ndarray:
+        """How fast the answers' loss falls as each layer, beside `full_layers`, is opened: [L] f64, nats a token."""
+        chosen = tuple(sorted(full_layers))
+        key = f"gradient:{','.join(map(str, chosen))}"
+        if key not in self._file.scores:
+            full = np.zeros((self.layers, self._config.num_key_value_heads), bool)
+            full[list(chosen)] = True
+            long = [(index, batch) for index, batch, short in self._batches if not short]
+            gained = gate_gradient(self._graph, self._weights, long, full, self._partition)
+            self._file.scores[key] = (gained.sum(1) / self.num_examples).tolist()
+            self._file.save()
+        return np.array(self._file.scores[key])
+
+    def greedy(
+        self,
+        budget: int,
+        *,
+        tried: int | None = None,
+        rounds: int | None = None,
+        progress: Progress | None = None,
+    ) -> list[NLLScores]:
+        """The rounds of `nll_greedy`; progress counts the passes of all of them.
+
+        Args:
+          tried: how many layers a round scores: those that one gradient for all of them (`gradient`) names. None scores
+            all.
+          rounds: the most there may be; where `budget` is larger, each takes several layers at a time, and scores as
+            many more. `picked` says which.
+        """
         if not 1 <= budget <= self.layers:
             raise ConfigError(
                 f"budget is {budget} full layers; greedy selection takes 1 to {self.layers} of this model"
             )
-        rounds: list[NLLScores] = []
-        for number in range(budget):
+        found: list[NLLScores] = []
+        counts = shares(budget, rounds)
+        steps = [self._steps(tried, count) for count in counts]
+        for number, count in enumerate(counts):
 
-            def report(done: int, total: int, before: int = number * (self.layers + 1)) -> None:
+            def report(done: int, _: int, before: int = sum(steps[:number])) -> None:
                 if progress:
-                    progress(before + done, budget * total)
+                    progress(before + done, sum(steps))
 
-            rounds.append(self([best_layer(scores) for scores in rounds], progress=report))
-        return rounds
+            full = [layer for scores in found for layer in scores.picked]
+            scores = self._round(full, None if tried is None else tried + count - 1, report)
+            found.append(dataclasses.replace(scores, picked=tuple(scores.best(count))))
+        return found
+
+    def _steps(self, tried: int | None, count: int) -> int:
+        """Of a round, for its progress."""
+        return 1 + self.layers if tried is None else GRADIENT_PASSES + tried + count
+
+    def _round(self, full: Sequence[int], tried: int | None, progress: Progress) -> NLLScores:
+        if tried is None:
+            return self(full, progress=progress)
+        gradient = self.gradient(full)
+        progress(GRADIENT_PASSES, 0)
+        named = [i for i in np.argsort(-gradient, kind="stable").tolist() if i not in full][:tried]
+        scores = self(full, tried=named, progress=lambda done, _: progress(GRADIENT_PASSES + done, 0))
+        return dataclasses.replace(scores, gradient=gradient)
+
+    def _known(self, full_layers: Sequence[int], example: int, rest: Sequence[int]) -> bool:
+        """Whether the base's score of an example is known, and those of the layers in `rest`."""
+        row = self._file.scores.get(_key(full_layers, example))
+        return row is not None and all(row[1 + layer] is not None for layer in rest)
 
     def _rows(
         self,
         batch: AnswerBatch,
         short: bool,
         full_layers: tuple[int, ...],
-        examples: int,
-        report: Callable[[int, float], None],
+        rest: Sequence[int],
+        report: Callable[[float], None],
     ) -> np.ndarray:
-        """NLL of the base and with each layer full, which for one that is full is the base's: [B, 1 + L] f64."""
-        rest = [] if short else [layer for layer in range(self.layers) if layer not in full_layers]
+        """NLL of the base and with each layer of `rest` full, the base's for a full one, else NaN: [B, 1 + L] f64."""
+        toggled = [] if short else rest
         base = range(self.layers) if short else full_layers
-        share = (self.layers + 1) / (len(rest) + 1)
+        share = (1 + len(rest)) / (1 + len(toggled))
 
         def progress(results: int) -> None:
-            report(examples, results * share)
+            report(results * share)
 
-        arguments = (self._graph, self._weights, batch, self._plan(base), rest)
-        if self._reuse and rest:
+        arguments = (self._graph, self._weights, batch, self._plan(base), toggled)
+        if self._reuse and toggled:
             nll = toggles.reuse(
                 *arguments, toggles_at_once=self._at_once, partition=self._partition, progress=progress
             )
         else:
             nll = toggles.passes(*arguments, partition=self._partition, progress=progress)
-        rows = np.repeat(nll[:1], 1 + self.layers, axis=0)
-        rows[[1 + layer for layer in rest]] = nll[1:]
+        rows = np.full((1 + self.layers, nll.shape[1]), np.nan)
+        rows[[0, *(1 + layer for layer in (*rest, *full_layers))]] = nll[0]
+        rows[[1 + layer for layer in toggled]] = nll[1:]
         return rows.T
 
     def _pattern(self, full_layers: Sequence[int]) -> AttentionPattern:
@@ -291,112 +375,7 @@ def _key(full_layers: Sequence[int], example: int) -> str:
     return f"{','.join(map(str, full_layers))}:{example}"
 
 
-def select_layers(scores: ArrayLike, budget: int) -> tuple[int, ...]:
-    """The `budget` layers of largest score, in order of depth; between equals the lower layer wins.
-
-    Raises `ConfigError` if the budget is not between 0 and the number of layers, or a score is not finite.
-    """
-    scores = np.asarray(scores, np.float64)
-    if scores.ndim != 1 or not np.isfinite(scores).all():
-        raise ConfigError(
-            f"scores must be one finite number a layer, got shape {scores.shape}: {scores.tolist()}"
-        )
-    if not 0 <= budget <= scores.size:
-        raise ConfigError(f"budget is {budget} full layers, the model has {scores.size}")
-    return tuple(sorted(np.argsort(-scores, kind="stable")[:budget].tolist()))
-
-
-def best_layer(scores: NLLScores) -> int:
-    """The layer of largest score among those that are not full yet; between equals the lower one."""
-    rest = [layer for layer in range(scores.deltas.shape[1]) if layer not in scores.full_layers]
-    return rest[int(np.argmax(scores.mean[rest]))]
-
-
-def full_layer_budget(num_layers: int, budget: int | None, one_in_n: int | None) -> int:
-    """How many layers stay full: `budget`, or one in n and at least 1.
-
-    Raises `ConfigError` unless just one of them is given, and the model has as many layers.
-    """
-    if (budget is None) == (one_in_n is None):
-        raise ConfigError("give exactly one of budget and one_in_n")
-    if budget is not None:
-        if not 0 <= budget <= num_layers:
-            raise ConfigError(f"budget is {budget} full layers, the model has {num_layers}")
-        return budget
-    assert one_in_n is not None
-    if one_in_n < 1:
-        raise ConfigError(f"one_in_n must be at least 1, got {one_in_n}")
-    return max(1, num_layers // one_in_n)
-
-
-def nll_pattern(
-    scores: NLLScores,
-    *,
-    budget: int | None = None,
-    one_in_n: int | None = None,
-    full_attention_decode: bool | None = None,
-    data: str = "",
-    seed: int | None = None,
-) -> AttentionPattern:
-    """The pattern with the best layers full and the others windowed as they were when scored.
-
-    Args:
-      budget: how many layers stay full. Give this or `one_in_n`.
-      one_in_n: one layer in n stays full, at least one.
-      full_attention_decode: whether the pattern has it; None is as it was scored.
-      data: what the examples were, for the pattern's provenance.
-      seed: how they were drawn, for the pattern's provenance.
-
-    Raises:
-      ConfigError: not exactly one of `budget` and `one_in_n`, or a budget the model cannot meet.
-    """
-    chosen = select_layers(scores.mean, full_layer_budget(scores.deltas.shape[1], budget, one_in_n))
-    provenance = {"method": "nll", "scores": scores.mean.tolist()}
-    return _as_scored(scores, chosen, full_attention_decode, data, seed, provenance)
-
-
-def greedy_pattern(
-    rounds: Sequence[NLLScores],
-    *,
-    full_attention_decode: bool | None = None,
-    data: str = "",
-    seed: int | None = None,
-) -> AttentionPattern:
-    """The pattern of `nll_greedy`'s rounds: one full layer for each. The other arguments are those of `nll_pattern`.
-
-    `provenance["scores"]` is each layer's score in the first round, `["rounds"]` the layer and the scores of all.
-    """
-    picked = [best_layer(scores) for scores in rounds]
-    provenance: dict[str, Any] = {
-        "method": "nll-greedy",
-        "scores": rounds[0].mean.tolist(),
-        "picked": picked,
-        "rounds": [scores.mean.tolist() for scores in rounds],
-    }
-    return _as_scored(rounds[0], picked, full_attention_decode, data, seed, provenance)
-
-
-def _as_scored(
-    scores: NLLScores,
-    full_layers: Sequence[int],
-    full_attention_decode: bool | None,
-    data: str,
-    seed: int | None,
-    provenance: dict[str, Any],
-) -> AttentionPattern:
-    decode = scores.full_attention_decode if full_attention_decode is None else full_attention_decode
-    provenance = provenance | {
-        "data": data,
-        "num_examples": len(scores.deltas),
-        "intervals": [estimate.interval for estimate in scores.intervals()],
-        "seed": seed,
-        "scored_with_full_attention_decode": scores.full_attention_decode,
-    }
-    return AttentionPattern.from_full_layers(
-        full_layers,
-        scores.deltas.shape[1],
-        scores.sliding_window,
-        num_sink_tokens=scores.num_sink_tokens,
-        full_attention_decode=decode,
-        provenance=provenance,
-    )
+def shares(budget: int, rounds: int | None) -> list[int]:
+    """How many each round of a greedy search takes, in at most so many rounds: nearly the same number."""
+    count = budget if rounds is None else min(budget, rounds)
+    return [budget // count + (number < budget % count) for number in range(count)]

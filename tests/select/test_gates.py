@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,13 +11,13 @@ from kernels.tolerances import assert_close
 from plants import FULL_HEADS, KV_HEADS, LAYERS, WINDOW_SIZE, Plant, placement
 from tiny_models import MIXED, SANDWICH, SOFTMAX
 
-from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import answer_batches, score_answers
 from swa_jax.model.decoder import Decoder
-from swa_jax.model.layer_types import FULL, WINDOW
+from swa_jax.model.layer_types import WINDOW
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.select.gates import gate_logits, gated_loss
+from swa_jax.select import gates as gates_module
+from swa_jax.select.gates import GATE, gate_gradient, gate_logits, gated_loss
 from swa_jax.select.heads import head_pattern, window_most_local
 
 WINDOWED = AttentionPattern((WINDOW,) * 4, 4, 1)
@@ -27,7 +28,7 @@ def examples(vocab, count=3):
     return [Example(rng.integers(vocab, size=20 + i).tolist(), [1, 2], []) for i in range(count)]
 
 
-@pytest.mark.parametrize("config", [SOFTMAX, pytest.param(SANDWICH, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("config", [SOFTMAX, MIXED, pytest.param(SANDWICH, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("decode", [False, True])
 def test_open_and_shut_gates_are_full_and_window_attention(config, decode):
     windowed = dataclasses.replace(WINDOWED, full_attention_decode=decode)
@@ -43,10 +44,51 @@ def test_open_and_shut_gates_are_full_and_window_attention(config, decode):
         assert_close(got, expected.astype(np.float32), "float32")
 
 
-def test_models_whose_layers_differ_are_refused():
-    model = Decoder(MIXED, AttentionPattern((FULL,) * 4), rngs=nnx.Rngs(0))
-    with pytest.raises(ConfigError, match="mlp_layer_types differ"):
-        gate_logits(model, examples(61), full_share=0.5, sliding_window=4)
+def losses(model, full, batches, gates, through=None):
+    """Of all examples, with these gates where nothing is full."""
+    gates = jnp.asarray(np.where(full, 1, gates), jnp.float32)
+    return sum(
+        float(gated_loss(model, gates, batch, through=through)[: len(index)].sum())
+        for index, batch in batches
+    )
+
+
+@pytest.mark.parametrize("config", [SOFTMAX, pytest.param(MIXED, marks=pytest.mark.slow)])
+def test_the_gradient_of_gates_is_that_of_the_loss(config, monkeypatch):
+    """Against differences of the loss. Rows that fill up a batch do not count, and what is full has none."""
+    config = dataclasses.replace(config, initializer_range=0.5)
+    model = Decoder(config, WINDOWED, rngs=nnx.Rngs(0))
+    batches = list(answer_batches(examples(config.vocab_size), 2, False))  # a row too many
+    graph, weights = nnx.split(model)
+    full = np.zeros((4, 2), bool)
+    full[2, 0] = True
+    # Gradients flow through the full attention of the layers that are in `full`, here of all.
+    real = gates_module.gated_loss
+    monkeypatch.setattr(gates_module, "gated_loss", lambda *a, through, **k: real(*a, through=None, **k))
+    got = gate_gradient(graph, weights, batches, full)
+    assert got[2, 0] == 0
+    step = 0.01
+    for head in [(0, 0), (2, 1), (3, 0)]:
+        other = np.zeros((4, 2))
+        other[head] = step
+        less, more = (losses(model, full, batches, GATE + sign * other) for sign in (-1, 1))
+        assert got[head] == pytest.approx((less - more) / (2 * step), rel=0.02, abs=2e-3)
+        assert abs(got[head]) > 4e-3
+
+
+def test_gradients_flow_through_full_attention_where_they_are_let():
+    model = Decoder(dataclasses.replace(SOFTMAX, initializer_range=0.5), WINDOWED, rngs=nnx.Rngs(0))
+    ((_, batch),) = answer_batches(examples(SOFTMAX.vocab_size), 4, False)
+
+    def gradient(through):
+        of = lambda gates: gated_loss(model, gates, batch, through=jnp.array(through)).sum()  # noqa: E731
+        return np.asarray(jax.grad(of)(jnp.full((4, 2), GATE)))
+
+    whole, none, third = gradient([True] * 4), gradient([False] * 4), gradient([False, False, True, False])
+    np.testing.assert_allclose(none[3], whole[3], rtol=1e-4)  # nothing lies above it
+    assert np.abs(none[:3] - whole[:3]).max() > 1e-3
+    np.testing.assert_allclose(third[2], none[2], rtol=1e-4)
+    assert np.abs(third[:2] - none[:2]).max() > 1e-4
 
 
 def test_the_noise_is_drawn_by_the_seed():

@@ -24,6 +24,7 @@ from swa_jax.select import (
     select_layers,
     toggles,
 )
+from swa_jax.select import nll as nll_module
 from swa_jax.select.heads import heuristic_mask
 
 LAYERS = 5
@@ -215,6 +216,48 @@ def test_greedy_finds_the_planted_layers():
     assert pattern.provenance["method"] == "nll-greedy"
     assert np.shape(pattern.provenance["rounds"]) == (4, 8)
     assert AttentionPattern.from_json(pattern.to_json()) == pattern
+
+
+def test_a_gradient_names_the_layers_that_greedy_scores(tmp_path, monkeypatch):
+    """Both scores are kept, of the layers not tried there is none, and an interrupted search goes on."""
+    model, examples, file = planted_model(), planted_examples(), tmp_path / "scores.json"
+
+    def scorer():
+        return LayerScorer(model, examples, file=file, **PLANTED_OPTIONS)
+
+    seen = []
+    rounds = scorer().greedy(4, tried=2, progress=lambda *counts: seen.append(counts))
+    pattern = greedy_pattern(rounds)
+    assert pattern.full_layers == PLANTED_LAYERS
+    assert seen[-1] == (28, 28)
+    assert seen == sorted(seen)
+    assert pattern.provenance["method"] == "nll-gradient"
+    assert AttentionPattern.from_json(pattern.to_json()) == pattern
+    exact, full = LayerScorer(model, examples, **PLANTED_OPTIONS), []
+    for scores, row, gradient in zip(
+        rounds, pattern.provenance["rounds"], pattern.provenance["gradients"], strict=True
+    ):
+        named = sorted(range(8), key=lambda layer: (layer in full, -gradient[layer]))[:2]
+        assert [i for i, value in enumerate(row) if value is not None] == sorted({*named, *full})
+        assert scores.full_layers == tuple(sorted(full))
+        np.testing.assert_allclose(scores.mean[named], exact(full).mean[named], rtol=0, atol=1e-6)
+        assert scores.picked == (max(named, key=lambda layer: scores.mean[layer]),)
+        full += scores.picked
+    calls, real = [], nll_module.gate_gradient
+    monkeypatch.setattr(nll_module, "gate_gradient", lambda *a: calls.append(1) or real(*a))
+    again = scorer().greedy(4, tried=2)
+    assert not calls
+    assert [scores.picked for scores in again] == [scores.picked for scores in rounds]
+    scorer().greedy(4)  # what was not tried is scored, the rest is known
+    np.testing.assert_allclose(scorer()().mean, exact().mean, rtol=0, atol=1e-6)
+
+
+def test_a_round_takes_several_layers_where_rounds_are_few():
+    scorer = LayerScorer(planted_model(), planted_examples(), **PLANTED_OPTIONS)
+    rounds = scorer.greedy(4, tried=1, rounds=3)
+    assert [len(scores.picked) for scores in rounds] == [2, 1, 1]
+    assert [int((~np.isnan(scores.deltas[0])).sum()) for scores in rounds] == [2, 3, 4]
+    assert sorted(layer for scores in rounds for layer in scores.picked) == list(PLANTED_LAYERS)
 
 
 @pytest.mark.parametrize(("kind", "hits"), [("interleave", 2), ("begin-middle-end", 1)])
