@@ -44,6 +44,7 @@ from swa_jax.cli.select_options import (
     ResumeFile,
     ScoreFaDecode,
     TogglesAtOnce,
+    Tried,
     check_out,
     means_nothing,
     progress_bar,
@@ -244,6 +245,35 @@ def select_gates(
     ranking.write(out, scores, "gates", larger_is_local=False, steps=steps)
 
 
+def select_nll_heads(
+    model: Model,
+    out: Out,
+    budget: HeadBudget,
+    examples: Examples,
+    window: Window = None,
+    sink_tokens: SinkTokens = None,
+    evaluations: Evaluations = None,
+    batch_size: BatchSize = 8,
+    dtype: ComputeDtype = None,
+    force: Force = False,
+) -> None:
+    """Greedy selection of KV heads: a gradient names some, the answers' loss decides, in at most 16 rounds."""
+    from swa_jax.checkpoint.folder import weights_sum
+    from swa_jax.select.heads import head_mask
+    from swa_jax.select.methods import choose
+
+    ranking = _ranking(model, out, budget, examples, window, sink_tokens, dtype)
+    if ranking.window_holds_all:
+        means_nothing(_HOLDS_ALL.format(ranking.window), force)
+    with progress_bar("masks tried") as progress:
+        (pattern,) = choose(
+            "nll-heads", ranking.decoder, ranking.examples, [ranking.ratio], **ranking.windowed,
+            batch_size=batch_size, seed=examples.seed, data=ranking.said["data"], weights=weights_sum(model),
+            evaluations=evaluations or out.with_suffix(".evaluations.json"), progress=progress,
+        )  # fmt: skip
+    write_heads(pattern, head_mask(pattern, ranking.decoder.config.num_key_value_heads), out)
+
+
 def select_heuristic(
     model: Model,
     kind: Annotated[Heuristic, Argument(help="Its name is a command, too.")],
@@ -287,6 +317,7 @@ def select_nll(
     budget: LayerBudget,
     examples: Examples,
     greedy: Greedy = False,
+    tried: Tried = None,
     window: Window = None,
     sink_tokens: SinkTokens = None,
     fa_decode: FaDecode = False,
@@ -300,9 +331,14 @@ def select_nll(
     force: Force = False,
 ) -> None:
     """NLL-guided selection: keep full the layers whose full attention helps the answers most."""
+    import numpy as np
+
     from swa_jax.checkpoint.folder import weights_sum
     from swa_jax.select import LayerScorer, greedy_pattern, nll_pattern
+    from swa_jax.select.nll import tried_by_depth
 
+    if tried is not None and not greedy:
+        raise ConfigError("--tried is the number of layers that a round of --greedy scores: give both")
     budget.check()
     check_out(out)
     partition = None if mesh is None else parse_mesh(mesh)
@@ -324,9 +360,12 @@ def select_nll(
     if scorer.num_known:
         typer.echo(f"{resume_file} has the scores of {scorer.num_known} examples: going on from there")
     with progress_bar("passes") as progress:
-        rounds = scorer.greedy(full, progress=progress) if greedy else [scorer(progress=progress)]
+        named = tried_by_depth(decoder.config.num_hidden_layers) if tried is None else tried or None
+        rounds = (
+            scorer.greedy(full, tried=named, progress=progress) if greedy else [scorer(progress=progress)]
+        )
     scores = rounds[0]
-    if not scores.deltas.any():
+    if not np.nan_to_num(scores.deltas).any():
         means_nothing("windows everywhere do just as well as full attention", force)
     about: dict[str, Any] = {"full_attention_decode": fa_decode, "data": data, "seed": examples.seed}
     pattern = greedy_pattern(rounds, **about) if greedy else nll_pattern(scores, budget=full, **about)
@@ -402,6 +441,7 @@ def select_light_transfer(
 
 _COMMANDS: dict[Family, Callable[..., None]] = {
     "nll": expand(select_nll),
+    "nll-heads": expand(select_nll_heads),
     "light-transfer": expand(select_light_transfer),
     "bosch": expand(select_bosch),
     "static": expand(select_static),

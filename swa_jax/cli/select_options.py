@@ -82,6 +82,16 @@ Greedy = Annotated[
         rich_help_panel=SEARCH,
     ),
 ]
+Tried = Annotated[
+    int | None,
+    Option(
+        help="With --greedy: layers that a round scores, those that a gradient names; 0 is all. Default: all below 13 "
+        "layers, else 4.",
+        min=0,
+        show_default=False,
+        rich_help_panel=SEARCH,
+    ),
+]
 ScoreFaDecode = Annotated[
     bool | None,
     Option(

@@ -27,6 +27,9 @@ from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition
 
+SHORT_ANSWER = (
+    64  # tokens: answers up to here share batches; longer ones with those up to the next power of two
+)
 LENGTH_STEP = 64  # padded lengths are multiples of it, so that lengths near each other share one compilation
 
 
@@ -151,11 +154,25 @@ def answer_batches(
     full_attention_decode: bool,
     partition: Partition | None = None,
 ) -> Iterator[tuple[np.ndarray, AnswerBatch]]:
-    """Batches of one size, by length, each with the indices of its examples.
+    """Batches of one size, by length, each with the indices of its examples; long answers have batches of their own.
 
     On a mesh, rows and padded lengths are rounded up to what divides among its devices.
     """
     check_examples(examples)
+    # Every row of a batch has logits at as many labels: one row of text, whose labels are all its tokens, costs the
+    # others dear.
+    sizes = np.array([max(SHORT_ANSWER, 1 << (len(e.answer) - 1).bit_length()) for e in examples])
+    for size in np.unique(sizes):
+        alike = np.flatnonzero(sizes == size)
+        group = [examples[i] for i in alike]
+        for index, batch in _batches_of(group, batch_size, full_attention_decode, partition):
+            yield alike[index], batch
+
+
+def _batches_of(
+    examples: Sequence[Example], batch_size: int, full_attention_decode: bool, partition: Partition | None
+) -> Iterator[tuple[np.ndarray, AnswerBatch]]:
+    """`answer_batches` of examples whose answers are about as long."""
     length_step = LENGTH_STEP
     lengths = [len(e.prompt) + len(e.answer) for e in examples]
     order = np.argsort(lengths, kind="stable")

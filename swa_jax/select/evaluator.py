@@ -22,6 +22,7 @@ from swa_jax.model.attention import layer_plan
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import HYBRID
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.select.gates import gate_gradient
 from swa_jax.select.score_file import ScoreFile, content_key
 
 SAVE_SECONDS = 10.0  # how much work an interruption may cost
@@ -117,6 +118,10 @@ class MaskEvaluator:
             nll[index] = np.asarray(mean, np.float64)[: len(index)]
             exact[index] = np.asarray(right)[: len(index)]
         return AnswerScores(nll, exact)
+
+    def gate_gradient(self, full: np.ndarray) -> np.ndarray:
+        """How fast the answers' loss falls as each head that is not full is opened: [L, K] f64, nats a token."""
+        return gate_gradient(self._graph, self._weights, self._batches, full) / self.num_examples
 
     def _evaluate(self, full: np.ndarray) -> Score:
         nll, exact = self.answers(full)

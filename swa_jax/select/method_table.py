@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-Family = Literal["nll", "light-transfer", "bosch", "static", "gates", "heuristic"]
+Family = Literal["nll", "nll-heads", "light-transfer", "bosch", "static", "gates", "heuristic"]
 Variant = Literal["bosch", "swaps", "single", "multi", "layer"]
 StaticMethod = Literal["dcam", "apl", "proxy", "qada", "razor", "fisher", "fisher-text", "kl", "kl-layers"]
 Heuristic = Literal["random", "random-heads", "begin-middle-end", "interleave"]
@@ -25,12 +25,17 @@ class Method(NamedTuple):
     costs: str
 
 
+TRIED = 4  # layers, or heads, that are scored in a round of a search that a gradient leads
 _PASSES, _SEARCH = "one pass with whole attention rows", "hundreds to thousands of passes"
 _ROWS = (
     Method("nll", "nll", {}, "layers",
            "what making one layer full, all others windowed, does for the answers", "(layers + 3) / 2 passes"),
-    Method("nll-greedy", "nll", {"greedy": True}, "layers",
+    Method("nll-greedy", "nll", {"greedy": True, "tried": 0}, "layers",
            "the score of `nll`, taken again after each layer chosen", "at most that for each layer chosen"),
+    Method("nll-gradient", "nll", {"greedy": True, "tried": TRIED}, "layers",
+           "the same, but of the four layers only that one gradient names", "6 to 8 passes for each layer chosen"),
+    Method("nll-heads", "nll-heads", {}, "KV heads",
+           "as `nll-gradient`, of single heads, in at most 16 rounds", "8 passes or more a round"),
     Method("light-transfer", "light-transfer", {}, "layers",
            "how much the last queries look at near keys anyway", "one pass"),
     Method("bosch", "bosch", {"variant": "bosch"}, "KV heads",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.bosch_search import bosch, bosch_pattern
 from swa_jax.select.evaluator import MaskEvaluator
 from swa_jax.select.gates import gate_logits
+from swa_jax.select.greedy_heads import greedy_heads
 from swa_jax.select.heads import head_pattern, heuristic_mask, window_most_local, windowed_count
 from swa_jax.select.layer_patterns import greedy_pattern, nll_pattern
 from swa_jax.select.light_transfer import SINK_TOKENS, lazy_ratios, light_transfer_pattern
@@ -101,7 +103,7 @@ def choose(
     return [dataclasses.replace(one, full_attention_decode=full_attention_decode) for one in patterns]
 
 
-def _nll(task: Task, greedy: bool = False) -> list[AttentionPattern]:
+def _nll(task: Task, greedy: bool = False, tried: int = 0) -> list[AttentionPattern]:
     scorer = LayerScorer(
         task.model, task.examples, **task.windowed, full_attention_decode=task.full_attention_decode,
         batch_size=task.batch_size,
@@ -110,11 +112,26 @@ def _nll(task: Task, greedy: bool = False) -> list[AttentionPattern]:
     if not greedy:
         scores = scorer(progress=task.progress)
         return [nll_pattern(scores, budget=n, **drawn) for n in task.layer_budgets]
-    rounds = scorer.greedy(max(1, *task.layer_budgets), progress=task.progress)
+    rounds = scorer.greedy(max(1, *task.layer_budgets), tried=tried or None, progress=task.progress)
     return [
         greedy_pattern(rounds[:n], **drawn) if n else nll_pattern(rounds[0], budget=0, **drawn)
         for n in task.layer_budgets
     ]
+
+
+def _nll_heads(task: Task) -> list[AttentionPattern]:
+    evaluate = MaskEvaluator(
+        task.model, task.examples, **task.windowed, full_attention_decode=task.full_attention_decode,
+        batch_size=task.batch_size, file=task.evaluations, weights=task.weights,
+    )  # fmt: skip
+    total = math.prod(evaluate.shape)
+    counts = [total - windowed_count(ratio, total) for ratio in task.ratios]
+    try:
+        found = greedy_heads(evaluate, max(1, *counts), progress=task.progress)
+    finally:
+        evaluate.save()
+    more = {"data": task.data, "gradients": found.gradients}
+    return _of_masks(task, [found.mask(count) for count in counts], "nll-heads", more)
 
 
 def _light_transfer(task: Task) -> list[AttentionPattern]:
@@ -197,6 +214,7 @@ def _of_masks(
 
 _RUN: dict[str, Any] = {
     "nll": _nll,
+    "nll-heads": _nll_heads,
     "light-transfer": _light_transfer,
     "bosch": _bosch,
     "static": _static,

@@ -30,10 +30,10 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, check_model, state_shardings
 from swa_jax.select import toggles
 from swa_jax.select.gates import gate_gradient
+from swa_jax.select.method_table import TRIED
 from swa_jax.select.score_file import ScoreFile, content_key
 
 Progress = Callable[[int, int], None]
-TRIED = 4  # layers, or heads, of a round that are scored where a gradient names them
 EXACT_BELOW = 13  # layers: with fewer, all are scored, which costs little more
 GRADIENT_PASSES = 4  # that a gradient takes, about
 
@@ -373,6 +373,11 @@ class LayerScorer:
 
 def _key(full_layers: Sequence[int], example: int) -> str:
     return f"{','.join(map(str, full_layers))}:{example}"
+
+
+def tried_by_depth(layers: int) -> int | None:
+    """How many layers a round of a greedy search scores, unless it is told: all of a shallow model's (None)."""
+    return None if layers < EXACT_BELOW else TRIED
 
 
 def shares(budget: int, rounds: int | None) -> list[int]:

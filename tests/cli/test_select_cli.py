@@ -246,6 +246,7 @@ def test_nll_goes_on_from_its_file_and_writes_what_it_found(checkpoint, tmp_path
 def test_nll_says_when_the_prompts_are_too_short(planted, tmp_path):
     refused_unless_forced("nll", tmp_path, "--budget", 2)
     refused_unless_forced("nll-greedy", tmp_path, "--budget", 1)
+    refused_unless_forced("nll-gradient", tmp_path, "--budget", 1)
     refused_unless_forced("light-transfer", tmp_path, "--budget", 2, "--recent", 60)
 
 
@@ -253,6 +254,9 @@ def test_wrong_arguments_of_layer_selection_get_a_sentence(checkpoint, tmp_path)
     nll = ("select", "nll", checkpoint, "--out", tmp_path / "p.json", *LAYER_NEEDLES)
     assert fails(*nll) == "give exactly one of --budget, --one-in and --kv-budget: how many layers stay full"
     assert fails(*nll, "--budget", 3) == "budget is 3 full layers, the model has 2"
+    assert "--tried is the number of layers that a round of --greedy scores" in fails(
+        *nll, "--budget", 1, "--tried", 2
+    )
     assert fails(*nll, "--budget", 0, "--greedy") == "--greedy chooses one layer at least, but --budget is 0"
     assert fails(*nll, "--budget", 1, "--mesh", "rows=2").startswith(
         "--mesh must be sizes of the axes data, fsdp,"

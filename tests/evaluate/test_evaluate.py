@@ -21,7 +21,7 @@ from swa_jax.evaluate import (
     perplexity,
     score_answers,
 )
-from swa_jax.evaluate.nll import score_batch
+from swa_jax.evaluate.nll import answer_batches, score_batch
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.generate import generate
@@ -210,6 +210,14 @@ def test_generated_answers_are_those_of_generate_and_scored_by_their_text(model,
         1,
     ]
     assert answers.kv_cache_bytes == cache_bytes(CONFIG, windowed.pattern, 1, answers.max_length, 4)
+
+
+def test_rows_of_text_do_not_widen_the_answers_of_others():
+    lengths = [3, 300, 5, 270, 4]
+    batches = list(answer_batches([Example([1] * 20, [2] * n, []) for n in lengths], 2, False))
+    assert [index.tolist() for index, _ in batches] == [[0, 4], [2], [3, 1]]
+    assert [batch.labels.shape for _, batch in batches] == [(2, 5), (2, 5), (2, 300)]
+    assert [batch.tokens.shape[1] for _, batch in batches] == [64, 64, 320]
 
 
 def test_a_single_batch_is_timed_warm(model, needles):

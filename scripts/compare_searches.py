@@ -1,0 +1,159 @@
+"""Does a search of layers that a gradient leads find what scoring every layer finds, and at what price?
+
+    python scripts/compare_searches.py chains --window 32 --length 384 --budgets 2,4
+    python scripts/compare_searches.py checkpoints/smollm2 --window 64 --length 379 --budgets 3,5 --sink-tokens 0,4
+
+Layers are chosen by a few needles (of `chains`: chains of one, two and three hops), in the model's chat template where
+it has one, and measured on others that nothing was chosen by. The table has a row for each scheme: the layers, the
+answers' loss on the others, how much more that is than under the layers of the exhaustive search (paired, 95 %
+interval), and the processor's time. Without and with sink tokens each search begins anew; the last row runs the layers
+that were found without sink tokens with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from swa_jax.adapt.source import BUNDLED
+from swa_jax.adapt.tasks import HOPS, RIVALS
+from swa_jax.checkpoint.folder import load_model
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.data.chat import Wrap, chat_wrap, load_chat_template
+from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
+from swa_jax.errors import UserError
+from swa_jax.estimates import paired_bootstrap
+from swa_jax.evaluate import Example, needle_examples
+from swa_jax.evaluate.chains import ChainCell, chain_examples
+from swa_jax.evaluate.nll import answer_nll
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.select import LayerScorer
+from swa_jax.select.method_table import TRIED
+
+
+class Scheme(NamedTuple):
+    name: str
+    tried: int | None  # layers that a round scores; None: all
+    share: int  # of the prompts, one in so many
+
+
+SCHEMES = (
+    Scheme("every layer", None, 1),
+    Scheme(f"gradient, then the best {TRIED}", TRIED, 1),
+    Scheme(f"gradient, then the best {TRIED}, half the prompts", TRIED, 2),
+    Scheme("gradient alone", 1, 1),
+    Scheme("gradient alone, a quarter of the prompts", 1, 4),
+    Scheme("every layer, a quarter of the prompts", None, 4),
+)
+
+
+def draw(name: str, folder: Path, tokenizer: Tokenizer, length: int, count: int, seed: int) -> list[Example]:
+    if name == "chains":
+        cells = [ChainCell(hops, RIVALS, length) for hops in HOPS]
+        each = [
+            chain_examples(tokenizer, cell, num_examples=count, gap=length // 8, seed=seed) for cell in cells
+        ]
+        return [one for group in zip(*each, strict=True) for one in group]
+    wrap = chat_wrap(folder, None) if load_chat_template(folder) else Wrap()
+    return needle_examples(tokenizer, length=length, num_examples=count, wrap=wrap, seed=seed)
+
+
+def compare(
+    model: Decoder,
+    choosing: Sequence[Example],
+    others: Sequence[Example],
+    window: int,
+    budgets: Sequence[int],
+    sinks: Sequence[int],
+) -> list[str]:
+    """The rows of the table."""
+
+    def losses(layers: Sequence[int], num_sink_tokens: int) -> np.ndarray:
+        pattern = AttentionPattern.from_full_layers(
+            layers, model.config.num_hidden_layers, window, num_sink_tokens=num_sink_tokens
+        )
+        return answer_nll(model.with_pattern(pattern), others, full_attention_decode=False)
+
+    rows: list[str] = []
+    found: dict[int, list[int]] = {}
+    for num_sink_tokens in sinks:
+
+        def report(
+            name: str,
+            layers: list[int],
+            seconds: float | None,
+            num_sink_tokens: int = num_sink_tokens,
+            exact: dict[int, np.ndarray] = {},  # noqa: B006
+        ) -> None:
+            for budget in budgets:
+                loss = losses(layers[:budget], num_sink_tokens)
+                exact.setdefault(budget, loss)
+                more = paired_bootstrap(loss, exact[budget])
+                took = "" if seconds is None else f"{seconds:.0f} s"
+                interval = (
+                    "" if more.interval is None else f" [{more.interval[0]:.3f}, {more.interval[1]:.3f}]"
+                )
+                which = ", ".join(map(str, sorted(layers[:budget])))
+                figures = f"{loss.mean():.3f} | {more.mean:+.3f}{interval} | {took}"
+                row = f"| {num_sink_tokens} | {name} | {which} | {figures} |"
+                rows.append(row)
+                print(row, flush=True)
+
+        for scheme in SCHEMES:
+            begin = time.process_time()
+            scorer = LayerScorer(
+                model,
+                choosing[:: scheme.share],
+                sliding_window=window,
+                num_sink_tokens=num_sink_tokens,
+                full_attention_decode=False,
+            )
+            rounds = scorer.greedy(max(budgets), tried=scheme.tried)
+            layers = [layer for scores in rounds for layer in scores.picked]
+            found.setdefault(num_sink_tokens, layers)
+            report(scheme.name, layers, time.process_time() - begin)
+        if num_sink_tokens != sinks[0]:
+            report("every layer, chosen without sink tokens", found[sinks[0]], None)
+    return rows
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", help="a checkpoint folder, chains or recall")
+    parser.add_argument("--window", type=int, required=True)
+    parser.add_argument("--length", type=int, required=True, help="tokens of a prompt with its answer")
+    parser.add_argument("--budgets", default="2,4", help="full layers")
+    parser.add_argument("--sink-tokens", default="0")
+    parser.add_argument(
+        "--prompts", type=int, default=8, help="to choose by (of chains: of each number of hops)"
+    )
+    parser.add_argument("--others", type=int, default=32, help="to measure on")
+    options = parser.parse_args(arguments)
+    budgets, sinks = ([int(n) for n in text.split(",")] for text in (options.budgets, options.sink_tokens))
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(options.model)
+        if options.model in BUNDLED:
+            folder = import_model(Path(str(BUNDLED[options.model])), Path(made) / "model")
+        model, tokenizer = load_model(folder, dtype="float32"), load_tokenizer(folder)
+        choosing, others = (
+            draw(options.model, folder, tokenizer, options.length, count, seed)
+            for seed, count in enumerate((options.prompts, options.others))
+        )
+        print("| sink tokens | scheme | full layers | loss | more than by every layer | processor time |")
+        print("|---|---|---|---|---|---|")
+        compare(model, choosing, others, options.window, budgets, sinks)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")
