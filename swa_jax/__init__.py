@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from swa_jax.exports import install_old_paths, lazy
 
 if TYPE_CHECKING:
-    from swa_jax.checkpoint.folder import load_model
+    from swa_jax.checkpoint.named import load_model
     from swa_jax.errors import ConfigError
     from swa_jax.model.config import ModelConfig
     from swa_jax.model.generate import generate
@@ -22,7 +22,7 @@ _HOMES = {
     "ModelConfig": "model.config",
     "generate": "model.generate",
     "evaluate": "",
-    "load_model": "checkpoint.folder",
+    "load_model": "checkpoint.named",
     "select": "",
 }
 __getattr__ = lazy(__name__, _HOMES)

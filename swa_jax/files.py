@@ -143,6 +143,24 @@ def sum_of_file(
 
 # ---- folders ----
 
+
+def cache_folder(name: str) -> Path:
+    """A folder for what can be made again, in $SWA_JAX_CACHE or the user's cache folder; it is there on return.
+
+    Raises:
+      ConfigError: it cannot be made.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(os.environ.get("SWA_JAX_CACHE") or Path(home) / "swa-jax").expanduser() / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the cache folder {folder} cannot be made ({error.strerror}): name another one in SWA_JAX_CACHE"
+        ) from None
+    return folder
+
+
 _RESUMABLE = (KeyboardInterrupt, UnreachableError)  # what leaves the files of a folder that has an identity
 
 

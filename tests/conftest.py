@@ -25,6 +25,12 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """What models are imported into by their names; processes that a test starts share it."""
+    os.environ.setdefault("SWA_JAX_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 def pytest_addoption(parser):
     parser.addoption("--part", metavar="K/N", help="run only the Kth of N parts of the tests that are chosen")
 

@@ -7,12 +7,10 @@ evaluation of each pattern by generation, and a few steps of routed training.
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
 import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from swa_jax.adapt.demo_tasks import CALIBRATION_SEED, Questions, chain_questions, needle_questions
-from swa_jax.adapt.source import CHAINS, RECALL
 from swa_jax.checkpoint.folder import load_model
-from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.checkpoint.named import bundled, model_folder
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.estimates import paired_score
@@ -72,7 +69,7 @@ def run_demo(out: str | Path = "runs/demo", model_dir: str | Path | None = None)
 
     Args:
       out: a new folder, or one of an earlier demo, whose results are replaced.
-      model_dir: a model in Hugging Face format with a `tokenizer.json`; None is the bundled one.
+      model_dir: another model, by any of its names (`checkpoint.named`); None: `chains`.
 
     Raises:
       ConfigError: `out` holds something else, or the model is too shallow or too deep for the demo's context.
@@ -80,18 +77,18 @@ def run_demo(out: str | Path = "runs/demo", model_dir: str | Path | None = None)
     begin = time.perf_counter()
     console = table_console()
     out = Path(out)
-    cpt = cpt_config(out, model_dir is None)  # now, so that a mistake in it does not show after minutes only
     _claim(out)
 
     def stage(text: str) -> None:
         console.print(f"[dim]{time.perf_counter() - begin:5.0f} s[/dim]  {text}")
 
     stage("importing the model")
-    with ExitStack() as stack:
-        source = Path(model_dir) if model_dir else stack.enter_context(importlib.resources.as_file(CHAINS))
-        import_model(source, out / "model")
+    folder = model_folder(model_dir or "chains")
+    cpt = cpt_config(
+        out, folder, model_dir is None
+    )  # now, so that a mistake in it does not show after minutes only
     # Stored in bf16; a CPU multiplies f32 faster.
-    model, tokenizer = load_model(out / "model", dtype=jnp.float32), load_tokenizer(out / "model")
+    model, tokenizer = load_model(folder, dtype=jnp.float32), load_tokenizer(folder)
     asked = needle_questions(tokenizer, model.config) if model_dir else chain_questions(tokenizer)
 
     layers = model.config.num_hidden_layers
@@ -264,12 +261,10 @@ def compare(name: str, by_example: Mapping[str, np.ndarray]) -> tuple[str, bool]
     return f"{figures} It does not beat interleaving beyond the interval: {why}.", False
 
 
-def cpt_config(out: Path, bundled: bool) -> TrainConfig:
-    """Some steps of SwiAttn's continued pretraining, from the demo's model."""
-    folder, model = out / "swiattn-cpt", out / "model"
-    overrides = [f"output={folder}", f"init_from={model}", f"tokenizer={model}"]
-    with importlib.resources.as_file((CHAINS if bundled else RECALL) / "swiattn-cpt.yaml") as file:
-        return load_config(TrainConfig, file, overrides)
+def cpt_config(out: Path, model: Path, own: bool) -> TrainConfig:
+    """Some steps of SwiAttn's continued pretraining, from the demo's model: its own, or another."""
+    overrides = [f"output={out / 'swiattn-cpt'}", f"init_from={model}", f"tokenizer={model}"]
+    return load_config(TrainConfig, bundled("chains" if own else "recall") / "swiattn-cpt.yaml", overrides)
 
 
 def _pictures(
@@ -301,5 +296,4 @@ def _claim(out: Path) -> None:
         raise ConfigError(f"{out} holds files that no demo made: name a new folder")
     out.mkdir(parents=True, exist_ok=True)
     (out / MARK).touch()
-    for made in ("model", "swiattn-cpt"):
-        shutil.rmtree(out / made, ignore_errors=True)
+    shutil.rmtree(out / "swiattn-cpt", ignore_errors=True)

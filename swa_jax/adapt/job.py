@@ -14,6 +14,7 @@ from swa_jax.adapt.search import Space, Unit, find_space
 from swa_jax.adapt.source import Source, find_source
 from swa_jax.adapt.tasks import Data, Drawn, draw_tasks
 from swa_jax.checkpoint.served_cache import BLOCKS, Memory
+from swa_jax.checkpoint.servers import check_target
 from swa_jax.data import check_source
 from swa_jax.data.sources import RECORDS, SourceConfig
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
@@ -99,11 +100,6 @@ class Job:
         return self.settings.out / FOLDER
 
     @property
-    def model_folder(self) -> Path:
-        """The checkpoint folder of the model as it was."""
-        return self.source.folder if self.source.is_checkpoint else self.settings.out / "model"
-
-    @property
     def export_folder(self) -> Path | None:
         return None if self.settings.server is None else self.settings.out / self.settings.server
 
@@ -132,6 +128,7 @@ def prepare(settings: Settings) -> Job:
             f"--unit heads keeps single KV heads full, which {settings.server} cannot run: leave out --for, or choose "
             "layers"
         )
+    check_target(settings.server)
     _check_folder(settings.out)
     source = find_source(settings.model)
     tokenizer = load_tokenizer(source.folder)
@@ -240,7 +237,7 @@ def tuning(job: Job, pattern: Path) -> TrainConfig:
         steps=settings.tune_steps, sequence_length=job.length, batch_size=settings.batch_size, data=data
     )
     return TrainConfig(
-        output=str(settings.out / "tuned"), tokenizer=str(job.model_folder), init_from=str(job.model_folder),
+        output=str(settings.out / "tuned"), tokenizer=str(job.source.folder), init_from=str(job.source.folder),
         stages=(stage,), pattern=str(pattern), lora=LoraConfig(rank=16, alpha=32.0),
         optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=min(10, settings.tune_steps // 10)),
         seed=settings.seed, bfloat16=job.dtype == "bfloat16", checkpoint_every=50,

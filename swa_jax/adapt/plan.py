@@ -26,9 +26,6 @@ def plan_text(job: Job) -> str:
     speed = products_per_second(job.source.config, job.dtype)
     seconds = estimate(job, speed)
     titles = {
-        "import": "nothing: the model is a checkpoint folder already"
-        if job.source.is_checkpoint
-        else f"import {job.source.name}",
         "original": f"measure the model as it is: {_described(job.tasks.measuring)}",
         "search": f"search under {job.settings.kv_budget:.0%} of the cache: {_searched(job)}",
         "tune": f"fine-tune by LoRA: {job.settings.tune_steps} steps{_trained_on(job)}"
@@ -77,7 +74,6 @@ def estimate(job: Job, speed: float) -> dict[str, float]:
     if job.replies is not None:  # each twice: drawn, and read again for its probabilities; a few at once
         tune += 2 * len(job.replies.samples) * full
     return {
-        "import": 0.0 if job.source.is_checkpoint else copied,
         "original": (measuring + choosing) * full + 2 * programs,
         "search": scoring + job.space.num_candidates * choosing * windowed + 2 * programs,
         "tune": tune + COMPILING + 2 * copied if settings.tune_steps else 0.0,
@@ -88,8 +84,8 @@ def estimate(job: Job, speed: float) -> dict[str, float]:
 
 
 def written_bytes(job: Job) -> int:
-    """What the run leaves on the disk: the import, the fine-tuned model with its checkpoints, the export."""
-    copies = int(not job.source.is_checkpoint) + int(job.settings.server is not None)
+    """What the run leaves on the disk: the fine-tuned model with its checkpoints, the export."""
+    copies = int(job.settings.server is not None)
     copies += 3 * int(job.settings.tune_steps > 0)  # f32 of what may be bf16, and adapters with their moments
     return copies * job.source.weight_bytes + 2**20  # and the results
 

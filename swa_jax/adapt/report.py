@@ -352,7 +352,7 @@ def _candidate_cells(row: Mapping[str, Any]) -> list[str]:
 
 def _serving(job: Job, export: Mapping[str, Any]) -> list[str]:
     out = job.settings.out
-    model = out / "tuned" / "model" if job.settings.tune_steps else job.model_folder
+    model = out / "tuned" / "model" if job.settings.tune_steps else job.source.folder
     pattern = shlex.quote(str(out / "pattern.json"))
     here = [
         f'swa-jax generate {shlex.quote(str(model))} "Once upon a time" --pattern {pattern}',

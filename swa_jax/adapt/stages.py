@@ -19,10 +19,9 @@ from swa_jax.adapt.job import MARK, Job, tuning
 from swa_jax.adapt.replies import Replies, draw_replies
 from swa_jax.adapt.search import Search
 from swa_jax.adapt.tasks import Task, compared, measure, num_examples
-from swa_jax.checkpoint.folder import load_model
+from swa_jax.checkpoint.folder import content_sum, load_model
 from swa_jax.checkpoint.hf_export import export_model
-from swa_jax.checkpoint.hf_import import import_model
-from swa_jax.data.batches import content_sum
+from swa_jax.data.batches import content_sum as data_sum
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate.efficiency import measure_efficiency
 from swa_jax.files import read_json, write_json
@@ -33,7 +32,7 @@ from swa_jax.select.score_file import VERSION, digest, examples_sum
 from swa_jax.settings import to_dict
 from swa_jax.train.loop import train
 
-STAGES = ("import", "original", "search", "tune", "adapted", "efficiency", "export")
+STAGES = ("original", "search", "tune", "adapted", "efficiency", "export")
 
 
 @dataclasses.dataclass
@@ -83,7 +82,7 @@ def carry_out(job: Job, report: Callable[[str], None]) -> Results:
     """Run the stages that are not done yet."""
     job.folder.mkdir(parents=True, exist_ok=True)
     (job.folder / MARK).touch()
-    run = Run(job, Results(job.folder, report), job.source.content_sum())
+    run = Run(job, Results(job.folder, report), content_sum(job.source.folder))
     run()
     return run.results
 
@@ -98,7 +97,7 @@ class Run:
 
     def __call__(self) -> None:
         job = self.job
-        self._import()
+        self._claim()
         original = digest(
             [VERSION, self.model_sum, job.dtype, self._sums(job.tasks.choosing, job.tasks.measuring)]
         )
@@ -125,7 +124,7 @@ class Run:
     @functools.cached_property
     def model(self) -> Decoder:
         """The model as it was."""
-        return load_model(self.job.model_folder, dtype=self.job.dtype)
+        return load_model(self.job.source.folder, dtype=self.job.dtype)
 
     @functools.cached_property
     def adapted(self) -> Decoder:
@@ -149,21 +148,15 @@ class Run:
         number = STAGES.index(name) + 1
         self.results.stage(name, f"{number}/{len(STAGES)} {title}", key, work, made)
 
-    def _import(self) -> None:
-        file = self.results.folder / "import.json"
+    def _claim(self) -> None:
+        """Make the folder this model's, or see that it is."""
+        file = self.results.folder / "model.json"
         if file.exists() and read_json(file).get("key") != self.model_sum:
             raise ConfigError(
                 f"{self.job.settings.out} holds the adaptation of another model, or of one that has changed since: "
                 "name a new folder"
             )
-
-        def work() -> dict[str, Any]:
-            if not self.job.source.is_checkpoint:
-                shutil.rmtree(self.job.model_folder, ignore_errors=True)  # a killed run's
-                import_model(self.job.source.folder, self.job.model_folder)
-            return {"model": self.job.source.name, "hf_config": self.job.source.hf_config}
-
-        self._stage("import", "importing the model", self.model_sum, work, self.job.model_folder)
+        write_json(file, {"key": self.model_sum, "model": self.job.source.name})
 
     def _measure(self, model: Decoder, pattern: AttentionPattern, tasks: list[Task]) -> Any:
         total = num_examples(tasks)
@@ -210,7 +203,7 @@ class Run:
         replies = self.job.replies
         if replies is None:
             data: Any = [
-                [to_dict(dataclasses.replace(one, files=())), content_sum(one)] for one in plan.stages[0].data
+                [to_dict(dataclasses.replace(one, files=())), data_sum(one)] for one in plan.stages[0].data
             ]
         else:
             data = replies.content(self.model_sum)
@@ -270,7 +263,7 @@ class Run:
         shutil.rmtree(folder, ignore_errors=True)  # an earlier run's
         lines: list[str] = []
         export_model(
-            self._tuned or self.job.model_folder,
+            self._tuned or self.job.source.folder,
             folder,
             pattern=self.results.pattern,
             server=server,

@@ -397,6 +397,13 @@ def weights_sum(path: str | Path) -> str:
     return sum_of_json({name: total for name, total in sums.items() if name != CONFIG_FILE})
 
 
+def content_sum(folder: Path) -> str:
+    """A sum of all that decides what the model of a checkpoint folder computes, says and reads."""
+    names = (CONFIG_FILE, PATTERN_FILE, *COMPANIONS)
+    small = {name: sum_of_file(file) for name in names if (file := folder / name).is_file()}
+    return sum_of_json([weights_sum(folder), small])
+
+
 def _manifest(folder: Path) -> dict[str, str]:
     sums = _read_json(folder / MANIFEST_FILE).get("sha256")
     if not isinstance(sums, dict) or not all(isinstance(total, str) for total in sums.values()):

@@ -86,6 +86,7 @@ def import_model(
     destination = check_destination(destination)
     size = sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in plan.tensors.values())
     check_room(destination, size - sum(_sizes(partial_folder(destination))))
+    describe(f"importing {source} into {destination}")
     for note in plan.notes:
         describe(note)
     write_checkpoint(

@@ -21,6 +21,7 @@ from swa_jax.model.parameters import low_rank
 LOG = logging.getLogger(__name__)
 # PEFT 0.21 takes adapters of dense MLPs in these families for adapters of experts (scripts/check_peft.py).
 MLPS_NOT_LOADED = ("mellum", "qwen3_moe")
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT wraps the model twice; its names begin with both wrappers
 
 
@@ -72,8 +73,8 @@ def save_adapter(model: Decoder, destination: str | Path, *, base: str | None = 
         "inference_mode": True,
     }
     with new_folder(destination) as folder:
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        write_json(folder / "adapter_config.json", settings)
+        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        write_json(folder / ADAPTER_CONFIG, settings)
         model.pattern.to_json(folder / PATTERN_FILE)
     return destination
 

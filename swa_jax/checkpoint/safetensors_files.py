@@ -67,7 +67,7 @@ def read_headers(folder: ModelFolder) -> dict[str, StoredTensor]:
     for file in files:
         if not file.is_file():
             raise CheckpointError(f"{index} names the shard {file.name}, which is not in {folder}")
-        for name, tensor in _read_header(file).items():
+        for name, tensor in read_header(file).items():
             if name in tensors:
                 raise CheckpointError(
                     f"tensor {name} is stored twice: in {tensors[name].file.name} and {file.name}"
@@ -93,7 +93,7 @@ def _read_index(index: ModelFile) -> dict[str, str]:
     return places
 
 
-def _read_header(file: ModelFile) -> dict[str, StoredTensor]:
+def read_header(file: ModelFile) -> dict[str, StoredTensor]:
     with file.open("rb") as opened:
         total = opened.seek(0, 2)
         opened.seek(0)

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from swa_jax.checkpoint.servers import (
     SERVERS,
-    TARGETS,
     Served,
     ServerClass,
+    check_target,
     find_served,
     served_config,
 )
@@ -30,7 +30,6 @@ from swa_jax.model.cache import cache_bytes
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.settings import nearest
 
 WASTE = 1.15  # times what the layers need: from here on a grouping is worth a warning
 _SGLANG_RATIO = (
@@ -158,10 +157,7 @@ class Memory:
     )
 
     def __post_init__(self) -> None:
-        if self.server is not None and self.server not in TARGETS:
-            raise ConfigError(
-                f"--for is '{self.server}'{nearest(self.server, TARGETS)}; known: {', '.join(TARGETS)}"
-            )
+        check_target(self.server)
 
     @property
     def place(self) -> str:

@@ -169,6 +169,12 @@ SERVERS: dict[str, Server] = {
 TARGETS = ("transformers", *SERVERS)
 
 
+def check_target(server: str | None) -> None:
+    """Raise `ConfigError` for a name that is none of TARGETS."""
+    if server is not None and server not in TARGETS:
+        raise ConfigError(f"--for is '{server}'{nearest(server, TARGETS)}; known: {', '.join(TARGETS)}")
+
+
 def served_config(
     server: str, hf: Mapping[str, Any], pattern: AttentionPattern, *, as_full: bool = False
 ) -> Served:
@@ -182,8 +188,7 @@ def served_config(
     Raises:
       ConfigError: the server is not known, or cannot run the pattern; the sentence names what can.
     """
-    if server not in TARGETS:
-        raise ConfigError(f"--for is '{server}'{nearest(server, TARGETS)}; known: {', '.join(TARGETS)}")
+    check_target(server)
     if (found := find_served(server, hf, pattern)) is not None:
         return found
     full = AttentionPattern((FULL,) * pattern.num_layers)

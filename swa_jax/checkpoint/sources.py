@@ -18,7 +18,7 @@ from swa_jax.errors import CheckpointError, ConfigError, UnreachableError, reaso
 
 SCHEMES = ("hf", "gs", "s3", "az")
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs", "az": "adlfs"}
-_HUB_ID = re.compile(r"(?:hf://)?([\w.-]+/[\w.-]+?)(?:@([^@]+))?/?")
+HUB_ID = re.compile(r"(?:hf://)?([\w.-]+/[\w.-]+?)(?:@([^@]+))?/?")
 REQUESTS = 4  # at once, for one part of a tensor
 
 
@@ -158,7 +158,7 @@ def open_source(source: str | Path) -> ModelFolder:
     text = str(source)
     scheme = text.split("://")[0] if "://" in text else ""
     local = isinstance(source, Path) or folder.exists() or text.startswith((".", "~", "/"))
-    hub = _HUB_ID.fullmatch(text)
+    hub = HUB_ID.fullmatch(text)
     if hub is not None and scheme in ("", "hf") and not local:
         return _hub_folder(hub[1], hub[2])
     if scheme in SCHEMES and scheme != "hf":
@@ -211,17 +211,17 @@ def _hub_folder(repository: str, revision: str | None) -> ModelFolder:
             f"'{repository}' is neither a folder here nor a model on the Hugging Face hub"
         ) from None
     except (HTTPError, OSError) as error:
-        if (cached := _cached(repository, revision)) is not None:
+        if (cached := cached_snapshot(repository, revision)) is not None:
             return cached
         raise UnreachableError(
             f"'{repository}' is no folder here, and the Hugging Face hub cannot be reached ({reason(error)}); give a "
             "folder with the downloaded model"
         ) from None
     url = f"{repository}@{commit}"
-    return RemoteFolder(f"hf://{url}", HfFileSystem(), url, _cached(repository, commit))
+    return RemoteFolder(f"hf://{url}", HfFileSystem(), url, cached_snapshot(repository, commit))
 
 
-def _cached(repository: str, revision: str | None) -> Path | None:
+def cached_snapshot(repository: str, revision: str | None) -> Path | None:
     """The snapshot of a repository in the hub's cache; it may lack some of the files."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

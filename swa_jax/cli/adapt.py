@@ -16,6 +16,7 @@ from swa_jax.cli.options import (
     SERVING,
     BatchSize,
     ComputeDtype,
+    Model,
     PrefillChunk,
     Seed,
     ServeLength,
@@ -117,7 +118,7 @@ class Tuned(Options):
 def adapt(
     model: Annotated[
         str,
-        Argument(help="A Hugging Face folder, a checkpoint folder, or a bundled model: chains or recall."),
+        Argument(help=Model.__metadata__[0].help),
     ],
     out: Annotated[Path, Argument(help="A new folder, or that of an interrupted run to go on with.")],
     kv_budget: Annotated[

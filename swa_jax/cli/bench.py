@@ -24,6 +24,7 @@ from swa_jax.cli.options import (
     SinkTokens,
     Window,
     check_output,
+    find_model,
     load_checkpoint,
 )
 from swa_jax.errors import ConfigError
@@ -323,6 +324,7 @@ def generation(
     ratios = ratio or [0, 0.25, 0.5, 0.75, 1]
     for share in ratios:
         windowed_count(share, 1)  # a wrong one is said now
+    model = find_model(model)
     decoder, _ = load_checkpoint(model, dtype)
     window = decoder.pattern.sliding_window if window is None else window
     if window is None:

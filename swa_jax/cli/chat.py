@@ -21,6 +21,7 @@ from swa_jax.cli.options import (
     SinkTokens,
     Window,
     Yarn,
+    find_model,
     load_checkpoint,
     note_context,
     with_patterns,
@@ -66,6 +67,7 @@ def chat(
     from swa_jax.model.generate import sampling
 
     drawn = sampling(temperature, top_k, top_p)
+    model = find_model(model)
     template = load_chat_template(model)
     if template is None:
         raise ConfigError(

@@ -31,6 +31,7 @@ from swa_jax.cli.options import (
     Server,
     SinkTokens,
     Window,
+    find_model,
     load_checkpoint,
     note_context,
     note_whole_prompts,
@@ -247,6 +248,7 @@ def compare(
     from swa_jax.report.progress import Progress
     from swa_jax.select.compare import compare as run
 
+    model = find_model(model)
     decoder, tokenizer = load_checkpoint(model, dtype)
     own = decoder.pattern
     memory = counted.memory(model, decoder.config, prompts.length)

@@ -29,6 +29,7 @@ from swa_jax.cli.options import (
     Model,
     Seed,
     check_output,
+    find_model,
     load_checkpoint,
     note_context,
     parse_mesh,
@@ -126,6 +127,7 @@ def distill(
     where = f"{prompts}, prompt"
     check_records(keep, answer_field, records, where)
     partition = None if mesh is None else parse_mesh(mesh)
+    model = find_model(model)
     decoder, tokenizer = load_checkpoint(model, dtype, partition)
     if top_logprobs >= decoder.config.vocab_size:
         raise ConfigError(

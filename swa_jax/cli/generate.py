@@ -37,6 +37,7 @@ from swa_jax.cli.options import (
     Window,
     Yarn,
     check_output,
+    find_model,
     load_checkpoint,
     note_context,
     parse_mesh,
@@ -96,6 +97,7 @@ def generate(
     drawn = sampling(temperature, top_k, top_p)
     texts = _prompts(prompt, prompts)
     partition = None if mesh is None else parse_mesh(mesh)
+    model = find_model(model)
     decoder, tokenizer = load_checkpoint(model, dtype, partition, yarn)
     ((_, decoder),) = with_patterns(
         decoder, [] if pattern is None else [pattern], Overrides(window, sink_tokens, fa_decode)

@@ -24,7 +24,8 @@ from swa_jax.cli.distill import distill
 from swa_jax.cli.evaluate import app as evaluate_app
 from swa_jax.cli.generate import generate
 from swa_jax.cli.groups import expand
-from swa_jax.cli.options import Model
+from swa_jax.cli.kept_programs import keep_programs
+from swa_jax.cli.options import Model, find_model
 from swa_jax.cli.pattern import app as pattern_app
 from swa_jax.cli.select import app as select_app
 from swa_jax.cli.train import train
@@ -99,8 +100,17 @@ def _options(
     version: Annotated[
         bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    keep: Annotated[
+        bool,
+        Option(
+            "--keep-programs/--compile-anew",
+            help="Whether compiled programs are kept in the cache folder (SWA_JAX_CACHE), for the next command.",
+        ),
+    ] = True,
 ) -> None:
     """Sliding-window attention for long context: import a model, choose its layers, measure what that costs."""
+    if keep:
+        keep_programs()
 
 
 # ---- verbs ----
@@ -109,9 +119,7 @@ def _options(
 @app.command()
 def demo(
     out: Annotated[Path, Option(help="Folder of the report and its pictures.")] = Path("runs/demo"),
-    model: Annotated[
-        Path | None, Option(help="A model in Hugging Face format; default: the bundled one.")
-    ] = None,
+    model: Annotated[Path | None, Option(help="A model by any of its names. Default: chains.")] = None,
 ) -> None:
     """The whole path in a few minutes: import a small model, window its attention, measure what it costs."""
     from swa_jax.adapt.demo import run_demo
@@ -124,7 +132,8 @@ def import_(
     source: Annotated[
         str,
         Argument(
-            help="A Hugging Face folder, a Hub id such as Qwen/Qwen3-0.6B, or a folder in a bucket, gs://..."
+            help="A Hugging Face folder, a GGUF file, a Hub id such as Qwen/Qwen3-0.6B, a folder in a bucket, "
+            "gs://..., or a PEFT adapter folder, which is merged onto its base."
         ),
     ],
     destination: Annotated[Path, Argument(help="A new folder for the checkpoint.")],
@@ -132,12 +141,12 @@ def import_(
         str | None, Option(help="A recipe or a pattern JSON; default: what the model's config.json says.")
     ] = None,
 ) -> None:
-    """Turn a Hugging Face model into a checkpoint folder."""
+    """Turn a model into a checkpoint folder."""
     from swa_jax.checkpoint.folder import PATTERN_FILE
-    from swa_jax.checkpoint.hf_import import import_model
+    from swa_jax.checkpoint.named import import_named
     from swa_jax.model.pattern import AttentionPattern
 
-    import_model(source, destination, pattern=pattern, describe=lambda note: typer.echo(note, err=True))
+    import_named(source, destination, pattern=pattern, describe=lambda note: typer.echo(note, err=True))
     typer.echo(f"{destination}\n{AttentionPattern.from_json(destination / PATTERN_FILE)}")
 
 
@@ -172,7 +181,7 @@ def export(
         raise ConfigError("--as-full needs --for SERVER: whose full attention is meant")
     notes: list[str] = []
     options: dict[str, Any] = {"server": server, "as_full": as_full, "canary": canary}
-    typer.echo(export_model(checkpoint, destination, **options, describe=notes.append))
+    typer.echo(export_model(find_model(checkpoint), destination, **options, describe=notes.append))
     for note in notes:
         typer.echo(note)
 

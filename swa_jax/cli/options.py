@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 PATTERN, PROMPTS, RUNNING, OUTPUT = "Pattern", "Prompts", "Running", "Output"
 SERVING = "Serving"
 
-Model = Annotated[Path, Argument(help="A checkpoint folder, as `import` and `train` make it.")]
+Model = Annotated[
+    Path,
+    Argument(help="The model: a checkpoint or Hugging Face folder, a GGUF file, a Hub id, chains or recall."),
+]
 Window = Annotated[
     int | None,
     Option(
@@ -233,6 +236,13 @@ def check_output(option: str, file: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(f"{option} {file} cannot be written: {error.strerror}") from None
+
+
+def find_model(name: Path) -> Path:
+    """The checkpoint folder of the model that a user named; what has to be imported for it is imported."""
+    from swa_jax.checkpoint.named import model_folder
+
+    return model_folder(name)
 
 
 def load_checkpoint(

@@ -17,6 +17,7 @@ from swa_jax.cli.options import (
     SinkTokens,
     Window,
     check_output,
+    find_model,
     resolve_patterns,
 )
 from swa_jax.errors import ConfigError
@@ -27,7 +28,10 @@ from swa_jax.model.pattern import AttentionPattern
 
 Source = "a recipe such as interleave-1-in-4+fa-decode, or a pattern JSON"
 Layers = Annotated[int | None, Option("--layers", help="Layers of the model.", min=1)]
-OfModel = Annotated[Path | None, Option("--model", help="A checkpoint folder, in place of --layers.")]
+OfModel = Annotated[
+    Path | None,
+    Option("--model", help="A model by any of its names, in place of --layers."),
+]
 
 
 class PatternVerbs(typer.core.TyperGroup):
@@ -50,7 +54,7 @@ def _size(
     if model is not None and layers is None:
         from swa_jax.checkpoint.folder import open_checkpoint
 
-        checkpoint = open_checkpoint(model)
+        checkpoint = open_checkpoint(find_model(model))
         return checkpoint.config, checkpoint.pattern.sliding_window
     if layers is not None and model is None:
         return layers, None
@@ -98,7 +102,7 @@ def _cache_lines(model: Path, pattern: AttentionPattern, length: int) -> Iterato
     from swa_jax.checkpoint.servers import SERVERS, served_config
     from swa_jax.model.cache import cache_bytes
 
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(find_model(model))
     config = checkpoint.config
     full = cache_bytes(config, AttentionPattern((FULL,) * pattern.num_layers), 1, length, 2)
 

@@ -21,6 +21,7 @@ from swa_jax.cli.options import (
     Seed,
     SinkTokens,
     Window,
+    find_model,
     load_checkpoint,
     parse_mesh,
 )
@@ -94,6 +95,7 @@ def select_bosch(
 
     budget.check()
     check_out(out)
+    model = find_model(model)
     decoder, tokenizer = load_checkpoint(model, dtype)
     own = decoder.pattern
     window = own.sliding_window if window is None else window
@@ -177,6 +179,7 @@ def _ranking(
 ) -> _Ranking:
     budget.check()
     check_out(out)
+    model = find_model(model)
     decoder, tokenizer = load_checkpoint(model, dtype)
     window = decoder.pattern.sliding_window if window is None else window
     if window is None:
@@ -297,7 +300,7 @@ def select_heuristic(
 
     budget.check()
     check_out(out)
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(find_model(model))
     config = checkpoint.config
     sinks = checkpoint.pattern.num_sink_tokens if sink_tokens is None else sink_tokens
     ratio = budget.share(config, config.max_position_embeddings, window, sinks)
@@ -342,6 +345,7 @@ def select_nll(
     budget.check()
     check_out(out)
     partition = None if mesh is None else parse_mesh(mesh)
+    model = find_model(model)
     decoder, tokenizer = load_checkpoint(model, dtype, partition)
     own = decoder.pattern
     window = own.sliding_window if window is None else window
@@ -415,6 +419,7 @@ def select_light_transfer(
 
     budget.check()
     check_out(out)
+    model = find_model(model)
     decoder, tokenizer = load_checkpoint(model, dtype)
     if recent is None:
         recent = RECENT_KEYS if window is None else min(RECENT_KEYS, max(1, window - lazy_sinks))

@@ -76,7 +76,7 @@ class TrainConfig:
     tokenizer: str  # tokenizer.json, or a folder that has one
     stages: tuple[StageConfig, ...]
     model: ModelConfig | None = None
-    init_from: str | None = None
+    init_from: str | None = None  # by any name of `checkpoint.named`
     init_optimizer: bool = False  # go on with the optimizer state of the run that made `init_from`
     model_changes: ModelChanges = dataclasses.field(default_factory=ModelChanges)  # to `init_from`'s model
     pattern: str = "full"  # a recipe, or the path of a pattern JSON

@@ -45,7 +45,7 @@ from swa_jax.train.compiler import check_options
 from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.earlier_run import check_earlier_run, with_earlier_optimizer
 from swa_jax.train.optimizer import make_optimizer, warn_of_short_runs
-from swa_jax.train.patterns import check_patterns, find_start, run_pattern, stage_patterns
+from swa_jax.train.patterns import check_patterns, find_start, run_pattern, stage_patterns, with_folders
 from swa_jax.train.preemption import Preempted, preemption_notices
 from swa_jax.train.run_checkpoints import RunCheckpoints, from_first_process, has_checkpoint, recorded
 from swa_jax.train.run_log import RunLog
@@ -89,6 +89,7 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
       CheckpointError: a checkpoint could not be written, or none of those that are there is good.
       Preempted: the machine is being taken away (SIGTERM); a checkpoint of the last step is on the disk.
     """
+    config = with_folders(config)
     run = _prepare(config)
     meet()
     trained, frozen = trained_and_frozen(run.model)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import NamedTuple
 
+import jax
+
 from swa_jax.checkpoint.folder import open_checkpoint
+from swa_jax.checkpoint.named import model_folder
 from swa_jax.data.sources import ANSWERED
 from swa_jax.errors import ConfigError
 from swa_jax.families.pattern_files import load_pattern
@@ -28,6 +32,21 @@ class Start(NamedTuple):
     window: int | None
 
 
+def with_folders(config: TrainConfig) -> TrainConfig:
+    """The run with the folders of what `init_from` and `tokenizer` name, in any of the ways of `checkpoint.named`.
+
+    Several processes need folders from the start: each would import for itself.
+    """
+    if jax.process_count() > 1:
+        return config
+    tokenizer, start = Path(config.tokenizer), config.init_from
+    if not tokenizer.expanduser().exists() or tokenizer.suffix == ".gguf":
+        tokenizer = model_folder(config.tokenizer)
+    return dataclasses.replace(
+        config, tokenizer=str(tokenizer), init_from=None if start is None else str(model_folder(start))
+    )
+
+
 def find_start(config: TrainConfig) -> Start:
     """The model that `init_from` or `model` names.
 
@@ -38,7 +57,7 @@ def find_start(config: TrainConfig) -> Start:
         start = Start(config.model, None)
     else:
         assert config.init_from is not None
-        source = open_checkpoint(config.init_from)
+        source = open_checkpoint(model_folder(config.init_from))
         start = Start(config.model_changes.apply(source.config), source.pattern.sliding_window)
     return _without_rope_in_full_layers(config, start) if config.nope_full_layers else start
 

@@ -15,9 +15,10 @@ from command_line import fails, run
 from swa_jax.adapt.job import Settings, command_line, prepare, tuning
 from swa_jax.adapt.plan import duration, estimate, plan_text, written_bytes
 from swa_jax.adapt.search import find_space
-from swa_jax.adapt.source import RECALL, find_source
+from swa_jax.adapt.source import find_source
 from swa_jax.adapt.stages import STAGES, Results, Run
 from swa_jax.adapt.tasks import Data, Task, compared, draw_tasks, lost
+from swa_jax.checkpoint.named import bundled
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
@@ -29,11 +30,12 @@ SMALL = ["--length", 256, "--examples", 4, "--choose-by", 2, "--window", "16,32"
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(str(RECALL))
+    return load_tokenizer(bundled("recall"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def source():
+    """In the cache before a command names it, which then says so in no line."""
     return find_source("recall")
 
 
@@ -82,16 +84,16 @@ def test_the_model_of_chains_is_asked_for_chains(tmp_path):
         ),
         (("recall", "--kv-budget", 0.3, "--window", "0"), "--window must be positive whole numbers"),
         (("recall", "--kv-budget", 0.3, "--text", "absent.txt"), "absent.txt: No such file"),
-        (("nowhere", "--kv-budget", 0.3), "nowhere is no folder: name a Hugging Face folder"),
+        (("nowhere", "--kv-budget", 0.3), "nowhere is no model: give a checkpoint folder"),
         (
             ("Qwen/Qwen3-0.6B", "--kv-budget", 0.3),
-            "bring it here first with: swa-jax import Qwen/Qwen3-0.6B DST",
+            "or here with 'swa-jax import Qwen/Qwen3-0.6B DST'",
         ),
         (
             ("swa_jax/recall", "--kv-budget", 0.3),
             "what should the model still be able to do? Give --data FILE",
         ),
-        (("swa_jax", "--kv-budget", 0.3), "holds neither config.json nor weights/"),
+        (("swa_jax", "--kv-budget", 0.3), "holds no config.json"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence_before_anything_is_written(
@@ -144,9 +146,7 @@ def test_the_smallest_budget_that_is_named_can_be_met(source):
 def test_the_plan_says_what_would_be_done_and_does_nothing(tmp_path):
     said = run("adapt", "recall", tmp_path / "out", "--kv-budget", 0.3, "--for", "vllm", "--plan", *SMALL)
     assert not (tmp_path / "out").exists()
-    for number, words in enumerate(
-        ("import recall", "as it is", "search under 30%", "no fine-tuning"), start=1
-    ):
+    for number, words in enumerate(("as it is", "search under 30%", "no fine-tuning"), start=1):
         assert any(line.strip().startswith(f"{number}. ") and words in line for line in said.splitlines())
     assert "export for vllm" in said
     assert "4 sink tokens: vllm 0.33.0 cannot run this pattern" in said
@@ -159,11 +159,11 @@ def test_the_estimate_grows_with_the_work(tmp_path):
     )
     more = small_job(tmp_path, examples=40, tune_steps=9, server="vllm")
     slow, fast = estimate(job, 1e9), estimate(job, 1e12)
-    assert set(slow) == set(STAGES)
+    assert list(slow) == list(STAGES)
     assert slow["original"] > fast["original"] > 0
     assert estimate(more, 1e9)["adapted"] > 2 * slow["adapted"] - 30
     assert slow["tune"] == slow["export"] == 0 < estimate(more, 1e9)["tune"]
-    assert written_bytes(more) > written_bytes(job) > job.source.weight_bytes
+    assert written_bytes(more) > written_bytes(job) >= 2**20
     assert [duration(seconds) for seconds in (0.2, 80, 600, 9000)] == ["1 s", "80 s", "10 min", "2.5 h"]
 
 
@@ -305,7 +305,7 @@ def test_another_model_is_not_mixed_in(adapted, tmp_path):
     out, _ = adapted
     model = tmp_path / "other"
     model.mkdir()
-    for file in Path(str(RECALL)).iterdir():
+    for file in bundled("recall").iterdir():
         (model / file.name).write_bytes(file.read_bytes())
     tensors = bytearray((model / "model.safetensors").read_bytes())
     tensors[-1] ^= 1
@@ -339,7 +339,7 @@ def test_a_run_killed_after_every_stage_ends_as_one_that_was_not(tmp_path):
         kills += process.poll() is None
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert kills >= 9
+    assert kills >= 8
     assert start(killed).wait() == 0
     assert without_times(killed) == without_times(whole)
     assert (killed / "pattern.json").read_bytes() == (whole / "pattern.json").read_bytes()

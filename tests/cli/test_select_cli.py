@@ -35,6 +35,7 @@ def checkpoint(tmp_path_factory, byte_tokenizer):
 @pytest.fixture
 def planted(monkeypatch):
     """The planted model and its examples in place of a checkpoint's and of needles."""
+    monkeypatch.setattr("swa_jax.cli.select.find_model", lambda name: name)
     monkeypatch.setattr("swa_jax.cli.select.load_checkpoint", lambda *_: (planted_model(), None))
     monkeypatch.setattr("swa_jax.cli.options.draw_needles", lambda *_: planted_examples())
     monkeypatch.setattr("swa_jax.checkpoint.folder.weights_sum", lambda _: "planted")

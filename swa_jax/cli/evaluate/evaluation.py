@@ -26,6 +26,7 @@ from swa_jax.cli.options import (
     Window,
     Yarn,
     check_output,
+    find_model,
     load_checkpoint,
     with_patterns,
 )
@@ -71,7 +72,7 @@ class Evaluation(Options):
             ),
         ] = None,
     ):
-        self.checkpoint, self.yarn, self.dtype = model, yarn, dtype
+        self.model, self.yarn, self.dtype = model, yarn, dtype
         self.sources, self.overrides = pattern or [], Overrides(window, sink_tokens, fa_decode)
         self.batch_size, self.seed, self.out = batch_size, seed, out
         self._kind = ""
@@ -99,6 +100,10 @@ class Evaluation(Options):
                 f"{plain.get(name)}: repeat that command to go on, {other}"
             )
         self._kind, self._settings = kind, {kind: plain}
+
+    @functools.cached_property
+    def checkpoint(self) -> Path:
+        return find_model(self.model)
 
     @functools.cached_property
     def _loaded(self) -> tuple[Decoder, Tokenizer]:

@@ -1,0 +1,145 @@
+"""A folder of LoRA adapters in PEFT's format, merged onto the model that they adapt."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from swa_jax.checkpoint.folder import PATTERN_FILE, Checkpoint, read_companions, write_checkpoint
+from swa_jax.checkpoint.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
+from swa_jax.checkpoint.safetensors_files import DTYPES, Parts, TensorReader, read_header
+from swa_jax.checkpoint.tensor_names import joined_parts
+from swa_jax.errors import CheckpointError, ConfigError
+from swa_jax.families.pattern_files import load_pattern
+from swa_jax.files import check_destination, read_json
+from swa_jax.model.pattern import AttentionPattern
+
+_FACTOR = re.compile(r"(.+)\.lora_([AB])(?:\.default)?\.weight")
+
+
+def merge_adapter(
+    adapter: Path,
+    base: Checkpoint,
+    destination: str | Path,
+    *,
+    pattern: AttentionPattern | str | Path | None = None,
+    describe: Callable[[str], Any] = lambda text: None,
+) -> Path:
+    """Write a checkpoint folder of W + s B A for every adapted matrix W, in its dtype, and of all others as they are.
+
+    s is alpha / r, or alpha / sqrt(r) with `use_rslora`. Modules that were trained whole (`modules_to_save`) replace
+    the base's.
+
+    Args:
+      adapter: a folder with `adapter_config.json` and `adapter_model.safetensors`. Its tokenizer's files, if it has
+        any, come in place of the base's.
+      describe: called with a line before anything is written.
+      pattern: as for `import_model`; None: the adapter's own `pattern.json`, or else the base's.
+
+    Returns:
+      The destination.
+
+    Raises:
+      ConfigError: adapters of another kind than LoRA of matrices, or a pattern that does not fit the model.
+      CheckpointError: a file that is missing or damaged, tensors that do not fit the base, a destination in use.
+    """
+    destination = check_destination(destination)
+    settings = read_json(adapter / ADAPTER_CONFIG)
+    _check(adapter, settings)
+    changes = _changes(adapter, base, settings)
+    if pattern is None and (own := adapter / PATTERN_FILE).is_file():
+        pattern = own
+    chosen = base.pattern if pattern is None else load_pattern(pattern, base.config)
+
+    def read(names: list[str]) -> Parts:
+        for name, whole in base.read(names):
+            if name in changes:
+                scale, b, a = changes[name]
+                change = b.astype(np.float32) @ a.astype(np.float32) if a is not None else b
+                whole = change if a is None else whole.astype(np.float32) + scale * change
+            yield name, whole.astype(base.tensors[name][0])
+
+    describe(f"merging {adapter} and {base.folder} into {destination}")
+    companions = read_companions(base.folder) | read_companions(adapter)
+    write_checkpoint(destination, base.hf_config, chosen, base.tensors, read, companions=companions)
+    return destination
+
+
+def _check(adapter: Path, settings: dict[str, Any]) -> None:
+    """Raise `ConfigError` for adapters that are no plain LoRA."""
+    file = adapter / ADAPTER_CONFIG
+    if settings.get("peft_type") != "LORA":
+        raise ConfigError(f"{file}: peft_type is {settings.get('peft_type')!r}; supported: LORA")
+    for key in (
+        "use_dora",
+        "fan_in_fan_out",
+        "lora_bias",
+        "use_qalora",
+        "use_bdlora",
+        "layer_replication",
+        "alora_invocation_tokens",
+    ):
+        if settings.get(key):
+            raise ConfigError(f"{file}: {key} is set, which is not supported; supported: plain LoRA")
+    if settings.get("bias", "none") != "none":
+        raise ConfigError(f"{file}: bias is {settings['bias']!r}; supported: 'none'")
+    if not (adapter / ADAPTER_WEIGHTS).is_file():
+        raise CheckpointError(f"{adapter} holds no {ADAPTER_WEIGHTS}: save the adapters as safetensors")
+
+
+type Change = tuple[float, np.ndarray, np.ndarray | None]  # s, B and A; or a whole matrix in place of B
+
+
+def _changes(adapter: Path, base: Checkpoint, settings: dict[str, Any]) -> dict[str, Change]:
+    """What becomes of the base's tensors, by their names."""
+    file = adapter / ADAPTER_WEIGHTS
+    found: dict[str, dict[str, np.ndarray]] = {}
+    with TensorReader() as reader:
+        for name, stored in read_header(file).items():
+            if stored.dtype not in DTYPES:
+                raise CheckpointError(
+                    f"{file}: tensor {name} has dtype {stored.dtype}; supported: {', '.join(DTYPES)}"
+                )
+            factor = _FACTOR.fullmatch(name)
+            module, part = factor.groups() if factor else (name.removesuffix(".weight"), "W")
+            found.setdefault(module.removeprefix(PREFIX), {})[part] = reader.whole(stored)
+    joined, changes = joined_parts(base.config), {}
+    for module, parts in found.items():
+        name = f"{module}.weight"
+        rows = [(part.name, part.shape) for part in joined.get(name, ())]
+        rows = rows or ([(name, base.tensors[name][1])] if name in base.tensors else [])
+        if not rows or set(parts) not in ({"A", "B"}, {"W"}):
+            raise CheckpointError(
+                f"{file} adapts {module} ({', '.join(sorted(parts))}), which is no matrix of the base {base.folder}"
+            )
+        out, a = parts.get("B", parts.get("W")), parts.get("A")
+        shape = (sum(shape[0] for _, shape in rows), *rows[0][1][1:])
+        if (
+            out is None
+            or (out.shape if a is None else (out.shape[0], *a.shape[1:])) != shape
+            or (a is not None and a.shape[0] != out.shape[1])
+        ):
+            shapes = " and ".join(f"{key} {value.shape}" for key, value in sorted(parts.items()))
+            raise CheckpointError(f"{file}: {module} has {shapes}, which do not fit the base's {shape}")
+        first, scale = 0, 1.0 if a is None else _scale(settings, module, len(a))
+        for name, shape in rows:
+            changes[name] = scale, out[first : first + shape[0]], a
+            first += shape[0]
+    if not changes:
+        raise CheckpointError(f"{file} holds no adapters")
+    return changes
+
+
+def _scale(settings: dict[str, Any], module: str, rank: int) -> float:
+    """s of a module: `alpha_pattern` names those with an alpha of their own, by the end of their names."""
+    patterns = settings.get("alpha_pattern") or {}
+    own = (alpha for key, alpha in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", module))
+    alpha = next(own, settings.get("lora_alpha", 8))
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise ConfigError(f"{ADAPTER_CONFIG}: lora_alpha must be a number, got {alpha!r:.40}")
+    return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)

@@ -1,0 +1,185 @@
+"""One way to name a model: whatever a user calls by name becomes a checkpoint folder.
+
+| name | the checkpoint folder |
+|---|---|
+| a checkpoint folder | itself |
+| a folder in Hugging Face's format, or a GGUF file | imported into the user's cache |
+| `owner/model`, the id of a model in Hugging Face's cache | that copy, imported likewise |
+| a folder of PEFT's LoRA adapters | merged onto its base, which is named in the same way, into the cache |
+| `chains`, `recall` | the bundled model, imported likewise |
+
+What is in the cache has its name from the content that it was made of, so that it is made once, and anew when a file
+changes.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from swa_jax.checkpoint import folder
+from swa_jax.checkpoint.adapter import ADAPTER_CONFIG, merge_adapter
+from swa_jax.checkpoint.folder import CONFIG_FILE, WEIGHTS, content_sum, open_checkpoint
+from swa_jax.checkpoint.hf_import import VERSION, import_model
+from swa_jax.checkpoint.sources import HUB_ID, cached_snapshot
+from swa_jax.errors import CheckpointError
+from swa_jax.files import cache_folder, check_local, read_json, sum_of, sum_of_file, sum_of_json
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.pattern import AttentionPattern
+from swa_jax.model.sharding import Partition
+
+BUNDLED = ("chains", "recall")
+NAMES = (
+    "a checkpoint folder, a Hugging Face folder, a GGUF file, the id of a model in Hugging Face's cache, a PEFT "
+    "adapter folder, or a bundled model: chains or recall"
+)
+_SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf")  # the end of the name of a GGUF file in several
+_READ = ("*.json", "*.jinja", "*.txt", "*.safetensors")  # what decides about a model, in its folder
+
+
+def load_model(
+    name: str | Path,
+    pattern: AttentionPattern | str | Path | None = None,
+    *,
+    dtype: jax.typing.DTypeLike | None = None,
+    config: ModelConfig | None = None,
+    partition: Partition | None = None,
+) -> Decoder:
+    """The model that is named in any of the ways above.
+
+    Args:
+      pattern: an AttentionPattern, the path of a pattern JSON, or a recipe, which takes the window of the model's own
+        pattern, or 2048 if that has none; None: its own.
+      dtype: of all parameters but the routers, which are f32; None: the stored one.
+      config: in place of the model's own, for changes that no weight depends on, such as YaRN.
+      partition: lay the parameters out on this mesh.
+
+    Raises as `model_folder` and `folder.load_model`.
+    """
+    return folder.load_model(model_folder(name), pattern, dtype=dtype, config=config, partition=partition)
+
+
+def model_folder(name: str | Path, describe: Callable[[str], Any] | None = None) -> Path:
+    """The checkpoint folder of a model that is named in any of the ways above.
+
+    Args:
+      describe: called with a line where something is imported, and with what a user should know of it. None: the lines
+        go to standard error.
+
+    Raises:
+      CheckpointError: there is no such model, or its files are damaged, as `import_model`.
+      ConfigError: a model that this library does not read.
+    """
+    check_local(name, "model")
+    source = _find(name)
+    if (source / WEIGHTS).is_dir():
+        return source
+    base = _base(source, describe)
+    key = sum_of_json(
+        [VERSION, {file.name: _sum(file) for file in _files(source)}, base and content_sum(base)]
+    )
+    made = cache_folder("models") / f"{_title(name, source)}-{key[:12]}"
+    if not made.exists():
+        _import(source, base, made, None, describe or (lambda line: print(line, file=sys.stderr)))
+    return made
+
+
+def import_named(
+    name: str | Path,
+    destination: Path,
+    *,
+    pattern: AttentionPattern | str | Path | None = None,
+    describe: Callable[[str], Any],
+) -> Path:
+    """Make a checkpoint folder of a model that is named as for `model_folder`, or that another place holds.
+
+    Arguments and errors are those of `import_model`.
+    """
+    try:
+        source: str | Path = _find(name)
+    except CheckpointError:
+        source = name  # an address, or a model of the hub that is not in the cache
+    base = _base(source, describe) if isinstance(source, Path) else None
+    return _import(source, base, destination, pattern, describe)
+
+
+def bundled(name: str) -> Path:
+    """The folder of a bundled model, in Hugging Face's format."""
+    return Path(str(importlib.resources.files("swa_jax") / name))
+
+
+def _find(name: str | Path) -> Path:
+    """Where a model lies on this machine."""
+    path = Path(name).expanduser()
+    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
+        return path
+    if str(name) in BUNDLED:
+        return bundled(str(name))
+    hub = HUB_ID.fullmatch(str(name))
+    if hub is None or path.exists() or str(name).startswith((".", "/", "~")):
+        raise CheckpointError(f"{name} is no model: give {NAMES}")
+    snapshot = cached_snapshot(hub[1], hub[2])
+    if snapshot is None:
+        raise CheckpointError(
+            f"{name} is no folder here and not in Hugging Face's cache: bring it there with 'hf download {name}', or "
+            f"here with 'swa-jax import {name} DST'"
+        )
+    return snapshot
+
+
+def _base(source: Path, describe: Callable[[str], Any] | None) -> Path | None:
+    """The checkpoint folder of the model that adapters are for; None for what is a model by itself."""
+    file = source / ADAPTER_CONFIG
+    if (source / CONFIG_FILE).is_file() or not file.is_file():
+        return None
+    base = read_json(file).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(f"{file} has no base_model_name_or_path: write there the model that it adapts")
+    try:
+        return model_folder(base, describe)
+    except CheckpointError as error:
+        raise CheckpointError(f"the base of {source} (base_model_name_or_path): {error}") from None
+
+
+def _import(
+    source: str | Path,
+    base: Path | None,
+    destination: Path,
+    pattern: AttentionPattern | str | Path | None,
+    describe: Callable[[str], Any],
+) -> Path:
+    if base is None:
+        return import_model(source, destination, pattern=pattern, describe=describe)
+    return merge_adapter(Path(source), open_checkpoint(base), destination, pattern=pattern, describe=describe)
+
+
+def _title(name: str | Path, source: Path) -> str:
+    """Of a folder in the cache: what a person would call the model."""
+    if HUB_ID.fullmatch(str(name)) and source != Path(name).expanduser():
+        return str(name).replace("/", "--")
+    return source.resolve().name.removesuffix(".gguf")
+
+
+def _files(source: Path) -> list[Path]:
+    """The files that decide what a model computes."""
+    if source.is_dir():
+        return sorted(file for kind in _READ for file in source.glob(kind))
+    split = _SPLIT.search(source.name)
+    return sorted(source.parent.glob(f"{source.name[: split.start()]}-*.gguf")) if split else [source]
+
+
+def _sum(file: Path) -> str:
+    """The sum of a file's bytes, kept for as long as its size and time stay."""
+    found = file.stat()
+    kept = cache_folder("sums") / sum_of(repr([str(file.resolve()), found.st_size, found.st_mtime_ns]))
+    if not (kept.is_file() and len(total := kept.read_text()) == 64):
+        total = sum_of_file(file)
+        kept.write_text(total)
+    return total

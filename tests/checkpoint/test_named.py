@@ -1,0 +1,170 @@
+"""A model by any of its names, and adapters merged onto their base."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import fails, run
+from huggingface_hub import constants
+from safetensors.numpy import load_file, save_file
+
+import swa_jax
+from swa_jax.checkpoint.folder import open_checkpoint
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.checkpoint.named import model_folder
+from swa_jax.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+GOLDEN, ADAPTERS = ROOT / "tests" / "golden", Path(__file__).with_name("peft_adapters")
+CASES = sorted(folder.name for folder in ADAPTERS.iterdir())
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path, monkeypatch):
+    """Caches of our own, and the folder that the adapters' bases are named from."""
+    monkeypatch.setenv("SWA_JAX_CACHE", str(tmp_path / "ours"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(ROOT)
+
+
+def in_hub_cache(folder: Path, repository: str) -> None:
+    home, commit = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}", "c" * 40
+    shutil.copytree(folder, home / "snapshots" / commit)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(commit)
+
+
+def test_every_name_of_a_model_gives_the_same_model(tmp_path):
+    golden = GOLDEN / "qwen3-hybrid"
+    in_hub_cache(golden, "someone/small")
+    names = [
+        import_model(golden, tmp_path / "checkpoint"),
+        golden,
+        "tests/golden/qwen3-hybrid",
+        "someone/small",
+    ]
+    tokens = load_file(golden / "golden.safetensors")["tokens"]
+    expected = np.asarray(swa_jax.load_model(names[0])(tokens))
+    for name in names[1:]:
+        np.testing.assert_array_equal(swa_jax.load_model(name)(tokens), expected)
+    made = sorted(folder.name[:-13] for folder in (tmp_path / "ours" / "models").iterdir())
+    assert made == ["qwen3-hybrid", "someone--small"]  # the folder's two names are one content
+    assert model_folder("recall").name.startswith("recall-")
+
+
+def test_what_is_imported_is_kept_until_its_content_changes(tmp_path):
+    source, said = tmp_path / "model", []
+    shutil.copytree(GOLDEN / "llama-plain", source)
+    first = model_folder(source, said.append)
+    assert said == [f"importing {source} into {first}", said[-1]]
+    assert "takes token ids only" in said[-1]
+    for file in source.iterdir():
+        os.utime(file, (1, 1))  # another time, the same content
+    assert model_folder(source, said.append) == first
+    shutil.copytree(source, tmp_path / "elsewhere" / "model")
+    assert model_folder(tmp_path / "elsewhere" / "model", said.append) == first
+    assert len(said) == 2
+    weights = load_file(source / "model.safetensors")
+    save_file(weights | {"model.norm.weight": 2 * weights["model.norm.weight"]}, source / "model.safetensors")
+    changed = model_folder(source, said.append)
+    assert changed != first
+    assert len(said) == 4
+    np.testing.assert_array_equal(
+        dict(open_checkpoint(changed).read(["model.norm.weight"]))["model.norm.weight"],
+        2 * weights["model.norm.weight"],
+    )
+
+
+@pytest.mark.parametrize("name", ["nowhere", "./no/where", "nothing.gguf", "/absent/model", "chain"])
+def test_what_is_no_model_is_told_what_is_one(name):
+    with pytest.raises(
+        ConfigError, match=rf"^{name} is no model: give a checkpoint folder, .* chains or recall$"
+    ):
+        model_folder(name)
+
+
+def test_a_model_of_the_hub_that_is_not_here_says_how_to_bring_it():
+    assert "bring it there with 'hf download Qwen/Qwen3-0.6B'" in fails("generate", "Qwen/Qwen3-0.6B", "a")
+
+
+def test_commands_take_any_name(tmp_path):
+    said = run("pattern", "window", "--window", 8, "--model", "recall")
+    assert "importing recall into" in said or "key/value cache" in said
+    assert "key/value cache" in run("pattern", "window", "--window", 8, "--model", ADAPTERS / "joined")
+    run("import", ADAPTERS / "plain", tmp_path / "merged")
+    run("export", "tests/golden/qwen3-hybrid", tmp_path / "back", "--no-canary")
+    for name in ("merged", "back"):
+        assert (
+            swa_jax.load_model(tmp_path / name).config
+            == swa_jax.load_model("tests/golden/qwen3-hybrid").config
+        )
+
+
+# ---- adapters: scripts/make_adapter_goldens.py ----
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adapters_that_peft_wrote_are_merged_as_peft_computes(case):
+    stored = np.load(ADAPTERS / case / "logits.npz")
+    logits = np.asarray(swa_jax.load_model(ADAPTERS / case)(stored["tokens"]))
+    np.testing.assert_allclose(logits, stored["logits"], atol=1e-4)
+    base = json.loads((ADAPTERS / case / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert np.abs(np.asarray(swa_jax.load_model(base)(stored["tokens"])) - logits).max() > 0.1
+
+
+def damaged(tmp_path, settings=None, tensors=None):
+    folder = tmp_path / "adapter"
+    shutil.copytree(ADAPTERS / "plain", folder)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | (settings or {})))
+    if tensors is not None:
+        file = folder / "adapter_model.safetensors"
+        save_file(tensors(load_file(file)), file)
+    return folder
+
+
+QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("settings", "tensors", "sentence"),
+    [
+        ({"peft_type": "IA3"}, None, "peft_type is 'IA3'; supported: LORA"),
+        ({"use_dora": True}, None, "use_dora is set, which is not supported"),
+        ({"bias": "all"}, None, "bias is 'all'; supported: 'none'"),
+        ({"lora_alpha": "much"}, None, "lora_alpha must be a number, got 'much'"),
+        ({"base_model_name_or_path": None}, None, "has no base_model_name_or_path"),
+        ({"base_model_name_or_path": "nowhere"}, None, "the base of .* nowhere is no model"),
+        ({"base_model_name_or_path": "tests/golden/llama-plain"}, None, "which do not fit the base's"),
+        ({}, lambda found: {}, "holds no adapters"),
+        (
+            {},
+            lambda found: found | {f"{QUERY}.lora_B.weight": np.ones((7, 4), np.float32)},
+            "q_proj has A .* and B",
+        ),
+        (
+            {},
+            lambda found: {n: t for n, t in found.items() if n != f"{QUERY}.lora_A.weight"},
+            r"q_proj \(B\)",
+        ),
+        (
+            {},
+            lambda found: found | {f"{QUERY}.lora_magnitude_vector": np.ones(9, np.float32)},
+            "lora_magnitude_vector",
+        ),
+        (
+            {},
+            lambda found: found | {"base_model.model.visual.weight": np.ones((2, 2), np.float32)},
+            "adapts visual",
+        ),
+    ],
+)
+def test_adapters_that_cannot_be_merged_are_one_sentence(settings, tensors, sentence, tmp_path):
+    folder = damaged(tmp_path, settings, tensors)
+    with pytest.raises(ConfigError, match=sentence):
+        model_folder(folder)
+    models = tmp_path / "ours" / "models"
+    assert not list(models.glob("adapter-*"))
