@@ -25,7 +25,9 @@ CONFIG = dataclasses.replace(
     WIDER, vocab_size=512, num_hidden_layers=8, model_type="qwen3", qk_norm=True, tie_word_embeddings=True
 )
 WINDOW = 32
-SCORES = NLLScores(np.array([[0.0, 0.1, 0.9, 0.2, 0.0, 0.8, 0.3, 0.1]] * 2), np.ones(2), WINDOW, 0)
+SCORES = NLLScores(
+    np.array([[0.0, 0.1, 0.9, 0.2, 0.0, 0.8, 0.3, 0.1]] * 2), np.ones(2), WINDOW, 0, picked=(2,)
+)
 NAMES = [
     "full", "window", "streaming", "interleave-1-in-2", "interleave-1-in-4",
     "nll-1-in-2", "nll-greedy-1-in-2", "nll-1-in-4", "nll-greedy-1-in-4",
@@ -51,7 +53,7 @@ def chain_words():
 
 def test_patterns_compared_have_the_budgets_their_names_say():
     later = [
-        dataclasses.replace(SCORES, deltas=np.eye(8)[[best]], full_layers=chosen)
+        dataclasses.replace(SCORES, deltas=np.eye(8)[[best]], full_layers=chosen, picked=(best,))
         for best, chosen in ((7, (2,)), (0, (2, 7)), (1, (0, 2, 7)))
     ]
     patterns = demo.demo_patterns(CONFIG, [SCORES, *later], HEADS, ASKED)
