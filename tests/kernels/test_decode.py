@@ -297,11 +297,11 @@ def test_nothing_behind_the_last_entry_or_unseen_reaches_the_result():
 @pytest.mark.parametrize(("head_dim", "dtype"), [(16, "float32"), (128, "bfloat16")])
 def test_write_pool_puts_values_at_their_entries_and_nowhere_else(head_dim, dtype):
     _, (pool, values), _ = pool_call(head_dim, dtype)
-    slots, entries = np.array([5, 100, 2, 0]), np.array([39, 0, 17])  # the pools have 7 rows
+    slots, entries = np.array([5, 100, 2, 0]), np.array([39, 40, 17])  # the pools have 7 rows of 40 entries
     values = values[:4, :, 0].swapaxes(0, 1)  # [B, K, D]
     expected = np.array(pool)
     for head in (0, 2, 3):
-        for b in range(3):
+        for b in (0, 2):
             expected[slots[head], b, entries[b]] = values[b, head]
     written = jax.jit(cache_write.write_pool)(pool, jnp.asarray(slots), values, jnp.asarray(entries))
     np.testing.assert_array_equal(written, expected)

@@ -50,18 +50,25 @@ def test_a_step_is_cut_where_some_query_does_not_see_what_one_document_would_sho
     assert 0 < expected.sum() < expected.size
 
 
+def shortest_documents(window: int) -> np.ndarray:
+    """Rows of the shortest documents that have sink tokens outside a window, at several places in the blocks."""
+    return (np.arange(80) + np.arange(min(window, 7) + 1)[:, None]) // (window + 1) + 1
+
+
 @pytest.mark.parametrize(("window", "num_sink_tokens"), [(2, 1), (5, 3), (9, 8), (17, 16), (40, 9)])
 def test_the_rows_of_sink_tokens_are_those_outside_the_window(window, num_sink_tokens):
     """Rows, limits and gathered keys together name the keys that the dense mask shows beside the window."""
-    spec, where = AttentionSpec(window, num_sink_tokens), coordinates(80, 80, q_segment_ids=ROWS)
+    ids = np.concatenate([ROWS, shortest_documents(window)])
+    spec, where = AttentionSpec(window, num_sink_tokens), coordinates(80, 80, q_segment_ids=ids)
     call = KernelCall(spec, Tiles(16, 16))
     segments = packed_segments(call, where)
-    keys = jnp.broadcast_to(jnp.arange(80.0)[:, None], (2, 1, 80, 8))
-    rows = np.asarray(gather_sinks(call, keys, segments))[:, 0, :, 0].reshape(2, 5, -1)  # which keys they are
+    keys = jnp.broadcast_to(jnp.arange(80.0)[:, None], (len(ids), 1, 80, 8))
+    rows = np.asarray(gather_sinks(call, keys, segments))[:, 0, :, 0]  # which keys they are
+    rows = rows.reshape(len(ids), 5, -1)
     inside = np.asarray(dense_mask(AttentionSpec(window), where))
     beside = np.asarray(dense_mask(spec, where)) & ~inside
     limits = np.asarray(segments.queries)
-    for b, q in itertools.product(range(2), range(80)):
+    for b, q in itertools.product(range(len(ids)), range(80)):
         start, stop, distance = limits[b, 1:4, q]
         seen = rows[b, q // 16, start:stop].astype(int)
         np.testing.assert_array_equal(seen, np.flatnonzero(beside[b, q]))

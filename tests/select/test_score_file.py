@@ -1,6 +1,7 @@
 """Scores in a file belong to the content that they were made from, whatever its name and however alike it scores."""
 
 import dataclasses
+import inspect
 import shutil
 
 import jax.numpy as jnp
@@ -72,7 +73,6 @@ def test_models_that_score_alike_have_files_of_their_own(scorer, tmp_path):
     for said, options in (
         ("scores of another model: its weights differ", {"model": mute(1)}),
         ("scores of another model: its weights differ", {"model": half}),
-        ("made with num_sink_tokens = 0, this search has 1", {"num_sink_tokens": 1}),
         ("made with other examples", {"examples": [Example(list(range(20)), [5, 7], [])]}),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -84,6 +84,24 @@ def test_models_that_score_alike_have_files_of_their_own(scorer, tmp_path):
     )()
     with pytest.raises(ConfigError, match="made with dtype = float32, this search has bfloat16"):
         make_scorer(half, weights="a folder's")
+
+
+HOW = {"batch_size", "reuse", "toggles_at_once", "partition", "file", "weights"}  # scores are made: not which they are
+
+
+@pytest.mark.parametrize("scorer", [MaskEvaluator, LayerScorer])
+def test_every_option_that_decides_is_in_the_key(scorer, tmp_path):
+    model, examples = mute(0), [Example(list(range(20)), [5, 6], [])]
+    parameters = inspect.signature(scorer).parameters.values()
+    deciding = {p.name: p.default for p in parameters if p.kind == p.KEYWORD_ONLY and p.name not in HOW}
+    given = {name: 4 if default is None else default for name, default in deciding.items()}
+    made = scorer(model, examples, file=tmp_path / "scores.json", weights="a", **given)
+    made() if scorer is LayerScorer else made(np.ones((2, 1), bool))
+    made._file.save()
+    for name, value in given.items():
+        changed = given | {name: not value if isinstance(value, bool) else value + 1}
+        with pytest.raises(ConfigError, match=f"made with {name} = {value}, this search has {changed[name]}"):
+            scorer(model, examples, file=tmp_path / "scores.json", weights="a", **changed)
 
 
 def test_the_content_key_sees_what_decides_and_nothing_else():
