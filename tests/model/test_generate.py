@@ -237,8 +237,11 @@ def test_each_step_and_each_of_equal_prompts_draws_anew():
     assert first != second
 
 
-def test_ties_let_no_more_than_k_through():
-    assert np.count_nonzero(draw_many(top_k=2, logits=jnp.zeros(5))) == 2
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_of_equal_tokens_no_more_are_kept_than_asked_for(kept):
+    """Four of a quarter each, exactly: two reach a half, and a third is not needed."""
+    for options in ({"top_k": kept}, {"top_p": kept / 4}):
+        assert np.count_nonzero(draw_many(logits=jnp.zeros(4), count=400, **options)) == kept
 
 
 def test_greedy_takes_the_first_of_the_likeliest():
