@@ -2,7 +2,9 @@
 
 For every file whose model transformers itself can build: the number of tensors of a checkpoint, a SHA-256 of their
 names and shapes, and which layers are windowed. Models are built on torch's meta device, so their size costs nothing.
-The test suite reads the result and needs neither torch nor transformers. To write it again, in the environment of
+And default_configs.json: of each family, the config.json of a model that was asked for without any key.
+
+The test suite reads the results and needs neither torch nor transformers. To write them again, in the environment of
 `scripts/make_goldens.py`:
 
     /tmp/oracle/bin/python scripts/make_config_goldens.py
@@ -11,15 +13,17 @@ The test suite reads the result and needs neither torch nor transformers. To wri
 import copy
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-FAMILIES = Path(__file__).parents[1] / "tests" / "families"
+ROOT = Path(__file__).parents[1]
+FAMILIES = ROOT / "tests" / "families"
 
 
 def read_config(file: Path):
@@ -53,7 +57,22 @@ def windows_of(config) -> tuple[str, int | None]:
     return letters, window if "w" in letters else None
 
 
+def default_configs() -> dict[str, dict]:
+    """By family, the keys that its own class of configurations adds to those of all models, and their defaults."""
+    sources = (file.read_text() for file in sorted((ROOT / "swa_jax" / "families").glob("*.py")))
+    names = sorted(name for source in sources for name in re.findall(r'Family\(\s*"(\w+)"', source))
+    of_all = PreTrainedConfig().to_dict().keys() - {"tie_word_embeddings"}
+    found = {}
+    for name in names:
+        if name in CONFIG_MAPPING:
+            keys = json.loads(CONFIG_MAPPING[name]().to_json_string(use_diff=False))
+            found[name] = {key: value for key, value in keys.items() if key not in of_all or key == "model_type"}
+    return found
+
+
 def main() -> None:
+    lines = (f" {json.dumps(name)}: {json.dumps(keys)}" for name, keys in default_configs().items())
+    (FAMILIES / "default_configs.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
     goldens = {}
     for file in sorted((FAMILIES / "configs").glob("*.json")):
         keys = json.loads(file.read_text())

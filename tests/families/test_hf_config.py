@@ -13,6 +13,21 @@ from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.layer_types import FULL, WINDOW
 
 
+DEFAULTS = json.loads(Path(__file__).with_name("default_configs.json").read_text())  # transformers' own
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"swat"}))
+def test_a_key_that_is_absent_has_the_default_of_transformers(family):
+    assert family in DEFAULTS, "run scripts/make_config_goldens.py, which says where"
+    keys = DEFAULTS[family]
+    full = model_config(keys), hf_pattern(keys)
+    sizes = {"model_type": family} | {key: keys[key] for key in SIZES}
+    for absent in keys.keys() - sizes.keys():
+        rest = {key: value for key, value in keys.items() if key != absent}
+        assert (model_config(rest), hf_pattern(rest)) == full, absent
+    assert (model_config(sizes), hf_pattern(sizes)) == full
+
+
 def test_defaults_are_those_of_each_family():
     llama, mistral = config_of("llama"), config_of("mistral", num_attention_heads=8, hidden_size=32)
     assert (llama.num_key_value_heads, llama.head_dim, llama.max_position_embeddings) == (4, 6, 2048)
