@@ -69,6 +69,14 @@ class Fault:
         places = (f"tests/{inner[0]}", f"tests/test_{inner[0]}.py")
         return tuple(place for place in places if (ROOT / place).exists())
 
+    @property
+    def stages(self) -> list[list[str]]:
+        """The tests to run, a run of pytest each."""
+        return [stage for stage in (list(self.tests), [t for t in self.room if t not in self.tests]) if stage]
+
+    def applied(self, text: str) -> str:
+        return text.replace(self.old, self.new)
+
 
 def read_faults(file: Path = FAULTS) -> list[Fault]:
     rows = tomllib.loads(file.read_text())["fault"]
@@ -98,8 +106,8 @@ def problems(faults: Sequence[Fault]) -> list[str]:
 class Copy:
     """A copy of the tracked files in a temporary folder, in which faults are planted and tests run."""
 
-    def __init__(self, folder: Path, timeout: float):
-        self.folder, self.timeout = folder, timeout
+    def __init__(self, folder: Path, timeout: float, marks: str = MARKS):
+        self.folder, self.timeout, self.marks = folder, timeout, marks
         tracked = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             cwd=ROOT, capture_output=True, text=True, check=True,
@@ -129,7 +137,7 @@ class Copy:
     def planted(self, fault: Fault) -> Iterator[None]:
         file = self.folder / fault.file
         sound = file.read_text()
-        self._write(file, sound.replace(fault.old, fault.new))
+        self._write(file, fault.applied(sound))
         try:
             yield
         finally:
@@ -151,7 +159,7 @@ class Copy:
         cache = self.folder / ".pytest_cache"
         shutil.rmtree(cache, ignore_errors=True)
         done = self._run(
-            "-m", "pytest", "-x", "-q", "-m", MARKS, "-o", f"cache_dir={cache}",
+            "-m", "pytest", "-x", "-q", "-m", self.marks, "-o", f"cache_dir={cache}",
             *(f"--deselect={test}" for test in without), *tests, timeout=self.timeout,
         )  # fmt: skip
         if done.returncode in (0, 5):  # 5: all of them are slow
@@ -179,26 +187,25 @@ class Trials:
         self.broken: list[str] = []  # tests that fail even there
         self.lock = threading.Lock()
 
-    def __call__(self, fault: Fault) -> dict[str, Any]:
+    def __call__(self, fault: Fault) -> None:
         copy = self.copies.get()
         began = time.monotonic()
         try:
             result, by = self._try(copy, fault)
         finally:
             self.copies.put(copy)
-        row = {
-            "name": fault.name, "kind": fault.kind, "file": fault.file, "result": result, "by": by,
-            "seconds": round(time.monotonic() - began, 1), "key": self.keys[fault.name],
-        }  # fmt: skip
+        seconds = round(time.monotonic() - began, 1)
         with self.lock:
-            self.results[fault.name] = row
-            write_json(self.file, {"faults": list(self.results.values())})
-        print(f"{result}: {fault.name} ({row['seconds']:.0f} s)  {by}", flush=True)
-        return row
+            self.write(fault, {"result": result, "by": by, "seconds": seconds})
+        print(f"{result}: {fault.name} ({seconds:.0f} s)  {by}", flush=True)
+
+    def write(self, fault: Fault, result: dict[str, Any]) -> None:
+        names = {"name": fault.name, "kind": fault.kind, "file": fault.file}
+        self.results[fault.name] = names | result | {"key": self.keys[fault.name]}
+        write_json(self.file, {"faults": list(self.results.values())})
 
     def _try(self, copy: Copy, fault: Fault) -> tuple[str, str]:
-        room = [test for test in fault.room if test not in fault.tests]
-        for tests in filter(None, (fault.tests, room)):
+        for tests in fault.stages:
             while True:
                 try:
                     with copy.planted(fault):

@@ -12,7 +12,6 @@ from swa_jax.families import FAMILIES, apply_pattern, hf_config, hf_pattern, mod
 from swa_jax.model.config import ModelConfig, RopeScaling
 from swa_jax.model.layer_types import FULL, WINDOW
 
-
 DEFAULTS = json.loads(Path(__file__).with_name("default_configs.json").read_text())  # transformers' own
 
 
