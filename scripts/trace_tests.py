@@ -2,9 +2,9 @@
 
     PYTHONPATH=.:scripts TRACE_TO=lines.jsonl python -m pytest -p trace_tests tests/data
 
-Adds to the file TRACE_TO a line of JSON for each test that passes: its `test` (node id), its `seconds`, and its `lines`:
-by file of a package, the numbers of the lines that ran, as a set of bits in hexadecimal. Python processes that a test
-starts count as the test's. JAX's caches are cleared between files: a function that is compiled already does not run.
+Adds to the file TRACE_TO a line of JSON for each test that passes: its `test` (node id), its `seconds`, and its
+`lines`: by file of a package, the numbers of those that ran, as bits in hexadecimal. Processes that a test starts count
+as the test's. JAX's caches are cleared between files: a function that is compiled already does not run.
 """
 
 import json

@@ -91,7 +91,8 @@ def adapter_tensors(model: Decoder) -> dict[str, np.ndarray]:
     adapted = [row for row in hf_parameters(model.config) if row.projection in model.lora.targets]
     for factor in (factor for row in adapted for factor in low_rank(row, model.lora.rank)):
         for tensor in tensors_of(factor):
-            tensors[PREFIX + tensor.name] = np.ascontiguousarray(stacked[factor.path][tensor.place].T)
+            array = stacked[factor.path][tensor.place]
+            tensors[PREFIX + tensor.name] = np.ascontiguousarray(array.T if tensor.transposed else array)
     return tensors
 
 

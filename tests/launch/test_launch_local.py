@@ -71,8 +71,10 @@ def test_local_refuses(arguments, sentence):
 _ME = "import os, signal, sys, time\nme = int(sys.argv[-1].partition('=')[2])\n"
 
 
-def test_local_prefixes_the_logs():
-    process = local("c.yaml", "--processes", 3, stand_in=_ME + "print('one'); print('two', file=sys.stderr)")
+def test_local_prefixes_the_logs_of_processes_with_sessions_of_their_own():
+    """So that Ctrl-C reaches the launcher alone, which sends it on once."""
+    said = "print('one' if os.getsid(0) == os.getpid() else 'shared'); print('two', file=sys.stderr)"
+    process = local("c.yaml", "--processes", 3, stand_in=_ME + said)
     out, error = process.communicate(timeout=60)
     assert (process.returncode, error) == (0, "")
     assert sorted(out.splitlines()) == sorted(f"[{i}] {word}" for i in range(3) for word in ("one", "two"))
