@@ -11,6 +11,7 @@ from swa_jax.errors import ConfigError
 from swa_jax.model.cache import allocate, cache_layout
 from swa_jax.model.engine import Engine
 from swa_jax.model.generate import generate, sampling
+from swa_jax.model.prefixes import Prefix, PrefixStore, Rings
 
 NEW = 10
 QUICK = ("every-kind", "head-hybrid")
@@ -173,3 +174,22 @@ def test_slots_that_wait_keep_their_caches():
     prompts = random_prompts((3, 40, 40))
     engine = Engine(model, slots=3, max_length=64, chunk=2 * WINDOW_SIZE, steps=4)
     assert replies(engine, prompts, max_new_tokens=20) == generate(model, prompts, max_new_tokens=20)
+
+
+def test_what_a_longer_sequence_takes_over_from_its_beginning():
+    """Rings and logits of the whole beginning too: a prompt that branches off there computes nothing before."""
+
+    def remember(tokens: list[int]) -> None:
+        here = {len(tokens): Rings(zero, zero)}
+        store.add(Prefix(np.array(tokens), zero, zero, here, {len(tokens): zero}))
+
+    zero, store = jnp.zeros(()), PrefixStore(4, rings=True)
+    for tokens in ([1, 2, 3], [1, 2, 3, 4, 5]):
+        remember(tokens)
+    assert store.find([1, 2, 3, 9])[1:] == (3, 3)
+    assert store.find([1, 2, 3])[1:] == (3, 3)  # its logits are known as well
+    assert store.find([1, 2, 9])[1:] == (0, 2)
+    remember([7])
+    remember([8])
+    assert store.find([1, 2, 3, 4])[1:] == (3, 4)
+    assert len({id(store.find(prompt).prefix) for prompt in ([1, 2, 3], [7], [8])}) == 3

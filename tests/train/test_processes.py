@@ -275,3 +275,12 @@ def test_signals_reach_the_worker(guards):
         process.stdout.readline()
         process.send_signal(signal.SIGTERM)
     assert ends(processes) == [(143, "")] * 2
+
+
+def test_what_jax_may_say_of_a_process_that_is_gone():
+    from swa_jax.train.worker import _may_follow
+
+    gone, own = RuntimeError("UNAVAILABLE: connection reset"), ValueError("the disk is full")
+    while_saving = ValueError("cannot save")
+    while_saving.__context__ = gone
+    assert [_may_follow(error) for error in (gone, while_saving, own)] == [True, True, False]
