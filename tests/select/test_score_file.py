@@ -86,7 +86,14 @@ def test_models_that_score_alike_have_files_of_their_own(scorer, tmp_path):
         make_scorer(half, weights="a folder's")
 
 
-HOW = {"batch_size", "reuse", "toggles_at_once", "partition", "file", "weights"}  # scores are made: not which they are
+HOW = {
+    "batch_size",
+    "reuse",
+    "toggles_at_once",
+    "partition",
+    "file",
+    "weights",
+}  # scores are made: not which they are
 
 
 @pytest.mark.parametrize("scorer", [MaskEvaluator, LayerScorer])
