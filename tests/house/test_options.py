@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 # (function, option): what a caller's protocol gives, and this function does not need.
 NOT_READ = {
+    ("_options", "version"),  # Typer: its callback reads it
     ("open", "mode"),  # fsspec
     ("find_spec", "path"),  # Python's import
     ("find_spec", "target"),
@@ -32,7 +33,6 @@ ANOTHER = {
 }
 # (function, callee, option): the function decides.
 DECIDED = {
-    ("make_canary", "load_model", "pattern"),
     ("first_rows", "make_batches", "rows"),
     ("train_flops_per_token", "attention_flops", "full_ratio"),
     (
