@@ -4,7 +4,9 @@ import dataclasses
 import functools
 import shutil
 
+import tokenizers
 from flax import nnx
+from tokenizers import processors
 
 from swa_jax.checkpoint.folder import save_model
 from swa_jax.model.config import ModelConfig, RopeScaling
@@ -150,6 +152,17 @@ def byte_checkpoint(folder, byte_tokenizer, pattern, **changes):
     """A checkpoint folder of a random byte-level model and its tokenizer; `changes` are to `BYTES`."""
     model = Decoder(dataclasses.replace(BYTES, **changes), pattern, rngs=nnx.Rngs(0))
     return save_model(model, folder / "checkpoint", tokenizer_from=byte_tokenizer.parent)
+
+
+def start_tokenizer(byte_tokenizer, folder):
+    """A copy of the byte tokenizer, inside `folder`, that puts the token <bos> (257) before every text."""
+    backend = tokenizers.Tokenizer.from_file(str(byte_tokenizer))
+    backend.add_special_tokens(["<bos>"])
+    special = [("<bos>", backend.token_to_id("<bos>"))]
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=special)
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
 
 
 def with_template(checkpoint, folder, template):

@@ -140,19 +140,24 @@ def _add_chains(add: Callable[..., None], tokenizer: Tokenizer, data: Data, coun
 def _text_rows(
     tokenizer: Tokenizer, files: Sequence[Path], length: int, choosing: int, measuring: int
 ) -> tuple[list[Example], list[Example]]:
-    """Rows that do not overlap, at least two of each kind; those to choose by lie between the others."""
+    """Rows that do not overlap, at least two of each kind; those to choose by lie between the others.
+
+    Each begins with the tokenizer's start tokens, or else with a token of the text.
+    """
     wanted = max(2, choosing) + max(2, measuring)
     tokens = tokenizer.encode(read_text(files)[: TEXT_CHARACTERS * length * wanted])
-    rows = min(len(tokens) // length, wanted)
+    size = length - len(tokenizer.start_ids)
+    rows = min(len(tokens) // size, wanted)
     if rows < 4:
         raise ConfigError(
-            f"the text has {len(tokens)} tokens, but at least 4 rows of {length} are needed, to choose by and to "
+            f"the text has {len(tokens)} tokens, but at least 4 rows of {size} are needed, to choose by and to "
             "measure on: give a longer --text, or a smaller --length"
         )
-    starts = np.linspace(0, len(tokens) - length, rows).astype(int)
-    examples = [
-        Example(tokens[start : start + 1], tokens[start + 1 : start + length], []) for start in starts
-    ]
+    examples = []
+    for first in np.linspace(0, len(tokens) - size, rows).astype(int):
+        row = [*tokenizer.start_ids, *tokens[first : first + size]]
+        head = len(tokenizer.start_ids) or 1
+        examples.append(Example(row[:head], row[head:], []))
     count = max(2, rows * choosing // (choosing + measuring)) if choosing + measuring else 2
     chosen = set(np.linspace(0, rows - 1, count + 2)[1:-1].round().astype(int).tolist())
     return (

@@ -25,12 +25,18 @@ class Tokenizer:
 
     Attributes:
       eos_id: the token that stands between documents, None if there is none.
+      bos_id: the start token that the tokenizer names, None if there is none; whether it stands before a text is what
+        `start_ids` says.
       end_ids: the tokens that end a reply: `eos_id` and what `generation_config.json` names. Ids of no token are left
         out.
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, eos_token: str | None = None, end_ids: Sequence[int] = ()
+        self,
+        backend: tokenizers.Tokenizer,
+        eos_token: str | None = None,
+        end_ids: Sequence[int] = (),
+        bos_token: str | None = None,
     ):
         self.backend = backend
         # Ids may leave gaps: what a model needs is room for the largest.
@@ -38,6 +44,7 @@ class Tokenizer:
         self.eos_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
         if eos_token is not None and self.eos_id is None:
             raise ConfigError(f"the tokenizer has no token {eos_token!r}, named as its end-of-text token")
+        self.bos_id: int | None = None if bos_token is None else backend.token_to_id(bos_token)
         own = () if self.eos_id is None else (self.eos_id,)
         ends = dict.fromkeys((*own, *end_ids))
         self.end_ids: tuple[int, ...] = tuple(token for token in ends if 0 <= token < self.vocab_size)
@@ -93,10 +100,11 @@ def read_tokenizer(
         sentence = " ".join(str(error).split())
         raise ConfigError(f"{file} cannot be read as a tokenizer: {sentence}") from None
     if eos_token is None and settings is not None:
-        eos_token = _configured_eos(settings, settings_file)
+        eos_token = _configured("eos_token", settings, settings_file)
     if eos_token is None and backend.token_to_id(END_OF_TEXT) is not None:
         eos_token = END_OF_TEXT
-    return Tokenizer(backend, eos_token, end_ids)
+    bos_token = None if settings is None else _configured("bos_token", settings, settings_file)
+    return Tokenizer(backend, eos_token, end_ids, bos_token)
 
 
 def check_same_tokens(tokenizer: Tokenizer, path: str | Path, checkpoint: str | Path) -> None:
@@ -137,12 +145,13 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(backend, END_OF_TEXT)
 
 
-def _configured_eos(settings: bytes, file: object) -> str | None:
-    token = parse_json(settings, file).get("eos_token")
+def _configured(name: str, settings: bytes, file: object) -> str | None:
+    """A special token that a `tokenizer_config.json` names."""
+    token = parse_json(settings, file).get(name)
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str | None) or (text is None and token is not None):
         raise ConfigError(
-            f"{file}: eos_token must be a text, or an object with its content; got {str(token)[:200]!r}"
+            f"{file}: {name} must be a text, or an object with its content; got {str(token)[:200]!r}"
         )
     return text
 

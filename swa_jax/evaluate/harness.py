@@ -147,12 +147,13 @@ class HarnessModel(LM):  # type: ignore[misc,unused-ignore]
         return [*start, *self.tokenizer.encode(text)] or [self._prefix()]
 
     def _prefix(self) -> int:
-        """What stands before a text that has no context."""
-        if self.tokenizer.start_ids:
-            return self.tokenizer.start_ids[-1]
-        if self.tokenizer.eos_id is None:
+        """What stands before a text that has no context: as in the harness, the start token, also where the tokenizer
+        has one and does not put it before texts, or else the end token."""
+        start_ids, bos, eos = self.tokenizer.start_ids, self.tokenizer.bos_id, self.tokenizer.eos_id
+        prefix = start_ids[-1] if start_ids else eos if bos is None else bos
+        if prefix is None:
             raise ConfigError("the tokenizer has neither a start nor an end token to put before a text")
-        return self.tokenizer.eos_id
+        return prefix
 
     def _check(self, length: int, what: str) -> None:
         if length > self.max_length:

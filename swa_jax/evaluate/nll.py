@@ -250,8 +250,8 @@ class Perplexity:
 
     perplexity: float
     nll: Estimate
-    num_tokens: int  # tokens scored: all but the first
-    token_nll: np.ndarray  # [num_tokens] f64: of tokens 1, 2, ... of the text
+    num_tokens: int  # tokens scored: all, but for the first where no start token stands before it
+    token_nll: np.ndarray  # [num_tokens] f64: of those tokens in turn
 
 
 def perplexity(
@@ -259,46 +259,61 @@ def perplexity(
     tokens: Sequence[int],
     *,
     context: int,
+    start: Sequence[int] = (),
     stride: int | None = None,
     batch_size: int = 8,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Perplexity:
-    """Perplexity of one text; every token but the first is scored exactly once.
+    """Perplexity of one text; every token is scored exactly once, but for the first where there is no start token.
 
-    The attention window is that of the model's pattern; `model.with_pattern` sets another one. `context` is how much
-    text one pass sees. The text is cut into passes of `context` tokens that start every `stride` tokens. With
-    `stride=None` the passes do not overlap, and their first tokens have little context. With a smaller stride each
-    pass scores only what those before it have not scored, with at least `context - stride` tokens before it.
+    The attention window is that of the model's pattern; `model.with_pattern` sets another one. `context` is how many
+    tokens one pass reads, start tokens included: they stand before every pass, and are not scored. Without them a pass
+    begins with the text's token before those that it scores. With `stride=None` the passes do not overlap, and their
+    first tokens have little context. With a smaller stride each pass scores only what those before it have not scored.
 
     Args:
-      tokens: the text, at least 2 token ids.
+      tokens: the text, at least 2 token ids, without start tokens.
       context: tokens a pass.
-      stride: tokens from one pass to the next, at most `context`.
+      start: what the model expects before a text (`Tokenizer.start_ids`).
+      stride: tokens from one pass to the next, at most what a pass scores.
       advance: called with how many more tokens are scored.
 
     Raises:
-      ConfigError: too few tokens, or a stride that is not between 1 and `context`.
+      ConfigError: too few tokens, a context that holds no text, or a stride that is not between 1 and what a pass
+        scores: `context` tokens, and one less for each start token after the first.
     """
     text = np.asarray(tokens, np.int32)
-    stride = context if stride is None else stride
     if text.ndim != 1 or text.size < 2:
         raise ConfigError(f"tokens must be a list of at least 2 ids, got shape {text.shape}")
-    if not 1 <= stride <= context:
-        raise ConfigError(f"stride must be between 1 and context ({context}), got {stride}")
-    context = min(context, text.size - 1)
-    stride = min(stride, context)
-    passes = max(1, -(-(text.size - 1 - context) // stride) + 1)
+    labels_of = text if start else text[1:]
+    most = context - max(len(start), 1) + 1  # labels of a pass
+    if most < 1:
+        raise ConfigError(
+            f"context is {context} tokens, all of which are start tokens: it must be at least {len(start)}"
+        )
+    stride = most if stride is None else stride
+    if not 1 <= stride <= most:
+        raise ConfigError(f"stride must be between 1 and {most}, what a pass scores, got {stride}")
+    most = min(most, labels_of.size)
+    stride = min(stride, most)
+    passes = max(1, -(-(labels_of.size - most) // stride) + 1)
     graph, state = nnx.split(model)
-    token_nll, by_pass = np.zeros(text.size - 1), []
-    inputs, labels = np.zeros((passes, context), np.int32), np.zeros((passes, context), np.int32)
-    weights = np.zeros((passes, context), np.float32)
+    token_nll, by_pass = np.zeros(labels_of.size), []
+    shift = max(len(start), 1) - 1  # tokens of a pass before the one that predicts its first label
+    shape = (passes, most + shift)
+    inputs, labels, weights = (
+        np.zeros(shape, np.int32),
+        np.zeros(shape, np.int32),
+        np.zeros(shape, np.float32),
+    )
     scored = 0  # labels before this one are done
     for row in range(passes):
-        start = row * stride
-        end = min(start + context, text.size - 1)
-        inputs[row, : end - start] = text[start:end]
-        labels[row, scored - start : end - start] = text[scored + 1 : end + 1]
-        weights[row, scored - start : end - start] = 1
+        first = row * stride
+        end = min(first + most, labels_of.size)
+        head = list(start) if start else text[first : first + 1]
+        inputs[row, : end - first + shift] = [*head, *labels_of[first : end - 1]]
+        labels[row, shift + scored - first : shift + end - first] = labels_of[scored:end]
+        weights[row, shift + scored - first : shift + end - first] = 1
         scored = end
     for first in range(0, passes, batch_size):
         rows = np.arange(first, min(first + batch_size, passes))
@@ -306,7 +321,7 @@ def perplexity(
         nll = np.asarray(_text_nll(graph, state, inputs[padded], labels[padded], weights[padded]), np.float64)
         for one, values in zip(rows, nll, strict=False):
             where = np.flatnonzero(weights[one])
-            token_nll[one * stride + where] = values[where]
+            token_nll[one * stride + where - shift] = values[where]
             by_pass.append(values[where].mean())
             advance(len(where))
     mean = bootstrap(by_pass, weights=weights.sum(1))

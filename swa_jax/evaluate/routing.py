@@ -41,32 +41,35 @@ def text_routing(
     tokens: Sequence[int],
     *,
     length: int,
+    start: Sequence[int] = (),
     batch_size: int = 8,
     advance: Callable[[int], None] = lambda _: None,
 ) -> tuple[Routed, np.ndarray]:
     """Routing on plain text in sequences of `length` tokens: the figures, and keys read at each position [length].
 
-    What is left at the end and is shorter than `length` is not read; `Routed.num_units` counts the sequences.
-    `advance` is called with how many more of them are read.
+    Each sequence begins with the start tokens `start`, which the figures leave out. What is left at the end and is
+    shorter than `length` is not read; `Routed.num_units` counts the sequences. `advance` is called with how many more of them are read.
 
     Raises:
       ConfigError: no layer of the model is routed, or the text is shorter than one sequence.
     """
     check_routed(model.pattern)
-    count = len(tokens) // length
+    size = length - len(start)  # tokens of text in a sequence
+    count = len(tokens) // size if size > 0 else 0
     if count == 0:
         raise ConfigError(f"the text has {len(tokens)} tokens, too few for one sequence of {length}")
-    rows = np.asarray(tokens[: count * length], np.int32).reshape(count, length)
+    text = np.asarray(tokens[: count * size], np.int32).reshape(count, size)
+    rows = np.concatenate([np.tile(np.array(start, np.int32), (count, 1)), text], axis=1)
     batch_size = min(batch_size, count)
     gates = []
-    for start in range(0, count, batch_size):
-        batch = np.resize(rows[start : start + batch_size], (batch_size, length))
-        gates.append(_gates(*nnx.split(model), jnp.asarray(batch), None, None)[: count - start])
+    for first in range(0, count, batch_size):
+        batch = np.resize(rows[first : first + batch_size], (batch_size, length))
+        gates.append(_gates(*nnx.split(model), jnp.asarray(batch), None, None)[: count - first])
         advance(len(gates[-1]))
     gate = _with_static_layers(np.concatenate(gates), model)  # [S, L, T]
     position = np.broadcast_to(np.arange(length), (count, length))
     keys = keys_read(gate, position, model.pattern)
-    return _routed(gate, keys, position, np.ones((count, length))), keys.mean((0, 1))
+    return _routed(gate, keys, position, 1.0 * (position >= len(start))), keys.mean((0, 1))
 
 
 def answer_routing(
@@ -108,6 +111,7 @@ def measure_routing(
     cells: Mapping[Cell, Sequence[Example]],
     *,
     length: int,
+    start: Sequence[int] = (),
     batch_size: int = 8,
     advance: Callable[[int], None] = lambda _: None,
 ) -> RoutingReport:
@@ -117,7 +121,9 @@ def measure_routing(
     """
     report = RoutingReport([], [], {})
     if tokens:
-        on_text, _ = text_routing(model, tokens, length=length, batch_size=batch_size, advance=advance)
+        on_text, _ = text_routing(
+            model, tokens, length=length, start=start, batch_size=batch_size, advance=advance
+        )
         report.by_layer.extend(on_text.by_layer)
         report.rows.append(routing_row(name, ("text", length, None), on_text, model.config))
     for cell, examples in cells.items():

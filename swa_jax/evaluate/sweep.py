@@ -41,32 +41,36 @@ def perplexity_sweep(
     *,
     windows: Sequence[int | None] | None,
     lengths: Sequence[int],
+    start: Sequence[int] = (),
     stride: int | None = None,
     batch_size: int = 16,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[SweepScore]:
     """Perplexity of one text under every window, cut into sequences of every length (SWAT, Table 2).
 
-    The list has all lengths of the first window, then those of the next. Every cell scores the same tokens: all but the
-    text's first, each once. At a longer length a token has more text before it. The windowed layers are those of the
-    model's pattern. The blocks of the bootstrap are the same for all cells.
+    The list has all lengths of the first window, then those of the next. Every cell scores the same tokens, each once:
+    all, but for the text's first where there are no start tokens. At a longer length a token has more text before it.
+    The windowed layers are those of the model's pattern. The blocks of the bootstrap are the same for all cells.
 
     Args:
-      tokens: the text's ids, more than the greatest length.
+      tokens: the text's ids without start tokens; those and the text are more than the greatest length.
       windows: visible keys of a windowed query; a None among them gives every layer full attention. None in place
         of the list keeps the pattern as it is.
-      lengths: tokens a sequence. A stride below a length slides by it, see `perplexity`.
+      lengths: tokens a sequence, its start tokens included. A stride below a length slides by it, see `perplexity`.
+      start: the start tokens before each sequence, which are not scored.
       batch_size: sequences of the greatest length at once; shorter ones fill as many tokens.
-      advance: called with how many more tokens are scored; all cells together score `len(tokens) - 1` a cell.
+      advance: called with how many more tokens are scored: in each cell all of the text, but for its first token where
+        there are no start tokens.
 
     Raises:
       ConfigError: the text is too short for a length, or the pattern has no windowed layer for a window to change.
     """
+    least, total = max(len(start), 1), len(start) + len(tokens)
     for length in lengths:
-        if length < 1 or length >= len(tokens):
+        if length < least or length >= total:
             raise ConfigError(
-                f"the text has {len(tokens)} tokens, too few for sequences of {length} and the token after each: "
-                f"give a longer text or lengths from 1 to {len(tokens) - 1}"
+                f"the text has {total} tokens, too few for sequences of {length} and the token after each: "
+                f"give a longer text or lengths from {least} to {total - 1}"
             )
     scores = []
     models = (
@@ -80,6 +84,7 @@ def perplexity_sweep(
                 measured,
                 tokens,
                 context=length,
+                start=start,
                 stride=None if stride is None else min(stride, length),
                 batch_size=batch_size * max(lengths) // length,
                 advance=advance,

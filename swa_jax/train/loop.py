@@ -131,7 +131,7 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
                     progress.say(_describe_stage(run, number, start))
                     state = _train_stage(
                         run, number, start, state, data_state if done > start else None, checkpoints, log,
-                        show, preempted,
+                        show, progress.say, preempted,
                     )  # fmt: skip
                     done = int(state.step)
     return _save_finished(run, state)
@@ -146,6 +146,7 @@ def _train_stage(
     checkpoints: RunCheckpoints,
     log: RunLog,
     show: Callable[[list[dict[str, Any]]], None],
+    say: Callable[[str], None],
     preempted: Callable[[int], bool],
 ) -> TrainState:
     """The steps of a stage that are left, the stage's first being `start`; consumes the state, returns the last."""
@@ -162,6 +163,14 @@ def _train_stage(
         for model in models
     ]
     first = int(state.step)
+
+    def validated(done: int, which: int) -> None:
+        loss = validate(config, stage, run.tokenizer, losses[which], state, partition)
+        log.add(done, {"validation_loss": loss})
+        say(f"step {done}/{config.total_steps}  validation loss {loss:.4f}")
+
+    if first == 0 and config.validate_every is not None:
+        validated(0, 0)
     for step in range(first, end):
         which, done = step % len(models), step + 1
         checkpoints.check()
@@ -179,12 +188,12 @@ def _train_stage(
         # The loss first: after a checkpoint it would not be made up if the run were killed between the two. A run that
         # is told to stop has little time, and saves first.
         if validating and not stopping:
-            log.add(done, validate(config, stage, run.tokenizer, losses[which], state, partition))
+            validated(done, which)
         if saving:
             log.sync()
             checkpoints.save(done, state.without_frozen(), batches.get_state())
         if validating and stopping:
-            log.add(done, validate(config, stage, run.tokenizer, losses[which], state, partition))
+            validated(done, which)
         if stopping and done < config.total_steps:
             checkpoints.wait()
             logger.warning("stopped at step %d by SIGTERM: start the same command again to go on", done)
@@ -278,7 +287,7 @@ def validate(
     loss: Any,
     state: TrainState,
     partition: Partition | None,
-) -> dict[str, float]:
+) -> float:
     """Mean loss of the documents that the stage's data holds out, over `validation_batches` batches at most."""
     rows = stage.batch_size // stage.accumulate
     batches = held_out_batches(config, stage, tokenizer, partition)
@@ -290,7 +299,7 @@ def validate(
             compile_together(loss, state.params, state.frozen, placed)
         nll, weights = loss(state.params, state.frozen, placed)
         total, weight = total + float(nll), weight + float(weights)
-    return {"validation_loss": total / max(weight, 1e-6)}
+    return total / max(weight, 1e-6)
 
 
 # ---- starting and resuming ----

@@ -43,15 +43,16 @@ class RunLog:
             signal.signal(signal.SIGUSR1, self._ask_for_trace)
         if jax.process_index() != 0:
             return
+        kept = resume_at or -1  # a run that begins anew also validates anew before its first step
         if config.tensorboard:
             module = _optional("tensorboardX", "log.tensorboard")
-            self.tensorboard = module.SummaryWriter(str(run / "tensorboard"), purge_step=resume_at + 1)
+            self.tensorboard = module.SummaryWriter(str(run / "tensorboard"), purge_step=kept + 1)
         if config.wandb_project is not None:
             module = _optional("wandb", "log.wandb_project")
             self.wandb = module.init(
                 project=config.wandb_project, dir=str(run), id=run.name, resume="allow", config=settings
             )
-        keep_lines(run / "metrics.jsonl", resume_at)
+        keep_lines(run / "metrics.jsonl", kept)
         self.file = open(run / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
 
     def write(

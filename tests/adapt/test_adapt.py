@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import fails, run
+from tiny_models import start_tokenizer
 
 from swa_jax.adapt.job import Settings, command_line, prepare, tuning
 from swa_jax.adapt.plan import duration, estimate, plan_text, written_bytes
@@ -206,6 +207,15 @@ def test_rows_of_text_do_not_overlap(tokenizer, tmp_path):
     assert sum(map(len, whole)) == len(set().union(*whole)) > 100
     with pytest.raises(ConfigError, match="at least 4 rows of 8192 are needed"):
         draw_tasks(Data(8192, text=(file,)), tokenizer, 8, 40)
+
+
+def test_rows_of_text_begin_with_the_start_token_if_the_tokenizer_adds_one(byte_tokenizer, tmp_path):
+    starting = load_tokenizer(start_tokenizer(byte_tokenizer, tmp_path))
+    file = tmp_path / "numbers.txt"
+    file.write_text(" ".join(map(str, range(6000))))
+    for tasks in draw_tasks(Data(512, text=(file,)), starting, 8, 40):
+        (rows,) = (task.examples for task in tasks if task.name == "text")
+        assert {(tuple(row.prompt), len(row.answer)) for row in rows} == {((257,), 511)}
 
 
 def test_answers_of_a_file_are_split(tokenizer, tmp_path):

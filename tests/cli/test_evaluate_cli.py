@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 import typer
-from tiny_models import byte_checkpoint, make
+from tiny_models import byte_checkpoint, make, start_tokenizer
 from typer.testing import CliRunner
 
 from swa_jax.checkpoint.folder import load_model
@@ -18,7 +18,7 @@ from swa_jax.cli.main import app
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.estimates import accuracy_interval, bootstrap
-from swa_jax.evaluate import perplexity
+from swa_jax.evaluate import Example, answer_nll, perplexity
 from swa_jax.evaluate.measure import score_by_depth
 from swa_jax.evaluate.ruler import ruler_grid
 from swa_jax.evaluate.ruler_scores import RulerScore, ruler_scores
@@ -229,6 +229,21 @@ def test_yarn_wants_rotary_embeddings_that_nothing_scales(checkpoint):
 
 
 # ---- perplexity by window and length ----
+
+
+@pytest.mark.parametrize("length", [32, 560])
+def test_a_start_token_stands_before_every_sequence_of_a_text(byte_tokenizer, text, tmp_path, length):
+    """Every token is scored, from its sequence alone."""
+    starting = start_tokenizer(byte_tokenizer, tmp_path / "starting")
+    checkpoint = byte_checkpoint(tmp_path, starting, make("Fw", sliding_window=16), vocab_size=258)
+    out = tmp_path / "out"
+    run("evaluate", "text", checkpoint, text, "--lengths", length, "--out", out)
+    row = json.loads((out / "results.json").read_text())["perplexity_sweep"][0]
+    model, tokens = load_model(checkpoint), load_tokenizer(checkpoint).encode(text.read_text())
+    segments = [Example([257], tokens[i : i + length], []) for i in range(0, len(tokens), length)]
+    sums = [nll * len(one.answer) for nll, one in zip(answer_nll(model, segments), segments, strict=True)]
+    assert row["num_tokens"] == len(tokens)
+    assert row["nll"] == pytest.approx(sum(sums) / len(tokens), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -148,6 +148,27 @@ def test_chunked_perplexity_scores_every_token_once_with_its_chunk_as_context(mo
     assert got.nll.mean == pytest.approx(got.token_nll.mean(), rel=1e-6)
 
 
+@pytest.mark.parametrize("start", [[3], [3, 5, 7]])
+@pytest.mark.parametrize("length", [2, 24, 25, 61])
+def test_start_tokens_stand_before_every_pass_and_are_not_scored(model, length, start):
+    text = np.random.default_rng(1).integers(0, VOCABULARY, length).tolist()
+    got = perplexity(model, text, context=24, start=start, batch_size=2)
+    size = 25 - len(start)  # a pass of 24 tokens also predicts the one after it
+    passes = [token_nll(model, start + text[i : i + size])[len(start) - 1 :] for i in range(0, length, size)]
+    np.testing.assert_allclose(got.token_nll, np.concatenate(passes), rtol=1e-4, atol=1e-5)
+    assert got.num_tokens == length
+    assert got.nll.mean == pytest.approx(got.token_nll.mean(), rel=1e-6)
+
+
+def test_passes_that_slide_begin_with_the_start_token_too(model):
+    text = np.random.default_rng(2).integers(0, VOCABULARY, 61).tolist()
+    got = perplexity(model, text, context=24, start=[3], stride=8, batch_size=4).token_nll
+    want = [token_nll(model, [3, *text[:24]])]
+    want += [token_nll(model, [3, *text[end - 24 : end]])[-8:] for end in range(32, 61, 8)]
+    want.append(token_nll(model, [3, *text[40:]])[-5:])
+    np.testing.assert_allclose(got, np.concatenate(want), rtol=1e-4, atol=1e-5)
+
+
 def test_one_pass_gives_no_interval(model):
     text = np.random.default_rng(2).integers(0, VOCABULARY, 20).tolist()
     assert perplexity(model, text, context=24).nll.interval is None
@@ -175,8 +196,12 @@ def test_evaluation_window_is_the_patterns(model):
 def test_perplexity_refuses_what_it_cannot_score(model):
     with pytest.raises(ValueError, match="at least 2 ids"):
         perplexity(model, [1], context=8)
-    with pytest.raises(ValueError, match="stride must be between 1 and context"):
+    with pytest.raises(ValueError, match="stride must be between 1 and 8, what a pass scores, got 9"):
         perplexity(model, [1, 2, 3], context=8, stride=9)
+    with pytest.raises(ValueError, match="stride must be between 1 and 7"):
+        perplexity(model, [1, 2, 3], context=8, start=[4, 5], stride=8)
+    with pytest.raises(ValueError, match=r"context is 1 tokens, all of which are start tokens.*at least 2"):
+        perplexity(model, [1, 2, 3], context=1, start=[4, 5])
 
 
 # ---- generated answers ----

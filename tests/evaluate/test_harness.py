@@ -95,6 +95,21 @@ def test_whole_texts_predict_every_token_once(lm: HarnessModel) -> None:
     assert got[2] == 0
 
 
+def test_a_start_token_that_the_tokenizer_does_not_add_comes_before_a_text_without_context(lm, tmp_path):
+    """lm-evaluation-harness: `HFLM.prefix_token_id` is the start token if there is one, or else the end token."""
+    (tmp_path / "tokenizer.json").write_text(lm.tokenizer.backend.to_str())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "a"}}))
+    named = HarnessModel(lm.model, load_tokenizer(tmp_path), batch_size=2)
+    (bos,) = named.tokenizer.encode("a")
+    assert (named.tokenizer.bos_id, named.tokenizer.start_ids) == (bos, [])
+    text = "It goes on"
+    whole = Example([bos], named.tokenizer.encode(text), [])
+    want = -score_answers(lm.model, [whole]).nll[0] * len(text)
+    assert named.loglikelihood_rolling(requests((text,))) == [pytest.approx(want, rel=1e-5)]
+    assert named.loglikelihood(requests(("", text)))[0][0] == pytest.approx(want, rel=1e-5)
+    assert named._context("x") == named.tokenizer.encode("x")
+
+
 def test_texts_end_at_the_first_until(lm: HarnessModel) -> None:
     prompts = ["One", "Two three", "Four"]
     plain = [

@@ -38,6 +38,18 @@ def test_layers_count_as_their_routers_say_and_keys_follow() -> None:
     assert result.keys_of_full == full.mean()
 
 
+def test_a_start_token_begins_every_sequence_and_does_not_count() -> None:
+    model = routed([0, 0, 0, 0], weight=5.0)
+    tokens = np.random.default_rng(1).integers(0, 64, (5, 11))
+    result, by_position = text_routing(model, tokens.ravel().tolist(), length=12, start=[7], batch_size=2)
+    _, routing = model.features(jnp.asarray(np.insert(tokens, 0, 7, axis=1)))
+    want = np.asarray(routing.gate)[:, :, 1:].mean((1, 2))
+    np.testing.assert_allclose([layer.mean for layer in result.by_layer], want, rtol=1e-6)
+    assert (len(by_position), result.num_units) == (12, 5)
+    report = measure_routing("name", model, tokens.ravel().tolist(), {}, length=12, start=[7])
+    assert report.rows[0]["full_ratio"] == pytest.approx(want.mean(), rel=1e-6)
+
+
 def test_layers_without_a_router_count_by_their_kind() -> None:
     tokens = np.random.default_rng(0).integers(0, 64, 30).tolist()
     result, _ = text_routing(routed([-1, -1, -1, -1], "SFwS"), tokens, length=10)

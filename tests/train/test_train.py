@@ -379,7 +379,7 @@ def test_pieces_and_remat_change_nothing_and_held_out_loss_is_logged(settings, t
         changes |= {"output": str(run), "stages": [stage], "optimizer": optimizer, "validate_every": 2}
         train(config_of(settings, **changes), quiet=True)
         lines = read_metrics(run)
-        assert [line["step"] for line in lines if "validation_loss" in line] == [2, 4]
+        assert [line["step"] for line in lines if "validation_loss" in line] == [0, 2, 4]
         results.append([line.get("loss", line.get("validation_loss")) for line in lines])
     np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
     np.testing.assert_allclose(results[2], results[0], rtol=1e-5)
@@ -445,6 +445,33 @@ def test_a_tokenizer_that_the_data_is_not_of_is_found_before_the_model_is_drawn(
     assert not (tmp_path / "run").exists()
 
 
+def test_the_held_out_loss_before_the_first_step_is_the_models_own_and_comes_once(
+    settings, tmp_path, monkeypatch, capsys
+):
+    """A run that is killed before its first checkpoint begins anew; one that goes on does not validate again."""
+    lines = [json.dumps({"text": f"{i} " + TEXT[i : 400 + i]}) for i in range(12)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    data = [{"files": [str(tmp_path / "text.jsonl")], "held_out": 0.3}]
+    stage = {"steps": 3, "sequence_length": 32, "batch_size": 4, "data": data}
+    config = config_of(settings, stages=[stage], checkpoint_every=2, validate_every=3)
+    for step, said in ((1, 1), (3, 1), (None, 0)):
+        if step is None:
+            train(config)
+        else:
+            with monkeypatch.context() as patched, pytest.raises(Interruption):
+                interrupt_at(patched, step)
+                train(config)
+        assert capsys.readouterr().err.count("step 0/3  validation loss ") == said
+        losses = [line for line in read_metrics(tmp_path / "run") if "validation_loss" in line]
+        assert [line["step"] for line in losses] == [0] + [3] * (step is None)
+    run = swa_jax.train.loop._prepare(config)
+    params, frozen = swa_jax.train.loop.trained_and_frozen(run.model)
+    state = init_state(params, run.optimizer, frozen)
+    loss = swa_jax.train.loop.make_validation_loss(run.model, config, None)
+    expected = swa_jax.train.loop.validate(config, config.stages[0], run.tokenizer, loss, state, None)
+    assert losses[0]["validation_loss"] == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.slow
 def test_a_held_out_loss_is_not_lost_by_a_kill_after_its_checkpoint(settings, tmp_path, monkeypatch):
     names = []
@@ -455,7 +482,7 @@ def test_a_held_out_loss_is_not_lost_by_a_kill_after_its_checkpoint(settings, tm
     changes = {"stages": [stage], "checkpoint_every": 4, "validate_every": 4}
     train(config_of(settings, **changes, output=str(tmp_path / "straight")), quiet=True)
     expected = read_metrics(tmp_path / "straight")
-    assert [line["step"] for line in expected if "validation_loss" in line] == [4, 8]
+    assert [line["step"] for line in expected if "validation_loss" in line] == [0, 4, 8]
     real = swa_jax.train.loop.RunCheckpoints.save
 
     def killed_after(checkpoints, step, *arguments):

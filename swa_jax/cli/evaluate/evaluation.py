@@ -163,10 +163,10 @@ class Evaluation(Options):
         return Samples(None if self.out is None else self.out / "samples.jsonl")
 
     def tokens(self, text: Path) -> list[int]:
-        """A text as the model reads it."""
+        """The tokens of a text, without start tokens: those stand before each sequence that it is cut into."""
         from swa_jax.data.haystack import read_text
 
-        return self.tokenizer.start_ids + self.tokenizer.encode(read_text([text]))
+        return self.tokenizer.encode(read_text([text]))
 
     def save(self, key: str, rows: Sequence[dict[str, Any]]) -> None:
         """Write what is measured so far, so that an interruption does not cost it."""

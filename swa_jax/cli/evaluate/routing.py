@@ -105,7 +105,8 @@ def routing(
         cells = _needle_cells(tokenizer, grid, keys, prompts.haystack, evaluation.seed, wrap)
     note_context(models[0][1].config, max([plain.text_length if tokens else 0, *(cell[1] for cell in cells)]))
     rows, charts = [], []
-    sequences = len(tokens) // plain.text_length + sum(map(len, cells.values()))
+    start = tokenizer.start_ids
+    sequences = len(tokens) // max(1, plain.text_length - len(start)) + sum(map(len, cells.values()))
     with counted("sequences", sequences * len(models)) as advance:
         for name, model in models:
             measured = measure_routing(
@@ -114,6 +115,7 @@ def routing(
                 tokens,
                 cells,
                 length=plain.text_length,
+                start=start,
                 batch_size=evaluation.batch_size,
                 advance=advance,
             )

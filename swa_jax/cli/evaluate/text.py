@@ -35,7 +35,7 @@ def text(
         ),
     ] = None,
 ) -> None:
-    """Perplexity of a text, cut into sequences of one or several lengths."""
+    """Perplexity of a text, cut into sequences of one or several lengths, each after the tokenizer's start token."""
     from swa_jax.evaluate.sweep import perplexity_sweep
     from swa_jax.report import loss_heat_map, sweep_heat
     from swa_jax.report.evaluation_tables import sweep_table
@@ -44,18 +44,19 @@ def text(
     sizes = numbers("--lengths", lengths) if lengths else None
     windows = numbers("--eval-windows", eval_windows, word="full") if eval_windows else None
     models = evaluation.models
-    tokens = evaluation.tokens(file)
-    sizes = sizes or [max(1, min(DEFAULT_LENGTH, len(tokens) - 1))]
+    tokens, start = evaluation.tokens(file), evaluation.tokenizer.start_ids
+    sizes = sizes or [max(1, min(DEFAULT_LENGTH, len(start) + len(tokens) - 1))]
     note_context(models[0][1].config, max(sizes))
     rows: list[dict[str, Any]] = []
     cells = len(models) * len(windows or [None]) * len(sizes)
-    with counted("tokens of the text", cells * (len(tokens) - 1)) as advance:
+    with counted("tokens of the text", cells * (len(tokens) - (not start))) as advance:
         for name, model in models:
             scores = perplexity_sweep(
                 model,
                 tokens,
                 windows=windows,
                 lengths=sizes,
+                start=start,
                 batch_size=evaluation.batch_size,
                 advance=advance,
             )
