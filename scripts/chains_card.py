@@ -129,7 +129,7 @@ def measure(
             )
             rows = max(1, min(len(examples), batch_tokens // cell.length))
             with without(model, removed):
-                right = score_answers(model, examples, batch_size=rows, pattern=pattern).exact
+                right = score_answers(model, examples, batch_size=rows, pattern=pattern).right
             found = accuracy_interval(right)
             measured[key] = {"score": found.mean, "interval": found.interval, "n": len(examples)}
             save(measured)

@@ -81,7 +81,7 @@ def measure(model: Decoder, tokenizer: Tokenizer, config: TrainConfig, tiny: boo
         cell, close = ChainCell(hops, RIVALS, LENGTH), ChainCell(hops, RIVALS, LENGTH, depth=1.0)
         asked = chain_examples(tokenizer, cell, num_examples=count, gap=WINDOW, seed=SEED)
         scores = score_answers(model, asked, batch_size=8)
-        values[f"right, {hops}"] = float(scores.exact.mean())
+        values[f"right, {hops}"] = float(scores.right.mean())
         losses.append(scores.nll.mean())
         far += asked
         near += chain_examples(tokenizer, close, num_examples=count, seed=SEED)

@@ -64,7 +64,7 @@ def read_scores(file: Path) -> tuple[Scores, dict[str, Any]]:
         raise ConfigError(f"{file} must be of one comparison: give `swa-jax compare` a new --out")
     scores: dict[tuple[str, float], dict[int, np.ndarray]] = {}
     for row in chosen:
-        scores.setdefault((row["name"], row["ratio"]), {})[row["seed"]] = np.array(row["exact"])
+        scores.setdefault((row["name"], row["ratio"]), {})[row["seed"]] = np.array(row["right"])
     return scores, {row["name"]: row for row in rows if "ratio" not in row}
 
 
@@ -187,9 +187,9 @@ def against_full(file: Path, margin: float) -> str:
     scores, plain = read_scores(file)
     if "full" not in plain:
         raise ConfigError(f"{file} has no scores of full attention: give `swa-jax compare` a new --out")
-    full = {seed: np.array(plain["full"]["exact"]) for by_seed in scores.values() for seed in by_seed}
+    full = {seed: np.array(plain["full"]["right"]) for by_seed in scores.values() for seed in by_seed}
     bytes_of = {(row["name"], row.get("ratio")): row["kv_cache_bytes"] for row in read_json(file)["rows"]}
-    n, seeds = len(plain["full"]["exact"]), len(full)
+    n, seeds = len(plain["full"]["right"]), len(full)
     lines = [
         f"{n} prompts, {seeds} {'seed' if seeds == 1 else 'seeds'} of choosing; full attention answers "
         f"{_points(mean_of(full))} %.",

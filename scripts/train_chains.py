@@ -142,7 +142,7 @@ class Run:
             gap = min(self.gap, stage.sequence_length // 2)
             seed = CHECK_SEED + self.config.seed
             examples = chain_examples(self.tokenizer, cell, num_examples=count, gap=gap, seed=seed)
-            right = score_answers(self.model, examples, batch_size=2048 // stage.sequence_length).exact
+            right = score_answers(self.model, examples, batch_size=2048 // stage.sequence_length).right
             accuracy[hops] = round(float(right.mean()), 3)
         place = dataclasses.asdict(self.place) | {"seconds": round(self.place.seconds)}
         self._log(place | {"loss": round(self.loss, 3), "accuracy": accuracy, "n": count})

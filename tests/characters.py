@@ -9,3 +9,6 @@ class Characters:
 
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        return [(i, i + 1) for i in range(len(text))]

@@ -189,7 +189,7 @@ def measure(
         )  # fmt: skip
         scores[task.name] = {"losses": scored.nll.tolist()}
         if task.answers:
-            scores[task.name]["right"] = scored.exact.astype(float).tolist()
+            scores[task.name]["right"] = scored.right.astype(float).tolist()
     return scores
 
 

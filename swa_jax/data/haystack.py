@@ -37,6 +37,9 @@ class TextTokenizer(Protocol):
 
     def decode(self, ids: list[int]) -> str: ...
 
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """The characters of `text`, from and to, that each of its tokens stands for."""
+
 
 def library_files(held_out: bool | None = None) -> list[Path]:
     """Top-level modules of the running interpreter's standard library, in name order (about 4.5 MB).

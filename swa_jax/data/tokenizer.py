@@ -56,6 +56,10 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
 
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """The characters of `text`, from and to, that each token of `encode(text)` stands for."""
+        return self.backend.encode(text, add_special_tokens=False).offsets
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; special tokens are left out."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)

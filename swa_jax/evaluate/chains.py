@@ -124,7 +124,7 @@ def chain_scores(
     """
     for cell, examples in cells.items():
         scores = score_answers(model, examples, batch_size=batch_size, samples=samples, advance=advance)
-        right = accuracy_interval(scores.exact)
+        right = accuracy_interval(scores.right)
         yield ChainScore(cell, right.mean, right.interval, float(scores.nll.mean()), len(examples))
 
 
@@ -166,7 +166,8 @@ def _one_example(
         "depth": cell.depth,
         "statements": starts,
     }
-    return Example(prompt + question, answer, [tokenizer.decode(answer[1:]).strip()], meta)
+    references = [tokenizer.decode(answer[1:]).strip()]
+    return Example(prompt + question, answer, references, meta, value=(len(answer) - 1,))
 
 
 def _starts(rng: np.random.Generator, cell: ChainCell, room: int, step: int) -> list[int]:

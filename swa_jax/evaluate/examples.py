@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from swa_jax.data.documents import read_records
+from swa_jax.data.haystack import TextTokenizer
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import ConfigError
 
@@ -18,13 +20,26 @@ class Example:
     """A prompt with its gold answer, both as token ids.
 
     `answer` follows `prompt` directly. The first query of the answer, which `full_from` names, is at position
-    `len(prompt)`. `references` are the strings that a generated answer must contain.
+    `len(prompt)`. `references` are the strings that a generated answer must contain. `value` are the places in `answer`
+    of the tokens that spell them, by which an answer is right or wrong; None: the whole answer is its value.
     """
 
     prompt: list[int]
     answer: list[int]
     references: list[str]
     meta: dict[str, Any] = field(default_factory=dict)
+    value: tuple[int, ...] | None = None
+
+
+def value_places(tokenizer: TextTokenizer, answer: str, references: Sequence[str]) -> tuple[int, ...] | None:
+    """`Example.value` of an answer: the tokens that hold a part of a reference, where the answer first has it.
+
+    A token that holds more, such as ": 4" or "3.", counts whole. None if the answer has none of the references.
+    """
+    found = [(start, start + len(one)) for one in references if one and (start := answer.find(one)) >= 0]
+    spans = tokenizer.spans(answer)
+    places = [i for i, (a, b) in enumerate(spans) if any(a < stop and b > start for start, stop in found)]
+    return tuple(places) or None
 
 
 def prompt_examples(
@@ -37,6 +52,8 @@ def prompt_examples(
     seed: int = 0,
 ) -> list[Example]:
     """Examples from records with the fields `prompt` and `answer`, drawn by `seed`. Nothing is cut.
+
+    Their value is the whole answer.
 
     Args:
       file: a `.jsonl`, `.parquet` or `.array_record` file.

@@ -139,7 +139,7 @@ class HarnessModel(LM):  # type: ignore[misc,unused-ignore]
                 self.model, some, batch_size=self.batch_size, full_attention_decode=full_attention_decode
             )
             log[where] = -scores.nll * [len(example.answer) for example in some]
-            exact[where] = scores.exact
+            exact[where] = scores.right
         return log.tolist(), exact.tolist()
 
     def _context(self, text: str) -> list[int]:

@@ -34,7 +34,7 @@ from swa_jax.data.haystack import (
     draw_value,
 )
 from swa_jax.errors import ConfigError
-from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.examples import Example, value_places
 
 Depths = tuple[float, float] | Sequence[float] | None
 
@@ -100,7 +100,8 @@ def _one_example(
     needles = [tokenizer.encode(NEEDLE.format(key=k, value=v)) for k, v in zip(keys, values, strict=True)]
     target, distractors = needles[0], needles[1:]
     question = tokenizer.encode(QUESTION.format(key=keys[0]) + wrap.after)
-    answer = tokenizer.encode(wrap.begun(ANSWER.format(key=keys[0], value=values[0])))
+    said = wrap.begun(ANSWER.format(key=keys[0], value=values[0]))
+    answer = tokenizer.encode(said)
 
     # A <bos>, where the model expects one, and what stands before the haystack.
     opening = [*wrap.opening(tokenizer), *tokenizer.encode(wrap.before)]
@@ -126,6 +127,7 @@ def _one_example(
         prompt=prompt,
         answer=answer,
         references=[values[0]],
+        value=value_places(tokenizer, said, [values[0]]),
         meta={
             "task": "needle",
             "length": length,

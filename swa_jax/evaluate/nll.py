@@ -37,7 +37,7 @@ class AnswerScores(NamedTuple):
     """What a teacher-forced pass says of each answer."""
 
     nll: np.ndarray  # [N] f64, nats a token: the mean over the answer's tokens
-    exact: np.ndarray  # [N] bool: every answer token is the likeliest one (greedy decoding gives the answer)
+    right: np.ndarray  # [N] bool: every token of the value (`Example.value`) is the likeliest one
 
 
 def answer_nll(
@@ -73,7 +73,10 @@ def score_answers(
     samples: Samples = NO_SAMPLES,
     advance: Callable[[int], None] = lambda _: None,
 ) -> AnswerScores:
-    """The same as `answer_nll`, and also whether greedy decoding would give the answer.
+    """The same as `answer_nll`, and also whether the answer's value is right.
+
+    An answer counts by its value, such as the digits of a number: how a model words the sentence around it says nothing
+    of what it has found. What stands before the value in the answer is given.
 
     The model runs under `pattern` if it is given, or else under its own pattern.
 
@@ -92,21 +95,21 @@ def score_answers(
         pattern, kinds = _by_heads(pattern, model.config.num_key_value_heads), (HYBRID,)
     plan = layer_plan(pattern, model.config, kinds)
     graph, weights = _shared_graph(model, pattern, kinds)
-    nll, exact = np.empty(len(examples)), np.empty(len(examples), bool)
+    nll, right = np.empty(len(examples)), np.empty(len(examples), bool)
     settings = [batch_size, full_attention_decode]
     for index, batch in answer_batches(examples, batch_size, full_attention_decode):
         rows = [examples[i] for i in index]
         known = samples.find("likelihood", rows, settings)
         if known is None:
-            mean, right = (
+            mean, found = (
                 np.asarray(x)[: len(index)] for x in score_batch(graph, weights, batch, plan, kinds)
             )
-            known = [{"nll": float(x), "right": bool(y)} for x, y in zip(mean, right, strict=True)]
+            known = [{"nll": float(x), "right": bool(y)} for x, y in zip(mean, found, strict=True)]
             samples.add("likelihood", rows, settings, known)
         nll[index] = [record["nll"] for record in known]
-        exact[index] = [record["right"] for record in known]
+        right[index] = [record["right"] for record in known]
         advance(len(index))
-    return AnswerScores(nll, exact)
+    return AnswerScores(nll, right)
 
 
 def _shared_graph(model: Decoder, pattern: AttentionPattern, kinds: tuple[str, ...]) -> tuple[Any, nnx.State]:
@@ -136,6 +139,7 @@ class AnswerBatch(NamedTuple):
     queries: jax.Array  # [B, A] int32: the position that predicts each label
     labels: jax.Array  # [B, A] int32
     weights: jax.Array  # [B, A] f32: 1, and 0 on padding
+    value: jax.Array  # [B, A] f32: 1 on the labels by which the answer is right or wrong
 
 
 def check_examples(examples: Sequence[Example]) -> None:
@@ -187,11 +191,8 @@ def _batches_of(
         length = _round_up(max(len(e.prompt) + len(e.answer) for e in rows), length_step)
         tokens, segments = np.zeros((batch_size, length), np.int32), np.zeros((batch_size, length), np.int32)
         shape = (batch_size, answer_length)
-        queries, labels, weights = (
-            np.zeros(shape, np.int32),
-            np.zeros(shape, np.int32),
-            np.zeros(shape, np.float32),
-        )
+        queries, labels = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        weights, value = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         for row, example in enumerate(rows):
             prompt, answer = len(example.prompt), len(example.answer)
             tokens[row, : prompt + answer] = [*example.prompt, *example.answer]
@@ -199,13 +200,14 @@ def _batches_of(
             queries[row, :answer] = np.arange(prompt - 1, prompt + answer - 1)
             labels[row, :answer] = example.answer
             weights[row, :answer] = 1
+            value[row, range(answer) if example.value is None else list(example.value)] = 1
         boundary = [len(e.prompt) if full_attention_decode else NEVER for e in rows]
-        arrays = (tokens, segments, np.array(boundary, np.int32), queries, labels, weights)
+        arrays = (tokens, segments, np.array(boundary, np.int32), queries, labels, weights, value)
         if partition is None:
             yield index, AnswerBatch(*map(jnp.asarray, arrays))
         else:
             rows_only, tokens_too = partition.sharding("batch"), partition.sharding("batch", "sequence")
-            places = (tokens_too, tokens_too, rows_only, rows_only, rows_only, rows_only)
+            places = (tokens_too, tokens_too, *[rows_only] * 5)
             yield index, AnswerBatch(*map(jax.device_put, arrays, places))
 
 
@@ -218,7 +220,7 @@ def score_batch(
     kinds: tuple[str, ...],
     partition: Partition | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Mean NLL of the labels of each row [B] f32, and whether all of them are the likeliest token [B] bool."""
+    """Mean NLL of the labels of each row [B] f32, and whether those of its value are all the likeliest [B] bool."""
     model: Decoder = nnx.merge(graph, weights)
     hidden, _ = model.features(
         batch.tokens,
@@ -235,8 +237,8 @@ def score_batch(
 def answer_loss(model: Decoder, hidden: jax.Array, batch: AnswerBatch) -> tuple[jax.Array, jax.Array]:
     """What `score_batch` returns, from the normed hidden states of the label-predicting positions [B, A, d]."""
     loss = model.token_loss(hidden, batch.labels, batch.weights)
-    count = batch.weights.sum(1)
-    return loss.nll.sum(1) / count, loss.correct.sum(1) == count
+    right = (loss.correct * batch.value).sum(1) == batch.value.sum(1)
+    return loss.nll.sum(1) / batch.weights.sum(1), right
 
 
 # ---- plain text ----

@@ -48,7 +48,8 @@ def text_routing(
     """Routing on plain text in sequences of `length` tokens: the figures, and keys read at each position [length].
 
     Each sequence begins with the start tokens `start`, which the figures leave out. What is left at the end and is
-    shorter than `length` is not read; `Routed.num_units` counts the sequences. `advance` is called with how many more of them are read.
+    shorter than `length` is not read; `Routed.num_units` counts the sequences. `advance` is called with how many more
+    of them are read.
 
     Raises:
       ConfigError: no layer of the model is routed, or the text is shorter than one sequence.

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from swa_jax.data.chat import Wrap
 from swa_jax.data.haystack import TextTokenizer
 from swa_jax.errors import ConfigError
-from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.examples import Example, value_places
 
 TOLERANCE = 0.01  # of the length, below it
 
@@ -105,6 +105,7 @@ class Room:
             prompt=[*self.opening, *self.tokenizer.encode(text)],
             answer=self.tokenizer.encode(draft.answer),
             references=draft.references,
+            value=value_places(self.tokenizer, draft.answer, draft.references),
             meta={
                 "length": self.length,
                 "prompt_tokens": len(self.opening) + tokens,

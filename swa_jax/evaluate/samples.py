@@ -71,7 +71,7 @@ class Samples:
             stream.writelines(json.dumps(line) + "\n" for line in lines)
 
     def _batch(self, kind: str, examples: Sequence[Example], settings: Any) -> str:
-        rows = [[list(map(int, e.prompt)), list(map(int, e.answer)), e.references] for e in examples]
+        rows = [[list(map(int, e.prompt)), list(map(int, e.answer)), e.references, e.value] for e in examples]
         return sum_of_json([kind, self._context, settings, rows])[:32]
 
 

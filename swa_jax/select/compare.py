@@ -207,7 +207,7 @@ def _score(
     model: Decoder, held_out: Sequence[Example], pattern: AttentionPattern, batch_size: int
 ) -> dict[str, Any]:
     scored = score_answers(model, held_out, batch_size=batch_size, pattern=pattern)
-    found = accuracy_interval(scored.exact.astype(float))
+    found = accuracy_interval(scored.right.astype(float))
     length = max(len(e.prompt) + len(e.answer) for e in held_out)
     return {
         "needle_accuracy": found.mean,
@@ -216,7 +216,7 @@ def _score(
         "kv_cache_bytes": cache_bytes(model.config, pattern, 1, length, 2),
         "full_layers": list(pattern.full_layers),
         "full_head_counts": list(pattern.full_head_counts),
-        "exact": scored.exact.astype(int).tolist(),
+        "right": scored.right.astype(int).tolist(),
     }
 
 
@@ -249,7 +249,7 @@ def summary(
     first = against or next((name for name, ratio in groups if ratio is not None), None)
     result = []
     for (name, ratio), members in groups.items():
-        exact = np.array([row["exact"] for row in members], float)  # [seeds, N]
+        exact = np.array([row["right"] for row in members], float)  # [seeds, N]
         found = accuracy_interval(exact.mean(0))
         one: dict[str, Any] = {
             "name": name, "ratio": ratio, "seeds": [row.get("seed") for row in members],
@@ -260,7 +260,7 @@ def summary(
         }  # fmt: skip
         other = groups.get((str(first), ratio)) if ratio is not None and name != first else None
         if other and one["seeds"] == [row.get("seed") for row in other]:
-            base = np.array([row["exact"] for row in other], float)
+            base = np.array([row["right"] for row in other], float)
             gap = paired_score(exact.mean(0), base.mean(0))
             one |= {"against": first, "gap": list(gap)}
             one["gap_by_seed"] = (exact.mean(1) - base.mean(1)).tolist()

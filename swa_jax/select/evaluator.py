@@ -31,7 +31,7 @@ SAVE_SECONDS = 10.0  # how much work an interruption may cost
 class Score(NamedTuple):
     """How well a mask does; larger is better. Equal accuracies, which are common, are told apart by the likelihood."""
 
-    accuracy: float  # share of the examples whose answer tokens are all the likeliest ones (Eq. 4)
+    accuracy: float  # share of the examples whose value's tokens are all the likeliest ones (Eq. 4)
     log_likelihood: float  # of the answers, nats a token, the mean over examples
 
 
@@ -112,20 +112,20 @@ class MaskEvaluator:
         heads = tuple(tuple(np.flatnonzero(row).tolist()) for row in full)
         pattern = AttentionPattern(self._pattern.layer_types, self.sliding_window, full_kv_heads=heads)
         plan = layer_plan(pattern, self._config, (HYBRID,))
-        nll, exact = np.empty(self.num_examples), np.empty(self.num_examples, bool)
+        nll, right = np.empty(self.num_examples), np.empty(self.num_examples, bool)
         for index, batch in self._batches:
-            mean, right = score_batch(self._graph, self._weights, batch, plan, (HYBRID,))
+            mean, found = score_batch(self._graph, self._weights, batch, plan, (HYBRID,))
             nll[index] = np.asarray(mean, np.float64)[: len(index)]
-            exact[index] = np.asarray(right)[: len(index)]
-        return AnswerScores(nll, exact)
+            right[index] = np.asarray(found)[: len(index)]
+        return AnswerScores(nll, right)
 
     def gate_gradient(self, full: np.ndarray) -> np.ndarray:
         """How fast the answers' loss falls as each head that is not full is opened: [L, K] f64, nats a token."""
         return gate_gradient(self._graph, self._weights, self._batches, full) / self.num_examples
 
     def _evaluate(self, full: np.ndarray) -> Score:
-        nll, exact = self.answers(full)
-        return Score(float(exact.mean()), -float(nll.mean()))
+        nll, right = self.answers(full)
+        return Score(float(right.mean()), -float(nll.mean()))
 
 
 def _key(full: np.ndarray) -> str:

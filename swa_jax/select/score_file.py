@@ -22,7 +22,7 @@ from swa_jax.evaluate.examples import Example
 from swa_jax.model.decoder import Decoder
 from swa_jax.settings import to_dict
 
-VERSION = 2  # of how scores are made: raise it when the same content would be scored otherwise
+VERSION = 3  # of how scores are made: raise it when the same content would be scored otherwise
 
 
 def content_key(
@@ -53,8 +53,8 @@ def digest(data: Any) -> str:
 
 
 def examples_sum(examples: Sequence[Example]) -> str:
-    """The sum of the examples' tokens, prompts and answers, in their order."""
-    return digest([[list(map(int, e.prompt)), list(map(int, e.answer))] for e in examples])
+    """The sum of the examples' tokens, prompts, answers and values, in their order."""
+    return digest([[list(map(int, e.prompt)), list(map(int, e.answer)), e.value] for e in examples])
 
 
 def arrays_sum(model: Decoder) -> str:

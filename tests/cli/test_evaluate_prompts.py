@@ -63,14 +63,8 @@ def test_the_tokens_are_those_of_generate(talking, text, thinking) -> None:
 
 
 def test_a_template_brings_its_start_token_itself(talking) -> None:
-    class WithStart:
+    class WithStart(Characters):
         start_ids = (1,)
-
-        def encode(self, text: str) -> list[int]:
-            return [ord(c) for c in text]
-
-        def decode(self, ids: list[int]) -> str:
-            return "".join(map(chr, ids))
 
     for wrap, start in ((chat_wrap(talking), []), (Wrap(), [1]), (Wrap.of(f"u:{PROMPT};"), [1])):
         (example,) = needle_examples(

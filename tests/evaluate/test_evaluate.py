@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from characters import Characters
 from flax import nnx
 from tiny_models import WIDER
 
@@ -33,14 +34,11 @@ CONFIG = dataclasses.replace(
 )
 
 
-class Characters:
-    """A tokenizer of one token an ASCII character."""
+class Ascii(Characters):
+    """Its ids are those of the model's vocabulary."""
 
     def encode(self, text: str) -> list[int]:
         return [min(ord(c), VOCABULARY - 1) for c in text]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(map(chr, ids))
 
 
 @pytest.fixture(scope="module")
@@ -114,13 +112,32 @@ def test_patterns_of_one_window_share_a_compilation(model):
     assert score_batch._cache_size() == before
 
 
-def test_exact_means_greedy_generation_gives_the_answer(model):
+def test_without_a_value_right_means_that_greedy_generation_gives_the_answer(model):
     prompts = [e.prompt for e in examples([30, 41, 35], [1, 1, 1], seed=4)]
     windowed = model.with_pattern(recipe("interleave-1-in-2+fa-decode"))
     answers = generate(windowed, prompts, max_new_tokens=6)
     right = [Example(p, a, ["?"]) for p, a in zip(prompts, answers, strict=True)]
     wrong = [dataclasses.replace(e, answer=[*e.answer[:-1], (e.answer[-1] + 1) % VOCABULARY]) for e in right]
-    assert score_answers(windowed, right + wrong).exact.tolist() == [True] * 3 + [False] * 3
+    assert score_answers(windowed, right + wrong).right.tolist() == [True] * 3 + [False] * 3
+
+
+def test_an_answer_is_right_by_its_value(model):
+    """The sentence around it is given, and may be one that the model would not write."""
+    windowed = model.with_pattern(recipe("interleave-1-in-2"))
+    asked, unlikely = examples([30, 41, 35], [3, 3, 3], seed=5), []
+    for example in asked:  # a sentence of 3 tokens, the model's own 4, and 2 more that it would not write
+        said = generate(windowed, [example.prompt + example.answer], max_new_tokens=4)[0]
+        after = generate(windowed, [example.prompt + example.answer + said], max_new_tokens=1)[0][0]
+        unlikely.append([*example.answer, *said, *[(after + 1) % VOCABULARY] * 2])
+    by_value = [Example(e.prompt, a, ["?"], {}, (3, 4, 5, 6)) for e, a in zip(asked, unlikely, strict=True)]
+    scores = score_answers(windowed, by_value)
+    assert scores.right.all()
+    whole = score_answers(windowed, [dataclasses.replace(e, value=None) for e in by_value])
+    assert not whole.right.any()
+    np.testing.assert_array_equal(scores.nll, whole.nll)  # the loss is of the whole answer
+    off = [dataclasses.replace(e, value=(3, 7)) for e in by_value]
+    wrong = [dataclasses.replace(e, answer=[*e.answer[:6], (e.answer[6] + 1) % VOCABULARY]) for e in by_value]
+    assert not score_answers(windowed, off + wrong).right.any()
 
 
 @pytest.mark.parametrize(("prompt", "answer"), [([], [1]), ([1], [])])
@@ -209,25 +226,21 @@ def test_perplexity_refuses_what_it_cannot_score(model):
 
 @pytest.fixture(scope="module")
 def needles() -> list[Example]:
-    return needle_examples(
-        Characters(), length=220, num_examples=5, haystack="All work and no play. " * 9, seed=1
-    )
+    return needle_examples(Ascii(), length=220, num_examples=5, haystack="All work and no play. " * 9, seed=1)
 
 
 def test_generated_answers_are_those_of_generate_and_scored_by_their_text(model, needles):
     windowed = model.with_pattern(recipe("interleave-1-in-2"))
-    texts = [
-        Characters().decode(row) for row in generate(windowed, [e.prompt for e in needles], max_new_tokens=6)
-    ]
+    texts = [Ascii().decode(row) for row in generate(windowed, [e.prompt for e in needles], max_new_tokens=6)]
     # Two of five references are what the model says: with a fifth example left over, the last batch is filled up.
     known = [
         dataclasses.replace(e, references=[texts[i]] if i in (1, 4) else ["no"])
         for i, e in enumerate(needles)
     ]
-    answers = generate_answers(windowed, Characters(), known, max_new_tokens=6, batch_size=2)
+    answers = generate_answers(windowed, Ascii(), known, max_new_tokens=6, batch_size=2)
     assert answers.texts == texts
     assert answers.scores.tolist() == [0, 1, 0, 0, 1]
-    assert needle_accuracy(windowed, Characters(), known, max_new_tokens=6, batch_size=2).tolist() == [
+    assert needle_accuracy(windowed, Ascii(), known, max_new_tokens=6, batch_size=2).tolist() == [
         0,
         1,
         0,
@@ -247,9 +260,9 @@ def test_rows_of_text_do_not_widen_the_answers_of_others():
 
 def test_a_single_batch_is_timed_warm(model, needles):
     windowed = model.with_pattern(recipe("interleave-1-in-2"))
-    answers = generate_answers(windowed, Characters(), needles[:2], max_new_tokens=6, batch_size=8)
+    answers = generate_answers(windowed, Ascii(), needles[:2], max_new_tokens=6, batch_size=8)
     assert answers.batch_size == 2
     assert 0 < answers.prefill_seconds < 5
     assert answers.decode_tokens_per_second > 0
-    untimed = generate_answers(windowed, Characters(), needles[:2], max_new_tokens=6, timed=False)
+    untimed = generate_answers(windowed, Ascii(), needles[:2], max_new_tokens=6, timed=False)
     assert np.isnan(untimed.prefill_seconds)

@@ -209,8 +209,8 @@ def test_a_local_task_file_on_the_recall_model(tmp_path, monkeypatch) -> None:
         assert perplexity == pytest.approx(np.exp(-totals.mean()), rel=1e-5)
         low, high = bootstrap(totals)[1:]
         assert interval == pytest.approx([np.exp(-high), np.exp(-low)], rel=1e-5)
-        assert found["recall_likelihood", "acc"][0] == pytest.approx(ours.exact.mean())
-        assert found["recall_likelihood", "acc"][1] == pytest.approx(accuracy_interval(ours.exact).interval)
+        assert found["recall_likelihood", "acc"][0] == pytest.approx(ours.right.mean())
+        assert found["recall_likelihood", "acc"][1] == pytest.approx(accuracy_interval(ours.right).interval)
         texts = [
             cut_at(tokenizer.decode(row), ["."])
             for row in generate(

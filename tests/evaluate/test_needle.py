@@ -2,7 +2,9 @@ import hashlib
 
 import numpy as np
 import pytest
+import tokenizers
 from characters import Characters
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from swa_jax.data.haystack import (
     ADJECTIVES,
@@ -16,6 +18,7 @@ from swa_jax.data.haystack import (
 )
 from swa_jax.data.lessons import Dictionary, Needles, Repeats
 from swa_jax.data.tokenizer import Tokenizer, train_byte_bpe
+from swa_jax.evaluate.examples import value_places
 from swa_jax.evaluate.needle import needle_examples
 
 TEXT = "".join(f"line {i} of a text that goes on and on\n" for i in range(400))
@@ -58,8 +61,34 @@ def test_question_and_answer_ask_for_the_target() -> None:
         assert answer == f" The special magic number for {key} is: {value}."
         assert prompt.count("One of the special magic numbers for") == 4
         assert prompt.count(value) == 1
+        assert "".join(answer[place] for place in example.value) == value
         assert len(value) == 7
         assert value.isdigit()
+
+
+def test_the_value_is_every_token_that_holds_a_part_of_it() -> None:
+    """Tokenizers that write ": 4" or "3." as one token, put a blank before a digit, or count in threes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [(":", "Ġ"), (":Ġ", "4"), ("3", "."), ("2", "1"), ("21", "6"), ("7", "0"), ("Ġ", "9")]
+    tokens = [*alphabet, *("".join(pair) for pair in merges)]
+    backend = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    for trimmed in (False, True):
+        if trimmed:
+            backend.post_processor = processors.ByteLevel(trim_offsets=True)
+        tokenizer = Tokenizer(backend)
+        for value, spelled in (
+            ("4821673", [": 4", "8", "216", "7", "3."]),
+            ("9216708", [" 9", "216", "70", "8"]),
+        ):
+            text = f"Café 42 is: {value}." if value[0] == "4" else f"Café 42 is {value}."
+            places = value_places(tokenizer, text, [value])
+            ids = tokenizer.encode(text)
+            assert [tokenizer.decode([ids[place]]) for place in places] == spelled
+    assert value_places(tokenizer, "It is here.", ["4821673"]) is None
+    two = value_places(tokenizer, " 11, 12", ["12", "11"])
+    assert tokenizer.decode([tokenizer.encode(" 11, 12")[place] for place in two]) == "1112"
 
 
 def test_a_depth_of_one_puts_the_needle_right_before_the_question() -> None:

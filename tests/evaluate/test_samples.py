@@ -93,7 +93,7 @@ def test_an_interrupted_measurement_goes_on(model, tokenizer, runs, tmp_path):
     assert again.kv_cache_bytes == expected.kv_cache_bytes
     scores = score_answers(model, asked, batch_size=2, samples=Samples(file))
     np.testing.assert_array_equal(scores.nll, likelihood.nll)
-    np.testing.assert_array_equal(scores.exact, likelihood.exact)
+    np.testing.assert_array_equal(scores.right, likelihood.right)
     assert {kind: runs[kind] - before[kind] for kind in runs} == {"answer": 2, "likelihood": 1}
     lines = [json.loads(line) for line in file.read_text().splitlines() if not line.endswith('"0')]
     assert len(lines) == 14

@@ -20,11 +20,11 @@ def folder(tmp_path):
     by = {"bosch": (40, 42), "fisher": (20, 41), "interleave": (5, 4), "nll": (4, 5), "random": (45, 46)}
     by |= {"bosch-swaps": (50, 50), "nll-greedy": (50, 50)}
     rows = [
-        {"name": name, "ratio": 0.5, "seed": seed, "exact": exact(right), "comparison": "c"}
+        {"name": name, "ratio": 0.5, "seed": seed, "right": exact(right), "comparison": "c"}
         for name, scores in by.items()
         for seed, right in enumerate(scores)
     ]
-    full = {"name": "full", "exact": exact(50), "needle_accuracy": 1.0, "scored_on": {"examples": "e"}}
+    full = {"name": "full", "right": exact(50), "needle_accuracy": 1.0, "scored_on": {"examples": "e"}}
     (tmp_path / "results.json").write_text(json.dumps({"rows": [full, *rows]}))
     return tmp_path
 
@@ -69,7 +69,7 @@ def test_of_several_models_each_has_one_seed(script, folder, tmp_path_factory):
 
 def test_a_choice_is_not_inferior_if_its_whole_interval_is_above_the_margin(script, tmp_path):
     def row(name, right, n, **more):
-        common = {"name": name, "exact": exact(right, n), "comparison": "c", "needle_accuracy": right / n}
+        common = {"name": name, "right": exact(right, n), "comparison": "c", "needle_accuracy": right / n}
         return common | {"kv_cache_bytes": 8 if name == "full" else 2} | more
 
     for n, told in ((50, "cannot be told"), (1000, "not inferior")):  # fifty prompts do not tell a point

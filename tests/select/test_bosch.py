@@ -75,6 +75,18 @@ def test_masks_under_full_attention_decode(model, examples):
         assert got == pytest.approx(-float(scored.nll.mean()), rel=1e-5)
 
 
+def test_masks_are_scored_by_the_answers_values(model, examples):
+    """A sentence around the value that the model does not write says nothing of what it has found."""
+    wordy = [
+        dataclasses.replace(e, prompt=e.prompt[:-1], answer=[e.prompt[-1], *e.answer], value=(1,))
+        for e in examples
+    ]
+    mask = np.ones((LAYERS, KV_HEADS), bool)
+    whole = [dataclasses.replace(e, value=None) for e in wordy]
+    assert evaluator(model, wordy)(mask).accuracy == 1
+    assert evaluator(model, whole)(mask).accuracy < 0.5
+
+
 def test_the_planted_heads_are_found_with_one_compilation(model, examples):
     before = score_batch._cache_size()
     evaluate, seen = evaluator(model, examples), []

@@ -131,6 +131,10 @@ def test_the_content_key_sees_what_decides_and_nothing_else():
         ("examples", content_key(model, examples[::-1], sliding_window=6)),
         ("examples", content_key(model, [Example([1, 2, 3, 4], [], []), examples[1]], sliding_window=6)),
         ("examples", content_key(model, [Example([1, 2, 9], [4], []), examples[1]], sliding_window=6)),
+        (
+            "examples",
+            content_key(model, [dataclasses.replace(examples[0], value=(0,)), examples[1]], sliding_window=6),
+        ),
         ("sliding_window", content_key(model, examples, sliding_window=7)),
     ):
         assert [part for part in key if key[part] != changed[part]] == [name]

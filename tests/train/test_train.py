@@ -458,9 +458,10 @@ def test_the_held_out_loss_before_the_first_step_is_the_models_own_and_comes_onc
         if step is None:
             train(config)
         else:
-            with monkeypatch.context() as patched, pytest.raises(Interruption):
+            with monkeypatch.context() as patched:
                 interrupt_at(patched, step)
-                train(config)
+                with pytest.raises(Interruption):
+                    train(config)
         assert capsys.readouterr().err.count("step 0/3  validation loss ") == said
         losses = [line for line in read_metrics(tmp_path / "run") if "validation_loss" in line]
         assert [line["step"] for line in losses] == [0] + [3] * (step is None)
