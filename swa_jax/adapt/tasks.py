@@ -85,7 +85,7 @@ def draw_tasks(data: Data, tokenizer: Tokenizer, choosing: int, measuring: int) 
             (both[:choosing], both[choosing:]),
             name="answers",
             title=f"Answers of {data.prompts.name}",
-            about=f"Prompts of at most {length} tokens. An answer counts as right if every token of it is.",
+            about=f"Prompts of at most {length} tokens. An answer is right if every token of it is the likeliest.",
         )
     if data.prompts is None or data.text:
         files = data.text or tuple(library_files(held_out=True))
@@ -113,7 +113,7 @@ def _add_needles(
         among = f", among {keys - 1} others" if keys > 1 else ""
         about = (
             f"A number of 7 digits is hidden in a text of {data.length} tokens{among}, and asked for at its end. Every "
-            "digit must be right."
+            "digit must be the likeliest; the sentence before the number is given."
         )
         add(halves, name=f"needles-{keys}", title=title, about=about)
 
@@ -131,7 +131,7 @@ def _add_chains(add: Callable[..., None], tokenizer: Tokenizer, data: Data, coun
         statements = "One statement leads" if hops == 1 else f"{hops} statements, one after the other, lead"
         about = (
             f"{statements} from a name to its number, in a text of {data.length} tokens with {RIVALS} other chains. "
-            f"The statements are at least {gap} tokens apart. The number must be right."
+            f"The statements are at least {gap} tokens apart. The number must be the likeliest token."
         )
         title = f"A chain of {hops} statement{'s' if hops > 1 else ''}"
         add(halves, name=f"chains-{hops}", title=title, about=about)

@@ -55,7 +55,7 @@ def chain_table(rows: Sequence[Row]) -> Table:
             Column("Examples"),
         ],
         (
-            "95 % interval in brackets (Wilson). Teacher-forced: every token of the answer is the likeliest.",
+            "95 % interval in brackets (Wilson). Teacher-forced: the number is the likeliest token.",
             f"The statements of a chain stand at least {rows[0]['gap']} tokens apart.",
         ),
     )

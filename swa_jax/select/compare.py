@@ -1,7 +1,7 @@
 """Patterns side by side: chosen by several methods at several budgets, scored on the same held-out needle prompts.
 
-Prompts are scored teacher-forced: an answer is right if each of its tokens is the likeliest, which is what greedy
-decoding would write. A pattern costs the KV cache of one sequence as long as the prompts, by the cache's formula.
+Prompts are scored teacher-forced: an answer is right if every token of its value (`Example.value`) is the likeliest.
+A pattern costs the KV cache of one sequence as long as the prompts, by the cache's formula.
 
 A row belongs to content and not to names: to the weights, the prompts and the pattern that was scored, or to the
 prompts and options that a method chose by. What was scored on other content stays in the file, but is not shown.
