@@ -16,6 +16,7 @@ from swa_jax.adapt.tasks import Data, Drawn, draw_tasks
 from swa_jax.checkpoint.served_cache import BLOCKS, Memory
 from swa_jax.checkpoint.servers import check_target
 from swa_jax.data import check_source
+from swa_jax.data.chat import find_wrap
 from swa_jax.data.sources import RECORDS, SourceConfig
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.errors import ConfigError
@@ -41,6 +42,7 @@ class Settings:
     server: str | None = None
     prompts: Path | None = None  # --data
     text: tuple[Path, ...] = ()
+    chat: bool | None = None
     length: int | None = None
     serve_length: int | None = None
     prefill_chunk: int | None = None
@@ -73,6 +75,9 @@ def command_line(settings: Settings) -> str:
         if value == field.default:
             continue
         option = _OPTIONS.get(field.name, "--" + field.name.replace("_", "-"))
+        if isinstance(value, bool):
+            words.append(option if value else option.replace("--", "--no-"))
+            continue
         if field.name == "windows":
             value = ",".join(map(str, value))
         for one in value if isinstance(value, tuple) else (value,):
@@ -147,9 +152,9 @@ def prepare(settings: Settings) -> Job:
         )
     space = find_space(memory, settings.kv_budget, windows, settings.unit)
     own = settings.prompts or settings.text
-    data = Data(
-        length, settings.prompts, settings.text, settings.seed, source.bundled == "chains" and not own
-    )
+    chains = source.bundled == "chains" and not own
+    wrap = None if chains else find_wrap(source.folder, settings.chat)
+    data = Data(length, settings.prompts, settings.text, settings.seed, chains, wrap)
     tasks = draw_tasks(data, tokenizer, settings.choose_by, settings.examples)
     if settings.unit == "heads" and not any(task.answers for task in tasks.choosing):
         raise ConfigError("--unit heads is chosen by answers that are right: give --data")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from swa_jax.data.chat import Wrap
 from swa_jax.data.haystack import Haystack, library_files, read_text
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import ConfigError
@@ -55,6 +56,12 @@ class Data:
     text: tuple[Path, ...] = ()  # to hide numbers in, and to read
     seed: int = 0
     chains: bool = False  # in place of needles: for the tokenizer that has their words
+    wrap: Wrap | None = None  # what a chat model wants around a prompt
+
+    @property
+    def asked(self) -> str:
+        """How, to go into a sentence."""
+        return "" if self.wrap is None else ", in the model's chat template"
 
 
 class Drawn(NamedTuple):
@@ -79,13 +86,19 @@ def draw_tasks(data: Data, tokenizer: Tokenizer, choosing: int, measuring: int) 
     length = data.length
     if data.prompts is not None:
         both = prompt_examples(
-            tokenizer, data.prompts, num_examples=choosing + measuring, length=length, seed=data.seed
+            tokenizer,
+            data.prompts,
+            num_examples=choosing + measuring,
+            length=length,
+            wrap=data.wrap,
+            seed=data.seed,
         )
         add(
             (both[:choosing], both[choosing:]),
             name="answers",
             title=f"Answers of {data.prompts.name}",
-            about=f"Prompts of at most {length} tokens. An answer is right if every token of it is the likeliest.",
+            about=f"Prompts of at most {length} tokens{data.asked}. An answer is right if every token of it is the "
+            "likeliest.",
         )
     if data.prompts is None or data.text:
         files = data.text or tuple(library_files(held_out=True))
@@ -106,14 +119,20 @@ def _add_needles(
     for keys, title in ((1, "One number hidden"), (MANY_KEYS, f"One of {MANY_KEYS} numbers hidden")):
         halves = [
             needle_examples(
-                tokenizer, length=data.length, num_examples=count, num_keys=keys, haystack=haystack, seed=seed
+                tokenizer,
+                length=data.length,
+                num_examples=count,
+                num_keys=keys,
+                haystack=haystack,
+                wrap=data.wrap or Wrap(),
+                seed=seed,
             )
             for seed, count in enumerate(counts, start=2 * data.seed)
         ]
         among = f", among {keys - 1} others" if keys > 1 else ""
         about = (
-            f"A number of 7 digits is hidden in a text of {data.length} tokens{among}, and asked for at its end. Every "
-            "digit must be the likeliest; the sentence before the number is given."
+            f"A number of 7 digits is hidden in a text of {data.length} tokens{among}, and asked for at its "
+            f"end{data.asked}. Every digit must be the likeliest; the sentence before the number is given."
         )
         add(halves, name=f"needles-{keys}", title=title, about=about)
 

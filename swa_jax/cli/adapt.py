@@ -15,6 +15,7 @@ from swa_jax.cli.options import (
     RUNNING,
     SERVING,
     BatchSize,
+    Chat,
     ComputeDtype,
     Model,
     PrefillChunk,
@@ -46,6 +47,7 @@ class Measured(Options):
             rich_help_panel=PROMPTS,
         ),
     ] = None
+    chat: Chat = None
     length: Annotated[
         int | None,
         Option(
@@ -89,7 +91,13 @@ class Tuned(Options):
     """Fine-tuning by LoRA under the pattern."""
 
     tune: Annotated[
-        int, Option(help="Steps of fine-tuning by LoRA; 0 for none.", min=0, rich_help_panel=TUNING)
+        int,
+        Option(
+            help="Steps of fine-tuning by LoRA. Default: none.",
+            min=0,
+            show_default=False,
+            rich_help_panel=TUNING,
+        ),
     ] = 0
     tune_data: Annotated[
         list[str] | None,
@@ -157,7 +165,7 @@ def adapt(
     windows = () if searched.window is None else tuple(numbers("--window", searched.window))
     settings = Settings(
         model=model, out=out, kv_budget=kv_budget, server=server, prompts=measured.data,
-        text=tuple(measured.text or ()), length=measured.length, serve_length=serve_length,
+        text=tuple(measured.text or ()), chat=measured.chat, length=measured.length, serve_length=serve_length,
         prefill_chunk=prefill_chunk, windows=windows, unit=searched.unit, iterations=searched.iterations,
         examples=measured.examples, choose_by=measured.choose_by, tune_steps=tuned.tune,
         tune_data=tuple(tuned.tune_data or ()), tune_prompts=tuned.tune_prompts, reply_tokens=tuned.reply_tokens,

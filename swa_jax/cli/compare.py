@@ -18,6 +18,7 @@ from swa_jax.cli.options import (
     PROMPTS,
     BatchSize,
     Chains,
+    Chat,
     ComputeDtype,
     FullDecode,
     Haystack,
@@ -45,8 +46,6 @@ from swa_jax.settings import nearest
 
 if TYPE_CHECKING:
     from swa_jax.checkpoint.served_cache import Memory
-    from swa_jax.data.tokenizer import Tokenizer
-    from swa_jax.evaluate import Example
     from swa_jax.model.config import ModelConfig
 
 NO_WINDOW = "--window is missing: give it, as the model's own pattern has none"
@@ -198,23 +197,21 @@ class Prompts(Options):
     keys: NumKeys = 1
     haystack: Haystack = None
     chains: Chains = None
+    chat: Chat = None
     seed: Seed = 0
 
     @property
     def kind(self) -> PromptKind:
-        return PromptKind(self.length, self.keys, self.haystack, self.chains)
+        return PromptKind(self.length, self.keys, self.haystack, self.chains, self.chat)
 
-    def draw(self, tokenizer: Tokenizer, number: int, count: int) -> list[Example]:
-        return self.kind.draw(tokenizer, count, number)
-
-    def settings(self, model: Path) -> dict[str, Any]:
+    def settings(self, model: Path, kind: PromptKind) -> dict[str, Any]:
         """What the rows say of their prompts."""
         return {
             "model": str(model),
             "examples": self.examples,
             "held_out": self.held_out,
             "length": self.length,
-            **self.kind.settings(),
+            **kind.settings(),
             "seed": self.seed,
         }
 
@@ -256,7 +253,8 @@ def compare(
     if window is None and methods:
         raise ConfigError(NO_WINDOW)
     patterns = candidates.patterns(own, decoder.config)
-    scored_on = prompts.draw(tokenizer, HELD_OUT_SEED + prompts.seed, prompts.held_out)
+    kind = prompts.kind.of(model)
+    scored_on = kind.draw(tokenizer, prompts.held_out, HELD_OUT_SEED + prompts.seed)
     note_context(decoder.config, prompts.length)
     note_whole_prompts(patterns, max(len(example.prompt) for example in scored_on))
     sink_tokens = candidates.sink_tokens
@@ -264,12 +262,12 @@ def compare(
         rows = run(
             decoder, patterns, scored_on, out,
             methods=methods, ratios=choice.ratios, seeds=range(prompts.seed, prompts.seed + choice.seeds),
-            draw=lambda number: prompts.draw(tokenizer, number, prompts.examples),
+            draw=lambda number: kind.draw(tokenizer, prompts.examples, number),
             sliding_window=window,
             num_sink_tokens=own.num_sink_tokens if sink_tokens is None else sink_tokens,
             full_attention_decode=bool(candidates.fa_decode),
             eval_window=candidates.eval_window, iterations=choice.iterations, batch_size=batch_size,
-            weights=weights_sum(model), settings=prompts.settings(model), force=force,
+            weights=weights_sum(model), settings=prompts.settings(model, kind), force=force,
             report=lambda line: progress.console.print(line, highlight=False, soft_wrap=True),
             progress=progress.update,
         )  # fmt: skip

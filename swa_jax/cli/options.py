@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Panels of `--help`, in which options stand together.
 PATTERN, PROMPTS, RUNNING, OUTPUT = "Pattern", "Prompts", "Running", "Output"
-SERVING = "Serving"
+SERVING, CHAT = "Serving", "Chat"
 
 Model = Annotated[
     Path,
@@ -76,7 +76,7 @@ NumKeys = Annotated[
     Option(
         "--keys",
         metavar="N",
-        help="Needles in a prompt; one of them is asked for.",
+        help="Needles hidden, one asked for.",
         min=1,
         rich_help_panel=PROMPTS,
     ),
@@ -92,8 +92,15 @@ Chains = Annotated[
 ]
 Length = Annotated[
     int,
+    Option("--length", metavar="N", help="Tokens, the answer included.", min=1, rich_help_panel=PROMPTS),
+]
+Chat = Annotated[
+    bool | None,
     Option(
-        "--length", metavar="N", help="Tokens of a prompt with its answer.", min=1, rich_help_panel=PROMPTS
+        "--chat/--no-chat",
+        help="Ask in the chat template, if there is one.",
+        show_default=False,
+        rich_help_panel=CHAT,
     ),
 ]
 Haystack = Annotated[
@@ -113,7 +120,7 @@ Server = Annotated[
     Option(
         "--for",
         metavar="SERVER",
-        help="Where the cache is counted: transformers, vllm, tpu-inference or sglang. Default: here.",
+        help="Count the cache as in transformers, vllm, tpu-inference or sglang.",
         show_default=False,
         rich_help_panel=SERVING,
     ),
@@ -152,7 +159,7 @@ ComputeDtype = Annotated[
     Option(
         "--dtype",
         metavar="DTYPE",
-        help="float32 or bfloat16, for weights and arithmetic. Default: as stored. CPUs are faster in float32.",
+        help="float32 or bfloat16. Default: as stored. CPUs are faster in float32.",
         show_default=False,
         rich_help_panel=RUNNING,
     ),
@@ -316,10 +323,16 @@ class PromptKind:
     keys: int = 1
     haystack: Path | None = None
     chains: str | None = None
+    chat: bool | None = None  # None: as the model has it, which `of` finds out
+    wrap: Wrap | None = None  # what stands around a question in its chat template
 
     def __post_init__(self) -> None:
         if self.chains is None:
             return
+        if self.chat:
+            raise ConfigError(
+                "--chat is of needles; the words of --chains are no chat: leave one of them out"
+            )
         if self.keys != 1:
             raise ConfigError("--keys is of needles, which --chains replaces: leave one of them out")
         found = CHAINS.fullmatch(self.chains)
@@ -337,10 +350,18 @@ class PromptKind:
         first, last, rivals, gap = found.groups()
         return range(int(first), int(last or first) + 1), int(rivals or 3), int(gap or 0)
 
+    def of(self, model: Path) -> PromptKind:
+        """The same for the model of a folder, whose chat template there may be. Errors are those of `find_wrap`."""
+        from swa_jax.data.chat import find_wrap
+
+        wrap = None if self.chains else find_wrap(model, self.chat)
+        return dataclasses.replace(self, chat=wrap is not None, wrap=wrap)
+
     def draw(self, tokenizer: Tokenizer, count: int, seed: int) -> list[Example]:
         """`count` prompts; of several numbers of hops, each in turn."""
         if self.chains is None:
-            return draw_needles(tokenizer, count, self.length, self.keys, self.haystack, None, seed)
+            wrap = "{prompt}" if self.wrap is None else self.wrap
+            return draw_needles(tokenizer, count, self.length, self.keys, self.haystack, None, seed, wrap)
         from swa_jax.data.haystack import Haystack as Texts
         from swa_jax.evaluate.chains import ChainCell, chains_in_turn
 
@@ -352,13 +373,15 @@ class PromptKind:
     def settings(self) -> dict[str, Any]:
         """What results say of their prompts: plain JSON values."""
         if self.chains is None:
-            return {"keys": self.keys, "haystack": str(self.haystack or "python library")}
+            haystack = str(self.haystack or "python library")
+            return {"keys": self.keys, "haystack": haystack, "chat": bool(self.chat)}
         return {"chains": self.chains, "haystack": str(self.haystack or "filler words")}
 
     def __str__(self) -> str:
         between = self.settings()["haystack"]
         if self.chains is None:
-            return f"needle prompts of {self.length} tokens, {self.keys} key(s), haystack {between}"
+            chat = ", in the model's chat template" if self.chat else ""
+            return f"needle prompts of {self.length} tokens, {self.keys} key(s), haystack {between}{chat}"
         return f"prompts of {self.length} tokens with chains, {self.chains}, {between} between"
 
 

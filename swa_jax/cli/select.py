@@ -101,7 +101,7 @@ def select_bosch(
     window = own.sliding_window if window is None else window
     sink_tokens = own.num_sink_tokens if sink_tokens is None else sink_tokens
     ratio = budget.share(decoder.config, examples.length, window, sink_tokens)
-    drawn, data = examples.draw(tokenizer, decoder.config)
+    drawn, data = examples.draw(model, tokenizer, decoder.config)
     file = evaluations or out.with_suffix(".evaluations.json")
     evaluate = MaskEvaluator(
         decoder, drawn, sliding_window=window, num_sink_tokens=sink_tokens, batch_size=batch_size, file=file,
@@ -186,7 +186,7 @@ def _ranking(
         raise ConfigError("--window is missing: give it, as the model's own pattern has none")
     sinks = decoder.pattern.num_sink_tokens if sink_tokens is None else sink_tokens
     ratio = budget.share(decoder.config, examples.length, window, sinks)
-    drawn, data = examples.draw(tokenizer, decoder.config)
+    drawn, data = examples.draw(model, tokenizer, decoder.config)
     said = {"data": data, "num_examples": examples.examples, "seed": examples.seed}
     return _Ranking(decoder, drawn, window, sinks, ratio, said, time.monotonic())
 
@@ -354,7 +354,7 @@ def select_nll(
     if greedy and not full:
         why = "--budget is 0" if budget.kv_budget is None else "none fits --kv-budget"
         raise ConfigError(f"--greedy chooses one layer at least, but {why}")
-    drawn, data = examples.draw(tokenizer, decoder.config, min_answer)
+    drawn, data = examples.draw(model, tokenizer, decoder.config, min_answer)
     scorer = LayerScorer(
         decoder, drawn, sliding_window=window, num_sink_tokens=sink_tokens,
         full_attention_decode=fa_decode if score_fa_decode is None else score_fa_decode,
@@ -425,7 +425,7 @@ def select_light_transfer(
         recent = RECENT_KEYS if window is None else min(RECENT_KEYS, max(1, window - lazy_sinks))
     visible = recent if window is None else window, lazy_sinks if sink_tokens is None else sink_tokens
     full = budget.layers(model, decoder.config, examples.length, *visible, fa_decode)
-    drawn, data = examples.draw(tokenizer, decoder.config)
+    drawn, data = examples.draw(model, tokenizer, decoder.config)
     if max(len(example.prompt) for example in drawn) <= recent + lazy_sinks:
         means_nothing(f"--recent {recent} reaches over whole prompts, so that every layer is lazy", force)
     with progress_bar("batches") as progress:

@@ -18,6 +18,7 @@ from swa_jax.cli.options import (
     PROMPTS,
     RUNNING,
     Chains,
+    Chat,
     Haystack,
     Length,
     NumKeys,
@@ -78,15 +79,15 @@ Greedy = Annotated[
     bool,
     Option(
         "--greedy",
-        help="Score again after each layer chosen: BUDGET times the work.",
+        help="Score again after each layer chosen.",
         rich_help_panel=SEARCH,
     ),
 ]
 Tried = Annotated[
     int | None,
     Option(
-        help="With --greedy: layers that a round scores, those that a gradient names; 0 is all. Default: all below 13 "
-        "layers, else 4.",
+        metavar="N",
+        help="Layers that a round of --greedy scores; 0: all. Default: 4, if there are 13 or more.",
         min=0,
         show_default=False,
         rich_help_panel=SEARCH,
@@ -96,7 +97,7 @@ ScoreFaDecode = Annotated[
     bool | None,
     Option(
         "--score-fa-decode/--no-score-fa-decode",
-        help="Whether answers see everything while layers are scored. Default: as the pattern will decode.",
+        help="Full-attention decode in scoring. Default: as --fa-decode.",
         show_default=False,
         rich_help_panel=SEARCH,
     ),
@@ -115,7 +116,7 @@ ResumeFile = Annotated[
     Path | None,
     Option(
         "--resume-file",
-        help="JSON that keeps the scores of finished batches, so that an interrupted selection goes on.",
+        help="JSON that keeps the scores, so that an interrupted selection goes on.",
         rich_help_panel=OUTPUT,
     ),
 ]
@@ -130,7 +131,7 @@ MinAnswer = Annotated[
     Option(
         "--min-answer",
         metavar="N",
-        help="Tokens that an answer of --prompts has at least. The paper takes 20.",
+        help="Fewest tokens of an answer of --prompts.",
         min=1,
         rich_help_panel=PROMPTS,
     ),
@@ -170,6 +171,7 @@ class Examples(Options):
     keys: NumKeys = 1
     haystack: Haystack = None
     chains: Chains = None
+    chat: Chat = None
     prompts: Annotated[
         Path | None,
         Option(
@@ -180,28 +182,31 @@ class Examples(Options):
     seed: Seed = 0
 
     def draw(
-        self, tokenizer: Tokenizer, config: ModelConfig, min_answer: int = 1
+        self, model: Path, tokenizer: Tokenizer, config: ModelConfig, min_answer: int = 1
     ) -> tuple[list[Example], str]:
         """The examples, and what they are."""
         note_context(config, self.length)
-        kind = PromptKind(self.length, self.keys, self.haystack, self.chains)
+        kind = PromptKind(self.length, self.keys, self.haystack, self.chains, self.chat)
+        if self.prompts is not None and kind != PromptKind(self.length, chat=self.chat):
+            raise ConfigError(
+                "--keys, --haystack and --chains are of drawn prompts, which --prompts replaces: leave them out"
+            )
+        kind = kind.of(model)
         if self.prompts is None:
             return kind.draw(tokenizer, self.examples, self.seed), f"{self.examples} {kind}"
         from swa_jax.evaluate import prompt_examples
 
-        if kind != PromptKind(self.length):
-            raise ConfigError(
-                "--keys, --haystack and --chains are of drawn prompts, which --prompts replaces: leave them out"
-            )
         drawn = prompt_examples(
             tokenizer,
             self.prompts,
             num_examples=self.examples,
             length=self.length,
             min_answer=min_answer,
+            wrap=kind.wrap,
             seed=self.seed,
         )
-        return drawn, f"{self.examples} prompts of {self.prompts} with at most {self.length} tokens"
+        chat = ", in the model's chat template" if kind.chat else ""
+        return drawn, f"{self.examples} prompts of {self.prompts} with at most {self.length} tokens{chat}"
 
 
 @dataclasses.dataclass

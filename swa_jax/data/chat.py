@@ -171,11 +171,20 @@ class Wrap:
         return answer.lstrip() if self.after else answer
 
 
-def chat_wrap(folder: str | Path, thinking: bool | None = None) -> Wrap:
+def find_wrap(folder: str | Path, chat: bool | None, answers_at_once: bool = True) -> Wrap | None:
+    """`chat_wrap` where `chat` says so or, where it says nothing, where the folder has a template; else None."""
+    if chat is False or (chat is None and load_chat_template(folder) is None):
+        return None
+    return chat_wrap(folder, answers_at_once=answers_at_once)
+
+
+def chat_wrap(folder: str | Path, thinking: bool | None = None, answers_at_once: bool = False) -> Wrap:
     """The chat template of a model's folder around a question of the user.
 
     Args:
       thinking: as of `prompt_tokens`.
+      answers_at_once: the answer follows the template directly, so that a template which can switch thinking switches
+        it off.
 
     Raises:
       ConfigError: the folder has no template, or one that cannot switch thinking or does not repeat a question once.
@@ -183,6 +192,8 @@ def chat_wrap(folder: str | Path, thinking: bool | None = None) -> Wrap:
     template = _wanted_template(
         folder, "leave out --chat, or name what stands around a question with --template"
     )
+    if thinking is None and answers_at_once and template.reads(THINKING):
+        thinking = False
     options = _thinking_options(folder, template, thinking)
     plain, spaced = (
         template.render([{"role": "user", "content": content}], **options)
@@ -190,8 +201,8 @@ def chat_wrap(folder: str | Path, thinking: bool | None = None) -> Wrap:
     )
     if plain.count(PROMPT) != 1:
         raise ConfigError(
-            f"the chat template of {folder} does not write a question exactly once: name a file that holds {PROMPT} "
-            "with --template"
+            f"the chat template of {folder} does not write a question exactly once: ask without it (--no-chat), "
+            f"or name a file that holds {PROMPT} with --template, where there is that option"
         )
     before, _, after = plain.partition(PROMPT)
     return Wrap(before, after, start_tokens=False, strips=plain == spaced)

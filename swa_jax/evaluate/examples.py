@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from swa_jax.data.chat import Wrap
 from swa_jax.data.documents import read_records
 from swa_jax.data.haystack import TextTokenizer
 from swa_jax.data.tokenizer import Tokenizer
@@ -49,6 +50,7 @@ def prompt_examples(
     num_examples: int,
     length: int,
     min_answer: int = 1,
+    wrap: Wrap | None = None,
     seed: int = 0,
 ) -> list[Example]:
     """Examples from records with the fields `prompt` and `answer`, drawn by `seed`. Nothing is cut.
@@ -59,14 +61,16 @@ def prompt_examples(
       file: a `.jsonl`, `.parquet` or `.array_record` file.
       length: prompt and answer together have at most so many tokens.
       min_answer: an answer has at least so many tokens.
+      wrap: what a chat model wants around a prompt.
 
     Raises:
       ConfigError: the file cannot be read, lacks a field, or has fewer than `num_examples` such records.
     """
-    fits, total = [], 0
+    fits, total, wrap = [], 0, wrap or Wrap()
     for prompt, answer in read_records(file, {"prompt": "prompt", "answer": "answer"}):
         total += 1
-        tokens, said = tokenizer.start_ids + tokenizer.encode(prompt), tokenizer.encode(answer)
+        tokens = wrap.opening(tokenizer) + tokenizer.encode(wrap.around(prompt))
+        said = tokenizer.encode(wrap.begun(answer))
         if tokens and len(said) >= max(1, min_answer) and len(tokens) + len(said) <= length:
             fits.append(Example(tokens, said, [answer]))
     if len(fits) < num_examples:

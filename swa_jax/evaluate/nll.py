@@ -168,7 +168,7 @@ def answer_batches(
     sizes = np.array([max(SHORT_ANSWER, 1 << (len(e.answer) - 1).bit_length()) for e in examples])
     for size in np.unique(sizes):
         alike = np.flatnonzero(sizes == size)
-        group = [examples[i] for i in alike]
+        group = [examples[i] for i in alike.tolist()]
         for index, batch in _batches_of(group, batch_size, full_attention_decode, partition):
             yield alike[index], batch
 

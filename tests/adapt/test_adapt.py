@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import fails, run
-from tiny_models import start_tokenizer
+from tiny_models import byte_checkpoint, make, start_tokenizer, with_template
 
 from swa_jax.adapt.job import Settings, command_line, prepare, tuning
 from swa_jax.adapt.plan import duration, estimate, plan_text, written_bytes
@@ -216,6 +216,25 @@ def test_rows_of_text_begin_with_the_start_token_if_the_tokenizer_adds_one(byte_
     for tasks in draw_tasks(Data(512, text=(file,)), starting, 8, 40):
         (rows,) = (task.examples for task in tasks if task.name == "text")
         assert {(tuple(row.prompt), len(row.answer)) for row in rows} == {((257,), 511)}
+
+
+def test_prompts_go_through_the_models_chat_template(byte_tokenizer, tmp_path):
+    plain = byte_checkpoint(tmp_path, byte_tokenizer, make("Fw"), max_position_embeddings=512)
+    talking = with_template(plain, tmp_path, "<{{ messages[0].content | trim }}>")
+    file = tmp_path / "numbers.txt"
+    file.write_text(" ".join(map(str, range(6000))))
+    settings = Settings(str(talking), tmp_path / "out", 0.6, text=(file,), examples=4, choose_by=2)
+    opened = {}
+    for chat in (None, False):
+        job = prepare(dataclasses.replace(settings, chat=chat))
+        needles, _, text = job.tasks.measuring
+        opened[chat] = {job.tokenizer.decode(one.prompt[:1]) == "<" for one in needles.examples}
+        assert ("in the model's chat template" in needles.about) == (chat is None)
+        assert not any(one.prompt[0] == job.tokenizer.encode("<")[0] for one in text.examples)
+    assert opened == {None: {True}, False: {False}}
+    assert command_line(dataclasses.replace(settings, chat=False)).count("--no-chat") == 1
+    assert "chat" not in command_line(settings).replace(str(tmp_path), "")
+    assert " --chat" in command_line(dataclasses.replace(settings, chat=True))
 
 
 def test_answers_of_a_file_are_split(tokenizer, tmp_path):

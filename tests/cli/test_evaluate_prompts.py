@@ -87,12 +87,17 @@ def test_what_does_not_go_together_is_one_sentence(checkpoint, talking, tmp_path
             Around(**options).wrap(folder, answers_at_once)
 
     refused(checkpoint, "has no chat template", chat=True)
-    refused(talking, "add --chat", thinking=True)
+    refused(talking, "add --chat", chat=False, thinking=True)
+    refused(checkpoint, "has no chat template", thinking=True)
     refused(talking, "give one of them", chat=True, template=tmp_path / "template.txt")
     refused(
         talking, "the answer follows RULER's prompts at once", "RULER's prompts", chat=True, thinking=True
     )
     Around(chat=True, thinking=False).wrap(talking, "RULER's prompts")
+    assert Around().wrap(checkpoint) == Around(chat=False).wrap(talking) == Wrap()
+    assert Around().wrap(talking) == Around(chat=True).wrap(talking) == chat_wrap(talking)
+    # The answer follows at once: a model that would think first is told not to.
+    assert Around().wrap(talking, "the prompts") == chat_wrap(talking, False) != chat_wrap(talking)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].role }}")
     refused(tmp_path, "does not write a question exactly once", chat=True)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")

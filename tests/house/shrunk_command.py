@@ -84,7 +84,6 @@ STEPS = 1  # of each stage, wherever something trains
 NOT_RUN = {
     "pip install": "nothing is downloaded in tests",
     "python checkpoints/qwen3-vllm/check_server.py": "there is no server; tests/checkpoint plants some",
-    "swa-jax evaluate needles checkpoints/qwen3 --chat": "the model that stands for it here has no chat template",
     "python -m pytest -n 8": "it needs an NVIDIA GPU",
     "swa-jax evaluate harness": "lm-evaluation-harness is no dependency, and its tasks fetch data",
 }

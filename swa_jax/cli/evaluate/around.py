@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from swa_jax.cli.generate_options import CHAT, Thinking, WithTemplate
+from swa_jax.cli.generate_options import CHAT, Thinking
 from swa_jax.cli.groups import Options
+from swa_jax.cli.options import Chat
 from swa_jax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,9 +21,9 @@ THINKING_WITHOUT_CHAT = "--thinking and --no-thinking switch the checkpoint's ch
 
 @dataclasses.dataclass
 class Around(Options):
-    """The options; a question stands alone without any of them."""
+    """The options; without any of them a question stands in the model's chat template, if it has one."""
 
-    chat: WithTemplate = False
+    chat: Chat = None
     thinking: Thinking = None
     template: Annotated[
         Path | None,
@@ -41,20 +42,23 @@ class Around(Options):
         Raises:
           ConfigError: options that do not go together, no template in the checkpoint, or no thinking to switch.
         """
-        from swa_jax.data.chat import Wrap, chat_wrap
+        from swa_jax.data.chat import Wrap, chat_wrap, find_wrap
         from swa_jax.data.haystack import read_text
 
         if self.chat and self.template is not None:
             raise ConfigError(
                 "--chat takes the checkpoint's own template, and --template names another: give one of them"
             )
-        if self.thinking is not None and not self.chat:
+        plain = self.chat is False or self.template is not None
+        if self.thinking is not None and plain:
             raise ConfigError(THINKING_WITHOUT_CHAT)
         if self.thinking and answers_at_once is not None:
             raise ConfigError(
                 f"--thinking leaves no answer to measure, because the answer follows {answers_at_once} at once: leave "
                 "it out"
             )
-        if self.chat:
+        if self.template is not None:
+            return Wrap.of(read_text([self.template]))
+        if self.thinking is not None:
             return chat_wrap(checkpoint, self.thinking)
-        return Wrap() if self.template is None else Wrap.of(read_text([self.template]))
+        return find_wrap(checkpoint, self.chat, answers_at_once is not None) or Wrap()
