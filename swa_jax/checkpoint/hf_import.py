@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from swa_jax.checkpoint.block_fp8 import dequantised, split_scales
 from swa_jax.checkpoint.companions import check_companions
+from swa_jax.checkpoint.finite import check_finite
 from swa_jax.checkpoint.folder import (
     CONFIG_FILE,
     PATTERN_FILE,
@@ -22,7 +23,7 @@ from swa_jax.checkpoint.folder import (
 )
 from swa_jax.checkpoint.mxfp4 import Packed, find_packed, unpacked, with_unpacked
 from swa_jax.checkpoint.safetensors_files import DTYPES, Parts, StoredTensor, TensorReader, read_headers
-from swa_jax.checkpoint.sources import ModelFolder, companion, open_source, stamp
+from swa_jax.checkpoint.sources import GGUF, ModelFolder, companion, gguf_file, open_source, stamp
 from swa_jax.checkpoint.tensor_names import hf_tensors, is_left_out, is_router, joined_parts
 from swa_jax.errors import CheckpointError
 from swa_jax.families import hf_pattern, model_config
@@ -40,6 +41,9 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import EMBEDDING, HEAD
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.settings import nearest
+
+if TYPE_CHECKING:
+    from swa_jax.checkpoint.gguf.plan import GgufPlan
 
 VERSION = 1  # of what an import writes: an interrupted import of another version is not continued
 
@@ -60,8 +64,9 @@ def import_model(
     same values.
 
     Args:
-      source: a folder with `config.json` and safetensors (one file or shards with an index), a hub id, or the address
-        of a folder in a bucket (`sources.open_source`). The last two are read where they are.
+      source: a folder with `config.json` and safetensors (one file or shards with an index), a GGUF file (any part of
+        a split one), a hub id, or the address of a folder in a bucket (`sources.open_source`). The last two are read
+        where they are, and may be followed by the name of a GGUF file.
       destination: a folder that does not exist yet, or is empty.
       pattern: an AttentionPattern, the path of a pattern JSON or a recipe. None: the source's `pattern.json` (which
         our export writes), or else what `config.json` says.
@@ -159,16 +164,18 @@ class ImportPlan:
 
     def check(self, name: str, part: np.ndarray) -> None:
         """Raises `CheckpointError` for weights that are NaN or infinite."""
-        if not _are_finite(part):
-            rows = self.rows[name]
-            raise CheckpointError(
-                f"tensor '{rows.name}' in {rows.tensor.file.name} holds NaN or infinity, which no trained weight is: "
-                "the file is damaged, or the training of this model failed"
-            )
+        rows = self.rows[name]
+        check_finite(part, rows.name, rows.tensor.file.name)
 
 
-def plan_import(source: str | Path, pattern: AttentionPattern | str | Path | None = None) -> ImportPlan:
+def plan_import(
+    source: str | Path, pattern: AttentionPattern | str | Path | None = None
+) -> ImportPlan | GgufPlan:
     """Read and check everything of a source but its weights' values. Raises as `import_model`."""
+    if (file := gguf_file(source)) is not None:
+        from swa_jax.checkpoint.gguf.plan import plan_gguf  # here: it takes a while to import
+
+        return plan_gguf(file, pattern, VERSION)
     folder = open_source(source)
     hf = _read_config(folder)
     config = model_config(hf)
@@ -213,18 +220,6 @@ def _locate(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> dict[st
     return found
 
 
-CHECKED_AT_ONCE = 1 << 16  # numbers, which the processor's cache holds
-
-
-def _are_finite(array: np.ndarray) -> bool:
-    """Floats whose exponent has all bits set are infinite or no number."""
-    bits = array.reshape(-1).view({2: np.uint16, 4: np.uint32}[array.itemsize])
-    mask = bits.dtype.type({"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000}[array.dtype.name])
-    return all(
-        (bits[i : i + CHECKED_AT_ONCE] & mask).max() != mask for i in range(0, bits.size, CHECKED_AT_ONCE)
-    )
-
-
 def _plain_dtype(hf: Mapping[str, Any]) -> np.dtype:
     """What quantised weights become: the dtype that config.json gives the others, or bfloat16."""
     name = hf.get("dtype") or hf.get("torch_dtype")
@@ -238,7 +233,9 @@ def _read_config(folder: ModelFolder) -> dict[str, Any]:
         )
     file = companion(folder, CONFIG_FILE)
     if file is None:
-        raise CheckpointError(f"{folder} holds no {CONFIG_FILE}: it is not a Hugging Face model")
+        files = sorted(path.name for path in folder.iterdir() if path.name.endswith(GGUF))
+        hint = f"; give the GGUF file itself: {folder}/{files[0]}" if files else ""
+        raise CheckpointError(f"{folder} holds no {CONFIG_FILE}: it is not a Hugging Face model{hint}")
     hf = parse_json(file.read_bytes(), file, finite=True)
     if not hf.get(KEY) and (folder / MODELOPT_FILE).is_file():
         raise unsupported(f"{MODELOPT_FILE}: quant_method 'modelopt'")

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from swa_jax.errors import CheckpointError, ConfigError, UnreachableError, reason
 
+GGUF = ".gguf"
 SCHEMES = ("hf", "gs", "s3", "az")
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs", "az": "adlfs"}
 HUB_ID = re.compile(r"(?:hf://)?([\w.-]+/[\w.-]+?)(?:@([^@]+))?/?")
@@ -167,6 +168,22 @@ def open_source(source: str | Path) -> ModelFolder:
         f"{source} is no folder; give a folder with config.json, a hub id such as 'Qwen/Qwen3-0.6B', or a folder in a "
         "bucket such as gs://bucket/model"
     )
+
+
+def gguf_file(source: str | Path) -> ModelFile | None:
+    """The GGUF file that `source` names, here, on the hub (owner/model/name.gguf) or in a bucket; None: it names none.
+
+    Raises `CheckpointError` where there is no such file, and as `open_source`.
+    """
+    text, path = str(source), Path(source).expanduser()
+    if not text.lower().endswith(GGUF) or path.is_dir():
+        return None
+    folder, _, name = text.rpartition("/")
+    hub = isinstance(source, str) and HUB_ID.fullmatch(folder) and not path.parent.exists()
+    file = open_source(folder) / name if hub or "://" in text else path
+    if not file.is_file():
+        raise CheckpointError(f"{source} is no file: give a GGUF file, or the folder of a model")
+    return file
 
 
 def _bucket_folder(scheme: str, url: str) -> RemoteFolder:

