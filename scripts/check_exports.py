@@ -147,7 +147,12 @@ def main() -> int:
         print(json.dumps(compare(options.compare)))
         return 0
     names = options.models or sorted(f.name for f in GOLDEN.iterdir() if (f / "config.json").exists())
-    table = json.loads(OUT.read_text())["exports"] if options.models and OUT.exists() else {}
+    kept = (
+        json.loads(OUT.read_text())
+        if options.models and OUT.exists()
+        else {"transformers": {}, "exports": {}}
+    )
+    versions, table = kept["transformers"], kept["exports"]
     bad = checked = 0
     for name in names:
         with tempfile.TemporaryDirectory() as temporary:
@@ -164,9 +169,12 @@ def main() -> int:
             bad += bool(problems)
             print(f"{name}, {pattern}: {'; '.join(problems) or row.get('class', 'refused')}", flush=True)
         checked += len(rows)
-        table[name] = rows
+        table[name], versions[name] = rows, found["transformers"]
         if not options.no_canary:
-            whole = {"transformers": found["transformers"], "exports": dict(sorted(table.items()))}
+            whole = {
+                "transformers": dict(sorted(versions.items())),
+                "exports": dict(sorted(table.items())),
+            }
             OUT.write_text(json.dumps(whole, indent=1) + "\n")
     print(f"{checked} exports, {bad} not as they should be")
     return int(bad > 0)

@@ -23,7 +23,15 @@ LOGITS = "logits.npz"
 # PEFT 0.21 takes the adapters of these families' dense MLPs for adapters of experts, and loads none.
 NOT_LOADED = tuple(
     (model, case)
-    for model in ("mellum-hybrid", "mellum-moe-hybrid", "qwen3-moe-window")
+    for model in (
+        "mellum-hybrid",
+        "mellum-moe-hybrid",
+        "qwen3-moe-window",
+        "afmoe-hybrid",
+        "exaone-moe-hybrid",
+        "cohere2-moe-hybrid",
+        "cohere2-moe-softmax",
+    )
     for case in ("all, rsLoRA", "some")
 )
 
@@ -78,7 +86,8 @@ def compare(folder: Path, model: str) -> dict[str, dict]:
             }
         except Exception as error:  # from within a model's class
             rows[file.parent.name] = {"fails": f"{type(error).__name__}: {error}"}
-    return {"versions": {"peft": peft.__version__, "transformers": transformers.__version__}, "rows": rows}
+    versions = f"peft {peft.__version__}, transformers {transformers.__version__}"
+    return {"versions": versions, "rows": rows}
 
 
 def problems_of(row: dict) -> list[str]:
@@ -103,7 +112,10 @@ def main() -> int:
         print(json.dumps(compare(Path(options.compare[0]), options.compare[1])))
         return 0
     names = options.models or sorted(f.name for f in GOLDEN.iterdir() if (f / "config.json").exists())
-    table = json.loads(OUT.read_text())["adapters"] if options.models and OUT.exists() else {}
+    kept = (
+        json.loads(OUT.read_text()) if options.models and OUT.exists() else {"versions": {}, "adapters": {}}
+    )
+    versions, table = kept["versions"], kept["adapters"]
     bad = checked = 0
     for name in names:
         with tempfile.TemporaryDirectory() as temporary:
@@ -120,10 +132,9 @@ def main() -> int:
             bad += bool(problems) != ((name, case) in NOT_LOADED)
             print(f"{name}, {case}: {'; '.join(problems) or 'the same'}", flush=True)
         checked += len(rows)
-        table[name] = rows
-        OUT.write_text(
-            json.dumps(found["versions"] | {"adapters": dict(sorted(table.items()))}, indent=1) + "\n"
-        )
+        table[name], versions[name] = rows, found["versions"]
+        whole = {"versions": dict(sorted(versions.items())), "adapters": dict(sorted(table.items()))}
+        OUT.write_text(json.dumps(whole, indent=1) + "\n")
     print(f"{checked} adapters, {bad} not as they should be")
     return int(bad > 0)
 

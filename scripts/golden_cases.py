@@ -1,5 +1,7 @@
 """The models of `make_goldens.py`: tiny ones of every family, and settings of RoPE at the sizes of released models."""
 
+import zlib
+
 WINDOW = 8
 BATCH, LENGTH, VOCAB = 2, 45, 131  # LENGTH is more than five windows
 PADDING = 12  # of the tokens that the load-balancing loss of experts leaves out
@@ -155,8 +157,8 @@ CASES = {
         ),
     ),
 }
-NOPE_IN_FULL_LAYERS = ("cohere2", "exaone4")
-ONE_SPELLING = ("mellum",)  # transformers 4 never knew these
+NOPE_IN_FULL_LAYERS = ("cohere2", "exaone4", "afmoe", "exaone_moe", "cohere2_moe")
+ONE_SPELLING = ("mellum", "afmoe", "exaone_moe", "cohere2_moe")  # transformers 4 never knew these
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16, intermediate_size=32)
 # Mixtures of experts, whose seeds count from 100.
 SPARSE_CASES = {
@@ -203,6 +205,67 @@ SPARSE_CASES = {
             full_attention=YARN_ROPE, sliding_attention=dict(rope_type="default", rope_theta=100.0)
         ),
     ),
+}
+# Cases whose seed is a sum of their name, so that they may be added in any order.
+NAMED_CASES = {
+    "afmoe-hybrid": dict(
+        model_type="afmoe",
+        **WIDE_HEADS,
+        **HYBRID,
+        **EXPERTS,
+        layer_types=mixed_layers(1, 4),
+        num_dense_layers=2,
+        num_shared_experts=2,
+        route_scale=1.7,
+        mup_enabled=True,
+    ),
+    # Of 6 experts the 2 best of the 2 best groups.
+    "exaone-moe-hybrid": dict(
+        model_type="exaone_moe",
+        **WIDE_HEADS,
+        **HYBRID,
+        **EXPERTS | dict(num_experts=6),
+        layer_types=mixed_layers(1, 4),
+        mlp_layer_types=["dense", "sparse", "sparse", "dense", "sparse"],
+        n_group=3,
+        topk_group=2,
+        routed_scaling_factor=1.7,
+    ),
+    # A dense full layer in front, which is turned; sigmoids, the mean of chosen experts and the shared one, RMS norms.
+    "cohere2-moe-hybrid": dict(
+        model_type="cohere2_moe",
+        **WIDE_HEADS,
+        **HYBRID,
+        layer_types=mixed_layers(0, 3),
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse", "sparse"],
+        intermediate_size=16,
+        prefix_dense_intermediate_size=32,
+        num_experts=5,
+        num_shared_experts=2,
+        expert_selection_fn="sigmoid",
+        rms_norm_eps=1e-5,
+        logit_scale=0.3,
+    ),
+    # Probabilities, what chosen and shared experts give together, LayerNorms, dense layers that are not turned.
+    "cohere2-moe-softmax": dict(
+        model_type="cohere2_moe",
+        **WIDE_HEADS,
+        **HYBRID,
+        layer_types=mixed_layers(1, 4),
+        mlp_layer_types=["dense", "dense", "sparse", "sparse", "sparse"],
+        intermediate_size=32,
+        num_experts=5,
+        num_shared_experts=1,
+        shared_expert_combination_strategy="sum",
+        prefix_dense_sliding_window_pattern=2,
+        logit_scale=0.3,
+    ),
+}
+ALL_CASES = CASES | SPARSE_CASES | NAMED_CASES
+SEEDS = {
+    **{name: seed for seed, name in enumerate(CASES)},
+    **{name: seed for seed, name in enumerate(SPARSE_CASES, start=100)},
+    **{name: zlib.crc32(name.encode()) for name in NAMED_CASES},
 }
 SHARDED = "qwen3-full"
 GENERATED = ("qwen3-full", "ministral-hybrid", "cohere2-hybrid", "exaone4-hybrid", "gpt-oss-hybrid")

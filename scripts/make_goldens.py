@@ -4,7 +4,8 @@ The test suite reads these files and needs neither torch nor transformers. To wr
 environment of their own:
 
     python -m venv /tmp/oracle && /tmp/oracle/bin/pip install torch transformers
-    /tmp/oracle/bin/python scripts/make_goldens.py
+    /tmp/oracle/bin/python scripts/make_goldens.py                        # all of them
+    /tmp/oracle/bin/python scripts/make_goldens.py --cases granite-full   # one, and its line of the README
 
 Every model is float32 with eager attention on the CPU. tests/golden/README.md says what each file holds.
 """
@@ -19,8 +20,8 @@ import numpy as np
 import torch
 import transformers
 from golden_cases import (
+    ALL_CASES,
     BATCH,
-    CASES,
     GENERATED,
     LENGTH,
     MIN_MARGIN,
@@ -31,6 +32,7 @@ from golden_cases import (
     PROMPT_LENGTHS,
     ROPE_LENGTHS,
     ROPE_SETTINGS,
+    SEEDS,
     SHAPE,
     SHARDED,
     SPARSE_CASES,
@@ -64,6 +66,9 @@ def make_model(config, seed: int):
                 tensor.copy_(0.5 * noise)
             else:
                 tensor.copy_(0.25 * noise)
+        for name, tensor in model.named_buffers():
+            if "correction_bias" in name:
+                tensor.copy_(0.25 * torch.randn(tensor.shape, generator=generator))
     return model
 
 
@@ -198,7 +203,7 @@ def legacy_config(config: dict) -> dict:
 
 def write_case(folder: Path, name: str, seed: int) -> str:
     """Write one case; return its line of the README table."""
-    config = read_config({**SHAPE, **(CASES | SPARSE_CASES)[name]})
+    config = read_config({**SHAPE, **ALL_CASES[name]})
     model = make_model(config, seed)
     tokens = torch.randint(0, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(100 + seed))
     logits = run(model, tokens)
@@ -282,7 +287,7 @@ def rope_goldens() -> dict:
 README = """# Golden files
 
 What tiny random Hugging Face models compute, for the parity tests. Written by `scripts/make_goldens.py` with
-transformers {transformers}, torch {torch} (CPU, float32, eager attention); do not edit by hand.
+torch {torch} (CPU, float32, eager attention) and the transformers that each `config.json` names; do not edit by hand.
 
 Each folder is one model as `save_pretrained` writes it, and beside it:
 
@@ -310,20 +315,28 @@ generation equals the forward pass.
 """
 
 
+def rows_of(readme: Path) -> dict[str, str]:
+    """The lines of the table by their case; none without the file."""
+    lines = readme.read_text().splitlines() if readme.exists() else []
+    return {line.split("`")[1]: line for line in lines if line.startswith("| `")}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "tests" / "golden")
-    out = parser.parse_args().out
+    parser.add_argument("--cases", nargs="+", choices=ALL_CASES, help="write these alone")
+    options = parser.parse_args()
+    out = options.out
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)  # the order of sums must not depend on the machine's cores
-    table = []
-    for seed, name in [*enumerate(CASES), *enumerate(SPARSE_CASES, start=100)]:
+    rows = rows_of(out / "README.md") if options.cases else {}
+    for name in options.cases or ALL_CASES:
         shutil.rmtree(out / name, ignore_errors=True)
-        table.append(write_case(out / name, name, seed))
-        print(table[-1])
-    (out / "rope.json").write_text(json.dumps(rope_goldens(), indent=1) + "\n")
+        rows[name] = write_case(out / name, name, SEEDS[name])
+        print(rows[name])
+    if not options.cases:
+        (out / "rope.json").write_text(json.dumps(rope_goldens(), indent=1) + "\n")
     text = README.format(
-        transformers=transformers.__version__,
         torch=torch.__version__.split("+")[0],
         batch=BATCH,
         length=LENGTH,
@@ -334,11 +347,11 @@ def main() -> None:
         prompt=max(PROMPT_LENGTHS),
         new=NEW_TOKENS,
         sharded=SHARDED,
-        table="\n".join(table),
+        table="\n".join(rows[name] for name in ALL_CASES if name in rows),
     )
     (out / "README.md").write_text(text)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    print(f"{len(table)} models, {size / 1e6:.2f} MB in {out}")
+    print(f"{len(rows)} models, {size / 1e6:.2f} MB in {out}")
 
 
 if __name__ == "__main__":

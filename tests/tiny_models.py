@@ -69,6 +69,20 @@ EXPERTS = dataclasses.replace(
     norm_topk_prob=True,
 )
 MIXED = dataclasses.replace(EXPERTS, mlp_layer_types=("dense", "sparse", "sparse", "dense"))
+# As AFMoE and others: gated attention, sigmoid routing among groups with a bias for the choice, and a shared expert.
+SHARED_EXPERTS = dataclasses.replace(
+    MIXED,
+    norm_placement="sandwich",
+    attention_gate="channel",
+    num_experts=6,
+    router_scores="sigmoid",
+    router_choice_bias=True,
+    expert_groups=3,
+    expert_groups_per_tok=2,
+    expert_multiplier=1.7,
+    mixture_multiplier=0.8,
+    shared_expert_intermediate_size=10,
+)
 # As gpt-oss: sink logits, biases, and experts whose gate and up projections are one tensor.
 FUSED_EXPERTS = dataclasses.replace(
     EXPERTS,
@@ -129,7 +143,7 @@ PATTERNS = {
     ),
     "sandwich-every-kind": (SANDWICH, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
     "parallel-every-kind": (PARALLEL, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
-    "experts": (MIXED, make("wFSh", ((), (), (), (1,)))),
+    "experts": (SHARED_EXPERTS, make("wFSh", ((), (), (), (1,)))),
     "sink-logits-every-kind": (FUSED_EXPERTS, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
     "swat": (SIGMOID, make("wwww")),
     "swat-every-kind": (SIGMOID, make("FwhS", ((), (), (0,), ()), num_sink_tokens=2)),

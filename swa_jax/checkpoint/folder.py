@@ -52,6 +52,7 @@ from swa_jax.model.attention import Router
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import SWITCH
+from swa_jax.model.parameters import ROUTERS
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, state_shardings
 
@@ -267,7 +268,9 @@ class Checkpoint:
     @property
     def dtype(self) -> np.dtype:
         """The dtype of all tensors but the routers', or the widest needed to hold them."""
-        dtypes = {dtype for name, (dtype, _) in self.tensors.items() if not is_router(name)}
+        table = tensor_names(self.config, routers=self.has_routers)
+        routers = {tensor.name for tensor in table if ROUTERS & {*tensor.path}}
+        dtypes = {dtype for name, (dtype, _) in self.tensors.items() if name not in routers}
         return np.dtype(jnp.result_type(*dtypes))
 
     def read(self, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:

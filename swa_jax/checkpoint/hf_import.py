@@ -212,8 +212,9 @@ def _locate(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> dict[st
     found: dict[str, Rows] = {}
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].file.name, item[1].start)):
         row = 0
-        for part in joined.get(name, ()):
-            found[part.name] = Rows(name, tensor, row, row + part.shape[0])
+        for part in joined.get(name, ()):  # those of experts lie in one more axis, as rows below each other
+            matrix = tensor._replace(shape=(int(np.prod(tensor.shape[:-1])), tensor.shape[-1]))
+            found[part.name] = Rows(name, matrix, row, row + part.shape[0])
             row += part.shape[0]
         if name not in joined:
             found[name] = Rows(name, tensor, 0, tensor.shape[0])

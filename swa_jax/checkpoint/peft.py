@@ -20,7 +20,7 @@ from swa_jax.model.parameters import low_rank
 
 LOG = logging.getLogger(__name__)
 # PEFT 0.21 takes adapters of dense MLPs in these families for adapters of experts (scripts/check_peft.py).
-MLPS_NOT_LOADED = ("mellum", "qwen3_moe")
+MLPS_NOT_LOADED = ("mellum", "qwen3_moe", "afmoe", "exaone_moe", "cohere2_moe")
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT wraps the model twice; its names begin with both wrappers
 
@@ -64,7 +64,8 @@ def save_adapter(model: Decoder, destination: str | Path, *, base: str | None = 
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": model.lora.dropout,
-        "target_modules": [name for name in model.lora.targets if name in single] + list(joined),
+        "target_modules": [_module_name(model, name) for name in model.lora.targets if name in single]
+        + list(joined),
         "rank_pattern": {name: len(names) * rank for name, names in joined.items()},
         "alpha_pattern": {name: factor * alpha for name, factor in growth.items()},
         "use_rslora": model.lora.rs_lora,
@@ -106,7 +107,8 @@ def _join_adapters(
     assert model.lora is not None
     tensors, adapted, rank = dict(tensors), {}, model.lora.rank
     for name, parts in joined_parts(model.config).items():
-        chosen = [part.path[-2] for part in parts if part.path[-2] in model.lora.targets]
+        mine = [part for part in parts if "experts" not in part.path]  # which have no adapters
+        chosen = [part.path[-2] for part in mine if part.path[-2] in model.lora.targets]
         if not chosen:
             continue
         adapted[name.split(".")[-2]] = chosen
@@ -121,6 +123,14 @@ def _join_adapters(
             row += part.shape[0]
         tensors |= {_factor_name(name, "A"): np.concatenate(a), _factor_name(name, "B"): b}
     return tensors, adapted
+
+
+def _module_name(model: Decoder, projection: str) -> str:
+    """What PEFT calls a projection: with the module that it is in, where Hugging Face has another name for it, which
+    may be that of other modules too."""
+    row = next(row for row in hf_parameters(model.config) if row.projection == projection)
+    *_, parent, name, _ = row.hf_name.split(".")
+    return name if name == projection else f"{parent}.{name}"
 
 
 def _factor_name(name: str, letter: str) -> str:

@@ -83,13 +83,28 @@ def expected_tensors(config: ModelConfig, *, routers: bool = False) -> dict[str,
 
 
 def joined_parts(config: ModelConfig) -> dict[str, list[TensorName]]:
-    """{tensor of a Hugging Face checkpoint of this model: the tensors that it joins, from the first row on}."""
-    rows = {row.name: tensors_of(row) for row in hf_parameters(config)}
-    return {
-        name.format(layer=layer): [rows[parameter][layer] for parameter in parts]
-        for name, parts in joined_tensors(config).items()
-        for layer in range(config.num_hidden_layers)
-    }
+    """{tensor of a Hugging Face checkpoint of this model: the tensors that it joins, from the first row on}.
+
+    Of experts it joins those of the first expert, then those of the second, and so on.
+    """
+    rows = {row.name: row for row in hf_parameters(config)}
+    found = {}
+    for name, parts in joined_tensors(config).items():
+        whole = [rows[part] for part in parts if part in rows]
+        layers = whole[0].layers if whole else None
+        each = [tensors_of(row) for row in whole]
+        for i, layer in enumerate(layers or ()):
+            experts = len(each[0]) // len(layers or ())  # 1 where the tensors are of no experts
+            numbers = range(i * experts, (i + 1) * experts)
+            found[name.format(layer=layer)] = [tensors[number] for number in numbers for tensors in each]
+    return found
+
+
+def joined_shape(parts: Sequence[TensorName]) -> tuple[int, ...]:
+    """The shape of a tensor that joins others; of experts it has one more axis, in front."""
+    rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1:]
+    experts = len({part.place for part in parts}) if len(parts[0].place) == 2 else None
+    return (rows, *columns) if experts is None else (experts, rows // experts, *columns)
 
 
 def hf_tensors(config: ModelConfig, *, routers: bool = False) -> dict[str, tuple[int, ...]]:
@@ -101,7 +116,7 @@ def hf_tensors(config: ModelConfig, *, routers: bool = False) -> dict[str, tuple
         if (name := whole.get(tensor.name)) is None:
             found[tensor.name] = tensor.shape
         elif name not in found:
-            found[name] = (sum(part.shape[0] for part in joined[name]), *tensor.shape[1:])
+            found[name] = joined_shape(joined[name])
     return found
 
 
@@ -111,6 +126,7 @@ def cut_tensors(
     """(name, array) of our folders from those of a Hugging Face checkpoint; joined ones are cut, without a copy."""
     for name, array in tensors:
         row = 0
+        array = array.reshape(-1, array.shape[-1]) if name in joined else array
         for part in joined.get(name, ()):
             yield part.name, array[row : row + part.shape[0]]
             row += part.shape[0]
@@ -128,7 +144,7 @@ def join_tensors(
     arrays = (array for _, array in read([part for name in names for part in parts[name]]))
     for name in names:
         found = [next(arrays) for _ in parts[name]]
-        yield name, found[0] if len(found) == 1 else np.concatenate(found)
+        yield name, np.concatenate(found).reshape(joined_shape(joined[name])) if name in joined else found[0]
 
 
 def is_left_out(name: str) -> bool:

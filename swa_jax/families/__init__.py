@@ -12,9 +12,12 @@ from typing import Any
 
 from swa_jax.errors import ConfigError
 from swa_jax.families import (
+    afmoe,
     cohere,
     cohere2,
+    cohere2_moe,
     exaone4,
+    exaone_moe,
     gemma2,
     gemma3,
     gpt_oss,
@@ -44,7 +47,8 @@ from swa_jax.settings import nearest
 # Where several families can express a model under a pattern, the first is written; our own is the last resort.
 _MODULES = (
     llama, mistral, ministral, qwen2, qwen3, olmo2, smollm3, olmo3, gemma2, gemma3, granite, phi3, cohere, cohere2,
-    exaone4, qwen3_moe, mixtral, gpt_oss, mellum, swat,
+    exaone4, qwen3_moe, mixtral, gpt_oss, mellum, afmoe, exaone_moe,
+    cohere2_moe, swat,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _OURS = swat.FAMILY

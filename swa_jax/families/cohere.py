@@ -26,8 +26,8 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     return read_cohere(hf, DEFAULTS | {"rope_theta": 500000.0})
 
 
-def read_cohere(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> ModelConfig:
-    """What Cohere and Cohere 2 share."""
+def read_cohere(hf: Mapping[str, Any], defaults: Mapping[str, Any], **fields: Any) -> ModelConfig:
+    """What Cohere, Cohere 2 and Cohere 2 with experts share; `fields` are the last one's."""
     scale = hf.get("logit_scale", 0.0625)
     if isinstance(scale, bool) or not isinstance(scale, int | float) or scale <= 0:
         raise ConfigError(f"config.json: logit_scale must be a number above 0, got {scale!r}")
@@ -42,6 +42,7 @@ def read_cohere(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> ModelConf
         rms_norm_eps=hf.get("layer_norm_eps", 1e-5),
         rope_interleaved=True,
         logit_multiplier=float(scale),
+        **fields,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swa_jax.errors import ConfigError
@@ -20,11 +20,15 @@ DEFAULT_WINDOW, DEFAULT_INTERVAL = 4096, 4
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     config = cohere.read_cohere(hf, cohere.DEFAULTS)
     types = _types(hf, config.num_hidden_layers)
+    check_window(hf, types)
+    return dataclasses.replace(config, rope_layers=nope_of_full_layers(types))
+
+
+def check_window(hf: Mapping[str, Any], types: Sequence[str]) -> None:
     if WINDOW in types and hf.get("sliding_window", DEFAULT_WINDOW) is None:
         raise ConfigError(
             f"config.json: layer_types has {WINDOW}, but sliding_window is null: give the window"
         )
-    return dataclasses.replace(config, rope_layers=nope_of_full_layers(types))
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from swa_jax.families.common import Family, Windows, layer_types, positive_int, read_dense, write_dense
 from swa_jax.families.rope import nope_of_full_layers, read_windows_by_type, window_keys_with_nope
-from swa_jax.model.config import ModelConfig
+from swa_jax.model.config import ModelConfig, RopeKind
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
@@ -19,10 +19,12 @@ DEFAULT_WINDOW, DEFAULT_INTERVAL = 4096, 4
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     config = read_dense(hf, DEFAULTS, norm_placement="post", qk_norm=True)
-    if _window(hf) is None:
-        return config  # rotary embeddings in every layer
-    types = _types(hf, config.num_hidden_layers)
-    return dataclasses.replace(config, rope_layers=nope_of_full_layers(types))
+    return dataclasses.replace(config, rope_layers=rope_layers(hf, config.num_hidden_layers))
+
+
+def rope_layers(hf: Mapping[str, Any], layers: int) -> tuple[RopeKind, ...]:
+    """Without a window all layers have rotary embeddings."""
+    return () if _window(hf) is None else nope_of_full_layers(_types(hf, layers))
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:

@@ -8,9 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swa_jax.errors import ConfigError
 from swa_jax.families.common import Family, Windows, layer_types, read_dense, write_dense
-from swa_jax.families.experts import expert_keys_beside_dense, read_experts, with_mlp_types, without_experts
+from swa_jax.families.experts import (
+    expert_keys_beside_dense,
+    mlp_types,
+    read_experts,
+    with_mlp_types,
+    without_experts,
+    written_mlp_types,
+)
 from swa_jax.families.rope import (
     ROPE_KEYS,
     read_windows_by_type,
@@ -43,27 +49,14 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         qk_norm=True,
         attention_bias=bias,
         attention_out_bias=bias,
-        **with_mlp_types(experts, _mlp_types(hf)),
+        **with_mlp_types(experts, mlp_types(hf)),
     )
     return with_local_rope(config, own, _types(hf, config.num_hidden_layers), config.rope_theta)
 
 
-def _mlp_types(hf: Mapping[str, Any]) -> list[str]:
-    types, layers = hf.get("mlp_layer_types"), hf.get("num_hidden_layers")
-    if types is None:
-        return ["sparse"] * (
-            layers if isinstance(layers, int) else 0
-        )  # `read_dense` says what is wrong with it
-    if not isinstance(types, list):
-        raise ConfigError(f"config.json: mlp_layer_types must be a list with one type a layer, got {types!r}")
-    if isinstance(layers, int) and len(types) != layers:
-        raise ConfigError(f"config.json: mlp_layer_types has {len(types)} entries for {layers} layers")
-    return types
-
-
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     """Without the older spelling of RoPE: Hugging Face's class would take it for the one of all layers."""
-    types = ["sparse" if i in config.sparse_layers else "dense" for i in range(config.num_hidden_layers)]
+    types = written_mlp_types(config)
     own = write_dense(config, attention_bias=config.attention_bias, mlp_layer_types=types)
     own = {key: value for key, value in own.items() if key not in ROPE_KEYS}
     experts = expert_keys_beside_dense(config) if config.num_experts else {}

@@ -24,7 +24,7 @@ from swa_jax.model.experts import ExpertLoad
 from swa_jax.model.layer_types import FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
 from swa_jax.model.layers import Norm, linear, rope_distance
 from swa_jax.model.mesh_attention import attention_on_mesh
-from swa_jax.model.parameters import declared
+from swa_jax.model.parameters import ROUTERS, declared
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition
 
@@ -140,7 +140,7 @@ def cast_parameters(params: Any, dtype: jax.typing.DTypeLike) -> Any:
 
     def one(path: tuple, leaf: jax.Array) -> jax.Array:
         names = [getattr(key, "key", getattr(key, "name", key)) for key in path]
-        return leaf.astype(jnp.float32 if {"router", "expert_router"} & {*names} else dtype)
+        return leaf.astype(jnp.float32 if ROUTERS & {*names} else dtype)
 
     return jax.tree_util.tree_map_with_path(one, params)
 
@@ -155,6 +155,8 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.q_norm = Norm("layers.attention.q_norm", config, dtype)
             self.k_norm = Norm("layers.attention.k_norm", config, dtype)
+        if config.attention_gate != "none":
+            self.g_proj = linear("layers.attention.g_proj", config, dtype, rngs)
         if config.sink_logits:
             sinks = declared(config)["layers.attention.sink_logits"]
             self.sink_logits = nnx.Param(sinks.init(rngs.params(), sinks.shape, dtype))
@@ -204,8 +206,13 @@ class Attention(nnx.Module):
         sinks = self.sink_logits[...].astype(jnp.float32) if self.config.sink_logits else None
         return model_per_head(self.config, sinks)
 
-    def output(self, mixed: jax.Array) -> jax.Array:
-        """What the heads say, [B, T, H, D] -> [B, T, d]."""
+    def output(self, mixed: jax.Array, x: jax.Array) -> jax.Array:
+        """What the heads say, [B, T, H, D], and attention's input x [B, T, d], which gates it -> [B, T, d]."""
+        if self.config.attention_gate != "none":
+            width = 1 if self.config.attention_gate == "head" else self.config.head_dim
+            act = nnx.sigmoid if self.config.attention_gate_act == "sigmoid" else nnx.softplus
+            gate = act(self.g_proj.to_heads(x, width).astype(jnp.float32))  # [B, T, H, 1 or D]
+            mixed = mixed * gate.astype(mixed.dtype)
         return self.o_proj.from_heads(mixed)
 
     def __call__(
@@ -237,7 +244,7 @@ class Attention(nnx.Module):
             mixed, disagreement = choose(plan.kind, [branches[kind] for kind in context.kinds])
         routed = _is_kind(plan.kind, context.kinds, SWITCH)
         routing = Routing(logit * routed, gate * routed, disagreement)
-        return self.output(mixed), routing, (k, v)
+        return self.output(mixed, x), routing, (k, v)
 
 
 def full_spec(spec: AttentionSpec) -> AttentionSpec:

@@ -21,7 +21,7 @@ _BOUNDS = {
     **dict.fromkeys(
         (
             "attention_scale", "attention_softcap", "logit_softcap", "embedding_multiplier", "residual_multiplier",
-            "logit_multiplier", "swiglu_limit", "swiglu_alpha",
+            "logit_multiplier", "expert_multiplier", "mixture_multiplier", "swiglu_limit", "swiglu_alpha",
         ),
         (1e-6, 1e6),
     ),
@@ -111,9 +111,19 @@ class ModelConfig:
       embedding_multiplier, residual_multiplier, logit_multiplier: factors on the embeddings, on what attention and MLP
         add to the residual stream, and on the output logits before their softcap (Granite, Gemma, Cohere).
       sink_logits: each head has a learned logit that enters the denominator of its softmax only (gpt-oss).
+      attention_gate, attention_gate_act: what a head says is multiplied with a function of a projection of attention's
+        input: one number a head, or one a channel (AFMoE). "none": it is not.
       num_experts, num_experts_per_tok, moe_intermediate_size: the experts of a layer's MLP, how many of them a token
         meets, and the width of one. 0 experts: dense MLPs of width `intermediate_size`.
-      norm_topk_prob: the weights of a token's experts sum to 1.
+      router_scores, router_choice_bias: what a router makes of its logits: probabilities, or each logit's own sigmoid.
+        The experts with the greatest scores are chosen; with a choice bias, a number for each expert is added for that
+        choice alone (DeepSeek-V3, arXiv:2412.19437, Eq. 16).
+      expert_groups, expert_groups_per_tok: experts are chosen from the best of several groups of equal size; a group
+        counts as much as its two best experts (DeepSeek-V3). 1 group: among all.
+      norm_topk_prob: the weights of a token's experts, which are their scores, are divided by their sum.
+      expert_multiplier, mixture_multiplier: factors on those weights, and on what all experts give, the shared one
+        included (Cohere 2 MoE takes the mean of both).
+      shared_expert_intermediate_size: the width of an expert that every token meets; 0: there is none.
       mlp_layer_types: "dense" or "sparse" (experts) for each layer; () means that all are alike.
       fused_experts: the gate and up projections of all experts of a layer are one tensor, their columns by turns
         (gpt-oss).
@@ -154,10 +164,19 @@ class ModelConfig:
     logit_multiplier: float = 1.0
     tie_word_embeddings: bool = False
     sink_logits: bool = False
+    attention_gate: Literal["none", "head", "channel"] = "none"
+    attention_gate_act: Literal["sigmoid", "softplus"] = "sigmoid"
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    router_choice_bias: bool = False
+    expert_groups: int = 1
+    expert_groups_per_tok: int = 1
     norm_topk_prob: bool = False
+    expert_multiplier: float = 1.0
+    mixture_multiplier: float = 1.0
+    shared_expert_intermediate_size: int = 0
     mlp_layer_types: tuple[MlpKind, ...] = ()
     fused_experts: bool = False
     swiglu_limit: float | None = None
@@ -245,6 +264,12 @@ class ModelConfig:
             )
         if self.num_experts and self.moe_intermediate_size < 1:
             raise ConfigError(f"moe_intermediate_size must be above 0, got {self.moe_intermediate_size}")
+        if self.shared_expert_intermediate_size < 0:
+            raise ConfigError(
+                "shared_expert_intermediate_size must be 0 or more, got "
+                f"{self.shared_expert_intermediate_size}"
+            )
+        self._check_groups()
         if self.num_experts * self.num_hidden_layers > MOST_EXPERTS:
             raise ConfigError(
                 f"num_experts ({self.num_experts}) in {self.num_hidden_layers} layers: more than {MOST_EXPERTS} in all"
@@ -264,6 +289,21 @@ class ModelConfig:
                 raise ConfigError(f"mlp_layer_types[{i}] is '{kind}'{nearest(kind, get_args(MlpKind))}")
         if self.num_experts and not self.sparse_layers:
             raise ConfigError("mlp_layer_types is 'dense' in every layer: set num_experts to 0")
+
+    def _check_groups(self) -> None:
+        groups, chosen = self.expert_groups, self.expert_groups_per_tok
+        if not self.num_experts or groups == chosen == 1:
+            return
+        if not 1 <= chosen <= groups or self.num_experts % groups or self.num_experts < 2 * groups:
+            raise ConfigError(
+                f"expert_groups ({groups}) must cut num_experts ({self.num_experts}) into equal groups of at least 2, "
+                f"and expert_groups_per_tok must be from 1 to expert_groups, got {chosen}"
+            )
+        if chosen * (self.num_experts // groups) < self.num_experts_per_tok:
+            raise ConfigError(
+                f"expert_groups_per_tok ({chosen}) of {self.num_experts // groups} experts each are fewer than "
+                f"num_experts_per_tok ({self.num_experts_per_tok})"
+            )
 
     @property
     def rotary_dim(self) -> int:

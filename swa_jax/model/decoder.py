@@ -412,7 +412,10 @@ class Decoder(nnx.Module):
             _, gate = block.attention.route(normed)
             heads = block.attention.per_head()
             mixed, cache = decode_layer(heads, q, k, v, gate, cache, layout, place, plan, context, step)
-            return (block.after_attention(x, block.attention.output(mixed), partition)[0], cache), None
+            return (
+                block.after_attention(x, block.attention.output(mixed, normed), partition)[0],
+                cache,
+            ), None
 
         scanned = (self._plan(context.kinds), layer_places(layout))
         (x, cache), _ = scan_layers(
@@ -458,7 +461,7 @@ class Decoder(nnx.Module):
             _, gate = block.attention.route(normed)
             heads = block.attention.per_head()
             mixed, cache = extend_layer(heads, q, k, v, gate, cache, layout, place, plan, context, chunk)
-            return (block.after_attention(x, block.attention.output(mixed), alone)[0], cache), None
+            return (block.after_attention(x, block.attention.output(mixed, normed), alone)[0], cache), None
 
         scanned = (self._plan(context.kinds), layer_places(layout))
         (x, cache), _ = scan_layers(self.layers, layer, (self.embed(tokens[None], alone), cache), scanned)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layers import activated, linear
+from swa_jax.model.layers import GatedMLP, activated, linear
 from swa_jax.model.parameters import declared
 from swa_jax.model.sharding import Partition
 
@@ -26,7 +26,7 @@ class ExpertLoad(NamedTuple):
     """What a layer's router did with the tokens that are not padding; the load-balancing loss is made of it."""
 
     chosen: jax.Array  # [E] f32: tokens that chose each expert
-    probability: jax.Array  # [E] f32: the sum over tokens of its probability
+    probability: jax.Array  # [E] f32: the sum over tokens of its share of all experts' scores
 
 
 class Choice(NamedTuple):
@@ -52,19 +52,33 @@ class MixtureOfExperts(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.config = config
-        self.expert_router = linear("layers.experts.expert_router", config, dtype, rngs)
+        wide = jnp.dtype(jnp.float32)  # as that of SwiAttn (`swa_jax.model.attention.Router`)
+        self.expert_router = linear("layers.experts.expert_router", config, wide, rngs)
+        if config.router_choice_bias:
+            bias = declared(config)["layers.experts.expert_router.choice_bias"]
+            setattr(self.expert_router, bias.path[-1], nnx.Param(bias.init(rngs.params(), bias.shape, wide)))
         for name in (
             ("gate_up_proj", "down_proj") if config.fused_experts else ("gate_proj", "up_proj", "down_proj")
         ):
             setattr(self, name, StackedLinear(f"layers.experts.{name}", config, dtype, rngs))
+        if config.shared_expert_intermediate_size:
+            self.shared_expert = GatedMLP(config, dtype, rngs, "layers.experts.shared_expert")
 
     def __call__(
         self, x: jax.Array, counted: jax.Array | None = None, partition: Partition | None = None
     ) -> tuple[jax.Array, ExpertLoad]:
         """x [B, T, d], counted [B, T] bool (which tokens are not padding) -> [B, T, d] and the load of the experts."""
-        if counted is None:
-            counted = jnp.ones(x.shape[:2], bool)
+        y, load = self._chosen(x, jnp.ones(x.shape[:2], bool) if counted is None else counted, partition)
+        if self.config.shared_expert_intermediate_size:
+            y = y + self.shared_expert(x)
+        return y if self.config.mixture_multiplier == 1 else y * self.config.mixture_multiplier, load
+
+    def _chosen(
+        self, x: jax.Array, counted: jax.Array, partition: Partition | None
+    ) -> tuple[jax.Array, ExpertLoad]:
+        """What the experts that each token chose give."""
         weights = nnx.to_pure_dict(nnx.state(self))
+        weights.pop("shared_expert", None)
         if partition is None:
             return _mixture(x, counted, weights, self.config, None)
         rows = partition.spec("batch", "sequence")
@@ -101,8 +115,9 @@ def _mixture(
     """One device's tokens x [B, T, d]; inside shard_map where there is a partition."""
     tokens = x.reshape(-1, x.shape[-1])  # [N, d]
     logits = router_logits(tokens, weights["expert_router"])
-    choice = choose_experts(logits, config)
-    load = _load(logits, choice, counted.reshape(-1))
+    scores = jax.nn.sigmoid(logits) if config.router_scores == "sigmoid" else jax.nn.softmax(logits)
+    choice = choose_experts(logits, scores, weights["expert_router"].get("choice_bias"), config)
+    load = _load(scores, choice, counted.reshape(-1))
     if partition is None:
         return _experts(tokens, choice, weights, config).reshape(x.shape), load
     rules = partition.rules
@@ -134,20 +149,40 @@ def router_logits(tokens: jax.Array, router: Any) -> jax.Array:
     return logits + router["bias"].astype(jnp.float32) if "bias" in router else logits
 
 
-def choose_experts(logits: jax.Array, config: ModelConfig) -> Choice:
-    """The experts with the greatest logits [N, E], and their probabilities: among all, or (`norm_topk_prob`) among the
-    chosen, which is the same as to divide by their sum."""
-    top, experts = lax.top_k(logits, config.num_experts_per_tok)
+def choose_experts(
+    logits: jax.Array, scores: jax.Array, bias: jax.Array | None, config: ModelConfig
+) -> Choice:
+    """The experts that each token meets, and their weights.
+
+    Args:
+      logits, scores: [N, E] f32; the scores grow with the logits.
+      bias: [E], added to the scores for the choice alone.
+    """
+    wanted = logits  # which differ where scores are rounded to one number
+    if bias is not None or config.expert_groups > 1:
+        wanted = scores if bias is None else scores + bias.astype(jnp.float32)
+    if config.expert_groups > 1:
+        wanted = _of_best_groups(wanted, config)
+    _, experts = lax.top_k(wanted, config.num_experts_per_tok)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.norm_topk_prob:
-        return Choice(experts, jax.nn.softmax(top))
-    return Choice(experts, jnp.exp(top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)))
+        weights /= jnp.sum(weights, axis=-1, keepdims=True) + 1e-20
+    return Choice(experts, weights * config.expert_multiplier)
 
 
-def _load(logits: jax.Array, choice: Choice, counted: jax.Array) -> ExpertLoad:
-    chose = (choice.experts[..., None] == jnp.arange(logits.shape[-1])).any(1)  # [N, E]
-    return ExpertLoad(
-        *(jnp.sum(x * counted[:, None], axis=0) for x in (chose.astype(jnp.float32), jax.nn.softmax(logits)))
-    )
+def _of_best_groups(wanted: jax.Array, config: ModelConfig) -> jax.Array:
+    """[N, E], -inf for experts of other groups than the best; a group counts as much as its two best experts."""
+    grouped = wanted.reshape(len(wanted), config.expert_groups, -1)  # [N, G, E / G]
+    worth = jnp.sum(lax.top_k(grouped, 2)[0], axis=-1)
+    _, best = lax.top_k(worth, config.expert_groups_per_tok)
+    among = (best[..., None] == jnp.arange(config.expert_groups)).any(1)  # [N, G]
+    return jnp.where(among[..., None], grouped, -jnp.inf).reshape(wanted.shape)
+
+
+def _load(scores: jax.Array, choice: Choice, counted: jax.Array) -> ExpertLoad:
+    chose = (choice.experts[..., None] == jnp.arange(scores.shape[-1])).any(1)  # [N, E]
+    shares = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
+    return ExpertLoad(*(jnp.sum(x * counted[:, None], axis=0) for x in (chose.astype(jnp.float32), shares)))
 
 
 def _experts(

@@ -43,11 +43,12 @@ class Norm(nnx.Module):
 class GatedMLP(nnx.Module):
     """`down(act(gate(x)) * up(x))`, x [B, T, d]: SwiGLU with "silu", GeGLU with "gelu_tanh"."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, path: str = "layers.mlp"):
+        """`path` is the module's place in the decoder: what is declared there says its width."""
         self.config = config
-        self.gate_proj = linear("layers.mlp.gate_proj", config, dtype, rngs)
-        self.up_proj = linear("layers.mlp.up_proj", config, dtype, rngs)
-        self.down_proj = linear("layers.mlp.down_proj", config, dtype, rngs)
+        self.gate_proj = linear(f"{path}.gate_proj", config, dtype, rngs)
+        self.up_proj = linear(f"{path}.up_proj", config, dtype, rngs)
+        self.down_proj = linear(f"{path}.down_proj", config, dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down_proj(activated(self.gate_proj(x), self.up_proj(x), self.config))

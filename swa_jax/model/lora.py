@@ -21,7 +21,7 @@ from swa_jax.model.parameters import Parameter, low_rank, parameters
 from swa_jax.settings import nearest
 
 # Every projection that can be adapted, and the part of a layer that it is in: no model's sizes change them.
-_ANY_MODEL = ModelConfig(1, 1, 1, 1, 1, 1, 2)
+_ANY_MODEL = ModelConfig(1, 1, 1, 1, 1, 1, 2, attention_gate="head")
 TARGETS = {row.projection: row.path[-3] for row in parameters(_ANY_MODEL) if row.projection is not None}
 
 

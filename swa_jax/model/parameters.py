@@ -20,6 +20,7 @@ from jax.nn.initializers import Initializer
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.draws import normal
 
+ROUTERS = frozenset(("router", "expert_router"))  # modules whose parameters are f32 in a model of any dtype
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's names
 
 
@@ -60,8 +61,9 @@ class Parameter:
 
     @property
     def projection(self) -> str | None:
-        """The module that LoRA can adapt, such as "q_proj"; None for what is no projection [in, out]."""
-        return self.path[-2] if self.matrix and len(self.shape) == 2 else None
+        """The module that LoRA can adapt, such as "q_proj"; None for what is no projection [in, out], and for experts,
+        the shared one included."""
+        return self.path[-2] if self.matrix and "experts" not in self.path else None
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
@@ -146,6 +148,11 @@ def _attention(config: ModelConfig, routed: bool) -> list[Parameter]:
         by_head = config.qk_norm_over == "head"
         for name, whole in (("q_norm", queries), ("k_norm", keys)):
             rows.append(_norm(f"attention.{name}", f"self_attn.{name}", size if by_head else whole, config))
+    if config.attention_gate != "none":
+        width = config.num_attention_heads if config.attention_gate == "head" else queries
+        rows += _projection(
+            "attention.g_proj", "self_attn.g_proj", (d, width), ("embed", "heads"), False, config
+        )
     if config.sink_logits:
         draw = normal(config.initializer_range)
         heads = (config.num_attention_heads,)
@@ -159,24 +166,32 @@ def _attention(config: ModelConfig, routed: bool) -> list[Parameter]:
 
 
 def _mlp(config: ModelConfig) -> list[Parameter]:
-    d, f = config.hidden_size, config.intermediate_size
-    rows = []
+    return _gated("mlp", "mlp", config.intermediate_size, config)
+
+
+def _gated(path: str, hf_name: str, f: int, config: ModelConfig) -> list[Parameter]:
+    """A gated MLP of width f."""
+    d, rows = config.hidden_size, []
     for name, shape, axes in (
         ("gate_proj", (d, f), ("embed", "mlp")),
         ("up_proj", (d, f), ("embed", "mlp")),
         ("down_proj", (f, d), ("mlp", "embed")),
     ):
-        rows += _projection(f"mlp.{name}", f"mlp.{name}", shape, axes, config.mlp_bias, config)
+        rows += _projection(f"{path}.{name}", f"{hf_name}.{name}", shape, axes, config.mlp_bias, config)
     return rows
 
 
 def _experts(config: ModelConfig) -> list[Parameter]:
-    """The MLPs of experts, stacked, and the router that chooses among them."""
+    """The MLPs of experts, stacked, the router that chooses among them, and the expert that all tokens meet."""
     d, f, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
     zeros = nnx.initializers.zeros if config.mlp_bias else None
     draw = normal(config.initializer_range)
     router = "mlp.router" if config.fused_experts else "mlp.gate"
     rows = _linear("experts.expert_router", router, (d, count), (None, None), config, bias_init=zeros)
+    if config.router_choice_bias:
+        path = ("experts", "expert_router", "choice_bias")
+        hf_name = f"{router}.e_score_correction_bias"
+        rows.append(Parameter(path, (count,), (None,), nnx.initializers.zeros, hf_name))
     up = {"gate_up_proj": 2 * f} if config.fused_experts else {"gate_proj": f, "up_proj": f}
     shapes = {name: ((d, width), ("embed", "mlp")) for name, width in up.items()}
     for name, (shape, axes) in (shapes | {"down_proj": ((f, d), ("mlp", "embed"))}).items():
@@ -195,6 +210,8 @@ def _experts(config: ModelConfig) -> list[Parameter]:
                     experts_per_token=config.num_experts_per_tok,
                 )
             )  # fmt: skip
+    if (width := config.shared_expert_intermediate_size) > 0:
+        rows += _gated("experts.shared_expert", "mlp.shared_experts", width, config)
     return rows
 
 

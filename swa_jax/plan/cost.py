@@ -192,7 +192,10 @@ def _ends(work: Workload) -> int:
 
 def _mlp_width(model: ModelConfig, expert: int) -> float:
     """Numbers of a token in the middle of a layer's MLP, the mean of all layers, on one of so many devices."""
-    rows = expert * model.num_experts_per_tok * model.moe_intermediate_size
+    rows = (
+        expert * model.num_experts_per_tok * model.moe_intermediate_size
+        + model.shared_expert_intermediate_size
+    )
     dense = len(model.dense_layers) * model.intermediate_size
     return (dense + len(model.sparse_layers) * rows) / model.num_hidden_layers
 

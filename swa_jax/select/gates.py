@@ -127,7 +127,8 @@ def gated_loss(
 
     def layer(x: jax.Array, block: Block, scanned: tuple) -> tuple[jax.Array, None]:
         row, open_, whole = scanned
-        q, k, v = block.attention.qkv(block.attention_input(x), row, context)
+        read = block.attention_input(x)
+        q, k, v = block.attention.qkv(read, row, context)
         attend = functools.partial(attention_on_mesh, q, k, v, partition=partition)
         heads, packing = block.attention.per_head(), context.packing
 
@@ -138,7 +139,7 @@ def gated_loss(
         other = full() if whole is None else jax.lax.cond(whole, full, lambda: jax.lax.stop_gradient(full()))
         open_ = jnp.repeat(open_, q.shape[2] // k.shape[2])[:, None].astype(q.dtype)  # [H, 1]
         mixed = windowed + open_ * (other - windowed)
-        return block.after_attention(x, block.attention.output(mixed), partition)[0], None
+        return block.after_attention(x, block.attention.output(mixed, read), partition)[0], None
 
     x = model.embed(batch.tokens, partition)
     x, _ = scan_layers(model.layers, layer, x, (plan, gates, through), wrap=jax.checkpoint)

@@ -327,12 +327,13 @@ def _full_layer(
     block: Block, x: jax.Array, probe: jax.Array | float, plan: LayerPlan, context: AttentionContext
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     """One layer under full attention, `probe` [B, T, H, D] being added to what its heads say; also its q, k, v."""
-    q, k, v = block.attention.qkv(block.attention_input(x), plan, context)
+    read = block.attention_input(x)
+    q, k, v = block.attention.qkv(read, plan, context)
     mixed = attention(
         q, k, v, context.spec, q_segment_ids=context.segment_ids, **block.attention.per_head()._asdict()
     )
     assert isinstance(mixed, jax.Array)
-    return block.after_attention(x, block.attention.output(mixed + probe))[0], (q, k, v)
+    return block.after_attention(x, block.attention.output(mixed + probe, read))[0], (q, k, v)
 
 
 def _full_attention(model: Decoder, segment_ids: jax.Array) -> tuple[LayerPlan, AttentionContext]:

@@ -106,8 +106,19 @@ def test_a_dense_model_is_written_as_mellum_without_experts():
     assert not {"num_experts", "num_local_experts", "moe_intermediate_size"} & served.hf.keys()
 
 
-def test_every_family_has_a_class_on_vllm_or_is_ours():
-    assert set(FAMILIES) - set(SERVERS["vllm"].classes) == {"swat"}
+def test_every_family_has_a_class_on_vllm_or_is_ours_or_was_not_looked_at():
+    """Those that were not looked at are refused in a sentence, whatever the pattern."""
+    unknown = set(FAMILIES) - set(SERVERS["vllm"].classes) - {"swat"}
+    assert unknown == {"afmoe", "cohere2_moe", "exaone_moe"}
+    for model in ("afmoe-hybrid", "cohere2-moe-hybrid", "exaone-moe-hybrid"):
+        hf = hf_of(model)
+        for server in SERVERS:
+            with pytest.raises(
+                ConfigError, match=f"cannot run this pattern: it has no class that runs {hf['model_type']}"
+            ):
+                served_config(server, hf, patterns(5)["full"])
+            with pytest.raises(ConfigError, match=f"has no class for model_type '{hf['model_type']}'"):
+                served_config(server, hf, patterns(5)["even"], as_full=True)
 
 
 def test_a_window_that_a_class_counts_otherwise_is_written_one_shorter():

@@ -16,7 +16,7 @@ from swa_jax.model.lora import LoraConfig, with_lora
 from swa_jax.model.pattern import AttentionPattern
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
-ALL = (*ATTENTION, "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL = (*ATTENTION, "o_proj", "g_proj", "gate_proj", "up_proj", "down_proj")
 CASES = {
     "SWAA": (LoraConfig(rank=4, alpha=32.0, dropout=0.1), ATTENTION),
     "all, rsLoRA": (LoraConfig(rank=3, alpha=6.0, rs_lora=True), ALL),

@@ -100,3 +100,90 @@ def test_what_no_other_family_can_say_of_experts():
     hf, notice = apply_pattern(hf_config(config), AttentionPattern((WINDOW, FULL, WINDOW), 5))
     assert (hf["model_type"], hf_pattern(hf).layer_types) == ("mixtral", (FULL,) * 3)
     assert "cannot express this pattern" in notice
+
+
+def test_afmoe_routes_by_sigmoids_and_gates_attention():
+    config = config_of("afmoe", **SPARSE, num_shared_experts=3, route_scale=2.5, mup_enabled=True)
+    assert (config.mlp_layer_types, config.head_dim) == (("dense", "sparse", "sparse"), 128)
+    assert (config.router_scores, config.router_choice_bias, config.norm_topk_prob) == ("sigmoid", True, True)
+    assert (config.expert_multiplier, config.shared_expert_intermediate_size) == (2.5, 48)
+    assert (config.attention_gate, config.embedding_multiplier) == ("channel", 24**0.5)
+    assert config.rope_layers == ()
+    types = hf_pattern({"model_type": "afmoe", **SIZES, "global_attn_every_n_layers": 2})
+    assert (types.layer_types, types.sliding_window) == ((WINDOW, FULL, WINDOW), 1024)
+    assert config_of("afmoe", **SPARSE, global_attn_every_n_layers=2).rope_layers[1] == "none"
+    dense = config_of("afmoe", **SPARSE, num_dense_layers=3)
+    assert (dense.num_experts, dense.shared_expert_intermediate_size) == (0, 0)
+
+
+def test_exaone_moe_takes_experts_of_the_best_groups():
+    keys = {"num_hidden_layers": 5, "n_group": 2, "topk_group": 2, "layer_types": None}
+    config = config_of("exaone_moe", **SPARSE | keys, first_k_dense_replace=2)
+    assert config.sparse_layers == (2, 3, 4)
+    assert (config.expert_groups, config.expert_groups_per_tok, config.expert_multiplier) == (2, 2, 2.5)
+    assert config.rope_layers == ("global",) * 3 + ("none", "global")
+    assert config_of("exaone_moe", **SPARSE, sliding_window=None).rope_layers == ()
+    assert config.norm_placement == "pre"
+
+
+def test_cohere2_moe_turns_its_dense_layers():
+    keys = {"num_experts": 4, "num_hidden_layers": 4, "prefix_dense_intermediate_size": 52}
+    config = config_of("cohere2_moe", **keys, first_k_dense_replace=1, sliding_window_pattern=2)
+    assert config.dense_layers == (0,)
+    assert config.rope_layers == ("global", "global", "none", "global")
+    assert (config.intermediate_size, config.moe_intermediate_size) == (52, 32)
+    assert (config.norm_type, config.mixture_multiplier, config.norm_topk_prob) == ("layer", 1.0, True)
+    shared = {"num_shared_experts": 2, "expert_selection_fn": "sigmoid", "norm_topk_prob": False}
+    config = config_of("cohere2_moe", **keys, **shared, rms_norm_eps=1e-6)
+    assert (config.norm_type, config.rms_norm_eps, config.mixture_multiplier) == ("rms", 1e-6, 0.5)
+    assert (config.shared_expert_intermediate_size, config.router_scores) == (64, "sigmoid")
+    assert config.norm_topk_prob is False
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "sentence"),
+    [
+        ("afmoe", {"num_dense_layers": -1}, "num_dense_layers must be a whole number, got -1"),
+        ("afmoe", {"num_shared_experts": "2"}, "num_shared_experts must be a whole number, got '2'"),
+        ("afmoe", {"route_scale": "2"}, "route_scale must be a number, got '2'"),
+        ("afmoe", {"mup_enabled": "yes"}, "mup_enabled must be true or false, got 'yes'"),
+        ("exaone_moe", {"n_group": 3}, r"expert_groups \(3\) must cut num_experts \(4\)"),
+        ("exaone_moe", {"routed_scaling_factor": [1]}, r"routed_scaling_factor must be a number, got \[1\]"),
+        ("exaone_moe", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types has 1 entries for 3 layers"),
+        (
+            "cohere2_moe",
+            {"expert_selection_fn": "relu"},
+            "expert_selection_fn is 'relu'; known: sigmoid, softmax",
+        ),
+        (
+            "cohere2_moe",
+            {"shared_expert_combination_strategy": 3},
+            "shared_expert_combination_strategy is 3; known: average, sum",
+        ),
+        ("cohere2_moe", {"prefix_dense_sliding_window_pattern": 0}, "must be a whole number above 0, got 0"),
+    ],
+)
+def test_routing_that_cannot_be(family, keys, sentence):
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        config_of(family, **SPARSE | keys)
+    assert "\n" not in str(caught.value)
+
+
+NEW = {
+    "afmoe": {"route_scale": 1.5, "num_dense_layers": 1, "global_attn_every_n_layers": 2},
+    "exaone_moe": {"n_group": 2, "topk_group": 2, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    "cohere2_moe": {"num_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window_pattern": 2},
+}
+
+
+@pytest.mark.parametrize("family", NEW)
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"num_shared_experts": 3}], ids=str)
+def test_what_a_family_writes_reads_as_the_same_model_and_pattern(family, changes):
+    hf = {"model_type": family, **SIZES, **SPARSE, **NEW[family], **changes}
+    config, pattern = model_config(hf), hf_pattern(hf)
+    written = hf_config(config, pattern)
+    assert written["model_type"] == family
+    assert (model_config(written), hf_pattern(written)) == (config, pattern)
+    full = AttentionPattern((FULL,) * 3)
+    out, notice = apply_pattern(hf, full)
+    assert (model_config(out), hf_pattern(out), notice) == (config, full, None)

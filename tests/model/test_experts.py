@@ -11,19 +11,19 @@ import pytest
 from flax import nnx
 from kernels.tolerances import assert_close
 from safetensors.numpy import load_file
-from tiny_models import EXPERTS, FUSED_EXPERTS, MIXED, PLAIN, make
+from tiny_models import EXPERTS, FUSED_EXPERTS, MIXED, PLAIN, SHARED_EXPERTS, SOFTMAX, make
 
 import swa_jax
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.errors import ConfigError
 from swa_jax.families import model_config
-from swa_jax.model.attention import cast_parameters
+from swa_jax.model.attention import Attention, cast_parameters
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.experts import MixtureOfExperts
 from swa_jax.model.flops import matrix_parameters
 from swa_jax.model.layers import activated
-from swa_jax.model.lora import LoraConfig, trained_and_frozen, with_lora
+from swa_jax.model.lora import LoraConfig, merge_lora, trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.train.objectives import load_balancing_loss
 
@@ -40,6 +40,13 @@ VARIANTS = {
     "all experts": dataclasses.replace(EXPERTS, num_experts_per_tok=5),
     "a single expert": dataclasses.replace(EXPERTS, num_experts=1, num_experts_per_tok=1),
     "gelu": dataclasses.replace(EXPERTS, hidden_act="gelu_tanh"),
+    "sigmoids": dataclasses.replace(EXPERTS, router_scores="sigmoid", expert_multiplier=0.6),
+    "sigmoids as they are": dataclasses.replace(EXPERTS, router_scores="sigmoid", norm_topk_prob=False),
+    "probabilities, biased choice": dataclasses.replace(
+        EXPERTS, router_choice_bias=True, mixture_multiplier=0.5
+    ),
+    "shared expert": dataclasses.replace(EXPERTS, shared_expert_intermediate_size=7, mlp_bias=True),
+    "groups, biased choice, shared expert": SHARED_EXPERTS,
 }
 
 
@@ -63,18 +70,27 @@ def by_every_expert(module: MixtureOfExperts, x: jax.Array) -> jax.Array:
 
     router = weights["expert_router"]
     logits = jnp.matmul(x, router["kernel"], precision=highest) + router.get("bias", 0)
-    probability = jax.nn.softmax(logits)
-    smallest = jnp.sort(logits, axis=-1)[..., -config.num_experts_per_tok, None]
-    weight = jnp.where(logits >= smallest, probability, 0)
+    probability = jax.nn.sigmoid(logits) if config.router_scores == "sigmoid" else jax.nn.softmax(logits)
+    wanted = probability + router.get("choice_bias", 0)
+    if config.expert_groups > 1:  # one group after the other, where the mixture takes the best of all
+        groups = jnp.split(wanted, config.expert_groups, axis=-1)
+        worth = jnp.stack([jnp.sort(group, axis=-1)[..., -2:].sum(-1) for group in groups], axis=-1)
+        least = jnp.sort(worth, axis=-1)[..., -config.expert_groups_per_tok, None]
+        wanted = jnp.where(jnp.repeat(worth >= least, wanted.shape[-1] // len(groups), axis=-1), wanted, -9.0)
+    smallest = jnp.sort(wanted, axis=-1)[..., -config.num_experts_per_tok, None]
+    weight = jnp.where(wanted >= smallest, probability, 0)
     if config.norm_topk_prob:
         weight /= weight.sum(-1, keepdims=True)
+    weight *= config.expert_multiplier
     if config.fused_experts:
         both = apply(x, "gate_up_proj")
         gate, up = both[..., ::2], both[..., 1::2]
     else:
         gate, up = apply(x, "gate_proj"), apply(x, "up_proj")
     y = apply(activated(gate, up, config), "down_proj")
-    return jnp.einsum("...ed,...e->...d", y, weight, precision=highest)
+    routed = jnp.einsum("...ed,...e->...d", y, weight, precision=highest)
+    shared = module.shared_expert(x) if config.shared_expert_intermediate_size else 0
+    return config.mixture_multiplier * (routed + shared)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -95,6 +111,40 @@ def test_a_mixture_is_the_weighted_sum_of_its_experts(name):
     assert np.abs(theirs).max() > 0.1
     assert_close(ours, theirs, "float32")
     assert_close(gradients, expected, "float32", gradient=True)
+
+
+def test_the_bias_chooses_experts_but_does_not_weigh_them():
+    module = mixture(dataclasses.replace(SHARED_EXPERTS, expert_groups=1, expert_groups_per_tok=1))
+    x = jax.random.normal(jax.random.key(2), (1, 7, PLAIN.hidden_size))
+    module.expert_router.choice_bias[...] = jnp.array([0.0, 9.0, 0.0, 0.0, 8.0, 0.0])
+    first, load = module(x)
+    np.testing.assert_array_equal(load.chosen, [0, 7, 0, 0, 7, 0])
+    module.expert_router.choice_bias[...] *= 2
+    np.testing.assert_array_equal(module(x)[0], first)
+    kernel = jax.grad(lambda bias: module(x)[0].sum() + 0 * bias.sum())(module.expert_router.choice_bias[...])
+    np.testing.assert_array_equal(kernel, 0)
+
+
+def test_groups_leave_out_a_good_expert_of_a_poor_group():
+    module = mixture(dataclasses.replace(SHARED_EXPERTS, expert_groups_per_tok=1))
+    module.expert_router.choice_bias[...] = jnp.array([9.0, 0.0, 6.0, 6.0, 5.0, 0.0])
+    x = jax.random.normal(jax.random.key(2), (1, 7, PLAIN.hidden_size))
+    np.testing.assert_array_equal(module(x)[1].chosen, [0, 0, 7, 7, 0, 0])
+
+
+@pytest.mark.parametrize("gate", ["head", "channel"])
+@pytest.mark.parametrize("act", ["sigmoid", "softplus"])
+def test_attention_is_gated_by_what_it_reads(gate, act):
+    config = dataclasses.replace(SOFTMAX, attention_gate=gate, attention_gate_act=act)
+    attention = Attention(config, False, jnp.dtype(jnp.float32), nnx.Rngs(0))
+    heads, size = config.num_attention_heads, config.head_dim
+    mixed = jax.random.normal(jax.random.key(0), (2, 3, heads, size))
+    x = jax.random.normal(jax.random.key(1), (2, 3, config.hidden_size))
+    numbers = (x @ attention.g_proj.kernel[...]).reshape(2, 3, heads, -1)
+    assert numbers.shape[-1] == {"head": 1, "channel": size}[gate]
+    factor = {"sigmoid": 1 / (1 + jnp.exp(-numbers)), "softplus": jnp.log(1 + jnp.exp(numbers))}[act]
+    expected = (mixed * factor).reshape(2, 3, -1) @ attention.o_proj.kernel[...]
+    assert_close(attention.output(mixed, x), expected, "float32")
 
 
 def test_tokens_that_all_choose_one_expert_are_all_computed():
@@ -167,8 +217,25 @@ def test_operations_of_experts_are_those_that_a_token_meets():
     attention = 24 * 8 * (4 + 2 + 2) + 4 * 8 * 24
     expert = 3 * 24 * 12
     assert matrix_parameters(EXPERTS) == 4 * (attention + 2 * expert) + 24 * 61
+    gate, shared = 24 * 4 * 8, 3 * 24 * 10
+    shared_experts = dataclasses.replace(
+        EXPERTS, attention_gate="channel", shared_expert_intermediate_size=10
+    )
+    assert matrix_parameters(shared_experts) == 4 * (attention + gate + 2 * expert + shared) + 24 * 61
     dense = 3 * 24 * 40
     assert matrix_parameters(MIXED) == 4 * attention + 2 * 2 * expert + 2 * dense + 24 * 61
+
+
+def test_lora_adapts_the_gate_of_attention_but_no_shared_expert():
+    config = dataclasses.replace(SHARED_EXPERTS, mlp_layer_types=())
+    model = Decoder(config, make("FFFF"), rngs=nnx.Rngs(0))
+    with pytest.raises(ConfigError, match="names 'up_proj', which a llama model does not have"):
+        with_lora(model, LoraConfig(targets=("up_proj",)), nnx.Rngs(0))
+    adapted = with_lora(model, LoraConfig(rank=2, targets=("g_proj",)), nnx.Rngs(0))
+    adapted.layers.attention.g_proj.lora_b[...] += 1.0
+    tokens = jnp.arange(5)[None]
+    assert np.abs(adapted(tokens) - model(tokens)).max() > 0.01
+    assert_close(merge_lora(adapted)(tokens), adapted(tokens), "float32")
 
 
 def test_lora_adapts_attention_but_no_experts():
@@ -196,6 +263,24 @@ def test_lora_adapts_attention_but_no_experts():
         ),
         ({"mlp_layer_types": ("dense",) * 4}, "'dense' in every layer: set num_experts to 0"),
         ({"num_experts": 0, "mlp_layer_types": ("sparse", "dense") * 2}, "num_experts must be above 0"),
+        (
+            {"shared_expert_intermediate_size": -1},
+            "shared_expert_intermediate_size must be 0 or more, got -1",
+        ),
+        (
+            {"expert_groups": 2},
+            r"expert_groups \(2\) must cut num_experts \(5\) into equal groups of at least 2",
+        ),
+        ({"num_experts": 6, "expert_groups": 6}, r"expert_groups \(6\) must cut"),
+        (
+            {"num_experts": 6, "expert_groups": 3, "expert_groups_per_tok": 4},
+            "from 1 to expert_groups, got 4",
+        ),
+        (
+            {"num_experts": 6, "expert_groups": 3, "num_experts_per_tok": 3},
+            r"expert_groups_per_tok \(1\) of 2 experts each are fewer than num_experts_per_tok \(3\)",
+        ),
+        ({"expert_multiplier": 0}, "expert_multiplier must be from 1e-06"),
         (
             {"sink_logits": True, "attention_activation": "sigmoid"},
             "sink_logits enter the denominator of a softmax",

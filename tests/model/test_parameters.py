@@ -9,7 +9,17 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
-from tiny_models import BYTES, EXPERTS, FUSED_EXPERTS, MIXED, PARALLEL, SANDWICH, SIGMOID, SOFTMAX
+from tiny_models import (
+    BYTES,
+    EXPERTS,
+    FUSED_EXPERTS,
+    MIXED,
+    PARALLEL,
+    SANDWICH,
+    SHARED_EXPERTS,
+    SIGMOID,
+    SOFTMAX,
+)
 
 from swa_jax.checkpoint import tensor_names as names
 from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
@@ -52,6 +62,10 @@ MODELS = committed() | {
     "tiny experts": EXPERTS,
     "tiny experts and dense layers": MIXED,
     "tiny fused experts": FUSED_EXPERTS,
+    "tiny shared experts": SHARED_EXPERTS,
+    "a gate a head": dataclasses.replace(
+        SHARED_EXPERTS, attention_gate="head", expert_groups=1, expert_groups_per_tok=1
+    ),
     "norms after": dataclasses.replace(SANDWICH, norm_placement="post"),
     "every bias": dataclasses.replace(
         SOFTMAX, attention_out_bias=True, mlp_bias=True, tie_word_embeddings=False, router_bias_init=-2.0
