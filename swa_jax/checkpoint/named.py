@@ -15,7 +15,6 @@ changes.
 from __future__ import annotations
 
 import importlib.resources
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ from swa_jax.checkpoint import folder
 from swa_jax.checkpoint.adapter import ADAPTER_CONFIG, merge_adapter
 from swa_jax.checkpoint.folder import CONFIG_FILE, WEIGHTS, content_sum, open_checkpoint
 from swa_jax.checkpoint.hf_import import VERSION, import_model
-from swa_jax.checkpoint.sources import HUB_ID, cached_snapshot
+from swa_jax.checkpoint.sources import GGUF, GGUF_PART, HUB_ID, cached_snapshot
 from swa_jax.errors import CheckpointError
 from swa_jax.files import cache_folder, check_local, read_json, sum_of, sum_of_file, sum_of_json
 from swa_jax.model.config import ModelConfig
@@ -40,7 +39,6 @@ NAMES = (
     "a checkpoint folder, a Hugging Face folder, a GGUF file, the id of a model in Hugging Face's cache, a PEFT "
     "adapter folder, or a bundled model: chains or recall"
 )
-_SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf")  # the end of the name of a GGUF file in several
 _READ = ("*.json", "*.jinja", "*.txt", "*.safetensors")  # what decides about a model, in its folder
 
 
@@ -118,7 +116,7 @@ def bundled(name: str) -> Path:
 def _find(name: str | Path) -> Path:
     """Where a model lies on this machine."""
     path = Path(name).expanduser()
-    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
+    if path.is_dir() or (path.suffix.lower() == GGUF and path.is_file()):
         return path
     if str(name) in BUNDLED:
         return bundled(str(name))
@@ -164,15 +162,15 @@ def _title(name: str | Path, source: Path) -> str:
     """Of a folder in the cache: what a person would call the model."""
     if HUB_ID.fullmatch(str(name)) and source != Path(name).expanduser():
         return str(name).replace("/", "--")
-    return source.resolve().name.removesuffix(".gguf")
+    return source.resolve().name.removesuffix(GGUF)
 
 
 def _files(source: Path) -> list[Path]:
     """The files that decide what a model computes."""
     if source.is_dir():
         return sorted(file for kind in _READ for file in source.glob(kind))
-    split = _SPLIT.search(source.name)
-    return sorted(source.parent.glob(f"{source.name[: split.start()]}-*.gguf")) if split else [source]
+    part = GGUF_PART.fullmatch(source.name)
+    return sorted(source.parent.glob(f"{part[1]}-*-of-{part[3]}{GGUF}")) if part else [source]
 
 
 def _sum(file: Path) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from swa_jax.errors import CheckpointError, ConfigError, UnreachableError, reason
 
 GGUF = ".gguf"
+GGUF_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # a file of a model in several
 SCHEMES = ("hf", "gs", "s3", "az")
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs", "az": "adlfs"}
 HUB_ID = re.compile(r"(?:hf://)?([\w.-]+/[\w.-]+?)(?:@([^@]+))?/?")

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import fails, run
+from gguf_files import write_gguf
 from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
 
@@ -38,20 +39,27 @@ def in_hub_cache(folder: Path, repository: str) -> None:
 
 
 def test_every_name_of_a_model_gives_the_same_model(tmp_path):
-    golden = GOLDEN / "qwen3-hybrid"
+    golden = GOLDEN / "gemma3-hybrid"
     in_hub_cache(golden, "someone/small")
+    (tmp_path / "parts").mkdir()
+    write_gguf(tmp_path / "parts" / "a.gguf", golden, split_tensors=20)
     names = [
         import_model(golden, tmp_path / "checkpoint"),
         golden,
-        "tests/golden/qwen3-hybrid",
+        "tests/golden/gemma3-hybrid",
         "someone/small",
     ]
     tokens = load_file(golden / "golden.safetensors")["tokens"]
     expected = np.asarray(swa_jax.load_model(names[0])(tokens))
     for name in names[1:]:
         np.testing.assert_array_equal(swa_jax.load_model(name)(tokens), expected)
+    parts = sorted((tmp_path / "parts").glob("*.gguf"))
+    assert len(parts) > 2
+    for part in parts:
+        np.testing.assert_allclose(swa_jax.load_model(part)(tokens), expected, atol=1e-5)
     made = sorted(folder.name[:-13] for folder in (tmp_path / "ours" / "models").iterdir())
-    assert made == ["qwen3-hybrid", "someone--small"]  # the folder's two names are one content
+    # The folder's two names are one content, and so are the parts of a split file.
+    assert made == [parts[0].stem, "gemma3-hybrid", "someone--small"]
     assert model_folder("recall").name.startswith("recall-")
 
 

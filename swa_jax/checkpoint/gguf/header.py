@@ -7,7 +7,6 @@ makes an array of every item, so that a damaged count never ends; this one belie
 from __future__ import annotations
 
 import math
-import re
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
 
-from swa_jax.checkpoint.sources import GGUF, ModelFile, ModelFolder, OpenedFile, RemoteFile
+from swa_jax.checkpoint.sources import GGUF, GGUF_PART, ModelFile, ModelFolder, OpenedFile, RemoteFile
 from swa_jax.errors import CheckpointError
 
 MAGIC = b"GGUF"
@@ -27,7 +26,6 @@ MAX_KEY, MAX_NAME, MAX_AXES = (
     4,
 )  # letters of a key and of a tensor's name, and axes: the format's own
 READ_AT_ONCE = 1 << 20
-_OF_PARTS = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 _NUMBERS: dict[GGUFValueType, np.dtype[Any]] = {
     GGUFValueType.UINT8: np.dtype("<u1"), GGUFValueType.INT8: np.dtype("<i1"),
@@ -67,7 +65,7 @@ def read_gguf(file: ModelFile) -> Header:
     Raises `CheckpointError` for what is no GGUF file, a damaged or cut one, and parts that are missing or do not belong
     together.
     """
-    named = _OF_PARTS.fullmatch(file.name)
+    named = GGUF_PART.fullmatch(file.name)
     if named is None:
         header = _read_header(file)
         if header.metadata.get("split.count", 1) not in (0, 1):
