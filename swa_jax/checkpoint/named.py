@@ -162,7 +162,8 @@ def _title(name: str | Path, source: Path) -> str:
     """Of a folder in the cache: what a person would call the model."""
     if HUB_ID.fullmatch(str(name)) and source != Path(name).expanduser():
         return str(name).replace("/", "--")
-    return source.resolve().name.removesuffix(GGUF)
+    part = GGUF_PART.fullmatch(source.name)
+    return part[1] if part else source.resolve().name.removesuffix(GGUF)
 
 
 def _files(source: Path) -> list[Path]:
