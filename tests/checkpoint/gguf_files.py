@@ -19,7 +19,6 @@ ARCHITECTURES = {
 }  # fmt: skip
 PERMUTED = ("llama", "granite", "smollm3")
 WINDOWED = ("olmo2", "gemma2", "gemma3", "phi3", "cohere2", "exaone4", "gpt-oss", "mellum")
-TOKENS = ["<s>", "</s>", *(f"<{i}>" for i in range(300))]
 
 
 def architecture_of(hf: dict) -> str:
@@ -35,14 +34,21 @@ def read_folder(folder: Path) -> tuple[dict, dict[str, np.ndarray]]:
 
 
 def write_gguf(
-    file: Path, folder: Path, kind=GGMLQuantizationType.F32, tokenizer=None, split_tensors: int = 0, **changes
+    file: Path,
+    folder: Path,
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    tokenizer=None,
+    split_tensors: int = 0,
+    edit=lambda tensors: tensors,
+    **changes,
 ) -> Path:
     """Write a Hugging Face folder as a GGUF file.
 
     Args:
       kind: of all matrices that can have it; the others, and vectors, are F32.
-      tokenizer: writes the tokenizer's keys with a GGUFWriter; None: there is none.
+      tokenizer: writes the tokenizer's keys with a GGUFWriter, and the embedding grows to 300 rows; None: without.
       split_tensors: tensors a file at most, for a model in parts.
+      edit: changes the tensors, {name: array}; an array of bytes stands for itself, with its type: (bytes, type).
       changes: keys of metadata, less the architecture's name, with "__" for dots; they are written last.
     """
     hf, tensors = read_folder(folder)
@@ -59,7 +65,13 @@ def write_gguf(
             str: writer.add_string,
         }
         write.get(type(value), writer.add_array)(f"{architecture}.{key.replace('__', '.')}", value)
-    for name, array in gguf_tensors(hf, tensors, architecture).items():
+    if tokenizer is not None:  # as many rows as the tokenizers of tests have tokens
+        for name in {"model.embed_tokens.weight", "lm_head.weight"} & tensors.keys():
+            tensors[name] = np.resize(tensors[name], (300, tensors[name].shape[1]))
+    for name, array in edit(gguf_tensors(hf, tensors, architecture)).items():
+        if isinstance(array, tuple):
+            writer.add_tensor(name, array[0], raw_dtype=array[1])
+            continue
         block = gguf.GGML_QUANT_SIZES[kind][0]
         own = kind if array.ndim > 1 and array.shape[-1] % block == 0 else GGMLQuantizationType.F32
         data = gguf.quantize(array.astype(np.float32), own)
@@ -193,6 +205,20 @@ def gguf_tensors(hf: dict, tensors: dict[str, np.ndarray], architecture: str) ->
         else:
             add(stem, array, suffix)
     return {name: np.ascontiguousarray(array) for name, array in out.items()}
+
+
+def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Queries, keys and values as one tensor, and gate and up projections of experts, as llama.cpp can join them."""
+    out = dict(tensors)
+    for name in tensors:
+        layer = name.rpartition(".attn_q.")[0]
+        if layer and name.startswith(f"{layer}.attn_q."):
+            parts = [out.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
+            out[name.replace("attn_q", "attn_qkv")] = np.concatenate(parts)
+        if "ffn_gate_exps" in name:
+            parts = [out.pop(name), out.pop(name.replace("gate", "up"))]
+            out[name.replace("gate", "gate_up")] = np.concatenate(parts, axis=1)
+    return out
 
 
 def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

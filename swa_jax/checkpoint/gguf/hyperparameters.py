@@ -130,12 +130,15 @@ def _llama(metadata: Metadata) -> str:
     """llama.cpp calls all of these by one name: they differ in their tensors."""
     if metadata.whole("expert_count", 0):
         return "mixtral"
-    only_qkv = metadata.has("attn_q.bias") and not metadata.has("attn_output.bias")
-    return "qwen2" if only_qkv else "llama"
+    return "qwen2" if _has_bias(metadata) and not metadata.has("attn_output.bias") else "llama"
+
+
+def _has_bias(metadata: Metadata) -> bool:
+    return metadata.has("attn_q.bias") or metadata.has("attn_qkv.bias")
 
 
 def _biases(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
-    return {"attention_bias": metadata.has("attn_q.bias"), "mlp_bias": metadata.has("ffn_up.bias")}
+    return {"attention_bias": _has_bias(metadata), "mlp_bias": metadata.has("ffn_up.bias")}
 
 
 def _granite(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +185,7 @@ def _all_experts(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gpt_oss(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
-    return {**_all_experts(metadata, hf), "attention_bias": metadata.has("attn_q.bias")}
+    return {**_all_experts(metadata, hf), "attention_bias": _has_bias(metadata)}
 
 
 def _mixtral_or_llama(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
