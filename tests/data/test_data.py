@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from pallas_kernels.spec import NEVER
 from swa_jax.data import PackedPrompts, PackedText, SourceConfig, make_batches, read_documents, text_files
 from swa_jax.data.documents import Prompt, document_hash, is_held_out
-from swa_jax.data.packing import pack
+from swa_jax.data.packing import _most_that_fit, pack
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.errors import ConfigError
 
@@ -101,6 +101,13 @@ def test_rows_of_text_for_any_documents(sizes, length, seed):
         assert ids[-1] <= packed.max_segments()
         inside = np.diff(row["tokens"])[np.diff(ids) == 0]
         assert np.all(inside == 1)  # a segment is an unbroken piece of its document
+
+
+@given(SIZES, st.integers(-2, 50))
+@settings(deadline=None)
+def test_how_many_documents_fit_into_a_row(sizes, room):
+    sums = np.cumsum(sorted(sizes))
+    assert _most_that_fit(np.array(sizes), room) == np.count_nonzero(sums <= room)
 
 
 @given(SIZES, st.integers(1, 50))

@@ -66,6 +66,7 @@ def test_rope_in_every_spelling():
         {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}},
         {"rope_parameters": new},
         {"rope_parameters": {FULL: new, WINDOW: new}},
+        {"rope_parameters": {FULL: new}},
         {"rope_theta": 1.0, "rope_scaling": None, "rope_parameters": new},
     ):
         config = config_of("llama", **keys)

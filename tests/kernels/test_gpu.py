@@ -369,5 +369,6 @@ def test_tiles_fit_shared_memory(capability, head_dim, itemsize):
         "decode": (16, 2 * tiles.decode.kv_block),
     }
     for name, (held, visited) in staged.items():
+        assert getattr(tiles, name).num_warps in (1, 2, 4, 8, 16), name
         rows = held + visited * getattr(tiles, name).num_stages
         assert rows * width * itemsize <= kilobytes * 1024, name

@@ -51,6 +51,7 @@ def test_every_piece_escapes_what_it_is_given():
     assert "<b>" not in page
     assert page.count("</script>") == 0
     assert read(page).count(NASTY) == 17
+    assert (html.heading("a"), html.heading("a", 1)) == ("<h2>a</h2>", "<h1>a</h1>")
 
 
 def test_a_table_sets_off_one_row_and_aligns_numbers():

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import termios
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -26,6 +27,7 @@ from swa_jax.report.evaluation_tables import (
 )
 from swa_jax.report.tables import Column, Table
 
+PRINTED = Path(__file__).with_name("tables.txt")
 INTERVALS = ([0.9, 1.0], None, [None, None])
 
 
@@ -154,6 +156,16 @@ def test_nothing_is_wider_than_the_terminal_and_nothing_cut_off(name, width):
         assert letters.get(c, 0) >= sum("".join(row).count(c) for row in table.rows), c
 
 
+def all_tables() -> str:
+    lines = "\n".join(printed(table, 125) for table in TABLES.values()).splitlines()
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+def test_titles_units_and_numbers_stand_where_a_reader_looked_for_them_before():
+    """Is the change meant? `PYTHONPATH=tests python -m report.test_tables` writes the file again: read what differs."""
+    assert all_tables() == PRINTED.read_text()
+
+
 def test_each_width_has_its_form():
     rows = {width: printed(TABLES["patterns"], width) for width in (125, 80, 40)}
     assert re.search(r"^full +all +97 % \[90, 100\] +1\.23 +0\.50 +30 +812", rows[125], re.M)
@@ -242,3 +254,7 @@ def test_a_terminal_is_filled_and_no_more(columns):
     os.close(follower)
     assert os.read(leader, 1000).decode().split() == [str(columns)]
     os.close(leader)
+
+
+if __name__ == "__main__":
+    PRINTED.write_text(all_tables())
