@@ -27,6 +27,25 @@ def test_a_key_that_is_absent_has_the_default_of_transformers(family):
     assert (model_config(sizes), hf_pattern(sizes)) == full
 
 
+@pytest.mark.parametrize("family", ["cohere2", "exaone4", "gemma3_text", "mellum", "olmo3", "phi3"])
+def test_a_window_over_all_positions_is_none(family):
+    keys = DEFAULTS[family] | {
+        "sliding_window": 24,
+        "use_sliding_window": True,
+        "max_position_embeddings": 25,
+    }
+    keys["layer_types"] = [WINDOW] * keys["num_hidden_layers"]
+    assert hf_pattern(keys).sliding_window == 24
+    shorter = hf_pattern(keys | {"max_position_embeddings": 24})
+    assert (shorter.sliding_window, set(shorter.layer_types)) == (None, {FULL})
+
+
+def test_the_default_padding_of_phi3_is_written_off_where_the_vocabulary_does_not_hold_it():
+    for size, absent in ((32000, True), (32001, False)):
+        config = config_of("phi3", vocab_size=size)
+        assert ("pad_token_id" in hf_config(config, pattern_of("FFF"))) == absent
+
+
 def test_defaults_are_those_of_each_family():
     llama, mistral = config_of("llama"), config_of("mistral", num_attention_heads=8, hidden_size=32)
     assert (llama.num_key_value_heads, llama.head_dim, llama.max_position_embeddings) == (4, 6, 2048)
