@@ -3,6 +3,8 @@
 import ast
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,22 @@ def test_the_tests_of_a_fault_run_its_line_or_name_its_module(script, monkeypatc
     script.traced.cache_clear()
     assert fault.stages == [["fast"], ["slow", "tests/test_other.py"]]
     script.traced.cache_clear()
+
+
+@pytest.mark.slow
+def test_a_trace_has_the_lines_that_a_test_ran_in_its_process_and_in_others(script, tmp_path):
+    test = tmp_path / "test_traced.py"
+    test.write_text(
+        "import subprocess, sys\nimport swa_jax.files\n\n\ndef test_here():\n    swa_jax.files.sum_of('a')\n\n\n"
+        "def test_elsewhere():\n    code = 'import swa_jax.files as f; f.sum_of(str(1))'\n"
+        "    subprocess.run([sys.executable, '-c', code], check=True)\n"
+    )
+    paths = {"PYTHONPATH": f"{script.ROOT}:{script.ROOT / 'scripts'}", "TRACE_TO": str(tmp_path / "out")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "trace_tests", "-c", os.devnull, str(test)]
+    subprocess.run(command, cwd=script.ROOT, env=os.environ | paths, check=True, capture_output=True)
+    rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [row["test"].partition("::")[2] for row in rows] == ["test_here", "test_elsewhere"]
+    source = (script.ROOT / "swa_jax/files.py").read_text().splitlines()
+    inside = next(i for i, line in enumerate(source, 1) if line.startswith("def sum_of(")) + 1
+    lines = [int(row["lines"]["swa_jax/files.py"], 16) for row in rows]
+    assert all(ran >> inside & 1 for ran in lines)
