@@ -196,6 +196,15 @@ def test_a_row_is_in_force_while_its_candidate_is_traced():
     assert not [row for row in table_rows("tpu") if row["window"] == 48]
 
 
+def test_a_tile_that_is_refused_is_told_when_its_turn_comes():
+    def refuse(case):
+        raise NotImplementedError("no such tile")
+
+    (bad,) = search.compiled([candidate("bad", exact)._replace(prepare=refuse)], SMALL)
+    with pytest.raises(NotImplementedError, match="no such tile"):
+        bad.prepare(SMALL)
+
+
 def test_the_winner_is_the_fastest_that_ran():
     rows = [{"block": n} for n in (1, 2, 3)]
     results = [Result("1", missing="no"), Result("2", 1.0, 0.9, 0.9, 0.9), Result("3", 1.0, 0.95, 0.9, 1.0)]

@@ -20,7 +20,7 @@ def test_experts_of_each_family():
     assert (qwen3.mlp_layer_types, qwen3.norm_topk_prob) == (("dense", "sparse", "dense"), False)
     assert config_of("qwen3_moe", **SPARSE, mlp_only_layers=[0]).sparse_layers == (1, 2)
     dense = config_of("qwen3_moe", **SPARSE | {"num_experts": 0})
-    assert (dense.num_experts, dense.mlp_layer_types) == (0, ())
+    assert (dense.num_experts, dense.moe_intermediate_size, dense.mlp_layer_types) == (0, 0, ())
     defaults = config_of("qwen3_moe", num_key_value_heads=2)
     assert (defaults.num_experts, defaults.num_experts_per_tok, defaults.moe_intermediate_size) == (
         128,
