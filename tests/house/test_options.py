@@ -33,6 +33,7 @@ ANOTHER = {
 }
 # (function, callee, option): the function decides.
 DECIDED = {
+    ("wrap", "chat_wrap", "answers_at_once"),  # --thinking says more
     ("first_rows", "make_batches", "rows"),
     ("train_flops_per_token", "attention_flops", "full_ratio"),
     (
