@@ -15,10 +15,23 @@ from safetensors.numpy import load_file
 
 ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "ministral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2",
-    "gemma3_text": "gemma3", "cohere": "command-r", "gpt_oss": "gpt-oss",
+    "gemma3_text": "gemma3", "cohere": "command-r", "gpt_oss": "gpt-oss", "exaone_moe": "exaone-moe",
+    "cohere2_moe": "cohere2moe",
 }  # fmt: skip
 PERMUTED = ("llama", "granite", "smollm3")
-WINDOWED = ("olmo2", "gemma2", "gemma3", "phi3", "cohere2", "exaone4", "gpt-oss", "mellum")
+WINDOWED = (
+    "olmo2",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "cohere2",
+    "exaone4",
+    "gpt-oss",
+    "mellum",
+    "afmoe",
+    "exaone-moe",
+    "cohere2moe",
+)
 
 
 def architecture_of(hf: dict) -> str:
@@ -94,7 +107,7 @@ def write_hyperparameters(writer: gguf.GGUFWriter, hf: dict, architecture: str) 
     writer.add_block_count(hf["num_hidden_layers"])
     writer.add_context_length(hf["max_position_embeddings"])
     writer.add_embedding_length(hf["hidden_size"])
-    writer.add_feed_forward_length(hf["intermediate_size"])
+    writer.add_feed_forward_length(hf.get("prefix_dense_intermediate_size", hf["intermediate_size"]))
     writer.add_head_count(hf["num_attention_heads"])
     writer.add_head_count_kv(hf["num_key_value_heads"])
     if "head_dim" in hf:
@@ -102,7 +115,7 @@ def write_hyperparameters(writer: gguf.GGUFWriter, hf: dict, architecture: str) 
         writer.add_value_length(head_dim)
     if "layer_norm_eps" in hf:
         writer.add_layer_norm_eps(hf["layer_norm_eps"])
-    else:
+    if "rms_norm_eps" in hf:
         writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
     for key, add in (
         ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
@@ -115,9 +128,17 @@ def write_hyperparameters(writer: gguf.GGUFWriter, hf: dict, architecture: str) 
         ("num_local_experts", writer.add_expert_count),
         ("num_experts", writer.add_expert_count),
         ("num_experts_per_tok", writer.add_expert_used_count),
+        ("num_shared_experts", writer.add_expert_shared_count),
+        ("n_group", writer.add_expert_group_count),
+        ("topk_group", writer.add_expert_group_used_count),
+        ("route_scale", writer.add_expert_weights_scale),
+        ("routed_scaling_factor", writer.add_expert_weights_scale),
+        ("norm_topk_prob", writer.add_expert_weights_norm),
     ):
         if hf.get(key) is not None:
             add(hf[key])
+    if "expert_selection_fn" in hf:
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType[hf["expert_selection_fn"].upper()])
     if "gemma" in architecture:  # which no released model needs: the scale follows from the shape
         writer.add_attention_scale(hf["query_pre_attn_scalar"] ** -0.5)
     if "num_experts_per_tok" in hf and hf["model_type"] != "mixtral":
@@ -174,7 +195,7 @@ def permute(array: np.ndarray, heads: int) -> np.ndarray:
 def gguf_tensors(hf: dict, tensors: dict[str, np.ndarray], architecture: str) -> dict[str, np.ndarray]:
     known = {name: key for key, name in MODEL_ARCH_NAMES.items()}
     layers = hf["num_hidden_layers"]
-    table = gguf.get_tensor_name_map(known.get(architecture, MODEL_ARCH.QWEN3MOE), layers)
+    table = gguf.get_tensor_name_map(known.get(architecture, MODEL_ARCH.EXAONE_MOE), layers)
     dense = gguf.get_tensor_name_map(MODEL_ARCH.QWEN3, layers)  # for layers without experts
     out = rope_factors(hf)
 
@@ -187,6 +208,8 @@ def gguf_tensors(hf: dict, tensors: dict[str, np.ndarray], architecture: str) ->
         stem, _, suffix = name.rpartition(".")
         if name.endswith("sinks"):
             stem, suffix = name, "weight"
+        if name.endswith(("expert_bias", "e_score_correction_bias")):
+            stem, suffix = name.removesuffix("_bias" if "e_score" in name else ""), "bias"
         if "gemma" in architecture and name.endswith("norm.weight"):
             array = array + 1
         if architecture in PERMUTED and stem.endswith("q_proj"):

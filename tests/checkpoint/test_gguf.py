@@ -51,6 +51,9 @@ CASES: dict[str, dict] = {
     "gpt-oss-hybrid": {"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
     "mellum-hybrid": {},
     "mellum-moe-hybrid": {},
+    "afmoe-hybrid": {},
+    "exaone-moe-hybrid": {},
+    "cohere2-moe-hybrid": {},
 }
 
 
@@ -306,6 +309,18 @@ def test_one_number_a_layer_must_be_the_same_in_all(folder_of, tmp_path):
         import_model(file, tmp_path / "other")
 
 
+def test_layers_for_multi_token_prediction_are_left_out(folder_of, tmp_path):
+    folder = folder_of("exaone-moe-hybrid")
+    extra = {
+        "blk.5.nextn.eh_proj.weight": np.ones((36, 72), np.float32),
+        "blk.5.attn_norm.weight": np.ones(36),
+    }
+    file = write_gguf(
+        tmp_path / "m.gguf", folder, edit=lambda all: all | extra, block_count=6, nextn_predict_layers=1
+    )
+    assert_same_model(import_model(file, tmp_path / "a"), import_model(folder, tmp_path / "b"))
+
+
 def test_tensors_too_few_or_too_many(wide, tmp_path):
     def without(name):
         return lambda all: {key: array for key, array in all.items() if key != name}
@@ -350,6 +365,6 @@ def test_an_unknown_architecture(wide, tmp_path, monkeypatch):
     file = write_gguf(tmp_path / "m.gguf", wide)
     file.write_bytes(file.read_bytes().replace(b"llama", b"lemma"))
     with pytest.raises(
-        ConfigError, match=r"m.gguf: general.architecture 'lemma' is not supported; supported: cohere2, "
+        ConfigError, match=r"m.gguf: general.architecture 'lemma' is not supported; supported: afmoe, "
     ):
         import_model(file, tmp_path / "model")

@@ -54,6 +54,7 @@ def test_byte_level_words_and_control_tokens(folder):
         ("tekken", "helloWorld 12", ["hello", "World", " ", "1", "2"]),
         ("gpt-4o", "WeAREn't 1234", ["We", "AREn't", " ", "123", "4"]),
         ("tiny_aya", "1234567", ["1", "234", "567"]),
+        ("afmoe", "x1234567 京都a", ["x", "1", "234", "567", " ", "京都", "a"]),
         ("seed-coder", "x12;\n", ["x", "1", "2", ";", "\n"]),
         ("deepseek-coder", " ab\n1.", [" ab", "\n", "1", "."]),
         ("laguna", "a\n\nb 1", ["a", "\n\n", "b", " ", "1"]),

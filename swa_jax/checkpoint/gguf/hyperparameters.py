@@ -23,7 +23,8 @@ class Metadata:
     def __init__(self, header: Header, file: object):
         self.file, self.values, self.tensors = file, header.metadata, header.tensors
         self.architecture = self._known(header.metadata.get("general.architecture"))
-        self.layers = self.whole("block_count") - (self.whole("nextn_predict_layers", 0) or 0)
+        self.blocks = self.whole("block_count")
+        self.layers = self.blocks - self.whole("nextn_predict_layers", 0)
         if not 1 <= self.layers <= len(self.tensors):
             raise CheckpointError(
                 f"{file}: {self.key('block_count')} is {self.layers} in a file of {len(self.tensors)} tensors"
@@ -36,6 +37,11 @@ class Metadata:
                 f"{', '.join(sorted(ARCHITECTURES))}"
             )
         return name
+
+    def is_left_out(self, tensor: str) -> bool:
+        """Whether a tensor is of a layer for multi-token prediction, which stand behind the others."""
+        number = tensor.removeprefix("blk.").partition(".")[0]
+        return tensor.startswith("blk.") and number.isdigit() and self.layers <= int(number) < self.blocks
 
     def key(self, name: str) -> str:
         return f"{self.architecture}.{name}"
@@ -98,6 +104,7 @@ class Architecture:
     more: Callable[[Metadata, dict[str, Any]], Mapping[str, Any]] = lambda metadata, hf: {}
 
 
+SOFTMAX, SIGMOID = 1, 2  # of `expert_gating_func`
 _NEEDED = ("block_count", "embedding_length", "attention.head_count")
 
 # Keys of a file and of `config.json`.
@@ -110,6 +117,9 @@ WHOLE = {
     "attention.key_length": "head_dim",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "num_shared_experts",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
 }
 NUMBERS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
@@ -120,6 +130,7 @@ NUMBERS = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logit_scale",
+    "expert_weights_scale": "routed_scaling_factor",
 }
 
 
@@ -168,10 +179,36 @@ def _qwen3_moe(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
     return {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": _dense(metadata)}
 
 
-def _mellum(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
+def _some_sparse(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
     dense = _dense(metadata)
     types = ["dense" if layer in dense else "sparse" for layer in range(metadata.layers)]
     return {"norm_topk_prob": True, "mlp_layer_types": types}
+
+
+def _sigmoid_routing(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
+    if metadata.whole("expert_gating_func", SIGMOID) not in (0, SIGMOID):
+        raise CheckpointError(
+            f"{metadata.file}: {metadata.key('expert_gating_func')} is not that of sigmoids ({SIGMOID}), by which "
+            f"{hf['model_type']} routes"
+        )
+    factor = hf.get("routed_scaling_factor") or 1.0
+    return {**_some_sparse(metadata, hf), "routed_scaling_factor": factor}
+
+
+def _afmoe(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
+    keys = _sigmoid_routing(metadata, hf)
+    return {**keys, "route_scale": keys["routed_scaling_factor"], "mup_enabled": True}
+
+
+def _cohere2_moe(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
+    scores = "softmax" if metadata.whole("expert_gating_func", SIGMOID) == SOFTMAX else "sigmoid"
+    return {
+        **_some_sparse(metadata, hf),
+        **_all_experts(metadata, hf),
+        "norm_topk_prob": metadata.values.get(metadata.key("expert_weights_norm"), False),
+        "prefix_dense_intermediate_size": hf.get("intermediate_size"),
+        "expert_selection_fn": scores,
+    }
 
 
 def _dense(metadata: Metadata) -> list[int]:
@@ -209,7 +246,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "cohere2": Architecture("cohere2", period=4, more=_biases),
     "exaone4": Architecture("exaone4", period=4),
     "gpt-oss": Architecture("gpt_oss", period=2, more=_gpt_oss),
-    "mellum": Architecture("mellum", period=4, more=_mellum),
+    "mellum": Architecture("mellum", period=4, more=_some_sparse),
+    "afmoe": Architecture("afmoe", period=4, more=_afmoe),
+    "exaone-moe": Architecture("exaone_moe", period=4, more=_sigmoid_routing),
+    "cohere2moe": Architecture("cohere2_moe", period=4, more=_cohere2_moe),
 }
 
 

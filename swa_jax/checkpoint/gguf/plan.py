@@ -80,7 +80,11 @@ def plan_gguf(file: ModelFile, pattern: AttentionPattern | str | Path | None, ve
 
     hf = hf_config(metadata, header.tensors["token_embd.weight"])
     hf |= rope_keys(metadata, hf, factors)
-    tensors = {name: tensor for name, tensor in header.tensors.items() if name not in FACTORS.values()}
+    tensors = {
+        name: tensor
+        for name, tensor in header.tensors.items()
+        if name not in FACTORS.values() and not metadata.is_left_out(name)
+    }
     dtype = model_dtype(tensors)
     files, tokens = tokenizer_files(metadata)
     hf |= {"dtype": dtype.name, **tokens}

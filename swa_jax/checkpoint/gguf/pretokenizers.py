@@ -53,6 +53,7 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     rf"|{_SPACES}",
 )
+_ASIAN = "[一-鿿㐀-䶿豈-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+"
 _GPT2_NAMES = (
     "gpt-2", "phi-2", "olmo", "mpt", "jais", "exaone4", "trillion", "granite-docling", "mellum", "modern-bert",
     "a.x-4.0", "gigachat", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de",
@@ -86,6 +87,7 @@ RULES: dict[str, Rule] = {
     )),
     "laguna": Rule((r"[^\n]+|[\n]+", _QWEN2)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), Rule(_DEEPSEEK3)),
+    "afmoe": Rule((r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _ASIAN, _DEEPSEEK3[2])),
     "deepseek-coder": Rule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
     "falcon": Rule((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
 }  # fmt: skip

@@ -35,11 +35,16 @@ NAMES: dict[str, tuple[T, ...]] = {
     "attention.o_proj": (T.ATTN_OUT,),
     "attention.q_norm": (T.ATTN_Q_NORM,),
     "attention.k_norm": (T.ATTN_K_NORM,),
+    "attention.g_proj": (T.ATTN_GATE,),
     "attention.sink_logits": (T.ATTN_SINKS,),
     "mlp.gate_proj": (T.FFN_GATE,),
     "mlp.up_proj": (T.FFN_UP,),
     "mlp.down_proj": (T.FFN_DOWN,),
     "experts.expert_router": (T.FFN_GATE_INP,),
+    "experts.expert_router.choice_bias": (T.FFN_EXP_PROBS_B,),
+    "experts.shared_expert.gate_proj": (T.FFN_GATE_SHEXP,),
+    "experts.shared_expert.up_proj": (T.FFN_UP_SHEXP,),
+    "experts.shared_expert.down_proj": (T.FFN_DOWN_SHEXP,),
     "experts.gate_proj": (T.FFN_GATE_EXP,),
     "experts.up_proj": (T.FFN_UP_EXP,),
     "experts.down_proj": (T.FFN_DOWN_EXP,),
@@ -154,12 +159,12 @@ def _order(place: Place) -> tuple[str, int, int]:
 
 def _module(row: Parameter) -> str:
     path = row.path[1:] if row.path[0] == "layers" else row.path
-    return ".".join(path if path[-1] in ("embedding", "sink_logits") else path[:-1])
+    return ".".join(path if path[-1] in ("embedding", "sink_logits", "choice_bias") else path[:-1])
 
 
 def _named(tensor: T, row: Parameter, ours: TensorName) -> str:
     layer = None if row.layers is None else row.layers[ours.place[0]]
-    return f"{TENSOR_NAMES[tensor].format(bid=layer)}.{'bias' if row.path[-1] == 'bias' else 'weight'}"
+    return f"{TENSOR_NAMES[tensor].format(bid=layer)}.{'bias' if 'bias' in row.path[-1] else 'weight'}"
 
 
 def _find(
