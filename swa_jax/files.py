@@ -67,13 +67,24 @@ def read_json(file: Path, error: type[UserError] = ConfigError) -> dict[str, Any
 def parse_json(
     data: bytes, name: object, error: type[UserError] = ConfigError, *, finite: bool = False
 ) -> dict[str, Any]:
-    """The JSON object in `data`, which `name` stands for in sentences.
+    """The JSON object in `data`: as `parse_json_value`, and anything but an object is refused too."""
+    value = parse_json_value(data, name, error, finite=finite)
+    if not isinstance(value, dict):
+        raise error(f"{name} must hold a JSON object")
+    return value
+
+
+def parse_json_value(
+    data: bytes, name: object, error: type[UserError] = ConfigError, *, finite: bool = False
+) -> Any:
+    """The JSON value in `data`, which `name` stands for in sentences.
 
     Args:
       finite: refuse NaN, Infinity and numbers too large for a float as well, which JSON proper does not have.
 
     Raises:
-      error: something else, or an object that has a key twice: readers differ in which of the two they take.
+      error: something else, half a pair of surrogates, which is no character and cannot be written, or an object that
+        has a key twice: readers differ in which of the two they take.
     """
 
     def number(text: str) -> float:
@@ -90,8 +101,9 @@ def parse_json(
         return found
 
     try:
-        value = json.loads(data, object_pairs_hook=object_of, parse_float=number, parse_constant=number)
-        if rb"\ud" in data.lower():  # half of a pair of surrogates is no letter, and cannot be written
+        text = data.decode("utf-8-sig")  # json itself would let halves of characters pass
+        value = json.loads(text, object_pairs_hook=object_of, parse_float=number, parse_constant=number)
+        if "\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()
     except UserError:
         raise
@@ -99,10 +111,18 @@ def parse_json(
         raise error(
             f"{name} is not valid JSON for us: its lists and objects lie too deep in each other"
         ) from None
-    except ValueError as problem:  # no JSON, no UTF-8, or a whole number of thousands of digits
-        raise error(f"{name} is not valid JSON: {problem}") from None
-    if not isinstance(value, dict):
-        raise error(f"{name} must hold a JSON object")
+    except json.JSONDecodeError as problem:
+        line = f"line {problem.lineno}, " if "\n" in problem.doc.strip() else ""
+        raise error(f"{name} is not valid JSON: {problem.msg} ({line}column {problem.colno})") from None
+    except UnicodeEncodeError as problem:
+        half = problem.object[problem.start]
+        raise error(f"{name} is not valid JSON: {half!r} alone is half a character") from None
+    except UnicodeDecodeError as problem:
+        raise error(f"{name} is not UTF-8: {problem.reason} (byte {problem.start + 1})") from None
+    except ValueError:
+        raise error(
+            f"{name} is not valid JSON for us: a whole number in it has thousands of digits"
+        ) from None
     return value
 
 

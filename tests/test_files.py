@@ -63,13 +63,18 @@ def test_a_value_that_json_cannot_hold_costs_nothing(tmp_path):
     ("content", "words"),
     [
         (b"{", "is not valid JSON: "),
-        (b"\xff\xfe", "is not valid JSON: "),
+        (b"\xff\xfe", r"is not UTF-8: invalid start byte \(byte 1\)"),
+        (b'{"a": "\xed\xa0\xbd"}', "is not UTF-8: "),
+        (b'{"a":\n 1 2}', r"is not valid JSON: Expecting ',' delimiter \(line 2, column 4\)"),
         (b"[1]", "must hold a JSON object"),
         (b'{"a": 1, "b": 2, "a": 3}', "has the key 'a' twice"),
         (b'{"a": {"b": 1, "b": 1}}', "has the key 'b' twice"),
         (b"[" * 100_000, "is not valid JSON for us: its lists and objects lie too deep"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "is not valid JSON: "),
-        (b'{"a": "\\ud800"}', "is not valid JSON: "),
+        (
+            b'{"a": ' + b"9" * 5000 + b"}",
+            "is not valid JSON for us: a whole number in it has thousands of digits",
+        ),
+        (b'{"a": "\\ud83d b"}', r"is not valid JSON: '\\ud83d' alone is half a character"),
     ],
 )
 def test_json_that_is_none_names_the_file(tmp_path, content, words):

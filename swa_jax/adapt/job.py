@@ -136,7 +136,7 @@ def prepare(settings: Settings) -> Job:
     check_target(settings.server)
     _check_folder(settings.out)
     source = find_source(settings.model)
-    tokenizer = load_tokenizer(source.folder)
+    tokenizer = load_tokenizer(source.folder).within(source.config.vocab_size)
     length = settings.length or min(LONGEST, source.config.max_position_embeddings)
     if not (source.bundled or settings.prompts or settings.text):
         raise ConfigError(

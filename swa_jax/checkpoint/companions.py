@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swa_jax.checkpoint.sources import ModelFolder
-from swa_jax.data.tokenizer import read_tokenizer
+from swa_jax.data.tokenizer import Tokenizer, read_tokenizer
 from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.files import parse_json
 
-TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 
 _WHOLE = (
     "max_length",
@@ -32,6 +32,9 @@ _TOKENS = ("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_
 def check_companions(folder: ModelFolder, files: Mapping[str, bytes], vocab_size: int) -> list[str]:
     """What a user should know of the tokenizer of a model with so many embeddings, in sentences.
 
+    Args:
+      files: what the files beside the weights hold, `config.json` among them.
+
     Raises:
       ConfigError: a tokenizer that is there and cannot be read.
       CheckpointError: a file of JSON that is none, or holds what its keys cannot.
@@ -45,7 +48,7 @@ def check_companions(folder: ModelFolder, files: Mapping[str, bytes], vocab_size
         return [f"without a tokenizer.json in {folder}, this model takes token ids only"]
     file = folder / TOKENIZER
     try:
-        tokenizer = read_tokenizer(files[TOKENIZER], file, files.get(SETTINGS), folder / SETTINGS)
+        tokenizer = read_tokenizer(files[TOKENIZER], file, files, folder)
     except ConfigError as error:
         raise ConfigError(
             f"{error}; fetch the file again, or remove it to use the model with token ids only"
@@ -55,11 +58,32 @@ def check_companions(folder: ModelFolder, files: Mapping[str, bytes], vocab_size
             f"{file} gives its end-of-text token the id {tokenizer.eos_id}, but the model has {vocab_size} embeddings: "
             "it is the tokenizer of another model"
         )
+    notes = [starts_and_ends(tokenizer.within(vocab_size))]
     if tokenizer.vocab_size > vocab_size:
-        return [
-            f"{file} has ids up to {tokenizer.vocab_size - 1}, the model embeddings for ids below {vocab_size} only"
-        ]
-    return []
+        notes.append(
+            f"{file} has ids up to {tokenizer.vocab_size - 1}, the model embeddings for ids below {vocab_size} only: "
+            "texts with the others cannot be read"
+        )
+    return notes
+
+
+def starts_and_ends(tokenizer: Tokenizer) -> str:
+    """Which tokens are put before a text, and which end a reply."""
+
+    def names(ids: Sequence[int], between: str) -> str:
+        return between.join(f"{tokenizer.backend.id_to_token(token)!r} (id {token})" for token in ids)
+
+    start = (
+        f"texts begin with {names(tokenizer.start_ids, ' and ')}"
+        if tokenizer.start_ids
+        else "no token begins a text"
+    )
+    end = (
+        f"replies end with {names(tokenizer.end_ids, ' or ')}"
+        if tokenizer.end_ids
+        else "no token ends a reply"
+    )
+    return f"{start}; {end}"
 
 
 def _check_generation(settings: Mapping[str, Any], where: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -181,7 +182,7 @@ def plan_import(
     config = model_config(hf)
     chosen = _choose_pattern(folder, hf, config, pattern)
     companions = read_companions(folder)
-    notes = check_companions(folder, companions, config.vocab_size)
+    notes = check_companions(folder, {**companions, CONFIG_FILE: json.dumps(hf).encode()}, config.vocab_size)
     headers = found = read_headers(folder)
     blocks = None
     packed: dict[str, Packed] = {}

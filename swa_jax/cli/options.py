@@ -265,7 +265,8 @@ def load_checkpoint(
             config = plain.with_yarn(yarn)
         except ConfigError as error:
             raise ConfigError(f"--yarn {yarn:g}: {error}") from None
-    return load_model(model, dtype=dtype, config=config, partition=partition), load_tokenizer(model)
+    decoder = load_model(model, dtype=dtype, config=config, partition=partition)
+    return decoder, load_tokenizer(model).within(decoder.config.vocab_size)
 
 
 def parse_mesh(text: str) -> Partition:

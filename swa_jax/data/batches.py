@@ -132,7 +132,7 @@ def open_source(
     if source.kind == "dictionary":
         return Dictionary(tokenizer, length=length, seed=seed or 0)
     if source.kind == "repeats":
-        return Repeats(tokenizer.vocab_size, Haystack(tokenizer, files), length=length, seed=seed or 0)
+        return Repeats(tokenizer.num_ids, Haystack(tokenizer, files), length=length, seed=seed or 0)
     if source.kind == "needles":
         return Needles(
             tokenizer,

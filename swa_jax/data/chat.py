@@ -2,95 +2,169 @@
 
 from __future__ import annotations
 
-import datetime
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from swa_jax.data import template_process
 from swa_jax.data.prompt_file import Prompt
+from swa_jax.data.special_tokens import SETTINGS, named_tokens, read_beside
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import ConfigError
-from swa_jax.files import read_json
+from swa_jax.files import parse_json
 
 TEMPLATE_FILE = "chat_template.jinja"
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SECONDS, MEMORY = 10.0, 1 << 30  # what one rendering may take: processor time, and bytes of its process
 THINKING = "enable_thinking"  # what Qwen3's template and others call it
 PROMPT = "{prompt}"  # where the question stands in a text around it
-ROLES = ("system", "user", "assistant", "tool")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # the first is what most templates read
+SAID = ("content", "tool_calls", *REASONING)  # a message has one of them
 
 
 class ChatTemplate:
-    """A template of Hugging Face's kind, run in Jinja's sandbox: it can reach neither files nor Python."""
+    """Templates of Hugging Face's kind, run in Jinja's sandbox by a process of their own (`template_process.py`).
 
-    def __init__(self, source: str, special_tokens: dict[str, str], where: str):
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    Args:
+      sources: the template "default" and, for messages with tools, "tool_use".
+      special_tokens: texts by the name that templates call them.
+      where: the file, for sentences.
+
+    Raises:
+      ConfigError: a template is none, or takes too much time or memory.
+    """
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], where: str):
+        self._tokens, self._where, self._names = special_tokens, where, sources.keys()
+        command = [sys.executable, "-P", template_process.__file__, str(SECONDS), str(MEMORY)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
-        self._tokens, self._where = special_tokens, where
-        try:
-            self._template = environment.from_string(source)
-            self._read = jinja2.meta.find_undeclared_variables(environment.parse(source))
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template of {where} cannot be read: {error}") from None
+        weakref.finalize(self, _end, self._process)
+        self._reads = self._ask(dict(sources), "cannot be read")["reads"]
 
     def reads(self, option: str) -> bool:
         """Whether the template asks for an option of that name."""
-        return option in self._read
+        return option in self._reads
 
     def render(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **options: Any
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        documents: Sequence[dict[str, Any]] | None = None,
+        **options: Any,
     ) -> str:
-        """The prompt for the next reply. `options` are the template's own, such as `enable_thinking`.
+        """The prompt for the next reply, as `apply_chat_template` of transformers makes it.
+
+        Args:
+          messages: objects with a role, and content, tool calls or reasoning.
+          tools: what may be called, as JSON schemas.
+          documents: what may be read, each with a title and a text.
+          options: the template's own, such as `enable_thinking`.
 
         Raises:
-          ConfigError: a message is not of the form {"role": …, "content": …}, or the template refuses the messages.
+          ConfigError: a message, tool or document has another form, or the template refuses them.
         """
         for i, message in enumerate(messages):
-            if not isinstance(message, dict) or message.get("role") not in ROLES or "content" not in message:
+            if not (
+                isinstance(message, dict) and isinstance(message.get("role"), str) and message.keys() & SAID
+            ):
                 raise ConfigError(
-                    f'messages[{i}] must be {{"role": one of {", ".join(ROLES)}, "content": text}}, got {message!r:.80}'
+                    f'messages[{i}] must be {{"role": text, "content": text}}, or have one of '
+                    f"{', '.join(SAID[1:])} in place of the content; got {message!r:.80}"
                 )
-        try:
-            return self._template.render(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                **{"tools": None} | self._tokens | options,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-            raise ConfigError(f"the chat template of {self._where} refuses these messages: {error}") from None
+        for name, given in (("tools", tools), ("documents", documents)):
+            if given is not None and not (
+                isinstance(given, list) and all(isinstance(x, dict) for x in given)
+            ):
+                raise ConfigError(f"{name} must be a list of objects, got {given!r:.80}")
+        values = {
+            "messages": [_without_nulls(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
+            "documents": documents,
+            **self._tokens,
+            **options,
+        }
+        template = "tool_use" if tools is not None and "tool_use" in self._names else "default"
+        return self._ask({"template": template, "values": values}, "refuses these messages")["text"]
+
+    def _ask(self, question: dict[str, Any], verdict: str) -> dict[str, Any]:
+        """The answer of the process; what it refuses ends the sentence that `verdict` begins."""
+        asking, answering = self._process.stdin, self._process.stdout
+        assert asking is not None
+        assert answering is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended: then it gives no answer either
+            asking.write(json.dumps(question).encode() + b"\n")
+            asking.flush()
+        if line := answering.readline():
+            answer: dict[str, Any] = json.loads(line)
+        elif self._process.wait() == -signal.SIGPROF:
+            answer = {"refused": f"it takes longer than {SECONDS:g} s"}
+        else:
+            answer = {"refused": f"its process has ended with status {self._process.returncode}"}
+        if "refused" in answer:
+            raise ConfigError(f"the chat template of {self._where} {verdict}: {answer['refused']}")
+        return answer
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):
+            pipe.close()
+
+
+def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without keys that have no value, and its reasoning under the two names that templates know."""
+    message = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((message[key] for key in REASONING if key in message), None)
+    return message if reasoning is None else {"thinking": reasoning} | message | {REASONING[0]: reasoning}
 
 
 def load_chat_template(folder: str | Path) -> ChatTemplate | None:
     """The chat template of a model's folder, None if it has none.
 
-    `chat_template.jinja` comes before the entry `chat_template` of `tokenizer_config.json`; of several named templates
-    the one named "default" is taken.
+    `chat_template.jinja` comes before the entry `chat_template` of `tokenizer_config.json`, which may be a list of
+    named templates.
+
+    Raises:
+      ConfigError: a file cannot be read, or none of several templates is named "default".
     """
     folder = Path(folder)
-    config_file, template_file = folder / "tokenizer_config.json", folder / TEMPLATE_FILE
-    config = read_json(config_file) if config_file.is_file() else {}
-    source, where = config.get("chat_template"), str(config_file)
+    files = read_beside(folder)
+    config_file, template_file = folder / SETTINGS, folder / TEMPLATE_FILE
+    source = parse_json(files[SETTINGS], config_file).get("chat_template") if SETTINGS in files else None
+    where = config_file
     if template_file.is_file():
-        source, where = template_file.read_text(encoding="utf-8"), str(template_file)
-    if isinstance(source, list):
-        named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
-        source = named.get("default")
+        where = template_file
+        try:
+            source = template_file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{where} is not UTF-8: {error.reason} (byte {error.start + 1})") from None
     if source is None:
         return None
-    if not isinstance(source, str):
-        raise ConfigError(f"chat_template in {where} must be a text, got {source!r:.40}")
-    tokens = {name: token for name in SPECIAL_TOKENS if (token := _text_of(config.get(name))) is not None}
-    return ChatTemplate(source, tokens, where)
+    named = source if isinstance(source, list) else [{"name": "default", "template": source}]
+    sources: dict[Any, Any] = {one.get("name"): one.get("template") for one in named if isinstance(one, dict)}
+    if not all(isinstance(part, str) for one in sources.items() for part in one):
+        raise ConfigError(
+            f"chat_template in {where} must be a text, or a list of named ones, got {source!r:.80}"
+        )
+    if "default" not in sources:
+        raise ConfigError(
+            f"chat_template in {where} must have one template named 'default', got {', '.join(sources) or 'none'}"
+        )
+    return ChatTemplate(sources, named_tokens(files, folder), str(where))
 
 
 def chat_tokens(
@@ -125,7 +199,9 @@ def prompt_tokens(
             assert prompt.text is not None
             return tokenizer.start_ids + tokenizer.encode(prompt.text)
         messages = prompt.messages or [{"role": "user", "content": prompt.text}]
-        return chat_tokens(tokenizer, template, messages, **options)
+        record = prompt.record or {}
+        given = {key: record[key] for key in ("tools", "documents") if key in record}
+        return chat_tokens(tokenizer, template, messages, **given, **options)
 
     return [encode(prompt) for prompt in prompts]
 
@@ -221,7 +297,7 @@ def chat_text(folder: str | Path, thinking: bool | None = None) -> Callable[...,
         whole = template.render(messages, add_generation_prompt=add_generation_prompt, **options)
         if add_generation_prompt:
             return whole
-        last = str(messages[-1]["content"]).strip()
+        last = str(messages[-1].get("content", "")).strip()
         return whole[: whole.rindex(last) + len(last)] if last in whole else whole
 
     return text
@@ -238,7 +314,7 @@ def _wanted_template(folder: str | Path, instead: str) -> ChatTemplate:
 
 def _thinking_options(
     folder: str | Path, template: ChatTemplate | None, thinking: bool | None
-) -> dict[str, bool]:
+) -> dict[str, Any]:
     """The template's options that switch thinking. Raises `ConfigError` if there is no such switch."""
     if thinking is None:
         return {}
@@ -252,30 +328,3 @@ def _thinking_options(
             )
         )
     return {THINKING: thinking}
-
-
-def _text_of(token: Any) -> str | None:
-    """A special token as `tokenizer_config.json` has it: a text, or an object with its content."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """JSON as templates expect it: characters as they are, not escaped for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant says, for training; a prompt has its content alone."""
-
-    def __init__(self, environment: jinja2.Environment):
-        super().__init__(environment)
-        self.tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

@@ -100,9 +100,9 @@ def _sample(texts: list[str], tokenizer: Tokenizer, top: int, where: str) -> Pro
             )
         tops = Top(ids.astype(np.int32).reshape(shape)[:, :top], values.reshape(shape)[:, :top])
     for ids in (prompt, reply, *(() if tops is None else (tops.tokens,))):
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.num_ids:
             raise ConfigError(
-                f"{where} holds token {int(ids.max())}, but the tokenizer has {tokenizer.vocab_size}: it was distilled "
-                "with another tokenizer"
+                f"{where} holds token {int(ids.max())}, but the tokenizer and the model have {tokenizer.num_ids}: it "
+                "was distilled with another tokenizer"
             )
     return Prompt(np.concatenate([prompt, reply]), len(prompt), tops)

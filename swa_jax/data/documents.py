@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
-import json
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 from swa_jax.data.sources import RECORDS
 from swa_jax.data.tokenizer import PROBE, Tokenizer
 from swa_jax.errors import ConfigError, not_installed
-from swa_jax.files import sum_of_json
+from swa_jax.files import parse_json_value, sum_of_json
 from swa_jax.settings import nearest
 
 BATCH_TEXTS, BATCH_CHARACTERS = (
@@ -48,7 +49,31 @@ def read_documents(
 ) -> list[np.ndarray]:
     """Each document as token ids [n] int32 between the tokenizer's start and end tokens; empty ones are left out."""
     texts = (text for file in files for text in read_texts(file, text_field, split))
-    return [tokens for tokens in encode_documents(texts, tokenizer) if tokens.size]
+    documents = list(encode_documents(texts, tokenizer))
+    if tokenizer.num_ids < tokenizer.vocab_size:
+        for number, tokens in enumerate(documents):
+            if tokens.max(initial=0) >= tokenizer.num_ids:
+                _refuse(number, files, tokenizer, text_field, split)
+    return [tokens for tokens in documents if tokens.size]
+
+
+def _refuse(number: int, files: Sequence[Path], tokenizer: Tokenizer, text_field: str, split: str) -> None:
+    """Say where in the files the document of that number is, and what is wrong with it."""
+    places = (
+        (file, i, text) for file in files for i, text in enumerate(read_texts(file, text_field, split), 1)
+    )
+    file, record, text = next(itertools.islice(places, number, None))
+    with at(_record(file, record) if file.is_dir() or file.suffix in RECORDS else str(file)):
+        tokenizer.encode(text)
+
+
+@contextlib.contextmanager
+def at(where: str) -> Iterator[None]:
+    """Say `where` before what is wrong with a text."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 @functools.lru_cache(maxsize=4)
@@ -60,9 +85,11 @@ def read_prompts(
     prompts = []
     fields = {"prompt_field": prompt_field, "answer_field": answer_field}
     for file in files:
-        for prompt, answer in read_records(file, fields):
-            head = tokenizer.start_ids + tokenizer.encode(prompt)
-            prompts.append(Prompt(np.array(head + tokenizer.encode(answer) + end, np.int32), len(head)))
+        for number, (prompt, answer) in enumerate(read_records(file, fields), 1):
+            with at(_record(file, number)):
+                head = tokenizer.start_ids + tokenizer.encode(prompt)
+                tokens = head + tokenizer.encode(answer) + end
+            prompts.append(Prompt(np.array(tokens, np.int32), len(head)))
     return prompts
 
 
@@ -152,7 +179,8 @@ def _jsonl(file: Path, fields: Mapping[str, str]) -> Iterator[list[str]]:
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield _pick(_parse(line, f"{file}, line {number}"), fields, f"{file}, line {number}")
+                where = f"{file}, line {number}"
+                yield _pick(parse_json_value(line, where), fields, where)
 
 
 def _array_record(file: Path, fields: Mapping[str, str]) -> Iterator[list[str]]:
@@ -162,7 +190,7 @@ def _array_record(file: Path, fields: Mapping[str, str]) -> Iterator[list[str]]:
         records = grain.sources.ArrayRecordDataSource([str(file)])
         for number in range(len(records)):
             where = _record(file, number + 1)
-            yield _pick(_parse(records[number], where), fields, where)
+            yield _pick(parse_json_value(records[number], where), fields, where)
     except ConfigError:
         raise
     except (RuntimeError, ValueError, IndexError) as error:
@@ -200,15 +228,6 @@ def _huggingface(folder: Path, fields: Mapping[str, str], split: str) -> Iterato
     _check_fields(data.column_names, fields, str(folder))
     for number, record in enumerate(data, 1):
         yield _pick(record, fields, _record(folder, number))
-
-
-def _parse(data: bytes, where: str) -> Any:
-    try:
-        return json.loads(data)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}: not UTF-8 ({error.reason} at byte {error.start + 1})") from None
 
 
 def _pick(record: Any, fields: Mapping[str, str], where: str) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from swa_jax.errors import ConfigError
-from swa_jax.files import sum_of_json, write_text
+from swa_jax.files import parse_json_value, sum_of_json, write_text
 
 FORMS = 'a text, {"prompt": text} or {"messages": [...]}'
 
@@ -46,9 +46,9 @@ def read_prompts(file: Path) -> list[Prompt]:
 
 def _prompt(line: str, where: str) -> Prompt:
     try:
-        value = json.loads(line)
-    except ValueError:
-        value = None
+        value = parse_json_value(line.encode(), where)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {FORMS} is expected, got {line:.60}") from None
     if isinstance(value, str):
         return Prompt(value, None)
     if isinstance(value, dict):

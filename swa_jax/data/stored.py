@@ -63,6 +63,7 @@ class StoredDocuments:
         self.sizes = np.diff(self._ends, prepend=0)
         for first, index in zip(self._first, indices, strict=False):
             self.sizes[first] = index["end"][0]  # counts start anew with each shard
+        self._num_ids = 1 << 32 if tokenizer is None else tokenizer.num_ids
         self._last: tuple[int, np.ndarray] | None = None  # the rows of a long document follow each other
         self._open: dict[int, int] = {}  # file descriptors by shard
         self._lock = threading.Lock()  # an iterator set back may still have its old thread reading
@@ -81,6 +82,11 @@ class StoredDocuments:
             raise ConfigError(
                 f"{self._files[shard][0]} is damaged: its document {index - self._first[shard]} is not what was "
                 "written; put back a copy, or tokenise again"
+            )
+        if tokens.max(initial=0) >= self._num_ids:
+            raise ConfigError(
+                f"{self._files[shard][0]}, document {index - self._first[shard]}, holds token {tokens.max()}: the "
+                f"model has embeddings for ids below {self._num_ids} only"
             )
         self._last = (index, tokens)
         return tokens

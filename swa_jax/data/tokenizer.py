@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
+from swa_jax.data.special_tokens import named_tokens, read_beside, reply_ends
 from swa_jax.errors import ConfigError
-from swa_jax.files import parse_json
 
 END_OF_TEXT = "<eos>"
 PROBE = "Café  naïve 你好,\n\tx_1 = 3.14159; <eos> \U0001f600 it's"  # notices merges and rules that differ
@@ -27,8 +28,8 @@ class Tokenizer:
       eos_id: the token that stands between documents, None if there is none.
       bos_id: the start token that the tokenizer names, None if there is none; whether it stands before a text is what
         `start_ids` says.
-      end_ids: the tokens that end a reply: `eos_id` and what `generation_config.json` names. Ids of no token are left
-        out.
+      end_ids: the tokens that end a reply: `eos_id` and what the model's files name. Ids of no token are left out.
+      num_ids: ids from this one on are not to be used; see `within`.
     """
 
     def __init__(
@@ -52,9 +53,36 @@ class Tokenizer:
         probe = backend.encode(PROBE)
         added = sum(itertools.takewhile(bool, probe.special_tokens_mask))
         self.start_ids: list[int] = probe.ids[:added]
+        self.num_ids = self.vocab_size
+
+    def within(self, num_embeddings: int) -> Tokenizer:
+        """The same for a model with so many embeddings, which may be fewer than there are tokens: Gemma 3's tokenizer
+        has one for pictures. Only a text that holds such a token is refused."""
+        other = copy.copy(self)
+        other.num_ids = min(self.vocab_size, num_embeddings)
+        other.end_ids = tuple(token for token in self.end_ids if token < num_embeddings)
+        around = [*self.start_ids, *([] if self.eos_id is None else [self.eos_id])]
+        if beyond := [token for token in around if token >= num_embeddings]:
+            raise ConfigError(
+                f"the tokenizer's {self.backend.id_to_token(beyond[0])!r} has the id {beyond[0]}, but the model has "
+                f"{num_embeddings} embeddings: it is the tokenizer of another model"
+            )
+        return other
 
     def encode(self, text: str) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return self.checked(self.backend.encode(text, add_special_tokens=False).ids, text)
+
+    def checked(self, ids: list[int], text: str) -> list[int]:
+        """The ids of a text. Raises `ConfigError` where there is one that may not be used."""
+        if self.num_ids < self.vocab_size and max(ids, default=0) >= self.num_ids:
+            whole = self.backend.encode(text, add_special_tokens=False)
+            wrong = next(i for i, token in enumerate(whole.ids) if token >= self.num_ids)
+            place = whole.offsets[wrong][0]
+            raise ConfigError(
+                f"the text has {whole.tokens[wrong]!r} (id {whole.ids[wrong]}) at character {place}, in "
+                f"{text[max(place - 20, 0) : place + 40]!r}: the model has embeddings for ids below {self.num_ids} only"
+            )
+        return ids
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """The characters of `text`, from and to, that each token of `encode(text)` stands for."""
@@ -68,32 +96,28 @@ class Tokenizer:
 def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:
     """Read `tokenizer.json` at `path` or inside the folder `path`.
 
-    Without `eos_token`, the folder's `tokenizer_config.json` names it; failing that, `<eos>` if there is one. What else
-    ends a reply is read from the folder's `generation_config.json`.
+    Without `eos_token`, the files beside it name it (`special_tokens.named_tokens`); failing that, `<eos>` if there is
+    one. They also say what else ends a reply (`special_tokens.reply_ends`).
     """
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"no tokenizer at {file}; expected a tokenizer.json")
-    settings = file.with_name("tokenizer_config.json")
-    named = settings.read_bytes() if settings.is_file() else None
-    ends = _configured_ends(file.with_name("generation_config.json"))
-    return read_tokenizer(file.read_bytes(), file, named, settings, eos_token, ends)
+    return read_tokenizer(file.read_bytes(), file, read_beside(file.parent), file.parent, eos_token)
 
 
 def read_tokenizer(
     data: bytes,
     file: object,
-    settings: bytes | None = None,
-    settings_file: object = "",
+    beside: Mapping[str, bytes] | None = None,
+    folder: object = "",
     eos_token: str | None = None,
-    end_ids: Sequence[int] = (),
 ) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json` and, if there is one, a `tokenizer_config.json`.
+    """The tokenizer of a `tokenizer.json` and of the files beside it (`special_tokens.FILES`).
 
     Args:
-      data, settings: what the two files hold.
-      file, settings_file: what to call them in sentences.
+      data, beside: what the files hold.
+      file, folder: what to call them in sentences.
     """
     try:
         backend = tokenizers.Tokenizer.from_buffer(data)
@@ -103,12 +127,12 @@ def read_tokenizer(
     except Exception as error:  # what the library raises is an Exception and no more
         sentence = " ".join(str(error).split())
         raise ConfigError(f"{file} cannot be read as a tokenizer: {sentence}") from None
-    if eos_token is None and settings is not None:
-        eos_token = _configured("eos_token", settings, settings_file)
+    named = named_tokens(beside or {}, folder)
+    if eos_token is None:
+        eos_token = named.get("eos_token")
     if eos_token is None and backend.token_to_id(END_OF_TEXT) is not None:
         eos_token = END_OF_TEXT
-    bos_token = None if settings is None else _configured("bos_token", settings, settings_file)
-    return Tokenizer(backend, eos_token, end_ids, bos_token)
+    return Tokenizer(backend, eos_token, reply_ends(beside or {}, folder), named.get("bos_token"))
 
 
 def check_same_tokens(tokenizer: Tokenizer, path: str | Path, checkpoint: str | Path) -> None:
@@ -147,23 +171,3 @@ def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     backend.train_from_iterator(texts, trainer)
     return Tokenizer(backend, END_OF_TEXT)
-
-
-def _configured(name: str, settings: bytes, file: object) -> str | None:
-    """A special token that a `tokenizer_config.json` names."""
-    token = parse_json(settings, file).get(name)
-    text = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(text, str | None) or (text is None and token is not None):
-        raise ConfigError(
-            f"{file}: {name} must be a text, or an object with its content; got {str(token)[:200]!r}"
-        )
-    return text
-
-
-def _configured_ends(file: Path) -> list[int]:
-    """`eos_token_id` of a `generation_config.json`: one id, several, or none."""
-    value = parse_json(file.read_bytes(), file).get("eos_token_id") if file.is_file() else None
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(type(token) is not int for token in ids):
-        raise ConfigError(f"eos_token_id in {file} must be a token id or a list of them, got {value!r:.40}")
-    return ids

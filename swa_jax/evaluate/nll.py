@@ -56,7 +56,7 @@ def answer_nll(
       full_attention_decode: None takes that of the model's pattern.
 
     Raises:
-      ConfigError: no examples, or one whose prompt or answer is empty.
+      ConfigError: no examples, one whose prompt or answer is empty, or an id that the model does not have.
     """
     return score_answers(
         model, examples, batch_size=batch_size, full_attention_decode=full_attention_decode
@@ -85,6 +85,8 @@ def score_answers(
     are data. Batches that `samples` knows are not scored again, and the others are kept there. `advance` is called with
     how many more examples are scored.
     """
+    for i, example in enumerate(examples):
+        model.config.check_tokens([*example.prompt, *example.answer], f"examples[{i}]")
     pattern = model.pattern if pattern is None else pattern
     if full_attention_decode is None:
         full_attention_decode = pattern.full_attention_decode
@@ -281,12 +283,13 @@ def perplexity(
       advance: called with how many more tokens are scored.
 
     Raises:
-      ConfigError: too few tokens, a context that holds no text, or a stride that is not between 1 and what a pass
-        scores: `context` tokens, and one less for each start token after the first.
+      ConfigError: too few tokens, an id that the model does not have, a context that holds no text, or a stride that is
+        not between 1 and what a pass scores: `context` tokens, and one less for each start token after the first.
     """
     text = np.asarray(tokens, np.int32)
     if text.ndim != 1 or text.size < 2:
         raise ConfigError(f"tokens must be a list of at least 2 ids, got shape {text.shape}")
+    model.config.check_tokens(text, "tokens")
     labels_of = text if start else text[1:]
     most = context - max(len(start), 1) + 1  # labels of a pass
     if most < 1:

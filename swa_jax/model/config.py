@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from swa_jax.errors import ConfigError
 from swa_jax.settings import nearest
 
@@ -303,6 +306,19 @@ class ModelConfig:
             raise ConfigError(
                 f"expert_groups_per_tok ({chosen}) of {self.num_experts // groups} experts each are fewer than "
                 f"num_experts_per_tok ({self.num_experts_per_tok})"
+            )
+
+    def check_tokens(self, tokens: ArrayLike, name: str) -> None:
+        """Raise `ConfigError` if an array of token ids, which `name` stands for, holds one that has no embedding."""
+        ids = np.asarray(tokens)
+        if not np.issubdtype(ids.dtype, np.integer) and ids.size:
+            raise ConfigError(f"{name} must hold token ids, which are whole numbers, got {ids.dtype}")
+        wrong = (ids < 0) | (ids >= self.vocab_size)
+        if wrong.any():
+            place = ", ".join(map(str, np.argwhere(wrong)[0]))
+            raise ConfigError(
+                f"{name} holds token {ids[wrong][0]} at [{place}], the model's vocabulary has ids 0 to "
+                f"{self.vocab_size - 1}"
             )
 
     @property

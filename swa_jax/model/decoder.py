@@ -219,11 +219,16 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """tokens [B, T] int32 -> logits [B, T, V] f32.
 
+        An id that the vocabulary does not have raises `ConfigError`; under `jit`, all that see it is NaN.
+
         Args:
           segment_ids: [B, T] int32; tokens see only their own segment, 0 is padding. None: one segment.
           positions: [B, T] int32; None counts from the start of each segment.
           full_from: [B] or [B, segments] int32; queries of windowed layers at this position or later see everything.
         """
+        if not isinstance(tokens, jax.core.Tracer):
+            self.config.check_tokens(tokens, "tokens")
+        tokens = jnp.asarray(tokens)
         hidden, _ = self.features(tokens, segment_ids=segment_ids, positions=positions, full_from=full_from)
         return self.logits(hidden)
 
@@ -279,7 +284,7 @@ class Decoder(nnx.Module):
         """tokens [B, T] int32 -> [B, T, d]."""
         # The table is gathered over fsdp, as the layers' weights are; else XLA would gather the tokens of all rows.
         table = constrain(self.embedding[...], partition, "vocab", None)
-        x = table[tokens]
+        x = table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         if self.config.embedding_multiplier != 1:
             x = x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
         return constrain(x, partition, "batch", "sequence", None)
@@ -390,11 +395,8 @@ class Decoder(nnx.Module):
             rope_length=layout.max_length,
         )
         lengths = cache.lengths + 1
-        whole_entry, entry, ring = (
-            cache.lengths,
-            ring_entry(layout, cache.lengths),
-            ring_positions(layout, lengths),
-        )
+        whole_entry, entry = cache.lengths, ring_entry(layout, cache.lengths)
+        ring = ring_positions(layout, lengths)
         if active is not None:  # an entry that no pool has is not written
             whole_entry = jnp.where(active, whole_entry, layout.max_length)
             entry = jnp.where(active, entry, layout.ring_entries)

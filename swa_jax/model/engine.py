@@ -30,7 +30,6 @@ from swa_jax.model.generate import (
     Sequences,
     check_generation,
     check_prompts,
-    check_tokens,
     decode_steps,
     draw,
     drawing,
@@ -151,9 +150,8 @@ class Engine:
         Raises:
           ConfigError: an argument is out of its range; the sentence names it. Nothing has been computed then.
         """
-        vocabulary = self.model.config.vocab_size
-        check_prompts(prompts, max_new_tokens, vocabulary)
-        check_tokens(stop_tokens, "stop_tokens", vocabulary)
+        check_prompts(prompts, max_new_tokens, self.model.config)
+        self.model.config.check_tokens(stop_tokens, "stop_tokens")
         longest = max(map(len, prompts))
         if longest + max_new_tokens > self.max_length:
             raise ConfigError(

@@ -67,7 +67,7 @@ def generate(
     """
     batch = prepare(model, prompts, max_new_tokens, max_length=max_length, partition=partition)
     chosen = sampling(temperature, top_k, top_p)
-    check_tokens(stop_tokens, "stop_tokens", model.config.vocab_size)
+    model.config.check_tokens(stop_tokens, "stop_tokens")
     if max_length is None and len(groups := by_rope_length(model, prompts, max_new_tokens)) > 1:
         replies: dict[int, list[int]] = {}
         for group in groups:
@@ -137,7 +137,7 @@ def prepare(
 
     On a mesh that splits the prompts, the last one is repeated until they can be split.
     """
-    check_prompts(prompts, max_new_tokens, model.config.vocab_size)
+    check_prompts(prompts, max_new_tokens, model.config)
     longest = max(map(len, prompts))
     if max_length is None:
         max_length = round_up(longest + max_new_tokens)
@@ -382,7 +382,7 @@ def sequence_key(prompt: Sequence[int], number: int) -> int:
     return zlib.crc32(number.to_bytes(4), zlib.crc32(np.asarray(prompt, np.int32).tobytes()))
 
 
-def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, vocab_size: int) -> None:
+def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, config: ModelConfig) -> None:
     """Raises `ConfigError` where `generate` does because of them."""
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -393,12 +393,4 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_new_tokens: int, vocab_s
             raise ConfigError(f"prompts[{i}] must be a list of token ids, got {prompt!r:.40}")
         if len(prompt) == 0:
             raise ConfigError(f"prompts[{i}] is empty: a prompt needs at least one token")
-        check_tokens(prompt, f"prompts[{i}]", vocab_size)
-
-
-def check_tokens(tokens: Sequence[int], name: str, vocab_size: int) -> None:
-    wrong = [token for token in tokens if not 0 <= token < vocab_size]
-    if wrong:
-        raise ConfigError(
-            f"{name} holds token {wrong[0]}, the model's vocabulary has ids 0 to {vocab_size - 1}"
-        )
+        config.check_tokens(prompt, f"prompts[{i}]")

@@ -332,7 +332,11 @@ def _prepare(config: TrainConfig) -> Run:
     model_config = start.config
     if partition is not None:
         check_model(model_config, partition)
-    if tokenizer.vocab_size > model_config.vocab_size:
+    if (
+        config.init_from is not None
+    ):  # a released model may have fewer embeddings than its tokenizer has tokens
+        tokenizer = tokenizer.within(model_config.vocab_size)
+    elif tokenizer.vocab_size > model_config.vocab_size:
         raise ConfigError(
             f"tokenizer {config.tokenizer} has {tokenizer.vocab_size} tokens, the model's vocab_size is "
             f"{model_config.vocab_size}: they do not belong together"

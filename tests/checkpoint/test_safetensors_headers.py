@@ -72,7 +72,7 @@ def test_a_whole_file_is_read(tmp_path):
         (b'{"a": 1, "a": 2}', 0, "the header of .* has the key 'a' twice"),
         (b'{"a": {"shape": [], "shape": [1]}}', 0, "the header of .* has the key 'shape' twice"),
         (b"[" * 100_000, 0, "the header of .* lie too deep"),
-        (b"\xff\xfe", 0, "the header of .* is not valid JSON"),
+        (b"\xff\xfe", 0, "the header of .* is not UTF-8"),
     ],
 )
 def test_headers_that_cannot_be(tmp_path, header, payload, sentence):

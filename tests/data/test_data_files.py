@@ -185,10 +185,18 @@ def test_prompts_can_be_held_out(tmp_path, tokenizer):
     [
         (
             b'{"text": "fine"}\n{"text": "cut',
-            r"line 2: not valid JSON \(Unterminated string .* at column 10\)",
+            r"line 2 is not valid JSON: Unterminated string starting at \(column 10\)",
         ),
-        (b'\n\n{"text": "a"} x\n', r"line 3: not valid JSON \(Extra data at column 15\)"),
-        (b'{"text": "\xff"}\n', r"line 1: not UTF-8 \(invalid start byte at byte 11\)"),
+        (b'\n\n{"text": "a"} x\n', r"line 3 is not valid JSON: Extra data \(column 15\)"),
+        (b'{"text": "\xff"}\n', r"line 1 is not UTF-8: invalid start byte \(byte 11\)"),
+        (b'{"text": "a \\ud83d b"}', r"line 1 is not valid JSON: '\\ud83d' alone is half a character"),
+        (b'"a"\n' + b"[" * 200_000, "line 1: expected an object with named fields, got str"),
+        (b"[" * 200_000, "line 1 is not valid JSON for us: its lists and objects lie too deep in each other"),
+        (
+            b'{"id": ' + b"7" * 5000 + b"}",
+            "line 1 is not valid JSON for us: a whole number in it has thousands",
+        ),
+        (b'{"text": "a", "text": "b"}', "line 1 has the key 'text' twice: remove one of them"),
         (b'{"texts": "a", "id": 1}\n', r"line 1 has no field 'text' \(text_field\); did you mean 'texts'\?"),
         (b'{"body": "a", "id": 1}\n', r"line 1 has no field 'text' \(text_field\); known: body, id"),
         (b'{"text": 3}\n', "line 1: the field 'text' must be text, got int"),
@@ -203,7 +211,7 @@ def test_a_bad_line_is_named(data, sentence, tmp_path):
 
 def test_a_bad_record_is_named(tmp_path):
     file = write_array_record(tmp_path / "a.array_record", [{"text": "a"}, b"plain text"])
-    with pytest.raises(ConfigError, match=r"a\.array_record, record 2: not valid JSON"):
+    with pytest.raises(ConfigError, match=r"a\.array_record, record 2 is not valid JSON"):
         list(read_texts(file, "text"))
     file = write_parquet(tmp_path / "a.parquet", ["x"], field="body")
     with pytest.raises(ConfigError, match=r"a\.parquet has no field 'text' \(text_field\); known: body, id"):

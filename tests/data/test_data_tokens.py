@@ -260,7 +260,7 @@ def test_a_mistake_in_the_first_shard_can_be_put_right(tmp_path, byte_tokenizer)
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "a"}\n{"text": ')
     source = SourceConfig(files=(str(file),))
-    with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: not valid JSON"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 2 is not valid JSON"):
         tokenize(source, byte_tokenizer, tmp_path / "out")
     file.write_text('{"text": "a"}\n{"text": "b"}')
     assert tokenize(source, byte_tokenizer, tmp_path / "out")["documents"] == 2

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from swa_jax.data.chat import chat_text, chat_tokens, load_chat_template
+from swa_jax.data import chat
+from swa_jax.data.chat import chat_text, chat_tokens, load_chat_template, prompt_tokens
 from swa_jax.data.prompt_file import Prompt, ReplyFile, read_prompts
 from swa_jax.data.reply_text import ReplyText
 from swa_jax.data.tokenizer import load_tokenizer
@@ -81,6 +82,35 @@ def test_half_a_character_is_shown_at_the_end_only(tokenizer):
     assert reply.close() == tokenizer.decode(tokens) == "\ufffd"
     with pytest.raises(ConfigError, match="a stop string is empty"):
         ReplyText(tokenizer, ["a", ""])
+
+
+def test_end_tokens_are_those_of_the_first_file_that_names_any(tmp_path, byte_tokenizer):
+    """As in transformers: generation_config.json, then config.json; the tokenizer's own always ends a reply."""
+    (tmp_path / "tokenizer.json").write_bytes(byte_tokenizer.read_bytes())
+    for files, ends in (
+        ({"config": {"eos_token_id": [2, 179]}}, (256, 2, 179)),
+        ({"config": {"eos_token_id": [2, 179]}, "generation_config": {"eos_token_id": 3}}, (256, 3)),
+        ({"config": {"eos_token_id": 2}, "generation_config": {"eos_token_id": None}}, (256, 2)),
+        ({"config": {"text_config": {"eos_token_id": 5}}, "generation_config": {}}, (256, 5)),
+        ({"special_tokens_map": {"eos_token": "b"}, "config": {}}, (65,)),
+        ({"special_tokens_map": {"eos_token": "b"}, "tokenizer_config": {"eos_token": "c"}}, (65,)),
+        (
+            {
+                "special_tokens_map": {"eos_token": "b", "bos_token": "x"},
+                "tokenizer_config": {"eos_token": "c", "added_tokens_decoder": {}},
+            },
+            (66,),
+        ),
+    ):
+        for name in ("config", "generation_config", "special_tokens_map", "tokenizer_config"):
+            (tmp_path / f"{name}.json").write_text(json.dumps(files.get(name, {})))
+        assert load_tokenizer(tmp_path).end_ids == ends, files
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "2"}))
+    with pytest.raises(
+        ConfigError, match=r"eos_token_id in .*/config.json must be a token id or a list of them"
+    ):
+        load_tokenizer(tmp_path)
 
 
 def test_every_end_token_of_generation_config(tmp_path, byte_tokenizer):
@@ -161,14 +191,74 @@ def test_what_a_template_refuses(tmp_path):
     assert found is not None
     with pytest.raises(ConfigError, match=r"tokenizer_config.json refuses these messages: no tools here"):
         found.render([{"role": "tool", "content": "x"}])
-    with pytest.raises(ConfigError, match=r"messages\[1\] must be"):
-        found.render([MESSAGES[0], {"role": "robot", "content": "x"}])
-    config_with(tmp_path, "{% if %}")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    for wrong in (
+        "x",
+        {"role": 1, "content": "x"},
+        {"content": "x"},
+        {"role": "user"},
+        {"role": "user", "contents": "x"},
+    ):
+        with pytest.raises(ConfigError, match=r"messages\[1\] must be"):
+            found.render([MESSAGES[0], wrong])
+    for wrong in ("x", {"name": "add"}, [1]):
+        with pytest.raises(ConfigError, match="tools must be a list of objects"):
+            found.render(MESSAGES, tools=wrong)
+    for template, sentence in (
+        ("{% if %}", "cannot be read: Expected an expression"),
+        (7, r"chat_template in .* must be a text, or a list of named ones, got 7"),
+        ([{"name": "rag", "template": "x"}], "must have one template named 'default', got rag"),
+        ([{"name": "default"}], "must be a text, or a list of named ones"),
+        ([], "must have one template named 'default', got none"),
+    ):
+        config_with(tmp_path, template)
+        with pytest.raises(ConfigError, match=sentence):
+            load_chat_template(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"{{ messages }}\xff")
+    with pytest.raises(
+        ConfigError, match=r"chat_template.jinja is not UTF-8: invalid start byte \(byte 15\)"
+    ):
         load_chat_template(tmp_path)
-    config_with(tmp_path, 7)
-    with pytest.raises(ConfigError, match=r"chat_template in .* must be a text, got 7"):
-        load_chat_template(tmp_path)
+
+
+TWICE = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{{ 1 / 0 }}", "refuses these messages: division by zero"),
+        ("{{ range(10**9) }}", "refuses these messages: Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses these messages: maximum recursion depth"),
+        ("{{ 10**(10**8) }}", "cannot be read: it takes longer than 0.5 s"),
+        ("{{ 10**(10**8 * messages | length) }}", "refuses these messages: it takes longer than 0.5 s"),
+        (TWICE, "refuses these messages: it takes longer than 0.5 s"),
+        ("{{ messages[0].content * 10**10 }}", "refuses these messages: it needs more than 512 MB of memory"),
+        ("{{ messages[0].content * 10**7 }}", "refuses these messages: it writes 120000000 characters"),
+        ("{{ '%5000000000d' % 1 }}", "refuses these messages: "),
+        ("{{ '\\ud83d' }}", "refuses these messages: 'utf-8' codec can't encode"),
+        ("{{ (" * 2000, "cannot be read: "),
+        ("{{ messages[0].content.nothing.at_all }}", "refuses these messages: 'str object' has no attribute"),
+    ],
+)  # fmt: skip
+def test_a_template_has_limits(tmp_path, monkeypatch, template, sentence):
+    monkeypatch.setattr(chat, "SECONDS", 0.5)
+    monkeypatch.setattr(chat, "MEMORY", 1 << 29)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(ConfigError, match=f"the chat template of .*jinja {sentence}"):
+        load_chat_template(tmp_path).render(MESSAGES)
+
+
+def test_tools_and_documents_come_with_a_prompt(tmp_path, tokenizer):
+    """As the lines of files have them; of two templates, messages with tools take "tool_use"."""
+    plain, tools = "{{ documents | tojson }}", "{{ tools | tojson }}{{ documents is none }}"
+    config_with(tmp_path, [{"name": "tool_use", "template": tools}, {"name": "default", "template": plain}])
+    for given, expected in (
+        ({"documents": [{"title": "a"}]}, '[{"title": "a"}]'),
+        ({"tools": [{"name": "b"}]}, '[{"name": "b"}]True'),
+    ):
+        prompt = Prompt(None, MESSAGES, {"messages": MESSAGES} | given)
+        (tokens,) = prompt_tokens(tmp_path, tokenizer, [prompt], chat=False)
+        assert tokenizer.decode(tokens) == expected
 
 
 # ---- files ----
@@ -188,9 +278,15 @@ def test_prompts_from_a_file(tmp_path):
     plain = tmp_path / "prompts.txt"
     plain.write_text('"one"\ntwo \n')
     assert read_prompts(plain) == [Prompt('"one"', None), Prompt("two ", None)]
-    for line in ("one", "{}", "[1]", '{"prompt": 3}', '{"prompt": "a", "messages": [1]}', '{"messages": []}'):
+    for line in ("{}", "[1]", '{"prompt": 3}', '{"prompt": "a", "messages": [1]}', '{"messages": []}'):
         file.write_text('"fine"\n' + line + "\n")
         with pytest.raises(ConfigError, match=r"prompts.jsonl, line 2 is not a prompt: a text, "):
+            read_prompts(file)
+    for line in ("one", '"a \\ud83d b"', "[" * 200_000, '{"prompt": "a", "n": ' + "7" * 5000 + "}"):
+        file.write_text('"fine"\n' + line + "\n")
+        with pytest.raises(
+            ConfigError, match=r"prompts.jsonl, line 2 is not valid JSON.*; a text, .* is expected"
+        ):
             read_prompts(file)
     file.write_text("\n")
     with pytest.raises(ConfigError, match="has no prompts"):

@@ -15,6 +15,8 @@ from tiny_models import LAYERS, PATTERNS, SIGMOID, SOFTMAX, WINDOW_SIZE, base_mo
 
 from pallas_kernels.pools import attend_over_pools
 from swa_jax.errors import ConfigError
+from swa_jax.evaluate.examples import Example
+from swa_jax.evaluate.nll import perplexity, score_answers
 from swa_jax.model.attention import kinds_of, layer_plan
 from swa_jax.model.cache import allocate, cache_bytes, cache_layout
 from swa_jax.model.config import ModelConfig
@@ -348,6 +350,22 @@ def test_bfloat16_model_gives_float32_logits():
     assert logits.dtype == jnp.float32
     difference = np.abs(logits - forward(model_of("every-kind"), tokens))
     assert 0 < difference.mean() < 0.2  # of logits of order ten
+
+
+@pytest.mark.parametrize("token", [61, 500, -1])
+def test_an_id_without_an_embedding(token):
+    """One sentence where values are known; inside a compiled function they are not, and what sees it is no number."""
+    model, tokens = model_of("window"), [[5, 6, token, 7, 8]]
+    sentence = rf"holds token {token} at \[.*2\], the model's vocabulary has ids 0 to 60"
+    with pytest.raises(ConfigError, match="^tokens " + sentence):
+        model(tokens)
+    with pytest.raises(ConfigError, match="^tokens " + sentence):
+        perplexity(model, tokens[0], context=4)
+    with pytest.raises(ConfigError, match=r"^examples\[1\] " + sentence):
+        score_answers(model, [Example([1], [2], []), Example([5, 6], [token], [])])
+    logits = forward(model, jnp.array(tokens))
+    np.testing.assert_array_equal(jnp.isnan(logits).all(-1), [[False, False, True, True, True]])
+    np.testing.assert_allclose(logits[:, :2], model([[5, 6]]), **CLOSE)
 
 
 def test_equal_models_share_compilations():

@@ -156,7 +156,7 @@ def test_a_wrong_configuration_writes_nothing(settings, tmp_path, changes, sente
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        ({"kind": "prompts", "files": ["later.jsonl"]}, r"later\.jsonl, line 2: not valid JSON"),
+        ({"kind": "prompts", "files": ["later.jsonl"]}, r"later\.jsonl, line 2 is not valid JSON"),
         ({"kind": "prompts", "files": ["good.jsonl"]}, "none of the 1 prompts fits sequence_length = 8"),
         ({"files": ["short.txt"]}, "has 4 tokens, less than one row of sequence_length = 8"),
         ({"files": ["text.txt"], "held_out": 0.999}, "none to train on"),
