@@ -22,6 +22,7 @@ import numpy as np
 
 from swa_jax.data.documents import document_hash, encode_documents, read_texts, tokenizer_hash
 from swa_jax.data.sources import MANIFEST, SourceConfig, source_files
+from swa_jax.data.special_tokens import SETTINGS, TOKENS_MAP, read_beside
 from swa_jax.data.stored import FORMAT, INDEX, UNFINISHED, read_manifest, sealed
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
@@ -207,8 +208,9 @@ def _copy_tokenizer(path: Path, out: Path) -> None:
     """Beside the tokens, so that they can be read as text wherever they go."""
     folder = path if path.is_dir() else path.parent
     write_bytes(out / "tokenizer.json", (path / "tokenizer.json" if path.is_dir() else path).read_bytes())
-    if (folder / "tokenizer_config.json").is_file():
-        write_bytes(out / "tokenizer_config.json", (folder / "tokenizer_config.json").read_bytes())
+    for name, data in read_beside(folder).items():
+        if name in (SETTINGS, TOKENS_MAP):
+            write_bytes(out / name, data)
 
 
 def _size(file: Path) -> int:

@@ -332,9 +332,7 @@ def _prepare(config: TrainConfig) -> Run:
     model_config = start.config
     if partition is not None:
         check_model(model_config, partition)
-    if (
-        config.init_from is not None
-    ):  # a released model may have fewer embeddings than its tokenizer has tokens
+    if config.init_from is not None:  # a released tokenizer may have more tokens than its model
         tokenizer = tokenizer.within(model_config.vocab_size)
     elif tokenizer.vocab_size > model_config.vocab_size:
         raise ConfigError(
