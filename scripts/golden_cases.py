@@ -158,7 +158,8 @@ CASES = {
     ),
 }
 NOPE_IN_FULL_LAYERS = ("cohere2", "exaone4", "afmoe", "exaone_moe", "cohere2_moe")
-ONE_SPELLING = ("mellum", "afmoe", "exaone_moe", "cohere2_moe")  # transformers 4 never knew these
+# Transformers 4 never knew these.
+ONE_SPELLING = ("mellum", "afmoe", "exaone_moe", "cohere2_moe", "granite_swa", "ministral3")
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16, intermediate_size=32)
 # Mixtures of experts, whose seeds count from 100.
 SPARSE_CASES = {
@@ -260,6 +261,45 @@ NAMED_CASES = {
         prefix_dense_sliding_window_pattern=2,
         logit_scale=0.3,
     ),
+    # Layers with RoPE of either theta, and one with none, in full and in windowed layers.
+    "granite-swa-hybrid": dict(
+        model_type="granite_swa",
+        **WIDE_HEADS,
+        **HYBRID,
+        layer_types=mixed_layers(0, 4),
+        layer_rope_theta=[1e4, 100.0, 0, 1e4, 100.0],
+        embedding_multiplier=3.0,
+        attention_multiplier=0.3,
+        residual_multiplier=0.6,
+        logits_scaling=2.5,
+    ),
+    "cwm-hybrid": dict(
+        model_type="cwm", **WIDE_HEADS, **HYBRID, layer_types=mixed_layers(0, 4), rope_parameters=LLAMA3_ROPE
+    ),
+    "seed-oss-full": dict(model_type="seed_oss", **WIDE_HEADS),
+    # Caps that bite, and a scale that is not that of head_dim.
+    "vaultgemma-hybrid": dict(
+        model_type="vaultgemma",
+        **WIDE_HEADS,
+        **HYBRID,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=5.0,
+        query_pre_attn_scalar=64,
+    ),
+    # Queries are scaled from position 16 on, and more from 32 on.
+    "ministral3-window": dict(
+        model_type="ministral3",
+        **WIDE_HEADS,
+        sliding_window=WINDOW,
+        rope_parameters=dict(
+            YARN_ROPE,
+            original_max_position_embeddings=16,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.5,
+        ),
+    ),
+    "starcoder2-window": dict(model_type="starcoder2", sliding_window=WINDOW),
 }
 ALL_CASES = CASES | SPARSE_CASES | NAMED_CASES
 SEEDS = {

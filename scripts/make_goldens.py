@@ -58,7 +58,7 @@ def make_model(config, seed: int):
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             noise = torch.randn(tensor.shape, generator=generator)
-            if "norm" in name:
+            if "norm" in name and name.endswith("weight"):
                 tensor.copy_(1 + 0.2 * noise)
             elif "sinks" in name:
                 tensor.copy_(2 * noise)

@@ -268,6 +268,12 @@ MODELS = {
             "qk_norm": True,
             "qk_norm_over": "projection",
             "rope_layers": ["local", "none"],
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 4,
+                "llama_4_scaling_beta": 0.5,
+            },
             "hidden_act": "gelu_tanh",
             "attention_softcap": 2.0,
             "logit_softcap": 3.0,
@@ -278,7 +284,9 @@ MODELS = {
     "parallel": {
         "pattern": "interleave-1-in-2",
         "model": {
+            "gated_mlp": False,
             "norm_type": "layer",
+            "norm_bias": True,
             "norm_placement": "parallel",
             "rope_interleaved": True,
             "partial_rotary_factor": 0.5,

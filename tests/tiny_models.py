@@ -31,13 +31,15 @@ WIDER = dataclasses.replace(PLAIN, vocab_size=64, hidden_size=32, intermediate_s
 SOFTMAX = dataclasses.replace(
     PLAIN, qk_norm=True, attention_bias=True, tie_word_embeddings=True, initializer_range=0.3
 )
-# All that other families do: norms on both sides, RoPE by layer, softcaps, scales and multipliers.
+# All that other families do: norms on both sides, RoPE by layer, queries scaled by position, softcaps, scales and
+# multipliers.
 SANDWICH = dataclasses.replace(
     SOFTMAX,
     attention_bias=False,
     hidden_act="gelu_tanh",
     rope_layers=("local", "none", "global", "local"),
     local_rope_theta=50.0,
+    rope_scaling=RopeScaling("yarn", 2.0, 4, llama_4_scaling_beta=0.5),
     norm_placement="sandwich",
     norm_unit_offset=True,
     qk_norm_over="projection",
@@ -48,11 +50,14 @@ SANDWICH = dataclasses.replace(
     residual_multiplier=0.7,
     logit_multiplier=1.3,
 )
-# Attention and MLP side by side, LayerNorm, and rotary embeddings of neighbouring channels, of half of a head.
+# Attention and MLP side by side, LayerNorm with biases, MLPs without a gate, and rotary embeddings of neighbouring
+# channels, of half of a head.
 PARALLEL = dataclasses.replace(
     SOFTMAX,
     attention_bias=False,
+    gated_mlp=False,
     norm_type="layer",
+    norm_bias=True,
     norm_placement="parallel",
     rope_interleaved=True,
     partial_rotary_factor=0.5,

@@ -26,6 +26,7 @@ from swa_jax.checkpoint.mxfp4 import Packed, find_packed, unpacked, with_unpacke
 from swa_jax.checkpoint.safetensors_files import DTYPES, Parts, StoredTensor, TensorReader, read_headers
 from swa_jax.checkpoint.sources import GGUF, ModelFolder, companion, gguf_file, open_source, stamp
 from swa_jax.checkpoint.tensor_names import hf_tensors, is_left_out, is_router, joined_parts
+from swa_jax.checkpoint.text_part import text_tensors
 from swa_jax.errors import CheckpointError
 from swa_jax.families import hf_pattern, model_config
 from swa_jax.families.pattern_files import is_pattern_file, load_pattern
@@ -37,6 +38,7 @@ from swa_jax.families.quantization import (
     unsupported,
     without_quantization,
 )
+from swa_jax.families.text_part import text_config
 from swa_jax.files import check_destination, check_room, parse_json, partial_folder, sum_of, sum_of_json
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import EMBEDDING, HEAD
@@ -178,12 +180,19 @@ def plan_import(
 
         return plan_gguf(file, pattern, VERSION)
     folder = open_source(source)
-    hf = _read_config(folder)
+    whole = _read_config(folder)
+    text = text_config(whole)
+    hf = whole if text is None else text
     config = model_config(hf)
     chosen = _choose_pattern(folder, hf, config, pattern)
     companions = read_companions(folder)
     notes = check_companions(folder, {**companions, CONFIG_FILE: json.dumps(hf).encode()}, config.vocab_size)
-    headers = found = read_headers(folder)
+    headers = read_headers(folder)
+    found, tied, left_out = text_tensors(headers, config, whole=None if text is None else whole["model_type"])
+    notes += left_out
+    if tied != config.tie_word_embeddings:
+        hf = {**hf, "tie_word_embeddings": tied}
+        config = model_config(hf)
     blocks = None
     packed: dict[str, Packed] = {}
     scales: dict[str, StoredTensor] = {}

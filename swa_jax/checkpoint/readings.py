@@ -31,6 +31,7 @@ LEFT_OUT: tuple[tuple[str, Any, str], ...] = (
     ("logit_multiplier", 1.0, "output logits without their factor"),
     ("attention_bias", False, "queries, keys and values without their biases"),
     ("qk_norm", False, "queries and keys without their norms"),
+    ("norm_bias", False, "norms without their biases"),
 )
 
 
@@ -203,6 +204,11 @@ def _rope(right: Reading) -> Iterator[Reading]:
         yield reading("rope in the others", "RoPE in the wrong layers", rope_layers=others)
     if config.rope_scaling is not None:
         yield reading("rope unscaled", "RoPE without its scaling", rope_scaling=None)
+        if config.rope_scaling.llama_4_scaling_beta:
+            flat = dataclasses.replace(config.rope_scaling, llama_4_scaling_beta=0.0)
+            yield reading(
+                "query scale", "queries without the factor that grows with positions", rope_scaling=flat
+            )
     if config.rope_theta != 10000.0:
         yield reading("rope theta", "RoPE with a rope_theta of 10000", rope_theta=10000.0)
     if config.long_rope_after is not None:

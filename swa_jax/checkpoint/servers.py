@@ -101,8 +101,12 @@ def _native(name: str, reads: Reads = Reads.LAYER_TYPES, **options: Any) -> tupl
     return (ServerClass(name, reads, **options),)
 
 
-# Qwen 2 is Llama with biases for q, k and v alone, and vLLM's Llama reads both `qkv_bias` and `layer_types`.
-_QWEN2_AS_LLAMA = _native("LlamaForCausalLM", keys={"architectures": ["LlamaForCausalLM"], "qkv_bias": True})
+# Qwen 2 is Llama with biases for q, k and v alone, and vLLM's Llama reads both `qkv_bias` and `layer_types`. A model
+# that came as a Seed-OSS says `attention_bias`, which is that of all four there.
+_QWEN2_AS_LLAMA = _native(
+    "LlamaForCausalLM",
+    keys={"architectures": ["LlamaForCausalLM"], "qkv_bias": True, "attention_bias": False},
+)
 _VLLM = {
     "llama": _native("LlamaForCausalLM", alone=True),
     "mistral": _native("MistralForCausalLM", alone=True),
@@ -116,6 +120,7 @@ _VLLM = {
     "exaone4": _native("Exaone4ForCausalLM"),
     # With `layer_types` this class expects learned sink logits unless it is told that there are none.
     "granite": _native("GraniteForCausalLM", alone=True, keys={"attention_sinks": False}),
+    "granite_swa": _native("GraniteForCausalLM"),
     "gpt_oss": _native("GptOssForCausalLM", Reads.EVEN),
     # Whether these have a window in every layer where `sliding_window` says so was not found out.
     "qwen3_moe": _native("Qwen3MoeForCausalLM", Reads.NEVER),
@@ -126,6 +131,10 @@ _VLLM_BY_TRANSFORMERS = {
     "olmo3": _native("TransformersForCausalLM"),
     "smollm3": _native("TransformersForCausalLM"),
     "ministral": _native("TransformersForCausalLM"),
+    "cwm": _native("TransformersForCausalLM"),
+    "seed_oss": _native("TransformersForCausalLM"),
+    "starcoder2": _native("TransformersForCausalLM", Reads.ALIKE),
+    "vaultgemma": _native("TransformersForCausalLM"),
     "mellum": _native("TransformersMoEForCausalLM"),
 }
 # SGLang counts the keys before the query's own. Most of its classes take one off. Cohere's, and the one that runs
@@ -161,9 +170,13 @@ SERVERS: dict[str, Server] = {
             # Its own class reads another form of `sliding_window_pattern`, by which it rotates, too.
             "exaone4": _SGLANG_BY_TRANSFORMERS,
             "olmo2": _native("Olmo2ForCausalLM", Reads.NEVER),
+            "starcoder2": _native("Starcoder2ForCausalLM", Reads.NEVER),
             "gpt_oss": _native("GptOssForCausalLM"),
         }
-        | dict.fromkeys(("olmo3", "smollm3", "ministral", "mellum"), _SGLANG_BY_TRANSFORMERS),
+        | dict.fromkeys(
+            ("olmo3", "smollm3", "ministral", "cwm", "seed_oss", "vaultgemma", "mellum"),
+            _SGLANG_BY_TRANSFORMERS,
+        ),
     ),
 }
 TARGETS = ("transformers", *SERVERS)

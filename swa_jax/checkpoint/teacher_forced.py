@@ -22,7 +22,7 @@ from swa_jax.model.attention import AttentionContext, LayerPlan, cast_parameters
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder, scan_layers
 from swa_jax.model.layer_types import FULL, LAYER_TYPES, SWITCH
-from swa_jax.model.layers import rope_tables
+from swa_jax.model.layers import query_scale, rope_tables
 from swa_jax.model.pattern import AttentionPattern
 
 
@@ -63,11 +63,11 @@ class Forward:
             queries[i, : len(asked)] = np.array(asked) + before
             targets[i, : len(asked)] = [[*text, 0][t + 1] for t in asked]
         graph, weights = self._weights(reading.config, jnp.dtype(dtype))
-        cos, sin = self._rope(reading, longest, width)
+        cos, sin, scale = self._rope(reading, longest, width)
         plan = layer_plan(reading.pattern, reading.config, self.kinds)
         spec = model_spec(reading.config, reading.pattern)
         log_probs, top = _answers(
-            graph, weights, spec, self.kinds, self.top, plan, cos, sin, tokens, queries, targets
+            graph, weights, spec, self.kinds, self.top, plan, cos, sin, scale, tokens, queries, targets
         )
         return Answers(*([np.asarray(row)[: len(asked)] for row, asked in zip(rows, texts.queries, strict=True)]
                          for rows in (log_probs, top)))  # fmt: skip
@@ -83,15 +83,17 @@ class Forward:
         return graph, state if dtype == jnp.float32 else cast_parameters(state, dtype)
 
     @staticmethod
-    def _rope(reading: Reading, longest: int, width: int) -> tuple[Any, Any]:
+    def _rope(reading: Reading, longest: int, width: int) -> tuple[Any, Any, Any]:
+        """cos and sin of every position, and the factor on queries."""
         if not reading.config.uses_rope:
-            return None, None
+            return None, None, None
         positions = jnp.arange(width)
         if reading.jump:
             positions = positions + (positions >= longest // 2)
         after = reading.config.long_rope_after
         length = longest if not reading.long_rope or after is None else after + 1
-        return rope_tables(reading.config, positions[None], length)
+        cos, sin = rope_tables(reading.config, positions[None], length)
+        return cos, sin, query_scale(reading.config, positions[None])
 
 
 @functools.lru_cache(maxsize=64)
@@ -115,6 +117,7 @@ def _answers(
     plan: LayerPlan,
     cos: jax.Array | None,
     sin: jax.Array | None,
+    scale: jax.Array | None,
     tokens: jax.Array,
     queries: jax.Array,
     targets: jax.Array,
@@ -123,7 +126,9 @@ def _answers(
     model = nnx.merge(graph, weights)
     if cos is not None and sin is not None:
         cos, sin = (jnp.broadcast_to(t, (t.shape[0], *tokens.shape, t.shape[-1])) for t in (cos, sin))
-    context = AttentionContext(spec, kinds, cos, sin)
+    if scale is not None:
+        scale = jnp.broadcast_to(scale, tokens.shape)
+    context = AttentionContext(spec, kinds, cos, sin, scale)
 
     def layer(x: jax.Array, block: Any, plan: LayerPlan) -> tuple[jax.Array, None]:
         return block(x, plan, context)[0], None

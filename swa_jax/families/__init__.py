@@ -16,15 +16,18 @@ from swa_jax.families import (
     cohere,
     cohere2,
     cohere2_moe,
+    cwm,
     exaone4,
     exaone_moe,
     gemma2,
     gemma3,
     gpt_oss,
     granite,
+    granite_swa,
     llama,
     mellum,
     ministral,
+    ministral3,
     mistral,
     mixtral,
     olmo2,
@@ -33,8 +36,11 @@ from swa_jax.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    seed_oss,
     smollm3,
+    starcoder2,
     swat,
+    vaultgemma,
 )
 from swa_jax.families.common import Family
 from swa_jax.families.grammar import check_types
@@ -46,9 +52,9 @@ from swa_jax.settings import nearest
 
 # Where several families can express a model under a pattern, the first is written; our own is the last resort.
 _MODULES = (
-    llama, mistral, ministral, qwen2, qwen3, olmo2, smollm3, olmo3, gemma2, gemma3, granite, phi3, cohere, cohere2,
-    exaone4, qwen3_moe, mixtral, gpt_oss, mellum, afmoe, exaone_moe,
-    cohere2_moe, swat,
+    llama, mistral, ministral, qwen2, qwen3, olmo2, smollm3, olmo3, gemma2, gemma3, granite, granite_swa, phi3, cohere,
+    cohere2, cwm, exaone4, seed_oss, vaultgemma, ministral3, starcoder2, qwen3_moe, mixtral, gpt_oss, mellum, afmoe,
+    exaone_moe, cohere2_moe, swat,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _OURS = swat.FAMILY

@@ -32,7 +32,7 @@ def read_gemma(
     logit_softcap: float | None,
     **fields: Any,
 ) -> ModelConfig:
-    """What Gemma 2 and 3 share; the softcaps are those of an absent key, where null means none."""
+    """What Gemmas share; the softcaps are those of an absent key, where null means none."""
     if hf.get("use_bidirectional_attention"):
         raise ConfigError(
             "config.json: use_bidirectional_attention is not supported; supported: causal attention"
@@ -47,13 +47,12 @@ def read_gemma(
         defaults,
         attention_bias=bias,
         attention_out_bias=bias,
-        norm_placement="sandwich",
         norm_unit_offset=True,
         attention_scale=scalar**-0.5,
         attention_softcap=hf.get("attn_logit_softcapping", attention_softcap),
         logit_softcap=hf.get("final_logit_softcapping", logit_softcap),
         embedding_multiplier=width**0.5,  # type: ignore[operator]  # checked above
-        **fields,
+        **{"norm_placement": "sandwich"} | fields,
     )
 
 

@@ -18,7 +18,12 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
 
 DEFAULT_CONTEXT = 131072
-DEFAULTS = gemma2.DEFAULTS | {"max_position_embeddings": DEFAULT_CONTEXT, "rope_theta": 1e6}
+DEFAULTS = gemma2.DEFAULTS | {
+    "vocab_size": 262208,  # the text_config of Gemma 3 4B says neither this nor the number of heads
+    "num_attention_heads": 8,
+    "max_position_embeddings": DEFAULT_CONTEXT,
+    "rope_theta": 1e6,
+}
 DEFAULT_LOCAL_THETA = 10000.0
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from swa_jax.families.common import Family, Windows, layer_types, read_dense, write_dense
 from swa_jax.families.experts import expert_keys, read_experts, without_experts
 from swa_jax.families.quantization import is_mxfp4, without_quantization
+from swa_jax.families.rope import with_default_rope
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
@@ -33,9 +34,7 @@ DEFAULT_ROPE = {
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Weights in MXFP4 are the import's to turn into bf16 (`swa_jax.checkpoint.mxfp4`)."""
     experts = read_experts(hf, count=128, per_token=4, width=("intermediate_size", 2880), normalized=True)
-    hf = without_experts(hf)
-    if hf.get("rope_parameters") is None and hf.get("rope_scaling") is None:
-        hf["rope_scaling"] = DEFAULT_ROPE
+    hf = with_default_rope(without_experts(hf), DEFAULT_ROPE)
     if is_mxfp4(hf):
         hf = without_quantization(hf)
     bias = bool(hf.get("attention_bias", True))

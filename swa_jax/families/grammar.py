@@ -12,13 +12,14 @@ from typing import Any
 from swa_jax.errors import ConfigError
 
 _SWITCHES = (
-    "attention_bias", "is_causal", "mlp_bias", "mup_enabled", "norm_topk_prob", "tie_word_embeddings",
-    "use_bidirectional_attention", "use_cache", "use_mrope", "use_qk_norm", "use_sliding_window",
+    "attention_bias", "attention_out_bias", "is_causal", "mlp_bias", "mup_enabled", "norm_topk_prob",
+    "tie_word_embeddings", "use_bias", "use_bidirectional_attention", "use_cache", "use_mrope", "use_qk_norm",
+    "use_sliding_window",
 )  # fmt: skip
 _NUMBERS = (
     "attention_dropout", "attention_multiplier", "attn_logit_softcapping", "embedding_multiplier",
     "final_logit_softcapping", "hidden_dropout", "initializer_range", "layer_norm_eps", "logit_scale", "logits_scaling",
-    "query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps", "rope_local_base_freq",
+    "norm_epsilon", "query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps", "rope_local_base_freq",
     "route_scale", "routed_scaling_factor", "router_aux_loss_coef", "swiglu_alpha", "swiglu_limit",
 )  # fmt: skip
 _SIZES = (

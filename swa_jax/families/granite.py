@@ -12,6 +12,10 @@ from swa_jax.model.config import ModelConfig
 
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    return read_granite(hf, llama.DEFAULTS)
+
+
+def read_granite(hf: Mapping[str, Any], defaults: Mapping[str, Any], **fields: Any) -> ModelConfig:
     """Factors that are absent are 1, also that of the attention logits; `logits_scaling` divides."""
     bias = bool(hf.get("attention_bias"))
     factors = {}
@@ -21,7 +25,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
             raise ConfigError(f"config.json: {key} must be a number above 0, got {value!r}")
     return read_dense(
         hf,
-        llama.DEFAULTS,
+        defaults,
         attention_bias=bias,
         attention_out_bias=bias,
         mlp_bias=bool(hf.get("mlp_bias")),
@@ -29,6 +33,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         residual_multiplier=factors["residual_multiplier"],
         attention_scale=factors["attention_multiplier"],
         logit_multiplier=1 / factors["logits_scaling"],
+        **fields,
     )
 
 

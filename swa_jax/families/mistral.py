@@ -19,7 +19,10 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
-    window = hf.get("sliding_window", DEFAULT_WINDOW)
+    return windows_alike(hf.get("sliding_window", DEFAULT_WINDOW), layers)
+
+
+def windows_alike(window: int | None, layers: int) -> Windows:
     return window, [FULL if window is None else WINDOW] * layers
 
 

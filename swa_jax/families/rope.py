@@ -55,7 +55,7 @@ def read_rope(
     hf: Mapping[str, Any], default_theta: float, max_positions: int, partial_rotary_factor: float = 1.0
 ) -> tuple[float, RopeScaling | None]:
     """theta and the scaling, from either spelling; the family turns `partial_rotary_factor` of the channels."""
-    key, rope = _rope_mapping(hf)
+    key, rope = rope_mapping(hf)
     theta = rope.get("rope_theta", hf.get("rope_theta"))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if read_partial_rotary(hf) != partial_rotary_factor:
@@ -96,9 +96,15 @@ def read_rope(
     return float(theta), from_dict(RopeScaling, {"rope_type": kind} | values, f"config.json.{key}")
 
 
+def with_default_rope(hf: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """`hf`, with these RoPE parameters where it says none; a `rope_theta` alone does not count."""
+    said = hf.get("rope_parameters") is not None or hf.get("rope_scaling") is not None
+    return dict(hf) if said else {**hf, "rope_parameters": rope}
+
+
 def read_partial_rotary(hf: Mapping[str, Any]) -> float:
     """The share of a head's channels that is turned."""
-    factor = _rope_mapping(hf)[1].get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    factor = rope_mapping(hf)[1].get("partial_rotary_factor", hf.get("partial_rotary_factor"))
     if factor is None:
         return 1.0
     if isinstance(factor, bool) or not isinstance(factor, int | float):
@@ -106,7 +112,7 @@ def read_partial_rotary(hf: Mapping[str, Any]) -> float:
     return float(factor)
 
 
-def _rope_mapping(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def rope_mapping(hf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """The key that holds the RoPE parameters, and what it holds; Hugging Face lets a non-empty `rope_scaling` win."""
     key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     rope = hf.get(key) or {}

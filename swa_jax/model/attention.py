@@ -58,6 +58,7 @@ class AttentionContext:
     kinds: tuple[str, ...]  # the layer types compiled; `LayerPlan.kind` indexes them
     cos: jax.Array | None  # [R, B, T, D]; `LayerPlan.rope` indexes R
     sin: jax.Array | None
+    query_scale: jax.Array | None = None  # [B, T]: the factor on queries (`layers.query_scale`)
     segment_ids: jax.Array | None = None  # [B, T]
     positions: jax.Array | None = None  # [B, T], only when they are not those of the segments
     full_from: jax.Array | None = None  # [B] or [B, segments]
@@ -189,6 +190,9 @@ class Attention(nnx.Module):
                 cos, sin = (table[0 if one else plan.rope] for table in (context.cos, context.sin))
                 rotation = Rotation(cos, sin, rope_distance(self.config))
                 k = rotate(k, rotation)
+                if context.query_scale is not None:  # queries that are turned are scaled with it
+                    cos, sin = (table * context.query_scale[..., None] for table in (cos, sin))
+                    rotation = Rotation(cos, sin, rope_distance(self.config))
                 if pairs:
                     q, rotation = rotate(q, rotation), None
         if pairs:

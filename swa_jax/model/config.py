@@ -41,6 +41,7 @@ _SCALING_BOUNDS = {
     "attention_factor": (1e-2, 1e2),
     "mscale": (0, 1e2),
     "mscale_all_dim": (0, 1e2),
+    "llama_4_scaling_beta": (0, 1e2),
 }
 MOST_EXPERTS = 1_000_000  # in all layers together
 
@@ -72,6 +73,8 @@ class RopeScaling:
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn: round the correction range outwards to whole channels
+    # yarn; queries are multiplied by 1 + beta ln(1 + floor(position / original_max_position_embeddings)) (Ministral 3)
+    llama_4_scaling_beta: float = 0.0
     short_factor: tuple[float, ...] = ()  # longrope, one a frequency
     long_factor: tuple[float, ...] = ()  # longrope, one a frequency
 
@@ -85,6 +88,12 @@ class RopeScaling:
         if self.rope_type == "yarn" and not self.beta_slow < self.beta_fast:
             raise ConfigError(
                 f"rope_scaling.beta_slow ({self.beta_slow:g}) must be below beta_fast ({self.beta_fast:g})"
+            )
+        if self.llama_4_scaling_beta and (
+            self.rope_type != "yarn" or not self.original_max_position_embeddings
+        ):
+            raise ConfigError(
+                "rope_scaling.llama_4_scaling_beta needs rope_type yarn with original_max_position_embeddings"
             )
 
 
@@ -102,7 +111,7 @@ class ModelConfig:
         pattern makes the layer full or windowed. () means "global" in every layer.
       rope_interleaved: channels 2 c and 2 c + 1 turn together (Cohere), not c and c + rotary_dim / 2.
       partial_rotary_factor: the share of a head's channels, from the first on, that is turned (Phi-4-mini).
-      norm_type: root mean square, or "layer": a LayerNorm without bias (Cohere).
+      norm_type, norm_bias: root mean square, or "layer": a LayerNorm (Cohere); with a bias (StarCoder2) or without.
       norm_placement: norms before attention and MLP ("pre"), on what they give, before it is added to the residual
         stream ("post", OLMo 2), or both ("sandwich", Gemma 2). "parallel": one norm before attention and MLP, which
         both read and whose outputs are added to the residual stream together (Cohere).
@@ -113,6 +122,7 @@ class ModelConfig:
       attention_softcap, logit_softcap: c in c * tanh(x / c), on attention logits and on the output logits (Gemma 2).
       embedding_multiplier, residual_multiplier, logit_multiplier: factors on the embeddings, on what attention and MLP
         add to the residual stream, and on the output logits before their softcap (Granite, Gemma, Cohere).
+      gated_mlp: MLPs compute down(hidden_act(gate) * up), or without a gate down(hidden_act(up)) (StarCoder2).
       sink_logits: each head has a learned logit that enters the denominator of its softmax only (gpt-oss).
       attention_gate, attention_gate_act: what a head says is multiplied with a function of a projection of attention's
         input: one number a head, or one a channel (AFMoE). "none": it is not.
@@ -154,7 +164,9 @@ class ModelConfig:
     attention_out_bias: bool = False  # on o (Llama's attention_bias sets both)
     mlp_bias: bool = False
     hidden_act: Literal["silu", "gelu_tanh"] = "silu"
+    gated_mlp: bool = True
     norm_type: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False
     norm_placement: Literal["pre", "post", "sandwich", "parallel"] = "pre"
     norm_unit_offset: bool = False
     qk_norm: bool = False

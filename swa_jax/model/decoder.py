@@ -34,7 +34,7 @@ from swa_jax.model.cached_attention import (
 from swa_jax.model.config import MlpKind, ModelConfig
 from swa_jax.model.experts import ExpertLoad, MixtureOfExperts
 from swa_jax.model.layer_types import SWITCH
-from swa_jax.model.layers import GatedMLP, Norm, linear, rope_tables
+from swa_jax.model.layers import MLP, Norm, linear, query_scale, rope_tables
 from swa_jax.model.lora import LoraConfig, seed_dropout, with_lora
 from swa_jax.model.loss import Teacher, TokenLoss, scaled_logits, token_loss
 from swa_jax.model.parameters import declared
@@ -61,7 +61,7 @@ class Block(nnx.Module):
         self.attention = Attention(config, routed, dtype, rngs)
         self.attention_out_norm = norm("attention_out_norm", "post", "sandwich")
         self.post_attention_norm = norm("post_attention_norm", "pre", "sandwich")
-        self.mlp = nnx.data(GatedMLP(config, dtype, rngs) if mlp == "dense" else None)
+        self.mlp = nnx.data(MLP(config, dtype, rngs) if mlp == "dense" else None)
         self.experts = nnx.data(MixtureOfExperts(config, dtype, rngs) if mlp == "sparse" else None)
         self.mlp_out_norm = norm("mlp_out_norm", "post", "sandwich")
         self.config = config
@@ -126,7 +126,7 @@ def stacked_layers(config: ModelConfig, routed: bool, dtype: jnp.dtype, rngs: nn
     mlp = None if config.mlp_layer_types else alike
     layers = stack(lambda rngs: Block(config, routed, dtype, mlp=mlp, rngs=rngs), config.num_hidden_layers)
     if config.mlp_layer_types:
-        layers.mlp = stack(lambda rngs: GatedMLP(config, dtype, rngs), len(config.dense_layers))
+        layers.mlp = stack(lambda rngs: MLP(config, dtype, rngs), len(config.dense_layers))
         layers.experts = stack(lambda rngs: MixtureOfExperts(config, dtype, rngs), len(config.sparse_layers))
     return layers
 
@@ -485,7 +485,7 @@ class Decoder(nnx.Module):
     ) -> AttentionContext:
         """What the layers of one pass over tokens [B, T] share; the arguments are those of `features`, and the length
         that RoPE goes by (`rope_frequencies`), which is T where it is not given."""
-        cos = sin = None
+        cos = sin = scale = None
         if self.config.uses_rope:
             turned = positions
             if turned is None and segment_ids is not None:
@@ -495,5 +495,8 @@ class Decoder(nnx.Module):
             tables = rope_tables(self.config, turned, rope_length or tokens.shape[1])
             # Without the barrier, XLA makes them again in every layer of a loop.
             cos, sin = jax.lax.optimization_barrier(tables)
+            scale = query_scale(self.config, turned)
         spec = model_spec(self.config, self.pattern)
-        return AttentionContext(spec, kinds, cos, sin, segment_ids, positions, full_from, partition=partition)
+        return AttentionContext(
+            spec, kinds, cos, sin, scale, segment_ids, positions, full_from, partition=partition
+        )

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layers import GatedMLP, activated, linear
+from swa_jax.model.layers import MLP, activated, linear
 from swa_jax.model.parameters import declared
 from swa_jax.model.sharding import Partition
 
@@ -62,7 +62,7 @@ class MixtureOfExperts(nnx.Module):
         ):
             setattr(self, name, StackedLinear(f"layers.experts.{name}", config, dtype, rngs))
         if config.shared_expert_intermediate_size:
-            self.shared_expert = GatedMLP(config, dtype, rngs, "layers.experts.shared_expert")
+            self.shared_expert = MLP(config, dtype, rngs, "layers.experts.shared_expert")
 
     def __call__(
         self, x: jax.Array, counted: jax.Array | None = None, partition: Partition | None = None

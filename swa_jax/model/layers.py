@@ -1,4 +1,4 @@
-"""The parts of a decoder layer that are not attention: norms, rotary embeddings, gated MLP."""
+"""The parts of a decoder layer that are not attention: norms, rotary embeddings, MLP."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ from swa_jax.model.parameters import declared
 
 
 class Norm(nnx.Module):
-    """Root-mean-square norm, or LayerNorm without bias (`config.norm_type`), in f32 whatever the input's dtype."""
+    """Root-mean-square norm, or LayerNorm (`config.norm_type`), in f32 whatever the input's dtype."""
 
     def __init__(self, path: str, config: ModelConfig, dtype: jnp.dtype):
         """`path` is the module's place in the decoder: what is declared there says its size."""
-        scale = declared(config)[f"{path}.scale"]
-        self.scale = nnx.Param(scale.init(jax.random.key(0), scale.shape, dtype))  # the same for every key
+        rows = declared(config)
+
+        def first(name: str) -> nnx.Param:
+            row = rows[f"{path}.{name}"]
+            return nnx.Param(row.init(jax.random.key(0), row.shape, dtype))  # the same for every key
+
+        self.scale = first("scale")
+        if config.norm_bias:
+            self.bias = first("bias")
         self.centred = config.norm_type == "layer"
-        self.unit_offset = config.norm_unit_offset
+        self.has_bias, self.unit_offset = config.norm_bias, config.norm_unit_offset
         self.eps = config.rms_norm_eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -33,6 +40,9 @@ class Norm(nnx.Module):
         if self.centred:
             wide = wide - jnp.mean(wide, axis=axes, keepdims=True)
         normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=axes, keepdims=True) + self.eps)
+        if self.has_bias:
+            bias = self.bias[...].reshape(scale.shape).astype(jnp.float32)
+            return (normed * (self.unit_offset + scale.astype(jnp.float32)) + bias).astype(x.dtype)
         if self.unit_offset:
             return (normed * (1 + scale.astype(jnp.float32))).astype(x.dtype)
         if self.centred:
@@ -40,17 +50,20 @@ class Norm(nnx.Module):
         return normed.astype(x.dtype) * scale.astype(x.dtype)
 
 
-class GatedMLP(nnx.Module):
-    """`down(act(gate(x)) * up(x))`, x [B, T, d]: SwiGLU with "silu", GeGLU with "gelu_tanh"."""
+class MLP(nnx.Module):
+    """`down(act(gate(x)) * up(x))`, x [B, T, d]: SwiGLU with "silu", GeGLU with "gelu_tanh"; or `down(act(up(x)))`."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, path: str = "layers.mlp"):
         """`path` is the module's place in the decoder: what is declared there says its width."""
         self.config = config
-        self.gate_proj = linear(f"{path}.gate_proj", config, dtype, rngs)
+        if config.gated_mlp:
+            self.gate_proj = linear(f"{path}.gate_proj", config, dtype, rngs)
         self.up_proj = linear(f"{path}.up_proj", config, dtype, rngs)
         self.down_proj = linear(f"{path}.down_proj", config, dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        if not self.config.gated_mlp:
+            return self.down_proj(_act(self.up_proj(x), self.config))
         return self.down_proj(activated(self.gate_proj(x), self.up_proj(x), self.config))
 
 
@@ -60,7 +73,11 @@ def activated(gate: jax.Array, up: jax.Array, config: ModelConfig) -> jax.Array:
         gate = jnp.minimum(gate, config.swiglu_limit)
         up = jnp.clip(up, -config.swiglu_limit, config.swiglu_limit)
         return gate * nnx.sigmoid(config.swiglu_alpha * gate) * (up + 1)
-    return (nnx.silu(gate) if config.hidden_act == "silu" else nnx.gelu(gate, approximate=True)) * up
+    return _act(gate, config) * up
+
+
+def _act(x: jax.Array, config: ModelConfig) -> jax.Array:
+    return nnx.silu(x) if config.hidden_act == "silu" else nnx.gelu(x, approximate=True)
 
 
 class Projection(nnx.Linear):
@@ -119,6 +136,16 @@ def rope_tables(config: ModelConfig, positions: jax.Array, length: int) -> tuple
         tables.append((jnp.cos(angles) * factors, jnp.sin(angles) * (signs * factors)))
     cos, sin = (jnp.stack(table) for table in zip(*tables, strict=True))
     return cos, sin
+
+
+def query_scale(config: ModelConfig, positions: jax.Array) -> jax.Array | None:
+    """The factor on queries at integer positions [B, T], f32; None where positions change nothing."""
+    scaling = config.rope_scaling
+    if scaling is None or not scaling.llama_4_scaling_beta:
+        return None
+    assert scaling.original_max_position_embeddings is not None  # it needs it
+    rounds = positions // scaling.original_max_position_embeddings
+    return 1 + scaling.llama_4_scaling_beta * jnp.log1p(rounds.astype(jnp.float32))
 
 
 def rope_distance(config: ModelConfig) -> int:

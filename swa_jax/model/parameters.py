@@ -109,7 +109,7 @@ def parameters(config: ModelConfig, routed: bool = False) -> tuple[Parameter, ..
     return (
         Parameter(("embedding",), (vocab, d), ("vocab", "embed"), draw, EMBEDDING, output=tied),
         *layer,
-        _norm("norm", "model.norm", d, config),
+        *_norm("norm", "model.norm", d, config),
         *([] if tied else _linear("lm_head", "lm_head", (d, vocab), ("embed", "vocab"), config, output=True)),
     )
 
@@ -129,7 +129,7 @@ def _norms(config: ModelConfig) -> list[Parameter]:
         }
     if config.norm_placement == "sandwich":
         rows["post_attention_norm"] = "pre_feedforward_layernorm"
-    return [_norm(path, hf_name, config.hidden_size, config) for path, hf_name in rows.items()]
+    return [row for path, name in rows.items() for row in _norm(path, name, config.hidden_size, config)]
 
 
 def _attention(config: ModelConfig, routed: bool) -> list[Parameter]:
@@ -147,7 +147,7 @@ def _attention(config: ModelConfig, routed: bool) -> list[Parameter]:
     if config.qk_norm:
         by_head = config.qk_norm_over == "head"
         for name, whole in (("q_norm", queries), ("k_norm", keys)):
-            rows.append(_norm(f"attention.{name}", f"self_attn.{name}", size if by_head else whole, config))
+            rows += _norm(f"attention.{name}", f"self_attn.{name}", size if by_head else whole, config)
     if config.attention_gate != "none":
         width = config.num_attention_heads if config.attention_gate == "head" else queries
         rows += _projection(
@@ -166,14 +166,14 @@ def _attention(config: ModelConfig, routed: bool) -> list[Parameter]:
 
 
 def _mlp(config: ModelConfig) -> list[Parameter]:
-    return _gated("mlp", "mlp", config.intermediate_size, config)
+    return _mlp_at("mlp", "mlp", config.intermediate_size, config)
 
 
-def _gated(path: str, hf_name: str, f: int, config: ModelConfig) -> list[Parameter]:
-    """A gated MLP of width f."""
+def _mlp_at(path: str, hf_name: str, f: int, config: ModelConfig) -> list[Parameter]:
+    """An MLP of width f."""
     d, rows = config.hidden_size, []
     for name, shape, axes in (
-        ("gate_proj", (d, f), ("embed", "mlp")),
+        *([("gate_proj", (d, f), ("embed", "mlp"))] if config.gated_mlp else []),
         ("up_proj", (d, f), ("embed", "mlp")),
         ("down_proj", (f, d), ("mlp", "embed")),
     ):
@@ -211,13 +211,17 @@ def _experts(config: ModelConfig) -> list[Parameter]:
                 )
             )  # fmt: skip
     if (width := config.shared_expert_intermediate_size) > 0:
-        rows += _gated("experts.shared_expert", "mlp.shared_experts", width, config)
+        rows += _mlp_at("experts.shared_expert", "mlp.shared_experts", width, config)
     return rows
 
 
-def _norm(path: str, hf_name: str, size: int, config: ModelConfig) -> Parameter:
-    first = nnx.initializers.zeros if config.norm_unit_offset else nnx.initializers.ones
-    return Parameter((*path.split("."), "scale"), (size,), (None,), first, f"{hf_name}.weight")
+def _norm(path: str, hf_name: str, size: int, config: ModelConfig) -> list[Parameter]:
+    place, zeros = tuple(path.split(".")), nnx.initializers.zeros
+    first = zeros if config.norm_unit_offset else nnx.initializers.ones
+    scale = Parameter((*place, "scale"), (size,), (None,), first, f"{hf_name}.weight")
+    if not config.norm_bias:
+        return [scale]
+    return [scale, Parameter((*place, "bias"), (size,), (None,), zeros, f"{hf_name}.bias")]
 
 
 def _projection(

@@ -191,13 +191,14 @@ def _ends(work: Workload) -> int:
 
 
 def _mlp_width(model: ModelConfig, expert: int) -> float:
-    """Numbers of a token in the middle of a layer's MLP, the mean of all layers, on one of so many devices."""
+    """Numbers of a token between an MLP's matrices, those of its gate included: the mean of all layers, on one of so
+    many devices."""
     rows = (
         expert * model.num_experts_per_tok * model.moe_intermediate_size
         + model.shared_expert_intermediate_size
     )
     dense = len(model.dense_layers) * model.intermediate_size
-    return (dense + len(model.sparse_layers) * rows) / model.num_hidden_layers
+    return ((1 + model.gated_mlp) * dense + 2 * len(model.sparse_layers) * rows) / model.num_hidden_layers
 
 
 def kept_bytes(work: Workload, remat: Remat, tensor: int = 1, expert: int = 1) -> float:
@@ -212,12 +213,12 @@ def kept_bytes(work: Workload, remat: Remat, tensor: int = 1, expert: int = 1) -
         return d * p
     if remat in ("attention", "offload"):
         return d * p + attention
-    matrices = (queries + 2 * keys + d + 2 * mlp) * p
+    matrices = (queries + 2 * keys + d + mlp) * p
     rope = 4 * (queries + keys) if model.uses_rope else 0  # the other channel of each pair, in f32
     if remat == "projections":
         return d * p + attention + matrices + rope
     norms = 2 * d * (4 + p) + (queries + keys) * (4 + p) * model.qk_norm
-    return d * p + attention + matrices + norms + (queries + keys + 2 * mlp) * p
+    return d * p + attention + matrices + norms + (queries + keys + mlp) * p
 
 
 def _bytes(work: Workload, share: _Share) -> dict[str, float]:

@@ -42,7 +42,7 @@ from swa_jax.model.attention import (
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Block, Decoder, scan_layers
 from swa_jax.model.layer_types import FULL
-from swa_jax.model.layers import rope_tables
+from swa_jax.model.layers import query_scale, rope_tables
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.attention_rows import Heads, Rows, logits_of, sum_over_rows
 from swa_jax.select.kl import kl_scores
@@ -339,9 +339,13 @@ def _full_layer(
 def _full_attention(model: Decoder, segment_ids: jax.Array) -> tuple[LayerPlan, AttentionContext]:
     """The plan and the context of full attention in every layer, whatever the model's own pattern says."""
     pattern = AttentionPattern((FULL,) * model.config.num_hidden_layers)
-    cos = sin = None
+    cos = sin = scale = None
     if model.config.uses_rope:
         length = segment_ids.shape[1]
-        cos, sin = rope_tables(model.config, jnp.arange(length)[None], length)
+        positions = jnp.arange(length)[None]
+        cos, sin = rope_tables(model.config, positions, length)
+        scale = query_scale(model.config, positions)
     spec = model_spec(model.config, pattern)
-    return layer_plan(pattern, model.config, (FULL,)), AttentionContext(spec, (FULL,), cos, sin, segment_ids)
+    return layer_plan(pattern, model.config, (FULL,)), AttentionContext(
+        spec, (FULL,), cos, sin, scale, segment_ids
+    )

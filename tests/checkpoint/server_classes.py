@@ -29,6 +29,9 @@ def transformers(hf):
         "Olmo3",
         "Cohere2",
         "GptOss",
+        "Cwm",
+        "GraniteSWA",
+        "VaultGemma",
     ):
         assert isinstance(hf["sliding_window"], int), "the class fails at its first token"
 
@@ -71,6 +74,11 @@ def vllm(hf):
         "SmolLM3ForCausalLM": _by_layer_types,
         "MinistralForCausalLM": _by_layer_types,
         "MellumForCausalLM": _by_layer_types,
+        "CwmForCausalLM": _by_layer_types,
+        "SeedOssForCausalLM": _by_layer_types,
+        "Starcoder2ForCausalLM": _by_layer_types,
+        "VaultGemmaForCausalLM": _by_layer_types,
+        "GraniteSWAForCausalLM": _by_layer_types,
     }[architecture](hf)
     if architecture == "GraniteForCausalLM" and hf.get("layer_types") is not None:
         assert hf.get("attention_sinks") is False, "the class would want sink logits"
@@ -99,6 +107,7 @@ def sglang(hf):
         "GraniteForCausalLM": _full,
         "Phi3ForCausalLM": _full,
         "CohereForCausalLM": _full,
+        "Starcoder2ForCausalLM": _full,
         "Olmo2ForCausalLM": lambda hf: _by_layer_types(hf) if "sliding_window" in hf else _full(hf),
         "Gemma2ForCausalLM": lambda hf: _even(hf) if hf.get("sliding_window") else _full(hf),
         "Gemma3ForCausalLM": _by_layer_types,

@@ -8,7 +8,7 @@ import pytest
 
 from swa_jax.checkpoint.tensor_names import hf_tensors
 from swa_jax.errors import ConfigError
-from swa_jax.families import hf_config, hf_pattern, model_config
+from swa_jax.families import apply_pattern, hf_config, hf_pattern, model_config
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
@@ -23,14 +23,13 @@ REFUSED = {
     "Qwen--Qwen1.5-MoE-A2.7B": UNKNOWN.format("qwen2_moe"),
     "Qwen--Qwen2.5-VL-7B-Instruct": UNKNOWN.format("qwen2_5_vl"),
     "Qwen--Qwen3.5-27B": UNKNOWN.format("qwen3_5"),
-    "bigcode--starcoder2": UNKNOWN.format("starcoder2"),
     "deepseek-ai--DeepSeek-V2-Lite": UNKNOWN.format("deepseek_v2"),
     "deepseek-ai--DeepSeek-V3": UNKNOWN.format("deepseek_v3"),
     "google--gemma-2b": UNKNOWN.format("gemma"),
     "google--gemma-4-26B-A4B": UNKNOWN.format("gemma4"),
     "internlm--internlm2_5-7b-chat": UNKNOWN.format("internlm2"),
     "meta-llama--Llama-4-Scout-17B-16E-Instruct": UNKNOWN.format("llama4"),
-    "mistralai--Devstral-2-123B-Instruct-2512": UNKNOWN.format("ministral3"),
+    "mistralai--Devstral-2-123B-Instruct-2512": "quant_method 'fp8' without weight_block_size (one scale for a",
     "moonshotai--Kimi-K2-Instruct": UNKNOWN.format("kimi_k2"),
     "Qwen--Qwen3-32B-FP8-Static-PerTensor": "quantization_config without a quant_method is not supported",
     "stabilityai--stablelm-2-zephyr-1_6b": UNKNOWN.format("stablelm"),
@@ -50,7 +49,7 @@ def test_the_set_is_that_known():
     assert len(CONFIGS) == 66
     assert REFUSED.keys() <= CONFIGS.keys()
     assert GOLDENS.keys() >= CONFIGS.keys() - REFUSED.keys()
-    assert len(CONFIGS.keys() - REFUSED.keys()) == 51
+    assert len(CONFIGS.keys() - REFUSED.keys()) == 52
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS.keys() - REFUSED.keys()))
@@ -64,6 +63,17 @@ def test_a_model_is_read_as_transformers_reads_it(name):
     written = json.loads(json.dumps(hf_config(config, pattern)))
     assert written["model_type"] == hf["model_type"]
     assert (model_config(written), hf_pattern(written)) == (config, pattern)
+
+
+def test_devstral_is_read_where_its_weights_are_not_quantised():
+    """Its factor on queries is 0: it is a Mistral with YaRN."""
+    name = "mistralai--Devstral-2-123B-Instruct-2512"
+    hf = {key: value for key, value in CONFIGS[name].items() if key != "quantization_config"}
+    tensors = hf_tensors(model_config(hf))
+    assert (len(tensors), digest(tensors)) == (GOLDENS[name]["tensors"], GOLDENS[name]["sha256"])
+    assert letters_of(hf_pattern(hf)) == GOLDENS[name]["layers"]
+    windowed = AttentionPattern((WINDOW, FULL) * 44, 4096)
+    assert apply_pattern(hf, windowed)[0]["model_type"] == "ministral"
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

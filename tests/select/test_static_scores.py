@@ -76,7 +76,7 @@ def dense(model, tokens, probes):
         all_weights.append(weights_)
         queries.append(q[0])
         mixed = jnp.einsum("hts,bshd->bthd", weights_ + probes[layer], v, precision="highest")
-        x, _ = block.after_attention(x, block.attention.output(mixed))
+        x, _ = block.after_attention(x, block.attention.output(mixed, block.attention_input(x)))
     return model.logits(model.norm(x))[0], jnp.stack(all_logits), jnp.stack(all_weights), jnp.stack(queries)
 
 

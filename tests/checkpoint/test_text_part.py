@@ -1,0 +1,170 @@
+"""Language models in folders that hold more, or that name their tensors otherwise."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from swa_jax.checkpoint.folder import open_checkpoint
+from swa_jax.checkpoint.hf_export import export_model
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.checkpoint.safetensors_files import read_headers
+from swa_jax.errors import CheckpointError, ConfigError
+from swa_jax.families import model_config
+from swa_jax.families.text_part import text_config
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+HEAD = "lm_head.weight"
+SPELLINGS = {  # of the names in front, and of the head
+    "as transformers writes it": ("language_model.model.", "language_model.lm_head.weight", ""),
+    "as it names the modules": ("model.language_model.", HEAD, "model."),
+}
+
+
+def tensors_of(model: str) -> dict[str, np.ndarray]:
+    return {
+        name: tensor
+        for file in (GOLDEN / model).glob("model*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+def folder_of(path: Path, hf: dict, tensors: dict[str, np.ndarray]) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(hf))
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def hf_of(model: str) -> dict:
+    return json.loads((GOLDEN / model / "config.json").read_text())
+
+
+def same_checkpoint(one: Path, other: Path) -> bool:
+    first, second = open_checkpoint(one), open_checkpoint(other)
+    names = [*first.tensors]
+    pairs = zip(first.read(names), second.read(names), strict=True)
+    return (
+        (first.config, first.pattern) == (second.config, second.pattern)
+        and [*second.tensors] == names
+        and all(a == b and np.array_equal(x, y) for (a, x), (b, y) in pairs)
+    )
+
+
+def whole_model(path: Path, kind: str, model: str, spelling: str) -> Path:
+    """A golden as the language model of a Gemma 3 or Mistral 3, with a vision tower and a projector beside it."""
+    front, head, of_others = SPELLINGS[spelling]
+    other = np.ones((3, 2), np.float32)
+    tensors = {
+        (head if name == HEAD else front + name.removeprefix("model.")): tensor
+        for name, tensor in tensors_of(model).items()
+    } | {
+        f"{of_others}{name}.weight": other
+        for name in ("vision_tower.a", "vision_tower.b", "multi_modal_projector.c")
+    }
+    inner = hf_of(model)
+    said = {"dtype": inner.pop("dtype"), "eos_token_id": [1, 106], "tie_word_embeddings": True}
+    del inner["architectures"]
+    return folder_of(path, {"model_type": kind, "text_config": inner, "vision_config": {}, **said}, tensors)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize(("kind", "model"), [("gemma3", "gemma3-hybrid"), ("mistral3", "mistral-full")])
+def test_the_language_model_of_a_model_for_images(tmp_path, kind, model, spelling):
+    notes: list[str] = []
+    source = whole_model(tmp_path / "whole", kind, model, spelling)
+    imported = import_model(source, tmp_path / "imported", describe=notes.append)
+    assert [note for note in notes if "left out" in note] == [
+        f"only the language model of this {kind} model is imported; left out: multi_modal_projector (1 tensors), "
+        "vision_tower (2 tensors)"
+    ]
+    alone = import_model(GOLDEN / model, tmp_path / "alone")
+    assert same_checkpoint(imported, alone)
+    # What is exported is the language model alone, with what was said once for the whole.
+    exported = export_model(imported, tmp_path / "exported", canary=False)
+    assert set(read_headers(exported)) == set(read_headers(GOLDEN / model))
+    hf = json.loads((exported / "config.json").read_text())
+    assert (hf["model_type"], hf["architectures"]) == (
+        hf_of(model)["model_type"],
+        hf_of(model)["architectures"],
+    )
+    assert (hf["eos_token_id"], hf["dtype"], "vision_config" in hf) == ([1, 106], "float32", False)
+
+
+def test_gemma_3_4b_says_little_of_its_language_model():
+    """Its text_config as released; the rest is the defaults of transformers' class."""
+    inner = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config = model_config(text_config({"model_type": "gemma3", "text_config": inner}))
+    sizes = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.vocab_size
+    assert (*sizes, config.max_position_embeddings) == (8, 4, 256, 262208, 131072)
+    assert (config.rope_theta, config.local_rope_theta, config.rope_scaling.factor) == (1e6, 1e4, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("hf", "sentence"),
+    [
+        ({"model_type": "gemma3"}, "text_config must be a mapping in a gemma3 model, got 'None'"),
+        (
+            {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}},
+            "text_config.model_type 'mistral4' is not supported; supported: afmoe",
+        ),
+        (
+            {"model_type": "mistral3", "text_config": {"model_type": []}},
+            r"text_config.model_type '\[\]' is not",
+        ),
+    ],
+)
+def test_what_a_model_for_images_must_say(hf, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        text_config(hf)
+    assert text_config({"model_type": "llama", "text_config": {}}) is None
+
+
+def test_a_model_for_images_without_its_language_model(tmp_path):
+    hf = {"model_type": "gemma3", "text_config": hf_of("gemma3-hybrid")}
+    source = folder_of(tmp_path / "whole", hf, {"vision_tower.a": np.ones(3, np.float32)})
+    with pytest.raises(
+        CheckpointError, match=r"hold no tensor language_model\.model\.embed_tokens\.weight or "
+    ):
+        import_model(source, tmp_path / "imported")
+
+
+@pytest.mark.parametrize("model", ["qwen3-hybrid", "qwen3-full", "phi3-full"])
+def test_names_without_the_module_in_front(tmp_path, model):
+    """As Qwen3-Embedding is stored: without an output matrix, also where the embeddings are not tied."""
+    tensors = {name.removeprefix("model."): t for name, t in tensors_of(model).items() if name != HEAD}
+    notes: list[str] = []
+    source = folder_of(tmp_path / "base", hf_of(model), tensors)
+    imported = import_model(source, tmp_path / "imported", describe=notes.append)
+    tied = hf_of(model)["tie_word_embeddings"]
+    assert [note.split(";")[0] for note in notes if "output matrix" in note] == (
+        []
+        if tied
+        else [
+            "the weights have no output matrix (lm_head.weight): they are of a model that gives hidden states"
+        ]
+    )
+    alone = folder_of(
+        tmp_path / "alone",
+        hf_of(model) | {"tie_word_embeddings": True},
+        {name: t for name, t in tensors_of(model).items() if name != HEAD},
+    )
+    assert same_checkpoint(imported, import_model(alone, tmp_path / "other"))
+    assert import_model(source, tmp_path / "imported") == tmp_path / "imported"  # known as done already
+
+
+def test_a_tensor_that_is_missing_is_named_as_elsewhere(tmp_path):
+    tensors = {name.removeprefix("model."): t for name, t in tensors_of("qwen3-hybrid").items()}
+    del tensors["layers.3.mlp.up_proj.weight"]
+    source = folder_of(tmp_path / "base", hf_of("qwen3-hybrid"), tensors)
+    with pytest.raises(CheckpointError, match=r"lack tensor 'model.layers.3.mlp.up_proj.weight'"):
+        import_model(source, tmp_path / "imported")
