@@ -290,6 +290,10 @@ def test_the_two_largest_gemmas_scale_by_their_width(tmp_path, monkeypatch):
             {"rope__scaling__type": "spiral"},
             "llama.rope.scaling.type 'spiral' is not supported; supported: none, linear",
         ),
+        (
+            {"rope__dimension_count": 32},
+            "m.gguf, as a Hugging Face config.json: partial_rotary_factor is not",
+        ),
         ({"rope__freq_base": float("nan")}, "llama.rope.freq_base must be a number"),
         ({"feed_forward_length": 512}, "has shape .256, 256., the hyperparameters ask for .512, 256."),
     ],

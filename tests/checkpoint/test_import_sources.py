@@ -8,6 +8,7 @@ import fsspec
 import huggingface_hub
 import pytest
 from fake_hub import COMMIT, REPOSITORY, Hub
+from gguf_files import write_gguf
 from huggingface_hub import constants
 
 import swa_jax
@@ -90,6 +91,20 @@ def in_cache(tmp_path: Path, leave_out: str = "") -> None:
         if file.name.startswith(READ) and file.name != leave_out:
             shutil.copy(file, home / "blobs" / f"of-{file.name}")
             (home / "snapshots" / COMMIT / file.name).symlink_to(f"../../blobs/of-{file.name}")
+
+
+def test_a_gguf_file_of_a_repository_is_read_where_it_is(hub, repository, destination, tmp_path):
+    """Its parts too."""
+    file = write_gguf(repository / "m.gguf", SHARDED)
+    write_gguf(repository / "parts.gguf", SHARDED, split_tensors=20)
+    straight = files_of(import_model(file, tmp_path / "straight"))
+    for name in (f"{REPOSITORY}/m.gguf", f"hf://{REPOSITORY}@main/parts-00002-of-00003.gguf"):
+        found = files_of(import_model(name, destination / Path(name).stem))
+        for same in straight.keys() - {"manifest.json", "weights/model.safetensors"}:
+            assert found[same] == straight[same], same
+        swa_jax.load_model(destination / Path(name).stem)
+    with pytest.raises(CheckpointError, match=r"someone/model/none.gguf is no file: give a GGUF file"):
+        import_model(f"{REPOSITORY}/none.gguf", tmp_path / "none")
 
 
 def test_what_is_in_the_cache_is_not_fetched_again(hub, destination, tmp_path):

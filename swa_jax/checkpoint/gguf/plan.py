@@ -24,7 +24,7 @@ from swa_jax.checkpoint.gguf.weights import (
 )
 from swa_jax.checkpoint.safetensors_files import Parts, TensorReader
 from swa_jax.checkpoint.sources import ModelFile, stamp
-from swa_jax.errors import CheckpointError
+from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.families import hf_pattern, model_config
 from swa_jax.families.pattern_files import load_pattern
 from swa_jax.files import sum_of, sum_of_json
@@ -88,8 +88,10 @@ def plan_gguf(file: ModelFile, pattern: AttentionPattern | str | Path | None, ve
     dtype = model_dtype(tensors)
     files, tokens = tokenizer_files(metadata)
     hf |= {"dtype": dtype.name, **tokens}
-    config = model_config(hf)
-    own = hf_pattern(hf)
+    try:
+        config, own = model_config(hf), hf_pattern(hf)
+    except ConfigError as error:
+        raise ConfigError(f"{file}, as a Hugging Face {error}") from None
     chosen = load_pattern(own if pattern is None else pattern, config, default_window=own.sliding_window)
     places = find_places(config, tensors, ARCHITECTURES[metadata.architecture].permuted, file)
     notes = _notes(file, tensors, dtype) + check_companions(Path(str(file)), files, config.vocab_size)
