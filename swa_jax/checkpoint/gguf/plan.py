@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from swa_jax.checkpoint.companions import check_companions
 from swa_jax.checkpoint.finite import check_finite
+from swa_jax.checkpoint.folder import CONFIG_FILE
 from swa_jax.checkpoint.gguf.header import GgufTensor, read_gguf
 from swa_jax.checkpoint.gguf.hyperparameters import ARCHITECTURES, Metadata, hf_config
 from swa_jax.checkpoint.gguf.rope import FACTORS, rope_keys
@@ -94,7 +96,8 @@ def plan_gguf(file: ModelFile, pattern: AttentionPattern | str | Path | None, ve
         raise ConfigError(f"{file}, as a Hugging Face {error}") from None
     chosen = load_pattern(own if pattern is None else pattern, config, default_window=own.sliding_window)
     places = find_places(config, tensors, ARCHITECTURES[metadata.architecture].permuted, file)
-    notes = _notes(file, tensors, dtype) + check_companions(Path(str(file)), files, config.vocab_size)
+    described = {**files, CONFIG_FILE: json.dumps(hf).encode()}
+    notes = _notes(file, tensors, dtype) + check_companions(Path(str(file)), described, config.vocab_size)
     identity = {
         "version": version,
         "config": hf,
