@@ -51,7 +51,8 @@ GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden"
 CASES = (
     "qwen3-full", "qwen2-hybrid", "llama3-rope", "llama-yarn", "mistral-window", "gemma2-hybrid", "gemma3-hybrid",
     "olmo3-hybrid", "cohere2-hybrid", "exaone4-hybrid", "smollm3-hybrid", "granite-full", "phi3-window",
-    "qwen3-moe-window", "mellum-moe-hybrid", "gpt-oss-hybrid",
+    "qwen3-moe-window", "mellum-moe-hybrid", "gpt-oss-hybrid", "granite-swa-hybrid", "ministral3-window",
+    "starcoder2-window",
 )  # fmt: skip
 SECRET = b'{"api_key": "hunter2 hunter2 hunter2"}'
 SECONDS = 60  # for one import

@@ -35,12 +35,13 @@ KEYS = [
     "swiglu_limit", "swiglu_alpha", "partial_rotary_factor", "original_max_position_embeddings", "dtype", "torch_dtype",
     "architectures", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id", "is_causal", "use_mrope",
     "text_config", "attention_dropout", "use_cache", "transformers_version", "use_qk_norm",
-    "use_bidirectional_attention",
+    "use_bidirectional_attention", "layer_rope_theta", "norm_epsilon", "use_bias", "attention_out_bias",
 ]  # fmt: skip
 ROPE_KEYS = [
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
     "truncate", "short_factor", "long_factor", "partial_rotary_factor", "full_attention", "sliding_attention",
+    "llama_4_scaling_beta",
 ]  # fmt: skip
 ROPE_TYPES = ["default", "linear", "llama3", "yarn", "longrope", "dynamic", "su", "proportional"]
 GENERATION_KEYS = [

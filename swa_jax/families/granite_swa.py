@@ -9,6 +9,7 @@ from typing import Any
 from swa_jax.errors import ConfigError
 from swa_jax.families import granite
 from swa_jax.families.common import Family, Windows, layer_types
+from swa_jax.families.grammar import shortened
 from swa_jax.families.rope import window_always
 from swa_jax.model.config import ModelConfig, RopeKind
 from swa_jax.model.layer_types import FULL, WINDOW
@@ -20,6 +21,7 @@ DEFAULTS = {
     "tie_word_embeddings": True,
 }
 DEFAULT_WINDOW = 128
+MOST_THETA = 1e12
 
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -35,12 +37,13 @@ def with_thetas(config: ModelConfig, thetas: Sequence[float] | None) -> ModelCon
     if thetas is None:
         return config
     numbers = isinstance(thetas, list) and all(
-        isinstance(theta, int | float) and not isinstance(theta, bool) and theta >= 0 for theta in thetas
+        isinstance(theta, int | float) and not isinstance(theta, bool) and 0 <= theta <= MOST_THETA
+        for theta in thetas
     )
     if not numbers or len(thetas) != config.num_hidden_layers:
         raise ConfigError(
-            f"config.json: layer_rope_theta must be a list with a number from 0 for each of the "
-            f"{config.num_hidden_layers} layers, got {str(thetas)[:100]}"
+            f"config.json: layer_rope_theta must be a list with a number from 0 to {MOST_THETA:g} for each of the "
+            f"{config.num_hidden_layers} layers, got {shortened(thetas)}"
         )
     used = list(dict.fromkeys(float(theta) for theta in thetas if theta))
     most = 1 if config.rope_scaling else 2

@@ -8,6 +8,7 @@ from typing import Any
 
 from swa_jax.errors import ConfigError
 from swa_jax.families.common import Family, Windows, read_dense, write_dense
+from swa_jax.families.grammar import shortened
 from swa_jax.families.mistral import window_keys, windows_alike
 from swa_jax.families.rope import rope_mapping, with_default_rope
 from swa_jax.model.config import ModelConfig
@@ -37,8 +38,8 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     hf = with_default_rope(hf, DEFAULT_ROPE)
     config, (key, rope) = read_dense(hf, DEFAULTS), rope_mapping(hf)
     beta = rope.get(BETA) or 0.0
-    if isinstance(beta, bool) or not isinstance(beta, int | float):
-        raise ConfigError(f"config.json: {key}.{BETA} must be a number, got {str(beta)[:100]!r}")
+    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta <= 100:
+        raise ConfigError(f"config.json: {key}.{BETA} must be a number from 0 to 100, got {shortened(beta)}")
     if not beta:
         return config
     if config.rope_scaling is None:

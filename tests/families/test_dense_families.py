@@ -76,7 +76,8 @@ def test_granite_swa_has_a_theta_for_each_layer():
 @pytest.mark.parametrize(
     ("thetas", "sentence"),
     [
-        ([1, 2], "must be a list with a number from 0 for each of the 3 layers"),
+        ([1, 2], r"must be a list with a number from 0 to 1e\+12 for each of the 3 layers"),
+        ([1, 2, 10**400], "must be a list with a number from 0"),
         ([1, -2, 3], "must be a list with a number from 0"),
         ([1, True, 3], "must be a list with a number from 0"),
         ("1", "must be a list with a number from 0"),
@@ -114,7 +115,9 @@ def test_ministral3_scales_its_queries():
     plain = config_of("ministral3", num_key_value_heads=2, rope_parameters=YARN)
     assert query_scale(plain, jnp.zeros((1, 1), jnp.int32)) is None
     assert apply_pattern(hf_config(plain), pattern_of("wFw"))[0]["model_type"] == "ministral"
-    with pytest.raises(ConfigError, match=f"rope_parameters.{BETA} must be a number, got 'x'"):
+    with pytest.raises(ConfigError, match=f"rope_parameters.{BETA} must be a number from 0 to 100, got 1000"):
+        config_of("ministral3", num_key_value_heads=2, rope_parameters=YARN | {BETA: 10**400})
+    with pytest.raises(ConfigError, match=f"rope_parameters.{BETA} must be a number from 0 to 100, got 'x'"):
         config_of("ministral3", num_key_value_heads=2, rope_parameters=YARN | {BETA: "x"})
     with pytest.raises(
         ConfigError, match=f"{BETA} is not supported with rope_type 'default'; supported: with yarn"
