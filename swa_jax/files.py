@@ -225,7 +225,7 @@ def new_folder(destination: Path, identity: str = "") -> Iterator[Path]:
             f"{partial} is in the way and was not made by an interrupted run; move it elsewhere"
         )
     partial.mkdir(parents=True, exist_ok=True)
-    with _locked(mark) as opened:  # the mark is there before everything else, and goes after everything else
+    with locked(mark) as opened:  # the mark is there before everything else, and goes after everything else
         try:
             if not identity or opened.read() != identity:
                 _clear(partial)
@@ -248,7 +248,7 @@ def new_folder(destination: Path, identity: str = "") -> Iterator[Path]:
     sync_folder(destination.parent)
 
 
-def _locked(mark: Path) -> TextIO:
+def locked(mark: Path) -> TextIO:
     """The file opened, and locked until it is closed or this process ends; file systems without locks do without."""
     try:
         opened = mark.open("a+")

@@ -10,24 +10,25 @@ import jax
 
 from swa_jax.adapt.replies import FILE as REPLIES
 from swa_jax.adapt.replies import REPLY_TOKENS, Replies, plan_replies
-from swa_jax.adapt.search import Space, Unit, find_space
+from swa_jax.adapt.search import EFFORTS, Effort, Space, Unit, find_space
 from swa_jax.adapt.source import Source, find_source
 from swa_jax.adapt.tasks import Data, Drawn, draw_tasks
 from swa_jax.checkpoint.served_cache import BLOCKS, Memory
 from swa_jax.checkpoint.servers import check_target
-from swa_jax.data import check_source
+from swa_jax.data import check_source, make_batches
 from swa_jax.data.chat import find_wrap
 from swa_jax.data.sources import RECORDS, SourceConfig
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.errors import ConfigError
-from swa_jax.files import check_local
+from swa_jax.files import check_local, check_room
 from swa_jax.model.lora import LoraConfig
 from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.optimizer import OptimizerConfig
 
+STAGES = ("original", "search", "tune", "adapted", "efficiency", "export", "canary")
 FOLDER = "adapt"  # in OUT: the stages' results
 MARK = ".swa-jax-adapt"  # in that folder: says that OUT is an adaptation's, to be written anew
-LONGEST = 4096  # tokens of an example, unless --length says otherwise
+LONGEST = 2048  # tokens of an example, unless --length says otherwise
 CHUNK_SHARE = 16  # a prompt is worked on in at least so many chunks, where the server lets us choose
 WINDOW_SHARES = (32, 16, 8, 4)  # windows tried, as shares of an example's length
 
@@ -38,7 +39,7 @@ class Settings:
 
     model: str
     out: Path
-    kv_budget: float
+    kv_budget: float = 0.3
     server: str | None = None
     prompts: Path | None = None  # --data
     text: tuple[Path, ...] = ()
@@ -48,15 +49,16 @@ class Settings:
     prefill_chunk: int | None = None
     windows: tuple[int, ...] = ()
     unit: Unit = "layers"
-    iterations: int = 20
-    examples: int = 48
-    choose_by: int = 16
+    effort: str = "normal"
+    examples: int | None = None
+    choose_by: int | None = None
     tune_steps: int = 0
     tune_data: tuple[str, ...] = ()
     tune_prompts: Path | None = None
     reply_tokens: int | None = None
     new_tokens: int = 32
     repeats: int = 5
+    canary: bool = True
     batch_size: int = 8
     dtype: str | None = None
     seed: int = 0
@@ -97,6 +99,7 @@ class Job:
     memory: Memory
     space: Space
     dtype: str
+    effort: Effort
     replies: Replies | None = None  # that the original model gives, to be trained on
 
     @property
@@ -116,6 +119,20 @@ class Job:
     def length(self) -> int:
         """Tokens of an example."""
         return self.data.length
+
+    @property
+    def half_made(self) -> list[Path]:
+        """Folders in OUT that a killed run was writing."""
+        return sorted(path for path in self.settings.out.glob("*.partial") if path.is_dir())
+
+    @property
+    def written_bytes(self) -> int:
+        """What the run leaves on the disk: the fine-tuned model with its checkpoints, the export."""
+        copies = int(self.settings.server is not None)
+        copies += 3 * int(
+            self.settings.tune_steps > 0
+        )  # f32 of what may be bf16, and adapters with their moments
+        return copies * self.source.weight_bytes + 2**20  # and the results
 
 
 def prepare(settings: Settings) -> Job:
@@ -138,11 +155,6 @@ def prepare(settings: Settings) -> Job:
     source = find_source(settings.model)
     tokenizer = load_tokenizer(source.folder).within(source.config.vocab_size)
     length = settings.length or min(LONGEST, source.config.max_position_embeddings)
-    if not (source.bundled or settings.prompts or settings.text):
-        raise ConfigError(
-            "what should the model still be able to do? Give --data FILE (JSONL with the fields prompt and answer), or "
-            "--text FILE (a text of your own, to hide numbers in and to read), or both"
-        )
     memory = _memory(settings, source, length)
     windows = settings.windows or _windows(source, length)
     if all(window >= length for window in windows):
@@ -155,12 +167,18 @@ def prepare(settings: Settings) -> Job:
     chains = source.bundled == "chains" and not own
     wrap = None if chains else find_wrap(source.folder, settings.chat)
     data = Data(length, settings.prompts, settings.text, settings.seed, chains, wrap)
-    tasks = draw_tasks(data, tokenizer, settings.choose_by, settings.examples)
+    effort = EFFORTS[settings.effort]
+    choose_by, examples = settings.choose_by or effort.choose_by, settings.examples or effort.examples
+    effort = effort._replace(choose_by=choose_by, examples=examples, rank_by=min(effort.rank_by, choose_by))
+    tasks = draw_tasks(data, tokenizer, choose_by, examples)
     if settings.unit == "heads" and not any(task.answers for task in tasks.choosing):
         raise ConfigError("--unit heads is chosen by answers that are right: give --data")
     dtype = settings.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    job = Job(settings, source, tokenizer, data, tasks, memory, space, dtype)
-    return _with_training_data(job)
+    job = _with_training_data(Job(settings, source, tokenizer, data, tasks, memory, space, dtype, effort))
+    # What an earlier run wrote there is written over or found again.
+    if not job.folder.exists():
+        check_room(settings.out, job.written_bytes)
+    return job
 
 
 def _with_training_data(job: Job) -> Job:
@@ -183,8 +201,14 @@ def _with_training_data(job: Job) -> Job:
         )  # fmt: skip
         return dataclasses.replace(job, replies=replies)
     if settings.tune_steps:
-        for one in tuning(job, Path("pattern.json")).stages[0].data:
+        (stage,) = tuning(job, Path("pattern.json")).stages
+        for one in stage.data:
             check_source(one)
+        tokenizer = job.tokenizer.within(job.source.config.vocab_size)
+        batches = make_batches(
+            stage.data, tokenizer, length=job.length, batch_size=settings.batch_size, seed=settings.seed
+        )
+        batches.check()
     return job
 
 

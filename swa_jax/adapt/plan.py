@@ -2,111 +2,293 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from swa_jax.adapt.job import Job
-from swa_jax.adapt.stages import STAGES
-from swa_jax.adapt.tasks import Task, num_examples
-from swa_jax.model.config import ModelConfig
-from swa_jax.model.flops import attention_flops, forward_flops
+from swa_jax.adapt.job import STAGES, Job
+from swa_jax.adapt.search import BY_HEADS, EFFORTS, Effort, fitting
+from swa_jax.adapt.tasks import ROWS_OF_TEXT, Task, num_examples
+from swa_jax.checkpoint.canary import plan_size
+from swa_jax.checkpoint.readings import readings_of
+from swa_jax.model.attention import layer_plan
+from swa_jax.model.decoder import Block, Decoder
+from swa_jax.model.flops import attention_flops, matrix_parameters
+from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.select.nll import shares
 
 COPY_SPEED = 200e6  # bytes a second: reading, summing and writing a checkpoint, on a common disk
-COMPILING = 6.0  # seconds for each program: one for each shape of examples
-EFFICIENCY = 0.35  # of the speed of large products: what a whole model reaches
-TIMED = 0.2  # seconds of products timed
+READ_SPEED = 10e9  # bytes a second: weights from memory, for each token that is decoded
+COMPILING = 4.0  # seconds for each program: one for each shape of examples
+CANARY_SHARE = 0.05  # of the other stages' operations; its small batches run at half their speed
+TIMED = 0.5  # seconds that a layer is timed
+
+
+class Work(NamedTuple):
+    """What a stage computes."""
+
+    full: float = 0.0  # examples through one layer of full attention
+    windowed: float = 0.0  # and through one windowed layer
+    labels: float = 0.0  # tokens whose logits are computed
+    programs: int = 0
+    seconds: float = 0.0  # of what is not computing
+
+    def __add__(self, other: Work) -> Work:  # type: ignore[override]
+        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, count: float) -> Work:
+        return Work(
+            self.full * count, self.windowed * count, self.labels * count, self.programs, self.seconds
+        )
+
+    def seconds_by(self, clock: Clock) -> float:
+        computing = self.full * clock.full + self.windowed * clock.windowed + self.labels * clock.label
+        return computing + self.programs * COMPILING + self.seconds
+
+
+class Clock(NamedTuple):
+    """Seconds, or operations, of an example in a layer of each kind, and of a label."""
+
+    full: float
+    windowed: float
+    label: float
+
+
+def work(job: Job, effort: Effort) -> dict[str, Work]:
+    """What each stage has to do."""
+    config, settings, source = job.source.config, job.settings, job.source
+    layers = config.num_hidden_layers
+    measuring, choosing = (
+        _through(job.tasks.choosing, count, layers) for count in (effort.examples, effort.choose_by)
+    )
+    ranking = _through(job.tasks.choosing, effort.rank_by, layers, least=1)
+    copied = source.weight_bytes / COPY_SPEED
+    tune = Work()
+    if settings.tune_steps:
+        steps = Work(
+            windowed=3.0 * settings.tune_steps * settings.batch_size * layers, programs=1, seconds=2 * copied
+        )
+        drawn = (
+            0 if job.replies is None else 2 * len(job.replies.samples)
+        )  # drawn, and read for their probabilities
+        tune = steps + Work(full=drawn * layers)
+    token = 2 * matrix_parameters(config) / READ_SPEED  # f32 or bf16, and both models
+    requests = (settings.repeats + 1) * settings.new_tokens * 2 * token
+    answers = _through([task for task in job.tasks.choosing if task.answers], effort.examples, layers)
+    return {
+        "original": measuring + choosing + Work(programs=4, seconds=copied),
+        "search": _ranked(job, effort, ranking) + _mixed(job, choosing).times(job.space.num_candidates),
+        "tune": tune,
+        "adapted": _mixed(job, measuring) + _windowed(answers),
+        "efficiency": Work(layers * (settings.repeats + 1), layers * (settings.repeats + 1), 0, 4, requests),
+        "export": Work(seconds=copied if settings.server else 0.0),
+    }
+
+
+def _through(tasks: Sequence[Task], count: int, layers: int, least: int = 2) -> Work:
+    """So many examples of each task, and their share of rows of text, through the model as it was."""
+    total = Work()
+    for task in tasks:
+        rows = count if task.answers else max(least, count // ROWS_OF_TEXT)
+        total += Work(
+            full=rows * layers, labels=rows * float(np.mean([len(one.answer) for one in task.examples]))
+        )
+    return total
+
+
+def _windowed(passes: Work) -> Work:
+    return passes._replace(full=0.0, windowed=passes.full)
+
+
+def _mixed(job: Job, passes: Work) -> Work:
+    """The same with as many full layers as the budget leaves."""
+    heads = job.source.config.num_key_value_heads if job.settings.unit == "heads" else 1
+    share = job.space.most / heads / job.source.config.num_hidden_layers
+    return passes._replace(full=passes.full * share, windowed=passes.full * (1 - share))
+
+
+def _ranked(job: Job, effort: Effort, passes: Work) -> Work:
+    """The ranking of layers, or heads; `passes` is one over the examples that it goes by."""
+    layers, windows = job.source.config.num_hidden_layers, _windowed(passes)
+    by_heads = job.space.start.layout == BY_HEADS
+    tried = effort.tried if by_heads else effort.layers_tried(layers)
+    takes = shares(job.space.most, effort.rounds) if job.space.most else []
+    if tried is None and not by_heads:  # from the layer on that is made full, on average half of them
+        each = windows._replace(
+            windowed=windows.windowed * (layers + 3) / 2, labels=passes.labels * (layers + 1)
+        )
+        return each.times(len(takes)) + Work(programs=4)
+    # A gradient goes forward through both kinds of attention, again for the way back, and back through the windows.
+    total = (passes.times(2) + windows.times(1.5)).times(len(takes)) + Work(programs=6)
+    every = layers * job.source.config.num_key_value_heads
+    for take in takes:
+        scored = min(every, (tried or every) + take - 1)
+        total += passes.times(scored) if by_heads else windows.times(1 + scored / 2)
+    return total
+
+
+# ---- in seconds, and in operations ----
+
+
+def estimate(job: Job, clock: Clock, effort: Effort | None = None) -> dict[str, float]:
+    """Seconds of each stage."""
+    found = {name: one.seconds_by(clock) for name, one in work(job, effort or job.effort).items()}
+    canary = 0.0
+    if job.settings.canary and job.settings.server is not None:
+        per_operation = clock.windowed / operations(job).windowed
+        canary = _canary_operations(job) * 2 * per_operation + 2 * COMPILING
+    return found | {"canary": canary}
+
+
+def operations(job: Job) -> Clock:
+    """Of an example in a layer of each kind, and of a label."""
+    config, length = job.source.config, job.length
+    head = 2.0 * config.hidden_size * config.vocab_size
+    matrices = (2.0 * matrix_parameters(config) - head) * length / config.num_hidden_layers
+    window = AttentionPattern((WINDOW,) * config.num_hidden_layers, job.space.start.sliding_window)
+    full = AttentionPattern((FULL,) * config.num_hidden_layers)
+    attention = [
+        float(attention_flops(config, pattern, np.arange(length)).sum()) / config.num_hidden_layers
+        for pattern in (full, window)
+    ]
+    return Clock(matrices + attention[0], matrices + attention[1], head)
+
+
+def canary_budget(job: Job) -> float:
+    """Operations that the receipt of the export may cost."""
+    each = operations(job)
+    total = sum((one for one in work(job, job.effort).values()), Work())
+    return CANARY_SHARE * (
+        total.full * each.full + total.windowed * each.windowed + total.labels * each.label
+    )
+
+
+def _canary_operations(job: Job) -> float:
+    config, memory = job.source.config, job.memory
+    pattern = fitting(job.space.start, memory, job.settings.kv_budget)
+    served = memory.served(pattern)
+    if served is None:
+        return 0.0
+    readings = readings_of(config, served.pattern, served.hf)
+    size = plan_size(config, served.pattern, readings, canary_budget(job), memory.length)
+    return 0.0 if size is None else size.operations(config, readings)
+
+
+def time_layers(job: Job, length: int) -> Clock:
+    """Seconds of an example of so many tokens in a layer of each kind, timed on the device at hand, and of a label."""
+    config, dtype = job.source.config, jnp.dtype(job.dtype)
+    window = min(job.space.start.sliding_window, length)
+    pattern = AttentionPattern((WINDOW,) * config.num_hidden_layers, window)
+    kinds = (FULL, WINDOW)
+    plan = layer_plan(pattern, config, kinds)
+    row = jax.tree.map(lambda x: x[0], plan)
+    decoder = nnx.eval_shape(lambda: Decoder(config, pattern, dtype=dtype, rngs=nnx.Rngs(0)))
+    mlp = "sparse" if config.num_experts and "dense" not in config.mlp_layer_types[-1:] else "dense"
+    block = Block(config, False, dtype, mlp=mlp, rngs=nnx.Rngs(0))
+    graph, weights = nnx.split(block)
+    rows = min(2, job.settings.batch_size)
+    tokens = jnp.zeros((rows, length), jnp.int32)
+    x = jax.random.normal(jax.random.key(0), (rows, length, config.hidden_size), dtype)
+
+    @jax.jit
+    def layer(weights: nnx.State, x: jax.Array, kind: jax.Array) -> jax.Array:
+        context = decoder.context(tokens, kinds, jnp.ones_like(tokens))
+        return nnx.merge(graph, weights)(x, row._replace(kind=kind), context)[0]
+
+    full, windowed = (_timed(lambda kind=kind: layer(weights, x, jnp.int32(kind))) / rows for kind in (0, 1))
+    matrix = jnp.ones((config.hidden_size, config.vocab_size), dtype)
+    some = jnp.ones((256, config.hidden_size), dtype)
+    product = jax.jit(jnp.matmul)
+    return Clock(full, windowed, _timed(lambda: product(some, matrix)) / len(some))
+
+
+def _timed(run: Callable[[], jax.Array]) -> float:
+    """Seconds of a call, the least of those that `TIMED` has room for; the first compiles and does not count."""
+    jax.block_until_ready(run())
+    begin, best = time.perf_counter(), float("inf")
+    while best == float("inf") or time.perf_counter() - begin < TIMED:
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+# ---- in words ----
 
 
 def plan_text(job: Job) -> str:
-    """The stages in order, a line each, and what they add up to."""
-    speed = products_per_second(job.source.config, job.dtype)
-    seconds = estimate(job, speed)
+    """The stages in order, a line each, what they add up to, and what would be faster."""
+    clock = time_layers(job, job.length)
+    seconds = estimate(job, clock)
+    settings, server = job.settings, job.settings.server
     titles = {
         "original": f"measure the model as it is: {_described(job.tasks.measuring)}",
-        "search": f"search under {job.settings.kv_budget:.0%} of the cache: {_searched(job)}",
-        "tune": f"fine-tune by LoRA: {job.settings.tune_steps} steps{_trained_on(job)}"
-        if job.settings.tune_steps
+        "search": f"search under {settings.kv_budget:.0%} of the cache: {_searched(job)}",
+        "tune": f"fine-tune by LoRA: {settings.tune_steps} steps{_trained_on(job)}"
+        if settings.tune_steps
         else "no fine-tuning",
-        "adapted": "measure the adapted model on the same examples",
-        "efficiency": f"time both in turn: {job.settings.repeats} requests each",
-        "export": f"export for {job.settings.server}" if job.settings.server else "no export, without --for",
+        "adapted": "measure the adapted model on the same examples, and plain windows",
+        "efficiency": f"time both in turn: {settings.repeats} requests each",
+        "export": f"export for {server}" if server else "no export, without --for",
+        "canary": f"make the receipt of the export for {server}"
+        if server and settings.canary
+        else "no receipt",
     }
-    lines = [f"{job.source.name} to {job.settings.out}, cache counted {job.memory.place}:"]
+    lines = [f"{job.source.name} to {settings.out}, cache counted {job.memory.place}:"]
     lines += [
         f"  {number}. {titles[name]}" + (f" (about {duration(seconds[name])})" if seconds[name] >= 1 else "")
         for number, name in enumerate(STAGES, start=1)
     ]
     lines += [f"  left out: {line}" for line in job.space.left_out]
+    lines += [f"  half made by an interrupted run, to be removed: {folder}" for folder in job.half_made]
+    total = sum(seconds.values())
     lines += [
-        f"In all about {duration(sum(seconds.values()))} on this machine, which does {speed / 1e9:.0f} billion "
-        "operations a second in products of this model's sizes.",
-        f"Written to {job.settings.out}: {written_bytes(job) / 2**20:.0f} MiB.",
+        f"In all about {duration(total)} on this machine, where {job.length} tokens take "
+        f"{clock.full:.2g} s in a layer of full attention and {clock.windowed:.2g} s in a windowed one.",
+        f"Written to {settings.out}: {job.written_bytes / 2**20:.0f} MiB.",
+        *_faster(job, clock, total),
         "Nothing was done.",
     ]
     return "\n".join(lines)
+
+
+def _faster(job: Job, clock: Clock, total: float) -> list[str]:
+    """What would take less time, the most first, each alone."""
+    settings, values = job.settings, job.space.values
+    ways: dict[str, float] = {}
+    if settings.effort != "quick":
+        quick = EFFORTS["quick"]
+        ways["--effort quick"] = sum(estimate(job, clock, quick).values())
+    shorter = job.length // 2
+    if shorter >= 256 and min(values["sliding_window"]) < shorter:
+        ways[f"--length {shorter}"] = sum(estimate(job, time_layers(job, shorter)).values())
+    if len(values["sliding_window"]) > 1:
+        window = job.space.start.sliding_window
+        space = dataclasses.replace(job.space, values={**values, "sliding_window": (window,)})
+        ways[f"--window {window}"] = sum(estimate(dataclasses.replace(job, space=space), clock).values())
+    if settings.server is not None and settings.canary:
+        ways["--no-canary"] = total - estimate(job, clock)["canary"]
+    kept = {name: seconds for name, seconds in ways.items() if seconds < 0.95 * total}
+    if not kept:
+        return []
+    said = [
+        f"{name} (about {duration(seconds)})"
+        for name, seconds in sorted(kept.items(), key=lambda one: one[1])
+    ]
+    return [f"Faster, each alone: {', '.join(said)}."]
 
 
 def _trained_on(job: Job) -> str:
     if job.replies is None:
         return ""
     return f", on {len(job.replies.samples)} replies of the model to the prompts of {job.replies.where}"
-
-
-def estimate(job: Job, speed: float) -> dict[str, float]:
-    """Seconds of each stage, from operations and the speed of products."""
-    config, length = job.source.config, job.length
-    full = _pass_flops(config, job.source.pattern, length) / (EFFICIENCY * speed)
-    window = AttentionPattern.from_full_layers((), config.num_hidden_layers, job.space.start.sliding_window)
-    windowed = _pass_flops(config, window, length) / (EFFICIENCY * speed)
-    measuring, choosing = num_examples(job.tasks.measuring), num_examples(job.tasks.choosing)
-    programs = len(job.tasks.measuring) * COMPILING
-    copied = job.source.weight_bytes / COPY_SPEED
-    settings = job.settings
-    scoring = job.space.num_scorings * (config.num_hidden_layers + 3) / 2 * choosing * windowed
-    if settings.unit == "heads":
-        scoring = 2 * settings.iterations * config.num_hidden_layers * len(job.space.values["sliding_window"])
-        scoring *= choosing * windowed
-    tune = 3 * settings.tune_steps * settings.batch_size * windowed
-    if job.replies is not None:  # each twice: drawn, and read again for its probabilities; a few at once
-        tune += 2 * len(job.replies.samples) * full
-    return {
-        "original": (measuring + choosing) * full + 2 * programs,
-        "search": scoring + job.space.num_candidates * choosing * windowed + 2 * programs,
-        "tune": tune + COMPILING + 2 * copied if settings.tune_steps else 0.0,
-        "adapted": measuring * windowed + programs,
-        "efficiency": (settings.repeats + 1) * 2 * (full + windowed) + 4 * COMPILING,
-        "export": copied if settings.server else 0.0,
-    }
-
-
-def written_bytes(job: Job) -> int:
-    """What the run leaves on the disk: the fine-tuned model with its checkpoints, the export."""
-    copies = int(job.settings.server is not None)
-    copies += 3 * int(job.settings.tune_steps > 0)  # f32 of what may be bf16, and adapters with their moments
-    return copies * job.source.weight_bytes + 2**20  # and the results
-
-
-def products_per_second(config: ModelConfig, dtype: str) -> float:
-    """Operations a second in products of the size of this model's MLP, timed on the device at hand."""
-    tokens, wide = 1024, max(config.intermediate_size, 1)
-    x, w = jnp.ones((tokens, config.hidden_size), dtype), jnp.ones((config.hidden_size, wide), dtype)
-    product = jax.jit(jnp.matmul)
-    jax.block_until_ready(product(x, w))
-    begin, rounds = time.perf_counter(), 0
-    while rounds == 0 or time.perf_counter() - begin < TIMED:
-        jax.block_until_ready(product(x, w))
-        rounds += 1
-    return rounds * 2.0 * tokens * config.hidden_size * wide / (time.perf_counter() - begin)
-
-
-def _pass_flops(config: ModelConfig, pattern: AttentionPattern, length: int) -> float:
-    """Operations of an example."""
-    attention = attention_flops(config, pattern, np.arange(length)).sum()
-    return float(forward_flops(config, 0.0) * length + attention)
 
 
 def duration(seconds: float) -> str:

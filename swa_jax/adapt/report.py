@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 
-from swa_jax.adapt.job import Job, command_line
+from swa_jax.adapt.job import STAGES, Job, command_line
 from swa_jax.adapt.plan import duration
 from swa_jax.adapt.search import BY_HEADS, BY_LOSS, BY_PLACE, NONE
-from swa_jax.adapt.stages import STAGES, Results
+from swa_jax.adapt.stages import Results
 from swa_jax.adapt.tasks import Task
 from swa_jax.checkpoint.servers import SERVERS
 from swa_jax.evaluate.efficiency import break_even
@@ -28,7 +28,7 @@ from swa_jax.report.numbers import MEGABYTE, with_interval
 
 _CHOSEN_BY = {
     BY_LOSS: "by what each is worth to the answers (NLL)",
-    BY_HEADS: "by a search over KV heads (BOSCH)",
+    BY_HEADS: "KV heads, by what each is worth to the answers (NLL)",
     BY_PLACE[0]: "by place: at equal distances",
     BY_PLACE[1]: "by place: start, middle and end",
     NONE: "none",
@@ -47,11 +47,11 @@ def write_report(job: Job, results: Results) -> Path:
         html.paragraph(" ".join(_sentences(job, results)), "lead"),
         html.cards(_cards(job, results)),
         *_chosen(pattern, row),
-        *_quality(job.tasks.measuring, found["adapted"]["compared"], found["tune"]),
+        *_quality(job.tasks.measuring, found["adapted"], found["tune"]),
         *_memory(job, found["efficiency"], pattern, row),
         *_speed(found["efficiency"], sum(results.seconds.values())),
         *_tried(job, found["search"]),
-        *_serving(job, found["export"]),
+        *_serving(job, found["export"], found.get("canary")),
         *_origin(job, results),
     ]
     file = job.settings.out / "report.html"
@@ -138,9 +138,11 @@ def _milliseconds(seconds: float) -> str:
 def _chosen(pattern: AttentionPattern, row: Mapping[str, Any]) -> list[str]:
     kinds = [{FULL: "full", HYBRID: "heads"}.get(kind, "window") for kind in pattern.layer_types]
     why = {
-        BY_LOSS: "Each layer was made full alone, all others windowed, and scored by how likely the right answers "
-        "then are. The best layers stay full, as many as the budget allows.",
-        BY_HEADS: "A search over single KV heads kept those full without which most answers go wrong.",
+        BY_LOSS: "With all layers windowed, single layers were made full and scored by how likely the right answers "
+        "then are. The best one stayed full, and the others were scored again beside it, until as many were chosen as "
+        "the budget allows.",
+        BY_HEADS: "With all KV heads windowed, single ones were made full and scored by how likely the right answers "
+        "then are. The best ones stayed full, and others were scored again beside them.",
         NONE: "No full layer was worth its memory: larger windows in every layer did better.",
     }.get(row["layout"], "Full layers at these places did better than those that the answers' loss names.")
     return [
@@ -160,7 +162,8 @@ def _trained_on(tune: Mapping[str, Any]) -> str:
     return f", on {replies} replies of the original model" if replies else ""
 
 
-def _quality(tasks: Sequence[Task], rows: Sequence[Mapping[str, Any]], tune: Mapping[str, Any]) -> list[str]:
+def _quality(tasks: Sequence[Task], adapted: Mapping[str, Any], tune: Mapping[str, Any]) -> list[str]:
+    rows, windows = adapted["compared"], adapted["windows"]
     titles = {task.name: task.title for task in tasks}
     cells, kinds = [], []
     for row in rows:
@@ -174,6 +177,7 @@ def _quality(tasks: Sequence[Task], rows: Sequence[Mapping[str, Any]], tune: Map
                 str(row["n"]),
                 *(_interval(row[who], percent) for who in ("original", "adapted")),
                 _interval(row["difference"], percent, signed=True),
+                _plain(windows.get(row["task"], {}).get(row["figure"]), percent),
                 words,
             ]
         )
@@ -182,15 +186,24 @@ def _quality(tasks: Sequence[Task], rows: Sequence[Mapping[str, Any]], tune: Map
         html.heading("Quality"),
         html.paragraph(
             f"Both models on the same examples, which nothing was chosen by.{tuned} In brackets: 95 % intervals. The "
-            "difference is paired, example by example, so that its interval is narrower than those beside it."
+            "difference is paired, example by example, so that its interval is narrower than those beside it. Plain "
+            "windows are what the choice is better than: the same window in every layer, and nothing else."
         ),
         html.table(
-            ["Task", "Examples", "Original", "Adapted", "Difference", "Verdict"],
+            ["Task", "Examples", "Original", "Adapted", "Difference", "Plain windows", "Verdict"],
             cells,
             kinds=kinds,
         ),
         html.bullets([f"{task.title}: {task.about}" for task in tasks]),
     ]
+
+
+def _plain(scores: Sequence[float] | None, percent: bool) -> str:
+    """The mean of a task's scores with plain windows."""
+    if scores is None:
+        return ""
+    mean = sum(scores) / len(scores)
+    return f"{100 * mean:.0f} %" if percent else f"{mean:.3f}"
 
 
 def _interval(estimate: Sequence[float | None], percent: bool, signed: bool = False) -> str:
@@ -319,7 +332,8 @@ def _tried(job: Job, search: Mapping[str, Any]) -> list[str]:
         pieces.append(
             html.figure(
                 drawing,
-                "What making a layer full does for the answers, beside those found before it, with 95 % intervals.",
+                "What making a layer full does for the answers, beside those found before it, with 95 % intervals. "
+                "Layers without a bar gain little by a gradient, and were not tried.",
             )
         )
     if search["left_out"]:
@@ -350,7 +364,7 @@ def _candidate_cells(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _serving(job: Job, export: Mapping[str, Any]) -> list[str]:
+def _serving(job: Job, export: Mapping[str, Any], canary: Mapping[str, Any] | None) -> list[str]:
     out = job.settings.out
     model = out / "tuned" / "model" if job.settings.tune_steps else job.source.folder
     pattern = shlex.quote(str(out / "pattern.json"))
@@ -375,14 +389,24 @@ def _serving(job: Job, export: Mapping[str, Any]) -> list[str]:
                 f"model = transformers.AutoModelForCausalLM.from_pretrained({folder!r})",
             ]
             pieces.append(html.code(lines))
+        pieces.append(html.paragraph(_receipt(job, canary)))
     return [*pieces, html.paragraph("With this library:"), html.code(here)]
+
+
+def _receipt(job: Job, canary: Mapping[str, Any] | None) -> str:
+    """What is known of the export's receipt; None: it is not made yet."""
+    if canary is None:
+        return "The receipt of the export (canary.json) is still being made. If it is not there, run the command again."
+    if not job.settings.canary:
+        return "The export has no receipt (--no-canary)."
+    return str(canary["describe"])
 
 
 def _origin(job: Job, results: Results) -> list[str]:
     versions = [f"Python {platform.python_version()}"]
     versions += [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "numpy")]
     seconds = results.seconds
-    stages = [[name, f"{seconds[name]:.1f} s"] for name in STAGES]
+    stages = [[name, f"{seconds[name]:.1f} s"] for name in STAGES if name in seconds]
     return [
         html.heading("How this came about"),
         html.table(["Stage", "Time"], [*stages, ["together", f"{sum(seconds.values()):.1f} s"]]),

@@ -1,9 +1,10 @@
 """The search of `swa-jax adapt`: layers (or heads), window, sink tokens and decode mode together, under a budget.
 
 Layers are scored (`select.nll`), and scored again beside the best of them, until as many are ranked as the budget
-leaves full. Then the search goes through its coordinates in turn: it tries every value of one while the others stay,
-keeps the best, and ends when a round changes nothing. A candidate has as many full layers as the budget allows, and is
-scored once on the examples to choose by.
+leaves full; heads likewise (`select.greedy_heads`). They are ranked with sink tokens wherever the target allows these:
+without them other layers look important. Then the search goes through its coordinates in turn: it tries every value of
+one while the others stay, keeps the best, and ends when a round changes nothing. A candidate has as many full layers as
+the budget allows, and is scored once on the examples to choose by.
 """
 
 from __future__ import annotations
@@ -13,30 +14,59 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import jax
 import numpy as np
 
-from swa_jax.adapt.tasks import Scores, Task, lost, measure, num_examples, share_right
+from swa_jax.adapt.tasks import ROWS_OF_TEXT, Scores, Task, lost, measure, num_examples, share_right
 from swa_jax.checkpoint.served_cache import BudgetError, Memory, most_within
 from swa_jax.errors import ConfigError
 from swa_jax.estimates import Estimate
-from swa_jax.evaluate.examples import Example
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.select.bosch_search import bosch, bosch_pattern
 from swa_jax.select.evaluator import MaskEvaluator
+from swa_jax.select.greedy_heads import greedy_heads
 from swa_jax.select.heads import head_pattern, heuristic_mask
-from swa_jax.select.nll import LayerScorer
+from swa_jax.select.layer_patterns import provenance_of
+from swa_jax.select.method_table import TRIED
+from swa_jax.select.nll import EXACT_BELOW, LayerScorer
 from swa_jax.select.score_file import ScoreFile, digest
 
 Unit = Literal["layers", "heads"]
 ROUNDS = 3  # through the coordinates, at most
-SCORINGS = 8  # of the layers, at most: a budget of more of them takes several at a time
 SINK_TOKENS = 4  # SWAA's and StreamingLLM's number, where sink tokens are tried
 # How the layers that stay full are chosen: by the answers' loss, by their place alone, or none of them.
-BY_LOSS, BY_HEADS, NONE = "nll", "bosch", "none"
+BY_LOSS, BY_HEADS, NONE = "nll", "nll-heads", "none"
 BY_PLACE = ("interleave", "begin-middle-end")
+
+
+class Effort(NamedTuple):
+    """How much work goes into a choice and its measurement.
+
+    Attributes:
+      examples: prompts of each task to measure on; choose_by: others, to choose by.
+      rank_by: of these, how many layers are ranked by; one in `ROWS_OF_TEXT` is a row of text.
+      tried: layers that a round of the ranking scores, those that a gradient names; None: all.
+      rounds: of the ranking, at most: a budget of more layers takes several at a time.
+    """
+
+    examples: int
+    choose_by: int
+    rank_by: int
+    tried: int | None
+    rounds: int
+
+    def layers_tried(self, layers: int) -> int | None:
+        """As `tried`; a shallow model has all scored, which costs no more than the gradient."""
+        return None if layers < EXACT_BELOW else self.tried
+
+
+EFFORTS = {
+    "quick": Effort(16, 4, 2, 2, 4),
+    "normal": Effort(48, 8, 4, TRIED, 8),
+    "full": Effort(96, 16, 16, None, 30),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,19 +86,13 @@ class Space:
     Attributes:
       start: where the search begins.
       left_out: a sentence for each value that was left out, and why.
-      most_by_loss: full layers of the candidate that has most of them, where layers are chosen by their scores.
+      most: full layers (or heads) of the candidate that has most of them, where they are chosen by their scores.
     """
 
     start: Point
     values: Mapping[str, tuple[Any, ...]]  # by field of `Point`
     left_out: tuple[str, ...]
-
-    most_by_loss: int = 0
-
-    @property
-    def num_scorings(self) -> int:
-        """How often the layers are scored, so that `most_by_loss` of them are ranked."""
-        return min(SCORINGS, self.most_by_loss)
+    most: int = 0
 
     @property
     def num_candidates(self) -> int:
@@ -105,26 +129,26 @@ def find_space(memory: Memory, budget: float, windows: Sequence[int], unit: Unit
         raise min(errors, key=lambda error: error.smallest if isinstance(error, BudgetError) else 0.0)
     # The window that leaves most of the model full; of equal ones the largest.
     start = Point(chosen, max(fits, key=lambda window: (fits[window], window)))
+    sinks = possible("num_sink_tokens", SINK_TOKENS)
+    start = dataclasses.replace(start, num_sink_tokens=max(sinks, default=0))
     values = {
         "layout": (chosen, *possible("layout", *BY_PLACE, NONE)),
         "sliding_window": tuple(fits),
-        "num_sink_tokens": (0, *possible("num_sink_tokens", SINK_TOKENS)),
+        "num_sink_tokens": (0, *sinks),
         "full_attention_decode": (False, *possible("full_attention_decode", True)),
     }
-    most = 0
-    if chosen == BY_LOSS:
-        points = [dataclasses.replace(start, sliding_window=window) for window in fits]
-        most = max(len(fitting(point, memory, budget).full_layers) for point in points)
-    return Space(start, values, tuple(left_out), most)
+    heads = 1 if chosen == BY_HEADS else memory.config.num_key_value_heads
+    return Space(start, values, tuple(left_out), max(fits.values()) // heads)
 
 
 def fitting(
-    point: Point, memory: Memory, budget: float, order: Sequence[int] | None = None
+    point: Point, memory: Memory, budget: float, order: Sequence[Any] | None = None
 ) -> AttentionPattern:
     """The pattern of a candidate, with as many full layers (or heads) as the budget allows.
 
     Args:
-      order: the layers, the most important first; None takes them as they come, which costs the same memory.
+      order: the layers, or heads (layer, head), the most important first; None takes layers as they come, and heads at
+        equal distances, which costs the same memory.
 
     Raises:
       ConfigError: the server cannot run it, or it is never within the budget.
@@ -135,7 +159,11 @@ def fitting(
     def make(full: int) -> AttentionPattern:
         if point.layout == BY_HEADS:
             mask = heuristic_mask("interleave", layers, heads, 1 - full / total)
-            return head_pattern(mask, point.sliding_window, point.num_sink_tokens, {})
+            if order is not None:
+                mask = np.zeros((layers, heads), bool)
+                mask[tuple(np.array(order[:full], int).reshape(-1, 2).T)] = True
+            heads_pattern = head_pattern(mask, point.sliding_window, point.num_sink_tokens, {})
+            return dataclasses.replace(heads_pattern, full_attention_decode=point.full_attention_decode)
         if point.layout in BY_PLACE:
             mask = heuristic_mask(point.layout, layers, 1, 1 - full / total)  # type: ignore[arg-type]
             chosen = np.flatnonzero(mask[:, 0]).tolist()
@@ -176,14 +204,15 @@ class Search:
     folder: Path
     key: str
     batch_size: int
-    iterations: int
+    effort: Effort
     seed: int
     report: Callable[[str], None]
     progress: Callable[[int, int], None]
 
     def __post_init__(self) -> None:
-        self._order: list[int] | None = None
+        self._order: list[Any] | None = None
         self._layer_scores: list[list[float | None]] = []
+        self._ranked: dict[str, Any] = {}  # for the patterns' provenance
         self._left_out: list[str] = []
         file = self.folder / f"candidates-{self.key[:8]}.json"
         self._file = ScoreFile(file, {"search": self.key}, "candidates of a search")
@@ -191,8 +220,8 @@ class Search:
     def __call__(self) -> dict[str, Any]:
         """The candidates that were tried, the best one's place, and what each layer is worth: plain JSON values."""
         start = self.space.start
-        if self.space.most_by_loss:
-            self._score_layers()
+        if self.space.most:
+            self._rank()
         rows: dict[Point, dict[str, Any] | None] = {}
 
         def value(point: Point) -> tuple[float, int]:
@@ -220,33 +249,54 @@ class Search:
             "left_out": [*self.space.left_out, *self._left_out],
         }
 
-    def _score_layers(self) -> None:
-        """Rank the layers, the most important first: each by what it saves beside those before it."""
-        start, most = self.space.start, self.space.most_by_loss
-        scorer = LayerScorer(
-            self.model, self._examples(answers=False), sliding_window=start.sliding_window,
-            num_sink_tokens=start.num_sink_tokens, full_attention_decode=False, batch_size=self.batch_size,
-            file=self.folder / f"layers-{digest([self.key, dataclasses.asdict(start)])[:8]}.json", weights=self.key,
-        )  # fmt: skip
-        order: list[int] = []
+    def _rank(self) -> None:
+        """Put layers, or heads, in order, the most important first: each by what it saves beside those before it."""
+        start, effort = self.space.start, self.effort
+        examples = [
+            example
+            for task in self.tasks
+            for example in task.examples[
+                : effort.rank_by if task.answers else max(1, effort.rank_by // ROWS_OF_TEXT)
+            ]
+        ]
+        name = digest([self.key, dataclasses.asdict(start), effort.rank_by])[:8]
+        settings: dict[str, Any] = {
+            "sliding_window": start.sliding_window, "num_sink_tokens": start.num_sink_tokens,
+            "full_attention_decode": False, "batch_size": self.batch_size, "weights": self.key,
+            "file": self.folder / f"ranked-{name}.json",
+        }  # fmt: skip
+        if start.layout == BY_HEADS:
+            self._rank_heads(MaskEvaluator(self.model, examples, **settings))
+        else:
+            at_once = 1 if jax.default_backend() == "cpu" else TRIED
+            self._rank_layers(LayerScorer(self.model, examples, toggles_at_once=at_once, **settings))
+
+    def _rank_layers(self, scorer: LayerScorer) -> None:
+        tried = self.effort.layers_tried(scorer.layers)
+        rounds = scorer.greedy(
+            self.space.most, tried=tried, rounds=self.effort.rounds, progress=self.progress
+        )
         worth: dict[int, Estimate] = {}
-        rounds = self.space.num_scorings
-        for number in range(rounds):
-            before = number * (scorer.layers + 1)
-
-            def progress(done: int, total: int, before: int = before) -> None:
-                self.progress(before + done, rounds * total)
-
-            scores = scorer(order, progress=progress)
-            rest = [i for i in np.argsort(-scores.mean, kind="stable").tolist() if i not in order]
+        for scores in rounds:
             estimates = scores.intervals()
-            worth |= {layer: estimates[layer] for layer in rest}
-            order += rest[: -(-(most - len(order)) // (rounds - number))]
-        self._order = order + [layer for layer in rest if layer not in order]
-        self._layer_scores = [list(worth[layer]) for layer in range(scorer.layers)]
+            worth |= {
+                i: one
+                for i, one in enumerate(estimates)
+                if i not in scores.full_layers and one.mean == one.mean
+            }
+        self._order = [layer for scores in rounds for layer in scores.picked]
+        self._layer_scores = [list(worth.get(layer, (None,) * 3)) for layer in range(scorer.layers)]
+        self._ranked = provenance_of(rounds)
 
-    def _examples(self, *, answers: bool) -> list[Example]:
-        return [example for task in self.tasks if task.answers or not answers for example in task.examples]
+    def _rank_heads(self, evaluate: MaskEvaluator) -> None:
+        tried = self.effort.tried or math.prod(evaluate.shape)
+        try:
+            found = greedy_heads(
+                evaluate, self.space.most, tried=tried, rounds=self.effort.rounds, progress=self.progress
+            )
+        finally:
+            evaluate.save()
+        self._order, self._ranked = list(found.order), {"gradients": found.gradients}
 
     def _row(self, point: Point) -> dict[str, Any] | None:
         """A candidate with its scores; None where it is not possible, which it was at the start of the search."""
@@ -288,29 +338,10 @@ class Search:
 
     def _pattern(self, point: Point) -> AttentionPattern:
         pattern = fitting(point, self.memory, self.budget, self._order)
-        if point.layout == BY_HEADS:
-            return self._best_heads(point, pattern)
         provenance = {"method": f"adapt: {point.layout}", "seed": self.seed, "kv_budget": self.budget}
-        if point.layout == BY_LOSS:
-            provenance |= {"scores": [score[0] for score in self._layer_scores]}
+        if point.layout in (BY_LOSS, BY_HEADS):
+            provenance |= self._ranked
         return dataclasses.replace(pattern, provenance=provenance)
-
-    def _best_heads(self, point: Point, sized: AttentionPattern) -> AttentionPattern:
-        """As many full heads as `sized` has: BOSCH, then swaps, which move them between layers."""
-        evaluate = MaskEvaluator(
-            self.model, self._examples(answers=True), sliding_window=point.sliding_window,
-            num_sink_tokens=point.num_sink_tokens, batch_size=self.batch_size, weights=self.key,
-            file=self.folder / f"heads-{digest([self.key, dataclasses.asdict(point)])[:8]}.json",
-        )  # fmt: skip
-        total = self.memory.config.num_hidden_layers * self.memory.config.num_key_value_heads
-        settings: dict[str, Any] = {"variant": "swaps", "iterations": self.iterations, "seed": self.seed}
-        ratio = 1 - _full_heads(sized, self.memory) / total
-        try:
-            found = bosch(evaluate, ratio, progress=self.progress, **settings)
-        finally:
-            evaluate.save()
-        pattern = bosch_pattern(found, evaluate, ratio=ratio, **settings)
-        return dataclasses.replace(pattern, full_attention_decode=point.full_attention_decode)
 
 
 def _title(point: Point) -> str:

@@ -1,7 +1,8 @@
 """The stages of `swa-jax adapt`, each with a file of its result, so that a run that was killed goes on where it was.
 
 A result belongs to content: to the sum of the model, the examples and the options that decide. A stage whose file has
-the right key is not run again; one that was killed goes on from what it had written, or starts over.
+the right key is not run again; one that was killed goes on from what it had written, or starts over. Its time counts
+in full: also what earlier runs spent on it, up to the last file that they wrote.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from swa_jax.adapt.job import MARK, Job, tuning
+from swa_jax.adapt.job import MARK, STAGES, Job, tuning
+from swa_jax.adapt.plan import canary_budget
 from swa_jax.adapt.replies import Replies, draw_replies
 from swa_jax.adapt.search import Search
 from swa_jax.adapt.tasks import Task, compared, measure, num_examples
-from swa_jax.checkpoint.folder import content_sum, load_model
+from swa_jax.checkpoint.canary import write_canary
+from swa_jax.checkpoint.folder import CONFIG_FILE, content_sum, load_model
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.data.batches import content_sum as data_sum
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate.efficiency import measure_efficiency
-from swa_jax.files import read_json, write_json
+from swa_jax.files import locked, read_json, write_json
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.report.progress import Progress
 from swa_jax.select.score_file import VERSION, digest, examples_sum
 from swa_jax.settings import to_dict
 from swa_jax.train.loop import train
-
-STAGES = ("original", "search", "tune", "adapted", "efficiency", "export")
 
 
 @dataclasses.dataclass
@@ -68,22 +69,46 @@ class Results:
         if stored.get("key") == key and (made is None or made.exists()):
             self.report(f"{title}: done before ({stored['seconds']:.0f} s)")
         else:
-            self.report(f"{title} ...")
+            begun = self.folder / f"{name}-begun.json"
+            before = self._spent(begun, key)
+            self.report(f"{title} ..." + (f" {before:.0f} s were spent on it before" if before >= 1 else ""))
+            write_json(begun, {"key": key, "before": before, "at": time.time()})
             begin = time.perf_counter()
             result = work()
-            stored = {"key": key, "seconds": time.perf_counter() - begin, "result": result}
+            stored = {"key": key, "seconds": before + time.perf_counter() - begin, "result": result}
             write_json(file, stored)
+            begun.unlink()
             self.report(f"{title}: {stored['seconds']:.0f} s")
         self.found[name], self.seconds[name] = stored["result"], stored["seconds"]
         return self.found[name]
 
+    def _spent(self, begun: Path, key: str) -> float:
+        """Seconds that killed runs spent on a stage: until the last file of OUT that they wrote."""
+        record = read_json(begun) if begun.exists() else {}
+        if record.get("key") != key:
+            return 0.0
+        last = max(path.stat().st_mtime for path in self.folder.parent.rglob("*") if path.is_file())
+        return record["before"] + max(0.0, last - record["at"])
 
-def carry_out(job: Job, report: Callable[[str], None]) -> Results:
-    """Run the stages that are not done yet."""
+
+def carry_out(job: Job, report: Callable[[str], None], reported: Callable[[Results], None]) -> Results:
+    """Run the stages that are not done yet.
+
+    Args:
+      report: called with a line of text for each.
+      reported: called with the results when all is known but for the export's receipt.
+
+    Raises:
+      CheckpointError: another process is at work in OUT.
+      ConfigError: OUT has the adaptation of another model.
+    """
     job.folder.mkdir(parents=True, exist_ok=True)
-    (job.folder / MARK).touch()
-    run = Run(job, Results(job.folder, report), content_sum(job.source.folder))
-    run()
+    with locked(job.folder / MARK):
+        for partial in job.half_made:
+            report(f"removing {partial}, which an interrupted run left half made")
+            shutil.rmtree(partial)
+        run = Run(job, Results(job.folder, report), content_sum(job.source.folder))
+        run(reported)
     return run.results
 
 
@@ -95,7 +120,7 @@ class Run:
     results: Results
     model_sum: str
 
-    def __call__(self) -> None:
+    def __call__(self, reported: Callable[[Results], None]) -> None:
         job = self.job
         self._claim()
         original = digest(
@@ -118,6 +143,10 @@ class Run:
         key = digest([tune, settings.server])
         title = f"exporting for {settings.server}" if folder else "no export"
         self._stage("export", title, key, self._export, folder)
+        reported(self.results)  # a receipt takes a while, and the report is there without it
+        key = digest([key, settings.canary])
+        title = "making the receipt of the export" if folder and settings.canary else "no receipt"
+        self._stage("canary", title, key, self._canary)
 
     # ---- what is at hand ----
 
@@ -180,14 +209,14 @@ class Run:
         """What the search depends on, beside the model and its scores."""
         job, settings = self.job, self.job.settings
         memory = [job.memory.server, job.memory.length, job.memory.prefill_chunk]
-        return [settings.kv_budget, memory, dataclasses.asdict(job.space), settings.iterations, settings.seed]
+        return [settings.kv_budget, memory, dataclasses.asdict(job.space), job.effort, settings.seed]
 
     def _search(self, key: str) -> dict[str, Any]:
         job, settings = self.job, self.job.settings
         with Progress("steps") as progress:
             search = Search(
                 self.model, job.tasks.choosing, self.results.found["original"]["choosing"], job.memory,
-                settings.kv_budget, job.space, self.results.folder, key, settings.batch_size, settings.iterations,
+                settings.kv_budget, job.space, self.results.folder, key, settings.batch_size, job.effort,
                 settings.seed, self.results.report, progress.update,
             )  # fmt: skip
             return search()
@@ -243,7 +272,11 @@ class Run:
         tasks = self.job.tasks.measuring
         scores = self._measure(self.adapted, self.results.pattern, tasks)
         before = self.results.found["original"]["measuring"]
-        return {"measuring": scores, "compared": compared(scores, before, tasks)}
+        layers, window = self.results.pattern.num_layers, self.results.pattern.sliding_window
+        plain = AttentionPattern.from_full_layers((), layers, window)
+        asked = [task for task in tasks if task.answers]
+        naive = self._measure(self.model, plain, asked) if asked else {}
+        return {"measuring": scores, "windows": naive, "compared": compared(scores, before, tasks)}
 
     def _efficiency(self) -> dict[str, Any]:
         settings = self.job.settings
@@ -267,11 +300,25 @@ class Run:
             folder,
             pattern=self.results.pattern,
             server=server,
+            canary=False,
             describe=lines.append,
         )
         served = self.job.memory.served(self.results.pattern)
         assert served is not None
         return {"describe": lines, "command": self._command(served.command, folder)}
+
+    def _canary(self) -> dict[str, Any]:
+        """What can tell a server that reads the export wrongly: at most a tenth of the work of the rest."""
+        job, folder = self.job, self.job.export_folder
+        served = job.memory.served(self.results.pattern)
+        if folder is None or served is None or not job.settings.canary:
+            return {}
+        with Progress("texts") as progress:
+            note = write_canary(
+                folder, self._tuned or job.source.folder, served.pattern, read_json(folder / CONFIG_FILE),
+                budget=canary_budget(job), longest=job.memory.length, progress=progress.update,
+            )  # fmt: skip
+        return {"describe": note}
 
     def _command(self, command: str, folder: Path) -> str:
         """How the server is started, with the sizes that the budget was counted with."""

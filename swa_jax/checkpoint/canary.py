@@ -8,7 +8,7 @@ with our own decoder in f32.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +49,24 @@ class Size(NamedTuple):
     length: int
     first_only: bool
 
+    def tried(self, readings: Sequence[Reading]) -> list[Reading]:
+        """The readings that candidates are chosen by."""
+        if self.candidates <= self.probes:
+            return []
+        return [reading for reading in readings if reading.first and not reading.padding_seen]
+
+    def computed(self, readings: Sequence[Reading]) -> list[Reading]:
+        """Those whose answers are kept."""
+        return [reading for reading in readings if reading.first or not self.first_only]
+
+    def rows(self, readings: Sequence[Reading]) -> int:
+        """Texts that go through the model in all; the right answers once more in bfloat16."""
+        return self.candidates * len(self.tried(readings)) + self.probes * (len(self.computed(readings)) + 1)
+
+    def operations(self, config: ModelConfig, readings: Sequence[Reading]) -> float:
+        """What the canary costs."""
+        return 2.0 * matrix_parameters(config) * self.length * self.rows(readings)
+
 
 def write_canary(
     folder: Path,
@@ -57,6 +75,8 @@ def write_canary(
     hf: Mapping[str, Any],
     budget: float | None = None,
     memory: float | None = None,
+    longest: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> str:
     """Write `canary.json` and `check_server.py` into an export.
 
@@ -67,6 +87,8 @@ def write_canary(
       hf: the export's `config.json`.
       budget: operations that it may cost; None: `BUDGET`.
       memory: bytes that it may take; None: what this machine has free.
+      longest: tokens that the server takes of a prompt and its answer; None: as many as the model.
+      progress: called with (passes done, passes in all).
 
     Returns:
       What a user should know, in a few sentences: how well readings can be told apart, or why there is no canary.
@@ -78,14 +100,14 @@ def write_canary(
     if wanted > free:
         return f"No canary: its computation takes {wanted / 1e9:.0f} GB of memory, and {free / 1e9:.0f} GB are free."
     allowed = budget or BUDGET.get(jax.default_backend(), ACCELERATOR_BUDGET)
-    size = plan_size(config, pattern, readings, allowed)
+    size = plan_size(config, pattern, readings, allowed, longest)
     if size is None:
         return (
             f"No canary: with probes longer than the window it takes more than {allowed:.0e} operations. "
             "Export on an accelerator to have one."
         )
     try:
-        canary = make_canary(checkpoint, pattern, hf, readings, size)
+        canary = make_canary(checkpoint, pattern, hf, readings, size, progress)
     except jax.errors.JaxRuntimeError as error:  # such as memory that ran out after all
         return f"No canary: it could not be computed ({str(error).splitlines()[0][:200]})."
     write_json(folder / check_server.CANARY_FILE, canary, indent=0)
@@ -94,21 +116,25 @@ def write_canary(
 
 
 def plan_size(
-    config: ModelConfig, pattern: AttentionPattern, readings: list[Reading], budget: float
+    config: ModelConfig,
+    pattern: AttentionPattern,
+    readings: Sequence[Reading],
+    budget: float,
+    longest: int | None = None,
 ) -> Size | None:
-    """The largest canary within the budget of operations; None if there is none."""
-    first = sum(reading.first for reading in readings)
+    """The largest canary within the budget of operations, for prompts of at most `longest` tokens; None if there is
+    none."""
     window = _window(pattern)
-    room = config.max_position_embeddings - 2  # for a token in front, and one that is generated
+    room = min(config.max_position_embeddings, longest or config.max_position_embeddings)
+    room -= 2  # for a token in front, and one that is generated
     if (after := config.long_rope_after) is not None and after >= 2 * window:
         room = min(room, after - 1)  # every text has LongRoPE's short factors
-    for number, first_only in ((len(readings), False), (first, True)):
+    for first_only in (False, True):
         for probes, texts, windows in SIZES:
             length = min(max(int(windows * window), SHORTEST), room)
-            tried = texts * probes * first if texts > 1 else 0
-            rows = tried + probes * (number + 1)  # once more in bfloat16
-            if length >= 2 and 2.0 * matrix_parameters(config) * length * rows <= budget:
-                return Size(probes, texts * probes, length, first_only)
+            size = Size(probes, texts * probes, length, first_only)
+            if length >= 2 and size.operations(config, readings) <= budget:
+                return size
     return None
 
 
@@ -118,13 +144,20 @@ def make_canary(
     hf: Mapping[str, Any],
     readings: list[Reading],
     size: Size,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """The canary as a JSON value."""
     model = load_model(checkpoint, dtype=jnp.float32)
-    if size.first_only:
-        readings = [reading for reading in readings if reading.first]
+    total, done = size.rows(readings), 0
+
+    def advance() -> None:
+        nonlocal done
+        done += size.probes
+        progress(done, total)
+
+    readings = size.computed(readings)
     kinds = {kind for reading in readings for kind in reading.pattern.layer_types}
-    forward = Forward(model, kinds, check_server.TOP)
+    forward = Forward(model, kinds, check_server.TOP, advance)
     rng = np.random.default_rng(0)
     window = _window(pattern)
     tokenizer = _tokenizer(checkpoint)
@@ -205,8 +238,8 @@ def _choose(
 ) -> list[list[int]]:
     """The candidates that separate best where they separate worst, cut to unequal lengths."""
     score = np.zeros(len(candidates))
-    tried = [reading for reading in readings if reading.first and not reading.padding_seen]
-    if len(candidates) > size.probes and len(tried) > 1:
+    tried = size.tried(readings)
+    if len(tried) > 1:
         # In groups of as many as are chosen, so that what is compiled serves for those as well.
         groups = [candidates[i : i + size.probes] for i in range(0, len(candidates), size.probes)]
         texts = [texts_of(group, [_grid(len(text), window) for text in group], front) for group in groups]

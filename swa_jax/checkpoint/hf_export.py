@@ -29,6 +29,7 @@ def export_model(
     as_full: bool = False,
     canary: bool = True,
     describe: Callable[[str], Any] = lambda text: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
     """Write a checkpoint folder as a Hugging Face folder; importing that again gives the same bits.
 
@@ -44,6 +45,7 @@ def export_model(
       canary: also write `canary.json` and `check_server.py`, by which a server's answers tell what it computes
         (`swa_jax.checkpoint.canary`). This loads the model in f32; one that is too large for it has none.
       describe: called with what the server will run and what the canary tells, once the export is whole.
+      progress: called with (passes done, passes in all) of the canary.
 
     Returns:
       The destination, a folder that must not exist yet or be empty.
@@ -78,7 +80,7 @@ def export_model(
         write_model(folder, tensors, lambda names: join_tensors(names, joined, source.read))
         for name, data in companions.items():
             write_bytes(folder / name, data)
-        note = write_canary(folder, source.folder, pattern, hf) if canary else None
+        note = write_canary(folder, source.folder, pattern, hf, progress=progress) if canary else None
     if notice:
         log.warning("%s: %s", destination, notice)
     if served is not None:

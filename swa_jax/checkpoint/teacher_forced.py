@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,9 +42,10 @@ class Answers(NamedTuple):
 class Forward:
     """A model whose weights every reading uses."""
 
-    def __init__(self, model: Decoder, kinds: set[str], top: int):
-        """`kinds`: the layer types that the readings have; `top`: how many of the likeliest tokens are asked for."""
-        self.config, self.top = model.config, top
+    def __init__(self, model: Decoder, kinds: set[str], top: int, advance: Callable[[], None] = lambda: None):
+        """`kinds`: the layer types that the readings have; `top`: how many of the likeliest tokens are asked for;
+        `advance` is called after each pass."""
+        self.config, self.top, self.advance = model.config, top, advance
         self.kinds = tuple(kind for kind in LAYER_TYPES if kind in kinds)
         self.routed = SWITCH in kinds
         self.weights = dict(nnx.to_flat_state(nnx.state(model)))
@@ -69,8 +70,10 @@ class Forward:
         log_probs, top = _answers(
             graph, weights, spec, self.kinds, self.top, plan, cos, sin, scale, tokens, queries, targets
         )
-        return Answers(*([np.asarray(row)[: len(asked)] for row, asked in zip(rows, texts.queries, strict=True)]
-                         for rows in (log_probs, top)))  # fmt: skip
+        answers = Answers(*([np.asarray(row)[: len(asked)] for row, asked in zip(rows, texts.queries, strict=True)]
+                            for rows in (log_probs, top)))  # fmt: skip
+        self.advance()
+        return answers
 
     def _weights(self, config: ModelConfig, dtype: jnp.dtype) -> tuple[Any, Any]:
         """The modules that a configuration asks for, and those of the weights that they have."""

@@ -42,7 +42,7 @@ class Measured(Options):
     text: Annotated[
         list[Path] | None,
         Option(
-            help="A text to hide numbers in and to read, repeatable. Default for a bundled model: Python's library.",
+            help="A text to hide numbers in and to read, repeatable. Default, without --data: Python's library.",
             show_default=False,
             rich_help_panel=PROMPTS,
         ),
@@ -51,18 +51,30 @@ class Measured(Options):
     length: Annotated[
         int | None,
         Option(
-            help="Tokens of a prompt with its answer. Default: the model's context, at most 4096.",
+            help="Tokens of a prompt with its answer. Default: the model's context, at most 2048.",
             min=64,
             show_default=False,
             rich_help_panel=PROMPTS,
         ),
     ] = None
     examples: Annotated[
-        int, Option(help="Prompts of each task to measure on.", min=2, rich_help_panel=PROMPTS)
-    ] = 48
+        int | None,
+        Option(
+            help="Prompts of each task to measure on. Default: by --effort 16, 48 or 96.",
+            min=2,
+            show_default=False,
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None
     choose_by: Annotated[
-        int, Option(help="Other prompts of each task to choose by.", min=2, rich_help_panel=PROMPTS)
-    ] = 16
+        int | None,
+        Option(
+            help="Other prompts of each task to choose by. Default: by --effort 4, 8 or 16.",
+            min=2,
+            show_default=False,
+            rich_help_panel=PROMPTS,
+        ),
+    ] = None
 
 
 @dataclasses.dataclass
@@ -79,11 +91,15 @@ class Searched(Options):
     ] = None
     unit: Annotated[
         Literal["layers", "heads"],
-        Option(help="What stays full: whole layers, or single KV heads by BOSCH.", rich_help_panel=SEARCH),
+        Option(help="What stays full: whole layers, or single KV heads.", rich_help_panel=SEARCH),
     ] = "layers"
-    iterations: Annotated[
-        int, Option(help="BOSCH: masks tried for each layer of a subproblem.", min=1, rich_help_panel=SEARCH)
-    ] = 20
+    effort: Annotated[
+        Literal["quick", "normal", "full"],
+        Option(
+            help="Prompts to choose by and to measure on, and layers scored in a round of the ranking: few, some, all.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = "normal"
 
 
 @dataclasses.dataclass
@@ -129,6 +145,9 @@ def adapt(
         Argument(help=Model.__metadata__[0].help),
     ],
     out: Annotated[Path, Argument(help="A new folder, or that of an interrupted run to go on with.")],
+    measured: Measured,
+    searched: Searched,
+    tuned: Tuned,
     kv_budget: Annotated[
         float,
         Option(
@@ -136,13 +155,18 @@ def adapt(
             help="Share of full attention's key/value cache that the result may take.",
             rich_help_panel=SERVING,
         ),
-    ],
-    measured: Measured,
-    searched: Searched,
-    tuned: Tuned,
+    ] = 0.3,
     server: Server = None,
     serve_length: ServeLength = None,
     prefill_chunk: PrefillChunk = None,
+    canary: Annotated[
+        bool,
+        Option(
+            "--canary/--no-canary",
+            help="With --for: write a receipt, by which the server's answers tell what it computes.",
+            rich_help_panel=SERVING,
+        ),
+    ] = True,
     plan: Annotated[
         bool,
         Option(
@@ -166,7 +190,7 @@ def adapt(
     settings = Settings(
         model=model, out=out, kv_budget=kv_budget, server=server, prompts=measured.data,
         text=tuple(measured.text or ()), chat=measured.chat, length=measured.length, serve_length=serve_length,
-        prefill_chunk=prefill_chunk, windows=windows, unit=searched.unit, iterations=searched.iterations,
+        prefill_chunk=prefill_chunk, windows=windows, unit=searched.unit, effort=searched.effort, canary=canary,
         examples=measured.examples, choose_by=measured.choose_by, tune_steps=tuned.tune,
         tune_data=tuple(tuned.tune_data or ()), tune_prompts=tuned.tune_prompts, reply_tokens=tuned.reply_tokens,
         batch_size=batch_size, dtype=dtype, seed=seed,
@@ -178,6 +202,9 @@ def adapt(
     from swa_jax.adapt.report import summary, write_report
     from swa_jax.adapt.stages import carry_out
 
-    results = carry_out(job, lambda line: typer.echo(line, err=True))
-    report = write_report(job, results)
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    results = carry_out(job, say, lambda found: say(f"Report: {write_report(job, found)}"))
+    report = write_report(job, results)  # again, with the receipt
     typer.echo(summary(job, results, report))

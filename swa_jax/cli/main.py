@@ -176,12 +176,17 @@ def export(
 ) -> None:
     """Write a checkpoint back in Hugging Face format, so that a server runs its pattern as it is."""
     from swa_jax.checkpoint.hf_export import export_model
+    from swa_jax.report.progress import Progress
 
     if as_full and server is None:
         raise ConfigError("--as-full needs --for SERVER: whose full attention is meant")
     notes: list[str] = []
     options: dict[str, Any] = {"server": server, "as_full": as_full, "canary": canary}
-    typer.echo(export_model(find_model(checkpoint), destination, **options, describe=notes.append))
+    with Progress("canary: texts") as progress:
+        folder = export_model(
+            find_model(checkpoint), destination, **options, describe=notes.append, progress=progress.update
+        )
+    typer.echo(folder)
     for note in notes:
         typer.echo(note)
 

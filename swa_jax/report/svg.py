@@ -68,13 +68,14 @@ def scatter(marks: Sequence[Mark], *, xlabel: str, ylabel: str, limit: float | N
 
 
 def bars(
-    values: Sequence[tuple[float, float | None, float | None]],
+    values: Sequence[Sequence[float | None]],
     filled: Sequence[int],
     *,
     xlabel: str,
     ylabel: str,
 ) -> str:
-    """A bar for each value with its interval; those numbered in `filled` stand out."""
+    """A bar for each value, of mean, low and high, with its interval; those numbered in `filled` stand out. A mean of
+    None has no bar."""
     height, top, bottom = 260, 16, 52
     ends = [end for value in values for end in value if end is not None]
     low, high = min(0.0, *ends), max(0.0, *ends)
@@ -94,7 +95,12 @@ def bars(
         shapes.append(_text(LEFT - 8, y + 4, f"{tick:g}", "end"))
     every = math.ceil(len(values) / 24)
     for number, (mean, *interval) in enumerate(values):
-        x, up, down = LEFT + step * (number + 0.5), y_of(max(mean, 0.0)), y_of(min(mean, 0.0))
+        x = LEFT + step * (number + 0.5)
+        if number % every == 0:
+            shapes.append(_text(x, height - bottom + 18, str(number), "middle"))
+        if mean is None:
+            continue
+        up, down = y_of(max(mean, 0.0)), y_of(min(mean, 0.0))
         color = "var(--accent)" if number in filled else "var(--grey)"
         shapes.append(
             f'<rect x="{x - 0.36 * step:.1f}" y="{up:.1f}" width="{0.72 * step:.1f}" '
@@ -106,8 +112,6 @@ def bars(
                 f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{first:.1f}" y2="{last:.1f}" stroke="var(--ink)" '
                 'stroke-width="1.4"/>'
             )
-        if number % every == 0:
-            shapes.append(_text(x, height - bottom + 18, str(number), "middle"))
     return _svg(height, f"{ylabel} by {xlabel}", shapes)
 
 

@@ -81,20 +81,23 @@ def greedy_pattern(
 ) -> AttentionPattern:
     """The pattern of `nll_greedy`'s rounds: one full layer for each. The other arguments are those of `nll_pattern`.
 
-    `provenance["scores"]` is each layer's score in the first round, `["rounds"]` the scores of all, `["gradients"]` by
-    what the layers tried were named. Layers not tried have null.
+    Its provenance has also what `provenance_of` gives.
     """
-    chosen = [layer for scores in rounds for layer in scores.picked]
-    gradients = [scores.gradient.tolist() for scores in rounds if scores.gradient is not None]
+    provenance = provenance_of(rounds)
+    provenance["method"] = "nll-gradient" if "gradients" in provenance else "nll-greedy"
+    return _as_scored(rounds[0], provenance["picked"], full_attention_decode, data, seed, provenance)
+
+
+def provenance_of(rounds: Sequence[NLLScores]) -> dict[str, Any]:
+    """What a greedy search found, as plain JSON values: the layers in the order in which they were picked, each layer's
+    scores in the first round and in all, and the gradients that named the layers tried. Others have null."""
     provenance: dict[str, Any] = {
-        "method": "nll-gradient" if gradients else "nll-greedy",
         "scores": _known(rounds[0].mean),
-        "picked": chosen,
+        "picked": [layer for scores in rounds for layer in scores.picked],
         "rounds": [_known(scores.mean) for scores in rounds],
     }
-    if gradients:
-        provenance["gradients"] = gradients
-    return _as_scored(rounds[0], chosen, full_attention_decode, data, seed, provenance)
+    gradients = [scores.gradient.tolist() for scores in rounds if scores.gradient is not None]
+    return provenance | ({"gradients": gradients} if gradients else {})
 
 
 def _known(values: np.ndarray) -> list[float | None]:

@@ -1,15 +1,17 @@
 """The search of `swa-jax adapt`: what may be chosen, in which order layers are worth keeping full, and what is best."""
 
 import json
-from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from swa_jax.adapt import search as search_module
-from swa_jax.adapt.search import Point, Search, find_space, fitting
+from swa_jax.adapt.search import EFFORTS, Point, Search, find_space, fitting
 from swa_jax.adapt.source import find_source
+from swa_jax.adapt.tasks import Task
 from swa_jax.checkpoint.served_cache import Memory
+from swa_jax.evaluate import Example
+from swa_jax.select.greedy_heads import Heads
 from swa_jax.select.nll import NLLScores
 
 
@@ -31,14 +33,17 @@ def test_a_candidate_has_as_many_full_layers_as_fit(source):
 def test_the_space_is_what_the_server_can_run(source):
     here = find_space(Memory(source.config, source.hf_config, 1024), 1.0, [64, 128])
     assert here.values["num_sink_tokens"] == (0, 4)
+    assert here.start.num_sink_tokens == 4  # layers are ranked with sink tokens where these may be chosen
     assert here.values["full_attention_decode"] == (False, True)
     served = find_space(Memory(source.config, source.hf_config, 1024, "vllm", 64), 0.3, [64, 128, 256])
     assert served.values["num_sink_tokens"] == (0,)
+    assert served.start.num_sink_tokens == 0
     assert served.values["full_attention_decode"] == (False,)
     assert served.values["sliding_window"] == (64, 128)
     assert len(served.left_out) == 3  # a window, sink tokens, full-attention decode
     heads = find_space(Memory(source.config, source.hf_config, 1024), 0.3, [64], "heads")
-    assert heads.start.layout == "bosch"
+    assert heads.start.layout == "nll-heads"
+    assert heads.most == int((0.3 - 64 / 1024) / (1 - 64 / 1024) * 32)
 
 
 class Landscape:
@@ -60,10 +65,10 @@ def test_the_search_finds_the_best_and_goes_on_from_its_file(source, tmp_path, m
     landscape = Landscape()
     monkeypatch.setattr(search_module, "measure", landscape.measure)
 
-    def score_layers(self):
+    def rank(self):
         self._order, self._layer_scores = [5, 0, 1, 2, 3, 4, 6, 7], [[0.0, None, None]] * 8
 
-    monkeypatch.setattr(Search, "_score_layers", score_layers)
+    monkeypatch.setattr(Search, "_rank", rank)
 
     def search():
         original = {"a": {"losses": [0.0]}}
@@ -77,7 +82,7 @@ def test_the_search_finds_the_best_and_goes_on_from_its_file(source, tmp_path, m
             tmp_path,
             "k" * 32,
             8,
-            1,
+            EFFORTS["normal"],
             0,
             lambda _: None,
             lambda *_: None,
@@ -99,42 +104,78 @@ def test_the_search_finds_the_best_and_goes_on_from_its_file(source, tmp_path, m
     assert landscape.scored == count + 1
 
 
-class ScorerOfCopies:
-    """In place of `LayerScorer`: layers 1 and 2 save the same, layer 6 saves half of it, and the others nothing."""
+class Asked:
+    """In place of `LayerScorer` and `MaskEvaluator`: remembers what it was made with."""
 
-    layers = 8
-    rounds: ClassVar[list[list[int]]] = []
+    layers, shape = 8, (8, 4)
 
-    def __init__(self, *_, **__):
-        type(self).rounds = []
+    def __init__(self, model, examples, **options):
+        type(self).examples, type(self).options = examples, options
 
-    def __call__(self, full_layers=(), *, progress):
-        self.rounds.append(list(full_layers))
-        saved = np.zeros((4, 8))
-        saved[:, [1, 2]] = 0.0 if {1, 2} & set(full_layers) else 1.0
-        saved[:, 6] = 0.5
-        saved[:, list(full_layers)] = 0.0
-        progress(9, 9)
-        return NLLScores(saved, np.full(4, 2.0), 64, 0, False, tuple(full_layers))
+    def greedy(self, budget, *, tried, rounds, progress):
+        type(self).asked = budget, tried, rounds
+        saved = np.zeros((2, 8))
+        saved[:, [1, 2, 6]] = 2.0, 1.5, 1.0
+        if tried is not None:
+            saved[:, 7] = np.nan
+        first = NLLScores(saved, np.ones(2), 64, 4, False, picked=(1,))
+        second = np.where(np.arange(8) == 1, 0.0, saved / 2)
+        return [first, NLLScores(second, np.ones(2), 64, 4, False, (1,), np.arange(8.0), (2, 6))]
+
+    def save(self):
+        pass
 
 
-@pytest.mark.parametrize(("scorings", "expected", "rounds"), [
-    (8, [1, 6, 0], [[], [1], [1, 6]]),  # of two layers that do the same one is kept
-    (2, [1, 2, 6], [[], [1, 2]]),  # two of the three at once
-])  # fmt: skip
-def test_layers_are_scored_again_beside_the_best(source, tmp_path, monkeypatch, scorings, expected, rounds):
+def ranked(source, tmp_path, monkeypatch, unit, effort, budget=0.45):
+    monkeypatch.setattr(search_module, "LayerScorer", Asked)
+    monkeypatch.setattr(search_module, "MaskEvaluator", Asked)
     memory = Memory(source.config, source.hf_config, 1024)
-    monkeypatch.setattr(search_module, "LayerScorer", ScorerOfCopies)
-    monkeypatch.setattr(search_module, "SCORINGS", scorings)
-    space = find_space(memory, 0.45, [64])
-    assert (space.most_by_loss, space.num_scorings) == (3, len(rounds))
-    steps = []
-    rest = (8, 1, 0, lambda _: None, lambda done, total: steps.append(done / total))
-    search = Search(None, [], {}, memory, 0.45, space, tmp_path, "k" * 32, *rest)
-    search._score_layers()
-    assert search._order[:3] == expected
-    assert sorted(search._order) == list(range(8))
-    assert ScorerOfCopies.rounds == rounds
-    assert steps == [(i + 1) / len(rounds) for i in range(len(rounds))]
+    space = find_space(memory, budget, [64], unit)
+    example = Example([1] * 9, [2], [])
+    tasks = [Task("a", "", "", [example] * 8), Task("text", "", "", [example] * 2, answers=False)]
+    rest = (8, EFFORTS[effort], 0, lambda _: None, lambda *_: None)
+    search = Search(None, tasks, {}, memory, budget, space, tmp_path, "k" * 32, *rest)
+    search._rank()
+    return search
+
+
+def test_layers_are_ranked_with_sink_tokens_on_a_few_examples(source, tmp_path, monkeypatch):
+    search = ranked(source, tmp_path, monkeypatch, "layers", "normal")
+    assert (search.space.most, Asked.asked) == (3, (3, None, 8))  # 8 layers: all are scored
+    assert len(Asked.examples) == 4 + 1
+    assert (Asked.options["sliding_window"], Asked.options["num_sink_tokens"]) == (64, 4)
+    assert search._order == [1, 2, 6]
     worth = [score[0] for score in search._layer_scores]
-    assert (worth[1], worth[2], worth[6]) == (1, 0 if scorings == 8 else 1, 0.5)
+    assert worth == [0.0, 2.0, 0.75, 0.0, 0.0, 0.0, 0.5, 0.0]  # beside those found before
+    pattern = search._pattern(Point("nll", 64, 4))
+    assert pattern.full_layers == (1, 2, 6)
+    assert pattern.provenance["picked"] == [1, 2, 6]
+    assert pattern.provenance["gradients"] == [[float(i) for i in range(8)]]
+    assert pattern.provenance["rounds"][1][1:3] == [0.0, 0.75]
+    json.loads(pattern.to_json())
+
+
+def test_of_a_deep_model_those_that_a_gradient_names(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(search_module, "EXACT_BELOW", 8)
+    search = ranked(source, tmp_path, monkeypatch, "layers", "quick")
+    assert Asked.asked == (3, 2, 4)
+    assert len(Asked.examples) == 2 + 1
+    assert search._layer_scores[7] == [None, None, None]
+    ranked(source, tmp_path, monkeypatch, "layers", "full")
+    assert Asked.asked == (3, None, 30)
+
+
+def test_heads_are_ranked_the_same_way(source, tmp_path, monkeypatch):
+    def greedy_heads(evaluate, count, *, tried, rounds, progress):
+        order = [(layer, 3) for layer in range(8)] + [(layer, 0) for layer in range(8)]
+        return Heads(order[:count], [[[0.0] * 4] * 8], (8, 4))
+
+    monkeypatch.setattr(search_module, "greedy_heads", greedy_heads)
+    search = ranked(source, tmp_path, monkeypatch, "heads", "normal")
+    assert Asked.options["num_sink_tokens"] == 4
+    pattern = search._pattern(Point("nll-heads", 64, 4))
+    assert search.space.most == 13
+    assert pattern.full_kv_heads == ((0, 3),) * 5 + ((3,),) * 3
+    assert pattern.num_sink_tokens == 4
+    assert fitting(Point("nll-heads", 64, 4, True), search.memory, 1.0).full_attention_decode
+    assert pattern.provenance["gradients"]

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from swa_jax.adapt.job import Settings, prepare
+from swa_jax.adapt.job import STAGES, Settings, prepare
 from swa_jax.adapt.report import _pattern_words, _signed, summary, verdict, write_report
-from swa_jax.adapt.stages import STAGES, Results
+from swa_jax.adapt.stages import Results
 from swa_jax.model.pattern import AttentionPattern
 
 
@@ -41,7 +41,7 @@ def results_of(folder, *, compared, adapted_speed=(0.5, 0.01), tune=None):
             "candidates": [candidate(patterns[0], 0.25, 0.2), candidate(patterns[1], -0.01, 0.3)],
             "best": 1, "layer_scores": [[0.1, None, None]] * 8, "left_out": ["window 9: takes at least 90.0%"],
         },
-        "adapted": {"compared": compared},
+        "adapted": {"compared": compared, "windows": {"needles-1": {"losses": [1.0], "right": [0.0, 0.5]}}},
         "tune": tune or {},
         "efficiency": {
             "prompt_tokens": 250, "new_tokens": 32,
@@ -49,7 +49,7 @@ def results_of(folder, *, compared, adapted_speed=(0.5, 0.01), tune=None):
         },
         "export": {"describe": ["vllm 0.33.0 runs it as X.\nStart it with: y"], "command": "vllm serve <out>"},
     }  # fmt: skip
-    return Results(folder, print, found, dict.fromkeys(STAGES, 10.0))
+    return Results(folder, print, found, dict.fromkeys(STAGES, 10.0) | {"canary": 0.0})
 
 
 @pytest.fixture
@@ -75,6 +75,7 @@ def test_no_loss_beyond_chance_and_the_requests_that_earn_it_back(job):
     assert "takes 30.0% of what full attention takes, counted in vLLM; the budget was 40%." in text
     assert "window 9: takes at least 90.0%" in page
     assert "fine-tuned" not in page
+    assert "The receipt of the export (canary.json) is still being made." in page
 
 
 def test_what_is_worse_is_said_first(job):
@@ -86,6 +87,7 @@ def test_what_is_worse_is_said_first(job):
     assert "On this device the adapted model is not faster" in page
     assert "such requests" not in page
     assert "It was fine-tuned by LoRA for 7 steps." in page
+    assert ">25 %</td>" in page  # with plain windows
 
 
 @pytest.mark.parametrize(

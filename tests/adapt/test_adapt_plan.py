@@ -1,0 +1,158 @@
+"""`swa-jax adapt`: what it plans, what the receipt may cost, and what a killed run leaves to the next one."""
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from command_line import run
+
+from swa_jax.adapt import plan as plan_module
+from swa_jax.adapt import stages as stages_module
+from swa_jax.adapt.job import MARK, STAGES, Settings, prepare
+from swa_jax.adapt.plan import Clock, canary_budget, duration, estimate, operations, plan_text, work
+from swa_jax.adapt.stages import Results, carry_out
+from swa_jax.errors import CheckpointError, ConfigError
+from swa_jax.files import locked
+
+SMALL = ["--length", 256, "--examples", 4, "--choose-by", 2, "--window", "16,32"]
+
+
+def small_job(tmp_path, **changes):
+    settings = {"length": 256, "windows": (16,), "examples": 4, "choose_by": 2} | changes
+    return prepare(Settings("recall", tmp_path / "out", 0.3, **settings))
+
+
+def test_the_plan_says_what_would_be_done_and_does_nothing(tmp_path):
+    said = run("adapt", "recall", tmp_path / "out", "--kv-budget", 0.3, "--for", "vllm", "--plan", *SMALL)
+    assert not (tmp_path / "out").exists()
+    for number, words in enumerate(("as it is", "search under 30%", "no fine-tuning"), start=1):
+        assert any(line.strip().startswith(f"{number}. ") and words in line for line in said.splitlines())
+    assert "export for vllm" in said
+    assert "4 sink tokens: vllm 0.33.0 cannot run this pattern" in said
+    assert said.rstrip().endswith("Nothing was done.")
+
+
+def test_the_estimate_grows_with_the_work(tmp_path):
+    job = small_job(tmp_path)
+    more = small_job(tmp_path, examples=40, tune_steps=9, server="vllm")
+    slow, fast = Clock(2e-2, 1e-2, 1e-6), Clock(2e-4, 1e-4, 1e-8)
+    assert set(estimate(job, slow)) == set(STAGES)
+    assert estimate(job, slow)["original"] > estimate(job, fast)["original"] > 0
+    assert estimate(more, slow)["adapted"] > 5 * estimate(job, slow)["adapted"]
+    assert estimate(job, slow)["tune"] == estimate(job, slow)["export"] == estimate(job, slow)["canary"] == 0
+    assert min(estimate(more, slow)[name] for name in ("tune", "export", "canary")) > 0
+    assert more.written_bytes > job.written_bytes + job.source.weight_bytes > 2**20
+    assert [duration(seconds) for seconds in (0.2, 80, 600, 9000)] == ["1 s", "80 s", "10 min", "2.5 h"]
+
+
+def test_the_work_of_a_deep_model(tmp_path, monkeypatch):
+    """Layer evaluations by hand: 30 layers, 3 of which stay full, ranked by 4 + 4 + 1 examples."""
+    job = small_job(tmp_path, effort="normal", choose_by=8)
+    config = dataclasses.replace(job.source.config, num_hidden_layers=30)
+    job = dataclasses.replace(
+        job,
+        source=dataclasses.replace(job.source, config=config),
+        space=dataclasses.replace(job.space, most=3),
+    )
+    ranking, candidates, found = 9 * 30, 18 * 30 * job.space.num_candidates, work(job, job.effort)
+    # A round: a gradient (both kinds twice, half as much again of windows), the base, and half a pass for each of 4.
+    assert found["search"].full == pytest.approx(3 * 2 * ranking + candidates * 0.1)
+    assert found["search"].windowed == pytest.approx(3 * (1.5 + 1 + 4 / 2) * ranking + candidates * 0.9)
+    every = work(job, job.effort._replace(tried=None))["search"]
+    assert every.windowed == pytest.approx(3 * (30 + 3) / 2 * ranking + candidates * 0.9)
+
+
+def test_the_receipt_is_at_most_a_tenth_of_the_work(tmp_path):
+    job = small_job(tmp_path, server="vllm", choose_by=8, examples=40)
+    each = operations(job)
+    total = sum(one.full * each.full + one.windowed * each.windowed for one in work(job, job.effort).values())
+    assert 0 < canary_budget(job) < total / 10
+    assert each.full > each.windowed > 0
+
+
+def test_the_plan_names_what_is_faster(tmp_path, monkeypatch):
+    job = small_job(tmp_path, windows=(16, 32), length=512, server="vllm", examples=40)
+    monkeypatch.setattr(
+        plan_module, "time_layers", lambda job, length: Clock(length / 512, length / 1024, 1e-6)
+    )
+    said = plan_text(job)
+    line = next(line for line in said.splitlines() if line.startswith("Faster, each alone: "))
+    assert [name in line for name in ("--effort quick (", "--length 256 (", "--window 32 (")] == [True] * 3
+    monkeypatch.setattr(plan_module, "time_layers", lambda job, length: Clock(0, 0, 0))
+    assert "Faster" not in plan_text(small_job(tmp_path, effort="quick"))
+
+
+def test_the_time_of_killed_runs_counts(tmp_path):
+    """Until the last file that they wrote, of the same stage with the same key."""
+    folder, said = tmp_path / "adapt", []
+    folder.mkdir()
+    (folder / "search-begun.json").write_text(
+        json.dumps({"key": "k", "before": 30.0, "at": time.time() - 100})
+    )
+    (folder / "candidates.json").write_text("{}")
+    for file in folder.iterdir():
+        os.utime(file, times=(time.time() - 60,) * 2)
+    Results(folder, said.append).stage("search", "searching", "k", dict)
+    stored = json.loads((folder / "search.json").read_text())
+    assert stored["seconds"] == pytest.approx(30 + 40, abs=5)
+    assert said[0] == "searching ... 70 s were spent on it before"
+    assert not (folder / "search-begun.json").exists()
+    (folder / "search-begun.json").write_text(
+        json.dumps({"key": "k", "before": 30.0, "at": time.time() - 100})
+    )
+    Results(folder, said.append).stage("search", "searching", "other", dict)
+    assert json.loads((folder / "search.json").read_text())["seconds"] < 5
+
+
+def test_half_made_folders_are_named_and_removed(tmp_path, monkeypatch):
+    job = small_job(tmp_path, server="vllm")
+    for name in ("vllm.partial", "notes"):
+        (tmp_path / "out" / name).mkdir(parents=True)
+    assert f"half made by an interrupted run, to be removed: {tmp_path}/out/vllm.partial" in plan_text(job)
+    monkeypatch.setattr(stages_module.Run, "__call__", lambda self, reported: None)
+    said = []
+    carry_out(job, said.append, lambda _: None)
+    assert said == [f"removing {tmp_path}/out/vllm.partial, which an interrupted run left half made"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["adapt", "notes"]
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path):
+    job = small_job(tmp_path)
+    job.folder.mkdir(parents=True)
+    with locked(job.folder / MARK), pytest.raises(CheckpointError, match="another process is writing"):
+        carry_out(job, print, lambda _: None)
+
+
+def test_what_cannot_be_tuned_is_refused_at_once(tmp_path):
+    short, ids = tmp_path / "short.txt", tmp_path / "ids"
+    short.write_text("a few words")
+    with pytest.raises(ConfigError):
+        small_job(tmp_path, tune_steps=2, tune_data=(str(short),))
+    ids.mkdir()
+    for file in (Path(__file__).parents[2] / "swa_jax" / "recall").iterdir():
+        (ids / file.name).write_bytes(file.read_bytes())
+    tokenizer = json.loads((ids / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({
+        "id": 1024, "content": "<image>", "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+        "normalized": False,
+    })  # fmt: skip
+    (ids / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = Settings(str(ids), tmp_path / "out", length=256, windows=(16,), examples=4, choose_by=2)
+    assert prepare(settings).settings.kv_budget == 0.3
+    long = tmp_path / "long.txt"
+    long.write_text("many words and more " * 5000)
+    prepare(dataclasses.replace(settings, tune_steps=2, tune_data=(str(long),)))  # no text has that id
+    long.write_text("many <image> words " * 5000)
+    with pytest.raises(ConfigError):
+        prepare(dataclasses.replace(settings, tune_steps=2, tune_data=(str(long),)))
+
+
+def test_a_full_disk_is_found_at_once(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(CheckpointError, match="make room"):
+        small_job(tmp_path)
