@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from swa_jax.adapt.tasks import ROWS_OF_TEXT, Task, num_examples
 from swa_jax.checkpoint.canary import plan_size
 from swa_jax.checkpoint.readings import readings_of
 from swa_jax.model.attention import layer_plan
+from swa_jax.model.config import MlpKind
 from swa_jax.model.decoder import Block, Decoder
 from swa_jax.model.flops import attention_flops, matrix_parameters
 from swa_jax.model.layer_types import FULL, WINDOW
@@ -41,16 +43,16 @@ class Work(NamedTuple):
     seconds: float = 0.0  # of what is not computing
 
     def __add__(self, other: Work) -> Work:  # type: ignore[override]
-        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+        computed = (self.full + other.full, self.windowed + other.windowed, self.labels + other.labels)
+        return Work(*computed, self.programs + other.programs, self.seconds + other.seconds)
 
     def times(self, count: float) -> Work:
-        return Work(
-            self.full * count, self.windowed * count, self.labels * count, self.programs, self.seconds
-        )
+        computed = (self.full * count, self.windowed * count, self.labels * count)
+        return Work(*computed, self.programs, self.seconds)
 
-    def seconds_by(self, clock: Clock) -> float:
-        computing = self.full * clock.full + self.windowed * clock.windowed + self.labels * clock.label
-        return computing + self.programs * COMPILING + self.seconds
+    def computed(self, each: Clock) -> float:
+        """In seconds, or operations."""
+        return self.full * each.full + self.windowed * each.windowed + self.labels * each.label
 
 
 class Clock(NamedTuple):
@@ -139,7 +141,10 @@ def _ranked(job: Job, effort: Effort, passes: Work) -> Work:
 
 def estimate(job: Job, clock: Clock, effort: Effort | None = None) -> dict[str, float]:
     """Seconds of each stage."""
-    found = {name: one.seconds_by(clock) for name, one in work(job, effort or job.effort).items()}
+    found = {
+        name: one.computed(clock) + one.programs * COMPILING + one.seconds
+        for name, one in work(job, effort or job.effort).items()
+    }
     canary = 0.0
     if job.settings.canary and job.settings.server is not None:
         per_operation = clock.windowed / operations(job).windowed
@@ -164,10 +169,7 @@ def operations(job: Job) -> Clock:
 def canary_budget(job: Job) -> float:
     """Operations that the receipt of the export may cost."""
     each = operations(job)
-    total = sum((one for one in work(job, job.effort).values()), Work())
-    return CANARY_SHARE * (
-        total.full * each.full + total.windowed * each.windowed + total.labels * each.label
-    )
+    return CANARY_SHARE * sum(one.computed(each) for one in work(job, job.effort).values())
 
 
 def _canary_operations(job: Job) -> float:
@@ -190,7 +192,7 @@ def time_layers(job: Job, length: int) -> Clock:
     plan = layer_plan(pattern, config, kinds)
     row = jax.tree.map(lambda x: x[0], plan)
     decoder = nnx.eval_shape(lambda: Decoder(config, pattern, dtype=dtype, rngs=nnx.Rngs(0)))
-    mlp = "sparse" if config.num_experts and "dense" not in config.mlp_layer_types[-1:] else "dense"
+    mlp: MlpKind = "sparse" if config.num_experts and "dense" not in config.mlp_layer_types[-1:] else "dense"
     block = Block(config, False, dtype, mlp=mlp, rngs=nnx.Rngs(0))
     graph, weights = nnx.split(block)
     rows = min(2, job.settings.batch_size)
@@ -202,11 +204,11 @@ def time_layers(job: Job, length: int) -> Clock:
         context = decoder.context(tokens, kinds, jnp.ones_like(tokens))
         return nnx.merge(graph, weights)(x, row._replace(kind=kind), context)[0]
 
-    full, windowed = (_timed(lambda kind=kind: layer(weights, x, jnp.int32(kind))) / rows for kind in (0, 1))
+    full, windowed = (_timed(functools.partial(layer, weights, x, jnp.int32(kind))) / rows for kind in (0, 1))
     matrix = jnp.ones((config.hidden_size, config.vocab_size), dtype)
     some = jnp.ones((256, config.hidden_size), dtype)
     product = jax.jit(jnp.matmul)
-    return Clock(full, windowed, _timed(lambda: product(some, matrix)) / len(some))
+    return Clock(full, windowed, _timed(functools.partial(product, some, matrix)) / len(some))
 
 
 def _timed(run: Callable[[], jax.Array]) -> float:

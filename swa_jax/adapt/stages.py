@@ -272,8 +272,8 @@ class Run:
         tasks = self.job.tasks.measuring
         scores = self._measure(self.adapted, self.results.pattern, tasks)
         before = self.results.found["original"]["measuring"]
-        layers, window = self.results.pattern.num_layers, self.results.pattern.sliding_window
-        plain = AttentionPattern.from_full_layers((), layers, window)
+        window = self.results.best["sliding_window"]
+        plain = AttentionPattern.from_full_layers((), self.results.pattern.num_layers, window)
         asked = [task for task in tasks if task.answers]
         naive = self._measure(self.model, plain, asked) if asked else {}
         return {"measuring": scores, "windows": naive, "compared": compared(scores, before, tasks)}
