@@ -29,7 +29,7 @@ from swa_jax.select.nll import shares
 COPY_SPEED = 200e6  # bytes a second: reading, summing and writing a checkpoint, on a common disk
 READ_SPEED = 10e9  # bytes a second: weights from memory, for each token that is decoded
 COMPILING = 4.0  # seconds for each program: one for each shape of examples
-CANARY_SHARE = 0.05  # of the other stages' operations; its small batches run at half their speed
+CANARY_SHARE = 0.04  # of the other stages' operations; its small batches run at half their speed
 TIMED = 0.5  # seconds that a layer is timed
 
 

@@ -60,7 +60,7 @@ class Measured(Options):
     examples: Annotated[
         int | None,
         Option(
-            help="Prompts of each task to measure on. Default: by --effort 16, 48 or 96.",
+            help="Prompts of each task to measure on. Default: by --effort 12, 48 or 96.",
             min=2,
             show_default=False,
             rich_help_panel=PROMPTS,
