@@ -171,8 +171,6 @@ def prepare(settings: Settings) -> Job:
     choose_by, examples = settings.choose_by or effort.choose_by, settings.examples or effort.examples
     effort = effort._replace(choose_by=choose_by, examples=examples, rank_by=min(effort.rank_by, choose_by))
     tasks = draw_tasks(data, tokenizer, choose_by, examples)
-    if settings.unit == "heads" and not any(task.answers for task in tasks.choosing):
-        raise ConfigError("--unit heads is chosen by answers that are right: give --data")
     dtype = settings.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     job = _with_training_data(Job(settings, source, tokenizer, data, tasks, memory, space, dtype, effort))
     # What an earlier run wrote there is written over or found again.
@@ -204,9 +202,8 @@ def _with_training_data(job: Job) -> Job:
         (stage,) = tuning(job, Path("pattern.json")).stages
         for one in stage.data:
             check_source(one)
-        tokenizer = job.tokenizer.within(job.source.config.vocab_size)
         batches = make_batches(
-            stage.data, tokenizer, length=job.length, batch_size=settings.batch_size, seed=settings.seed
+            stage.data, job.tokenizer, length=job.length, batch_size=settings.batch_size, seed=settings.seed
         )
         batches.check()
     return job
