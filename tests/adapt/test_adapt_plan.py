@@ -75,7 +75,7 @@ def test_the_receipt_is_at_most_a_tenth_of_the_work(tmp_path):
 
 
 def test_the_plan_names_what_is_faster(tmp_path, monkeypatch):
-    job = small_job(tmp_path, windows=(16, 32), length=512, server="vllm", examples=40)
+    job = small_job(tmp_path, windows=(16, 24, 32, 48), length=512, server="vllm", examples=4, choose_by=8)
     monkeypatch.setattr(
         plan_module, "time_layers", lambda job, length: Clock(length / 512, length / 1024, 1e-6)
     )
