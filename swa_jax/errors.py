@@ -37,7 +37,15 @@ def not_installed(need: str, *, extra: str) -> ConfigError:
     )
 
 
-_FULL_DISK = ("No space left on device", "Disk quota exceeded")
+# What the system says where a disk takes no more: what that means, and what helps.
+_FULL_DISK = {
+    "No space left on device": ("the disk is full", "make room"),
+    "Disk quota exceeded": ("the disk is full", "make room"),
+    "File too large": (
+        "a file reaches the largest size that is allowed here",
+        "raise it (ulimit -f unlimited)",
+    ),
+}
 
 
 def sentence(error: BaseException) -> str | None:
@@ -50,7 +58,8 @@ def sentence(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if sign := full_disk(error):
-        return f"the disk is full ({sign}): make room, and start the same command again"
+        state, help = _FULL_DISK[sign]
+        return f"{state} ({sign}): {help}, and start the same command again"
     kernels = sys.modules.get("pallas_kernels.spec")  # not imported for this: with it would come JAX
     return str(error) if kernels is not None and isinstance(error, kernels.ArgumentError) else None
 
@@ -58,7 +67,7 @@ def sentence(error: BaseException) -> str | None:
 def reason(error: Exception) -> str:
     """Why something could not be written, in few words."""
     if sign := full_disk(error):
-        return f"the disk is full ({sign})"
+        return f"{_FULL_DISK[sign][0]} ({sign})"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"

@@ -267,6 +267,26 @@ def locked(mark: Path) -> TextIO:
     return opened
 
 
+@contextlib.contextmanager
+def alone(folder: Path, work: str) -> Iterator[None]:
+    """Nobody else does the same work in a folder meanwhile; the lock goes with the process, however that ends.
+
+    File systems without locks do without. Raises `ConfigError` where another process is at work.
+    """
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"another process is {work} {folder}: wait for it, or name another folder"
+                ) from None
+        yield
+    finally:
+        os.close(lock)
+
+
 def _clear(folder: Path) -> None:
     """Remove what is in a folder, its mark excepted."""
     for path in folder.iterdir():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ def nearest(word: str, choices: Sequence[str]) -> str:
 def from_dict[T](cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
     """Build the dataclass `cls` from nested mappings; unknown keys and wrong types raise `ConfigError`."""
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{path or 'the configuration'} must be a mapping of keys, got {data!r}")
+        raise ConfigError(f"{path or 'the configuration'} must be a mapping of keys, got {data!r:.200}")
     hints = _type_hints(cls)  # type: ignore[arg-type]
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     for key in data:
@@ -66,7 +67,7 @@ def load_config[T](cls: type[T], file: str | Path, overrides: Sequence[str] = ()
     A file may name another with `base: FILE` (beside it, unless absolute) and then holds only what differs from it.
     """
     data = _read_with_base(Path(file))
-    for override in overrides:
+    for override in overrides if isinstance(data, dict) else ():
         _apply_override(data, override)
     return from_dict(cls, data)
 
@@ -90,13 +91,76 @@ def _merged(below: Any, above: Any) -> Any:
 
 def _read_yaml(file: str | Path) -> Any:
     try:
-        return yaml.safe_load(Path(file).read_text())
+        text = Path(file).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"configuration file {file} does not exist") from None
     except (IsADirectoryError, UnicodeDecodeError):
         raise ConfigError(f"configuration file {file} is not a YAML file") from None
+    return parse_yaml(text, str(file))
+
+
+class _Loader(yaml.SafeLoader):
+    """Without what PyYAML lets pass: two values for one key, halves of characters."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = (key_node.tag, key_node.value) if isinstance(key_node, yaml.ScalarNode) else None
+            if key is not None and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key '{key_node.value}' is there twice: remove one", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        if isinstance(node, yaml.ScalarNode) and (wrong := re.search("[\0\ud800-\udfff]", node.value)):
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{wrong[0]!r} is no character of a text", node.start_mark
+            )
+        return super().construct_scalar(node)
+
+
+LARGEST = 100_000  # values in a document, those of aliases counted wherever they stand
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """The YAML value in `text`, which `name` stands for in sentences.
+
+    Raises:
+      ConfigError: it is none, has a key twice, or is too deep or too large.
+    """
+    try:
+        value = yaml.load(text, _Loader)  # a safe loader
+        _count(value, 0, 0)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not valid YAML: {_where(error)}") from None
+        raise ConfigError(f"{name} is not valid YAML: {_where(error)}") from None
+    except RecursionError:
+        raise ConfigError(
+            f"{name} is not valid YAML for us: its lists and mappings lie too deep in each other"
+        ) from None
+    except (
+        ValueError,
+        LookupError,
+        AttributeError,
+    ) as error:  # of PyYAML, for values that are not of their kind
+        words = str(error) if isinstance(error, ValueError) else "a value in it is not what its tag says"
+        if "digits" in words:
+            words = "a whole number in it has thousands of digits"
+        raise ConfigError(f"{name} is not valid YAML for us: {words}") from None
+    return value
+
+
+def _count(value: Any, depth: int, total: int) -> int:
+    """How many values there are so far."""
+    if depth > 100:  # an alias may lead back to itself
+        raise RecursionError
+    if total > LARGEST:
+        raise ValueError(f"it has more than {LARGEST} values")
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for one in inner:
+        total = _count(one, depth + 1, total)
+    return total + 1
 
 
 def _where(error: yaml.YAMLError) -> str:
@@ -117,10 +181,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         node = node[_list_index(node, parent, key)] if isinstance(node, list) else node.setdefault(parent, {})
         if not isinstance(node, dict | list):
             raise ConfigError(f"override '{override}': '{parent}' is a value, not a group of keys")
-    try:
-        value = _read_yaml(text[1:]) if text.startswith("@") else yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"override '{override}': '{text}' is not valid YAML") from None
+    value = _read_yaml(text[1:]) if text.startswith("@") else parse_yaml(text, f"override '{override:.80}'")
     if isinstance(node, list):
         node[_list_index(node, last, key)] = value
     else:
@@ -153,23 +214,23 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         raise ConfigError(failures[0])
     if origin is Literal:
         if value not in args:
-            raise ConfigError(f"'{path}' must be one of {', '.join(map(str, args))}, got {value!r}")
+            raise ConfigError(f"'{path}' must be one of {', '.join(map(str, args))}, got {value!r:.200}")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"'{path}' must be a list, got {value!r}")
+            raise ConfigError(f"'{path}' must be a list, got {value!r:.200}")
         return tuple(_convert(args[0], item, f"{path}.{i}") for i, item in enumerate(value))
     if origin in (dict, Mapping):
         if not isinstance(value, Mapping):
-            raise ConfigError(f"'{path}' must be a mapping, got {value!r}")
+            raise ConfigError(f"'{path}' must be a mapping, got {value!r:.200}")
         return {key: _convert(args[1], item, _join(path, key)) for key, item in value.items()}
     if dataclasses.is_dataclass(hint):
         return from_dict(typing.cast(type, hint), value, path)
     if hint is float and isinstance(value, int | str) and not isinstance(value, bool):
         try:
             return float(value)  # YAML 1.1 reads 1e-3 as a string
-        except ValueError:
+        except (ValueError, OverflowError):
             pass
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"'{path}' must be {hint.__name__}, got {value!r}")
+        raise ConfigError(f"'{path}' must be {hint.__name__}, got {value!r:.200}")
     return value

@@ -82,6 +82,8 @@ def raised(call) -> BaseException:
          "the disk is full (No space left on device): make room, and start the same command again"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "the disk is full (Disk quota exceeded): make room, and start "
          "the same command again"),
+        (OSError(errno.EFBIG, "File too large"), "a file reaches the largest size that is allowed here "
+         "(File too large): raise it (ulimit -f unlimited), and start the same command again"),
         (ValueError("an internal contract"), None),
         (FloatingPointError("divide by zero encountered in divide"), None),
         (FileNotFoundError("without a file name"), None),

@@ -129,7 +129,22 @@ def test_a_file_may_build_on_another(tmp_path):
         ("part.siz=3", "unknown key 'part.siz'; did you mean 'size'?"),
         ("rate.x=3", "override 'rate.x=3': 'rate' is a value, not a group of keys"),
         ("parts.1.size=3", "override 'parts.1.size': '1' is no index into a list of 1"),
-        ("name=[", "override 'name=[': '[' is not valid YAML"),
+        (
+            "name=[",
+            "override 'name=[' is not valid YAML: expected the node content, but found "
+            "'<stream end>' (line 1, column 2)",
+        ),
+        (
+            "part={size: 3, size: 4}",
+            "override 'part={size: 3, size: 4}' is not valid YAML: the key 'size' is there twice: "
+            "remove one (line 1, column 11)",
+        ),
+        ("rate=" + "9" * 400, f"'rate' must be float, got {'9' * 200}"),
+        (
+            "rate=" + "9" * 5000,
+            f"override 'rate={'9' * 75}' is not valid YAML for us: a whole number in it has thousands "
+            "of digits",
+        ),
         ("part=@absent.yaml", "configuration file absent.yaml does not exist"),
         ("parts.first=3", "override 'parts.first': 'first' is no index into a list of 1"),
     ],
@@ -151,6 +166,39 @@ def test_unreadable_files(tmp_path):
         load_config(Whole, broken)
     with pytest.raises(ConfigError, match="is not a YAML file"):
         load_config(Whole, tmp_path)
+
+
+BOMB = "- &a0 [" + "1," * 10 + "]\n" + "".join(f"- &a{i} [{f'*a{i - 1},' * 10}]\n" for i in range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("name: x\nname: y\n", r"is not valid YAML: the key 'name' is there twice: remove one \(line 2, column 1\)"),
+        ("parts: [{size: 1, 'size': 2}]", r"is not valid YAML: the key 'size' is there twice: remove one \(line 1, "),
+        ("[" * 200_000, "is not valid YAML for us: its lists and mappings lie too deep in each other"),
+        ("parts: &a [*a]", "is not valid YAML for us: its lists and mappings lie too deep in each other"),
+        (BOMB, "is not valid YAML for us: it has more than 100000 values"),
+        ("name: " + "7" * 5000, "is not valid YAML for us: a whole number in it has thousands of digits"),
+        (r'name: "a \ud83d b"', r"is not valid YAML: '\\ud83d' is no character of a text \(line 1, column 7\)"),
+        (r'name: "a\0b"', r"is not valid YAML: '\\x00' is no character of a text"),
+        ("name: 2001-99-99", "is not valid YAML for us: month must be in 1..12"),
+        ("name: !!bool 3", "is not valid YAML for us: a value in it is not what its tag says"),
+        ("name: !!timestamp x", "is not valid YAML for us: "),
+        ("just a text", "the configuration must be a mapping of keys, got 'just a text'"),
+    ],
+)  # fmt: skip
+def test_yaml_that_is_none(tmp_path, text, sentence):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=sentence):
+        load_config(Whole, file, ["name=x"])
+
+
+def test_a_key_may_be_merged_and_given(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("part: &p {size: 1}\nparts: [{<<: *p, size: 2}]\nname: x\nrate: 1\n")
+    assert load_config(Whole, file).parts[0].size == 2
 
 
 SIZES = {

@@ -10,11 +10,10 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
-import fcntl
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from swa_jax.data.special_tokens import SETTINGS, TOKENS_MAP, read_beside
 from swa_jax.data.stored import FORMAT, INDEX, UNFINISHED, read_manifest, sealed
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
-from swa_jax.files import read_json, sum_of, write_bytes, write_json
+from swa_jax.files import alone, read_json, sum_of, write_bytes, write_json
 
 SHARD_TOKENS = 1 << 27
 
@@ -65,7 +64,7 @@ def tokenize(
         "next": [0, 0],  # file, document
     }
     out.mkdir(parents=True, exist_ok=True)
-    with _alone(out):
+    with alone(out, "tokenising into"):
         if (out / MANIFEST).exists():
             manifest = read_manifest(out)
             _check_same(out, state, manifest)
@@ -163,21 +162,6 @@ class _Shard:
         with contextlib.suppress(OSError):  # a full disk shows again on closing
             self._file.close()
         self._partial.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Nobody else tokenises into `out` meanwhile; the lock goes with the process, however that ends."""
-    lock = os.open(out, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise ConfigError(
-            f"another process is tokenising into {out}: wait for it, or name another folder"
-        ) from None
-    finally:
-        os.close(lock)
 
 
 def _unfinished(out: Path, wanted: dict[str, Any]) -> dict[str, Any]:

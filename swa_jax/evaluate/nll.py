@@ -289,7 +289,6 @@ def perplexity(
     text = np.asarray(tokens, np.int32)
     if text.ndim != 1 or text.size < 2:
         raise ConfigError(f"tokens must be a list of at least 2 ids, got shape {text.shape}")
-    model.config.check_tokens(text, "tokens")
     labels_of = text if start else text[1:]
     most = context - max(len(start), 1) + 1  # labels of a pass
     if most < 1:
@@ -302,6 +301,7 @@ def perplexity(
     most = min(most, labels_of.size)
     stride = min(stride, most)
     passes = max(1, -(-(labels_of.size - most) // stride) + 1)
+    model.config.check_tokens(text, "tokens")
     graph, state = nnx.split(model)
     token_nll, by_pass = np.zeros(labels_of.size), []
     shift = max(len(start), 1) - 1  # tokens of a pass before the one that predicts its first label

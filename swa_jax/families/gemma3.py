@@ -28,9 +28,9 @@ DEFAULT_LOCAL_THETA = 10000.0
 
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    config = gemma2.read_gemma(
-        rope_of(hf, FULL), DEFAULTS, attention_softcap=None, logit_softcap=None, qk_norm=True
-    )
+    # transformers stores this key and applies none.
+    given = {key: value for key, value in rope_of(hf, FULL).items() if key != "attn_logit_softcapping"}
+    config = gemma2.read_gemma(given, DEFAULTS, attention_softcap=None, logit_softcap=None, qk_norm=True)
     local = hf.get("rope_local_base_freq", DEFAULT_LOCAL_THETA)
     return with_local_rope(config, hf, _types(hf, config.num_hidden_layers), local)
 

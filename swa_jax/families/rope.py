@@ -82,16 +82,16 @@ def read_rope(
             raise ConfigError(f"config.json: {key}.{name} is missing; rope_type '{kind}' needs it")
     if kind != "linear":
         # Some checkpoints keep the pretraining length outside the mapping; it wins there.
-        original = hf.get("original_max_position_embeddings") or values.get(
-            "original_max_position_embeddings"
-        )
-        if original and (type(original) is not int or original < 1):
+        original = hf.get("original_max_position_embeddings")
+        if original is None:
+            original = values.get("original_max_position_embeddings", max_positions)
+        if type(original) is not int or original < 1:
             raise ConfigError(
                 "config.json: original_max_position_embeddings must be a whole number above 0, got "
                 f"{original!r}"
             )
-        values["original_max_position_embeddings"] = original or max_positions
-        factor = max_positions / values["original_max_position_embeddings"]
+        values["original_max_position_embeddings"] = original
+        factor = max_positions / original
         values.setdefault("factor", max(factor, 1.0) if kind == "longrope" else factor)
     return float(theta), from_dict(RopeScaling, {"rope_type": kind} | values, f"config.json.{key}")
 

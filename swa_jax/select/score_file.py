@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from swa_jax.checkpoint.folder import fetch, write_json
+from swa_jax.checkpoint.folder import fetch
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
+from swa_jax.files import read_json, write_json
 from swa_jax.model.decoder import Decoder
 from swa_jax.settings import to_dict
 
+SUM = "sha256"
 VERSION = 3  # of how scores are made: raise it when the same content would be scored otherwise
 
 
@@ -104,9 +106,8 @@ class ScoreFile:
         self.saved = time.monotonic()
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(
-                self._file, {"settings": self._content, "seconds": self.seconds, "scores": self.scores}
-            )
+            stored = {"settings": self._content, "seconds": self.seconds, "scores": self.scores}
+            write_json(self._file, {**stored, SUM: _sum(stored)})
 
 
 def _difference(name: str, before: Any, now: Any) -> str:
@@ -122,10 +123,18 @@ def _difference(name: str, before: Any, now: Any) -> str:
 
 
 def _read(file: Path, kind: str) -> dict[str, Any]:
+    start_over = "remove it to start over, or name another file"
     try:
-        stored = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(stored, dict) or not {"settings", "seconds", "scores"} <= stored.keys():
+        stored = read_json(file)
+    except ConfigError as error:
+        raise ConfigError(f"{error}: {start_over}") from None
+    if stored.keys() != {"settings", "seconds", "scores", SUM}:
         raise ConfigError(f"{file} holds no {kind}: it is not a file that this search wrote")
+    if stored[SUM] != _sum(stored):
+        raise ConfigError(f"{file} is damaged, what it holds is not what was written: {start_over}")
     return stored
+
+
+def _sum(stored: Mapping[str, Any]) -> str:
+    """The sum of everything else in the file."""
+    return digest({key: value for key, value in stored.items() if key != SUM})

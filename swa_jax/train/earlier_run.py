@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 import optax
-import yaml
 
 from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.model.attention import cast_parameters
-from swa_jax.settings import from_dict
+from swa_jax.settings import from_dict, parse_yaml
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.run_checkpoints import from_first_process, has_checkpoint, last_good, load_state, recorded
 from swa_jax.train.step import TrainState, abstract_state
@@ -37,7 +36,7 @@ def check_earlier_run(config: TrainConfig) -> TrainConfig:
     settings = recorded(run, "config.yaml")
     if settings is None:
         raise ConfigError(f"'init_optimizer': {run} holds no config.yaml that says what its optimizer was")
-    before = from_dict(TrainConfig, yaml.safe_load(settings.read_text()))
+    before = from_dict(TrainConfig, parse_yaml(settings.read_text(), str(settings)))
     if before.lora is not None:
         raise ConfigError(
             f"'init_optimizer': {run} trained LoRA adapters, and its optimizer has no other moments"

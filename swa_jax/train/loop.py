@@ -8,10 +8,11 @@ configuration, a run goes on from its last checkpoint, bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from swa_jax.data import check_source
 from swa_jax.data.batches import Batches
 from swa_jax.data.tokenizer import Tokenizer, check_same_tokens, load_tokenizer
 from swa_jax.errors import CheckpointError, ConfigError, NotFiniteError, full_disk, reason
-from swa_jax.files import sum_of_file, write_text
+from swa_jax.files import alone, sum_of_file, write_text
 from swa_jax.model.attention import cast_parameters
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
@@ -40,7 +41,7 @@ from swa_jax.model.lora import merge_lora, trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, check_batch, check_model, make_mesh, state_shardings
 from swa_jax.report.progress import Progress, rate
-from swa_jax.settings import from_dict, to_dict
+from swa_jax.settings import from_dict, parse_yaml, to_dict
 from swa_jax.train.compiler import check_options
 from swa_jax.train.config import StageConfig, TrainConfig
 from swa_jax.train.earlier_run import check_earlier_run, with_earlier_optimizer
@@ -99,10 +100,10 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
     if config.init_optimizer and not from_first_process(lambda: has_checkpoint(folder)):
         state = with_earlier_optimizer(state, config)
     first = jax.process_index() == 0
-    if first:  # the others wait for it when they look for checkpoints
-        _claim(run.folder, config)
     keep, keep_period, records = config.keep_checkpoints, config.keep_checkpoint_period, _records(config)
     with (
+        # The others wait for the first when they look for checkpoints.
+        _claimed(run.folder, config) if first else contextlib.nullcontext(),
         preemption_notices() as preempted,
         RunCheckpoints(folder, keep=keep, keep_period=keep_period, records=records) as checkpoints,
     ):
@@ -398,8 +399,10 @@ def _records(config: TrainConfig) -> dict[str, str]:
     return settings if base is None else {BASE_FILE: base + "\n"} | settings
 
 
-def _claim(run: Path, config: TrainConfig) -> None:
-    """Write the records; if the folder holds a checkpoint or a model, check first that its run is the same one."""
+@contextlib.contextmanager
+def _claimed(run: Path, config: TrainConfig) -> Iterator[None]:
+    """The run's folder for this process alone, with the records in it; if it holds a checkpoint or a model, check first
+    that its run is the same one."""
     records = _records(config)
     started = has_checkpoint(run / "checkpoints")
     finished = next((run / name for name in ("model", "adapter") if (run / name).exists()), None)
@@ -411,8 +414,10 @@ def _claim(run: Path, config: TrainConfig) -> None:
             "set 'output' to a new folder, or move it away"
         )
     run.mkdir(parents=True, exist_ok=True)
-    for name, text in records.items():
-        write_text(run / name, text)
+    with alone(run, "training in"):
+        for name, text in records.items():
+            write_text(run / name, text)
+        yield
 
 
 def _check_same_run(run: Path, config: TrainConfig, base: str | None) -> None:
@@ -426,7 +431,7 @@ def _check_same_run(run: Path, config: TrainConfig, base: str | None) -> None:
     text = file.read_text()
     if (run / CONFIG_FILE).is_file() and (run / CONFIG_FILE).read_text() == text:
         file = run / CONFIG_FILE  # the copy that is easier to find
-    resolved, before = to_dict(config), to_dict(from_dict(TrainConfig, yaml.safe_load(text)))
+    resolved, before = to_dict(config), to_dict(from_dict(TrainConfig, parse_yaml(text, str(file))))
     changed = sorted(key for key in resolved if before.get(key) != resolved[key] and key not in _MAY_CHANGE)
     if changed:
         raise ConfigError(

@@ -135,17 +135,32 @@ def test_a_batch_that_does_not_divide_on_four_devices(file, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_two_runs_in_one_folder(file, tmp_path):
+    """The second would drop lines of the first one's log, and write over its checkpoints."""
+    with swa_jax.train.loop._claimed(tmp_path / "run", load_config(TrainConfig, file)):
+        before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+        sentence = fails("train", file, "log.every=2")
+        assert (
+            sentence
+            == f"another process is training in {tmp_path / 'run'}: wait for it, or name another folder"
+        )
+        assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    with swa_jax.train.loop._claimed(tmp_path / "run", load_config(TrainConfig, file)):
+        pass
+
+
 def test_a_run_that_goes_on_may_change_its_mesh_and_nothing_that_it_learns(file, tmp_path, monkeypatch):
     run = tmp_path / "run"
 
-    def claim(*overrides):
-        swa_jax.train.loop._claim(run, load_config(TrainConfig, file, overrides))
+    def claim(*overrides, folder=run):
+        with swa_jax.train.loop._claimed(folder, load_config(TrainConfig, file, overrides)):
+            pass
 
     claim()
     monkeypatch.setattr(swa_jax.train.loop, "has_checkpoint", lambda folder: True)
     moved = tmp_path / "moved"
     shutil.copytree(run, moved)
-    swa_jax.train.loop._claim(moved, load_config(TrainConfig, file, [f"output={moved}"]))
+    claim(f"output={moved}", folder=moved)
     before = (run / "config.yaml").read_text()
     for name, change in (
         ("seed", "seed=1"),

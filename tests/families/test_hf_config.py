@@ -150,6 +150,14 @@ def test_rope_in_every_spelling():
             {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": "4k"}},
             "original_max_position_embeddings must be a whole number above 0, got '4k'",
         ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0}},
+            "original_max_position_embeddings must be a whole number above 0, got 0",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 0},
+            "original_max_position_embeddings must be a whole number above 0, got 0",
+        ),
         ({"rope_theta": "big"}, "rope_theta must be a positive number, got 'big'"),
         (
             {"rope_parameters": {FULL: {"rope_theta": 1e6}, WINDOW: {"rope_theta": 1e4}}},
@@ -281,6 +289,14 @@ def test_mellum_reads_rope_by_layer_type_alone():
     )
     hf = hf_config(qwen3, pattern_of("wFw"))
     assert (hf["model_type"], model_config(hf), hf_pattern(hf)) == ("mellum", qwen3, pattern_of("wFw"))
+
+
+def test_gemma_3_caps_no_attention_logits():
+    """transformers stores the key and never applies it; Gemma 2 does, and both cap the last logits."""
+    keys = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    caps = {name: config_of(name, **keys) for name in ("gemma2", "gemma3_text")}
+    assert (caps["gemma2"].attention_softcap, caps["gemma3_text"].attention_softcap) == (50.0, None)
+    assert (caps["gemma2"].logit_softcap, caps["gemma3_text"].logit_softcap) == (30.0, 30.0)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from swa_jax.model.lora import (
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.settings import from_dict, to_dict
 from swa_jax.train.config import TrainConfig
-from swa_jax.train.loop import _claim, train
+from swa_jax.train.loop import _claimed, train
 from swa_jax.train.step import init_state, make_loss, make_step, make_validation_loss
 
 ROOT = Path(__file__).parents[2]
@@ -310,18 +310,23 @@ def test_a_run_learns_resumes_to_the_bit_and_writes_model_and_adapter(
     np.testing.assert_array_equal(trained.layers.mlp.up_proj.kernel[...], base.layers.mlp.up_proj.kernel[...])
 
 
+def claim(run, config):
+    with _claimed(run, config):
+        pass
+
+
 def test_adapters_of_another_base_do_not_go_on(settings, tmp_path):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "manifest.json").write_text("sums of the first model")
     config, run = from_dict(TrainConfig, settings | {"init_from": str(tmp_path / "base")}), tmp_path / "run"
-    _claim(run, config)
+    claim(run, config)
     (run / "checkpoints" / "3").mkdir(parents=True)
-    _claim(run, config)  # goes on
+    claim(run, config)  # goes on
     (tmp_path / "base" / "manifest.json").write_text("sums of another model")
     with pytest.raises(ConfigError, match=r"is not the model that the adapters in .* were trained on"):
-        _claim(run, config)
+        claim(run, config)
     (run / "checkpoints" / "3").rmdir()
-    _claim(run, config)  # nothing trained yet
+    claim(run, config)  # nothing trained yet
 
 
 @pytest.mark.parametrize(

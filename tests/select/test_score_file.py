@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import shutil
 
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from swa_jax.evaluate import Example
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import LayerScorer, MaskEvaluator
+from swa_jax.select.score_file import ScoreFile
 
 FULL = np.ones((LAYERS, KV_HEADS), bool)
 
@@ -179,3 +181,24 @@ def test_weights_changed_under_the_same_path_are_noticed(tmp_path, byte_tokenize
     assert (tmp_path / "p.json").read_bytes() == before
     stale = (*options[:-4], "--resume-file", tmp_path / "new.json", "--out", tmp_path / "p.json")
     run("select", "nll", checkpoint, *stale)
+
+
+@pytest.mark.parametrize("damage", range(12))
+def test_a_damaged_file_is_one_sentence(tmp_path, damage):
+    file, rng = tmp_path / "scores.json", np.random.default_rng(damage)
+    kept = ScoreFile(file, {"sliding_window": 6}, "scores of masks")
+    kept.scores = {f"{i:04b}": [i / 7, -i / 3] for i in range(16)}
+    kept.save()
+    assert ScoreFile(file, {"sliding_window": 6}, "scores of masks").scores == kept.scores
+    data, place = bytearray(file.read_bytes()), int(rng.integers(file.stat().st_size - 1))
+    if damage % 3 == 0:
+        data = data[:place]
+    elif damage % 3 == 1:
+        data[place] ^= 1 << int(rng.integers(8))
+    else:
+        stored = json.loads(data)
+        stored[rng.choice(list(stored))] = [None, 3, "x"][damage // 3 % 3]
+        data = json.dumps(stored).encode()
+    file.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"scores.json .*(to start over|holds no scores of masks)"):
+        ScoreFile(file, {"sliding_window": 6}, "scores of masks")
