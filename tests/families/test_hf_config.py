@@ -27,6 +27,24 @@ def test_a_key_that_is_absent_has_the_default_of_transformers(family):
     assert (model_config(sizes), hf_pattern(sizes)) == full
 
 
+@pytest.mark.parametrize("family", sorted(DEFAULTS))
+def test_a_key_of_another_value_is_written_as_it_is_read(family):
+    kept = 0
+    for key, value in DEFAULTS[family].items():
+        if isinstance(value, int | float):
+            hf = DEFAULTS[family] | {key: not value if isinstance(value, bool) else 2 * value or 1}
+            try:
+                config, pattern = model_config(hf), hf_pattern(hf)
+                pattern.validate(config)
+            except ConfigError:
+                continue
+            written = json.loads(json.dumps(hf_config(config, pattern)))
+            assert (model_config(written), hf_pattern(written)) == (config, pattern), key
+            assert written["model_type"] == family, key
+            kept += 1
+    assert kept > 10
+
+
 @pytest.mark.parametrize("family", ["cohere2", "exaone4", "gemma3_text", "mellum", "olmo3", "phi3"])
 def test_a_window_over_all_positions_is_none(family):
     keys = DEFAULTS[family] | {
@@ -346,6 +364,7 @@ def test_gemma_3_caps_no_attention_logits():
             "layer_types must be a list with one type a layer, got 'full",
         ),
         ("smollm3", {"no_rope_layers": [[], 1, 1]}, "no_rope_layers must be a list"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier must be a number above 0, got 0"),
     ],
 )
 def test_what_these_families_refuse(family, keys, sentence):
