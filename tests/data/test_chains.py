@@ -1,14 +1,18 @@
 """Chains as training data: what a row holds is read back from its text."""
 
 import collections
+import dataclasses
+import inspect
 
 import numpy as np
 import pytest
 from compiled_chains import small_tokenizer
 
 from swa_jax.data import SourceConfig, make_batches
+from swa_jax.data.batches import open_source
 from swa_jax.data.chains import FILLERS, NAMES, NUMBERS, STATES, Chains, Passages
 from swa_jax.data.haystack import Haystack
+from swa_jax.data.lessons import Needles
 from swa_jax.data.tokenizer import train_byte_bpe
 from swa_jax.errors import ConfigError
 
@@ -115,6 +119,17 @@ def test_a_passage_comes_again_and_again(tokenizer):
         assert 4 <= period <= 32
         assert (item["tokens"][period:] == item["tokens"][:-period]).all()
         assert (item["weights"][period:] == 1).all()
+
+
+@pytest.mark.parametrize(("kind", "lesson"), [("chains", Chains), ("needles", Needles)])
+def test_a_source_gives_its_lesson_every_option(kind, lesson, tokenizer, monkeypatch):
+    options = set(inspect.signature(lesson).parameters) & {f.name for f in dataclasses.fields(SourceConfig)}
+    values = {name: 0.5 if name == "sums" else 2 + i for i, name in enumerate(sorted(options))}
+    given = {}
+    monkeypatch.setattr(f"swa_jax.data.batches.{lesson.__name__}", lambda *_, **named: given.update(named))
+    open_source(SourceConfig(kind, **values), tokenizer, length=64, seed=7)
+    assert given == values | {"length": 64, "seed": 7}
+    assert len(options) >= 2
 
 
 def test_mixtures_name_chains(tokenizer):

@@ -12,12 +12,14 @@ from swa_jax.data.haystack import (
     NOUNS,
     Haystack,
     draw_keys,
+    draw_value,
     insert_needles,
     library_files,
     split_lines,
 )
 from swa_jax.data.lessons import Dictionary, Needles, Repeats
 from swa_jax.data.tokenizer import Tokenizer, train_byte_bpe
+from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import value_places
 from swa_jax.evaluate.needle import needle_examples
 
@@ -156,6 +158,20 @@ def test_held_out_files_are_about_a_tenth_and_the_split_is_a_partition() -> None
 def test_what_cannot_be_built_says_why(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         needle_examples(Characters(), **({"num_examples": 4, "haystack": TEXT} | arguments))
+
+
+def test_values_have_seven_digits() -> None:
+    rng = np.random.default_rng(0)
+    assert {len(draw_value(rng)) for _ in range(200)} == {7}
+
+
+def test_as_many_questions_as_keys_and_no_more() -> None:
+    tokenizer = Characters()
+    options = {"length": 900, "seed": 0, "num_keys": 2}
+    assert Needles(tokenizer, Haystack(tokenizer, TEXT), num_questions=2, **options).num_questions == 2
+    for wrong in (0, 3):
+        with pytest.raises(ConfigError, match="it must be between 1 and num_keys = 2"):
+            Needles(tokenizer, Haystack(tokenizer, TEXT), num_questions=wrong, **options)
 
 
 def test_keys_are_distinct_and_cover_the_lists() -> None:

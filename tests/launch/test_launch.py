@@ -237,6 +237,11 @@ elif verb == "ssh" and (folder / "broken").exists():
 """
 
 
+def test_logs_are_those_of_the_first_machine(capsys):
+    (command,) = dry(capsys, tpu_vm.VERBS, "logs", "slices=2")
+    assert {"--node=0", "--worker=0"} <= set(command)
+
+
 @pytest.fixture
 def cloud(tmp_path, monkeypatch):
     """A `gcloud` that answers from two lists; gives `play(states, answers)`: status of `up` and the verbs it ran."""
