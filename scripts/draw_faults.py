@@ -34,10 +34,11 @@ from mutations import Slip, slips
 from plant_faults import CAUGHT, MARKS, MISSED, SHARE, TIMEOUT, Copy, Fault, Trials
 
 from swa_jax.errors import ConfigError
-from swa_jax.files import read_json, sum_of_json, write_json
+from swa_jax.files import read_json, sum_of_json, write_text
 
 ROOT = plant_faults.ROOT
 PACKAGES = ("swa_jax", "pallas_kernels", "launch")
+LIST = ROOT / "scripts" / "drawn_faults.json"
 TRACES = ROOT / "runs" / "traces"
 QUICK = "--xla_backend_optimization_level=0"  # as in `make test`
 SLOW = "slow and not long"  # as in `make test-slow`
@@ -112,6 +113,11 @@ def slips_of(file: str, text: str) -> list[Slip]:
 
 def row_of(fault: Drawn) -> dict[str, Any]:
     return {name: getattr(fault, name) for name in ("file", "line", "kind", "old", "new", "code")}
+
+
+def save(file: Path, seed: int, rows: list[dict[str, Any]]) -> None:
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    write_text(file, f'{{"seed": {seed}, "faults": [\n{lines}\n]}}\n')
 
 
 # Which tests a fault needs
@@ -212,10 +218,17 @@ class DrawnTrials(Trials):
         super().__init__([copy], file, {}, {})
         self.seed, self.rows = seed, rows
 
+    def _try(self, copy: Copy, fault: Fault) -> tuple[str, str]:
+        try:
+            return super()._try(copy, fault)
+        except ConfigError:
+            copy.failing(fault.stages[0])  # raises, if pytest cannot run anyway
+            return CAUGHT, "pytest does not start"
+
     def write(self, fault: Fault, result: dict[str, Any]) -> None:
         row = next(row for row in self.rows if (found := found_again(row)) and found.name == fault.name)
         row.update(result)
-        write_json(self.file, {"seed": self.seed, "faults": self.rows})
+        save(self.file, self.seed, self.rows)
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
@@ -233,7 +246,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=200, help="faults to draw (default: 200)")
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "runs" / "drawn.json", help="the list with its results"
+        "--out",
+        type=Path,
+        default=LIST,
+        help="the list with its results (default: scripts/drawn_faults.json)",
     )
     parser.add_argument("--list", action="store_true", help="print the faults and their tests, run nothing")
     parser.add_argument("--trace", action="store_true", help="find out which lines each test runs")
@@ -257,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         kept = {"seed": given.seed, "faults": [row_of(fault) for fault in draw(given.seed, given.count)]}
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(given.out, kept)
+        save(given.out, kept["seed"], kept["faults"])
     rows = kept["faults"]
     open_results = (None, MISSED, TIMEOUT) if given.again else (None,)
     to_try = [fault for row in rows if row.get("result") in open_results and (fault := found_again(row))]
