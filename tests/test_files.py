@@ -177,3 +177,12 @@ def test_nobody_else_writes_and_renames():
         if re.search(r"os\.(replace|rename)\(|\.rename\(|NamedTemporaryFile", path.read_text())
     }
     assert found == theirs
+
+
+def test_a_folder_has_one_writer(tmp_path):
+    with files.new_folder(tmp_path / "a", "the same"):
+        with pytest.raises(CheckpointError, match=r"another process is writing .*a\.partial: wait for it"):
+            files.new_folder(tmp_path / "a", "the same").__enter__()
+    with files.new_folder(tmp_path / "b"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
