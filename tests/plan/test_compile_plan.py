@@ -64,6 +64,16 @@ def test_no_topology_is_one_sentence(tmp_path):
     assert "give --topology" in result.stderr
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_exit_status_says_whether_it_fits(fits, monkeypatch, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(to_dict(run())))
+    monkeypatch.setattr("swa_jax.plan.plan.plan", lambda *_, **__: {"memory": {"fits": fits}})
+    monkeypatch.setattr("swa_jax.plan.text.describe", lambda report: "the plan")
+    result = CliRunner().invoke(app, ["compile", str(file), "--topology", "v5e:2x2"])
+    assert (result.exit_code, result.stdout) == (0 if fits else 1, "the plan\n")
+
+
 @pytest.mark.slow
 def test_a_training_step(tmp_path):
     file, out = tmp_path / "run.yaml", tmp_path / "plan.json"
