@@ -15,7 +15,7 @@ from flax import nnx
 from tiny_models import SOFTMAX, base_model, make, model_of
 
 import swa_jax
-from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model, weights_sum
+from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model, weights_sum, written_from
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.tensor_names import tensor_names
 from swa_jax.errors import ConfigError
@@ -163,6 +163,11 @@ def test_a_flipped_byte_is_named_by_file(saved):
             load_model(saved)
         file.write_bytes(whole)
     load_model(saved)
+
+
+def test_a_saved_model_was_imported_from_nothing(saved, tmp_path):
+    assert written_from(saved) is None
+    assert written_from(tmp_path / "absent") is None
 
 
 def test_a_folder_that_is_not_whole_is_refused(saved, tmp_path):
