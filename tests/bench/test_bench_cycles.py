@@ -253,10 +253,20 @@ def test_settings_are_json_where_they_can_be():
     assert read == {"T": 8192, "dtype": "float32", "packed": True, "window": None}
 
 
-@pytest.mark.long
-@pytest.mark.skipif(
+needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the `tpu` extra) to compile"
 )
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_row_of_one_document_is_simulated_since_its_scalars_are_zero():
+    measured = cycles.measure("full_forward", "v6e", {"T": 2048, "packed": True})
+    assert {op.source for op in measured.ops} == {SIMULATED}
+
+
+@pytest.mark.long
+@needs_libtpu
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_function_compiles_for_a_chip(name):
     measured = cycles.measure(name, "v6e", {"T": 2048})
