@@ -180,9 +180,10 @@ def test_nobody_else_writes_and_renames():
 
 
 def test_a_folder_has_one_writer(tmp_path):
-    with files.new_folder(tmp_path / "a", "the same"):
-        with pytest.raises(CheckpointError, match=r"another process is writing .*a\.partial: wait for it"):
-            files.new_folder(tmp_path / "a", "the same").__enter__()
+    second = files.new_folder(tmp_path / "a", "the same")
+    refused = pytest.raises(CheckpointError, match=r"another process is writing .*a\.partial: wait for it")
+    with files.new_folder(tmp_path / "a", "the same"), refused, second:
+        pass
     with files.new_folder(tmp_path / "b"):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
