@@ -285,11 +285,11 @@ def write_sentencepiece(writer: gguf.GGUFWriter) -> None:
 
 
 def write_byte_level(writer: gguf.GGUFWriter, pre: str = "gpt-2", template: str | None = None) -> None:
-    """A vocabulary of the 256 bytes, a few words, and a control token."""
+    """A vocabulary of the 256 bytes, a few words, one that no merges make, a control token and an added one."""
     from tokenizers import pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = [*letters, "ab", "abc", "Ġa", "<|end|>", "<think>"]
+    tokens = [*letters, "ab", "abc", "Ġa", "zzz", "<|end|>", "<think>"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)

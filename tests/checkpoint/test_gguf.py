@@ -365,6 +365,21 @@ def test_files_that_are_no_gguf(wide, tmp_path):
         import_model(tmp_path, tmp_path / "model")
 
 
+def test_tensors_lie_without_holes(wide, tmp_path):
+    """One that is said to begin a row later, of the last tensor, still ends within the file."""
+    file = write_gguf(tmp_path / "m.gguf", wide)
+    name = b"output_norm.weight"
+    data = bytearray(file.read_bytes()) + bytes(64)
+    place = data.index(name) + len(name) + 4 + 8 + 4  # behind its axes, its shape and its type
+    offset = int.from_bytes(data[place : place + 8], "little")
+    data[place : place + 8] = (offset + 32).to_bytes(8, "little")
+    file.write_bytes(data)
+    with pytest.raises(
+        CheckpointError, match=f"'output_norm.weight' begins at {offset + 32} and not at {offset}"
+    ):
+        import_model(file, tmp_path / "model")
+
+
 def test_an_unknown_architecture(wide, tmp_path, monkeypatch):
     file = write_gguf(tmp_path / "m.gguf", wide)
     file.write_bytes(file.read_bytes().replace(b"llama", b"lemma"))

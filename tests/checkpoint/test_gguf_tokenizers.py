@@ -40,7 +40,7 @@ def test_byte_level_words_and_control_tokens(folder):
     assert (
         tokenizer.decode(tokenizer.encode("abc <think> é<|end|>")) == "abc <think> é"
     )  # control tokens are left out
-    assert tokenizer.eos_id == 259
+    assert tokenizer.eos_id == 260
     assert tokenizer.start_ids == []
 
 
@@ -66,6 +66,12 @@ def test_texts_are_cut_as_the_name_says(folder, pre, text, words):
     tokenizer = load_tokenizer(folder(lambda writer: write_byte_level(writer, pre)))
     cut = tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)
     assert [text[start:end] for _, (start, end) in cut] == words
+
+
+def test_a_word_that_is_a_token_is_that_token_where_the_rule_says_so(folder):
+    for pre, found in (("gpt-2", ["z", "z", "z"]), ("llama-bpe", ["zzz"])):
+        tokenizer = load_tokenizer(folder(lambda writer, pre=pre: write_byte_level(writer, pre)))
+        assert pieces(tokenizer, "zzz") == found
 
 
 def test_sentencepiece_spaces_bytes_and_start(folder):
@@ -98,8 +104,8 @@ def test_a_template_and_the_ends_of_a_reply(folder):
         writer.add_eos_token_id(0)
 
     made = folder(other_end)
-    assert json.loads((made / "generation_config.json").read_text())["eos_token_id"] == [0, 259]
-    assert load_tokenizer(made).end_ids == (0, 259)
+    assert json.loads((made / "generation_config.json").read_text())["eos_token_id"] == [0, 260]
+    assert load_tokenizer(made).end_ids == (0, 260)
 
 
 def test_a_start_token_where_the_rule_or_the_file_says_so(folder):
@@ -137,7 +143,7 @@ def test_a_file_without_a_tokenizer(tmp_path):
         (lambda w: w.add_token_types([1, 2]), r"tokenizer.ggml.token_type must be \d+ numbers, one a token"),
         (lambda w: w.add_token_merges(["ab"]), "tokenizer.ggml.merges has 'ab', which is no pair of tokens"),
         (lambda w: w.add_token_merges(["a qq"]), "its tokenizer cannot be made: "),
-        (lambda w: w.add_eos_token_id(1000), "tokenizer.ggml.eos_token_id is 1000, of 261 tokens"),
+        (lambda w: w.add_eos_token_id(1000), "tokenizer.ggml.eos_token_id is 1000, of 262 tokens"),
     ],
 )
 def test_what_is_refused(folder, write, said):
