@@ -16,9 +16,10 @@ from safetensors.numpy import load_file
 ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "ministral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2",
     "gemma3_text": "gemma3", "cohere": "command-r", "gpt_oss": "gpt-oss", "exaone_moe": "exaone-moe",
+    "granite_swa": "granite-swa", "ministral3": "mistral3",
     "cohere2_moe": "cohere2moe",
 }  # fmt: skip
-PERMUTED = ("llama", "granite", "smollm3")
+PERMUTED = ("llama", "granite", "granite-swa", "mistral3", "smollm3")
 WINDOWED = (
     "olmo2",
     "gemma2",
@@ -27,6 +28,7 @@ WINDOWED = (
     "cohere2",
     "exaone4",
     "gpt-oss",
+    "granite-swa",
     "mellum",
     "afmoe",
     "exaone-moe",
@@ -115,6 +117,8 @@ def write_hyperparameters(writer: gguf.GGUFWriter, hf: dict, architecture: str) 
         writer.add_value_length(head_dim)
     if "layer_norm_eps" in hf:
         writer.add_layer_norm_eps(hf["layer_norm_eps"])
+    if "norm_epsilon" in hf:
+        writer.add_layer_norm_eps(hf["norm_epsilon"])
     if "rms_norm_eps" in hf:
         writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
     for key, add in (
@@ -137,6 +141,10 @@ def write_hyperparameters(writer: gguf.GGUFWriter, hf: dict, architecture: str) 
     ):
         if hf.get(key) is not None:
             add(hf[key])
+    if "layer_rope_theta" in hf:
+        writer.add_array(
+            f"{architecture}.attention.rope_pattern", [theta != 0 for theta in hf["layer_rope_theta"]]
+        )
     if "expert_selection_fn" in hf:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType[hf["expert_selection_fn"].upper()])
     if "gemma" in architecture:  # which no released model needs: the scale follows from the shape
@@ -161,6 +169,9 @@ def write_rope(writer: gguf.GGUFWriter, hf: dict, head_dim: int) -> None:
         writer.add_rope_scaling_factor(full["factor"])
     if full["rope_type"] in ("yarn", "longrope"):
         writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+    if "llama_4_scaling_beta" in full:
+        writer.add_rope_scaling_yarn_log_mul(full["mscale_all_dim"])
+        writer.add_attn_temperature_scale(full["llama_4_scaling_beta"])
     if full["rope_type"] == "longrope":
         original = full["original_max_position_embeddings"]
         stretch = math.log(hf["max_position_embeddings"] / original) / math.log(original)
@@ -195,12 +206,13 @@ def permute(array: np.ndarray, heads: int) -> np.ndarray:
 def gguf_tensors(hf: dict, tensors: dict[str, np.ndarray], architecture: str) -> dict[str, np.ndarray]:
     known = {name: key for key, name in MODEL_ARCH_NAMES.items()}
     layers = hf["num_hidden_layers"]
-    table = gguf.get_tensor_name_map(known.get(architecture, MODEL_ARCH.EXAONE_MOE), layers)
-    dense = gguf.get_tensor_name_map(MODEL_ARCH.QWEN3, layers)  # for layers without experts
+    # An architecture's own table, or those of others for what the package does not know yet.
+    kinds = [known[architecture]] if architecture in known else [MODEL_ARCH.EXAONE_MOE, MODEL_ARCH.GPT_OSS]
+    tables = [gguf.get_tensor_name_map(kind, layers) for kind in (*kinds, MODEL_ARCH.QWEN3)]
     out = rope_factors(hf)
 
     def add(name: str, array: np.ndarray, suffix: str) -> None:
-        found = table.get_name(name) or dense.get_name(name)
+        found = next((found for one in tables if (found := one.get_name(name))), None)
         assert found is not None, f"the gguf package has no name for {name}"
         out[f"{found}.{suffix}"] = array
 

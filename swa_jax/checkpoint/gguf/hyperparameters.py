@@ -94,16 +94,19 @@ class Architecture:
       model_type: the family, or what finds it.
       period: one layer in so many is full, the last of them, where a file with a window does not say which; None: the
         architecture has no windows by layer.
+      full_first: of each period the first layer is full, and not the last.
       permuted: the rows of q and k are in the order of rotary embeddings that turn neighbouring channels.
       more: keys of `config.json` that no key of the file says.
     """
 
     model_type: str | Callable[[Metadata], str]
     period: int | None = None
+    full_first: bool = False
     permuted: bool = False
     more: Callable[[Metadata, dict[str, Any]], Mapping[str, Any]] = lambda metadata, hf: {}
 
 
+DEFAULT_THETA = 10000.0  # llama.cpp's, where a file does not say
 SOFTMAX, SIGMOID = 1, 2  # of `expert_gating_func`
 _NEEDED = ("block_count", "embedding_length", "attention.head_count")
 
@@ -154,6 +157,32 @@ def _biases(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
 
 def _granite(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
     return {**_biases(metadata, hf), "logits_scaling": hf.get("logit_scale") or 1.0}
+
+
+def _granite_swa(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
+    """Some layers may have no rotary embeddings; the others have one theta."""
+    rotated = metadata.values.get(metadata.key("attention.rope_pattern"), np.ones(metadata.layers, bool))
+    if not isinstance(rotated, np.ndarray) or len(rotated) < metadata.layers:
+        raise CheckpointError(
+            f"{metadata.file}: {metadata.key('attention.rope_pattern')} must be true or false for each of the "
+            f"{metadata.layers} layers"
+        )
+    theta = metadata.number("rope.freq_base") or DEFAULT_THETA
+    thetas = [theta if one else 0 for one in rotated.tolist()[: metadata.layers]]
+    return {**_granite(metadata, hf), "layer_rope_theta": thetas}
+
+
+def _seed_oss(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
+    return {**_biases(metadata, hf), "attention_out_bias": metadata.has("attn_output.bias")}
+
+
+def _starcoder2(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
+    return {"use_bias": _has_bias(metadata), "norm_epsilon": hf.get("layer_norm_eps")}
+
+
+def _mistral3(metadata: Metadata) -> str:
+    """Queries grow with their position in Ministral 3, and not in what else llama.cpp calls so."""
+    return "ministral3" if metadata.number("attention.temperature_scale") else _llama(metadata)
 
 
 def _gemma(layers_of_27b: int) -> Callable[[Metadata, dict[str, Any]], dict[str, Any]]:
@@ -241,6 +270,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma2": Architecture("gemma2", period=2, more=_gemma(46)),
     "gemma3": Architecture("gemma3_text", period=6, more=_gemma(62)),
     "granite": Architecture("granite", permuted=True, more=_granite),
+    "granite-swa": Architecture("granite_swa", period=4, full_first=True, permuted=True, more=_granite_swa),
+    "mistral3": Architecture(_mistral3, permuted=True, more=_mixtral_or_llama),
+    "seed_oss": Architecture("seed_oss", more=_seed_oss),
+    "starcoder2": Architecture("starcoder2", more=_starcoder2),
     "phi3": Architecture("phi3"),
     "command-r": Architecture("cohere", more=_biases),
     "cohere2": Architecture("cohere2", period=4, more=_biases),
@@ -249,7 +282,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mellum": Architecture("mellum", period=4, more=_some_sparse),
     "afmoe": Architecture("afmoe", period=4, more=_afmoe),
     "exaone-moe": Architecture("exaone_moe", period=4, more=_sigmoid_routing),
-    "cohere2moe": Architecture("cohere2_moe", period=4, more=_cohere2_moe),
+    "cohere2moe": Architecture("cohere2_moe", period=4, full_first=True, more=_cohere2_moe),
 }
 
 
@@ -305,7 +338,8 @@ def _windows(metadata: Metadata, known: Architecture) -> dict[str, Any]:
     if isinstance(pattern, np.ndarray) and pattern.dtype == bool and len(pattern) >= metadata.layers:
         windowed = pattern.tolist()[: metadata.layers]
     elif type(pattern) is int and pattern >= 0:
-        windowed = [pattern == 0 or (i + 1) % pattern != 0 for i in range(metadata.layers)]
+        counted = range(metadata.layers) if known.full_first else range(1, metadata.layers + 1)
+        windowed = [pattern == 0 or i % pattern != 0 for i in counted]
     else:
         raise CheckpointError(
             f"{metadata.file}: {metadata.key('attention.sliding_window_pattern')} must be true or false for each of "

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from swa_jax.checkpoint.gguf.hyperparameters import Metadata
+from swa_jax.checkpoint.gguf.hyperparameters import DEFAULT_THETA, Metadata
 from swa_jax.errors import CheckpointError
 from swa_jax.model.layer_types import FULL, WINDOW
 
-DEFAULT_THETA = 10000.0  # llama.cpp's, where a file does not say
 LLAMA3_LENGTHS = [2**n for n in range(4, 21)]  # of first trainings; the released models have 8192
 BY_LAYER_TYPE = ("olmo3", "mellum")  # windowed layers of these are never scaled
 FACTORS = {name: f"rope_{name}.weight" for name in ("freqs", "factors_long", "factors_short")}
@@ -40,6 +39,8 @@ def rope_keys(metadata: Metadata, hf: dict[str, Any], read: Callable[[str], np.n
         full = {"rope_type": "default"} | (scaling or {}) | {"rope_theta": theta}
         windowed = {"rope_type": "default", "rope_theta": theta if local is None else local}
         return keys | {"rope_parameters": {FULL: full, WINDOW: windowed}}
+    if hf["model_type"] == "ministral3" and scaling is not None:
+        scaling["llama_4_scaling_beta"] = metadata.number("attention.temperature_scale")
     if hf["model_type"] == "gemma3_text":
         keys["rope_local_base_freq"] = DEFAULT_THETA if local is None else local
     return keys | {"rope_scaling": scaling}

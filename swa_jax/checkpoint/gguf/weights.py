@@ -180,7 +180,8 @@ def _find(
     stack = () if expert is None else (config.num_experts,)
     for joined, parts in JOINED:
         name = _named(joined, row, ours)
-        if module not in parts or name not in tensors or _named(NAMES[parts[0]][0], row, ours) in tensors:
+        alone = not widths.keys() >= {*parts} or _named(NAMES[parts[0]][0], row, ours) in tensors
+        if module not in parts or name not in tensors or alone:
             continue
         rows = sum(widths[part] for part in parts)
         _check_shape(name, tensors[name], (*stack, rows, *ours.shape[1:]))
