@@ -62,6 +62,7 @@ class Settings:
     batch_size: int = 8
     dtype: str | None = None
     seed: int = 0
+    force: bool = False  # search also by tasks that tell nothing
 
 
 _OPTIONS = {

@@ -341,6 +341,8 @@ def _tried(job: Job, search: Mapping[str, Any]) -> list[str]:
             html.paragraph("Left out, as the server or the budget does not allow it:"),
             html.bullets(search["left_out"]),
         ]
+    if search["doubts"]:
+        pieces += [html.paragraph("What the tasks do not tell:"), html.bullets(search["doubts"])]
     return pieces
 
 

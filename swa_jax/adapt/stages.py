@@ -20,7 +20,7 @@ from swa_jax.adapt.job import MARK, STAGES, Job, tuning
 from swa_jax.adapt.plan import canary_budget
 from swa_jax.adapt.replies import Replies, draw_replies
 from swa_jax.adapt.search import Search
-from swa_jax.adapt.tasks import Task, compared, measure, num_examples
+from swa_jax.adapt.tasks import Doubts, Task, compared, doubts, measure, num_examples
 from swa_jax.checkpoint.canary import write_canary
 from swa_jax.checkpoint.folder import CONFIG_FILE, content_sum, load_model
 from swa_jax.checkpoint.hf_export import export_model
@@ -213,13 +213,30 @@ class Run:
 
     def _search(self, key: str) -> dict[str, Any]:
         job, settings = self.job, self.job.settings
+        found = self._doubts()
+        for sentence in found.sentences:
+            self.results.report(sentence)
+        if found.nothing_told and not settings.force:
+            raise ConfigError(
+                "no task tells full attention from windows in every layer, so that a search would choose by chance "
+                f"({found.sentences[0]}): go on all the same with --force"
+            )
         with Progress("steps") as progress:
             search = Search(
                 self.model, job.tasks.choosing, self.results.found["original"]["choosing"], job.memory,
                 settings.kv_budget, job.space, self.results.folder, key, settings.batch_size, job.effort,
                 settings.seed, self.results.report, progress.update,
             )  # fmt: skip
-            return search()
+            return search() | {"doubts": found.sentences}
+
+    def _doubts(self) -> Doubts:
+        """What the tasks to choose by do not tell, by one more measurement: of windows in every layer."""
+        tasks, start = self.job.tasks.choosing, self.job.space.start
+        pattern = AttentionPattern.from_full_layers(
+            (), self.model.pattern.num_layers, start.sliding_window, num_sink_tokens=start.num_sink_tokens
+        )
+        original = self.results.found["original"]["choosing"]
+        return doubts(tasks, original, self._measure(self.model, pattern, tasks))
 
     def _tune_key(self, search: str) -> str:
         if not self.job.settings.tune_steps:

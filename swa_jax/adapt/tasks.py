@@ -23,6 +23,7 @@ from swa_jax.evaluate.needle import needle_examples
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.select.separation import indifference, weakness
 
 HOPS, RIVALS = (1, 2, 3), 3  # of the chains that the bundled model is asked for, wherever it is measured
 GAP_SHARE = 8  # statements of a chain are at least this share of an example apart
@@ -210,6 +211,27 @@ def measure(
         if task.answers:
             scores[task.name]["right"] = scored.right.astype(float).tolist()
     return scores
+
+
+class Doubts(NamedTuple):
+    """What a search by some tasks should know beforehand."""
+
+    sentences: list[str]
+    nothing_told: bool  # no task's loss tells full attention from windows in every layer
+
+
+def doubts(tasks: Sequence[Task], original: Scores, windowed: Scores) -> Doubts:
+    """Which tasks say little of what windows cost, by the scores of the model as it was and with windows everywhere."""
+    sentences, told = [], False
+    for task in tasks:
+        full = original[task.name]
+        # The whole answer to a prompt of one's own is hardly ever word for word: its loss counts alone.
+        has_value = task.answers and any(example.value is not None for example in task.examples)
+        weak = weakness(full["right"]) if has_value else None
+        same = indifference(full["losses"], windowed[task.name]["losses"], "loss")
+        told |= same is None
+        sentences += [f"{task.title}: {found.reason}; {found.advice}" for found in (weak, same) if found]
+    return Doubts(sentences, not told)
 
 
 def num_examples(tasks: Sequence[Task]) -> int:

@@ -35,6 +35,7 @@ class Measured(Options):
     data: Annotated[
         Path | None,
         Option(
+            metavar="FILE",
             help="Prompts with answers: JSONL, Parquet or ArrayRecord with the fields prompt and answer.",
             rich_help_panel=PROMPTS,
         ),
@@ -42,6 +43,7 @@ class Measured(Options):
     text: Annotated[
         list[Path] | None,
         Option(
+            metavar="FILE",
             help="A text to hide numbers in and to read, repeatable. Default, without --data: Python's library.",
             show_default=False,
             rich_help_panel=PROMPTS,
@@ -51,7 +53,8 @@ class Measured(Options):
     length: Annotated[
         int | None,
         Option(
-            help="Tokens of a prompt with its answer. Default: the model's context, at most 2048.",
+            metavar="N",
+            help="Tokens of an example. Default: the model's context, at most 2048.",
             min=64,
             show_default=False,
             rich_help_panel=PROMPTS,
@@ -60,6 +63,7 @@ class Measured(Options):
     examples: Annotated[
         int | None,
         Option(
+            metavar="N",
             help="Prompts of each task to measure on. Default: by --effort 12, 48 or 96.",
             min=2,
             show_default=False,
@@ -69,7 +73,8 @@ class Measured(Options):
     choose_by: Annotated[
         int | None,
         Option(
-            help="Other prompts of each task to choose by. Default: by --effort 4, 8 or 16.",
+            metavar="N",
+            help="Others to choose by. Default: 4, 8 or 16.",
             min=2,
             show_default=False,
             rich_help_panel=PROMPTS,
@@ -84,6 +89,7 @@ class Searched(Options):
     window: Annotated[
         str | None,
         Option(
+            metavar="N,N",
             help="Windows to try, such as 512,1024. Default: 1/32, 1/16, 1/8 and 1/4 of --length.",
             show_default=False,
             rich_help_panel=SEARCH,
@@ -96,7 +102,7 @@ class Searched(Options):
     effort: Annotated[
         Literal["quick", "normal", "full"],
         Option(
-            help="Prompts to choose by and to measure on, and layers scored in a round of the ranking: few, some, all.",
+            help="Prompts, and layers scored in a round: few, some, all.",
             rich_help_panel=SEARCH,
         ),
     ] = "normal"
@@ -109,6 +115,7 @@ class Tuned(Options):
     tune: Annotated[
         int,
         Option(
+            metavar="N",
             help="Steps of fine-tuning by LoRA. Default: none.",
             min=0,
             show_default=False,
@@ -118,6 +125,7 @@ class Tuned(Options):
     tune_data: Annotated[
         list[str] | None,
         Option(
+            metavar="FILE",
             help="Texts, or JSONL with prompt and answer.",
             show_default=False,
             rich_help_panel=TUNING,
@@ -126,6 +134,7 @@ class Tuned(Options):
     tune_prompts: Annotated[
         Path | None,
         Option(
+            metavar="FILE",
             help="Or prompts; the original's replies to them are learned.",
             show_default=False,
             rich_help_panel=TUNING,
@@ -134,7 +143,11 @@ class Tuned(Options):
     reply_tokens: Annotated[
         int | None,
         Option(
-            help="Most tokens of a reply. Default: 256.", min=1, show_default=False, rich_help_panel=TUNING
+            metavar="N",
+            help="Most tokens of a reply. Default: 256.",
+            min=1,
+            show_default=False,
+            rich_help_panel=TUNING,
         ),
     ] = None
 
@@ -163,7 +176,8 @@ def adapt(
         bool,
         Option(
             "--canary/--no-canary",
-            help="With --for: write a receipt, by which the server's answers tell what it computes.",
+            help="With --for: write a receipt to check the server by.",
+            show_default=False,
             rich_help_panel=SERVING,
         ),
     ] = True,
@@ -178,6 +192,9 @@ def adapt(
     batch_size: BatchSize = 8,
     dtype: ComputeDtype = None,
     seed: Seed = 0,
+    force: Annotated[
+        bool, Option("--force", help="Search also by prompts that tell nothing.", rich_help_panel=RUNNING)
+    ] = False,
 ) -> None:
     """Turn a model into one whose long context costs less: search, measure, export, and write a report.
 
@@ -193,7 +210,7 @@ def adapt(
         prefill_chunk=prefill_chunk, windows=windows, unit=searched.unit, effort=searched.effort, canary=canary,
         examples=measured.examples, choose_by=measured.choose_by, tune_steps=tuned.tune,
         tune_data=tuple(tuned.tune_data or ()), tune_prompts=tuned.tune_prompts, reply_tokens=tuned.reply_tokens,
-        batch_size=batch_size, dtype=dtype, seed=seed,
+        batch_size=batch_size, dtype=dtype, seed=seed, force=force,
     )  # fmt: skip
     job = prepare(settings)
     if plan:

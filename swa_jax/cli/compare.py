@@ -41,7 +41,7 @@ from swa_jax.cli.options import (
 from swa_jax.errors import ConfigError
 from swa_jax.families.pattern_files import is_pattern_file
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.select.method_table import METHODS
+from swa_jax.select.method_table import METHODS, By
 from swa_jax.settings import nearest
 
 if TYPE_CHECKING:
@@ -153,10 +153,14 @@ class Choice(Options):
             rich_help_panel=CHOICE,
         ),
     ] = 100
+    by: Annotated[
+        By,
+        Option(metavar="SCORE", help="BOSCH's score: answers or loss.", rich_help_panel=CHOICE),
+    ] = "answers"
     against: Annotated[
         str | None,
         Option(
-            help="The method that differences are to. Default: the first.",
+            help="Show differences to this method.",
             show_default=False,
             rich_help_panel=OUTPUT,
         ),
@@ -231,7 +235,7 @@ def compare(
         bool,
         Option(
             "--force",
-            help="Go on where no pattern answers a single prompt, which tells nothing.",
+            help="Choose also where the prompts tell nothing.",
             rich_help_panel=OUTPUT,
         ),
     ] = False,
@@ -266,7 +270,7 @@ def compare(
             sliding_window=window,
             num_sink_tokens=own.num_sink_tokens if sink_tokens is None else sink_tokens,
             full_attention_decode=bool(candidates.fa_decode),
-            eval_window=candidates.eval_window, iterations=choice.iterations, batch_size=batch_size,
+            eval_window=candidates.eval_window, iterations=choice.iterations, by=choice.by, batch_size=batch_size,
             weights=weights_sum(model), settings=prompts.settings(model, kind), force=force,
             report=lambda line: progress.console.print(line, highlight=False, soft_wrap=True),
             progress=progress.update,

@@ -43,17 +43,19 @@ from swa_jax.cli.select_options import (
     Out,
     RecentKeys,
     ResumeFile,
+    ScoreBy,
     ScoreFaDecode,
     TogglesAtOnce,
     Tried,
     check_out,
+    check_separation,
     means_nothing,
     progress_bar,
     write_heads,
     write_layers,
 )
 from swa_jax.errors import ConfigError
-from swa_jax.select.method_table import METHODS, Family, Heuristic, StaticMethod, Variant
+from swa_jax.select.method_table import METHODS, By, Family, Heuristic, StaticMethod, Variant
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,6 +79,7 @@ def select_bosch(
         Literal["one-plus-one", "nomad"],
         Option(help="nomad, as in the paper, needs PyNomadBBO.", rich_help_panel=SEARCH),
     ] = "one-plus-one",
+    by: ScoreBy = "answers",
     window: Window = None,
     sink_tokens: SinkTokens = None,
     evaluations: Evaluations = None,
@@ -88,8 +91,6 @@ def select_bosch(
 
     Run the same command again to go on after an interruption.
     """
-    import numpy as np
-
     from swa_jax.checkpoint.folder import weights_sum
     from swa_jax.select import MaskEvaluator, bosch, bosch_pattern
 
@@ -104,13 +105,12 @@ def select_bosch(
     drawn, data = examples.draw(model, tokenizer, decoder.config)
     file = evaluations or out.with_suffix(".evaluations.json")
     evaluate = MaskEvaluator(
-        decoder, drawn, sliding_window=window, num_sink_tokens=sink_tokens, batch_size=batch_size, file=file,
-        weights=weights_sum(model),
+        decoder, drawn, sliding_window=window, num_sink_tokens=sink_tokens, by=by, batch_size=batch_size,
+        file=file, weights=weights_sum(model),
     )  # fmt: skip
     if evaluate.num_evaluations:
         typer.echo(f"{file} has the scores of {evaluate.num_evaluations} masks: going on from there")
-    if evaluate(np.ones(evaluate.shape, bool)) == evaluate(np.zeros(evaluate.shape, bool)):
-        means_nothing("windows everywhere do just as well as full attention", force)
+    check_separation(decoder, drawn, evaluate.sliding_window, sink_tokens, by, force, batch_size=batch_size)
     search: dict[str, Any] = {
         "variant": variant, "iterations": iterations, "optimizer": optimizer, "seed": examples.seed,
     }  # fmt: skip
@@ -121,10 +121,10 @@ def select_bosch(
         evaluate.save()
     pattern = bosch_pattern(chosen, evaluate, ratio=ratio, data=data, **search)
     write_heads(pattern, chosen.full, out)
+    what = "answers right" if by == "answers" else "likelihood of the answers"
     typer.echo(
-        f"answers right: {chosen.score.accuracy:.1%}, with full attention {chosen.original.accuracy:.1%}, "
-        f"all windowed {chosen.windowed.accuracy:.1%}; {evaluate.num_evaluations} masks tried in "
-        f"{evaluate.seconds:.0f} s"
+        f"{what}: {chosen.score.value:.1%}, with full attention {chosen.original.value:.1%}, all windowed "
+        f"{chosen.windowed.value:.1%}; {evaluate.num_evaluations} masks tried in {evaluate.seconds:.0f} s"
     )
     if chosen.num_windowed != chosen.target:
         typer.echo(
@@ -150,6 +150,12 @@ class _Ranking(NamedTuple):
     @property
     def window_holds_all(self) -> bool:
         return max(len(e.prompt) + len(e.answer) for e in self.examples) <= self.window
+
+    def check(self, by: By, force: bool, batch_size: int) -> None:
+        """`check_separation` of what heads are ranked by."""
+        check_separation(
+            self.decoder, self.examples, self.window, self.sinks, by, force, batch_size=batch_size
+        )
 
     def write(self, out: Path, scores: np.ndarray, method: str, larger_is_local: bool, **more: Any) -> None:
         from swa_jax.select.heads import head_pattern, window_most_local
@@ -238,8 +244,7 @@ def select_gates(
     from swa_jax.select.gates import gate_logits
 
     ranking = _ranking(model, out, budget, examples, window, sink_tokens, dtype)
-    if ranking.window_holds_all:
-        means_nothing(_HOLDS_ALL.format(ranking.window), force)
+    ranking.check("loss", force, batch_size)
     with progress_bar("steps") as progress:
         scores = gate_logits(
             ranking.decoder, ranking.examples, full_share=1 - ranking.ratio, **ranking.windowed, steps=steps,
@@ -266,8 +271,7 @@ def select_nll_heads(
     from swa_jax.select.methods import choose
 
     ranking = _ranking(model, out, budget, examples, window, sink_tokens, dtype)
-    if ranking.window_holds_all:
-        means_nothing(_HOLDS_ALL.format(ranking.window), force)
+    ranking.check("loss", force, batch_size)
     with progress_bar("masks tried") as progress:
         (pattern,) = choose(
             "nll-heads", ranking.decoder, ranking.examples, [ranking.ratio], **ranking.windowed,
@@ -334,8 +338,6 @@ def select_nll(
     force: Force = False,
 ) -> None:
     """NLL-guided selection: keep full the layers whose full attention helps the answers most."""
-    import numpy as np
-
     from swa_jax.checkpoint.folder import weights_sum
     from swa_jax.select import LayerScorer, greedy_pattern, nll_pattern
     from swa_jax.select.nll import tried_by_depth
@@ -363,14 +365,16 @@ def select_nll(
     )  # fmt: skip
     if scorer.num_known:
         typer.echo(f"{resume_file} has the scores of {scorer.num_known} examples: going on from there")
+    check_separation(
+        decoder, drawn, scorer.sliding_window, sink_tokens, "loss", force, batch_size=batch_size,
+        full_attention_decode=scorer.full_attention_decode, partition=partition,
+    )  # fmt: skip
     with progress_bar("passes") as progress:
         named = tried_by_depth(decoder.config.num_hidden_layers) if tried is None else tried or None
         rounds = (
             scorer.greedy(full, tried=named, progress=progress) if greedy else [scorer(progress=progress)]
         )
     scores = rounds[0]
-    if not np.nan_to_num(scores.deltas).any():
-        means_nothing("windows everywhere do just as well as full attention", force)
     about: dict[str, Any] = {"full_attention_decode": fa_decode, "data": data, "seed": examples.seed}
     pattern = greedy_pattern(rounds, **about) if greedy else nll_pattern(scores, budget=full, **about)
     title = f"What each layer is worth alone (window {scores.sliding_window})"

@@ -30,6 +30,7 @@ from swa_jax.cli.options import (
     note_context,
 )
 from swa_jax.errors import ConfigError
+from swa_jax.select.method_table import By
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
     from swa_jax.estimates import Estimate
     from swa_jax.evaluate import Example
     from swa_jax.model.config import ModelConfig
+    from swa_jax.model.decoder import Decoder
     from swa_jax.model.pattern import AttentionPattern
+    from swa_jax.model.sharding import Partition
 
 SEARCH = "Method"  # a panel: how a method chooses
 
@@ -157,6 +160,12 @@ RecentKeys = Annotated[
 ]
 LazySinks = Annotated[
     int, Option("--lazy-sinks", help="First keys that count as near.", min=0, rich_help_panel=SEARCH)
+]
+
+
+ScoreBy = Annotated[
+    By,
+    Option("--by", help="Score masks by right answers, or by the answers' loss.", rich_help_panel=SEARCH),
 ]
 
 
@@ -345,14 +354,52 @@ class HeadBudget(Options):
         return 1 - full / (layers * heads)
 
 
-def means_nothing(reason: str, force: bool) -> None:
+def means_nothing(reason: str, force: bool, advice: str = "take longer prompts or a smaller window") -> None:
     """Stop before a pattern is written that was chosen by nothing; with `force` say so and go on."""
     if not force:
         raise ConfigError(
-            f"{reason}: the choice would mean nothing, and no pattern is written. Take longer prompts or a smaller "
-            "window, or write it all the same with --force"
+            f"{reason}: the choice would mean nothing, and no pattern is written. {advice[0].upper()}{advice[1:]}, or "
+            "write it all the same with --force"
         )
     typer.echo(f"{reason}: the choice means nothing")
+
+
+def check_separation(
+    decoder: Decoder,
+    examples: Sequence[Example],
+    window: int,
+    num_sink_tokens: int,
+    by: By,
+    force: bool,
+    *,
+    full_attention_decode: bool = False,
+    batch_size: int = 8,
+    partition: Partition | None = None,
+) -> None:
+    """Score full attention and windows in every layer, and stop where the examples do not tell them apart: two passes
+    before a search of hundreds."""
+    from swa_jax.evaluate.nll import score_answers
+    from swa_jax.model.pattern import AttentionPattern
+    from swa_jax.select.separation import doubt, weakness
+
+    queries = (len(e.prompt) + (0 if full_attention_decode else len(e.answer) - 1) for e in examples)
+    if max(queries) <= window + num_sink_tokens:
+        means_nothing(f"the window of {window} keys holds whole prompts", force)
+        return
+    layers = decoder.config.num_hidden_layers
+    full, windowed = (
+        score_answers(
+            decoder, examples, batch_size=batch_size, full_attention_decode=full_attention_decode,
+            pattern=AttentionPattern.from_full_layers(kept, layers, window, num_sink_tokens=num_sink_tokens),
+            partition=partition,
+        )
+        for kept in (range(layers), ())
+    )  # fmt: skip
+    all_full, none_full = (one.right if by == "answers" else one.nll for one in (full, windowed))
+    if (found := doubt(all_full, none_full, by)) is not None:
+        means_nothing(found.reason, force, found.advice)
+    elif any(e.value is not None for e in examples) and (found := weakness(full.right)) is not None:
+        typer.echo(f"{found.reason}: {found.advice}", err=True)
 
 
 def check_out(out: Path) -> None:

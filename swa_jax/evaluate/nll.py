@@ -70,6 +70,7 @@ def score_answers(
     batch_size: int = 8,
     full_attention_decode: bool | None = None,
     pattern: AttentionPattern | None = None,
+    partition: Partition | None = None,
     samples: Samples = NO_SAMPLES,
     advance: Callable[[int], None] = lambda _: None,
 ) -> AnswerScores:
@@ -99,12 +100,13 @@ def score_answers(
     graph, weights = _shared_graph(model, pattern, kinds)
     nll, right = np.empty(len(examples)), np.empty(len(examples), bool)
     settings = [batch_size, full_attention_decode]
-    for index, batch in answer_batches(examples, batch_size, full_attention_decode):
+    for index, batch in answer_batches(examples, batch_size, full_attention_decode, partition):
         rows = [examples[i] for i in index]
         known = samples.find("likelihood", rows, settings)
         if known is None:
             mean, found = (
-                np.asarray(x)[: len(index)] for x in score_batch(graph, weights, batch, plan, kinds)
+                np.asarray(x)[: len(index)]
+                for x in score_batch(graph, weights, batch, plan, kinds, partition)
             )
             known = [{"nll": float(x), "right": bool(y)} for x, y in zip(mean, found, strict=True)]
             samples.add("likelihood", rows, settings, known)

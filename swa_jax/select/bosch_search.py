@@ -55,7 +55,7 @@ class Selection:
     windowed: Score  # with every head windowed
     target: int  # windowed heads asked for
     layer_scores: np.ndarray | None = (
-        None  # [L] Stage 1's best accuracy once layer l and those above it are windowed
+        None  # [L] Stage 1's best value once layer l and those above it are windowed
     )
     layer_weights: np.ndarray | None = None  # [L] Stage 2's w, 0 easy to 1 hard
     layer_counts: np.ndarray | None = None  # [L] windowed heads that Stage 2 gave each layer
@@ -101,14 +101,14 @@ def bosch(
     if optimizer == "nomad":
         require_nomad()
     original, windowed = evaluate(np.ones(evaluate.shape, bool)), evaluate(np.zeros(evaluate.shape, bool))
-    low, high = windowed.accuracy, (1 + gamma) * original.accuracy
+    low, high = windowed.value, (1 + gamma) * original.value
     if high <= low:
         raise ConfigError(
-            f"full attention gets {original.accuracy:.1%} of the answers right and windows everywhere "
-            f"{windowed.accuracy:.1%}: there is nothing to search for; take needles the model finds"
+            f"full attention scores {original.value:.1%} and windows everywhere {windowed.value:.1%}: there is nothing "
+            "to search for; take prompts that the model answers"
         )
     run = _Run(
-        evaluate, iterations, seed, optimizer, lambda s: (s.accuracy - low) / (high - low), progress
+        evaluate, iterations, seed, optimizer, lambda s: (s.value - low) / (high - low), progress
     )  # Eq. 2
     target = windowed_count(ratio, layers * heads)
     everything = np.ones(evaluate.shape, bool)
@@ -129,12 +129,12 @@ def bosch(
     for group, count in zip(groups, counts, strict=True):
         before = evaluate(probed).log_likelihood
         probed, found = run.heads(probed, group, count, stage=1)
-        best[group] = found.score.accuracy
+        best[group] = found.score.value
         rise[group] = before - np.mean([score.log_likelihood for score in found.tried])
     if variant not in _STAGED:
         return Selection(probed, evaluate(probed), original, windowed, target, layer_scores=best)
 
-    weights = layer_weights(best, original.accuracy)
+    weights = layer_weights(best, original.value)
     layer_counts = adaptive_counts(weights, rise, heads, target)
     full = _stage_3(run, _easy_to_hard(weights, rise), layer_counts, probed, group_layers)
     if variant == "swaps":
@@ -261,6 +261,7 @@ def bosch_pattern(
         "windowed_heads_asked_for": selection.target,
         "data": data,
         "num_examples": evaluate.num_examples,
+        "scored_by": evaluate.by,
         "scores": {
             "full attention": selection.original._asdict(),
             "all windowed": selection.windowed._asdict(),

@@ -27,8 +27,10 @@ from swa_jax.model.cache import cache_bytes
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL
 from swa_jax.model.pattern import AttentionPattern
+from swa_jax.select.method_table import By
 from swa_jax.select.methods import choose
 from swa_jax.select.score_file import content_key, digest, examples_sum
+from swa_jax.select.separation import doubt
 
 Row = Mapping[str, Any]
 
@@ -48,6 +50,7 @@ def compare(
     full_attention_decode: bool = False,
     eval_window: int | None = None,
     iterations: int = 100,
+    by: By = "answers",
     batch_size: int = 8,
     weights: str | None = None,
     settings: Mapping[str, Any],
@@ -65,27 +68,24 @@ def compare(
       sliding_window, num_sink_tokens: of the windowed heads while choosing; the window is needed with `methods` alone.
       full_attention_decode: of what methods choose, as in `choose`; eval_window: theirs while scored; None: the same.
       weights: the sum of the weights, as in `content_key`; settings: how the prompts came about, plain JSON values.
-      force: go on where no pattern finds a single needle; report: called with a line for each row that is scored.
-      progress: called with (patterns scored, patterns to be scored), and while a method chooses also with a text that
-        says how far it has come; patterns found in `out` do not count.
+      by: BOSCH's; force: let methods choose also where the prompts do not tell `full` and `window` apart.
+      report: called with a line for each row; progress: with (patterns scored, those to be scored), without what is
+        found in `out`, and while a method chooses also with a text that says how far it has come.
 
     Raises:
-      ConfigError: `out` holds something else; what a method refuses; or none of `patterns` finds a needle.
+      ConfigError: `out` holds something else; what a method refuses; or the prompts tell nothing.
     """
     scored_on = content_key(model, held_out, weights=weights)
-    decoded = {"full_attention_decode": True} if full_attention_decode else {}
     choice = {
         "sliding_window": sliding_window, "num_sink_tokens": num_sink_tokens, "eval_window": eval_window,
-        "iterations": iterations, **decoded,
+        "iterations": iterations, "full_attention_decode": full_attention_decode, "by": by,
     }  # fmt: skip
     results = _Results(out / "results.json", digest([scored_on, choice, dict(settings)]))
     if methods and sliding_window is None:
         raise ConfigError("sliding_window is missing: methods need to know what a windowed head sees")
     draws = {seed: draw(seed) for seed in (seeds if methods else ())}
-    masks = {
-        seed: digest([scored_on, examples_sum(examples), sliding_window, num_sink_tokens, *decoded])
-        for seed, examples in draws.items()
-    }
+    scoring = [sliding_window, num_sink_tokens, full_attention_decode, by]  # of masks
+    masks = {seed: digest([scored_on, examples_sum(drawn), *scoring]) for seed, drawn in draws.items()}
     keys = {name: digest([scored_on, _content(pattern)]) for name, pattern in patterns}
     chosen_keys = {
         (method, ratio, seed): digest([masks[seed], choice, method, ratio, seed])
@@ -93,23 +93,23 @@ def compare(
     }
     missing = {key for key in [*keys.values(), *chosen_keys.values()] if results.find(key) is None}
     about = {"scored_on": scored_on, "settings": dict(settings) | choice}
-    measure = _Measurement(model, held_out, batch_size, about, results, len(missing), report, progress)
-    rows = []
-    for name, pattern in patterns:
-        key = keys[name]
-        rows.append(results.find(key, name=name) or measure(key, pattern, pattern, name=name))
-    _check_found(rows, len(held_out), force)
+    total = len(missing)
+    measure = _Measurement(model, held_out, eval_window, batch_size, about, results, total, report, progress)
+    rows = [
+        results.find(keys[name], name=name) or measure(keys[name], pattern, pattern, name=name)
+        for name, pattern in patterns
+    ]
+    _check_separation({row["name"]: row for row in rows}, by, bool(methods) and not force, report)
     for seed, method in itertools.product(draws, methods):
         to_choose = [ratio for ratio in ratios if chosen_keys[method, ratio, seed] in missing]
         chosen = choose(
             method, model, draws[seed], to_choose, full_attention_decode=full_attention_decode, batch_size=batch_size,
             sliding_window=sliding_window, num_sink_tokens=num_sink_tokens,  # type: ignore[arg-type]
-            iterations=iterations, seed=seed, evaluations=out / f"evaluations-{seed}-{masks[seed][:8]}.json",
+            iterations=iterations, by=by, seed=seed, evaluations=out / f"evaluations-{seed}-{masks[seed][:8]}.json",
             weights=weights, progress=measure.while_choosing(f"{method}, seed {seed}"),
         ) if to_choose else []  # fmt: skip
         for ratio, pattern in zip(to_choose, chosen, strict=True):
-            key = chosen_keys[method, ratio, seed]
-            measure.chosen(key, pattern, eval_window, name=method, ratio=ratio, seed=seed)
+            measure.chosen(chosen_keys[method, ratio, seed], pattern, name=method, ratio=ratio, seed=seed)
     results.write_patterns(out / "patterns")
     results.note_others(report)
     return [*rows, *results.chosen]
@@ -121,6 +121,7 @@ class _Measurement:
 
     model: Decoder
     held_out: Sequence[Example]
+    eval_window: int | None  # of what methods choose; None: their own
     batch_size: int
     about: Mapping[str, Any]  # goes into every row
     results: _Results
@@ -140,9 +141,9 @@ class _Measurement:
         self.progress(self.done, self.total)
         return self.results.add(key, row)
 
-    def chosen(self, key: str, pattern: AttentionPattern, eval_window: int | None, **names: Any) -> None:
+    def chosen(self, key: str, pattern: AttentionPattern, **names: Any) -> None:
         """Score what a method chose, under `eval_window` if that is given."""
-        window = pattern.sliding_window if eval_window is None else eval_window
+        window = pattern.sliding_window if self.eval_window is None else self.eval_window
         self(key, dataclasses.replace(pattern, sliding_window=window), pattern, **names)
 
     def while_choosing(self, method: str) -> Callable[[int, int], None]:
@@ -194,13 +195,18 @@ class _Results:
             AttentionPattern.from_json(json.dumps(row["pattern"])).to_json(folder / name)
 
 
-def _check_found(rows: Sequence[Row], needles: int, force: bool) -> None:
-    """Raise `ConfigError` where rows are there and none has found a needle, unless by force."""
-    if rows and not force and not any(row["needle_accuracy"] for row in rows):
+def _check_separation(rows: Mapping[str, Row], by: By, refuse: bool, report: Callable[[str], None]) -> None:
+    """Say that the prompts tell nothing, if so, or raise `ConfigError` before methods choose by such prompts."""
+    if not {"full", "window"} <= rows.keys():
+        return
+    figure = "right" if by == "answers" else "losses"
+    if (found := doubt(rows["full"][figure], rows["window"][figure], by)) is None:
+        return
+    if refuse:
         raise ConfigError(
-            f"no pattern finds one of the {needles} needles ({', '.join(row['name'] for row in rows)}), so that a "
-            "comparison means nothing: take shorter prompts or a model that finds some, or go on with --force"
+            f"{found.reason}: a choice by such prompts means nothing; {found.advice}, or go on with --force"
         )
+    report(f"{found.reason}: {found.advice}")
 
 
 def _score(
@@ -217,6 +223,7 @@ def _score(
         "full_layers": list(pattern.full_layers),
         "full_head_counts": list(pattern.full_head_counts),
         "right": scored.right.astype(int).tolist(),
+        "losses": scored.nll.tolist(),
     }
 
 

@@ -23,15 +23,18 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import HYBRID
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.gates import gate_gradient
+from swa_jax.select.method_table import By
 from swa_jax.select.score_file import ScoreFile, content_key
 
 SAVE_SECONDS = 10.0  # how much work an interruption may cost
 
 
 class Score(NamedTuple):
-    """How well a mask does; larger is better. Equal accuracies, which are common, are told apart by the likelihood."""
+    """How well a mask does; larger is better. Equal values, which are common, are told apart by the likelihood."""
 
-    accuracy: float  # share of the examples whose value's tokens are all the likeliest ones (Eq. 4)
+    value: (
+        float  # the share of answers that are right (Eq. 4), or by loss the likelihood of the answers' tokens
+    )
     log_likelihood: float  # of the answers, nats a token, the mean over examples
 
 
@@ -41,6 +44,8 @@ class MaskEvaluator:
     Args:
       sliding_window, num_sink_tokens: those of the windowed heads; None takes those of the model's pattern.
       full_attention_decode: whether the answers' tokens see everything.
+      by: "loss" scores a mask by the geometric mean of the probabilities of the answers' tokens, an example's mean
+        counting as one. The paper's accuracy says nothing where a model gets few answers right, or all of them.
       file: a JSON file that keeps the scores, written every few seconds and by `save`. An interrupted search that is
         started again finds them there.
       weights: with `file`, the sum of the weights, as in `content_key`. None computes it from the model's arrays.
@@ -58,6 +63,7 @@ class MaskEvaluator:
         sliding_window: int | None = None,
         num_sink_tokens: int | None = None,
         full_attention_decode: bool = False,
+        by: By = "answers",
         batch_size: int = 8,
         file: Path | None = None,
         weights: str | None = None,
@@ -70,7 +76,7 @@ class MaskEvaluator:
         self.sliding_window = window
         self.num_sink_tokens = model.pattern.num_sink_tokens if num_sink_tokens is None else num_sink_tokens
         self.shape = (model.config.num_hidden_layers, model.config.num_key_value_heads)
-        self.num_examples = len(examples)
+        self.num_examples, self.by = len(examples), by
         self._config = model.config
         kinds = (HYBRID,) * self.shape[0]
         self._pattern = AttentionPattern(kinds, window, self.num_sink_tokens)
@@ -78,7 +84,7 @@ class MaskEvaluator:
         self._graph, self._weights = nnx.split(model.with_pattern(self._pattern))
         content = {} if file is None else content_key(
             model, examples, weights=weights, sliding_window=window, num_sink_tokens=self.num_sink_tokens,
-            full_attention_decode=full_attention_decode,
+            full_attention_decode=full_attention_decode, by=by,
         )  # fmt: skip
         self._file = ScoreFile(file, content, "scores of masks")
         self._scores: dict[str, Score] = self._file.scores
@@ -125,7 +131,7 @@ class MaskEvaluator:
 
     def _evaluate(self, full: np.ndarray) -> Score:
         nll, right = self.answers(full)
-        return Score(float(right.mean()), -float(nll.mean()))
+        return Score(float(right.mean() if self.by == "answers" else np.exp(-nll.mean())), -float(nll.mean()))
 
 
 def _key(full: np.ndarray) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 Family = Literal["nll", "nll-heads", "light-transfer", "bosch", "static", "gates", "heuristic"]
 Variant = Literal["bosch", "swaps", "single", "multi", "layer"]
 StaticMethod = Literal["dcam", "apl", "proxy", "qada", "razor", "fisher", "fisher-text", "kl", "kl-layers"]
+By = Literal["answers", "loss"]  # what masks are scored by: answers that are right, or the answers' loss
 Heuristic = Literal["random", "random-heads", "begin-middle-end", "interleave"]
 
 

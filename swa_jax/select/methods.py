@@ -21,7 +21,7 @@ from swa_jax.select.greedy_heads import greedy_heads
 from swa_jax.select.heads import head_pattern, heuristic_mask, window_most_local, windowed_count
 from swa_jax.select.layer_patterns import greedy_pattern, nll_pattern
 from swa_jax.select.light_transfer import SINK_TOKENS, lazy_ratios, light_transfer_pattern
-from swa_jax.select.method_table import METHODS, Heuristic, StaticMethod, Variant
+from swa_jax.select.method_table import METHODS, By, Heuristic, StaticMethod, Variant
 from swa_jax.select.nll import LayerScorer, Progress
 from swa_jax.select.static import LARGER_IS_LOCAL, static_scores
 from swa_jax.settings import nearest
@@ -40,6 +40,7 @@ class Task(NamedTuple):
     full_attention_decode: bool
     batch_size: int
     iterations: int
+    by: By
     seed: int
     data: str
     evaluations: Path | None
@@ -68,6 +69,7 @@ def choose(
     full_attention_decode: bool = False,
     batch_size: int = 8,
     iterations: int = 100,
+    by: By = "answers",
     seed: int = 0,
     data: str = "",
     evaluations: Path | None = None,
@@ -83,7 +85,7 @@ def choose(
       examples: what to choose by; those that look at places alone ignore them.
       full_attention_decode: whether answers are decoded with full attention, in the patterns and while those methods
         choose that run the model with windows: NLL, BOSCH, KL and gates.
-      iterations: BOSCH's kappa.
+      iterations: BOSCH's kappa; by: what it scores masks by, as in `MaskEvaluator`.
       data: what the examples are, for the provenance.
       evaluations: where BOSCH keeps its scores; shared by its variants and ratios.
       weights: the sum of the weights for that file, as in `content_key`.
@@ -95,8 +97,8 @@ def choose(
     if method not in METHODS:
         raise ConfigError(f"method '{method}' is not known{nearest(method, list(METHODS))}")
     task = Task(
-        model, examples, ratios, sliding_window, num_sink_tokens, full_attention_decode, batch_size, iterations, seed,
-        data, evaluations, weights, progress,
+        model, examples, ratios, sliding_window, num_sink_tokens, full_attention_decode, batch_size, iterations, by,
+        seed, data, evaluations, weights, progress,
     )  # fmt: skip
     row = METHODS[method]
     patterns = _RUN[row.family](task, **row.options)
@@ -122,7 +124,7 @@ def _nll(task: Task, greedy: bool = False, tried: int = 0) -> list[AttentionPatt
 def _nll_heads(task: Task) -> list[AttentionPattern]:
     evaluate = MaskEvaluator(
         task.model, task.examples, **task.windowed, full_attention_decode=task.full_attention_decode,
-        batch_size=task.batch_size, file=task.evaluations, weights=task.weights,
+        by=task.by, batch_size=task.batch_size, file=task.evaluations, weights=task.weights,
     )  # fmt: skip
     total = math.prod(evaluate.shape)
     counts = [total - windowed_count(ratio, total) for ratio in task.ratios]
@@ -151,7 +153,7 @@ def _light_transfer(task: Task) -> list[AttentionPattern]:
 def _bosch(task: Task, variant: Variant) -> list[AttentionPattern]:
     evaluate = MaskEvaluator(
         task.model, task.examples, **task.windowed, full_attention_decode=task.full_attention_decode,
-        batch_size=task.batch_size, file=task.evaluations, weights=task.weights,
+        by=task.by, batch_size=task.batch_size, file=task.evaluations, weights=task.weights,
     )  # fmt: skip
     settings: dict[str, Any] = {"variant": variant, "iterations": task.iterations, "seed": task.seed}
     try:

@@ -37,7 +37,7 @@ def search(
     rng: np.random.Generator,
     *,
     optimizer: Optimizer = "one-plus-one",
-    normalise: Callable[[Score], float] = lambda score: score.accuracy,
+    normalise: Callable[[Score], float] = lambda score: score.value,
 ) -> Found:
     """The best bits [n] with as many ones as `start` has; every candidate where the budget covers them.
 

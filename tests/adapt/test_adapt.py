@@ -18,11 +18,12 @@ from swa_jax.adapt.plan import plan_text
 from swa_jax.adapt.search import find_space
 from swa_jax.adapt.source import find_source
 from swa_jax.adapt.stages import Results, Run
-from swa_jax.adapt.tasks import Data, Task, compared, draw_tasks, lost
+from swa_jax.adapt.tasks import Data, Task, compared, doubts, draw_tasks, lost
 from swa_jax.checkpoint.named import bundled
 from swa_jax.checkpoint.served_cache import Memory
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
+from swa_jax.evaluate.examples import Example
 from swa_jax.files import read_json
 
 ROOT = Path(__file__).parents[2]
@@ -225,6 +226,31 @@ def test_answers_of_a_file_are_split(tokenizer, tmp_path):
     assert sorted(answers) == [f" {i}." for i in range(9)]
     with pytest.raises(ConfigError, match="10 examples are asked for"):
         draw_tasks(Data(256, prompts=file), tokenizer, 5, 5)
+
+
+def test_tasks_that_say_little_are_named_before_the_search():
+    examples = [Example([1], [2, 3], ["?"], value=(1,))] * 8
+    tasks = [
+        Task("needles", "Needles", "", examples),
+        Task("own", "Answers of a file", "", [dataclasses.replace(one, value=None) for one in examples]),
+        Task("text", "Plain text", "", examples, answers=False),
+    ]
+    low, high = [1.0] * 8, [2.0] * 8
+    original = {
+        "needles": {"losses": low, "right": [1.0] * 3 + [0.0] * 5},
+        "own": {"losses": low, "right": [0.0] * 8},
+        "text": {"losses": low},
+    }
+    windowed = {name: {"losses": high if name == "text" else low} for name in original}
+    found = doubts(tasks, original, windowed)
+    weak, *same = found.sentences
+    assert weak.startswith(
+        "Needles: with full attention the model itself gets 38% of the 8 answers right; take"
+    )
+    assert [one.split(":")[0] for one in same] == ["Needles", "Answers of a file"]
+    assert all("no difference beyond chance on 8 examples; take longer prompts" in one for one in same)
+    assert not found.nothing_told
+    assert doubts(tasks[:2], original, windowed).nothing_told
 
 
 def test_losses_and_differences_have_the_right_sign():

@@ -40,6 +40,7 @@ def results_of(folder, *, compared, adapted_speed=(0.5, 0.01), tune=None):
         "search": {
             "candidates": [candidate(patterns[0], 0.25, 0.2), candidate(patterns[1], -0.01, 0.3)],
             "best": 1, "layer_scores": [[0.1, None, None]] * 8, "left_out": ["window 9: takes at least 90.0%"],
+            "doubts": ["Plain text: no difference beyond chance"],
         },
         "adapted": {"compared": compared, "windows": {"needles-1": {"losses": [1.0], "right": [0.0, 0.5]}}},
         "tune": tune or {},
@@ -74,6 +75,7 @@ def test_no_loss_beyond_chance_and_the_requests_that_earn_it_back(job):
     assert "Layer 5 of 8 keeps full attention; the others see a window of 16 tokens." in text
     assert "takes 30.0% of what full attention takes, counted in vLLM; the budget was 40%." in text
     assert "window 9: takes at least 90.0%" in page
+    assert "<li>Plain text: no difference beyond chance</li>" in page
     assert "fine-tuned" not in page
     assert "The receipt of the export (canary.json) is still being made." in page
 

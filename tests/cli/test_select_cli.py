@@ -125,13 +125,34 @@ def test_a_command_chooses_what_compare_chooses_by_that_name(planted, tmp_path, 
     assert (same, same.provenance["method"]) == (chosen, name)
 
 
-def test_bosch_refuses_a_model_that_finds_nothing(checkpoint, tmp_path):
+def test_a_search_by_prompts_that_tell_nothing_does_not_begin(checkpoint, tmp_path):
     out = tmp_path / "p.json"
-    arguments = ("--ratio", 0.5, "--window", 16, "--out", out, *NEEDLES)
-    said = run("select", "bosch", checkpoint, *arguments, status=2).strip()  # the progress bar leaves a line
-    assert said.startswith("full attention gets 0.0% of the answers right and windows everywhere 0.0%")
-    assert not out.exists()
+    heads = ("--ratio", 0.5, "--window", 16, "--out", out, *NEEDLES)
+    said = fails("select", "bosch", checkpoint, *heads)
+    assert said.startswith("with full attention the model itself gets 0% of the 2 answers right: the choice")
+    assert "Take a task that the model can do: shorter prompts (--length)" in said
+    assert "or choose by the answers' loss (--by loss, or a method by NLL)" in said
+    for method, options in (
+        ("bosch", (*heads, "--by", "loss")),
+        ("gates", heads),
+        ("nll-heads", heads),
+        ("nll", ("--budget", 1, "--window", 16, "--out", out, *NEEDLES)),
+    ):
+        said = fails("select", method, checkpoint, *options)
+        assert "nats a token against full attention, no difference beyond chance on 2 examples" in said
+    assert not list(tmp_path.glob("*.json"))
     assert fails("select", "bosch", checkpoint, "--ratio", 0.5, "--out", "x.txt").startswith("--out is x.txt")
+
+
+def test_bosch_by_loss(planted, tmp_path):
+    out = tmp_path / "heads.json"
+    options = ("x", "--ratio", 0.75, "--window", WINDOW_SIZE, "--batch-size", 16, "--out", out)
+    output = run("select", "bosch", *options, "--by", "loss", "--iterations", 4)
+    assert "likelihood of the answers: " in output
+    pattern = AttentionPattern.from_json(out)
+    assert (pattern.provenance["scored_by"], pattern.provenance["windowed_heads"]) == ("loss", 24)
+    said = fails("select", "bosch", *options)
+    assert said.startswith(f"{out.with_suffix('.evaluations.json')} holds scores made with by = loss")
 
 
 @pytest.mark.parametrize("method", ["dcam", "razor"])
@@ -210,7 +231,7 @@ def test_pattern_diff_compares_scores_by_rank(tmp_path):
 
 # ---- layers ----
 
-LAYER_NEEDLES = ("--window", 16, *NEEDLES)
+LAYER_NEEDLES = ("--window", 16, *NEEDLES, "--force")  # a model of random weights
 
 
 @pytest.mark.slow
@@ -312,7 +333,19 @@ def prompts(tmp_path):
 
 def test_layers_are_chosen_by_prompts_of_ones_own(checkpoint, prompts, tmp_path):
     out = tmp_path / "layers.json"
-    options = ("--prompts", prompts, "--window", 8, "--length", 64, "--batch-size", 2, "--out", out)
+    options = (
+        "--prompts",
+        prompts,
+        "--window",
+        8,
+        "--length",
+        64,
+        "--batch-size",
+        2,
+        "--out",
+        out,
+        "--force",
+    )
     output = run("select", "nll", checkpoint, "--budget", 1, "--examples", 5, *options)
     assert "5 examples scored in" in output
     provenance = AttentionPattern.from_json(out).provenance

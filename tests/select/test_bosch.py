@@ -51,18 +51,18 @@ def evaluate(model, examples):
 
 
 def test_each_planted_head_answers_its_class_alone(evaluate):
-    assert evaluate(np.ones((LAYERS, KV_HEADS), bool)).accuracy == 1
-    assert evaluate(np.zeros((LAYERS, KV_HEADS), bool)).accuracy == 0
-    assert evaluate(planted_mask()).accuracy == 1
+    assert evaluate(np.ones((LAYERS, KV_HEADS), bool)).value == 1
+    assert evaluate(np.zeros((LAYERS, KV_HEADS), bool)).value == 0
+    assert evaluate(planted_mask()).value == 1
     for layer, head in PLANTED:
         without = planted_mask()
         without[layer, head] = False
-        assert evaluate(without).accuracy == 1 - 1 / len(PLANTED)
+        assert evaluate(without).value == 1 - 1 / len(PLANTED)
 
 
 def test_sink_tokens_that_hold_the_prompt_answer_everything(model, examples):
     sinks = evaluator(model, examples, num_sink_tokens=len(examples[0].prompt))
-    assert sinks(np.zeros((LAYERS, KV_HEADS), bool)).accuracy == 1
+    assert sinks(np.zeros((LAYERS, KV_HEADS), bool)).value == 1
 
 
 def test_masks_under_full_attention_decode(model, examples):
@@ -83,8 +83,24 @@ def test_masks_are_scored_by_the_answers_values(model, examples):
     ]
     mask = np.ones((LAYERS, KV_HEADS), bool)
     whole = [dataclasses.replace(e, value=None) for e in wordy]
-    assert evaluator(model, wordy)(mask).accuracy == 1
-    assert evaluator(model, whole)(mask).accuracy < 0.5
+    assert evaluator(model, wordy)(mask).value == 1
+    assert evaluator(model, whole)(mask).value < 0.5
+
+
+def test_masks_by_loss_have_the_likelihood_of_the_answers(model, examples):
+    """A model that never says the right answer, but finds it likelier with the planted heads, is searched by loss."""
+    wrong = [dataclasses.replace(e, answer=[*e.answer, 0], value=(1,)) for e in examples]
+    by_loss = evaluator(model, wrong, by="loss")
+    full, none = np.ones((LAYERS, KV_HEADS), bool), np.zeros((LAYERS, KV_HEADS), bool)
+    for mask in (full, none):
+        assert evaluator(model, wrong)(mask).value == 0
+        score = by_loss(mask)
+        assert score.value == pytest.approx(np.exp(-by_loss.answers(mask).nll.mean()), rel=1e-6)
+        assert score.value == pytest.approx(np.exp(score.log_likelihood), rel=1e-6)
+    chosen = bosch(by_loss, RATIO)
+    assert (chosen.full & planted_mask()).sum() >= len(PLANTED) - 2
+    drawn = np.random.default_rng(0).permutation(chosen.full.ravel()).reshape(chosen.full.shape)
+    assert chosen.score.value > by_loss(drawn).value
 
 
 def test_the_planted_heads_are_found_with_one_compilation(model, examples):
@@ -94,7 +110,7 @@ def test_the_planted_heads_are_found_with_one_compilation(model, examples):
     np.testing.assert_array_equal(chosen.full, planted_mask())
     assert score_batch._cache_size() - before <= 1  # 0 where another test has scored this shape
     assert chosen.num_windowed == chosen.target == HEADS - len(PLANTED)
-    assert chosen.score.accuracy == chosen.original.accuracy == 1
+    assert chosen.score.value == chosen.original.value == 1
     assert [done for done, _ in seen] == list(range(1, len(seen) + 1))
     assert all(done <= total for done, total in seen)
     assert seen[-1][0] == seen[-1][1]
@@ -104,7 +120,7 @@ def test_a_search_that_cannot_try_everything_comes_close_and_repeats_itself(eval
     # In Stage 3 it sees 24 of the 28 ways to window 6 (or 2) of the 8 heads of two layers.
     runs = [bosch(evaluate, RATIO, iterations=12, seed=seed) for seed in (0, 1, 2, 3, 3)]
     np.testing.assert_array_equal(runs[-1].full, runs[-2].full)
-    assert all(run.score.accuracy >= 1 - 2 / len(PLANTED) for run in runs)
+    assert all(run.score.value >= 1 - 2 / len(PLANTED) for run in runs)
     assert sum((run.full == planted_mask()).all() for run in runs[:-1]) >= 2
 
 
@@ -141,7 +157,7 @@ def test_prompts_inside_the_window_make_every_mask_the_same(model, examples):
 
 def test_full_attention_without_an_answer_is_refused(model, examples):
     wrong = [dataclasses.replace(e, answer=[0]) for e in examples]
-    with pytest.raises(ConfigError, match=r"full attention gets 0.0% of the answers right and windows"):
+    with pytest.raises(ConfigError, match=r"full attention scores 0.0% and windows everywhere 0.0%"):
         bosch(evaluator(model, wrong), 0.5)
     with pytest.raises(ConfigError, match=r"ratio is 1\.5"):
         bosch(evaluator(model, examples), 1.5)
@@ -201,7 +217,7 @@ def test_the_pattern_says_how_it_was_found(evaluate):
     assert again.full_kv_heads[2] == (0, 1, 3)
     said = again.provenance
     assert (said["method"], said["seed"], said["data"], said["windowed_heads"]) == ("bosch", 5, "planted", 24)
-    assert said["scores"]["chosen"]["accuracy"] == 1
+    assert said["scores"]["chosen"]["value"] == 1
     assert said["evaluations"] >= 32
     assert said["seconds"] >= 0
 

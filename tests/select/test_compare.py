@@ -181,18 +181,30 @@ def _half(model):
     return graph, nnx.map_state(lambda _, x: x.replace(x[...].astype("bfloat16")), state)
 
 
-def test_a_comparison_where_nothing_is_found_is_refused(model, tmp_path):
+def test_methods_do_not_choose_by_prompts_that_tell_nothing(model, tmp_path):
     windows = AttentionPattern.from_recipe("window", LAYERS, sliding_window=WINDOW_SIZE)
-    named = [("window", windows), ("streaming", dataclasses.replace(windows, num_sink_tokens=4))]
+    full = AttentionPattern.from_recipe("full", LAYERS)
     choose_by = {"methods": ["interleave"], "ratios": [0.5], "seeds": [0], "sliding_window": WINDOW_SIZE}
-    with pytest.raises(ConfigError, match=r"no pattern finds one of the 16 needles \(window, streaming\)"):
-        scored(model, named, tmp_path, **choose_by)
-    assert len(json.loads((tmp_path / "results.json").read_text())["rows"]) == 2  # the methods were not tried
-    rows, lines = scored(model, named, tmp_path, force=True, **choose_by)
-    assert (len(rows), len(lines)) == (3, 1)
-    # One that finds some is enough, whichever it is.
-    full = ("full", AttentionPattern.from_recipe("full", LAYERS))
-    assert len(scored(model, [*named, full], tmp_path, **choose_by)[0]) == 4
+    weak = [("full", windows), ("window", dataclasses.replace(windows, num_sink_tokens=4))]
+    same = [("full", full), ("window", full)]
+    sentences = {
+        "weak": "with full attention the model itself gets 0% of the 16 answers right",
+        "same": "windows in every layer get 100% of the answers right and full attention 100%, no difference beyond",
+    }
+    for name, patterns in {"weak": weak, "same": same}.items():
+        out = tmp_path / name
+        with pytest.raises(ConfigError, match=f"{sentences[name]}.*--by loss.*or go on with --force"):
+            scored(model, patterns, out, **choose_by)
+        kept = json.loads((out / "results.json").read_text())["rows"]
+        assert {"interleave"}.isdisjoint(row["name"] for row in kept)
+        rows, _ = scored(model, patterns, out, force=True, **choose_by)
+        assert len(rows) == 3
+        lines = []  # where nothing is chosen it is said, and shown
+        shown = {"draw": lambda _: [], "sliding_window": None, "settings": {}, "report": lines.append}
+        assert len(compare(model, patterns, planted_examples(), tmp_path / f"{name} alone", **shown)) == 2
+        assert lines[-1].startswith(sentences[name])
+    told, lines = scored(model, [("full", full), ("window", windows)], tmp_path / "told", **choose_by)
+    assert len(told) == len(lines) == 3
 
 
 def test_a_model_that_finds_nothing_is_refused_on_the_command_line(tmp_path, byte_tokenizer):
@@ -210,9 +222,7 @@ def test_a_model_that_finds_nothing_is_refused_on_the_command_line(tmp_path, byt
         1,
     )
     output = run("compare", checkpoint, *options, status=2)
-    assert (
-        "no pattern finds one of the 2 needles (full, window), so that a comparison means nothing" in output
-    )
+    assert "with full attention the model itself gets 0% of the 2 answers right" in output
     assert "What each choice keeps and costs" not in output
     assert not (tmp_path / "out" / "frontier.png").exists()
     assert "What each choice keeps and costs" in run("compare", checkpoint, *options, "--force")
@@ -309,6 +319,7 @@ def test_full_attention_decode(model, tmp_path):
 
 
 def test_on_the_command_line(monkeypatch, tmp_path):
+    monkeypatch.setattr("swa_jax.cli.compare.find_model", lambda name: name)
     monkeypatch.setattr("swa_jax.cli.compare.load_checkpoint", lambda *_: (planted_model(), None))
     monkeypatch.setattr("swa_jax.cli.options.draw_needles", lambda *_: planted_examples())
     monkeypatch.setattr("swa_jax.checkpoint.folder.weights_sum", lambda _: "planted")

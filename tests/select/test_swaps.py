@@ -33,7 +33,7 @@ def test_the_best_of_independent_heads_are_found(ones):
     score, asked = counted(worth.__matmul__)
     found = swap_search(score, start(20, ones), 1000, np.random.default_rng(1))
     assert set(np.flatnonzero(found.bits)) == set(np.argsort(-worth)[:ones])
-    assert found.score.accuracy == pytest.approx(worth[found.bits].sum())
+    assert found.score.value == pytest.approx(worth[found.bits].sum())
     assert len(found.tried) == len({bits.tobytes() for bits in asked}) == len(asked), "each is asked for once"
 
 
@@ -134,8 +134,8 @@ def test_both_heads_of_a_unit_are_needed(name):
     for unit in plant.units:
         for head in unit.heads:
             full[head] = True
-    assert evaluate(full).accuracy > 0.9
+    assert evaluate(full).value > 0.9
     for head in plant.units[0].heads:
         without = full.copy()
         without[head] = False
-        assert evaluate(without).accuracy < evaluate(full).accuracy
+        assert evaluate(without).value < evaluate(full).value
