@@ -158,8 +158,10 @@ def _order(place: Place) -> tuple[str, int, int]:
 
 
 def _module(row: Parameter) -> str:
-    path = row.path[1:] if row.path[0] == "layers" else row.path
-    return ".".join(path if path[-1] in ("embedding", "sink_logits", "choice_bias") else path[:-1])
+    """Its name in `NAMES`: the end of its path, wherever layers of its kind are stacked."""
+    path = row.path if row.path[-1] in ("embedding", "sink_logits", "choice_bias") else row.path[:-1]
+    ends = (".".join(path[i:]) for i in range(len(path)))
+    return next(end for end in ends if end in NAMES)
 
 
 def _named(tensor: T, row: Parameter, ours: TensorName) -> str:
