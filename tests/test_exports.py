@@ -9,6 +9,8 @@ import pytest
 import swa_jax
 from swa_jax.exports import MOVED
 
+ROOMS = ("checkpoint", "data", "evaluate", "model", "report", "select", "train")
+
 
 @pytest.mark.parametrize("old", MOVED)
 def test_earlier_paths_have_the_names_of_the_new_ones(old):
@@ -22,6 +24,13 @@ def test_earlier_paths_have_the_names_of_the_new_ones(old):
         assert own
         for name in own:
             assert getattr(module, name) is getattr(home, name)
+
+
+@pytest.mark.parametrize("package", ["swa_jax", *(f"swa_jax.{room}" for room in ROOMS)])
+def test_a_package_has_the_names_that_it_lists(package):
+    module = importlib.import_module(package)
+    for name in module.__all__:
+        assert getattr(module, name) is not None
 
 
 def test_what_users_wrote_before_the_rooms_still_works():
