@@ -317,6 +317,7 @@ def test_options_are_added_to_the_best_and_stay_where_they_help():
     assert found.best.seconds == pytest.approx(0.85)
     text = describe_search(found, work.config, 0, "v5e:2x2")
     assert "cannot be had: 'xla_options.xla_refused' = true cannot be used" in text
+    assert text.count("(as it stands)") == 1
     assert text.splitlines()[-1].endswith("xla_options.xla_good=2 xla_options.xla_fine=yes")
 
 
