@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import AttentionSpec, segment_positions
-from pallas_kernels.spec import visible
+from pallas_kernels.spec import coordinates, visible
 
 
 def picture(text):
@@ -234,3 +234,12 @@ def test_spec_is_hashable_and_equal_by_value():
 def test_spec_refuses(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         AttentionSpec(**fields)
+
+
+@pytest.mark.parametrize("given", ["q_positions", "kv_positions"])
+def test_positions_of_one_side_alone_are_no_indices(given):
+    positions = jnp.arange(10, 14)[None]
+    where = coordinates(4, 4, **{given: positions})
+    assert (where.q_order is where.q_pos) and (where.kv_order is where.kv_pos)
+    side = where.q_order if given == "q_positions" else where.kv_order
+    np.testing.assert_array_equal(side, positions)
