@@ -240,6 +240,7 @@ def test_spec_refuses(fields, sentence):
 def test_positions_of_one_side_alone_are_no_indices(given):
     positions = jnp.arange(10, 14)[None]
     where = coordinates(4, 4, **{given: positions})
-    assert (where.q_order is where.q_pos) and (where.kv_order is where.kv_pos)
+    assert where.q_order is where.q_pos
+    assert where.kv_order is where.kv_pos
     side = where.q_order if given == "q_positions" else where.kv_order
     np.testing.assert_array_equal(side, positions)
