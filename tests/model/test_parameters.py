@@ -30,7 +30,7 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.flops import matrix_parameters
 from swa_jax.model.lora import TARGETS, LoraConfig, with_lora
-from swa_jax.model.parameters import Parameter, low_rank, parameters
+from swa_jax.model.parameters import Parameter, declared, low_rank, parameters
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import AXES, Partition, check_model, state_shardings
 from swa_jax.settings import load_config
@@ -181,6 +181,17 @@ def test_muon_orthogonalises_a_new_row(gain):
     values = np.linalg.svd(jax.tree.leaves(update)[0] / -3e-4, compute_uv=False)
     assert values.shape == (4, 24)
     assert np.ptp(values) / values.mean() < 0.7
+
+
+def test_muon_takes_matrices_alone():
+    state = nnx.state(Decoder(SOFTMAX, AttentionPattern.from_recipe("full", 4), rngs=nnx.Rngs(0)))
+    tree = {"model": nnx.to_pure_dict(state), "count": np.zeros(())}
+    rows = declaration.map_parameters(lambda row, _: row is not None and row.matrix, tree, declared(SOFTMAX))
+    axes = jax.tree.leaves(
+        optimizer._muon_axes(tree, SOFTMAX), is_leaf=lambda x: x is None or isinstance(x, tuple)
+    )
+    assert [one is not None for one in axes] == jax.tree.leaves(rows)
+    assert 0 < sum(jax.tree.leaves(rows)) < len(axes)
 
 
 def test_a_row_of_experts_is_laid_out_and_orthogonalised_but_has_no_adapter(monkeypatch):
