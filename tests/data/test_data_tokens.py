@@ -348,6 +348,7 @@ def test_tokenize_and_inspect_on_the_command_line(corpus, byte_tokenizer, tmp_pa
     assert run(*arguments) == output
     output = run("data", "inspect", out, "--rows", 1, "--length", 100)
     assert "row 0: 100 of 100 tokens, 100 learned" in output
+    assert "row 1:" not in output
     assert "document 1 " in output
     assert "every shard is as it was written" in output
     (out / "00000.tokens").write_bytes(b"")
