@@ -300,6 +300,7 @@ NAMED_CASES = {
         ),
     ),
     "starcoder2-window": dict(model_type="starcoder2", sliding_window=WINDOW),
+    "apertus-full": dict(model_type="apertus", **WIDE_HEADS, rope_parameters=LLAMA3_ROPE),
 }
 ALL_CASES = CASES | SPARSE_CASES | NAMED_CASES
 SEEDS = {

@@ -285,6 +285,7 @@ MODELS = {
         "pattern": "interleave-1-in-2",
         "model": {
             "gated_mlp": False,
+            "hidden_act": "xielu",
             "norm_type": "layer",
             "norm_bias": True,
             "norm_placement": "parallel",

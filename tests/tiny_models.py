@@ -50,12 +50,13 @@ SANDWICH = dataclasses.replace(
     residual_multiplier=0.7,
     logit_multiplier=1.3,
 )
-# Attention and MLP side by side, LayerNorm with biases, MLPs without a gate, and rotary embeddings of neighbouring
-# channels, of half of a head.
+# Attention and MLP side by side, LayerNorm with biases, MLPs without a gate and with xIELU, and rotary embeddings of
+# neighbouring channels, of half of a head.
 PARALLEL = dataclasses.replace(
     SOFTMAX,
     attention_bias=False,
     gated_mlp=False,
+    hidden_act="xielu",
     norm_type="layer",
     norm_bias=True,
     norm_placement="parallel",

@@ -8,13 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from swa_jax.checkpoint.canary import write_canary
 from swa_jax.checkpoint.folder import CONFIG_FILE, PATTERN_FILE, open_checkpoint, read_companions
 from swa_jax.checkpoint.safetensors_files import write_model
 from swa_jax.checkpoint.servers import served_config
-from swa_jax.checkpoint.tensor_names import hf_tensors, join_tensors, joined_parts
+from swa_jax.checkpoint.tensor_names import constants_of, hf_tensors, join_tensors, joined_parts
 from swa_jax.families import apply_pattern, model_config
 from swa_jax.files import check_destination, new_folder, write_bytes, write_json
+from swa_jax.model.parameters import EMBEDDING
 from swa_jax.model.pattern import AttentionPattern
 
 log = logging.getLogger(__name__)
@@ -68,16 +71,21 @@ def export_model(
         served = served_config(server, source.hf_config, source.pattern, as_full=as_full)
         hf, notice, pattern = served.hf, None, served.pattern
         written = dataclasses.replace(source.config, model_type=served.model_type)
-    joined = joined_parts(written)
+    joined, constants = joined_parts(written), constants_of(written)
+
+    def dtype(name: str) -> np.dtype:
+        own = joined[name][0].name if name in joined else EMBEDDING if name in constants else name
+        return source.tensors[own][0]
+
     tensors = {
-        name: (source.tensors[joined[name][0].name if name in joined else name][0], shape)
-        for name, shape in hf_tensors(written, routers=source.has_routers).items()
+        name: (dtype(name), shape) for name, shape in hf_tensors(written, routers=source.has_routers).items()
     }
+    numbers = {name: np.asarray(value, dtype(name)) for name, value in constants.items()}
     companions = read_companions(source.folder)
     with new_folder(destination) as folder:
         write_json(folder / CONFIG_FILE, hf)
         source.pattern.to_json(folder / PATTERN_FILE)
-        write_model(folder, tensors, lambda names: join_tensors(names, joined, source.read))
+        write_model(folder, tensors, lambda names: join_tensors(names, joined, source.read, numbers))
         for name, data in companions.items():
             write_bytes(folder / name, data)
         note = write_canary(folder, source.folder, pattern, hf, progress=progress) if canary else None

@@ -25,7 +25,7 @@ from swa_jax.checkpoint.folder import (
 from swa_jax.checkpoint.mxfp4 import Packed, find_packed, unpacked, with_unpacked
 from swa_jax.checkpoint.safetensors_files import DTYPES, Parts, StoredTensor, TensorReader, read_headers
 from swa_jax.checkpoint.sources import GGUF, ModelFolder, companion, gguf_file, open_source, stamp
-from swa_jax.checkpoint.tensor_names import hf_tensors, is_left_out, is_router, joined_parts
+from swa_jax.checkpoint.tensor_names import constants_of, hf_tensors, is_left_out, is_router, joined_parts
 from swa_jax.checkpoint.text_part import text_tensors
 from swa_jax.errors import CheckpointError
 from swa_jax.families import hf_pattern, model_config
@@ -272,7 +272,9 @@ def _check_tensors(
     found: dict[str, StoredTensor], config: ModelConfig, quantised: Collection[str] = ()
 ) -> dict[str, StoredTensor]:
     """The tensors to read, after comparing what was found with what the configuration asks for."""
-    expected = hf_tensors(config, routers=any(map(is_router, found)))
+    expected = hf_tensors(config, routers=any(map(is_router, found))) | dict.fromkeys(
+        constants_of(config), ()
+    )
     tensors = {name: tensor for name, tensor in found.items() if not is_left_out(name)}
     if config.tie_word_embeddings and HEAD in tensors:
         _check_tied(tensors)
@@ -300,7 +302,21 @@ def _check_tensors(
                 f"tensor '{name}' in {tensor.file.name} has shape {list(tensor.shape)}, config.json asks for "
                 f"{list(expected[name])}"
             )
-    return tensors
+    return _without_constants(tensors, config)
+
+
+def _without_constants(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
+    """The tensors less the numbers that the decoder knows, which must be those that are stored."""
+    known = constants_of(config)
+    with TensorReader() as reader:
+        for name, value in known.items():
+            stored, tensor = reader.whole(tensors[name]), tensors[name]
+            if stored != np.asarray(value, DTYPES[tensor.dtype]):
+                raise CheckpointError(
+                    f"tensor '{name}' in {tensor.file.name} is {float(stored):g}; supported: {value:g}, as in all "
+                    f"{config.model_type} models"
+                )
+    return {name: tensor for name, tensor in tensors.items() if name not in known}
 
 
 def _nearest_tensor(name: str, expected: list[str]) -> str:

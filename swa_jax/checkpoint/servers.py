@@ -121,6 +121,7 @@ _VLLM = {
     # With `layer_types` this class expects learned sink logits unless it is told that there are none.
     "granite": _native("GraniteForCausalLM", alone=True, keys={"attention_sinks": False}),
     "granite_swa": _native("GraniteForCausalLM"),
+    "apertus": _native("ApertusForCausalLM", alone=True),
     "gpt_oss": _native("GptOssForCausalLM", Reads.EVEN),
     # Whether these have a window in every layer where `sliding_window` says so was not found out.
     "qwen3_moe": _native("Qwen3MoeForCausalLM", Reads.NEVER),
@@ -171,6 +172,7 @@ SERVERS: dict[str, Server] = {
             "exaone4": _SGLANG_BY_TRANSFORMERS,
             "olmo2": _native("Olmo2ForCausalLM", Reads.NEVER),
             "starcoder2": _native("Starcoder2ForCausalLM", Reads.NEVER),
+            "apertus": _native("ApertusForCausalLM", Reads.NEVER),
             "gpt_oss": _native("GptOssForCausalLM"),
         }
         | dict.fromkeys(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swa_jax.families import joined_tensors, renamed_tensors
+from swa_jax.families import constant_tensors, joined_tensors, renamed_tensors
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import Parameter, parameters
 
@@ -117,7 +117,17 @@ def hf_tensors(config: ModelConfig, *, routers: bool = False) -> dict[str, tuple
             found[tensor.name] = tensor.shape
         elif name not in found:
             found[name] = joined_shape(joined[name])
-    return found
+    return found | dict.fromkeys(constants_of(config), ())
+
+
+def constants_of(config: ModelConfig) -> dict[str, float]:
+    """The numbers of a Hugging Face checkpoint that no training changes, by the names of their tensors."""
+    layers = range(config.num_hidden_layers)
+    return {
+        name.format(layer=layer): value
+        for name, value in constant_tensors(config).items()
+        for layer in layers
+    }
 
 
 def cut_tensors(
@@ -138,11 +148,17 @@ def join_tensors(
     names: Sequence[str],
     joined: Mapping[str, Sequence[TensorName]],
     read: Callable[[list[str]], Iterable[tuple[str, np.ndarray]]],
+    constants: Mapping[str, np.ndarray],
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of the named tensors of a Hugging Face checkpoint, in that order; `read` reads our folder's."""
+    """(name, array) of the named tensors of a Hugging Face checkpoint, in that order; `read` reads our folder's, which
+    lacks the `constants`."""
     parts = {name: [part.name for part in joined.get(name, ())] or [name] for name in names}
+    parts |= {name: [] for name in constants}
     arrays = (array for _, array in read([part for name in names for part in parts[name]]))
     for name in names:
+        if name in constants:
+            yield name, constants[name]
+            continue
         found = [next(arrays) for _ in parts[name]]
         yield name, np.concatenate(found).reshape(joined_shape(joined[name])) if name in joined else found[0]
 

@@ -13,6 +13,7 @@ from typing import Any
 from swa_jax.errors import ConfigError
 from swa_jax.families import (
     afmoe,
+    apertus,
     cohere,
     cohere2,
     cohere2_moe,
@@ -53,8 +54,8 @@ from swa_jax.settings import nearest
 # Where several families can express a model under a pattern, the first is written; our own is the last resort.
 _MODULES = (
     llama, mistral, ministral, qwen2, qwen3, olmo2, smollm3, olmo3, gemma2, gemma3, granite, granite_swa, phi3, cohere,
-    cohere2, cwm, exaone4, seed_oss, vaultgemma, ministral3, starcoder2, qwen3_moe, mixtral, gpt_oss, mellum, afmoe,
-    exaone_moe, cohere2_moe, swat,
+    cohere2, cwm, exaone4, seed_oss, vaultgemma, ministral3, starcoder2, apertus, qwen3_moe, mixtral, gpt_oss, mellum,
+    afmoe, exaone_moe, cohere2_moe, swat,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _OURS = swat.FAMILY
@@ -100,6 +101,11 @@ def renamed_tensors(config: ModelConfig) -> Mapping[str, str]:
 def joined_tensors(config: ModelConfig) -> Mapping[str, tuple[str, ...]]:
     """{tensor: the parameters that it holds} where the family's checkpoints join several (`Family.joined`)."""
     return FAMILIES[config.model_type].joined if config.model_type in FAMILIES else {}
+
+
+def constant_tensors(config: ModelConfig) -> Mapping[str, float]:
+    """{tensor: its number} that are the same in all models of the family (`Family.constants`)."""
+    return FAMILIES[config.model_type].constants if config.model_type in FAMILIES else {}
 
 
 def _family(hf: Mapping[str, Any]) -> Family:

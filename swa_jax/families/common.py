@@ -83,6 +83,7 @@ class Family:
         for the number of a layer.
       joined: {tensor of Hugging Face's checkpoints: the parameters that it holds, one below the other}, such as
         {"...qkv_proj.weight": ("layers.attention.q_proj.kernel", ...)}. Import cuts it into theirs, export joins them.
+      constants: {tensor of Hugging Face's checkpoints: its number}: tensors without axes, the same in all models.
     """
 
     model_type: str
@@ -94,6 +95,7 @@ class Family:
     peculiarity: str = ""
     tensor_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 # ---- reading ----
@@ -167,6 +169,7 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
 
 def write_dense(config: ModelConfig, **keys: Any) -> dict[str, Any]:
     """The keys that most families write, and `keys` beside them."""
-    activation = next(name for name, ours in _ACTIVATIONS.items() if ours == config.hidden_act)
+    names = (name for name, ours in _ACTIVATIONS.items() if ours == config.hidden_act)
+    activation = next(names, config.hidden_act)
     hf: dict[str, Any] = {"model_type": config.model_type, "hidden_act": activation}
     return hf | {key: getattr(config, key) for key in FIELDS} | keys | rope_keys(config)

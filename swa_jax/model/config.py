@@ -14,6 +14,7 @@ from swa_jax.settings import nearest
 RopeKind = Literal["global", "local", "none"]
 ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 MlpKind = Literal["dense", "sparse"]
+XIELU_SLOPE, XIELU_BETA = 0.8, 0.5  # of "xielu": the slopes where training begins, and what stays
 
 # What a trained model may have: beyond it, numbers overflow, or a factor does nothing or everything.
 _BOUNDS = {
@@ -122,7 +123,8 @@ class ModelConfig:
       attention_softcap, logit_softcap: c in c * tanh(x / c), on attention logits and on the output logits (Gemma 2).
       embedding_multiplier, residual_multiplier, logit_multiplier: factors on the embeddings, on what attention and MLP
         add to the residual stream, and on the output logits before their softcap (Granite, Gemma, Cohere).
-      gated_mlp: MLPs compute down(hidden_act(gate) * up), or without a gate down(hidden_act(up)) (StarCoder2).
+      gated_mlp: MLPs compute down(hidden_act(gate) * up), or without a gate down(hidden_act(up)) (StarCoder2). "xielu",
+        whose shape each layer learns, is for the second (Apertus).
       sink_logits: each head has a learned logit that enters the denominator of its softmax only (gpt-oss).
       attention_gate, attention_gate_act: what a head says is multiplied with a function of a projection of attention's
         input: one number a head, or one a channel (AFMoE). "none": it is not.
@@ -163,7 +165,7 @@ class ModelConfig:
     attention_bias: bool = False  # on q, k, v
     attention_out_bias: bool = False  # on o (Llama's attention_bias sets both)
     mlp_bias: bool = False
-    hidden_act: Literal["silu", "gelu_tanh"] = "silu"
+    hidden_act: Literal["silu", "gelu_tanh", "xielu"] = "silu"
     gated_mlp: bool = True
     norm_type: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
@@ -244,6 +246,8 @@ class ModelConfig:
             raise ConfigError(
                 "sink_logits enter the denominator of a softmax: set attention_activation to softmax"
             )
+        if self.hidden_act == "xielu" and (self.gated_mlp or self.num_experts):
+            raise ConfigError("hidden_act 'xielu' is for dense MLPs without a gate: set gated_mlp to false")
         self._check_experts()
 
     def _check_rope(self) -> None:

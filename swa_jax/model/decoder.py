@@ -487,11 +487,9 @@ class Decoder(nnx.Module):
         that RoPE goes by (`rope_frequencies`), which is T where it is not given."""
         cos = sin = scale = None
         if self.config.uses_rope:
-            turned = positions
-            if turned is None and segment_ids is not None:
-                turned = segment_positions(segment_ids)
-            if turned is None:
-                turned = jnp.arange(tokens.shape[1])[None]
+            rows = jnp.arange(tokens.shape[1])[None]
+            counted = rows if segment_ids is None else segment_positions(segment_ids)
+            turned = counted if positions is None else positions
             tables = rope_tables(self.config, turned, rope_length or tokens.shape[1])
             # Without the barrier, XLA makes them again in every layer of a loop.
             cos, sin = jax.lax.optimization_barrier(tables)

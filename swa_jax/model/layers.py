@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from swa_jax.model.config import ModelConfig, RopeScaling
+from swa_jax.model.config import XIELU_BETA, ModelConfig, RopeScaling
 from swa_jax.model.parameters import declared
 
 
@@ -50,6 +50,27 @@ class Norm(nnx.Module):
         return normed.astype(x.dtype) * scale.astype(x.dtype)
 
 
+class XIELU(nnx.Module):
+    """A parabola above 0, an exponential below, of slopes that are learned (arXiv:2411.13010), in f32."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+        rows = declared(config)
+
+        def first(name: str) -> nnx.Param:
+            row = rows[f"layers.mlp.act.{name}"]
+            return nnx.Param(row.init(jax.random.key(0), row.shape, dtype))  # the same for every key
+
+        self.alpha_p, self.alpha_n = first("alpha_p"), first("alpha_n")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        above = jax.nn.softplus(self.alpha_p[...].astype(jnp.float32)) * wide * wide
+        slope = XIELU_BETA + jax.nn.softplus(self.alpha_n[...].astype(jnp.float32))
+        negative = jnp.where(wide > 0, 0, wide)
+        below = slope * (jnp.expm1(negative) - negative)
+        return (jnp.where(wide > 0, above, below) + XIELU_BETA * wide).astype(x.dtype)
+
+
 class MLP(nnx.Module):
     """`down(act(gate(x)) * up(x))`, x [B, T, d]: SwiGLU with "silu", GeGLU with "gelu_tanh"; or `down(act(up(x)))`."""
 
@@ -58,12 +79,17 @@ class MLP(nnx.Module):
         self.config = config
         if config.gated_mlp:
             self.gate_proj = linear(f"{path}.gate_proj", config, dtype, rngs)
+        if config.hidden_act == "xielu":
+            self.act = XIELU(config, dtype)
         self.up_proj = linear(f"{path}.up_proj", config, dtype, rngs)
         self.down_proj = linear(f"{path}.down_proj", config, dtype, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if not self.config.gated_mlp:
-            return self.down_proj(_act(self.up_proj(x), self.config))
+            up = self.up_proj(x)
+            return self.down_proj(
+                self.act(up) if self.config.hidden_act == "xielu" else _act(up, self.config)
+            )
         return self.down_proj(activated(self.gate_proj(x), self.up_proj(x), self.config))
 
 

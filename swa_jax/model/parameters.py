@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.nn.initializers import Initializer
 
-from swa_jax.model.config import ModelConfig
+from swa_jax.model.config import XIELU_BETA, XIELU_SLOPE, ModelConfig
 from swa_jax.model.draws import normal
 
 ROUTERS = frozenset(("router", "expert_router"))  # modules whose parameters are f32 in a model of any dtype
@@ -166,7 +166,12 @@ def _attention(config: ModelConfig, routed: bool) -> list[Parameter]:
 
 
 def _mlp(config: ModelConfig) -> list[Parameter]:
-    return _mlp_at("mlp", "mlp", config.intermediate_size, config)
+    rows = _mlp_at("mlp", "mlp", config.intermediate_size, config)
+    if config.hidden_act == "xielu":
+        for name, first in (("alpha_p", XIELU_SLOPE), ("alpha_n", XIELU_SLOPE - XIELU_BETA)):
+            draw = nnx.initializers.constant(math.log(math.expm1(first)))
+            rows.append(Parameter(("mlp", "act", name), (1,), (None,), draw, f"mlp.act_fn.{name}"))
+    return rows
 
 
 def _mlp_at(path: str, hf_name: str, f: int, config: ModelConfig) -> list[Parameter]:

@@ -79,6 +79,7 @@ def vllm(hf):
         "Starcoder2ForCausalLM": _by_layer_types,
         "VaultGemmaForCausalLM": _by_layer_types,
         "GraniteSWAForCausalLM": _by_layer_types,
+        "ApertusForCausalLM": _by_layer_types,
     }[architecture](hf)
     if architecture == "GraniteForCausalLM" and hf.get("layer_types") is not None:
         assert hf.get("attention_sinks") is False, "the class would want sink logits"
@@ -108,6 +109,7 @@ def sglang(hf):
         "Phi3ForCausalLM": _full,
         "CohereForCausalLM": _full,
         "Starcoder2ForCausalLM": _full,
+        "ApertusForCausalLM": _full,
         "Olmo2ForCausalLM": lambda hf: _by_layer_types(hf) if "sliding_window" in hf else _full(hf),
         "Gemma2ForCausalLM": lambda hf: _even(hf) if hf.get("sliding_window") else _full(hf),
         "Gemma3ForCausalLM": _by_layer_types,

@@ -1,7 +1,8 @@
-"""Granite-SWA, CWM, Seed-OSS, VaultGemma, Ministral 3 and StarCoder2: what is particular to each in `config.json`."""
+"""What is particular to Granite-SWA, CWM, Seed-OSS, VaultGemma, Ministral 3, StarCoder2 and Apertus."""
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from swa_jax.checkpoint.tensor_names import hf_tensors
 from swa_jax.errors import ConfigError
 from swa_jax.families import apply_pattern, hf_config, hf_pattern, model_config
 from swa_jax.model.config import RopeScaling
-from swa_jax.model.layers import query_scale
+from swa_jax.model.layers import XIELU, query_scale
 
 
 def test_cwm_scales_its_rope_unless_config_json_says_how():
@@ -152,3 +153,40 @@ def test_starcoder2_has_biases_everywhere_or_in_its_norms_alone():
     hf, notice = apply_pattern(hf_config(config), pattern_of("wFw"))
     assert hf_pattern(hf) == pattern_of("FFF")
     assert "StarCoder2's LayerNorms" in notice
+
+
+def test_apertus_has_an_activation_of_its_own_in_each_layer():
+    config = config_of("apertus")
+    assert (config.hidden_act, config.gated_mlp, config.qk_norm, config.rope_theta) == (
+        "xielu",
+        False,
+        True,
+        12e6,
+    )
+    of_layer = {name.split(".", 3)[3] for name in hf_tensors(config) if name.startswith("model.layers.0.mlp")}
+    assert of_layer == {
+        f"mlp.{name}" for name in ("up_proj.weight", "down_proj.weight", "act_fn.alpha_p", "act_fn.alpha_n")
+    }
+    assert config_of("apertus", hidden_act="silu").hidden_act == "silu"
+    with pytest.raises(ConfigError, match="hidden_act 'xielu' is not supported"):
+        config_of("llama", hidden_act="xielu")
+    with pytest.raises(ConfigError, match="'xielu' is for dense MLPs without a gate: set gated_mlp to false"):
+        dataclasses.replace(config, gated_mlp=True)
+    hf, notice = apply_pattern(hf_config(config), pattern_of("wFw"))
+    assert (hf["model_type"], hf_pattern(hf)) == ("apertus", pattern_of("FFF"))
+    assert "Apertus's activation" in notice
+    assert hf_config(dataclasses.replace(config, model_type="llama"))["model_type"] == "swat"
+
+
+def test_xielu_is_that_of_the_paper():
+    """Equation 12 of arXiv:2411.13010 in f64, and its derivative, which is continuous at 0."""
+    act = XIELU(config_of("apertus"), jnp.float32)
+    act.alpha_p[...], act.alpha_n[...] = jnp.array([0.3]), jnp.array([-0.2])
+    x = np.linspace(-6, 6, 41)
+    p, n = np.log1p(np.exp(0.3)), 0.5 + np.log1p(np.exp(-0.2))
+    expected = np.where(x > 0, p * x * x, n * (np.expm1(np.minimum(x, 0)) - x)) + 0.5 * x
+    slope = np.where(x > 0, 2 * p * x, n * np.expm1(np.minimum(x, 0))) + 0.5
+    np.testing.assert_allclose(act(jnp.asarray(x, jnp.float32)), expected, rtol=1e-5, atol=2e-6)
+    grads = jax.vmap(jax.grad(lambda x: act(x[None])[0]))(jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(grads, slope, rtol=1e-5, atol=2e-6)
+    assert act(jnp.ones(3, jnp.bfloat16)).dtype == jnp.bfloat16
