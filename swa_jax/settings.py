@@ -19,11 +19,17 @@ import yaml
 
 from swa_jax.errors import ConfigError
 
+SHOWN, LONGEST = 30, 80  # of what is known, in a sentence: how many names, and how much of each
+
 
 def nearest(word: str, choices: Sequence[str]) -> str:
     """A ready clause such as "; did you mean 'seed'?", or the list of choices when none is near."""
-    close = difflib.get_close_matches(word, choices, n=1)
-    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(sorted(choices))}"
+    close = difflib.get_close_matches(word[:LONGEST], choices, n=1)
+    if close:
+        return f"; did you mean '{close[0]:.{LONGEST}}'?"
+    some = [choice[:LONGEST] for choice in sorted(choices)[:SHOWN]]
+    more = f" and {len(choices) - SHOWN} more" if len(choices) > SHOWN else ""
+    return f"; known: {', '.join(some)}{more}"
 
 
 def from_dict[T](cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
@@ -34,7 +40,7 @@ def from_dict[T](cls: type[T], data: Mapping[str, Any], path: str = "") -> T:
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     for key in data:
         if key not in fields:
-            raise ConfigError(f"unknown key '{_join(path, key)}'{nearest(str(key), list(fields))}")
+            raise ConfigError(f"unknown key '{_join(path, key):.{LONGEST}}'{nearest(str(key), list(fields))}")
     missing = [
         name
         for name, f in fields.items()
@@ -174,14 +180,20 @@ def _where(error: yaml.YAMLError) -> str:
 def _apply_override(data: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override '{override}' must have the form a.b=value")
+        raise ConfigError(f"override '{override:.{LONGEST}}' must have the form a.b=value")
     node: Any = data
     *parents, last = key.split(".")
     for parent in parents:
         node = node[_list_index(node, parent, key)] if isinstance(node, list) else node.setdefault(parent, {})
         if not isinstance(node, dict | list):
-            raise ConfigError(f"override '{override}': '{parent}' is a value, not a group of keys")
-    value = _read_yaml(text[1:]) if text.startswith("@") else parse_yaml(text, f"override '{override:.80}'")
+            raise ConfigError(
+                f"override '{override:.{LONGEST}}': '{parent:.{LONGEST}}' is a value, not a group of keys"
+            )
+    value = (
+        _read_yaml(text[1:])
+        if text.startswith("@")
+        else parse_yaml(text, f"override '{override:.{LONGEST}}'")
+    )
     if isinstance(node, list):
         node[_list_index(node, last, key)] = value
     else:
@@ -190,7 +202,9 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
 
 def _list_index(items: list[Any], text: str, key: str) -> int:
     if not text.isdigit() or int(text) >= len(items):
-        raise ConfigError(f"override '{key}': '{text}' is no index into a list of {len(items)}")
+        raise ConfigError(
+            f"override '{key:.{LONGEST}}': '{text:.{LONGEST}}' is no index into a list of {len(items)}"
+        )
     return int(text)
 
 

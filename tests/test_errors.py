@@ -189,7 +189,7 @@ def _interrupted(folder):
     ("read", "words"),
     [
         (_tokenizer_folder, "tokenizer_config.json is not valid JSON: "),
-        (_records, "v2.json is not JSON or JSON lines: "),
+        (_records, "v2.json.* is not UTF-8: "),
         (_prompts, "prompts.json must hold a JSON object"),
         (_interrupted, "unfinished.json is not valid JSON: "),
     ],

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from swa_jax.errors import ConfigError
-from swa_jax.files import parse_json_value, sum_of_json, write_text
+from swa_jax.files import parse_json, parse_json_value, sum_of_json, write_text
 
 FORMS = 'a text, {"prompt": text} or {"messages": [...]}'
 
@@ -48,7 +49,7 @@ def _prompt(line: str, where: str) -> Prompt:
     try:
         value = parse_json_value(line.encode(), where)
     except ConfigError as error:
-        raise ConfigError(f"{error}; {FORMS} is expected, got {line:.60}") from None
+        raise ConfigError(f"{error}; {FORMS} is expected, got {line[:60]!r}") from None
     if isinstance(value, str):
         return Prompt(value, None)
     if isinstance(value, dict):
@@ -57,7 +58,7 @@ def _prompt(line: str, where: str) -> Prompt:
             return Prompt(text, None, value)
         if isinstance(messages, list) and messages and text is None:
             return Prompt(None, messages, value)
-    raise ConfigError(f"{where} is not a prompt: {FORMS} is expected, got {line:.60}")
+    raise ConfigError(f"{where} is not a prompt: {FORMS} is expected, got {line[:60]!r}")
 
 
 class ReplyFile:
@@ -94,8 +95,10 @@ class ReplyFile:
                 "or give --out another name"
             )
         for line in lines[1:]:
-            reply = json.loads(line)
-            self.replies[reply["prompt"], reply["sample"]] = reply
+            with contextlib.suppress(ConfigError, KeyError):  # what is damaged is drawn again
+                reply = parse_json(line.encode(), self._log)
+                if all(isinstance(reply[key], int) for key in ("prompt", "sample")):
+                    self.replies[reply["prompt"], reply["sample"]] = reply
 
     def add(self, reply: dict[str, Any]) -> None:
         """One reply; `prompt` and `sample` are its numbers."""

@@ -7,7 +7,6 @@ the wordings of the others below are ours, unless the user names a file with ano
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate import longbench_metrics as metrics
 from swa_jax.evaluate import numbers
-from swa_jax.files import read_json
+from swa_jax.files import parse_json_value, read_json
 from swa_jax.settings import nearest
 
 Score = Callable[[str, str], float]  # answer, reference
@@ -269,14 +268,12 @@ def _files(path: Path) -> list[Path]:
 
 def _records(file: Path) -> list[dict[str, Any]]:
     """The records of a file that is one JSON list, or has one JSON object a line."""
-    try:
-        text = file.read_text(encoding="utf-8")
-        if text.lstrip().startswith("["):
-            records = json.loads(text)
-        else:
-            records = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not JSON or JSON lines: {error}") from None
+    data = file.read_bytes()
+    if data.lstrip().startswith(b"["):
+        records = parse_json_value(data, file)
+    else:
+        lines = enumerate(data.split(b"\n"), 1)
+        records = [parse_json_value(line, f"{file}, line {number}") for number, line in lines if line.strip()]
     if not records or not all(isinstance(record, dict) for record in records):
         raise ConfigError(f"{file} must hold JSON objects, one a line or in a list, and at least one")
     return records

@@ -11,7 +11,6 @@ in the order of the file. A depth can be asked for: the place of the first docum
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.ruler_prompts import Hay, Room, placed
+from swa_jax.files import parse_json_value
 
 TASK_TEMPLATE = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
@@ -148,7 +148,7 @@ def _others(rng: np.random.Generator, asked: Asked, documents: Sequence[str]) ->
 
 def _read(file: Path, form: str, parse: Callable[[Any], tuple[list[Asked], list[str]]]) -> QuestionFile:
     try:
-        questions, documents = parse(json.loads(file.read_text(encoding="utf-8")))
+        questions, documents = parse(parse_json_value(file.read_bytes(), file))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):

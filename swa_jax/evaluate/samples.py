@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from swa_jax.evaluate.examples import Example
-from swa_jax.files import sum_of_json
+from swa_jax.files import parse_json, sum_of_json
 
 
 class Samples:
@@ -32,7 +32,7 @@ class Samples:
             return
         for line in file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
             try:
-                record = json.loads(line)
+                record = parse_json(line.encode(), file)
                 self._known.setdefault(record["batch"], {})[record["row"]] = record
             except (ValueError, TypeError, KeyError):
                 continue

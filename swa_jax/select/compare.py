@@ -22,7 +22,7 @@ from swa_jax.errors import ConfigError
 from swa_jax.estimates import accuracy_interval, paired_score
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
-from swa_jax.files import write_json
+from swa_jax.files import read_json, write_json
 from swa_jax.model.cache import cache_bytes
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL
@@ -158,7 +158,7 @@ class _Results:
         self.file, self.comparison = file, comparison
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._rows = [dict(row) for row in json.loads(file.read_text())["rows"]] if file.exists() else []
+            self._rows = [dict(row) for row in read_json(file)["rows"]] if file.exists() else []
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{file} holds no results of `compare`: name another --out") from None
 

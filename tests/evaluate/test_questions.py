@@ -181,7 +181,7 @@ def test_files_that_do_not_fit_say_where(files) -> None:
     with pytest.raises(ConfigError, match=r"musique.jsonl, record 0 has no field 'context'"):
         longbench(bench / "musique.jsonl", prompts)
     (files / "v2.json").write_text("{broken")
-    with pytest.raises(ConfigError, match="is not JSON or JSON lines"):
+    with pytest.raises(ConfigError, match="line 1 is not valid JSON"):
         longbench_v2(files / "v2.json")
     (files / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"has no \.jsonl files"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,7 +30,7 @@ from swa_jax.cli.options import (
     with_patterns,
 )
 from swa_jax.errors import ConfigError
-from swa_jax.files import write_json
+from swa_jax.files import read_json, write_json
 
 if TYPE_CHECKING:
     from swa_jax.data.tokenizer import Tokenizer
@@ -199,10 +198,10 @@ def _read(file: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        results = json.loads(file.read_text())
-    except ValueError:
-        results = None
-    if not isinstance(results, dict) or "settings" not in results:
+        results = read_json(file)
+    except ConfigError:
+        results = {}
+    if not isinstance(results.get("settings"), dict):
         raise ConfigError(
             f"{file.parent} has results already: name another folder with --out, or move it away"
         )
