@@ -1,10 +1,13 @@
 """Write tests/golden/text_losses.json: what transformers and lm-evaluation-harness say of a text under real models.
 
     python -m venv /tmp/oracle && /tmp/oracle/bin/pip install torch transformers gguf lm-eval
-    /tmp/oracle/bin/python scripts/make_text_losses.py gemma3-270m=FILE.gguf smollm2=FILE.gguf
+    swa-jax import FILE.gguf FOLDER
+    /tmp/oracle/bin/python scripts/make_text_losses.py NAME FILE.gguf FOLDER
 
-For each model the mean loss of LICENSE, cut into sequences that begin with the tokenizer's start token where its own
-post-processor puts one, and the harness's rolling log-likelihoods of that file's first paragraphs.
+The name is smollm2 or gemma3-270m. The tokenizer is that of FOLDER, as transformers reads it: from SmolLM2's GGUF
+file itself it makes another one, which does not part digits. Kept are the mean loss of LICENSE, cut into sequences that
+begin with the tokenizer's start token where its own post-processor puts one, and the harness's rolling log-likelihoods
+of that file's first paragraphs.
 """
 
 import argparse
@@ -17,6 +20,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).parents[1]
+OUT = ROOT / "tests" / "golden" / "text_losses.json"
 LENGTHS = (256, 512)
 PARAGRAPHS = 6
 
@@ -50,21 +54,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="+", metavar="NAME=FILE.gguf")
+    parser.add_argument("name")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("folder", type=Path)
+    asked = parser.parse_args()
     text = (ROOT / "LICENSE").read_text()
     paragraphs = [part.strip() for part in text.split("\n\n") if part.strip()][:PARAGRAPHS]
-    found = {}
-    for one in parser.parse_args().models:
-        name, _, file = one.partition("=")
-        folder, gguf = Path(file).parent, Path(file).name
-        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=torch.float32).eval()
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
-        found[name] = {
-            "text": [text_loss(model, tokenizer, text, length) for length in LENGTHS],
-            "rolling": rolling(model, tokenizer, paragraphs),
-        }
-        print(name, found[name])
-    (ROOT / "tests" / "golden" / "text_losses.json").write_text(json.dumps(found, indent=1) + "\n")
+    model = AutoModelForCausalLM.from_pretrained(
+        asked.file.parent, gguf_file=asked.file.name, dtype=torch.float32
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(asked.folder)
+    found = json.loads(OUT.read_text()) if OUT.exists() else {}
+    found[asked.name] = {
+        "text": [text_loss(model, tokenizer, text, length) for length in LENGTHS],
+        "rolling": rolling(model, tokenizer, paragraphs),
+    }
+    OUT.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

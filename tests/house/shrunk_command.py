@@ -78,6 +78,7 @@ ADDED = {
     "swa-jax compile configs/bosch/qwen3-8b.yaml": ["pattern=window"],
     "swa-jax evaluate ruler": ["--lengths", "1152"],  # the last one counts: room for the lists of words
     # A few prompts of a model that was made in one step tell nothing.
+    "swa-jax adapt": ["--force"],
     "swa-jax compare": ["--force"],
     "swa-jax select nll": ["--force"],
     "swa-jax select bosch": ["--force"],
