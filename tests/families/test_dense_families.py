@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from small_configs import config_of, pattern_of
 
-from swa_jax.checkpoint.tensor_names import hf_tensors
+from swa_jax.checkpoint.tensor_names import expected_tensors, hf_tensors
 from swa_jax.errors import ConfigError
 from swa_jax.families import apply_pattern, hf_config, hf_pattern, model_config
 from swa_jax.model.config import RopeScaling
@@ -164,9 +164,10 @@ def test_apertus_has_an_activation_of_its_own_in_each_layer():
         12e6,
     )
     of_layer = {name.split(".", 3)[3] for name in hf_tensors(config) if name.startswith("model.layers.0.mlp")}
-    assert of_layer == {
-        f"mlp.{name}" for name in ("up_proj.weight", "down_proj.weight", "act_fn.alpha_p", "act_fn.alpha_n")
-    }
+    known = ("act_fn.beta", "act_fn.eps")  # the same in all models
+    learned = ("up_proj.weight", "down_proj.weight", "act_fn.alpha_p", "act_fn.alpha_n")
+    assert of_layer == {f"mlp.{name}" for name in (*learned, *known)}
+    assert not [name for name in expected_tensors(config) if name.endswith(known)]
     assert config_of("apertus", hidden_act="silu").hidden_act == "silu"
     with pytest.raises(ConfigError, match="hidden_act 'xielu' is not supported"):
         config_of("llama", hidden_act="xielu")
