@@ -89,7 +89,7 @@ def test_what_is_worse_is_said_first(job):
     assert "On this device the adapted model is not faster" in page
     assert "such requests" not in page
     assert "It was fine-tuned by LoRA for 7 steps." in page
-    assert ">25 %</td>" in page  # with plain windows
+    assert "With the chosen window in every layer, 25 % are right." in page
 
 
 @pytest.mark.parametrize(
