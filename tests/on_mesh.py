@@ -30,7 +30,7 @@ from swa_jax.model.mesh_attention import attention_on_mesh
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sequence_order import in_row_order, zigzag
 from swa_jax.model.sharding import MeshConfig, Partition, ShardingRules, make_mesh
-from swa_jax.select import nll_deltas
+from swa_jax.select import LayerScorer, nll_deltas
 from swa_jax.settings import from_dict
 from swa_jax.train.config import TrainConfig
 from swa_jax.train.loop import place_batch, random_model
@@ -419,11 +419,15 @@ def check_selection() -> None:
     options = {"sliding_window": 6, "num_sink_tokens": 1, "toggles_at_once": 2}
     plain = nll_deltas(model, examples, sliding_window=6, num_sink_tokens=1, reuse=False)
     assert (np.abs(plain.deltas[:-1]).max(0) > 1e-3).all()
+    named = LayerScorer(model, examples, sliding_window=6, num_sink_tokens=1).gradient([1])
+    assert (np.abs(named[[0, 2]]) > 1e-4).all()
     for name in ("8x1x1x1", "1x8x1x1", "2x2x1x2", "1x2x2x2"):
         partition = Partition(make_mesh(MESHES[name]))
         got = nll_deltas(model, examples, partition=partition, **options)
         np.testing.assert_allclose(got.deltas, plain.deltas, rtol=0, atol=1e-6, err_msg=name)
         assert (got.deltas[-1] == 0).all(), name
+        gradient = LayerScorer(model, examples, partition=partition, **options).gradient([1])
+        np.testing.assert_allclose(gradient, named, rtol=1e-3, atol=1e-5, err_msg=name)
         print(name, "ok", flush=True)
 
 
