@@ -159,7 +159,7 @@ CASES = {
 }
 NOPE_IN_FULL_LAYERS = ("cohere2", "exaone4", "afmoe", "exaone_moe", "cohere2_moe")
 # Transformers 4 never knew these.
-ONE_SPELLING = ("mellum", "afmoe", "exaone_moe", "cohere2_moe", "granite_swa", "ministral3")
+ONE_SPELLING = ("mellum", "afmoe", "exaone_moe", "cohere2_moe", "granite_swa", "ministral3", "granitemoe_swa")
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16, intermediate_size=32)
 # Mixtures of experts, whose seeds count from 100.
 SPARSE_CASES = {
@@ -301,6 +301,22 @@ NAMED_CASES = {
     ),
     "starcoder2-window": dict(model_type="starcoder2", sliding_window=WINDOW),
     "apertus-full": dict(model_type="apertus", **WIDE_HEADS, rope_parameters=LLAMA3_ROPE),
+    # Layers with RoPE of either theta, and one with none; a shared expert.
+    "granitemoe-swa-hybrid": dict(
+        model_type="granitemoe_swa",
+        **WIDE_HEADS,
+        **HYBRID,
+        intermediate_size=16,
+        shared_intermediate_size=24,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        layer_types=mixed_layers(0, 4),
+        layer_rope_theta=[1e4, 100.0, 0, 1e4, 100.0],
+        embedding_multiplier=3.0,
+        attention_multiplier=0.3,
+        residual_multiplier=0.6,
+        logits_scaling=2.5,
+    ),
 }
 ALL_CASES = CASES | SPARSE_CASES | NAMED_CASES
 SEEDS = {

@@ -25,6 +25,7 @@ from swa_jax.families import (
     gpt_oss,
     granite,
     granite_swa,
+    granitemoe_swa,
     llama,
     mellum,
     ministral,
@@ -55,7 +56,7 @@ from swa_jax.settings import nearest
 _MODULES = (
     llama, mistral, ministral, qwen2, qwen3, olmo2, smollm3, olmo3, gemma2, gemma3, granite, granite_swa, phi3, cohere,
     cohere2, cwm, exaone4, seed_oss, vaultgemma, ministral3, starcoder2, apertus, qwen3_moe, mixtral, gpt_oss, mellum,
-    afmoe, exaone_moe, cohere2_moe, swat,
+    afmoe, exaone_moe, cohere2_moe, granitemoe_swa, swat,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _OURS = swat.FAMILY

@@ -117,3 +117,26 @@ def test_adapters_of_joined_tensors_are_one(model, tmp_path, targets, rs_lora):
         np.testing.assert_allclose(change, after - before, atol=1e-5)
         assert np.abs(change).max() > 0.1
     assert not [name for name in tensors if ".layers.1." in name]
+
+
+def test_the_experts_of_a_layer_in_one_tensor_are_cut_and_joined(tmp_path):
+    source = GOLDEN / "granitemoe-swa-hybrid"
+    stored = load_file(source / "model.safetensors")
+    checkpoint = import_model(source, tmp_path / "checkpoint")
+    experts = swa_jax.load_model(checkpoint).layers.experts
+    name = "model.layers.2.block_sparse_moe.experts.{}"
+    gate, up = np.split(stored[name.format("gate_up_proj")], 2, axis=1)  # [E, f, d]
+    np.testing.assert_array_equal(np.swapaxes(experts.gate_proj.kernel[...][2], 1, 2), gate)
+    np.testing.assert_array_equal(np.swapaxes(experts.up_proj.kernel[...][2], 1, 2), up)
+    down = stored[name.format("down_proj")]
+    np.testing.assert_array_equal(np.swapaxes(experts.down_proj.kernel[...][2], 1, 2), down)
+    exported = export_model(checkpoint, tmp_path / "exported", canary=False)
+    again = load_file(exported / "model.safetensors")
+    assert again.keys() == stored.keys()
+    for tensor, values in stored.items():
+        np.testing.assert_array_equal(again[tensor], values, tensor)
+    save_file({**stored, name.format("down_proj"): down[:4]}, exported / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"down_proj' in model.safetensors has shape \[4, 36, 16\].* \[5, 36, 16\]"
+    ):
+        import_model(exported, tmp_path / "misshapen")

@@ -141,6 +141,19 @@ def test_cohere2_moe_turns_its_dense_layers():
     assert config.norm_topk_prob is False
 
 
+def test_granite_moe_swa_has_experts_everywhere_and_perhaps_a_shared_one():
+    config = config_of("granitemoe_swa", shared_intermediate_size=20, layer_rope_theta=[1e4, 0, 500.0])
+    assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size) == (8, 2, 32)
+    assert (config.shared_expert_intermediate_size, config.norm_topk_prob, config.sink_logits) == (
+        20,
+        True,
+        True,
+    )
+    assert (config.rope_layers, config.local_rope_theta) == (("global", "none", "local"), 500.0)
+    pattern = hf_pattern({"model_type": "granitemoe_swa", **SIZES})
+    assert (pattern.layer_types, pattern.sliding_window) == ((FULL, WINDOW, WINDOW), 128)
+
+
 @pytest.mark.parametrize(
     ("family", "keys", "sentence"),
     [
@@ -173,6 +186,7 @@ def test_routing_that_cannot_be(family, keys, sentence):
 NEW = {
     "afmoe": {"route_scale": 1.5, "num_dense_layers": 1, "global_attn_every_n_layers": 2},
     "exaone_moe": {"n_group": 2, "topk_group": 2, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    "granitemoe_swa": {"shared_intermediate_size": 20, "layer_rope_theta": [1e4, 0, 500.0]},
     "cohere2_moe": {"num_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window_pattern": 2},
 }
 
