@@ -54,6 +54,14 @@ def write_json(file: str | Path, data: Any, indent: int = 2) -> None:
     write_text(file, json.dumps(data, indent=indent) + "\n")
 
 
+def read_utf8(file: Path) -> str:
+    """The text of a file. Raises `ConfigError` where it is not UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8: {error.reason} (byte {error.start + 1})") from None
+
+
 def read_json(file: Path, error: type[UserError] = ConfigError) -> dict[str, Any]:
     """The JSON object that a file holds.
 

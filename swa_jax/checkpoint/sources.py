@@ -166,8 +166,8 @@ def open_source(source: str | Path) -> ModelFolder:
     if scheme in SCHEMES and scheme != "hf":
         return _bucket_folder(scheme, text)
     raise CheckpointError(
-        f"{source} is no folder; give a folder with config.json, a hub id such as 'Qwen/Qwen3-0.6B', or a folder in a "
-        "bucket such as gs://bucket/model"
+        f"{source} is no folder; give a folder with config.json, a hub id such as 'Qwen/Qwen3-0.6B', a GGUF file, or "
+        "a folder in a bucket such as gs://bucket/model"
     )
 
 

@@ -18,7 +18,7 @@ from swa_jax.data.prompt_file import Prompt
 from swa_jax.data.special_tokens import SETTINGS, named_tokens, read_beside
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import ConfigError
-from swa_jax.files import parse_json
+from swa_jax.files import parse_json, read_utf8
 
 TEMPLATE_FILE = "chat_template.jinja"
 SECONDS, MEMORY = 10.0, 1 << 30  # what one rendering may take: processor time, and bytes of its process
@@ -148,10 +148,7 @@ def load_chat_template(folder: str | Path) -> ChatTemplate | None:
     where = config_file
     if template_file.is_file():
         where = template_file
-        try:
-            source = template_file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{where} is not UTF-8: {error.reason} (byte {error.start + 1})") from None
+        source = read_utf8(template_file)
     if source is None:
         return None
     named = source if isinstance(source, list) else [{"name": "default", "template": source}]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from swa_jax.errors import ConfigError
-from swa_jax.files import parse_json, parse_json_value, sum_of_json, write_text
+from swa_jax.files import parse_json, parse_json_value, read_utf8, sum_of_json, write_text
 
 FORMS = 'a text, {"prompt": text} or {"messages": [...]}'
 
@@ -29,11 +29,9 @@ def read_prompts(file: Path) -> list[Prompt]:
       ConfigError: the file cannot be read, a line has another form (its number is named), or there is no prompt.
     """
     try:
-        lines = file.read_text(encoding="utf-8").split(
-            "\n"
-        )  # JSON may hold other line separators as they are
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the prompts in {file} cannot be read: {error}") from None
+        lines = read_utf8(file).split("\n")  # JSON may hold other line separators as they are
+    except OSError as error:
+        raise ConfigError(f"the prompts in {file} cannot be read: {error.strerror}") from None
     plain = file.suffix == ".txt"
     prompts = [
         Prompt(line, None) if plain else _prompt(line, f"{file}, line {number}")

@@ -291,8 +291,15 @@ def test_prompts_from_a_file(tmp_path):
     file.write_text("\n")
     with pytest.raises(ConfigError, match="has no prompts"):
         read_prompts(file)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(
+        ConfigError, match=r"the prompts in .*none.jsonl cannot be read: No such file or directory$"
+    ):
         read_prompts(tmp_path / "none.jsonl")
+    with pytest.raises(ConfigError, match=r"the prompts in .* cannot be read: Is a directory$"):
+        read_prompts(tmp_path)
+    file.write_bytes(b'"a"\n\xff')
+    with pytest.raises(ConfigError, match=r"prompts.jsonl is not UTF-8: invalid start byte \(byte 5\)$"):
+        read_prompts(file)
 
 
 def test_replies_go_on_after_any_cut(tmp_path):
@@ -317,6 +324,20 @@ def test_replies_go_on_after_any_cut(tmp_path):
             file.finish()
         assert out.read_text() == expected
         assert not out.with_name(out.name + ".unfinished").exists()
+    first, second, *others = whole.split(b"\n")
+    for damage in (
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"prompt": "0", "sample": 0}',
+        b"[" * 9999,
+        b"\xff",
+        second + second,
+    ):
+        out = tmp_path / f"damaged{len(damage)}{damage[:1].hex()}.jsonl"
+        out.with_name(out.name + ".unfinished").write_bytes(b"\n".join([first, damage, *others]))
+        with ReplyFile(out, settings) as file:
+            assert len(file.replies) == 3
     with pytest.raises(ConfigError, match=r"all.jsonl is there already"):
         ReplyFile(tmp_path / "all.jsonl", settings)
     (tmp_path / "other.jsonl.unfinished").write_bytes(whole)
