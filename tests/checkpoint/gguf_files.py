@@ -16,9 +16,17 @@ from safetensors.numpy import load_file
 ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "ministral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2",
     "gemma3_text": "gemma3", "cohere": "command-r", "gpt_oss": "gpt-oss", "exaone_moe": "exaone-moe",
-    "granite_swa": "granite-swa", "ministral3": "mistral3",
+    "granite_swa": "granite-swa", "granitemoe_swa": "granite-swa", "ministral3": "mistral3",
     "cohere2_moe": "cohere2moe",
 }  # fmt: skip
+# What llama.cpp keeps joined, and the package's table has no names for.
+GRANITE_EXPERTS = {
+    "experts.gate_up_proj": "ffn_gate_up_exps",
+    "experts.down_proj": "ffn_down_exps",
+    "shared_mlp.input_linear.weight": "ffn_up_shexp",
+    "shared_mlp.output_linear.weight": "ffn_down_shexp",
+    "router.weight": "ffn_gate_inp",
+}
 PERMUTED = ("llama", "granite", "granite-swa", "mistral3", "smollm3")
 WINDOWED = (
     "olmo2",
@@ -133,6 +141,7 @@ def write_hyperparameters(writer: gguf.GGUFWriter, hf: dict, architecture: str) 
         ("num_experts", writer.add_expert_count),
         ("num_experts_per_tok", writer.add_expert_used_count),
         ("num_shared_experts", writer.add_expert_shared_count),
+        ("shared_intermediate_size", writer.add_expert_shared_feed_forward_length),
         ("n_group", writer.add_expert_group_count),
         ("topk_group", writer.add_expert_group_used_count),
         ("route_scale", writer.add_expert_weights_scale),
@@ -149,7 +158,7 @@ def write_hyperparameters(writer: gguf.GGUFWriter, hf: dict, architecture: str) 
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType[hf["expert_selection_fn"].upper()])
     if "gemma" in architecture:  # which no released model needs: the scale follows from the shape
         writer.add_attention_scale(hf["query_pre_attn_scalar"] ** -0.5)
-    if "num_experts_per_tok" in hf and hf["model_type"] != "mixtral":
+    if "num_experts_per_tok" in hf and hf["model_type"] not in ("mixtral", "granitemoe_swa"):
         writer.add_expert_feed_forward_length(hf.get("moe_intermediate_size", hf["intermediate_size"]))
     if architecture in WINDOWED and hf.get("sliding_window"):
         writer.add_sliding_window(hf["sliding_window"])
@@ -218,6 +227,12 @@ def gguf_tensors(hf: dict, tensors: dict[str, np.ndarray], architecture: str) ->
 
     for name, array in _stacked(tensors).items():
         stem, _, suffix = name.rpartition(".")
+        if architecture == "granite-swa":
+            for end, joined in GRANITE_EXPERTS.items():
+                if name.endswith(end):
+                    out[f"blk.{name.split('.')[2]}.{joined}.weight"] = array
+            if name.endswith(tuple(GRANITE_EXPERTS)):
+                continue
         if name.endswith("sinks"):
             stem, suffix = name, "weight"
         if name.endswith(("expert_bias", "e_score_correction_bias")):

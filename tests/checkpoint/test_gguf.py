@@ -55,6 +55,7 @@ CASES: dict[str, dict] = {
     "exaone-moe-hybrid": {},
     "cohere2-moe-hybrid": {},
     "granite-swa-hybrid": {"layer_rope_theta": [10000.0, 10000.0, 0, 10000.0, 0]},
+    "granitemoe-swa-hybrid": {"layer_rope_theta": [10000.0, 10000.0, 0, 10000.0, 0]},
     "ministral3-window": {"sliding_window": None},
     "seed-oss-full": {},
     "starcoder2-window": {"sliding_window": None},

@@ -121,6 +121,7 @@ WHOLE = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_count": "num_shared_experts",
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
 }
@@ -169,7 +170,8 @@ def _granite_swa(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
         )
     theta = metadata.number("rope.freq_base") or DEFAULT_THETA
     thetas = [theta if one else 0 for one in rotated.tolist()[: metadata.layers]]
-    return {**_granite(metadata, hf), "layer_rope_theta": thetas}
+    experts = _all_experts(metadata, hf) if "num_experts" in hf else {}
+    return {**_granite(metadata, hf), **experts, "layer_rope_theta": thetas}
 
 
 def _seed_oss(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
@@ -270,7 +272,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma2": Architecture("gemma2", period=2, more=_gemma(46)),
     "gemma3": Architecture("gemma3_text", period=6, more=_gemma(62)),
     "granite": Architecture("granite", permuted=True, more=_granite),
-    "granite-swa": Architecture("granite_swa", period=4, full_first=True, permuted=True, more=_granite_swa),
+    "granite-swa": Architecture(
+        lambda it: "granitemoe_swa" if it.whole("expert_count", 0) else "granite_swa",
+        period=4,
+        full_first=True,
+        permuted=True,
+        more=_granite_swa,
+    ),
     "mistral3": Architecture(_mistral3, permuted=True, more=_mixtral_or_llama),
     "seed_oss": Architecture("seed_oss", more=_seed_oss),
     "starcoder2": Architecture("starcoder2", more=_starcoder2),

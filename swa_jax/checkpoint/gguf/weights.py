@@ -55,6 +55,7 @@ JOINED: tuple[tuple[T, tuple[str, ...]], ...] = (
     (T.ATTN_QKV, ("attention.q_proj", "attention.k_proj", "attention.v_proj")),
     (T.FFN_UP, ("mlp.gate_proj", "mlp.up_proj")),
     (T.FFN_GATE_UP_EXP, ("experts.gate_proj", "experts.up_proj")),
+    (T.FFN_UP_SHEXP, ("experts.shared_expert.gate_proj", "experts.shared_expert.up_proj")),
 )
 PERMUTED = ("attention.q_proj", "attention.k_proj")
 EXACT = {  # the narrowest dtype of ours that has every value of a type
