@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,11 +21,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swa_jax.adapt.source import BUNDLED
 from swa_jax.adapt.tasks import HOPS, RIVALS
 from swa_jax.checkpoint.folder import load_model
-from swa_jax.checkpoint.hf_import import import_model
-from swa_jax.data.chat import Wrap, chat_wrap, load_chat_template
+from swa_jax.checkpoint.named import model_folder
+from swa_jax.data.chat import Wrap, find_wrap
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.errors import UserError
 from swa_jax.estimates import paired_bootstrap
@@ -62,7 +60,7 @@ def draw(name: str, folder: Path, tokenizer: Tokenizer, length: int, count: int,
             chain_examples(tokenizer, cell, num_examples=count, gap=length // 8, seed=seed) for cell in cells
         ]
         return [one for group in zip(*each, strict=True) for one in group]
-    wrap = chat_wrap(folder, None) if load_chat_template(folder) else Wrap()
+    wrap = find_wrap(folder, None) or Wrap()
     return needle_examples(tokenizer, length=length, num_examples=count, wrap=wrap, seed=seed)
 
 
@@ -73,8 +71,8 @@ def compare(
     window: int,
     budgets: Sequence[int],
     sinks: Sequence[int],
-) -> list[str]:
-    """The rows of the table."""
+) -> None:
+    """Print the rows of the table."""
 
     def losses(layers: Sequence[int], num_sink_tokens: int) -> np.ndarray:
         pattern = AttentionPattern.from_full_layers(
@@ -82,7 +80,6 @@ def compare(
         )
         return answer_nll(model.with_pattern(pattern), others, full_attention_decode=False)
 
-    rows: list[str] = []
     found: dict[int, list[int]] = {}
     for num_sink_tokens in sinks:
 
@@ -104,7 +101,6 @@ def compare(
                 which = ", ".join(map(str, sorted(layers[:budget])))
                 figures = f"{loss.mean():.3f} | {more.mean:+.3f}{interval} | {took}"
                 row = f"| {num_sink_tokens} | {name} | {which} | {figures} |"
-                rows.append(row)
                 print(row, flush=True)
 
         for scheme in SCHEMES:
@@ -122,12 +118,11 @@ def compare(
             report(scheme.name, layers, time.process_time() - begin)
         if num_sink_tokens != sinks[0]:
             report("every layer, chosen without sink tokens", found[sinks[0]], None)
-    return rows
 
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", help="a checkpoint folder, chains or recall")
+    parser.add_argument("model", help="its name, as everywhere")
     parser.add_argument("--window", type=int, required=True)
     parser.add_argument("--length", type=int, required=True, help="tokens of a prompt with its answer")
     parser.add_argument("--budgets", default="2,4", help="full layers")
@@ -138,18 +133,15 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--others", type=int, default=32, help="to measure on")
     options = parser.parse_args(arguments)
     budgets, sinks = ([int(n) for n in text.split(",")] for text in (options.budgets, options.sink_tokens))
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(options.model)
-        if options.model in BUNDLED:
-            folder = import_model(Path(str(BUNDLED[options.model])), Path(made) / "model")
-        model, tokenizer = load_model(folder, dtype="float32"), load_tokenizer(folder)
-        choosing, others = (
-            draw(options.model, folder, tokenizer, options.length, count, seed)
-            for seed, count in enumerate((options.prompts, options.others))
-        )
-        print("| sink tokens | scheme | full layers | loss | more than by every layer | processor time |")
-        print("|---|---|---|---|---|---|")
-        compare(model, choosing, others, options.window, budgets, sinks)
+    folder = model_folder(options.model)
+    model, tokenizer = load_model(folder, dtype="float32"), load_tokenizer(folder)
+    choosing, others = (
+        draw(options.model, folder, tokenizer, options.length, count, seed)
+        for seed, count in enumerate((options.prompts, options.others))
+    )
+    print("| sink tokens | scheme | full layers | loss | more than by every layer | processor time |")
+    print("|---|---|---|---|---|---|")
+    compare(model, choosing, others, options.window, budgets, sinks)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ ADDED = {
     "python scripts/compare_training.py swat-longer": ["--tiny", "--arms", "sliding 32, Muon"],
     "python scripts/compare_swaa.py": ["--tiny", "--cells", "2"],
     "python scripts/compare_peers.py": ["--calls", "1"],
+    "python scripts/compare_searches.py": ["--prompts", "1", "--others", "2", "--budgets", "1"],
     "python scripts/plant_faults.py": ["--list"],  # hours
     "python scripts/train_chains.py": ["--steps", "1"],
     "python scripts/compare_windows.py": ["--seeds", "0", "--arms", "window 4", "--minutes", "0.01"],
