@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from command_line import run
 from process_groups import ends, free_port, running
 
 # A worker that joins as the real one does, without JAX, and then does as it is told.
@@ -284,3 +285,20 @@ def test_what_jax_may_say_of_a_process_that_is_gone():
     while_saving = ValueError("cannot save")
     while_saving.__context__ = gone
     assert [_may_follow(error) for error in (gone, while_saving, own)] == [True, True, False]
+
+
+def test_the_command_starts_a_guard_and_the_guard_the_command(monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr("swa_jax.train.processes.guard", lambda *given: started.append(given) or 7)
+    place = ("--processes", 2, "--process-id", 1, "--coordinator", "here:1", "--timeout", 20)
+    run("train", tmp_path / "run.yaml", "seed=3", *place, status=7)
+    ((found, command, timeout),) = started
+    assert (found.process, found.processes, found.coordinator, timeout) == (1, 2, "here:1", 20)
+    assert command[1:] == [
+        "-m",
+        "swa_jax.cli",
+        "train",
+        str(tmp_path / "run.yaml"),
+        "seed=3",
+        *map(str, place),
+    ]
