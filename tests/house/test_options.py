@@ -102,6 +102,17 @@ def not_given(tree: ast.AST, signatures: dict[str, list[Signature]]) -> set[tupl
     return found
 
 
+def not_used(tree: ast.AST) -> set[tuple[str, str]]:
+    """(function, name) of each name that a `with` binds, such as the count of what is done, and nothing reads."""
+    found = set()
+    for node in functions(tree):
+        names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+        read = {n.id for n in names if isinstance(n.ctx, ast.Load)}
+        bound = {item.optional_vars for n in ast.walk(node) if isinstance(n, ast.With) for item in n.items}
+        found |= {(node.name, n.id) for n in names if n in bound and n.id not in read}
+    return found
+
+
 def functions(tree: ast.AST) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
 
@@ -138,6 +149,11 @@ def test_every_option_is_given_on():
     lost = {one for one in found if one[1:] not in ANOTHER}
     assert lost - DECIDED == set(), "give it on, or list it above"
     assert DECIDED - lost == ANOTHER - {one[1:] for one in found} == set(), "these are given on"
+
+
+def test_what_a_with_binds_is_used():
+    assert set().union(*map(not_used, trees())) == set()
+    assert not_used(ast.parse("def f(x):\n with x as a, x as b, x:\n  print(b)")) == {("f", "a")}
 
 
 @pytest.mark.parametrize(
