@@ -12,6 +12,7 @@ from pallas_kernels.bench import FUNCTIONS, Executions
 from swa_jax.bench import cycles
 from swa_jax.bench.bundles import Block, Code, read_code, sort_blocks, split_blocks
 from swa_jax.bench.cycles import COUNTED, SIMULATED, Op, combine, count_cycles
+from swa_jax.chips import TARGETS
 from swa_jax.cli.main import app
 from swa_jax.errors import ConfigError
 from swa_jax.report.bench_tables import cycles_table
@@ -122,6 +123,7 @@ def compiler(monkeypatch):
         flags_seen = []
 
         def compile_(function, chip, settings, flags):
+            assert chip in TARGETS
             flags_seen.append(flags)
             folder = Path(flags.split("=")[1].split(" ")[0])
             program = {
