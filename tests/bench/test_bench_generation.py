@@ -39,6 +39,7 @@ def test_memory_is_the_formula_and_rounds_take_turns(monkeypatch):
 
 
 def test_on_the_command_line(monkeypatch, tmp_path):
+    monkeypatch.setattr("swa_jax.cli.bench.find_model", lambda name: name)
     monkeypatch.setattr("swa_jax.cli.bench.load_checkpoint", lambda *_: (planted_model(), None))
     options = ("x", "--length", 40, "--new-tokens", 2, "--rounds", 1, "--ratio", 0, "--ratio", 0.75)
     output = run("bench", "generation", *options, "--window", 8, "--out", tmp_path / "new" / "g.json")
