@@ -14,9 +14,11 @@ import swa_jax.train.step as step_module
 from pallas_kernels.spec import NEVER
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.model.loss import next_token_targets
+from swa_jax.model.sharding import MeshConfig, Partition, make_mesh
 from swa_jax.settings import from_dict, to_dict
 from swa_jax.train import stage_data
 from swa_jax.train.config import TrainConfig
+from swa_jax.train.loop import place_batch
 from swa_jax.train.objectives import totals_of
 from swa_jax.train.step import _gradients, init_state, make_loss, make_step, make_validation_loss
 
@@ -150,3 +152,10 @@ def test_a_finished_stage_is_not_opened_again(monkeypatch, byte_tokenizer, done,
     settings = {"output": "-", "tokenizer": str(byte_tokenizer), "init_from": "-", "stages": [stage, stage]}
     config = from_dict(TrainConfig, settings)
     assert set(stage_data.open_stages(config, load_tokenizer(byte_tokenizer), None)) == opened
+
+
+def test_a_batch_on_a_mesh_of_one_device_is_the_batch():
+    batch = {"tokens": np.arange(24).reshape(4, 6), "full_from": np.arange(4)}
+    placed = place_batch(batch, Partition(make_mesh(MeshConfig())), 4)
+    for name, x in batch.items():
+        np.testing.assert_array_equal(placed[name], x)
