@@ -159,7 +159,16 @@ CASES = {
 }
 NOPE_IN_FULL_LAYERS = ("cohere2", "exaone4", "afmoe", "exaone_moe", "cohere2_moe")
 # Transformers 4 never knew these.
-ONE_SPELLING = ("mellum", "afmoe", "exaone_moe", "cohere2_moe", "granite_swa", "ministral3", "granitemoe_swa")
+ONE_SPELLING = (
+    "mellum",
+    "afmoe",
+    "exaone_moe",
+    "cohere2_moe",
+    "granite_swa",
+    "ministral3",
+    "granitemoe_swa",
+    "gemma4_text",
+)
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16, intermediate_size=32)
 # Mixtures of experts, whose seeds count from 100.
 SPARSE_CASES = {
@@ -207,6 +216,16 @@ SPARSE_CASES = {
         ),
     ),
 }
+GEMMA4 = dict(
+    model_type="gemma4_text",
+    **WIDE_HEADS,
+    sliding_window=WINDOW,
+    global_head_dim=24,
+    rope_parameters=dict(
+        full_attention=dict(rope_type="proportional", rope_theta=1e4, partial_rotary_factor=0.5),
+        sliding_attention=dict(rope_type="default", rope_theta=100.0),
+    ),
+)
 # Cases whose seed is a sum of their name, so that they may be added in any order.
 NAMED_CASES = {
     "afmoe-hybrid": dict(
@@ -317,6 +336,41 @@ NAMED_CASES = {
         residual_multiplier=0.6,
         logits_scaling=2.5,
     ),
+    # Full layers have heads of another shape, whose keys are their values.
+    "gemma4-31b-hybrid": dict(
+        **GEMMA4,
+        num_hidden_layers=5,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        final_logit_softcapping=5.0,
+        layer_types=mixed_layers(2, 4),
+    ),
+    # Experts beside the MLPs.
+    "gemma4-26b-a4b-hybrid": dict(
+        **GEMMA4,
+        num_hidden_layers=4,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=5,
+        top_k_experts=2,
+        moe_intermediate_size=16,
+        layer_types=mixed_layers(1, 3, layers=4),
+    ),
+    # Layers have inputs of their own; the last four read the keys of the second (windowed) and the third (full).
+    "gemma4-e2b-hybrid": dict(
+        **GEMMA4,
+        num_hidden_layers=7,
+        intermediate_size=48,
+        hidden_size_per_layer_input=10,
+        vocab_size_per_layer_input=VOCAB,
+        num_kv_shared_layers=4,
+        use_double_wide_mlp=True,
+        tie_word_embeddings=False,
+        layer_types=mixed_layers(2, 4, 6, layers=7),
+    ),
 }
 ALL_CASES = CASES | SPARSE_CASES | NAMED_CASES
 SEEDS = {
@@ -325,7 +379,9 @@ SEEDS = {
     **{name: zlib.crc32(name.encode()) for name in NAMED_CASES},
 }
 SHARDED = "qwen3-full"
-GENERATED = ("qwen3-full", "ministral-hybrid", "cohere2-hybrid", "exaone4-hybrid", "gpt-oss-hybrid")
+GENERATED = (
+    "qwen3-full", "ministral-hybrid", "cohere2-hybrid", "exaone4-hybrid", "gpt-oss-hybrid", "gemma4-e2b-hybrid",
+)  # fmt: skip
 
 LONG_ROPE = dict(
     rope_type="longrope",

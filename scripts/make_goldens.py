@@ -58,7 +58,7 @@ def make_model(config, seed: int):
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             noise = torch.randn(tensor.shape, generator=generator)
-            if "norm" in name and name.endswith("weight"):
+            if ("norm" in name or name.endswith("scale")) and name.endswith("weight"):
                 tensor.copy_(1 + 0.2 * noise)
             elif "sinks" in name:
                 tensor.copy_(2 * noise)
@@ -69,6 +69,8 @@ def make_model(config, seed: int):
         for name, tensor in model.named_buffers():
             if "correction_bias" in name:
                 tensor.copy_(0.25 * torch.randn(tensor.shape, generator=generator))
+            elif "layer_scalar" in name:
+                tensor.copy_(0.5 + torch.rand(tensor.shape, generator=generator))
     return model
 
 
@@ -240,8 +242,9 @@ def write_case(folder: Path, name: str, seed: int) -> str:
 
     letters = "".join("w" if kind == "sliding_attention" else "F" for kind in kinds)
     tied = "tied" if config.tie_word_embeddings else "untied"
-    head_dim = model.model.layers[0].self_attn.head_dim
-    heads = f"{config.num_attention_heads}/{config.num_key_value_heads} x {head_dim}"
+    first = model.model.layers[0].self_attn  # in Gemma 4, full layers have other heads
+    kv_heads = config.num_attention_heads // first.num_key_value_groups
+    heads = f"{config.num_attention_heads}/{kv_heads} x {first.head_dim}"
     rope = config.rope_parameters
     by_type = [rope["full_attention"], rope["sliding_attention"]] if by_layer_type(rope) else [rope]
     rope = " / ".join(f"{one['rope_type']}, theta {one['rope_theta']:g}" for one in by_type)

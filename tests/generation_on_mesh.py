@@ -58,9 +58,9 @@ def check(name: str) -> None:
             replies[piece.prompt] += piece.tokens
         assert replies == expected, (name, mesh, "slots")
         # Each device has its share of the caches.
-        cache = engine._cache
-        shares = [leaf.addressable_shards[0].data.nbytes for leaf in (cache.k_whole, cache.k_ring)]
-        assert sum(shares) * count == cache.k_whole.nbytes + cache.k_ring.nbytes, (name, mesh)
+        leaves = jax.tree.leaves(engine._cache.pools)
+        shares = [leaf.addressable_shards[0].data.nbytes for leaf in leaves]
+        assert sum(shares) * count == sum(leaf.nbytes for leaf in leaves), (name, mesh)
     there, partition = on_mesh(MeshConfig(2, 1, 1, 2), model)
     jax.clear_caches()  # the programs of before
     dispatch._BEST["cpu"] = ("tpu",)

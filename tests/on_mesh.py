@@ -293,6 +293,23 @@ MODELS = {
             "partial_rotary_factor": 0.5,
         },
     },
+    # Heads of two shapes, inputs of single layers.
+    "two shapes": {
+        "pattern": "interleave-1-in-2",
+        "model": {
+            "rope_layers": ["local", "global"],
+            "global_head_dim": 16,
+            "qk_norm": True,
+            "v_norm": True,
+            "layer_scalar": True,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 64,
+        },
+    },
+    "shared keys": {
+        "pattern": "interleave-1-in-2",
+        "model": {"num_kv_shared_layers": 1, "use_double_wide_mlp": True},
+    },
     "heads": {
         "pattern": AttentionPattern(
             ("head_hybrid_attention",) * 2, 12, num_sink_tokens=2, full_kv_heads=((0,), (1,))

@@ -99,6 +99,28 @@ FUSED_EXPERTS = dataclasses.replace(
     fused_experts=True,
     swiglu_limit=0.7,
 )
+# Layers whose heads have two shapes, some without a value projection (Gemma 4, 31B).
+TWO_SHAPES = dataclasses.replace(
+    SOFTMAX,
+    attention_bias=False,
+    rope_layers=("local", "global", "local", "global"),
+    rope_scaling=RopeScaling("proportional", 1.0, partial_rotary_factor=0.5),
+    num_global_key_value_heads=1,
+    global_head_dim=12,
+    attention_k_eq_v=True,
+    v_norm=True,
+)
+# The last layers read the keys of others, and every layer an input of its own (Gemma 4, E2B).
+SHARED_KEYS = dataclasses.replace(
+    TWO_SHAPES,
+    num_global_key_value_heads=None,
+    attention_k_eq_v=False,
+    num_kv_shared_layers=2,
+    hidden_size_per_layer_input=6,
+    vocab_size_per_layer_input=61,
+    layer_scalar=True,
+    use_double_wide_mlp=True,
+)
 # Its tokens are bytes: those of conftest's `byte_tokenizer`.
 BYTES = ModelConfig(
     vocab_size=257,
@@ -151,6 +173,11 @@ PATTERNS = {
     "parallel-every-kind": (PARALLEL, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
     "experts": (SHARED_EXPERTS, make("wFSh", ((), (), (), (1,)))),
     "sink-logits-every-kind": (FUSED_EXPERTS, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
+    "two-shapes": (TWO_SHAPES, make("wFwF")),
+    "two-shapes-every-kind": (TWO_SHAPES, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
+    "shared-keys": (SHARED_KEYS, make("wFwF", num_sink_tokens=1)),
+    "shared-keys-every-kind": (SHARED_KEYS, make("hSFh", ((1,), (), (), (0,)))),
+    "shared-keys-heads": (SHARED_KEYS, make("hhhh", ((1,), (), (1,), (0,)), num_sink_tokens=1)),
     "swat": (SIGMOID, make("wwww")),
     "swat-every-kind": (SIGMOID, make("FwhS", ((), (), (0,), ()), num_sink_tokens=2)),
 }

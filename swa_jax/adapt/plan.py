@@ -19,9 +19,10 @@ from swa_jax.adapt.tasks import ROWS_OF_TEXT, Task, num_examples
 from swa_jax.checkpoint.canary import plan_size
 from swa_jax.checkpoint.readings import readings_of
 from swa_jax.model.attention import layer_plan
-from swa_jax.model.config import MlpKind
-from swa_jax.model.decoder import Block, Decoder
+from swa_jax.model.block import Block, Stream
+from swa_jax.model.decoder import Decoder
 from swa_jax.model.flops import attention_flops, matrix_parameters
+from swa_jax.model.layer_stacks import layer_stacks
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.nll import shares
@@ -111,7 +112,7 @@ def _windowed(passes: Work) -> Work:
 
 def _mixed(job: Job, passes: Work) -> Work:
     """The same with as many full layers as the budget leaves."""
-    heads = job.source.config.num_key_value_heads if job.settings.unit == "heads" else 1
+    heads = job.source.config.common_kv_heads if job.settings.unit == "heads" else 1
     share = job.space.most / heads / job.source.config.num_hidden_layers
     return passes._replace(full=passes.full * share, windowed=passes.full * (1 - share))
 
@@ -129,7 +130,7 @@ def _ranked(job: Job, effort: Effort, passes: Work) -> Work:
         return each.times(len(takes)) + Work(programs=4)
     # A gradient goes forward through both kinds of attention, again for the way back, and back through the windows.
     total = (passes.times(2) + windows.times(1.5)).times(len(takes)) + Work(programs=6)
-    every = layers * job.source.config.num_key_value_heads
+    every = layers * job.source.config.most_kv_heads
     for take in takes:
         scored = min(every, (tried or every) + take - 1)
         total += passes.times(scored) if by_heads else windows.times(1 + scored / 2)
@@ -184,16 +185,20 @@ def _canary_operations(job: Job) -> float:
 
 
 def time_layers(job: Job, length: int) -> Clock:
-    """Seconds of an example of so many tokens in a layer of each kind, timed on the device at hand, and of a label."""
+    """Seconds of an example of so many tokens in a layer of each kind, timed on the device at hand, and of a label.
+
+    Where layers differ, it is one of those that are most."""
     config, dtype = job.source.config, jnp.dtype(job.dtype)
     window = min(job.space.start.sliding_window, length)
     pattern = AttentionPattern((WINDOW,) * config.num_hidden_layers, window)
     kinds = (FULL, WINDOW)
     plan = layer_plan(pattern, config, kinds)
-    row = jax.tree.map(lambda x: x[0], plan)
+    like = max(
+        (one for one in layer_stacks(config) if "shared" not in one.name), key=lambda one: len(one.layers)
+    )
+    row = jax.tree.map(lambda x: x[like.layers[0]], plan)
     decoder = nnx.eval_shape(lambda: Decoder(config, pattern, dtype=dtype, rngs=nnx.Rngs(0)))
-    mlp: MlpKind = "sparse" if config.num_experts and "dense" not in config.mlp_layer_types[-1:] else "dense"
-    block = Block(config, False, dtype, mlp=mlp, rngs=nnx.Rngs(0))
+    block = Block(like, False, dtype, num_experts=config.num_experts, rngs=nnx.Rngs(0))
     graph, weights = nnx.split(block)
     rows = min(2, job.settings.batch_size)
     tokens = jnp.zeros((rows, length), jnp.int32)
@@ -202,7 +207,8 @@ def time_layers(job: Job, length: int) -> Clock:
     @jax.jit
     def layer(weights: nnx.State, x: jax.Array, kind: jax.Array) -> jax.Array:
         context = decoder.context(tokens, kinds, jnp.ones_like(tokens))
-        return nnx.merge(graph, weights)(x, row._replace(kind=kind), context)[0]
+        inputs = jnp.zeros((*tokens.shape, config.hidden_size_per_layer_input), dtype)
+        return nnx.merge(graph, weights)(Stream(x), row._replace(kind=kind, inputs=inputs), context)[0].x
 
     full, windowed = (_timed(functools.partial(layer, weights, x, jnp.int32(kind))) / rows for kind in (0, 1))
     matrix = jnp.ones((config.hidden_size, config.vocab_size), dtype)

@@ -137,7 +137,7 @@ def find_space(memory: Memory, budget: float, windows: Sequence[int], unit: Unit
         "num_sink_tokens": (0, *sinks),
         "full_attention_decode": (False, *possible("full_attention_decode", True)),
     }
-    heads = 1 if chosen == BY_HEADS else memory.config.num_key_value_heads
+    heads = 1 if chosen == BY_HEADS else memory.config.most_kv_heads
     return Space(start, values, tuple(left_out), max(fits.values()) // heads)
 
 
@@ -153,8 +153,9 @@ def fitting(
     Raises:
       ConfigError: the server cannot run it, or it is never within the budget.
     """
-    layers, heads = memory.config.num_hidden_layers, memory.config.num_key_value_heads
-    total = layers * heads if point.layout == BY_HEADS else layers
+    layers = memory.config.num_hidden_layers
+    heads = memory.config.common_kv_heads if point.layout == BY_HEADS else 1
+    total = layers * heads
 
     def make(full: int) -> AttentionPattern:
         if point.layout == BY_HEADS:
@@ -181,7 +182,7 @@ def fitting(
 def _full_heads(pattern: AttentionPattern, memory: Memory) -> int:
     """KV heads with full attention; full-attention decode does not count."""
     plain = dataclasses.replace(pattern, full_attention_decode=False)
-    return int(plain.full_cache_heads(memory.config.num_key_value_heads).sum())
+    return int(plain.full_cache_heads(memory.config.most_kv_heads).sum())
 
 
 @dataclasses.dataclass

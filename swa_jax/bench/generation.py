@@ -43,7 +43,7 @@ def measure(
     the arrays of one sequence hold. Keys that end in `_ratio` compare with the first of `ratios`.
     """
     config = model.config
-    shape = (config.num_hidden_layers, config.num_key_value_heads)
+    shape = (config.num_hidden_layers, config.common_kv_heads)
     rng = np.random.default_rng(seed)
     prompts = rng.integers(config.vocab_size, size=(batch_size, length)).tolist()
     batch = prepare(model, prompts, new_tokens)

@@ -51,6 +51,7 @@ from swa_jax.files import (
 from swa_jax.model.attention import Router
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
+from swa_jax.model.layer_stacks import layer_stacks
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.parameters import ROUTERS
 from swa_jax.model.pattern import AttentionPattern
@@ -108,7 +109,7 @@ def save_model(
     else:
         hf = {key: value for key, value in hf_config.items() if key != "torch_dtype"} | {"dtype": dtype}
         _check_same_model(model_config(hf), model.config)
-    routers = hasattr(model.layers.attention, "router")
+    routers = model.routed
     table = tensor_names(model_config(hf), routers=routers)  # the names of the family that is written
     companions = {} if tokenizer_from is None else read_companions(Path(tokenizer_from))
     tensors, read = _unstack(model, table)
@@ -165,14 +166,18 @@ def load_model(
 
 def fresh_routers(config: ModelConfig, seed: int = ROUTER_SEED) -> dict[tuple[str, ...], jax.Array]:
     """Stacked router parameters, f32, by their path in the decoder."""
+    rngs, found = nnx.Rngs(seed), {}
+    for stack in layer_stacks(config):
 
-    @nnx.split_rngs(splits=config.num_hidden_layers)
-    @nnx.vmap(in_axes=(0,), out_axes=0)
-    def stack(rngs: nnx.Rngs) -> Router:
-        return Router(config, rngs)
+        @nnx.split_rngs(splits=len(stack.layers))
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def routers(rngs: nnx.Rngs, like: ModelConfig = stack.config) -> Router:
+            return Router(like, rngs)
 
-    flat = nnx.to_flat_state(nnx.state(stack(nnx.Rngs(seed))))
-    return {("layers", "attention", "router", *_names(path)): variable[...] for path, variable in flat}
+        place = ("layers", *([stack.name] if stack.name else []), "attention", "router")
+        for path, variable in nnx.to_flat_state(nnx.state(routers(rngs))):
+            found[*place, *_names(path)] = variable[...]
+    return found
 
 
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -275,7 +275,7 @@ def _check_tensors(
     expected = hf_tensors(config, routers=any(map(is_router, found))) | dict.fromkeys(
         constants_of(config), ()
     )
-    tensors = {name: tensor for name, tensor in found.items() if not is_left_out(name)}
+    tensors = {name: tensor for name, tensor in found.items() if not is_left_out(name, config)}
     if config.tie_word_embeddings and HEAD in tensors:
         _check_tied(tensors)
         del tensors[HEAD]

@@ -31,6 +31,8 @@ LEFT_OUT: tuple[tuple[str, Any, str], ...] = (
     ("logit_multiplier", 1.0, "output logits without their factor"),
     ("attention_bias", False, "queries, keys and values without their biases"),
     ("qk_norm", False, "queries and keys without their norms"),
+    ("v_norm", False, "values without their norm"),
+    ("layer_scalar", False, "layers' outputs without their stored factor"),
     ("norm_bias", False, "norms without their biases"),
 )
 
@@ -188,7 +190,7 @@ def _rope(right: Reading) -> Iterator[Reading]:
 
     common: RopeKind = "global"
     kinds = config.rope_layers or (common,) * layers
-    if "local" in kinds:
+    if "local" in kinds and not config.heads_differ:  # whose weights fit their own layers alone
         other: dict[str, RopeKind] = {"local": "global", "global": "local", "none": "none"}
         swapped: tuple[RopeKind, ...] = tuple(other[kind] for kind in kinds)
         yield reading("rope swapped", "RoPE by the wrong layer type", rope_layers=swapped)

@@ -93,21 +93,25 @@ def served_bytes(
     Args:
       server: one of `servers.SERVERS`.
       served: what the export says to it; its pattern has full and windowed layers only.
+      config: layers that read the keys of others have no cache; heads of several shapes count as their mean.
       itemsize: bytes of a number in the cache.
       in_flight: tokens of a prompt that are worked on at once; None for the server's own number.
     """
-    windowed = served.pattern.layer_types.count(WINDOW)
-    full, window = config.num_hidden_layers - windowed, served.pattern.sliding_window
-    head_dim = config.head_dim
+    own = [layer for layer, source in enumerate(config.kv_sources) if layer == source]
+    windowed = sum(served.pattern.layer_types[layer] == WINDOW for layer in own)
+    full, window = len(own) - windowed, served.pattern.sliding_window
+    unit = 1
     if blocks := BLOCKS.get(server):
         blocks = blocks if in_flight is None else blocks._replace(in_flight=in_flight)
         entries, _ = grouped_entries(full, windowed, window, length, blocks)
-        head_dim = -(-head_dim // blocks.head_dim_unit) * blocks.head_dim_unit
+        unit = blocks.head_dim_unit
     elif served.runs.frees and full:
         entries = round(length * (full + _SGLANG_RATIO * windowed))
     else:
-        entries = length * config.num_hidden_layers
-    return entries * config.num_key_value_heads * 2 * head_dim * itemsize
+        entries = length * len(own)
+    shapes = [config.head_shapes[layer] for layer in own]
+    numbers = sum(kv_heads * -(-head_dim // unit) * unit for kv_heads, head_dim in shapes)
+    return entries * 2 * numbers * itemsize // len(own)
 
 
 def better_grouping(full: int, windowed: int, window: int, length: int, blocks: Blocks) -> int | None:

@@ -19,10 +19,11 @@ from flax import nnx
 from pallas_kernels import AttentionSpec
 from swa_jax.checkpoint.readings import Reading
 from swa_jax.model.attention import AttentionContext, LayerPlan, cast_parameters, layer_plan, model_spec
+from swa_jax.model.block import Block, Stream
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.decoder import Decoder, scan_layers
+from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, LAYER_TYPES, SWITCH
-from swa_jax.model.layers import query_scale, rope_tables
+from swa_jax.model.layers import RopeTables, query_scale, rope_tables
 from swa_jax.model.pattern import AttentionPattern
 
 
@@ -64,11 +65,11 @@ class Forward:
             queries[i, : len(asked)] = np.array(asked) + before
             targets[i, : len(asked)] = [[*text, 0][t + 1] for t in asked]
         graph, weights = self._weights(reading.config, jnp.dtype(dtype))
-        cos, sin, scale = self._rope(reading, longest, width)
+        rope, scale = self._rope(reading, longest, width)
         plan = layer_plan(reading.pattern, reading.config, self.kinds)
         spec = model_spec(reading.config, reading.pattern)
         log_probs, top = _answers(
-            graph, weights, spec, self.kinds, self.top, plan, cos, sin, scale, tokens, queries, targets
+            graph, weights, spec, self.kinds, self.top, plan, rope, scale, tokens, queries, targets
         )
         answers = Answers(*([np.asarray(row)[: len(asked)] for row, asked in zip(rows, texts.queries, strict=True)]
                             for rows in (log_probs, top)))  # fmt: skip
@@ -78,25 +79,27 @@ class Forward:
     def _weights(self, config: ModelConfig, dtype: jnp.dtype) -> tuple[Any, Any]:
         """The modules that a configuration asks for, and those of the weights that they have."""
         # RoPE comes as data, so models that differ in it are the same program.
+        layers = config.rope_layers if config.heads_differ else ()
         same = dataclasses.replace(
-            config, rope_theta=1e4, rope_scaling=None, rope_layers=(), local_rope_theta=1e4
+            config, rope_theta=1e4, rope_scaling=None, rope_layers=layers, local_rope_theta=1e4
         )
         graph, paths = _structure(same, self.routed, dtype)
         state = nnx.from_flat_state({path: self.weights[path] for path in paths})
         return graph, state if dtype == jnp.float32 else cast_parameters(state, dtype)
 
     @staticmethod
-    def _rope(reading: Reading, longest: int, width: int) -> tuple[Any, Any, Any]:
+    def _rope(reading: Reading, longest: int, width: int) -> tuple[RopeTables, jax.Array | None]:
         """cos and sin of every position, and the factor on queries."""
         if not reading.config.uses_rope:
-            return None, None, None
+            return {}, None
         positions = jnp.arange(width)
         if reading.jump:
             positions = positions + (positions >= longest // 2)
         after = reading.config.long_rope_after
         length = longest if not reading.long_rope or after is None else after + 1
-        cos, sin = rope_tables(reading.config, positions[None], length)
-        return cos, sin, query_scale(reading.config, positions[None])
+        return rope_tables(reading.config, positions[None], length), query_scale(
+            reading.config, positions[None]
+        )
 
 
 @functools.lru_cache(maxsize=64)
@@ -118,8 +121,7 @@ def _answers(
     kinds: tuple[str, ...],
     top: int,
     plan: LayerPlan,
-    cos: jax.Array | None,
-    sin: jax.Array | None,
+    rope: RopeTables,
     scale: jax.Array | None,
     tokens: jax.Array,
     queries: jax.Array,
@@ -127,16 +129,15 @@ def _answers(
 ) -> tuple[jax.Array, jax.Array]:
     """tokens [P, T]; queries, positions in them, and targets, tokens, both [P, Q] -> [P, Q] and [P, Q, top] f32."""
     model = nnx.merge(graph, weights)
-    if cos is not None and sin is not None:
-        cos, sin = (jnp.broadcast_to(t, (t.shape[0], *tokens.shape, t.shape[-1])) for t in (cos, sin))
+    rope = jax.tree.map(lambda t: jnp.broadcast_to(t, (t.shape[0], *tokens.shape, t.shape[-1])), rope)
     if scale is not None:
         scale = jnp.broadcast_to(scale, tokens.shape)
-    context = AttentionContext(spec, kinds, cos, sin, scale)
+    context = AttentionContext(spec, kinds, rope, scale)
 
-    def layer(x: jax.Array, block: Any, plan: LayerPlan) -> tuple[jax.Array, None]:
-        return block(x, plan, context)[0], None
+    def layer(stream: Stream, block: Block, plan: LayerPlan) -> tuple[Stream, None]:
+        return block(stream, plan, context)[0], None
 
-    x, _ = scan_layers(model.layers, layer, model.embed(tokens), plan)
+    stream, _ = model.scan(layer, *model.begin(tokens, plan))
 
     def of_a_text(row: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x, asked, targets = row
@@ -148,7 +149,7 @@ def _answers(
         chosen = jnp.take_along_axis(log_probs, targets[:, None], axis=1)[:, 0]
         return chosen, jax.lax.top_k(log_probs, top)[0]
 
-    return jax.lax.map(of_a_text, (x, queries, targets))
+    return jax.lax.map(of_a_text, (stream.x, queries, targets))
 
 
 def texts_of(tokens: Sequence[Sequence[int]], queries: Sequence[Sequence[int]], front: int = 0) -> Texts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from swa_jax.model.parameters import Parameter, parameters
 # Buffers that old checkpoints stored and that are computed here, and layers for multi-token prediction: Hugging Face's
 # classes leave both out too.
 _LEFT_OUT = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq|mtp\..*")
+_KEYS_OF_A_LAYER = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\..*")
 
 
 class TensorName(NamedTuple):
@@ -49,7 +51,7 @@ def hf_parameters(config: ModelConfig, routers: bool = False) -> list[Parameter]
     """The parameters of a model with the names that its family has for them."""
     renamed = renamed_tensors(config)
     return [
-        dataclasses.replace(row, hf_name=renamed.get(row.name, row.hf_name))
+        dataclasses.replace(row, hf_name=renamed.get(row.role, row.hf_name))
         for row in parameters(config, routers)
     ]
 
@@ -87,10 +89,11 @@ def joined_parts(config: ModelConfig) -> dict[str, list[TensorName]]:
 
     Of experts it joins those of the first expert, then those of the second, and so on.
     """
-    rows = {row.name: row for row in hf_parameters(config)}
+    rows = {(row.role, row.stack): row for row in hf_parameters(config)}
+    stacks = dict.fromkeys(stack for _, stack in rows)
     found = {}
-    for name, parts in joined_tensors(config).items():
-        whole = [rows[part] for part in parts if part in rows]
+    for (name, parts), stack in itertools.product(joined_tensors(config).items(), stacks):
+        whole = [rows[part, stack] for part in parts if (part, stack) in rows]
         layers = whole[0].layers if whole else None
         each = [tensors_of(row) for row in whole]
         for i, layer in enumerate(layers or ()):
@@ -163,9 +166,12 @@ def join_tensors(
         yield name, np.concatenate(found).reshape(joined_shape(joined[name])) if name in joined else found[0]
 
 
-def is_left_out(name: str) -> bool:
-    """Whether a tensor is not read: a rotary buffer of an old checkpoint, or of a layer for multi-token prediction."""
-    return _LEFT_OUT.fullmatch(name) is not None
+def is_left_out(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor is not read: a rotary buffer of an old checkpoint, of a layer for multi-token prediction, or of
+    the keys and values of a layer that reads those of another."""
+    own = _KEYS_OF_A_LAYER.fullmatch(name)
+    read_elsewhere = own is not None and dict(enumerate(config.kv_sources)).get(int(own[1])) != int(own[1])
+    return read_elsewhere or _LEFT_OUT.fullmatch(name) is not None
 
 
 def is_router(name: str) -> bool:

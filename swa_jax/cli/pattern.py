@@ -157,7 +157,7 @@ def diff(
     size, own_window = _size([first, second], layers, model)
     patterns = resolve_patterns([first, second], size, Overrides(), own_window)
     if kv_heads is None and isinstance(size, ModelConfig):
-        kv_heads = size.num_key_value_heads
+        kv_heads = size.common_kv_heads
     kv_heads = _check_heads(patterns, kv_heads)
     masks = [head_mask(pattern, kv_heads) for pattern in patterns]
     difference = compare_masks(masks[0], masks[1])

@@ -278,7 +278,7 @@ def select_nll_heads(
             batch_size=batch_size, seed=examples.seed, data=ranking.said["data"], weights=weights_sum(model),
             evaluations=evaluations or out.with_suffix(".evaluations.json"), progress=progress,
         )  # fmt: skip
-    write_heads(pattern, head_mask(pattern, ranking.decoder.config.num_key_value_heads), out)
+    write_heads(pattern, head_mask(pattern, ranking.decoder.config.common_kv_heads), out)
 
 
 def select_heuristic(
@@ -308,7 +308,7 @@ def select_heuristic(
     config = checkpoint.config
     sinks = checkpoint.pattern.num_sink_tokens if sink_tokens is None else sink_tokens
     ratio = budget.share(config, config.max_position_embeddings, window, sinks)
-    full = heuristic_mask(kind, config.num_hidden_layers, config.num_key_value_heads, ratio, seed)
+    full = heuristic_mask(kind, config.num_hidden_layers, config.common_kv_heads, ratio, seed)
     provenance = {
         "method": kind,
         "ratio": ratio,

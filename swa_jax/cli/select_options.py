@@ -338,7 +338,7 @@ class HeadBudget(Options):
         assert self.kv_budget is not None
         if window is None:
             raise ConfigError("--window is missing: --kv-budget needs to know what a windowed head keeps")
-        layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        layers, heads = config.num_hidden_layers, config.common_kv_heads
         memory = Memory(config, {}, self.serve_length or length)
 
         def make(full: int) -> AttentionPattern:

@@ -22,6 +22,7 @@ from swa_jax.estimates import Estimate, bootstrap
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.samples import NO_SAMPLES, Samples
 from swa_jax.model.attention import LayerPlan, kinds_of, layer_plan
+from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
@@ -95,7 +96,7 @@ def score_answers(
     if pattern.sliding_window is not None and set(kinds) <= {FULL, WINDOW}:
         kinds = (FULL, WINDOW)
     elif SWITCH not in kinds and HYBRID in kinds:
-        pattern, kinds = _by_heads(pattern, model.config.num_key_value_heads), (HYBRID,)
+        pattern, kinds = _by_heads(pattern, model.config), (HYBRID,)
     plan = layer_plan(pattern, model.config, kinds)
     graph, weights = _shared_graph(model, pattern, kinds)
     nll, right = np.empty(len(examples)), np.empty(len(examples), bool)
@@ -125,11 +126,13 @@ def _shared_graph(model: Decoder, pattern: AttentionPattern, kinds: tuple[str, .
     return nnx.split(model if model.pattern == pattern else model.with_pattern(pattern))
 
 
-def _by_heads(pattern: AttentionPattern, num_kv_heads: int) -> AttentionPattern:
+def _by_heads(pattern: AttentionPattern, config: ModelConfig) -> AttentionPattern:
     """The same attention with every layer a per-head hybrid."""
     heads = tuple(
-        tuple(range(num_kv_heads)) if kind == FULL else heads
-        for kind, heads in zip(pattern.layer_types, pattern.full_kv_heads, strict=True)
+        tuple(range(kv_heads)) if kind == FULL else heads
+        for kind, heads, (kv_heads, _) in zip(
+            pattern.layer_types, pattern.full_kv_heads, config.head_shapes, strict=True
+        )
     )
     return dataclasses.replace(pattern, layer_types=(HYBRID,) * pattern.num_layers, full_kv_heads=heads)
 

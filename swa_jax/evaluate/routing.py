@@ -157,8 +157,8 @@ def check_routed(pattern: AttentionPattern) -> None:
 
 def _with_static_layers(gate: np.ndarray, model: Decoder) -> np.ndarray:
     """Gates [N, L, T] with the share of full heads in layers that have no router, where the model's gates are 0."""
-    heads = model.config.num_key_value_heads
-    share = {FULL: lambda layer: 1.0, HYBRID: lambda layer: len(model.pattern.full_kv_heads[layer]) / heads}
+    shapes, heads = model.config.head_shapes, model.pattern.full_kv_heads
+    share = {FULL: lambda layer: 1.0, HYBRID: lambda layer: len(heads[layer]) / shapes[layer][0]}
     static = [
         share.get(kind, lambda layer: 0.0)(layer) for layer, kind in enumerate(model.pattern.layer_types)
     ]

@@ -22,6 +22,7 @@ from swa_jax.families import (
     exaone_moe,
     gemma2,
     gemma3,
+    gemma4,
     gpt_oss,
     granite,
     granite_swa,
@@ -54,9 +55,9 @@ from swa_jax.settings import nearest
 
 # Where several families can express a model under a pattern, the first is written; our own is the last resort.
 _MODULES = (
-    llama, mistral, ministral, qwen2, qwen3, olmo2, smollm3, olmo3, gemma2, gemma3, granite, granite_swa, phi3, cohere,
-    cohere2, cwm, exaone4, seed_oss, vaultgemma, ministral3, starcoder2, apertus, qwen3_moe, mixtral, gpt_oss, mellum,
-    afmoe, exaone_moe, cohere2_moe, granitemoe_swa, swat,
+    llama, mistral, ministral, qwen2, qwen3, olmo2, smollm3, olmo3, gemma2, gemma3, gemma4, granite, granite_swa, phi3,
+    cohere, cohere2, cwm, exaone4, seed_oss, vaultgemma, ministral3, starcoder2, apertus, qwen3_moe, mixtral, gpt_oss,
+    mellum, afmoe, exaone_moe, cohere2_moe, granitemoe_swa, swat,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _OURS = swat.FAMILY

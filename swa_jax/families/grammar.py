@@ -12,9 +12,9 @@ from typing import Any
 from swa_jax.errors import ConfigError
 
 _SWITCHES = (
-    "attention_bias", "attention_out_bias", "is_causal", "mlp_bias", "mup_enabled", "norm_topk_prob",
-    "tie_word_embeddings", "use_bias", "use_bidirectional_attention", "use_cache", "use_mrope", "use_qk_norm",
-    "use_sliding_window",
+    "attention_bias", "attention_k_eq_v", "attention_out_bias", "enable_moe_block", "is_causal", "mlp_bias",
+    "mup_enabled", "norm_topk_prob", "tie_word_embeddings", "use_bias", "use_cache", "use_double_wide_mlp", "use_mrope",
+    "use_qk_norm", "use_sliding_window",
 )  # fmt: skip
 _NUMBERS = (
     "attention_dropout", "attention_multiplier", "attn_logit_softcapping", "embedding_multiplier",

@@ -39,12 +39,14 @@ _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
         "short_factor",
         "long_factor",
     ),
+    "proportional": ("factor", "partial_rotary_factor"),
 }
 _ROPE_REQUIRED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
     "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
 }
 
 
@@ -58,7 +60,7 @@ def read_rope(
     key, rope = rope_mapping(hf)
     theta = rope.get("rope_theta", hf.get("rope_theta"))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if read_partial_rotary(hf) != partial_rotary_factor:
+    if kind != "proportional" and read_partial_rotary(hf) != partial_rotary_factor:
         raise ConfigError(
             f"config.json: partial_rotary_factor is not supported; supported: {partial_rotary_factor}, others in phi3"
         )
@@ -80,7 +82,9 @@ def read_rope(
     for name in _ROPE_REQUIRED[kind]:
         if name not in values:
             raise ConfigError(f"config.json: {key}.{name} is missing; rope_type '{kind}' needs it")
-    if kind != "linear":
+    if kind == "proportional":
+        values.setdefault("factor", 1.0)
+    elif kind != "linear":
         # Some checkpoints keep the pretraining length outside the mapping; it wins there.
         original = hf.get("original_max_position_embeddings")
         if original is None:

@@ -21,8 +21,9 @@ from pallas_kernels.rotary import Rotation, rotate
 from pallas_kernels.spec import Packing, PerHead
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.experts import ExpertLoad
+from swa_jax.model.layer_stacks import rope_groups
 from swa_jax.model.layer_types import FULL, HYBRID, LAYER_TYPES, SWITCH, WINDOW
-from swa_jax.model.layers import Norm, linear, rope_distance
+from swa_jax.model.layers import Norm, RopeTables, linear, rms_normed, rope_distance
 from swa_jax.model.mesh_attention import attention_on_mesh
 from swa_jax.model.parameters import ROUTERS, declared
 from swa_jax.model.pattern import AttentionPattern
@@ -36,8 +37,9 @@ class LayerPlan(NamedTuple):
     """What differs by layer, as data: indices into the kinds and the RoPE tables, and the KV heads that stay full."""
 
     kind: jax.Array  # [L] int32
-    full_heads: jax.Array  # [L, K] bool
-    rope: jax.Array  # [L] int32: index into `ModelConfig.rope_kinds`
+    full_heads: jax.Array  # [L, K] bool, K being the most that a layer has
+    rope: jax.Array  # [L] int32: index into the RoPE tables of the layer's head_dim
+    inputs: jax.Array | None = None  # [L, B, T, P]: see `layer_inputs`; of the tokens, not of the pattern
 
 
 class Routing(NamedTuple):
@@ -56,8 +58,7 @@ class AttentionContext:
 
     spec: AttentionSpec
     kinds: tuple[str, ...]  # the layer types compiled; `LayerPlan.kind` indexes them
-    cos: jax.Array | None  # [R, B, T, D]; `LayerPlan.rope` indexes R
-    sin: jax.Array | None
+    rope: RopeTables  # `LayerPlan.rope` indexes R; empty in a model without RoPE
     query_scale: jax.Array | None = None  # [B, T]: the factor on queries (`layers.query_scale`)
     segment_ids: jax.Array | None = None  # [B, T]
     positions: jax.Array | None = None  # [B, T], only when they are not those of the segments
@@ -79,12 +80,13 @@ def kinds_of(pattern: AttentionPattern) -> tuple[str, ...]:
 
 def layer_plan(pattern: AttentionPattern, config: ModelConfig, kinds: tuple[str, ...]) -> LayerPlan:
     """How each layer attends (the pattern) and is turned (the model), as data that the layers are scanned with."""
-    full_heads = np.zeros((pattern.num_layers, config.num_key_value_heads), bool)
+    full_heads = np.zeros((pattern.num_layers, config.most_kv_heads), bool)
     for layer, heads in enumerate(pattern.full_kv_heads):
         full_heads[layer, list(heads)] = True
     kind = np.array([kinds.index(kind) for kind in pattern.layer_types], np.int32)
-    ropes = config.rope_layers or ("global",) * pattern.num_layers
-    rope = np.array([config.rope_kinds.index(name) for name in ropes], np.int32)
+    tables, sizes = rope_groups(config), (size for _, size in config.head_shapes)
+    layers = zip(config.rope_kinds_by_layer, sizes, strict=True)
+    rope = np.array([tables[size].index(name) for name, size in layers], np.int32)
     return LayerPlan(jnp.asarray(kind), jnp.asarray(full_heads), jnp.asarray(rope))
 
 
@@ -146,15 +148,26 @@ def cast_parameters(params: Any, dtype: jax.typing.DTypeLike) -> Any:
     return jax.tree_util.tree_map_with_path(one, params)
 
 
+# The keys and values [B, T, K, D] of a layer, which later ones may read.
+KeysValues = tuple[jax.Array, jax.Array]
+MadeKeys = tuple[jax.Array | None, jax.Array | None]  # as `Attention.qkv` gives them
+
+
 class Attention(nnx.Module):
+    """The attention of one layer, or of stacked layers that are alike (`layer_stacks`)."""
+
     def __init__(self, config: ModelConfig, routed: bool, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.config = config
+        self.has_keys = not config.num_kv_shared_layers  # else it reads those of another layer
         self.q_proj = linear("layers.attention.q_proj", config, dtype, rngs)
-        self.k_proj = linear("layers.attention.k_proj", config, dtype, rngs)
-        self.v_proj = linear("layers.attention.v_proj", config, dtype, rngs)
+        if self.has_keys:
+            self.k_proj = linear("layers.attention.k_proj", config, dtype, rngs)
+        if self.has_keys and not config.attention_k_eq_v:
+            self.v_proj = linear("layers.attention.v_proj", config, dtype, rngs)
         self.o_proj = linear("layers.attention.o_proj", config, dtype, rngs)
         if config.qk_norm:
             self.q_norm = Norm("layers.attention.q_norm", config, dtype)
+        if config.qk_norm and self.has_keys:
             self.k_norm = Norm("layers.attention.k_norm", config, dtype)
         if config.attention_gate != "none":
             self.g_proj = linear("layers.attention.g_proj", config, dtype, rngs)
@@ -166,38 +179,52 @@ class Attention(nnx.Module):
 
     def qkv(
         self, x: jax.Array, plan: LayerPlan, context: AttentionContext
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [B, T, d] and this layer's row of the plan -> q [B, T, H, D], k and v [B, T, K, D], normed and turned."""
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """x [B, T, d] and this layer's row of the plan -> q [B, T, H, D], k and v [B, T, K, D], normed and turned.
+
+        k and v are None in a layer that reads those of another.
+        """
         q, k, v, rotation = self.unturned(x, plan, context)
         return q if rotation is None else rotate(q, rotation), k, v
 
     def unturned(
         self, x: jax.Array, plan: LayerPlan, context: AttentionContext
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Rotation | None]:
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Rotation | None]:
         """As `qkv`, with queries that are still to be turned by the last result."""
         size = self.config.head_dim
         # Two heads of 64 fill a register's lanes, and go side by side as far as the attention.
         even = self.config.num_attention_heads % 2 == self.config.num_key_value_heads % 2 == 0
         pairs = size == 64 and even and not self.config.qk_norm
         width = 2 * size if pairs else size
-        q, k, v = (p.to_heads(x, width) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q = self.q_proj.to_heads(x, width)
+        k = self.k_proj.to_heads(x, width) if self.has_keys else None
+        v = self.v_proj.to_heads(x, width) if hasattr(self, "v_proj") else k
         rotation = None
         with jax.named_scope(AROUND_ATTENTION):
             if self.config.qk_norm:
-                q, k = self.q_norm(q), self.k_norm(k)
-            if context.cos is not None and context.sin is not None:
-                one = context.cos.shape[0] == 1  # a constant index costs nothing
-                cos, sin = (table[0 if one else plan.rope] for table in (context.cos, context.sin))
+                q = self.q_norm(q)
+            if self.config.qk_norm and k is not None:
+                k = self.k_norm(k)
+            if self.config.v_norm and v is not None:
+                v = rms_normed(v, self.config.rms_norm_eps)
+            if context.rope:
+                tables = context.rope[size]
+                one = tables[0].shape[0] == 1  # a constant index costs nothing
+                cos, sin = (table[0 if one else plan.rope] for table in tables)
                 rotation = Rotation(cos, sin, rope_distance(self.config))
-                k = rotate(k, rotation)
+                k = k if k is None else rotate(k, rotation)
                 if context.query_scale is not None:  # queries that are turned are scaled with it
                     cos, sin = (table * context.query_scale[..., None] for table in (cos, sin))
                     rotation = Rotation(cos, sin, rope_distance(self.config))
                 if pairs:
                     q, rotation = rotate(q, rotation), None
         if pairs:
-            q, k, v = (t.reshape(*t.shape[:2], -1, size) for t in (q, k, v))
+            q, k, v = jax.tree.map(lambda t: t.reshape(*t.shape[:2], -1, size), (q, k, v))
         return q, k, v, rotation
+
+    def own(self, plan: LayerPlan) -> LayerPlan:
+        """The layer's row of a plan, with as many KV heads as it has."""
+        return plan._replace(full_heads=plan.full_heads[..., : self.config.num_key_value_heads], inputs=None)
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         if hasattr(self, "router"):
@@ -220,10 +247,14 @@ class Attention(nnx.Module):
         return self.o_proj.from_heads(mixed)
 
     def __call__(
-        self, x: jax.Array, plan: LayerPlan, context: AttentionContext
-    ) -> tuple[jax.Array, Routing, tuple[jax.Array, jax.Array]]:
-        """x [B, T, d] and this layer's row of the plan -> output [B, T, d], routing [B, T], (k, v) [B, T, K, D]."""
+        self, x: jax.Array, plan: LayerPlan, context: AttentionContext, others: KeysValues | None = None
+    ) -> tuple[jax.Array, Routing, KeysValues]:
+        """x [B, T, d] and this layer's row of the plan -> output [B, T, d], routing [B, T], (k, v) [B, T, K, D].
+
+        `others` are the keys and values that a layer reads that has none of its own.
+        """
         q, k, v, rotation = self.unturned(x, plan, context)
+        k, v = own_or(others, k, v)
         logit, gate = self.route(x)
         heads, packing = self.per_head(), context.packing
         attend = functools.partial(
@@ -238,7 +269,7 @@ class Attention(nnx.Module):
             return attend(context.spec, heads, packing)
 
         def hybrid() -> tuple[jax.Array, jax.Array]:
-            return attend(context.spec, heads._replace(full_heads=plan.full_heads), packing)
+            return attend(context.spec, heads._replace(full_heads=self.own(plan).full_heads), packing)
 
         def switch() -> tuple[jax.Array, jax.Array]:
             return attend(context.spec, heads, packing, gate=gate, inference=context.inference)
@@ -249,6 +280,13 @@ class Attention(nnx.Module):
         routed = _is_kind(plan.kind, context.kinds, SWITCH)
         routing = Routing(logit * routed, gate * routed, disagreement)
         return self.output(mixed, x), routing, (k, v)
+
+
+def own_or(others: KeysValues | None, k: jax.Array | None, v: jax.Array | None) -> KeysValues:
+    """The keys and values of a layer, or those of another where it has none."""
+    found = others if k is None or v is None else (k, v)
+    assert found is not None, "no layer before it has keys"
+    return found
 
 
 def full_spec(spec: AttentionSpec) -> AttentionSpec:

@@ -1,7 +1,8 @@
 """Key/value caches: two pools, whole sequences and rings, indexed by layer and KV head.
 
 A ring keeps the first `num_sink_tokens` positions and the last `window` others; the entry of a position is computed,
-never stored. Entries a (layer, KV head): T_max whole, or min(window + num_sink_tokens, T_max).
+never stored. Entries a (layer, KV head): T_max whole, or min(window + num_sink_tokens, T_max). A layer that reads the
+keys of another has no entries. Layers whose KV heads have another shape (`head_groups`) have two pools of their own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from swa_jax.model.config import ModelConfig
+from swa_jax.model.layer_stacks import HeadGroup, head_groups
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, constrain
 
@@ -21,28 +23,37 @@ POOL = ("kv_heads", "batch", None, None)  # the dimensions of a pool
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class KVCache:
-    """Post-rotary keys and values. `lengths` [B] int32 counts the tokens of each sequence so far."""
+class CachePools:
+    """Post-rotary keys and values of the layers of one `HeadGroup`."""
 
     k_whole: jax.Array  # [whole heads, B, T_max, D]
     v_whole: jax.Array
     k_ring: jax.Array  # [ring heads, B, window + num_sink_tokens, D]
     v_ring: jax.Array
-    lengths: jax.Array  # [B]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """The keys and values of a model: pools for each of its `head_groups`, and how many tokens they hold."""
+
+    pools: tuple[CachePools, ...]
+    lengths: jax.Array  # [B] int32: the tokens of each sequence so far
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, as held in memory."""
-        return self.k_whole.nbytes + self.v_whole.nbytes + self.k_ring.nbytes + self.v_ring.nbytes
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.pools))
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheLayout:
-    """Where each (layer, KV head) lives."""
+    """Where each (layer, KV head) of one `HeadGroup` lives; rows of other layers mean nothing."""
 
+    head_dim: int
     whole: np.ndarray  # [L, K] bool: whole sequence (else ring)
     # [L, K] int32: its row in the whole pool, counted in the shard of its KV head; out of range (writes are dropped)
-    # if in a ring. And the same of the ring pool.
+    # if in a ring. And the same of the ring pool. A layer that reads another's keys has that one's rows.
     whole_slots: np.ndarray
     ring_slots: np.ndarray
     whole_rows: int  # of the pools, in each shard
@@ -55,32 +66,70 @@ class CacheLayout:
     max_length: int  # T_max
     window: int
     num_sink_tokens: int
+    source: int | None = None  # the layer whose keys others read
 
     @property
     def ring_entries(self) -> int:
         return min(self.window + self.num_sink_tokens, self.max_length)
 
 
-def cache_layout(
-    pattern: AttentionPattern, num_kv_heads: int, max_length: int, shards: int = 1
-) -> CacheLayout:
-    """Where the keys of each layer and KV head go, if each cache holds `max_length` tokens.
+def cache_layouts(
+    config: ModelConfig, pattern: AttentionPattern, max_length: int, shards: int = 1
+) -> tuple[CacheLayout, ...]:
+    """For each of the model's `head_groups`, where the keys of its layers go, if each cache holds `max_length` tokens.
 
     `shards` of consecutive KV heads have pools of their own, all of one size, which lie behind each other.
     """
     window = pattern.sliding_window or max_length
-    whole = pattern.full_cache_heads(num_kv_heads)
+    whole = kept_whole(config, pattern)
     if window + pattern.num_sink_tokens >= max_length:
         whole = np.ones_like(whole)  # a ring would never turn
+    return tuple(
+        _layout(config, group, pattern, whole[:, : group.num_key_value_heads], max_length, window, shards)
+        for group in head_groups(config)
+    )
+
+
+def _layout(
+    config: ModelConfig,
+    group: HeadGroup,
+    pattern: AttentionPattern,
+    whole: np.ndarray,
+    max_length: int,
+    window: int,
+    shards: int,
+) -> CacheLayout:
     places = ["whole" if row.all() else "mixed" if row.any() else "ring" for row in whole]
     pairs = list(zip(places, pattern.layer_types, strict=True))
-    modes = tuple(sorted(set(pairs)))
-    mode = np.array([modes.index(pair) for pair in pairs], np.int32)
-    (whole_slots, whole_rows), (ring_slots, ring_rows) = _slots(whole, shards), _slots(~whole, shards)
+    modes = tuple(sorted({pairs[layer] for layer in group.layers}))
+    mode = np.array([modes.index(pair) if pair in modes else 0 for pair in pairs], np.int32)
+    sources = np.array(config.kv_sources)
+    owns = np.isin(np.arange(len(sources)), group.layers) & (sources == np.arange(len(sources)))  # [L]
+    (whole_slots, whole_rows), (ring_slots, ring_rows) = (
+        _slots(member & owns[:, None], shards) for member in (whole, ~whole)
+    )
     return CacheLayout(
-        whole, whole_slots, ring_slots, whole_rows, ring_rows, shards, modes, mode, max_length, window,
-        pattern.num_sink_tokens,
+        group.head_dim, whole, whole_slots[sources], ring_slots[sources], whole_rows, ring_rows, shards, modes, mode,
+        max_length, window, pattern.num_sink_tokens, _source_of_others(config, group),
     )  # fmt: skip
+
+
+def _source_of_others(config: ModelConfig, group: HeadGroup) -> int | None:
+    found = {config.kv_sources[layer] for layer in group.layers if config.kv_sources[layer] != layer}
+    return next(iter(found), None)
+
+
+def kept_whole(config: ModelConfig, pattern: AttentionPattern) -> np.ndarray:
+    """Which (layer, KV head) has the whole sequence in its cache: bool [L, K], K being the most that a layer has.
+
+    What several layers read is whole unless all of them need the same of it; each of them has the row of its source.
+    """
+    needed = pattern.full_cache_heads(config.most_kv_heads)
+    sources = np.array(config.kv_sources)
+    for source in {*config.kv_sources}:
+        readers = needed[sources == source]
+        needed[sources == source] = readers[0] if (readers == readers[0]).all() else True
+    return needed
 
 
 def _slots(member: np.ndarray, shards: int) -> tuple[np.ndarray, int]:
@@ -95,25 +144,22 @@ def _slots(member: np.ndarray, shards: int) -> tuple[np.ndarray, int]:
 
 
 def allocate(
-    layout: CacheLayout,
+    layouts: tuple[CacheLayout, ...],
     batch: int,
-    head_dim: int,
     dtype: jax.typing.DTypeLike,
     partition: Partition | None = None,
 ) -> KVCache:
     """Empty caches of `batch` sequences, on a mesh split by KV heads and by sequences."""
 
-    def pool(rows: int, entries: int) -> jax.Array:
-        zeros = jnp.zeros((layout.shards * rows, batch, entries, head_dim), dtype)
+    def pool(layout: CacheLayout, rows: int, entries: int) -> jax.Array:
+        zeros = jnp.zeros((layout.shards * rows, batch, entries, layout.head_dim), dtype)
         return constrain(zeros, partition, *POOL)
 
-    return KVCache(
-        pool(layout.whole_rows, layout.max_length),
-        pool(layout.whole_rows, layout.max_length),
-        pool(layout.ring_rows, layout.ring_entries),
-        pool(layout.ring_rows, layout.ring_entries),
-        constrain(jnp.zeros(batch, jnp.int32), partition, "batch"),
-    )
+    def pools(layout: CacheLayout) -> CachePools:
+        whole, ring = (layout.whole_rows, layout.max_length), (layout.ring_rows, layout.ring_entries)
+        return CachePools(*(pool(layout, *shape) for shape in (whole, whole, ring, ring)))
+
+    return KVCache(tuple(map(pools, layouts)), constrain(jnp.zeros(batch, jnp.int32), partition, "batch"))
 
 
 def cache_bytes(
@@ -122,8 +168,12 @@ def cache_bytes(
     """Bytes of the cache by the formula: sum over (layer, KV head) of B * entries * 2 * D * itemsize."""
     window = pattern.sliding_window or max_length
     ring = min(window + pattern.num_sink_tokens, max_length)
-    entries = np.where(pattern.full_cache_heads(config.num_key_value_heads), max_length, ring)
-    return int(entries.sum()) * batch * 2 * config.head_dim * itemsize
+    numbers = 0
+    for layer, whole in enumerate(kept_whole(config, pattern)):
+        kv_heads, head_dim = config.head_shapes[layer]
+        if config.kv_sources[layer] == layer:  # a cache of its own
+            numbers += int(np.where(whole[:kv_heads], max_length, ring).sum()) * head_dim
+    return numbers * batch * 2 * itemsize
 
 
 def ring_positions(layout: CacheLayout, lengths: jax.Array) -> jax.Array:

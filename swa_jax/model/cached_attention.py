@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 from pallas_kernels.api import attend, attend_routed
 from pallas_kernels.pools import attend_over_pools, heads_in_one_launch, pools_visited, write_token
 from pallas_kernels.spec import NEVER, Packing, PerHead, Pools
-from swa_jax.model.attention import AttentionContext, LayerPlan, choose, full_spec
-from swa_jax.model.cache import POOL, CacheLayout, KVCache, ring_positions, write_chunk, write_prompt
+from swa_jax.model.attention import AttentionContext, KeysValues, LayerPlan, choose, full_spec, own_or
+from swa_jax.model.cache import POOL, CacheLayout, CachePools, ring_positions, write_chunk, write_prompt
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH
 from swa_jax.model.mesh_attention import dimension_specs
 from swa_jax.model.sharding import Partition
@@ -27,10 +27,17 @@ class LayerPlace(NamedTuple):
     whole: jax.Array  # [L, K] bool
     whole_slots: jax.Array  # [L, K]
     ring_slots: jax.Array  # [L, K]
+    # [L, K]: as `ring_slots`, but nowhere for a layer whose keys others read: a chunk's go into its ring when all have
+    # read what was there before.
+    ring_writes: jax.Array
 
 
 def layer_places(layout: CacheLayout) -> LayerPlace:
-    return LayerPlace(*map(jnp.asarray, (layout.mode, layout.whole, layout.whole_slots, layout.ring_slots)))
+    writes = layout.ring_slots.copy()
+    if layout.source is not None:
+        writes[layout.source] = layout.ring_rows
+    arrays = layout.mode, layout.whole, layout.whole_slots, layout.ring_slots, writes
+    return LayerPlace(*map(jnp.asarray, arrays))
 
 
 class DecodeStep(NamedTuple):
@@ -47,30 +54,31 @@ class DecodeStep(NamedTuple):
 def decode_layer(
     heads: PerHead,
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
     gate: jax.Array,
-    cache: KVCache,
+    cache: CachePools,
     layout: CacheLayout,
     place: LayerPlace,
     plan: LayerPlan,
     context: AttentionContext,
     step: DecodeStep,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[jax.Array, CachePools]:
     """q [B, 1, H, D], k and v [B, 1, K, D] -> [B, 1, H, D], and the cache with the new keys and values in.
 
-    `heads`, `place` and `plan` are one layer's; `gate` [B, 1] is 1 where a routed layer sees everything. Only one
-    branch runs. On a mesh each device has some sequences and some KV heads.
+    A layer without keys and values of its own reads those that the cache holds already. `heads`, `place` and `plan`
+    are one layer's; `gate` [B, 1] is 1 where a routed layer sees everything. Only one branch runs. On a mesh each
+    device has some sequences and some KV heads.
     """
 
     def here(heads, q, k, v, gate, cache, place, plan, full_from, step):
-        cache = dataclasses.replace(
-            cache,
-            k_whole=write_token(cache.k_whole, place.whole_slots, k, step.whole_entries),
-            v_whole=write_token(cache.v_whole, place.whole_slots, v, step.whole_entries),
-            k_ring=write_token(cache.k_ring, place.ring_slots, k, step.ring_entries),
-            v_ring=write_token(cache.v_ring, place.ring_slots, v, step.ring_entries),
-        )
+        if k is not None:
+            cache = CachePools(
+                k_whole=write_token(cache.k_whole, place.whole_slots, k, step.whole_entries),
+                v_whole=write_token(cache.v_whole, place.whole_slots, v, step.whole_entries),
+                k_ring=write_token(cache.k_ring, place.ring_slots, k, step.ring_entries),
+                v_ring=write_token(cache.v_ring, place.ring_slots, v, step.ring_entries),
+            )
         inside = dataclasses.replace(context, full_from=full_from)
         return _attend_to_cache(heads, q, gate[:, 0], cache, layout, place, plan, inside, step), cache
 
@@ -89,7 +97,7 @@ def _attend_to_cache(
     heads: PerHead,
     q: jax.Array,
     gate: jax.Array,
-    cache: KVCache,
+    cache: CachePools,
     layout: CacheLayout,
     place: LayerPlace,
     plan: LayerPlan,
@@ -131,7 +139,7 @@ def _attend_to_cache(
     return choose(place.mode, [functools.partial(by_mode, number) for number in range(len(layout.modes))])
 
 
-def _pools(cache: KVCache, place: LayerPlace, step: DecodeStep) -> tuple[Pools, Pools]:
+def _pools(cache: CachePools, place: LayerPlace, step: DecodeStep) -> tuple[Pools, Pools]:
     return (
         Pools(cache.k_whole, cache.v_whole, place.whole_slots),
         Pools(cache.k_ring, cache.v_ring, place.ring_slots, step.ring_positions),
@@ -139,7 +147,7 @@ def _pools(cache: KVCache, place: LayerPlace, step: DecodeStep) -> tuple[Pools, 
 
 
 def _reads(
-    mode: tuple[str, str], cache: KVCache, place: LayerPlace, context: AttentionContext, step: DecodeStep
+    mode: tuple[str, str], cache: CachePools, place: LayerPlace, context: AttentionContext, step: DecodeStep
 ) -> dict[str, Any]:
     """What a layer of this mode reads, as arguments of `attend_over_pools`; a routed layer's gate comes on top."""
     whole, rings = _pools(cache, place, step)
@@ -154,7 +162,11 @@ def _reads(
 
 
 def with_visits(
-    step: DecodeStep, q: jax.ShapeDtypeStruct, cache: KVCache, layout: CacheLayout, context: AttentionContext
+    step: DecodeStep,
+    q: jax.ShapeDtypeStruct,
+    cache: CachePools,
+    layout: CacheLayout,
+    context: AttentionContext,
 ) -> DecodeStep:
     """The step with what the kernels of a TPU visit, once for all layers; `q` is the shape of a layer's queries.
 
@@ -196,11 +208,11 @@ class Chunk(NamedTuple):
 def put_prompts(
     k: jax.Array,
     v: jax.Array,
-    cache: KVCache,
+    cache: CachePools,
     place: LayerPlace,
     ring: jax.Array,
     partition: Partition | None,
-) -> KVCache:
+) -> CachePools:
     """The keys and values [B, T, K, D] of whole prompts into the caches; `ring` [B, entries] are the positions that a
     ring then holds."""
 
@@ -223,31 +235,29 @@ def put_prompts(
 def extend_layer(
     heads: PerHead,
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
+    others: KeysValues | None,
     gate: jax.Array,
-    cache: KVCache,
+    cache: CachePools,
     layout: CacheLayout,
     place: LayerPlace,
     plan: LayerPlan,
     context: AttentionContext,
     chunk: Chunk,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[jax.Array, CachePools]:
     """A chunk's q [1, C, H, D], k and v [1, C, K, D] -> [1, C, H, D], and the cache with its keys and values in.
 
-    The arguments are those of `decode_layer`; `gate` is [1, C].
+    The arguments are those of `decode_layer`; `gate` is [1, C]. A layer without keys and values of its own reads those
+    of the chunk in `others`, and what stands before it in the cache.
     """
     if (partition := context.partition) is None:
-        return _extend_here(heads, q, k, v, gate, cache, layout, place, plan, context, chunk)
-    axes = partition.rules.batch
+        return _extend_here(heads, q, k, v, others, gate, cache, layout, place, plan, context, chunk)
 
-    def here(heads, q, k, v, gate, cache, place, plan, chunk):
-        rows = cache.lengths.shape[0]
-        row = chunk.row - jax.lax.axis_index(axes) * rows
-        mine = (row >= 0) & (row < rows)
-        chunk = Chunk(jnp.clip(row, 0, rows - 1), chunk.start, jnp.where(mine, chunk.size, 0))
-        out, cache = _extend_here(heads, q, k, v, gate, cache, layout, place, plan, context, chunk)
-        return jax.lax.psum(jnp.where(mine, out, 0), axes), cache
+    def here(heads, q, k, v, others, gate, cache, place, plan, chunk):
+        chunk, mine = _on_this_device(chunk, cache, partition)
+        out, cache = _extend_here(heads, q, k, v, others, gate, cache, layout, place, plan, context, chunk)
+        return jax.lax.psum(jnp.where(mine, out, 0), partition.rules.batch), cache
 
     tokens, caches, everywhere = (
         partition.spec(None, None, "heads", None),
@@ -255,11 +265,42 @@ def extend_layer(
         PartitionSpec(),
     )
     specs = (
-        dimension_specs(PerHead, partition), tokens, tokens, tokens, everywhere, caches, *_layer_specs(partition),
-        everywhere,
+        dimension_specs(PerHead, partition), tokens, tokens, tokens, tokens, everywhere, caches,
+        *_layer_specs(partition), everywhere,
     )  # fmt: skip
     call = _on_each_device(here, partition, specs, (tokens, caches))
-    return call(heads, q, k, v, gate, cache, place, plan, chunk)
+    return call(heads, q, k, v, others, gate, cache, place, plan, chunk)
+
+
+def put_rings(
+    k: jax.Array,
+    v: jax.Array,
+    cache: CachePools,
+    layout: CacheLayout,
+    chunk: Chunk,
+    partition: Partition | None,
+) -> CachePools:
+    """A chunk's k and v [1, C, K, D] into the rings of the layer that others read, when all of them have."""
+
+    def here(k, v, cache, place, chunk):
+        if partition is not None:
+            chunk, _ = _on_this_device(chunk, cache, partition)
+        return _put_ring(k[0], v[0], cache, place.ring_slots, chunk, layout)
+
+    place = LayerPlace(*(x[layout.source] for x in layer_places(layout)))
+    if partition is None:
+        return here(k, v, cache, place, chunk)
+    tokens, caches = partition.spec(None, None, "kv_heads", None), _cache_specs(partition)
+    specs = (tokens, tokens, caches, _layer_specs(partition)[0], PartitionSpec())
+    return _on_each_device(here, partition, specs, caches)(k, v, cache, place, chunk)
+
+
+def _on_this_device(chunk: Chunk, cache: CachePools, partition: Partition) -> tuple[Chunk, jax.Array]:
+    """The chunk as this device counts its sequences, and whether it has that sequence; else the chunk is empty."""
+    rows = cache.k_whole.shape[1]
+    row = chunk.row - jax.lax.axis_index(partition.rules.batch) * rows
+    mine = (row >= 0) & (row < rows)
+    return Chunk(jnp.clip(row, 0, rows - 1), chunk.start, jnp.where(mine, chunk.size, 0)), mine
 
 
 def _on_each_device(function: Any, partition: Partition, in_specs: Any, out_specs: Any) -> Any:
@@ -269,33 +310,58 @@ def _on_each_device(function: Any, partition: Partition, in_specs: Any, out_spec
     )  # fmt: skip
 
 
-def _cache_specs(partition: Partition) -> KVCache:
+def _cache_specs(partition: Partition) -> CachePools:
     pool = partition.spec(*POOL)
-    return KVCache(pool, pool, pool, pool, partition.spec("batch"))  # type: ignore[arg-type]
+    return CachePools(pool, pool, pool, pool)  # type: ignore[arg-type]
 
 
 def _layer_specs(partition: Partition) -> tuple[LayerPlace, LayerPlan]:
     """How one layer's rows of `LayerPlace` and `LayerPlan` lie."""
     heads, everywhere = partition.spec("kv_heads"), PartitionSpec()
-    place = LayerPlace(everywhere, heads, heads, heads)  # type: ignore[arg-type]
+    place = LayerPlace(everywhere, heads, heads, heads, heads)  # type: ignore[arg-type]
     return place, LayerPlan(everywhere, heads, everywhere)  # type: ignore[arg-type]
 
 
 def _extend_here(
     heads: PerHead,
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
+    others: KeysValues | None,
     gate: jax.Array,
-    cache: KVCache,
+    cache: CachePools,
     layout: CacheLayout,
     place: LayerPlace,
     plan: LayerPlan,
     context: AttentionContext,
     chunk: Chunk,
-) -> tuple[jax.Array, KVCache]:
-    """Each KV head reads its row of a pool: one after another, for all rows side by side would be a copy of the cache.
+) -> tuple[jax.Array, CachePools]:
+    has_keys = k is not None
+    k, v = own_or(others, k, v)
+    if has_keys:
+        cache = _put_whole(k[0], v[0], cache, place, chunk)
+    out = _chunk_over_pools(heads, q, k, v, gate, cache, layout, place, plan, context, chunk)
+    if has_keys:
+        cache = _put_ring(k[0], v[0], cache, place.ring_writes, chunk, layout)
+    return out, cache
 
+
+def _chunk_over_pools(
+    heads: PerHead,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    gate: jax.Array,
+    cache: CachePools,
+    layout: CacheLayout,
+    place: LayerPlace,
+    plan: LayerPlan,
+    context: AttentionContext,
+    chunk: Chunk,
+) -> jax.Array:
+    """A chunk's queries over whole caches that hold its keys already, and rings that do not.
+
+    Each KV head reads its row of a pool: one after another, for all rows side by side would be a copy of the cache.
     On a GPU all heads are in one launch, and the copy of one sequence costs less than a launch for each head.
     """
     length, kv_heads, size = k.shape[1:]
@@ -306,12 +372,7 @@ def _extend_here(
     new = chunk.start + jnp.arange(length)  # [C]: positions
     entries = jnp.arange(layout.max_length)
     whole_positions = jnp.where(entries < chunk.start + chunk.size, entries, -1)
-    before, after = (
-        ring_positions(layout, tokens[None])[0] for tokens in (chunk.start, chunk.start + chunk.size)
-    )
-
-    cache = _put_whole(k[0], v[0], cache, place, chunk)
-
+    before = ring_positions(layout, chunk.start[None])[0]
     row_of = functools.partial(_row_of, row=chunk.row)
 
     def head(where: str, kind: str, one: tuple) -> jax.Array:
@@ -358,8 +419,7 @@ def _extend_here(
         return jax.vmap(one)(by_head) if together else jax.lax.map(one, by_head)
 
     out = choose(place.mode, [functools.partial(of_all, mode) for mode in layout.modes])  # [K, 1, C, G, D]
-    cache = _put_ring(k[0], v[0], cache, place, chunk, after)
-    return out.transpose(1, 2, 0, 3, 4).reshape(q.shape), cache
+    return out.transpose(1, 2, 0, 3, 4).reshape(q.shape)
 
 
 def _row_of(pool: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
@@ -368,7 +428,7 @@ def _row_of(pool: jax.Array, slot: jax.Array, row: jax.Array) -> jax.Array:
     return taken.reshape(1, -1, 1, pool.shape[3])
 
 
-def _put_whole(k: jax.Array, v: jax.Array, cache: KVCache, place: LayerPlace, chunk: Chunk) -> KVCache:
+def _put_whole(k: jax.Array, v: jax.Array, cache: CachePools, place: LayerPlace, chunk: Chunk) -> CachePools:
     """A chunk's keys and values [C, K, D] into the whole caches."""
     entries = cache.k_whole.shape[2]
     taken = min(k.shape[0], entries)
@@ -387,12 +447,13 @@ def _put_whole(k: jax.Array, v: jax.Array, cache: KVCache, place: LayerPlace, ch
 
 
 def _put_ring(
-    k: jax.Array, v: jax.Array, cache: KVCache, place: LayerPlace, chunk: Chunk, positions: jax.Array
-) -> KVCache:
-    """A chunk's keys and values [C, K, D] into the rings, whose entries [R] then hold these positions."""
+    k: jax.Array, v: jax.Array, cache: CachePools, slots: jax.Array, chunk: Chunk, layout: CacheLayout
+) -> CachePools:
+    """A chunk's keys and values [C, K, D] into the rings in these rows."""
+    positions = ring_positions(layout, (chunk.start + chunk.size)[None])[0]  # what a ring then holds
     put = functools.partial(
         write_chunk,
-        slots=place.ring_slots,
+        slots=slots,
         row=chunk.row,
         first=jnp.int32(0),
         source=jnp.where(positions >= chunk.start, positions - chunk.start, -1),

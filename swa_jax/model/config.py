@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal, get_args
 
 import numpy as np
@@ -31,6 +32,7 @@ _BOUNDS = {
     ),
     **dict.fromkeys(("sigmoid_bias", "router_bias_init"), (-1e6, 1e6)),
     **dict.fromkeys(("max_position_embeddings", "vocab_size"), (1, 2**31 - 1)),
+    "hidden_size_per_layer_input": (0, 2**31 - 1),
 }  # fmt: skip
 _SCALING_BOUNDS = {
     "factor": (1, 1e4),
@@ -40,6 +42,7 @@ _SCALING_BOUNDS = {
     "beta_fast": (1e-3, 1e4),
     "beta_slow": (1e-3, 1e4),
     "attention_factor": (1e-2, 1e2),
+    "partial_rotary_factor": (0, 1),
     "mscale": (0, 1e2),
     "mscale_all_dim": (0, 1e2),
     "llama_4_scaling_beta": (0, 1e2),
@@ -59,10 +62,11 @@ class RopeScaling:
     """Frequency scaling of rotary embeddings; the field names are Hugging Face's.
 
     "longrope" (Ding et al., arXiv:2402.13753) divides each frequency by a factor of its own: one of `long_factor` where
-    rows, or a cache, are longer than `original_max_position_embeddings`, else one of `short_factor`.
+    rows, or a cache, are longer than `original_max_position_embeddings`, else one of `short_factor`. "proportional"
+    (Gemma 4) has the frequencies of a whole head, of which the lowest turn by nothing.
     """
 
-    rope_type: Literal["linear", "llama3", "yarn", "longrope"]
+    rope_type: Literal["linear", "llama3", "yarn", "longrope", "proportional"]
     factor: float
     original_max_position_embeddings: int | None = None
     low_freq_factor: float = 1.0  # llama3
@@ -78,6 +82,9 @@ class RopeScaling:
     llama_4_scaling_beta: float = 0.0
     short_factor: tuple[float, ...] = ()  # longrope, one a frequency
     long_factor: tuple[float, ...] = ()  # longrope, one a frequency
+    partial_rotary_factor: float = (
+        1.0  # proportional: the share of the frequencies, from the highest on, that turn
+    )
 
     def __post_init__(self) -> None:
         _check_bounds(self, _SCALING_BOUNDS, "rope_scaling.")
@@ -117,6 +124,15 @@ class ModelConfig:
         stream ("post", OLMo 2), or both ("sandwich", Gemma 2). "parallel": one norm before attention and MLP, which
         both read and whose outputs are added to the residual stream together (Cohere).
       norm_unit_offset: norms multiply with 1 + scale (Gemma).
+      global_head_dim, num_global_key_value_heads: `head_dim` and `num_key_value_heads` of layers whose rotary embedding
+        is "global" in a model that also has "local" ones (Gemma 4); None: as in the others.
+      attention_k_eq_v: "global" layers have no value projection: their keys, before norm and rotation, are the values.
+      num_kv_shared_layers, use_double_wide_mlp: so many last layers have no keys and values, but read those of the last
+        layer before them that has the same rotary embedding (Gemma 3n). Their MLPs may be twice as wide.
+      v_norm: values are normed head by head, without a scale.
+      hidden_size_per_layer_input, vocab_size_per_layer_input: the width of what each layer reads of a token besides,
+        and the rows of its table (`layer_inputs`). 0: there is no such input.
+      layer_scalar: what a layer gives is multiplied with a stored number, which training leaves as it is (Gemma 4).
       qk_norm, qk_norm_over: whether queries and keys are normed, and over what: each head on its own (Qwen3), or the
         whole projection at once (OLMo 2).
       attention_scale: the factor on q.k; None is 1 / sqrt(head_dim).
@@ -140,6 +156,8 @@ class ModelConfig:
         included (Cohere 2 MoE takes the mean of both).
       shared_expert_intermediate_size: the width of an expert that every token meets; 0: there is none.
       mlp_layer_types: "dense" or "sparse" (experts) for each layer; () means that all are alike.
+      experts_beside_mlp: layers with experts also have a dense MLP. What both give is normed and added; experts and
+        their router read the residual stream, normed for each of them, and every expert has a learned factor (Gemma 4).
       fused_experts: the gate and up projections of all experts of a layer are one tensor, their columns by turns
         (gpt-oss).
       swiglu_limit, swiglu_alpha: MLPs compute (up + 1) * gate * sigmoid(alpha * gate), gate and up cut off at the limit
@@ -171,6 +189,15 @@ class ModelConfig:
     norm_bias: bool = False
     norm_placement: Literal["pre", "post", "sandwich", "parallel"] = "pre"
     norm_unit_offset: bool = False
+    global_head_dim: int | None = None
+    num_global_key_value_heads: int | None = None
+    attention_k_eq_v: bool = False
+    num_kv_shared_layers: int = 0
+    use_double_wide_mlp: bool = False
+    v_norm: bool = False
+    hidden_size_per_layer_input: int = 0
+    vocab_size_per_layer_input: int = 0
+    layer_scalar: bool = False
     qk_norm: bool = False
     qk_norm_over: Literal["head", "projection"] = "head"
     attention_scale: float | None = None
@@ -195,6 +222,7 @@ class ModelConfig:
     mixture_multiplier: float = 1.0
     shared_expert_intermediate_size: int = 0
     mlp_layer_types: tuple[MlpKind, ...] = ()
+    experts_beside_mlp: bool = False
     fused_experts: bool = False
     swiglu_limit: float | None = None
     swiglu_alpha: float = 1.702
@@ -212,7 +240,7 @@ class ModelConfig:
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta",
             "local_rope_theta", "partial_rotary_factor", "attention_scale", "attention_softcap", "logit_softcap",
-            "swiglu_limit",
+            "swiglu_limit", "global_head_dim", "num_global_key_value_heads",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -227,15 +255,18 @@ class ModelConfig:
         for i, kind in enumerate(self.rope_layers):
             if kind not in ROPE_KINDS:
                 raise ConfigError(f"rope_layers[{i}] is '{kind}'{nearest(kind, ROPE_KINDS)}")
-        if self.num_attention_heads % self.num_key_value_heads:
+        for name in ("num_key_value_heads", "num_global_key_value_heads"):
+            if (count := getattr(self, name)) is not None and self.num_attention_heads % count:
+                raise ConfigError(
+                    f"num_attention_heads ({self.num_attention_heads}) must be a multiple of {name} ({count})"
+                )
+        self._check_shared()
+        if self.hidden_size_per_layer_input and self.vocab_size_per_layer_input < 1:
             raise ConfigError(
-                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
-                f"num_key_value_heads ({self.num_key_value_heads})"
+                "vocab_size_per_layer_input must be above 0 where layers have inputs of their own"
             )
-        if (
-            self.uses_alibi
-            and self.alibi_negative_heads + self.alibi_positive_heads != self.num_attention_heads
-        ):
+        alibi_heads = self.alibi_negative_heads + self.alibi_positive_heads
+        if self.uses_alibi and alibi_heads != self.num_attention_heads:
             raise ConfigError(
                 f"alibi_negative_heads ({self.alibi_negative_heads}) + alibi_positive_heads "
                 f"({self.alibi_positive_heads}) must equal num_attention_heads ({self.num_attention_heads})"
@@ -249,6 +280,23 @@ class ModelConfig:
         if self.hidden_act == "xielu" and (self.gated_mlp or self.num_experts):
             raise ConfigError("hidden_act 'xielu' is for dense MLPs without a gate: set gated_mlp to false")
         self._check_experts()
+
+    def _check_shared(self) -> None:
+        layers, shared = self.num_hidden_layers, self.num_kv_shared_layers
+        if not 0 <= shared <= layers:
+            raise ConfigError(
+                f"num_kv_shared_layers must be from 0 to num_hidden_layers ({layers}), got {shared}"
+            )
+        kinds = self.rope_kinds_by_layer
+        if shared and "none" in kinds:
+            raise ConfigError(
+                "num_kv_shared_layers needs layers whose rotary embeddings are 'global' or 'local'"
+            )
+        for kind in {*kinds[layers - shared :]} - {*kinds[: layers - shared]} if shared < layers else ():
+            raise ConfigError(
+                f"num_kv_shared_layers is {shared}, but none of the other layers has the rotary embedding '{kind}', so "
+                "that there are no keys for those that have it: make it smaller"
+            )
 
     def _check_rope(self) -> None:
         if self.partial_rotary_factor > 1:
@@ -338,6 +386,62 @@ class ModelConfig:
             )
 
     @property
+    def rope_kinds_by_layer(self) -> tuple[RopeKind, ...]:
+        every: tuple[RopeKind, ...] = ("global",)
+        return self.rope_layers or every * self.num_hidden_layers
+
+    @functools.cached_property
+    def mlp_kinds(self) -> tuple[MlpKind, ...]:
+        return self.mlp_layer_types or ("sparse" if self.num_experts else "dense",) * self.num_hidden_layers
+
+    @property
+    def has_mlps(self) -> bool:
+        """Whether there is a dense MLP: in layers without experts, or beside them."""
+        return "dense" in self.mlp_kinds or self.experts_beside_mlp
+
+    @property
+    def heads_differ(self) -> bool:
+        """Whether layers with "global" rotary embeddings have keys of another kind than the others."""
+        return bool(self.rope_layers) and (
+            self.global_head_dim is not None
+            or self.num_global_key_value_heads is not None
+            or self.attention_k_eq_v
+            or self.num_kv_shared_layers > 0
+        )
+
+    @functools.cached_property
+    def head_shapes(self) -> tuple[tuple[int, int], ...]:
+        """The number of KV heads and the channels of a head, of each layer."""
+        own = (self.num_key_value_heads, self.head_dim)
+        other = (self.num_global_key_value_heads or own[0], self.global_head_dim or own[1])
+        if not self.heads_differ:
+            return (own,) * self.num_hidden_layers
+        return tuple(other if kind == "global" else own for kind in self.rope_layers)
+
+    @property
+    def most_kv_heads(self) -> int:
+        """The KV heads of a layer; the most of any where they differ."""
+        return max(kv_heads for kv_heads, _ in self.head_shapes)
+
+    @property
+    def common_kv_heads(self) -> int:
+        """The KV heads of every layer, for what chooses among them; `ConfigError` where layers have other numbers."""
+        counts = sorted({kv_heads for kv_heads, _ in self.head_shapes})
+        if len(counts) > 1:
+            raise ConfigError(
+                f"layers of this model have {' or '.join(map(str, counts))} KV heads: single heads are chosen where "
+                "all layers have as many, so choose whole layers"
+            )
+        return counts[0]
+
+    @functools.cached_property
+    def kv_sources(self) -> tuple[int, ...]:
+        """For each layer the one whose keys and values it reads: itself, or one before it; -1 where there is none."""
+        kinds, own = self.rope_kinds_by_layer, self.num_hidden_layers - self.num_kv_shared_layers
+        last = {kind: layer for layer, kind in enumerate(kinds[:own])}
+        return tuple(layer if layer < own else last.get(kinds[layer], -1) for layer in range(len(kinds)))
+
+    @property
     def rotary_dim(self) -> int:
         """The channels of a head that rotary embeddings turn."""
         return int(self.head_dim * self.partial_rotary_factor)
@@ -362,8 +466,7 @@ class ModelConfig:
     @property
     def sparse_layers(self) -> tuple[int, ...]:
         """The layers whose MLP is a mixture of experts."""
-        kinds = self.mlp_layer_types or ("sparse" if self.num_experts else "dense",) * self.num_hidden_layers
-        return tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+        return tuple(layer for layer, kind in enumerate(self.mlp_kinds) if kind == "sparse")
 
     @property
     def dense_layers(self) -> tuple[int, ...]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,173 +12,37 @@ from flax import nnx
 
 from pallas_kernels.spec import segment_positions
 from swa_jax.model.attention import (
-    Attention,
     AttentionContext,
     LayerPlan,
+    MadeKeys,
     Routing,
     kinds_of,
     layer_plan,
     model_spec,
 )
-from swa_jax.model.cache import CacheLayout, KVCache, ring_entry, ring_positions
+from swa_jax.model.block import Block, Stream, scan_layers, stacked_layers
+from swa_jax.model.cache import CacheLayout, CachePools, KVCache, ring_entry, ring_positions
 from swa_jax.model.cached_attention import (
     Chunk,
     DecodeStep,
+    LayerPlace,
     decode_layer,
     extend_layer,
     layer_places,
     put_prompts,
+    put_rings,
     with_visits,
 )
-from swa_jax.model.config import MlpKind, ModelConfig
-from swa_jax.model.experts import ExpertLoad, MixtureOfExperts
+from swa_jax.model.config import ModelConfig
+from swa_jax.model.layer_inputs import LayerInputs
 from swa_jax.model.layer_types import SWITCH
-from swa_jax.model.layers import MLP, Norm, linear, query_scale, rope_tables
+from swa_jax.model.layers import Norm, RopeTables, linear, query_scale, rope_tables
 from swa_jax.model.lora import LoraConfig, seed_dropout, with_lora
 from swa_jax.model.loss import Teacher, TokenLoss, scaled_logits, token_loss
 from swa_jax.model.parameters import declared
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.remat import Remat, rematerialised
 from swa_jax.model.sharding import Partition, constrain
-
-
-class Block(nnx.Module):
-    """One decoder layer: attention, then MLP, each with a norm before it, on what it gives, or both.
-
-    The norms before are `input_norm` and `post_attention_norm` (of the MLP's input), those after `attention_out_norm`
-    and `mlp_out_norm`. In a parallel layer the MLP reads what attention reads. A dense layer has an `mlp`, a sparse one
-    `experts`; what a layer does not have is None.
-    """
-
-    def __init__(
-        self, config: ModelConfig, routed: bool, dtype: jnp.dtype, *, mlp: MlpKind | None, rngs: nnx.Rngs
-    ):
-        def norm(name: str, *placements: str) -> Norm | None:
-            return Norm(f"layers.{name}", config, dtype) if config.norm_placement in placements else None
-
-        self.input_norm = norm("input_norm", "pre", "sandwich", "parallel")
-        self.attention = Attention(config, routed, dtype, rngs)
-        self.attention_out_norm = norm("attention_out_norm", "post", "sandwich")
-        self.post_attention_norm = norm("post_attention_norm", "pre", "sandwich")
-        self.mlp = nnx.data(MLP(config, dtype, rngs) if mlp == "dense" else None)
-        self.experts = nnx.data(MixtureOfExperts(config, dtype, rngs) if mlp == "sparse" else None)
-        self.mlp_out_norm = norm("mlp_out_norm", "post", "sandwich")
-        self.config = config
-
-    def __call__(self, x: jax.Array, plan: LayerPlan, context: AttentionContext) -> tuple[jax.Array, Routing]:
-        """x [B, T, d] and this layer's row of the plan -> output [B, T, d], routing [B, T]."""
-        mixed, routing, _ = self.attention(self.attention_input(x), plan, context)
-        counted = None if context.segment_ids is None else context.segment_ids != 0
-        x, load = self.after_attention(x, mixed, context.partition, counted)
-        return x, routing._replace(experts=load)
-
-    def attention_input(self, x: jax.Array) -> jax.Array:
-        """What attention (and a router) reads of the residual stream [B, T, d]."""
-        return _normed(self.input_norm, x)
-
-    def after_attention(
-        self,
-        x: jax.Array,
-        mixed: jax.Array,
-        partition: Partition | None = None,
-        counted: jax.Array | None = None,
-    ) -> tuple[jax.Array, ExpertLoad | None]:
-        """The residual stream behind the layer, from the one before it and attention's output, all [B, T, d]; in a
-        model with experts also how many of the counted tokens [B, T] (None: all) they got."""
-        stream = self._add(x, _normed(self.attention_out_norm, mixed))
-        stream = constrain(stream, partition, "batch", "sequence", None)
-        parallel = self.config.norm_placement == "parallel"
-        read = self.attention_input(x) if parallel else _normed(self.post_attention_norm, stream)
-        y, load = self._feed_forward(read, counted, partition)
-        stream = self._add(stream, _normed(self.mlp_out_norm, y))
-        return constrain(stream, partition, "batch", "sequence", None), load
-
-    def _feed_forward(
-        self, x: jax.Array, counted: jax.Array | None, partition: Partition | None
-    ) -> tuple[jax.Array, ExpertLoad | None]:
-        """The MLP's output, and in a model with experts how many of the counted tokens [B, T] they got."""
-        if self.experts is not None:
-            return self.experts(x, counted, partition)
-        assert self.mlp is not None
-        none = jnp.zeros(self.config.num_experts, jnp.float32)
-        return self.mlp(x), ExpertLoad(none, none) if self.config.num_experts else None
-
-    def _add(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        multiplier = self.config.residual_multiplier
-        return x + (y if multiplier == 1 else y * multiplier)
-
-
-def _normed(norm: Norm | None, x: jax.Array) -> jax.Array:
-    return x if norm is None else norm(x)
-
-
-def stacked_layers(config: ModelConfig, routed: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> Block:
-    """The layers of a decoder as one `Block` whose arrays have an axis of layers in front.
-
-    Where dense and sparse layers are mixed, `mlp` and `experts` have those layers only that are dense or sparse.
-    """
-
-    def stack[M](make: Callable[[nnx.Rngs], M], count: int) -> M:
-        return nnx.split_rngs(splits=count)(nnx.vmap(make, in_axes=(0,), out_axes=0))(rngs)
-
-    alike: MlpKind = "sparse" if config.num_experts else "dense"
-    mlp = None if config.mlp_layer_types else alike
-    layers = stack(lambda rngs: Block(config, routed, dtype, mlp=mlp, rngs=rngs), config.num_hidden_layers)
-    if config.mlp_layer_types:
-        layers.mlp = stack(lambda rngs: MLP(config, dtype, rngs), len(config.dense_layers))
-        layers.experts = stack(lambda rngs: MixtureOfExperts(config, dtype, rngs), len(config.sparse_layers))
-    return layers
-
-
-def scan_layers(
-    layers: Block,
-    layer: Callable[[Any, Block, Any], tuple[Any, Any]],
-    carry: Any,
-    scanned: Any,
-    *,
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
-    unroll: bool = False,
-) -> tuple[Any, Any]:
-    """`jax.lax.scan` over stacked layers: `layer(carry, block, row of scanned) -> (carry, output)`.
-
-    One scan, or, where dense and sparse layers are mixed, one for each run of layers of a kind. `wrap` is for what a
-    scan runs: `rematerialised`. `unroll` writes all layers out, in place of a loop.
-    """
-    outputs = []
-    for run, rows in _runs(layers):
-        graph, weights = nnx.split(run)
-
-        def one(carry: Any, scanned: tuple, graph: Any = graph) -> tuple[Any, Any]:
-            weights, row = scanned
-            return layer(carry, nnx.merge(graph, weights), row)
-
-        here = scanned if rows is None else jax.tree.map(lambda x, rows=rows: x[rows], scanned)
-        carry, output = jax.lax.scan(wrap(one), carry, (weights, here), unroll=unroll)
-        outputs.append(output)
-    return carry, outputs[0] if len(outputs) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *outputs)
-
-
-def _runs(layers: Block) -> Iterator[tuple[Block, slice | None]]:
-    """The layers in runs of one kind of MLP, and which they are; None stands for all of them."""
-    kinds = layers.config.mlp_layer_types
-    if not kinds:
-        yield layers, None
-        return
-    done = {"mlp": 0, "experts": 0}
-    for kind, group in itertools.groupby(range(len(kinds)), lambda i: kinds[i]):
-        numbers = list(group)
-        rows = slice(numbers[0], numbers[-1] + 1)
-        name, other = ("mlp", "experts") if kind == "dense" else ("experts", "mlp")
-        own = slice(done[name], done[name] + len(numbers))
-        done[name] = own.stop
-        run = nnx.merge(*nnx.split(layers))
-        setattr(run, other, None)
-        graph, weights = nnx.split(run)
-        pieces = {
-            path: variable.replace(variable[...][own if path[0] == name else rows])
-            for path, variable in nnx.to_flat_state(weights)
-        }
-        yield nnx.merge(graph, nnx.from_flat_state(pieces)), rows
 
 
 class Decoder(nnx.Module):
@@ -200,10 +63,12 @@ class Decoder(nnx.Module):
         self.config, self.pattern = config, pattern
         self.lora: LoraConfig | None = None  # set by `swa_jax.model.lora.with_lora`
         dtype = jnp.dtype(dtype)  # one spelling, so that equal models hash alike and share compilations
-        routed = SWITCH in pattern.layer_types
+        self.routed = routed = SWITCH in pattern.layer_types
         embedding = declared(config)["embedding"]
         self.embedding = nnx.Param(embedding.init(rngs.params(), embedding.shape, dtype))
 
+        if config.hidden_size_per_layer_input:
+            self.layer_inputs = LayerInputs(config, dtype, rngs)
         self.layers = stacked_layers(config, routed, dtype, rngs)
         self.norm = Norm("norm", config, dtype)
         if not config.tie_word_embeddings:
@@ -264,21 +129,34 @@ class Decoder(nnx.Module):
         context = self.context(tokens, kinds, segment_ids, positions, full_from, partition)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.config.num_hidden_layers)
 
-        def layer(x: jax.Array, block: Block, scanned: tuple) -> tuple[jax.Array, Routing]:
+        def layer(stream: Stream, block: Block, scanned: tuple) -> tuple[Stream, Routing]:
             plan, key = scanned
             if key is not None:
                 seed_dropout(block, key)
-            return block(x, plan, context)
+            return block(stream, plan, context)
 
-        x, routing = scan_layers(
-            self.layers,
+        stream, plan = self.begin(tokens, plan, partition)
+        stream, routing = self.scan(
             layer,
-            self.embed(tokens, partition),
+            stream,
             (plan, keys),
             wrap=lambda f: rematerialised(f, remat),
             unroll=unroll,
         )
-        return self.norm(x), routing
+        return self.norm(stream.x), routing
+
+    def begin(
+        self, tokens: jax.Array, plan: LayerPlan, partition: Partition | None = None
+    ) -> tuple[Stream, LayerPlan]:
+        """What the first layer reads of tokens [B, T], and the plan with what each layer reads of them."""
+        x = self.embed(tokens, partition)
+        if self.config.hidden_size_per_layer_input:
+            plan = plan._replace(inputs=self.layer_inputs(tokens, x, partition))
+        return Stream.at_start(x, self.config), plan
+
+    def scan(self, layer: Callable, carry: Any, scanned: Any, **options: Any) -> tuple[Any, Any]:
+        """`scan_layers` over the decoder's layers."""
+        return scan_layers(self.config, self.layers, layer, carry, scanned, **options)
 
     def embed(self, tokens: jax.Array, partition: Partition | None = None) -> jax.Array:
         """tokens [B, T] int32 -> [B, T, d]."""
@@ -329,7 +207,7 @@ class Decoder(nnx.Module):
             other = nnx.eval_shape(lambda: with_lora(other, lora, nnx.Rngs(0)))
         graph, wanted = nnx.split(other)
         mine = dict(nnx.to_flat_state(nnx.state(self)))
-        if routed and not hasattr(self.layers.attention, "router"):
+        if routed and not self.routed:
             fresh = nnx.state(Decoder(self.config, pattern, dtype=dtype, rngs=rngs or nnx.Rngs(0)))
             mine = dict(nnx.to_flat_state(fresh)) | mine
         kept = {path: mine[path] for path, _ in nnx.to_flat_state(wanted)}
@@ -342,7 +220,7 @@ class Decoder(nnx.Module):
         tokens: jax.Array,
         lengths: jax.Array,
         cache: KVCache,
-        layout: CacheLayout,
+        layouts: tuple[CacheLayout, ...],
         *,
         partition: Partition | None = None,
     ) -> tuple[jax.Array, KVCache]:
@@ -352,29 +230,31 @@ class Decoder(nnx.Module):
         """
         segments = (jnp.arange(tokens.shape[1])[None] < lengths[:, None]).astype(jnp.int32)
         kinds = kinds_of(self.pattern)
-        context = self.context(tokens, kinds, segments, partition=partition, rope_length=layout.max_length)
+        context = self.context(
+            tokens, kinds, segments, partition=partition, rope_length=layouts[0].max_length
+        )
         context = dataclasses.replace(context, inference=True)
-        ring = ring_positions(layout, lengths)
+        ring = ring_positions(layouts[0], lengths)
 
-        def layer(
-            carry: tuple[jax.Array, KVCache], block: Block, scanned: tuple
-        ) -> tuple[tuple[jax.Array, KVCache], None]:
-            (x, cache), (plan, place) = carry, scanned
-            mixed, _, (k, v) = block.attention(block.attention_input(x), plan, context)
-            cache = put_prompts(k, v, cache, place, ring, partition)
-            return (block.after_attention(x, mixed, partition)[0], cache), None
+        def attend(
+            block: Block, stream: Stream, plan: LayerPlan, pools: CachePools, place: LayerPlace
+        ) -> tuple[jax.Array, CachePools, MadeKeys]:
+            x, others = block.attention_input(stream.x), stream.read_by(block)
+            mixed, _, (k, v) = block.attention(x, plan, context, others)
+            if block.attention.has_keys:
+                pools = put_prompts(k, v, pools, place, ring, partition)
+            return mixed, pools, (k, v)
 
         cache = dataclasses.replace(cache, lengths=lengths)
-        scanned = (self._plan(kinds), layer_places(layout))
-        (x, cache), _ = scan_layers(self.layers, layer, (self.embed(tokens, partition), cache), scanned)
-        last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0]  # [B, d]
+        stream, cache = self._through_cache(attend, tokens, cache, layouts, context.kinds, partition)
+        last = jnp.take_along_axis(stream.x, lengths[:, None, None] - 1, axis=1)[:, 0]  # [B, d]
         return self.logits(self.norm(last)), cache
 
     def decode_step(
         self,
         tokens: jax.Array,
         cache: KVCache,
-        layout: CacheLayout,
+        layouts: tuple[CacheLayout, ...],
         full_from: jax.Array | None = None,
         *,
         active: jax.Array | None = None,
@@ -388,39 +268,36 @@ class Decoder(nnx.Module):
         """
         context = self.context(
             tokens[:, None], kinds_of(self.pattern), positions=cache.lengths[:, None], full_from=full_from,
-            partition=partition, rope_length=layout.max_length,
+            partition=partition, rope_length=layouts[0].max_length,
         )  # fmt: skip
-        lengths = cache.lengths + 1
+        lengths, layout = cache.lengths + 1, layouts[0]
         whole_entry, entry = cache.lengths, ring_entry(layout, cache.lengths)
         ring = ring_positions(layout, lengths)
         if active is not None:  # an entry that no pool has is not written
             whole_entry = jnp.where(active, whole_entry, layout.max_length)
             entry = jnp.where(active, entry, layout.ring_entries)
-        heads = self.config.num_attention_heads, self.config.head_dim
-        queries = jax.ShapeDtypeStruct((tokens.shape[0], 1, *heads), self.embedding[...].dtype)
         step = DecodeStep(lengths, whole_entry, entry, ring)
-        step = with_visits(step, queries, cache, layout, context)
+        steps = []
+        for pools, layout in zip(cache.pools, layouts, strict=True):
+            shape = tokens.shape[0], 1, self.config.num_attention_heads, layout.head_dim
+            queries = jax.ShapeDtypeStruct(shape, self.embedding[...].dtype)
+            steps.append(with_visits(step, queries, pools, layout, context))
 
-        def layer(
-            carry: tuple[jax.Array, KVCache], block: Block, scanned: tuple
-        ) -> tuple[tuple[jax.Array, KVCache], None]:
-            (x, cache), (plan, place) = carry, scanned
-            normed = block.attention_input(x)
-            q, k, v = block.attention.qkv(normed, plan, context)
-            _, gate = block.attention.route(normed)
-            heads = block.attention.per_head()
-            mixed, cache = decode_layer(heads, q, k, v, gate, cache, layout, place, plan, context, step)
-            return (
-                block.after_attention(x, block.attention.output(mixed, normed), partition)[0],
-                cache,
-            ), None
+        def attend(
+            block: Block, stream: Stream, plan: LayerPlan, pools: CachePools, place: LayerPlace
+        ) -> tuple[jax.Array, CachePools, MadeKeys]:
+            attention, x, group = block.attention, block.attention_input(stream.x), block.group
+            q, k, v = attention.qkv(x, plan, context)
+            _, gate = attention.route(x)
+            mixed, pools = decode_layer(
+                attention.per_head(), q, k, v, gate, pools, layouts[group], place, attention.own(plan), context,
+                steps[group],
+            )  # fmt: skip
+            return attention.output(mixed, x), pools, (k, v)
 
-        scanned = (self._plan(context.kinds), layer_places(layout))
-        (x, cache), _ = scan_layers(
-            self.layers, layer, (self.embed(tokens[:, None], partition), cache), scanned
-        )
+        stream, cache = self._through_cache(attend, tokens[:, None], cache, layouts, context.kinds, partition)
         lengths = lengths if active is None else jnp.where(active, lengths, cache.lengths)
-        return self.logits(self.norm(x[:, 0])), dataclasses.replace(cache, lengths=lengths)
+        return self.logits(self.norm(stream.x[:, 0])), dataclasses.replace(cache, lengths=lengths)
 
     def extend(
         self,
@@ -428,7 +305,7 @@ class Decoder(nnx.Module):
         count: jax.Array,
         row: jax.Array,
         cache: KVCache,
-        layout: CacheLayout,
+        layouts: tuple[CacheLayout, ...],
         *,
         partition: Partition | None = None,
     ) -> tuple[jax.Array, KVCache]:
@@ -443,25 +320,58 @@ class Decoder(nnx.Module):
         positions = chunk.start + jnp.arange(tokens.shape[0], dtype=jnp.int32)
         context = self.context(
             tokens[None], kinds_of(self.pattern), positions=positions[None], partition=partition,
-            rope_length=layout.max_length,
+            rope_length=layouts[0].max_length,
         )  # fmt: skip
         alone = None if partition is None else partition.of_one_row
 
-        def layer(
-            carry: tuple[jax.Array, KVCache], block: Block, scanned: tuple
-        ) -> tuple[tuple[jax.Array, KVCache], None]:
-            (x, cache), (plan, place) = carry, scanned
-            normed = block.attention_input(x)
-            q, k, v = block.attention.qkv(normed, plan, context)
-            _, gate = block.attention.route(normed)
-            heads = block.attention.per_head()
-            mixed, cache = extend_layer(heads, q, k, v, gate, cache, layout, place, plan, context, chunk)
-            return (block.after_attention(x, block.attention.output(mixed, normed), alone)[0], cache), None
+        def attend(
+            block: Block, stream: Stream, plan: LayerPlan, pools: CachePools, place: LayerPlace
+        ) -> tuple[jax.Array, CachePools, MadeKeys]:
+            attention, x = block.attention, block.attention_input(stream.x)
+            q, k, v = attention.qkv(x, plan, context)
+            _, gate = attention.route(x)
+            mixed, pools = extend_layer(
+                attention.per_head(), q, k, v, stream.read_by(block), gate, pools, layouts[block.group], place,
+                attention.own(plan), context, chunk,
+            )  # fmt: skip
+            return attention.output(mixed, x), pools, (k, v)
 
-        scanned = (self._plan(context.kinds), layer_places(layout))
-        (x, cache), _ = scan_layers(self.layers, layer, (self.embed(tokens[None], alone), cache), scanned)
+        stream, cache = self._through_cache(attend, tokens[None], cache, layouts, context.kinds, alone)
+        pools = list(cache.pools)
+        for i, (made, layout) in enumerate(zip(stream.made, layouts, strict=False)):
+            if layout.source is not None:
+                pools[i] = put_rings(*made, pools[i], layout, chunk, partition)
         lengths = cache.lengths.at[row].add(count)
-        return self.logits(self.norm(x[0, count - 1])), dataclasses.replace(cache, lengths=lengths)
+        return self.logits(self.norm(stream.x[0, count - 1])), KVCache(tuple(pools), lengths)
+
+    def _through_cache(
+        self,
+        attend: Callable[..., tuple[jax.Array, CachePools, MadeKeys]],
+        tokens: jax.Array,
+        cache: KVCache,
+        layouts: tuple[CacheLayout, ...],
+        kinds: tuple[str, ...],
+        partition: Partition | None,
+    ) -> tuple[Stream, KVCache]:
+        """The stream behind the last layer, and the cache with the tokens [B, T] in.
+
+        `attend(block, stream, row of the plan, pools, place)` is the attention of one layer: what it gives [B, T, d],
+        the pools of its group with its keys in, and those keys and values.
+        """
+
+        def layer(
+            carry: tuple[Stream, tuple[CachePools, ...]], block: Block, scanned: tuple
+        ) -> tuple[tuple[Stream, tuple[CachePools, ...]], None]:
+            (stream, pools), (plan, places) = carry, scanned
+            mixed, own, made = attend(block, stream, plan, pools[block.group], places[block.group])
+            pools = tuple(own if i == block.group else other for i, other in enumerate(pools))
+            x, _ = block.after_attention(stream.x, mixed, plan, partition)
+            return (stream.behind(block, x, *made), pools), None
+
+        stream, plan = self.begin(tokens, self._plan(kinds), partition)
+        places = tuple(map(layer_places, layouts))
+        (stream, pools), _ = self.scan(layer, (stream, cache.pools), (plan, places))
+        return stream, dataclasses.replace(cache, pools=pools)
 
     def _plan(self, kinds: tuple[str, ...]) -> LayerPlan:
         return layer_plan(self.pattern, self.config, kinds)
@@ -478,16 +388,17 @@ class Decoder(nnx.Module):
     ) -> AttentionContext:
         """What the layers of one pass over tokens [B, T] share; the arguments are those of `features`, and the length
         that RoPE goes by (`rope_frequencies`), which is T where it is not given."""
-        cos = sin = scale = None
+        rope: RopeTables = {}
+        scale = None
         if self.config.uses_rope:
             rows = jnp.arange(tokens.shape[1])[None]
             counted = rows if segment_ids is None else segment_positions(segment_ids)
             turned = counted if positions is None else positions
             tables = rope_tables(self.config, turned, rope_length or tokens.shape[1])
             # Without the barrier, XLA makes them again in every layer of a loop.
-            cos, sin = jax.lax.optimization_barrier(tables)
+            rope = jax.lax.optimization_barrier(tables)
             scale = query_scale(self.config, turned)
         spec = model_spec(self.config, self.pattern)
         return AttentionContext(
-            spec, kinds, cos, sin, scale, segment_ids, positions, full_from, partition=partition
+            spec, kinds, rope, scale, segment_ids, positions, full_from, partition=partition
         )

@@ -33,11 +33,11 @@ from swa_jax.model.generate import (
     decode_steps,
     draw,
     drawing,
-    layout_of,
+    layouts_of,
     round_up,
     sequence_keys,
 )
-from swa_jax.model.prefixes import Prefix, PrefixStore, Rings, restored, rings_of, whole_of
+from swa_jax.model.prefixes import Parts, Prefix, PrefixStore, restored, rings_of, whole_of
 from swa_jax.model.sharding import Partition
 
 SMALLEST_CHUNK = 64  # tokens: shorter prompts share its compiled program
@@ -60,7 +60,7 @@ class _Slot:
     prompt_length: int
     filled: int  # tokens of the prompt in the cache
     branch: int  # where remembered sequences have branched off: a chunk ends there
-    rings: dict[int, Rings] = dataclasses.field(default_factory=dict)
+    rings: dict[int, Parts] = dataclasses.field(default_factory=dict)
     logits: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
     first: jax.Array | None = None  # the first new token, still on the device
 
@@ -113,9 +113,8 @@ class Engine:
                 )
         self._partition = partition
         self._graph, self._weights = nnx.split(model)
-        layout = layout_of(model, self.max_length, partition)
-        dtype = model.embedding[...].dtype
-        empty = functools.partial(allocate, layout, slots, model.config.head_dim, dtype, partition)
+        layouts = layouts_of(model, self.max_length, partition)
+        empty = functools.partial(allocate, layouts, slots, model.embedding[...].dtype, partition)
         self._cache = jax.jit(empty)()
         zeros = jnp.zeros(slots, jnp.int32)
         self._sequences = Sequences(
@@ -123,7 +122,7 @@ class Engine:
         )
         self.num_slots = slots
         self._slots: dict[int, _Slot] = {}
-        self._prefixes = PrefixStore(prefixes, rings=not layout.whole.all())
+        self._prefixes = PrefixStore(prefixes, rings=any(layout.ring_rows for layout in layouts))
 
     @property
     def cache_bytes(self) -> int:
@@ -199,7 +198,7 @@ class Engine:
         whole = rings = None
         slot = _Slot(prompt, tokens, len(tokens), length, match.shared)
         if prefix is not None and length:
-            whole, rings = (prefix.k_whole, prefix.v_whole), prefix.rings.get(length)
+            whole, rings = prefix.whole, prefix.rings.get(length)
             if length == len(tokens):
                 slot.logits[length] = prefix.logits[length]
         self._cache = restored(self._cache, jnp.int32(number), whole, rings, jnp.int32(length))
@@ -232,9 +231,9 @@ class Engine:
         """Keep the caches of a slot's first `length` tokens for prompts to come."""
         if self._prefixes.size:
             rounded = min(round_up(length), self.max_length)
-            k, v = whole_of(self._cache, jnp.int32(number), length=rounded)
+            whole = whole_of(self._cache, jnp.int32(number), length=rounded)
             tokens = np.asarray(slot.tokens[:length], np.int32)
-            self._prefixes.add(Prefix(tokens, k, v, slot.rings, slot.logits))
+            self._prefixes.add(Prefix(tokens, whole, slot.rings, slot.logits))
 
     def _draw_first(
         self, number: int, slot: _Slot, key: np.uint32, max_new_tokens: int, drawing: Drawing
@@ -295,7 +294,7 @@ def _extend(
 ) -> tuple[jax.Array, KVCache]:
     model: Decoder = nnx.merge(graph, weights)
     return model.extend(
-        tokens, count, row, cache, layout_of(model, max_length, partition), partition=partition
+        tokens, count, row, cache, layouts_of(model, max_length, partition), partition=partition
     )
 
 

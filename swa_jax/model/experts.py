@@ -57,6 +57,9 @@ class MixtureOfExperts(nnx.Module):
         if config.router_choice_bias:
             bias = declared(config)["layers.experts.expert_router.choice_bias"]
             setattr(self.expert_router, bias.path[-1], nnx.Param(bias.init(rngs.params(), bias.shape, wide)))
+        for name in ("input_scale", "expert_scale") if config.experts_beside_mlp else ():
+            size = declared(config)[f"layers.experts.expert_router.{name}"].shape
+            setattr(self.expert_router, name, nnx.Param(jnp.ones(size, wide)))
         for name in (
             ("gate_up_proj", "down_proj") if config.fused_experts else ("gate_proj", "up_proj", "down_proj")
         ):
@@ -65,35 +68,45 @@ class MixtureOfExperts(nnx.Module):
             self.shared_expert = MLP(config, dtype, rngs, "layers.experts.shared_expert")
 
     def __call__(
-        self, x: jax.Array, counted: jax.Array | None = None, partition: Partition | None = None
+        self,
+        x: jax.Array,
+        counted: jax.Array | None = None,
+        partition: Partition | None = None,
+        *,
+        routed_by: jax.Array | None = None,
     ) -> tuple[jax.Array, ExpertLoad]:
-        """x [B, T, d], counted [B, T] bool (which tokens are not padding) -> [B, T, d] and the load of the experts."""
-        y, load = self._chosen(x, jnp.ones(x.shape[:2], bool) if counted is None else counted, partition)
+        """x [B, T, d], counted [B, T] bool (which tokens are not padding) -> [B, T, d] and the load of the experts.
+
+        `routed_by` [B, T, d] is what the router reads; None: x.
+        """
+        counted = jnp.ones(x.shape[:2], bool) if counted is None else counted
+        y, load = self._chosen(x, x if routed_by is None else routed_by, counted, partition)
         if self.config.shared_expert_intermediate_size:
             y = y + self.shared_expert(x)
         return y if self.config.mixture_multiplier == 1 else y * self.config.mixture_multiplier, load
 
     def _chosen(
-        self, x: jax.Array, counted: jax.Array, partition: Partition | None
+        self, x: jax.Array, routed_by: jax.Array, counted: jax.Array, partition: Partition | None
     ) -> tuple[jax.Array, ExpertLoad]:
         """What the experts that each token chose give."""
         weights = nnx.to_pure_dict(nnx.state(self))
         weights.pop("shared_expert", None)
         if partition is None:
-            return _mixture(x, counted, weights, self.config, None)
-        rows = partition.spec("batch", "sequence")
+            return _mixture(x, routed_by, counted, weights, self.config, None)
+        rows, tokens = partition.spec("batch", "sequence"), partition.spec("batch", "sequence", None)
         sharded = jax.shard_map(
             functools.partial(_mixture, config=self.config, partition=partition),
             mesh=partition.mesh,
             in_specs=(
-                partition.spec("batch", "sequence", None),
+                tokens,
+                tokens,
                 rows,
                 _specs(weights, self.config, partition),
             ),
-            out_specs=(partition.spec("batch", "sequence", None), P()),
+            out_specs=(tokens, P()),
             check_vma=False,  # as for the loss (`swa_jax.model.loss`)
         )
-        return sharded(x, counted, weights)
+        return sharded(x, routed_by, counted, weights)
 
 
 def _specs(weights: Any, config: ModelConfig, partition: Partition) -> Any:
@@ -110,13 +123,21 @@ def _specs(weights: Any, config: ModelConfig, partition: Partition) -> Any:
 
 
 def _mixture(
-    x: jax.Array, counted: jax.Array, weights: Any, config: ModelConfig, partition: Partition | None
+    x: jax.Array,
+    routed_by: jax.Array,
+    counted: jax.Array,
+    weights: Any,
+    config: ModelConfig,
+    partition: Partition | None,
 ) -> tuple[jax.Array, ExpertLoad]:
     """One device's tokens x [B, T, d]; inside shard_map where there is a partition."""
     tokens = x.reshape(-1, x.shape[-1])  # [N, d]
-    logits = router_logits(tokens, weights["expert_router"])
+    logits = router_logits(routed_by.reshape(tokens.shape), weights["expert_router"])
     scores = jax.nn.sigmoid(logits) if config.router_scores == "sigmoid" else jax.nn.softmax(logits)
     choice = choose_experts(logits, scores, weights["expert_router"].get("choice_bias"), config)
+    if config.experts_beside_mlp:
+        factors = weights["expert_router"]["expert_scale"][choice.experts]
+        choice = choice._replace(weights=choice.weights * factors)
     load = _load(scores, choice, counted.reshape(-1))
     if partition is None:
         return _experts(tokens, choice, weights, config).reshape(x.shape), load
@@ -144,8 +165,10 @@ def _all_first(axes: tuple[str, ...]) -> jax.Array:
 
 def router_logits(tokens: jax.Array, router: Any) -> jax.Array:
     """tokens [N, d] of any dtype -> [N, E] f32, computed in f32: a choice turns over where two logits are near."""
-    kernel = router["kernel"].astype(jnp.float32)
-    logits = jnp.matmul(tokens.astype(jnp.float32), kernel, precision=lax.Precision.HIGHEST)
+    kernel, wide = router["kernel"].astype(jnp.float32), tokens.astype(jnp.float32)
+    if "input_scale" in router:
+        wide = wide * router["input_scale"] * tokens.shape[-1] ** -0.5
+    logits = jnp.matmul(wide, kernel, precision=lax.Precision.HIGHEST)
     return logits + router["bias"].astype(jnp.float32) if "bias" in router else logits
 
 

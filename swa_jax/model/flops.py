@@ -52,14 +52,26 @@ def attention_flops_by_kind(
     config: ModelConfig, pattern: AttentionPattern, position: np.ndarray, full_ratio: float = 1.0
 ) -> dict[str, AttentionParts]:
     """`attention_flops` of the layers of each type that occurs in the pattern, in two parts."""
+    costs = [4.0 * config.num_attention_heads * head_dim for _, head_dim in config.head_shapes]
+    return _summed(config, pattern, position, full_ratio, costs)
+
+
+def _summed(
+    config: ModelConfig,
+    pattern: AttentionPattern,
+    position: np.ndarray,
+    full_ratio: float,
+    costs: Sequence[float],
+) -> dict[str, AttentionParts]:
+    """The keys that the token at each position sees, each at the cost of its layer, of the layers of each type."""
     full = visible_keys(position, None)
     window = full
     if pattern.sliding_window is not None:
         window = visible_keys(position, pattern.sliding_window, pattern.num_sink_tokens)
-    key = 4.0 * config.num_attention_heads * config.head_dim
     found: dict[str, AttentionParts] = {}
-    for kind, heads in zip(pattern.layer_types, pattern.full_kv_heads, strict=True):
-        share = {FULL: 1.0, HYBRID: len(heads) / config.num_key_value_heads}.get(kind, 0.0)
+    layers = zip(pattern.layer_types, pattern.full_kv_heads, config.head_shapes, costs, strict=True)
+    for kind, heads, (kv_heads, _), key in layers:
+        share = {FULL: 1.0, HYBRID: len(heads) / kv_heads}.get(kind, 0.0)
         others = full_ratio * (full - window) if kind == SWITCH else share * full
         before = found.get(kind, AttentionParts(np.zeros(full.shape), np.zeros(full.shape)))
         found[kind] = AttentionParts(before.window + key * (1 - share) * window, before.others + key * others)
@@ -71,7 +83,7 @@ class AtPosition(NamedTuple):
 
     position: int  # tokens up to it, itself included
     prefill_flops: float
-    kv_tokens_read: float  # of the cache when it is decoded: the mean over layers and KV heads
+    kv_tokens_read: float  # of the cache when it is decoded: the mean over the channels of all KV heads
 
 
 def work_by_position(
@@ -89,8 +101,9 @@ def work_by_position(
     if pattern.full_attention_decode:
         read = visible_keys(at, None).astype(np.float64)
     else:
-        key = 4.0 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
-        read = attention_flops(config, pattern, at, full_ratio) / key
+        entries = [float(kv_heads * head_dim) for kv_heads, head_dim in config.head_shapes]
+        kinds = _summed(config, pattern, at, full_ratio, entries)
+        read = np.sum([part for parts in kinds.values() for part in parts], axis=0) / sum(entries)
     rows = zip(positions, prefill.tolist(), read.tolist(), strict=True)
     return [AtPosition(*row) for row in rows]
 
@@ -102,8 +115,8 @@ def some_positions(length: int) -> list[int]:
 
 def forward_flops(config: ModelConfig, keys: float) -> float:
     """Forward operations of a token that reads `keys` keys in a layer, the mean over the layers."""
-    attention = 4.0 * config.num_attention_heads * config.head_dim * config.num_hidden_layers * keys
-    return 2.0 * matrix_parameters(config) + attention
+    channels = sum(head_dim for _, head_dim in config.head_shapes)
+    return 2.0 * matrix_parameters(config) + 4.0 * config.num_attention_heads * channels * keys
 
 
 def train_flops_per_token(

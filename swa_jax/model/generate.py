@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from swa_jax.errors import ConfigError
-from swa_jax.model.cache import CacheLayout, KVCache, allocate, cache_layout
+from swa_jax.model.cache import CacheLayout, KVCache, allocate, cache_layouts
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.device_jit import device_jit
@@ -240,17 +240,18 @@ def _prefill(
     partition: Partition | None,
 ) -> tuple[jax.Array, KVCache]:
     model: Decoder = nnx.merge(graph, weights)
-    layout = layout_of(model, max_length, partition)
-    dtype = model.embedding[...].dtype
-    cache = allocate(layout, tokens.shape[0], model.config.head_dim, dtype, partition)
+    layouts = layouts_of(model, max_length, partition)
+    cache = allocate(layouts, tokens.shape[0], model.embedding[...].dtype, partition)
     tokens = constrain(tokens, partition, "batch", "sequence")
-    return model.prefill(tokens, lengths, cache, layout, partition=partition)
+    return model.prefill(tokens, lengths, cache, layouts, partition=partition)
 
 
-def layout_of(model: Decoder, max_length: int, partition: Partition | None = None) -> CacheLayout:
-    """The layout of a model's caches."""
+def layouts_of(
+    model: Decoder, max_length: int, partition: Partition | None = None
+) -> tuple[CacheLayout, ...]:
+    """The layouts of a model's caches."""
     shards = 1 if partition is None else partition.size("kv_heads")
-    return cache_layout(model.pattern, model.config.num_key_value_heads, max_length, shards)
+    return cache_layouts(model.config, model.pattern, max_length, shards)
 
 
 def check_generation(partition: Partition, config: ModelConfig) -> None:
@@ -302,7 +303,7 @@ def decode_steps(
       new: [B, N] int32 with N >= column + steps; `NOTHING` stays where a sequence is not active or ends.
       until_one_ends: stop as soon as one of the active sequences has ended.
     """
-    layout = layout_of(model, max_length, partition)
+    layouts = layouts_of(model, max_length, partition)
     full_from = sequences.prompt_lengths if model.pattern.full_attention_decode else None
     begun = sequences.active
 
@@ -320,7 +321,7 @@ def decode_steps(
     def advance(now: Loop) -> Loop:
         token, active = now.sequences.token, now.sequences.active
         logits, cache = model.decode_step(
-            token, now.cache, layout, full_from, active=active, partition=partition
+            token, now.cache, layouts, full_from, active=active, partition=partition
         )
         drawn, sequences = draw(now.sequences, logits, drawing)
         return Loop(now.step + 1, now.new.at[:, column + now.step].set(drawn), cache, sequences)

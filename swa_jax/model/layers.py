@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -10,7 +11,8 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from swa_jax.model.config import XIELU_BETA, ModelConfig, RopeScaling
+from swa_jax.model.config import XIELU_BETA, ModelConfig, RopeKind, RopeScaling
+from swa_jax.model.layer_stacks import rope_groups
 from swa_jax.model.parameters import declared
 
 
@@ -93,6 +95,12 @@ class MLP(nnx.Module):
         return self.down_proj(activated(self.gate_proj(x), self.up_proj(x), self.config))
 
 
+def rms_normed(x: jax.Array, eps: float) -> jax.Array:
+    """x [..., D] divided by its root mean square, in f32 whatever its dtype."""
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
 def activated(gate: jax.Array, up: jax.Array, config: ModelConfig) -> jax.Array:
     """What a gated MLP makes of its two halves, [..., f] each; gpt-oss cuts them off and adds 1 to the second."""
     if config.swiglu_limit is not None:
@@ -136,32 +144,45 @@ def linear(path: str, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> 
     )  # fmt: skip
 
 
-def rope_tables(config: ModelConfig, positions: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [R, B, T, D] f32 at integer positions [B, T], one of each for the R `config.rope_kinds`.
+# cos and sin [R, B, T, D] f32 of the R rotary embeddings of layers whose heads have D channels, by D.
+RopeTables = dict[int, tuple[jax.Array, jax.Array]]
 
-    They are those of `pallas_kernels.rotary.Rotation`. `length` is that of the rows, or of the cache (see
-    `rope_frequencies`).
+
+def rope_tables(config: ModelConfig, positions: jax.Array, length: int) -> RopeTables:
+    """What `pallas_kernels.rotary.Rotation` takes, at integer positions [B, T], for each of `rope_groups`.
+
+    `length` is that of the rows, or of the cache (see `rope_frequencies`).
     """
-    tables, turned = [], config.rotary_dim
-    for kind in config.rope_kinds:
-        theta, scaling = config.rope_theta, config.rope_scaling
-        if kind == "local":
-            theta, scaling = config.local_rope_theta, None
-        frequencies, factor = rope_frequencies(theta, scaling, config, length)
-        if kind == "none":
-            frequencies, factor = np.zeros_like(frequencies), 1.0  # turned by nothing
-        both = np.repeat(frequencies, 2) if config.rope_interleaved else np.tile(frequencies, 2)
-        is_first = np.arange(config.head_dim) // rope_distance(config) % 2 == 0
-        signs = np.where(is_first, -1, 1).astype(np.float32)
-        factors: float | np.ndarray = factor
-        if turned < config.head_dim:
-            others = config.head_dim - turned
-            both = np.pad(both, (0, others))
-            factors = np.pad(np.full(turned, factor, np.float32), (0, others), constant_values=1)
-        angles = positions[..., None].astype(jnp.float32) * both  # [B, T, D]
-        tables.append((jnp.cos(angles) * factors, jnp.sin(angles) * (signs * factors)))
-    cos, sin = (jnp.stack(table) for table in zip(*tables, strict=True))
-    return cos, sin
+    found = {}
+    for head_dim, kinds in rope_groups(config).items():
+        tables = [_rope_table(config, kind, head_dim, positions, length) for kind in kinds]
+        cos, sin = (jnp.stack(table) for table in zip(*tables, strict=True))
+        found[head_dim] = cos, sin
+    return found
+
+
+def _rope_table(
+    config: ModelConfig, kind: RopeKind, head_dim: int, positions: jax.Array, length: int
+) -> tuple[jax.Array, jax.Array]:
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if kind == "local":
+        theta, scaling = config.local_rope_theta, None
+    if head_dim != config.head_dim:
+        config = dataclasses.replace(config, head_dim=head_dim)
+    frequencies, factor = rope_frequencies(theta, scaling, config, length)
+    turned = config.rotary_dim
+    if kind == "none":
+        frequencies, factor = np.zeros_like(frequencies), 1.0  # turned by nothing
+    both = np.repeat(frequencies, 2) if config.rope_interleaved else np.tile(frequencies, 2)
+    is_first = np.arange(head_dim) // rope_distance(config) % 2 == 0
+    signs = np.where(is_first, -1, 1).astype(np.float32)
+    factors: float | np.ndarray = factor
+    if turned < head_dim:
+        others = head_dim - turned
+        both = np.pad(both, (0, others))
+        factors = np.pad(np.full(turned, factor, np.float32), (0, others), constant_values=1)
+    angles = positions[..., None].astype(jnp.float32) * both  # [B, T, D]
+    return jnp.cos(angles) * factors, jnp.sin(angles) * (signs * factors)
 
 
 def query_scale(config: ModelConfig, positions: jax.Array) -> jax.Array | None:
@@ -194,6 +215,11 @@ def rope_frequencies(
         return plain, 1.0
     if scaling.rope_type == "linear":
         return plain / scaling.factor, 1.0
+    if scaling.rope_type == "proportional":
+        turning = int(scaling.partial_rotary_factor * rotary_dim // 2)
+        return np.where(np.arange(rotary_dim // 2) < turning, plain / scaling.factor, 0).astype(
+            np.float32
+        ), 1.0
     original = scaling.original_max_position_embeddings or config.max_position_embeddings
     if scaling.rope_type == "llama3":
         # Long wavelengths are interpolated, short ones kept, those between blended (Llama 3.1).

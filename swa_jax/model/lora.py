@@ -7,6 +7,7 @@ Layers are stacked, so the arrays have an axis L in front, and scanned with the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, Protocol
 
@@ -58,10 +59,10 @@ class LoraConfig:
         """The numbers in all adapters of a model."""
         return sum(factor.size for factors in self.factors(model).values() for factor in factors)
 
-    def factors(self, model: ModelConfig) -> dict[str, tuple[Parameter, Parameter]]:
-        """`lora_a` and `lora_b` of each adapted projection, in the order of the model's parameters."""
+    def factors(self, model: ModelConfig) -> dict[tuple[str, ...], tuple[Parameter, Parameter]]:
+        """`lora_a` and `lora_b` of each adapted projection by its path, in the order of the model's parameters."""
         return {
-            row.projection: low_rank(row, self.rank)
+            row.path[:-1]: low_rank(row, self.rank)
             for row in parameters(model)
             if row.projection is not None and row.projection in self.targets
         }
@@ -138,12 +139,15 @@ def with_lora[M: Adaptable](model: M, config: LoraConfig, rngs: nnx.Rngs) -> M:
     adapted = nnx.merge(*nnx.split(model))
     adapters = config.factors(model.config)
     for name in config.targets:
-        if name not in adapters:
+        if name not in {path[-1] for path in adapters}:
             raise ConfigError(
                 f"'lora.targets' names '{name}', which a {model.config.model_type} model does not have"
             )
-    for name, factors in adapters.items():  # whatever the order of `targets`: equal seeds, equal draws
-        parent = getattr(adapted.layers, TARGETS[name])
+    for (
+        *parents,
+        name,
+    ), factors in adapters.items():  # whatever the order of `targets`: equal seeds, equal draws
+        parent = functools.reduce(getattr, parents, adapted)
         setattr(parent, name, LoraLinear(getattr(parent, name), config, factors, rngs.params()))
     adapted.lora = config
     return adapted
@@ -152,8 +156,9 @@ def with_lora[M: Adaptable](model: M, config: LoraConfig, rngs: nnx.Rngs) -> M:
 def merge_lora[M: Adaptable](model: M) -> M:
     """The plain model of the same function: W + scale A B in place of each adapted W. Other arrays are shared."""
     merged = nnx.merge(*nnx.split(model))
-    for part, name, projection in _adapted(merged.layers):
-        setattr(part, name, projection.merged())
+    for *parents, name in () if model.lora is None else model.lora.factors(model.config):
+        parent = functools.reduce(getattr, parents, merged)
+        setattr(parent, name, getattr(parent, name).merged())
     merged.lora = None
     return merged
 
@@ -171,15 +176,9 @@ def trained_and_frozen(model: Adaptable) -> tuple[nnx.State, nnx.State]:
 
 def seed_dropout(block: nnx.Module, key: jax.Array) -> None:
     """Have one layer's adapters drop inputs, each its own, until the block is thrown away."""
-    for i, (_, _, projection) in enumerate(_adapted(block)):
+    modules = [getattr(getattr(block, part), name, None) for name, part in TARGETS.items()]
+    for i, projection in enumerate(module for module in modules if isinstance(module, LoraLinear)):
         projection.dropout_key = jax.random.fold_in(key, i)
-
-
-def _adapted(block: nnx.Module) -> list[tuple[nnx.Module, str, LoraLinear]]:
-    """(part, name, projection) of the adapted projections of a layer, or of the stacked layers."""
-    places = [(getattr(block, part), name) for name, part in TARGETS.items()]
-    found = [(part, name, getattr(part, name, None)) for part, name in places]
-    return [(part, name, module) for part, name, module in found if isinstance(module, LoraLinear)]
 
 
 def _shape_only(base: Projection) -> dict[str, Any]:

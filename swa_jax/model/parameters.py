@@ -19,6 +19,7 @@ from jax.nn.initializers import Initializer
 
 from swa_jax.model.config import XIELU_BETA, XIELU_SLOPE, ModelConfig
 from swa_jax.model.draws import normal
+from swa_jax.model.layer_stacks import layer_stacks
 
 ROUTERS = frozenset(("router", "expert_router"))  # modules whose parameters are f32 in a model of any dtype
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's names
@@ -42,6 +43,7 @@ class Parameter:
         and Muon are for it, and LoRA can adapt it.
       output: the matrix, or the tied embedding, that makes logits.
       experts_per_token: of a parameter of experts, [E, ...]: how many of them a token meets.
+      stack: the name of its `LayerStack`, which is in `path`; "" where all layers are alike.
     """
 
     path: tuple[str, ...]
@@ -54,6 +56,12 @@ class Parameter:
     matrix: bool = False
     output: bool = False
     experts_per_token: int | None = None
+    stack: str = ""
+
+    @property
+    def role(self) -> str:
+        """Its name in a model whose layers are all alike."""
+        return ".".join(part for part in self.path if part != self.stack)
 
     @property
     def name(self) -> str:
@@ -91,27 +99,59 @@ class Parameter:
 def parameters(config: ModelConfig, routed: bool = False) -> tuple[Parameter, ...]:
     """Every parameter of a model, in the order of its checkpoints; `routed` adds the routers of switch layers."""
     d, vocab, tied = config.hidden_size, config.vocab_size, config.tie_word_embeddings
-    every = tuple(range(config.num_hidden_layers))
-    groups = (
-        ([*_norms(config), *_attention(config, routed)], every),
-        (_mlp(config), config.dense_layers),
-        (_experts(config), config.sparse_layers),
-    )
     layer = [
         dataclasses.replace(
-            row, path=("layers", *row.path), hf_name=f"model.layers.{{layer}}.{row.hf_name}", layers=layers
+            row, path=("layers", *([like.name] if like.name else []), *row.path), layers=like.layers, stack=like.name,
+            hf_name=f"model.layers.{{layer}}.{row.hf_name}",
         )
-        for rows, layers in groups
-        for row in rows
-        if layers
-    ]
+        for like in layer_stacks(config)
+        for row in _layer(like.config, routed)
+    ]  # fmt: skip
     draw = normal(config.initializer_range)
     return (
         Parameter(("embedding",), (vocab, d), ("vocab", "embed"), draw, EMBEDDING, output=tied),
+        *_layer_inputs(config),
         *layer,
         *_norm("norm", "model.norm", d, config),
         *([] if tied else _linear("lm_head", "lm_head", (d, vocab), ("embed", "vocab"), config, output=True)),
     )
+
+
+def _layer(config: ModelConfig, routed: bool) -> list[Parameter]:
+    """The parameters of a layer, in a model whose layers are all alike."""
+    rows = [*_norms(config), *_attention(config, routed)]
+    if config.has_mlps:
+        rows += _mlp(config)
+    if config.num_experts:
+        rows += _experts(config)
+    if width := config.hidden_size_per_layer_input:
+        d, path = config.hidden_size, "input_reader"
+        rows += _projection(
+            f"{path}.gate", "per_layer_input_gate", (d, width), ("embed", None), False, config
+        )
+        rows += _projection(
+            f"{path}.projection", "per_layer_projection", (width, d), (None, "embed"), False, config
+        )
+        rows += _norm(f"{path}.norm", "post_per_layer_input_norm", d, config)
+    if config.layer_scalar:
+        rows.append(Parameter(("layer_scalar",), (1,), (None,), nnx.initializers.ones, "layer_scalar"))
+    return rows
+
+
+def _layer_inputs(config: ModelConfig) -> list[Parameter]:
+    """What makes the inputs of single layers."""
+    if not config.hidden_size_per_layer_input:
+        return []
+    d, path = config.hidden_size, "layer_inputs"
+    width = config.num_hidden_layers * config.hidden_size_per_layer_input
+    draw, table = normal(config.initializer_range), (config.vocab_size_per_layer_input, width)
+    hf_name = "model.embed_tokens_per_layer.weight"
+    projection = "model.per_layer_model_projection"
+    return [
+        Parameter((path, "embedding"), table, ("vocab", "embed"), draw, hf_name),
+        *_linear(f"{path}.projection", projection, (d, width), ("embed", None), config, matrix=True),
+        *_norm(f"{path}.norm", "model.per_layer_projection_norm", config.hidden_size_per_layer_input, config),
+    ]
 
 
 def _norms(config: ModelConfig) -> list[Parameter]:
@@ -129,6 +169,12 @@ def _norms(config: ModelConfig) -> list[Parameter]:
         }
     if config.norm_placement == "sandwich":
         rows["post_attention_norm"] = "pre_feedforward_layernorm"
+    if config.experts_beside_mlp and config.num_experts:
+        rows |= {
+            "mlp_alone_norm": "post_feedforward_layernorm_1",
+            "experts_norm": "pre_feedforward_layernorm_2",
+            "experts_out_norm": "post_feedforward_layernorm_2",
+        }
     return [row for path, name in rows.items() for row in _norm(path, name, config.hidden_size, config)]
 
 
@@ -136,17 +182,20 @@ def _attention(config: ModelConfig, routed: bool) -> list[Parameter]:
     d, size = config.hidden_size, config.head_dim
     queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
     bias, out_bias = config.attention_bias, config.attention_out_bias
+    has_keys = not config.num_kv_shared_layers
     rows = []
-    for name, shape, axes, has_bias in (
-        ("q_proj", (d, queries), ("embed", "heads"), bias),
-        ("k_proj", (d, keys), ("embed", "kv_heads"), bias),
-        ("v_proj", (d, keys), ("embed", "kv_heads"), bias),
-        ("o_proj", (queries, d), ("heads", "embed"), out_bias),
+    for name, shape, axes, has_bias, is_there in (
+        ("q_proj", (d, queries), ("embed", "heads"), bias, True),
+        ("k_proj", (d, keys), ("embed", "kv_heads"), bias, has_keys),
+        ("v_proj", (d, keys), ("embed", "kv_heads"), bias, has_keys and not config.attention_k_eq_v),
+        ("o_proj", (queries, d), ("heads", "embed"), out_bias, True),
     ):
+        if not is_there:
+            continue
         rows += _projection(f"attention.{name}", f"self_attn.{name}", shape, axes, has_bias, config)
     if config.qk_norm:
         by_head = config.qk_norm_over == "head"
-        for name, whole in (("q_norm", queries), ("k_norm", keys)):
+        for name, whole in (("q_norm", queries), ("k_norm", keys))[: 1 + has_keys]:
             rows += _norm(f"attention.{name}", f"self_attn.{name}", size if by_head else whole, config)
     if config.attention_gate != "none":
         width = config.num_attention_heads if config.attention_gate == "head" else queries
@@ -191,12 +240,17 @@ def _experts(config: ModelConfig) -> list[Parameter]:
     d, f, count = config.hidden_size, config.moe_intermediate_size, config.num_experts
     zeros = nnx.initializers.zeros if config.mlp_bias else None
     draw = normal(config.initializer_range)
-    router = "mlp.router" if config.fused_experts else "mlp.gate"
+    beside = config.experts_beside_mlp
+    router = "mlp.router" if config.fused_experts else "router.proj" if beside else "mlp.gate"
     rows = _linear("experts.expert_router", router, (d, count), (None, None), config, bias_init=zeros)
     if config.router_choice_bias:
         path = ("experts", "expert_router", "choice_bias")
         hf_name = f"{router}.e_score_correction_bias"
         rows.append(Parameter(path, (count,), (None,), nnx.initializers.zeros, hf_name))
+    for name, hf_name, size in (("input_scale", "scale", d), ("expert_scale", "per_expert_scale", count)):
+        if beside:
+            path = ("experts", "expert_router", name)
+            rows.append(Parameter(path, (size,), (None,), nnx.initializers.ones, f"router.{hf_name}"))
     up = {"gate_up_proj": 2 * f} if config.fused_experts else {"gate_proj": f, "up_proj": f}
     shapes = {name: ((d, width), ("embed", "mlp")) for name, width in up.items()}
     for name, (shape, axes) in (shapes | {"down_proj": ((f, d), ("mlp", "embed"))}).items():
@@ -230,7 +284,12 @@ def _norm(path: str, hf_name: str, size: int, config: ModelConfig) -> list[Param
 
 
 def _projection(
-    path: str, hf_name: str, shape: tuple[int, int], axes: tuple[str, str], bias: bool, config: ModelConfig
+    path: str,
+    hf_name: str,
+    shape: tuple[int, int],
+    axes: tuple[str | None, str | None],
+    bias: bool,
+    config: ModelConfig,
 ) -> list[Parameter]:
     zeros = nnx.initializers.zeros if bias else None
     return _linear(path, hf_name, shape, axes, config, bias_init=zeros, matrix=True)

@@ -110,6 +110,12 @@ class AttentionPattern:
             table[layer, list(heads)] = True
         return table
 
+    def of_layers(self, layers: Sequence[int]) -> AttentionPattern:
+        """The pattern of some layers alone."""
+        types = tuple(self.layer_types[layer] for layer in layers)
+        heads = tuple(self.full_kv_heads[layer] for layer in layers)
+        return dataclasses.replace(self, layer_types=types, full_kv_heads=heads)
+
     def validate(self, model: ModelConfig) -> None:
         """Raise `ConfigError` where this pattern does not fit the model."""
         if self.num_layers != model.num_hidden_layers:
@@ -117,11 +123,11 @@ class AttentionPattern:
                 f"the pattern has {self.num_layers} layers, the model {model.num_hidden_layers}: they must agree"
             )
         for layer, heads in enumerate(self.full_kv_heads):
-            wrong = [h for h in heads if not 0 <= h < model.num_key_value_heads]
+            count, _ = model.head_shapes[layer]
+            wrong = [h for h in heads if not 0 <= h < count]
             if wrong:
                 raise ConfigError(
-                    f"full_kv_heads[{layer}] names KV head {wrong[0]}, the model has heads 0 to "
-                    f"{model.num_key_value_heads - 1}"
+                    f"full_kv_heads[{layer}] names KV head {wrong[0]}, the model has heads 0 to {count - 1}"
                 )
             if len(set(heads)) != len(heads):
                 raise ConfigError(f"full_kv_heads[{layer}] names a KV head twice: {list(heads)}")

@@ -17,12 +17,8 @@ import numpy as np
 
 from swa_jax.model.cache import KVCache
 
-
-class Rings(NamedTuple):
-    """The ring caches of one sequence at one length."""
-
-    k: jax.Array  # [ring heads, R, D]
-    v: jax.Array
+# Keys and values of one sequence, [heads, entries, D] each, for each of the cache's pools.
+Parts = tuple[tuple[jax.Array, jax.Array], ...]
 
 
 @dataclasses.dataclass(eq=False)  # a sequence is itself, not another with the same tokens
@@ -30,9 +26,8 @@ class Prefix:
     """A sequence whose caches are remembered."""
 
     tokens: np.ndarray  # [N] int32
-    k_whole: jax.Array  # [whole heads, at least N, D]
-    v_whole: jax.Array
-    rings: dict[int, Rings]  # by length
+    whole: Parts  # at least N entries
+    rings: dict[int, Parts]  # by length
     logits: dict[int, jax.Array]  # what follows the first so many tokens: [V] f32
 
 
@@ -84,36 +79,35 @@ def _shared(a: np.ndarray, b: np.ndarray) -> int:
 
 
 @functools.partial(jax.jit, static_argnames="length")
-def whole_of(cache: KVCache, row: jax.Array, *, length: int) -> tuple[jax.Array, jax.Array]:
+def whole_of(cache: KVCache, row: jax.Array, *, length: int) -> Parts:
     """The first `length` entries of one sequence's whole caches."""
-    return cache.k_whole[:, row, :length], cache.v_whole[:, row, :length]
+    return tuple((p.k_whole[:, row, :length], p.v_whole[:, row, :length]) for p in cache.pools)
 
 
 @jax.jit
-def rings_of(cache: KVCache, row: jax.Array) -> Rings:
+def rings_of(cache: KVCache, row: jax.Array) -> Parts:
     """One sequence's ring caches."""
-    return Rings(cache.k_ring[:, row], cache.v_ring[:, row])
+    return tuple((p.k_ring[:, row], p.v_ring[:, row]) for p in cache.pools)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def restored(
-    cache: KVCache,
-    row: jax.Array,
-    whole: tuple[jax.Array, jax.Array] | None,
-    rings: Rings | None,
-    length: jax.Array,
+    cache: KVCache, row: jax.Array, whole: Parts | None, rings: Parts | None, length: jax.Array
 ) -> KVCache:
     """The cache with `length` tokens of a remembered sequence in one row; with none, an empty row."""
 
     def put(pool: jax.Array, values: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(pool, values[:, None], (0, row, 0, 0))
+        return jax.lax.dynamic_update_slice(pool, values[:, None], (0, row, 0, 0)) if pool.size else pool
 
-    cache = dataclasses.replace(cache, lengths=cache.lengths.at[row].set(length))
-    if whole is not None and cache.k_whole.size:
-        k, v = whole
-        cache = dataclasses.replace(cache, k_whole=put(cache.k_whole, k), v_whole=put(cache.v_whole, v))
-    if rings is not None and cache.k_ring.size:
-        cache = dataclasses.replace(
-            cache, k_ring=put(cache.k_ring, rings.k), v_ring=put(cache.v_ring, rings.v)
+    pools = cache.pools
+    if whole is not None:
+        pools = tuple(
+            dataclasses.replace(p, k_whole=put(p.k_whole, k), v_whole=put(p.v_whole, v))
+            for p, (k, v) in zip(pools, whole, strict=True)
         )
-    return cache
+    if rings is not None:
+        pools = tuple(
+            dataclasses.replace(p, k_ring=put(p.k_ring, k), v_ring=put(p.v_ring, v))
+            for p, (k, v) in zip(pools, rings, strict=True)
+        )
+    return KVCache(pools, cache.lengths.at[row].set(length))

@@ -211,10 +211,13 @@ def _sizes(partition: Partition, dimension: str) -> str:
 
 def check_model(config: ModelConfig, partition: Partition) -> None:
     """Heads must be split whole, and every parameter must divide; `ConfigError` names the count and the axis."""
-    for dimension, count, name in (
+    counts = [
         ("heads", config.num_attention_heads, "num_attention_heads"),
         ("kv_heads", config.num_key_value_heads, "num_key_value_heads"),
-    ):
+    ]
+    if config.num_global_key_value_heads is not None:
+        counts.append(("kv_heads", config.num_global_key_value_heads, "num_global_key_value_heads"))
+    for dimension, count, name in counts:
         if count % partition.size(dimension):
             raise ConfigError(
                 f"{name} is {count}, which 'mesh.tensor' = {partition.size(dimension)} does not divide: heads are "

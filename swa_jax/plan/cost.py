@@ -197,15 +197,16 @@ def _mlp_width(model: ModelConfig, expert: int) -> float:
         expert * model.num_experts_per_tok * model.moe_intermediate_size
         + model.shared_expert_intermediate_size
     )
-    dense = len(model.dense_layers) * model.intermediate_size
+    layers = model.num_hidden_layers if model.experts_beside_mlp else len(model.dense_layers)
+    dense = layers * model.intermediate_size
     return ((1 + model.gated_mlp) * dense + 2 * len(model.sparse_layers) * rows) / model.num_hidden_layers
 
 
 def kept_bytes(work: Workload, remat: Remat, tensor: int = 1, expert: int = 1) -> float:
     """What the forward pass keeps of a token and layer on the chip, or on its host under "offload"."""
     model, p = work.model, work.number_bytes
-    d, queries = model.hidden_size, model.num_attention_heads * model.head_dim / tensor
-    keys, mlp = model.num_key_value_heads * model.head_dim / tensor, _mlp_width(model, expert) / tensor
+    d, mlp = model.hidden_size, _mlp_width(model, expert) / tensor
+    queries, keys = (width / tensor for width in _head_channels(model))
     # Layers of every kind keep what any kind needs; a routed layer has the results of two branches.
     launches = len({*work.pattern.layer_types}) + (SWITCH in work.pattern.layer_types)
     attention = launches * (queries * p + 4 * model.num_attention_heads / tensor)
@@ -219,6 +220,13 @@ def kept_bytes(work: Workload, remat: Remat, tensor: int = 1, expert: int = 1) -
         return d * p + attention + matrices + rope
     norms = 2 * d * (4 + p) + (queries + keys) * (4 + p) * model.qk_norm
     return d * p + attention + matrices + norms + (queries + keys + mlp) * p
+
+
+def _head_channels(model: ModelConfig) -> tuple[float, float]:
+    """Channels of all heads, and of all KV heads, the mean of all layers."""
+    shapes, layers = model.head_shapes, model.num_hidden_layers
+    keys = sum(kv_heads * head_dim for kv_heads, head_dim in shapes)
+    return model.num_attention_heads * sum(head_dim for _, head_dim in shapes) / layers, keys / layers
 
 
 def _bytes(work: Workload, share: _Share) -> dict[str, float]:
@@ -261,8 +269,8 @@ def _seconds(work: Workload, share: _Share) -> dict[str, float]:
     head = sum(row.size for row in work.parameters if row.output)
     products = (2 if lora else 3) * matrices + again * (matrices - down) + (3 if lora else 4) * head
     if model.uses_rope:
-        heads = model.num_attention_heads + model.num_key_value_heads
-        products += (2 + again) * model.num_hidden_layers * heads * model.head_dim**2
+        heads = model.num_attention_heads
+        products += (2 + again) * sum((heads + kv_heads) * size**2 for kv_heads, size in model.head_shapes)
     if lora is not None:
         products += 3 * lora.num_parameters(model)
     passes = PASSES * kept_bytes(work, "none", share.tensor, settings.expert)
@@ -270,7 +278,7 @@ def _seconds(work: Workload, share: _Share) -> dict[str, float]:
     logits = share.tokens * model.vocab_size / share.tensor * 4
     moved = share.tokens * model.num_hidden_layers * passes + LOGIT_PASSES * logits
     if share.context > 1:
-        rows = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim / share.tensor
+        rows = 2 * sum(_head_channels(model)) / share.tensor
         halo = HALO_PASSES * rows * work.number_bytes
         moved += share.tokens * _windowed(work) * halo
     moved += UPDATE_PASSES * 4 * share.trained + share.pieces * 12 * share.trained * (share.pieces > 1)
@@ -330,7 +338,7 @@ def _windowed(work: Workload) -> int:
 
 def _row_of_keys(work: Workload, share: _Share) -> float:
     """Bytes of the keys and values of a device's rows in whole, of one layer."""
-    keys = 2 * work.model.num_key_value_heads * work.model.head_dim / share.tensor
+    keys = 2 * _head_channels(work.model)[1] / share.tensor
     return share.rows * work.stage.sequence_length * keys * work.number_bytes
 
 

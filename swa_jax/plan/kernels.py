@@ -6,6 +6,7 @@ packing and heads of a group. A call that was not measured reaches the share tha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from pallas_kernels.tpu.turning import turns_queries
 from swa_jax.chips import CHIPS
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.flops import attention_flops_by_kind, visible_keys
+from swa_jax.model.layer_stacks import layer_stacks
 from swa_jax.model.layer_types import HYBRID, SWITCH
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sequence_order import zigzag
@@ -64,6 +66,32 @@ def kernels(
         the forward pass, as in training, one kernel computes both branches.
       rows: the table of cycles; None: the one that is shipped.
     """
+    found = []
+    for stack in layer_stacks(model):  # whose heads have one shape
+        part = pattern.of_layers(stack.layers)
+        found.append(_of_alike(chip, stack.config, part, positions, (forward_ratio, backward_ratio), rows))
+    return functools.reduce(_both, found)
+
+
+def _both(one: Kernels, other: Kernels) -> Kernels:
+    def added(a: dict[str, ByPass], b: dict[str, ByPass]) -> dict[str, ByPass]:
+        sums = {kind: ByPass(*map(np.add, a[kind], b[kind])) for kind in a.keys() & b.keys()}
+        return a | b | sums
+
+    times = added(one.flops, other.flops), added(one.seconds, other.seconds)
+    return Kernels(*times, one.measured | other.measured, one.assumed | other.assumed)
+
+
+def _of_alike(
+    chip: str,
+    model: ModelConfig,
+    pattern: AttentionPattern,
+    positions: np.ndarray,
+    ratios: tuple[float, float],
+    rows: Sequence[Row] | None,
+) -> Kernels:
+    """`kernels` of layers that are alike."""
+    forward_ratio, backward_ratio = ratios
     reached = _Reached(chip, model, pattern, rows)
     forwards = attention_flops_by_kind(model, pattern, positions, forward_ratio)
     backwards = attention_flops_by_kind(model, pattern, positions, backward_ratio)

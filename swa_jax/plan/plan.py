@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from swa_jax.chips import COMPILE_ONLY, TARGETS, Target, chip_name, find_chip
 from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.model.attention import kinds_of
-from swa_jax.model.cache import POOL, allocate, cache_layout
+from swa_jax.model.cache import POOL, allocate, cache_layouts
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.flops import some_positions, work_by_position
 from swa_jax.model.generate import check_generation
@@ -158,9 +158,8 @@ def _by_position(traced: TracedStep) -> list[dict[str, Any]]:
 def _cache_read_seconds(traced: TracedStep, rows: list[dict[str, Any]], chip: Target) -> float:
     """How long a chip reads, at the published bandwidth of its memory, what decoding the last token of all sequences
     reads of the caches in bf16."""
-    config = traced.model.config
     entry = (
-        config.num_hidden_layers * config.num_key_value_heads * 2 * config.head_dim * 2
+        2 * 2 * sum(kv_heads * size for kv_heads, size in traced.model.config.head_shapes)
     )  # bytes of a token
     return traced.batch["rows"] * rows[-1]["kv_tokens_read"] * entry / traced.mesh.size / chip.hbm_bytes
 
@@ -321,11 +320,11 @@ def trace_generation(
     partition = Partition(mesh, config.sharding)
     check_generation(partition, model_config)
     check_batch(partition, rows, length, "--batch-size")
-    layout = cache_layout(pattern, model_config.num_key_value_heads, length, partition.size("kv_heads"))
+    layouts = cache_layouts(model_config, pattern, length, partition.size("kv_heads"))
     model = nnx.eval_shape(lambda: Decoder(model_config, pattern, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     graph, shapes = nnx.split(model)
     weights = jax.tree.map(_placed, shapes, state_shardings(shapes, partition, model_config))
-    empty = jax.eval_shape(lambda: allocate(layout, rows, model_config.head_dim, jnp.bfloat16))
+    empty = jax.eval_shape(lambda: allocate(layouts, rows, jnp.bfloat16))
     pool, by_row = partition.sharding(*POOL), partition.sharding("batch")
     cache = jax.tree.map(lambda x: _placed(x, pool if x.ndim == len(POOL) else by_row), empty)
     numbers = jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=by_row)
@@ -333,12 +332,12 @@ def trace_generation(
 
     def prefill(weights: Any, cache: Any, tokens: jax.Array, lengths: jax.Array) -> Any:
         model: Decoder = nnx.merge(graph, weights)
-        return model.prefill(tokens, lengths, cache, layout, partition=partition)
+        return model.prefill(tokens, lengths, cache, layouts, partition=partition)
 
     def decode(weights: Any, cache: Any, tokens: jax.Array, prompt_lengths: jax.Array) -> Any:
         model: Decoder = nnx.merge(graph, weights)
         full_from = prompt_lengths if pattern.full_attention_decode else None
-        return model.decode_step(tokens, cache, layout, full_from, partition=partition)
+        return model.decode_step(tokens, cache, layouts, full_from, partition=partition)
 
     function, tokens = (prefill, prompts) if step == "prefill" else (decode, numbers)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

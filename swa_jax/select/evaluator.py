@@ -75,7 +75,7 @@ class MaskEvaluator:
             )
         self.sliding_window = window
         self.num_sink_tokens = model.pattern.num_sink_tokens if num_sink_tokens is None else num_sink_tokens
-        self.shape = (model.config.num_hidden_layers, model.config.num_key_value_heads)
+        self.shape = (model.config.num_hidden_layers, model.config.common_kv_heads)
         self.num_examples, self.by = len(examples), by
         self._config = model.config
         kinds = (HYBRID,) * self.shape[0]

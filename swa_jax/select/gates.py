@@ -26,8 +26,9 @@ from flax import nnx
 
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches, answer_loss
-from swa_jax.model.attention import full_spec, layer_plan
-from swa_jax.model.decoder import Block, Decoder, scan_layers
+from swa_jax.model.attention import full_spec, layer_plan, own_or
+from swa_jax.model.block import Block, Stream
+from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.mesh_attention import attention_on_mesh
 from swa_jax.model.pattern import AttentionPattern
@@ -71,7 +72,7 @@ def gate_logits(
     graph, weights = nnx.split(model.with_pattern(window))
     batches = [batch for _, batch in answer_batches(examples, batch_size, full_attention_decode)]
     optimizer = optax.adam(LEARNING_RATE)
-    logits = jnp.full((config.num_hidden_layers, config.num_key_value_heads), START)
+    logits = jnp.full((config.num_hidden_layers, config.common_kv_heads), START)
     state = optimizer.init(logits)
     for step in range(steps):
         key = jax.random.fold_in(jax.random.key(seed), step)
@@ -115,6 +116,7 @@ def gated_loss(
     The window is that of the model's pattern. A gate of 1 is full attention, one of 0 a window.
 
     Args:
+      gates: K is the most KV heads that a layer has.
       through: [L] bool, the layers through whose full attention gradients flow to the layers below; None is all of
         them. In the others they flow through the windows alone, which costs a third less.
       partition: the mesh that weights and examples lie on.
@@ -125,10 +127,11 @@ def gated_loss(
         batch.tokens, (FULL,), batch.segment_ids, full_from=batch.full_from, partition=partition
     )
 
-    def layer(x: jax.Array, block: Block, scanned: tuple) -> tuple[jax.Array, None]:
+    def layer(stream: Stream, block: Block, scanned: tuple) -> tuple[Stream, None]:
         row, open_, whole = scanned
-        read = block.attention_input(x)
-        q, k, v = block.attention.qkv(read, row, context)
+        read = block.attention_input(stream.x)
+        q, *made = block.attention.qkv(read, row, context)
+        k, v = own_or(stream.read_by(block), *made)
         attend = functools.partial(attention_on_mesh, q, k, v, partition=partition)
         heads, packing = block.attention.per_head(), context.packing
 
@@ -137,13 +140,14 @@ def gated_loss(
 
         windowed = attend(context.spec, heads, packing)[0]
         other = full() if whole is None else jax.lax.cond(whole, full, lambda: jax.lax.stop_gradient(full()))
-        open_ = jnp.repeat(open_, q.shape[2] // k.shape[2])[:, None].astype(q.dtype)  # [H, 1]
+        open_ = jnp.repeat(open_[: k.shape[2]], q.shape[2] // k.shape[2])[:, None].astype(q.dtype)  # [H, 1]
         mixed = windowed + open_ * (other - windowed)
-        return block.after_attention(x, block.attention.output(mixed, read), partition)[0], None
+        x, _ = block.after_attention(stream.x, block.attention.output(mixed, read), row, partition)
+        return stream.behind(block, x, *made), None
 
-    x = model.embed(batch.tokens, partition)
-    x, _ = scan_layers(model.layers, layer, x, (plan, gates, through), wrap=jax.checkpoint)
-    hidden = jnp.take_along_axis(model.norm(x), batch.queries[:, :, None], axis=1)  # [B, A, d]
+    stream, plan = model.begin(batch.tokens, plan, partition)
+    stream, _ = model.scan(layer, stream, (plan, gates, through), wrap=jax.checkpoint)
+    hidden = jnp.take_along_axis(model.norm(stream.x), batch.queries[:, :, None], axis=1)  # [B, A, d]
     return answer_loss(model, hidden, batch)[0]
 
 

@@ -47,13 +47,15 @@ def kl_scores(
     Raises:
       ConfigError: no examples, or one with an empty prompt or answer.
     """
-    layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
+    config = model.config
+    layers, heads = config.num_hidden_layers, config.most_kv_heads if whole_layers else config.common_kv_heads
     kinds = (HYBRID,)
     pattern = AttentionPattern(kinds * layers, sliding_window, num_sink_tokens)
     graph, weights = nnx.split(model.with_pattern(pattern))
 
     def plan(full: np.ndarray) -> LayerPlan:
-        rows = tuple(tuple(np.flatnonzero(row).tolist()) for row in full)
+        shapes = zip(full, config.head_shapes, strict=True)
+        rows = tuple(tuple(np.flatnonzero(row[:count]).tolist()) for row, (count, _) in shapes)
         masked = AttentionPattern(kinds * layers, sliding_window, full_kv_heads=rows)
         return layer_plan(masked, model.config, kinds)
 

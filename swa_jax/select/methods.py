@@ -197,7 +197,7 @@ def _gates(task: Task) -> list[AttentionPattern]:
 
 
 def _heuristic(task: Task, kind: Heuristic) -> list[AttentionPattern]:
-    shape = (task.model.config.num_hidden_layers, task.model.config.num_key_value_heads)
+    shape = (task.model.config.num_hidden_layers, task.model.config.common_kv_heads)
     masks = [heuristic_mask(kind, *shape, ratio, task.seed) for ratio in task.ratios]
     return _of_masks(task, masks, kind, {})
 

@@ -26,6 +26,7 @@ from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches, check_examples
 from swa_jax.model.attention import LayerPlan, layer_plan
 from swa_jax.model.decoder import Decoder
+from swa_jax.model.layer_stacks import are_alike
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition, check_model, state_shardings
 from swa_jax.select import toggles
@@ -194,7 +195,7 @@ class LayerScorer:
             shardings = state_shardings(self._weights, partition, model.config)
             self._weights = jax.device_put(self._weights, shardings)
         # What is reused goes through the layers one by one, which takes layers that are all alike.
-        reuse = reuse and not model.config.mlp_layer_types
+        reuse = reuse and are_alike(model.config)
         self._partition, self._reuse, self._at_once = partition, reuse, toggles_at_once
         # Where the window holds the whole prompt, window and full attention are the same function. Different kernels
         # would still round differently, and ranking that noise is what this avoids: all layers take the full kernel,
@@ -274,7 +275,7 @@ class LayerScorer:
         chosen = tuple(sorted(full_layers))
         key = f"gradient:{','.join(map(str, chosen))}"
         if key not in self._file.scores:
-            full = np.zeros((self.layers, self._config.num_key_value_heads), bool)
+            full = np.zeros((self.layers, self._config.most_kv_heads), bool)
             full[list(chosen)] = True
             long = [(index, batch) for index, batch, short in self._batches if not short]
             gained = gate_gradient(self._graph, self._weights, long, full, self._partition)

@@ -38,9 +38,12 @@ from swa_jax.model.attention import (
     layer_plan,
     model_slopes,
     model_spec,
+    own_or,
 )
+from swa_jax.model.block import Block, Stream
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.decoder import Block, Decoder, scan_layers
+from swa_jax.model.decoder import Decoder
+from swa_jax.model.layer_stacks import are_alike
 from swa_jax.model.layer_types import FULL
 from swa_jax.model.layers import query_scale, rope_tables
 from swa_jax.model.pattern import AttentionPattern
@@ -108,15 +111,14 @@ def static_scores(
             progress=progress,
         )  # fmt: skip
     check_softmax(config, f"{method} scores heads")
+    kv_heads = config.common_kv_heads
     if method == "fisher-text":
         method, examples = "fisher", [Example(e.prompt[:1], [*e.prompt[1:], *e.answer], []) for e in examples]
-    if method == "fisher" and config.mlp_layer_types:
-        raise ConfigError("fisher goes through layers that are all alike, the model's mlp_layer_types differ")
+    if method == "fisher" and not are_alike(config):
+        raise ConfigError("fisher goes through layers that are all alike, the model's layers differ")
     graph, weights = nnx.split(model)
     if method == "razor":
-        return _by_group(
-            _razor(graph, weights, examples, config.vocab_size, seed), config.num_key_value_heads
-        )
+        return _by_group(_razor(graph, weights, examples, config.vocab_size, seed), kv_heads)
     batches = list(answer_batches(examples, batch_size, full_attention_decode=False))
     by_batch, tokens = [], 0
     for done, (index, batch) in enumerate(batches):
@@ -138,7 +140,7 @@ def static_scores(
         scores = np.where(total > 0, inside / np.where(total > 0, total, 1), 1)
     else:
         scores = values.sum(1) / tokens
-    return _by_group(scores, config.num_key_value_heads)
+    return _by_group(scores, kv_heads)
 
 
 def check_softmax(config: ModelConfig, what: str) -> None:
@@ -252,13 +254,13 @@ def layer_statistics(
     model: Decoder = nnx.merge(graph, weights)
     (plan, context), lengths = _full_attention(model, segment_ids), segment_ids.sum(1)
 
-    def layer(x: jax.Array, block: Block, row: LayerPlan) -> tuple[jax.Array, jax.Array]:
-        out, (q, k, _) = _full_layer(block, x, 0.0, row, context)
+    def layer(stream: Stream, block: Block, row: LayerPlan) -> tuple[Stream, jax.Array]:
+        out, (q, k, _) = _full_layer(block, stream, 0.0, row, context)
         function, setting = statistic
         measure = STATISTICS[function] if isinstance(function, str) else function
         return out, measure(Heads(q, k, lengths, context.spec, model_slopes(model.config)), setting)
 
-    return scan_layers(model.layers, layer, model.embed(tokens), plan)[1]
+    return model.scan(layer, *model.begin(tokens, plan))[1]
 
 
 def _razor(
@@ -289,7 +291,7 @@ def fisher_masses(graph: Any, weights: nnx.State, batch: AnswerBatch, window: in
 
     def forward(x: jax.Array, scanned: tuple[nnx.State, LayerPlan]) -> tuple[jax.Array, jax.Array]:
         layer_weights, row = scanned
-        return _full_layer(nnx.merge(layer_graph, layer_weights), x, 0.0, row, context)[0], x
+        return _full_layer(nnx.merge(layer_graph, layer_weights), Stream(x), 0.0, row, context)[0].x, x
 
     def loss(x: jax.Array) -> jax.Array:
         hidden = jnp.take_along_axis(model.norm(x), batch.queries[:, :, None], axis=1)  # [B, A, d]
@@ -304,9 +306,9 @@ def fisher_masses(graph: Any, weights: nnx.State, batch: AnswerBatch, window: in
         config = model.config
         nothing = jnp.zeros((*x.shape[:2], config.num_attention_heads, config.head_dim), x.dtype)
         _, pull, (q, k, v) = jax.vjp(
-            lambda x, probe: _full_layer(block, x, probe, row, context), x, nothing, has_aux=True
+            lambda x, probe: _full_layer(block, Stream(x), probe, row, context), x, nothing, has_aux=True
         )
-        dx, d_mixed = pull(dx)
+        dx, d_mixed = pull(Stream(dx))
 
         def masses(rows: Rows) -> jax.Array:
             d_rows = rows.extra.reshape(*rows.extra.shape[:2], v.shape[2], -1, v.shape[3])
@@ -324,28 +326,27 @@ def fisher_masses(graph: Any, weights: nnx.State, batch: AnswerBatch, window: in
 
 
 def _full_layer(
-    block: Block, x: jax.Array, probe: jax.Array | float, plan: LayerPlan, context: AttentionContext
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    block: Block, stream: Stream, probe: jax.Array | float, plan: LayerPlan, context: AttentionContext
+) -> tuple[Stream, tuple[jax.Array, jax.Array, jax.Array]]:
     """One layer under full attention, `probe` [B, T, H, D] being added to what its heads say; also its q, k, v."""
-    read = block.attention_input(x)
-    q, k, v = block.attention.qkv(read, plan, context)
+    read = block.attention_input(stream.x)
+    q, *made = block.attention.qkv(read, plan, context)
+    k, v = own_or(stream.read_by(block), *made)
     mixed = attention(
         q, k, v, context.spec, q_segment_ids=context.segment_ids, **block.attention.per_head()._asdict()
     )
     assert isinstance(mixed, jax.Array)
-    return block.after_attention(x, block.attention.output(mixed + probe, read))[0], (q, k, v)
+    x, _ = block.after_attention(stream.x, block.attention.output(mixed + probe, read), plan)
+    return stream.behind(block, x, *made), (q, k, v)
 
 
 def _full_attention(model: Decoder, segment_ids: jax.Array) -> tuple[LayerPlan, AttentionContext]:
     """The plan and the context of full attention in every layer, whatever the model's own pattern says."""
     pattern = AttentionPattern((FULL,) * model.config.num_hidden_layers)
-    cos = sin = scale = None
+    length, rope, scale = segment_ids.shape[1], {}, None
     if model.config.uses_rope:
-        length = segment_ids.shape[1]
         positions = jnp.arange(length)[None]
-        cos, sin = rope_tables(model.config, positions, length)
-        scale = query_scale(model.config, positions)
+        rope, scale = rope_tables(model.config, positions, length), query_scale(model.config, positions)
     spec = model_spec(model.config, pattern)
-    return layer_plan(pattern, model.config, (FULL,)), AttentionContext(
-        spec, (FULL,), cos, sin, scale, segment_ids
-    )
+    context = AttentionContext(spec, (FULL,), rope, scale, segment_ids)
+    return layer_plan(pattern, model.config, (FULL,)), context

@@ -20,6 +20,7 @@ from jax import lax
 
 from swa_jax.evaluate.nll import AnswerBatch, answer_loss, score_batch
 from swa_jax.model.attention import LayerPlan
+from swa_jax.model.block import Stream
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.sharding import Partition, constrain
@@ -130,7 +131,7 @@ def _group(
     def layer(x: jax.Array, index: jax.Array, kind: jax.Array | int, context: Any = one) -> jax.Array:
         take_own = lambda w: lax.dynamic_index_in_dim(w, index, keepdims=False)  # noqa: E731
         own, row = jax.tree.map(take_own, (stacked, plan))
-        return nnx.merge(block_graph, own)(x, row._replace(kind=jnp.asarray(kind)), context)[0]
+        return nnx.merge(block_graph, own)(Stream(x), row._replace(kind=jnp.asarray(kind)), context)[0].x
 
     def take(streams: jax.Array, slot: jax.Array | int) -> jax.Array:
         return lax.dynamic_index_in_dim(streams, slot, axis=1, keepdims=False)

@@ -41,7 +41,7 @@ def adapter_alone(config: ModelConfig, case: str) -> Decoder:
 
 def _settings(config: ModelConfig, case: str) -> LoraConfig:
     settings, targets = CASES[case]
-    has = LoraConfig(targets=ALL).factors(config)
+    has = {name for *_, name in LoraConfig(targets=ALL).factors(config)}
     return dataclasses.replace(settings, targets=tuple(name for name in targets if name in has))
 
 

@@ -148,8 +148,8 @@ def test_rope_in_every_spelling():
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported; supported: 1.0"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            r"'dynamic' is not supported; supported: default, linear, llama3, yarn, longrope; remove rope_scaling to "
-            r"use the model up to max_position_embeddings \(2048\), or set yarn",
+            r"'dynamic' is not supported; supported: default, linear, llama3, yarn, longrope, proportional; remove "
+            r"rope_scaling to use the model up to max_position_embeddings \(2048\), or set yarn",
         ),
         (
             {"rope_scaling": {"rope_type": "longrope"}},

@@ -8,13 +8,13 @@ from kernels.tolerances import assert_close
 from tiny_models import PATTERNS, SOFTMAX, WINDOW_SIZE, model_of
 
 from swa_jax.errors import ConfigError
-from swa_jax.model.cache import allocate, cache_layout
+from swa_jax.model.cache import allocate, cache_layouts
 from swa_jax.model.engine import Engine
 from swa_jax.model.generate import generate, sampling
-from swa_jax.model.prefixes import Prefix, PrefixStore, Rings
+from swa_jax.model.prefixes import Prefix, PrefixStore
 
 NEW = 10
-QUICK = ("every-kind", "head-hybrid")
+QUICK = ("every-kind", "head-hybrid", "shared-keys")
 SLOW = ("window", "switch", "experts", "swat-every-kind", "every-kind+fa-decode")
 
 
@@ -58,15 +58,15 @@ def replies(engine: Engine, prompts, **options) -> list[list[int]]:
 def test_chunks_leave_the_caches_of_one_prefill(name, chunk):
     """Prompts of 1 to more than six windows, in turn, into one batch."""
     model, lengths = model_of(name), (40, 17, 5, 1)
-    layout = cache_layout(model.pattern, model.config.num_key_value_heads, 44)
+    layouts = cache_layouts(model.config, model.pattern, 44)
     tokens = np.zeros((4, 40), np.int32)
     for row, prompt in zip(tokens, random_prompts(lengths), strict=True):
         row[: len(prompt)] = prompt
-    empty = allocate(layout, 4, model.config.head_dim, jnp.float32)
-    expected, whole = jax.jit(lambda t, n, c: model.prefill(t, n, c, layout))(
+    empty = allocate(layouts, 4, jnp.float32)
+    expected, whole = jax.jit(lambda t, n, c: model.prefill(t, n, c, layouts))(
         jnp.asarray(tokens), jnp.array(lengths), empty
     )
-    extend = jax.jit(lambda *args: model.extend(*args, layout))
+    extend = jax.jit(lambda *args: model.extend(*args, layouts))
     cache, logits = empty, []
     for row, length in enumerate(lengths):
         for at in range(0, length, chunk):
@@ -78,9 +78,10 @@ def test_chunks_leave_the_caches_of_one_prefill(name, chunk):
     assert_close(jnp.stack(logits), expected, "float32")
     assert cache.lengths.tolist() == list(lengths)
     filled = (np.arange(44) < np.array(lengths)[:, None])[None, :, :, None]
-    for mine, other in ((cache.k_whole, whole.k_whole), (cache.v_whole, whole.v_whole)):
-        assert_close(jnp.where(filled, mine, 0), jnp.where(filled, other, 0), "float32")
-    assert_close((cache.k_ring, cache.v_ring), (whole.k_ring, whole.v_ring), "float32")
+    for mine, other in zip(cache.pools, whole.pools, strict=True):
+        for ours, theirs in ((mine.k_whole, other.k_whole), (mine.v_whole, other.v_whole)):
+            assert_close(jnp.where(filled, ours, 0), jnp.where(filled, theirs, 0), "float32")
+        assert_close((mine.k_ring, mine.v_ring), (other.k_ring, other.v_ring), "float32")
 
 
 @pytest.mark.parametrize(
@@ -180,8 +181,8 @@ def test_what_a_longer_sequence_takes_over_from_its_beginning():
     """Rings and logits of the whole beginning too: a prompt that branches off there computes nothing before."""
 
     def remember(tokens: list[int]) -> None:
-        here = {len(tokens): Rings(zero, zero)}
-        store.add(Prefix(np.array(tokens), zero, zero, here, {len(tokens): zero}))
+        parts = ((zero, zero),)
+        store.add(Prefix(np.array(tokens), parts, {len(tokens): parts}, {len(tokens): zero}))
 
     zero, store = jnp.zeros(()), PrefixStore(4, rings=True)
     for tokens in ([1, 2, 3], [1, 2, 3, 4, 5]):

@@ -51,6 +51,7 @@ VARIANTS = {
 
 
 def mixture(config: ModelConfig, seed: int = 0) -> MixtureOfExperts:
+    config = dataclasses.replace(config, mlp_layer_types=())  # a layer knows its own kind alone
     module = MixtureOfExperts(config, jnp.dtype(jnp.float32), nnx.Rngs(seed))
     keys = iter(jax.random.split(jax.random.key(seed), 20))
     for _, variable in nnx.to_flat_state(nnx.state(module)):  # biases too are drawn

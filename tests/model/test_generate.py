@@ -23,7 +23,7 @@ from swa_jax.model.generate import (
     _prefill,
     decode,
     generate,
-    layout_of,
+    layouts_of,
     prefill,
     prepare,
     round_up,
@@ -132,7 +132,8 @@ def test_stop_tokens_end_sequences_and_the_loop():
     logits, beside = prefill(model, batch)
     _, beside = decode(model, batch, logits, beside, NEW, stop_tokens=stops)
     assert beside.lengths[2] == 19 + kept < beside.lengths[3]
-    for alone, among in ((cache.k_ring, beside.k_ring), (cache.v_ring, beside.v_ring)):
+    (pools,), (others,) = cache.pools, beside.pools
+    for alone, among in ((pools.k_ring, others.k_ring), (pools.v_ring, others.v_ring)):
         assert_close(among[:, 2], alone[:, 2], "float32")
 
 
@@ -319,13 +320,13 @@ def test_decoding_by_kernels_knows_layers_of_every_kind(name, best, monkeypatch)
     """To a GPU's one launch full, windowed, hybrid and routed layers are data; a TPU's lists are made once for all."""
     model = model_of(name)
     batch = prepare(model, random_prompts(), 4)
-    layout = layout_of(model, batch.max_length)
+    layouts = layouts_of(model, batch.max_length)
     full_from = batch.lengths if model.pattern.full_attention_decode else None
     prefilled = prefill(model, batch)
 
     def steps():
         def step(tokens, cache):  # a function of its own: JAX would take the last one's program
-            return model.decode_step(tokens, cache, layout, full_from)
+            return model.decode_step(tokens, cache, layouts, full_from)
 
         logits, cache = prefilled
         body = str(jax.make_jaxpr(step)(jnp.zeros(4, jnp.int32), cache))
@@ -354,13 +355,13 @@ def test_decoding_by_kernels_knows_layers_of_every_kind(name, best, monkeypatch)
 def test_a_piece_of_a_prompt_takes_all_heads_together(name, monkeypatch):
     """As on a GPU, whose kernels are interpreted here: heads side by side, not in a loop."""
     model = model_of(name)
-    layout = layout_of(model, 128)
-    empty = allocate(layout, 2, model.config.head_dim, jnp.float32)
+    layouts = layouts_of(model, 128)
+    empty = allocate(layouts, 2, jnp.float32)
     tokens = jnp.asarray(random_prompts((80,))[0], jnp.int32)
 
     def pieces():
         def extend(tokens, count, cache):  # a function of its own: JAX would take the last one's program
-            return model.extend(tokens, count, jnp.int32(1), cache, layout)
+            return model.extend(tokens, count, jnp.int32(1), cache, layouts)
 
         run, cache, found = jax.jit(extend), empty, []
         launches = str(jax.make_jaxpr(extend)(tokens[:32], 32, empty)).count("pallas_call[")

@@ -188,13 +188,13 @@ def test_each_layer_and_projection_drops_something_else():
     kinds = kinds_of(model.pattern)
     plan = model._plan(kinds)
     context = model.context(jnp.asarray(TOKENS), kinds)
-    x = model.embed(jnp.asarray(TOKENS))
+    stream, plan = model.begin(jnp.asarray(TOKENS), plan)
     for i, own in enumerate(jax.random.split(key, layers)):
         block = nnx.merge(graph, jax.tree.map(lambda weights, i=i: weights[i], stacked))
         seed_dropout(block, own)
-        x, _ = block(x, jax.tree.map(lambda rows, i=i: rows[i], plan), context)
+        stream, _ = block(stream, jax.tree.map(lambda rows, i=i: rows[i], plan), context)
     hidden, _ = model.features(jnp.asarray(TOKENS), dropout_key=key)
-    np.testing.assert_allclose(hidden, model.norm(x), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(hidden, model.norm(stream.x), rtol=1e-4, atol=1e-4)
 
 
 def test_dropout_is_of_the_adapters_input_in_training_alone():

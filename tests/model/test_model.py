@@ -18,7 +18,7 @@ from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import perplexity, score_answers
 from swa_jax.model.attention import kinds_of, layer_plan
-from swa_jax.model.cache import allocate, cache_bytes, cache_layout
+from swa_jax.model.cache import allocate, cache_bytes, cache_layouts
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 
@@ -47,15 +47,15 @@ def forward(model, tokens, **options):
 
 def through_the_cache(model, tokens, lengths, max_length):
     """Prefill, then NEW given tokens through the cache: logits [B, 1 + NEW, V] of what follows each."""
-    layout = cache_layout(model.pattern, model.config.num_key_value_heads, max_length)
-    cache = allocate(layout, tokens.shape[0], model.config.head_dim, model.embedding[...].dtype)
+    layouts = cache_layouts(model.config, model.pattern, max_length)
+    cache = allocate(layouts, tokens.shape[0], model.embedding[...].dtype)
     full_from = lengths if model.pattern.full_attention_decode else None
     prompts = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
-    first, cache = model.prefill(prompts, lengths, cache, layout)
+    first, cache = model.prefill(prompts, lengths, cache, layouts)
 
     def step(cache, _):
         token = jnp.take_along_axis(tokens, cache.lengths[:, None], axis=1)[:, 0]
-        logits, cache = model.decode_step(token, cache, layout, full_from)
+        logits, cache = model.decode_step(token, cache, layouts, full_from)
         return cache, logits
 
     _, rest = jax.lax.scan(step, cache, length=NEW)
@@ -165,36 +165,43 @@ def test_gates_are_of_both_kinds():
 @pytest.mark.parametrize("name", PATTERNS)
 def test_cache_bytes_are_those_of_the_formula(name, max_length):
     config, pattern = PATTERNS[name]
-    layout = cache_layout(pattern, config.num_key_value_heads, max_length)
-    cache = allocate(layout, 3, config.head_dim, jnp.bfloat16)
-    expected = (
-        0  # spelled out: heads that see everything hold T_max entries, others their window and sink tokens
-    )
-    for kind, heads in zip(pattern.layer_types, pattern.full_kv_heads, strict=True):
-        for head in range(config.num_key_value_heads):
-            whole = kind in ("full_attention", "switch_attention") or head in heads
+    cache = allocate(cache_layouts(config, pattern, max_length), 3, jnp.bfloat16)
+    # Spelled out: heads that see everything hold T_max entries, others their window and sink tokens. What other layers
+    # read holds what all of them need, and these hold nothing.
+    readers = {layer: [layer] for layer in range(config.num_hidden_layers - config.num_kv_shared_layers)}
+    for layer in range(len(readers), config.num_hidden_layers):
+        alike = [one for one in readers if config.rope_layers[one] == config.rope_layers[layer]]
+        readers[alike[-1]].append(layer)
+    expected = 0
+    for layer, others in readers.items():
+        kv_heads, head_dim = config.head_shapes[layer]
+        for head in range(kv_heads):
+            see_all = [
+                pattern.layer_types[i] in ("full_attention", "switch_attention")
+                or head in pattern.full_kv_heads[i]
+                for i in others
+            ]
+            whole = any(see_all) or len({(pattern.full_kv_heads[i]) for i in others}) > 1
             if whole or pattern.full_attention_decode:
                 entries = max_length
             else:
                 entries = min(pattern.sliding_window + pattern.num_sink_tokens, max_length)
-            expected += 3 * entries * 2 * config.head_dim * 2
-    assert (
-        cache.nbytes == sum(np.asarray(pool).nbytes for pool in jax.tree.leaves(cache)) - 3 * 4
-    )  # less `lengths`
-    assert cache.nbytes == expected == cache_bytes(config, pattern, 3, max_length, itemsize=2)
+            expected += 3 * entries * 2 * head_dim * 2
+    held = sum(np.asarray(pool).nbytes for pool in jax.tree.leaves(cache)) - 3 * 4  # less `lengths`
+    assert cache.nbytes == held == expected == cache_bytes(config, pattern, 3, max_length, itemsize=2)
 
 
 def test_decoding_keeps_the_cache_in_place():
     """The loop carries the cache: a step's temporary memory is far below a copy of it."""
     model, max_length = model_of("every-kind"), 4096
     graph, weights = nnx.split(model)
-    layout = cache_layout(model.pattern, 2, max_length)
+    layouts = cache_layouts(model.config, model.pattern, max_length)
 
     @functools.partial(jax.jit, donate_argnames="cache")
     def step(weights, tokens, cache):
-        return nnx.merge(graph, weights).decode_step(tokens, cache, layout)
+        return nnx.merge(graph, weights).decode_step(tokens, cache, layouts)
 
-    cache = jax.eval_shape(lambda: allocate(layout, 16, 8, jnp.float32))
+    cache = jax.eval_shape(lambda: allocate(layouts, 16, jnp.float32))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     memory = step.lower(weights, jax.ShapeDtypeStruct((16,), jnp.int32), cache).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= 0.99 * size

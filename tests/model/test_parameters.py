@@ -17,8 +17,10 @@ from tiny_models import (
     PARALLEL,
     SANDWICH,
     SHARED_EXPERTS,
+    SHARED_KEYS,
     SIGMOID,
     SOFTMAX,
+    TWO_SHAPES,
 )
 
 from swa_jax.checkpoint import tensor_names as names
@@ -66,6 +68,8 @@ MODELS = committed() | {
     "a gate a head": dataclasses.replace(
         SHARED_EXPERTS, attention_gate="head", expert_groups=1, expert_groups_per_tok=1
     ),
+    "tiny heads of two shapes": TWO_SHAPES,
+    "tiny shared keys": SHARED_KEYS,
     "norms after": dataclasses.replace(SANDWICH, norm_placement="post"),
     "every bias": dataclasses.replace(
         SOFTMAX, attention_out_bias=True, mlp_bias=True, tie_word_embeddings=False, router_bias_init=-2.0
@@ -101,7 +105,9 @@ def test_a_decoder_holds_what_is_declared(name, routed, lora):
         names = {row.projection for row in rows}
         lora = dataclasses.replace(lora, targets=tuple(name for name in lora.targets if name in names))
         rows += [f for row in rows if row.projection in lora.targets for f in low_rank(row, lora.rank)]
-    assert len({row.path for row in rows}) == len({row.hf_name for row in rows}) == len(rows)
+    names = [(row.hf_name, layer) for row in rows for layer in row.layers or (None,)]
+    assert len({row.path for row in rows}) == len(rows)
+    assert len({*names}) == len(names)
     assert leaves(config, routed, lora) == {row.path: row.stacked_shape for row in rows}
     assert all(len(row.shape) == len(row.axes) for row in rows)
 
@@ -161,7 +167,9 @@ def test_a_new_row_has_names_layout_cost_and_group(gain):
         check_model(config, partition(tensor=2))
 
     assert is_matrix(tree, config)["layers"]["attention"] == {"gain_proj": {"kernel": True}, "other": False}
-    assert LoraConfig(rank=3).factors(config).keys() == {"q_proj", "k_proj", "v_proj"}
+    assert LoraConfig(rank=3).factors(config).keys() == {
+        ("layers", "attention", name) for name in ("q_proj", "k_proj", "v_proj")
+    }
 
 
 def test_a_new_row_costs(request):

@@ -14,7 +14,7 @@ from swa_jax.checkpoint.folder import load_model, open_checkpoint, save_model
 from swa_jax.checkpoint.hf_export import export_model
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.model.attention import Router
-from swa_jax.model.cache import allocate, cache_layout
+from swa_jax.model.cache import allocate, cache_layouts
 from swa_jax.model.decoder import Decoder
 from swa_jax.settings import from_dict, to_dict
 from swa_jax.train.config import TrainConfig
@@ -84,10 +84,10 @@ def test_training_a_prompt_and_decoding_route_alike(monkeypatch):
     monkeypatch.setattr(swa_jax.model.attention.Router, "__call__", recorded)
     model = bfloat16_model()
     tokens = jnp.arange(12)[None] % 61
-    layout = cache_layout(model.pattern, 2, 16)
-    cache = allocate(layout, 1, 8, jnp.dtype(jnp.bfloat16))
-    _, cache = model.prefill(tokens, jnp.array([12]), cache, layout)
-    model.decode_step(tokens[:, 0], cache, layout)
+    layouts = cache_layouts(model.config, model.pattern, 16)
+    cache = allocate(layouts, 1, jnp.dtype(jnp.bfloat16))
+    _, cache = model.prefill(tokens, jnp.array([12]), cache, layouts)
+    model.decode_step(tokens[:, 0], cache, layouts)
     settings = {"output": "", "tokenizer": "", "model": to_dict(SOFTMAX), "pattern": "switch"}
     stages = [{"steps": 1, "sequence_length": 12, "batch_size": 1}]
     config = from_dict(TrainConfig, settings | {"stages": stages, "bfloat16": True})

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from swa_jax.bench.compile_for_chip import kernel_name, pallas_calls
-from swa_jax.model.cache import POOL, allocate, cache_layout
+from swa_jax.model.cache import POOL, allocate, cache_layouts
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
@@ -49,10 +49,10 @@ def test_a_chunk_in_place(pattern, topology, tensor):
     pattern, length = PATTERNS[pattern], 16384
     mesh = make_mesh(MeshConfig(1, 1, 1, tensor), topology_devices(topology, 1)[:tensor])
     partition = Partition(mesh)
-    layout = cache_layout(pattern, CONFIG.num_key_value_heads, length, tensor)
+    layouts = cache_layouts(CONFIG, pattern, length, tensor)
     model = nnx.eval_shape(lambda: Decoder(CONFIG, pattern, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     graph, weights = nnx.split(model)
-    cache = jax.eval_shape(lambda: allocate(layout, 4, CONFIG.head_dim, jnp.bfloat16))
+    cache = jax.eval_shape(lambda: allocate(layouts, 4, jnp.bfloat16))
 
     def lies(x, sharding):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -65,7 +65,7 @@ def test_a_chunk_in_place(pattern, topology, tensor):
     ]
 
     def extend(weights, cache, tokens, count, row):
-        return nnx.merge(graph, weights).extend(tokens, count, row, cache, layout, partition=partition)
+        return nnx.merge(graph, weights).extend(tokens, count, row, cache, layouts, partition=partition)
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         traced = jax.jit(extend, donate_argnums=1).trace(weights, cache, *numbers)

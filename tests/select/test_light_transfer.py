@@ -47,7 +47,7 @@ def dense_ratios(model, prompt, last, sinks, recent):
         attention /= attention.sum(-1, keepdims=True)
         found.append((attention * near).sum(-1)[:, -last:].mean())
         mixed = jnp.asarray(np.einsum("hqk,khd->qhd", attention, v)[None], jnp.float32)
-        x, _ = block.after_attention(x, block.attention.output(mixed, block.attention_input(x)))
+        x, _ = block.after_attention(x, block.attention.output(mixed, block.attention_input(x)), row)
     return np.array(found)
 
 

@@ -81,7 +81,7 @@ def dense(model, tokens, probes):
             logits += np.asarray(alibi_slopes(3, 1, "press"))[:, None, None] * lag
         found.append(jax.nn.softmax(jnp.where(lag >= 0, logits, -jnp.inf), axis=-1))
         mixed = jnp.einsum("hts,shd->thd", found[-1] + probes[layer], v, precision="highest")[None]
-        x, _ = block.after_attention(x, block.attention.output(mixed, block.attention_input(x)))
+        x, _ = block.after_attention(x, block.attention.output(mixed, block.attention_input(x)), row)
     return model.logits(model.norm(x))[0], jnp.stack(found)
 
 

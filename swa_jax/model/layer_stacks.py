@@ -1,0 +1,96 @@
+"""Which layers of a model are alike: those are stacked and scanned, and the keys of some lie in one cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+from swa_jax.model.config import ROPE_KINDS, ModelConfig, RopeKind
+
+
+class LayerStack(NamedTuple):
+    """Layers that are alike but for the values of their weights.
+
+    Attributes:
+      name: of the stack in the decoder's tree, as in "layers.NAME.mlp.up_proj"; "" where all layers are one stack.
+      layers: their numbers.
+      group: the number of their `HeadGroup`.
+      config: a model of such layers alone, which are one stack there.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    group: int
+    config: ModelConfig
+
+
+class HeadGroup(NamedTuple):
+    """Layers whose KV heads have one shape, so that their keys and values lie in one cache."""
+
+    layers: tuple[int, ...]
+    num_key_value_heads: int
+    head_dim: int
+
+
+@functools.lru_cache(maxsize=256)
+def layer_stacks(config: ModelConfig) -> tuple[LayerStack, ...]:
+    """The stacks of a model, in the order of their first layers."""
+    mixed, sources = len({*config.mlp_kinds}) > 1, config.kv_sources
+    names = []
+    for layer, rope in enumerate(config.rope_kinds_by_layer):
+        words = ["global" if rope == "global" else "local"] * config.heads_differ
+        words += ["shared"] * (sources[layer] != layer)
+        names.append("_".join(words + [config.mlp_kinds[layer]] * mixed))
+    found = []
+    for name in dict.fromkeys(names):
+        layers = tuple(layer for layer, other in enumerate(names) if other == name)
+        group = next(i for i, group in enumerate(head_groups(config)) if layers[0] in group.layers)
+        found.append(LayerStack(name, layers, group, _alone(config, layers)))
+    return tuple(found) if len(found) > 1 else (found[0]._replace(name="", config=config),)
+
+
+def are_alike(config: ModelConfig) -> bool:
+    """Whether all layers compute the same of the residual stream alone, but for the values of their weights."""
+    return len(layer_stacks(config)) == 1 and not config.hidden_size_per_layer_input
+
+
+@functools.lru_cache(maxsize=256)
+def head_groups(config: ModelConfig) -> tuple[HeadGroup, ...]:
+    """The groups of a model, in the order of their first layers."""
+    kinds = [rope == "global" and config.heads_differ for rope in config.rope_kinds_by_layer]
+    found = []
+    for kind in dict.fromkeys(kinds):
+        layers = tuple(layer for layer, other in enumerate(kinds) if other == kind)
+        found.append(HeadGroup(layers, *config.head_shapes[layers[0]]))
+    return tuple(found)
+
+
+def rope_groups(config: ModelConfig) -> dict[int, tuple[RopeKind, ...]]:
+    """The rotary embeddings that occur, in the order of `ROPE_KINDS`, by the head_dim of the layers that have them."""
+    pairs = {*zip((size for _, size in config.head_shapes), config.rope_kinds_by_layer, strict=True)}
+    sizes = sorted({size for size, _ in pairs})
+    return {size: tuple(kind for kind in ROPE_KINDS if (size, kind) in pairs) for size in sizes}
+
+
+def _alone(config: ModelConfig, layers: tuple[int, ...]) -> ModelConfig:
+    """A model of some layers that are alike."""
+    kv_heads, head_dim = config.head_shapes[layers[0]]
+    reads_others = config.kv_sources[layers[0]] != layers[0]
+    changes: dict = {
+        "num_hidden_layers": len(layers),
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "num_global_key_value_heads": None,
+        "global_head_dim": None,
+        "rope_layers": config.rope_layers and tuple(config.rope_layers[layer] for layer in layers),
+        "mlp_layer_types": (),
+        "attention_k_eq_v": config.attention_k_eq_v and config.rope_kinds_by_layer[layers[0]] == "global",
+        "num_kv_shared_layers": len(layers) * reads_others,
+    }
+    if reads_others and config.use_double_wide_mlp:
+        changes["intermediate_size"] = 2 * config.intermediate_size
+    if config.mlp_kinds[layers[0]] == "dense":
+        changes |= dict.fromkeys(("num_experts", "shared_expert_intermediate_size"), 0)
+        changes |= dict.fromkeys(("expert_groups", "expert_groups_per_tok"), 1)
+    return dataclasses.replace(config, **changes)
