@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "ministral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2",
     "gemma3_text": "gemma3", "cohere": "command-r", "gpt_oss": "gpt-oss", "exaone_moe": "exaone-moe",
-    "granite_swa": "granite-swa", "granitemoe_swa": "granite-swa", "ministral3": "mistral3",
+    "granite_swa": "granite-swa", "granitemoe_swa": "granite-swa", "ministral3": "mistral3", "gemma4_text": "gemma4",
     "cohere2_moe": "cohere2moe",
 }  # fmt: skip
 # What llama.cpp keeps joined, and the package's table has no names for.
@@ -32,6 +32,7 @@ WINDOWED = (
     "olmo2",
     "gemma2",
     "gemma3",
+    "gemma4",
     "phi3",
     "cohere2",
     "exaone4",
@@ -156,7 +157,10 @@ def write_hyperparameters(writer: gguf.GGUFWriter, hf: dict, architecture: str) 
         )
     if "expert_selection_fn" in hf:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType[hf["expert_selection_fn"].upper()])
-    if "gemma" in architecture:  # which no released model needs: the scale follows from the shape
+    if architecture in (
+        "gemma2",
+        "gemma3",
+    ):  # which no released model needs: the scale follows from the shape
         writer.add_attention_scale(hf["query_pre_attn_scalar"] ** -0.5)
     if "num_experts_per_tok" in hf and hf["model_type"] not in ("mixtral", "granitemoe_swa"):
         writer.add_expert_feed_forward_length(hf.get("moe_intermediate_size", hf["intermediate_size"]))
@@ -164,7 +168,28 @@ def write_hyperparameters(writer: gguf.GGUFWriter, hf: dict, architecture: str) 
         writer.add_sliding_window(hf["sliding_window"])
         if architecture != "phi3":
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in hf["layer_types"]])
+    if architecture == "gemma4":
+        write_gemma4(writer, hf)
     write_rope(writer, hf, head_dim)
+
+
+def write_gemma4(writer: gguf.GGUFWriter, hf: dict) -> None:
+    [(_, full), *_] = hf["per_layer_config"].items()
+    windowed = [kind == "sliding_attention" for kind in hf["layer_types"]]
+    for add in (writer.add_key_length, writer.add_value_length):
+        add(full["head_dim"])
+    writer.add_key_length_swa(hf["head_dim"])
+    writer.add_value_length_swa(hf["head_dim"])
+    heads = hf["num_key_value_heads"]
+    writer.add_head_count_kv([heads if one else full.get("num_key_value_heads", heads) for one in windowed])
+    writer.add_shared_kv_layers(hf["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(hf["hidden_size_per_layer_input"])
+    if hf.get("top_k_experts"):
+        writer.add_expert_used_count(hf["top_k_experts"])
+        writer.add_expert_feed_forward_length(hf["moe_intermediate_size"])
+    if hf["use_double_wide_mlp"]:
+        first, width = len(windowed) - hf["num_kv_shared_layers"], hf["intermediate_size"]
+        writer.add_feed_forward_length([width if i < first else 2 * width for i in range(len(windowed))])
 
 
 def write_rope(writer: gguf.GGUFWriter, hf: dict, head_dim: int) -> None:
@@ -189,6 +214,11 @@ def write_rope(writer: gguf.GGUFWriter, hf: dict, head_dim: int) -> None:
 
 
 def rope_factors(hf: dict) -> dict[str, np.ndarray]:
+    if hf["model_type"] == "gemma4_text":  # what does not turn has a factor so large that it never does
+        [(_, heads), *_] = hf["per_layer_config"].items()
+        pairs, share = heads["head_dim"] // 2, rope_of(hf)[0]["partial_rotary_factor"]
+        turned = int(pairs * share)
+        return {"rope_freqs.weight": np.array([1.0] * turned + [1e30] * (pairs - turned), np.float32)}
     rope, head_dim = rope_of(hf)[0], hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     if rope["rope_type"] == "longrope":
         return {
@@ -235,9 +265,17 @@ def gguf_tensors(hf: dict, tensors: dict[str, np.ndarray], architecture: str) ->
                 continue
         if name.endswith("sinks"):
             stem, suffix = name, "weight"
+        if name.endswith("layer_scalar"):
+            stem, suffix = name, "weight"
+        if name.endswith(("router.scale", "per_expert_scale")):
+            layer = name.split(".")[2]
+            out[f"blk.{layer}.{'ffn_down_exps' if 'per_expert' in name else 'ffn_gate_inp'}.scale"] = array
+            continue
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")) and architecture == "gemma4":
+            stem, suffix = name, "weight"
         if name.endswith(("expert_bias", "e_score_correction_bias")):
             stem, suffix = name.removesuffix("_bias" if "e_score" in name else ""), "bias"
-        if "gemma" in architecture and name.endswith("norm.weight"):
+        if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
         if architecture in PERMUTED and stem.endswith("q_proj"):
             array = permute(array, hf["num_attention_heads"])

@@ -39,9 +39,13 @@ class Metadata:
         return name
 
     def is_left_out(self, tensor: str) -> bool:
-        """Whether a tensor is of a layer for multi-token prediction, which stand behind the others."""
-        number = tensor.removeprefix("blk.").partition(".")[0]
-        return tensor.startswith("blk.") and number.isdigit() and self.layers <= int(number) < self.blocks
+        """Whether a tensor is of a layer for multi-token prediction, which stand behind the others, or never read."""
+        number, _, name = tensor.removeprefix("blk.").partition(".")
+        if not (tensor.startswith("blk.") and number.isdigit()):
+            return False
+        keys = self.layers - self.whole("attention.shared_kv_layers", 0)  # layers behind read those of others
+        unread = name.startswith(("attn_k.", "attn_v.", "attn_k_norm.")) and int(number) >= keys
+        return self.layers <= int(number) < self.blocks or unread
 
     def key(self, name: str) -> str:
         return f"{self.architecture}.{name}"
@@ -49,6 +53,16 @@ class Metadata:
     def has(self, tensor: str, layer: int = 0) -> bool:
         """Whether the file has a tensor of a layer, such as "attn_q.bias"."""
         return f"blk.{layer}.{tensor}" in self.tensors
+
+    def each(self, name: str) -> list[int]:
+        """A whole number for each layer. Raises `CheckpointError`."""
+        value = self.values.get(self.key(name))
+        if not isinstance(value, np.ndarray):
+            return [self.whole(name)] * self.layers
+        if value.dtype.kind not in "iu" or len(value) < self.layers or (value < 0).any():
+            raise CheckpointError(f"{self.file}: {self.key(name)} must have a whole number for each layer")
+        numbers: list[int] = value.tolist()[: self.layers]
+        return numbers
 
     def whole(self, name: str, default: int | None = None) -> Any:
         """A whole number; lists of one a layer must agree. Raises `CheckpointError`, also where it must be there."""
@@ -96,6 +110,7 @@ class Architecture:
         architecture has no windows by layer.
       full_first: of each period the first layer is full, and not the last.
       permuted: the rows of q and k are in the order of rotary embeddings that turn neighbouring channels.
+      by_layer: keys whose numbers may differ between layers; the first is taken, and `more` sees to the others.
       more: keys of `config.json` that no key of the file says.
     """
 
@@ -103,6 +118,7 @@ class Architecture:
     period: int | None = None
     full_first: bool = False
     permuted: bool = False
+    by_layer: tuple[str, ...] = ()
     more: Callable[[Metadata, dict[str, Any]], Mapping[str, Any]] = lambda metadata, hf: {}
 
 
@@ -205,6 +221,31 @@ def _gemma(layers_of_27b: int) -> Callable[[Metadata, dict[str, Any]], dict[str,
     return more
 
 
+def _gemma4(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
+    """Full layers have heads of another shape, whose keys may be their values too."""
+    full = [i for i, kind in enumerate(hf["layer_types"]) if kind == FULL]
+    heads, widths = metadata.each("attention.head_count_kv"), metadata.each("feed_forward_length")
+    shared = metadata.whole("attention.shared_kv_layers", 0)
+    table = metadata.tensors.get("per_layer_token_embd.weight")
+    return {
+        "head_dim": metadata.whole("attention.key_length_swa", hf["head_dim"]),
+        "num_key_value_heads": next((heads[i] for i in range(metadata.layers) if i not in full), heads[0]),
+        "per_layer_config": {
+            str(i): {"head_dim": hf["head_dim"], "num_key_value_heads": heads[i]} for i in full
+        },
+        "attention_k_eq_v": not all(
+            metadata.has("attn_v.weight", i) for i in full if i < metadata.layers - shared
+        ),
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": widths[0] != widths[-1],
+        "hidden_size_per_layer_input": metadata.whole("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": 0 if table is None else table.shape[0],
+        "enable_moe_block": "num_experts" in hf,
+        "top_k_experts": hf.get("num_experts_per_tok"),
+        "final_logit_softcapping": hf.get("final_logit_softcapping"),
+    }
+
+
 def _qwen3_moe(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
     """llama.cpp always makes the weights of a token's experts sum to 1."""
     return {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": _dense(metadata)}
@@ -271,6 +312,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smollm3": Architecture("smollm3", permuted=True, more=_biases),
     "gemma2": Architecture("gemma2", period=2, more=_gemma(46)),
     "gemma3": Architecture("gemma3_text", period=6, more=_gemma(62)),
+    "gemma4": Architecture(
+        "gemma4_text", period=6, by_layer=("attention.head_count_kv", "feed_forward_length"), more=_gemma4
+    ),
     "granite": Architecture("granite", permuted=True, more=_granite),
     "granite-swa": Architecture(
         lambda it: "granitemoe_swa" if it.whole("expert_count", 0) else "granite_swa",
@@ -307,7 +351,9 @@ def hf_config(metadata: Metadata, embedding: GgufTensor) -> dict[str, Any]:
     known = ARCHITECTURES[metadata.architecture]
     model_type = known.model_type if isinstance(known.model_type, str) else known.model_type(metadata)
     hf: dict[str, Any] = {"model_type": model_type, "num_hidden_layers": metadata.layers}
-    hf |= {ours: value for name, ours in WHOLE.items() if (value := metadata.whole(name)) is not None}
+    for name, ours in WHOLE.items():
+        value = metadata.each(name)[0] if name in known.by_layer else metadata.whole(name)
+        hf |= {} if value is None else {ours: value}
     hf |= {ours: value for name, ours in NUMBERS.items() if (value := metadata.number(name)) is not None}
     heads = hf["num_attention_heads"]
     hf.setdefault("num_key_value_heads", heads)

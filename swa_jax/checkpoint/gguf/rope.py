@@ -13,6 +13,7 @@ from swa_jax.errors import CheckpointError
 from swa_jax.model.layer_types import FULL, WINDOW
 
 LLAMA3_LENGTHS = [2**n for n in range(4, 21)]  # of first trainings; the released models have 8192
+NEVER_TURNS = 1e20  # a factor
 BY_LAYER_TYPE = ("olmo3", "mellum")  # windowed layers of these are never scaled
 FACTORS = {name: f"rope_{name}.weight" for name in ("freqs", "factors_long", "factors_short")}
 
@@ -28,6 +29,8 @@ def rope_keys(metadata: Metadata, hf: dict[str, Any], read: Callable[[str], np.n
     """
     theta = metadata.number("rope.freq_base") or DEFAULT_THETA
     local = metadata.number("rope.freq_base_swa")
+    if hf["model_type"] == "gemma4_text":
+        return {"rope_parameters": _proportional(metadata, theta, local or DEFAULT_THETA, read)}
     scaling = _scaling(metadata, hf, theta, read)
     keys: dict[str, Any] = {"rope_theta": theta}
     rotated = metadata.whole("rope.dimension_count", hf["head_dim"])
@@ -44,6 +47,17 @@ def rope_keys(metadata: Metadata, hf: dict[str, Any], read: Callable[[str], np.n
     if hf["model_type"] == "gemma3_text":
         keys["rope_local_base_freq"] = DEFAULT_THETA if local is None else local
     return keys | {"rope_scaling": scaling}
+
+
+def _proportional(
+    metadata: Metadata, theta: float, local: float, read: Callable[[str], np.ndarray]
+) -> dict[str, Any]:
+    """Gemma 4's: the factors of the channels of full layers that are not rotated are so large that nothing turns."""
+    rotated = 1.0
+    if FACTORS["freqs"] in metadata.tensors:
+        rotated = float((read(FACTORS["freqs"]) < NEVER_TURNS).mean())
+    full = {"rope_type": "proportional", "partial_rotary_factor": rotated, "rope_theta": theta}
+    return {FULL: full, WINDOW: {"rope_type": "default", "rope_theta": local}}
 
 
 def _scaling(

@@ -25,10 +25,20 @@ NAMES: dict[str, tuple[T, ...]] = {
     "embedding": (T.TOKEN_EMBD,),
     "norm": (T.OUTPUT_NORM,),
     "lm_head": (T.OUTPUT,),
+    "layer_inputs.embedding": (T.PER_LAYER_TOKEN_EMBD,),
+    "layer_inputs.projection": (T.PER_LAYER_MODEL_PROJ,),
+    "layer_inputs.norm": (T.PER_LAYER_PROJ_NORM,),
+    "input_reader.gate": (T.PER_LAYER_INP_GATE,),
+    "input_reader.projection": (T.PER_LAYER_PROJ,),
+    "input_reader.norm": (T.PER_LAYER_POST_NORM,),
+    "layer_scalar": (T.LAYER_OUT_SCALE,),
     "input_norm": (T.ATTN_NORM,),
     "post_attention_norm": (T.FFN_NORM, T.ATTN_POST_NORM),
     "attention_out_norm": (T.ATTN_POST_NORM,),
     "mlp_out_norm": (T.FFN_POST_NORM,),
+    "mlp_alone_norm": (T.FFN_POST_NORM_1,),
+    "experts_norm": (T.FFN_PRE_NORM_2,),
+    "experts_out_norm": (T.FFN_POST_NORM_2,),
     "attention.q_proj": (T.ATTN_Q,),
     "attention.k_proj": (T.ATTN_K,),
     "attention.v_proj": (T.ATTN_V,),
@@ -42,6 +52,8 @@ NAMES: dict[str, tuple[T, ...]] = {
     "mlp.down_proj": (T.FFN_DOWN,),
     "experts.expert_router": (T.FFN_GATE_INP,),
     "experts.expert_router.choice_bias": (T.FFN_EXP_PROBS_B,),
+    "experts.expert_router.input_scale": (T.FFN_GATE_INP,),
+    "experts.expert_router.expert_scale": (T.FFN_DOWN_EXP,),
     "experts.shared_expert.gate_proj": (T.FFN_GATE_SHEXP,),
     "experts.shared_expert.up_proj": (T.FFN_UP_SHEXP,),
     "experts.shared_expert.down_proj": (T.FFN_DOWN_SHEXP,),
@@ -57,6 +69,15 @@ JOINED: tuple[tuple[T, tuple[str, ...]], ...] = (
     (T.FFN_GATE_UP_EXP, ("experts.gate_proj", "experts.up_proj")),
     (T.FFN_UP_SHEXP, ("experts.shared_expert.gate_proj", "experts.shared_expert.up_proj")),
 )
+SUFFIXES = {
+    "bias": "bias",
+    "choice_bias": "bias",
+    "input_scale": "scale",
+    "expert_scale": "scale",
+}  # else "weight"
+ALONE = (  # these are no parts of a module
+    "embedding", "sink_logits", "choice_bias", "input_scale", "expert_scale", "layer_scalar",
+)  # fmt: skip
 PERMUTED = ("attention.q_proj", "attention.k_proj")
 EXACT = {  # the narrowest dtype of ours that has every value of a type
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
@@ -160,14 +181,14 @@ def _order(place: Place) -> tuple[str, int, int]:
 
 def _module(row: Parameter) -> str:
     """Its name in `NAMES`: the end of its path, wherever layers of its kind are stacked."""
-    path = row.path if row.path[-1] in ("embedding", "sink_logits", "choice_bias") else row.path[:-1]
+    path = row.path if row.path[-1] in ALONE else row.path[:-1]
     ends = (".".join(path[i:]) for i in range(len(path)))
     return next(end for end in ends if end in NAMES)
 
 
 def _named(tensor: T, row: Parameter, ours: TensorName) -> str:
     layer = None if row.layers is None else row.layers[ours.place[0]]
-    return f"{TENSOR_NAMES[tensor].format(bid=layer)}.{'bias' if 'bias' in row.path[-1] else 'weight'}"
+    return f"{TENSOR_NAMES[tensor].format(bid=layer)}.{SUFFIXES.get(row.path[-1], 'weight')}"
 
 
 def _find(
