@@ -160,15 +160,9 @@ CASES = {
 NOPE_IN_FULL_LAYERS = ("cohere2", "exaone4", "afmoe", "exaone_moe", "cohere2_moe")
 # Transformers 4 never knew these.
 ONE_SPELLING = (
-    "mellum",
-    "afmoe",
-    "exaone_moe",
-    "cohere2_moe",
-    "granite_swa",
-    "ministral3",
-    "granitemoe_swa",
-    "gemma4_text",
-)
+    "mellum", "afmoe", "exaone_moe", "cohere2_moe", "granite_swa", "ministral3", "gemma4_text", "laguna",
+    "mimo_v2_flash", "granitemoe_swa",
+)  # fmt: skip
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=16, intermediate_size=32)
 # Mixtures of experts, whose seeds count from 100.
 SPARSE_CASES = {
@@ -370,6 +364,57 @@ NAMED_CASES = {
         use_double_wide_mlp=True,
         tie_word_embeddings=False,
         layer_types=mixed_layers(2, 4, 6, layers=7),
+    ),
+    # Full layers have 4 query heads, the others 6, and turn half of a head by YaRN; a softcap of the router that bites.
+    "laguna-hybrid": dict(
+        model_type="laguna",
+        **WIDE_HEADS,
+        **HYBRID,
+        **EXPERTS,
+        shared_expert_intermediate_size=24,
+        layer_types=mixed_layers(0, 3),
+        num_attention_heads_per_layer=[4, 6, 6, 4, 6],
+        mlp_layer_types=["dense", "sparse", "sparse", "dense", "sparse"],
+        moe_routed_scaling_factor=1.7,
+        moe_router_logit_softcapping=1.0,
+        rope_parameters=dict(
+            full_attention=dict(YARN_ROPE, partial_rotary_factor=0.5),
+            sliding_attention=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=1.0),
+        ),
+    ),
+    # A gate for each channel, and as many heads everywhere.
+    "laguna-channels": dict(
+        model_type="laguna",
+        **WIDE_HEADS,
+        **HYBRID,
+        **EXPERTS,
+        shared_expert_intermediate_size=16,
+        layer_types=mixed_layers(1, 4),
+        gating="per-element",
+        rope_parameters=dict(
+            full_attention=dict(rope_type="default", rope_theta=5e5, partial_rotary_factor=0.25),
+            sliding_attention=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
+        ),
+    ),
+    # Two KV heads in windowed layers, one in full ones; values of 10 channels, keys of 16, of which 6 are turned.
+    "mimo-v2-flash-hybrid": dict(
+        model_type="mimo_v2_flash",
+        **WIDE_HEADS,
+        **HYBRID,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_key_value_heads=1,
+        num_experts_per_tok=2,
+        n_routed_experts=6,
+        n_group=3,
+        topk_group=2,
+        routed_scaling_factor=1.7,
+        v_head_dim=10,
+        layer_types=mixed_layers(0, 4),
+        rope_parameters=dict(
+            full_attention=dict(rope_type="default", rope_theta=5e5, partial_rotary_factor=0.4),
+            sliding_attention=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.4),
+        ),
     ),
 }
 ALL_CASES = CASES | SPARSE_CASES | NAMED_CASES

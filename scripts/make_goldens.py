@@ -242,9 +242,9 @@ def write_case(folder: Path, name: str, seed: int) -> str:
 
     letters = "".join("w" if kind == "sliding_attention" else "F" for kind in kinds)
     tied = "tied" if config.tie_word_embeddings else "untied"
-    first = model.model.layers[0].self_attn  # in Gemma 4, full layers have other heads
-    kv_heads = config.num_attention_heads // first.num_key_value_groups
-    heads = f"{config.num_attention_heads}/{kv_heads} x {first.head_dim}"
+    first = model.model.layers[0].self_attn  # full layers may have other heads
+    queries = getattr(first, "num_heads", config.num_attention_heads)
+    heads = f"{queries}/{queries // first.num_key_value_groups} x {first.head_dim}"
     rope = config.rope_parameters
     by_type = [rope["full_attention"], rope["sliding_attention"]] if by_layer_type(rope) else [rope]
     rope = " / ".join(f"{one['rope_type']}, theta {one['rope_theta']:g}" for one in by_type)

@@ -121,6 +121,24 @@ SHARED_KEYS = dataclasses.replace(
     layer_scalar=True,
     use_double_wide_mlp=True,
 )
+# As Laguna and MiMo-V2: full layers have fewer heads, which turn more of their channels and have no sink logits; values
+# are narrower than keys.
+LAYER_KINDS = dataclasses.replace(
+    SHARED_EXPERTS,
+    norm_placement="pre",
+    rope_layers=("global", "local", "local", "global"),
+    partial_rotary_factor=0.5,
+    global_partial_rotary_factor=1.0,
+    num_global_attention_heads=2,
+    num_global_key_value_heads=1,
+    sink_logits=True,
+    global_sink_logits=False,
+    v_head_dim=5,
+    value_multiplier=0.7,
+    attention_gate="head",
+    attention_gate_act="softplus",
+    router_logit_softcap=1.0,
+)
 # Its tokens are bytes: those of conftest's `byte_tokenizer`.
 BYTES = ModelConfig(
     vocab_size=257,
@@ -173,6 +191,7 @@ PATTERNS = {
     "parallel-every-kind": (PARALLEL, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
     "experts": (SHARED_EXPERTS, make("wFSh", ((), (), (), (1,)))),
     "sink-logits-every-kind": (FUSED_EXPERTS, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
+    "layer-kinds": (LAYER_KINDS, make("FwSw", num_sink_tokens=1)),
     "two-shapes": (TWO_SHAPES, make("wFwF")),
     "two-shapes-every-kind": (TWO_SHAPES, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
     "shared-keys": (SHARED_KEYS, make("wFwF", num_sink_tokens=1)),

@@ -19,7 +19,8 @@ from swa_jax.model.decoder import Decoder
 from swa_jax.model.parameters import low_rank
 
 LOG = logging.getLogger(__name__)
-# PEFT 0.21 takes adapters of dense MLPs in these families for adapters of experts (scripts/check_peft.py).
+# PEFT 0.21 takes adapters of dense MLPs in these families for adapters of experts (scripts/check_peft.py), and so those
+# of AFMoE's gates, which have the name of a projection of an MLP.
 MLPS_NOT_LOADED = ("mellum", "qwen3_moe", "afmoe", "exaone_moe", "cohere2_moe")
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT wraps the model twice; its names begin with both wrappers
@@ -45,10 +46,10 @@ def save_adapter(model: Decoder, destination: str | Path, *, base: str | None = 
     if jax.process_index() != 0:
         return destination
     tensors, joined = _join_adapters(model, tensors)
-    of_mlp = sorted(name for name in tensors if ".mlp." in name)
+    of_mlp = sorted(name for name in tensors if ".mlp." in name or ".gate_proj." in name)
     if of_mlp and model.config.model_type in MLPS_NOT_LOADED:
         LOG.warning(
-            "PEFT 0.21 does not load adapters of the MLPs of '%s' models, such as %s: serve the merged model instead",
+            "PEFT 0.21 does not load some adapters of '%s' models, such as %s: serve the merged model instead",
             model.config.model_type, of_mlp[0],
         )  # fmt: skip
     rank, alpha = model.lora.rank, model.lora.alpha
@@ -126,11 +127,14 @@ def _join_adapters(
 
 
 def _module_name(model: Decoder, projection: str) -> str:
-    """What PEFT calls a projection: with the module that it is in, where Hugging Face has another name for it, which
-    may be that of other modules too."""
-    row = next(row for row in hf_parameters(model.config) if row.projection == projection)
+    """What PEFT calls a projection: with the module that it is in, where other modules have its name too. Those are a
+    shared expert's, which have no adapters, and those of an MLP where the family has another name for a projection."""
+    config = model.config
+    row = next(row for row in hf_parameters(config) if row.projection == projection)
     *_, parent, name, _ = row.hf_name.split(".")
-    return name if name == projection else f"{parent}.{name}"
+    shared = config.shared_expert_intermediate_size > 0 and parent == "mlp"
+    alone = name == projection and (not shared or config.model_type in MLPS_NOT_LOADED)
+    return name if alone else f"{parent}.{name}"
 
 
 def _factor_name(name: str, letter: str) -> str:

@@ -190,7 +190,12 @@ def _rope(right: Reading) -> Iterator[Reading]:
 
     common: RopeKind = "global"
     kinds = config.rope_layers or (common,) * layers
-    if "local" in kinds and not config.heads_differ:  # whose weights fit their own layers alone
+    if config.heads_differ:  # a layer's heads go with its RoPE
+        yield reading(
+            "rope swapped", "RoPE by the wrong layer type", rope_theta=config.local_rope_theta,
+            local_rope_theta=config.rope_theta, rope_scaling=None,
+        )  # fmt: skip
+    elif "local" in kinds:
         other: dict[str, RopeKind] = {"local": "global", "global": "local", "none": "none"}
         swapped: tuple[RopeKind, ...] = tuple(other[kind] for kind in kinds)
         yield reading("rope swapped", "RoPE by the wrong layer type", rope_layers=swapped)
@@ -200,7 +205,7 @@ def _rope(right: Reading) -> Iterator[Reading]:
         yield reading(
             "rope local", "the RoPE of windowed layers in every layer", rope_layers=("local",) * layers
         )
-    if "none" in kinds:
+    if "none" in kinds and not config.heads_differ:
         yield reading("rope everywhere", "RoPE also in layers without it", rope_layers=("global",) * layers)
         others: tuple[RopeKind, ...] = tuple("none" if kind != "none" else "global" for kind in kinds)
         yield reading("rope in the others", "RoPE in the wrong layers", rope_layers=others)

@@ -16,7 +16,7 @@ from swa_jax.model.parameters import Parameter, parameters
 
 # Buffers that old checkpoints stored and that are computed here, and layers for multi-token prediction: Hugging Face's
 # classes leave both out too.
-_LEFT_OUT = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq|mtp\..*")
+_LEFT_OUT = re.compile(r"(model\.layers\.\d+\.self_attn|model)\.rotary_emb\.inv_freq|(model\.)?mtp\..*")
 _KEYS_OF_A_LAYER = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\..*")
 
 

@@ -27,8 +27,10 @@ from swa_jax.families import (
     granite,
     granite_swa,
     granitemoe_swa,
+    laguna,
     llama,
     mellum,
+    mimo_v2_flash,
     ministral,
     ministral3,
     mistral,
@@ -57,7 +59,7 @@ from swa_jax.settings import nearest
 _MODULES = (
     llama, mistral, ministral, qwen2, qwen3, olmo2, smollm3, olmo3, gemma2, gemma3, gemma4, granite, granite_swa, phi3,
     cohere, cohere2, cwm, exaone4, seed_oss, vaultgemma, ministral3, starcoder2, apertus, qwen3_moe, mixtral, gpt_oss,
-    mellum, afmoe, exaone_moe, cohere2_moe, granitemoe_swa, swat,
+    mellum, afmoe, exaone_moe, cohere2_moe, granitemoe_swa, laguna, mimo_v2_flash, swat,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 _OURS = swat.FAMILY

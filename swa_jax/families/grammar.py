@@ -20,7 +20,8 @@ _NUMBERS = (
     "attention_dropout", "attention_multiplier", "attn_logit_softcapping", "embedding_multiplier",
     "final_logit_softcapping", "hidden_dropout", "initializer_range", "layer_norm_eps", "logit_scale", "logits_scaling",
     "norm_epsilon", "query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps", "rope_local_base_freq",
-    "route_scale", "routed_scaling_factor", "router_aux_loss_coef", "swiglu_alpha", "swiglu_limit",
+    "attention_value_scale", "moe_routed_scaling_factor", "moe_router_logit_softcapping", "route_scale",
+    "routed_scaling_factor", "router_aux_loss_coef", "swiglu_alpha", "swiglu_limit",
 )  # fmt: skip
 _SIZES = (
     "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "moe_intermediate_size",

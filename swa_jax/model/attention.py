@@ -194,11 +194,11 @@ class Attention(nnx.Module):
         size = self.config.head_dim
         # Two heads of 64 fill a register's lanes, and go side by side as far as the attention.
         even = self.config.num_attention_heads % 2 == self.config.num_key_value_heads % 2 == 0
-        pairs = size == 64 and even and not self.config.qk_norm
+        pairs = size == 64 and even and not self.config.qk_norm and self.config.v_head_dim is None
         width = 2 * size if pairs else size
         q = self.q_proj.to_heads(x, width)
         k = self.k_proj.to_heads(x, width) if self.has_keys else None
-        v = self.v_proj.to_heads(x, width) if hasattr(self, "v_proj") else k
+        v = self.v_proj.to_heads(x, self.config.v_head_dim or width) if hasattr(self, "v_proj") else k
         rotation = None
         with jax.named_scope(AROUND_ATTENTION):
             if self.config.qk_norm:
@@ -207,6 +207,10 @@ class Attention(nnx.Module):
                 k = self.k_norm(k)
             if self.config.v_norm and v is not None:
                 v = rms_normed(v, self.config.rms_norm_eps)
+            if self.config.value_multiplier != 1 and v is not None:
+                v = v * self.config.value_multiplier
+            if self.config.v_head_dim is not None and v is not None:
+                v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, size - self.config.v_head_dim)))
             if context.rope:
                 tables = context.rope[size]
                 one = tables[0].shape[0] == 1  # a constant index costs nothing
@@ -239,8 +243,9 @@ class Attention(nnx.Module):
 
     def output(self, mixed: jax.Array, x: jax.Array) -> jax.Array:
         """What the heads say, [B, T, H, D], and attention's input x [B, T, d], which gates it -> [B, T, d]."""
+        mixed = mixed[..., : self.config.v_head_dim]
         if self.config.attention_gate != "none":
-            width = 1 if self.config.attention_gate == "head" else self.config.head_dim
+            width = 1 if self.config.attention_gate == "head" else mixed.shape[-1]
             act = nnx.sigmoid if self.config.attention_gate_act == "sigmoid" else nnx.softplus
             gate = act(self.g_proj.to_heads(x, width).astype(jnp.float32))  # [B, T, H, 1 or D]
             mixed = mixed * gate.astype(mixed.dtype)

@@ -1,4 +1,4 @@
-"""The configuration of a decoder and of the scaling of its rotary embeddings."""
+"""The configuration of a decoder."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from swa_jax.errors import ConfigError
+from swa_jax.model.rope_scaling import RopeScaling as RopeScaling
+from swa_jax.model.rope_scaling import check_bounds as _check_bounds
 from swa_jax.settings import nearest
 
 RopeKind = Literal["global", "local", "none"]
@@ -26,7 +28,8 @@ _BOUNDS = {
     **dict.fromkeys(
         (
             "attention_scale", "attention_softcap", "logit_softcap", "embedding_multiplier", "residual_multiplier",
-            "logit_multiplier", "expert_multiplier", "mixture_multiplier", "swiglu_limit", "swiglu_alpha",
+            "logit_multiplier", "expert_multiplier", "mixture_multiplier", "router_logit_softcap", "value_multiplier",
+            "swiglu_limit", "swiglu_alpha",
         ),
         (1e-6, 1e6),
     ),
@@ -34,75 +37,7 @@ _BOUNDS = {
     **dict.fromkeys(("max_position_embeddings", "vocab_size"), (1, 2**31 - 1)),
     "hidden_size_per_layer_input": (0, 2**31 - 1),
 }  # fmt: skip
-_SCALING_BOUNDS = {
-    "factor": (1, 1e4),
-    "original_max_position_embeddings": (1, 2**31 - 1),
-    "low_freq_factor": (1e-3, 1e4),
-    "high_freq_factor": (1e-3, 1e4),
-    "beta_fast": (1e-3, 1e4),
-    "beta_slow": (1e-3, 1e4),
-    "attention_factor": (1e-2, 1e2),
-    "partial_rotary_factor": (0, 1),
-    "mscale": (0, 1e2),
-    "mscale_all_dim": (0, 1e2),
-    "llama_4_scaling_beta": (0, 1e2),
-}
 MOST_EXPERTS = 1_000_000  # in all layers together
-
-
-def _check_bounds(config: object, bounds: dict[str, tuple[float, float]], prefix: str = "") -> None:
-    for name, (least, most) in bounds.items():
-        value = getattr(config, name)
-        if value is not None and not least <= value <= most:
-            raise ConfigError(f"{prefix}{name} must be from {least:g} to {most:g}, got {value}")
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """Frequency scaling of rotary embeddings; the field names are Hugging Face's.
-
-    "longrope" (Ding et al., arXiv:2402.13753) divides each frequency by a factor of its own: one of `long_factor` where
-    rows, or a cache, are longer than `original_max_position_embeddings`, else one of `short_factor`. "proportional"
-    (Gemma 4) has the frequencies of a whole head, of which the lowest turn by nothing.
-    """
-
-    rope_type: Literal["linear", "llama3", "yarn", "longrope", "proportional"]
-    factor: float
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    # yarn; None = 0.1 ln(factor) + 1. longrope; None = sqrt(1 + ln(factor) / ln(original_max_position_embeddings))
-    attention_factor: float | None = None
-    mscale: float | None = None  # yarn
-    mscale_all_dim: float | None = None  # yarn
-    truncate: bool = True  # yarn: round the correction range outwards to whole channels
-    # yarn; queries are multiplied by 1 + beta ln(1 + floor(position / original_max_position_embeddings)) (Ministral 3)
-    llama_4_scaling_beta: float = 0.0
-    short_factor: tuple[float, ...] = ()  # longrope, one a frequency
-    long_factor: tuple[float, ...] = ()  # longrope, one a frequency
-    partial_rotary_factor: float = (
-        1.0  # proportional: the share of the frequencies, from the highest on, that turn
-    )
-
-    def __post_init__(self) -> None:
-        _check_bounds(self, _SCALING_BOUNDS, "rope_scaling.")
-        if self.rope_type == "llama3" and not self.low_freq_factor < self.high_freq_factor:
-            raise ConfigError(
-                f"rope_scaling.low_freq_factor ({self.low_freq_factor:g}) must be below high_freq_factor "
-                f"({self.high_freq_factor:g})"
-            )
-        if self.rope_type == "yarn" and not self.beta_slow < self.beta_fast:
-            raise ConfigError(
-                f"rope_scaling.beta_slow ({self.beta_slow:g}) must be below beta_fast ({self.beta_fast:g})"
-            )
-        if self.llama_4_scaling_beta and (
-            self.rope_type != "yarn" or not self.original_max_position_embeddings
-        ):
-            raise ConfigError(
-                "rope_scaling.llama_4_scaling_beta needs rope_type yarn with original_max_position_embeddings"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +59,11 @@ class ModelConfig:
         stream ("post", OLMo 2), or both ("sandwich", Gemma 2). "parallel": one norm before attention and MLP, which
         both read and whose outputs are added to the residual stream together (Cohere).
       norm_unit_offset: norms multiply with 1 + scale (Gemma).
-      global_head_dim, num_global_key_value_heads: `head_dim` and `num_key_value_heads` of layers whose rotary embedding
-        is "global" in a model that also has "local" ones (Gemma 4); None: as in the others.
+      global_head_dim, num_global_key_value_heads, num_global_attention_heads, global_partial_rotary_factor,
+        global_sink_logits: `head_dim` and so on of layers whose rotary embedding is "global" in a model that also has
+        "local" ones (Gemma 4, Laguna, MiMo-V2); None: as in the others.
+      v_head_dim, value_multiplier: the channels of a value where they are fewer than `head_dim`, and a factor on values
+        (MiMo-V2). Values have `head_dim` channels from the projection to the output, the last of which are 0.
       attention_k_eq_v: "global" layers have no value projection: their keys, before norm and rotation, are the values.
       num_kv_shared_layers, use_double_wide_mlp: so many last layers have no keys and values, but read those of the last
         layer before them that has the same rotary embedding (Gemma 3n). Their MLPs may be twice as wide.
@@ -151,6 +89,7 @@ class ModelConfig:
         choice alone (DeepSeek-V3, arXiv:2412.19437, Eq. 16).
       expert_groups, expert_groups_per_tok: experts are chosen from the best of several groups of equal size; a group
         counts as much as its two best experts (DeepSeek-V3). 1 group: among all.
+      router_logit_softcap: c in c * tanh(x / c), on a router's logits (Laguna).
       norm_topk_prob: the weights of a token's experts, which are their scores, are divided by their sum.
       expert_multiplier, mixture_multiplier: factors on those weights, and on what all experts give, the shared one
         included (Cohere 2 MoE takes the mean of both).
@@ -191,6 +130,11 @@ class ModelConfig:
     norm_unit_offset: bool = False
     global_head_dim: int | None = None
     num_global_key_value_heads: int | None = None
+    num_global_attention_heads: int | None = None
+    global_partial_rotary_factor: float | None = None
+    global_sink_logits: bool | None = None
+    v_head_dim: int | None = None
+    value_multiplier: float = 1.0
     attention_k_eq_v: bool = False
     num_kv_shared_layers: int = 0
     use_double_wide_mlp: bool = False
@@ -215,6 +159,7 @@ class ModelConfig:
     moe_intermediate_size: int = 0
     router_scores: Literal["softmax", "sigmoid"] = "softmax"
     router_choice_bias: bool = False
+    router_logit_softcap: float | None = None
     expert_groups: int = 1
     expert_groups_per_tok: int = 1
     norm_topk_prob: bool = False
@@ -240,7 +185,8 @@ class ModelConfig:
             "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta",
             "local_rope_theta", "partial_rotary_factor", "attention_scale", "attention_softcap", "logit_softcap",
-            "swiglu_limit", "global_head_dim", "num_global_key_value_heads",
+            "swiglu_limit", "global_head_dim", "num_global_key_value_heads", "num_global_attention_heads",
+            "global_partial_rotary_factor", "v_head_dim",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -255,11 +201,15 @@ class ModelConfig:
         for i, kind in enumerate(self.rope_layers):
             if kind not in ROPE_KINDS:
                 raise ConfigError(f"rope_layers[{i}] is '{kind}'{nearest(kind, ROPE_KINDS)}")
-        for name in ("num_key_value_heads", "num_global_key_value_heads"):
-            if (count := getattr(self, name)) is not None and self.num_attention_heads % count:
+        both = self.num_global_attention_heads, self.num_global_key_value_heads
+        for word, heads, kv_heads in (("", None, None), ("global_", *both)):
+            heads, kv_heads = heads or self.num_attention_heads, kv_heads or self.num_key_value_heads
+            if heads % kv_heads:
                 raise ConfigError(
-                    f"num_attention_heads ({self.num_attention_heads}) must be a multiple of {name} ({count})"
+                    f"num_{word}attention_heads ({heads}) must be a multiple of num_{word}key_value_heads ({kv_heads})"
                 )
+        if self.v_head_dim is not None and self.v_head_dim > self.head_dim:
+            raise ConfigError(f"v_head_dim ({self.v_head_dim}) must be at most head_dim ({self.head_dim})")
         self._check_shared()
         if self.hidden_size_per_layer_input and self.vocab_size_per_layer_input < 1:
             raise ConfigError(
@@ -299,10 +249,9 @@ class ModelConfig:
             )
 
     def _check_rope(self) -> None:
-        if self.partial_rotary_factor > 1:
-            raise ConfigError(
-                f"partial_rotary_factor is a share of head_dim, at most 1; got {self.partial_rotary_factor:g}"
-            )
+        for factor in (self.partial_rotary_factor, self.global_partial_rotary_factor or 1.0):
+            if factor > 1:
+                raise ConfigError(f"partial_rotary_factor is a share of head_dim, at most 1; got {factor:g}")
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             part = f" * partial_rotary_factor ({self.partial_rotary_factor:g})"
             raise ConfigError(
@@ -401,13 +350,13 @@ class ModelConfig:
 
     @property
     def heads_differ(self) -> bool:
-        """Whether layers with "global" rotary embeddings have keys of another kind than the others."""
-        return bool(self.rope_layers) and (
-            self.global_head_dim is not None
-            or self.num_global_key_value_heads is not None
-            or self.attention_k_eq_v
-            or self.num_kv_shared_layers > 0
-        )
+        """Whether layers with "global" rotary embeddings have heads of another kind than the others."""
+        own = (
+            self.global_head_dim, self.num_global_key_value_heads, self.num_global_attention_heads,
+            self.global_partial_rotary_factor, self.global_sink_logits,
+        )  # fmt: skip
+        differ = any(value is not None for value in own)
+        return bool(self.rope_layers) and (differ or self.attention_k_eq_v or self.num_kv_shared_layers > 0)
 
     @functools.cached_property
     def head_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -417,6 +366,15 @@ class ModelConfig:
         if not self.heads_differ:
             return (own,) * self.num_hidden_layers
         return tuple(other if kind == "global" else own for kind in self.rope_layers)
+
+    @property
+    def query_heads(self) -> tuple[int, ...]:
+        """The number of query heads of each layer."""
+        own = self.num_attention_heads
+        other = self.num_global_attention_heads or own
+        return tuple(
+            other if kind == "global" and self.heads_differ else own for kind in self.rope_kinds_by_layer
+        )
 
     @property
     def most_kv_heads(self) -> int:

@@ -35,6 +35,7 @@ from swa_jax.model.cached_attention import (
 )
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_inputs import LayerInputs
+from swa_jax.model.layer_stacks import head_groups
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.layers import Norm, RopeTables, linear, query_scale, rope_tables
 from swa_jax.model.lora import LoraConfig, seed_dropout, with_lora
@@ -278,8 +279,8 @@ class Decoder(nnx.Module):
             entry = jnp.where(active, entry, layout.ring_entries)
         step = DecodeStep(lengths, whole_entry, entry, ring)
         steps = []
-        for pools, layout in zip(cache.pools, layouts, strict=True):
-            shape = tokens.shape[0], 1, self.config.num_attention_heads, layout.head_dim
+        for pools, layout, group in zip(cache.pools, layouts, head_groups(self.config), strict=True):
+            shape = tokens.shape[0], 1, group.num_attention_heads, layout.head_dim
             queries = jax.ShapeDtypeStruct(shape, self.embedding[...].dtype)
             steps.append(with_visits(step, queries, pools, layout, context))
 

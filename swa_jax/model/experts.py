@@ -133,6 +133,8 @@ def _mixture(
     """One device's tokens x [B, T, d]; inside shard_map where there is a partition."""
     tokens = x.reshape(-1, x.shape[-1])  # [N, d]
     logits = router_logits(routed_by.reshape(tokens.shape), weights["expert_router"])
+    if (cap := config.router_logit_softcap) is not None:
+        logits = cap * jnp.tanh(logits / cap)
     scores = jax.nn.sigmoid(logits) if config.router_scores == "sigmoid" else jax.nn.softmax(logits)
     choice = choose_experts(logits, scores, weights["expert_router"].get("choice_bias"), config)
     if config.experts_beside_mlp:

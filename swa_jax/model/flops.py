@@ -52,7 +52,7 @@ def attention_flops_by_kind(
     config: ModelConfig, pattern: AttentionPattern, position: np.ndarray, full_ratio: float = 1.0
 ) -> dict[str, AttentionParts]:
     """`attention_flops` of the layers of each type that occurs in the pattern, in two parts."""
-    costs = [4.0 * config.num_attention_heads * head_dim for _, head_dim in config.head_shapes]
+    costs = [4.0 * channels for channels in _query_channels(config)]
     return _summed(config, pattern, position, full_ratio, costs)
 
 
@@ -115,8 +115,13 @@ def some_positions(length: int) -> list[int]:
 
 def forward_flops(config: ModelConfig, keys: float) -> float:
     """Forward operations of a token that reads `keys` keys in a layer, the mean over the layers."""
-    channels = sum(head_dim for _, head_dim in config.head_shapes)
-    return 2.0 * matrix_parameters(config) + 4.0 * config.num_attention_heads * channels * keys
+    return 2.0 * matrix_parameters(config) + 4.0 * sum(_query_channels(config)) * keys
+
+
+def _query_channels(config: ModelConfig) -> list[int]:
+    """The channels of all query heads, of each layer."""
+    sizes = (head_dim for _, head_dim in config.head_shapes)
+    return [heads * size for heads, size in zip(config.query_heads, sizes, strict=True)]
 
 
 def train_flops_per_token(

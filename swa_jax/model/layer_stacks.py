@@ -8,6 +8,11 @@ from typing import NamedTuple
 
 from swa_jax.model.config import ROPE_KINDS, ModelConfig, RopeKind
 
+_OF_GLOBAL_LAYERS = (
+    "global_head_dim", "num_global_key_value_heads", "num_global_attention_heads", "global_partial_rotary_factor",
+    "global_sink_logits",
+)  # fmt: skip
+
 
 class LayerStack(NamedTuple):
     """Layers that are alike but for the values of their weights.
@@ -26,9 +31,10 @@ class LayerStack(NamedTuple):
 
 
 class HeadGroup(NamedTuple):
-    """Layers whose KV heads have one shape, so that their keys and values lie in one cache."""
+    """Layers whose heads have one shape, so that their keys and values lie in one cache."""
 
     layers: tuple[int, ...]
+    num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
 
@@ -62,7 +68,7 @@ def head_groups(config: ModelConfig) -> tuple[HeadGroup, ...]:
     found = []
     for kind in dict.fromkeys(kinds):
         layers = tuple(layer for layer, other in enumerate(kinds) if other == kind)
-        found.append(HeadGroup(layers, *config.head_shapes[layers[0]]))
+        found.append(HeadGroup(layers, config.query_heads[layers[0]], *config.head_shapes[layers[0]]))
     return tuple(found)
 
 
@@ -77,17 +83,22 @@ def _alone(config: ModelConfig, layers: tuple[int, ...]) -> ModelConfig:
     """A model of some layers that are alike."""
     kv_heads, head_dim = config.head_shapes[layers[0]]
     reads_others = config.kv_sources[layers[0]] != layers[0]
+    is_global = config.heads_differ and config.rope_kinds_by_layer[layers[0]] == "global"
     changes: dict = {
         "num_hidden_layers": len(layers),
+        "num_attention_heads": config.query_heads[layers[0]],
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "num_global_key_value_heads": None,
-        "global_head_dim": None,
+        **dict.fromkeys(_OF_GLOBAL_LAYERS),
         "rope_layers": config.rope_layers and tuple(config.rope_layers[layer] for layer in layers),
         "mlp_layer_types": (),
         "attention_k_eq_v": config.attention_k_eq_v and config.rope_kinds_by_layer[layers[0]] == "global",
         "num_kv_shared_layers": len(layers) * reads_others,
     }
+    if is_global and config.global_partial_rotary_factor is not None:
+        changes["partial_rotary_factor"] = config.global_partial_rotary_factor
+    if is_global and config.global_sink_logits is not None:
+        changes["sink_logits"] = config.global_sink_logits
     if reads_others and config.use_double_wide_mlp:
         changes["intermediate_size"] = 2 * config.intermediate_size
     if config.mlp_kinds[layers[0]] == "dense":

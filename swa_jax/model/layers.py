@@ -167,8 +167,11 @@ def _rope_table(
     theta, scaling = config.rope_theta, config.rope_scaling
     if kind == "local":
         theta, scaling = config.local_rope_theta, None
-    if head_dim != config.head_dim:
-        config = dataclasses.replace(config, head_dim=head_dim)
+    share = config.partial_rotary_factor
+    if kind == "global" and config.heads_differ:
+        share = config.global_partial_rotary_factor or share
+    if (head_dim, share) != (config.head_dim, config.partial_rotary_factor):
+        config = dataclasses.replace(config, head_dim=head_dim, partial_rotary_factor=share)
     frequencies, factor = rope_frequencies(theta, scaling, config, length)
     turned = config.rotary_dim
     if kind == "none":

@@ -181,14 +181,18 @@ def _norms(config: ModelConfig) -> list[Parameter]:
 def _attention(config: ModelConfig, routed: bool) -> list[Parameter]:
     d, size = config.hidden_size, config.head_dim
     queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
+    said, values = (
+        heads * (config.v_head_dim or size)
+        for heads in (config.num_attention_heads, config.num_key_value_heads)
+    )
     bias, out_bias = config.attention_bias, config.attention_out_bias
     has_keys = not config.num_kv_shared_layers
     rows = []
     for name, shape, axes, has_bias, is_there in (
         ("q_proj", (d, queries), ("embed", "heads"), bias, True),
         ("k_proj", (d, keys), ("embed", "kv_heads"), bias, has_keys),
-        ("v_proj", (d, keys), ("embed", "kv_heads"), bias, has_keys and not config.attention_k_eq_v),
-        ("o_proj", (queries, d), ("heads", "embed"), out_bias, True),
+        ("v_proj", (d, values), ("embed", "kv_heads"), bias, has_keys and not config.attention_k_eq_v),
+        ("o_proj", (said, d), ("heads", "embed"), out_bias, True),
     ):
         if not is_there:
             continue
@@ -198,7 +202,7 @@ def _attention(config: ModelConfig, routed: bool) -> list[Parameter]:
         for name, whole in (("q_norm", queries), ("k_norm", keys))[: 1 + has_keys]:
             rows += _norm(f"attention.{name}", f"self_attn.{name}", size if by_head else whole, config)
     if config.attention_gate != "none":
-        width = config.num_attention_heads if config.attention_gate == "head" else queries
+        width = config.num_attention_heads if config.attention_gate == "head" else said
         rows += _projection(
             "attention.g_proj", "self_attn.g_proj", (d, width), ("embed", "heads"), False, config
         )

@@ -215,8 +215,12 @@ def check_model(config: ModelConfig, partition: Partition) -> None:
         ("heads", config.num_attention_heads, "num_attention_heads"),
         ("kv_heads", config.num_key_value_heads, "num_key_value_heads"),
     ]
-    if config.num_global_key_value_heads is not None:
-        counts.append(("kv_heads", config.num_global_key_value_heads, "num_global_key_value_heads"))
+    for dimension, name in (
+        ("heads", "num_global_attention_heads"),
+        ("kv_heads", "num_global_key_value_heads"),
+    ):
+        if (count := getattr(config, name)) is not None:
+            counts.append((dimension, count, name))
     for dimension, count, name in counts:
         if count % partition.size(dimension):
             raise ConfigError(

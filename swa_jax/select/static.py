@@ -144,7 +144,8 @@ def static_scores(
 
 
 def check_softmax(config: ModelConfig, what: str) -> None:
-    """Raise `ConfigError`, which begins with `what`, unless attention is softmax: the scores are shares of its mass."""
+    """Raise `ConfigError`, which begins with `what`, unless attention is softmax, whose mass the scores are shares of,
+    and all layers have as many query heads."""
     if config.attention_activation != "softmax":
         raise ConfigError(
             f"{what} of softmax attention, the model has {config.attention_activation} attention"
@@ -152,6 +153,11 @@ def check_softmax(config: ModelConfig, what: str) -> None:
     if config.sink_logits:
         raise ConfigError(
             f"{what} whose keys share all of the mass, the model gives part of it to sink logits"
+        )
+    if len(counts := sorted({*config.query_heads})) > 1:
+        raise ConfigError(
+            f"{what} where all layers have as many query heads, the model's have {' or '.join(map(str, counts))}: "
+            "choose by nll"
         )
 
 

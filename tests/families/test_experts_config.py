@@ -141,6 +141,44 @@ def test_cohere2_moe_turns_its_dense_layers():
     assert config.norm_topk_prob is False
 
 
+ROPES = {
+    FULL: {"rope_type": "default", "rope_theta": 7e5, "partial_rotary_factor": 0.5},
+    WINDOW: {"rope_type": "default", "rope_theta": 90.0},
+}
+
+
+def test_laguna_has_other_heads_in_full_layers():
+    kinds = {"layer_types": [WINDOW, FULL, WINDOW], "rope_parameters": ROPES}
+    config = config_of("laguna", **SPARSE, **kinds, num_attention_heads_per_layer=[6, 4, 6])
+    assert config.query_heads == (6, 4, 6)
+    assert (config.partial_rotary_factor, config.global_partial_rotary_factor) == (1.0, 0.5)
+    assert (config.rope_theta, config.local_rope_theta) == (7e5, 90.0)
+    assert (config.attention_gate, config.attention_gate_act) == ("head", "softplus")
+    assert (config.shared_expert_intermediate_size, config.router_logit_softcap) == (512, None)
+    assert config.mlp_layer_types == ("dense", "sparse", "sparse")
+    plain = config_of("laguna", **SPARSE, gating="per-element", moe_router_logit_softcapping=2.0)
+    assert (plain.query_heads, plain.rope_layers, plain.partial_rotary_factor) == ((4, 4, 4), (), 0.5)
+    assert (plain.attention_gate, plain.router_logit_softcap) == ("channel", 2.0)
+    assert hf_pattern({"model_type": "laguna", **SIZES}).layer_types == (FULL, FULL, FULL)
+    windows = config_of("laguna", **SPARSE, **kinds | {"layer_types": [WINDOW] * 3})
+    assert (windows.rope_layers, windows.partial_rotary_factor) == (("local",) * 3, 1.0)
+
+
+def test_mimo_has_twice_the_kv_heads_in_windowed_layers():
+    hf = {"num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    config = config_of("mimo_v2_flash", **hf)
+    assert config.head_shapes == ((2, 192), (4, 192), (4, 192))
+    assert (config.rope_layers, config.v_head_dim) == (("global", "local", "local"), 128)
+    assert (config.sink_logits, config.global_sink_logits, config.value_multiplier) == (True, False, 0.707)
+    assert (config.rotary_dim, config.global_partial_rotary_factor) == (64, 0.334)
+    assert (config.rope_theta, config.local_rope_theta) == (5e6, 1e4)
+    assert hf_pattern({"model_type": "mimo_v2_flash", **SIZES, **hf}).sliding_window == 129
+    sized = {"model_type": "mimo_v2_flash", **SIZES, **hf, "sliding_window": 128, "sliding_window_size": 128}
+    assert hf_pattern(sized).sliding_window == 129
+    full = config_of("mimo_v2_flash", **hf, layer_types=[FULL] * 3, attention_value_scale=None)
+    assert (full.head_shapes[0], full.sink_logits, full.value_multiplier) == ((2, 192), False, 1.0)
+
+
 def test_granite_moe_swa_has_experts_everywhere_and_perhaps_a_shared_one():
     config = config_of("granitemoe_swa", shared_intermediate_size=20, layer_rope_theta=[1e4, 0, 500.0])
     assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size) == (8, 2, 32)
@@ -157,6 +195,41 @@ def test_granite_moe_swa_has_experts_everywhere_and_perhaps_a_shared_one():
 @pytest.mark.parametrize(
     ("family", "keys", "sentence"),
     [
+        (
+            "laguna",
+            {"num_attention_heads_per_layer": [4, 4]},
+            "must be a list with a number for each of the 3 layers",
+        ),
+        (
+            "laguna",
+            {"num_attention_heads_per_layer": [4, 4, 6]},
+            "num_attention_heads_per_layer has 4 and 6 in layers of type full_attention",
+        ),
+        (
+            "laguna",
+            {"rope_parameters": {WINDOW: {}}},
+            "rope_parameters.full_attention must be a mapping, got None",
+        ),
+        (
+            "laguna",
+            {"moe_apply_router_weight_on_input": True},
+            "moe_apply_router_weight_on_input is not supported",
+        ),
+        (
+            "laguna",
+            {
+                "layer_types": [FULL, WINDOW, FULL],
+                "rope_parameters": ROPES | {WINDOW: {"rope_type": "linear", "factor": 2.0}},
+            },
+            "rope_parameters.sliding_attention.rope_type 'linear' is not supported",
+        ),
+        (
+            "laguna",
+            {"moe_routed_scaling_factor": []},
+            r"moe_routed_scaling_factor must be a number, got \[\]",
+        ),
+        ("mimo_v2_flash", {"num_key_value_heads": 4}, r"num_attention_heads \(4\) must be a multiple of 8"),
+        ("mimo_v2_flash", {"v_head_dim": 200}, r"v_head_dim \(200\) must be at most head_dim \(192\)"),
         ("afmoe", {"num_dense_layers": -1}, "num_dense_layers must be a whole number, got -1"),
         ("afmoe", {"num_shared_experts": "2"}, "num_shared_experts must be a whole number, got '2'"),
         ("afmoe", {"route_scale": "2"}, "route_scale must be a number, got '2'"),
@@ -186,6 +259,12 @@ def test_routing_that_cannot_be(family, keys, sentence):
 NEW = {
     "afmoe": {"route_scale": 1.5, "num_dense_layers": 1, "global_attn_every_n_layers": 2},
     "exaone_moe": {"n_group": 2, "topk_group": 2, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    "laguna": {
+        "layer_types": [WINDOW, FULL, WINDOW],
+        "rope_parameters": ROPES,
+        "num_attention_heads_per_layer": [8, 4, 8],
+    },
+    "mimo_v2_flash": {"routed_scaling_factor": 1.5},
     "granitemoe_swa": {"shared_intermediate_size": 20, "layer_rope_theta": [1e4, 0, 500.0]},
     "cohere2_moe": {"num_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window_pattern": 2},
 }

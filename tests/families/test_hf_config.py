@@ -129,7 +129,7 @@ def test_rope_in_every_spelling():
     [
         (
             {"model_type": "gemma3"},
-            "model_type 'gemma3' is not supported; supported: .*gemma3_text, .*llama, mellum, ministral, .*mistral",
+            "model_type 'gemma3' is not supported; supported: .*gemma3_text, .*llama, mellum, .*ministral, .*mistral",
         ),
         (
             {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},

@@ -1,4 +1,4 @@
-"""The config.json of 66 released models: each imports with its own names and shapes, or is refused well."""
+"""The config.json of 68 released models: each imports with its own names and shapes, or is refused well."""
 
 import hashlib
 import json
@@ -32,6 +32,7 @@ REFUSED = {
     "mistralai--Devstral-2-123B-Instruct-2512": "quant_method 'fp8' without weight_block_size (one scale for a",
     "moonshotai--Kimi-K2-Instruct": UNKNOWN.format("kimi_k2"),
     "Qwen--Qwen3-32B-FP8-Static-PerTensor": "quantization_config without a quant_method is not supported",
+    "stepfun-ai--Step-3.7-Flash": UNKNOWN.format("step3p7"),
     "stabilityai--stablelm-2-zephyr-1_6b": UNKNOWN.format("stablelm"),
 }
 
@@ -46,10 +47,10 @@ def letters_of(pattern: AttentionPattern) -> str:
 
 
 def test_the_set_is_that_known():
-    assert len(CONFIGS) == 66
+    assert len(CONFIGS) == 68
     assert REFUSED.keys() <= CONFIGS.keys()
     assert GOLDENS.keys() >= CONFIGS.keys() - REFUSED.keys()
-    assert len(CONFIGS.keys() - REFUSED.keys()) == 52
+    assert len(CONFIGS.keys() - REFUSED.keys()) == 53
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS.keys() - REFUSED.keys()))

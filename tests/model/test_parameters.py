@@ -13,6 +13,7 @@ from tiny_models import (
     BYTES,
     EXPERTS,
     FUSED_EXPERTS,
+    LAYER_KINDS,
     MIXED,
     PARALLEL,
     SANDWICH,
@@ -65,6 +66,7 @@ MODELS = committed() | {
     "tiny experts and dense layers": MIXED,
     "tiny fused experts": FUSED_EXPERTS,
     "tiny shared experts": SHARED_EXPERTS,
+    "tiny layers of two kinds": LAYER_KINDS,
     "a gate a head": dataclasses.replace(
         SHARED_EXPERTS, attention_gate="head", expert_groups=1, expert_groups_per_tok=1
     ),

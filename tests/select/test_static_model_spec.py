@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny_models import PLAIN
+from tiny_models import LAYER_KINDS, PLAIN
 
 from pallas_kernels import alibi_slopes
 from swa_jax.errors import ConfigError
@@ -192,3 +192,16 @@ def test_sigmoid_attention_has_no_such_scores():
     model = model_of(attention_activation="sigmoid")
     with pytest.raises(ConfigError, match="dcam scores heads of softmax attention, the model has sigmoid"):
         static_scores(model, EXAMPLES, "dcam", sliding_window=WINDOW)
+
+
+def test_layers_with_other_numbers_of_query_heads_have_no_such_scores():
+    changes = {"sink_logits": False, "global_sink_logits": None, "num_key_value_heads": 1}
+    config = dataclasses.replace(LAYER_KINDS, **changes)
+    pattern = AttentionPattern.from_recipe("full", config)
+    model = nnx.eval_shape(lambda: Decoder(config, pattern, rngs=nnx.Rngs(0)))
+    with pytest.raises(
+        ConfigError, match=r"^dcam scores heads where .* the model's have 2 or 4: choose by nll"
+    ):
+        static_scores(model, [], "dcam", sliding_window=5)
+    with pytest.raises(ConfigError, match=r"^LightTransfer scores layers where .* 2 or 4: choose by nll"):
+        lazy_ratios(model, [])
