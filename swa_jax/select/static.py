@@ -292,6 +292,7 @@ def fisher_masses(graph: Any, weights: nnx.State, batch: AnswerBatch, window: in
     The layers are gone through backwards by hand, so that of every layer only its input is kept.
     """
     model: Decoder = nnx.merge(graph, weights)
+    assert isinstance(model.layers, Block)  # all layers are alike
     layer_graph, layers = nnx.split(model.layers)
     (plan, context), lengths = _full_attention(model, batch.segment_ids), batch.segment_ids.sum(1)
 
