@@ -34,7 +34,7 @@ def test_stacks_and_groups():
     assert {stack.name: stack.layers for stack in layer_stacks(LONGER)} == {
         "local": (0, 1), "global": (2,), "local_shared": (3, 5), "global_shared": (4, 6),
     }  # fmt: skip
-    assert [tuple(group) for group in head_groups(TWO_SHAPES)] == [((0, 2), 2, 8), ((1, 3), 1, 12)]
+    assert [tuple(group) for group in head_groups(TWO_SHAPES)] == [((0, 2), 4, 2, 8), ((1, 3), 4, 1, 12)]
     for config in (MIXED, LONGER, TWO_SHAPES):
         for stack in layer_stacks(config):
             assert [alone.name for alone in layer_stacks(stack.config)] == [""]
