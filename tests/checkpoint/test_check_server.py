@@ -308,7 +308,7 @@ QWEN3 = ModelConfig(
     ("window", "budget", "expected"),
     [
         (128, 5e15, Size(8, 24, 512, False)),
-        (128, 5e13, Size(2, 2, 256, False)),
+        (128, 5e13, Size(4, 8, 320, False)),
         (2048, 5e15, Size(8, 24, 8192, False)),
         (2048, 5e13, Size(2, 2, 2560, True)),
         (2048, 1e13, None),
