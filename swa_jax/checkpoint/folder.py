@@ -51,7 +51,7 @@ from swa_jax.files import (
 from swa_jax.model.attention import Router
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
-from swa_jax.model.layer_stacks import layer_stacks
+from swa_jax.model.layer_stacks import LayerStack, layer_stacks
 from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.parameters import ROUTERS
 from swa_jax.model.pattern import AttentionPattern
@@ -168,16 +168,19 @@ def fresh_routers(config: ModelConfig, seed: int = ROUTER_SEED) -> dict[tuple[st
     """Stacked router parameters, f32, by their path in the decoder."""
     rngs, found = nnx.Rngs(seed), {}
     for stack in layer_stacks(config):
-
-        @nnx.split_rngs(splits=len(stack.layers))
-        @nnx.vmap(in_axes=(0,), out_axes=0)
-        def routers(rngs: nnx.Rngs, like: ModelConfig = stack.config) -> Router:
-            return Router(like, rngs)
-
         place = ("layers", *([stack.name] if stack.name else []), "attention", "router")
-        for path, variable in nnx.to_flat_state(nnx.state(routers(rngs))):
+        for path, variable in nnx.to_flat_state(nnx.state(_routers(stack, rngs))):
             found[*place, *_names(path)] = variable[...]
     return found
+
+
+def _routers(stack: LayerStack, rngs: nnx.Rngs) -> Router:
+    @nnx.split_rngs(splits=len(stack.layers))
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def make(rngs: nnx.Rngs) -> Router:
+        return Router(stack.config, rngs)
+
+    return make(rngs)
 
 
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:

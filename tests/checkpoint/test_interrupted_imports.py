@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 import swa_jax
 from swa_jax import files
 from swa_jax.checkpoint import folder as checkpoint_module
-from swa_jax.checkpoint import hf_import
+from swa_jax.checkpoint import finite, hf_import
 from swa_jax.checkpoint.folder import open_checkpoint
 from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.checkpoint.safetensors_files import TensorReader
@@ -267,7 +267,7 @@ def test_a_disk_that_is_full_in_the_end_is_one_sentence(source, destination, mon
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 def test_weights_that_are_no_numbers_are_refused_by_name(monkeypatch, source, destination, dtype, value):
-    monkeypatch.setattr(hf_import, "CHECKED_AT_ONCE", 64)
+    monkeypatch.setattr(finite, "CHECKED_AT_ONCE", 64)
     file, name = source / "model.safetensors", "model.layers.2.mlp.up_proj.weight"
     tensors = {key: array.astype(dtype) for key, array in load_file(file).items()}
     largest = np.full((2, 2), np.finfo(np.float32).max if dtype == "float32" else 60000, dtype)

@@ -68,6 +68,7 @@ ADDED = {
     "python scripts/compare_peers.py": ["--calls", "1"],
     "python scripts/compare_searches.py": ["--prompts", "1", "--others", "2", "--budgets", "1"],
     "python scripts/plant_faults.py": ["--list"],  # hours
+    "python scripts/draw_faults.py": ["--list"],
     "python scripts/train_chains.py": ["--steps", "1"],
     "python scripts/compare_windows.py": ["--seeds", "0", "--arms", "window 4", "--minutes", "0.01"],
     "python scripts/compare_plants.py": ["--method", "kl", "--placement", "chains"],
@@ -83,7 +84,6 @@ ADDED = {
     "swa-jax compare": ["--force"],
     "swa-jax select nll": ["--force"],
     "swa-jax select bosch": ["--force"],
-    "swa-jax select gates": ["--force"],
     "make": ["--dry-run"],  # what they would run has tests of its own; the target must be there
 }  # fmt: skip
 STEPS = 1  # of each stage, wherever something trains

@@ -108,7 +108,8 @@ def test_every_option_that_decides_is_in_the_key(scorer, tmp_path):
     made() if scorer is LayerScorer else made(np.ones((2, 1), bool))
     made._file.save()
     for name, value in given.items():
-        changed = given | {name: not value if isinstance(value, bool) else value + 1}
+        other = {bool: lambda x: not x, str: lambda x: f"not {x}"}.get(type(value), lambda x: x + 1)
+        changed = given | {name: other(value)}
         with pytest.raises(ConfigError, match=f"made with {name} = {value}, this search has {changed[name]}"):
             scorer(model, examples, file=tmp_path / "scores.json", weights="a", **changed)
 
@@ -160,6 +161,7 @@ def test_weights_changed_under_the_same_path_are_noticed(tmp_path, byte_tokenize
     options = ("--window", 16, "--examples", 2, "--length", 320, "--batch-size", 2)
     options = (
         *options,
+        "--force",
         "--budget",
         1,
         "--resume-file",
