@@ -211,8 +211,10 @@ def expressed(
     config = config or model_config(hf)
     window = pattern.sliding_window if WINDOW in pattern.layer_types else None
     plain = AttentionPattern(pattern.layer_types, window)
-    out = {key: value for key, value in hf.items() if key not in ("layer_types", "sliding_window")}
-    out |= family.window_keys(config, plain)
+    keys = family.window_keys(config, plain)
+    out = {
+        key: value for key, value in hf.items() if key not in {"layer_types", "sliding_window", *keys}
+    } | keys
     return out if _reads_as(out, config) and hf_pattern(out) == plain else None
 
 

@@ -157,7 +157,7 @@ def test_generate_says_what_it_makes_of_its_options(checkpoint, tmp_path):
 
 def test_select_writes_a_pattern_and_a_picture(checkpoint, tmp_path):
     out = tmp_path / "chosen.json"
-    options = ("--examples", 2, "--length", 320, "--window", 16)
+    options = ("--examples", 2, "--length", 320, "--window", 16, "--force")
     output = run("select", "nll", checkpoint, "--out", out, "--one-in", 2, *options)
     assert "full attention in 1 layers" in output
     pattern = AttentionPattern.from_json(out)

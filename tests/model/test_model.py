@@ -19,7 +19,6 @@ from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import perplexity, score_answers
 from swa_jax.model.attention import kinds_of, layer_plan
 from swa_jax.model.cache import allocate, cache_bytes, cache_layouts
-from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 
 NEW = 8
@@ -391,7 +390,7 @@ _DEEP_TYPES = "FwhSwwSw"
 
 def deep(layers: int) -> Decoder:
     """An abstract model of mixed layers, nothing allocated."""
-    config = ModelConfig(**{**vars(SOFTMAX), "num_hidden_layers": layers})
+    config = dataclasses.replace(SOFTMAX, num_hidden_layers=layers)
     heads = ((), (), (0,), (), (), (), (), ()) * (layers // 8)
     pattern = make(_DEEP_TYPES * (layers // 8), heads, num_sink_tokens=1)
     return nnx.eval_shape(lambda: Decoder(config, pattern, rngs=nnx.Rngs(0)))

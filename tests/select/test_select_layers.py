@@ -114,9 +114,9 @@ def test_scoring_from_a_base_that_has_full_layers(model, examples, full):
 def test_layer_evaluations_and_compilations_are_counted(monkeypatch, at_once):
     evaluated, real = [], Block.__call__
 
-    def counted(self, x, plan, context):
-        jax.debug.callback(lambda rows=x.shape[0]: evaluated.append(rows))
-        return real(self, x, plan, context)
+    def counted(self, stream, *rest):
+        jax.debug.callback(lambda rows=stream.x.shape[0]: evaluated.append(rows))
+        return real(self, stream, *rest)
 
     monkeypatch.setattr(Block, "__call__", counted)
     jax.clear_caches()
