@@ -136,6 +136,7 @@ class _Ranking(NamedTuple):
     """What heads are ranked by, and how the choice is written."""
 
     decoder: Decoder
+    weights: str  # the sum of the decoder's
     examples: Sequence[Example]
     window: int
     sinks: int
@@ -183,6 +184,8 @@ def _ranking(
     sink_tokens: int | None,
     dtype: ComputeDtype,
 ) -> _Ranking:
+    from swa_jax.checkpoint.folder import weights_sum
+
     budget.check()
     check_out(out)
     model = find_model(model)
@@ -194,7 +197,7 @@ def _ranking(
     ratio = budget.share(decoder.config, examples.length, window, sinks)
     drawn, data = examples.draw(model, tokenizer, decoder.config)
     said = {"data": data, "num_examples": examples.examples, "seed": examples.seed}
-    return _Ranking(decoder, drawn, window, sinks, ratio, said, time.monotonic())
+    return _Ranking(decoder, weights_sum(model), drawn, window, sinks, ratio, said, time.monotonic())
 
 
 _HOLDS_ALL = "the window of {} keys holds whole prompts, so that every head is local"
@@ -266,7 +269,6 @@ def select_nll_heads(
     force: Force = False,
 ) -> None:
     """Greedy selection of KV heads: a gradient names some, the answers' loss decides, in at most 16 rounds."""
-    from swa_jax.checkpoint.folder import weights_sum
     from swa_jax.select.heads import head_mask
     from swa_jax.select.methods import choose
 
@@ -275,7 +277,7 @@ def select_nll_heads(
     with progress_bar("masks tried") as progress:
         (pattern,) = choose(
             "nll-heads", ranking.decoder, ranking.examples, [ranking.ratio], **ranking.windowed,
-            batch_size=batch_size, seed=examples.seed, data=ranking.said["data"], weights=weights_sum(model),
+            batch_size=batch_size, seed=examples.seed, data=ranking.said["data"], weights=ranking.weights,
             evaluations=evaluations or out.with_suffix(".evaluations.json"), progress=progress,
         )  # fmt: skip
     write_heads(pattern, head_mask(pattern, ranking.decoder.config.common_kv_heads), out)

@@ -111,6 +111,24 @@ def test_commands_take_any_name(tmp_path):
         )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("select", "nll", "recall", "--budget", 1),
+        ("select", "nll-heads", "recall", "--ratio", 0.75),
+        ("select", "kl", "recall", "--ratio", 0.75),
+        ("select", "bosch", "recall", "--ratio", 0.75, "--iterations", 1),
+        ("compare", "recall", "--method", "random-heads", "--held-out", 2),
+        ("evaluate", "needles", "recall", "--pattern", "window"),
+    ],
+    ids=lambda words: " ".join(map(str, words[:2])),
+)
+def test_commands_read_a_model_by_its_name_to_the_end(words, tmp_path):
+    out = () if words[0] == "evaluate" else ("--out", tmp_path / "out.json", "--force")
+    run(*words, "--window", 48, "--examples", 2, "--length", 256, *out)
+
+
 # ---- adapters: scripts/make_adapter_goldens.py ----
 
 
