@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from swa_jax import load_model
 from swa_jax.checkpoint.folder import weights_sum
+from swa_jax.checkpoint.named import model_folder
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.errors import ConfigError, UserError
 from swa_jax.estimates import accuracy_interval
@@ -185,7 +186,7 @@ def main(arguments: list[str]) -> None:
         return tuple(int(item) for item in text.split(","))
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", help="its name, as everywhere")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--hops", type=listed, default=(1, 2, 3))
     parser.add_argument("--rivals", type=listed, default=(1, 3, 8, 15))
@@ -195,9 +196,10 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_args(arguments)
     card = Card(given.hops, given.rivals, given.lengths, given.window, given.examples)
     file = given.out / "card.json"
-    about = {"weights": weights_sum(given.model)} | dataclasses.asdict(card)
     try:
-        model, tokenizer = load_model(given.model), load_tokenizer(given.model)
+        folder = model_folder(given.model)
+        about = {"weights": weights_sum(folder)} | dataclasses.asdict(card)
+        model, tokenizer = load_model(folder), load_tokenizer(folder)
         known: Measured = {}
         about = {key: list(value) if isinstance(value, tuple) else value for key, value in about.items()}
         if file.exists():

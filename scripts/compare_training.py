@@ -42,7 +42,7 @@ import numpy as np
 from documents import put_between
 
 from swa_jax.checkpoint.folder import load_model, weights_sum
-from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.checkpoint.named import model_folder
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.files import sum_of_json, write_text
@@ -64,7 +64,7 @@ COMPARISONS = {
 
 
 def run_all(
-    name: str, seeds: Sequence[int], out: Path, arms: Sequence[str], bases: Sequence[Path], *, tiny: bool
+    name: str, seeds: Sequence[int], out: Path, arms: Sequence[str], bases: Sequence[str], *, tiny: bool
 ) -> None:
     """Train and measure whatever is missing in `out`; results are written after each run."""
     comparison = COMPARISONS[name]
@@ -73,7 +73,7 @@ def run_all(
     for seed, arm in itertools.product(seeds, arms):
         key = f"{arm} | {seed}"
         run = out / "runs" / key.replace(" | ", "-seed-").replace(" ", "_")
-        base = base_of(comparison, seed, out, bases)
+        base = base_of(comparison, seed, bases)
         config = load_config(TrainConfig, ROOT / comparison.CONFIG, [
             *overrides_of(comparison, arm, seed, out, base), f"tokenizer={tokenizer}", f"output={run}", f"seed={seed}",
             *(comparison.TINY if tiny else ()),
@@ -96,7 +96,7 @@ def run_all(
         except FloatingPointError as error:
             diverged = str(error)
         results[key] = {
-            "arm": arm, "seed": seed, **made_with, "continues": str(base) if bases else None,
+            "arm": arm, "seed": seed, **made_with, "continues": bases[seed] if bases else None,
             "pattern": config.attention, "values": values, "diverged": diverged,
             "seconds": round(time.perf_counter() - started, 1), **read_curves(run),
         }  # fmt: skip
@@ -105,18 +105,13 @@ def run_all(
         report(name, out)
 
 
-def base_of(comparison: ModuleType, seed: int, out: Path, bases: Sequence[Path]) -> Path | None:
-    """The checkpoint that a seed continues: the one of that number in `bases`, or the bundled model, imported."""
+def base_of(comparison: ModuleType, seed: int, bases: Sequence[str]) -> Path | None:
+    """The folder of the model that a seed continues: the one of that number in `bases`, or the bundled model."""
     if comparison.BASE is None:
         return None
-    if bases:
-        if seed >= len(bases):
-            raise ConfigError(f"seed {seed} has no model to continue: --bases names {len(bases)}, from 0 on")
-        return bases[seed]
-    base = out / comparison.BASE
-    if not (base / "config.json").exists():
-        import_model(ROOT / "swa_jax" / comparison.BASE, base)
-    return base
+    if bases and seed >= len(bases):
+        raise ConfigError(f"seed {seed} has no model to continue: --bases names {len(bases)}, from 0 on")
+    return model_folder(bases[seed] if bases else comparison.BASE)
 
 
 def overrides_of(comparison: ModuleType, arm: str, seed: int, out: Path, base: Path | None) -> list[str]:
@@ -260,7 +255,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: runs/compare-NAME")
     parser.add_argument("--arms", nargs="+", help="only these rows of the table")
     parser.add_argument(
-        "--bases", type=Path, nargs="+", default=[],
+        "--bases", nargs="+", default=[],
         help="the checkpoints that seeds 0, 1, ... continue; default: the bundled model for every seed",
     )  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="a few steps of each, to test the command")

@@ -52,8 +52,8 @@ REPEATS = {"--pattern": 2, "--chip": 1, "--ratio": 2}
 INSTEAD = {
     "Qwen/Qwen3-0.6B": "swa_jax/recall",
     "hf://Qwen/Qwen3-0.6B@main": "swa_jax/recall",
-    "runs/chains-1/model": "runs/chains-checkpoint",
-    "runs/chains-2/model": "runs/chains-checkpoint",
+    "runs/chains-1/model": "chains",
+    "runs/chains-2/model": "chains",
 }
 # What is added to every command that begins so.
 ADDED = {

@@ -101,10 +101,13 @@ def test_report_goes_between_its_marks(script, tmp_path):
 def test_each_seed_continues_its_own_model(script, tmp_path):
     comparison = script.COMPARISONS["swiattn-chains"]
     bases = [tmp_path / "a", tmp_path / "b"]
-    assert script.base_of(comparison, 1, tmp_path, bases) == bases[1]
+    for base in bases:
+        base.mkdir()
+        (base / "config.json").write_text("{}")
+    assert script.base_of(comparison, 1, [str(base) for base in bases]) == bases[1]
     with pytest.raises(ConfigError, match="seed 2 has no model to continue: --bases names 2"):
-        script.base_of(comparison, 2, tmp_path, bases)
-    assert script.base_of(script.COMPARISONS["swat"], 0, tmp_path, []) is None
+        script.base_of(comparison, 2, ["a", "b"])
+    assert script.base_of(script.COMPARISONS["swat"], 0, []) is None
     pattern = AttentionPattern.from_recipe("layers:2,5", 8, sliding_window=32)
     pattern.to_json(tmp_path / "chosen-1.json")
     arm = "static-hybrid, chosen layers"

@@ -259,10 +259,9 @@ def test_every_run_of_the_papers_has_a_twin():
 @pytest.mark.long
 def test_the_twins_train(tmp_path):
     """Two steps each, in the order of the runs: the long continued pretraining starts from the extended model."""
-    import_model(ROOT / "swa_jax" / "recall", tmp_path / "recall")
     text = tmp_path / "text.txt"
     text.write_text("".join(f"def f{i}(x): return x + {i} * {i * 7919 % 1000}\n" for i in range(4000)))
-    starts = {"runs/recall-checkpoint": tmp_path / "recall"}
+    starts = {"recall": "recall"}
     for name in dict.fromkeys(TWINS.values()):
         config = load(name)
         overrides = [
