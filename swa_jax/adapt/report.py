@@ -77,7 +77,8 @@ def _sentences(job: Job, results: Results) -> list[str]:
     quality = (
         "On no task can a loss of quality be told from chance."
         if not worse
-        else f"It does worse than the original in: {', '.join(dict.fromkeys(names[one['task']] for one in worse))}."
+        else f"It does worse than the original in: {', '.join(dict.fromkeys(names[one['task']] for one in worse))}. "
+        f"{_remedies(job)}"
     )
     return [
         _pattern_words(results.pattern),
@@ -85,6 +86,17 @@ def _sentences(job: Job, results: Results) -> list[str]:
         f"counted {_where(job)}; the budget was {job.settings.kv_budget:.0%}.",
         quality,
     ]
+
+
+def _remedies(job: Job) -> str:
+    """What may lose less than the pattern that was found."""
+    settings = job.settings
+    ways = ["a larger --kv-budget"]
+    if not settings.tune_steps:
+        ways.append("training under the pattern (--tune)")
+    if settings.server and any("num_sink_tokens" in line for line in job.space.left_out):
+        ways.append(f"sink tokens, which {_called(settings.server)} does not run (leave out --for)")
+    return f"What may keep more: {'; '.join(ways)}."
 
 
 def _pattern_words(pattern: AttentionPattern) -> str:

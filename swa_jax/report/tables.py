@@ -193,7 +193,7 @@ def compare_table(summed: Sequence[Row], window: int | None, memory: str = "KV c
             Column("By seed"),
             Column("Answer loss", "nats/token"),
             Column(memory, "MB/sequence"),
-            *([Column(f"Against {against}")] if against else []),
+            *([Column(f"Found against {against}"), Column(f"Loss against {against}")] if against else []),
         ],
         (
             *(
@@ -207,15 +207,15 @@ def compare_table(summed: Sequence[Row], window: int | None, memory: str = "KV c
         ),
     )
     for row in summed:
-        gap = row.get("gap")
+        gaps = [(row.get("gap"), percent), (row.get("loss_gap"), "{:+.2f}".format)]
         table.add_row(
             row["name"],
             "" if row["ratio"] is None else f"{row['ratio']:.0%}",
             with_interval(row["needle_accuracy"], row.get("needle_interval"), percent),
             "" if row["ratio"] is None else ", ".join(percent(value) for value in row["by_seed"]),
-            f"{row['answer_nll']:.2f}",
+            with_interval(row["answer_nll"], row.get("answer_nll_interval"), "{:.2f}".format),
             f"{row['kv_cache_bytes'] / MEGABYTE:.2f}",
-            *([with_interval(gap[0], gap[1:], percent) if gap else ""] if against else []),
+            *([with_interval(gap[0], gap[1:], form) if gap else "" for gap, form in gaps] if against else []),
         )
     return table
 

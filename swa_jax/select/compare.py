@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from swa_jax.errors import ConfigError
-from swa_jax.estimates import accuracy_interval, paired_score
+from swa_jax.estimates import accuracy_interval, bootstrap, paired_bootstrap, paired_score
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.files import read_json, write_json
@@ -246,8 +246,8 @@ def summary(
 ) -> list[dict[str, Any]]:
     """A row for each pattern and each (method, ratio), over its seeds.
 
-    Intervals are over prompts, of the mean over seeds; `by_seed` shows how far seeds differ. `gap` is the paired
-    difference to `against` (default: the first method there is) at the same ratio and the same seeds.
+    Intervals are over prompts, of the mean over seeds; `by_seed` shows how far seeds differ. `gap` and `loss_gap` are
+    the paired differences to `against` (default: the first method there is) at the same ratio and the same seeds.
     """
     groups: dict[tuple[str, float | None], list[Row]] = {}
     for row in rows:
@@ -257,19 +257,22 @@ def summary(
     result = []
     for (name, ratio), members in groups.items():
         exact = np.array([row["right"] for row in members], float)  # [seeds, N]
-        found = accuracy_interval(exact.mean(0))
+        losses = np.array([row["losses"] for row in members], float)
+        found, loss = accuracy_interval(exact.mean(0)), bootstrap(losses.mean(0))
         one: dict[str, Any] = {
             "name": name, "ratio": ratio, "seeds": [row.get("seed") for row in members],
             "needle_accuracy": found.mean, "needle_interval": found.interval,
             "by_seed": exact.mean(1).tolist(),
-            "answer_nll": float(np.mean([row["answer_nll"] for row in members])),
+            "answer_nll": loss.mean, "answer_nll_interval": loss.interval,
             "kv_cache_bytes": float(np.mean([row["kv_cache_bytes"] for row in members])),
         }  # fmt: skip
         other = groups.get((str(first), ratio)) if ratio is not None and name != first else None
         if other and one["seeds"] == [row.get("seed") for row in other]:
             base = np.array([row["right"] for row in other], float)
+            base_losses = np.array([row["losses"] for row in other], float)
             gap = paired_score(exact.mean(0), base.mean(0))
-            one |= {"against": first, "gap": list(gap)}
+            loss_gap = paired_bootstrap(losses.mean(0), base_losses.mean(0))
+            one |= {"against": first, "gap": list(gap), "loss_gap": list(loss_gap)}
             one["gap_by_seed"] = (exact.mean(1) - base.mean(1)).tolist()
         result.append(one)
     return result

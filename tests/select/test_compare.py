@@ -15,7 +15,7 @@ from tiny_models import BYTES, byte_checkpoint, make
 
 from swa_jax.checkpoint.folder import save_model
 from swa_jax.errors import ConfigError
-from swa_jax.estimates import accuracy_interval
+from swa_jax.estimates import accuracy_interval, bootstrap, paired_bootstrap
 from swa_jax.evaluate import Example
 from swa_jax.evaluate.nll import score_answers
 from swa_jax.model.decoder import Decoder
@@ -100,8 +100,14 @@ def test_results_are_kept_and_summed_up(model, tmp_path):
     assert drawn["needle_accuracy"] < 0.6
     assert drawn["gap"][0] == pytest.approx(drawn["needle_accuracy"] - found["needle_accuracy"])
     assert drawn["gap"][2] < 0
+    losses = [
+        np.mean([row["losses"] for row in rows if row["name"] == name], axis=0)
+        for name in ("random-heads", "bosch")
+    ]
+    assert drawn["loss_gap"] == list(paired_bootstrap(*losses))
+    assert drawn["answer_nll_interval"] == bootstrap(losses[0]).interval
     assert drawn["by_seed"] == [row["needle_accuracy"] for row in rows if row["name"] == "random-heads"]
-    assert "gap" not in found
+    assert not {"gap", "loss_gap"} & found.keys()
     quarter = 1 / 4 + 3 / 4 * WINDOW_SIZE / 49  # prompts of 48 tokens and one of answer
     assert found["kv_cache_bytes"] / full["kv_cache_bytes"] == pytest.approx(quarter)
     lines.clear()
@@ -326,7 +332,7 @@ def test_on_the_command_line(monkeypatch, tmp_path):
     options = ("x", "--window", WINDOW_SIZE, "--seeds", 1, "--method", "fisher", "--method", "interleave")
     output = run("compare", *options, "--out", tmp_path / "c", "--pattern", "layers:2,3,5,6", "--ratio", 0.5)
     assert "layers:2,3,5,6: 100.0 % found" in output
-    assert "Against fisher" in output
+    assert "Found against fisher" in output
     assert "patterns 1/5\n" in output
     assert "patterns 5/5\n" in output
     assert (tmp_path / "c" / "frontier.png").stat().st_size > 10_000
