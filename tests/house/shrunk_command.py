@@ -52,6 +52,8 @@ REPEATS = {"--pattern": 2, "--chip": 1, "--ratio": 2}
 INSTEAD = {
     "Qwen/Qwen3-0.6B": "swa_jax/recall",
     "hf://Qwen/Qwen3-0.6B@main": "swa_jax/recall",
+    "models/SmolLM2-135M-Instruct.Q4_1.gguf": "recall",
+    "models/gemma-3-270m-q4_k_m.gguf": "recall",
     "runs/chains-1/model": "chains",
     "runs/chains-2/model": "chains",
 }
@@ -139,9 +141,15 @@ def stages_of(file: str) -> int:
     return stages_of(str(Path(file).parent / settings["base"]))
 
 
+def key_and_value(word: str) -> tuple[str, str]:
+    """`init_from=MODEL` in its two parts; any other word is a value."""
+    key, equals, value = word.rpartition("=")
+    return key + equals, value
+
+
 def shrink(words: list[str]) -> list[str]:
     """The command to run in place of `words`."""
-    words = [INSTEAD.get(word, word) for word in words]
+    words = [key + INSTEAD.get(value, value) for key, value in map(key_and_value, words)]
     for i, word in enumerate(words[:-1]):
         if word in MOST:
             words[i + 1] = lower(words[i + 1], MOST[word])
