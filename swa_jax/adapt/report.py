@@ -160,13 +160,17 @@ def _chosen(pattern: AttentionPattern, row: Mapping[str, Any]) -> list[str]:
     return [
         html.heading("What was chosen, and why"),
         html.layer_row(kinds),
-        html.paragraph("Filled: full attention. Framed: single heads. The others: a window.", "soft"),
+        html.paragraph(f"Filled: full attention. {_framed(kinds)}The others: a window.", "soft"),
         html.paragraph(
             f"{why} Then window, sink tokens and decode mode were varied in turn, each candidate with as many full "
             "layers as fit. The chosen one has the smallest loss against the original on the examples to choose by: "
             f"{_signed(row['lost'])} nats a token, the mean over the tasks. Below 0 it does better than the original."
         ),
     ]
+
+
+def _framed(kinds: Sequence[str]) -> str:
+    return "Thick frame: single heads. " if "heads" in kinds else ""
 
 
 def _trained_on(tune: Mapping[str, Any]) -> str:

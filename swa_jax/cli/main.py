@@ -23,9 +23,10 @@ from swa_jax.cli.data import app as data_app
 from swa_jax.cli.distill import distill
 from swa_jax.cli.evaluate import app as evaluate_app
 from swa_jax.cli.generate import generate
+from swa_jax.cli.generate_options import Pattern
 from swa_jax.cli.groups import expand
 from swa_jax.cli.kept_programs import keep_programs
-from swa_jax.cli.options import Model, find_model
+from swa_jax.cli.options import Model, Overrides, Window, find_model, resolve_patterns
 from swa_jax.cli.pattern import app as pattern_app
 from swa_jax.cli.select import app as select_app
 from swa_jax.cli.train import train
@@ -154,6 +155,8 @@ def import_(
 def export(
     checkpoint: Model,
     destination: Annotated[Path, Argument(help="A new folder in Hugging Face format.")],
+    pattern: Pattern = None,
+    window: Window = None,
     server: Annotated[
         str | None,
         Option(
@@ -174,19 +177,26 @@ def export(
         ),
     ] = True,
 ) -> None:
-    """Write a checkpoint back in Hugging Face format, so that a server runs its pattern as it is."""
+    """Write a model in Hugging Face format, so that a server runs its pattern, or the one given, as it is."""
+    from swa_jax.checkpoint.folder import open_checkpoint
     from swa_jax.checkpoint.hf_export import export_model
     from swa_jax.report.progress import Progress
 
     if as_full and server is None:
         raise ConfigError("--as-full needs --for SERVER: whose full attention is meant")
-    notes: list[str] = []
-    options: dict[str, Any] = {"server": server, "as_full": as_full, "canary": canary}
-    with Progress("canary: texts") as progress:
-        folder = export_model(
-            find_model(checkpoint), destination, **options, describe=notes.append, progress=progress.update
+    if window is not None and pattern is None:
+        raise ConfigError("--window is the window of a recipe: name one with --pattern")
+    folder, chosen = find_model(checkpoint), None
+    if pattern is not None:
+        source = open_checkpoint(folder)
+        (chosen,) = resolve_patterns(
+            [pattern], source.config, Overrides(window), source.pattern.sliding_window
         )
-    typer.echo(folder)
+    notes: list[str] = []
+    options: dict[str, Any] = {"pattern": chosen, "server": server, "as_full": as_full, "canary": canary}
+    with Progress("canary: texts") as progress:
+        export_model(folder, destination, **options, describe=notes.append, progress=progress.update)
+    typer.echo(destination)
     for note in notes:
         typer.echo(note)
 

@@ -32,7 +32,10 @@ SERVING, CHAT = "Serving", "Chat"
 
 Model = Annotated[
     Path,
-    Argument(help="The model: a checkpoint or Hugging Face folder, a GGUF file, a Hub id, chains or recall."),
+    Argument(
+        help="The model: a checkpoint or Hugging Face folder, a GGUF file, the id of a downloaded Hub model, a PEFT "
+        "adapter folder, chains or recall."
+    ),
 ]
 Window = Annotated[
     int | None,

@@ -109,8 +109,22 @@ def test_import_and_export(tmp_path):
     run("export", tmp_path / "model", tmp_path / "back", "--no-canary")
     assert (tmp_path / "back" / "config.json").is_file()
     assert json.loads((tmp_path / "back" / "pattern.json").read_text())["sliding_window"] == 2048
+    run(
+        "export",
+        tmp_path / "model",
+        tmp_path / "other",
+        "--no-canary",
+        "--pattern",
+        "layers:1",
+        "--window",
+        8,
+    )
+    chosen = json.loads((tmp_path / "other" / "pattern.json").read_text())
+    assert (chosen["sliding_window"], chosen["layer_types"].index("full_attention")) == (8, 1)
+    assert "name one with --pattern" in fails("export", tmp_path / "model", tmp_path / "third", "--window", 8)
+    assert not (tmp_path / "third").exists()
     assert str(tmp_path / "model") in fails("import", GOLDEN / "llama-plain", tmp_path / "model")
-    assert "absent" in fails("export", tmp_path / "absent", tmp_path / "other")
+    assert "absent" in fails("export", tmp_path / "absent", tmp_path / "third")
 
 
 def test_generate(checkpoint):
