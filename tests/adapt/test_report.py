@@ -86,7 +86,10 @@ def test_what_is_worse_is_said_first(job):
         job, compared=compared, adapted_speed=(1.5, 0.02), tune={"steps": 7, "losses": [1.0]}
     )
     assert "It does worse than the original in: one number hidden. What may keep more: " in text
-    assert "a larger --kv-budget; training under the pattern (--tune); sink tokens, which vLLM does not run" in text
+    assert (
+        "a larger --kv-budget; training under the pattern (--tune); sink tokens, which vLLM does not run"
+        in text
+    )
     assert "On this device the adapted model is not faster" in page
     assert "such requests" not in page
     assert "It was fine-tuned by LoRA for 7 steps." in page

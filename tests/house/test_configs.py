@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from swa_jax.checkpoint.hf_import import import_model
 from swa_jax.errors import ConfigError
 from swa_jax.families.pattern_files import load_pattern
 from swa_jax.model.decoder import Decoder
