@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from swa_jax.checkpoint.named import model_folder
 from swa_jax.data.chains import ChainWords
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
@@ -100,13 +101,11 @@ def test_report_goes_between_its_marks(script, tmp_path):
 
 def test_each_seed_continues_its_own_model(script, tmp_path):
     comparison = script.COMPARISONS["swiattn-chains"]
-    bases = [tmp_path / "a", tmp_path / "b"]
-    for base in bases:
-        base.mkdir()
-        (base / "config.json").write_text("{}")
-    assert script.base_of(comparison, 1, [str(base) for base in bases]) == bases[1]
+    names = ["recall", "chains"]
+    bases = [model_folder(name) for name in names]
+    assert script.base_of(comparison, 1, names) == bases[1]
     with pytest.raises(ConfigError, match="seed 2 has no model to continue: --bases names 2"):
-        script.base_of(comparison, 2, ["a", "b"])
+        script.base_of(comparison, 2, names)
     assert script.base_of(script.COMPARISONS["swat"], 0, []) is None
     pattern = AttentionPattern.from_recipe("layers:2,5", 8, sliding_window=32)
     pattern.to_json(tmp_path / "chosen-1.json")
