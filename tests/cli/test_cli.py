@@ -109,16 +109,8 @@ def test_import_and_export(tmp_path):
     run("export", tmp_path / "model", tmp_path / "back", "--no-canary")
     assert (tmp_path / "back" / "config.json").is_file()
     assert json.loads((tmp_path / "back" / "pattern.json").read_text())["sliding_window"] == 2048
-    run(
-        "export",
-        tmp_path / "model",
-        tmp_path / "other",
-        "--no-canary",
-        "--pattern",
-        "layers:1",
-        "--window",
-        8,
-    )
+    options = ("--no-canary", "--pattern", "layers:1", "--window", 8)
+    run("export", tmp_path / "model", tmp_path / "other", *options)
     chosen = json.loads((tmp_path / "other" / "pattern.json").read_text())
     assert (chosen["sliding_window"], chosen["layer_types"].index("full_attention")) == (8, 1)
     assert "name one with --pattern" in fails("export", tmp_path / "model", tmp_path / "third", "--window", 8)

@@ -48,6 +48,7 @@ LONG = (
     "docs/planning.md",
     "docs/pods.md",
     "docs/questions.md",
+    "docs/real-models.md",
     "docs/results.md",
     "docs/selection.md",
     "docs/small-scale.md",
