@@ -32,7 +32,7 @@ from documents import put_between
 
 from swa_jax.adapt.tasks import HOPS, RIVALS, Task, measure
 from swa_jax.checkpoint.folder import load_model, weights_sum
-from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.checkpoint.named import model_folder
 from swa_jax.data import SourceConfig
 from swa_jax.data.haystack import Haystack, library_files, read_text
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
@@ -172,15 +172,13 @@ STAND_INS = {
 }
 
 
-def prepare(name: str, checkpoint: Path | None, out: Path, size: Size) -> None:
+def prepare(name: str, checkpoint: str | Path | None, out: Path, size: Size) -> None:
     """The original as a checkpoint, and its replies as training data. Without `checkpoint` it is the bundled model."""
+    source = model_folder(checkpoint or name)
     model, prompts = out / "model", out / "prompts.jsonl"
     if not (model / "config.json").exists():
-        if checkpoint is None:
-            import_model(ROOT / "swa_jax" / name, model)
-        else:
-            shutil.copytree(checkpoint, model)
-    elif checkpoint is not None and weights_sum(checkpoint) != weights_sum(model):
+        shutil.copytree(source, model)
+    elif checkpoint is not None and weights_sum(source) != weights_sum(model):
         raise ConfigError(f"{out} has cells of another model than {checkpoint}: name another --out")
     tokenizer = load_tokenizer(model)
     if not prompts.exists():
@@ -407,7 +405,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=list(STAND_INS), default="chains")
     parser.add_argument(
-        "--checkpoint", type=Path, help="another model of that kind, in place of the bundled one"
+        "--checkpoint", help="another model of that kind, by its name, in place of the bundled one"
     )
     parser.add_argument("--out", type=Path, help="default: runs/compare-swaa-MODEL")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -109,7 +109,7 @@ def test_models_stand_beside_each_other_where_both_were_trained(script):
 
 def test_a_folder_keeps_to_one_model(script, tmp_path):
     def checkpoint(folder, total):
-        folder.mkdir()
+        (folder / "weights").mkdir(parents=True)
         (folder / "config.json").write_text("{}")
         (folder / "manifest.json").write_text(json.dumps({"sha256": {"weights/model.safetensors": total}}))
         return folder
