@@ -33,8 +33,7 @@ SERVING, CHAT = "Serving", "Chat"
 Model = Annotated[
     Path,
     Argument(
-        help="The model: a checkpoint or Hugging Face folder, a GGUF file, the id of a downloaded Hub model, a PEFT "
-        "adapter folder, chains or recall."
+        help="A checkpoint, Hugging Face or PEFT folder, a GGUF file, the id of a Hub model, chains or recall."
     ),
 ]
 Window = Annotated[
