@@ -318,6 +318,12 @@ def test_the_cost_of_a_canary_is_bounded(window, budget, expected):
     pattern = AttentionPattern.from_recipe("interleave-1-in-4", QWEN3, sliding_window=window)
     readings = readings_of(QWEN3, pattern, {})
     assert plan_size(QWEN3, pattern, readings, budget) == expected
+    smallest = Size(2, 2, 2560, True)
+    assert (
+        {"right", "padding"}
+        <= {one.name for one in smallest.computed(readings)}
+        < {one.name for one in readings}
+    )
 
 
 def test_an_export_without_a_canary(exported, tmp_path):

@@ -96,6 +96,13 @@ def test_what_does_not_go_together_is_one_sentence(checkpoint, talking, tmp_path
     Around(chat=True, thinking=False).wrap(talking, "RULER's prompts")
     assert Around().wrap(checkpoint) == Around(chat=False).wrap(talking) == Wrap()
     assert Around().wrap(talking) == Around(chat=True).wrap(talking) == chat_wrap(talking)
+    own = tmp_path / "own.txt"
+    own.write_text(f"u:{PROMPT};")
+    assert (
+        Around(template=own).wrap(talking)
+        == Around(template=own, chat=False).wrap(talking)
+        == Wrap.of(f"u:{PROMPT};")
+    )
     # The answer follows at once: a model that would think first is told not to.
     assert Around().wrap(talking, "the prompts") == chat_wrap(talking, False) != chat_wrap(talking)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].role }}")
