@@ -85,9 +85,10 @@ def work(job: Job, effort: Effort) -> dict[str, Work]:
     token = 2 * matrix_parameters(config) / READ_SPEED  # f32 or bf16, and both models
     requests = (settings.repeats + 1) * settings.new_tokens * 2 * token
     answers = _through([task for task in job.tasks.choosing if task.answers], effort.examples, layers)
+    candidates = job.space.num_candidates(effort.turns)
     return {
         "original": measuring + choosing + Work(programs=4, seconds=copied),
-        "search": _ranked(job, effort, ranking) + _mixed(job, choosing).times(job.space.num_candidates),
+        "search": _ranked(job, effort, ranking) + _mixed(job, choosing).times(candidates),
         "tune": tune,
         "adapted": _mixed(job, measuring) + _windowed(answers),
         "efficiency": Work(layers * (settings.repeats + 1), layers * (settings.repeats + 1), 0, 4, requests),
@@ -318,5 +319,5 @@ def _searched(job: Job) -> str:
         *(["with and without sink tokens"] if len(values["num_sink_tokens"]) > 1 else []),
         *(["with and without full-attention decode"] if len(values["full_attention_decode"]) > 1 else []),
     ]
-    count = f"about {job.space.num_candidates} candidates on {num_examples(job.tasks.choosing)} examples"
-    return "; ".join([*kinds, count])
+    count, examples = job.space.num_candidates(job.effort.turns), num_examples(job.tasks.choosing)
+    return "; ".join([*kinds, f"about {count} candidates on {examples} examples"])

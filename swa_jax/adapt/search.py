@@ -34,7 +34,6 @@ from swa_jax.select.nll import EXACT_BELOW, LayerScorer
 from swa_jax.select.score_file import ScoreFile, digest
 
 Unit = Literal["layers", "heads"]
-ROUNDS = 3  # through the coordinates, at most
 SINK_TOKENS = 4  # SWAA's and StreamingLLM's number, where sink tokens are tried
 # How the layers that stay full are chosen: by the answers' loss, by their place alone, or none of them.
 BY_LOSS, BY_HEADS, NONE = "nll", "nll-heads", "none"
@@ -49,6 +48,7 @@ class Effort(NamedTuple):
       rank_by: of these, how many layers are ranked by; one in `ROWS_OF_TEXT` is a row of text.
       tried: layers that a round of the ranking scores, those that a gradient names; None: all.
       rounds: of the ranking, at most: a budget of more layers takes several at a time.
+      turns: through layouts, windows and the rest, at most; the search ends when one changes nothing.
     """
 
     examples: int
@@ -56,6 +56,7 @@ class Effort(NamedTuple):
     rank_by: int
     tried: int | None
     rounds: int
+    turns: int
 
     def layers_tried(self, layers: int) -> int | None:
         """As `tried`; a shallow model has all scored, which costs no more than the gradient."""
@@ -63,9 +64,9 @@ class Effort(NamedTuple):
 
 
 EFFORTS = {
-    "quick": Effort(12, 4, 2, 2, 4),
-    "normal": Effort(48, 8, 4, TRIED, 8),
-    "full": Effort(96, 16, 16, None, 30),
+    "quick": Effort(12, 4, 2, 2, 4, 1),
+    "normal": Effort(48, 8, 4, TRIED, 8, 3),
+    "full": Effort(96, 16, 16, None, 30, 3),
 }
 
 
@@ -94,10 +95,9 @@ class Space:
     left_out: tuple[str, ...]
     most: int = 0
 
-    @property
-    def num_candidates(self) -> int:
+    def num_candidates(self, turns: int) -> int:
         """How many candidates a search looks at, about: one that changes its mind sees half of the values again."""
-        return 1 + round(1.5 * sum(len(values) - 1 for values in self.values.values()))
+        return 1 + round((1.5 if turns > 1 else 1) * sum(len(values) - 1 for values in self.values.values()))
 
 
 def find_space(memory: Memory, budget: float, windows: Sequence[int], unit: Unit = "layers") -> Space:
@@ -232,7 +232,7 @@ class Search:
             return (math.inf, 0) if row is None else (row["lost"], row["bytes"])
 
         best = start
-        for _ in range(ROUNDS):
+        for _ in range(self.effort.turns):
             before = best
             for name, values in self.space.values.items():
                 others = [dataclasses.replace(best, **{name: one}) for one in values]

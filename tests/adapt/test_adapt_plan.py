@@ -61,7 +61,9 @@ def test_the_work_of_a_deep_model(tmp_path, monkeypatch):
         source=dataclasses.replace(job.source, config=config),
         space=dataclasses.replace(job.space, most=3),
     )
-    ranking, candidates, found = 9 * 30, 18 * 30 * job.space.num_candidates, work(job, job.effort)
+    ranking, found = 9 * 30, work(job, job.effort)
+    candidates = 18 * 30 * job.space.num_candidates(job.effort.turns)
+    assert job.space.num_candidates(1) < job.space.num_candidates(3)
     # A round: a gradient (both kinds twice, half as much again of windows), the base, and half a pass for each of 4.
     assert found["search"].full == pytest.approx(3 * 2 * ranking + candidates * 0.1)
     assert found["search"].windowed == pytest.approx(3 * (1.5 + 1 + 4 / 2) * ranking + candidates * 0.9)

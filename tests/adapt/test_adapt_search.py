@@ -71,23 +71,9 @@ def test_the_search_finds_the_best_and_goes_on_from_its_file(source, tmp_path, m
 
     monkeypatch.setattr(Search, "_rank", rank)
 
-    def search():
-        original = {"a": {"losses": [0.0]}}
-        return Search(
-            None,
-            [],
-            original,
-            memory,
-            0.3,
-            space,
-            tmp_path,
-            "k" * 32,
-            8,
-            EFFORTS["normal"],
-            0,
-            lambda _: None,
-            lambda *_: None,
-        )()
+    def search(effort="normal", folder=tmp_path):
+        rest = (8, EFFORTS[effort], 0, lambda _: None, lambda *_: None)
+        return Search(None, [], {"a": {"losses": [0.0]}}, memory, 0.3, space, folder, "k" * 32, *rest)()
 
     first = search()
     best = first["candidates"][first["best"]]
@@ -103,6 +89,10 @@ def test_the_search_finds_the_best_and_goes_on_from_its_file(source, tmp_path, m
     file.write_text(json.dumps(stored | {"sha256": score_file._sum(stored)}))
     assert search() == first
     assert landscape.scored == count + 1
+    quick = search("quick", tmp_path / "quick")  # what is tried again beside another window can be left out
+    assert quick["candidates"] == [row for row in first["candidates"] if row in quick["candidates"]]
+    assert len(quick["candidates"]) == space.num_candidates(1) < len(first["candidates"])
+    assert quick["candidates"][quick["best"]] == best
 
 
 class Asked:

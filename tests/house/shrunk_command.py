@@ -53,6 +53,7 @@ INSTEAD = {
     "Qwen/Qwen3-0.6B": "swa_jax/recall",
     "hf://Qwen/Qwen3-0.6B@main": "swa_jax/recall",
     "models/SmolLM2-135M-Instruct.Q4_1.gguf": "recall",
+    "models/gemma-3-270m-q4_k_m.gguf": "recall",
     "runs/chains-1/model": "chains",
     "runs/chains-2/model": "chains",
 }
