@@ -251,7 +251,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=LIST,
         help="the list with its results (default: scripts/drawn_faults.json)",
     )
-    parser.add_argument("--list", action="store_true", help="print the faults and their tests, run nothing")
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="print the faults still to try, their tests and the results so far; run nothing",
+    )
     parser.add_argument("--trace", action="store_true", help="find out which lines each test runs")
     parser.add_argument("--again", action="store_true", help="try again what was not caught")
     parser.add_argument("--slow", action="store_true", help="by the tests of `make test-slow`")
@@ -280,6 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.list:
         for fault in to_try:
             print(fault.name, *(f"    {test}" for stage in fault.stages for test in stage[:5]), sep="\n")
+        print(summary(rows))
         return 0
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         copy = Copy(Path(folder).resolve(), given.timeout, SLOW if given.slow else MARKS)
