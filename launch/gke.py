@@ -63,10 +63,7 @@ def manifest(settings: Settings) -> dict[str, Any]:
         "podFailurePolicy": {
             "rules": [
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {"containerName": "train", "operator": "In", "values": [SAVED]},
-                },
+                {"action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": [SAVED]}},
             ]
         },
         "template": {"spec": pod},
@@ -86,12 +83,7 @@ def manifest(settings: Settings) -> dict[str, Any]:
         "spec": {
             "failurePolicy": {
                 "maxRestarts": gke.max_restarts,
-                "rules": [
-                    {
-                        "action": "RestartJobSetAndIgnoreMaxRestarts",
-                        "onJobFailureReasons": ["PodFailurePolicy"],
-                    }
-                ],
+                "rules": [{"action": "RestartJobSetAndIgnoreMaxRestarts", "onJobFailureReasons": ["PodFailurePolicy"]}],
             },
             "replicatedJobs": [{"name": "slice", "replicas": settings.slices, "template": {"spec": job}}],
         },

@@ -41,10 +41,7 @@ def commands(
         added = {}
         if cpu_devices is not None:
             count = f"--xla_force_host_platform_device_count={cpu_devices}"
-            added = {
-                "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {count}".strip(),
-            }
+            added = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {count}".strip()}
         if gpus is not None:
             added = {"CUDA_VISIBLE_DEVICES": ",".join(str(process * gpus + i) for i in range(gpus))}
         started.append((added, command))
@@ -115,9 +112,7 @@ def run(
     config: Annotated[str, Argument(help="A YAML file of a training run; see configs/.")],
     processes: Annotated[int, Option(help="How many processes train together.", min=1)],
     overrides: Overrides = None,
-    cpu_devices: Annotated[
-        int | None, Option(help="CPU devices that each process pretends to have.", min=1)
-    ] = None,
+    cpu_devices: Annotated[int | None, Option(help="CPU devices that each process pretends to have.", min=1)] = None,
     gpus: Annotated[int | None, Option(help="GPUs of each process, counted through.", min=1)] = None,
     port: Annotated[int | None, Option(help="Where process 0 listens. Default: a free one.")] = None,
     dry_run: DryRun = False,

@@ -24,9 +24,7 @@ from swa_jax.chips import CLOUD, Cloud
 from swa_jax.errors import ConfigError, UserError, sentence
 from swa_jax.settings import load_config, nearest
 
-Overrides = Annotated[
-    list[str] | None, Argument(metavar="[a.b=c]...", help="Settings that replace those of the file.")
-]
+Overrides = Annotated[list[str] | None, Argument(metavar="[a.b=c]...", help="Settings that replace those of the file.")]
 DryRun = Annotated[bool, Option("--dry-run", help="Print the commands, run nothing.")]
 SAVED = 143  # status of a run that was told to stop, has saved, and is to be started again
 
@@ -51,9 +49,7 @@ class TpuVm:
 
     def __post_init__(self) -> None:
         if self.spot and self.reserved:
-            raise ConfigError(
-                "'tpu_vm.spot' and 'tpu_vm.reserved' are both set: capacity is one or the other"
-            )
+            raise ConfigError("'tpu_vm.spot' and 'tpu_vm.reserved' are both set: capacity is one or the other")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,9 +127,7 @@ class Settings:
         sizes = self.shape.split("x")
         if len(sizes) != self.chip.dimensions or not all(size.isdigit() and int(size) for size in sizes):
             example = "x".join(["4"] * self.chip.dimensions)
-            raise ConfigError(
-                f"'topology' is '{self.topology}': it must be as in {self.generation}:{example}"
-            )
+            raise ConfigError(f"'topology' is '{self.topology}': it must be as in {self.generation}:{example}")
         return math.prod(map(int, sizes))
 
     @property

@@ -23,9 +23,7 @@ SILENT = 20  # questions in a row without an answer until it is given up
 GONE = 75
 GOING = "kill -0 $(cat train.pid 2> /dev/null) 2> /dev/null"  # on a machine, in the folder
 # What a lost run has left there, such as a process that is frozen, with the shell that would write its status.
-END_LEFTOVER = (
-    f"while {GOING}; do kill -KILL -- -$(ps -o pgid= -p $(cat train.pid) | tr -d ' '); sleep 0.1; done"
-)
+END_LEFTOVER = f"while {GOING}; do kill -KILL -- -$(ps -o pgid= -p $(cat train.pid) | tr -d ' '); sleep 0.1; done"
 
 
 def place(settings: Settings) -> TpuVm:
@@ -82,9 +80,7 @@ def wait(settings: Settings, run: Runner) -> None:
     before = None
     while (now := state(settings, run)) != "ACTIVE" and not run.dry_run:
         if now in (*LOST, ""):
-            raise CommandError(
-                f"{settings.name} is {now or 'not known'}: no machines will come; delete and create it"
-            )
+            raise CommandError(f"{settings.name} is {now or 'not known'}: no machines will come; delete and create it")
         if now != before:
             run.note(f"{settings.name} is {now}")
         before = now
@@ -141,12 +137,8 @@ def watch(settings: Settings, run: Runner) -> int:
     """Wait for the run's end; its status, or `GONE` if the machines were taken away or started anew."""
     ended = "cat train.status 2> /dev/null"
     answers = f"{ended} || ({GOING} && echo running) || (sleep 1; {ended}) || echo lost"
-    question = on_machines(
-        settings, f"cd {shlex.quote(place(settings).folder)} && ({answers})", all_of_them=False
-    )
-    run.note(
-        f"every {POLL:g} s, until there is a status (0 finished, {SAVED} saved) or the machines are gone:"
-    )
+    question = on_machines(settings, f"cd {shlex.quote(place(settings).folder)} && ({answers})", all_of_them=False)
+    run.note(f"every {POLL:g} s, until there is a status (0 finished, {SAVED} saved) or the machines are gone:")
     silent = 0
     while True:
         try:
@@ -162,9 +154,7 @@ def watch(settings: Settings, run: Runner) -> int:
             status, errors = 1, str(error)
         silent = 0 if status == 0 else silent + 1  # the network may be away for a while
         if silent == SILENT:
-            raise CommandError(
-                f"the first machine of {settings.name} has not answered {SILENT} times: {errors}"
-            )
+            raise CommandError(f"the first machine of {settings.name} has not answered {SILENT} times: {errors}")
         time.sleep(POLL)
 
 
@@ -203,9 +193,7 @@ def up(settings: Settings, run: Runner) -> int:
                 raise
             ended = GONE  # in the middle of it
         if run.dry_run:
-            run.note(
-                f"after {SAVED} or when the machines are gone, all of it again; after any other status, no more"
-            )
+            run.note(f"after {SAVED} or when the machines are gone, all of it again; after any other status, no more")
             return 0
         if ended == 0:
             run.note("the run has finished; `delete` gives the machines back")
@@ -214,9 +202,7 @@ def up(settings: Settings, run: Runner) -> int:
             logs(settings, run)
             run.note(f"the run failed with status {ended}; the machines are kept: `start` or `delete`")
             return ended
-        what = (
-            "the run was told to stop and has saved" if ended == SAVED else "the run or its machines are gone"
-        )
+        what = "the run was told to stop and has saved" if ended == SAVED else "the run or its machines are gone"
         run.note(f"{what}: once more")
         installed, started, lost, first = ended == SAVED, False, ended == GONE, False
         time.sleep(POLL)  # a notice comes before the machines go
@@ -225,9 +211,7 @@ def up(settings: Settings, run: Runner) -> int:
 def _was_started(settings: Settings, run: Runner) -> bool:
     """Whether these machines have been given the run before, by an `up` that was interrupted."""
     folder = shlex.quote(place(settings).folder)
-    status, answer, errors = run.read(
-        on_machines(settings, f"ls {folder}/train.pid || true", all_of_them=False)
-    )
+    status, answer, errors = run.read(on_machines(settings, f"ls {folder}/train.pid || true", all_of_them=False))
     if status:
         raise CommandError(f"the first machine of {settings.name} does not answer: {errors}")
     return bool(answer)

@@ -3,11 +3,4 @@
 from pallas_kernels.api import alibi_slopes, attention, decode_attention, routed_attention
 from pallas_kernels.spec import AttentionSpec, segment_positions
 
-__all__ = [
-    "AttentionSpec",
-    "alibi_slopes",
-    "attention",
-    "decode_attention",
-    "routed_attention",
-    "segment_positions",
-]
+__all__ = ["AttentionSpec", "alibi_slopes", "attention", "decode_attention", "routed_attention", "segment_positions"]

@@ -13,13 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import cudnn, reference, tpu, xla
-from pallas_kernels.checks import (
-    check_array,
-    check_needs_window,
-    check_qkv,
-    checked_packing,
-    checked_per_head,
-)
+from pallas_kernels.checks import check_array, check_needs_window, check_qkv, checked_packing, checked_per_head
 from pallas_kernels.dispatch import Implementation, current_device, plan
 from pallas_kernels.parts import scale_queries
 from pallas_kernels.request import Op, Request
@@ -87,9 +81,7 @@ def attention(
       NotImplementedError: the named implementation cannot do the call.
     """
     if return_lse and spec.activation == "sigmoid":
-        raise ValueError(
-            "return_lse is True with activation 'sigmoid', which has no log-sum-exp; leave it False."
-        )
+        raise ValueError("return_lse is True with activation 'sigmoid', which has no log-sum-exp; leave it False.")
     per_head = PerHead(alibi_slopes, sigmoid_bias, sink_logits, full_heads, logit_scales)
     packing = Packing(q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from)
     out, lse = attend(q, k, v, spec, per_head, packing, return_lse=return_lse, implementation=implementation)
@@ -174,9 +166,7 @@ def routed_attention(
     """
     per_head = PerHead(alibi_slopes, sigmoid_bias, sink_logits, full_heads, logit_scales)
     packing = Packing(q_segment_ids, kv_segment_ids, q_positions, kv_positions, full_from)
-    return attend_routed(
-        q, k, v, gate, spec, per_head, packing, inference=inference, implementation=implementation
-    )
+    return attend_routed(q, k, v, gate, spec, per_head, packing, inference=inference, implementation=implementation)
 
 
 def attend_routed(
@@ -276,9 +266,7 @@ def decode_attention(
 
     lengths = jnp.asarray(lengths, jnp.int32)[:, None]  # [B, 1]
     q_positions = lengths - q_length + jnp.arange(q_length, dtype=jnp.int32)  # [B, T]
-    kv_positions = (
-        jnp.arange(kv_length, dtype=jnp.int32)[None] if kv_positions is None else jnp.asarray(kv_positions)
-    )
+    kv_positions = jnp.arange(kv_length, dtype=jnp.int32)[None] if kv_positions is None else jnp.asarray(kv_positions)
     first = 0 if starts is None else jnp.asarray(starts)[:, None]
     kv_positions = jnp.where((kv_positions >= first) & (kv_positions < lengths), kv_positions, -1)  # [B, S]
     packing = Packing(q_positions=q_positions, kv_positions=kv_positions, full_from=full_from)
@@ -331,15 +319,11 @@ def alibi_slopes(
 def _backend(op: Op, q, k, spec, per_head, packing, implementation, **asked: bool) -> ModuleType:
     """The implementation that the plan of the call names."""
     device = current_device(implementation)
-    request = Request.of(
-        op, q, k, spec, per_head, packing, device=device, implementation=implementation, **asked
-    )
+    request = Request.of(op, q, k, spec, per_head, packing, device=device, implementation=implementation, **asked)
     planned = plan(request)
     if planned.fallback is not None:
         name = planned.implementation
-        _log.info(
-            "%s on %s: implementation %r is used, because %s", op, device.platform, name, planned.fallback
-        )
+        _log.info("%s on %s: implementation %r is used, because %s", op, device.platform, name, planned.fallback)
     _log.debug("%s: %s", op, planned)
     if planned.implementation == "triton":
         from pallas_kernels import gpu  # late, for JAX may have dropped its lowering

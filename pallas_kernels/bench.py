@@ -388,9 +388,7 @@ def _call(
 ) -> Call:
     """The call as `tpu` makes it; `alone`: no second launch serves full heads."""
     T, order = where.kv_pos.shape[1], None if context is None else RowOrder(context, True)
-    call = tpu_passes.make_call(
-        spec, where, D, dtype, has_slopes=has_slopes, has_bias=False, kind=kind, order=order
-    )
+    call = tpu_passes.make_call(spec, where, D, dtype, has_slopes=has_slopes, has_bias=False, kind=kind, order=order)
     if not branches:
         call = tpu_passes.attention_call(call, where, D, not alone, kind)
     elif alone:

@@ -24,10 +24,7 @@ from pallas_kernels.spec import ArgumentError
 TABLE = Path(__file__).with_name("tiles.json")
 FIELDS = {  # of a row, what it is found by and what it says
     "tpu": (("chip", "pass", "head_dim", "window"), ("block", "strip", "tile")),
-    "gpu": (
-        ("capability", "pass", "head_dim", "itemsize"),
-        ("q_block", "kv_block", "num_warps", "num_stages"),
-    ),
+    "gpu": (("capability", "pass", "head_dim", "itemsize"), ("q_block", "kv_block", "num_warps", "num_stages")),
 }
 Row = dict[str, Any]
 _preferred: list[tuple[str, Row]] = []
@@ -96,12 +93,8 @@ def choose_tiles(
     tiles = dataclasses.replace(tiles, q_block=block, kv_block=block, sum_on_mxu=sum_on_mxu)
     if row := _nearest(kind, "forward", head_dim, window):
         block = row["block"]
-        tiles = dataclasses.replace(
-            tiles, q_block=block, kv_block=block, strip=row["strip"], tile=row["tile"]
-        )
-    return dataclasses.replace(
-        tiles, q_block=_fit(tiles.q_block, q_length), kv_block=_fit(tiles.kv_block, kv_length)
-    )
+        tiles = dataclasses.replace(tiles, q_block=block, kv_block=block, strip=row["strip"], tile=row["tile"])
+    return dataclasses.replace(tiles, q_block=_fit(tiles.q_block, q_length), kv_block=_fit(tiles.kv_block, kv_length))
 
 
 def longest_window(kind: str, head_dim: int, dtype: jax.typing.DTypeLike) -> int:
@@ -132,10 +125,7 @@ def _nearest(kind: str, which: str, head_dim: int, window: int | None) -> Row | 
     rows = [
         row
         for row in table_rows("tpu")
-        if row["chip"] in kind
-        and row["pass"] == which
-        and row["head_dim"] >= head_dim
-        and row["window"] >= window
+        if row["chip"] in kind and row["pass"] == which and row["head_dim"] >= head_dim and row["window"] >= window
     ]
     return min(rows, key=lambda row: (row["head_dim"], row["window"]), default=None)
 

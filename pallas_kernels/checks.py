@@ -14,9 +14,7 @@ def check_qkv(q, k, v, names: tuple[str, str, str]) -> None:
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name} is {array.dtype}; it must be floating-point.")
         if array.dtype != q.dtype:
-            raise ValueError(
-                f"{name} is {array.dtype} but {names[0]} is {q.dtype}; q, k and v must share one dtype."
-            )
+            raise ValueError(f"{name} is {array.dtype} but {names[0]} is {q.dtype}; q, k and v must share one dtype.")
         if 0 in array.shape:
             raise ValueError(f"{name} has shape {array.shape}; every axis must be at least 1 long.")
     if k.shape != v.shape:
@@ -45,17 +43,13 @@ def checked_per_head(q, k, spec: AttentionSpec, per_head: PerHead) -> PerHead:
     check_needs_window("full_heads", per_head.full_heads, spec)
     if bias is not None:
         if spec.activation != "sigmoid":
-            raise ValueError(
-                "sigmoid_bias is given but activation is 'softmax', which it would not change; drop it."
-            )
+            raise ValueError("sigmoid_bias is given but activation is 'softmax', which it would not change; drop it.")
         bias = jnp.asarray(bias, jnp.promote_types(q.dtype, jnp.float32))
         if bias.shape not in ((), (heads,)):
             raise ValueError(f"sigmoid_bias has shape {bias.shape}; it must be a scalar or [H] = ({heads},).")
         bias = jnp.broadcast_to(bias, (heads,))
     if sinks is not None and spec.activation == "sigmoid":
-        raise ValueError(
-            "sink_logits is given but activation is 'sigmoid', which has no denominator; drop it."
-        )
+        raise ValueError("sink_logits is given but activation is 'sigmoid', which has no denominator; drop it.")
     per_head = per_head._replace(sigmoid_bias=bias)
     return PerHead(*(None if x is None else jnp.asarray(x) for x in per_head))
 
@@ -67,9 +61,7 @@ def check_array(name: str, array, axes: dict[str, int], kind, *, required: bool 
         return
     shape, dtype = _as_array(array).shape, _as_array(array).dtype
     if shape != tuple(axes.values()):
-        raise ValueError(
-            f"{name} has shape {shape}; it must be [{', '.join(axes)}] = {tuple(axes.values())}."
-        )
+        raise ValueError(f"{name} has shape {shape}; it must be [{', '.join(axes)}] = {tuple(axes.values())}.")
     if not jnp.issubdtype(dtype, kind):
         words = {jnp.floating: "floating-point", jnp.integer: "integers", jnp.bool_: "bool"}
         raise ValueError(f"{name} is {dtype}; it must be {words[kind]}.")
@@ -116,9 +108,7 @@ def _check_full_from(full_from, batch: int, spec: AttentionSpec, q_segment_ids) 
     check_needs_window("full_from", full_from, spec)
     if q_segment_ids is None:
         if columns > 1:
-            raise ValueError(
-                f"full_from has {columns} columns but no q_segment_ids say which rows they are for."
-            )
+            raise ValueError(f"full_from has {columns} columns but no q_segment_ids say which rows they are for.")
     elif not isinstance(q_segment_ids, jax.core.Tracer):
         ids = np.asarray(q_segment_ids)
         largest, smallest = ids.max(), ids.min()

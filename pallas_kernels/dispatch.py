@@ -72,9 +72,7 @@ def missing(name: str, request: Request) -> str | None:
     if request.head_dim > _TRITON_HEAD_DIM:
         return f"head_dim is {request.head_dim}; the kernels for GPUs take at most {_TRITON_HEAD_DIM}."
     if device.capability is not None and device.capability < 80:
-        return (
-            f"the GPU has compute capability {device.capability / 10}; the kernels need 8.0 (A100) or newer."
-        )
+        return f"the GPU has compute capability {device.capability / 10}; the kernels need 8.0 (A100) or newer."
     return None
 
 
@@ -90,9 +88,7 @@ def choose(request: Request) -> tuple[str, str | None]:
         return "xla", lacks
     if name not in get_args(Implementation):
         choices = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(
-            f"implementation is {name!r}; it must be one of {choices}, or None for the best here."
-        )
+        raise ValueError(f"implementation is {name!r}; it must be one of {choices}, or None for the best here.")
     if lacks := missing(name, request):
         raise NotImplementedError(f"implementation {name!r} cannot take this call: {lacks}")
     return name, None
@@ -103,9 +99,7 @@ def xla_blocks(request: Request) -> tuple[int, int]:
     if request.op == "decode_attention":
         return xla.decode_blocks(request.q_length, request.kv_length)
     heads = request.heads // (request.kv_heads if "full_heads" in request.given else 1)
-    return xla.attention_blocks(
-        request.batch * heads, request.spec.window, request.q_length, request.kv_length
-    )
+    return xla.attention_blocks(request.batch * heads, request.spec.window, request.q_length, request.kv_length)
 
 
 def _triton_launches(request: Request) -> tuple[Launch, ...]:
@@ -122,9 +116,7 @@ def _triton_launches(request: Request) -> tuple[Launch, ...]:
         return math.ceil(length / block)
 
     if request.op == "decode_attention":
-        shares = gpu.decode_shares(
-            request.batch, request.kv_heads, steps(request.kv_length, tiles.decode.kv_block)
-        )
+        shares = gpu.decode_shares(request.batch, request.kv_heads, steps(request.kv_length, tiles.decode.kv_block))
         grid = (shares, request.kv_heads, request.batch)
         name = "pool_decode_kernel" if "pools" in request.given else "decode_kernel"
         return (Launch(name, grid, tiles.decode, _TRITON_MASKS),)
@@ -149,9 +141,7 @@ def _triton_launches(request: Request) -> tuple[Launch, ...]:
 def describe(planned: Plan) -> list[str]:
     """A line for each launch of a plan: kernel, grid, tiles and masks."""
     if not planned.launches:
-        blocks = (
-            "" if planned.blocks is None else ", blocks of {} queries and {} keys".format(*planned.blocks)
-        )
+        blocks = "" if planned.blocks is None else ", blocks of {} queries and {} keys".format(*planned.blocks)
         return [f"{planned.implementation}: no kernel{blocks}"]
     return [
         f"{launch.kernel} ({launch.keys} keys), grid {' x '.join(map(str, launch.grid))}, {launch.tiles}, "
@@ -162,11 +152,7 @@ def describe(planned: Plan) -> list[str]:
 
 def table() -> str:
     """Which call takes which kernels, as Markdown: the table of docs/kernels.md."""
-    devices = (
-        Device("tpu", "TPU v6 lite"),
-        Device("gpu", "NVIDIA H200", 90, cudnn=True),
-        Device("cpu", "cpu"),
-    )
+    devices = (Device("tpu", "TPU v6 lite"), Device("gpu", "NVIDIA H200", 90, cudnn=True), Device("cpu", "cpu"))
     window, sinks, full = AttentionSpec(1024), AttentionSpec(1024, 4), AttentionSpec()
     rows: tuple[tuple[str, Op, AttentionSpec, tuple[str, ...]], ...] = (
         ("full causal", "attention", full, ()),

@@ -59,9 +59,7 @@ def find_cost(call: Call, window: int | None, rows: Sequence[Row] | None = None)
     alike = [
         row
         for row in rows
-        if all(
-            row[name] == value for name, value in call._asdict().items() if name not in ("packed", "group")
-        )
+        if all(row[name] == value for name, value in call._asdict().items() if name not in ("packed", "group"))
         and row["packed"] <= call.packed
         and row["group"] <= call.group
     ]

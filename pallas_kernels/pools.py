@@ -80,9 +80,7 @@ def attend_over_pools(
     by_head = q.reshape(batch, length, kv_heads, group, size).transpose(2, 0, 1, 3, 4)  # [K, B, T, G, D]
     options = jax.tree.map(lambda x: x.reshape(kv_heads, group), per_head._replace(full_heads=None))
     slots = [pools.slots] if others is None else [pools.slots, others[0].slots]
-    out = jax.lax.map(
-        lambda one: head(*one), (slots, by_head, options._replace(full_heads=per_head.full_heads))
-    )
+    out = jax.lax.map(lambda one: head(*one), (slots, by_head, options._replace(full_heads=per_head.full_heads)))
     return out.transpose(1, 2, 0, 3, 4).reshape(q.shape)
 
 
@@ -133,18 +131,13 @@ def _places(length: int, pools: Pools, lengths: jax.Array, full_from: jax.Array 
     )
 
 
-def heads_in_one_launch(
-    q: jax.Array, pools: Pools, spec: AttentionSpec, implementation: Implementation | None
-) -> bool:
+def heads_in_one_launch(q: jax.Array, pools: Pools, spec: AttentionSpec, implementation: Implementation | None) -> bool:
     """Whether a launch is for all KV heads, wherever their keys are, as on a GPU; what a head does not see is free."""
     return _chosen(q, pools, spec, implementation) == "triton"
 
 
 def _chosen(
-    q: jax.Array | jax.ShapeDtypeStruct,
-    pools: Pools,
-    spec: AttentionSpec,
-    implementation: Implementation | None,
+    q: jax.Array | jax.ShapeDtypeStruct, pools: Pools, spec: AttentionSpec, implementation: Implementation | None
 ) -> str:
     batch, length, heads, size = q.shape
     request = Request(

@@ -71,9 +71,7 @@ def attention(
         weights = jnp.where(mask, jax.nn.sigmoid(jnp.where(mask, logits, 0)), 0)
         lse = None
     else:
-        sinks = (
-            jnp.full((kv_heads, 1, 1, 1), -jnp.inf, dtype) if sink_logits is None else by_kv_head(sink_logits)
-        )
+        sinks = jnp.full((kv_heads, 1, 1, 1), -jnp.inf, dtype) if sink_logits is None else by_kv_head(sink_logits)
         logits = jnp.where(mask, logits, -jnp.inf)
         # The maximum cancels, so it needs no gradient; rows that see nothing have none to subtract.
         top = lax.stop_gradient(jnp.maximum(logits.max(axis=-1, keepdims=True), sinks))
@@ -110,8 +108,6 @@ def routed_attention(
     return share * full + (1 - share) * window, jnp.square(full - window).mean(axis=(2, 3))
 
 
-def decode_attention(
-    q, k_cache, v_cache, spec: AttentionSpec, where: Coordinates, per_head: PerHead
-) -> jax.Array:
+def decode_attention(q, k_cache, v_cache, spec: AttentionSpec, where: Coordinates, per_head: PerHead) -> jax.Array:
     """Decoding is attention whose keys are a cache; see `pallas_kernels.decode_attention`."""
     return attention(q, k_cache, v_cache, spec, where, per_head)[0]

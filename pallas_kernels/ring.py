@@ -47,9 +47,7 @@ class RowOrder(NamedTuple):
     def tokens_as_held(self, length: int) -> np.ndarray:
         """The same of tokens: [length] int32."""
         return (
-            np.arange(length, dtype=np.int32)
-            .reshape(self.devices * self.chunks, -1)[self.chunks_as_held()]
-            .reshape(-1)
+            np.arange(length, dtype=np.int32).reshape(self.devices * self.chunks, -1)[self.chunks_as_held()].reshape(-1)
         )
 
     def holder(self, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -86,9 +84,7 @@ class Ring(NamedTuple):
         """The coordinates of a device's queries and of all keys, distances being measured along the row."""
         keys = self.order.tokens_as_held(where.kv_pos.shape[1])[None]
         length = where.q_pos.shape[1]
-        queries = lax.dynamic_slice_in_dim(
-            jnp.asarray(keys), lax.axis_index(self.axis) * length, length, axis=1
-        )
+        queries = lax.dynamic_slice_in_dim(jnp.asarray(keys), lax.axis_index(self.axis) * length, length, axis=1)
         return where._replace(q_order=queries, kv_order=jnp.asarray(keys))
 
     def goes_round(self, keys: jax.Array) -> bool:

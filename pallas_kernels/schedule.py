@@ -62,9 +62,7 @@ def kind_at(bounds: Bounds, near: int, far: int) -> Kind:
     cut = (near < least, far > greatest)
     if outside:
         cut = cut[::-1]  # what is outside begins at the window's far end
-    return {(False, False): Kind.FULL, (True, False): Kind.DIAGONAL, (False, True): Kind.EDGE}.get(
-        cut, Kind.BOTH
-    )
+    return {(False, False): Kind.FULL, (True, False): Kind.DIAGONAL, (False, True): Kind.EDGE}.get(cut, Kind.BOTH)
 
 
 class Schedule(NamedTuple):
@@ -200,9 +198,7 @@ class Visits(NamedTuple):
 
     pairs: jax.Array  # [rows * columns] int32
     used: jax.Array  # [] int32: how many entries are in use
-    starts: jax.Array | None = (
-        None  # [rows + 1] int32: where each row's entries begin, and where the last one's end
-    )
+    starts: jax.Array | None = None  # [rows + 1] int32: where each row's entries begin, and where the last one's end
 
 
 class Visit(NamedTuple):
@@ -226,9 +222,7 @@ def flat_visits(table: jax.Array, fully: jax.Array, *, flush: bool = False) -> V
     """
     rows, columns = table.shape
     if max(rows, columns) > 1 << _INDEX_BITS:
-        raise ValueError(
-            f"the schedule has {rows} x {columns} blocks; at most {1 << _INDEX_BITS} on a side fit."
-        )
+        raise ValueError(f"the schedule has {rows} x {columns} blocks; at most {1 << _INDEX_BITS} on a side fit.")
     column = jnp.arange(columns, dtype=jnp.int32)
     empty = ~table.any(axis=1, keepdims=True)
     listed = table | (empty & (column == 0))

@@ -60,9 +60,7 @@ class AttentionSpec:
     def __post_init__(self):
         if self.window is not None:
             object.__setattr__(self, "window", _integer("window", self.window, at_least=1))
-        object.__setattr__(
-            self, "num_sink_tokens", _integer("num_sink_tokens", self.num_sink_tokens, at_least=0)
-        )
+        object.__setattr__(self, "num_sink_tokens", _integer("num_sink_tokens", self.num_sink_tokens, at_least=0))
         if self.activation not in ("softmax", "sigmoid"):
             raise ArgumentError(f"activation is {self.activation!r}; it must be 'softmax' or 'sigmoid'.")
         for name in ("logit_softcap", "scale"):
@@ -215,9 +213,7 @@ def coordinates(
         )
     )
     order = (_index(q_length), _index(kv_length)) if indexed else (q_pos, kv_pos)
-    q_seg, kv_seg = (
-        None if ids is None else jnp.asarray(ids, jnp.int32) for ids in (q_segment_ids, kv_segment_ids)
-    )
+    q_seg, kv_seg = (None if ids is None else jnp.asarray(ids, jnp.int32) for ids in (q_segment_ids, kv_segment_ids))
     full_rows = None
     if full_from is not None:
         full_from = jnp.asarray(full_from, jnp.int32)
@@ -266,10 +262,5 @@ def dense_mask(spec: AttentionSpec, where: Coordinates) -> jax.Array:
         return None if array is None else array[:, None, :]
 
     return visible(
-        spec,
-        row(where.q_pos),
-        column(where.kv_pos),
-        row(where.q_seg),
-        column(where.kv_seg),
-        row(where.full_rows),
+        spec, row(where.q_pos), column(where.kv_pos), row(where.q_seg), column(where.kv_seg), row(where.full_rows)
     )

@@ -76,12 +76,7 @@ def routed_attention(
 
 
 def decode_attention(
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    spec: AttentionSpec,
-    where: Coordinates,
-    per_head: PerHead,
+    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, spec: AttentionSpec, where: Coordinates, per_head: PerHead
 ) -> jax.Array:
     """Attention of a few queries over a cache, in KV blocks that divide it so that it is not copied for padding."""
     static = _Static(spec, *decode_blocks(q.shape[1], k_cache.shape[1]))
@@ -262,15 +257,11 @@ def _backward(static: _Static, q, k, v, bias: _HeadBias, where: Coordinates, out
     if lse is not None:
         sees_any = lse != -jnp.inf  # true for NaN, which is not to be hidden
         delta = jnp.where(sees_any, (dout * out).sum(axis=-1) - dlse, 0)
-        statistics = tuple(
-            _cut_rows(x, static.q_block, k.shape[2]) for x in (jnp.where(sees_any, lse, 0), delta)
-        )
+        statistics = tuple(_cut_rows(x, static.q_block, k.shape[2]) for x in (jnp.where(sees_any, lse, 0), delta))
     dout = _cut_rows(dout, static.q_block, k.shape[2])
     queries = queries._replace(taint=queries.taint + taint(dout))
     # A block of rows whose cotangents are all zero (rows routed to the other branch, padding) changes nothing.
-    active = jnp.stack([(x != 0).any(axis=range(1, x.ndim)) for x in (dout, *statistics[1:])]).any(
-        axis=0
-    )  # [nq]
+    active = jnp.stack([(x != 0).any(axis=range(1, x.ndim)) for x in (dout, *statistics[1:])]).any(axis=0)  # [nq]
     queries = queries._replace(num_visits=jnp.where(active, queries.num_visits, 0))
     dout = finite(dout)
 
@@ -386,8 +377,7 @@ def _cut(static: _Static, q, k, v, where: Coordinates) -> tuple[_QueryBlock, _Ke
     )
     keys = _Keys(finite(k), finite(v), taint(k, v), where.kv_pos, where.kv_seg)
     return queries, jax.tree.map(
-        lambda x: (x := _pad(x, static.kv_block, 0)).reshape(x.shape[0], -1, static.kv_block, *x.shape[2:]),
-        keys,
+        lambda x: (x := _pad(x, static.kv_block, 0)).reshape(x.shape[0], -1, static.kv_block, *x.shape[2:]), keys
     )
 
 

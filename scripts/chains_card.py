@@ -125,9 +125,7 @@ def measure(
     config = model.config
     for key, cell, pattern, removed in card.questions(config.num_hidden_layers, config.num_key_value_heads):
         if key not in measured:
-            examples = chain_examples(
-                tokenizer, cell, num_examples=card.examples, gap=card.window, seed=card.seed
-            )
+            examples = chain_examples(tokenizer, cell, num_examples=card.examples, gap=card.window, seed=card.seed)
             rows = max(1, min(len(examples), batch_tokens // cell.length))
             with without(model, removed):
                 right = score_answers(model, examples, batch_size=rows, pattern=pattern).right
@@ -205,9 +203,7 @@ def main(arguments: list[str]) -> None:
         if file.exists():
             before = read_json(file)
             if before["about"] != about:
-                raise ConfigError(
-                    f"{file} is of another model, or of other prompts: name another folder with --out"
-                )
+                raise ConfigError(f"{file} is of another model, or of other prompts: name another folder with --out")
             known = before["measured"]
         given.out.mkdir(parents=True, exist_ok=True)
         measured = measure(

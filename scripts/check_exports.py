@@ -96,9 +96,7 @@ def compare_one(folder: Path) -> dict:
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     with torch.no_grad():
-        logits = model.eval()(
-            torch.tensor(stored["tokens"], dtype=torch.long), use_cache=False
-        ).logits.numpy()
+        logits = model.eval()(torch.tensor(stored["tokens"], dtype=torch.long), use_cache=False).logits.numpy()
     row = {
         "weights not matched": [k for k in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[k]],
         "difference": float(np.abs(logits - stored["logits"]).max()),
@@ -136,22 +134,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--oracle", type=Path, help="a Python with torch and transformers")
     parser.add_argument("--models", nargs="+", help="some of tests/golden: only their rows are made anew")
-    parser.add_argument(
-        "--no-canary", action="store_true", help="compare logits only; the table is not written"
-    )
-    parser.add_argument(
-        "--compare", type=Path, help=argparse.SUPPRESS
-    )  # what this script runs the oracle with
+    parser.add_argument("--no-canary", action="store_true", help="compare logits only; the table is not written")
+    parser.add_argument("--compare", type=Path, help=argparse.SUPPRESS)  # what this script runs the oracle with
     options = parser.parse_args()
     if options.compare:
         print(json.dumps(compare(options.compare)))
         return 0
     names = options.models or sorted(f.name for f in GOLDEN.iterdir() if (f / "config.json").exists())
-    kept = (
-        json.loads(OUT.read_text())
-        if options.models and OUT.exists()
-        else {"transformers": {}, "exports": {}}
-    )
+    kept = json.loads(OUT.read_text()) if options.models and OUT.exists() else {"transformers": {}, "exports": {}}
     versions, table = kept["transformers"], kept["exports"]
     bad = checked = 0
     for name in names:
@@ -171,10 +161,7 @@ def main() -> int:
         checked += len(rows)
         table[name], versions[name] = rows, found["transformers"]
         if not options.no_canary:
-            whole = {
-                "transformers": dict(sorted(versions.items())),
-                "exports": dict(sorted(table.items())),
-            }
+            whole = {"transformers": dict(sorted(versions.items())), "exports": dict(sorted(table.items()))}
             OUT.write_text(json.dumps(whole, indent=1) + "\n")
     print(f"{checked} exports, {bad} not as they should be")
     return int(bad > 0)

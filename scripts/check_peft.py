@@ -77,9 +77,7 @@ def compare(folder: Path, model: str) -> dict[str, dict]:
             loaded = peft.set_peft_model_state_dict(tuned, tensors)
             missing = [name for name in loaded.missing_keys if "lora_" in name]
             with torch.no_grad():
-                logits = tuned.eval()(
-                    torch.tensor(stored["tokens"], dtype=torch.long), use_cache=False
-                ).logits
+                logits = tuned.eval()(torch.tensor(stored["tokens"], dtype=torch.long), use_cache=False).logits
             rows[file.parent.name] = {
                 "tensors not matched": [*missing, *loaded.unexpected_keys],
                 "difference": float(np.abs(logits.numpy() - stored["logits"]).max()),
@@ -112,9 +110,7 @@ def main() -> int:
         print(json.dumps(compare(Path(options.compare[0]), options.compare[1])))
         return 0
     names = options.models or sorted(f.name for f in GOLDEN.iterdir() if (f / "config.json").exists())
-    kept = (
-        json.loads(OUT.read_text()) if options.models and OUT.exists() else {"versions": {}, "adapters": {}}
-    )
+    kept = json.loads(OUT.read_text()) if options.models and OUT.exists() else {"versions": {}, "adapters": {}}
     versions, table = kept["versions"], kept["adapters"]
     bad = checked = 0
     for name in names:

@@ -79,9 +79,7 @@ def work_with_transformers(folder: Path, prompt: list[int], new: int, threads: i
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="sdpa", dtype=torch.float32
-    ).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32).eval()
     tokens = torch.tensor([prompt])
 
     def generate(count: int) -> tuple[float, list[int]]:
@@ -150,9 +148,7 @@ def main() -> None:
         else:
             work_with_jax(folder, job["prompt"], job["new"], job["chunk"])
         return
-    print(
-        "| layers | ours: prefill s, in chunks s, ms a token | transformers: prefill s, ms a token | times faster |"
-    )
+    print("| layers | ours: prefill s, in chunks s, ms a token | transformers: prefill s, ms a token | times faster |")
     print("|---|---|---|---|")
     for mode in MODES:
         print(row(mode, options), flush=True)
@@ -193,10 +189,7 @@ def row(mode: str, options: argparse.Namespace) -> str:
             worker.wait()
     assert results["ours"][0][2] == results["transformers"][0][2], "the replies differ"
     assert results["chunks"][0][2] == results["ours"][0][2][:1], "the first tokens differ"
-    middle = {
-        who: [statistics.median(one[i] for one in found[1:]) for i in (0, 1)]
-        for who, found in results.items()
-    }
+    middle = {who: [statistics.median(one[i] for one in found[1:]) for i in (0, 1)] for who, found in results.items()}
     ours, chunks, other = middle["ours"], middle["chunks"], middle["transformers"]
     return (
         f"| {mode} | {ours[0]:.2f}, {chunks[0]:.2f}, {1e3 * ours[1]:.1f} | {other[0]:.2f}, {1e3 * other[1]:.1f} | "

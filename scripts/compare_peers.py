@@ -85,9 +85,7 @@ def calls(setting: Setting, shapes: Sequence[Shape], peers: list[str]) -> Iterat
                 yield from peer(name, pass_, setting, head_dim, window)
 
 
-def table(
-    setting: Setting, shapes: Sequence[Shape], peers: list[str], done: dict[str, dict[str, Any]]
-) -> str:
+def table(setting: Setting, shapes: Sequence[Shape], peers: list[str], done: dict[str, dict[str, Any]]) -> str:
     """A row for each head_dim and window, and in brackets how many times our cycles a peer takes."""
     head = ["head_dim", "window", *(f"{pass_}: {name}" for pass_ in PASSES for name in ("ours", *peers))]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]

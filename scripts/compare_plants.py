@@ -77,9 +77,7 @@ def report(cells: list[dict]) -> str:
                 continue
             estimate = bootstrap(hits)
             found, whole = found + (estimate.mean >= NEAR), whole + 1
-            alike = (
-                estimate.interval is None or len(set(hits)) == 1
-            )  # a bootstrap of equal numbers has no width
+            alike = estimate.interval is None or len(set(hits)) == 1  # a bootstrap of equal numbers has no width
             ends = "" if alike else " [{:.0f}, {:.0f}]".format(*np.multiply(estimate.interval, 100))
             row.append(f"{100 * estimate.mean:.0f}{ends}")
         masks = [c["masks"] for c in mine if c["masks"] is not None]
@@ -89,9 +87,7 @@ def report(cells: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/compare-plants"))
     parser.add_argument("--method", action="append", choices=list(METHODS), help="default: all")
     parser.add_argument("--placement", action="append", choices=PLACEMENTS, help="default: all")

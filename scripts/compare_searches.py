@@ -61,9 +61,7 @@ SCHEMES = (
 def draw(name: str, folder: Path, tokenizer: Tokenizer, length: int, count: int, seed: int) -> list[Example]:
     if name == "chains":
         cells = [ChainCell(hops, RIVALS, length) for hops in HOPS]
-        each = [
-            chain_examples(tokenizer, cell, num_examples=count, gap=length // 8, seed=seed) for cell in cells
-        ]
+        each = [chain_examples(tokenizer, cell, num_examples=count, gap=length // 8, seed=seed) for cell in cells]
         return [one for group in zip(*each, strict=True) for one in group]
     wrap = find_wrap(folder, None) or Wrap()
     return needle_examples(tokenizer, length=length, num_examples=count, wrap=wrap, seed=seed)
@@ -81,13 +79,9 @@ def ranked(
     return greedy_heads(evaluate, budget, tried=tried or math.prod(evaluate.shape)).order
 
 
-def with_full(
-    unit: str, config: ModelConfig, full: Sequence[Any], window: int, sinks: int
-) -> AttentionPattern:
+def with_full(unit: str, config: ModelConfig, full: Sequence[Any], window: int, sinks: int) -> AttentionPattern:
     if unit == "layers":
-        return AttentionPattern.from_full_layers(
-            full, config.num_hidden_layers, window, num_sink_tokens=sinks
-        )
+        return AttentionPattern.from_full_layers(full, config.num_hidden_layers, window, num_sink_tokens=sinks)
     mask = np.zeros((config.num_hidden_layers, config.common_kv_heads), bool)
     mask[tuple(np.transpose(full))] = True
     return head_pattern(mask, window, sinks, {})
@@ -123,9 +117,7 @@ def compare(
                 exact.setdefault(budget, loss)
                 more = paired_bootstrap(loss, exact[budget])
                 took = "" if seconds is None else f"{seconds:.0f} s"
-                interval = (
-                    "" if more.interval is None else f" [{more.interval[0]:.3f}, {more.interval[1]:.3f}]"
-                )
+                interval = "" if more.interval is None else f" [{more.interval[0]:.3f}, {more.interval[1]:.3f}]"
                 which = ", ".join(".".join(map(str, np.ravel(one))) for one in sorted(order[:budget]))
                 figures = f"{loss.mean():.3f} | {more.mean:+.3f}{interval} | {took}"
                 row = f"| {num_sink_tokens} | {name} | {which} | {figures} |"
@@ -151,9 +143,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--length", type=int, required=True, help="tokens of a prompt with its answer")
     parser.add_argument("--budgets", default="2,4", help="full layers, or heads")
     parser.add_argument("--sink-tokens", default="0")
-    parser.add_argument(
-        "--prompts", type=int, default=8, help="to choose by (of chains: of each number of hops)"
-    )
+    parser.add_argument("--prompts", type=int, default=8, help="to choose by (of chains: of each number of hops)")
     parser.add_argument("--others", type=int, default=32, help="to measure on")
     options = parser.parse_args(arguments)
     budgets, sinks = ([int(n) for n in text.split(",")] for text in (options.budgets, options.sink_tokens))

@@ -147,13 +147,7 @@ def draw_needles(tokenizer: Tokenizer, size: Size, seed: int, training: bool) ->
     count = size.prompts // 2 if training else size.examples
     return [
         needle_examples(
-            tokenizer,
-            length=length,
-            num_examples=count,
-            num_keys=keys,
-            haystack=hay,
-            depths=DEPTHS,
-            seed=seed + keys,
+            tokenizer, length=length, num_examples=count, num_keys=keys, haystack=hay, depths=DEPTHS, seed=seed + keys
         )
         for keys in (1, 4)
     ]
@@ -260,12 +254,7 @@ def work(out: Path, cell: Cell, tasks: list[Task], size: Size) -> dict[str, Any]
         )  # fmt: skip
         folder = train(config, quiet=True)
     scores = measure(load_model(folder, pattern, dtype="float32"), tasks, pattern, 8)
-    return {
-        "cell": cell.key,
-        "size": dataclasses.asdict(size),
-        "seconds": round(time.time() - start),
-        "scores": scores,
-    }
+    return {"cell": cell.key, "size": dataclasses.asdict(size), "seconds": round(time.time() - start), "scores": scores}
 
 
 def read_cells(out: Path, size: Size) -> dict[str, dict[str, Any]]:
@@ -330,9 +319,7 @@ class Done(NamedTuple):
             pair
             for seed in self.seeds
             for pair in zip(
-                self.values(row, "replies", seed, column),
-                self.values(row, "text", seed, column),
-                strict=False,
+                self.values(row, "replies", seed, column), self.values(row, "text", seed, column), strict=False
             )
         ]
         if not pairs:
@@ -365,9 +352,7 @@ def table(name: str, done: Done) -> str:
 
 def table_of_models(models: dict[str, Done]) -> str:
     """What several models of chains find in all, under the patterns that each of them was trained under."""
-    column = next(
-        one for one in columns_of("chains") if len(one.tasks) == len(HOPS) and one.figure == "right"
-    )
+    column = next(one for one in columns_of("chains") if len(one.tasks) == len(HOPS) and one.figure == "right")
     head = [*HEAD, *(part for name in models for part in (name, f"{name}, replies - text"))]
     lines = []
     for row in ROWS:
@@ -404,24 +389,17 @@ def put_into(file: Path, made_by: str, text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=list(STAND_INS), default="chains")
-    parser.add_argument(
-        "--checkpoint", help="another model of that kind, by its name, in place of the bundled one"
-    )
+    parser.add_argument("--checkpoint", help="another model of that kind, by its name, in place of the bundled one")
     parser.add_argument("--out", type=Path, help="default: runs/compare-swaa-MODEL")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--report-only", action="store_true", help="make the table of what is there")
     parser.add_argument("--docs", type=Path, help="a document to put the table into")
     numbers = [row.numbers for row in ROWS]
-    parser.add_argument(
-        "--rows", nargs="+", choices=numbers, metavar="NO", help="only these patterns, by their No."
-    )
+    parser.add_argument("--rows", nargs="+", choices=numbers, metavar="NO", help="only these patterns, by their No.")
     parser.add_argument("--cells", type=int, help="stop after so many new cells")
     parser.add_argument("--tiny", action="store_true", help="a few steps and examples, to try the script")
     parser.add_argument(
-        "--beside",
-        type=Path,
-        nargs="+",
-        help="compute nothing: one table of these --out folders, models of chains",
+        "--beside", type=Path, nargs="+", help="compute nothing: one table of these --out folders, models of chains"
     )
     options = parser.parse_args()
     name, size = options.model, TINY if options.tiny else Size()

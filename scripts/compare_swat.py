@@ -64,9 +64,7 @@ ARMS = {
     "sigmoid AliRope (+), Press": _slopes(0, 6, "alirope", "press"),
     "sigmoid AliRope (+)": _slopes(0, 6, "alirope", "swat"),
     "sigmoid AliRope (-+)": (),
-    "sigmoid AliRope (-+), bias -log 32": (
-        "model.sigmoid_bias=-3.4657",
-    ),  # zero logits then weigh 1 in all, not 16
+    "sigmoid AliRope (-+), bias -log 32": ("model.sigmoid_bias=-3.4657",),  # zero logits then weigh 1 in all, not 16
     "sigmoid AliRope (-+) 256": _rows(256, 1024),
 }
 
@@ -107,12 +105,7 @@ CLAIMS = (
         ("sigmoid RoPE, vanilla 32", "32"),
         ("vanilla 32", "32"),
     ),
-    (
-        "No. 2, 1: the same, at 4096",
-        "14.26, 4.84",
-        ("sigmoid RoPE, vanilla 32", "4096"),
-        ("vanilla 32", "4096"),
-    ),
+    ("No. 2, 1: the same, at 4096", "14.26, 4.84", ("sigmoid RoPE, vanilla 32", "4096"), ("vanilla 32", "4096")),
     (
         "sigmoid for softmax without ALiBi degrades, sliding, at 4096",
         "-",
@@ -175,12 +168,7 @@ CLAIMS = (
         ("sigmoid AliRope (-+)", "256"),
         ("sigmoid AliRope (-+)", "4096"),
     ),
-    (
-        "Sliding B gains at 4 times its length",
-        "2.964, 2.913",
-        ("sliding 256", "1024"),
-        ("sliding 256", "4096"),
-    ),
+    ("Sliding B gains at 4 times its length", "2.964, 2.913", ("sliding 256", "1024"), ("sliding 256", "4096")),
     (
         "at 4096 with 32 visible: Vanilla A above Sliding A",
         "4.841, 3.005",
@@ -208,9 +196,7 @@ def pictures(out: Path, runs: Mapping[str, list[dict]]) -> list[tuple[str, str]]
     for arm, of in runs.items():
         finished = [run["values"] for run in of if run["values"]]
         for suffix in ("", ", sees 32", ", sees all"):
-            keys = [
-                f"{length}{suffix}" for length in LENGTHS if finished and f"{length}{suffix}" in finished[0]
-            ]
+            keys = [f"{length}{suffix}" for length in LENGTHS if finished and f"{length}{suffix}" in finished[0]]
             if keys:
                 rows[arm + suffix] = [float(np.mean([values[key] for values in finished])) for key in keys]
     width = max(map(len, rows.values()))
@@ -234,12 +220,8 @@ def pictures(out: Path, runs: Mapping[str, list[dict]]) -> list[tuple[str, str]]
         if "vanilla" not in arm and "256" not in arm and all(run["values"] for run in of)
     }
     if curves:
-        training_curves(
-            curves, BIN, out / "loss.png", title="Window 32, rows of 256", ylabel="Training loss (nats)"
-        )
-        captions.append(
-            ("loss.png", "Training loss, window 32 and rows of 256, mean and range over the seeds")
-        )
+        training_curves(curves, BIN, out / "loss.png", title="Window 32, rows of 256", ylabel="Training loss (nats)")
+        captions.append(("loss.png", "Training loss, window 32 and rows of 256, mean and range over the seeds"))
     return captions
 
 

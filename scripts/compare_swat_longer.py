@@ -50,9 +50,7 @@ CLAIMS = tuple(
 
 
 def pictures(out: Path, runs: Mapping[str, list[dict]]) -> list[tuple[str, str]]:
-    curves = {
-        arm: [run["loss"] for run in of] for arm, of in runs.items() if all(run["values"] for run in of)
-    }
+    curves = {arm: [run["loss"] for run in of] for arm, of in runs.items() if all(run["values"] for run in of)}
     if not curves:
         return []
     title = "Window 32, rows of 256, 4.1M tokens"

@@ -78,11 +78,7 @@ def measure_text(model: Decoder, tokenizer: Tokenizer, config: TrainConfig, tiny
     pieces = [t[: 8 * length + 1] for t in texts if len(t) > 8 * length][: 1 if tiny else None]
     ratio = full_ratio(take_full(model, np.array([piece[:length] for piece in pieces])))
     by_layer = {f"full ratio of layer {layer}": float(one) for layer, one in enumerate(ratio)}
-    return {
-        "text loss": held_out_loss(model, pieces, length),
-        "full ratio": float(ratio.mean()),
-        **by_layer,
-    }
+    return {"text loss": held_out_loss(model, pieces, length), "full ratio": float(ratio.mean()), **by_layer}
 
 
 def take_full(model: Decoder, tokens: np.ndarray, batch_size: int = 16) -> np.ndarray:
@@ -131,12 +127,7 @@ LOSS_CLAIMS = (
         ("swa-zero-shot", "text loss"),
         ("swa-cpt", "text loss"),
     ),
-    (
-        "loss, SWA-CPT above SwiAttn",
-        "Wikitext ppl 15.6, 15.0",
-        ("swa-cpt", "text loss"),
-        ("swiattn", "text loss"),
-    ),
+    ("loss, SWA-CPT above SwiAttn", "Wikitext ppl 15.6, 15.0", ("swa-cpt", "text loss"), ("swiattn", "text loss")),
     (
         "loss, StaticHybrid above SwiAttn",
         "Wikitext ppl 15.2, 15.0",

@@ -24,10 +24,7 @@ measure = compare_swiattn_chains.measure
 
 def _arm(base: float = 10.0, **changes: float | bool) -> tuple[str, ...]:
     settings = {"base": base, **changes}
-    return (
-        "method=swiattn",
-        *(f"switch_loss.{name}={str(value).lower()}" for name, value in settings.items()),
-    )
+    return ("method=swiattn", *(f"switch_loss.{name}={str(value).lower()}" for name, value in settings.items()))
 
 
 ARMS = {
@@ -88,9 +85,4 @@ def pictures(out: Path, runs: Mapping[str, list[dict]]) -> list[tuple[str, str]]
     axes.set_ylabel("right answers (%)")
     axes.legend(ncols=2)
     save(figure, out / "ablations.png")
-    return [
-        (
-            "ablations.png",
-            "Right answers against the full-attention ratio, a point for each model and variant",
-        )
-    ]
+    return [("ablations.png", "Right answers against the full-attention ratio, a point for each model and variant")]

@@ -116,18 +116,8 @@ def _statement_ends(examples: Sequence[Example], shape: tuple[int, ...]) -> tupl
 # As in compare_swat.py; of Figure 6 the paper has answers only.
 CLAIMS = (
     *LOSS_CLAIMS,
-    (
-        "chains, SwiAttn above SWA-CPT",
-        "retrieval 52.9, 41.5",
-        ("swiattn", "right"),
-        ("swa-cpt", "right"),
-    ),
-    (
-        "chains, SwiAttn above StaticHybrid",
-        "retrieval 52.9, 50.6",
-        ("swiattn", "right"),
-        ("static-hybrid", "right"),
-    ),
+    ("chains, SwiAttn above SWA-CPT", "retrieval 52.9, 41.5", ("swiattn", "right"), ("swa-cpt", "right")),
+    ("chains, SwiAttn above StaticHybrid", "retrieval 52.9, 50.6", ("swiattn", "right"), ("static-hybrid", "right")),
     (
         "chains, SwiAttn above StaticHybrid with the chosen half of the layers",
         "-",
@@ -146,22 +136,12 @@ CLAIMS = (
         ("static-hybrid", "full ratio"),
         ("swiattn", "full ratio"),
     ),
-    (
-        "the same on chains",
-        "0.25, 0.13",
-        ("static-hybrid", "full ratio, prompts"),
-        ("swiattn", "full ratio, prompts"),
-    ),
+    ("the same on chains", "0.25, 0.13", ("static-hybrid", "full ratio, prompts"), ("swiattn", "full ratio, prompts")),
     *(
         (said, figures, (arm, f"full ratio, {higher}"), (arm, f"full ratio, {lower}"))
         for arm in ("swiattn", "swiattn, base 100")
         for said, figures, higher, lower in (
-            (
-                f"{arm}: ratio while answering, far chains above near ones",
-                "0.30, 0.05",
-                "far answers",
-                "near answers",
-            ),
+            (f"{arm}: ratio while answering, far chains above near ones", "0.30, 0.05", "far answers", "near answers"),
             (f"{arm}: ratio at hops, far above near", "-", "far hops", "near hops"),
             (f"{arm}: ratio at far hops above filler words", "-", "far hops", "filler"),
             (f"{arm}: ratio at far hops above numbers", "-", "far hops", "numbers"),
@@ -173,9 +153,7 @@ CLAIMS = (
 def pictures(out: Path, runs: Mapping[str, list[dict]]) -> list[tuple[str, str]]:
     draw_losses(out, runs, title="CPT of models of chains")
     made = [("loss.png", "Training loss (text, passages and chains), mean and range over the models")]
-    right = [
-        [np.mean([run["values"][f"right, {hops}"] for run in of]) for hops in HOPS] for of in runs.values()
-    ]
+    right = [[np.mean([run["values"][f"right, {hops}"] for run in of]) for hops in HOPS] for of in runs.values()]
     needle_heat_map(
         right, list(runs), list(map(str, HOPS)), out / "right.png", title="Answers right", column_title="Hops"
     )  # fmt: skip

@@ -81,9 +81,7 @@ def run_all(
         made_with = {"config": fingerprint(config)} | ({} if base is None else {"base": weights_sum(base)})
         if key in results:
             if any(results[key].get(what, total) != total for what, total in made_with.items()):
-                raise ConfigError(
-                    f"{out} has results of '{key}' with other settings: name a new folder with --out"
-                )
+                raise ConfigError(f"{out} has results of '{key}' with other settings: name a new folder with --out")
             continue
         print(time.strftime("%H:%M:%S"), key, flush=True)
         started = time.perf_counter()
@@ -128,11 +126,7 @@ def overrides_of(comparison: ModuleType, arm: str, seed: int, out: Path, base: P
 
 def fingerprint(config: TrainConfig) -> str:
     """The sum of the settings that decide a run's outcome; folders may differ."""
-    settings = {
-        key: value
-        for key, value in to_dict(config).items()
-        if key not in ("output", "init_from", "tokenizer")
-    }
+    settings = {key: value for key, value in to_dict(config).items() if key not in ("output", "init_from", "tokenizer")}
     return sum_of_json(settings)[:16]
 
 
@@ -167,9 +161,7 @@ def report(name: str, out: Path) -> tuple[str, list[tuple[str, str]]]:
     runs = {arm: [r for r in results.values() if r["arm"] == arm] for arm in comparison.ARMS}
     runs = {arm: sorted(of, key=lambda run: run["seed"]) for arm, of in runs.items() if of}
     if not runs:
-        raise ConfigError(
-            f"{out} has no results of '{name}': run without --report-only first, or name another --out"
-        )
+        raise ConfigError(f"{out} has no results of '{name}': run without --report-only first, or name another --out")
     seeds = sorted({run["seed"] for run in results.values()})
     minutes = sum(run["seconds"] for run in results.values()) / 60
     continued = {run["seed"]: run.get("continues") for run in results.values()}

@@ -61,19 +61,14 @@ def read_run(folder: Path) -> list[dict[str, Any]] | None:
 
 def table(out: Path, seeds: Sequence[int]) -> str:
     """Millions of tokens, by arm and seed."""
-    lines = [
-        "| trained with | seeds | rows of 32 learned after | all learned after | mean |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| trained with | seeds | rows of 32 learned after | all learned after | mean |", "|---|---|---|---|---|"]
     for arm in ARMS:
         runs = {seed: ends for seed in seeds if (ends := read_run(folder_of(out, arm, seed)))}
         if not runs:
             continue
         columns = [[_millions(ends[stage]) for ends in runs.values()] for stage in (0, -1)]
         named, mean = ", ".join(map(str, runs)), sum(ends[-1]["tokens"] for ends in runs.values()) / len(runs)
-        lines.append(
-            f"| {arm} | {named} | {', '.join(columns[0])} | {', '.join(columns[1])} | {mean / 1e6:.2f} |"
-        )
+        lines.append(f"| {arm} | {named} | {', '.join(columns[0])} | {', '.join(columns[1])} | {mean / 1e6:.2f} |")
     return "\n".join(lines) + "\n"
 
 

@@ -87,9 +87,7 @@ def read_models(folders: Sequence[Path]) -> tuple[Scores, dict[str, list[float]]
     for model, (own, _) in enumerate(every):
         for cell, by_seed in own.items():
             if len(by_seed) > 1:
-                raise ConfigError(
-                    f"{folders[model]} has {len(by_seed)} seeds; of several models each needs one"
-                )
+                raise ConfigError(f"{folders[model]} has {len(by_seed)} seeds; of several models each needs one")
             (scores.setdefault(cell, {})[model],) = by_seed.values()
     return scores, plain
 
@@ -99,9 +97,7 @@ def mean_of(by_seed: Mapping[int, np.ndarray]) -> Estimate:
     return accuracy_interval(np.mean(list(by_seed.values()), 0))
 
 
-def contrast(
-    better: Mapping[int, np.ndarray], worse: Mapping[int, np.ndarray]
-) -> tuple[Estimate, list[Estimate]]:
+def contrast(better: Mapping[int, np.ndarray], worse: Mapping[int, np.ndarray]) -> tuple[Estimate, list[Estimate]]:
     """The paired difference of the means over the seeds that both have, and of each seed.
 
     Where no prompt tells the two apart, the interval is the first seed's: a bootstrap of zeros has none.
@@ -141,9 +137,7 @@ def tables(scores: Scores, plain: Mapping[str, Sequence[float]], of: str = "seed
     n, seeds = len(next(iter(some.values()))), max(len(one) for one in scores.values())
     lines = [
         f"Answers right, %: the mean over {seeds} {of}s with its 95 % interval over {n} prompts, then each {of}. "
-        + "; ".join(
-            f"`{name}`: {', '.join(f'{100 * one:.0f}' for one in row)}" for name, row in plain.items()
-        )
+        + "; ".join(f"`{name}`: {', '.join(f'{100 * one:.0f}' for one in row)}" for name, row in plain.items())
         + ".",
         "",
         f"| windowed KV heads | {' | '.join(f'{100 * ratio:g} %' for ratio in ratios)} |",
@@ -206,14 +200,7 @@ def against_full(file: Path, margin: float) -> str:
         told = "not inferior" if 100 * whole.low > -margin else "cannot be told"
         told = "inferior" if 100 * whole.high < -margin else told
         difference = f"{100 * whole.mean:+.1f} [{100 * whole.low:.1f}, {100 * whole.high:.1f}]"
-        cells = (
-            method,
-            f"{100 * ratio:g} %",
-            f"{100 * share:.1f}",
-            difference,
-            f"{100 * detectable(whole):.1f}",
-            told,
-        )
+        cells = (method, f"{100 * ratio:g} %", f"{100 * share:.1f}", difference, f"{100 * detectable(whole):.1f}", told)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -226,21 +213,13 @@ def revision() -> str:
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "results", type=Path, nargs="+", help="the folders that `swa-jax compare --out` wrote"
-    )
-    parser.add_argument(
-        "--margin", type=float, help="points: only which choices are not inferior to full attention"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+", help="the folders that `swa-jax compare --out` wrote")
+    parser.add_argument("--margin", type=float, help="points: only which choices are not inferior to full attention")
     parser.add_argument("--docs", type=Path)
     given = parser.parse_args(arguments)
     if given.margin is not None and (len(given.results) > 1 or given.docs):
-        parser.error(
-            "--margin takes one folder, and no --docs: the marks there are those of the other tables"
-        )
+        parser.error("--margin takes one folder, and no --docs: the marks there are those of the other tables")
     try:
         if given.margin is not None:
             text = against_full(given.results[0] / "results.json", given.margin)

@@ -64,9 +64,7 @@ def damage(file: Path, rng: random.Random) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="where to write the figures")
@@ -85,9 +83,7 @@ def main() -> None:
         checkpoints = RunCheckpoints(source, keep=3)
         abstract = layout(source / "15")
         good = {step: checkpoints.restore(abstract, step) for step in (5, 10, 15)}
-        names = sorted(
-            f.relative_to(source) for f in source.rglob("*") if f.is_file() and f.stat().st_size > 0
-        )
+        names = sorted(f.relative_to(source) for f in source.rglob("*") if f.is_file() and f.stat().st_size > 0)
         for _ in range(options.count):
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(source, copy)
@@ -115,10 +111,7 @@ def main() -> None:
             counts["of the newest checkpoint" if step == 15 else "of an older checkpoint"] += 1
             files_hit.add(name)
     figures = {"seed": options.seed, "files": len(names), "files damaged": len(files_hit)}
-    figures |= {
-        "damages": options.count,
-        "found and named": sum(counts[k] for k in ("bit flipped", "cut short")),
-    }
+    figures |= {"damages": options.count, "found and named": sum(counts[k] for k in ("bit flipped", "cut short"))}
     figures |= {**dict(sorted(counts.items())), "seconds": round(time.monotonic() - began)}
     for key, value in figures.items():
         print(f"{key:32} {value}")

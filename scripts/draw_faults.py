@@ -151,9 +151,7 @@ def trace(seconds: float) -> None:
             paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}", "TRACE_TO": str(partial)}
             command = ["-m", "pytest", "-q", "-p", "trace_tests", "-m", MARKS, str(tests.relative_to(ROOT))]
             print(tests.relative_to(ROOT), flush=True)
-            subprocess.run(
-                [sys.executable, *command], cwd=ROOT, env=os.environ | paths, timeout=seconds, check=False
-            )
+            subprocess.run([sys.executable, *command], cwd=ROOT, env=os.environ | paths, timeout=seconds, check=False)
             partial.touch()
             partial.replace(out)
 
@@ -240,16 +238,11 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=200, help="faults to draw (default: 200)")
     parser.add_argument(
-        "--out",
-        type=Path,
-        default=LIST,
-        help="the list with its results (default: scripts/drawn_faults.json)",
+        "--out", type=Path, default=LIST, help="the list with its results (default: scripts/drawn_faults.json)"
     )
     parser.add_argument(
         "--list",
@@ -259,9 +252,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--trace", action="store_true", help="find out which lines each test runs")
     parser.add_argument("--again", action="store_true", help="try again what was not caught")
     parser.add_argument("--slow", action="store_true", help="by the tests of `make test-slow`")
-    parser.add_argument(
-        "--timeout", type=float, default=SECONDS, help=f"seconds a run of tests (default: {SECONDS})"
-    )
+    parser.add_argument("--timeout", type=float, default=SECONDS, help=f"seconds a run of tests (default: {SECONDS})")
     return parser.parse_args(arguments)
 
 

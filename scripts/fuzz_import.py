@@ -92,12 +92,7 @@ def in_fp8(base: Path) -> Path:
 def in_mxfp4(base: Path) -> Path:
     tensors = load_file(base / "model.safetensors")
     hf = json.loads((base / "config.json").read_text())
-    hf |= {
-        "hidden_size": 64,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "layer_types": ["sliding_attention"],
-    }
+    hf |= {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
     hf |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     (base / "config.json").write_text(json.dumps(hf))
     rng, tensors = np.random.default_rng(0), {}
@@ -218,9 +213,7 @@ class Fuzz:
         kind, (place, mutation) = self.rng.choice(list(parts.items()))
         self.what = f"{base.name}, checkpoint: {mutation(place, self.rng, secret)}"
         if kind != "manifest":
-            sums = {
-                f"weights/{f.name}": sum_of_file(f) for f in (folder / "weights").iterdir() if f.is_file()
-            }
+            sums = {f"weights/{f.name}": sum_of_file(f) for f in (folder / "weights").iterdir() if f.is_file()}
             config = folder / "config.json"
             with contextlib.suppress(OSError, ValueError, RecursionError):
                 if config.is_file():  # reading a pipe would never end
@@ -249,14 +242,10 @@ class Fuzz:
         key = (opened.config, opened.pattern)
         if self.logits and key not in self.seen:
             self.seen.add(key)
-            largest = max(
-                float(np.abs(a.astype(np.float32)).max()) for _, a in opened.read(list(opened.tensors))
-            )
+            largest = max(float(np.abs(a.astype(np.float32)).max()) for _, a in opened.read(list(opened.tensors)))
             logits = np.asarray(jax.jit(load_model(destination))(np.arange(12)[None] % 7))
             self.counts["models run"] += 1
-            if (
-                largest < 1e4 and not np.isfinite(logits).all()
-            ):  # a flipped bit may make a weight as large as it can be
+            if largest < 1e4 and not np.isfinite(logits).all():  # a flipped bit may make a weight as large as it can be
                 raise Bad("the logits are not finite")
 
 
@@ -264,9 +253,7 @@ def manifest(folder: Path, rng: random.Random, secret: Path) -> str:
     """The manifest itself, or files beside those that it lists."""
     if rng.random() < 0.5:
         file = (
-            folder
-            / "weights"
-            / rng.choice(["model-00009-of-00009.safetensors", ".x", "model.safetensors.index.json"])
+            folder / "weights" / rng.choice(["model-00009-of-00009.safetensors", ".x", "model.safetensors.index.json"])
         )
         if not file.exists():
             file.write_bytes(secret.read_bytes())
@@ -276,9 +263,7 @@ def manifest(folder: Path, rng: random.Random, secret: Path) -> str:
 
 def contents(folder: Path) -> dict[str, bytes]:
     def data(path: Path) -> bytes:
-        return (
-            os.readlink(path).encode() if path.is_symlink() else path.read_bytes() if path.is_file() else b""
-        )
+        return os.readlink(path).encode() if path.is_symlink() else path.read_bytes() if path.is_file() else b""
 
     return {path.relative_to(folder).as_posix(): data(path) for path in sorted(folder.rglob("*"))}
 
@@ -326,9 +311,7 @@ def _too_long(*_: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first folder, to see one again")

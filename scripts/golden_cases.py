@@ -6,9 +6,7 @@ WINDOW = 8
 BATCH, LENGTH, VOCAB = 2, 45, 131  # LENGTH is more than five windows
 PADDING = 12  # of the tokens that the load-balancing loss of experts leaves out
 PROMPT_LENGTHS, NEW_TOKENS = (11, 19), 32  # left-padded to 19; four windows of new tokens
-MIN_MARGIN = (
-    1e-3  # between the two best tokens of a greedy step, so that rounding cannot change the continuation
-)
+MIN_MARGIN = 1e-3  # between the two best tokens of a greedy step, so that rounding cannot change the continuation
 
 SHAPE = dict(
     vocab_size=VOCAB,
@@ -50,9 +48,7 @@ CASES = {
     "llama-yarn": dict(model_type="llama", **WIDE_HEADS, rope_parameters=YARN_ROPE),
     "mistral-full": dict(model_type="mistral", **WIDE_HEADS, sliding_window=None),
     "qwen2-full": dict(model_type="qwen2", tie_word_embeddings=True),
-    "qwen3-full": dict(
-        model_type="qwen3", **WIDE_HEADS, rope_parameters=dict(rope_type="default", rope_theta=1e6)
-    ),
+    "qwen3-full": dict(model_type="qwen3", **WIDE_HEADS, rope_parameters=dict(rope_type="default", rope_theta=1e6)),
     "mistral-window": dict(model_type="mistral", **WIDE_HEADS, sliding_window=WINDOW),
     # No `layer_types`: Qwen2 derives them from max_window_layers (layers from that index on are windowed).
     "qwen2-hybrid": dict(model_type="qwen2", **HYBRID, use_sliding_window=True, max_window_layers=2),
@@ -80,8 +76,7 @@ CASES = {
         **HYBRID,
         layer_types=mixed_layers(1, 4),
         rope_parameters=dict(
-            full_attention=dict(YARN_ROPE, rope_theta=5e5),
-            sliding_attention=dict(rope_type="default", rope_theta=5e5),
+            full_attention=dict(YARN_ROPE, rope_theta=5e5), sliding_attention=dict(rope_type="default", rope_theta=5e5)
         ),
     ),
     # Caps that bite, and a scale that is not that of head_dim.
@@ -114,10 +109,7 @@ CASES = {
     "cohere-full": dict(model_type="cohere", logit_scale=0.3),
     "cohere2-hybrid": dict(model_type="cohere2", **HYBRID, layer_types=mixed_layers(1, 3), logit_scale=0.3),
     "exaone4-full": dict(
-        model_type="exaone4",
-        **WIDE_HEADS,
-        sliding_window=None,
-        layer_types=mixed_layers(0, 1, 2, 3, layers=4),
+        model_type="exaone4", **WIDE_HEADS, sliding_window=None, layer_types=mixed_layers(0, 1, 2, 3, layers=4)
     ),
     "exaone4-hybrid": dict(model_type="exaone4", **WIDE_HEADS, **HYBRID, layer_types=mixed_layers(1, 4)),
     # 6 of 8 channels are turned; the text is longer than the first training's, so that the long factors count.
@@ -139,10 +131,7 @@ CASES = {
         model_type="phi3",
         original_max_position_embeddings=64,
         rope_parameters=dict(
-            rope_type="longrope",
-            rope_theta=10000.0,
-            short_factor=[1.0, 1.5, 2.0],
-            long_factor=[4.0, 8.0, 9.0],
+            rope_type="longrope", rope_theta=10000.0, short_factor=[1.0, 1.5, 2.0], long_factor=[4.0, 8.0, 9.0]
         ),
     ),
     "mellum-hybrid": dict(
@@ -180,11 +169,7 @@ SPARSE_CASES = {
         mlp_only_layers=[3],
     ),
     "mixtral-window": dict(
-        model_type="mixtral",
-        intermediate_size=32,
-        sliding_window=WINDOW,
-        num_local_experts=4,
-        num_experts_per_tok=3,
+        model_type="mixtral", intermediate_size=32, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=3
     ),
     # A limit that bites.
     "gpt-oss-hybrid": dict(
@@ -205,9 +190,7 @@ SPARSE_CASES = {
         **EXPERTS,
         layer_types=mixed_layers(1, 4),
         mlp_layer_types=["dense", "sparse", "sparse", "dense", "sparse"],
-        rope_parameters=dict(
-            full_attention=YARN_ROPE, sliding_attention=dict(rope_type="default", rope_theta=100.0)
-        ),
+        rope_parameters=dict(full_attention=YARN_ROPE, sliding_attention=dict(rope_type="default", rope_theta=100.0)),
     ),
 }
 GEMMA4 = dict(
@@ -305,11 +288,7 @@ NAMED_CASES = {
         **WIDE_HEADS,
         sliding_window=WINDOW,
         rope_parameters=dict(
-            YARN_ROPE,
-            original_max_position_embeddings=16,
-            mscale=1.0,
-            mscale_all_dim=1.0,
-            llama_4_scaling_beta=0.5,
+            YARN_ROPE, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.5
         ),
     ),
     "starcoder2-window": dict(model_type="starcoder2", sliding_window=WINDOW),

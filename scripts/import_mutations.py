@@ -60,9 +60,7 @@ SHARD = "model-00001-of-00003.safetensors"
 
 def a_value(rng: random.Random, old: Any = None) -> Any:
     if isinstance(old, int | float) and not isinstance(old, bool) and rng.random() < 0.4:
-        return rng.choice(
-            [old + 1, old - 1, -old, old * 2, old * 1000, old / 1000, float(old), str(old), old * 10**40]
-        )
+        return rng.choice([old + 1, old - 1, -old, old * 2, old * 1000, old / 1000, float(old), str(old), old * 10**40])
     return copy.deepcopy(rng.choice(VALUES))
 
 
@@ -85,16 +83,12 @@ def change(data: Any, rng: random.Random, keys: list[str]) -> str:
 
 def damage_text(text: str, rng: random.Random) -> tuple[bytes, str]:
     """A text of JSON that is none any more, or means two things."""
-    kind = rng.choice(
-        ["cut", "twice", "deep", "digits", "byte", "utf-16", "bom", "list", "empty", "comma", "huge"]
-    )
+    kind = rng.choice(["cut", "twice", "deep", "digits", "byte", "utf-16", "bom", "list", "empty", "comma", "huge"])
     if kind == "cut":
         return text[: rng.randrange(len(text))].encode(errors="surrogatepass"), kind
     if kind == "twice":
         key = rng.choice(list(json.loads(text)) or ["a"])
-        return (
-            text.rstrip()[:-1] + f", {json.dumps(key)}: {json.dumps(rng.choice([1, 'x', None]))}}}"
-        ).encode(), kind
+        return (text.rstrip()[:-1] + f", {json.dumps(key)}: {json.dumps(rng.choice([1, 'x', None]))}}}").encode(), kind
     if kind == "byte":
         data = bytearray(text.encode())
         data[rng.randrange(len(data))] = rng.randrange(256)
@@ -154,9 +148,7 @@ def rope(folder: Path, rng: random.Random, secret: Path) -> str:
 
 
 def companion(folder: Path, rng: random.Random, secret: Path) -> str:
-    return mutate_json(
-        folder / rng.choice(COMPANIONS), rng, [*GENERATION_KEYS, "eos_token", "model", "added_tokens"]
-    )
+    return mutate_json(folder / rng.choice(COMPANIONS), rng, [*GENERATION_KEYS, "eos_token", "model", "added_tokens"])
 
 
 def pattern(folder: Path, rng: random.Random, secret: Path) -> str:
@@ -241,9 +233,7 @@ def payload(folder: Path, rng: random.Random, secret: Path) -> str:
     kind = rng.choice(["nan", "bit", "cut", "more", "hole", "length", "empty", "pointer"])
     if kind == "nan":
         place = rng.randrange(start, len(data) - 4) // 4 * 4
-        data[place : place + 4] = struct.pack(
-            "<I", rng.choice([0x7FC00000, 0xFFC00001, 0x7F800000, 0xFF800000])
-        )
+        data[place : place + 4] = struct.pack("<I", rng.choice([0x7FC00000, 0xFFC00001, 0x7F800000, 0xFF800000]))
     elif kind == "bit":
         place = rng.randrange(len(data))
         data[place] ^= 1 << rng.randrange(8)
@@ -306,25 +296,14 @@ def index(folder: Path, rng: random.Random, secret: Path) -> str:
             other.write_bytes(shard.read_bytes())
             places[name] = other.name
     file.write_text(json.dumps(data))
-    return (
-        mutate_json(file, rng, ["weight_map", "metadata"]) if kind == "text" else f"index: {kind} of {name}"
-    )
+    return mutate_json(file, rng, ["weight_map", "metadata"]) if kind == "text" else f"index: {kind} of {name}"
 
 
 def links(folder: Path, rng: random.Random, secret: Path) -> str:
     """A file of the folder is a link, a folder, a pipe, or cannot be read."""
-    names = [
-        *COMPANIONS,
-        "config.json",
-        "merges.txt",
-        "chat_template.jinja",
-        "pattern.json",
-        "model.safetensors",
-    ]
+    names = [*COMPANIONS, "config.json", "merges.txt", "chat_template.jinja", "pattern.json", "model.safetensors"]
     file = folder / rng.choice([*names, "model.safetensors.index.json", "hf_quant_config.json"])
-    kind = rng.choice(
-        ["secret", "secret", "relative", "dangling", "loop", "folder", "pipe", "inside", "null", "etc"]
-    )
+    kind = rng.choice(["secret", "secret", "relative", "dangling", "loop", "folder", "pipe", "inside", "null", "etc"])
     kept = file.read_bytes() if file.is_file() else None
     if file.exists():
         file.unlink()
@@ -336,12 +315,7 @@ def links(folder: Path, rng: random.Random, secret: Path) -> str:
         (folder / "kept").write_bytes(kept or b"{}")
         file.symlink_to("kept")
     else:
-        target = {
-            "secret": str(secret),
-            "relative": f"../{secret.name}",
-            "dangling": "nowhere",
-            "loop": file.name,
-        }
+        target = {"secret": str(secret), "relative": f"../{secret.name}", "dangling": "nowhere", "loop": file.name}
         file.symlink_to(target.get(kind, {"null": "/dev/null", "etc": "/etc/hostname"}.get(kind, "")))
     return f"{file.name} is a {kind}"
 

@@ -80,18 +80,14 @@ class Ended(NamedTuple):
     output: str
 
 
-def run(
-    command: Command, model: Path, out: Path, *, stop: tuple[float, signal.Signals] | None = None
-) -> Ended:
+def run(command: Command, model: Path, out: Path, *, stop: tuple[float, signal.Signals] | None = None) -> Ended:
     """Run a command to its end, or send it a signal after so many seconds."""
     out.mkdir(parents=True, exist_ok=True)
     words = [str(word).replace("MODEL", str(model)).replace("OUT", str(out)) for word in command.words]
     begun = time.monotonic()
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryFile("w+") as printed:
-        process = subprocess.Popen(
-            words, stdout=printed, stderr=subprocess.STDOUT, env=environment, cwd=out.parent
-        )
+        process = subprocess.Popen(words, stdout=printed, stderr=subprocess.STDOUT, env=environment, cwd=out.parent)
         interrupted = False
         if stop is not None:
             try:
@@ -159,13 +155,9 @@ def main() -> None:
                 happened[f"{name}, {kind.name}"] += 1
             last = run(COMMANDS[name], model, out)
             if last.status:
-                errors.append(
-                    f"{name}, started again, ends with status {last.status}:\n{last.output[-2000:]}"
-                )
+                errors.append(f"{name}, started again, ends with status {last.status}:\n{last.output[-2000:]}")
             elif (got := results(COMMANDS[name], out)) != expected[name]:
-                files = [
-                    file for file in {*got, *expected[name]} if got.get(file) != expected[name].get(file)
-                ]
+                files = [file for file in {*got, *expected[name]} if got.get(file) != expected[name].get(file)]
                 errors.append(f"{name}, interrupted, writes other numbers: {', '.join(sorted(files))}")
             print(f"{name}: interrupted {times} times, {'ok' if not errors else errors[-1]}", flush=True)
     report = {"interrupted": dict(happened), "errors": errors, "seed": options.seed}
@@ -177,9 +169,7 @@ def main() -> None:
 
 def _bundled(folder: Path) -> Path:
     model = folder / "model"
-    subprocess.run(
-        [*CLI, "import", ROOT / "swa_jax" / "chains", model], check=True, stdout=subprocess.DEVNULL
-    )
+    subprocess.run([*CLI, "import", ROOT / "swa_jax" / "chains", model], check=True, stdout=subprocess.DEVNULL)
     return model
 
 

@@ -94,26 +94,18 @@ def times_beside_cp(source: Path, folder: Path, rounds: int) -> dict[str, list[f
                 subprocess.run(["sync", *copy.iterdir()], check=True)
             if number:  # the first round fills the system's cache of files
                 seconds[name].append(time.monotonic() - began)
-            subprocess.run(
-                ["sync", *copy.rglob("*")], check=True
-            )  # the next one is not to wait for this one's
+            subprocess.run(["sync", *copy.rglob("*")], check=True)  # the next one is not to wait for this one's
             shutil.rmtree(copy)
     return seconds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--megabytes", type=int, default=1000, help="of the checkpoint")
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="of an import and two kinds of cp, to time them"
-    )
+    parser.add_argument("--rounds", type=int, default=5, help="of an import and two kinds of cp, to time them")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--folder", type=Path, help="on the disk to try; default: the system's temporary folder"
-    )
+    parser.add_argument("--folder", type=Path, help="on the disk to try; default: the system's temporary folder")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
     rng = random.Random(options.seed)
@@ -144,11 +136,7 @@ def main() -> None:
             subprocess.run(["diff", "-r", folder / "straight", destination], check=True)
             counts["then succeeded, bit for bit"] += 1
             shutil.rmtree(destination)
-    figures: dict[str, object] = {
-        "megabytes": options.megabytes,
-        "seconds of the command": round(whole, 1),
-        **counts,
-    }
+    figures: dict[str, object] = {"megabytes": options.megabytes, "seconds of the command": round(whole, 1), **counts}
     for name, values in seconds.items():
         figures[f"seconds of {name}, median"] = round(statistics.median(values), 2)
     for name in ("cp", "cp and sync"):

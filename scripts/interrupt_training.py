@@ -40,9 +40,7 @@ def tiny_run(folder: Path, name: str, *, steps: int, every: int = 5) -> dict:
     """The settings of a run of a model with a few thousand parameters, on text that is written to `folder`."""
     text = folder / "text.txt"
     if not text.exists():
-        words = random.Random(0).choices(
-            ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"], k=3000
-        )
+        words = random.Random(0).choices(["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"], k=3000)
         text.write_text(" ".join(words))
     return {
         "output": str(folder / name),
@@ -95,9 +93,7 @@ class Run:
         return {path.name for path in (self.output / "checkpoints").glob("*.writing*")}
 
 
-def wait_for_moment(
-    run: Run, process: subprocess.Popen, moment: str, startup: float, rng: random.Random
-) -> bool:
+def wait_for_moment(run: Run, process: subprocess.Popen, moment: str, startup: float, rng: random.Random) -> bool:
     """Return at a random moment of a kind; False if the process ended before."""
     if moment == "start":
         wait = rng.uniform(0, startup)
@@ -163,9 +159,7 @@ def interrupt(run: Run, moment: str, kind: signal.Signals, startup: float, rng: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50, help="SIGKILLs")
     parser.add_argument("--terms", type=int, default=10, help="SIGTERMs")
     parser.add_argument("--steps", type=int, default=400, help="of a run")
@@ -207,9 +201,7 @@ def main() -> None:
                 counts[f"{kind.name} at a {moment}"] += 1
                 counts["saves cut short"] += bool(run.writing())
                 found = check_newest(run, folder / "copy")
-                assert found >= newest, (
-                    f"the newest checkpoint was of step {newest}, and is now of step {found}"
-                )
+                assert found >= newest, f"the newest checkpoint was of step {newest}, and is now of step {found}"
                 newest = found
                 counts["checkpoints verified and loaded"] += found > 0
             else:

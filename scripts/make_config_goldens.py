@@ -66,9 +66,7 @@ def default_configs() -> dict[str, dict]:
     for name in names:
         if name in CONFIG_MAPPING:
             keys = json.loads(CONFIG_MAPPING[name]().to_json_string(use_diff=False))
-            found[name] = {
-                key: value for key, value in keys.items() if key not in of_all or key == "model_type"
-            }
+            found[name] = {key: value for key, value in keys.items() if key not in of_all or key == "model_type"}
     return found
 
 

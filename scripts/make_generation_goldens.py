@@ -61,9 +61,7 @@ def main() -> None:
     for folder in sorted(path.parent for path in GOLDEN.glob("*/config.json")):
         if sys.argv[1:] and folder.name not in sys.argv[1:]:
             continue
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="eager", dtype=torch.float32
-        ).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
         found[folder.name] = replies_of(model)
         different = len({tuple(reply) for reply in found[folder.name]["replies"]})
         print(folder.name, "seed", found[folder.name]["seed"], "different replies", different, flush=True)

@@ -107,9 +107,7 @@ def layer_types_of(config) -> list[str]:
 def run(model, tokens, attention_mask=None) -> torch.Tensor:
     """Logits [B, T, V]; fails unless every layer attends to its visible keys and to nothing else."""
     positions = None if attention_mask is None else (attention_mask.cumsum(1) - 1).clamp(min=0)
-    out = model(
-        tokens, attention_mask=attention_mask, position_ids=positions, output_attentions=True, use_cache=False
-    )
+    out = model(tokens, attention_mask=attention_mask, position_ids=positions, output_attentions=True, use_cache=False)
     i, j = torch.arange(tokens.shape[1])[:, None], torch.arange(tokens.shape[1])[None, :]
     real = torch.ones_like(tokens) if attention_mask is None else attention_mask
     for layer, (kind, weights) in enumerate(zip(layer_types_of(model.config), out.attentions, strict=True)):
@@ -117,9 +115,7 @@ def run(model, tokens, attention_mask=None) -> torch.Tensor:
         visible = visible[None, None] & real[:, None, None, :].bool()
         # Queries that are padding themselves see whatever eager attention gives them.
         wrong = ((weights > 0) != visible) & real[:, None, :, None].bool()
-        assert not wrong.any(), (
-            f"layer {layer} ({kind}): {int(wrong.sum())} attention weights do not follow the mask"
-        )
+        assert not wrong.any(), f"layer {layer} ({kind}): {int(wrong.sum())} attention weights do not follow the mask"
     return out.logits
 
 
@@ -147,16 +143,12 @@ def generate(model, seed: int) -> dict[str, torch.Tensor]:
     best = step_logits.topk(2, dim=-1).values
     margin = float((best[..., 0] - best[..., 1]).min())
     assert margin > MIN_MARGIN, f"two tokens are within {margin:.1e} of each other: choose another seed"
-    assert all(len(set(row.tolist())) > 4 for row in new_tokens), (
-        "the continuation repeats itself: choose another seed"
-    )
+    assert all(len(set(row.tolist())) > 4 for row in new_tokens), "the continuation repeats itself: choose another seed"
     return dict(tokens=prompt, attention_mask=mask, new_tokens=new_tokens, step_logits=step_logits)
 
 
 def read_config(config: dict):
-    return AutoConfig.for_model(
-        **copy.deepcopy(config)
-    )  # a copy, because reading adds keys to the RoPE settings
+    return AutoConfig.for_model(**copy.deepcopy(config))  # a copy, because reading adds keys to the RoPE settings
 
 
 def legacy_config(config: dict) -> dict:
@@ -175,9 +167,7 @@ def legacy_config(config: dict) -> dict:
     # Both spellings of the key are common: Llama 3.1 says rope_type, Qwen2.5's page on YaRN says type. Where RoPE goes
     # by layer type, transformers 5 does not read the second.
     legacy["rope_scaling"] = (
-        {"type" if kind == "yarn" and not nested else "rope_type": kind, **rope}
-        if kind != "default"
-        else None
+        {"type" if kind == "yarn" and not nested else "rope_type": kind, **rope} if kind != "default" else None
     )
     legacy["torch_dtype"] = legacy.pop("dtype")
     legacy["transformers_version"] = "4.46.0"
@@ -219,9 +209,7 @@ def write_case(folder: Path, name: str, seed: int) -> str:
             # The first window sees the same keys either way; everything after it must differ.
             assert torch.allclose(golden[other][:, :WINDOW], logits[:, :WINDOW], atol=1e-5), other
             difference = (golden[other] - logits)[:, WINDOW:].abs().amax(-1)  # [B, T - w]
-            assert difference.min() > 1e-2, (
-                f"{name}: {other} differs from logits by {difference.min():.1e} only"
-            )
+            assert difference.min() > 1e-2, f"{name}: {other} differs from logits by {difference.min():.1e} only"
     elif config.rope_parameters["rope_type"] != "default":
         plain = copy.deepcopy(config)
         plain.rope_parameters = dict(rope_type="default", rope_theta=config.rope_parameters["rope_theta"])
@@ -255,10 +243,7 @@ def write_case(folder: Path, name: str, seed: int) -> str:
 def save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     save_file(
-        {
-            n: np.ascontiguousarray(a.astype(np.int32 if a.dtype == np.int64 else a.dtype))
-            for n, a in arrays.items()
-        },
+        {n: np.ascontiguousarray(a.astype(np.int32 if a.dtype == np.int64 else a.dtype)) for n, a in arrays.items()},
         path,
     )
 
@@ -277,10 +262,7 @@ def rope_goldens() -> dict:
             rule = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
             inv_freq, factor = rule(config, device="cpu", seq_len=ROPE_LENGTHS.get(name))
         goldens[name] = dict(
-            rope_parameters=rope,
-            head_dim=128,
-            inv_freq=[float(f) for f in inv_freq],
-            attention_factor=float(factor),
+            rope_parameters=rope, head_dim=128, inv_freq=[float(f) for f in inv_freq], attention_factor=float(factor)
         )
         if name in ROPE_LENGTHS:
             goldens[name]["length"] = ROPE_LENGTHS[name]

@@ -34,9 +34,7 @@ def golden(file: str, text: str) -> dict[str, np.ndarray]:
     ).eval()
     logits = model(torch.tensor([ids])).logits[0]
     log_probs = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0]
-    columns = np.sort(np.random.default_rng(0).choice(logits.shape[-1], COLUMNS, replace=False)).astype(
-        np.int32
-    )
+    columns = np.sort(np.random.default_rng(0).choice(logits.shape[-1], COLUMNS, replace=False)).astype(np.int32)
     return {
         "ids": np.array(ids, np.int32),
         "log_probs": log_probs.numpy(),

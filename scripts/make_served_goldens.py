@@ -68,8 +68,7 @@ def main() -> None:
     (wheel,) = sys.argv[1:]
     with zipfile.ZipFile(wheel) as archive:
         planning, interface = (
-            archive.read(f"vllm/v1/{name}.py").decode()
-            for name in ("core/kv_cache_planning", "kv_cache_interface")
+            archive.read(f"vllm/v1/{name}.py").decode() for name in ("core/kv_cache_planning", "kv_cache_interface")
         )
     plan = functions_of(planning, "_get_kv_cache_groups_uniform_page_size", "create_kv_cache_group_specs")
     window_class = next(

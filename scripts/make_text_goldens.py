@@ -52,16 +52,8 @@ BODIES = (
     "{{ m.content }}{% if loop.index0 == 1 %}{% break %}{% endif %}",
     "  \n  {%- if loop.first %}\n    first {{ m.role }}\n  {% endif %}\n{{ m.content[:2] }}",
 )
-TAILS = (
-    "{% if add_generation_prompt %}reply:{% endif %}",
-    "{{ 'reply' if add_generation_prompt }}",
-    "",
-    "\n",
-)
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "description": "a < b & c", "parameters": {"type": "object"}},
-}
+TAILS = ("{% if add_generation_prompt %}reply:{% endif %}", "{{ 'reply' if add_generation_prompt }}", "", "\n")
+TOOL = {"type": "function", "function": {"name": "add", "description": "a < b & c", "parameters": {"type": "object"}}}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "zwei é"}}}
 
 
@@ -93,13 +85,7 @@ def draw_tokens(rng: random.Random, whole_names: tuple[str, ...]) -> dict[str, A
     found: dict[str, Any] = {}
     for name in rng.sample(TOKENS, rng.randrange(len(TOKENS))):
         text = rng.choice(WORDS)
-        whole = {
-            "__type": "AddedToken",
-            "content": text,
-            "lstrip": False,
-            "normalized": False,
-            "rstrip": False,
-        }
+        whole = {"__type": "AddedToken", "content": text, "lstrip": False, "normalized": False, "rstrip": False}
         whole |= {"single_word": False, "special": True}
         found[name] = whole if name in whole_names and rng.random() < 0.5 else text
     return found
@@ -113,9 +99,7 @@ def draw_files(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.3:
         settings["additional_special_tokens"] = ["<call>"]
     if rng.random() < 0.5:
-        decoder = {
-            "2": {"content": "</s>", "lstrip": False, "normalized": False, "rstrip": False, "special": True}
-        }
+        decoder = {"2": {"content": "</s>", "lstrip": False, "normalized": False, "rstrip": False, "special": True}}
         decoder["2"]["single_word"] = False
         settings["added_tokens_decoder"] = decoder
     elif rng.random() < 0.7:
@@ -189,9 +173,7 @@ def main() -> None:
         files, chats = draw_files(rng), [draw_chat(rng) for _ in range(CHATS)]
         cases.append({"files": files, "chats": chats, **expected(files, chats)})
     lines = ",\n".join(json.dumps(case, ensure_ascii=False) for case in cases)
-    OUT.write_text(
-        f'{{"transformers": "{transformers.__version__}", "seed": {SEED}, "cases": [\n{lines}\n]}}\n'
-    )
+    OUT.write_text(f'{{"transformers": "{transformers.__version__}", "seed": {SEED}, "cases": [\n{lines}\n]}}\n')
     refused = sum(text is None for case in cases for text in case["texts"])
     print(f"{OUT}: {len(cases)} folders of {CHATS} chats, {refused} chats refused")
 

@@ -19,20 +19,7 @@ COMPARISONS = {
     ast.IsNot: ("is not", "is"),
 }  # fmt: skip
 # Calls that say something, or whose two arguments may change places.
-SAY = {
-    "print",
-    "warn",
-    "say",
-    "echo",
-    "log",
-    "info",
-    "debug",
-    "progress",
-    "Option",
-    "Argument",
-    "TypeVar",
-    "cast",
-}
+SAY = {"print", "warn", "say", "echo", "log", "info", "debug", "progress", "Option", "Argument", "TypeVar", "cast"}
 SYMMETRIC = {
     "max", "min", "maximum", "minimum", "swapaxes", "logical_and", "logical_or", "add", "multiply", "gcd", "isclose",
     "array_equal", "promote_types", "allclose",
@@ -136,16 +123,12 @@ class _Slips:
                 if value > 0:
                     yield self._slip("constant", *self._span(node), str(value - 1))
             case ast.Constant(value=float() as value):
-                yield self._slip(
-                    "constant", *self._span(node), f"({self.source[slice(*self._span(node))]} * 2 + 1)"
-                )
+                yield self._slip("constant", *self._span(node), f"({self.source[slice(*self._span(node))]} * 2 + 1)")
             case ast.Call() if _name(node.func) not in SAY:
                 yield from self._call(node, defaults)
             case ast.Dict(values=[_, _, *_] as values):
                 ends = [self._span(key or value) for key, value in zip(node.keys, values, strict=True)]
-                items = [
-                    (start, self._span(value)[1]) for (start, _), value in zip(ends, values, strict=True)
-                ]
+                items = [(start, self._span(value)[1]) for (start, _), value in zip(ends, values, strict=True)]
                 if None not in node.keys:
                     yield from self._one_less("key removed", items)
             case ast.Set(elts=[_, _, *_] as items):

@@ -176,9 +176,7 @@ class Copy:
 class Trials:
     """Faults tried in copies, each thread in one of its own; results are written as they come."""
 
-    def __init__(
-        self, copies: Sequence[Copy], file: Path, known: dict[str, dict[str, Any]], keys: dict[str, str]
-    ):
+    def __init__(self, copies: Sequence[Copy], file: Path, known: dict[str, dict[str, Any]], keys: dict[str, str]):
         self.copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         for copy in copies:
             self.copies.put(copy)
@@ -266,20 +264,12 @@ def results_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="PATTERN", help="names or files; repeatable"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="names or files; repeatable")
     parser.add_argument("--list", action="store_true", help="print the faults and their tests, run nothing")
     parser.add_argument("--jobs", type=int, default=1, help="faults tried at one time (default: 1)")
-    parser.add_argument(
-        "--timeout", type=float, default=SECONDS, help=f"seconds a run of tests (default: {SECONDS})"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "runs" / "faults.json", help="results, read and written"
-    )
+    parser.add_argument("--timeout", type=float, default=SECONDS, help=f"seconds a run of tests (default: {SECONDS})")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "faults.json", help="results, read and written")
     return parser.parse_args(arguments)
 
 
@@ -298,10 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     keys = {fault.name: key_of(fault) for fault in faults}  # now, as the copies are made now
     known = known_results(given.out, keys)
     to_try = [fault for fault in wanted if fault.name not in known]
-    print(
-        f"{len(wanted) - len(to_try)} of {len(wanted)} results are known; {len(to_try)} faults to try",
-        flush=True,
-    )
+    print(f"{len(wanted) - len(to_try)} of {len(wanted)} results are known; {len(to_try)} faults to try", flush=True)
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         places = [Path(folder).resolve() / str(i) for i in range(min(given.jobs, len(to_try)))]
         trials = Trials([Copy(place, given.timeout) for place in places], given.out, known, keys)

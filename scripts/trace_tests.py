@@ -56,9 +56,7 @@ def in_child() -> None:
     import atexit
 
     def leave() -> None:
-        (Path(os.environ["TRACE_CHILDREN"]) / f"{os.getpid()}-{time.time_ns()}.json").write_text(
-            json.dumps(ran)
-        )
+        (Path(os.environ["TRACE_CHILDREN"]) / f"{os.getpid()}-{time.time_ns()}.json").write_text(json.dumps(ran))
 
     start()
     atexit.register(leave)

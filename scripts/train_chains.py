@@ -121,9 +121,7 @@ class Run:
         self.state, metrics = self.step(self.state, {k: jnp.asarray(v) for k, v in batch.items()}, 1)
         self.loss = float(metrics["loss"])
         if not np.isfinite(self.loss):
-            raise ConfigError(
-                f"the loss is not a number at step {self.place.steps}: lower optimizer.learning_rate"
-            )
+            raise ConfigError(f"the loss is not a number at step {self.place.steps}: lower optimizer.learning_rate")
         place = self.place
         place.seconds += time.process_time() - start
         place.inside, place.steps = place.inside + 1, place.steps + 1
@@ -187,9 +185,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="default: runs/chains-SEED")
-    parser.add_argument(
-        "--tokenizer", type=Path, help="default: the configuration's; made if it is not there"
-    )
+    parser.add_argument("--tokenizer", type=Path, help="default: the configuration's; made if it is not there")
     parser.add_argument(
         "--gap",
         type=int,
@@ -197,9 +193,7 @@ def main(arguments: list[str]) -> None:
         help="statements of the prompts that end a stage stand so many tokens apart, or half of a row that is short",
     )
     parser.add_argument("--steps", type=int, help="stop after so many of this call; default: at the end")
-    parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="stop after so many; default: at the end"
-    )
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many; default: at the end")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="changes to the configuration")
     given = parser.parse_args(arguments)
     output = given.output or Path(f"runs/chains-{given.seed}")

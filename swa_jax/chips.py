@@ -44,9 +44,7 @@ class Target:
     dcn_bytes: float  # a second, over the network between slices: the vendor's figure for a chip
     hbm_bytes: float  # a second, to and from the chip's memory: the vendor's figure for a chip by its devices
     torus: int  # dimensions of the chips' network, with two links each
-    kernel_share: tuple[
-        float, float
-    ]  # of the peak, reached by our kernels forward, backward: docs/kernels.md
+    kernel_share: tuple[float, float]  # of the peak, reached by our kernels forward, backward: docs/kernels.md
     matmul_share: float  # of the peak, reached by XLA's matrix products: those of the plans in docs/plans
 
 

@@ -41,10 +41,7 @@ def not_installed(need: str, *, extra: str) -> ConfigError:
 _FULL_DISK = {
     "No space left on device": ("the disk is full", "make room"),
     "Disk quota exceeded": ("the disk is full", "make room"),
-    "File too large": (
-        "a file reaches the largest size that is allowed here",
-        "raise it (ulimit -f unlimited)",
-    ),
+    "File too large": ("a file reaches the largest size that is allowed here", "raise it (ulimit -f unlimited)"),
 }
 
 

@@ -75,9 +75,7 @@ def bootstrap(
     return Estimate(mean, float(low), float(high))
 
 
-def paired_bootstrap(
-    better: ArrayLike, worse: ArrayLike, *, resamples: int = 10_000, seed: int = 0
-) -> Estimate:
+def paired_bootstrap(better: ArrayLike, worse: ArrayLike, *, resamples: int = 10_000, seed: int = 0) -> Estimate:
     """The mean difference better - worse over the *same* examples [N], and its 95 % interval.
 
     Pairing removes what makes an example hard for both, so the interval is narrower than that of two separate means.
@@ -87,9 +85,7 @@ def paired_bootstrap(
     """
     better, worse = np.asarray(better, np.float64), np.asarray(worse, np.float64)
     if better.shape != worse.shape:
-        raise ValueError(
-            f"a paired difference needs the same examples, got shapes {better.shape} and {worse.shape}"
-        )
+        raise ValueError(f"a paired difference needs the same examples, got shapes {better.shape} and {worse.shape}")
     return bootstrap(better - worse, resamples=resamples, seed=seed)
 
 

@@ -82,9 +82,7 @@ def parse_json(
     return value
 
 
-def parse_json_value(
-    data: bytes, name: object, error: type[UserError] = ConfigError, *, finite: bool = False
-) -> Any:
+def parse_json_value(data: bytes, name: object, error: type[UserError] = ConfigError, *, finite: bool = False) -> Any:
     """The JSON value in `data`, which `name` stands for in sentences.
 
     Args:
@@ -116,9 +114,7 @@ def parse_json_value(
     except UserError:
         raise
     except RecursionError:
-        raise error(
-            f"{name} is not valid JSON for us: its lists and objects lie too deep in each other"
-        ) from None
+        raise error(f"{name} is not valid JSON for us: its lists and objects lie too deep in each other") from None
     except json.JSONDecodeError as problem:
         line = f"line {problem.lineno}, " if "\n" in problem.doc.strip() else ""
         raise error(f"{name} is not valid JSON: {problem.msg} ({line}column {problem.colno})") from None
@@ -128,9 +124,7 @@ def parse_json_value(
     except UnicodeDecodeError as problem:
         raise error(f"{name} is not UTF-8: {problem.reason} (byte {problem.start + 1})") from None
     except ValueError:
-        raise error(
-            f"{name} is not valid JSON for us: a whole number in it has thousands of digits"
-        ) from None
+        raise error(f"{name} is not valid JSON for us: a whole number in it has thousands of digits") from None
     return value
 
 
@@ -155,9 +149,7 @@ def sum_of_json(value: Any) -> str:
     return sum_of(json.dumps(value, sort_keys=True))
 
 
-def sum_of_file(
-    file: Path, *, flush: bool = False, progress: Callable[[int], None] = lambda number: None
-) -> str:
+def sum_of_file(file: Path, *, flush: bool = False, progress: Callable[[int], None] = lambda number: None) -> str:
     """The sum of a file's bytes; `flush` puts them on the disk first, `progress` is told how many have been read."""
     total = hashlib.sha256()
     with file.open("rb") as data:
@@ -210,9 +202,7 @@ def check_destination(destination: str | Path) -> Path:
     check_local(destination, "the destination")
     path = Path(destination).expanduser().resolve()
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise CheckpointError(
-            f"{destination} exists already; give a folder that does not, or remove it first"
-        )
+        raise CheckpointError(f"{destination} exists already; give a folder that does not, or remove it first")
     return path
 
 
@@ -229,9 +219,7 @@ def new_folder(destination: Path, identity: str = "") -> Iterator[Path]:
     partial = partial_folder(destination)
     mark = partial / _MARK
     if partial.exists() and not mark.is_file() and not (partial.is_dir() and not any(partial.iterdir())):
-        raise CheckpointError(
-            f"{partial} is in the way and was not made by an interrupted run; move it elsewhere"
-        )
+        raise CheckpointError(f"{partial} is in the way and was not made by an interrupted run; move it elsewhere")
     partial.mkdir(parents=True, exist_ok=True)
     with locked(mark) as opened:  # the mark is there before everything else, and goes after everything else
         try:
@@ -287,9 +275,7 @@ def alone(folder: Path, work: str) -> Iterator[None]:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ConfigError(
-                    f"another process is {work} {folder}: wait for it, or name another folder"
-                ) from None
+                raise ConfigError(f"another process is {work} {folder}: wait for it, or name another folder") from None
         yield
     finally:
         os.close(lock)

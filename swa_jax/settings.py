@@ -145,11 +145,7 @@ def parse_yaml(text: str, name: str) -> Any:
         raise ConfigError(
             f"{name} is not valid YAML for us: its lists and mappings lie too deep in each other"
         ) from None
-    except (
-        ValueError,
-        LookupError,
-        AttributeError,
-    ) as error:  # of PyYAML, for values that are not of their kind
+    except (ValueError, LookupError, AttributeError) as error:  # of PyYAML, for values that are not of their kind
         words = str(error) if isinstance(error, ValueError) else "a value in it is not what its tag says"
         if "digits" in words:
             words = "a whole number in it has thousands of digits"
@@ -189,11 +185,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
             raise ConfigError(
                 f"override '{override:.{LONGEST}}': '{parent:.{LONGEST}}' is a value, not a group of keys"
             )
-    value = (
-        _read_yaml(text[1:])
-        if text.startswith("@")
-        else parse_yaml(text, f"override '{override:.{LONGEST}}'")
-    )
+    value = _read_yaml(text[1:]) if text.startswith("@") else parse_yaml(text, f"override '{override:.{LONGEST}}'")
     if isinstance(node, list):
         node[_list_index(node, last, key)] = value
     else:
@@ -202,9 +194,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
 
 def _list_index(items: list[Any], text: str, key: str) -> int:
     if not text.isdigit() or int(text) >= len(items):
-        raise ConfigError(
-            f"override '{key:.{LONGEST}}': '{text:.{LONGEST}}' is no index into a list of {len(items)}"
-        )
+        raise ConfigError(f"override '{key:.{LONGEST}}': '{text:.{LONGEST}}' is no index into a list of {len(items)}")
     return int(text)
 
 

@@ -28,16 +28,7 @@ CLASSES = KV_HEADS  # of names: the i-th name is of class i % CLASSES
 SERVES: Mapping[int, Sequence[int]] = {2: (0, 1, 2, 3), 5: (0, 1, 2), 6: (3,), 7: (0, 1, 2, 3)}
 PROMPT_LAYERS = (2, 5, 6)
 NAME, NUMBER = 32, 64  # channels of a code
-ROOMS = {
-    "name": NAME,
-    "before": NAME,
-    "asked": 1,
-    "is =": 1,
-    "is ?": 1,
-    "given": 1,
-    "number": NUMBER,
-    "constant": 1,
-}
+ROOMS = {"name": NAME, "before": NAME, "asked": 1, "is =": 1, "is ?": 1, "given": 1, "number": NUMBER, "constant": 1}
 STARTS = dict(zip(ROOMS, np.cumsum([0, *ROOMS.values()]).tolist(), strict=False))
 WIDTH = sum(ROOMS.values())
 CONSTANT = 10.0  # so that the norm of every token is nearly this

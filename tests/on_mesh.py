@@ -69,9 +69,7 @@ def attend(q, k, v, spec, options, partition, implementation=None):
     packing = Packing(q_segment_ids=options.get("segment_ids"), full_from=options.get("full_from"))
     gate = options.get("gate")
     if partition is not None and partition.zigzag:
-        here, there = (
-            functools.partial(f, pieces=partition.size("sequence")) for f in (zigzag, in_row_order)
-        )
+        here, there = (functools.partial(f, pieces=partition.size("sequence")) for f in (zigzag, in_row_order))
         ids = packing.q_segment_ids if packing.q_segment_ids is not None else jnp.ones(q.shape[:2], jnp.int32)
         packing = packing._replace(q_segment_ids=here(ids), q_positions=here(segment_positions(ids)))
     out, disagreement = attention_on_mesh(
@@ -81,16 +79,11 @@ def attend(q, k, v, spec, options, partition, implementation=None):
     return there(out), there(disagreement)
 
 
-def check_attention(
-    implementation: str | None = None, among: Sequence[str] | None = None, zigzag: bool = True
-) -> None:
+def check_attention(implementation: str | None = None, among: Sequence[str] | None = None, zigzag: bool = True) -> None:
     """All cases on all meshes, or those of `among` by `implementation` on four devices along the context."""
     rng = np.random.default_rng(0)
     heads, kv_heads, size = 4, 2, 8
-    q, k, v = (
-        jnp.asarray(rng.normal(size=(BATCH, LENGTH, h, size)), jnp.float32)
-        for h in (heads, kv_heads, kv_heads)
-    )
+    q, k, v = (jnp.asarray(rng.normal(size=(BATCH, LENGTH, h, size)), jnp.float32) for h in (heads, kv_heads, kv_heads))
     packed = {"segment_ids": jnp.asarray(PACKED)}
     gate = {"gate": jnp.asarray(rng.uniform(size=(BATCH, LENGTH)) < 0.3, jnp.float32)}
     full_from = {"full_from": jnp.asarray(rng.integers(0, 40, size=(BATCH, 4)))}
@@ -110,10 +103,7 @@ def check_attention(
         "full-attention decode": (sinks, packed | full_from),
         "head hybrid": (sinks, packed | full_heads),
         "routed": (sinks, packed | gate),
-        "sigmoid": (
-            AttentionSpec(window=5, activation="sigmoid"),
-            packed | {"alibi_slopes": alibi_slopes(2, 2)},
-        ),
+        "sigmoid": (AttentionSpec(window=5, activation="sigmoid"), packed | {"alibi_slopes": alibi_slopes(2, 2)}),
         "sigmoid, head hybrid": (
             AttentionSpec(window=5, activation="sigmoid"),
             packed | full_heads | {"alibi_slopes": alibi_slopes(2, 2), "sigmoid_bias": jnp.full(4, -1.0)},
@@ -131,9 +121,7 @@ def check_attention(
         def loss(q, k, v, partition, spec=spec, options=options, real=real):
             here = None if partition is None else implementation
             out, disagreement = attend(q, k, v, spec, options, partition, here)
-            return jnp.sum(jnp.sin(out * real)) + jnp.sum(
-                disagreement * jnp.cos(jnp.arange(LENGTH))
-            ), out * real
+            return jnp.sum(jnp.sin(out * real)) + jnp.sum(disagreement * jnp.cos(jnp.arange(LENGTH))), out * real
 
         differentiate = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
         results = [jax.jit(differentiate, static_argnums=3)(q, k, v, partition) for partition in partitions]
@@ -214,9 +202,7 @@ def check_small() -> None:
 
     # Tokens of every part of the vocabulary, and less than all of the probability.
     likely = jnp.asarray(rng.permuted(np.tile(np.arange(32), (2, LENGTH, 1)), axis=-1)[..., :5])
-    teacher = Teacher(
-        likely, jnp.asarray(np.log(rng.dirichlet(np.ones(6), (2, LENGTH))[..., :5]), jnp.float32)
-    )
+    teacher = Teacher(likely, jnp.asarray(np.log(rng.dirichlet(np.ones(6), (2, LENGTH))[..., :5]), jnp.float32))
 
     def loss(hidden, head, partition):
         found = token_loss(hidden, head, targets, jnp.ones((2, LENGTH)), teacher=teacher, partition=partition)
@@ -306,14 +292,9 @@ MODELS = {
             "vocab_size_per_layer_input": 64,
         },
     },
-    "shared keys": {
-        "pattern": "interleave-1-in-2",
-        "model": {"num_kv_shared_layers": 1, "use_double_wide_mlp": True},
-    },
+    "shared keys": {"pattern": "interleave-1-in-2", "model": {"num_kv_shared_layers": 1, "use_double_wide_mlp": True}},
     "heads": {
-        "pattern": AttentionPattern(
-            ("head_hybrid_attention",) * 2, 12, num_sink_tokens=2, full_kv_heads=((0,), (1,))
-        ),
+        "pattern": AttentionPattern(("head_hybrid_attention",) * 2, 12, num_sink_tokens=2, full_kv_heads=((0,), (1,)))
     },
     "routed": {"pattern": "switch"},
     "lora": {
@@ -406,9 +387,7 @@ def run(config, pattern, partition, batch, pieces) -> tuple[list[float], list[fl
     model: Decoder = random_model(config.model, pattern, 0, partition)
     if config.lora is not None:
         model = with_lora(model, config.lora, nnx.Rngs(0))
-    optimizer: optax.GradientTransformation = make_optimizer(
-        config.optimizer, config.total_steps, model.config
-    )
+    optimizer: optax.GradientTransformation = make_optimizer(config.optimizer, config.total_steps, model.config)
     trained, frozen = trained_and_frozen(model)
     state = shard_state(init_state(trained, optimizer, frozen), partition, model.config)
     step = make_step(model, optimizer, config, partition)
@@ -424,9 +403,7 @@ def run(config, pattern, partition, batch, pieces) -> tuple[list[float], list[fl
 def check_selection() -> None:
     rng = np.random.default_rng(2)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-    config = ModelConfig(
-        **sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.2
-    )
+    config = ModelConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.2)
     model = Decoder(config, AttentionPattern.from_recipe("full", 3), rngs=nnx.Rngs(0))
     # Six rows for eight devices, and a prompt that the window holds.
     examples = [

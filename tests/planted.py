@@ -60,8 +60,7 @@ def planted_model(
     embedding = np.zeros((VOCAB, 2 * HALF), np.float32)
     embedding[:, :HALF] = np.eye(VOCAB)
     q, k, v = (
-        rng.normal(0, 0.1, (LAYERS, 2 * HALF, n * size)).astype(np.float32)
-        for n in (2 * KV_HEADS, KV_HEADS, KV_HEADS)
+        rng.normal(0, 0.1, (LAYERS, 2 * HALF, n * size)).astype(np.float32) for n in (2 * KV_HEADS, KV_HEADS, KV_HEADS)
     )
     o = rng.normal(0, noise, (LAYERS, 2 * KV_HEADS * size, 2 * HALF)).astype(np.float32)
     for c, layer, head in heads:

@@ -59,9 +59,7 @@ def placement(name: str, seed: int) -> list[Unit]:
             layers = [0, 1, 2]
         if name == "last layers":
             layers = [5, 6, 7]
-        heads = [
-            (a, int(b)) for a, n in zip(layers, shape, strict=True) for b in rng.permutation(KV_HEADS)[:n]
-        ]
+        heads = [(a, int(b)) for a, n in zip(layers, shape, strict=True) for b in rng.permutation(KV_HEADS)[:n]]
         return [Unit("one", (head,)) for head in heads]
     cells = [divmod(int(cell), KV_HEADS) for cell in rng.permutation(LAYERS * KV_HEADS)]
     if name == "anywhere":

@@ -183,9 +183,7 @@ def test_groups_are_as_good_as_drawing_within_each():
     rng = np.random.default_rng(0)
     groups = [rng.beta(2, 1, 80), rng.beta(1, 3, 200)]
     drawn = sum(group[rng.integers(group.size, size=(20_000, group.size))].mean(1) for group in groups) / 2
-    assert mean_of_groups(groups).interval == pytest.approx(
-        np.quantile(drawn, [0.025, 0.975]).tolist(), abs=0.004
-    )
+    assert mean_of_groups(groups).interval == pytest.approx(np.quantile(drawn, [0.025, 0.975]).tolist(), abs=0.004)
 
 
 def test_groups_cover_the_truth_at_their_rate():

@@ -44,12 +44,8 @@ def test_what_users_wrote_before_the_rooms_still_works():
     from swa_jax.select import bosch
     from swa_jax.train import TrainConfig, train
 
-    assert all(
-        map(callable, (load_model, compare_table, summary, from_dict, library_files, read_text, bosch, train))
-    )
-    assert all(
-        map(callable, (export_model, import_model, load_pattern, ConfigError, Haystack, Decoder, TrainConfig))
-    )
+    assert all(map(callable, (load_model, compare_table, summary, from_dict, library_files, read_text, bosch, train)))
+    assert all(map(callable, (export_model, import_model, load_pattern, ConfigError, Haystack, Decoder, TrainConfig)))
     assert FULL == "full_attention"
     assert (swa_jax.ModelConfig, swa_jax.AttentionPattern) == (ModelConfig, AttentionPattern)
     assert swa_jax.load_model is load_model

@@ -70,10 +70,7 @@ def test_a_value_that_json_cannot_hold_costs_nothing(tmp_path):
         (b'{"a": 1, "b": 2, "a": 3}', "has the key 'a' twice"),
         (b'{"a": {"b": 1, "b": 1}}', "has the key 'b' twice"),
         (b"[" * 100_000, "is not valid JSON for us: its lists and objects lie too deep"),
-        (
-            b'{"a": ' + b"9" * 5000 + b"}",
-            "is not valid JSON for us: a whole number in it has thousands of digits",
-        ),
+        (b'{"a": ' + b"9" * 5000 + b"}", "is not valid JSON for us: a whole number in it has thousands of digits"),
         (b'{"a": "\\ud83d b"}', r"is not valid JSON: '\\ud83d' alone is half a character"),
     ],
 )
@@ -138,10 +135,7 @@ def test_a_new_folder_that_fails_is_gone(tmp_path):
 def test_files_of_others_are_not_touched(tmp_path):
     (tmp_path / "new.partial").mkdir()
     (tmp_path / "new.partial" / "thesis.txt").write_text("1")
-    with (
-        pytest.raises(CheckpointError, match=r"new\.partial is in the way"),
-        files.new_folder(tmp_path / "new"),
-    ):
+    with pytest.raises(CheckpointError, match=r"new\.partial is in the way"), files.new_folder(tmp_path / "new"):
         pass
     assert (tmp_path / "new.partial" / "thesis.txt").exists()
     with pytest.raises(CheckpointError, match="exists already"):
@@ -150,9 +144,7 @@ def test_files_of_others_are_not_touched(tmp_path):
     assert files.check_destination(tmp_path / "empty") == (tmp_path / "empty").resolve()
 
 
-@pytest.mark.parametrize(
-    "place", ["gs://bucket/run", Path("gs://bucket/run"), "s3://a/b", "hdfs://host/data"]
-)
+@pytest.mark.parametrize("place", ["gs://bucket/run", Path("gs://bucket/run"), "s3://a/b", "hdfs://host/data"])
 def test_a_bucket_is_no_folder(place):
     with pytest.raises(ConfigError, match="is the address of a bucket"):
         files.check_local(place, "the output")

@@ -86,14 +86,7 @@ def test_errors_name_the_key(data, sentence):
 def test_overrides(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("name: x\nrate: 1e-4\nparts:\n  - size: 4\n")
-    overrides = [
-        "rate=1e-3",
-        "part.size=7",
-        "parts.0.kind=square",
-        "limit=null",
-        "numbers=[3, 4]",
-        "name=a=b",
-    ]
+    overrides = ["rate=1e-3", "part.size=7", "parts.0.kind=square", "limit=null", "numbers=[3, 4]", "name=a=b"]
     whole = load_config(Whole, file, overrides)
     assert whole == Whole("a=b", 1e-3, part=Part(7), parts=(Part(4, "square"),), numbers=(3, 4))
     assert load_config(Whole, file).rate == 1e-4  # YAML reads it as a string
@@ -103,9 +96,7 @@ def test_overrides(tmp_path):
 
 
 def test_a_file_may_build_on_another(tmp_path):
-    (tmp_path / "first.yaml").write_text(
-        "name: x\nrate: 0.1\npart: {size: 1, kind: square}\nnumbers: [1, 2]\n"
-    )
+    (tmp_path / "first.yaml").write_text("name: x\nrate: 0.1\npart: {size: 1, kind: square}\nnumbers: [1, 2]\n")
     folder = tmp_path / "inner"
     folder.mkdir()
     (folder / "second.yaml").write_text("base: ../first.yaml\npart: {size: 2}\nnumbers: [3]\n")
@@ -142,8 +133,7 @@ def test_a_file_may_build_on_another(tmp_path):
         ("rate=" + "9" * 400, f"'rate' must be float, got {'9' * 200}"),
         (
             "rate=" + "9" * 5000,
-            f"override 'rate={'9' * 75}' is not valid YAML for us: a whole number in it has thousands "
-            "of digits",
+            f"override 'rate={'9' * 75}' is not valid YAML for us: a whole number in it has thousands of digits",
         ),
         ("part=@absent.yaml", "configuration file absent.yaml does not exist"),
         ("parts.first=3", "override 'parts.first': 'first' is no index into a list of 1"),
@@ -220,10 +210,7 @@ SIZES = {
         ({"hidden_size": -4}, "hidden_size must be above 0, got -4"),
         ({"head_dim": 5}, "head_dim (5) must be even for rotary embeddings"),
         ({"position_embedding": "alibi", "alibi_negative_heads": 3}, "alibi_negative_heads (3) + "),
-        (
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 2}},
-            "'rope_scaling.rope_type' must be one of linear",
-        ),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "'rope_scaling.rope_type' must be one of linear"),
     ],
 )
 def test_model_config_refuses(change, sentence):

@@ -28,9 +28,7 @@ PLAIN = ModelConfig(
 )
 WIDER = dataclasses.replace(PLAIN, vocab_size=64, hidden_size=32, intermediate_size=48)
 # Large initial weights: attention that is far from uniform, and gates of both kinds.
-SOFTMAX = dataclasses.replace(
-    PLAIN, qk_norm=True, attention_bias=True, tie_word_embeddings=True, initializer_range=0.3
-)
+SOFTMAX = dataclasses.replace(PLAIN, qk_norm=True, attention_bias=True, tie_word_embeddings=True, initializer_range=0.3)
 # All that other families do: norms on both sides, RoPE by layer, queries scaled by position, softcaps, scales and
 # multipliers.
 SANDWICH = dataclasses.replace(
@@ -67,12 +65,7 @@ PARALLEL = dataclasses.replace(
     logit_multiplier=0.7,
 )
 EXPERTS = dataclasses.replace(
-    PLAIN,
-    initializer_range=0.3,
-    num_experts=5,
-    num_experts_per_tok=2,
-    moe_intermediate_size=12,
-    norm_topk_prob=True,
+    PLAIN, initializer_range=0.3, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=12, norm_topk_prob=True
 )
 MIXED = dataclasses.replace(EXPERTS, mlp_layer_types=("dense", "sparse", "sparse", "dense"))
 # As AFMoE and others: gated attention, sigmoid routing among groups with a bias for the choice, and a shared expert.
@@ -165,10 +158,7 @@ def make(types: str, heads: tuple[tuple[int, ...], ...] = (), **fields) -> Atten
     """A pattern from letters: F full, w window, h head hybrid, S switch."""
     kinds = {"F": FULL, "w": WINDOW, "h": HYBRID, "S": SWITCH}
     return AttentionPattern(
-        tuple(kinds[t] for t in types),
-        fields.pop("sliding_window", WINDOW_SIZE),
-        full_kv_heads=heads,
-        **fields,
+        tuple(kinds[t] for t in types), fields.pop("sliding_window", WINDOW_SIZE), full_kv_heads=heads, **fields
     )
 
 
@@ -183,10 +173,7 @@ PATTERNS = {
     "switch": (SOFTMAX, make("SSwS")),
     "every-kind": (SOFTMAX, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
     "window+fa-decode": (SOFTMAX, make("wwww", num_sink_tokens=2, full_attention_decode=True)),
-    "every-kind+fa-decode": (
-        SOFTMAX,
-        make("FwhS", ((), (), (1,), ()), num_sink_tokens=1, full_attention_decode=True),
-    ),
+    "every-kind+fa-decode": (SOFTMAX, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1, full_attention_decode=True)),
     "sandwich-every-kind": (SANDWICH, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
     "parallel-every-kind": (PARALLEL, make("FwhS", ((), (), (1,), ()), num_sink_tokens=1)),
     "experts": (SHARED_EXPERTS, make("wFSh", ((), (), (), (1,)))),

@@ -62,22 +62,14 @@ def _by_rule(head_dim: int, itemsize: int, capability: int) -> TilesByKernel:
         return TilesByKernel(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(16, 32, 4, 2))
     if capability == 80:
         if head_dim <= 64:
-            return TilesByKernel(
-                Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 128, 4, 3)
-            )
+            return TilesByKernel(Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 128, 4, 3))
         if head_dim <= 128:
-            return TilesByKernel(
-                Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)
-            )
+            return TilesByKernel(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3))
         return TilesByKernel(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(16, 32, 4, 3))
     if head_dim <= 64:
-        return TilesByKernel(
-            Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 128, 4, 3)
-        )
+        return TilesByKernel(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 128, 4, 3))
     if head_dim <= 128:
-        return TilesByKernel(
-            Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3), Tile(16, 64, 4, 4)
-        )
+        return TilesByKernel(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 3), Tile(16, 64, 4, 4))
     return TilesByKernel(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2), Tile(16, 64, 4, 2))
 
 
@@ -117,12 +109,7 @@ def routed_attention(
 
 
 def decode_attention(
-    q: jax.Array,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
-    spec: AttentionSpec,
-    where: Coordinates,
-    per_head: PerHead,
+    q: jax.Array, k_cache: jax.Array, v_cache: jax.Array, spec: AttentionSpec, where: Coordinates, per_head: PerHead
 ) -> jax.Array:
     """Attention of a few queries over a cache, [B, T, H, D] float32; not differentiable."""
     static = Static(spec, not gpu_triton.on_gpu())
@@ -194,16 +181,12 @@ def _flash_bwd(static, tiles, saved, cotangents):
     statistics = {}
     if lse is not None:
         sees_any = lse != -jnp.inf  # true for NaN, which is not to be hidden
-        delta = jnp.where(
-            sees_any, (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1) - dlse, 0
-        )
+        delta = jnp.where(sees_any, (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1) - dlse, 0)
         active |= (delta != 0).any(axis=2)
         # Weights of a row whose cotangents are not finite are NaN; masked tiles take the cotangents as zero.
         lse = jnp.where(sees_any, jnp.where(jnp.isfinite(delta), lse, jnp.nan), 0)
         if heads.sink_logits is not None:
-            dsinks = -jnp.where(sees_any, jnp.exp2(heads.sink_logits * parts.LOG2E - lse) * delta, 0).sum(
-                axis=(0, 1)
-            )
+            dsinks = -jnp.where(sees_any, jnp.exp2(heads.sink_logits * parts.LOG2E - lse) * delta, 0).sum(axis=(0, 1))
         statistics = {"lse": lse, "delta": delta}
     gradients = {"active": active, "dout": dout.astype(q.dtype), **statistics}
 
@@ -277,11 +260,7 @@ def _operands(
     full = None if where.full_rows is None else where.full_rows.astype(jnp.int32)
 
     def turned(x):  # [B, T, H] -> [B, H, T of whole blocks]
-        return (
-            None
-            if x is None
-            else jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, -x.shape[1] % tile.q_block)))
-        )
+        return None if x is None else jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, -x.shape[1] % tile.q_block)))
 
     return Operands(
         q,
@@ -318,9 +297,7 @@ def _blocked(where: Coordinates, tile: Tile) -> Coordinates:
     )
 
 
-def _bounds(
-    static: Static, tile: Tile, where: Coordinates, some_full: bool, active, by_key: bool
-) -> jax.Array:
+def _bounds(static: Static, tile: Tile, where: Coordinates, some_full: bool, active, by_key: bool) -> jax.Array:
     """[rows, variants, blocks, 10] int32: bounds for heads that are not full and (if some are) for those that are."""
     variants = [where]
     if some_full:

@@ -45,13 +45,7 @@ def decode(static: Static, tile: Tile, x: Operands, shares: int) -> tuple[jax.Ar
 
 
 def pool_decode(
-    specs: tuple[AttentionSpec, ...],
-    static: Static,
-    tile: Tile,
-    tokens: int,
-    group: int,
-    x: PoolOperands,
-    shares: int,
+    specs: tuple[AttentionSpec, ...], static: Static, tile: Tile, tokens: int, group: int, x: PoolOperands, shares: int
 ) -> tuple[jax.Array, jax.Array | None]:
     """As `decode`, for `tokens` new tokens and `group` query heads of each KV head; `specs` are those of the pools."""
     batch, rows, kv_heads, head_dim = x.q.shape
@@ -75,12 +69,7 @@ def pool_decode(
     blocks = PoolOperands(
         queries(x.q),
         tuple(
-            Pools(
-                pool(y.k),
-                pool(y.v),
-                of_head(y.slots),
-                None if y.positions is None else positions(y.positions),
-            )
+            Pools(pool(y.k), pool(y.v), of_head(y.slots), None if y.positions is None else positions(y.positions))
             for y in x.pools
         ),
         jax.tree.map(of_head, x.heads),
@@ -88,15 +77,7 @@ def pool_decode(
         None if x.full_from is None else of_row(x.full_from),
     )
     programs = tuple(
-        Program(
-            dataclasses.replace(static, spec=spec),
-            tile,
-            rows,
-            y.k.shape[2],
-            head_dim,
-            x.q.dtype,
-            per_kv_head=1,
-        )
+        Program(dataclasses.replace(static, spec=spec), tile, rows, y.k.shape[2], head_dim, x.q.dtype, per_kv_head=1)
         for spec, y in zip(specs, x.pools, strict=True)
     )
 
@@ -144,9 +125,7 @@ def _decode_kernel(program: Program, x: Operands, out_ref, lse_ref=None):
     _store(program, carry, out_ref, lse_ref)
 
 
-def _pool_decode_kernel(
-    programs: tuple[Program, ...], tokens: int, group: int, x: PoolOperands, out_ref, lse_ref=None
-):
+def _pool_decode_kernel(programs: tuple[Program, ...], tokens: int, group: int, x: PoolOperands, out_ref, lse_ref=None):
     length = x.lengths[0]
     row = jnp.arange(x.q.shape[0])
     pos = jnp.where(row < tokens * group, length - tokens + lax.div(row, group), -1)
@@ -164,9 +143,7 @@ def _pool_decode_kernel(
     carry = None
     for program, pools in zip(programs, x.pools, strict=True):
         slot = pools.slots[0]
-        visit, empty = program.attend(
-            q, queries, _entries(program, pools, slot, length), slopes, bias, full_head
-        )
+        visit, empty = program.attend(q, queries, _entries(program, pools, slot, length), slopes, bias, full_head)
         visits, block = _visits(program, pools, length, tokens, some_full)
         visits = jnp.where(slot < pools.k.shape[0], visits, 0)
         carry = lax.fori_loop(

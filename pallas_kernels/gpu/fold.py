@@ -29,9 +29,7 @@ class Fold(NamedTuple):
         return max(16, pl.next_power_of_2(self.tokens * self.group))
 
     def _filled(self, x, axis: int):
-        return jnp.pad(
-            x, [(0, self.rows - self.tokens * self.group if i == axis else 0) for i in range(x.ndim)]
-        )
+        return jnp.pad(x, [(0, self.rows - self.tokens * self.group if i == axis else 0) for i in range(x.ndim)])
 
     def queries(self, q: jax.Array) -> jax.Array:
         """[B, T, H, D] -> [B, rows, K, D]."""

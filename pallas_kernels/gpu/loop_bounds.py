@@ -34,9 +34,7 @@ class Bounds(NamedTuple):
     def read(cls, column) -> "Bounds":
         """`column(i)` returns entry i of the row."""
         entries = [column(i) for i in range(2 * _RANGES + 2)]
-        return cls(
-            tuple(entries[:_RANGES]), tuple(entries[_RANGES : 2 * _RANGES]), tuple(entries[2 * _RANGES :])
-        )
+        return cls(tuple(entries[:_RANGES]), tuple(entries[_RANGES : 2 * _RANGES]), tuple(entries[2 * _RANGES :]))
 
     @property
     def num_masked(self):
@@ -77,9 +75,7 @@ def loop_bounds(table: jax.Array, whole: jax.Array) -> jax.Array:
     counts = jnp.stack([jnp.maximum(b - a, 0) for a, b in zip(starts, stops, strict=True)], axis=-1)
     ends = jnp.cumsum(counts, axis=-1)
     offsets = jnp.stack(starts, axis=-1) - (ends - counts)
-    return jnp.concatenate([ends, offsets, jnp.stack([whole_start, whole_stop], axis=-1)], axis=-1).astype(
-        jnp.int32
-    )
+    return jnp.concatenate([ends, offsets, jnp.stack([whole_start, whole_stop], axis=-1)], axis=-1).astype(jnp.int32)
 
 
 def tables(

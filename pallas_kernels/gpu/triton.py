@@ -70,9 +70,7 @@ def dkv(static: Static, tile: Tile, x: Operands, apart: bool) -> tuple[jax.Array
     """
     heads = x.q.shape[2] if apart else x.k.shape[2]
     grid = (x.keys.pos.shape[1] // tile.kv_block, heads, x.q.shape[0])
-    results = [
-        _sequence((*y.shape[:2], heads, y.shape[3]), jnp.float32 if apart else y.dtype) for y in (x.k, x.v)
-    ]
+    results = [_sequence((*y.shape[:2], heads, y.shape[3]), jnp.float32 if apart else y.dtype) for y in (x.k, x.v)]
     dk, dv = call(_dkv_kernel, static, tile, x, grid, results)
     return dk, dv
 
@@ -98,9 +96,7 @@ def call(kernel, static: Static, tile: Tile, x: Operands, grid: tuple[int, int, 
         return pl.BlockSpec((None, y.shape[1], heads, width), lambda i, h, b: (b, 0, kv_head(h), 0))
 
     def by_row(y):  # [B or 1, ...]
-        return pl.BlockSpec(
-            (None, *y.shape[1:]), lambda i, h, b: (b if y.shape[0] > 1 else 0, *(0,) * (y.ndim - 1))
-        )
+        return pl.BlockSpec((None, *y.shape[1:]), lambda i, h, b: (b if y.shape[0] > 1 else 0, *(0,) * (y.ndim - 1)))
 
     def by_head(y):  # [H], or [K]
         per_program = y.shape[0] // kv_heads
@@ -409,9 +405,7 @@ def _dq_kernel(program: Program, x: Operands, dq_ref, dbias_ref=None):
     block = program.tile.q_block
     q, dout = program.load_queries(x.q, i, g), program.load_cotangents(x.dout, i, g)
     queries = program.queries(x.queries, i, 1)
-    lse, delta = (
-        None if ref is None else ref[g, pl.ds(i * block, block)][:, None] for ref in (x.lse, x.delta)
-    )
+    lse, delta = (None if ref is None else ref[g, pl.ds(i * block, block)][:, None] for ref in (x.lse, x.delta))
     slope, bias = _scalar(x.heads.alibi_slopes, g), _scalar(x.heads.sigmoid_bias, g)
     bounds, full_head = program.bounds(x, i)
 
@@ -447,10 +441,7 @@ def _dkv_kernel(program: Program, x: Operands, dk_ref, dv_ref):
         def visit(i, carry, masked):  # tiles are [bk, bq]
             dk, dv = carry
             queries = program.queries(x.queries, i, 0)
-            q, dout = (
-                program.load_queries(x.q, i, g, edge=masked),
-                program.load_cotangents(x.dout, i, g, masked),
-            )
+            q, dout = (program.load_queries(x.q, i, g, edge=masked), program.load_cotangents(x.dout, i, g, masked))
             rows = pl.ds(i * block, block)
             lse, delta = (None if ref is None else ref[g, rows][None, :] for ref in (x.lse, x.delta))
             logits, derivative = program.logits(program.dot(k, q, (1, 1)), queries, keys, slope, bias)

@@ -63,10 +63,7 @@ def write_pool(pool: jax.Array, slots: jax.Array, values: jax.Array, entries: ja
             grid=(),
             in_specs=[pl.BlockSpec(memory_space=pltpu.VMEM), anywhere],
             out_specs=anywhere,
-            scratch_shapes=[
-                pltpu.VMEM((batch * kv_heads, *tile), pool.dtype),
-                pltpu.SemaphoreType.DMA(()),
-            ],
+            scratch_shapes=[pltpu.VMEM((batch * kv_heads, *tile), pool.dtype), pltpu.SemaphoreType.DMA(())],
         ),
         input_output_aliases={3: 0},
         interpret=interpret,

@@ -99,9 +99,7 @@ def pool_visits(
     return _visited(spec, where, batch, entries, block, some_full_heads)
 
 
-def list_visits(
-    spec: AttentionSpec, where: Coordinates, block: int, *, some_full_heads: bool = False
-) -> Visits:
+def list_visits(spec: AttentionSpec, where: Coordinates, block: int, *, some_full_heads: bool = False) -> Visits:
     """Lists, sequence by sequence, the blocks in which some query sees some entry; `unpack` says what is in a pair.
 
     A sequence that sees nothing has one all the same, so that its (zero) result gets written.
@@ -158,16 +156,10 @@ def _visited(
         return jnp.broadcast_to(x, (batch, x.shape[1]))
 
     unused = pl.cdiv(entries, block) * block - entries
-    q_pos, kv_pos = (
-        by_batch(where.q_pos),
-        jnp.pad(by_batch(where.kv_pos), ((0, 0), (0, unused)), constant_values=-1),
-    )
+    q_pos, kv_pos = (by_batch(where.q_pos), jnp.pad(by_batch(where.kv_pos), ((0, 0), (0, unused)), constant_values=-1))
     full_rows = None if where.full_rows is None else by_batch(where.full_rows)
     visits = list_visits(
-        spec,
-        Coordinates(q_pos, kv_pos, q_pos, kv_pos, full_rows=full_rows),
-        block,
-        some_full_heads=some_full_heads,
+        spec, Coordinates(q_pos, kv_pos, q_pos, kv_pos, full_rows=full_rows), block, some_full_heads=some_full_heads
     )
     length = q_pos.shape[1]
     # Queries are consecutive, and the full ones the last of them.
@@ -234,15 +226,7 @@ def _decode(
     # In float32 a tile may have 8 rows; bfloat16 would fill twice as many with padding.
     rows = fold(q * jnp.asarray(call.query_factor, q.dtype)).astype(jnp.float32)
     arguments = vary_alike(
-        (
-            [x.astype(jnp.int32) for x in scalars],
-            visits.used.reshape(()),
-            rows,
-            row_info,
-            kv_pos[:, None],
-            k,
-            v,
-        )
+        ([x.astype(jnp.int32) for x in scalars], visits.used.reshape(()), rows, row_info, kv_pos[:, None], k, v)
     )
     out = _launch(static, *arguments)  # [B, K * rows, D]
     out = out.reshape(batch, kv_heads, static.rows, head_dim)[:, :, : length * group]

@@ -200,9 +200,7 @@ class _Step:
             for h in range(static.heads):
                 pl.when(self.reads(h))(functools.partial(from_pools, refs.slots[self.head(h)], h))
         else:
-            pl.when(visit.wanted)(
-                lambda: from_pools(pl.ds(refs.slots[self.head(0)], static.heads), slice(None))
-            )
+            pl.when(visit.wanted)(lambda: from_pools(pl.ds(refs.slots[self.head(0)], static.heads), slice(None)))
 
     def clear_behind_the_last(self) -> None:
         """Whatever lies behind the last entry has weight zero, but zero times NaN is NaN."""

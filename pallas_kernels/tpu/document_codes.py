@@ -48,8 +48,7 @@ def document_codes(where: Coordinates, dtype: Any, behind: int = 0) -> jax.Array
     number = jnp.cumsum(jnp.diff(start, axis=1, prepend=start[:, :1]) != 0, axis=1, dtype=jnp.int32)
     digits = number % _LOW, _LOW + number // _LOW % (_LOW - 1)
     low, high = (
-        jnp.pad(jnp.where(seen, digit, _NONE), [(0, 0), (0, behind)], constant_values=_NONE)
-        for digit in digits
+        jnp.pad(jnp.where(seen, digit, _NONE), [(0, 0), (0, behind)], constant_values=_NONE) for digit in digits
     )
     lane = jnp.arange(LANES)[:, None]
     codes = ((lane == low[:, None, :]) | (lane == high[:, None, :])).astype(dtype)  # [B, LANES, T]

@@ -24,9 +24,7 @@ class Documents(NamedTuple):
     """What the scheduled kernels know of packed rows."""
 
     first_keys: jax.Array  # [B, 1, T] int32: the index of the first key that a query sees; T if none
-    table: (
-        jax.Array
-    )  # [B * rows * 2 * (1 + small blocks in a row)] int32: `first` and `clean`, rows as the keys lie
+    table: jax.Array  # [B * rows * 2 * (1 + small blocks in a row)] int32: `first` and `clean`, rows as the keys lie
     per_row: int  # small blocks in a row of blocks
 
 
@@ -66,9 +64,7 @@ def read_bounds(table, batch, row, num_rows: int, per_row: int, small=None) -> B
     return Bounds(table[at], table[at + 1])
 
 
-def in_small_blocks(
-    table, batch, row, entry, column, num_rows: int, per_row: int, partly, plain, attend
-) -> None:
+def in_small_blocks(table, batch, row, entry, column, num_rows: int, per_row: int, partly, plain, attend) -> None:
     """Calls `attend(seen, row, column, crossed)` for the small blocks that are seen of a pair of blocks.
 
     Args:

@@ -100,9 +100,7 @@ def leave_out(
     if statistics is None:
         return q, dout, None
     shape = statistics.shape
-    nothing = jnp.where(
-        lax.broadcasted_iota(jnp.int32, shape, 0) == 0, -MASKED, 0.0
-    )  # of lse, and of the rest
+    nothing = jnp.where(lax.broadcasted_iota(jnp.int32, shape, 0) == 0, -MASKED, 0.0)  # of lse, and of the rest
     return q, dout, jnp.where(jnp.broadcast_to(position, shape) >= 0, statistics, nothing)
 
 

@@ -38,9 +38,7 @@ def room_for_copies(call: Call, documents: int, keys: jax.Array) -> list[Any]:
     return [copies, pltpu.SemaphoreType.DMA((2,)), joined, joined]
 
 
-def sink_copies(
-    call: Call, documents: int, num_steps: int, order: Any, refs: Any, room: list[Ref]
-) -> "SinkCopies":
+def sink_copies(call: Call, documents: int, num_steps: int, order: Any, refs: Any, room: list[Ref]) -> "SinkCopies":
     """Those of a kernel whose grid begins with batch, KV head and step.
 
     Args:
@@ -128,11 +126,7 @@ class SinkCopies:
 
     def join(self, step: jax.Array, copies: Ref, joined_ref: Ref) -> None:
         """Writes the documents' sink tokens one behind another, and zeros behind them."""
-        num_sinks, copied, (rows, head_dim) = (
-            self.call.spec.num_sink_tokens,
-            copies.shape[1],
-            joined_ref.shape,
-        )
+        num_sinks, copied, (rows, head_dim) = (self.call.spec.num_sink_tokens, copies.shape[1], joined_ref.shape)
         size = max(copied, rows)
         row = lax.broadcasted_iota(jnp.int32, (size, head_dim), 0)
         joined = jnp.zeros((size, head_dim), jnp.float32)

@@ -70,10 +70,7 @@ def call_of(
     q: jax.Array, spec: AttentionSpec, where: Coordinates, per_head: PerHead, order: RowOrder | None = None
 ) -> Call:
     """`make_call` on the device that the trace is for."""
-    given = {
-        "has_slopes": per_head.alibi_slopes is not None,
-        "has_bias": per_head.sigmoid_bias is not None,
-    }
+    given = {"has_slopes": per_head.alibi_slopes is not None, "has_bias": per_head.sigmoid_bias is not None}
     return make_call(spec, where, q.shape[3], q.dtype, **given, kind=device_kind(), order=order)
 
 
@@ -195,17 +192,7 @@ def forward(
 
 
 def backward(
-    call: Call,
-    q,
-    k,
-    v,
-    head_bias,
-    where: Coordinates,
-    full_heads,
-    dout,
-    statistics,
-    num_active=None,
-    added=(),
+    call: Call, q, k, v, head_bias, where: Coordinates, full_heads, dout, statistics, num_active=None, added=()
 ) -> tuple[jax.Array, ...]:
     """dq, dk, dv and, with a bias, its gradient by row [B, H, 1, T].
 
@@ -224,9 +211,7 @@ def backward(
             if where.full_rows is not None:
                 beyond, few = beyond_backward(part, k.shape[2], k.shape[3], k.dtype)
                 arguments = q, k, v, head_bias, of_full_rows(where), heads, dout, statistics
-                results = _with_full_rows(
-                    functools.partial(scheduled_backward, beyond, *arguments), few, results
-                )
+                results = _with_full_rows(functools.partial(scheduled_backward, beyond, *arguments), few, results)
         else:
             results = scheduled_backward(
                 part, q, k, v, head_bias, where, heads, dout, statistics, results, num_active, added

@@ -105,9 +105,7 @@ def _routed(request: Request, call: Call) -> tuple[Launch, ...]:
 def _moving(request: Request, call: Call, kernel: str, arrays: int) -> Launch:
     """The rows of the pass outside, on their way to it or back."""
     length = -(-request.q_length // call.tiles.q_block) * call.tiles.q_block
-    heads = rows_heads_a_step(
-        request.heads, request.head_dim, request.dtype, arrays, call.tiles.q_block, length
-    )
+    heads = rows_heads_a_step(request.heads, request.head_dim, request.dtype, arrays, call.tiles.q_block, length)
     grid = (request.batch, request.heads // heads, _VARIES)
     return Launch(kernel, grid, call.tiles, (), "all", backward=True)
 
@@ -154,9 +152,7 @@ def _backward(request: Request, call: Call, *, gathered: bool = False) -> list[L
                 entries = padded // tiles.q_block * sink_slots(window, True)
                 heads_in_turn = request.kv_heads // heads_at_once(window, request.kv_heads, request.head_dim)
                 entries_grid = request.batch, heads_in_turn, entries
-                found.append(
-                    Launch("window_sink_gradients", entries_grid, tiles, (), "sink-token", backward=True)
-                )
+                found.append(Launch("window_sink_gradients", entries_grid, tiles, (), "sink-token", backward=True))
             if "full_from" in request.given:
                 beyond, few = beyond_backward(part, *_keys_held(request, part))
                 found += _sweeps(request, beyond, heads, group, few)
@@ -173,10 +169,7 @@ def _padded(request: Request, call: Call) -> Request:
     def whole(length: int, block: int) -> int:
         return -(-length // block) * block
 
-    q_length, kv_length = (
-        whole(request.q_length, call.tiles.q_block),
-        whole(request.kv_length, call.tiles.kv_block),
-    )
+    q_length, kv_length = (whole(request.q_length, call.tiles.q_block), whole(request.kv_length, call.tiles.kv_block))
     return dataclasses.replace(request, q_length=q_length, kv_length=kv_length)
 
 
@@ -185,9 +178,7 @@ def _keys_held(request: Request, call: Call) -> tuple[int, int, jnp.dtype]:
     return _padded(request, call).kv_length, request.head_dim, jnp.dtype(request.dtype)
 
 
-def _scheduled(
-    request: Request, call: Call, heads: int | str, kernel: str, *, keys: str, few: bool = False
-) -> Launch:
+def _scheduled(request: Request, call: Call, heads: int | str, kernel: str, *, keys: str, few: bool = False) -> Launch:
     padded = _padded(request, call)
     resident = fits_vmem(padded.kv_length, request.head_dim, jnp.dtype(request.dtype))
     branches = kernel == "branches_forward"

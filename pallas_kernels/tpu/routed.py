@@ -104,9 +104,7 @@ def _attend_both(q, k, v, gate, spec, where: Coordinates, per_head: PerHead, rin
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _mixed(
-    call: Call, ring: Ring | None, q, k, v, gate, head_bias, sink_logits, where: Coordinates, full_heads
-):
+def _mixed(call: Call, ring: Ring | None, q, k, v, gate, head_bias, sink_logits, where: Coordinates, full_heads):
     """As `_attend_both`, of padded arrays and multiplied queries; where the keys are is not padded."""
     return _mixed_fwd(call, ring, q, k, v, gate, head_bias, sink_logits, where, full_heads)[0]
 
@@ -250,9 +248,7 @@ def _gather(order: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
-def _gather_rows(
-    call: Call, where: Coordinates, order, is_active, full: Cotangents
-) -> tuple[Coordinates, Cotangents]:
+def _gather_rows(call: Call, where: Coordinates, order, is_active, full: Cotangents) -> tuple[Coordinates, Cotangents]:
     """Coordinates and cotangents of gathered queries, which are turned and whose `full.out` is gathered already.
 
     Args:

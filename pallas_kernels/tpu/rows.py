@@ -82,9 +82,7 @@ def together(
     )
 
 
-def add_apart(
-    call: Call, chosen: Chosen, dq: jax.Array, rows: jax.Array, tile: int, where: Coordinates
-) -> jax.Array:
+def add_apart(call: Call, chosen: Chosen, dq: jax.Array, rows: jax.Array, tile: int, where: Coordinates) -> jax.Array:
     """dq [B, H, T, D] with `rows`, the gradients of what `together` made of the queries, added for their tokens."""
     grid = _Grid(chosen, dq, tile, 2)
     inputs, in_specs = grid.tables(where)
@@ -149,9 +147,7 @@ class _Grid:
         """What the queries of a chunk are turned by, if they come unturned, and where it lies."""
         inputs: list[jax.Array] = []
         in_specs: list[pl.BlockSpec] = []
-        add_tables(
-            where, inputs, in_specs, lambda row: self.of_table(lambda b, h, tile, chunk: (row(b), chunk, 0))
-        )
+        add_tables(where, inputs, in_specs, lambda row: self.of_table(lambda b, h, tile, chunk: (row(b), chunk, 0)))
         return inputs, in_specs
 
     def at(self, numbers: Ref) -> tuple[jax.Array, jax.Array]:
@@ -222,9 +218,7 @@ def _as_it_is(value: jax.Array) -> jax.Array:
     return value
 
 
-def _for_all_heads(
-    heads: int, is_row: jax.Array, source: Ref, out: Ref, read: Callable, write: Callable
-) -> None:
+def _for_all_heads(heads: int, is_row: jax.Array, source: Ref, out: Ref, read: Callable, write: Callable) -> None:
     """Calls `write` with the product of the matrix and the source's rows, as `read` has them, for each head."""
     num_rows, width = len(is_row), source.shape[2]
     abreast = heads_abreast(heads, width)

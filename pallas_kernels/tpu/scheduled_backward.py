@@ -98,9 +98,7 @@ def scheduled_backward(
             kv_order=where.kv_order[:, keys],
             kv_seg=None if where.kv_seg is None else where.kv_seg[:, keys],
         )
-        walk = walk_over(
-            dataclasses.replace(call, indexed=False, order=None), here, resident=False, flush=True
-        )
+        walk = walk_over(dataclasses.replace(call, indexed=False, order=None), here, resident=False, flush=True)
         # Of what is there already, the gradients by query are in the first part of the sum.
         by_query, by_key = (previous[:1], previous[3:]), (x[:, :, keys] for x in previous[1:3])
         dq, dbias = by_query if start == 0 else jax.tree.map(jnp.zeros_like, by_query)
@@ -130,19 +128,7 @@ def _sum(arrays):
 
 
 def _sweep(
-    call: Call,
-    q,
-    head_bias,
-    heads,
-    dout,
-    statistics,
-    k,
-    v,
-    where: Coordinates,
-    walk: Walk,
-    previous,
-    added,
-    of_few=(),
+    call: Call, q, head_bias, heads, dout, statistics, k, v, where: Coordinates, walk: Walk, previous, added, of_few=()
 ):
     head_dim, group = q.shape[3], q.shape[1] // k.shape[1]
     q_block, kv_block = call.tiles.q_block, call.tiles.kv_block
@@ -182,9 +168,7 @@ def _sweep(
         inputs.append(walk.packed.documents.first_keys)
         in_specs.append(spec((None, 1, q_block), lambda b, h, kv, visit, _: (b, 0, visit.row)))
     table = (None, q_block, head_dim)
-    add_tables(
-        where, inputs, in_specs, lambda row: spec(table, lambda b, h, kv, visit, _: (row(b), visit.row, 0))
-    )
+    add_tables(where, inputs, in_specs, lambda row: spec(table, lambda b, h, kv, visit, _: (row(b), visit.row, 0)))
     outputs = [shape_like(x.shape, x.dtype, q) for x in (q, k, v)]
     outputs += [shape_like((*q.shape[:2], 1, q.shape[2]), jnp.float32, q)] * call.has_bias
     out_specs = [queries, written, written, of_queries(1)][: len(outputs)]
@@ -288,9 +272,7 @@ def _name_refs(call: Call, walk: Walk, num_added: int, num_of_few: int, refs) ->
     has_head_bias = call.has_slopes or call.has_bias
     packed = walk.packed is not None
     turned = call.turned_by > 0
-    *optional, rest = take(
-        rest, call.softmax, has_head_bias, walk.is_list, walk.is_list, packed, turned, turned
-    )
+    *optional, rest = take(rest, call.softmax, has_head_bias, walk.is_list, walk.is_list, packed, turned, turned)
     of_few, gradients, rest = split(rest, num_of_few, 3)
     dbias, (*scratch,) = take(rest, call.has_bias)
     named: list[Any] = [*arrays, added, *optional, of_few, *gradients, dbias, *scratch[:5], scratch[5:]]
@@ -334,10 +316,7 @@ def _kernel(call, walk, has_segments, has_full_rows, num_added, num_of_few, grou
         start = pl.multiple_of(held * call.tiles.kv_block, call.tiles.kv_block) if walk.resident else 0
         keys = pl.ds(start, call.tiles.kv_block)
         here = refs._replace(
-            k=refs.k.at[keys, :],
-            v=refs.v.at[keys, :],
-            dk_acc=refs.dk_acc.at[held],
-            dv_acc=refs.dv_acc.at[held],
+            k=refs.k.at[keys, :], v=refs.v.at[keys, :], dk_acc=refs.dk_acc.at[held], dv_acc=refs.dv_acc.at[held]
         )
         run(_Pair(call, here, visit.row, column, seen, slope_and_bias, here.k[...].T, key_info(keys)))
 
@@ -350,9 +329,7 @@ def _kernel(call, walk, has_segments, has_full_rows, num_added, num_of_few, grou
         return refs.kv_info[:, keys].T if walk.is_list else None
 
     def run(pair):
-        finish = functools.partial(
-            pair.finish, functools.partial(tile_mask, call, has_segments, has_full_rows)
-        )
+        finish = functools.partial(pair.finish, functools.partial(tile_mask, call, has_segments, has_full_rows))
         pipelined(_units(pair.call, pair.seen, pair.crossed), pair.products, finish, ahead=_AHEAD)
 
     walk.run(visit, scalars, attend, attend_small)
@@ -392,9 +369,7 @@ def _small_refs(walk: Walk, refs: _Refs, visit: Visit, row, column) -> _Refs:
     keys = at(column) if walk.resident else in_block
     by_token = {name: getattr(refs, name).at[queries, :] for name in ("q", "dout")}
     by_lane = ("statistics", "first_keys", "dbias", "dq_acc", "q_t", "dout_t")
-    by_token |= {
-        name: getattr(refs, name).at[:, queries] for name in by_lane if getattr(refs, name) is not None
-    }
+    by_token |= {name: getattr(refs, name).at[:, queries] for name in by_lane if getattr(refs, name) is not None}
     return refs._replace(
         k=refs.k.at[keys, :],
         v=refs.v.at[keys, :],

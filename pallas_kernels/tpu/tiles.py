@@ -37,9 +37,7 @@ class Call:
 
     spec: AttentionSpec
     tiles: Tiles
-    window_kernel: bool = (
-        False  # default positions, causal, and a window that fits: the whole window in one grid step
-    )
+    window_kernel: bool = False  # default positions, causal, and a window that fits: the whole window in one grid step
     max_window: int = 2048  # that a window kernel takes: `longest_window`
     indexed: bool = False  # query and key i are token i of each row of the batch, segments or not
     order: RowOrder | None = None  # of a row that devices share: the queries are one device's, the keys all
@@ -47,9 +45,7 @@ class Call:
     has_slopes: bool = False
     has_bias: bool = False
     zero_cut: int = 0  # the `window.Cut` that a zero in scalar memory stands for: what a simulator reads
-    turned_by: int = (
-        0  # `Rotation.distance` of queries that the kernels are to turn (`turning`); 0: of turned ones
-    )
+    turned_by: int = 0  # `Rotation.distance` of queries that the kernels are to turn (`turning`); 0: of turned ones
     in_parts: bool = False  # more is to be added to the result, which therefore is not rounded to q's dtype
     interpret: bool | pltpu.InterpretParams = False
 
@@ -139,9 +135,7 @@ def describe_tokens(where: Coordinates) -> Tokens:
 
 def by_head(head_bias: jax.Array) -> jax.Array:
     """[2, H] -> [H, 8, LANES], a tile a head: vector memory, as simulators of some chips know no scalar memory."""
-    return jnp.broadcast_to(
-        jnp.pad(head_bias.T, [(0, 0), (0, 6)])[:, :, None], (head_bias.shape[1], 8, LANES)
-    )
+    return jnp.broadcast_to(jnp.pad(head_bias.T, [(0, 0), (0, 6)])[:, :, None], (head_bias.shape[1], 8, LANES))
 
 
 def batch_index(b, info: jax.Array):
@@ -149,9 +143,7 @@ def batch_index(b, info: jax.Array):
     return b if info.shape[0] > 1 else 0
 
 
-def tile_mask(
-    call: Call, has_segments: bool, has_full_rows: bool, query, key, shape: tuple[int, ...]
-) -> jax.Array:
+def tile_mask(call: Call, has_segments: bool, has_full_rows: bool, query, key, shape: tuple[int, ...]) -> jax.Array:
     """`visible` on one tile.
 
     Args:
@@ -162,12 +154,7 @@ def tile_mask(
         return jnp.broadcast_to(x, shape) if wanted else None
 
     spec = call.spec
-    if (
-        call.outside
-        and spec.window is not None
-        and spec.causal
-        and not (spec.num_sink_tokens or has_full_rows)
-    ):
+    if call.outside and spec.window is not None and spec.causal and not (spec.num_sink_tokens or has_full_rows):
         # One comparison: padding keys come behind every query, and padding queries before every key.
         key_pos = jnp.where(key[0] < 0, jnp.iinfo(jnp.int32).max, key[0])
         seen = spread(key_pos) <= spread(query[0] - spec.window)
@@ -222,9 +209,7 @@ def sigmoid_weights(logits: jax.Array) -> jax.Array:
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return lax.dot_general(
-        a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
+    return lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
 def to_row(column: jax.Array) -> jax.Array:
@@ -329,10 +314,7 @@ def launch(
             **{given + i: i for i in range(len(previous))},
             **{len(prefetched) + i: output for i, output in (in_place or {}).items()},
         },
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=semantics,
-            vmem_limit_bytes=VMEM_LIMIT_BYTES,
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=VMEM_LIMIT_BYTES),
         interpret=call.interpret,
         name=name,
         cost_estimate=cost,
@@ -351,9 +333,7 @@ def cost_of(call: Call, q: jax.Array, k: jax.Array, *, backward: bool = False) -
     keys = kv_length // 2 if window is None or call.outside else min(window, kv_length)
     pairs, products = batch * heads * length * keys, 5 if backward else 2
     arrays = products * q.size * q.dtype.itemsize + (4 if backward else 2) * k.size * k.dtype.itemsize
-    return pl.CostEstimate(
-        flops=2 * products * pairs * head_dim, transcendentals=pairs, bytes_accessed=arrays
-    )
+    return pl.CostEstimate(flops=2 * products * pairs * head_dim, transcendentals=pairs, bytes_accessed=arrays)
 
 
 def shape_like(shape: tuple[int, ...], dtype, like: jax.Array) -> jax.ShapeDtypeStruct:

@@ -24,26 +24,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.ring import RowOrder
-from pallas_kernels.schedule import (
-    Kind,
-    Visit,
-    Visits,
-    bounds_of,
-    flat_visits,
-    fully_visible,
-    kind_at,
-    unpack,
-    visited,
-)
+from pallas_kernels.schedule import Kind, Visit, Visits, bounds_of, flat_visits, fully_visible, kind_at, unpack, visited
 from pallas_kernels.spec import Coordinates
-from pallas_kernels.tpu.documents import (
-    Bounds,
-    Documents,
-    documents_of,
-    in_small_blocks,
-    read_bounds,
-    small_block,
-)
+from pallas_kernels.tpu.documents import Bounds, Documents, documents_of, in_small_blocks, read_bounds, small_block
 from pallas_kernels.tpu.few_rows import FewRows, few_rows
 from pallas_kernels.tpu.tiles import Call
 
@@ -121,10 +104,7 @@ def walk_over(
       only_plain: leave pairs that are seen in part to the kernel; of resident walks with default positions.
       few: take only the query blocks that see a key, by a list; of resident walks.
     """
-    num_rows, num_columns = (
-        where.q_pos.shape[1] // call.tiles.q_block,
-        where.kv_pos.shape[1] // call.tiles.kv_block,
-    )
+    num_rows, num_columns = (where.q_pos.shape[1] // call.tiles.q_block, where.kv_pos.shape[1] // call.tiles.kv_block)
     if few:
         some = few_rows(call, where)
         walk = _by_row(some.most[0], num_columns, some.scalars, some.run, flush)
@@ -216,9 +196,7 @@ def _run_list(batch, visit: Visit, scalars, attend, attend_small) -> None:
         _run_pair(unpack(pairs[index]), attend)
 
 
-def _run_reach(
-    reach: "Reach", packed: "Packed | None", batch, visit: Visit, scalars, attend, attend_small
-) -> None:
+def _run_reach(reach: "Reach", packed: "Packed | None", batch, visit: Visit, scalars, attend, attend_small) -> None:
     row = visit.row
     if packed is None:
         clean: Any = 0
@@ -237,9 +215,7 @@ def _run_reach(
     # Where the kernel has left pairs seen in part to this, it has done none of a crossed row.
     nearest = jnp.maximum(reach.nearest, row - clean + 1)
     if packed.only_plain and reach.plain:
-        nearest = jnp.where(
-            packed.crosses_window(clean, row), reach.nearest, jnp.maximum(reach.plain[0], nearest)
-        )
+        nearest = jnp.where(packed.crosses_window(clean, row), reach.nearest, jnp.maximum(reach.plain[0], nearest))
 
     @pl.loop(nearest, jnp.minimum(reach.farthest, row - first) + 1)
     def _(blocks):

@@ -23,18 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.packed_sinks import documents_copied, gather_sinks, room_for_copies, sink_copies
 from pallas_kernels.tpu.sink_gradients import add_to_sinks
-from pallas_kernels.tpu.tiles import (
-    LANES,
-    Call,
-    Heads,
-    by_head,
-    cost_of,
-    head_at,
-    launch,
-    shape_like,
-    split,
-    take,
-)
+from pallas_kernels.tpu.tiles import LANES, Call, Heads, by_head, cost_of, head_at, launch, shape_like, split, take
 from pallas_kernels.tpu.turning import add_tables
 from pallas_kernels.tpu.window import (
     Cut,
@@ -109,8 +98,7 @@ def window_backward(
         in_specs=in_specs,
         outputs=outputs,
         out_specs=out_specs,
-        scratch=_scratch(call, segments is not None, head_dim, q.dtype, k.dtype)
-        + room_for_copies(call, copied, k),
+        scratch=_scratch(call, segments is not None, head_dim, q.dtype, k.dtype) + room_for_copies(call, copied, k),
         previous=previous,
         cost=cost_of(call, q, k, backward=True),
     )
@@ -231,9 +219,7 @@ def _name_refs(call: Call, has_segments: bool, refs: tuple[Ref, ...]) -> tuple[R
     return Refs(*named), rest
 
 
-def _kernel(
-    call: Call, has_segments: bool, copied: int, grid: _Grid, order: tuple[Ref, ...], *unnamed: Ref
-) -> None:
+def _kernel(call: Call, has_segments: bool, copied: int, grid: _Grid, order: tuple[Ref, ...], *unnamed: Ref) -> None:
     refs, room = _name_refs(call, has_segments, unnamed)
     index, part, back, num_blocks = pl.program_id(2), pl.program_id(3), blocks_back(call), grid.num_blocks
     of_queries = jnp.minimum(index, num_blocks - 1)

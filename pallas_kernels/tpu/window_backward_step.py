@@ -191,9 +191,7 @@ class Body:
     def write_queries(self) -> None:
         call, refs = self.call, self.refs
         if call.turned_by:
-            refs.dq[...] = turn_back(call, refs.dq_acc[...], refs.cos[...], refs.sin[...]).astype(
-                refs.dq.dtype
-            )
+            refs.dq[...] = turn_back(call, refs.dq_acc[...], refs.cos[...], refs.sin[...]).astype(refs.dq.dtype)
         else:
             write(refs.dq, slice(None), refs.dq_acc[...], call.product_factor)
 
@@ -262,10 +260,7 @@ class Body:
         if unit.block == _SINKS:
             if self.sinks == "by token":
                 row = lax.broadcasted_iota(jnp.int32, relative.shape, 0)
-                masks = [
-                    row >= self.refs.segments[1:2, unit.queries],
-                    row < self.refs.segments[2:3, unit.queries],
-                ]
+                masks = [row >= self.refs.segments[1:2, unit.queries], row < self.refs.segments[2:3, unit.queries]]
             elif spec.num_sink_tokens < num_keys:
                 masks.append(lax.broadcasted_iota(jnp.int32, relative.shape, 0) < spec.num_sink_tokens)
             if self.sinks == "some":  # the others lie inside the window

@@ -20,18 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.spec import Coordinates
 from pallas_kernels.tpu.document_codes import document_codes, reads_codes
 from pallas_kernels.tpu.packed_sinks import documents_copied, gather_sinks, room_for_copies, sink_copies
-from pallas_kernels.tpu.tiles import (
-    LANES,
-    Call,
-    Heads,
-    by_head,
-    cost_of,
-    head_at,
-    launch,
-    shape_like,
-    split,
-    take,
-)
+from pallas_kernels.tpu.tiles import LANES, Call, Heads, by_head, cost_of, head_at, launch, shape_like, split, take
 from pallas_kernels.tpu.turning import add_tables
 from pallas_kernels.tpu.window import (
     Cut,

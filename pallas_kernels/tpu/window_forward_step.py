@@ -19,13 +19,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.nonfinite import finite, sees_non_finite
 from pallas_kernels.schedule import Kind
 from pallas_kernels.tpu.document_codes import with_query_code
-from pallas_kernels.tpu.shared_columns import (
-    beside_ones,
-    sees_far,
-    share_columns,
-    shared_products,
-    shared_values,
-)
+from pallas_kernels.tpu.shared_columns import beside_ones, sees_far, share_columns, shared_products, shared_values
 from pallas_kernels.tpu.tiles import LANES, MASKED, NN, NT, Call, dot, form_logits, over_lanes, sees_nothing
 from pallas_kernels.tpu.turning import turn
 from pallas_kernels.tpu.window import Ref, WindowTile, sink_rows, window_of, window_tiles
@@ -253,9 +247,7 @@ class Body:
         """Of the window of each query of a strip, [strip, size of the tile], counted from the tile's first key."""
         if self.refs.segments is not None:
             return self.along_lanes(0, start, tile.size) - (self.step * self.block + tile.key)
-        oldest = lax.broadcasted_iota(jnp.int32, (self.strip, tile.size), 0) + (
-            start - window_of(self.call) + 1
-        )
+        oldest = lax.broadcasted_iota(jnp.int32, (self.strip, tile.size), 0) + (start - window_of(self.call) + 1)
         return jnp.maximum(oldest, -self.step * self.block) - tile.key
 
     def along_lanes(self, row: int, start: int, size: int) -> jax.Array:

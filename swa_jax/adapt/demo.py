@@ -84,9 +84,7 @@ def run_demo(out: str | Path = "runs/demo", model_dir: str | Path | None = None)
 
     stage("importing the model")
     folder = model_folder(model_dir or "chains")
-    cpt = cpt_config(
-        out, folder, model_dir is None
-    )  # now, so that a mistake in it does not show after minutes only
+    cpt = cpt_config(out, folder, model_dir is None)  # now, so that a mistake in it does not show after minutes only
     # Stored in bf16; a CPU multiplies f32 faster.
     model, tokenizer = load_model(folder, dtype=jnp.float32), load_tokenizer(folder)
     asked = needle_questions(tokenizer, model.config) if model_dir else chain_questions(tokenizer)
@@ -197,10 +195,7 @@ def bosch_patterns(model: Decoder, asked: Questions) -> tuple[dict[str, Attentio
 
 
 def demo_patterns(
-    config: ModelConfig,
-    rounds: Sequence[NLLScores],
-    heads: Mapping[str, AttentionPattern],
-    asked: Questions,
+    config: ModelConfig, rounds: Sequence[NLLScores], heads: Mapping[str, AttentionPattern], asked: Questions
 ) -> dict[str, AttentionPattern]:
     """The patterns compared, by name.
 
@@ -223,8 +218,7 @@ def demo_patterns(
         made[f"nll-greedy-1-in-{n}"] = greedy_pattern(rounds[:budget], **drawn)
     made |= heads
     decoded = {
-        f"{name}+fa-decode": dataclasses.replace(made[name], full_attention_decode=True)
-        for name in WITH_FA_DECODE
+        f"{name}+fa-decode": dataclasses.replace(made[name], full_attention_decode=True) for name in WITH_FA_DECODE
     }
     return made | decoded
 
@@ -277,9 +271,7 @@ def _pictures(
 ) -> None:
     names = [row["name"] for row in report["rows"]]
     grid = [score_by_depth(by_example[name], len(asked.kinds)) for name in names]
-    needle_heat_map(
-        grid, names, asked.kinds, out / "answers.png", title="Answers right", column_title=asked.about
-    )
+    needle_heat_map(grid, names, asked.kinds, out / "answers.png", title="Answers right", column_title=asked.about)
     layer_scores_chart(
         scores.intervals(),
         chosen.full_layers,

@@ -25,9 +25,7 @@ EVALUATION_SEED, CALIBRATION_SEED = 1, 2
 CHAIN_LENGTH, CHAIN_WINDOW = 384, 32
 
 NEEDLE_LENGTH = 1024  # tokens of prompt and answer together
-NEEDLE_WINDOW = (
-    48  # with 8 layers, what windows can pass on reaches back 384 tokens; the needles lie further back
-)
+NEEDLE_WINDOW = 48  # with 8 layers, what windows can pass on reaches back 384 tokens; the needles lie further back
 NEEDLE_EXAMPLES, NEEDLE_CALIBRATION = 48, 16
 NEEDLE_DEPTHS = 6
 NEEDLE_TOKENS = 20  # the answer has about 18
@@ -81,12 +79,7 @@ def needle_questions(tokenizer: Tokenizer, config: ModelConfig) -> Questions:
 
     def draw(num_examples: int, seed: int) -> list[Example]:
         return needle_examples(
-            tokenizer,
-            length=NEEDLE_LENGTH,
-            num_examples=num_examples,
-            depths=depths,
-            haystack=haystack,
-            seed=seed,
+            tokenizer, length=NEEDLE_LENGTH, num_examples=num_examples, depths=depths, haystack=haystack, seed=seed
         )
 
     note = (

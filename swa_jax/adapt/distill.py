@@ -44,9 +44,7 @@ class Drawing:
 
     def __post_init__(self) -> None:
         if not 1 <= self.samples <= MOST_SAMPLES:
-            raise ConfigError(
-                f"samples of a prompt must be from 1 to {MOST_SAMPLES}, and there are {self.samples}"
-            )
+            raise ConfigError(f"samples of a prompt must be from 1 to {MOST_SAMPLES}, and there are {self.samples}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -130,9 +130,7 @@ class Job:
     def written_bytes(self) -> int:
         """What the run leaves on the disk: the fine-tuned model with its checkpoints, the export."""
         copies = int(self.settings.server is not None)
-        copies += 3 * int(
-            self.settings.tune_steps > 0
-        )  # f32 of what may be bf16, and adapters with their moments
+        copies += 3 * int(self.settings.tune_steps > 0)  # f32 of what may be bf16, and adapters with their moments
         return copies * self.source.weight_bytes + 2**20  # and the results
 
 
@@ -225,9 +223,7 @@ def _memory(settings: Settings, source: Source, length: int) -> Memory:
         own = BLOCKS[settings.server].in_flight
         chunk = chunk or max(16, min(own, served // CHUNK_SHARE))
     elif chunk is not None:
-        raise ConfigError(
-            f"--prefill-chunk is of {' and '.join(BLOCKS)}, whose caches depend on it: leave it out"
-        )
+        raise ConfigError(f"--prefill-chunk is of {' and '.join(BLOCKS)}, whose caches depend on it: leave it out")
     return Memory(source.config, source.hf_config, served, settings.server, chunk)
 
 
@@ -235,9 +231,7 @@ def _check_folder(out: Path) -> None:
     check_local(out, "OUT")
     ours = (out / FOLDER / MARK).is_file()
     if out.exists() and not ours and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(
-            f"{out} holds something else: name a new folder, or that of an adaptation to go on with"
-        )
+        raise ConfigError(f"{out} holds something else: name a new folder, or that of an adaptation to go on with")
 
 
 def tuning(job: Job, pattern: Path) -> TrainConfig:
@@ -250,10 +244,7 @@ def tuning(job: Job, pattern: Path) -> TrainConfig:
         kinds = {name: "prompts" if Path(name).suffix in RECORDS else "text" for name in settings.tune_data}
         data = tuple(SourceConfig(kind=kind, files=(name,)) for name, kind in kinds.items())  # type: ignore[arg-type]
     elif job.source.bundled == "chains":
-        data = (
-            SourceConfig(kind="chains", hops=3, num_chains=4, num_questions=32),
-            SourceConfig(kind="text"),
-        )
+        data = (SourceConfig(kind="chains", hops=3, num_chains=4, num_questions=32), SourceConfig(kind="text"))
     elif job.source.bundled:
         data = (SourceConfig(kind="needles"), SourceConfig(kind="text"))
     else:

@@ -68,19 +68,13 @@ def work(job: Job, effort: Effort) -> dict[str, Work]:
     """What each stage has to do."""
     config, settings, source = job.source.config, job.settings, job.source
     layers = config.num_hidden_layers
-    measuring, choosing = (
-        _through(job.tasks.choosing, count, layers) for count in (effort.examples, effort.choose_by)
-    )
+    measuring, choosing = (_through(job.tasks.choosing, count, layers) for count in (effort.examples, effort.choose_by))
     ranking = _through(job.tasks.choosing, effort.rank_by, layers, least=1)
     copied = source.weight_bytes / COPY_SPEED
     tune = Work()
     if settings.tune_steps:
-        steps = Work(
-            windowed=3.0 * settings.tune_steps * settings.batch_size * layers, programs=1, seconds=2 * copied
-        )
-        drawn = (
-            0 if job.replies is None else 2 * len(job.replies.samples)
-        )  # drawn, and read for their probabilities
+        steps = Work(windowed=3.0 * settings.tune_steps * settings.batch_size * layers, programs=1, seconds=2 * copied)
+        drawn = 0 if job.replies is None else 2 * len(job.replies.samples)  # drawn, and read for their probabilities
         tune = steps + Work(full=drawn * layers)
     token = 2 * matrix_parameters(config) / READ_SPEED  # f32 or bf16, and both models
     requests = (settings.repeats + 1) * settings.new_tokens * 2 * token
@@ -101,9 +95,7 @@ def _through(tasks: Sequence[Task], count: int, layers: int, least: int = 2) -> 
     total = Work()
     for task in tasks:
         rows = count if task.answers else max(least, count // ROWS_OF_TEXT)
-        total += Work(
-            full=rows * layers, labels=rows * float(np.mean([len(one.answer) for one in task.examples]))
-        )
+        total += Work(full=rows * layers, labels=rows * float(np.mean([len(one.answer) for one in task.examples])))
     return total
 
 
@@ -125,9 +117,7 @@ def _ranked(job: Job, effort: Effort, passes: Work) -> Work:
     tried = effort.tried if by_heads else effort.layers_tried(layers)
     takes = shares(job.space.most, effort.rounds) if job.space.most else []
     if tried is None and not by_heads:  # from the layer on that is made full, on average half of them
-        each = windows._replace(
-            windowed=windows.windowed * (layers + 3) / 2, labels=passes.labels * (layers + 1)
-        )
+        each = windows._replace(windowed=windows.windowed * (layers + 3) / 2, labels=passes.labels * (layers + 1))
         return each.times(len(takes)) + Work(programs=4)
     # A gradient goes forward through both kinds of attention, again for the way back, and back through the windows.
     total = (passes.times(2) + windows.times(1.5)).times(len(takes)) + Work(programs=6)
@@ -194,9 +184,7 @@ def time_layers(job: Job, length: int) -> Clock:
     pattern = AttentionPattern((WINDOW,) * config.num_hidden_layers, window)
     kinds = (FULL, WINDOW)
     plan = layer_plan(pattern, config, kinds)
-    like = max(
-        (one for one in layer_stacks(config) if "shared" not in one.name), key=lambda one: len(one.layers)
-    )
+    like = max((one for one in layer_stacks(config) if "shared" not in one.name), key=lambda one: len(one.layers))
     row = jax.tree.map(lambda x: x[like.layers[0]], plan)
     decoder = nnx.eval_shape(lambda: Decoder(config, pattern, dtype=dtype, rngs=nnx.Rngs(0)))
     block = Block(like, False, dtype, num_experts=config.num_experts, rngs=nnx.Rngs(0))
@@ -246,9 +234,7 @@ def plan_text(job: Job) -> str:
         "adapted": "measure the adapted model on the same examples, and plain windows",
         "efficiency": f"time both in turn: {settings.repeats} requests each",
         "export": f"export for {server}" if server else "no export, without --for",
-        "canary": f"make the receipt of the export for {server}"
-        if server and settings.canary
-        else "no receipt",
+        "canary": f"make the receipt of the export for {server}" if server and settings.canary else "no receipt",
     }
     lines = [f"{job.source.name} to {settings.out}, cache counted {job.memory.place}:"]
     lines += [
@@ -287,10 +273,7 @@ def _faster(job: Job, clock: Clock, total: float) -> list[str]:
     kept = {name: seconds for name, seconds in ways.items() if seconds < 0.95 * total}
     if not kept:
         return []
-    said = [
-        f"{name} (about {duration(seconds)})"
-        for name, seconds in sorted(kept.items(), key=lambda one: one[1])
-    ]
+    said = [f"{name} (about {duration(seconds)})" for name, seconds in sorted(kept.items(), key=lambda one: one[1])]
     return [f"Faster, each alone: {', '.join(said)}."]
 
 

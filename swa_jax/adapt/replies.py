@@ -93,9 +93,7 @@ def plan_replies(
     return replies
 
 
-def draw_replies(
-    replies: Replies, model: Decoder, tokenizer: Tokenizer, model_sum: str, out: Path
-) -> Iterator[int]:
+def draw_replies(replies: Replies, model: Decoder, tokenizer: Tokenizer, model_sum: str, out: Path) -> Iterator[int]:
     """Write the file `out`; gives how many replies there are so far. A killed drawing goes on where it was.
 
     Raises:

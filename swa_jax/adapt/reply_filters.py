@@ -34,9 +34,7 @@ def find_filter(text: str, answer_field: str) -> Filter:
         raise ConfigError(f"--filter is '{kind}'{nearest(kind, KINDS)}")
     if bool(rest) != (kind in ("judge", "program")):
         raise ConfigError(
-            f"--filter {kind} takes nothing after it"
-            if rest
-            else f"--filter {kind} needs what decides: {kind}:COMMAND"
+            f"--filter {kind} takes nothing after it" if rest else f"--filter {kind} needs what decides: {kind}:COMMAND"
         )
     if kind == "none":
         return lambda record, reply, where: True

@@ -39,9 +39,7 @@ def write_report(job: Job, results: Results) -> Path:
     """Write `report.html`, whole or not at all; returns its path."""
     found = results.found
     row, pattern = results.best, results.pattern
-    title = f"{job.source.name}, adapted" + (
-        f" for {_called(job.settings.server)}" if job.settings.server else ""
-    )
+    title = f"{job.source.name}, adapted" + (f" for {_called(job.settings.server)}" if job.settings.server else "")
     body = [
         html.heading(title, 1),
         html.paragraph(" ".join(_sentences(job, results)), "lead"),
@@ -132,10 +130,7 @@ def _cards(job: Job, results: Results) -> list[tuple[str, str]]:
     if right:
         shares = [sum(row[who][0] for row in right) / len(right) for who in ("adapted", "original")]
         cards.append((f"{shares[0]:.0%}", f"of answers right; the original {shares[1]:.0%}"))
-    for key, about in (
-        ("first_token_seconds", "to the first token"),
-        ("token_seconds", "for each further token"),
-    ):
+    for key, about in (("first_token_seconds", "to the first token"), ("token_seconds", "for each further token")):
         cards.append((_milliseconds(after[key]), f"{about}; the original {_milliseconds(before[key])}"))
     return cards
 
@@ -203,11 +198,7 @@ def _quality(tasks: Sequence[Task], adapted: Mapping[str, Any], tune: Mapping[st
             f"Both models on the same examples, which nothing was chosen by.{tuned} In brackets: 95 % intervals. The "
             "difference is paired, example by example, so that its interval is narrower than those beside it."
         ),
-        html.table(
-            ["Task", "Examples", "Original", "Adapted", "Difference", "Verdict"],
-            cells,
-            kinds=kinds,
-        ),
+        html.table(["Task", "Examples", "Original", "Adapted", "Difference", "Verdict"], cells, kinds=kinds),
         html.bullets([f"{task.title}: {task.about}{_plain(windows.get(task.name))}" for task in tasks]),
     ]
 
@@ -236,9 +227,7 @@ def _signed(value: float, digits: int = 3) -> str:
     return text[1:] if float(text) == 0 else text.replace("-", "\N{MINUS SIGN}")
 
 
-def _memory(
-    job: Job, efficiency: Mapping[str, Any], pattern: AttentionPattern, row: Mapping[str, Any]
-) -> list[str]:
+def _memory(job: Job, efficiency: Mapping[str, Any], pattern: AttentionPattern, row: Mapping[str, Any]) -> list[str]:
     memory, figures = job.memory, efficiency["figures"]
     full = AttentionPattern((FULL,) * pattern.num_layers)
     counted: list[tuple[str, float, float]] = [
@@ -294,9 +283,7 @@ def _speed(efficiency: Mapping[str, Any], cost: float) -> list[str]:
     ]
     requests = break_even(cost, before, after)
     if requests is None:
-        verdict = (
-            "On this device the adapted model is not faster, so that the adaptation pays by its memory alone."
-        )
+        verdict = "On this device the adapted model is not faster, so that the adaptation pays by its memory alone."
     else:
         verdict = (
             f"The adaptation took {duration(cost)} of this machine. It is earned back in time after {requests} such "
@@ -317,9 +304,7 @@ def _speed(efficiency: Mapping[str, Any], cost: float) -> list[str]:
 def _tried(job: Job, search: Mapping[str, Any]) -> list[str]:
     candidates, chosen = search["candidates"], search["best"]
     marks = [
-        svg.Mark(
-            100 * row["share"], row["lost"], "chosen" if number == chosen else _name(row), number == chosen
-        )
+        svg.Mark(100 * row["share"], row["lost"], "chosen" if number == chosen else _name(row), number == chosen)
         for number, row in enumerate(candidates)
     ]
     marks.append(svg.Mark(100.0, 0.0, "original", reference=True))
@@ -391,19 +376,13 @@ def _serving(job: Job, export: Mapping[str, Any], canary: Mapping[str, Any] | No
     pieces = [html.heading("How to run it")]
     if export:
         pieces += [
-            html.paragraph(line)
-            for text in export["describe"]
-            for line in text.splitlines()
-            if "Start it" not in line
+            html.paragraph(line) for text in export["describe"] for line in text.splitlines() if "Start it" not in line
         ]
         if export["command"]:
             pieces.append(html.code([export["command"]]))
         else:
             folder = str(job.export_folder)
-            lines = [
-                "import transformers",
-                f"model = transformers.AutoModelForCausalLM.from_pretrained({folder!r})",
-            ]
+            lines = ["import transformers", f"model = transformers.AutoModelForCausalLM.from_pretrained({folder!r})"]
             pieces.append(html.code(lines))
         pieces.append(html.paragraph(_receipt(job, canary)))
     return [*pieces, html.paragraph("With this library:"), html.code(here)]
@@ -426,9 +405,7 @@ def _origin(job: Job, results: Results) -> list[str]:
     return [
         html.heading("How this came about"),
         html.table(["Stage", "Time"], [*stages, ["together", f"{sum(seconds.values()):.1f} s"]]),
-        html.paragraph(
-            f"{_program()}; {', '.join(versions)}; {_device()}; seed {job.settings.seed}.", "soft"
-        ),
+        html.paragraph(f"{_program()}; {', '.join(versions)}; {_device()}; seed {job.settings.seed}.", "soft"),
         html.code([command_line(job.settings)]),
     ]
 
@@ -436,9 +413,7 @@ def _origin(job: Job, results: Results) -> list[str]:
 def _device() -> str:
     device = jax.devices()[0]
     return (
-        f"{len(jax.devices())} x {device.device_kind}"
-        if device.platform != "cpu"
-        else f"a CPU ({platform.machine()})"
+        f"{len(jax.devices())} x {device.device_kind}" if device.platform != "cpu" else f"a CPU ({platform.machine()})"
     )
 
 

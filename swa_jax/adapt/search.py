@@ -141,9 +141,7 @@ def find_space(memory: Memory, budget: float, windows: Sequence[int], unit: Unit
     return Space(start, values, tuple(left_out), max(fits.values()) // heads)
 
 
-def fitting(
-    point: Point, memory: Memory, budget: float, order: Sequence[Any] | None = None
-) -> AttentionPattern:
+def fitting(point: Point, memory: Memory, budget: float, order: Sequence[Any] | None = None) -> AttentionPattern:
     """The pattern of a candidate, with as many full layers (or heads) as the budget allows.
 
     Args:
@@ -256,9 +254,7 @@ class Search:
         examples = [
             example
             for task in self.tasks
-            for example in task.examples[
-                : effort.rank_by if task.answers else max(1, effort.rank_by // ROWS_OF_TEXT)
-            ]
+            for example in task.examples[: effort.rank_by if task.answers else max(1, effort.rank_by // ROWS_OF_TEXT)]
         ]
         name = digest([self.key, dataclasses.asdict(start), effort.rank_by])[:8]
         settings: dict[str, Any] = {
@@ -274,17 +270,11 @@ class Search:
 
     def _rank_layers(self, scorer: LayerScorer) -> None:
         tried = self.effort.layers_tried(scorer.layers)
-        rounds = scorer.greedy(
-            self.space.most, tried=tried, rounds=self.effort.rounds, progress=self.progress
-        )
+        rounds = scorer.greedy(self.space.most, tried=tried, rounds=self.effort.rounds, progress=self.progress)
         worth: dict[int, Estimate] = {}
         for scores in rounds:
             estimates = scores.intervals()
-            worth |= {
-                i: one
-                for i, one in enumerate(estimates)
-                if i not in scores.full_layers and one.mean == one.mean
-            }
+            worth |= {i: one for i, one in enumerate(estimates) if i not in scores.full_layers and one.mean == one.mean}
         self._order = [layer for scores in rounds for layer in scores.picked]
         self._layer_scores = [list(worth.get(layer, (None,) * 3)) for layer in range(scorer.layers)]
         self._ranked = provenance_of(rounds)
@@ -321,9 +311,7 @@ class Search:
             "pattern": json.loads(pattern.to_json()),
         }  # fmt: skip
         right = "" if row["right"] is None else f", {row['right']:.0%} right"
-        self.report(
-            f"{_title(point)}: loses {row['lost']:.3f} nats a token{right}, {row['share']:.1%} of the cache"
-        )
+        self.report(f"{_title(point)}: loses {row['lost']:.3f} nats a token{right}, {row['share']:.1%} of the cache")
         return row
 
     def _score(self, pattern: AttentionPattern) -> dict[str, Any]:

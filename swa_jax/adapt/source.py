@@ -38,6 +38,4 @@ def find_source(name: str) -> Source:
     checkpoint = open_checkpoint(model_folder(name))
     size = sum(file.stat().st_size for file in checkpoint.folder.glob("weights/*"))
     bundled = name if name in BUNDLED and not Path(name).exists() else None
-    return Source(
-        name, checkpoint.folder, bundled, checkpoint.hf_config, checkpoint.config, checkpoint.pattern, size
-    )
+    return Source(name, checkpoint.folder, bundled, checkpoint.hf_config, checkpoint.config, checkpoint.pattern, size)

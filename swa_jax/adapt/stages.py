@@ -123,9 +123,7 @@ class Run:
     def __call__(self, reported: Callable[[Results], None]) -> None:
         job = self.job
         self._claim()
-        original = digest(
-            [VERSION, self.model_sum, job.dtype, self._sums(job.tasks.choosing, job.tasks.measuring)]
-        )
+        original = digest([VERSION, self.model_sum, job.dtype, self._sums(job.tasks.choosing, job.tasks.measuring)])
         self._stage("original", "measuring the model as it is", original, self._measure_original)
         search = digest([original, self._searched()])
         self._stage("search", "searching", search, functools.partial(self._search, original))
@@ -133,9 +131,7 @@ class Run:
         tune = self._tune_key(search)
         title = "fine-tuning by LoRA" if self._tuned else "no fine-tuning"
         self._stage("tune", title, tune, functools.partial(self._tune, tune), self._tuned)
-        self._stage(
-            "adapted", "measuring the adapted model", digest([tune, "measure"]), self._measure_adapted
-        )
+        self._stage("adapted", "measuring the adapted model", digest([tune, "measure"]), self._measure_adapted)
         settings = job.settings
         key = digest([tune, settings.new_tokens, settings.repeats])
         self._stage("efficiency", "timing both in turn", key, self._efficiency)
@@ -248,9 +244,7 @@ class Run:
         stage = dataclasses.replace(plan.stages[0], data=())
         replies = self.job.replies
         if replies is None:
-            data: Any = [
-                [to_dict(dataclasses.replace(one, files=())), data_sum(one)] for one in plan.stages[0].data
-            ]
+            data: Any = [[to_dict(dataclasses.replace(one, files=())), data_sum(one)] for one in plan.stages[0].data]
         else:
             data = replies.content(self.model_sum)
         return digest([search, config, to_dict(stage), data])
@@ -280,9 +274,7 @@ class Run:
         """The original model's replies, into their file."""
         total = len(replies.samples)
         with Progress("replies") as progress:
-            for done in draw_replies(
-                replies, self.model, self.job.tokenizer, self.model_sum, self.job.replies_file
-            ):
+            for done in draw_replies(replies, self.model, self.job.tokenizer, self.model_sum, self.job.replies_file):
                 progress.update(done, total)
 
     def _measure_adapted(self) -> dict[str, Any]:
@@ -297,13 +289,9 @@ class Run:
 
     def _efficiency(self) -> dict[str, Any]:
         settings = self.job.settings
-        example = max(
-            (task.examples[0] for task in self.job.tasks.measuring), key=lambda one: len(one.prompt)
-        )
+        example = max((task.examples[0] for task in self.job.tasks.measuring), key=lambda one: len(one.prompt))
         models = {"original": self.model.with_pattern(self.job.source.pattern), "adapted": self.adapted}
-        figures = measure_efficiency(
-            models, [example.prompt], new_tokens=settings.new_tokens, repeats=settings.repeats
-        )
+        figures = measure_efficiency(models, [example.prompt], new_tokens=settings.new_tokens, repeats=settings.repeats)
         return {"prompt_tokens": len(example.prompt), "new_tokens": settings.new_tokens, "figures": figures}
 
     def _export(self) -> dict[str, Any]:

@@ -87,12 +87,7 @@ def draw_tasks(data: Data, tokenizer: Tokenizer, choosing: int, measuring: int) 
     length = data.length
     if data.prompts is not None:
         both = prompt_examples(
-            tokenizer,
-            data.prompts,
-            num_examples=choosing + measuring,
-            length=length,
-            wrap=data.wrap,
-            seed=data.seed,
+            tokenizer, data.prompts, num_examples=choosing + measuring, length=length, wrap=data.wrap, seed=data.seed
         )
         add(
             (both[:choosing], both[choosing:]),
@@ -143,9 +138,7 @@ def _add_chains(add: Callable[..., None], tokenizer: Tokenizer, data: Data, coun
     gap = data.length // GAP_SHARE
     for hops in HOPS:
         halves = [
-            chain_examples(
-                tokenizer, ChainCell(hops, RIVALS, data.length), num_examples=count, gap=gap, seed=seed
-            )
+            chain_examples(tokenizer, ChainCell(hops, RIVALS, data.length), num_examples=count, gap=gap, seed=seed)
             for seed, count in enumerate(counts, start=2 * data.seed)
         ]
         statements = "One statement leads" if hops == 1 else f"{hops} statements, one after the other, lead"
@@ -188,9 +181,7 @@ def _text_rows(
 
 # ---- measuring ----
 
-type Scores = dict[
-    str, dict[str, list[float]]
-]  # by task: "losses" [N], nats a token, and of answers "right" [N]
+type Scores = dict[str, dict[str, list[float]]]  # by task: "losses" [N], nats a token, and of answers "right" [N]
 
 
 def measure(
@@ -240,9 +231,7 @@ def num_examples(tasks: Sequence[Task]) -> int:
 
 def lost(scores: Scores, original: Scores) -> float:
     """How much more loss than the original has, nats a token, the mean over the tasks; what a search makes small."""
-    return float(
-        np.mean([np.mean(scores[name]["losses"]) - np.mean(original[name]["losses"]) for name in original])
-    )
+    return float(np.mean([np.mean(scores[name]["losses"]) - np.mean(original[name]["losses"]) for name in original]))
 
 
 def share_right(scores: Scores) -> float | None:
@@ -258,9 +247,7 @@ def compared(scores: Scores, original: Scores, tasks: Sequence[Task]) -> list[di
         for figure in ("right", "losses") if task.answers else ("losses",):
             before, after = original[task.name][figure], scores[task.name][figure]
             of_shares = figure == "right"
-            interval, difference = (
-                (accuracy_interval, paired_accuracy) if of_shares else (bootstrap, paired_bootstrap)
-            )
+            interval, difference = (accuracy_interval, paired_accuracy) if of_shares else (bootstrap, paired_bootstrap)
             rows.append(
                 {
                     "task": task.name,

@@ -209,9 +209,7 @@ def _tokamax(case: Case, q, k, v):
 
 def splash(case: Case, q, k, v, *, interpret: bool = False):
     """The kernel that ships with JAX, its blocks as large as fit."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import (
-        splash_attention_kernel as kernels,
-    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     shape = (case.length, case.length)
@@ -248,10 +246,7 @@ def _has_torch_with_cuda() -> bool:
 
 def _flex_attention(case: Case) -> Runner:
     import torch  # type: ignore[import-not-found, unused-ignore]
-    from torch.nn.attention.flex_attention import (  # type: ignore[import-not-found, unused-ignore]
-        create_block_mask,
-        flex_attention,
-    )
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # type: ignore[import-not-found, unused-ignore]
 
     offset = case.length - case.q_length
 
@@ -263,9 +258,7 @@ def _flex_attention(case: Case) -> Runner:
 
     mask = create_block_mask(visible, None, None, case.q_length, case.length, device="cuda")
     dtype = getattr(torch, case.dtype)
-    arrays = [
-        torch.from_numpy(np.asarray(x, np.float32)).to("cuda", dtype).transpose(1, 2) for x in case.draw()
-    ]
+    arrays = [torch.from_numpy(np.asarray(x, np.float32)).to("cuda", dtype).transpose(1, 2) for x in case.draw()]
     *qkv, weights = (array.contiguous() for array in arrays)  # [B, H, T, D]
     backward = case.which == "forward+backward"
     for array in qkv:

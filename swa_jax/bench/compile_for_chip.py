@@ -66,9 +66,7 @@ def reads_scalar_memory(eqn: core.JaxprEqn) -> bool:
 def main(name: str, topology: str, num_cores: int, settings: dict[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
     device: Any = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
-    abstract = jax.sharding.AbstractDevice(
-        device_kind=device.device_kind, num_cores=num_cores, platform="tpu"
-    )
+    abstract = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=num_cores, platform="tpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=abstract)
     here = jax.sharding.SingleDeviceSharding(device)
     peer = name in peer_calls.FUNCTIONS

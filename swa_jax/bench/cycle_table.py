@@ -44,9 +44,7 @@ def missing_figure(measurement: Measurement) -> str | None:
         return None
     unknown = [op.source for op in kernels if op.cycles is None]
     if counted:
-        unknown = [
-            "its steps are counted as if an edge of a document crossed each; measure it without packed"
-        ]
+        unknown = ["its steps are counted as if an edge of a document crossed each; measure it without packed"]
     why = "; ".join([*unknown, *measurement.notes]) or "there are fewer than 1024 query rows"
     return f"{measurement.function} on {measurement.chip} with {measurement.settings} makes no row: {why}"
 

@@ -73,9 +73,7 @@ def tokamax_splash(shape: Shape, save_residuals: bool = False) -> Any:
         **shape.blocks(), q_layout=head_dim_minor, k_layout=head_dim_minor, v_layout=head_dim_minor,
         dq_reduction_steps=3,
     )  # fmt: skip
-    return kernels.make_splash_mha_single_device(
-        _mask(masks, shape), config=config, save_residuals=save_residuals
-    )
+    return kernels.make_splash_mha_single_device(_mask(masks, shape), config=config, save_residuals=save_residuals)
 
 
 MAKERS: dict[str, tuple[Callable[..., Any], str]] = {
@@ -152,9 +150,7 @@ def executions(name: str, **settings: Any) -> Executions:
     shape = Shape(**settings)
     kernel = MAKERS[maker][0](shape)
     info = kernel.fwd_mask_info if pass_ == "forward" else kernel.dkv_mask_info
-    kinds = np.asarray(
-        info.block_mask
-    )  # [1, blocks, blocks] or [visits]: 0 nothing to do, 1 masked, 2 not masked
+    kinds = np.asarray(info.block_mask)  # [1, blocks, blocks] or [visits]: 0 nothing to do, 1 masked, 2 not masked
     masked, plain = (shape.H * int((kinds == kind).sum()) for kind in (1, 2))
     rows = shape.H * shape.T // (shape.block_q if pass_ == "forward" else shape.block_kv)
     bodies = (masked, plain) if maker == "tokamax_splash" else (masked + plain,)

@@ -25,12 +25,7 @@ KERNELS = {
 }
 TRIED = {
     "tpu": {"block": (512, 1024, 2048), "strip": (128, 256), "tile": (128, 256, 512)},
-    "gpu": {
-        "q_block": (32, 64, 128),
-        "kv_block": (32, 64, 128),
-        "num_warps": (4, 8),
-        "num_stages": (2, 3, 4),
-    },
+    "gpu": {"q_block": (32, 64, 128), "kv_block": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
 }
 
 

@@ -102,9 +102,7 @@ def _changes(adapter: Path, base: Checkpoint, settings: dict[str, Any]) -> dict[
     with TensorReader() as reader:
         for name, stored in read_header(file).items():
             if stored.dtype not in DTYPES:
-                raise CheckpointError(
-                    f"{file}: tensor {name} has dtype {stored.dtype}; supported: {', '.join(DTYPES)}"
-                )
+                raise CheckpointError(f"{file}: tensor {name} has dtype {stored.dtype}; supported: {', '.join(DTYPES)}")
             factor = _FACTOR.fullmatch(name)
             module, part = factor.groups() if factor else (name.removesuffix(".weight"), "W")
             found.setdefault(module.removeprefix(PREFIX), {})[part] = reader.whole(stored)

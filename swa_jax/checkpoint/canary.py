@@ -229,12 +229,7 @@ def _facts(rng: np.random.Generator, tokenizer: Tokenizer, length: int) -> list[
 
 
 def _choose(
-    forward: Forward,
-    readings: list[Reading],
-    candidates: list[list[int]],
-    size: Size,
-    window: int,
-    front: int,
+    forward: Forward, readings: list[Reading], candidates: list[list[int]], size: Size, window: int, front: int
 ) -> list[list[int]]:
     """The candidates that separate best where they separate worst, cut to unequal lengths."""
     score = np.zeros(len(candidates))
@@ -244,8 +239,7 @@ def _choose(
         groups = [candidates[i : i + size.probes] for i in range(0, len(candidates), size.probes)]
         texts = [texts_of(group, [_grid(len(text), window) for text in group], front) for group in groups]
         answers = [
-            np.concatenate([np.stack(forward(reading, group).log_probs) for group in texts])
-            for reading in tried
+            np.concatenate([np.stack(forward(reading, group).log_probs) for group in texts]) for reading in tried
         ]  # [C, Q] each
         apart = np.stack([np.abs(a - answers[0]).mean(axis=1) for a in answers[1:]])  # [R, C]
         score = (apart / np.maximum(apart.max(axis=1, keepdims=True), 1e-9)).min(axis=0)
@@ -291,11 +285,7 @@ def _as_json(
             for text, asked, chosen in zip(texts.tokens, texts.queries, places, strict=True)
         ],
         "top": [
-            {
-                "probe": p,
-                "length": texts.queries[p][q] + 1,
-                "control": texts.queries[p][q] < max(1, window // 2),
-            }
+            {"probe": p, "length": texts.queries[p][q] + 1, "control": texts.queries[p][q] < max(1, window // 2)}
             for p, q in prompts
         ],
     }
@@ -308,12 +298,7 @@ def _as_json(
 
     canary["bfloat16"] = values(rounded)
     canary["readings"] = [
-        {
-            "name": reading.name,
-            "sentence": reading.sentence,
-            "batch_only": reading.padding_seen,
-            **values(answer),
-        }
+        {"name": reading.name, "sentence": reading.sentence, "batch_only": reading.padding_seen, **values(answer)}
         for reading, answer in zip(readings, answers, strict=True)
         if reading is readings[0] or reading.pattern != pattern or _differs(answer, answers[0])
     ]
@@ -330,9 +315,7 @@ def _short(row: np.ndarray) -> list[float]:
     return [round(float(x), 5) for x in row]
 
 
-def _places(
-    texts: Texts, answers: list[Answers], window: int
-) -> tuple[list[list[int]], list[tuple[int, int]]]:
+def _places(texts: Texts, answers: list[Answers], window: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
     """Which of the tried positions go into the file, by text, and of which (text, position) the likeliest tokens do.
 
     Those in the first half of a window, and those where readings differ most, each reading counting alike.

@@ -35,12 +35,7 @@ EVIDENCE = 30.0  # nats by which the nearest reading has to be likelier than ano
 UNEVEN = 4.0  # times: how much larger differences are where attention matters, if the reason is attention
 SLACK = 3e-4  # of a mean difference, when two of them are compared
 # How log-probabilities are asked for, and where the answer has them; the last gives only those of what comes next.
-APIS = {
-    "vllm": "prompt_logprobs",
-    "sglang": "input_token_logprobs",
-    "echo": "token_logprobs",
-    "top": "top_logprobs",
-}
+APIS = {"vllm": "prompt_logprobs", "sglang": "input_token_logprobs", "echo": "token_logprobs", "top": "top_logprobs"}
 Answers = list[tuple["Case", np.ndarray]]  # to the probes one by one, and to all of them in one request
 
 
@@ -127,10 +122,7 @@ def _verdict(
     if best == 0:
         usual = case.evidence(case.rounded)[1] >= EVIDENCE  # what a server in bfloat16 leaves no doubt about
         if doubtful := [case.readings[i]["sentence"] for i in rivals if usual[i]]:
-            return (
-                UNKNOWN,
-                f"cannot tell: right, or {_either(doubtful)}; its rounding ({size:.2g}) is too coarse",
-            )
+            return (UNKNOWN, f"cannot tell: right, or {_either(doubtful)}; its rounding ({size:.2g}) is too coarse")
         close = [case.readings[i]["sentence"] for i in rivals]
         also = f"; it would look the same with this: {_either(close)}" if close else ""
         return RIGHT, f"right: {name} (mean difference {size:.2g}){also}"
@@ -182,9 +174,7 @@ def _either(sentences: list[str]) -> str:
 class Endpoint:
     """A server's completions endpoint."""
 
-    def __init__(
-        self, url: str, model: str | None = None, key: str | None = None, timeout: float = 600.0
-    ) -> None:
+    def __init__(self, url: str, model: str | None = None, key: str | None = None, timeout: float = 600.0) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.key, self.timeout = key, timeout
         self.model = model or self._first_model()
@@ -215,9 +205,7 @@ class Endpoint:
         body = {"model": self.model, "prompt": prompts, "max_tokens": 1, "temperature": 0, **options}
         choices = self._send("/v1/completions", body).get("choices") or []
         if len(choices) != len(prompts):
-            raise CannotAsk(
-                f"{self.url} gave {len(choices)} answers to {len(prompts)} prompts in one request"
-            )
+            raise CannotAsk(f"{self.url} gave {len(choices)} answers to {len(prompts)} prompts in one request")
         return sorted(choices, key=lambda choice: choice.get("index", 0))
 
     def prompt_log_probs(self, prompts: list[list[int]], api: str) -> list[list[float]] | None:
@@ -232,10 +220,7 @@ class Endpoint:
                 if any(row is not None and str(t) not in row for t, row in zip(prompt, rows, strict=True)):
                     raise CannotAsk("the server's log-probabilities are of other tokens than were sent")
                 found.append(
-                    [
-                        None if row is None else row[str(t)]["logprob"]
-                        for t, row in zip(prompt, rows, strict=True)
-                    ]
+                    [None if row is None else row[str(t)]["logprob"] for t, row in zip(prompt, rows, strict=True)]
                 )
         elif api == "sglang":
             body = {
@@ -265,9 +250,7 @@ class Endpoint:
             rows = (choice.get("logprobs") or {}).get("top_logprobs") or [None]
             values = sorted((rows[0] or {}).values(), reverse=True)[:TOP]
             if len(values) < TOP:
-                raise CannotAsk(
-                    f"{self.url} gives the log-probabilities of {len(values)} next tokens, not {TOP}"
-                )
+                raise CannotAsk(f"{self.url} gives the log-probabilities of {len(values)} next tokens, not {TOP}")
             found.append(values)
         return found
 
@@ -300,17 +283,13 @@ def _ask_top(endpoint: Endpoint, canary: dict[str, Any], probes: list[list[int]]
 
 
 def _compared(canary: dict[str, Any], alone: list[list[float]], together: list[list[float]]) -> Answers:
-    return [
-        (Case(canary, "log_probs", b), _at(canary, rows)) for b, rows in ((False, alone), (True, together))
-    ]
+    return [(Case(canary, "log_probs", b), _at(canary, rows)) for b, rows in ((False, alone), (True, together))]
 
 
 def _at(canary: dict[str, Any], rows: list[list[float]]) -> np.ndarray:
     """The answers [N] at the positions that the canary knows, from those of all tokens of each probe."""
     try:
-        found = [
-            np.asarray(row, float)[p["positions"]] for p, row in zip(canary["probes"], rows, strict=True)
-        ]
+        found = [np.asarray(row, float)[p["positions"]] for p, row in zip(canary["probes"], rows, strict=True)]
     except IndexError:
         raise CannotAsk("the server gave fewer log-probabilities than a probe has tokens") from None
     observed = np.concatenate(found)
@@ -381,13 +360,9 @@ def read_canary(file: Path) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--url", help="of the server, such as http://localhost:8000")
-    parser.add_argument(
-        "--model", help="the name that the server knows the model by; its first one by default"
-    )
+    parser.add_argument("--model", help="the name that the server knows the model by; its first one by default")
     parser.add_argument("--key", help="an API key, if the server wants one")
-    parser.add_argument(
-        "--api", choices=("auto", *APIS), default="auto", help="how to ask for log-probabilities"
-    )
+    parser.add_argument("--api", choices=("auto", *APIS), default="auto", help="how to ask for log-probabilities")
     parser.add_argument("--transformers", action="store_true", help="run the folder in transformers instead")
     parser.add_argument("--dtype", default="float32", help="for transformers: float32, bfloat16 or float16")
     parser.add_argument("--canary", type=Path, default=Path(__file__).with_name(CANARY_FILE))

@@ -12,15 +12,7 @@ from swa_jax.files import parse_json
 
 TOKENIZER, GENERATION = "tokenizer.json", "generation_config.json"
 
-_WHOLE = (
-    "max_length",
-    "max_new_tokens",
-    "min_length",
-    "min_new_tokens",
-    "num_beams",
-    "num_return_sequences",
-    "top_k",
-)
+_WHOLE = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_return_sequences", "top_k")
 _NUMBERS = (
     "diversity_penalty", "epsilon_cutoff", "eta_cutoff", "length_penalty", "min_p", "repetition_penalty", "temperature",
     "top_p", "typical_p",
@@ -50,9 +42,7 @@ def check_companions(folder: ModelFolder, files: Mapping[str, bytes], vocab_size
     try:
         tokenizer = read_tokenizer(files[TOKENIZER], file, files, folder)
     except ConfigError as error:
-        raise ConfigError(
-            f"{error}; fetch the file again, or remove it to use the model with token ids only"
-        ) from None
+        raise ConfigError(f"{error}; fetch the file again, or remove it to use the model with token ids only") from None
     if tokenizer.eos_id is not None and tokenizer.eos_id >= vocab_size:
         raise ConfigError(
             f"{file} gives its end-of-text token the id {tokenizer.eos_id}, but the model has {vocab_size} embeddings: "
@@ -74,15 +64,9 @@ def starts_and_ends(tokenizer: Tokenizer) -> str:
         return between.join(f"{tokenizer.backend.id_to_token(token)!r} (id {token})" for token in ids)
 
     start = (
-        f"texts begin with {names(tokenizer.start_ids, ' and ')}"
-        if tokenizer.start_ids
-        else "no token begins a text"
+        f"texts begin with {names(tokenizer.start_ids, ' and ')}" if tokenizer.start_ids else "no token begins a text"
     )
-    end = (
-        f"replies end with {names(tokenizer.end_ids, ' or ')}"
-        if tokenizer.end_ids
-        else "no token ends a reply"
-    )
+    end = f"replies end with {names(tokenizer.end_ids, ' or ')}" if tokenizer.end_ids else "no token ends a reply"
     return f"{start}; {end}"
 
 

@@ -22,6 +22,4 @@ def _are_finite(array: np.ndarray) -> bool:
     """Floats whose exponent has all bits set are infinite or no number."""
     bits = array.reshape(-1).view({2: np.uint16, 4: np.uint32}[array.itemsize])
     mask = bits.dtype.type({"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000}[array.dtype.name])
-    return all(
-        (bits[i : i + CHECKED_AT_ONCE] & mask).max() != mask for i in range(0, bits.size, CHECKED_AT_ONCE)
-    )
+    return all((bits[i : i + CHECKED_AT_ONCE] & mask).max() != mask for i in range(0, bits.size, CHECKED_AT_ONCE))

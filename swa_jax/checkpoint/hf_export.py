@@ -77,9 +77,7 @@ def export_model(
         own = joined[name][0].name if name in joined else EMBEDDING if name in constants else name
         return source.tensors[own][0]
 
-    tensors = {
-        name: (dtype(name), shape) for name, shape in hf_tensors(written, routers=source.has_routers).items()
-    }
+    tensors = {name: (dtype(name), shape) for name, shape in hf_tensors(written, routers=source.has_routers).items()}
     numbers = {name: np.asarray(value, dtype(name)) for name, value in constants.items()}
     companions = read_companions(source.folder)
     with new_folder(destination) as folder:

@@ -30,14 +30,7 @@ from swa_jax.checkpoint.text_part import text_tensors
 from swa_jax.errors import CheckpointError
 from swa_jax.families import hf_pattern, model_config
 from swa_jax.families.pattern_files import is_pattern_file, load_pattern
-from swa_jax.families.quantization import (
-    KEY,
-    MODELOPT_FILE,
-    fp8_blocks,
-    is_mxfp4,
-    unsupported,
-    without_quantization,
-)
+from swa_jax.families.quantization import KEY, MODELOPT_FILE, fp8_blocks, is_mxfp4, unsupported, without_quantization
 from swa_jax.families.text_part import text_config
 from swa_jax.files import check_destination, check_room, parse_json, partial_folder, sum_of, sum_of_json
 from swa_jax.model.config import ModelConfig
@@ -171,9 +164,7 @@ class ImportPlan:
         check_finite(part, rows.name, rows.tensor.file.name)
 
 
-def plan_import(
-    source: str | Path, pattern: AttentionPattern | str | Path | None = None
-) -> ImportPlan | GgufPlan:
+def plan_import(source: str | Path, pattern: AttentionPattern | str | Path | None = None) -> ImportPlan | GgufPlan:
     """Read and check everything of a source but its weights' values. Raises as `import_model`."""
     if (file := gguf_file(source)) is not None:
         from swa_jax.checkpoint.gguf.plan import plan_gguf  # here: it takes a while to import
@@ -239,9 +230,7 @@ def _plain_dtype(hf: Mapping[str, Any]) -> np.dtype:
 
 def _read_config(folder: ModelFolder) -> dict[str, Any]:
     if isinstance(folder, Path) and (folder / WEIGHTS).is_dir():
-        raise CheckpointError(
-            f"{folder} is already a checkpoint folder of this library: load it with load_model"
-        )
+        raise CheckpointError(f"{folder} is already a checkpoint folder of this library: load it with load_model")
     file = companion(folder, CONFIG_FILE)
     if file is None:
         files = sorted(path.name for path in folder.iterdir() if path.name.endswith(GGUF))
@@ -254,10 +243,7 @@ def _read_config(folder: ModelFolder) -> dict[str, Any]:
 
 
 def _choose_pattern(
-    folder: ModelFolder,
-    hf: Mapping[str, Any],
-    config: ModelConfig,
-    pattern: AttentionPattern | str | Path | None,
+    folder: ModelFolder, hf: Mapping[str, Any], config: ModelConfig, pattern: AttentionPattern | str | Path | None
 ) -> AttentionPattern:
     if pattern is None and (own_file := companion(folder, PATTERN_FILE)) is not None:
         data = parse_json(own_file.read_bytes(), own_file, finite=True)
@@ -272,9 +258,7 @@ def _check_tensors(
     found: dict[str, StoredTensor], config: ModelConfig, quantised: Collection[str] = ()
 ) -> dict[str, StoredTensor]:
     """The tensors to read, after comparing what was found with what the configuration asks for."""
-    expected = hf_tensors(config, routers=any(map(is_router, found))) | dict.fromkeys(
-        constants_of(config), ()
-    )
+    expected = hf_tensors(config, routers=any(map(is_router, found))) | dict.fromkeys(constants_of(config), ())
     tensors = {name: tensor for name, tensor in found.items() if not is_left_out(name, config)}
     if config.tie_word_embeddings and HEAD in tensors:
         _check_tied(tensors)

@@ -17,9 +17,7 @@ from swa_jax.errors import CheckpointError
 BLOCKS, SCALES = "_blocks", "_scales"
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
-_PAIRS = _VALUES[
-    np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=1)
-]  # [256, 2]: a byte's low half first
+_PAIRS = _VALUES[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=1)]  # [256, 2]: a byte's low half first
 
 
 class Packed(NamedTuple):
@@ -41,9 +39,7 @@ def find_packed(found: Mapping[str, StoredTensor]) -> dict[str, Packed]:
         whole = name.removesuffix(BLOCKS)
         scales = found.get(whole + SCALES)
         if scales is None:
-            raise CheckpointError(
-                f"{blocks.file.name} holds '{name}', but the weights lack '{whole + SCALES}'"
-            )
+            raise CheckpointError(f"{blocks.file.name} holds '{name}', but the weights lack '{whole + SCALES}'")
         if (blocks.dtype, scales.dtype) != ("U8", "U8") or len(blocks.shape) != 4 or blocks.shape[3] != 16:
             raise CheckpointError(
                 f"tensor '{name}' in {blocks.file.name} has dtype {blocks.dtype} and shape {list(blocks.shape)}; MXFP4 "

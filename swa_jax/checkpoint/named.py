@@ -80,9 +80,7 @@ def model_folder(name: str | Path, describe: Callable[[str], Any] | None = None)
     if (source / WEIGHTS).is_dir():
         return source
     base = _base(source, describe)
-    key = sum_of_json(
-        [VERSION, {file.name: _sum(file) for file in _files(source)}, base and content_sum(base)]
-    )
+    key = sum_of_json([VERSION, {file.name: _sum(file) for file in _files(source)}, base and content_sum(base)])
     made = cache_folder("models") / f"{_title(name, source)}-{key[:12]}"
     if not made.exists():
         _import(source, base, made, None, describe or (lambda line: print(line, file=sys.stderr)))

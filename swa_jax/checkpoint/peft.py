@@ -55,9 +55,7 @@ def save_adapter(model: Decoder, destination: str | Path, *, base: str | None = 
     rank, alpha = model.lora.rank, model.lora.alpha
     single = set(model.lora.targets) - {name for names in joined.values() for name in names}
     # A longer rank needs a greater alpha: the factor on A B stays alpha / rank, or alpha / sqrt(rank).
-    growth = {
-        name: math.sqrt(len(names)) if model.lora.rs_lora else len(names) for name, names in joined.items()
-    }
+    growth = {name: math.sqrt(len(names)) if model.lora.rs_lora else len(names) for name, names in joined.items()}
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -65,8 +63,7 @@ def save_adapter(model: Decoder, destination: str | Path, *, base: str | None = 
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": model.lora.dropout,
-        "target_modules": [_module_name(model, name) for name in model.lora.targets if name in single]
-        + list(joined),
+        "target_modules": [_module_name(model, name) for name in model.lora.targets if name in single] + list(joined),
         "rank_pattern": {name: len(names) * rank for name, names in joined.items()},
         "alpha_pattern": {name: factor * alpha for name, factor in growth.items()},
         "use_rslora": model.lora.rs_lora,

@@ -21,11 +21,7 @@ LEFT_OUT: tuple[tuple[str, Any, str], ...] = (
     ("sink_logits", False, "the learned sink logits are left out"),
     ("attention_softcap", None, "attention logits without their softcap"),
     ("logit_softcap", None, "output logits without their softcap"),
-    (
-        "attention_scale",
-        None,
-        "attention logits divided by the square root of head_dim, not scaled as written",
-    ),
+    ("attention_scale", None, "attention logits divided by the square root of head_dim, not scaled as written"),
     ("embedding_multiplier", 1.0, "embeddings without their factor"),
     ("residual_multiplier", 1.0, "layers' outputs without their factor"),
     ("logit_multiplier", 1.0, "output logits without their factor"),
@@ -99,11 +95,7 @@ def describe(pattern: AttentionPattern) -> str:
     windowed = [layer for layer, kind in enumerate(pattern.layer_types) if kind != FULL]
     if not windowed:
         return "full attention in every layer, as written"
-    where = (
-        "every layer"
-        if len(windowed) == pattern.num_layers
-        else f"{len(windowed)} of {pattern.num_layers} layers"
-    )
+    where = "every layer" if len(windowed) == pattern.num_layers else f"{len(windowed)} of {pattern.num_layers} layers"
     return f"a window of {pattern.sliding_window} keys in {where}, as written"
 
 
@@ -129,9 +121,7 @@ def _windows(right: Reading, hf: Mapping[str, Any]) -> Iterator[Reading]:
         dropped = dataclasses.replace(pattern, layer_types=types, full_kv_heads=())
         yield reading("full heads dropped", "the full heads have windows", dropped)
     everywhere = dataclasses.replace(full, layer_types=(WINDOW,) * layers)
-    yield reading(
-        "window everywhere", "windows in every layer, where layers should see everything", everywhere
-    )
+    yield reading("window everywhere", "windows in every layer, where layers should see everything", everywhere)
     for name, sentence, other, first in (
         ("window - 1", "the window is one key shorter", window - 1, True),
         ("window + 1", "the window is one key longer", window + 1, True),
@@ -163,12 +153,8 @@ def _layers(right: Reading) -> Iterator[Reading]:
         "windows where attention should be full, and the other way round",
         tuple(other[k] for k in types),
     )
-    yield reading(
-        "kinds one layer late", "each layer has the kind of the one below it", (types[-1], *types[:-1])
-    )
-    yield reading(
-        "kinds one layer early", "each layer has the kind of the one above it", (*types[1:], types[0])
-    )
+    yield reading("kinds one layer late", "each layer has the kind of the one below it", (types[-1], *types[:-1]))
+    yield reading("kinds one layer early", "each layer has the kind of the one above it", (*types[1:], types[0]))
     even = tuple(FULL if layer % 2 else WINDOW for layer in range(len(types)))
     yield reading("every second layer", "windows in layers 0, 2, 4 and so on", even)
     step = max(1, (len(types) - 1) / (MOST_LAYERS - 1))
@@ -199,12 +185,8 @@ def _rope(right: Reading) -> Iterator[Reading]:
         other: dict[str, RopeKind] = {"local": "global", "global": "local", "none": "none"}
         swapped: tuple[RopeKind, ...] = tuple(other[kind] for kind in kinds)
         yield reading("rope swapped", "RoPE by the wrong layer type", rope_layers=swapped)
-        yield reading(
-            "rope global", "the RoPE of full layers in every layer", rope_layers=("global",) * layers
-        )
-        yield reading(
-            "rope local", "the RoPE of windowed layers in every layer", rope_layers=("local",) * layers
-        )
+        yield reading("rope global", "the RoPE of full layers in every layer", rope_layers=("global",) * layers)
+        yield reading("rope local", "the RoPE of windowed layers in every layer", rope_layers=("local",) * layers)
     if "none" in kinds and not config.heads_differ:
         yield reading("rope everywhere", "RoPE also in layers without it", rope_layers=("global",) * layers)
         others: tuple[RopeKind, ...] = tuple("none" if kind != "none" else "global" for kind in kinds)
@@ -213,9 +195,7 @@ def _rope(right: Reading) -> Iterator[Reading]:
         yield reading("rope unscaled", "RoPE without its scaling", rope_scaling=None)
         if config.rope_scaling.llama_4_scaling_beta:
             flat = dataclasses.replace(config.rope_scaling, llama_4_scaling_beta=0.0)
-            yield reading(
-                "query scale", "queries without the factor that grows with positions", rope_scaling=flat
-            )
+            yield reading("query scale", "queries without the factor that grows with positions", rope_scaling=flat)
     if config.rope_theta != 10000.0:
         yield reading("rope theta", "RoPE with a rope_theta of 10000", rope_theta=10000.0)
     if config.long_rope_after is not None:
@@ -227,9 +207,7 @@ def _left_out(right: Reading) -> Iterator[Reading]:
     for field, without, sentence in LEFT_OUT:
         if getattr(right.config, field) != without:
             changed = dataclasses.replace(right.config, **{field: without})
-            yield dataclasses.replace(
-                right, name=f"without {field}", sentence=sentence, config=changed, first=False
-            )
+            yield dataclasses.replace(right, name=f"without {field}", sentence=sentence, config=changed, first=False)
 
 
 def _tokens(right: Reading, hf: Mapping[str, Any]) -> Iterator[Reading]:

@@ -69,24 +69,18 @@ def read_headers(folder: ModelFolder) -> dict[str, StoredTensor]:
             raise CheckpointError(f"{index} names the shard {file.name}, which is not in {folder}")
         for name, tensor in read_header(file).items():
             if name in tensors:
-                raise CheckpointError(
-                    f"tensor {name} is stored twice: in {tensors[name].file.name} and {file.name}"
-                )
+                raise CheckpointError(f"tensor {name} is stored twice: in {tensors[name].file.name} and {file.name}")
             tensors[name] = tensor
     for name, shard in places.items():
         if name not in tensors or tensors[name].file.name != shard:
-            raise CheckpointError(
-                f"{index} places tensor {name[:MAX_NAME]!r} in {shard}, which does not hold it"
-            )
+            raise CheckpointError(f"{index} places tensor {name[:MAX_NAME]!r} in {shard}, which does not hold it")
     return tensors
 
 
 def _read_index(index: ModelFile) -> dict[str, str]:
     places = parse_json(index.read_bytes(), index, CheckpointError).get("weight_map")
     if not isinstance(places, dict) or not places or not all(isinstance(n, str) for n in places.values()):
-        raise CheckpointError(
-            f"{index} is not a safetensors index: 'weight_map' must map tensor names to file names"
-        )
+        raise CheckpointError(f"{index} is not a safetensors index: 'weight_map' must map tensor names to file names")
     for name in places.values():
         if Path(name).name != name or "\0" in name:
             raise CheckpointError(f"{index} names the shard {name!r}: a shard must lie beside its index")
@@ -105,12 +99,8 @@ def read_header(file: ModelFile) -> dict[str, StoredTensor]:
         header = parse_json(opened.read(size), f"the header of {file}", CheckpointError)
     for name in header:
         if not name.isprintable() or len(name) > MAX_NAME:
-            raise CheckpointError(
-                f"the header of {file} has a tensor {name[:MAX_NAME]!r}, which is no name of one"
-            )
-    tensors = {
-        name: _header_entry(file, name, entry) for name, entry in header.items() if name != "__metadata__"
-    }
+            raise CheckpointError(f"the header of {file} has a tensor {name[:MAX_NAME]!r}, which is no name of one")
+    tensors = {name: _header_entry(file, name, entry) for name, entry in header.items() if name != "__metadata__"}
     end = 0
     for name, (tensor, nbytes) in sorted(tensors.items(), key=lambda item: (item[1][0].start, item[1][1])):
         if tensor.start != end:
@@ -136,9 +126,7 @@ def _header_entry(file: ModelFile, name: str, entry: Any) -> tuple[StoredTensor,
             f"{where} {json.dumps(entry)[:200]}, which is no dtype, shape and data_offsets of two numbers"
         )
     if dtype not in _BITS:
-        raise CheckpointError(
-            f"tensor {name!r} in {file.name} has dtype {dtype[:40]}; supported: {', '.join(DTYPES)}"
-        )
+        raise CheckpointError(f"tensor {name!r} in {file.name} has dtype {dtype[:40]}; supported: {', '.join(DTYPES)}")
     nbytes = offsets[1] - offsets[0]
     if 8 * nbytes != (bits := math.prod(shape) * _BITS[dtype]):
         takes = f"takes {bits / 8:g}" if bits < 2**80 else "takes more than there is"
@@ -197,9 +185,7 @@ class TensorReader:
         self._read(tensor.file, tensor.start, data)
         return data.view(_READ[tensor.dtype]).reshape(tensor.shape)
 
-    def parts(
-        self, tensor: StoredTensor, first: int = 0, last: int | None = None
-    ) -> Iterator[tuple[int, np.ndarray]]:
+    def parts(self, tensor: StoredTensor, first: int = 0, last: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
         """(number of its first row, rows) of a tensor or some of its rows, in parts of about `PART_BYTES`.
 
         A part is overwritten when the next but one is asked for, so that it can be written beside reading the next.
@@ -258,9 +244,7 @@ def write_model(
     for i, names in enumerate(shards, start=1):
         file = SINGLE_FILE if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         there = (folder / file).is_file()
-        sums[file] = (
-            sum_of_file(folder / file) if there else _write_file(folder / file, names, tensors, read, check)
-        )
+        sums[file] = sum_of_file(folder / file) if there else _write_file(folder / file, names, tensors, read, check)
         places |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total = sum(_size(*tensor) for tensor in tensors.values())

@@ -16,14 +16,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from swa_jax.checkpoint.servers import (
-    SERVERS,
-    Served,
-    ServerClass,
-    check_target,
-    find_served,
-    served_config,
-)
+from swa_jax.checkpoint.servers import SERVERS, Served, ServerClass, check_target, find_served, served_config
 from swa_jax.errors import ConfigError
 from swa_jax.families import inexpressible
 from swa_jax.model.cache import cache_bytes
@@ -32,9 +25,7 @@ from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
 WASTE = 1.15  # times what the layers need: from here on a grouping is worth a warning
-_SGLANG_RATIO = (
-    0.8  # tokens of the windowed layers' pool to those of the other one: `--swa-full-tokens-ratio`
-)
+_SGLANG_RATIO = 0.8  # tokens of the windowed layers' pool to those of the other one: `--swa-full-tokens-ratio`
 
 
 class Blocks(NamedTuple):
@@ -66,9 +57,7 @@ def group_layers(full: int, windowed: int) -> Groups:
     return Groups(size, -(-full // size), -(-windowed // size))
 
 
-def grouped_entries(
-    full: int, windowed: int, window: int | None, length: int, blocks: Blocks
-) -> tuple[int, Groups]:
+def grouped_entries(full: int, windowed: int, window: int | None, length: int, blocks: Blocks) -> tuple[int, Groups]:
     """Entries (tokens times layers) that vLLM's planner grants a sequence of `length` tokens, and the groups."""
     groups = group_layers(full, windowed)
     whole = -(-length // blocks.tokens)
@@ -81,12 +70,7 @@ def grouped_entries(
 
 
 def served_bytes(
-    server: str,
-    served: Served,
-    config: ModelConfig,
-    length: int,
-    itemsize: int = 2,
-    in_flight: int | None = None,
+    server: str, served: Served, config: ModelConfig, length: int, itemsize: int = 2, in_flight: int | None = None
 ) -> int:
     """Bytes that the cache of a sequence of `length` tokens takes in a server.
 
@@ -130,9 +114,7 @@ def better_grouping(full: int, windowed: int, window: int, length: int, blocks: 
     taken, needed = taken_and_needed(full)
     if taken <= WASTE * needed:
         return None
-    fitting = [
-        n for n in range(layers + 1) if (found := taken_and_needed(n))[0] <= min(taken, WASTE * found[1])
-    ]
+    fitting = [n for n in range(layers + 1) if (found := taken_and_needed(n))[0] <= min(taken, WASTE * found[1])]
     return min(fitting, key=lambda n: (abs(n - full), -n), default=None)
 
 
@@ -214,9 +196,7 @@ class Memory:
         return served_bytes(self.server, served, self.config, self.length, in_flight=self.prefill_chunk)
 
 
-def most_within(
-    memory: Memory, budget: float, most: int, make: Callable[[int], AttentionPattern]
-) -> AttentionPattern:
+def most_within(memory: Memory, budget: float, most: int, make: Callable[[int], AttentionPattern]) -> AttentionPattern:
     """Of `make(most)`, `make(most - 1)`, ... `make(0)` the first that takes at most `budget` of full attention's cache.
 
     Patterns that the server cannot run are passed over.

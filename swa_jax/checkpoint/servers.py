@@ -104,8 +104,7 @@ def _native(name: str, reads: Reads = Reads.LAYER_TYPES, **options: Any) -> tupl
 # Qwen 2 is Llama with biases for q, k and v alone, and vLLM's Llama reads both `qkv_bias` and `layer_types`. A model
 # that came as a Seed-OSS says `attention_bias`, which is that of all four there.
 _QWEN2_AS_LLAMA = _native(
-    "LlamaForCausalLM",
-    keys={"architectures": ["LlamaForCausalLM"], "qkv_bias": True, "attention_bias": False},
+    "LlamaForCausalLM", keys={"architectures": ["LlamaForCausalLM"], "qkv_bias": True, "attention_bias": False}
 )
 _VLLM = {
     "llama": _native("LlamaForCausalLM", alone=True),
@@ -176,8 +175,7 @@ SERVERS: dict[str, Server] = {
             "gpt_oss": _native("GptOssForCausalLM"),
         }
         | dict.fromkeys(
-            ("olmo3", "smollm3", "ministral", "cwm", "seed_oss", "vaultgemma", "mellum"),
-            _SGLANG_BY_TRANSFORMERS,
+            ("olmo3", "smollm3", "ministral", "cwm", "seed_oss", "vaultgemma", "mellum"), _SGLANG_BY_TRANSFORMERS
         ),
     ),
 }
@@ -190,9 +188,7 @@ def check_target(server: str | None) -> None:
         raise ConfigError(f"--for is '{server}'{nearest(server, TARGETS)}; known: {', '.join(TARGETS)}")
 
 
-def served_config(
-    server: str, hf: Mapping[str, Any], pattern: AttentionPattern, *, as_full: bool = False
-) -> Served:
+def served_config(server: str, hf: Mapping[str, Any], pattern: AttentionPattern, *, as_full: bool = False) -> Served:
     """What to write so that a server runs this model with this pattern.
 
     Args:
@@ -261,11 +257,7 @@ def _written_for(
         return None
     out = expressed(family, hf, pattern, model_config(hf))
     if out is None and runs.alone:
-        out = {
-            **fully(hf),
-            "layer_types": list(pattern.layer_types),
-            "sliding_window": pattern.sliding_window,
-        }
+        out = {**fully(hf), "layer_types": list(pattern.layer_types), "sliding_window": pattern.sliding_window}
     if out is None:
         return None
     if any(windowed):

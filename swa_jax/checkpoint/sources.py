@@ -45,10 +45,7 @@ class RemoteFile:
 
     def range(self, start: int, end: int) -> bytes:
         """The bytes from `start` to below `end`. Raises `UnreachableError`."""
-        with (
-            _reached(self),
-            self.folder.files.open(self.folder.path_of(self.name), "rb", cache_type="none") as f,
-        ):
+        with _reached(self), self.folder.files.open(self.folder.path_of(self.name), "rb", cache_type="none") as f:
             f.seek(start)
             data: bytes = f.read(end - start)
         if len(data) != end - start:
@@ -137,9 +134,7 @@ def _reached(place: object) -> Iterator[None]:
             raise CheckpointError(
                 f"{place} is gated: accept its terms on the hub and log in (`hf auth login`), or give a folder"
             ) from None
-        raise UnreachableError(
-            f"{place} cannot be read now ({reason(error)}): start the same command again"
-        ) from None
+        raise UnreachableError(f"{place} cannot be read now ({reason(error)}): start the same command again") from None
 
 
 def open_source(source: str | Path) -> ModelFolder:
@@ -221,13 +216,9 @@ def _hub_folder(repository: str, revision: str | None) -> ModelFolder:
             f"'{repository}' is gated: accept its terms on the hub and log in (`hf auth login`), or give a folder"
         ) from None
     except RevisionNotFoundError:
-        raise CheckpointError(
-            f"'{repository}' on the Hugging Face hub has no revision '{revision}'"
-        ) from None
+        raise CheckpointError(f"'{repository}' on the Hugging Face hub has no revision '{revision}'") from None
     except (RepositoryNotFoundError, HFValidationError):
-        raise CheckpointError(
-            f"'{repository}' is neither a folder here nor a model on the Hugging Face hub"
-        ) from None
+        raise CheckpointError(f"'{repository}' is neither a folder here nor a model on the Hugging Face hub") from None
     except (HTTPError, OSError) as error:
         if (cached := cached_snapshot(repository, revision)) is not None:
             return cached
@@ -254,17 +245,7 @@ def stamp(file: ModelFile) -> str:
     """What changes with the content of a file, as far as its store says so."""
     if isinstance(file, RemoteFile):
         entry = file.folder.entries[file.name]
-        keys = (
-            "size",
-            "blob_id",
-            "etag",
-            "ETag",
-            "md5Hash",
-            "generation",
-            "mtime",
-            "updated",
-            "LastModified",
-        )
+        keys = ("size", "blob_id", "etag", "ETag", "md5Hash", "generation", "mtime", "updated", "LastModified")
         return repr([str(entry[key]) for key in keys if key in entry])
     found = file.stat()
     return repr([found.st_size, found.st_mtime_ns])

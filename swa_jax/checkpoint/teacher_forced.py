@@ -80,9 +80,7 @@ class Forward:
         """The modules that a configuration asks for, and those of the weights that they have."""
         # RoPE comes as data, so models that differ in it are the same program.
         layers = config.rope_layers if config.heads_differ else ()
-        same = dataclasses.replace(
-            config, rope_theta=1e4, rope_scaling=None, rope_layers=layers, local_rope_theta=1e4
-        )
+        same = dataclasses.replace(config, rope_theta=1e4, rope_scaling=None, rope_layers=layers, local_rope_theta=1e4)
         graph, paths = _structure(same, self.routed, dtype)
         state = nnx.from_flat_state({path: self.weights[path] for path in paths})
         return graph, state if dtype == jnp.float32 else cast_parameters(state, dtype)
@@ -97,17 +95,13 @@ class Forward:
             positions = positions + (positions >= longest // 2)
         after = reading.config.long_rope_after
         length = longest if not reading.long_rope or after is None else after + 1
-        return rope_tables(reading.config, positions[None], length), query_scale(
-            reading.config, positions[None]
-        )
+        return rope_tables(reading.config, positions[None], length), query_scale(reading.config, positions[None])
 
 
 @functools.lru_cache(maxsize=64)
 def _structure(config: ModelConfig, routed: bool, dtype: jnp.dtype) -> tuple[Any, tuple[Any, ...]]:
     """The modules of a configuration, and the paths of their parameters."""
-    pattern = AttentionPattern(
-        (SWITCH if routed else FULL,) * config.num_hidden_layers, 1 if routed else None
-    )
+    pattern = AttentionPattern((SWITCH if routed else FULL,) * config.num_hidden_layers, 1 if routed else None)
     skeleton = nnx.eval_shape(lambda: Decoder(config, pattern, dtype=dtype, rngs=nnx.Rngs(0)))
     graph, wanted = nnx.split(skeleton)
     return graph, tuple(path for path, _ in nnx.to_flat_state(wanted))

@@ -50,10 +50,7 @@ def tensor_names(config: ModelConfig, *, routers: bool = False) -> list[TensorNa
 def hf_parameters(config: ModelConfig, routers: bool = False) -> list[Parameter]:
     """The parameters of a model with the names that its family has for them."""
     renamed = renamed_tensors(config)
-    return [
-        dataclasses.replace(row, hf_name=renamed.get(row.role, row.hf_name))
-        for row in parameters(config, routers)
-    ]
+    return [dataclasses.replace(row, hf_name=renamed.get(row.role, row.hf_name)) for row in parameters(config, routers)]
 
 
 def tensors_of(parameter: Parameter) -> list[TensorName]:
@@ -126,11 +123,7 @@ def hf_tensors(config: ModelConfig, *, routers: bool = False) -> dict[str, tuple
 def constants_of(config: ModelConfig) -> dict[str, float]:
     """The numbers of a Hugging Face checkpoint that no training changes, by the names of their tensors."""
     layers = range(config.num_hidden_layers)
-    return {
-        name.format(layer=layer): value
-        for name, value in constant_tensors(config).items()
-        for layer in layers
-    }
+    return {name.format(layer=layer): value for name, value in constant_tensors(config).items() for layer in layers}
 
 
 def cut_tensors(

@@ -101,10 +101,7 @@ class Searched(Options):
     ] = "layers"
     effort: Annotated[
         Literal["quick", "normal", "full"],
-        Option(
-            help="Prompts, and layers scored in a round: few, some, all.",
-            rich_help_panel=SEARCH,
-        ),
+        Option(help="Prompts, and layers scored in a round: few, some, all.", rich_help_panel=SEARCH),
     ] = "normal"
 
 
@@ -125,10 +122,7 @@ class Tuned(Options):
     tune_data: Annotated[
         list[str] | None,
         Option(
-            metavar="FILE",
-            help="Texts, or JSONL with prompt and answer.",
-            show_default=False,
-            rich_help_panel=TUNING,
+            metavar="FILE", help="Texts, or JSONL with prompt and answer.", show_default=False, rich_help_panel=TUNING
         ),
     ] = None
     tune_prompts: Annotated[
@@ -143,20 +137,13 @@ class Tuned(Options):
     reply_tokens: Annotated[
         int | None,
         Option(
-            metavar="N",
-            help="Most tokens of a reply. Default: 256.",
-            min=1,
-            show_default=False,
-            rich_help_panel=TUNING,
+            metavar="N", help="Most tokens of a reply. Default: 256.", min=1, show_default=False, rich_help_panel=TUNING
         ),
     ] = None
 
 
 def adapt(
-    model: Annotated[
-        str,
-        Argument(help=Model.__metadata__[0].help),
-    ],
+    model: Annotated[str, Argument(help=Model.__metadata__[0].help)],
     out: Annotated[Path, Argument(help="A new folder, or that of an interrupted run to go on with.")],
     measured: Measured,
     searched: Searched,
@@ -183,11 +170,7 @@ def adapt(
     ] = True,
     plan: Annotated[
         bool,
-        Option(
-            "--plan",
-            help="Say what would be done and how long it may take, and stop.",
-            rich_help_panel=RUNNING,
-        ),
+        Option("--plan", help="Say what would be done and how long it may take, and stop.", rich_help_panel=RUNNING),
     ] = False,
     batch_size: BatchSize = 8,
     dtype: ComputeDtype = None,

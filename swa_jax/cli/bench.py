@@ -47,14 +47,12 @@ def cycles(
     ] = None,
     chip: Annotated[list[str] | None, Option(help="v5e, v5p, v6e or v7x, repeatable; default: v6e.")] = None,
     set_: Annotated[
-        list[str] | None,
-        Option("--set", metavar="NAME=VALUE", help="Such as T=8192 or window=2048, repeatable."),
+        list[str] | None, Option("--set", metavar="NAME=VALUE", help="Such as T=8192 or window=2048, repeatable.")
     ] = None,
     ops: Annotated[int, Option(help="Ops to list below each total.", min=0)] = 4,
     as_json: Annotated[bool, Option("--json", help="Print JSON, with every op, instead of a table.")] = False,
     write: Annotated[
-        Path | None,
-        Option(help="Add the kernels' cycles to this table, such as pallas_kernels/kernel_cycles.json."),
+        Path | None, Option(help="Add the kernels' cycles to this table, such as pallas_kernels/kernel_cycles.json.")
     ] = None,
 ) -> None:
     """Cycles of the TPU kernels, by libtpu's own simulator: no TPU is needed. Takes seconds a function and chip."""
@@ -132,8 +130,7 @@ class Shapes(Options):
     documents: Annotated[
         int | None,
         Option(
-            help="Tokens of a document. Rows are packed and have segment ids, as in training. "
-            "Default: no segment ids.",
+            help="Tokens of a document. Rows are packed and have segment ids, as in training. Default: no segment ids.",
             min=1,
             show_default=False,
             rich_help_panel=SHAPES,
@@ -180,9 +177,7 @@ class Shapes(Options):
 
 def attention(
     shapes: Shapes,
-    rounds: Annotated[
-        int, Option(help="Each times every candidate once, in turn.", min=1, rich_help_panel=DOING)
-    ] = 20,
+    rounds: Annotated[int, Option(help="Each times every candidate once, in turn.", min=1, rich_help_panel=DOING)] = 20,
     search: Annotated[
         bool, Option("--search", help="Try tile sizes for this device instead.", rich_help_panel=DOING)
     ] = False,
@@ -195,19 +190,12 @@ def attention(
     ] = None,
     dry_run: Annotated[
         bool,
-        Option(
-            "--dry-run",
-            help="List what would run, with the kernels. Nothing is compiled.",
-            rich_help_panel=DOING,
-        ),
+        Option("--dry-run", help="List what would run, with the kernels. Nothing is compiled.", rich_help_panel=DOING),
     ] = False,
     out: Annotated[
-        Path | None,
-        Option(help="Also write the results to this JSON file.", rich_help_panel=OUTPUT),
+        Path | None, Option(help="Also write the results to this JSON file.", rich_help_panel=OUTPUT)
     ] = None,
-    as_json: Annotated[
-        bool, Option("--json", help="Print JSON instead of tables.", rich_help_panel=OUTPUT)
-    ] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON instead of tables.", rich_help_panel=OUTPUT)] = False,
 ) -> None:
     """Time attention on this machine beside whatever peers are installed, as ratios from one run.
 
@@ -235,9 +223,7 @@ def attention(
     results: list[dict[str, Any]] = []
     for case in cases:
         with Console(stderr=True).status(str(case)):
-            results += (
-                _search(case, rounds, write) if search else [_compare(case, rounds, device, not as_json)]
-            )
+            results += _search(case, rounds, write) if search else [_compare(case, rounds, device, not as_json)]
     report = {"device": device, "jax": jax.__version__, "rounds": rounds, "results": results}
     if as_json:
         typer.echo(json.dumps(report, indent=2))
@@ -292,18 +278,13 @@ def generation(
         ),
     ] = None,
     length: Annotated[int, Option(help="Tokens of a prompt.", min=1, rich_help_panel=PROMPTS)] = 4096,
-    new_tokens: Annotated[
-        int, Option(help="Tokens that are then written.", min=2, rich_help_panel=PROMPTS)
-    ] = 64,
+    new_tokens: Annotated[int, Option(help="Tokens that are then written.", min=2, rich_help_panel=PROMPTS)] = 64,
     batch_size: BatchSize = 4,
-    rounds: Annotated[
-        int, Option(help="Each times every ratio once, in turn.", min=1, rich_help_panel=RUNNING)
-    ] = 5,
+    rounds: Annotated[int, Option(help="Each times every ratio once, in turn.", min=1, rich_help_panel=RUNNING)] = 5,
     dtype: ComputeDtype = None,
     seed: Seed = 0,
     out: Annotated[
-        Path | None,
-        Option(help="Also write the results to this JSON file.", rich_help_panel=OUTPUT),
+        Path | None, Option(help="Also write the results to this JSON file.", rich_help_panel=OUTPUT)
     ] = None,
 ) -> None:
     """Cache memory, prefill and decode speed of this model on this machine, by the share of windowed KV heads.

@@ -39,15 +39,9 @@ def chat(
     model: Model,
     system: Annotated[
         str | None,
-        Option(
-            help="What the model is told before the first message.",
-            show_default=False,
-            rich_help_panel=PROMPTS,
-        ),
+        Option(help="What the model is told before the first message.", show_default=False, rich_help_panel=PROMPTS),
     ] = None,
-    length: Annotated[
-        int, Option(help="Tokens that a conversation may have.", min=2, rich_help_panel=RUNNING)
-    ] = 4096,
+    length: Annotated[int, Option(help="Tokens that a conversation may have.", min=2, rich_help_panel=RUNNING)] = 4096,
     pattern: Pattern = None,
     window: Window = None,
     sink_tokens: SinkTokens = None,

@@ -84,9 +84,7 @@ class Candidates(Options):
         """By name: `full`, what is named, and `window` unless all that is named brings its own window."""
         window = self.known_window(own)
         named = self.pattern or []
-        own_windows = (
-            window is None and named and all(name == "full" or is_pattern_file(name) for name in named)
-        )
+        own_windows = window is None and named and all(name == "full" or is_pattern_file(name) for name in named)
         sources = list(dict.fromkeys(["full", *([] if own_windows else ["window"]), *named]))
         window_scored = self.window if self.eval_window is None else self.eval_window
         overrides = Overrides(window_scored, self.sink_tokens, self.fa_decode)
@@ -136,34 +134,16 @@ class Choice(Options):
         ),
     ] = None
     seeds: Annotated[
-        int,
-        Option(
-            metavar="N",
-            help="Choices of a method, each by other prompts.",
-            min=1,
-            rich_help_panel=CHOICE,
-        ),
+        int, Option(metavar="N", help="Choices of a method, each by other prompts.", min=1, rich_help_panel=CHOICE)
     ] = 3
     iterations: Annotated[
-        int,
-        Option(
-            metavar="N",
-            help="BOSCH: masks tried a layer of a subproblem.",
-            min=1,
-            rich_help_panel=CHOICE,
-        ),
+        int, Option(metavar="N", help="BOSCH: masks tried a layer of a subproblem.", min=1, rich_help_panel=CHOICE)
     ] = 100
-    by: Annotated[
-        By,
-        Option(metavar="SCORE", help="BOSCH's score: answers or loss.", rich_help_panel=CHOICE),
-    ] = "answers"
+    by: Annotated[By, Option(metavar="SCORE", help="BOSCH's score: answers or loss.", rich_help_panel=CHOICE)] = (
+        "answers"
+    )
     against: Annotated[
-        str | None,
-        Option(
-            help="Show differences to this method.",
-            show_default=False,
-            rich_help_panel=OUTPUT,
-        ),
+        str | None, Option(help="Show differences to this method.", show_default=False, rich_help_panel=OUTPUT)
     ] = None
 
     @property
@@ -190,12 +170,10 @@ class Prompts(Options):
     """The prompts to choose by, and those to score on."""
 
     examples: Annotated[
-        int,
-        Option("--examples", metavar="N", help="Prompts to choose by.", min=1, rich_help_panel=PROMPTS),
+        int, Option("--examples", metavar="N", help="Prompts to choose by.", min=1, rich_help_panel=PROMPTS)
     ] = 64
     held_out: Annotated[
-        int,
-        Option("--held-out", metavar="N", help="Prompts to score on.", min=1, rich_help_panel=PROMPTS),
+        int, Option("--held-out", metavar="N", help="Prompts to score on.", min=1, rich_help_panel=PROMPTS)
     ] = 200
     length: Length = 1024
     keys: NumKeys = 1
@@ -222,9 +200,7 @@ class Prompts(Options):
 
 def compare(
     model: Model,
-    out: Annotated[
-        Path, Option(help="A folder for results, patterns and the picture.", rich_help_panel=OUTPUT)
-    ],
+    out: Annotated[Path, Option(help="A folder for results, patterns and the picture.", rich_help_panel=OUTPUT)],
     candidates: Candidates,
     choice: Choice,
     prompts: Prompts,
@@ -232,12 +208,7 @@ def compare(
     batch_size: BatchSize = 8,
     dtype: ComputeDtype = None,
     force: Annotated[
-        bool,
-        Option(
-            "--force",
-            help="Choose also where the prompts tell nothing.",
-            rich_help_panel=OUTPUT,
-        ),
+        bool, Option("--force", help="Choose also where the prompts tell nothing.", rich_help_panel=OUTPUT)
     ] = False,
 ) -> None:
     """Compare patterns and methods: needles (or chains) found against memory, on prompts that nobody chose by.
@@ -287,9 +258,7 @@ def _counted(rows: Sequence[dict[str, Any]], memory: Memory, eval_window: int | 
     found = []
     for row in rows:
         pattern = AttentionPattern.from_json(json.dumps(row["pattern"]))
-        if (
-            "ratio" in row and eval_window is not None
-        ):  # what a method chose, and under which window it was scored
+        if "ratio" in row and eval_window is not None:  # what a method chose, and under which window it was scored
             pattern = dataclasses.replace(pattern, sliding_window=eval_window)
         try:
             found.append(row | {"kv_cache_bytes": memory.bytes(pattern)})

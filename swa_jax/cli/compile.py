@@ -39,10 +39,7 @@ class SearchOptions(Options):
     tries: Annotated[
         int | None,
         Option(
-            help="Settings to compile, minutes each. Default: 6.",
-            min=1,
-            show_default=False,
-            rich_help_panel=SEARCH,
+            help="Settings to compile, minutes each. Default: 6.", min=1, show_default=False, rich_help_panel=SEARCH
         ),
     ] = None
     options: Annotated[
@@ -70,8 +67,7 @@ def compile_(
         list[str] | None, Argument(metavar="[a.b=c]...", help="Settings that replace those of the file.")
     ] = None,
     topology: Annotated[
-        str,
-        Option(help="A TPU slice, such as v5e:16x16, v5p:4x4x8 or v6e:16x16.", rich_help_panel=STEP),
+        str, Option(help="A TPU slice, such as v5e:16x16, v5p:4x4x8 or v6e:16x16.", rich_help_panel=STEP)
     ] = "",
     step: Annotated[
         Literal["train", "prefill", "decode", "generate"],
@@ -82,8 +78,7 @@ def compile_(
     ] = "train",
     stage: Annotated[int, Option(help="Which of the run's stages, from 0.", min=0, rich_help_panel=STEP)] = 0,
     batch_size: Annotated[
-        int,
-        Option("--batch-size", help="Prompts of a prefill or decode step.", min=1, rich_help_panel=STEP),
+        int, Option("--batch-size", help="Prompts of a prefill or decode step.", min=1, rich_help_panel=STEP)
     ] = 8,
     length: Annotated[
         int | None,
@@ -154,9 +149,7 @@ def _generate(
     sizes: dict[str, int] = {"prefill": prompt, "decode": prompt + new_tokens}
     reports = {}
     for step in ("prefill", "decode"):
-        reports[step] = plan(
-            settings, topology, step=step, stage=stage, batch_size=batch_size, length=sizes[step]
-        )
+        reports[step] = plan(settings, topology, step=step, stage=stage, batch_size=batch_size, length=sizes[step])
         typer.echo(describe(reports[step]) + "\n")
     found = serving(reports["prefill"], reports["decode"], new_tokens)
     typer.echo(describe_serving(found, new_tokens))
@@ -194,11 +187,7 @@ def _search(
             known=results.tried if results else (), keep=keep, say=say,
         )  # fmt: skip
     except KeyboardInterrupt:
-        where = (
-            f"the results so far are in {out}: the same command goes on from them"
-            if out
-            else "nothing is kept"
-        )
+        where = f"the results so far are in {out}: the same command goes on from them" if out else "nothing is kept"
         raise ConfigError(f"interrupted; {where}") from None
     typer.echo(describe_search(found, settings, stage, topology))
     if results is not None:

@@ -21,15 +21,12 @@ app = typer.Typer(no_args_is_help=True, help="Tokenise training data ahead, and 
 @app.command()
 def tokenize(
     sources: Annotated[
-        list[str],
-        Argument(metavar="SRC...", help="Files (text, JSONL, Parquet, ArrayRecord), folders or globs."),
+        list[str], Argument(metavar="SRC...", help="Files (text, JSONL, Parquet, ArrayRecord), folders or globs.")
     ],
     tokenizer: Annotated[Path, Option(help="tokenizer.json, or a folder that has one.")],
     out: Annotated[Path, Option(help="Folder of the tokens; run again to go on after an interruption.")],
     field: Annotated[str, Option(help="The field of a record that has the text.")] = "text",
-    kind: Annotated[
-        Literal["text", "huggingface"], Option(help="huggingface: SRC are folders of data sets.")
-    ] = "text",
+    kind: Annotated[Literal["text", "huggingface"], Option(help="huggingface: SRC are folders of data sets.")] = "text",
     split: Annotated[str, Option(help="The split of Hugging Face data sets.")] = "train",
     shard_tokens: Annotated[int, Option(help="Tokens at which a shard ends.", min=1)] = 1 << 27,
 ) -> None:
@@ -46,9 +43,7 @@ def tokenize(
             shard_tokens=shard_tokens,
             progress=lambda file, tokens: status.update(f"{file}: {tokens:,} tokens so far"),
         )
-    typer.echo(
-        f"{out}: {made['tokens']:,} tokens, {made['documents']:,} documents, {len(made['shards'])} shards"
-    )
+    typer.echo(f"{out}: {made['tokens']:,} tokens, {made['documents']:,} documents, {len(made['shards'])} shards")
     if made["left_out"]:
         typer.echo(f"{made['left_out']:,} empty documents left out")
 

@@ -46,10 +46,7 @@ PromptFile = Annotated[
 ]
 Out = Annotated[
     Path,
-    Option(
-        help="A new file for the data. The same command goes on after an interruption.",
-        rich_help_panel=OUTPUT,
-    ),
+    Option(help="A new file for the data. The same command goes on after an interruption.", rich_help_panel=OUTPUT),
 ]
 Keep = Annotated[
     str,
@@ -60,12 +57,9 @@ Keep = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
-AnswerField = Annotated[
-    str, Option(help="The field of a prompt's line with the right answer.", rich_help_panel=OUTPUT)
-]
+AnswerField = Annotated[str, Option(help="The field of a prompt's line with the right answer.", rich_help_panel=OUTPUT)]
 KeepCut = Annotated[
-    bool,
-    Option("--keep-cut", help="Keep replies that --max-new-tokens cuts off.", rich_help_panel=OUTPUT),
+    bool, Option("--keep-cut", help="Keep replies that --max-new-tokens cuts off.", rich_help_panel=OUTPUT)
 ]
 TopLogprobs = Annotated[
     int,
@@ -76,13 +70,7 @@ TopLogprobs = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
-ShareText = Annotated[
-    str,
-    Option(
-        help="K/N: take the K-th of N shares of the prompts.",
-        rich_help_panel=RUNNING,
-    ),
-]
+ShareText = Annotated[str, Option(help="K/N: take the K-th of N shares of the prompts.", rich_help_panel=RUNNING)]
 
 
 def distill(

@@ -150,9 +150,7 @@ def write_replies(
         texts: dict[int, ReplyText] = {i: ReplyText(tokenizer, stop) for i in group}
         counts = dict.fromkeys(group, 0)
         done = [n for n, i in enumerate(group) if i in skip]
-        pieces = worker.stream(
-            [prompts[i] for i in group], stop_tokens=tokenizer.end_ids, skip=done, **stream
-        )
+        pieces = worker.stream([prompts[i] for i in group], stop_tokens=tokenizer.end_ids, skip=done, **stream)
         for piece in pieces:
             number = group[piece.prompt]
             text = texts[number]

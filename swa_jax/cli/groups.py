@@ -27,10 +27,7 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
-        made = {
-            name: group(**{field: given.pop(field) for field in fields[name]})
-            for name, group in groups.items()
-        }
+        made = {name: group(**{field: given.pop(field) for field in fields[name]}) for name, group in groups.items()}
         command(**made, **given)
 
     parameters: list[inspect.Parameter] = []

@@ -40,9 +40,7 @@ class Verbs(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             verb, *arguments = [*ctx._protected_args, *ctx.args] or [""]
-            for argument in (
-                [] if verb == "import" else arguments
-            ):  # import reads buckets, and checks for itself
+            for argument in [] if verb == "import" else arguments:  # import reads buckets, and checks for itself
                 key, _, value = argument.rpartition("=")
                 check_local(value, f"'{key}' =" if key else "the argument")
             return super().invoke(ctx)
@@ -53,19 +51,11 @@ class Verbs(typer.core.TyperGroup):
             Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(getattr(error, "status", 2)) from None
         except KeyboardInterrupt:
-            typer.echo(
-                "interrupted: what keeps its progress goes on when the same command is started again",
-                err=True,
-            )
+            typer.echo("interrupted: what keeps its progress goes on when the same command is started again", err=True)
             raise typer.Exit(130) from None
 
 
-app = typer.Typer(
-    cls=Verbs,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_show_locals=False,
-)
+app = typer.Typer(cls=Verbs, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
 app.add_typer(pattern_app, name="pattern")
 app.add_typer(select_app, name="select")
 app.add_typer(bench_app, name="bench")
@@ -98,9 +88,7 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[
-        bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
     keep: Annotated[
         bool,
         Option(
@@ -189,9 +177,7 @@ def export(
     folder, chosen = find_model(checkpoint), None
     if pattern is not None:
         source = open_checkpoint(folder)
-        (chosen,) = resolve_patterns(
-            [pattern], source.config, Overrides(window), source.pattern.sliding_window
-        )
+        (chosen,) = resolve_patterns([pattern], source.config, Overrides(window), source.pattern.sliding_window)
     notes: list[str] = []
     options: dict[str, Any] = {"pattern": chosen, "server": server, "as_full": as_full, "canary": canary}
     with Progress("canary: texts") as progress:

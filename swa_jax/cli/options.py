@@ -32,9 +32,7 @@ SERVING, CHAT = "Serving", "Chat"
 
 Model = Annotated[
     Path,
-    Argument(
-        help="A checkpoint, Hugging Face or PEFT folder, a GGUF file, the id of a Hub model, chains or recall."
-    ),
+    Argument(help="A checkpoint, Hugging Face or PEFT folder, a GGUF file, the id of a Hub model, chains or recall."),
 ]
 Window = Annotated[
     int | None,
@@ -74,14 +72,7 @@ Yarn = Annotated[
     ),
 ]
 NumKeys = Annotated[
-    int,
-    Option(
-        "--keys",
-        metavar="N",
-        help="Needles hidden, one asked for.",
-        min=1,
-        rich_help_panel=PROMPTS,
-    ),
+    int, Option("--keys", metavar="N", help="Needles hidden, one asked for.", min=1, rich_help_panel=PROMPTS)
 ]
 Chains = Annotated[
     str | None,
@@ -93,16 +84,12 @@ Chains = Annotated[
     ),
 ]
 Length = Annotated[
-    int,
-    Option("--length", metavar="N", help="Tokens, the answer included.", min=1, rich_help_panel=PROMPTS),
+    int, Option("--length", metavar="N", help="Tokens, the answer included.", min=1, rich_help_panel=PROMPTS)
 ]
 Chat = Annotated[
     bool | None,
     Option(
-        "--chat/--no-chat",
-        help="Ask in the chat template, if there is one.",
-        show_default=False,
-        rich_help_panel=CHAT,
+        "--chat/--no-chat", help="Ask in the chat template, if there is one.", show_default=False, rich_help_panel=CHAT
     ),
 ]
 Haystack = Annotated[
@@ -150,10 +137,7 @@ PrefillChunk = Annotated[
     ),
 ]
 Seed = Annotated[
-    int,
-    Option(
-        "--seed", metavar="N", help="The seed of everything that is drawn.", min=0, rich_help_panel=RUNNING
-    ),
+    int, Option("--seed", metavar="N", help="The seed of everything that is drawn.", min=0, rich_help_panel=RUNNING)
 ]
 Dtype = Literal["float32", "bfloat16"]
 ComputeDtype = Annotated[
@@ -209,9 +193,7 @@ def resolve_patterns(
     A recipe names no window: it takes `--window`, or else the model's own window, or else 2048. A note says which,
     where `--window` was not given.
     """
-    patterns = [
-        read_pattern(source, layers, default_window=own_window, **overrides.fields) for source in sources
-    ]
+    patterns = [read_pattern(source, layers, default_window=own_window, **overrides.fields) for source in sources]
     for source, pattern in zip(sources, patterns, strict=True):
         if isinstance(layers, ModelConfig):
             pattern.validate(layers)
@@ -281,9 +263,7 @@ def parse_mesh(text: str) -> Partition:
     for part in text.split(","):
         name, _, size = part.partition("=")
         if name not in AXES or not size.removeprefix("-").isdecimal():
-            raise ConfigError(
-                f"--mesh must be sizes of the axes {', '.join(AXES)} such as data=2,fsdp=4, got '{part}'"
-            )
+            raise ConfigError(f"--mesh must be sizes of the axes {', '.join(AXES)} such as data=2,fsdp=4, got '{part}'")
         sizes[name] = int(size)
     try:
         return Partition(make_mesh(MeshConfig(**sizes), jax.devices()))
@@ -333,9 +313,7 @@ class PromptKind:
         if self.chains is None:
             return
         if self.chat:
-            raise ConfigError(
-                "--chat is of needles; the words of --chains are no chat: leave one of them out"
-            )
+            raise ConfigError("--chat is of needles; the words of --chains are no chat: leave one of them out")
         if self.keys != 1:
             raise ConfigError("--keys is of needles, which --chains replaces: leave one of them out")
         found = CHAINS.fullmatch(self.chains)
@@ -395,20 +373,13 @@ def with_patterns(model: Decoder, sources: Sequence[str], overrides: Overrides) 
     patterns = resolve_patterns(sources, model.config, overrides, model.pattern.sliding_window)
     for source, pattern in zip(sources, patterns, strict=True):
         if SWITCH in pattern.layer_types and SWITCH not in model.pattern.layer_types:
-            echo(
-                f"the model has no routers for --pattern {source}: they are drawn at random, untrained",
-                err=True,
-            )
+            echo(f"the model has no routers for --pattern {source}: they are drawn at random, untrained", err=True)
     return [(name, model.with_pattern(pattern)) for name, pattern in zip(sources, patterns, strict=True)]
 
 
 def _under_own_pattern(model: Decoder, overrides: Overrides) -> Decoder:
     given = {name: value for name, value in overrides.fields.items() if value is not None}
-    words = {
-        "sliding_window": "--window",
-        "num_sink_tokens": "--sink-tokens",
-        "full_attention_decode": "--fa-decode",
-    }
+    words = {"sliding_window": "--window", "num_sink_tokens": "--sink-tokens", "full_attention_decode": "--fa-decode"}
     idle = [words[name] for name, value in given.items() if value]
     if idle and len(model.pattern.full_layers) == model.pattern.num_layers:
         raise ConfigError(

@@ -11,15 +11,7 @@ import numpy as np
 import typer
 from typer import Argument, Option
 
-from swa_jax.cli.options import (
-    FullDecode,
-    Overrides,
-    SinkTokens,
-    Window,
-    check_output,
-    find_model,
-    resolve_patterns,
-)
+from swa_jax.cli.options import FullDecode, Overrides, SinkTokens, Window, check_output, find_model, resolve_patterns
 from swa_jax.errors import ConfigError
 from swa_jax.families.pattern_files import is_pattern_file, layers_of_file
 from swa_jax.model.config import ModelConfig
@@ -28,10 +20,7 @@ from swa_jax.model.pattern import AttentionPattern
 
 Source = "a recipe such as interleave-1-in-4+fa-decode, or a pattern JSON"
 Layers = Annotated[int | None, Option("--layers", help="Layers of the model.", min=1)]
-OfModel = Annotated[
-    Path | None,
-    Option("--model", help="A model by any of its names, in place of --layers."),
-]
+OfModel = Annotated[Path | None, Option("--model", help="A model by any of its names, in place of --layers.")]
 
 
 class PatternVerbs(typer.core.TyperGroup):
@@ -42,14 +31,10 @@ class PatternVerbs(typer.core.TyperGroup):
         return super().parse_args(ctx, args if args and args[0] in known else ["print", *args])
 
 
-app = typer.Typer(
-    cls=PatternVerbs, no_args_is_help=True, help="Print a pattern (`pattern RECIPE`), or compare two."
-)
+app = typer.Typer(cls=PatternVerbs, no_args_is_help=True, help="Print a pattern (`pattern RECIPE`), or compare two.")
 
 
-def _size(
-    sources: Sequence[str], layers: int | None, model: Path | None
-) -> tuple[int | ModelConfig, int | None]:
+def _size(sources: Sequence[str], layers: int | None, model: Path | None) -> tuple[int | ModelConfig, int | None]:
     """What `sources` are read for, a number of layers or a model, and the model's own window."""
     if model is not None and layers is None:
         from swa_jax.checkpoint.folder import open_checkpoint
@@ -132,9 +117,7 @@ def _cache_lines(model: Path, pattern: AttentionPattern, length: int) -> Iterato
 
 @app.command()
 def diff(
-    first: Annotated[
-        str, Argument(help=f"A pattern: {Source}. In BOSCH's paper the one with fewer windowed heads.")
-    ],
+    first: Annotated[str, Argument(help=f"A pattern: {Source}. In BOSCH's paper the one with fewer windowed heads.")],
     second: Annotated[str, Argument(help="Another one for the same model.")],
     layers: Layers = None,
     model: OfModel = None,
@@ -143,9 +126,7 @@ def diff(
     ] = None,
     swap: Annotated[
         Path | None,
-        Option(
-            help="Write the second with the heads that only the first windows, in place of as many at random."
-        ),
+        Option(help="Write the second with the heads that only the first windows, in place of as many at random."),
     ] = None,
     seed: Annotated[int, Option(help="The seed of the heads drawn for --swap.", min=0)] = 0,
 ) -> None:
@@ -187,9 +168,7 @@ def _check_heads(patterns: Sequence[AttentionPattern], kv_heads: int | None) -> 
     """KV heads of a layer; 1 where only whole layers are compared, of which any number gives the same shares."""
     if kv_heads is None:
         if any(HYBRID in pattern.layer_types for pattern in patterns):
-            raise ConfigError(
-                "--kv-heads is missing: a layer with heads of both kinds does not say how many it has"
-            )
+            raise ConfigError("--kv-heads is missing: a layer with heads of both kinds does not say how many it has")
         kv_heads = 1
     highest = max((head for p in patterns for heads in p.full_kv_heads for head in heads), default=0)
     if highest >= kv_heads:
@@ -209,15 +188,11 @@ def _differences(first: np.ndarray, second: np.ndarray) -> Iterator[str]:
                 yield f"layer {layer}: {who} windows {which}"
 
 
-def _swapped(
-    pattern: AttentionPattern, masks: Sequence[np.ndarray], provenance: dict[str, Any]
-) -> AttentionPattern:
+def _swapped(pattern: AttentionPattern, masks: Sequence[np.ndarray], provenance: dict[str, Any]) -> AttentionPattern:
     from swa_jax.select.heads import head_pattern, swap_back
 
     if pattern.sliding_window is None:
         raise ConfigError(f"{provenance['second']} windows nothing: there is nothing to swap")
     full = swap_back(masks[0], masks[1], provenance["seed"])
-    swapped = head_pattern(
-        full, pattern.sliding_window, pattern.num_sink_tokens, {"method": "swap"} | provenance
-    )
+    swapped = head_pattern(full, pattern.sliding_window, pattern.num_sink_tokens, {"method": "swap"} | provenance)
     return dataclasses.replace(swapped, full_attention_decode=pattern.full_attention_decode)

@@ -71,9 +71,7 @@ def select_bosch(
     out: Out,
     budget: HeadBudget,
     examples: Examples,
-    variant: Annotated[
-        Variant, Option(help="BOSCH, or one of its ablations.", rich_help_panel=SEARCH)
-    ] = "bosch",
+    variant: Annotated[Variant, Option(help="BOSCH, or one of its ablations.", rich_help_panel=SEARCH)] = "bosch",
     iterations: Iterations = 100,
     optimizer: Annotated[
         Literal["one-plus-one", "nomad"],
@@ -127,9 +125,7 @@ def select_bosch(
         f"{chosen.windowed.value:.1%}; {evaluate.num_evaluations} masks tried in {evaluate.seconds:.0f} s"
     )
     if chosen.num_windowed != chosen.target:
-        typer.echo(
-            f"windowed {chosen.num_windowed} heads and not {chosen.target}: the nearest this method can reach"
-        )
+        typer.echo(f"windowed {chosen.num_windowed} heads and not {chosen.target}: the nearest this method can reach")
 
 
 class _Ranking(NamedTuple):
@@ -154,9 +150,7 @@ class _Ranking(NamedTuple):
 
     def check(self, by: By, force: bool, batch_size: int) -> None:
         """`check_separation` of what heads are ranked by."""
-        check_separation(
-            self.decoder, self.examples, self.window, self.sinks, by, force, batch_size=batch_size
-        )
+        check_separation(self.decoder, self.examples, self.window, self.sinks, by, force, batch_size=batch_size)
 
     def write(self, out: Path, scores: np.ndarray, method: str, larger_is_local: bool, **more: Any) -> None:
         from swa_jax.select.heads import head_pattern, window_most_local
@@ -290,12 +284,7 @@ def select_heuristic(
     budget: HeadBudget,
     window: Annotated[
         int,
-        Option(
-            "--window",
-            help="Visible keys of a windowed query, its own included.",
-            min=1,
-            rich_help_panel=PATTERN,
-        ),
+        Option("--window", help="Visible keys of a windowed query, its own included.", min=1, rich_help_panel=PATTERN),
     ],
     sink_tokens: SinkTokens = None,
     seed: Seed = 0,
@@ -373,9 +362,7 @@ def select_nll(
     )  # fmt: skip
     with progress_bar("passes") as progress:
         named = tried_by_depth(decoder.config.num_hidden_layers) if tried is None else tried or None
-        rounds = (
-            scorer.greedy(full, tried=named, progress=progress) if greedy else [scorer(progress=progress)]
-        )
+        rounds = scorer.greedy(full, tried=named, progress=progress) if greedy else [scorer(progress=progress)]
     scores = rounds[0]
     about: dict[str, Any] = {"full_attention_decode": fa_decode, "data": data, "seed": examples.seed}
     pattern = greedy_pattern(rounds, **about) if greedy else nll_pattern(scores, budget=full, **about)

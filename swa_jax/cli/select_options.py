@@ -45,12 +45,9 @@ if TYPE_CHECKING:
 
 SEARCH = "Method"  # a panel: how a method chooses
 
-Out = Annotated[
-    Path, Option(help="The pattern's JSON file. The picture goes beside it.", rich_help_panel=OUTPUT)
-]
+Out = Annotated[Path, Option(help="The pattern's JSON file. The picture goes beside it.", rich_help_panel=OUTPUT)]
 FaDecode = Annotated[
-    bool,
-    Option("--fa-decode", help="Set full-attention decode in the pattern.", rich_help_panel=PATTERN),
+    bool, Option("--fa-decode", help="Set full-attention decode in the pattern.", rich_help_panel=PATTERN)
 ]
 Force = Annotated[
     bool,
@@ -78,14 +75,7 @@ Evaluations = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
-Greedy = Annotated[
-    bool,
-    Option(
-        "--greedy",
-        help="Score again after each layer chosen.",
-        rich_help_panel=SEARCH,
-    ),
-]
+Greedy = Annotated[bool, Option("--greedy", help="Score again after each layer chosen.", rich_help_panel=SEARCH)]
 Tried = Annotated[
     int | None,
     Option(
@@ -125,28 +115,17 @@ ResumeFile = Annotated[
 ]
 Mesh = Annotated[
     str | None,
-    Option(
-        "--mesh", help="Spread weights and examples over the devices: data=2,fsdp=4.", rich_help_panel=RUNNING
-    ),
+    Option("--mesh", help="Spread weights and examples over the devices: data=2,fsdp=4.", rich_help_panel=RUNNING),
 ]
 MinAnswer = Annotated[
     int,
     Option(
-        "--min-answer",
-        metavar="N",
-        help="Fewest tokens of an answer of --prompts.",
-        min=1,
-        rich_help_panel=PROMPTS,
+        "--min-answer", metavar="N", help="Fewest tokens of an answer of --prompts.", min=1, rich_help_panel=PROMPTS
     ),
 ]
 LastQueries = Annotated[
     int,
-    Option(
-        "--last",
-        help="Last queries of a prompt that are looked at. SWAA takes 64.",
-        min=1,
-        rich_help_panel=SEARCH,
-    ),
+    Option("--last", help="Last queries of a prompt that are looked at. SWAA takes 64.", min=1, rich_help_panel=SEARCH),
 ]
 RecentKeys = Annotated[
     int | None,
@@ -158,14 +137,11 @@ RecentKeys = Annotated[
         rich_help_panel=SEARCH,
     ),
 ]
-LazySinks = Annotated[
-    int, Option("--lazy-sinks", help="First keys that count as near.", min=0, rich_help_panel=SEARCH)
-]
+LazySinks = Annotated[int, Option("--lazy-sinks", help="First keys that count as near.", min=0, rich_help_panel=SEARCH)]
 
 
 ScoreBy = Annotated[
-    By,
-    Option("--by", help="Score masks by right answers, or by the answers' loss.", rich_help_panel=SEARCH),
+    By, Option("--by", help="Score masks by right answers, or by the answers' loss.", rich_help_panel=SEARCH)
 ]
 
 
@@ -173,9 +149,7 @@ ScoreBy = Annotated[
 class Examples(Options):
     """What to choose by: needles, chains, or prompts of one's own."""
 
-    examples: Annotated[
-        int, Option(metavar="N", help="Examples to choose by.", min=1, rich_help_panel=PROMPTS)
-    ] = 64
+    examples: Annotated[int, Option(metavar="N", help="Examples to choose by.", min=1, rich_help_panel=PROMPTS)] = 64
     length: Length = 1024
     keys: NumKeys = 1
     haystack: Haystack = None
@@ -255,9 +229,7 @@ class LayerBudget(Options):
     ] = None
     one_in: Annotated[
         int | None,
-        Option(
-            metavar="N", help="In place of --budget: one full layer in N.", min=1, rich_help_panel=PATTERN
-        ),
+        Option(metavar="N", help="In place of --budget: one full layer in N.", min=1, rich_help_panel=PATTERN),
     ] = None
     kv_budget: KvBudget = None
     server: Server = None
@@ -265,9 +237,7 @@ class LayerBudget(Options):
 
     def check(self) -> None:
         if sum(one is not None for one in (self.budget, self.one_in, self.kv_budget)) != 1:
-            raise ConfigError(
-                "give exactly one of --budget, --one-in and --kv-budget: how many layers stay full"
-            )
+            raise ConfigError("give exactly one of --budget, --one-in and --kv-budget: how many layers stay full")
         _check_budget(self.kv_budget, {"--for": self.server, "--serve-length": self.serve_length})
 
     def layers(
@@ -313,11 +283,7 @@ class HeadBudget(Options):
     ratio: Annotated[
         float | None,
         Option(
-            help="Share of the KV heads that are windowed.",
-            min=0,
-            max=1,
-            show_default=False,
-            rich_help_panel=PATTERN,
+            help="Share of the KV heads that are windowed.", min=0, max=1, show_default=False, rich_help_panel=PATTERN
         ),
     ] = None
     kv_budget: KvBudget = None
@@ -408,18 +374,12 @@ def check_out(out: Path) -> None:
     check_output("--out", out)
 
 
-def write_heads(
-    pattern: AttentionPattern, full: np.ndarray, out: Path, scores: np.ndarray | None = None
-) -> None:
+def write_heads(pattern: AttentionPattern, full: np.ndarray, out: Path, scores: np.ndarray | None = None) -> None:
     from swa_jax.report import head_map
 
     title = f"{pattern.provenance['method']}: {int((~full).sum())} of {full.size} KV heads windowed"
     larger = pattern.provenance.get("larger_is_local")
-    _write(
-        pattern,
-        out,
-        lambda picture: head_map(full, picture, title=title, scores=scores, larger_is_local=larger),
-    )
+    _write(pattern, out, lambda picture: head_map(full, picture, title=title, scores=scores, larger_is_local=larger))
 
 
 def write_layers(pattern: AttentionPattern, scores: Sequence[Estimate], out: Path, **labels: str) -> None:

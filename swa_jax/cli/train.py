@@ -27,15 +27,11 @@ def train(
         str | None, Option(help="HOST:PORT where process 0 listens.", envvar="JAX_COORDINATOR_ADDRESS")
     ] = None,
     distributed: Annotated[
-        bool,
-        Option("--distributed", help="Have the cluster say those three: TPU pod, GKE, Slurm, Open MPI."),
+        bool, Option("--distributed", help="Have the cluster say those three: TPU pod, GKE, Slurm, Open MPI.")
     ] = False,
     timeout: Annotated[
         int,
-        Option(
-            help="Seconds for all processes to come, and without a sign of life after which one is lost.",
-            min=10,
-        ),
+        Option(help="Seconds for all processes to come, and without a sign of life after which one is lost.", min=10),
     ] = 45,
 ) -> None:
     """Train from scratch, or go on from a checkpoint; run it again to go on after an interruption.

@@ -95,8 +95,7 @@ def make_batches(
     segments = None
     if any(isinstance(sample, PackedPrompts) for sample in samples):
         segments = max(
-            sample.max_segments() if isinstance(sample, PackedPrompts | PackedText) else 1
-            for sample in samples
+            sample.max_segments() if isinstance(sample, PackedPrompts | PackedText) else 1 for sample in samples
         )
     fingerprint = {
         "version": STATE_VERSION,
@@ -171,9 +170,7 @@ def open_source(
         return PackedText(_Chosen(stored, chosen), length, seed, sizes=stored.sizes[chosen], name=name)
     documents = read_documents(files, tokenizer, source.text_field, source.split)
     chosen = _chosen(documents, source, held_out)
-    return PackedText(
-        documents if chosen is None else [documents[i] for i in chosen], length, seed, name=name
-    )
+    return PackedText(documents if chosen is None else [documents[i] for i in chosen], length, seed, name=name)
 
 
 def check_source(source: SourceConfig, tokenizer: Tokenizer | None = None) -> None:

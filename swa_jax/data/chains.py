@@ -192,17 +192,13 @@ class Chains:
         tokens += noise[start:] + asked
         return sample(tokens, [0.0] * (self.length - len(asked)) + weights)
 
-    def _questions(
-        self, rng: np.random.Generator, drawn: Drawn, room: int
-    ) -> list[tuple[list[int], list[int]]]:
+    def _questions(self, rng: np.random.Generator, drawn: Drawn, room: int) -> list[tuple[list[int], list[int]]]:
         """Questions with their answers, `room` tokens at most: about twice as many as there are names, or as fit."""
         most = min(self.num_questions, 2 * drawn.names.size + 2, room // QUESTION)
         questions = []
         for _ in range(int(rng.integers(max(1, most // 2), most + 1))):
             first, second = zip(
-                rng.integers(self.num_chains, size=2).tolist(),
-                rng.integers(self.hops, size=2).tolist(),
-                strict=True,
+                rng.integers(self.num_chains, size=2).tolist(), rng.integers(self.hops, size=2).tolist(), strict=True
             )
             is_sum = rng.random() < self.sums
             if (SUM if is_sum else QUESTION) > room:
@@ -225,9 +221,7 @@ class Passages:
 
     def __init__(self, tokenizer: TextTokenizer, *, length: int, seed: int):
         words = ChainWords.of(tokenizer)
-        self.words = np.concatenate(
-            [words.names, words.numbers, words.fillers, [words.states, words.asks, words.plus]]
-        )
+        self.words = np.concatenate([words.names, words.numbers, words.fillers, [words.states, words.asks, words.plus]])
         self.length, self.seed = length, seed
 
     def __len__(self) -> int:

@@ -74,17 +74,13 @@ class ChatTemplate:
           ConfigError: a message, tool or document has another form, or the template refuses them.
         """
         for i, message in enumerate(messages):
-            if not (
-                isinstance(message, dict) and isinstance(message.get("role"), str) and message.keys() & SAID
-            ):
+            if not (isinstance(message, dict) and isinstance(message.get("role"), str) and message.keys() & SAID):
                 raise ConfigError(
                     f'messages[{i}] must be {{"role": text, "content": text}}, or have one of '
                     f"{', '.join(SAID[1:])} in place of the content; got {message!r:.80}"
                 )
         for name, given in (("tools", tools), ("documents", documents)):
-            if given is not None and not (
-                isinstance(given, list) and all(isinstance(x, dict) for x in given)
-            ):
+            if given is not None and not (isinstance(given, list) and all(isinstance(x, dict) for x in given)):
                 raise ConfigError(f"{name} must be a list of objects, got {given!r:.80}")
         values = {
             "messages": [_without_nulls(message) for message in messages],
@@ -154,9 +150,7 @@ def load_chat_template(folder: str | Path) -> ChatTemplate | None:
     named = source if isinstance(source, list) else [{"name": "default", "template": source}]
     sources: dict[Any, Any] = {one.get("name"): one.get("template") for one in named if isinstance(one, dict)}
     if not all(isinstance(part, str) for one in sources.items() for part in one):
-        raise ConfigError(
-            f"chat_template in {where} must be a text, or a list of named ones, got {source!r:.80}"
-        )
+        raise ConfigError(f"chat_template in {where} must be a text, or a list of named ones, got {source!r:.80}")
     if "default" not in sources:
         raise ConfigError(
             f"chat_template in {where} must have one template named 'default', got {', '.join(sources) or 'none'}"
@@ -172,11 +166,7 @@ def chat_tokens(
 
 
 def prompt_tokens(
-    folder: str | Path,
-    tokenizer: Tokenizer,
-    prompts: Sequence[Prompt],
-    chat: bool,
-    thinking: bool | None = None,
+    folder: str | Path, tokenizer: Tokenizer, prompts: Sequence[Prompt], chat: bool, thinking: bool | None = None
 ) -> list[list[int]]:
     """The tokens of the prompts; messages, and with `chat` texts, go through the chat template of a model's folder.
 
@@ -262,15 +252,12 @@ def chat_wrap(folder: str | Path, thinking: bool | None = None, answers_at_once:
     Raises:
       ConfigError: the folder has no template, or one that cannot switch thinking or does not repeat a question once.
     """
-    template = _wanted_template(
-        folder, "leave out --chat, or name what stands around a question with --template"
-    )
+    template = _wanted_template(folder, "leave out --chat, or name what stands around a question with --template")
     if thinking is None and answers_at_once and template.reads(THINKING):
         thinking = False
     options = _thinking_options(folder, template, thinking)
     plain, spaced = (
-        template.render([{"role": "user", "content": content}], **options)
-        for content in (PROMPT, f"\n{PROMPT}\n")
+        template.render([{"role": "user", "content": content}], **options) for content in (PROMPT, f"\n{PROMPT}\n")
     )
     if plain.count(PROMPT) != 1:
         raise ConfigError(
@@ -309,9 +296,7 @@ def _wanted_template(folder: str | Path, instead: str) -> ChatTemplate:
     return template
 
 
-def _thinking_options(
-    folder: str | Path, template: ChatTemplate | None, thinking: bool | None
-) -> dict[str, Any]:
+def _thinking_options(folder: str | Path, template: ChatTemplate | None, thinking: bool | None) -> dict[str, Any]:
     """The template's options that switch thinking. Raises `ConfigError` if there is no such switch."""
     if thinking is None:
         return {}

@@ -55,10 +55,7 @@ def token_fields(prompt: Any, reply: Any, top: Top | None = None) -> dict[str, s
     """The fields of a line that hold arrays: ids [m] and [n] and, if it is given, `top` [n, K]."""
     fields = {"prompt_tokens": encoded(prompt, TOKENS), "reply_tokens": encoded(reply, TOKENS)}
     if top is not None:
-        fields |= {
-            "top_tokens": encoded(top.tokens, TOKENS),
-            "top_logprobs": encoded(top.logprobs, LOGPROBS),
-        }
+        fields |= {"top_tokens": encoded(top.tokens, TOKENS), "top_logprobs": encoded(top.logprobs, LOGPROBS)}
     return fields
 
 

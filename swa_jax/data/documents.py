@@ -19,10 +19,7 @@ from swa_jax.errors import ConfigError, not_installed
 from swa_jax.files import parse_json_value, sum_of_json
 from swa_jax.settings import nearest
 
-BATCH_TEXTS, BATCH_CHARACTERS = (
-    512,
-    4_000_000,
-)  # what is tokenised at a time, by as many threads as there are cores
+BATCH_TEXTS, BATCH_CHARACTERS = (512, 4_000_000)  # what is tokenised at a time, by as many threads as there are cores
 
 
 class Top(NamedTuple):
@@ -59,9 +56,7 @@ def read_documents(
 
 def _refuse(number: int, files: Sequence[Path], tokenizer: Tokenizer, text_field: str, split: str) -> None:
     """Say where in the files the document of that number is, and what is wrong with it."""
-    places = (
-        (file, i, text) for file in files for i, text in enumerate(read_texts(file, text_field, split), 1)
-    )
+    places = ((file, i, text) for file in files for i, text in enumerate(read_texts(file, text_field, split), 1))
     file, record, text = next(itertools.islice(places, number, None))
     with at(_record(file, record) if file.is_dir() or file.suffix in RECORDS else str(file)):
         tokenizer.encode(text)
@@ -77,9 +72,7 @@ def at(where: str) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=4)
-def read_prompts(
-    files: tuple[Path, ...], tokenizer: Tokenizer, prompt_field: str, answer_field: str
-) -> list[Prompt]:
+def read_prompts(files: tuple[Path, ...], tokenizer: Tokenizer, prompt_field: str, answer_field: str) -> list[Prompt]:
     """Each record's prompt after the tokenizer's start tokens, and its answer before the end token."""
     end = _end_ids(tokenizer)
     prompts = []
@@ -238,9 +231,7 @@ def _pick(record: Any, fields: Mapping[str, str], where: str) -> list[str]:
     for field, text in zip(fields.values(), texts, strict=True):
         if not isinstance(text, str | None):
             raise ConfigError(f"{where}: the field '{field}' must be text, got {type(text).__name__}")
-        if (
-            not text and "text_field" not in fields
-        ):  # an empty document is left out, half an example is a mistake
+        if not text and "text_field" not in fields:  # an empty document is left out, half an example is a mistake
             raise ConfigError(f"{where}: the field '{field}' is empty")
     return ["" if text is None else text for text in texts]
 

@@ -56,9 +56,7 @@ class Needles:
         text_weight: float = 0.25,
     ):
         if not 1 <= num_questions <= num_keys:
-            raise ConfigError(
-                f"num_questions is {num_questions}; it must be between 1 and num_keys = {num_keys}"
-            )
+            raise ConfigError(f"num_questions is {num_questions}; it must be between 1 and num_keys = {num_keys}")
         self.tokenizer, self.haystack = tokenizer, haystack
         self.length, self.seed = length, seed
         self.num_keys, self.num_questions = num_keys, num_questions
@@ -86,9 +84,7 @@ class Needles:
         places = rng.integers(room + 1, size=self.num_keys).tolist()
         hay = self.haystack.draw(rng, room)
         tokens = insert_needles(hay, [tokens for tokens, _ in needles], places) + asked[0]
-        weights = (
-            insert_needles([self.text_weight] * room, [weights for _, weights in needles], places) + asked[1]
-        )
+        weights = insert_needles([self.text_weight] * room, [weights for _, weights in needles], places) + asked[1]
         return sample(tokens, weights)
 
     def _needle(self, key: str, value: str) -> Weighted:
@@ -147,9 +143,7 @@ class Repeats:
     Mostly random tokens, else text; everything after the first time has weight 1.
     """
 
-    def __init__(
-        self, vocab_size: int, haystack: Haystack, *, length: int, seed: int, random_share: float = 0.7
-    ):
+    def __init__(self, vocab_size: int, haystack: Haystack, *, length: int, seed: int, random_share: float = 0.7):
         self.vocab_size, self.haystack, self.random_share = vocab_size, haystack, random_share
         self.length, self.seed = length, seed
 
@@ -174,9 +168,7 @@ def train_recall_tokenizer(vocab_size: int = VOCAB_SIZE) -> Tokenizer:
         names = {"key": f"{adjective}-{noun}", "value": 0}
         texts.append((NEEDLE + QUESTION + ANSWER).format(**names) * 2500)
     tokenizer = train_byte_bpe(texts, vocab_size)
-    split = [
-        w for w in [f" {a}" for a in ADJECTIVES] + [f"-{n}" for n in NOUNS] if len(tokenizer.encode(w)) > 1
-    ]
+    split = [w for w in [f" {a}" for a in ADJECTIVES] + [f"-{n}" for n in NOUNS] if len(tokenizer.encode(w)) > 1]
     if split:
         raise ConfigError(f"vocab_size = {vocab_size} leaves key words in several tokens ({split}); raise it")
     return tokenizer
@@ -185,9 +177,7 @@ def train_recall_tokenizer(vocab_size: int = VOCAB_SIZE) -> Tokenizer:
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = (
-        '{\n  "tokenizer_class": "PreTrainedTokenizerFast",\n  "eos_token": "%s",\n  "pad_token": "%s"\n}\n'
-    )
+    config = '{\n  "tokenizer_class": "PreTrainedTokenizerFast",\n  "eos_token": "%s",\n  "pad_token": "%s"\n}\n'
     files = {
         "tokenizer.json": tokenizer.backend.to_str(pretty=True),
         "tokenizer_config.json": config % (END_OF_TEXT, END_OF_TEXT),

@@ -54,9 +54,7 @@ class PackedText:
         self.rows = total // length if seed is not None else -(-total // length)  # an epoch
         self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None  # number, order, ends
         if self.rows == 0:
-            raise ConfigError(
-                f"{name} has {total} tokens, less than one row of sequence_length = {length}: add files"
-            )
+            raise ConfigError(f"{name} has {total} tokens, less than one row of sequence_length = {length}: add files")
 
     def __len__(self) -> int:
         return self.rows * (1 if self.seed is None else ENDLESS)

@@ -11,9 +11,7 @@ from typing import Literal
 from swa_jax.errors import ConfigError
 from swa_jax.files import check_local
 
-STANDARD_LIBRARY = (
-    "stdlib"  # as a file name: the interpreter's own library sources, less those held out for evaluation
-)
+STANDARD_LIBRARY = "stdlib"  # as a file name: the interpreter's own library sources, less those held out for evaluation
 PLAIN_TEXT = (".txt", ".md", ".py")  # a file is one document
 RECORDS = (".jsonl", ".parquet", ".array_record")  # files of many records with named fields
 MANIFEST = "manifest.json"  # of a folder of tokens
@@ -59,9 +57,7 @@ class SourceConfig:
     num_chains: int = 1  # chains
     hops: int = 1  # chains: statements from the name that is asked for to its number
     sums: float = 0.0  # chains: the share of questions that ask for the sum of two numbers
-    noise: Literal["words", "text"] = (
-        "words"  # chains: filler words, or text of `files`, between the statements
-    )
+    noise: Literal["words", "text"] = "words"  # chains: filler words, or text of `files`, between the statements
 
     def __post_init__(self) -> None:
         if not self.weight > 0:
@@ -69,9 +65,7 @@ class SourceConfig:
         if not 0 <= self.held_out < 1:
             raise ConfigError(f"a source's 'held_out' must be a share from 0 to below 1, got {self.held_out}")
         if self.held_out and self.kind in GENERATED:
-            raise ConfigError(
-                f"a source of kind '{self.kind}' has no documents to hold out: leave out its 'held_out'"
-            )
+            raise ConfigError(f"a source of kind '{self.kind}' has no documents to hold out: leave out its 'held_out'")
         for file in self.files:
             check_local(file, "data files")
         if self.kind in ("tokens", "huggingface", *ANSWERED) and STANDARD_LIBRARY in self.files:
@@ -87,9 +81,7 @@ def source_files(source: SourceConfig) -> tuple[Path, ...]:
         return ()
     if source.kind in ("tokens", "huggingface"):
         return tuple(_folder(name, source.kind) for name in source.files)
-    suffixes = {"text": PLAIN_TEXT + RECORDS, "prompts": RECORDS, "distilled": (".jsonl",)}.get(
-        source.kind, PLAIN_TEXT
-    )
+    suffixes = {"text": PLAIN_TEXT + RECORDS, "prompts": RECORDS, "distilled": (".jsonl",)}.get(source.kind, PLAIN_TEXT)
     return text_files(source.files, suffixes)
 
 
@@ -111,9 +103,7 @@ def text_files(names: Sequence[str], suffixes: Sequence[str] = PLAIN_TEXT + RECO
             here = sorted(Path(p) for p in glob.glob(name, recursive=True) if Path(p).is_file())
         if not here:
             wanted = ", ".join(f"*{suffix}" for suffix in suffixes)
-            raise ConfigError(
-                f"data files '{name}': no such file, and no folder or glob with text in it ({wanted})"
-            )
+            raise ConfigError(f"data files '{name}': no such file, and no folder or glob with text in it ({wanted})")
         for file in here:
             if (file.suffix in RECORDS or str(file) == name) and file.stat().st_size == 0:
                 raise ConfigError(f"data file {file} is empty: make it again, or leave it out of 'files'")

@@ -10,10 +10,7 @@ from swa_jax.errors import ConfigError
 from swa_jax.files import parse_json
 
 SETTINGS, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
-ENDS = (
-    "generation_config.json",
-    "config.json",
-)  # the first that names end tokens is believed, as in transformers
+ENDS = ("generation_config.json", "config.json")  # the first that names end tokens is believed, as in transformers
 FILES = (SETTINGS, TOKENS_MAP, *ENDS)
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -36,8 +33,7 @@ def named_tokens(files: Mapping[str, bytes], folder: object) -> dict[str, str]:
       ConfigError: a file is no JSON, or names something else than a text.
     """
     settings, tokens_map = (
-        parse_json(files[name], f"{folder}/{name}") if name in files else {}
-        for name in (SETTINGS, TOKENS_MAP)
+        parse_json(files[name], f"{folder}/{name}") if name in files else {} for name in (SETTINGS, TOKENS_MAP)
     )
     old = "added_tokens_decoder" not in settings
     found: dict[str, str | None] = {}

@@ -114,9 +114,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     file = folder / MANIFEST
     if not file.is_file():
         if (folder / UNFINISHED).exists():
-            raise ConfigError(
-                f"{folder} is not finished: run `swa-jax data tokenize` on it again, and it goes on"
-            )
+            raise ConfigError(f"{folder} is not finished: run `swa-jax data tokenize` on it again, and it goes on")
         raise ConfigError(f"{folder} has no {MANIFEST}: it is no folder that `swa-jax data tokenize` made")
     try:
         manifest = json.loads(file.read_bytes())
@@ -124,9 +122,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (ValueError, TypeError, AttributeError):
         whole = False
     if not whole:
-        raise ConfigError(
-            f"{file} is damaged: it is not what was written; put back a copy, or tokenise again"
-        )
+        raise ConfigError(f"{file} is damaged: it is not what was written; put back a copy, or tokenise again")
     if manifest["format"] != FORMAT:
         raise ConfigError(f"{file} has format '{manifest['format']}', this version reads '{FORMAT}'")
     return manifest
@@ -167,9 +163,7 @@ def _read_index(folder: Path, shard: dict[str, Any]) -> np.ndarray:
     _check_size(file, shard["index_bytes"])
     data = file.read_bytes()
     if sum_of(data) != shard["index_sha256"]:
-        raise ConfigError(
-            f"{file} is damaged: its SHA-256 is not the manifest's; put back a copy, or tokenise again"
-        )
+        raise ConfigError(f"{file} is damaged: its SHA-256 is not the manifest's; put back a copy, or tokenise again")
     return np.frombuffer(data, INDEX)
 
 

@@ -27,9 +27,7 @@ class SourceSummary:
     left_out: int  # prompts longer than a row
 
 
-def summarize(
-    sources: Sequence[SourceConfig], tokenizer: Tokenizer, *, length: int, seed: int
-) -> list[SourceSummary]:
+def summarize(sources: Sequence[SourceConfig], tokenizer: Tokenizer, *, length: int, seed: int) -> list[SourceSummary]:
     """A summary of each source."""
     total = sum(source.weight for source in sources)
     found = []
@@ -46,9 +44,7 @@ def summarize(
             kept = open_source(source, tokenizer, length=length, seed=None, held_out=True)
             held_out = int(kept.sizes.sum())
         name = source.kind if source.kind == "dictionary" else f"{source.kind}: {', '.join(source.files)}"
-        found.append(
-            SourceSummary(name, source.weight / total, documents, tokens, held_out, padding, left_out)
-        )
+        found.append(SourceSummary(name, source.weight / total, documents, tokens, held_out, padding, left_out))
     return found
 
 

@@ -44,9 +44,7 @@ class Tokenizer:
         self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.eos_id: int | None = None if eos_token is None else backend.token_to_id(eos_token)
         if eos_token is not None and self.eos_id is None:
-            raise ConfigError(
-                f"the tokenizer has no token {eos_token[:80]!r}, named as its end-of-text token"
-            )
+            raise ConfigError(f"the tokenizer has no token {eos_token[:80]!r}, named as its end-of-text token")
         self.bos_id: int | None = None if bos_token is None else backend.token_to_id(bos_token)
         own = () if self.eos_id is None else (self.eos_id,)
         ends = dict.fromkeys((*own, *end_ids))

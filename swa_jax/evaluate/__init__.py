@@ -2,11 +2,7 @@
 
 from swa_jax.estimates import Estimate, accuracy_interval, bootstrap, paired_bootstrap
 from swa_jax.evaluate.examples import Example, prompt_examples
-from swa_jax.evaluate.generated_answers import (
-    Answers,
-    generate_answers,
-    needle_accuracy,
-)
+from swa_jax.evaluate.generated_answers import Answers, generate_answers, needle_accuracy
 from swa_jax.evaluate.needle import needle_examples
 from swa_jax.evaluate.nll import AnswerScores, Perplexity, answer_nll, perplexity, score_answers
 from swa_jax.evaluate.ruler import RULER_TASKS, ruler_examples, ruler_grid

@@ -45,9 +45,7 @@ def measure_efficiency(
       ConfigError: no prompts, fewer than 2 new tokens, or no repeats.
     """
     if new_tokens < 2 or repeats < 1:
-        raise ConfigError(
-            f"new_tokens must be at least 2 and repeats at least 1, got {new_tokens} and {repeats}"
-        )
+        raise ConfigError(f"new_tokens must be at least 2 and repeats at least 1, got {new_tokens} and {repeats}")
     batches = {name: prepare(model, prompts, new_tokens) for name, model in models.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
     cache_bytes: dict[str, int] = {}

@@ -24,9 +24,7 @@ class Answers:
     """Generated answers to N examples, in batches of `batch_size`. Times exclude compilation."""
 
     texts: list[str]
-    scores: (
-        np.ndarray
-    )  # [N] f64, from 0 to 1; as a rule the share of each example's references found in its text
+    scores: np.ndarray  # [N] f64, from 0 to 1; as a rule the share of each example's references found in its text
     batch_size: int
     max_length: int  # T_max of the caches, tokens
     prefill_seconds: float  # a prompt: of a batch, divided by its size
@@ -35,12 +33,7 @@ class Answers:
 
 
 def needle_accuracy(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    examples: Sequence[Example],
-    *,
-    max_new_tokens: int,
-    batch_size: int = 16,
+    model: Decoder, tokenizer: Tokenizer, examples: Sequence[Example], *, max_new_tokens: int, batch_size: int = 16
 ) -> np.ndarray:
     """The share of each example's references found in its greedy continuation: [N] float64, from 0 to 1."""
     return generate_answers(
@@ -94,10 +87,7 @@ def generate_answers(
         warm = [_run_batch(model, examples[:batch_size], batch_size, max_new_tokens, max_length, stop_tokens)]
     prefill_seconds, steps_per_second = (
         float(np.median(values)) if warm else float("nan")
-        for values in (
-            [run.prefill_seconds for run in warm],
-            [run.decode_steps / run.decode_seconds for run in warm],
-        )
+        for values in ([run.prefill_seconds for run in warm], [run.decode_steps / run.decode_seconds for run in warm])
     )
     return Answers(
         texts=[record["answer"] for record in records],
@@ -116,11 +106,7 @@ def _records(
     """What is kept of each example of a batch."""
     texts = [tokenizer.decode(row[row != NOTHING].tolist()) for row in run.new]
     return [
-        {
-            "answer": text,
-            "score": score(text, example.references),
-            "kv_cache_bytes": run.cache_bytes // batch_size,
-        }
+        {"answer": text, "score": score(text, example.references), "kv_cache_bytes": run.cache_bytes // batch_size}
         for text, example in zip(texts, examples, strict=True)
     ]
 
@@ -144,10 +130,7 @@ def _run_batch(
     max_length: int,
     stop_tokens: Sequence[int],
 ) -> _Run:
-    rows = [
-        *examples,
-        *[examples[-1]] * (batch_size - len(examples)),
-    ]  # one shape, hence one compilation, for all
+    rows = [*examples, *[examples[-1]] * (batch_size - len(examples))]  # one shape, hence one compilation, for all
     batch = prepare(model, [e.prompt for e in rows], max_new_tokens, max_length=max_length)
     start = time.perf_counter()
     logits, cache = jax.block_until_ready(prefill(model, batch))

@@ -104,9 +104,7 @@ class HarnessModel(LM):  # type: ignore[misc,unused-ignore]
                     texts[n] = cut_at(self.tokenizer.decode(row), _until(requests[n].args[1]))
         return texts
 
-    def apply_chat_template(
-        self, chat_history: Sequence[dict[str, Any]], add_generation_prompt: bool = True
-    ) -> str:
+    def apply_chat_template(self, chat_history: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
         """The text of a chat, whose last message is the beginning of an answer if no prompt for one is to be added."""
         assert self.chat is not None
         return self.chat(chat_history, add_generation_prompt)
@@ -127,9 +125,7 @@ class HarnessModel(LM):  # type: ignore[misc,unused-ignore]
         self._check(len(whole), "a context with its continuation")
         return Example(prompt, whole[len(prompt) :], [])
 
-    def _score(
-        self, examples: Sequence[Example], full_attention_decode: bool | None
-    ) -> tuple[list[float], list[bool]]:
+    def _score(self, examples: Sequence[Example], full_attention_decode: bool | None) -> tuple[list[float], list[bool]]:
         """Sums over the answers' tokens; an empty answer is certain."""
         some = [example for example in examples if example.answer]
         log, exact = np.zeros(len(examples)), np.ones(len(examples), bool)
@@ -192,9 +188,7 @@ def _sampling(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """The harness's generation settings as those of `generate`, hashable."""
     known = {"until", "do_sample", "temperature", "top_k", "top_p", "max_gen_toks", "max_new_tokens"}
     if unknown := set(options) - known:
-        raise ConfigError(
-            f"generation option '{min(unknown)}' is not supported; known: {', '.join(sorted(known))}"
-        )
+        raise ConfigError(f"generation option '{min(unknown)}' is not supported; known: {', '.join(sorted(known))}")
     new = options.get("max_gen_toks", options.get("max_new_tokens", 256))
     temperature = float(options.get("temperature", 1.0 if options.get("do_sample") else 0.0))
     if not options.get("do_sample", temperature > 0):
@@ -247,7 +241,5 @@ def run_harness(
             documents = [s for s in found["samples"].get(task, []) if s.get("filter", chain) == chain]
             interval = interval_of_score(float(score), [document.get(metric) for document in documents])
             count = len(documents) or None
-            rows.append(
-                dict(task=task, filter=chain, metric=metric, score=float(score), interval=interval, n=count)
-            )
+            rows.append(dict(task=task, filter=chain, metric=metric, score=float(score), interval=interval, n=count))
     return rows

@@ -57,9 +57,7 @@ RULES: Mapping[str, Rule] = {
         "There is no single right answer. The answer is right if it remembers what the user has told about themselves "
         "and makes correct use of it, as described above. It need not do everything that is described.",
     ),
-    "problem": Rule(
-        "Expected answer", "The answer is right if the result that it ends with is the expected one."
-    ),
+    "problem": Rule("Expected answer", "The answer is right if the result that it ends with is the expected one."),
 }
 UNANSWERABLE = Rule(
     "Why it cannot be answered",

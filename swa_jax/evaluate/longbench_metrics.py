@@ -109,7 +109,5 @@ def choice(answer: str, reference: str) -> float:
 def chosen_letter(answer: str) -> str | None:
     """The letter that a multiple-choice answer settles on, if it says so; asterisks are overlooked."""
     text = answer.replace("*", "")
-    said = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(
-        r"The correct answer is ([A-D])", text
-    )
+    said = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(r"The correct answer is ([A-D])", text)
     return said.group(1) if said else None

@@ -28,9 +28,7 @@ from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import Partition
 
-SHORT_ANSWER = (
-    64  # tokens: answers up to here share batches; longer ones with those up to the next power of two
-)
+SHORT_ANSWER = 64  # tokens: answers up to here share batches; longer ones with those up to the next power of two
 LENGTH_STEP = 64  # padded lengths are multiples of it, so that lengths near each other share one compilation
 
 
@@ -42,11 +40,7 @@ class AnswerScores(NamedTuple):
 
 
 def answer_nll(
-    model: Decoder,
-    examples: Sequence[Example],
-    *,
-    batch_size: int = 8,
-    full_attention_decode: bool | None = None,
+    model: Decoder, examples: Sequence[Example], *, batch_size: int = 8, full_attention_decode: bool | None = None
 ) -> np.ndarray:
     """Mean negative log-likelihood of each example's answer tokens given its prompt: [N] float64, nats a token.
 
@@ -59,9 +53,7 @@ def answer_nll(
     Raises:
       ConfigError: no examples, one whose prompt or answer is empty, or an id that the model does not have.
     """
-    return score_answers(
-        model, examples, batch_size=batch_size, full_attention_decode=full_attention_decode
-    ).nll
+    return score_answers(model, examples, batch_size=batch_size, full_attention_decode=full_attention_decode).nll
 
 
 def score_answers(
@@ -106,8 +98,7 @@ def score_answers(
         known = samples.find("likelihood", rows, settings)
         if known is None:
             mean, found = (
-                np.asarray(x)[: len(index)]
-                for x in score_batch(graph, weights, batch, plan, kinds, partition)
+                np.asarray(x)[: len(index)] for x in score_batch(graph, weights, batch, plan, kinds, partition)
             )
             known = [{"nll": float(x), "right": bool(y)} for x, y in zip(mean, found, strict=True)]
             samples.add("likelihood", rows, settings, known)
@@ -120,9 +111,7 @@ def score_answers(
 def _shared_graph(model: Decoder, pattern: AttentionPattern, kinds: tuple[str, ...]) -> tuple[Any, nnx.State]:
     """The model split for jit, its pattern (which is static) reduced to what the layer map does not say."""
     if kinds in ((FULL, WINDOW), (HYBRID,)):
-        pattern = AttentionPattern(
-            (kinds[-1],) * pattern.num_layers, pattern.sliding_window, pattern.num_sink_tokens
-        )
+        pattern = AttentionPattern((kinds[-1],) * pattern.num_layers, pattern.sliding_window, pattern.num_sink_tokens)
     return nnx.split(model if model.pattern == pattern else model.with_pattern(pattern))
 
 
@@ -160,10 +149,7 @@ def check_examples(examples: Sequence[Example]) -> None:
 
 
 def answer_batches(
-    examples: Sequence[Example],
-    batch_size: int,
-    full_attention_decode: bool,
-    partition: Partition | None = None,
+    examples: Sequence[Example], batch_size: int, full_attention_decode: bool, partition: Partition | None = None
 ) -> Iterator[tuple[np.ndarray, AnswerBatch]]:
     """Batches of one size, by length, each with the indices of its examples; long answers have batches of their own.
 
@@ -311,11 +297,7 @@ def perplexity(
     token_nll, by_pass = np.zeros(labels_of.size), []
     shift = max(len(start), 1) - 1  # tokens of a pass before the one that predicts its first label
     shape = (passes, most + shift)
-    inputs, labels, weights = (
-        np.zeros(shape, np.int32),
-        np.zeros(shape, np.int32),
-        np.zeros(shape, np.float32),
-    )
+    inputs, labels, weights = (np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.float32))
     scored = 0  # labels before this one are done
     for row in range(passes):
         first = row * stride
@@ -339,9 +321,7 @@ def perplexity(
 
 
 @functools.partial(jax.jit, static_argnames="graph")
-def _text_nll(
-    graph: Any, state: nnx.State, tokens: jax.Array, labels: jax.Array, weights: jax.Array
-) -> jax.Array:
+def _text_nll(graph: Any, state: nnx.State, tokens: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
     model: Decoder = nnx.merge(graph, state)
     hidden, _ = model.features(tokens)
     return model.token_loss(hidden, labels, weights).nll

@@ -29,9 +29,7 @@ class GroupScore:
     # sets of `Question.also`, whose questions count in their groups as well.
     group: str
     score: float | None  # None: none of its questions was asked
-    interval: (
-        list[float] | None
-    )  # 95 %, see `estimates.mean_of_groups`; None for one question with a score between
+    interval: list[float] | None  # 95 %, see `estimates.mean_of_groups`; None for one question with a score between
     num_questions: int
     num_left_out: int  # longer than max_length, and not scored
     num_cut: int  # cut in the middle to fit
@@ -77,10 +75,7 @@ def score_questions(
     advance(len(questions) - len(asked))
     texts = _texts(model, tokenizer, asked, batch_size, samples, advance)
     begun = wrap.after.rfind(BEGIN_OF_THINKING) > wrap.after.rfind(END_OF_THINKING)
-    finals = [
-        after_thinking(text, begun and question.chat)
-        for (question, *_), text in zip(asked, texts, strict=True)
-    ]
+    finals = [after_thinking(text, begun and question.chat) for (question, *_), text in zip(asked, texts, strict=True)]
     records: list[dict[str, Any]] = [
         {
             "benchmark": question.benchmark,

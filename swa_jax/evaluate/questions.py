@@ -117,9 +117,7 @@ def longbench(path: Path, prompts: Path) -> list[Question]:
             new, metric = _LONGBENCH[name]
             score: Score = getattr(metrics, metric)
             if metric == "classification":
-                score = functools.partial(
-                    metrics.classification, classes=_field(record, "all_classes", where)
-                )
+                score = functools.partial(metrics.classification, classes=_field(record, "all_classes", where))
             questions.append(
                 Question(
                     benchmark="longbench",
@@ -226,14 +224,7 @@ def _session(turns: Sequence[dict[str, str]], date: str) -> str:
 
 def _fill(template: str, record: dict[str, Any], where: str) -> str:
     """`{name}` replaced by the record's fields; other braces, which code has, stay."""
-    for name in (
-        "context",
-        "input",
-        "history",
-        "question_date",
-        "question",
-        *(f"choice_{x}" for x in "ABCD"),
-    ):
+    for name in ("context", "input", "history", "question_date", "question", *(f"choice_{x}" for x in "ABCD")):
         if f"{{{name}}}" in template:
             _field(record, name, where)
     pieces, rest = [], template

@@ -74,11 +74,7 @@ def text_routing(
 
 
 def answer_routing(
-    model: Decoder,
-    examples: Sequence[Example],
-    *,
-    batch_size: int = 8,
-    advance: Callable[[int], None] = lambda _: None,
+    model: Decoder, examples: Sequence[Example], *, batch_size: int = 8, advance: Callable[[int], None] = lambda _: None
 ) -> Routed:
     """Routing of the queries that predict the answers' tokens, each example a unit. Raises as `text_routing`."""
     check_routed(model.pattern)
@@ -122,9 +118,7 @@ def measure_routing(
     """
     report = RoutingReport([], [], {})
     if tokens:
-        on_text, _ = text_routing(
-            model, tokens, length=length, start=start, batch_size=batch_size, advance=advance
-        )
+        on_text, _ = text_routing(model, tokens, length=length, start=start, batch_size=batch_size, advance=advance)
         report.by_layer.extend(on_text.by_layer)
         report.rows.append(routing_row(name, ("text", length, None), on_text, model.config))
     for cell, examples in cells.items():
@@ -159,9 +153,7 @@ def _with_static_layers(gate: np.ndarray, model: Decoder) -> np.ndarray:
     """Gates [N, L, T] with the share of full heads in layers that have no router, where the model's gates are 0."""
     shapes, heads = model.config.head_shapes, model.pattern.full_kv_heads
     share = {FULL: lambda layer: 1.0, HYBRID: lambda layer: len(heads[layer]) / shapes[layer][0]}
-    static = [
-        share.get(kind, lambda layer: 0.0)(layer) for layer, kind in enumerate(model.pattern.layer_types)
-    ]
+    static = [share.get(kind, lambda layer: 0.0)(layer) for layer, kind in enumerate(model.pattern.layer_types)]
     return gate + np.array(static)[:, None]
 
 
@@ -181,11 +173,7 @@ def _routed(gate: np.ndarray, keys: np.ndarray, position: np.ndarray, weight: np
 
 @functools.partial(jax.jit, static_argnames="graph")
 def _all_gates(
-    graph: Any,
-    state: nnx.State,
-    tokens: jax.Array,
-    segment_ids: jax.Array | None,
-    full_from: jax.Array | None,
+    graph: Any, state: nnx.State, tokens: jax.Array, segment_ids: jax.Array | None, full_from: jax.Array | None
 ) -> jax.Array:
     model: Decoder = nnx.merge(graph, state)
     _, routing = model.features(tokens, segment_ids=segment_ids, full_from=full_from)
@@ -193,11 +181,7 @@ def _all_gates(
 
 
 def _gates(
-    graph: Any,
-    state: nnx.State,
-    tokens: jax.Array,
-    segment_ids: jax.Array | None,
-    full_from: jax.Array | None,
+    graph: Any, state: nnx.State, tokens: jax.Array, segment_ids: jax.Array | None, full_from: jax.Array | None
 ) -> np.ndarray:
     """1 where a token takes full attention: [B, L, T]."""
     return np.asarray(_all_gates(graph, state, tokens, segment_ids, full_from)).transpose(1, 0, 2)

@@ -137,9 +137,7 @@ def _maker(
     """What makes an example of a generator, a depth and the example's number."""
     if task in NEEDLE_TASKS:
         needles = NEEDLE_TASKS[task]
-        name, sentences = (
-            essay(haystack) if needles.haystack == "essay" else (f"{needles.haystack} (RULER)", [])
-        )
+        name, sentences = essay(haystack) if needles.haystack == "essay" else (f"{needles.haystack} (RULER)", [])
 
         def needle(rng: np.random.Generator, depth: float | None, _: int) -> Example:
             example = needle_example(needles, room, rng, depth, sentences)

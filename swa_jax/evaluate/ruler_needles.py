@@ -106,9 +106,7 @@ class _Draft:
 
     @property
     def prefix(self) -> str:
-        return ANSWER_PREFIX.format(
-            kind=self.kind, query=enumeration(self.queries), be="is" if self.one else "are"
-        )
+        return ANSWER_PREFIX.format(kind=self.kind, query=enumeration(self.queries), be="is" if self.one else "are")
 
     @property
     def answer(self) -> str:

@@ -81,9 +81,7 @@ def read_hotpotqa(file: Path) -> QuestionFile:
 READERS: Mapping[str, Callable[[Path], QuestionFile]] = {"qa_1": read_squad, "qa_2": read_hotpotqa}
 
 
-def qa_example(
-    room: Room, rng: np.random.Generator, depth: float | None, file: QuestionFile, asked: Asked
-) -> Example:
+def qa_example(room: Room, rng: np.random.Generator, depth: float | None, file: QuestionFile, asked: Asked) -> Example:
     """One example; `depth`, if not None, is the place of the first document with the answer."""
     own = rng.permutation(asked.own).tolist()
     depths = sorted(rng.random(len(own)).tolist())
@@ -120,8 +118,7 @@ class _Draft:
         keys = np.random.default_rng(self.seed).random(len(others))
         documents = placed([others[i] for i in np.argsort(keys)], self.needles)
         context = "\n\n".join(
-            DOCUMENT.format(number=number, document=document)
-            for number, document in enumerate(documents, start=1)
+            DOCUMENT.format(number=number, document=document) for number, document in enumerate(documents, start=1)
         )
         return TASK_TEMPLATE.format(context=context, query=self.asked.question)
 

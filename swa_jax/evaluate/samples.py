@@ -50,16 +50,13 @@ class Samples:
         known = self._known.get(self._batch(kind, examples, settings), {})
         return [known[row] for row in range(len(examples))] if len(known) == len(examples) else None
 
-    def add(
-        self, kind: str, examples: Sequence[Example], settings: Any, records: Sequence[dict[str, Any]]
-    ) -> None:
+    def add(self, kind: str, examples: Sequence[Example], settings: Any, records: Sequence[dict[str, Any]]) -> None:
         """Keep what is known of a batch: one record for each example, of JSON values."""
         if self._file is None:
             return
         batch = self._batch(kind, examples, settings)
         lines = [
-            {"kind": kind, "batch": batch, "row": row, "prompt": sum_of_json(list(map(int, e.prompt)))[:16]}
-            | record
+            {"kind": kind, "batch": batch, "row": row, "prompt": sum_of_json(list(map(int, e.prompt)))[:16]} | record
             for row, (e, record) in enumerate(zip(examples, records, strict=True))
         ]
         self._known[batch] = dict(enumerate(lines))

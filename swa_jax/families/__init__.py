@@ -92,9 +92,7 @@ def hf_pattern(hf: Mapping[str, Any]) -> AttentionPattern:
       ConfigError: an unknown family, or layer types that do not fit the number of layers or are not supported.
     """
     window, types = _family(hf).read_windows(hf, hf["num_hidden_layers"])
-    return AttentionPattern(
-        tuple(types), window if WINDOW in types else None, provenance={"method": "hf-config"}
-    )
+    return AttentionPattern(tuple(types), window if WINDOW in types else None, provenance={"method": "hf-config"})
 
 
 def renamed_tensors(config: ModelConfig) -> Mapping[str, str]:
@@ -137,9 +135,7 @@ def hf_config(
     The pattern is written where Hugging Face knows it (`apply_pattern`); None means full attention in every layer.
     """
     if config.model_type not in FAMILIES:
-        raise ConfigError(
-            f"model_type '{config.model_type}' is not known{nearest(config.model_type, [*FAMILIES])}"
-        )
+        raise ConfigError(f"model_type '{config.model_type}' is not known{nearest(config.model_type, [*FAMILIES])}")
     hf = _written(FAMILIES[config.model_type], config)
     if not _reads_as(hf, config):
         hf = _written(_OURS, config)
@@ -212,9 +208,7 @@ def expressed(
     window = pattern.sliding_window if WINDOW in pattern.layer_types else None
     plain = AttentionPattern(pattern.layer_types, window)
     keys = family.window_keys(config, plain)
-    out = {
-        key: value for key, value in hf.items() if key not in {"layer_types", "sliding_window", *keys}
-    } | keys
+    out = {key: value for key, value in hf.items() if key not in {"layer_types", "sliding_window", *keys}} | keys
     return out if _reads_as(out, config) and hf_pattern(out) == plain else None
 
 

@@ -9,12 +9,7 @@ from swa_jax.families.common import Family, read_dense, write_dense
 from swa_jax.families.rope import with_default_rope
 from swa_jax.model.config import XIELU_BETA, ModelConfig
 
-DEFAULTS = {
-    "num_key_value_heads": None,
-    "max_position_embeddings": 65536,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 12e6,
-}
+DEFAULTS = {"num_key_value_heads": None, "max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "rope_theta": 12e6}
 DEFAULT_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 12e6,

@@ -10,11 +10,7 @@ from swa_jax.families.common import Family, read_dense, write_dense
 from swa_jax.model.config import ModelConfig
 
 DEFAULT_CONTEXT = 8192
-DEFAULTS = {
-    "num_key_value_heads": None,
-    "max_position_embeddings": DEFAULT_CONTEXT,
-    "tie_word_embeddings": True,
-}
+DEFAULTS = {"num_key_value_heads": None, "max_position_embeddings": DEFAULT_CONTEXT, "tie_word_embeddings": True}
 
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -57,6 +53,4 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     return hf
 
 
-FAMILY = Family(
-    "cohere", "CohereForCausalLM", from_hf, to_hf, peculiarity="Cohere's rotary embeddings in every layer"
-)
+FAMILY = Family("cohere", "CohereForCausalLM", from_hf, to_hf, peculiarity="Cohere's rotary embeddings in every layer")

@@ -26,9 +26,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 def check_window(hf: Mapping[str, Any], types: Sequence[str]) -> None:
     if WINDOW in types and hf.get("sliding_window", DEFAULT_WINDOW) is None:
-        raise ConfigError(
-            f"config.json: layer_types has {WINDOW}, but sliding_window is null: give the window"
-        )
+        raise ConfigError(f"config.json: layer_types has {WINDOW}, but sliding_window is null: give the window")
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:

@@ -71,10 +71,7 @@ def _prefix(hf: Mapping[str, Any]) -> int:
 
 def _types(hf: Mapping[str, Any], layers: int) -> list[str]:
     """Without `layer_types` the dense layers and those behind them count by intervals of their own."""
-    own, prefix = (
-        positive_int(hf, "sliding_window_pattern", cohere2.DEFAULT_INTERVAL),
-        min(_prefix(hf), layers),
-    )
+    own, prefix = (positive_int(hf, "sliding_window_pattern", cohere2.DEFAULT_INTERVAL), min(_prefix(hf), layers))
     first = positive_int(hf, _PREFIX_PATTERN, 1)
     counted = [(i, first) for i in range(prefix)] + [(i, own) for i in range(layers - prefix)]
     return layer_types(hf, [WINDOW if (i + 1) % interval else FULL for i, interval in counted])

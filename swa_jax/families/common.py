@@ -122,9 +122,7 @@ def read_dense(hf: Mapping[str, Any], defaults: Mapping[str, Any], **fields: Any
         values["head_dim"] = _divide(values["hidden_size"], heads)
     values |= {"model_type": hf["model_type"], "hidden_act": _activation(hf)} | fields
     config = from_dict(ModelConfig, values, "config.json")
-    theta, scaling = read_rope(
-        hf, config.rope_theta, config.max_position_embeddings, config.partial_rotary_factor
-    )
+    theta, scaling = read_rope(hf, config.rope_theta, config.max_position_embeddings, config.partial_rotary_factor)
     return dataclasses.replace(config, rope_theta=theta, rope_scaling=scaling)
 
 
@@ -140,9 +138,7 @@ def _divide(hidden_size: int, heads: int) -> int:
 def _activation(hf: Mapping[str, Any]) -> str:
     name = hf.get("hidden_act", "silu")
     if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise ConfigError(
-            f"config.json: hidden_act '{name}' is not supported; supported: silu, gelu_pytorch_tanh"
-        )
+        raise ConfigError(f"config.json: hidden_act '{name}' is not supported; supported: silu, gelu_pytorch_tanh")
     return _ACTIVATIONS[name]
 
 
@@ -159,9 +155,7 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
             "causal models"
         )
     if hf.get("use_mrope"):
-        raise ConfigError(
-            "config.json: use_mrope (rotary embeddings of images) is not supported; supported: text"
-        )
+        raise ConfigError("config.json: use_mrope (rotary embeddings of images) is not supported; supported: text")
 
 
 # ---- writing ----

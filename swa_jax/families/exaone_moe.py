@@ -26,9 +26,7 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL
 from swa_jax.model.pattern import AttentionPattern
 
-TENSOR_NAMES = {
-    "layers.experts.expert_router.choice_bias": "model.layers.{layer}.mlp.e_score_correction_bias",
-}
+TENSOR_NAMES = {"layers.experts.expert_router.choice_bias": "model.layers.{layer}.mlp.e_score_correction_bias"}
 
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:

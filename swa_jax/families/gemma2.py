@@ -11,12 +11,7 @@ from swa_jax.families.rope import window_always
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
 
-DEFAULTS = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
+DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
 DEFAULT_WINDOW = 4096
 
 
@@ -34,9 +29,7 @@ def read_gemma(
 ) -> ModelConfig:
     """What Gemmas share; the softcaps are those of an absent key, where null means none."""
     if hf.get("use_bidirectional_attention"):
-        raise ConfigError(
-            "config.json: use_bidirectional_attention is not supported; supported: causal attention"
-        )
+        raise ConfigError("config.json: use_bidirectional_attention is not supported; supported: causal attention")
     scalar, width = hf.get("query_pre_attn_scalar", 256), hf.get("hidden_size")
     for key, value in (("query_pre_attn_scalar", scalar), ("hidden_size", width)):
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:

@@ -57,9 +57,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     hf = {**hf, "hidden_act": hf.get("hidden_activation", "gelu_pytorch_tanh")}
     ropes = hf.get("rope_parameters") or {}
     if not isinstance(ropes, Mapping) or not all(isinstance(rope, Mapping) for rope in ropes.values()):
-        raise ConfigError(
-            f"config.json: rope_parameters must have those of {FULL} and of {WINDOW}, got {ropes!r}"
-        )
+        raise ConfigError(f"config.json: rope_parameters must have those of {FULL} and of {WINDOW}, got {ropes!r}")
     hf["rope_parameters"] = {**DEFAULT_ROPE, **ropes}
     others = {key: default if hf.get(key) is None else hf[key] for key, default in OTHER_DEFAULTS.items()}
     if hf.get("enable_moe_block"):
@@ -131,9 +129,7 @@ def _heads_of_full_layers(hf: Mapping[str, Any], config: ModelConfig, types: Seq
             heads["num_key_value_heads"] = hf["num_global_key_value_heads"]
     else:
         names = given if isinstance(given, Mapping) else {"": None}
-        entries: dict[Any, Any] = {
-            int(key) if key.isdecimal() else key: names[key] for key in names
-        }  # "05" is 5
+        entries: dict[Any, Any] = {int(key) if key.isdecimal() else key: names[key] for key in names}  # "05" is 5
         heads = entries.get(full[0], {})
         alike = isinstance(heads, Mapping) and entries == (dict.fromkeys(full, heads) if heads else {})
         if not alike or not {*heads} <= {*_PER_LAYER}:
@@ -144,9 +140,7 @@ def _heads_of_full_layers(hf: Mapping[str, Any], config: ModelConfig, types: Seq
     values = {key: heads.get(key, getattr(config, key)) for key in _PER_LAYER}
     for key, value in values.items():
         if type(value) is not int or value < 1:
-            raise ConfigError(
-                f"config.json: {key} of full layers must be a whole number above 0, got {value!r}"
-            )
+            raise ConfigError(f"config.json: {key} of full layers must be a whole number above 0, got {value!r}")
     if len(full) == len(types):
         return values
     size, count = (None if values[key] == getattr(config, key) else values[key] for key in _PER_LAYER)
@@ -187,6 +181,4 @@ def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
     return read_windows_by_type(hf.get("sliding_window", DEFAULT_WINDOW), _types(hf, layers), context)
 
 
-FAMILY = Family(
-    "gemma4_text", "Gemma4ForCausalLM", from_hf, to_hf, read_windows, window_keys_by_type, joined=JOINED
-)
+FAMILY = Family("gemma4_text", "Gemma4ForCausalLM", from_hf, to_hf, read_windows, window_keys_by_type, joined=JOINED)

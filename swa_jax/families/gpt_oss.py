@@ -54,10 +54,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
     return write_dense(
-        config,
-        attention_bias=config.attention_bias,
-        swiglu_limit=config.swiglu_limit,
-        swiglu_alpha=config.swiglu_alpha,
+        config, attention_bias=config.attention_bias, swiglu_limit=config.swiglu_limit, swiglu_alpha=config.swiglu_alpha
     ) | expert_keys(config)
 
 
@@ -68,10 +65,7 @@ def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
 
 def window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:
     """Hugging Face's class needs a window even where no layer has it."""
-    return {
-        "sliding_window": pattern.sliding_window or DEFAULT_WINDOW,
-        "layer_types": list(pattern.layer_types),
-    }
+    return {"sliding_window": pattern.sliding_window or DEFAULT_WINDOW, "layer_types": list(pattern.layer_types)}
 
 
 FAMILY = Family(

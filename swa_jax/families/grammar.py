@@ -48,9 +48,7 @@ def shortened(value: Any) -> str:
 
 
 def _is_size(value: Any) -> bool:
-    return (
-        not isinstance(value, int) or isinstance(value, bool) or value <= MOST
-    )  # other types: the families' own
+    return not isinstance(value, int) or isinstance(value, bool) or value <= MOST  # other types: the families' own
 
 
 def _is_token(value: Any) -> bool:

@@ -37,8 +37,7 @@ def with_thetas(config: ModelConfig, thetas: Sequence[float] | None) -> ModelCon
     if thetas is None:
         return config
     numbers = isinstance(thetas, list) and all(
-        isinstance(theta, int | float) and not isinstance(theta, bool) and 0 <= theta <= MOST_THETA
-        for theta in thetas
+        isinstance(theta, int | float) and not isinstance(theta, bool) and 0 <= theta <= MOST_THETA for theta in thetas
     )
     if not numbers or len(thetas) != config.num_hidden_layers:
         raise ConfigError(
@@ -79,11 +78,5 @@ def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
 
 
 FAMILY = Family(
-    "granite_swa",
-    "GraniteSWAForCausalLM",
-    from_hf,
-    to_hf,
-    read_windows,
-    window_always,
-    peculiarity="sink logits",
+    "granite_swa", "GraniteSWAForCausalLM", from_hf, to_hf, read_windows, window_always, peculiarity="sink logits"
 )

@@ -30,10 +30,7 @@ JOINED = {
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     experts = read_experts(hf, count=8, per_token=2, width=("intermediate_size", 11008), normalized=True)
-    experts |= {
-        "norm_topk_prob": True,
-        "shared_expert_intermediate_size": whole(hf, "shared_intermediate_size", 0),
-    }
+    experts |= {"norm_topk_prob": True, "shared_expert_intermediate_size": whole(hf, "shared_intermediate_size", 0)}
     config = granite.read_granite(without_experts(hf), DEFAULTS, sink_logits=True, **experts)
     return granite_swa.with_thetas(config, hf.get("layer_rope_theta"))
 

@@ -13,9 +13,7 @@ DEFAULTS = {"num_key_value_heads": None, "max_position_embeddings": 2048}
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     bias = bool(hf.get("attention_bias"))
-    return read_dense(
-        hf, DEFAULTS, attention_bias=bias, attention_out_bias=bias, mlp_bias=bool(hf.get("mlp_bias"))
-    )
+    return read_dense(hf, DEFAULTS, attention_bias=bias, attention_out_bias=bias, mlp_bias=bool(hf.get("mlp_bias")))
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:

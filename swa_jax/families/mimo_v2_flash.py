@@ -19,13 +19,7 @@ from swa_jax.families.experts import (
     without_experts,
     written_mlp_types,
 )
-from swa_jax.families.layer_kinds import (
-    layer_kind_keys,
-    of_full_layers,
-    ropes_by_type,
-    with_layer_kinds,
-    without_rope,
-)
+from swa_jax.families.layer_kinds import layer_kind_keys, of_full_layers, ropes_by_type, with_layer_kinds, without_rope
 from swa_jax.families.rope import read_windows_by_type, window_keys_by_type
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
@@ -39,10 +33,7 @@ DEFAULTS = {
     "rms_norm_eps": 1e-5,
     "v_head_dim": 128,
 }
-DEFAULT_ROPE = {
-    FULL: {"rope_type": "default", "rope_theta": 5e6},
-    WINDOW: {"rope_type": "default", "rope_theta": 1e4},
-}
+DEFAULT_ROPE = {FULL: {"rope_type": "default", "rope_theta": 5e6}, WINDOW: {"rope_type": "default", "rope_theta": 1e4}}
 KV_HEADS = 2  # of a windowed layer, for each that a full layer has
 TENSOR_NAMES = {"layers.attention.sink_logits": "model.layers.{layer}.self_attn.attention_sink_bias"}
 
@@ -108,9 +99,7 @@ def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
     window = hf.get("sliding_window", DEFAULT_WINDOW)
     if hf.get("sliding_window_size") is not None:
         window = positive_int(hf, "sliding_window_size", 128) + 1
-    return read_windows_by_type(
-        window, _types(hf, layers), hf.get("max_position_embeddings") or DEFAULT_CONTEXT
-    )
+    return read_windows_by_type(window, _types(hf, layers), hf.get("max_position_embeddings") or DEFAULT_CONTEXT)
 
 
 def window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any]:

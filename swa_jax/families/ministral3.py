@@ -13,12 +13,7 @@ from swa_jax.families.mistral import window_keys, windows_alike
 from swa_jax.families.rope import rope_mapping, with_default_rope
 from swa_jax.model.config import ModelConfig
 
-DEFAULTS = {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-5,
-}
+DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5}
 DEFAULT_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -43,9 +38,7 @@ def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     if not beta:
         return config
     if config.rope_scaling is None:
-        raise ConfigError(
-            f"config.json: {key}.{BETA} is not supported with rope_type 'default'; supported: with yarn"
-        )
+        raise ConfigError(f"config.json: {key}.{BETA} is not supported with rope_type 'default'; supported: with yarn")
     return dataclasses.replace(
         config, rope_scaling=dataclasses.replace(config.rope_scaling, llama_4_scaling_beta=float(beta))
     )

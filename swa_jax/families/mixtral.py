@@ -36,11 +36,5 @@ def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
 
 
 FAMILY = Family(
-    "mixtral",
-    "MixtralForCausalLM",
-    from_hf,
-    to_hf,
-    read_windows,
-    mistral.window_keys,
-    tensor_names=TENSOR_NAMES,
+    "mixtral", "MixtralForCausalLM", from_hf, to_hf, read_windows, mistral.window_keys, tensor_names=TENSOR_NAMES
 )

@@ -7,13 +7,7 @@ from typing import Any
 
 from swa_jax.families import olmo2
 from swa_jax.families.common import Family, Windows, layer_types
-from swa_jax.families.rope import (
-    read_windows_by_type,
-    rope_keys_by_type,
-    rope_of,
-    window_keys_by_type,
-    with_local_rope,
-)
+from swa_jax.families.rope import read_windows_by_type, rope_keys_by_type, rope_of, window_keys_by_type, with_local_rope
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
 

@@ -13,9 +13,7 @@ from swa_jax.model.layer_types import FULL
 from swa_jax.model.pattern import SWAA_KEYS, AttentionPattern, read_object
 
 
-def load_pattern(
-    source: AttentionPattern | str | Path, model: ModelConfig, **options: Any
-) -> AttentionPattern:
+def load_pattern(source: AttentionPattern | str | Path, model: ModelConfig, **options: Any) -> AttentionPattern:
     """A pattern object, or what `read_pattern` reads, checked against the model."""
     pattern = source if isinstance(source, AttentionPattern) else read_pattern(source, model, **options)
     pattern.validate(model)
@@ -23,12 +21,7 @@ def load_pattern(
 
 
 def read_pattern(
-    source: str | Path,
-    layers: int | ModelConfig,
-    *,
-    default_window: int | None = None,
-    seed: int = 0,
-    **options: Any,
+    source: str | Path, layers: int | ModelConfig, *, default_window: int | None = None, seed: int = 0, **options: Any
 ) -> AttentionPattern:
     """The path of a JSON file, its text, or the name of a recipe; options that are given win over what it says.
 

@@ -23,10 +23,7 @@ JOINED = {
         "layers.attention.k_proj.kernel",
         "layers.attention.v_proj.kernel",
     ),
-    "model.layers.{layer}.mlp.gate_up_proj.weight": (
-        "layers.mlp.gate_proj.kernel",
-        "layers.mlp.up_proj.kernel",
-    ),
+    "model.layers.{layer}.mlp.gate_up_proj.weight": ("layers.mlp.gate_proj.kernel", "layers.mlp.up_proj.kernel"),
 }
 
 

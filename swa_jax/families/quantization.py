@@ -28,9 +28,7 @@ def fp8_blocks(hf: Mapping[str, Any]) -> tuple[int, int] | None:
     elif blocks is None:
         found = "quant_method 'fp8' without weight_block_size (one scale for a whole tensor)"
     elif not _are_sizes(blocks):
-        raise ConfigError(
-            f"config.json: {KEY}.weight_block_size must be two whole numbers above 0, got {blocks!r}"
-        )
+        raise ConfigError(f"config.json: {KEY}.weight_block_size must be two whole numbers above 0, got {blocks!r}")
     elif settings.get("fmt", "e4m3") != "e4m3":
         found = f"quant_method 'fp8' with fmt '{settings['fmt']}'"
     else:

@@ -32,13 +32,7 @@ _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
         "mscale_all_dim",
         "truncate",
     ),
-    "longrope": (
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "short_factor",
-        "long_factor",
-    ),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
     "proportional": ("factor", "partial_rotary_factor"),
 }
 _ROPE_REQUIRED = {
@@ -91,8 +85,7 @@ def read_rope(
             original = values.get("original_max_position_embeddings", max_positions)
         if type(original) is not int or original < 1:
             raise ConfigError(
-                "config.json: original_max_position_embeddings must be a whole number above 0, got "
-                f"{original!r}"
+                f"config.json: original_max_position_embeddings must be a whole number above 0, got {original!r}"
             )
         values["original_max_position_embeddings"] = original
         factor = max_positions / original
@@ -178,9 +171,7 @@ def with_local_rope(
     Raises:
       ConfigError: the windowed layers scale their rotary embeddings, which no local RoPE does here.
     """
-    own = {
-        key: value for key, value in rope_of(hf, WINDOW).items() if key not in ("rope_theta", "rope_scaling")
-    }
+    own = {key: value for key, value in rope_of(hf, WINDOW).items() if key not in ("rope_theta", "rope_scaling")}
     theta, scaling = read_rope(own, default_theta, config.max_position_embeddings)
     if (theta, scaling) == (config.rope_theta, config.rope_scaling):
         return config
@@ -235,10 +226,7 @@ def window_keys_with_nope(config: ModelConfig, pattern: AttentionPattern) -> dic
     reaches over the whole context."""
     turned = config.rope_layers or ("global",) * config.num_hidden_layers
     window = pattern.sliding_window or config.max_position_embeddings
-    return {
-        "sliding_window": window,
-        "layer_types": [FULL if kind == "none" else WINDOW for kind in turned],
-    }
+    return {"sliding_window": window, "layer_types": [FULL if kind == "none" else WINDOW for kind in turned]}
 
 
 def _rope_types(config: ModelConfig) -> list[str]:

@@ -11,12 +11,7 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
-DEFAULTS = {
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32768,
-    "rope_theta": 2e6,
-    "tie_word_embeddings": True,
-}
+DEFAULTS = {"num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True}
 
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:

@@ -28,9 +28,7 @@ def text_config(hf: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     inner = hf.get("text_config")
     if not isinstance(inner, Mapping):
-        raise ConfigError(
-            f"config.json: text_config must be a mapping in a {whole} model, got {str(inner)[:100]!r}"
-        )
+        raise ConfigError(f"config.json: text_config must be a mapping in a {whole} model, got {str(inner)[:100]!r}")
     name = inner.get("model_type", WHOLE_MODELS[whole])
     if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(

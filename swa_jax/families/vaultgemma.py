@@ -14,17 +14,9 @@ NAMES = {"layers.post_attention_norm.scale": "model.layers.{layer}.pre_feedforwa
 
 
 def from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    return gemma2.read_gemma(
-        hf, gemma2.DEFAULTS, attention_softcap=50.0, logit_softcap=30.0, norm_placement="pre"
-    )
+    return gemma2.read_gemma(hf, gemma2.DEFAULTS, attention_softcap=50.0, logit_softcap=30.0, norm_placement="pre")
 
 
 FAMILY = Family(
-    "vaultgemma",
-    "VaultGemmaForCausalLM",
-    from_hf,
-    gemma2.to_hf,
-    gemma2.read_windows,
-    window_always,
-    tensor_names=NAMES,
+    "vaultgemma", "VaultGemmaForCausalLM", from_hf, gemma2.to_hf, gemma2.read_windows, window_always, tensor_names=NAMES
 )

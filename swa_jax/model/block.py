@@ -75,18 +75,14 @@ class Block(nnx.Module):
             self.experts_norm = Norm("layers.experts_norm", config, dtype)
             self.experts_out_norm = Norm("layers.experts_out_norm", config, dtype)
         self.mlp_out_norm = norm("mlp_out_norm", "post", "sandwich")
-        self.input_reader = nnx.data(
-            InputReader(config, dtype, rngs) if config.hidden_size_per_layer_input else None
-        )
+        self.input_reader = nnx.data(InputReader(config, dtype, rngs) if config.hidden_size_per_layer_input else None)
         if config.layer_scalar:
             self.layer_scalar = nnx.Param(jnp.ones(1, dtype))
         self.config, self.num_experts, self.group = config, num_experts, like.group
 
     def __call__(self, stream: Stream, plan: LayerPlan, context: AttentionContext) -> tuple[Stream, Routing]:
         """The stream before this layer and the layer's row of the plan -> the stream behind it, routing [B, T]."""
-        mixed, routing, made = self.attention(
-            self.attention_input(stream.x), plan, context, stream.read_by(self)
-        )
+        mixed, routing, made = self.attention(self.attention_input(stream.x), plan, context, stream.read_by(self))
         counted = None if context.segment_ids is None else context.segment_ids != 0
         x, load = self.after_attention(stream.x, mixed, plan, context.partition, counted)
         return stream.behind(self, x, *made), routing._replace(experts=load)
@@ -206,7 +202,4 @@ def _runs(config: ModelConfig, layers: Block | Stacks) -> Iterator[tuple[Block, 
         first = places[numbers[0]][1]
         own = slice(first, first + len(numbers))
         graph, weights = nnx.split(getattr(layers, name))
-        yield (
-            nnx.merge(graph, jax.tree.map(lambda x, own=own: x[own], weights)),
-            slice(numbers[0], numbers[-1] + 1),
-        )
+        yield (nnx.merge(graph, jax.tree.map(lambda x, own=own: x[own], weights)), slice(numbers[0], numbers[-1] + 1))

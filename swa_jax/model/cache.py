@@ -59,9 +59,7 @@ class CacheLayout:
     whole_rows: int  # of the pools, in each shard
     ring_rows: int
     shards: int  # that the KV heads, and with them the rows of the pools, are split into
-    modes: tuple[
-        tuple[str, str], ...
-    ]  # the (place, layer type) pairs that occur; place: whole, ring or mixed
+    modes: tuple[tuple[str, str], ...]  # the (place, layer type) pairs that occur; place: whole, ring or mixed
     mode: np.ndarray  # [L] int32: index into `modes`
     max_length: int  # T_max
     window: int
@@ -144,10 +142,7 @@ def _slots(member: np.ndarray, shards: int) -> tuple[np.ndarray, int]:
 
 
 def allocate(
-    layouts: tuple[CacheLayout, ...],
-    batch: int,
-    dtype: jax.typing.DTypeLike,
-    partition: Partition | None = None,
+    layouts: tuple[CacheLayout, ...], batch: int, dtype: jax.typing.DTypeLike, partition: Partition | None = None
 ) -> KVCache:
     """Empty caches of `batch` sequences, on a mesh split by KV heads and by sequences."""
 
@@ -162,9 +157,7 @@ def allocate(
     return KVCache(tuple(map(pools, layouts)), constrain(jnp.zeros(batch, jnp.int32), partition, "batch"))
 
 
-def cache_bytes(
-    config: ModelConfig, pattern: AttentionPattern, batch: int, max_length: int, itemsize: int
-) -> int:
+def cache_bytes(config: ModelConfig, pattern: AttentionPattern, batch: int, max_length: int, itemsize: int) -> int:
     """Bytes of the cache by the formula: sum over (layer, KV head) of B * entries * 2 * D * itemsize."""
     window = pattern.sliding_window or max_length
     ring = min(window + pattern.num_sink_tokens, max_length)
@@ -193,9 +186,7 @@ def ring_entry(layout: CacheLayout, position: jax.Array) -> jax.Array:
     return jnp.where(position < sink, position, sink + (position - sink) % layout.window)
 
 
-def write_prompt(
-    pool: jax.Array, slots: jax.Array, values: jax.Array, positions: jax.Array | None
-) -> jax.Array:
+def write_prompt(pool: jax.Array, slots: jax.Array, values: jax.Array, positions: jax.Array | None) -> jax.Array:
     """Put a prompt's keys (or values) [B, T, K, D] into rows `slots` [K] of a pool; rows out of range are dropped.
 
     `positions` [B, R] says which token each ring entry takes (-1: none); None writes tokens 0..T-1 of a whole cache.

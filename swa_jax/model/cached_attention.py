@@ -105,9 +105,7 @@ def _attend_to_cache(
     step: DecodeStep,
 ) -> jax.Array:
     """The new tokens' queries over caches that hold their keys already."""
-    attend = functools.partial(
-        attend_over_pools, q, lengths=step.lengths, implementation=context.implementation
-    )
+    attend = functools.partial(attend_over_pools, q, lengths=step.lengths, implementation=context.implementation)
     kinds = [kind for _, kind in layout.modes]
     whole, rings = _pools(cache, place, step)
 
@@ -118,9 +116,7 @@ def _attend_to_cache(
             sees_all = jnp.asarray([kind == FULL for kind in kinds])[place.mode]
             if SWITCH in kinds:
                 sees_all |= jnp.asarray([kind == SWITCH for kind in kinds])[place.mode] & (gate > 0.5)
-            full_from = jnp.where(
-                sees_all, 0, jnp.full_like(step.lengths, NEVER) if full_from is None else full_from
-            )
+            full_from = jnp.where(sees_all, 0, jnp.full_like(step.lengths, NEVER) if full_from is None else full_from)
         wide = heads._replace(full_heads=plan.full_heads) if HYBRID in kinds else heads
         others = (rings, context.spec) if layout.ring_rows else None
         return attend(whole, context.spec, wide, others=others, full_from=full_from)
@@ -162,11 +158,7 @@ def _reads(
 
 
 def with_visits(
-    step: DecodeStep,
-    q: jax.ShapeDtypeStruct,
-    cache: CachePools,
-    layout: CacheLayout,
-    context: AttentionContext,
+    step: DecodeStep, q: jax.ShapeDtypeStruct, cache: CachePools, layout: CacheLayout, context: AttentionContext
 ) -> DecodeStep:
     """The step with what the kernels of a TPU visit, once for all layers; `q` is the shape of a layer's queries.
 
@@ -206,12 +198,7 @@ class Chunk(NamedTuple):
 
 
 def put_prompts(
-    k: jax.Array,
-    v: jax.Array,
-    cache: CachePools,
-    place: LayerPlace,
-    ring: jax.Array,
-    partition: Partition | None,
+    k: jax.Array, v: jax.Array, cache: CachePools, place: LayerPlace, ring: jax.Array, partition: Partition | None
 ) -> CachePools:
     """The keys and values [B, T, K, D] of whole prompts into the caches; `ring` [B, entries] are the positions that a
     ring then holds."""
@@ -259,11 +246,7 @@ def extend_layer(
         out, cache = _extend_here(heads, q, k, v, others, gate, cache, layout, place, plan, context, chunk)
         return jax.lax.psum(jnp.where(mine, out, 0), partition.rules.batch), cache
 
-    tokens, caches, everywhere = (
-        partition.spec(None, None, "heads", None),
-        _cache_specs(partition),
-        PartitionSpec(),
-    )
+    tokens, caches, everywhere = (partition.spec(None, None, "heads", None), _cache_specs(partition), PartitionSpec())
     specs = (
         dimension_specs(PerHead, partition), tokens, tokens, tokens, tokens, everywhere, caches,
         *_layer_specs(partition), everywhere,
@@ -273,12 +256,7 @@ def extend_layer(
 
 
 def put_rings(
-    k: jax.Array,
-    v: jax.Array,
-    cache: CachePools,
-    layout: CacheLayout,
-    chunk: Chunk,
-    partition: Partition | None,
+    k: jax.Array, v: jax.Array, cache: CachePools, layout: CacheLayout, chunk: Chunk, partition: Partition | None
 ) -> CachePools:
     """A chunk's k and v [1, C, K, D] into the rings of the layer that others read, when all of them have."""
 

@@ -212,9 +212,7 @@ class ModelConfig:
             raise ConfigError(f"v_head_dim ({self.v_head_dim}) must be at most head_dim ({self.head_dim})")
         self._check_shared()
         if self.hidden_size_per_layer_input and self.vocab_size_per_layer_input < 1:
-            raise ConfigError(
-                "vocab_size_per_layer_input must be above 0 where layers have inputs of their own"
-            )
+            raise ConfigError("vocab_size_per_layer_input must be above 0 where layers have inputs of their own")
         alibi_heads = self.alibi_negative_heads + self.alibi_positive_heads
         if self.uses_alibi and alibi_heads != self.num_attention_heads:
             raise ConfigError(
@@ -224,9 +222,7 @@ class ModelConfig:
         if self.uses_rope:
             self._check_rope()
         if self.sink_logits and self.attention_activation != "softmax":
-            raise ConfigError(
-                "sink_logits enter the denominator of a softmax: set attention_activation to softmax"
-            )
+            raise ConfigError("sink_logits enter the denominator of a softmax: set attention_activation to softmax")
         if self.hidden_act == "xielu" and (self.gated_mlp or self.num_experts):
             raise ConfigError("hidden_act 'xielu' is for dense MLPs without a gate: set gated_mlp to false")
         self._check_experts()
@@ -234,14 +230,10 @@ class ModelConfig:
     def _check_shared(self) -> None:
         layers, shared = self.num_hidden_layers, self.num_kv_shared_layers
         if not 0 <= shared <= layers:
-            raise ConfigError(
-                f"num_kv_shared_layers must be from 0 to num_hidden_layers ({layers}), got {shared}"
-            )
+            raise ConfigError(f"num_kv_shared_layers must be from 0 to num_hidden_layers ({layers}), got {shared}")
         kinds = self.rope_kinds_by_layer
         if shared and "none" in kinds:
-            raise ConfigError(
-                "num_kv_shared_layers needs layers whose rotary embeddings are 'global' or 'local'"
-            )
+            raise ConfigError("num_kv_shared_layers needs layers whose rotary embeddings are 'global' or 'local'")
         for kind in {*kinds[layers - shared :]} - {*kinds[: layers - shared]} if shared < layers else ():
             raise ConfigError(
                 f"num_kv_shared_layers is {shared}, but none of the other layers has the rotary embedding '{kind}', so "
@@ -261,9 +253,7 @@ class ModelConfig:
         if self.rope_scaling is not None and self.rope_scaling.rope_type == "longrope":
             for name in ("short_factor", "long_factor"):
                 factors = getattr(self.rope_scaling, name)
-                if len(factors) != self.rotary_dim // 2 or not all(
-                    1e-3 <= factor <= 1e4 for factor in factors
-                ):
+                if len(factors) != self.rotary_dim // 2 or not all(1e-3 <= factor <= 1e4 for factor in factors):
                     raise ConfigError(
                         f"rope_scaling.{name} must have {self.rotary_dim // 2} numbers above 0, at most 1e4, one for "
                         f"each pair of channels that is turned, got {str(list(factors))[:200]}"
@@ -282,8 +272,7 @@ class ModelConfig:
             raise ConfigError(f"moe_intermediate_size must be above 0, got {self.moe_intermediate_size}")
         if self.shared_expert_intermediate_size < 0:
             raise ConfigError(
-                "shared_expert_intermediate_size must be 0 or more, got "
-                f"{self.shared_expert_intermediate_size}"
+                f"shared_expert_intermediate_size must be 0 or more, got {self.shared_expert_intermediate_size}"
             )
         self._check_groups()
         if self.num_experts * self.num_hidden_layers > MOST_EXPERTS:
@@ -372,9 +361,7 @@ class ModelConfig:
         """The number of query heads of each layer."""
         own = self.num_attention_heads
         other = self.num_global_attention_heads or own
-        return tuple(
-            other if kind == "global" and self.heads_differ else own for kind in self.rope_kinds_by_layer
-        )
+        return tuple(other if kind == "global" and self.heads_differ else own for kind in self.rope_kinds_by_layer)
 
     @property
     def most_kv_heads(self) -> int:
@@ -443,9 +430,7 @@ class ModelConfig:
         if not factor > 1:
             raise ConfigError(f"YaRN stretches the context: its factor must be above 1, got {factor:g}")
         if not self.uses_rope:
-            raise ConfigError(
-                f"position_embedding is '{self.position_embedding}': YaRN needs rotary embeddings"
-            )
+            raise ConfigError(f"position_embedding is '{self.position_embedding}': YaRN needs rotary embeddings")
         if self.rope_scaling is not None:
             raise ConfigError(
                 f"the model scales its rotary embeddings already ({self.rope_scaling.rope_type}, factor "
@@ -453,6 +438,4 @@ class ModelConfig:
             )
         original = self.max_position_embeddings
         scaling = RopeScaling("yarn", factor, original_max_position_embeddings=original)
-        return dataclasses.replace(
-            self, max_position_embeddings=round(original * factor), rope_scaling=scaling
-        )
+        return dataclasses.replace(self, max_position_embeddings=round(original * factor), rope_scaling=scaling)

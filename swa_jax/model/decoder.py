@@ -11,15 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.spec import segment_positions
-from swa_jax.model.attention import (
-    AttentionContext,
-    LayerPlan,
-    MadeKeys,
-    Routing,
-    kinds_of,
-    layer_plan,
-    model_spec,
-)
+from swa_jax.model.attention import AttentionContext, LayerPlan, MadeKeys, Routing, kinds_of, layer_plan, model_spec
 from swa_jax.model.block import Block, Stream, scan_layers, stacked_layers
 from swa_jax.model.cache import CacheLayout, CachePools, KVCache, ring_entry, ring_positions
 from swa_jax.model.cached_attention import (
@@ -137,18 +129,10 @@ class Decoder(nnx.Module):
             return block(stream, plan, context)
 
         stream, plan = self.begin(tokens, plan, partition)
-        stream, routing = self.scan(
-            layer,
-            stream,
-            (plan, keys),
-            wrap=lambda f: rematerialised(f, remat),
-            unroll=unroll,
-        )
+        stream, routing = self.scan(layer, stream, (plan, keys), wrap=lambda f: rematerialised(f, remat), unroll=unroll)
         return self.norm(stream.x), routing
 
-    def begin(
-        self, tokens: jax.Array, plan: LayerPlan, partition: Partition | None = None
-    ) -> tuple[Stream, LayerPlan]:
+    def begin(self, tokens: jax.Array, plan: LayerPlan, partition: Partition | None = None) -> tuple[Stream, LayerPlan]:
         """What the first layer reads of tokens [B, T], and the plan with what each layer reads of them."""
         x = self.embed(tokens, partition)
         if self.config.hidden_size_per_layer_input:
@@ -231,9 +215,7 @@ class Decoder(nnx.Module):
         """
         segments = (jnp.arange(tokens.shape[1])[None] < lengths[:, None]).astype(jnp.int32)
         kinds = kinds_of(self.pattern)
-        context = self.context(
-            tokens, kinds, segments, partition=partition, rope_length=layouts[0].max_length
-        )
+        context = self.context(tokens, kinds, segments, partition=partition, rope_length=layouts[0].max_length)
         context = dataclasses.replace(context, inference=True)
         ring = ring_positions(layouts[0], lengths)
 
@@ -400,6 +382,4 @@ class Decoder(nnx.Module):
             rope = jax.lax.optimization_barrier(tables)
             scale = query_scale(self.config, turned)
         spec = model_spec(self.config, self.pattern)
-        return AttentionContext(
-            spec, kinds, rope, scale, segment_ids, positions, full_from, partition=partition
-        )
+        return AttentionContext(spec, kinds, rope, scale, segment_ids, positions, full_from, partition=partition)

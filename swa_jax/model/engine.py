@@ -108,18 +108,14 @@ class Engine:
         if partition is not None:
             check_generation(partition, model.config)
             if slots % (pieces := partition.size("batch")):
-                raise ConfigError(
-                    f"slots must be a multiple of {pieces}, into which the mesh splits them, got {slots}"
-                )
+                raise ConfigError(f"slots must be a multiple of {pieces}, into which the mesh splits them, got {slots}")
         self._partition = partition
         self._graph, self._weights = nnx.split(model)
         layouts = layouts_of(model, self.max_length, partition)
         empty = functools.partial(allocate, layouts, slots, model.embedding[...].dtype, partition)
         self._cache = jax.jit(empty)()
         zeros = jnp.zeros(slots, jnp.int32)
-        self._sequences = Sequences(
-            zeros, zeros, jnp.zeros(slots, bool), jnp.zeros(slots, jnp.uint32), zeros, zeros
-        )
+        self._sequences = Sequences(zeros, zeros, jnp.zeros(slots, bool), jnp.zeros(slots, jnp.uint32), zeros, zeros)
         self.num_slots = slots
         self._slots: dict[int, _Slot] = {}
         self._prefixes = PrefixStore(prefixes, rings=any(layout.ring_rows for layout in layouts))
@@ -235,9 +231,7 @@ class Engine:
             tokens = np.asarray(slot.tokens[:length], np.int32)
             self._prefixes.add(Prefix(tokens, whole, slot.rings, slot.logits))
 
-    def _draw_first(
-        self, number: int, slot: _Slot, key: np.uint32, max_new_tokens: int, drawing: Drawing
-    ) -> None:
+    def _draw_first(self, number: int, slot: _Slot, key: np.uint32, max_new_tokens: int, drawing: Drawing) -> None:
         logits = slot.logits[slot.prompt_length]
         lengths = jnp.array([max_new_tokens, slot.prompt_length], jnp.int32)
         slot.first, self._sequences = _draw_first(
@@ -293,19 +287,12 @@ def _extend(
     partition: Partition | None,
 ) -> tuple[jax.Array, KVCache]:
     model: Decoder = nnx.merge(graph, weights)
-    return model.extend(
-        tokens, count, row, cache, layouts_of(model, max_length, partition), partition=partition
-    )
+    return model.extend(tokens, count, row, cache, layouts_of(model, max_length, partition), partition=partition)
 
 
 @jax.jit
 def _draw_first(
-    sequences: Sequences,
-    number: jax.Array,
-    logits: jax.Array,
-    key: jax.Array,
-    lengths: jax.Array,
-    drawing: Drawing,
+    sequences: Sequences, number: jax.Array, logits: jax.Array, key: jax.Array, lengths: jax.Array, drawing: Drawing
 ) -> tuple[jax.Array, Sequences]:
     """The first token of a slot whose prompt is in, from logits [V]; `lengths` are its limit and its prompt's."""
     zero, one = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)

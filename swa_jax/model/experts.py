@@ -60,9 +60,7 @@ class MixtureOfExperts(nnx.Module):
         for name in ("input_scale", "expert_scale") if config.experts_beside_mlp else ():
             size = declared(config)[f"layers.experts.expert_router.{name}"].shape
             setattr(self.expert_router, name, nnx.Param(jnp.ones(size, wide)))
-        for name in (
-            ("gate_up_proj", "down_proj") if config.fused_experts else ("gate_proj", "up_proj", "down_proj")
-        ):
+        for name in ("gate_up_proj", "down_proj") if config.fused_experts else ("gate_proj", "up_proj", "down_proj"):
             setattr(self, name, StackedLinear(f"layers.experts.{name}", config, dtype, rngs))
         if config.shared_expert_intermediate_size:
             self.shared_expert = MLP(config, dtype, rngs, "layers.experts.shared_expert")
@@ -97,12 +95,7 @@ class MixtureOfExperts(nnx.Module):
         sharded = jax.shard_map(
             functools.partial(_mixture, config=self.config, partition=partition),
             mesh=partition.mesh,
-            in_specs=(
-                tokens,
-                tokens,
-                rows,
-                _specs(weights, self.config, partition),
-            ),
+            in_specs=(tokens, tokens, rows, _specs(weights, self.config, partition)),
             out_specs=(tokens, P()),
             check_vma=False,  # as for the loss (`swa_jax.model.loss`)
         )
@@ -115,9 +108,7 @@ def _specs(weights: Any, config: ModelConfig, partition: Partition) -> Any:
 
     def spec(path: Any, _: Any) -> P:
         row = rows[".".join(["layers", "experts", *(key.key for key in path)])]
-        return partition.spec(
-            *(axis if axis in ("expert", "mlp") else None for axis in row.axes), tensor=row.name
-        )
+        return partition.spec(*(axis if axis in ("expert", "mlp") else None for axis in row.axes), tensor=row.name)
 
     return jax.tree_util.tree_map_with_path(spec, weights)
 
@@ -174,9 +165,7 @@ def router_logits(tokens: jax.Array, router: Any) -> jax.Array:
     return logits + router["bias"].astype(jnp.float32) if "bias" in router else logits
 
 
-def choose_experts(
-    logits: jax.Array, scores: jax.Array, bias: jax.Array | None, config: ModelConfig
-) -> Choice:
+def choose_experts(logits: jax.Array, scores: jax.Array, bias: jax.Array | None, config: ModelConfig) -> Choice:
     """The experts that each token meets, and their weights.
 
     Args:
@@ -261,9 +250,7 @@ def _permuted(x: jax.Array, order: jax.Array, inverse: jax.Array, copies: int = 
     return x[order // copies]
 
 
-def _permuted_fwd(
-    x: jax.Array, order: jax.Array, inverse: jax.Array, copies: int
-) -> tuple[jax.Array, jax.Array]:
+def _permuted_fwd(x: jax.Array, order: jax.Array, inverse: jax.Array, copies: int) -> tuple[jax.Array, jax.Array]:
     return x[order // copies], inverse
 
 

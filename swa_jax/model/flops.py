@@ -17,9 +17,7 @@ from swa_jax.model.pattern import AttentionPattern
 def matrix_parameters(config: ModelConfig) -> int:
     """Weights that a token is multiplied with: the projections of all layers, of experts those that it meets, and the
     output matrix."""
-    return sum(
-        parameter.active_size for parameter in parameters(config) if parameter.matrix or parameter.output
-    )
+    return sum(parameter.active_size for parameter in parameters(config) if parameter.matrix or parameter.output)
 
 
 def visible_keys(position: np.ndarray, window: int | None, num_sink_tokens: int = 0) -> np.ndarray:
@@ -57,11 +55,7 @@ def attention_flops_by_kind(
 
 
 def _summed(
-    config: ModelConfig,
-    pattern: AttentionPattern,
-    position: np.ndarray,
-    full_ratio: float,
-    costs: Sequence[float],
+    config: ModelConfig, pattern: AttentionPattern, position: np.ndarray, full_ratio: float, costs: Sequence[float]
 ) -> dict[str, AttentionParts]:
     """The keys that the token at each position sees, each at the cost of its layer, of the layers of each type."""
     full = visible_keys(position, None)
@@ -125,11 +119,7 @@ def _query_channels(config: ModelConfig) -> list[int]:
 
 
 def train_flops_per_token(
-    config: ModelConfig,
-    pattern: AttentionPattern,
-    length: int,
-    full_ratio: float = 1.0,
-    lora: LoraConfig | None = None,
+    config: ModelConfig, pattern: AttentionPattern, length: int, full_ratio: float = 1.0, lora: LoraConfig | None = None
 ) -> float:
     """Forward and backward, the mean over the tokens of a row that is one document; the backward is twice the forward.
 

@@ -154,9 +154,7 @@ def prepare(
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    return Batch(
-        jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(sequence_keys(prompts)), max_length, partition
-    )
+    return Batch(jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(sequence_keys(prompts)), max_length, partition)
 
 
 def by_rope_length(model: Decoder, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
@@ -232,12 +230,7 @@ def round_up(length: int) -> int:
 
 @device_jit(static_argnames=("graph", "max_length", "partition"))
 def _prefill(
-    graph: Any,
-    weights: nnx.State,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    max_length: int,
-    partition: Partition | None,
+    graph: Any, weights: nnx.State, tokens: jax.Array, lengths: jax.Array, max_length: int, partition: Partition | None
 ) -> tuple[jax.Array, KVCache]:
     model: Decoder = nnx.merge(graph, weights)
     layouts = layouts_of(model, max_length, partition)
@@ -246,9 +239,7 @@ def _prefill(
     return model.prefill(tokens, lengths, cache, layouts, partition=partition)
 
 
-def layouts_of(
-    model: Decoder, max_length: int, partition: Partition | None = None
-) -> tuple[CacheLayout, ...]:
+def layouts_of(model: Decoder, max_length: int, partition: Partition | None = None) -> tuple[CacheLayout, ...]:
     """The layouts of a model's caches."""
     shards = 1 if partition is None else partition.size("kv_heads")
     return cache_layouts(model.config, model.pattern, max_length, shards)
@@ -320,9 +311,7 @@ def decode_steps(
 
     def advance(now: Loop) -> Loop:
         token, active = now.sequences.token, now.sequences.active
-        logits, cache = model.decode_step(
-            token, now.cache, layouts, full_from, active=active, partition=partition
-        )
+        logits, cache = model.decode_step(token, now.cache, layouts, full_from, active=active, partition=partition)
         drawn, sequences = draw(now.sequences, logits, drawing)
         return Loop(now.step + 1, now.new.at[:, column + now.step].set(drawn), cache, sequences)
 
@@ -332,15 +321,11 @@ def decode_steps(
 
 def draw(sequences: Sequences, logits: jax.Array, drawing: Drawing) -> tuple[jax.Array, Sequences]:
     """The next token of each active sequence from logits [B, V] f32: [B] int32, `NOTHING` if none, and what follows."""
-    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(drawing.seed)))(
-        sequences.keys
-    )  # [B]
+    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(drawing.seed)))(sequences.keys)  # [B]
     token = sample(logits, jax.vmap(jax.random.fold_in)(keys, sequences.drawn), drawing.sampling)
     continues = sequences.active & ~jnp.isin(token, drawing.stop_tokens)
     drawn = sequences.drawn + continues
-    others = dataclasses.replace(
-        sequences, token=token, drawn=drawn, active=continues & (drawn < sequences.limits)
-    )
+    others = dataclasses.replace(sequences, token=token, drawn=drawn, active=continues & (drawn < sequences.limits))
     return jnp.where(continues, token, NOTHING), others
 
 
@@ -359,9 +344,7 @@ def sample(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
         logits = jnp.where(jnp.arange(logits.shape[-1]) < top_k, logits, -jnp.inf)
     if top_p is not None:
         shares = jax.nn.softmax(logits, axis=-1)
-        before = (
-            jnp.cumsum(shares, axis=-1) - shares
-        )  # of the likelier tokens: 0 for the first, which is always kept
+        before = jnp.cumsum(shares, axis=-1) - shares  # of the likelier tokens: 0 for the first, which is always kept
         logits = jnp.where(before < top_p, logits, -jnp.inf)
     rank = jax.vmap(jax.random.categorical)(keys, logits)
     return jnp.take_along_axis(order, rank[:, None], axis=-1)[:, 0].astype(jnp.int32)

@@ -2,10 +2,5 @@
 
 from __future__ import annotations
 
-FULL, WINDOW, HYBRID, SWITCH = (
-    "full_attention",
-    "sliding_attention",
-    "head_hybrid_attention",
-    "switch_attention",
-)
+FULL, WINDOW, HYBRID, SWITCH = ("full_attention", "sliding_attention", "head_hybrid_attention", "switch_attention")
 LAYER_TYPES = (FULL, WINDOW, HYBRID, SWITCH)

@@ -89,9 +89,7 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         if not self.config.gated_mlp:
             up = self.up_proj(x)
-            return self.down_proj(
-                self.act(up) if self.config.hidden_act == "xielu" else _act(up, self.config)
-            )
+            return self.down_proj(self.act(up) if self.config.hidden_act == "xielu" else _act(up, self.config))
         return self.down_proj(activated(self.gate_proj(x), self.up_proj(x), self.config))
 
 
@@ -220,16 +218,12 @@ def rope_frequencies(
         return plain / scaling.factor, 1.0
     if scaling.rope_type == "proportional":
         turning = int(scaling.partial_rotary_factor * rotary_dim // 2)
-        return np.where(np.arange(rotary_dim // 2) < turning, plain / scaling.factor, 0).astype(
-            np.float32
-        ), 1.0
+        return np.where(np.arange(rotary_dim // 2) < turning, plain / scaling.factor, 0).astype(np.float32), 1.0
     original = scaling.original_max_position_embeddings or config.max_position_embeddings
     if scaling.rope_type == "llama3":
         # Long wavelengths are interpolated, short ones kept, those between blended (Llama 3.1).
         wavelength = 2 * np.pi / plain
-        blend = (original / wavelength - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
+        blend = (original / wavelength - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         blend = np.clip(blend, 0, 1)
         return ((1 - blend) * plain / scaling.factor + blend * plain).astype(np.float32), 1.0
     if scaling.rope_type == "longrope":
@@ -237,9 +231,7 @@ def rope_frequencies(
     return _yarn(theta, rotary_dim, scaling, original, plain)
 
 
-def _longrope(
-    scaling: RopeScaling, original: int, plain: np.ndarray, length: int
-) -> tuple[np.ndarray, float]:
+def _longrope(scaling: RopeScaling, original: int, plain: np.ndarray, length: int) -> tuple[np.ndarray, float]:
     """LongRoPE (Ding et al., arXiv:2402.13753), with the factor on cos and sin that Phi-3 gives it."""
     factors = scaling.long_factor if length > original else scaling.short_factor
     frequencies = (plain / np.asarray(factors, np.float32)).astype(np.float32)

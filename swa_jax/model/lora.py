@@ -83,9 +83,7 @@ class LoraLinear(Projection):
     that a new adapter changes nothing.
     """
 
-    def __init__(
-        self, base: Projection, config: LoraConfig, factors: tuple[Parameter, Parameter], key: jax.Array
-    ):
+    def __init__(self, base: Projection, config: LoraConfig, factors: tuple[Parameter, Parameter], key: jax.Array):
         super().__init__(base.in_features, base.out_features, **_shape_only(base))
         self.kernel = base.kernel
         if base.bias is not None:
@@ -140,13 +138,8 @@ def with_lora[M: Adaptable](model: M, config: LoraConfig, rngs: nnx.Rngs) -> M:
     adapters = config.factors(model.config)
     for name in config.targets:
         if name not in {path[-1] for path in adapters}:
-            raise ConfigError(
-                f"'lora.targets' names '{name}', which a {model.config.model_type} model does not have"
-            )
-    for (
-        *parents,
-        name,
-    ), factors in adapters.items():  # whatever the order of `targets`: equal seeds, equal draws
+            raise ConfigError(f"'lora.targets' names '{name}', which a {model.config.model_type} model does not have")
+    for (*parents, name), factors in adapters.items():  # whatever the order of `targets`: equal seeds, equal draws
         parent = functools.reduce(getattr, parents, adapted)
         setattr(parent, name, LoraLinear(getattr(parent, name), config, factors, rngs.params()))
     adapted.lora = config
@@ -184,9 +177,4 @@ def seed_dropout(block: nnx.Module, key: jax.Array) -> None:
 def _shape_only(base: Projection) -> dict[str, Any]:
     """Arguments of a Linear whose own arrays are about to be replaced."""
     zeros = nnx.initializers.zeros
-    return {
-        "use_bias": base.use_bias,
-        "param_dtype": base.param_dtype,
-        "kernel_init": zeros,
-        "rngs": nnx.Rngs(0),
-    }
+    return {"use_bias": base.use_bias, "param_dtype": base.param_dtype, "kernel_init": zeros, "rngs": nnx.Rngs(0)}

@@ -66,9 +66,7 @@ def token_loss(
     """
     adjust = functools.partial(scaled_logits, multiplier=logit_multiplier, softcap=logit_softcap)
     if partition is None:
-        nll, correct, log_z, divergence = _local_loss(
-            hidden, head, targets, weights, teacher, chunk, None, adjust
-        )
+        nll, correct, log_z, divergence = _local_loss(hidden, head, targets, weights, teacher, chunk, None, adjust)
         return TokenLoss(nll, weights, correct, log_z, divergence)
     tokens = partition.spec("batch", "sequence")
     vocab = partition.rules.axes("vocab")
@@ -82,13 +80,7 @@ def token_loss(
     sharded = jax.shard_map(
         local,
         mesh=partition.mesh,
-        in_specs=(
-            partition.spec("batch", "sequence", None),
-            partition.spec(None, "vocab"),
-            tokens,
-            tokens,
-            tokens,
-        ),
+        in_specs=(partition.spec("batch", "sequence", None), partition.spec(None, "vocab"), tokens, tokens, tokens),
         out_specs=tokens,
         check_vma=False,  # with it, differentiating this fails inside JAX 0.12.0 ("too few leaves")
     )
@@ -122,9 +114,7 @@ def _local_loss(
     rows = batch * length
     chunk = min(chunk, rows)
     padding = -rows % chunk
-    first = (
-        0 if axis is None else jax.lax.axis_index(axis) * head.shape[1]
-    )  # token id of this part's first column
+    first = 0 if axis is None else jax.lax.axis_index(axis) * head.shape[1]  # token id of this part's first column
 
     def split(x: jax.Array) -> jax.Array:
         flat = x.reshape(rows, *x.shape[2:])
@@ -143,9 +133,7 @@ def _local_loss(
         log_total, top, chosen = _over_vocabulary(logits, target, first, axis)
         scored = weight > 0
         return None, (
-            jnp.where(
-                scored, log_total + (top - chosen), 0
-            ),  # not from log_z, which is rounded as logits are
+            jnp.where(scored, log_total + (top - chosen), 0),  # not from log_z, which is rounded as logits are
             scored & (chosen >= top),
             jnp.where(scored, top + log_total, 0),
             None

@@ -118,14 +118,7 @@ def _of_both(packing: Packing) -> Packing:
 
 
 def _attend(
-    queries: _Queries,
-    k,
-    v,
-    per_head: PerHead,
-    packing: Packing,
-    gate,
-    options: _Options,
-    ring: Ring | None = None,
+    queries: _Queries, k, v, per_head: PerHead, packing: Packing, gate, options: _Options, ring: Ring | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """The call on arrays that are at hand, or on keys that go round."""
     (q, rotation), (spec, inference, implementation) = queries, options
@@ -143,21 +136,12 @@ def _attend(
             implementation=implementation,
             ring=ring,
         )
-    out, _ = attend(
-        q, k, v, spec, per_head, packing, rotation=rotation, implementation=implementation, ring=ring
-    )
+    out, _ = attend(q, k, v, spec, per_head, packing, rotation=rotation, implementation=implementation, ring=ring)
     return out, jnp.zeros(q.shape[:2], jnp.float32)
 
 
 def _on_one_device(
-    queries: _Queries,
-    k,
-    v,
-    per_head: PerHead,
-    packing: Packing,
-    gate,
-    options: _Options,
-    partition: Partition,
+    queries: _Queries, k, v, per_head: PerHead, packing: Packing, gate, options: _Options, partition: Partition
 ):
     """Inside shard_map: one device's queries [B, T/n, H, D] against the keys they see."""
     spec, pieces, q = options.spec, partition.size("sequence"), queries[0]
@@ -222,9 +206,7 @@ def _attend_behind(
     # Idle queries in front make this one sequence with itself, which the window kernels take; they cost less than
     # explicit positions would.
     both = _of_both(Packing(jnp.concatenate([halo_ids, ids[:, first]], axis=1)))
-    idle = jax.tree.map(
-        lambda x: jnp.pad(x[:, first], ((0, 0), (reach, 0), *[(0, 0)] * (x.ndim - 2))), queries
-    )
+    idle = jax.tree.map(lambda x: jnp.pad(x[:, first], ((0, 0), (reach, 0), *[(0, 0)] * (x.ndim - 2))), queries)
     all_k, all_v = (jnp.concatenate([x, y[:, first]], axis=1) for x, y in ((halo_k, k), (halo_v, v)))
     out, silent = (x[:, reach:] for x in _attend(idle, all_k, all_v, per_head, both, None, options))
     if not apart:
@@ -252,9 +234,7 @@ def _packing_of_the_row(packing: Packing, kv_shape: tuple[int, ...], place: Plac
     if positions is None:
         batch, length = kv_shape[:2]
         index = jnp.arange(length * place.pieces, dtype=jnp.int32)[None]
-        positions = (
-            jnp.broadcast_to(index, (batch, index.shape[1])) if ids is None else segment_positions(ids)
-        )
+        positions = jnp.broadcast_to(index, (batch, index.shape[1])) if ids is None else segment_positions(ids)
         here = lax.dynamic_slice_in_dim(positions, place.rank * length, length, axis=1)
         packing = packing._replace(q_positions=here)
     return packing._replace(kv_segment_ids=ids, kv_positions=positions)
@@ -265,9 +245,7 @@ def _positions_on_mesh(ids: jax.Array, axis: str, pieces: int) -> jax.Array:
     length = ids.shape[1]
     local = segment_positions(ids)
     runs_through = local[:, -1] == length - 1  # the device's tokens are one document
-    ends = lax.all_gather(
-        jnp.stack([ids[:, 0], ids[:, -1], local[:, -1], runs_through], axis=1), axis
-    )  # [n, B, 4]
+    ends = lax.all_gather(jnp.stack([ids[:, 0], ids[:, -1], local[:, -1], runs_through], axis=1), axis)  # [n, B, 4]
     # Position of the last token of each device, left to right: a document that fills a device adds to its neighbour's.
     last = [ends[0, :, 2]]
     for piece in range(1, pieces):
@@ -296,9 +274,7 @@ def _first_tokens(kv, ids, positions, count: int, reach: int, place: Place):
     inside = jnp.clip(index, 0, length - 1)[..., None, None]
     # [n, rows, count, K, D]
     offers = [lax.all_gather(jnp.take_along_axis(x, inside, axis=1), place.axis) for x in kv]
-    start = jnp.tile(place.chunk_numbers * length, rows // place.chunks)[
-        :, None
-    ]  # of the chunk, in the row of tokens
+    start = jnp.tile(place.chunk_numbers * length, rows // place.chunks)[:, None]  # of the chunk, in the row of tokens
     token = start - positions[:, :1] + slot
     taken = (token >= 0) & (token < start - reach) & (ids[:, :1] != 0)
     device, chunk = place.order.holder(jnp.clip(token // length, 0, place.pieces * place.chunks - 1))

@@ -89,11 +89,7 @@ class Parameter:
     @property
     def active_size(self) -> int:
         """Numbers in it that one token meets."""
-        return (
-            self.size
-            if self.experts_per_token is None
-            else self.size // self.shape[0] * self.experts_per_token
-        )
+        return self.size if self.experts_per_token is None else self.size // self.shape[0] * self.experts_per_token
 
 
 def parameters(config: ModelConfig, routed: bool = False) -> tuple[Parameter, ...]:
@@ -126,12 +122,8 @@ def _layer(config: ModelConfig, routed: bool) -> list[Parameter]:
         rows += _experts(config)
     if width := config.hidden_size_per_layer_input:
         d, path = config.hidden_size, "input_reader"
-        rows += _projection(
-            f"{path}.gate", "per_layer_input_gate", (d, width), ("embed", None), False, config
-        )
-        rows += _projection(
-            f"{path}.projection", "per_layer_projection", (width, d), (None, "embed"), False, config
-        )
+        rows += _projection(f"{path}.gate", "per_layer_input_gate", (d, width), ("embed", None), False, config)
+        rows += _projection(f"{path}.projection", "per_layer_projection", (width, d), (None, "embed"), False, config)
         rows += _norm(f"{path}.norm", "post_per_layer_input_norm", d, config)
     if config.layer_scalar:
         rows.append(Parameter(("layer_scalar",), (1,), (None,), nnx.initializers.ones, "layer_scalar"))
@@ -163,10 +155,7 @@ def _norms(config: ModelConfig) -> list[Parameter]:
     if config.norm_placement == "parallel":
         rows["input_norm"] = "input_layernorm"
     if config.norm_placement in ("post", "sandwich"):
-        rows |= {
-            "attention_out_norm": "post_attention_layernorm",
-            "mlp_out_norm": "post_feedforward_layernorm",
-        }
+        rows |= {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
     if config.norm_placement == "sandwich":
         rows["post_attention_norm"] = "pre_feedforward_layernorm"
     if config.experts_beside_mlp and config.num_experts:
@@ -182,8 +171,7 @@ def _attention(config: ModelConfig, routed: bool) -> list[Parameter]:
     d, size = config.hidden_size, config.head_dim
     queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
     said, values = (
-        heads * (config.v_head_dim or size)
-        for heads in (config.num_attention_heads, config.num_key_value_heads)
+        heads * (config.v_head_dim or size) for heads in (config.num_attention_heads, config.num_key_value_heads)
     )
     bias, out_bias = config.attention_bias, config.attention_out_bias
     has_keys = not config.num_kv_shared_layers
@@ -203,18 +191,14 @@ def _attention(config: ModelConfig, routed: bool) -> list[Parameter]:
             rows += _norm(f"attention.{name}", f"self_attn.{name}", size if by_head else whole, config)
     if config.attention_gate != "none":
         width = config.num_attention_heads if config.attention_gate == "head" else said
-        rows += _projection(
-            "attention.g_proj", "self_attn.g_proj", (d, width), ("embed", "heads"), False, config
-        )
+        rows += _projection("attention.g_proj", "self_attn.g_proj", (d, width), ("embed", "heads"), False, config)
     if config.sink_logits:
         draw = normal(config.initializer_range)
         heads = (config.num_attention_heads,)
         rows.append(Parameter(("attention", "sink_logits"), heads, ("heads",), draw, "self_attn.sinks"))
     if routed:
         path, first = "router.proj", nnx.initializers.constant(config.router_bias_init)
-        rows += _linear(
-            f"attention.{path}", f"self_attn.{path}", (d, 1), (None, None), config, bias_init=first
-        )
+        rows += _linear(f"attention.{path}", f"self_attn.{path}", (d, 1), (None, None), config, bias_init=first)
     return rows
 
 
@@ -352,9 +336,7 @@ def declared(config: ModelConfig) -> dict[str, Parameter]:
     return {parameter.name: parameter for parameter in parameters(config, routed=True)}
 
 
-def map_parameters[R](
-    function: Callable[[Parameter | None, Any], R], tree: Any, rows: Mapping[str, Parameter]
-) -> Any:
+def map_parameters[R](function: Callable[[Parameter | None, Any], R], tree: Any, rows: Mapping[str, Parameter]) -> Any:
     """`function(row, leaf)` for every leaf of a JAX tree. A leaf whose path ends with a parameter's has that row: the
     parameter, or what stands for it, such as an optimizer's moment. Other leaves have None."""
 

@@ -56,8 +56,7 @@ class AttentionPattern:
                 object.__setattr__(self, name, _integer(name, getattr(self, name)))
         given = self.full_kv_heads or ((),) * len(self.layer_types)
         heads = tuple(
-            tuple(sorted(_integer(f"full_kv_heads[{i}]", head) for head in h or ()))
-            for i, h in enumerate(given)
+            tuple(sorted(_integer(f"full_kv_heads[{i}]", head) for head in h or ())) for i, h in enumerate(given)
         )
         object.__setattr__(self, "full_kv_heads", heads)
         for i, kind in enumerate(self.layer_types):
@@ -75,15 +74,10 @@ class AttentionPattern:
         if self.sliding_window is None and set(self.layer_types) != {FULL}:
             raise ConfigError("sliding_window is missing: every layer type but full_attention needs one")
         if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(
-                f"sliding_window must be at least 1 (the query's own key), got {self.sliding_window}"
-            )
+            raise ConfigError(f"sliding_window must be at least 1 (the query's own key), got {self.sliding_window}")
         if self.num_sink_tokens < 0:
             raise ConfigError(f"num_sink_tokens must be 0 or more, got {self.num_sink_tokens}")
-        for name, value in (
-            ("sliding_window", self.sliding_window),
-            ("num_sink_tokens", self.num_sink_tokens),
-        ):
+        for name, value in (("sliding_window", self.sliding_window), ("num_sink_tokens", self.num_sink_tokens)):
             if value is not None and value > MOST_POSITIONS:
                 raise ConfigError(f"{name} must be at most {MOST_POSITIONS}, got {value}")
 
@@ -142,9 +136,7 @@ class AttentionPattern:
             f"window {self.sliding_window} (own key included), {self.num_sink_tokens} sink tokens, "
             f"full-attention decode {'on' if self.full_attention_decode else 'off'}",
         ]
-        hybrids = [
-            f"{i}:{list(h)}" for i, h in enumerate(self.full_kv_heads) if self.layer_types[i] == HYBRID
-        ]
+        hybrids = [f"{i}:{list(h)}" for i, h in enumerate(self.full_kv_heads) if self.layer_types[i] == HYBRID]
         if hybrids:
             lines.append(f"full KV heads by layer: {', '.join(hybrids)}")
         if self.provenance:
@@ -228,20 +220,12 @@ class AttentionPattern:
 
     @classmethod
     def from_full_layers(
-        cls,
-        full_layers: Sequence[int],
-        num_layers: int,
-        sliding_window: int,
-        *,
-        rest: str = WINDOW,
-        **fields: Any,
+        cls, full_layers: Sequence[int], num_layers: int, sliding_window: int, *, rest: str = WINDOW, **fields: Any
     ) -> AttentionPattern:
         """Full attention in the named layers (from 0), `rest` in all others."""
         wrong = [i for i in full_layers if not 0 <= i < num_layers]
         if wrong:
-            raise ConfigError(
-                f"full layer {wrong[0]} does not exist: the model has layers 0 to {num_layers - 1}"
-            )
+            raise ConfigError(f"full layer {wrong[0]} does not exist: the model has layers 0 to {num_layers - 1}")
         types = tuple(FULL if i in set(full_layers) else rest for i in range(num_layers))
         return cls(types, sliding_window, **fields)
 
@@ -259,9 +243,7 @@ class AttentionPattern:
             raise ConfigError(f"force_fa_decode must be true or false, got {decode!r}")
         if not isinstance(full_layers, list | tuple | None):
             raise ConfigError(f"non_sliding_layers must be a list of layers, got {full_layers!r}")
-        full_layers = [
-            _integer(f"non_sliding_layers[{i}]", layer) for i, layer in enumerate(full_layers or ())
-        ]
+        full_layers = [_integer(f"non_sliding_layers[{i}]", layer) for i, layer in enumerate(full_layers or ())]
         if config.get("sliding_window_size") is None:
             return cls((FULL,) * num_layers, provenance={"method": "swaa-config"})
         return cls.from_full_layers(

@@ -91,9 +91,7 @@ def rings_of(cache: KVCache, row: jax.Array) -> Parts:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def restored(
-    cache: KVCache, row: jax.Array, whole: Parts | None, rings: Parts | None, length: jax.Array
-) -> KVCache:
+def restored(cache: KVCache, row: jax.Array, whole: Parts | None, rings: Parts | None, length: jax.Array) -> KVCache:
     """The cache with `length` tokens of a remembered sequence in one row; with none, an empty row."""
 
     def put(pool: jax.Array, values: jax.Array) -> jax.Array:

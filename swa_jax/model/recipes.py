@@ -37,17 +37,7 @@ SWAA_ROWS = {
     "swaa-trained-efficiency-interleave": "interleave-1-in-2",
     "swaa-trained-quality": "interleave-1-in-2+fa-decode",
 }
-BASES = (
-    "full",
-    "window",
-    "streaming",
-    "switch",
-    "interleave",
-    "static-hybrid",
-    "begin-middle-end",
-    "random",
-    "layers",
-)
+BASES = ("full", "window", "streaming", "switch", "interleave", "static-hybrid", "begin-middle-end", "random", "layers")
 
 
 class Recipe(NamedTuple):
@@ -71,9 +61,7 @@ def read_recipe(recipe: str, num_layers: int, seed: int) -> Recipe:
         elif match := re.fullmatch(r"sink-tokens(?:=(\d+))?", suffix):
             sink_tokens = int(match[1] or DEFAULT_SINK_TOKENS)
         else:
-            raise ConfigError(
-                f"recipe '{recipe}': unknown suffix '+{suffix}'; known: +fa-decode, +sink-tokens=K"
-            )
+            raise ConfigError(f"recipe '{recipe}': unknown suffix '+{suffix}'; known: +fa-decode, +sink-tokens=K")
     full, rest = _full_layers(recipe, name, num_layers, seed)
     return Recipe(full, rest, sink_tokens, decode, name.startswith("random"))
 
@@ -96,16 +84,12 @@ def _full_layers(recipe: str, name: str, num_layers: int, seed: int) -> tuple[li
         if n < 1:
             raise ConfigError(f"recipe '{recipe}': one layer in {n} is none; n must be at least 1")
         if match[3] and (kind != "interleave" or int(match[3]) >= n):
-            raise ConfigError(
-                f"recipe '{recipe}': the offset after @ must be below n, and is for interleave only"
-            )
+            raise ConfigError(f"recipe '{recipe}': the offset after @ must be below n, and is for interleave only")
         if kind == "interleave":
             return everything[int(match[3]) if match[3] else n - 1 :: n], WINDOW
         budget = max(1, num_layers // n)  # as many as interleaving keeps
         if kind == "random":
-            return sorted(
-                np.random.default_rng(seed).choice(num_layers, budget, replace=False).tolist()
-            ), WINDOW
+            return sorted(np.random.default_rng(seed).choice(num_layers, budget, replace=False).tolist()), WINDOW
         return begin_middle_end(budget, num_layers), WINDOW
     base = re.split(r"-1-in-|-1:|:", name)[0]
     if base in BASES:

@@ -54,9 +54,7 @@ class RopeScaling:
     llama_4_scaling_beta: float = 0.0
     short_factor: tuple[float, ...] = ()  # longrope, one a frequency
     long_factor: tuple[float, ...] = ()  # longrope, one a frequency
-    partial_rotary_factor: float = (
-        1.0  # proportional: the share of the frequencies, from the highest on, that turn
-    )
+    partial_rotary_factor: float = 1.0  # proportional: the share of the frequencies, from the highest on, that turn
 
     def __post_init__(self) -> None:
         check_bounds(self, _BOUNDS, "rope_scaling.")
@@ -69,9 +67,7 @@ class RopeScaling:
             raise ConfigError(
                 f"rope_scaling.beta_slow ({self.beta_slow:g}) must be below beta_fast ({self.beta_fast:g})"
             )
-        if self.llama_4_scaling_beta and (
-            self.rope_type != "yarn" or not self.original_max_position_embeddings
-        ):
+        if self.llama_4_scaling_beta and (self.rope_type != "yarn" or not self.original_max_position_embeddings):
             raise ConfigError(
                 "rope_scaling.llama_4_scaling_beta needs rope_type yarn with original_max_position_embeddings"
             )

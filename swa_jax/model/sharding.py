@@ -63,9 +63,7 @@ class ShardingRules:
         for field in dataclasses.fields(self):
             for axis in getattr(self, field.name):
                 if axis not in AXES:
-                    raise ConfigError(
-                        f"'sharding.{field.name}' names mesh axis '{axis}'; known: {', '.join(AXES)}"
-                    )
+                    raise ConfigError(f"'sharding.{field.name}' names mesh axis '{axis}'; known: {', '.join(AXES)}")
         if self.heads != self.kv_heads:
             raise ConfigError(
                 "'sharding.heads' and 'sharding.kv_heads' must be split alike, so that a query finds its keys"
@@ -215,10 +213,7 @@ def check_model(config: ModelConfig, partition: Partition) -> None:
         ("heads", config.num_attention_heads, "num_attention_heads"),
         ("kv_heads", config.num_key_value_heads, "num_key_value_heads"),
     ]
-    for dimension, name in (
-        ("heads", "num_global_attention_heads"),
-        ("kv_heads", "num_global_key_value_heads"),
-    ):
+    for dimension, name in (("heads", "num_global_attention_heads"), ("kv_heads", "num_global_key_value_heads")):
         if (count := getattr(config, name)) is not None:
             counts.append((dimension, count, name))
     for dimension, count, name in counts:
@@ -231,14 +226,9 @@ def check_model(config: ModelConfig, partition: Partition) -> None:
         _parameter_spec(parameter, parameter.stacked_shape, partition)
 
 
-def check_batch(
-    partition: Partition, batch: int, length: int, where: str, *, order: SequenceOrder = "auto"
-) -> None:
+def check_batch(partition: Partition, batch: int, length: int, where: str, *, order: SequenceOrder = "auto") -> None:
     """Rows and tokens of one step's batch [batch, length] must divide among the devices; `where` names the setting."""
-    for dimension, size, name in (
-        ("batch", batch, "batch_size / accumulate"),
-        ("sequence", length, "sequence_length"),
-    ):
+    for dimension, size, name in (("batch", batch, "batch_size / accumulate"), ("sequence", length, "sequence_length")):
         pieces = partition.size(dimension)
         if dimension == "sequence" and order == "zigzag" and pieces > 1:
             pieces *= 2

@@ -20,11 +20,7 @@ CHUNK = 256  # reply tokens whose logits exist at one time
 
 
 def top_logprobs(
-    model: Decoder,
-    prompt: Sequence[int],
-    reply: Sequence[int],
-    count: int,
-    partition: Partition | None = None,
+    model: Decoder, prompt: Sequence[int], reply: Sequence[int], count: int, partition: Partition | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the model expects where each token of a reply [n] stands, given all tokens before it.
 

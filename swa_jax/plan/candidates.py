@@ -55,9 +55,7 @@ class Settings(NamedTuple):
         changes.append(("remat", config.remat, self.remat))
         changes.append((f"stages.{stage}.accumulate", config.stages[stage].accumulate, self.accumulate))
         changes.append(("scan_layers", config.scan_layers, self.scan_layers))
-        changes += [
-            (f"xla_options.{name}", config.xla_options.get(name), value) for name, value in self.xla_options
-        ]
+        changes += [(f"xla_options.{name}", config.xla_options.get(name), value) for name, value in self.xla_options]
         return [f"{key}={_as_yaml(new)}" for key, old, new in changes if new != old]
 
     def partition(self, config: TrainConfig) -> Partition:
@@ -108,9 +106,7 @@ def candidates(config: TrainConfig, model: ModelConfig, stage: int, devices: int
         if sizes["expert"] > 1 and not model.num_experts:
             continue  # the same as fsdp, with the weights repeated
         for accumulate in divisors(rows):
-            settings = Settings(
-                **sizes, remat=REMAT[0], accumulate=accumulate, scan_layers=config.scan_layers
-            )
+            settings = Settings(**sizes, remat=REMAT[0], accumulate=accumulate, scan_layers=config.scan_layers)
             if refusal(settings, config, model, stage) is None:
                 yield from (settings._replace(remat=remat) for remat in REMAT)
 

@@ -119,11 +119,7 @@ def _begun(
 
 def _meeting(computation: Computation, instruction: Instruction) -> str | None:
     """Between slices a collective is a `send` and a `recv`: the name under which these two meet."""
-    source = (
-        computation.instructions[instruction.operands[0]]
-        if instruction.opcode == "recv-done"
-        else instruction
-    )
+    source = computation.instructions[instruction.operands[0]] if instruction.opcode == "recv-done" else instruction
     if _BETWEEN_SLICES.search(source.attributes) is None:
         return None
     found = re.search(r'host_transfer_rendezvous="([^"]*)"', source.attributes)
@@ -208,9 +204,7 @@ def _hops(kind: str, axes: tuple[str, ...], operation: Instruction, mesh_shape: 
     if kind != "collective-permute" or len(axes) != 1 or axes[0] not in mesh_shape:
         return 0
     pairs = device_groups(operation.attributes, math.prod(mesh_shape.values()))
-    places = np.unravel_index(pairs, tuple(mesh_shape.values()))[
-        list(mesh_shape).index(axes[0])
-    ]  # [pairs, 2]
+    places = np.unravel_index(pairs, tuple(mesh_shape.values()))[list(mesh_shape).index(axes[0])]  # [pairs, 2]
     devices = mesh_shape[axes[0]]
     shifts = set(((places[:, 1] - places[:, 0]) % devices).tolist())
     shift = shifts.pop()

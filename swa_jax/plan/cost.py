@@ -193,10 +193,7 @@ def _ends(work: Workload) -> int:
 def _mlp_width(model: ModelConfig, expert: int) -> float:
     """Numbers of a token between an MLP's matrices, those of its gate included: the mean of all layers, on one of so
     many devices."""
-    rows = (
-        expert * model.num_experts_per_tok * model.moe_intermediate_size
-        + model.shared_expert_intermediate_size
-    )
+    rows = expert * model.num_experts_per_tok * model.moe_intermediate_size + model.shared_expert_intermediate_size
     layers = model.num_hidden_layers if model.experts_beside_mlp else len(model.dense_layers)
     dense = layers * model.intermediate_size
     return ((1 + model.gated_mlp) * dense + 2 * len(model.sparse_layers) * rows) / model.num_hidden_layers

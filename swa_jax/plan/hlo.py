@@ -98,9 +98,7 @@ def type_bytes(type_: str) -> int:
 # ---- how often ----
 
 
-def executions(
-    program: Program, branch_shares: Callable[[int], Sequence[float]] | None = None
-) -> dict[str, float]:
+def executions(program: Program, branch_shares: Callable[[int], Sequence[float]] | None = None) -> dict[str, float]:
     """Runs of each computation in a run of the program.
 
     Args:
@@ -300,9 +298,7 @@ def stacked_outputs(program: Program, length: int) -> int:
                 array = shapes(part)
                 leads = bool(array) and array[0][1][:1] == (length,)
                 source = body.instructions[result]
-                same = source.opcode == "get-tuple-element" and f"index={index}" in source.attributes.split(
-                    ", "
-                )
+                same = source.opcode == "get-tuple-element" and f"index={index}" in source.attributes.split(", ")
                 total += type_bytes(part) if leads and not same else 0
     return total
 

@@ -167,11 +167,7 @@ class _Reached:
             return name, None
         heads, kv_heads = self.model.num_attention_heads, self.model.num_key_value_heads
         group, size = heads // kv_heads, D
-        if (
-            what == "window"
-            and HYBRID not in self.pattern.layer_types
-            and pairs_pay(heads, kv_heads, D, window)
-        ):
+        if what == "window" and HYBRID not in self.pattern.layer_types and pairs_pay(heads, kv_heads, D, window):
             group, size = max(group, 2), LANES
         # Rows of training have segment ids.
         cost = find_cost(Call(self.name, function, size, True, sinks, group), window, self.rows)

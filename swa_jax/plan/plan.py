@@ -34,14 +34,7 @@ from swa_jax.model.layer_types import SWITCH
 from swa_jax.model.lora import trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sequence_order import in_zigzag
-from swa_jax.model.sharding import (
-    MeshConfig,
-    Partition,
-    check_batch,
-    check_model,
-    make_mesh,
-    state_shardings,
-)
+from swa_jax.model.sharding import MeshConfig, Partition, check_batch, check_model, make_mesh, state_shardings
 from swa_jax.plan import hlo
 from swa_jax.plan.collectives import Collective, collectives
 from swa_jax.plan.step_time import ROUTED_SHARE, Step, StepWork, attention_of, step_flops, step_time
@@ -158,9 +151,7 @@ def _by_position(traced: TracedStep) -> list[dict[str, Any]]:
 def _cache_read_seconds(traced: TracedStep, rows: list[dict[str, Any]], chip: Target) -> float:
     """How long a chip reads, at the published bandwidth of its memory, what decoding the last token of all sequences
     reads of the caches in bf16."""
-    entry = (
-        2 * 2 * sum(kv_heads * size for kv_heads, size in traced.model.config.head_shapes)
-    )  # bytes of a token
+    entry = 2 * 2 * sum(kv_heads * size for kv_heads, size in traced.model.config.head_shapes)  # bytes of a token
     return traced.batch["rows"] * rows[-1]["kv_tokens_read"] * entry / traced.mesh.size / chip.hbm_bytes
 
 
@@ -236,19 +227,13 @@ def planned_start(config: TrainConfig) -> Start:
         ) from error
 
 
-def trace_training(
-    config: TrainConfig, stage: StageConfig, start: Start, devices: Sequence[Any]
-) -> TracedStep:
+def trace_training(config: TrainConfig, stage: StageConfig, start: Start, devices: Sequence[Any]) -> TracedStep:
     """The step of a run on devices that need not be here; a batch has the stage's sizes."""
     model_config = start.config
     mesh = make_mesh(config.mesh, devices)
     partition = Partition(mesh, config.sharding)
     check_batch(
-        partition,
-        stage.batch_size // stage.accumulate,
-        stage.sequence_length,
-        "stages",
-        order=config.sequence_order,
+        partition, stage.batch_size // stage.accumulate, stage.sequence_length, "stages", order=config.sequence_order
     )
     check_model(model_config, partition)
     pattern = stage_patterns(config, start, stage)[0]  # where its steps take several in turn, the first
@@ -282,11 +267,7 @@ def trace_training(
         for name, dtype in (("top_tokens", jnp.int32), ("top_logprobs", jnp.float32)):
             batch[name] = jax.ShapeDtypeStruct((*size, config.kl_top_k), dtype, sharding=rows)
     run: Any = make_step(model, optimizer, config, partition)
-    held = {
-        "parameters": (state.params, state.frozen),
-        "optimizer": (state.optimizer, state.norm_mean),
-        "batch": batch,
-    }
+    held = {"parameters": (state.params, state.frozen), "optimizer": (state.optimizer, state.norm_mean), "batch": batch}
     described = {"rows": size[0], "length": size[1], "accumulate": stage.accumulate}
     pieces = partition.size("sequence")
     reordered = in_zigzag(config.sequence_order, pattern, stage.sequence_length, pieces)
@@ -402,13 +383,7 @@ def _does_not_fit(message: str, held: dict[str, int], chip: Target) -> dict[str,
     needed = int(float(sizes[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[sizes[2]])
     capacity = int(chip.hbm_gib * GIB)
     said = message.split("CompileTimeHbmOom:")[-1].strip().splitlines()[0]
-    return held | {
-        "needed": needed,
-        "capacity": capacity,
-        "fits": False,
-        "free": capacity - needed,
-        "compiler": said,
-    }
+    return held | {"needed": needed, "capacity": capacity, "fits": False, "free": capacity - needed, "compiler": said}
 
 
 def _by_kind(sends: list[Collective]) -> list[dict[str, Any]]:
@@ -420,12 +395,6 @@ def _by_kind(sends: list[Collective]) -> list[dict[str, Any]]:
         entry[1] += send.executions * send.sent_bytes
     ordered = sorted(totals.items(), key=lambda item: -item[1][1])
     return [
-        {
-            "kind": kind,
-            "axes": axes,
-            "asynchronous": beside,
-            "executions": round(times, 1),
-            "bytes": round(size),
-        }
+        {"kind": kind, "axes": axes, "asynchronous": beside, "executions": round(times, 1), "bytes": round(size)}
         for (kind, axes, beside), (times, size) in ordered
     ]

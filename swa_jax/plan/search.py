@@ -161,9 +161,7 @@ def search(
         seconds, size = _corrected(settings, guess, tried)
         found = by_settings.pop(settings, None)
         if found is None:
-            say(
-                f"{len(tried) + 1}. {settings}: {seconds:.3g} s and {size / GIB:.1f} GiB by estimate; compiling"
-            )
+            say(f"{len(tried) + 1}. {settings}: {seconds:.3g} s and {size / GIB:.1f} GiB by estimate; compiling")
             try:
                 found = Tried(settings, guess, compile_one(settings))
             except ConfigError as error:
@@ -193,10 +191,7 @@ def search(
         run(best.settings._replace(xla_options=(*best.settings.xla_options, *option)), best.estimate)
     order = _in_order(guesses, tried, work)
     everything = [*tried, *by_settings.values()]
-    counts = {
-        "allowed": len(guesses),
-        "would_fit": len({*order, *(one.settings for one in tried)} & {*guesses}),
-    }
+    counts = {"allowed": len(guesses), "would_fit": len({*order, *(one.settings for one in tried)} & {*guesses})}
     not_tried = [Tried(one, guesses[one]) for one in order[:NEXT_BEST]]
     return Found(everything, not_tried, counts, own, refused)
 
@@ -239,9 +234,7 @@ def _ratio(settings: Settings, ratios: Sequence[tuple[Settings, float]]) -> floa
 
 def _likeness(one: Settings, other: Settings) -> int:
     """What two settings share of that by which programs differ most."""
-    same_axes = sum(
-        (getattr(one, axis) > 1) == (getattr(other, axis) > 1) for axis in ("expert", "context", "tensor")
-    )
+    same_axes = sum((getattr(one, axis) > 1) == (getattr(other, axis) > 1) for axis in ("expert", "context", "tensor"))
     return same_axes + 2 * (one.remat == other.remat) + 3 * (one.scan_layers == other.scan_layers)
 
 

@@ -45,9 +45,7 @@ def _lines(tried: Tried, own: bool = False) -> list[str]:
 def _best_lines(found: Found, config: TrainConfig, stage: int) -> list[str]:
     best = found.best
     if best is None or best.seconds is None:
-        return [
-            "nothing that was compiled fits: take a larger slice, fewer tokens in a step, or more --tries"
-        ]
+        return ["nothing that was compiled fits: take a larger slice, fewer tokens in a step, or more --tries"]
     overrides = " ".join(best.settings.overrides(config, stage))
     lines = [f"best: {outcome(best)}"]
     own = next((one.seconds for one in found.tried if one.settings == found.own), None)

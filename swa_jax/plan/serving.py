@@ -27,9 +27,7 @@ def serving(prefill: dict[str, Any], decode: dict[str, Any], new_tokens: int) ->
     }
     if "time" in prefill and "time" in decode:
         first = prefill["time"]["seconds"]
-        rest = (
-            decode["time"]["seconds"] + decode["cache_read_seconds"]
-        )  # which the step's own time leaves out
+        rest = decode["time"]["seconds"] + decode["cache_read_seconds"]  # which the step's own time leaves out
         tokens = prefill["batch"]["rows"] * (prefill["batch"]["length"] + new_tokens)
         found |= {
             "first_token_seconds": first,
@@ -41,9 +39,7 @@ def serving(prefill: dict[str, Any], decode: dict[str, Any], new_tokens: int) ->
 
 def describe_serving(found: dict[str, Any], new_tokens: int) -> str:
     """The same as lines to read."""
-    lines = [
-        f"{new_tokens} tokens of answer to each prompt of the batch, as scheduled, with reading the caches:"
-    ]
+    lines = [f"{new_tokens} tokens of answer to each prompt of the batch, as scheduled, with reading the caches:"]
     if "token_seconds" in found:
         lines += [
             f"  time to the first token    {found['first_token_seconds']:.4g} s",
@@ -54,6 +50,6 @@ def describe_serving(found: dict[str, Any], new_tokens: int) -> str:
         lines.append("  no times: a step does not fit")
     lines += [
         f"  memory of a chip           {found['memory_bytes'] / 2**30:.2f} GiB, of it for each sequence's cache "
-        f"{found['kv_cache_bytes'] / 2**30:.3f} GiB",
+        f"{found['kv_cache_bytes'] / 2**30:.3f} GiB"
     ]
     return "\n".join(lines)

@@ -59,12 +59,9 @@ def _memory_lines(memory: dict[str, Any]) -> list[str]:
 
 def _position_lines(rows: list[dict[str, Any]]) -> list[str]:
     """The work of one token, counted."""
-    lines = [
-        "position: GFLOP of the prefill there, tokens of the cache that decoding reads (mean over layers)"
-    ]
+    lines = ["position: GFLOP of the prefill there, tokens of the cache that decoding reads (mean over layers)"]
     return lines + [
-        f"  {row['position']:8,} {row['prefill_flops'] / 1e9:12.4g} {row['kv_tokens_read']:12,.0f}"
-        for row in rows
+        f"  {row['position']:8,} {row['prefill_flops'] / 1e9:12.4g} {row['kv_tokens_read']:12,.0f}" for row in rows
     ]
 
 
@@ -72,9 +69,7 @@ def _collective_lines(collectives: list[dict[str, Any]]) -> list[str]:
     lines = [f"{'collectives, in a step':22} {'over':24} {'':12} {'times':>8} {'GB a chip sends':>16}"]
     for c in collectives:
         how = "asynchronous" if c["asynchronous"] else "synchronous"
-        lines.append(
-            f"  {c['kind']:20} {c['axes']:24} {how:12} {c['executions']:8.0f} {c['bytes'] / 1e9:16.3f}"
-        )
+        lines.append(f"  {c['kind']:20} {c['axes']:24} {how:12} {c['executions']:8.0f} {c['bytes'] / 1e9:16.3f}")
     return lines if collectives else ["collectives: none"]
 
 

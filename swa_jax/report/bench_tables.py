@@ -42,9 +42,7 @@ def cycles_table(measurement: Row, num_ops: int) -> Table:
         table.add_row(f"  {op['name']}", _number(op["cycles"], ","), "", "", "", op["source"])
     if num_ops and (rest := ops[num_ops:]):
         sources = _sources(rest)
-        table.add_row(
-            f"  {len(rest)} more", f"{_sum(rest):,}", "", "", "", sources[0] if len(sources) == 1 else ""
-        )
+        table.add_row(f"  {len(rest)} more", f"{_sum(rest):,}", "", "", "", sources[0] if len(sources) == 1 else "")
     return table
 
 
@@ -97,10 +95,7 @@ def source_table(sources: Sequence[Row], title: str) -> Table:
         title,
         [
             Column("Source", text=True),
-            *(
-                Column(name)
-                for name in ("Documents", "Tokens", "Share", "Padding", "Held-out tokens", "Too long")
-            ),
+            *(Column(name) for name in ("Documents", "Tokens", "Share", "Padding", "Held-out tokens", "Too long")),
         ],
     )
     for row in sources:

@@ -78,9 +78,7 @@ def sweep_table(rows: Sequence[Row]) -> Table:
             row["perplexity"], row.get("interval"), "{:.2f}".format, star
         )
     blocks = rows[0]["num_blocks"]
-    interval = (
-        f"95 % bootstrap interval over {blocks} blocks of them" if blocks > 1 else "too few for an interval"
-    )
+    interval = f"95 % bootstrap interval over {blocks} blocks of them" if blocks > 1 else "too few for an interval"
     notes = [f"The same {rows[0]['num_tokens']} tokens in every cell; {interval}."]
     if any(row["past_training_length"] for row in rows):
         notes.append("* longer than the context that the model's config names.")
@@ -126,11 +124,7 @@ def harness_table(rows: Sequence[Row]) -> Table:
     """One line a pattern, task and metric."""
     table = Table(
         "lm-evaluation-harness",
-        [
-            *(Column(title, text=True) for title in ("Pattern", "Task", "Metric")),
-            Column("Score"),
-            Column("Documents"),
-        ],
+        [*(Column(title, text=True) for title in ("Pattern", "Task", "Metric")), Column("Score"), Column("Documents")],
         (
             "95 % interval over documents in brackets, where the metric is a mean over them (Wilson for right or "
             "wrong, bootstrap otherwise).",
@@ -198,12 +192,7 @@ def position_table(rows: Sequence[Row]) -> Table:
     """One line a pattern and position: operations of the prefill there, and the tokens that decoding reads."""
     table = Table(
         "Work for the token at each position",
-        [
-            Column("Pattern", text=True),
-            Column("Position"),
-            Column("Prefill", "GFLOP"),
-            Column("KV read", "tokens"),
-        ],
+        [Column("Pattern", text=True), Column("Position"), Column("Prefill", "GFLOP"), Column("KV read", "tokens")],
         (
             "KV read: tokens of the cache that decoding reads, the mean over layers and KV heads. Both are counted, "
             "not measured.",
@@ -211,9 +200,6 @@ def position_table(rows: Sequence[Row]) -> Table:
     )
     for row in rows:
         table.add_row(
-            row["name"],
-            str(row["position"]),
-            f"{row['prefill_flops'] / 1e9:.4g}",
-            f"{row['kv_tokens_read']:.0f}",
+            row["name"], str(row["position"]), f"{row['prefill_flops'] / 1e9:.4g}", f"{row['kv_tokens_read']:.0f}"
         )
     return table

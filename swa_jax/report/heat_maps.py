@@ -16,9 +16,7 @@ from swa_jax.report.labels import short_names
 from swa_jax.report.numbers import Row
 from swa_jax.report.style import BLUE, GREY, INK, SEQUENTIAL, SMALL, luminance, styled
 
-type Grid = tuple[
-    list[list[float]], list[str], list[str]
-]  # values [rows, columns], names of rows and columns
+type Grid = tuple[list[list[float]], list[str], list[str]]  # values [rows, columns], names of rows and columns
 
 
 @styled
@@ -71,9 +69,7 @@ def _table(
 ) -> tuple[Figure, Axes]:
     """An empty picture of a table with these labels, for values of this shape."""
     if values.shape != (len(row_labels), len(column_labels)):
-        raise ValueError(
-            f"the grid is {values.shape}, but there are {len(row_labels)} and {len(column_labels)} labels"
-        )
+        raise ValueError(f"the grid is {values.shape}, but there are {len(row_labels)} and {len(column_labels)} labels")
     rows, columns = values.shape
     row_labels = short_names(row_labels)
     # In inches. The cells together are at least as wide and as high as what is written along them.

@@ -120,9 +120,7 @@ def table(
     lines = ["<tr>" + "".join(cell("th", place, title) for place, title in enumerate(titles)) + "</tr>"]
     for number, row in enumerate(rows):
         last = kinds[number] if kinds else ""
-        inner = [
-            cell("td", place, text, last if place == len(row) - 1 else "") for place, text in enumerate(row)
-        ]
+        inner = [cell("td", place, text, last if place == len(row) - 1 else "") for place, text in enumerate(row)]
         lines.append(f"<tr{_class('chosen' if number == chosen else '')}>{''.join(inner)}</tr>")
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 
@@ -131,8 +129,7 @@ def layer_row(kinds: Sequence[str]) -> str:
     """A box for each layer: its number, filled where it is "full", framed where single "heads" are."""
     names = {"full": "full attention", "heads": "single heads with full attention", "window": "a window"}
     boxes = [
-        f'<li class="{kind}" title="layer {number}: {names[kind]}">{number}</li>'
-        for number, kind in enumerate(kinds)
+        f'<li class="{kind}" title="layer {number}: {names[kind]}">{number}</li>' for number, kind in enumerate(kinds)
     ]
     return f'<ol class="layers" aria-label="layers">{"".join(boxes)}</ol>'
 

@@ -38,9 +38,7 @@ def training_curves(
         colors = dict(zip(drawn, HIGHLIGHTS, strict=False))
         for name, curve in drawn.items():
             _band(axes, curve, colors[name])
-        last = {
-            name: (float(steps[-1]), float(values.mean(0)[-1])) for name, (steps, values) in drawn.items()
-        }
+        last = {name: (float(steps[-1]), float(values.mean(0)[-1])) for name, (steps, values) in drawn.items()}
         axes.set_ylim(axes.get_ylim())
         label_line_ends(axes, last, colors)
     else:
@@ -63,9 +61,7 @@ def _band(axes: Axes, curve: Curve, color: str) -> None:
 
 
 @styled
-def routed_cpt_chart(
-    steps: Sequence[Row], file: str | Path, *, title: str = "Routed training (SwiAttn)"
-) -> None:
+def routed_cpt_chart(steps: Sequence[Row], file: str | Path, *, title: str = "Routed training (SwiAttn)") -> None:
     """Draw loss and full-attention ratio of each training step, one above the other."""
     figure = style.new_figure(6.4, 4.2, title)
     loss, ratio = figure.subplots(2, 1, sharex=True)

@@ -41,10 +41,7 @@ def accuracy_memory_chart(
     places = np.arange(len(rows))
     figure = style.new_figure(7.0, 1.3 + 0.24 * len(rows), title)
     figure.supxlabel(
-        "Blue: no other finds more with as much memory, or as much with less.",
-        fontsize=SMALL,
-        x=0.99,
-        ha="right",
+        "Blue: no other finds more with as much memory, or as much with less.", fontsize=SMALL, x=0.99, ha="right"
     )
     found, taken = figure.subplots(1, 2, sharey=True, width_ratios=[1.7, 1])
     style.percent_axis(found, "x")
@@ -53,9 +50,7 @@ def accuracy_memory_chart(
     found.scatter(accuracy, places, s=30, color=colors, zorder=3, clip_on=False)
     taken.barh(places, megabytes, height=0.55, color=np.where(best, BLUE, GREY))
     for y, value in zip(places, megabytes, strict=True):
-        taken.annotate(
-            f"{value:.2f}", (value, y), (3, 0), textcoords="offset points", fontsize=SMALL, va="center"
-        )
+        taken.annotate(f"{value:.2f}", (value, y), (3, 0), textcoords="offset points", fontsize=SMALL, va="center")
     taken.set_xlim(0, 1.2 * max(float(megabytes.max()), 1e-9))
     taken.set_xticks([])  # the numbers stand beside the bars
     taken.spines["bottom"].set_visible(False)
@@ -98,9 +93,7 @@ def frontier_chart(rows: Sequence[Row], file: str | Path, *, title: str, memory:
     order = np.lexsort((-accuracy, megabytes))
     best = np.maximum.accumulate(accuracy[order])
     for name, axes in draw_panels(figure, names, f"{memory} {UNIT}\n{note}", FOUND).items():
-        axes.step(
-            megabytes[order], best, where="post", color=AXIS, linestyle=(0, (4, 3)), linewidth=0.8, zorder=2
-        )
+        axes.step(megabytes[order], best, where="post", color=AXIS, linestyle=(0, (4, 3)), linewidth=0.8, zorder=2)
         for other in names:
             if other != name:
                 same = by_name[other]
@@ -114,9 +107,7 @@ def frontier_chart(rows: Sequence[Row], file: str | Path, *, title: str, memory:
 
 def _method(axes: Axes, rows: Sequence[Row]) -> None:
     reach = error_bars([row_estimate(row, "needle_accuracy", "needle_interval") for row in rows], 100)
-    axes.errorbar(
-        _megabytes(rows), _percent(rows), reach, color=BLUE, marker="o", markersize=4, elinewidth=1, zorder=4
-    )
+    axes.errorbar(_megabytes(rows), _percent(rows), reach, color=BLUE, marker="o", markersize=4, elinewidth=1, zorder=4)
 
 
 def _references(axes: Axes, references: Mapping[str, Sequence[Row]]) -> None:

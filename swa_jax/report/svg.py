@@ -39,9 +39,7 @@ def scatter(marks: Sequence[Mark], *, xlabel: str, ylabel: str, limit: float | N
         shapes.append(_text(x, height - bottom + 18, f"{tick:g}", "middle"))
     for tick in ticks(y_low, y_high):
         _, y = place(0.0, tick)
-        shapes.append(
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--line)"/>'
-        )
+        shapes.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--line)"/>')
         shapes.append(_text(LEFT - 8, y + 4, f"{tick:g}", "end"))
     if limit is not None:
         x, _ = place(limit, 0.0)
@@ -67,13 +65,7 @@ def scatter(marks: Sequence[Mark], *, xlabel: str, ylabel: str, limit: float | N
     return _svg(height, f"{ylabel} against {xlabel}", shapes)
 
 
-def bars(
-    values: Sequence[Sequence[float | None]],
-    filled: Sequence[int],
-    *,
-    xlabel: str,
-    ylabel: str,
-) -> str:
+def bars(values: Sequence[Sequence[float | None]], filled: Sequence[int], *, xlabel: str, ylabel: str) -> str:
     """A bar for each value, of mean, low and high, with its interval; those numbered in `filled` stand out. A mean of
     None has no bar."""
     height, top, bottom = 260, 16, 52
@@ -89,9 +81,7 @@ def bars(
     shapes = _frame(height, xlabel, ylabel, top, bottom)
     for tick in ticks(low, high):
         y = y_of(tick)
-        shapes.append(
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--line)"/>'
-        )
+        shapes.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--line)"/>')
         shapes.append(_text(LEFT - 8, y + 4, f"{tick:g}", "end"))
     every = math.ceil(len(values) / 24)
     for number, (mean, *interval) in enumerate(values):

@@ -196,11 +196,7 @@ def compare_table(summed: Sequence[Row], window: int | None, memory: str = "KV c
             *([Column(f"Found against {against}"), Column(f"Loss against {against}")] if against else []),
         ],
         (
-            *(
-                []
-                if window is None
-                else [f"Windows of {window} keys, but for pattern files, which have their own."]
-            ),
+            *([] if window is None else [f"Windows of {window} keys, but for pattern files, which have their own."]),
             f"Windowed: the share of KV heads. {memory}: at 2 bytes a number.",
             "Found: needles, %, with the 95 % interval over prompts of the mean over seeds. Teacher-forced: every "
             "token of the answer's value is the likeliest.",

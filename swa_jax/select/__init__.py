@@ -11,13 +11,7 @@ if TYPE_CHECKING:
     from swa_jax.select.evaluator import MaskEvaluator, Score
     from swa_jax.select.layer_patterns import greedy_pattern, nll_pattern, select_layers
     from swa_jax.select.light_transfer import LazyRatios, lazy_ratios, light_transfer_pattern
-    from swa_jax.select.nll import (
-        LayerScorer,
-        NLLScores,
-        nll_deltas,
-        nll_greedy,
-        nll_scores,
-    )
+    from swa_jax.select.nll import LayerScorer, NLLScores, nll_deltas, nll_greedy, nll_scores
     from swa_jax.select.static import static_scores
 
 __all__ = [

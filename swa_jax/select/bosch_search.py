@@ -28,16 +28,7 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select.evaluator import MaskEvaluator, Score
 from swa_jax.select.heads import head_pattern, windowed_count
 from swa_jax.select.method_table import Variant
-from swa_jax.select.search import (
-    ALPHA,
-    Found,
-    Optimizer,
-    ScoreBits,
-    num_candidates,
-    require_nomad,
-    search,
-    with_ones,
-)
+from swa_jax.select.search import ALPHA, Found, Optimizer, ScoreBits, num_candidates, require_nomad, search, with_ones
 from swa_jax.select.swaps import swap_search
 
 BUCKETS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -54,9 +45,7 @@ class Selection:
     original: Score  # with full attention
     windowed: Score  # with every head windowed
     target: int  # windowed heads asked for
-    layer_scores: np.ndarray | None = (
-        None  # [L] Stage 1's best value once layer l and those above it are windowed
-    )
+    layer_scores: np.ndarray | None = None  # [L] Stage 1's best value once layer l and those above it are windowed
     layer_weights: np.ndarray | None = None  # [L] Stage 2's w, 0 easy to 1 hard
     layer_counts: np.ndarray | None = None  # [L] windowed heads that Stage 2 gave each layer
 
@@ -107,9 +96,7 @@ def bosch(
             f"full attention scores {original.value:.1%} and windows everywhere {windowed.value:.1%}: there is nothing "
             "to search for; take prompts that the model answers"
         )
-    run = _Run(
-        evaluate, iterations, seed, optimizer, lambda s: (s.value - low) / (high - low), progress
-    )  # Eq. 2
+    run = _Run(evaluate, iterations, seed, optimizer, lambda s: (s.value - low) / (high - low), progress)  # Eq. 2
     target = windowed_count(ratio, layers * heads)
     everything = np.ones(evaluate.shape, bool)
     if variant == "layer":
@@ -180,11 +167,7 @@ def layer_weights(best: np.ndarray, original: float) -> np.ndarray:
 
 
 def adaptive_counts(
-    weights: np.ndarray,
-    rise: np.ndarray,
-    heads: int,
-    target: int,
-    buckets: Sequence[float] = BUCKETS,
+    weights: np.ndarray, rise: np.ndarray, heads: int, target: int, buckets: Sequence[float] = BUCKETS
 ) -> np.ndarray:
     """Algorithm 2, lines 8 to 31: windowed heads of each layer [L], summing to the nearest to `target` they can.
 
@@ -196,9 +179,7 @@ def adaptive_counts(
     steps = sorted({math.ceil(bucket * heads - 1e-9) for bucket in buckets})
     easy = _easy_to_hard(weights, rise)
     rank = np.zeros(len(weights), int)
-    for bucket, group in enumerate(
-        np.array_split(easy[::-1], len(steps))
-    ):  # the hardest get the lowest ratio
+    for bucket, group in enumerate(np.array_split(easy[::-1], len(steps))):  # the hardest get the lowest ratio
         rank[group] = bucket
     gap = target - sum(steps[r] for r in rank)
     step = 1 if gap > 0 else -1
@@ -341,15 +322,9 @@ class _Run:
         return with_bits(self._search(with_bits, begin, self.iterations * len(full), rng).bits)
 
     def _search(
-        self,
-        with_bits: Callable[[np.ndarray], np.ndarray],
-        begin: np.ndarray,
-        budget: int,
-        rng: np.random.Generator,
+        self, with_bits: Callable[[np.ndarray], np.ndarray], begin: np.ndarray, budget: int, rng: np.random.Generator
     ) -> Found:
-        return search(
-            self._scored(with_bits), begin, budget, rng, optimizer=self.optimizer, normalise=self.normalise
-        )
+        return search(self._scored(with_bits), begin, budget, rng, optimizer=self.optimizer, normalise=self.normalise)
 
     def _scored(self, with_bits: Callable[[np.ndarray], np.ndarray]) -> ScoreBits:
         def score(bits: np.ndarray) -> Score:

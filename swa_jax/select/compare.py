@@ -130,9 +130,7 @@ class _Measurement:
     progress: Callable[..., None]
     done: int = 0
 
-    def __call__(
-        self, key: str, pattern: AttentionPattern, chosen: AttentionPattern, **names: Any
-    ) -> dict[str, Any]:
+    def __call__(self, key: str, pattern: AttentionPattern, chosen: AttentionPattern, **names: Any) -> dict[str, Any]:
         """The row of `pattern`, which `chosen` is under the window of scoring."""
         scores = _score(self.model, self.held_out, pattern, self.batch_size)
         row = names | scores | {"pattern": json.loads(chosen.to_json()), **self.about}
@@ -209,9 +207,7 @@ def _check_separation(rows: Mapping[str, Row], by: By, refuse: bool, report: Cal
     report(f"{found.reason}: {found.advice}")
 
 
-def _score(
-    model: Decoder, held_out: Sequence[Example], pattern: AttentionPattern, batch_size: int
-) -> dict[str, Any]:
+def _score(model: Decoder, held_out: Sequence[Example], pattern: AttentionPattern, batch_size: int) -> dict[str, Any]:
     scored = score_answers(model, held_out, batch_size=batch_size, pattern=pattern)
     found = accuracy_interval(scored.right.astype(float))
     length = max(len(e.prompt) + len(e.answer) for e in held_out)

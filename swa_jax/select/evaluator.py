@@ -32,9 +32,7 @@ SAVE_SECONDS = 10.0  # how much work an interruption may cost
 class Score(NamedTuple):
     """How well a mask does; larger is better. Equal values, which are common, are told apart by the likelihood."""
 
-    value: (
-        float  # the share of answers that are right (Eq. 4), or by loss the likelihood of the answers' tokens
-    )
+    value: float  # the share of answers that are right (Eq. 4), or by loss the likelihood of the answers' tokens
     log_likelihood: float  # of the answers, nats a token, the mean over examples
 
 
@@ -70,9 +68,7 @@ class MaskEvaluator:
     ):
         window = model.pattern.sliding_window if sliding_window is None else sliding_window
         if window is None:
-            raise ConfigError(
-                "sliding_window is missing (--window): give it, as the model's own pattern has none"
-            )
+            raise ConfigError("sliding_window is missing (--window): give it, as the model's own pattern has none")
         self.sliding_window = window
         self.num_sink_tokens = model.pattern.num_sink_tokens if num_sink_tokens is None else num_sink_tokens
         self.shape = (model.config.num_hidden_layers, model.config.common_kv_heads)

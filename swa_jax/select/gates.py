@@ -86,12 +86,7 @@ def gate_logits(
 
 @functools.partial(jax.jit, static_argnames=("graph",))
 def _gradient(
-    logits: jax.Array,
-    graph: Any,
-    weights: nnx.State,
-    batch: AnswerBatch,
-    full_share: jax.Array,
-    key: jax.Array,
+    logits: jax.Array, graph: Any, weights: nnx.State, batch: AnswerBatch, full_share: jax.Array, key: jax.Array
 ) -> jax.Array:
     def objective(logits: jax.Array) -> jax.Array:
         noise = jax.random.logistic(key, logits.shape)
@@ -123,9 +118,7 @@ def gated_loss(
     """
     config = model.config
     plan = layer_plan(AttentionPattern((FULL,) * config.num_hidden_layers), config, (FULL,))
-    context = model.context(
-        batch.tokens, (FULL,), batch.segment_ids, full_from=batch.full_from, partition=partition
-    )
+    context = model.context(batch.tokens, (FULL,), batch.segment_ids, full_from=batch.full_from, partition=partition)
 
     def layer(stream: Stream, block: Block, scanned: tuple) -> tuple[Stream, None]:
         row, open_, whole = scanned

@@ -33,12 +33,9 @@ def head_pattern(
     """The pattern of a mask [L, K]: layers whose heads agree are full or windowed, the others per-head hybrids."""
     kinds = tuple(FULL if row.all() else HYBRID if row.any() else WINDOW for row in full)
     heads = tuple(
-        tuple(np.flatnonzero(row).tolist()) if kind == HYBRID else ()
-        for row, kind in zip(full, kinds, strict=True)
+        tuple(np.flatnonzero(row).tolist()) if kind == HYBRID else () for row, kind in zip(full, kinds, strict=True)
     )
-    return AttentionPattern(
-        kinds, sliding_window, num_sink_tokens, full_kv_heads=heads, provenance=dict(provenance)
-    )
+    return AttentionPattern(kinds, sliding_window, num_sink_tokens, full_kv_heads=heads, provenance=dict(provenance))
 
 
 def head_mask(pattern: AttentionPattern, num_kv_heads: int) -> np.ndarray:
@@ -68,9 +65,7 @@ def window_most_local(scores: ArrayLike, ratio: float, *, larger_is_local: bool)
     return full.reshape(scores.shape)
 
 
-def heuristic_mask(
-    kind: Heuristic, num_layers: int, num_kv_heads: int, ratio: float, seed: int = 0
-) -> np.ndarray:
+def heuristic_mask(kind: Heuristic, num_layers: int, num_kv_heads: int, ratio: float, seed: int = 0) -> np.ndarray:
     """The paper's layer-level heuristics at an exact number of heads, and heads drawn at random: [L, K].
 
     Layers are full as a whole, but for the last of them where the number of heads asks for a part.
@@ -112,9 +107,7 @@ def compare_masks(first: np.ndarray, second: np.ndarray) -> MaskDifference:
     lost, common, union = (a & ~b).sum(), (a & b).sum(), (a | b).sum()
     most = min(a.sum(), (~b).sum())
     return MaskDifference(
-        float(lost / max(a.sum(), 1)),
-        float(lost / most) if most else 0.0,
-        float(1 - common / union) if union else 0.0,
+        float(lost / max(a.sum(), 1)), float(lost / most) if most else 0.0, float(1 - common / union) if union else 0.0
     )
 
 

@@ -79,9 +79,7 @@ def kl_scores(
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "kinds"))
-def _features(
-    graph: Any, weights: nnx.State, batch: AnswerBatch, plan: LayerPlan, kinds: tuple[str, ...]
-) -> jax.Array:
+def _features(graph: Any, weights: nnx.State, batch: AnswerBatch, plan: LayerPlan, kinds: tuple[str, ...]) -> jax.Array:
     """The hidden states that predict the answers' tokens: [B, A, d]."""
     hidden, _ = nnx.merge(graph, weights).features(
         batch.tokens, segment_ids=batch.segment_ids, full_from=batch.full_from, plan=plan, kinds=kinds
@@ -91,12 +89,7 @@ def _features(
 
 @functools.partial(jax.jit, static_argnames=("graph", "kinds"))
 def _kl(
-    graph: Any,
-    weights: nnx.State,
-    batch: AnswerBatch,
-    plan: LayerPlan,
-    kinds: tuple[str, ...],
-    everything: jax.Array,
+    graph: Any, weights: nnx.State, batch: AnswerBatch, plan: LayerPlan, kinds: tuple[str, ...], everything: jax.Array
 ) -> jax.Array:
     """The mean KL of each example's answer tokens to what `everything` [B, A, d] predicts: [B] f32."""
     model: Decoder = nnx.merge(graph, weights)

@@ -21,9 +21,7 @@ def select_layers(scores: ArrayLike, budget: int) -> tuple[int, ...]:
     """
     scores = np.asarray(scores, np.float64)
     if scores.ndim != 1 or not np.isfinite(scores).all():
-        raise ConfigError(
-            f"scores must be one finite number a layer, got shape {scores.shape}: {scores.tolist()}"
-        )
+        raise ConfigError(f"scores must be one finite number a layer, got shape {scores.shape}: {scores.tolist()}")
     if not 0 <= budget <= scores.size:
         raise ConfigError(f"budget is {budget} full layers, the model has {scores.size}")
     return tuple(sorted(np.argsort(-scores, kind="stable")[:budget].tolist()))
@@ -73,11 +71,7 @@ def nll_pattern(
 
 
 def greedy_pattern(
-    rounds: Sequence[NLLScores],
-    *,
-    full_attention_decode: bool | None = None,
-    data: str = "",
-    seed: int | None = None,
+    rounds: Sequence[NLLScores], *, full_attention_decode: bool | None = None, data: str = "", seed: int | None = None
 ) -> AttentionPattern:
     """The pattern of `nll_greedy`'s rounds: one full layer for each. The other arguments are those of `nll_pattern`.
 

@@ -81,9 +81,7 @@ def lazy_ratios(
     batches = list(answer_batches(examples, batch_size, full_attention_decode=False))
     ratios = np.empty((len(examples), model.config.num_hidden_layers))
     for done, (index, batch) in enumerate(batches):
-        prompt = (
-            jnp.arange(batch.tokens.shape[1]) <= batch.queries[:, :1]
-        )  # the first label's query is its last token
+        prompt = jnp.arange(batch.tokens.shape[1]) <= batch.queries[:, :1]  # the first label's query is its last token
         statistic = (lazy_ratio, (last_queries, num_sink_tokens, recent_keys))
         values = layer_statistics(graph, weights, batch.tokens, prompt.astype(jnp.int32), statistic)
         ratios[index] = np.asarray(values, np.float64).mean(-1).T[: len(index)]  # [L, B, H] -> [B, L]

@@ -202,9 +202,7 @@ def _heuristic(task: Task, kind: Heuristic) -> list[AttentionPattern]:
     return _of_masks(task, masks, kind, {})
 
 
-def _of_masks(
-    task: Task, masks: Sequence[np.ndarray], method: str, more: dict[str, Any]
-) -> list[AttentionPattern]:
+def _of_masks(task: Task, masks: Sequence[np.ndarray], method: str, more: dict[str, Any]) -> list[AttentionPattern]:
     return [
         head_pattern(
             full, task.sliding_window, task.num_sink_tokens,

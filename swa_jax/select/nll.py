@@ -90,11 +90,7 @@ class Options(TypedDict, total=False):
 
 
 def nll_scores(
-    model: Decoder,
-    examples: Sequence[Example],
-    *,
-    progress: Progress | None = None,
-    **options: Unpack[Options],
+    model: Decoder, examples: Sequence[Example], *, progress: Progress | None = None, **options: Unpack[Options]
 ) -> np.ndarray:
     """delta_l = L_ans(all windowed) - L_ans(all windowed but layer l): [L] float64; larger = needs full attention more.
 
@@ -105,11 +101,7 @@ def nll_scores(
 
 
 def nll_deltas(
-    model: Decoder,
-    examples: Sequence[Example],
-    *,
-    progress: Progress | None = None,
-    **options: Unpack[Options],
+    model: Decoder, examples: Sequence[Example], *, progress: Progress | None = None, **options: Unpack[Options]
 ) -> NLLScores:
     """The same as `nll_scores`, but with the deltas of every example and their intervals."""
     return LayerScorer(model, examples, **options)(progress=progress)
@@ -178,9 +170,7 @@ class LayerScorer:
         window = model.pattern.sliding_window if sliding_window is None else sliding_window
         sinks = model.pattern.num_sink_tokens if num_sink_tokens is None else num_sink_tokens
         if window is None:
-            raise ConfigError(
-                "sliding_window is missing (--window): give it, as the model's own pattern has none"
-            )
+            raise ConfigError("sliding_window is missing (--window): give it, as the model's own pattern has none")
         if toggles_at_once < 1:
             raise ConfigError(f"toggles_at_once must be at least 1, got {toggles_at_once}")
         check_examples(examples)
@@ -227,11 +217,7 @@ class LayerScorer:
         return self._file.seconds
 
     def __call__(
-        self,
-        full_layers: Sequence[int] = (),
-        *,
-        tried: Sequence[int] | None = None,
-        progress: Progress | None = None,
+        self, full_layers: Sequence[int] = (), *, tried: Sequence[int] | None = None, progress: Progress | None = None
     ) -> NLLScores:
         """Score the layers that are not in `full_layers`, or of these those in `tried`.
 
@@ -258,9 +244,7 @@ class LayerScorer:
                 self._file.save()
             else:
                 report(len(index), total)
-        rows = np.array(
-            [self._file.scores[_key(chosen, i)] for i in range(self.num_examples)], float
-        )  # [N, 1 + L]
+        rows = np.array([self._file.scores[_key(chosen, i)] for i in range(self.num_examples)], float)  # [N, 1 + L]
         return NLLScores(
             rows[:, :1] - rows[:, 1:],
             rows[:, 0],
@@ -284,12 +268,7 @@ class LayerScorer:
         return np.array(self._file.scores[key])
 
     def greedy(
-        self,
-        budget: int,
-        *,
-        tried: int | None = None,
-        rounds: int | None = None,
-        progress: Progress | None = None,
+        self, budget: int, *, tried: int | None = None, rounds: int | None = None, progress: Progress | None = None
     ) -> list[NLLScores]:
         """The rounds of `nll_greedy`; progress counts the passes of all of them.
 
@@ -353,9 +332,7 @@ class LayerScorer:
 
         arguments = (self._graph, self._weights, batch, self._plan(base), toggled)
         if self._reuse and toggled:
-            nll = toggles.reuse(
-                *arguments, toggles_at_once=self._at_once, partition=self._partition, progress=progress
-            )
+            nll = toggles.reuse(*arguments, toggles_at_once=self._at_once, partition=self._partition, progress=progress)
         else:
             nll = toggles.passes(*arguments, partition=self._partition, progress=progress)
         rows = np.full((1 + self.layers, nll.shape[1]), np.nan)

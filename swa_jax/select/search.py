@@ -70,8 +70,7 @@ def with_ones(bits: np.ndarray, ones: int, order: np.ndarray) -> np.ndarray:
 def _brute_force(score: ScoreBits, start: np.ndarray) -> Found:
     """Between equals the first in lexical order of the full heads."""
     candidates = [
-        np.isin(np.arange(start.size), ones)
-        for ones in itertools.combinations(range(start.size), int(start.sum()))
+        np.isin(np.arange(start.size), ones) for ones in itertools.combinations(range(start.size), int(start.sum()))
     ]
     tried = [score(bits) for bits in candidates]
     best = max(range(len(tried)), key=tried.__getitem__)
@@ -108,11 +107,7 @@ def _swap_some(bits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def _nomad(
-    score: ScoreBits,
-    start: np.ndarray,
-    budget: int,
-    rng: np.random.Generator,
-    normalise: Callable[[Score], float],
+    score: ScoreBits, start: np.ndarray, budget: int, rng: np.random.Generator, normalise: Callable[[Score], float]
 ) -> Found:
     """The paper's optimiser, mesh-adaptive direct search as NOMAD has it, on Eq. 5.
 

@@ -10,13 +10,10 @@ from numpy.typing import ArrayLike
 from swa_jax.estimates import paired_accuracy, paired_bootstrap
 from swa_jax.select.method_table import By
 
-LEAST_RIGHT = (
-    0.5  # of the answers, with full attention: below, what windows cost is lost in what the model cannot do
-)
+LEAST_RIGHT = 0.5  # of the answers, with full attention: below, what windows cost is lost in what the model cannot do
 
 _EASIER = (
-    "take a task that the model can do: shorter prompts (--length), fewer keys (--keys), or its chat template "
-    "(--chat)"
+    "take a task that the model can do: shorter prompts (--length), fewer keys (--keys), or its chat template (--chat)"
 )
 _LONGER = "take longer prompts or a smaller window, or more examples"
 
@@ -61,6 +58,4 @@ def doubt(full: ArrayLike, windowed: ArrayLike, by: By) -> Doubt | None:
     found = found or indifference(full, windowed, by)
     if found is None or by == "loss":
         return found
-    return found._replace(
-        advice=f"{found.advice}, or choose by the answers' loss (--by loss, or a method by NLL)"
-    )
+    return found._replace(advice=f"{found.advice}, or choose by the answers' loss (--by loss, or a method by NLL)")

@@ -32,14 +32,7 @@ from pallas_kernels import attention
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import Example
 from swa_jax.evaluate.nll import AnswerBatch, answer_batches
-from swa_jax.model.attention import (
-    AttentionContext,
-    LayerPlan,
-    layer_plan,
-    model_slopes,
-    model_spec,
-    own_or,
-)
+from swa_jax.model.attention import AttentionContext, LayerPlan, layer_plan, model_slopes, model_spec, own_or
 from swa_jax.model.block import Block, Stream
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
@@ -125,9 +118,7 @@ def static_scores(
         if method == "fisher":
             values = fisher_masses(graph, weights, batch, sliding_window)
         else:
-            values = layer_statistics(
-                graph, weights, batch.tokens, batch.segment_ids, (method, sliding_window)
-            )
+            values = layer_statistics(graph, weights, batch.tokens, batch.segment_ids, (method, sliding_window))
         by_batch.append(np.asarray(values, np.float64)[:, : len(index)])  # [L, B, H] or [L, B, H, 2]
         tokens += int(batch.segment_ids[: len(index)].sum())
         if progress:
@@ -147,13 +138,9 @@ def check_softmax(config: ModelConfig, what: str) -> None:
     """Raise `ConfigError`, which begins with `what`, unless attention is softmax, whose mass the scores are shares of,
     and all layers have as many query heads."""
     if config.attention_activation != "softmax":
-        raise ConfigError(
-            f"{what} of softmax attention, the model has {config.attention_activation} attention"
-        )
+        raise ConfigError(f"{what} of softmax attention, the model has {config.attention_activation} attention")
     if config.sink_logits:
-        raise ConfigError(
-            f"{what} whose keys share all of the mass, the model gives part of it to sink logits"
-        )
+        raise ConfigError(f"{what} whose keys share all of the mass, the model gives part of it to sink logits")
     if len(counts := sorted({*config.query_heads})) > 1:
         raise ConfigError(
             f"{what} where all layers have as many query heads, the model's have {' or '.join(map(str, counts))}: "
@@ -269,9 +256,7 @@ def layer_statistics(
     return model.scan(layer, *model.begin(tokens, plan))[1]
 
 
-def _razor(
-    graph: Any, weights: nnx.State, examples: Sequence[Example], vocab_size: int, seed: int
-) -> np.ndarray:
+def _razor(graph: Any, weights: nnx.State, examples: Sequence[Example], vocab_size: int, seed: int) -> np.ndarray:
     """Eq. 22 for every query head, [L, H]: a random text of a quarter of the examples' length, four times over."""
     if not examples:
         raise ConfigError("examples is empty: give at least one example")
@@ -305,9 +290,7 @@ def fisher_masses(graph: Any, weights: nnx.State, batch: AnswerBatch, window: in
         nll = model.token_loss(hidden, batch.labels, batch.weights).nll
         return (nll.sum(1) / batch.weights.sum(1)).sum()  # examples do not meet: each has its own gradient
 
-    def backward(
-        dx: jax.Array, scanned: tuple[nnx.State, LayerPlan, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
+    def backward(dx: jax.Array, scanned: tuple[nnx.State, LayerPlan, jax.Array]) -> tuple[jax.Array, jax.Array]:
         layer_weights, row, x = scanned
         block = nnx.merge(layer_graph, layer_weights)
         config = model.config
@@ -339,9 +322,7 @@ def _full_layer(
     read = block.attention_input(stream.x)
     q, *made = block.attention.qkv(read, plan, context)
     k, v = own_or(stream.read_by(block), *made)
-    mixed = attention(
-        q, k, v, context.spec, q_segment_ids=context.segment_ids, **block.attention.per_head()._asdict()
-    )
+    mixed = attention(q, k, v, context.spec, q_segment_ids=context.segment_ids, **block.attention.per_head()._asdict())
     assert isinstance(mixed, jax.Array)
     x, _ = block.after_attention(stream.x, block.attention.output(mixed + probe, read), plan)
     return stream.behind(block, x, *made), (q, k, v)

@@ -20,11 +20,7 @@ from swa_jax.select.evaluator import Score
 from swa_jax.select.search import Found, ScoreBits, with_ones
 
 DEPTH = 4  # pairs of the ranked heads are tried whose ranks, from 0, add up to less
-DROPPED = (
-    0.25,
-    0.5,
-    1.0,
-)  # shares of the full heads that a round of `eliminate` windows; the budget decides which
+DROPPED = (0.25, 0.5, 1.0)  # shares of the full heads that a round of `eliminate` windows; the budget decides which
 
 
 class _BudgetSpent(Exception):

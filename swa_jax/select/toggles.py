@@ -154,9 +154,7 @@ def _group(
     streams = put(jnp.zeros((rows, 1 + size, length, width), x.dtype), 0, x)  # the base in slot 0
     streams = lax.fori_loop(first, stop, climb, streams)
     base, toggled = streams[:, 0], streams[:, 1:].reshape(rows * size, length, width)
-    toggled = lax.fori_loop(
-        stop, layers, lambda index, x: layer(x, index, plan.kind[index], all_of_them), toggled
-    )
+    toggled = lax.fori_loop(stop, layers, lambda index, x: layer(x, index, plan.kind[index], all_of_them), toggled)
 
     def score(hidden: jax.Array) -> jax.Array:
         hidden = jnp.take_along_axis(hidden, batch.queries[:, :, None], axis=1)  # [B, A, d]

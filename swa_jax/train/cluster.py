@@ -70,9 +70,7 @@ def find_place(
     return None if processes == 1 else place
 
 
-def _detect(
-    processes: int | None, process: int | None, coordinator: str | None, timeout: int
-) -> tuple[int, int, str]:
+def _detect(processes: int | None, process: int | None, coordinator: str | None, timeout: int) -> tuple[int, int, str]:
     from jax._src.clusters import ClusterEnv
 
     try:

@@ -52,9 +52,7 @@ class ModelChanges:
 
     def apply(self, config: ModelConfig) -> ModelConfig:
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return dataclasses.replace(
-            config, **{name: value for name, value in given.items() if value is not None}
-        )
+        return dataclasses.replace(config, **{name: value for name, value in given.items() if value is not None})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,23 +78,17 @@ class TrainConfig:
     init_optimizer: bool = False  # go on with the optimizer state of the run that made `init_from`
     model_changes: ModelChanges = dataclasses.field(default_factory=ModelChanges)  # to `init_from`'s model
     pattern: str = "full"  # a recipe, or the path of a pattern JSON
-    method: Literal["swiattn", "full", "static-hybrid", "swa-cpt", "swa-zero-shot"] | None = (
-        None  # in place of pattern
-    )
+    method: Literal["swiattn", "full", "static-hybrid", "swa-cpt", "swa-zero-shot"] | None = None  # in place of pattern
     sliding_window: int | None = None
     num_sink_tokens: int | None = None
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     sharding: ShardingRules = dataclasses.field(default_factory=ShardingRules)
     nope_full_layers: bool = False  # full layers without rotary embeddings, windowed ones with them
     sequence_order: SequenceOrder = "auto"  # of a row's tokens over 'mesh.context': see sequence_order.py
-    lora: LoraConfig | None = (
-        None  # train adapters of `init_from`'s projections, and routers, in place of all weights
-    )
+    lora: LoraConfig | None = None  # train adapters of `init_from`'s projections, and routers, in place of all weights
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     switch_loss: SwitchLoss = dataclasses.field(default_factory=SwitchLoss)
-    kl_top_k: int | None = (
-        None  # in place of cross-entropy: KL to this many log-probabilities of distilled data
-    )
+    kl_top_k: int | None = None  # in place of cross-entropy: KL to this many log-probabilities of distilled data
     z_loss: float = 0.0  # weight of the mean squared log of the softmax's denominator
     router_aux_loss_coef: float = 0.0  # weight of the loss that spreads tokens over a model's experts
     on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient that is no number
@@ -104,9 +96,7 @@ class TrainConfig:
     bfloat16: bool = False  # compute in bf16; what is trained and its optimiser stay f32
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the finished model's weights
     remat: Remat = "none"
-    scan_layers: bool = (
-        True  # one loop over the layers; False compiles each for itself: slow to compile, fast to run
-    )
+    scan_layers: bool = True  # one loop over the layers; False compiles each for itself: slow to compile, fast to run
     xla_options: XlaOptions = dataclasses.field(default_factory=dict)  # beside `TPU_OPTIONS`
     seed: int = 0
     checkpoint_every: int = 500  # steps
@@ -120,28 +110,18 @@ class TrainConfig:
         for name in ("output", "tokenizer", "init_from", "pattern"):
             check_local(getattr(self, name) or "", f"'{name}' =")
         if (self.model is None) == (self.init_from is None):
-            raise ConfigError(
-                "give exactly one of 'model' (start at random) and 'init_from' (a checkpoint folder)"
-            )
+            raise ConfigError("give exactly one of 'model' (start at random) and 'init_from' (a checkpoint folder)")
         if self.model is not None and self.model_changes != ModelChanges():
             raise ConfigError("'model_changes' is for a run with 'init_from'; write its keys into 'model'")
         if self.init_optimizer and (self.init_from is None or self.lora is not None):
             raise ConfigError(
                 "'init_optimizer' goes on with the optimizer of the run that made 'init_from': "
-                + (
-                    "set 'init_from' to that run's model"
-                    if self.lora is None
-                    else "new LoRA adapters have none"
-                )
+                + ("set 'init_from' to that run's model" if self.lora is None else "new LoRA adapters have none")
             )
         if self.method is not None and self.pattern != "full":
-            raise ConfigError(
-                f"'method' = {self.method} stands for a pattern, but 'pattern' is set too: drop one"
-            )
+            raise ConfigError(f"'method' = {self.method} stands for a pattern, but 'pattern' is set too: drop one")
         if not self.stages:
-            raise ConfigError(
-                "'stages' is empty: name at least one, with steps, sequence_length and batch_size"
-            )
+            raise ConfigError("'stages' is empty: name at least one, with steps, sequence_length and batch_size")
         for i, stage in enumerate(self.stages):
             for name in ("steps", "sequence_length", "batch_size", "accumulate"):
                 if getattr(stage, name) < 1:
@@ -202,7 +182,4 @@ class TrainConfig:
     @property
     def rate_factors(self) -> list[tuple[int, float]]:
         """The first step of each stage, and what the learning rates are multiplied by from there on."""
-        return [
-            (start, stage.learning_rate_factor)
-            for start, stage in zip(self.starts, self.stages, strict=False)
-        ]
+        return [(start, stage.learning_rate_factor) for start, stage in zip(self.starts, self.stages, strict=False)]

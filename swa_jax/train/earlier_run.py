@@ -38,9 +38,7 @@ def check_earlier_run(config: TrainConfig) -> TrainConfig:
         raise ConfigError(f"'init_optimizer': {run} holds no config.yaml that says what its optimizer was")
     before = from_dict(TrainConfig, parse_yaml(settings.read_text(), str(settings)))
     if before.lora is not None:
-        raise ConfigError(
-            f"'init_optimizer': {run} trained LoRA adapters, and its optimizer has no other moments"
-        )
+        raise ConfigError(f"'init_optimizer': {run} trained LoRA adapters, and its optimizer has no other moments")
     if before.optimizer.name != config.optimizer.name:
         raise ConfigError(
             f"'init_optimizer': 'optimizer.name' is {config.optimizer.name}, but that of {run} was "

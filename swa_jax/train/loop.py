@@ -51,14 +51,7 @@ from swa_jax.train.preemption import Preempted, preemption_notices
 from swa_jax.train.run_checkpoints import RunCheckpoints, from_first_process, has_checkpoint, recorded
 from swa_jax.train.run_log import RunLog
 from swa_jax.train.stage_data import held_out_batches, local_rows, open_stages, stage_batches
-from swa_jax.train.step import (
-    TrainState,
-    abstract_state,
-    init_state,
-    make_step,
-    make_validation_loss,
-    shard_state,
-)
+from swa_jax.train.step import TrainState, abstract_state, init_state, make_step, make_validation_loss, shard_state
 from swa_jax.train.worker import check_lease, compile_together, meet
 
 __all__ = ["StageConfig", "TrainConfig", "train"]
@@ -226,9 +219,7 @@ def _save_finished(run: Run, state: TrainState) -> Path:
         trained = state.params if config.lora is None else nnx.state(model)
         nnx.update(model, cast_parameters(trained, config.save_dtype))
         check_lease()
-        save_model(
-            model, destination, hf_config=hf_config, tokenizer_from=path if path.is_dir() else path.parent
-        )
+        save_model(model, destination, hf_config=hf_config, tokenizer_from=path if path.is_dir() else path.parent)
     except (OSError, ValueError) as error:  # ValueError: TensorStore's, of a full disk
         if isinstance(error, ConfigError) or not (isinstance(error, OSError) or full_disk(error)):
             raise
@@ -261,9 +252,7 @@ def _merged(run: Run, state: TrainState) -> Decoder:
     return merge_lora(model)
 
 
-def place_batch(
-    batch: dict[str, np.ndarray], partition: Partition | None, batch_size: int
-) -> dict[str, jax.Array]:
+def place_batch(batch: dict[str, np.ndarray], partition: Partition | None, batch_size: int) -> dict[str, jax.Array]:
     """This process's rows [b, T] of a batch, on the devices as the whole batch [B, T], split by rows and tokens."""
     if partition is None:
         return jax.tree.map(jnp.asarray, batch)
@@ -321,9 +310,7 @@ def make_partition(config: TrainConfig) -> Partition | None:
 def _prepare(config: TrainConfig) -> Run:
     """Everything that can be wrong is found before the model is drawn or read."""
     if config.lora is not None and config.init_from is None:
-        raise ConfigError(
-            "'lora' adapts a trained model: set 'init_from' to its checkpoint folder in place of 'model'"
-        )
+        raise ConfigError("'lora' adapts a trained model: set 'init_from' to its checkpoint folder in place of 'model'")
     tokenizer = load_tokenizer(config.tokenizer)
     if config.init_from is not None:
         check_same_tokens(tokenizer, config.tokenizer, config.init_from)
@@ -341,9 +328,7 @@ def _prepare(config: TrainConfig) -> Run:
             f"{model_config.vocab_size}: they do not belong together"
         )
     if config.router_aux_loss_coef and not model_config.num_experts:
-        raise ConfigError(
-            "'router_aux_loss_coef' spreads tokens over experts, which this model does not have: drop it"
-        )
+        raise ConfigError("'router_aux_loss_coef' spreads tokens over experts, which this model does not have: drop it")
     if config.init_optimizer and not has_checkpoint(Path(config.output) / "checkpoints"):
         check_earlier_run(config)
     pattern = run_pattern(config, start)
@@ -366,9 +351,7 @@ def _prepare(config: TrainConfig) -> Run:
     return Run(config, Path(config.output), tokenizer, partition, model, patterns, optimizer, batches)
 
 
-def random_model(
-    config: ModelConfig, pattern: AttentionPattern, seed: int, partition: Partition | None
-) -> Decoder:
+def random_model(config: ModelConfig, pattern: AttentionPattern, seed: int, partition: Partition | None) -> Decoder:
     """A model drawn at random in f32; on a mesh every device draws its own part, and the whole is the same."""
 
     def draw() -> Decoder:

@@ -100,9 +100,7 @@ def switch_regularizer(
     return jnp.sum(penalty) / (total * routing.logit.shape[0])
 
 
-def full_attention_ratio(
-    routing: Routing, counted: jax.Array, total_tokens: jax.Array | None = None
-) -> jax.Array:
+def full_attention_ratio(routing: Routing, counted: jax.Array, total_tokens: jax.Array | None = None) -> jax.Array:
     """Share of the counted tokens [B, T] that see everything, by layer: [L]; `total_tokens` as in the losses."""
     weight = (counted > 0).astype(jnp.float32)
     total = jnp.maximum(jnp.sum(weight), 1) if total_tokens is None else total_tokens

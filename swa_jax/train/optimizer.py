@@ -50,9 +50,7 @@ class OptimizerConfig:
                 raise ConfigError(f"'optimizer.{name}' must be 0 or more, got {getattr(self, name):g}")
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(
-                    f"'optimizer.{name}' must be from 0 to below 1, got {getattr(self, name):g}"
-                )
+                raise ConfigError(f"'optimizer.{name}' must be from 0 to below 1, got {getattr(self, name):g}")
 
 
 def learning_rate(config: OptimizerConfig, peak: float, total_steps: int) -> optax.Schedule:
@@ -105,10 +103,7 @@ def by_stage(rate: optax.Schedule, factors: Sequence[tuple[int, float]]) -> opta
 
 
 def make_optimizer(
-    config: OptimizerConfig,
-    total_steps: int,
-    model: ModelConfig,
-    factors: Sequence[tuple[int, float]] = (),
+    config: OptimizerConfig, total_steps: int, model: ModelConfig, factors: Sequence[tuple[int, float]] = ()
 ) -> optax.GradientTransformation:
     """Clipping by the global norm, then the optimizer.
 
@@ -119,9 +114,7 @@ def make_optimizer(
     rate = by_stage(learning_rate(config, config.learning_rate, total_steps), factors)
     matrices = functools.partial(is_matrix, model=model)
     if config.name == "adamw":
-        update = optax.adamw(
-            rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=matrices
-        )
+        update = optax.adamw(rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=matrices)
     else:
         update = contrib.muon(
             rate,
@@ -129,9 +122,7 @@ def make_optimizer(
             weight_decay_mask=matrices,
             adam_b1=config.b1,
             adam_b2=config.b2,
-            adam_learning_rate=by_stage(
-                learning_rate(config, config.adam_learning_rate, total_steps), factors
-            ),
+            adam_learning_rate=by_stage(learning_rate(config, config.adam_learning_rate, total_steps), factors),
             muon_weight_dimension_numbers=functools.partial(_muon_axes, model=model),
         )
     # A chain of two either way, so that the optimiser's state keeps its form.

@@ -82,9 +82,7 @@ def _sigterm() -> Iterator[Callable[[int], bool]]:
 def _metadata_notices(url: str) -> Iterator[None]:
     """Ask a metadata server in a thread; a notice is handed on as the signal that everything else listens for."""
     stopping = threading.Event()
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({})
-    )  # the server is on this machine's own link
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on this machine's own link
 
     def ask() -> None:
         while not stopping.wait(_INTERVAL):

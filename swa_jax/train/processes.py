@@ -31,10 +31,7 @@ from swa_jax.train.cluster import Place
 
 CHANNEL = "SWA_JAX_GUARD"  # environment variable of a worker: the descriptor of its socket to the guard
 TIMEOUT = 45  # seconds in which all processes must have come, and after which a silent one counts as lost
-GOOD_ENDS = (
-    0,
-    128 + signal.SIGTERM,
-)  # finished, and stopped by a notice after saving (preemption.EXIT_STATUS)
+GOOD_ENDS = (0, 128 + signal.SIGTERM)  # finished, and stopped by a notice after saving (preemption.EXIT_STATUS)
 
 PULSES = 5  # signs of life in the time after which a silent process counts as lost
 _HOLD = 3.0  # seconds that an error which may follow from another process's end waits for word of that
@@ -86,9 +83,7 @@ async def _guard(place: Place, command: list[str], timeout: int) -> int:
         ours, theirs = socket.socketpair()
         with theirs:
             worker = await asyncio.create_subprocess_exec(
-                *command,
-                env=os.environ | {CHANNEL: str(theirs.fileno())},
-                pass_fds=[theirs.fileno()],
+                *command, env=os.environ | {CHANNEL: str(theirs.fileno())}, pass_fds=[theirs.fileno()]
             )
         stack.push_async_callback(_kill, worker)
         loop = asyncio.get_running_loop()
@@ -100,9 +95,7 @@ async def _guard(place: Place, command: list[str], timeout: int) -> int:
         pulse = _Pulse(writer, timeout)
         hub = asyncio.create_task(_listen_to_hub(place, reader, to_worker, own, worker, timeout))
         ends = {hub, asyncio.create_task(pulse.run())}
-        tasks = ends | {
-            asyncio.create_task(_listen_to_worker(place, worker, from_worker, writer, own, timeout))
-        }
+        tasks = ends | {asyncio.create_task(_listen_to_worker(place, worker, from_worker, writer, own, timeout))}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             # A guard that stood still hears the others' end first, and would take it for the cause.

@@ -105,14 +105,10 @@ class RunCheckpoints:
         if step == self.newest:
             return
         if (self.folder / str(step)).exists():
-            raise CheckpointError(
-                f"{self.folder / str(step)} exists already; move it elsewhere to save that step"
-            )
+            raise CheckpointError(f"{self.folder / str(step)} exists already; move it elsewhere to save that step")
         try:
             with _orbax_options():
-                response = ocp.save_async(
-                    self._writing(step), named(state), custom_metadata={"data_state": data_state}
-                )
+                response = ocp.save_async(self._writing(step), named(state), custom_metadata={"data_state": data_state})
         except Exception as error:
             self._failed(step, error)
             self.check()
@@ -195,9 +191,7 @@ class RunCheckpoints:
             else f"the previous one, of step {self.newest}, is untouched, and the run can go on from it"
         )
         self._cause = error
-        self._failure = (
-            f"{self.folder}: the checkpoint of step {step} could not be written: {reason(error)}; {before}"
-        )
+        self._failure = f"{self.folder}: the checkpoint of step {step} could not be written: {reason(error)}; {before}"
 
     def _drop_old(self) -> None:
         steps = _steps(self.folder)
@@ -239,9 +233,7 @@ class RunCheckpoints:
         for step, problem in damaged:
             aside = _unused(self.folder / f"{step}.damaged")
             os.rename(self.folder / str(step), aside)
-            log.warning(
-                "%s; going on from the checkpoint of step %d (%s is now %s)", problem, good, step, aside.name
-            )
+            log.warning("%s; going on from the checkpoint of step %d (%s is now %s)", problem, good, step, aside.name)
         return good, ""
 
     def _refusal(self, step: int) -> str:
@@ -251,9 +243,7 @@ class RunCheckpoints:
         good, damaged = _newest_good(self.folder, [s for s in _steps(self.folder) if s <= step])
         if not damaged:
             return ""
-        offer = (
-            "no earlier one is good" if good is None else f"the newest good one before it is of step {good}"
-        )
+        offer = "no earlier one is good" if good is None else f"the newest good one before it is of step {good}"
         return f"{damaged[0][1]}; {offer}"
 
 
@@ -337,9 +327,7 @@ def _check_arrays(path: Path, stored: dict[str, Any], wanted: dict[str, Any]) ->
     for name in wanted.keys() | stored.keys():
         if name not in stored or name not in wanted:
             has, lacks = ("this run", path) if name in wanted else (path, "this run")
-            raise CheckpointError(
-                f"array '{name}' is in {has} and not in {lacks}: they are of different models"
-            )
+            raise CheckpointError(f"array '{name}' is in {has} and not in {lacks}: they are of different models")
     for name, leaf in wanted.items():
         there, here = ((str(np.dtype(x.dtype)), tuple(x.shape)) for x in (stored[name], leaf))
         if there != here:
@@ -355,9 +343,7 @@ def _write_manifest(folder: Path, step: int) -> None:
     """The sums of what is on the disk: every file is flushed as it is read, the manifest after them."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        sums = dict(
-            zip(names, pool.map(lambda name: sum_of_file(folder / name, flush=True), names), strict=True)
-        )
+        sums = dict(zip(names, pool.map(lambda name: sum_of_file(folder / name, flush=True), names), strict=True))
     for inner in folder.rglob("*"):
         if inner.is_dir():
             sync_folder(inner)

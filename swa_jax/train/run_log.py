@@ -30,9 +30,7 @@ logger = logging.getLogger(__name__)
 class RunLog:
     """A context manager; `write` returns the lines that are now known. Process 0 writes files, all know the lines."""
 
-    def __init__(
-        self, run: Path, config: LogConfig, *, resume_at: int, peak_flops: float | None, settings: dict
-    ):
+    def __init__(self, run: Path, config: LogConfig, *, resume_at: int, peak_flops: float | None, settings: dict):
         self.run, self.config, self.peak_flops = run, config, peak_flops
         self.file = self.tensorboard = self.wandb = None
         self.pending: tuple[int, dict[str, jax.Array], int, float] | None = None
@@ -55,9 +53,7 @@ class RunLog:
         keep_lines(run / "metrics.jsonl", kept)
         self.file = open(run / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
 
-    def write(
-        self, step: int, metrics: dict[str, jax.Array], tokens: int, flops: float
-    ) -> list[dict[str, Any]]:
+    def write(self, step: int, metrics: dict[str, jax.Array], tokens: int, flops: float) -> list[dict[str, Any]]:
         """Hand over the metrics of a step that has been started; `tokens` and `flops` are the whole step's."""
         lines = self.flush()
         self.pending = (step, metrics, tokens, flops)
@@ -155,9 +151,7 @@ def keep_lines(file: Path, steps: int) -> None:
     for number, text in enumerate(lines, 1):
         step = _step_of(text)
         if step is None:
-            logger.warning(
-                "%s, line %d is damaged: it is not a line of metrics and is left out", file, number
-            )
+            logger.warning("%s, line %d is damaged: it is not a line of metrics and is left out", file, number)
         elif step <= steps:
             good.append(text + b"\n")
     write_bytes(file, b"".join(good))

@@ -35,9 +35,7 @@ def open_stages(config: TrainConfig, tokenizer: Tokenizer, partition: Partition 
     return opened
 
 
-def stage_batches(
-    config: TrainConfig, number: int, tokenizer: Tokenizer, partition: Partition | None
-) -> Batches:
+def stage_batches(config: TrainConfig, number: int, tokenizer: Tokenizer, partition: Partition | None) -> Batches:
     """What a stage trains on; without end."""
     stage = config.stages[number]
     return make_batches(

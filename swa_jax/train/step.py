@@ -47,9 +47,7 @@ class TrainState:
     optimizer: optax.OptState
     norm_mean: jax.Array  # f32: running mean of the gradient norm, not debiased
     skipped: jax.Array  # int32: updates left out for their gradient
-    frozen: Any = dataclasses.field(
-        default_factory=lambda: nnx.State({})
-    )  # the rest of the model, under LoRA
+    frozen: Any = dataclasses.field(default_factory=lambda: nnx.State({}))  # the rest of the model, under LoRA
 
     def without_frozen(self) -> TrainState:
         """What a checkpoint holds: the frozen weights are those of the model that the run starts from."""
@@ -93,9 +91,7 @@ def make_step(
     def step(state: TrainState, batch: Batch, pieces: int) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step) if drops else None
 
-        def loss(
-            params: Any, piece: Batch, totals: Totals, key: jax.Array | None
-        ) -> tuple[jax.Array, Metrics]:
+        def loss(params: Any, piece: Batch, totals: Totals, key: jax.Array | None) -> tuple[jax.Array, Metrics]:
             return loss_of(params, state.frozen, piece, totals, key)
 
         gradients, metrics = _gradients(loss, state.params, batch, pieces, partition, key)

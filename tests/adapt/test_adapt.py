@@ -76,27 +76,16 @@ def test_the_model_of_chains_is_asked_for_chains(tmp_path):
         (("recall", "--kv-budget", 0.05, "--for", "vllm"), "takes at least 0.11 of full attention's"),
         (("recall", "--kv-budget", 0.3, "--for", "sglang"), "keeps the caches of windowed layers whole"),
         (("recall", "--kv-budget", 0.3, "--unit", "heads", "--for", "vllm"), "which vllm cannot run"),
-        (
-            ("recall", "--kv-budget", 0.3, "--prefill-chunk", 64),
-            "--prefill-chunk is of vllm and tpu-inference",
-        ),
-        (
-            ("recall", "--kv-budget", 0.3, "--window", "2048"),
-            "which is full attention: take a smaller --window",
-        ),
+        (("recall", "--kv-budget", 0.3, "--prefill-chunk", 64), "--prefill-chunk is of vllm and tpu-inference"),
+        (("recall", "--kv-budget", 0.3, "--window", "2048"), "which is full attention: take a smaller --window"),
         (("recall", "--kv-budget", 0.3, "--window", "0"), "--window must be positive whole numbers"),
         (("recall", "--kv-budget", 0.3, "--text", "absent.txt"), "absent.txt: No such file"),
         (("nowhere", "--kv-budget", 0.3), "nowhere is no model: give a checkpoint folder"),
-        (
-            ("Qwen/Qwen3-0.6B", "--kv-budget", 0.3),
-            "or here with 'swa-jax import Qwen/Qwen3-0.6B DST'",
-        ),
+        (("Qwen/Qwen3-0.6B", "--kv-budget", 0.3), "or here with 'swa-jax import Qwen/Qwen3-0.6B DST'"),
         (("swa_jax", "--kv-budget", 0.3), "holds no config.json"),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence_before_anything_is_written(
-    arguments, sentence, tmp_path, monkeypatch
-):
+def test_what_cannot_be_done_is_one_sentence_before_anything_is_written(arguments, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert sentence in fails("adapt", arguments[0], tmp_path / "out", *arguments[1:])
     assert not list(tmp_path.iterdir())
@@ -105,16 +94,7 @@ def test_what_cannot_be_done_is_one_sentence_before_anything_is_written(
 def test_tuning_without_data_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     (tmp_path / "text.txt").write_text("A text of some length. " * 2000)
-    words = [
-        "swa_jax/recall",
-        tmp_path / "out",
-        "--kv-budget",
-        0.3,
-        "--text",
-        tmp_path / "text.txt",
-        "--tune",
-        5,
-    ]
+    words = ["swa_jax/recall", tmp_path / "out", "--kv-budget", 0.3, "--text", tmp_path / "text.txt", "--tune", 5]
     assert "--tune needs --tune-data FILE" in fails("adapt", *words)
     assert "no such file" in fails("adapt", *words, "--tune-data", "absent.txt")
 
@@ -141,14 +121,7 @@ def test_the_smallest_budget_that_is_named_can_be_met(source):
 def test_the_command_line_of_the_report_is_the_one_given(tmp_path):
     texts = (Path("x"), Path("y"))
     settings = Settings(
-        "recall",
-        Path("runs/a b"),
-        0.4,
-        server="vllm",
-        text=texts,
-        windows=(16, 32),
-        tune_steps=3,
-        canary=False,
+        "recall", Path("runs/a b"), 0.4, server="vllm", text=texts, windows=(16, 32), tune_steps=3, canary=False
     )
     assert command_line(settings) == (
         "swa-jax adapt recall 'runs/a b' --kv-budget 0.4 --for vllm --text x --text y --window 16,32 --tune 3 "
@@ -217,9 +190,7 @@ def test_prompts_go_through_the_models_chat_template(byte_tokenizer, tmp_path):
 
 def test_answers_of_a_file_are_split(tokenizer, tmp_path):
     file = tmp_path / "qa.jsonl"
-    file.write_text(
-        "".join(json.dumps({"prompt": f"What is {i}?", "answer": f" {i}."}) + "\n" for i in range(9))
-    )
+    file.write_text("".join(json.dumps({"prompt": f"What is {i}?", "answer": f" {i}."}) + "\n" for i in range(9)))
     drawn = draw_tasks(Data(256, prompts=file), tokenizer, 4, 5)
     assert [task.name for task in drawn.measuring] == ["answers"]
     answers = [one.references[0] for tasks in drawn for one in tasks[0].examples]
@@ -244,9 +215,7 @@ def test_tasks_that_say_little_are_named_before_the_search():
     windowed = {name: {"losses": high if name == "text" else low} for name in original}
     found = doubts(tasks, original, windowed)
     weak, *same = found.sentences
-    assert weak.startswith(
-        "Needles: with full attention the model itself gets 38% of the 8 answers right; take"
-    )
+    assert weak.startswith("Needles: with full attention the model itself gets 38% of the 8 answers right; take")
     assert [one.split(":")[0] for one in same] == ["Needles", "Answers of a file"]
     assert all("no difference beyond chance on 8 examples; take longer prompts" in one for one in same)
     assert not found.nothing_told
@@ -259,11 +228,7 @@ def test_losses_and_differences_have_the_right_sign():
     assert lost(after, before) == pytest.approx(0.75)
     tasks = [Task("a", "A", "", []), Task("b", "B", "", [], answers=False)]
     rows = compared(after, before, tasks)
-    assert [(row["task"], row["figure"]) for row in rows] == [
-        ("a", "right"),
-        ("a", "losses"),
-        ("b", "losses"),
-    ]
+    assert [(row["task"], row["figure"]) for row in rows] == [("a", "right"), ("a", "losses"), ("b", "losses")]
     assert [row["difference"][0] for row in rows] == [-0.5, 1.0, 0.5]
 
 
@@ -376,9 +341,7 @@ def test_a_run_killed_after_every_stage_ends_as_one_that_was_not(tmp_path):
     assert start(killed).wait() == 0
     assert without_times(killed) == without_times(whole)
     assert (killed / "pattern.json").read_bytes() == (whole / "pattern.json").read_bytes()
-    names = [
-        sorted(str(file.relative_to(out)) for file in out.rglob("*.safetensors")) for out in (whole, killed)
-    ]
+    names = [sorted(str(file.relative_to(out)) for file in out.rglob("*.safetensors")) for out in (whole, killed)]
     assert names[0] == names[1]
     for name in names[0]:
         assert (whole / name).read_bytes() == (killed / name).read_bytes()
@@ -392,9 +355,7 @@ def test_fine_tuning_is_lora_under_the_pattern(tmp_path):
     assert (config.pattern, config.total_steps, config.stages[0].sequence_length) == ("p.json", 7, 256)
     assert {source.kind for source in config.stages[0].data} == {"needles", "text"}
     more = dataclasses.replace(job.settings, tune_data=("a.jsonl", "b.txt"))
-    kinds = [
-        one.kind for one in tuning(dataclasses.replace(job, settings=more), Path("p.json")).stages[0].data
-    ]
+    kinds = [one.kind for one in tuning(dataclasses.replace(job, settings=more), Path("p.json")).stages[0].data]
     assert kinds == ["prompts", "text"]
 
 

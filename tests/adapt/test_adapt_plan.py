@@ -57,9 +57,7 @@ def test_the_work_of_a_deep_model(tmp_path, monkeypatch):
     job = small_job(tmp_path, effort="normal", choose_by=8)
     config = dataclasses.replace(job.source.config, num_hidden_layers=30)
     job = dataclasses.replace(
-        job,
-        source=dataclasses.replace(job.source, config=config),
-        space=dataclasses.replace(job.space, most=3),
+        job, source=dataclasses.replace(job.source, config=config), space=dataclasses.replace(job.space, most=3)
     )
     ranking, found = 9 * 30, work(job, job.effort)
     candidates = 18 * 30 * job.space.num_candidates(job.effort.turns)
@@ -81,9 +79,7 @@ def test_the_receipt_is_at_most_a_tenth_of_the_work(tmp_path):
 
 def test_the_plan_names_what_is_faster(tmp_path, monkeypatch):
     job = small_job(tmp_path, windows=(16, 24, 32, 48), length=512, server="vllm", examples=4, choose_by=8)
-    monkeypatch.setattr(
-        plan_module, "time_layers", lambda job, length: Clock(length / 512, length / 1024, 1e-6)
-    )
+    monkeypatch.setattr(plan_module, "time_layers", lambda job, length: Clock(length / 512, length / 1024, 1e-6))
     said = plan_text(job)
     line = next(line for line in said.splitlines() if line.startswith("Faster, each alone: "))
     assert [name in line for name in ("--effort quick (", "--length 256 (", "--window ")] == [True] * 3
@@ -95,9 +91,7 @@ def test_the_time_of_killed_runs_counts(tmp_path):
     """Until the last file that they wrote, of the same stage with the same key."""
     folder, said = tmp_path / "adapt", []
     folder.mkdir()
-    (folder / "search-begun.json").write_text(
-        json.dumps({"key": "k", "before": 30.0, "at": time.time() - 100})
-    )
+    (folder / "search-begun.json").write_text(json.dumps({"key": "k", "before": 30.0, "at": time.time() - 100}))
     (folder / "candidates.json").write_text("{}")
     for file in folder.iterdir():
         os.utime(file, times=(time.time() - 60,) * 2)
@@ -106,9 +100,7 @@ def test_the_time_of_killed_runs_counts(tmp_path):
     assert stored["seconds"] == pytest.approx(30 + 40, abs=5)
     assert said[0] == "searching ... 70 s were spent on it before"
     assert not (folder / "search-begun.json").exists()
-    (folder / "search-begun.json").write_text(
-        json.dumps({"key": "k", "before": 30.0, "at": time.time() - 100})
-    )
+    (folder / "search-begun.json").write_text(json.dumps({"key": "k", "before": 30.0, "at": time.time() - 100}))
     Results(folder, said.append).stage("search", "searching", "other", dict)
     assert json.loads((folder / "search.json").read_text())["seconds"] < 5
 

@@ -25,9 +25,7 @@ CONFIG = dataclasses.replace(
     WIDER, vocab_size=512, num_hidden_layers=8, model_type="qwen3", qk_norm=True, tie_word_embeddings=True
 )
 WINDOW = 32
-SCORES = NLLScores(
-    np.array([[0.0, 0.1, 0.9, 0.2, 0.0, 0.8, 0.3, 0.1]] * 2), np.ones(2), WINDOW, 0, picked=(2,)
-)
+SCORES = NLLScores(np.array([[0.0, 0.1, 0.9, 0.2, 0.0, 0.8, 0.3, 0.1]] * 2), np.ones(2), WINDOW, 0, picked=(2,))
 NAMES = [
     "full", "window", "streaming", "interleave-1-in-2", "interleave-1-in-4",
     "nll-1-in-2", "nll-greedy-1-in-2", "nll-1-in-4", "nll-greedy-1-in-4",
@@ -82,9 +80,7 @@ def test_chains_are_asked_in_turn_and_each_statement_is_out_of_the_window_of_the
     asked = demo_tasks.chain_questions(chain_words)
     assert len(asked.examples) == 3 * demo_tasks.EXAMPLES
     assert len(asked.calibration) == 3 * demo_tasks.CALIBRATION_EXAMPLES
-    assert {tuple(one.prompt) for one in asked.examples}.isdisjoint(
-        tuple(one.prompt) for one in asked.calibration
-    )
+    assert {tuple(one.prompt) for one in asked.examples}.isdisjoint(tuple(one.prompt) for one in asked.calibration)
     for number, example in enumerate(asked.examples):
         starts = example.meta["statements"]
         assert asked.kinds[number % 3][0] == str(len(starts))
@@ -153,11 +149,7 @@ def test_whole_demo_on_a_tiny_random_model(tmp_path, monkeypatch):
         assert 0 <= row["needle_interval"][0] <= row["needle_accuracy"] <= row["needle_interval"][1] <= 1
     cache = {name: row["kv_cache_bytes"] for name, row in rows.items()}
     assert (
-        cache["window"]
-        < cache["streaming"]
-        < cache["interleave-1-in-4"]
-        < cache["interleave-1-in-2"]
-        < cache["full"]
+        cache["window"] < cache["streaming"] < cache["interleave-1-in-4"] < cache["interleave-1-in-2"] < cache["full"]
     )
     assert cache["nll-1-in-4"] == cache["interleave-1-in-4"]
     assert {cache[name] for name in cache if name.endswith("+fa-decode")} == {cache["full"]}

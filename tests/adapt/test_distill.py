@@ -26,9 +26,7 @@ TEXTS = ["Hello, world. " * 4, "one", "All that is gold. " * 2, "one"]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, byte_tokenizer):
-    return byte_checkpoint(
-        tmp_path_factory.mktemp("distill"), byte_tokenizer, make("FF", sliding_window=None)
-    )
+    return byte_checkpoint(tmp_path_factory.mktemp("distill"), byte_tokenizer, make("FF", sliding_window=None))
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +66,7 @@ def test_samples_depend_on_seed_prompt_and_number_alone(checkpoint, prompts, tmp
     printed = run(*command(checkpoint, prompts, whole))
     assert printed.endswith(f"{whole}: 8 of 8 replies kept, the others are in {whole}.rejected\n")
     expected = lines(whole)
-    assert [(line["prompt"], line["sample"]) for line in expected] == [
-        (p, s) for p in range(4) for s in range(2)
-    ]
+    assert [(line["prompt"], line["sample"]) for line in expected] == [(p, s) for p in range(4) for s in range(2)]
     # Different samples of one prompt, of equal prompts too; one at a time, and fewer of them, they stay the same.
     texts = [line["reply_tokens"] for line in expected]
     assert len(set(texts)) == 8
@@ -82,9 +78,7 @@ def test_samples_depend_on_seed_prompt_and_number_alone(checkpoint, prompts, tmp
     for part, file in enumerate(shares, 1):
         run(*command(checkpoint, prompts, file, "--share", f"{part}/3"))
     assert [{line["prompt"] for line in lines(file)} for file in shares] == [{0, 3}, {1}, {2}]
-    together = sorted(
-        (line for file in shares for line in lines(file)), key=lambda x: (x["prompt"], x["sample"])
-    )
+    together = sorted((line for file in shares for line in lines(file)), key=lambda x: (x["prompt"], x["sample"]))
     assert together == expected
     # Interrupted twice, the same command ends with the same file.
     resumed = tmp_path / "resumed.jsonl"
@@ -99,9 +93,7 @@ def test_samples_depend_on_seed_prompt_and_number_alone(checkpoint, prompts, tmp
     assert "holds replies to other prompts" in fails(*command(checkpoint, prompts, resumed, "--seed", 6))
     drawn = []
     add = distillation.ReplyFile.add
-    monkeypatch.setattr(
-        distillation.ReplyFile, "add", lambda self, reply: (drawn.append(1), add(self, reply))
-    )
+    monkeypatch.setattr(distillation.ReplyFile, "add", lambda self, reply: (drawn.append(1), add(self, reply)))
     run(*command(checkpoint, prompts, resumed))
     assert len(drawn) == 8 - before
     assert resumed.read_bytes() == whole.read_bytes()
@@ -116,9 +108,7 @@ def test_an_interrupted_run_draws_only_what_it_lacks(checkpoint, prompts, tmp_pa
         interrupt(patch, 3)
         run(*command(checkpoint, prompts, out), status=130)
     before = len(lines(tmp_path / "out.jsonl.unfinished")) - 1
-    monkeypatch.setattr(
-        distillation.ReplyFile, "add", lambda self, reply: (drawn.append(1), add(self, reply))
-    )
+    monkeypatch.setattr(distillation.ReplyFile, "add", lambda self, reply: (drawn.append(1), add(self, reply)))
     run(*command(checkpoint, prompts, out))
     assert before in (2, 3)
     assert len(drawn) == 8 - before
@@ -158,9 +148,7 @@ def test_what_is_stored_of_a_reply(checkpoint, prompts, tmp_path):
         expected = np.asarray(jax.nn.log_softmax(logits))[sample.boundary - 1 : -1]
         order = np.argsort(-expected, axis=-1)[:, :5]
         np.testing.assert_array_equal(sample.top.tokens, order)
-        np.testing.assert_allclose(
-            sample.top.logprobs, np.take_along_axis(expected, order, -1), rtol=1e-3, atol=1e-4
-        )
+        np.testing.assert_allclose(sample.top.logprobs, np.take_along_axis(expected, order, -1), rtol=1e-3, atol=1e-4)
     assert ended > 0
     assert read_distilled((out,), tokenizer, 2)[0].top.tokens.shape[1] == 2
     assert read_distilled((out,), tokenizer)[0].top is None

@@ -82,14 +82,9 @@ def test_no_loss_beyond_chance_and_the_requests_that_earn_it_back(job):
 
 def test_what_is_worse_is_said_first(job):
     compared = [row("right", [-0.2, -0.3, -0.1], "needles-1"), row("losses", [-0.2, -0.3, -0.1])]
-    page, text = report_of(
-        job, compared=compared, adapted_speed=(1.5, 0.02), tune={"steps": 7, "losses": [1.0]}
-    )
+    page, text = report_of(job, compared=compared, adapted_speed=(1.5, 0.02), tune={"steps": 7, "losses": [1.0]})
     assert "It does worse than the original in: one number hidden. What may keep more: " in text
-    assert (
-        "a larger --kv-budget; training under the pattern (--tune); sink tokens, which vLLM does not run"
-        in text
-    )
+    assert "a larger --kv-budget; training under the pattern (--tune); sink tokens, which vLLM does not run" in text
     assert "On this device the adapted model is not faster" in page
     assert "such requests" not in page
     assert "It was fine-tuned by LoRA for 7 steps." in page
@@ -128,8 +123,7 @@ def test_patterns_in_words():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0004, "0.000"), (-0.0004, "0.000"), (0.25, "+0.250"), (-0.25, "\N{MINUS SIGN}0.250")],
+    ("value", "text"), [(0.0004, "0.000"), (-0.0004, "0.000"), (0.25, "+0.250"), (-0.25, "\N{MINUS SIGN}0.250")]
 )
 def test_differences_have_a_sign_unless_they_are_nothing(value, text):
     assert _signed(value) == text

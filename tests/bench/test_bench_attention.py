@@ -63,10 +63,7 @@ def test_candidates_agree_on_packed_rows(window):
     unpacked = dataclasses.replace(case, documents=None)
     results, others = (candidates.jax_program(c, exact)(*case.draw()) for c in (case, unpacked))
     assert distance([np.asarray(results[0])], [np.asarray(others[0])]) > 0.1  # the documents are seen
-    assert [c.documents for c in grid(["decode", "forward"], [128], [window], **SIZES, documents=50)] == [
-        None,
-        50,
-    ]
+    assert [c.documents for c in grid(["decode", "forward"], [128], [window], **SIZES, documents=50)] == [None, 50]
 
 
 @pytest.mark.parametrize("variant", candidates.VARIANTS[1:])
@@ -118,9 +115,7 @@ def test_what_disagrees_or_fails_is_not_timed():
     contestants = [
         candidate("ours", exact),
         candidate("wrong", lambda case, q, k, v: exact(case, q, k, v) * 1.05),
-        candidate(
-            "leaky", lambda case, q, k, v: exact(SMALL.__class__(**vars(case) | {"window": 49}), q, k, v)
-        ),
+        candidate("leaky", lambda case, q, k, v: exact(SMALL.__class__(**vars(case) | {"window": 49}), q, k, v)),
         candidate("nan", lambda case, q, k, v: exact(case, q, k, v) * jnp.nan),
         candidate("refusing", refusing),
         candidate("same", exact),
@@ -159,10 +154,7 @@ def test_distance_is_relative_and_takes_the_worst():
 def test_table_shows_ratios_and_reasons():
     results = (Result("ours", 0.002, 1.0, 1.0, 1.0), Result("flex", missing="Error: no"))
     table = attention_table(timing.Row(SMALL, results).to_dict(), "a device")
-    assert table.rows == [
-        ("ours", "2.000", "1.00", "1.00 – 1.00", ""),
-        ("flex", "–", "–", "–", "Error: no"),
-    ]
+    assert table.rows == [("ours", "2.000", "1.00", "1.00 – 1.00", ""), ("flex", "–", "–", "–", "Error: no")]
     assert table.columns[2].title == "Time over ours's"
 
 
@@ -282,15 +274,9 @@ def test_dry_run_lists_every_case_and_runs_nothing(monkeypatch):
         (["--pass", "back"], "--pass is 'back'; the choices are: forward, forward+backward, decode"),
         (["--heads", 3, "--kv-heads", 2], "--heads is 3, which is no multiple of --kv-heads 2"),
         (["--length", 64, "--window", 64], "nothing to time: no --window is shorter than a --length"),
-        (
-            ["--variant", "routed", "--length", 64, "--window", 0],
-            "nothing to time: --variant routed is for forward",
-        ),
+        (["--variant", "routed", "--length", 64, "--window", 0], "nothing to time: --variant routed is for forward"),
         (["--write", "x.json"], "--write is for the winners of --search"),
-        (
-            [*TINY, "--window", 16, "--search"],
-            "--search has tile sizes to try on TPUs and GPUs, but JAX runs on cpu",
-        ),
+        ([*TINY, "--window", 16, "--search"], "--search has tile sizes to try on TPUs and GPUs, but JAX runs on cpu"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, sentence):

@@ -94,12 +94,7 @@ def test_each_op_takes_the_figure_that_can_be_right():
     ops = combine(
         simulated={"jvp_window_forward_.1": 50, "scheduled_forward.2": 9, "fusion": 3},
         code=dict.fromkeys(("scheduled_forward.2", "scheduled_backward_keys", "copy.1", "TLP", "<x>"), code),
-        kernels={
-            "window_forward": False,
-            "scheduled_forward": True,
-            "scheduled_backward_keys": True,
-            "window": False,
-        },
+        kernels={"window_forward": False, "scheduled_forward": True, "scheduled_backward_keys": True, "window": False},
         steps={"scheduled_forward": (5, 1)},
         counts={"scheduled_forward": Executions((4,), 0, 2), "window_forward": Executions((1,), 0, 1)},
     )
@@ -226,10 +221,7 @@ def test_a_total_with_a_gap_has_no_figure(compiler):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (
-            ["windw_forward"],
-            "unknown function 'windw_forward': did you mean window_forward? The choices are: ",
-        ),
+        (["windw_forward"], "unknown function 'windw_forward': did you mean window_forward? The choices are: "),
         (["--chip", "v8"], "unknown chip 'v8'. The choices are: v5e, v5p, v6e, v7x"),
         (["decode", "--set", "strip=64"], "unknown setting of decode 'strip'. The choices are: H, K, T, D"),
         (["decode", "--set", "T"], "--set is 'T'; it must be NAME=VALUE, such as T=8192"),
@@ -272,9 +264,7 @@ def test_a_row_of_one_document_is_simulated_since_its_scalars_are_zero():
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_function_compiles_for_a_chip(name):
     measured = cycles.measure(name, "v6e", {"T": 2048})
-    kernels = [
-        op for op in measured.ops if any(part in op.name for part in ("window_", "scheduled_", "branches_"))
-    ]
+    kernels = [op for op in measured.ops if any(part in op.name for part in ("window_", "scheduled_", "branches_"))]
     assert measured.temp_bytes is not None
     assert kernels or name == "decode"
     if name not in ("routed_backward", "head_hybrid_forward", "decode"):

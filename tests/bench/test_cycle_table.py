@@ -47,9 +47,7 @@ def test_a_row_says_how_many_query_heads_a_kv_head_has(tmp_path):
 def test_a_call_measured_again_replaces_its_row_only(tmp_path):
     file = tmp_path / "table.json"
     for window, cycles_ in ((1024, 6000), (512, 6000), (1024, 9000)):
-        cycle_table.write_row(
-            file, measurement(window=window, ops=(Op("window_backward.2", cycles_, SIMULATED),))
-        )
+        cycle_table.write_row(file, measurement(window=window, ops=(Op("window_backward.2", cycles_, SIMULATED),)))
     rows = json.loads(file.read_text())["rows"]
     assert [(row["window"], row["cycles"]) for row in rows] == [(512, 750), (1024, 1125)]
 

@@ -45,9 +45,7 @@ def test_a_library_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tokamax" else find(name))
     result = CliRunner().invoke(app, ["bench", "cycles", "tokamax_splash_forward"])
     assert result.exit_code == 2
-    assert (
-        "tokamax_splash_forward needs tokamax, which is not installed: pip install tokamax" in result.output
-    )
+    assert "tokamax_splash_forward needs tokamax, which is not installed: pip install tokamax" in result.output
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the `tpu` extra)")

@@ -13,9 +13,7 @@ def patterns(layers: int) -> dict[str, AttentionPattern]:
         kinds = {"F": FULL, "w": WINDOW, "h": HYBRID, "S": SWITCH}
         row = (letters * layers)[:layers]
         heads = tuple((0,) if letter == "h" else () for letter in row)
-        return AttentionPattern(
-            tuple(kinds[letter] for letter in row), window, full_kv_heads=heads, **options
-        )
+        return AttentionPattern(tuple(kinds[letter] for letter in row), window, full_kv_heads=heads, **options)
 
     return {
         "full": of("F", None),

@@ -49,15 +49,11 @@ class Hub:
         body = request.rfile.read(length)
         revision = rf"(main|{COMMIT})"
         if re.fullmatch(rf"/api/models/{REPOSITORY}(/revision/{revision})?", path):
-            self.json(
-                request, {"id": REPOSITORY, "modelId": REPOSITORY, "sha": COMMIT, "siblings": [], "tags": []}
-            )
+            self.json(request, {"id": REPOSITORY, "modelId": REPOSITORY, "sha": COMMIT, "siblings": [], "tags": []})
         elif re.fullmatch(rf"/api/models/{REPOSITORY}/tree/{revision}/?", path):
             self.json(request, [self.entry(file) for file in sorted(self.folder.iterdir())])
         elif re.fullmatch(rf"/api/models/{REPOSITORY}/paths-info/{revision}", path):
-            names = (
-                json.loads(body)["paths"] if body.startswith(b"{") else re.findall(rb"paths=([^&]+)", body)
-            )
+            names = json.loads(body)["paths"] if body.startswith(b"{") else re.findall(rb"paths=([^&]+)", body)
             found = [self.folder / (name if isinstance(name, str) else name.decode()) for name in names]
             self.json(request, [self.entry(file) for file in found if file.is_file()])
         elif match := re.fullmatch(rf"/{REPOSITORY}/resolve/{revision}/([^/]+)", path):
@@ -65,24 +61,14 @@ class Hub:
         else:
             message = {"error": "Repository not found"}
             self.json(
-                request,
-                message,
-                404,
-                {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"},
+                request, message, 404, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}
             )
 
     def entry(self, file: Path) -> dict[str, Any]:
         return {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": "0" * 40}
 
-    def json(
-        self, request: Any, value: Any, status: int = 200, headers: dict[str, str] | None = None
-    ) -> None:
-        self.send(
-            request,
-            status,
-            json.dumps(value).encode(),
-            {"Content-Type": "application/json", **(headers or {})},
-        )
+    def json(self, request: Any, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send(request, status, json.dumps(value).encode(), {"Content-Type": "application/json", **(headers or {})})
 
     def file(self, request: Any, file: Path) -> None:
         data = file.read_bytes()

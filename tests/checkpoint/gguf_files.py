@@ -82,12 +82,7 @@ def write_gguf(
     if tokenizer is not None:
         tokenizer(writer)
     for key, value in changes.items():
-        write = {
-            bool: writer.add_bool,
-            int: writer.add_uint32,
-            float: writer.add_float32,
-            str: writer.add_string,
-        }
+        write = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         write.get(type(value), writer.add_array)(f"{architecture}.{key.replace('__', '.')}", value)
     if tokenizer is not None:  # as many rows as the tokenizers of tests have tokens
         for name in {"model.embed_tokens.weight", "lm_head.weight"} & tensors.keys():
@@ -152,15 +147,10 @@ def write_hyperparameters(writer: gguf.GGUFWriter, hf: dict, architecture: str) 
         if hf.get(key) is not None:
             add(hf[key])
     if "layer_rope_theta" in hf:
-        writer.add_array(
-            f"{architecture}.attention.rope_pattern", [theta != 0 for theta in hf["layer_rope_theta"]]
-        )
+        writer.add_array(f"{architecture}.attention.rope_pattern", [theta != 0 for theta in hf["layer_rope_theta"]])
     if "expert_selection_fn" in hf:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType[hf["expert_selection_fn"].upper()])
-    if architecture in (
-        "gemma2",
-        "gemma3",
-    ):  # which no released model needs: the scale follows from the shape
+    if architecture in ("gemma2", "gemma3"):  # which no released model needs: the scale follows from the shape
         writer.add_attention_scale(hf["query_pre_attn_scalar"] ** -0.5)
     if "num_experts_per_tok" in hf and hf["model_type"] not in ("mixtral", "granitemoe_swa"):
         writer.add_expert_feed_forward_length(hf.get("moe_intermediate_size", hf["intermediate_size"]))
@@ -221,9 +211,7 @@ def rope_factors(hf: dict) -> dict[str, np.ndarray]:
         return {"rope_freqs.weight": np.array([1.0] * turned + [1e30] * (pairs - turned), np.float32)}
     rope, head_dim = rope_of(hf)[0], hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     if rope["rope_type"] == "longrope":
-        return {
-            f"rope_factors_{n}.weight": np.array(rope[f"{n}_factor"], np.float32) for n in ("long", "short")
-        }
+        return {f"rope_factors_{n}.weight": np.array(rope[f"{n}_factor"], np.float32) for n in ("long", "short")}
     if rope["rope_type"] != "llama3":
         return {}
     factors = []
@@ -338,12 +326,7 @@ def write_sentencepiece(writer: gguf.GGUFWriter) -> None:
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens[: len(tokens)])
     writer.add_token_scores([0.0] * (len(special) + len(letters)) + [-float(i) for i in range(len(words))])
-    kinds = [
-        TokenType.UNKNOWN,
-        *[TokenType.CONTROL] * 2,
-        *[TokenType.BYTE] * 256,
-        *[TokenType.NORMAL] * len(words),
-    ]
+    kinds = [TokenType.UNKNOWN, *[TokenType.CONTROL] * 2, *[TokenType.BYTE] * 256, *[TokenType.NORMAL] * len(words)]
     writer.add_token_types(kinds)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -358,9 +341,7 @@ def write_byte_level(writer: gguf.GGUFWriter, pre: str = "gpt-2", template: str 
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_types(
-        [TokenType.NORMAL] * (len(tokens) - 2) + [TokenType.CONTROL, TokenType.USER_DEFINED]
-    )
+    writer.add_token_types([TokenType.NORMAL] * (len(tokens) - 2) + [TokenType.CONTROL, TokenType.USER_DEFINED])
     writer.add_token_merges(["a b", "ab c", "Ġ a"])
     writer.add_eos_token_id(len(tokens) - 2)
     if template is not None:

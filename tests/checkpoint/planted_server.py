@@ -108,15 +108,11 @@ class Handler(BaseHTTPRequestHandler):
     def completions(self, body):
         prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
         choices = []
-        for i, (prompt, found) in enumerate(
-            zip(prompts, self.server.planted.log_probs(prompts), strict=True)
-        ):
+        for i, (prompt, found) in enumerate(zip(prompts, self.server.planted.log_probs(prompts), strict=True)):
             choice = {"index": i, "text": "?", "logprobs": None}
             own = of_prompt(prompt, found)
             if body.get("prompt_logprobs") is not None and self.server.speaks == "vllm":
-                rows = [None] + [
-                    {str(t): {"logprob": x, "rank": 1}} for t, x in zip(prompt[1:], own[1:], strict=True)
-                ]
+                rows = [None] + [{str(t): {"logprob": x, "rank": 1}} for t, x in zip(prompt[1:], own[1:], strict=True)]
                 choice["prompt_logprobs"] = rows
             if body.get("logprobs") is not None:
                 order = np.argsort(-found[-1])[: body["logprobs"]]

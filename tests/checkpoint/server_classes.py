@@ -43,9 +43,7 @@ def _vllm_cache_window(hf):
         return None  # transformers' configuration class
     if types is None and hf["model_type"] in ("qwen2", "qwen3"):  # which it makes itself
         first = hf.get("max_window_layers", 28)
-        types = [
-            "sliding_attention" if i >= first else "full_attention" for i in range(hf["num_hidden_layers"])
-        ]
+        types = ["sliding_attention" if i >= first else "full_attention" for i in range(hf["num_hidden_layers"])]
     if types is None or all(kind == "sliding_attention" for kind in types):
         return hf.get("sliding_window")
     return None

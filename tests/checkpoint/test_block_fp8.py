@@ -20,19 +20,12 @@ from swa_jax.families import model_config
 GOLDEN = Path(__file__).parents[1] / "golden"
 BLOCKS = (16, 8)  # no multiple of the goldens' sizes
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-SETTINGS = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "weight_block_size": list(BLOCKS),
-    "activation_scheme": "dynamic",
-}
+SETTINGS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCKS), "activation_scheme": "dynamic"}
 
 
 def quantise(weight: np.ndarray, blocks: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """FP8 numbers and their scales, block by block."""
-    scales = np.empty(
-        [-(-size // block) for size, block in zip(weight.shape, blocks, strict=True)], np.float32
-    )
+    scales = np.empty([-(-size // block) for size, block in zip(weight.shape, blocks, strict=True)], np.float32)
     numbers = np.empty(weight.shape, FP8)
     for i, j in np.ndindex(scales.shape):
         here = np.s_[i * blocks[0] : (i + 1) * blocks[0], j * blocks[1] : (j + 1) * blocks[1]]
@@ -92,9 +85,7 @@ def test_blocks_are_multiplied_by_their_scales(source, tmp_path, case):
     """Also those of experts, and where the family joins tensors: blocks are those of the joined one."""
     folder = source(case)
     original = load_file(GOLDEN / case / "model.safetensors")
-    exported = export_model(
-        import_model(folder, tmp_path / "checkpoint"), tmp_path / "exported", canary=False
-    )
+    exported = export_model(import_model(folder, tmp_path / "checkpoint"), tmp_path / "exported", canary=False)
     hf = json.loads((exported / "config.json").read_text())
     assert "quantization_config" not in hf
     found = load_file(exported / "model.safetensors")
@@ -103,22 +94,12 @@ def test_blocks_are_multiplied_by_their_scales(source, tmp_path, case):
         assert array.dtype == ml_dtypes.bfloat16, name
         expected = original[name].astype(ml_dtypes.bfloat16)
         if "proj" in name:
-            expected = (
-                products(*quantise(original[name], BLOCKS), BLOCKS).astype(np.float32).astype(expected.dtype)
-            )
-            assert (
-                np.abs(expected.astype(np.float32) - original[name]).max()
-                < 0.1 * np.abs(original[name]).max()
-            )
+            expected = products(*quantise(original[name], BLOCKS), BLOCKS).astype(np.float32).astype(expected.dtype)
+            assert np.abs(expected.astype(np.float32) - original[name]).max() < 0.1 * np.abs(original[name]).max()
         np.testing.assert_array_equal(array.view(np.uint16), expected.view(np.uint16), err_msg=name)
-    again = export_model(
-        import_model(exported, tmp_path / "checkpoint2"), tmp_path / "exported2", canary=False
-    )
+    again = export_model(import_model(exported, tmp_path / "checkpoint2"), tmp_path / "exported2", canary=False)
     assert (again / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
-    assert (
-        swa_jax.load_model(tmp_path / "checkpoint").pattern
-        == swa_jax.load_model(tmp_path / "checkpoint2").pattern
-    )
+    assert swa_jax.load_model(tmp_path / "checkpoint").pattern == swa_jax.load_model(tmp_path / "checkpoint2").pattern
 
 
 def test_weights_take_the_dtype_of_config_json(source, tmp_path):
@@ -142,10 +123,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
             {f"{Q}_scale_inv": np.ones((6, 4), np.float32)},
             r"has shape \[6, 4\]; a tensor of shape \[96, 36\] in blocks of \[16, 8\] needs \[6, 5\]",
         ),
-        (
-            {Q: np.zeros((96, 36), np.float32)},
-            "_scale_inv' in model-2.safetensors belongs to no tensor of dtype F8",
-        ),
+        ({Q: np.zeros((96, 36), np.float32)}, "_scale_inv' in model-2.safetensors belongs to no tensor of dtype F8"),
         ({"model.norm.weight": np.zeros(36, FP8)}, "'model.norm.weight' .* but no scale"),
         ({Q: np.zeros((96, 35), FP8)}, r"has shape \[96, 35\], config.json asks for \[96, 36\]"),
     ],
@@ -168,10 +146,7 @@ def test_damaged_checkpoints_are_refused(source, tmp_path, changes, sentence):
         ({"group_size": 64, "bits": 4}, "quantization_config without a quant_method"),
         ({"quant_method": "fp8", "weight_block_size": None}, "'fp8' without weight_block_size"),
         (SETTINGS | {"fmt": "e5m2"}, "'fp8' with fmt 'e5m2'"),
-        (
-            SETTINGS | {"weight_block_size": [128]},
-            r"weight_block_size must be two whole numbers .*got \[128\]",
-        ),
+        (SETTINGS | {"weight_block_size": [128]}, r"weight_block_size must be two whole numbers .*got \[128\]"),
         (SETTINGS | {"weight_block_size": [128, 0]}, "weight_block_size must be two whole numbers"),
         (SETTINGS | {"weight_block_size": [True, 2.0]}, "weight_block_size must be two whole numbers"),
         ("fp8", "quantization_config must be a mapping, got 'fp8'"),

@@ -40,10 +40,7 @@ MODELS = {
     "heads": (SHORT, tiny_models.make("hhwh", ((0,), (1,), (), (0,)))),
     "full": (SHORT, tiny_models.make("FFFF", sliding_window=None)),
     "routed": (SHORT, tiny_models.make("SSwS")),
-    "experts": (
-        dataclasses.replace(tiny_models.MIXED, max_position_embeddings=128),
-        tiny_models.make("wFwF"),
-    ),
+    "experts": (dataclasses.replace(tiny_models.MIXED, max_position_embeddings=128), tiny_models.make("wFwF")),
     "own key only": (SHORT, tiny_models.make("wwFw", sliding_window=1)),
 }
 
@@ -60,11 +57,7 @@ def exported(tmp_path_factory):
             model = Decoder(config, pattern, rngs=nnx.Rngs(1))
             rng = np.random.default_rng(0)
             attention = model.layers.attention  # what starts at 0 would hardly be missed
-            for parameter in (
-                attention.q_proj.bias,
-                attention.v_proj.bias,
-                getattr(attention, "sink_logits", None),
-            ):
+            for parameter in (attention.q_proj.bias, attention.v_proj.bias, getattr(attention, "sink_logits", None)):
                 if parameter is not None:
                     parameter[...] = rng.standard_normal(parameter.shape).astype(np.float32)
             checkpoint = save_model(model, folder / name)
@@ -108,11 +101,7 @@ FAULTS = [
     ("rich", "window + 1", lambda m: Planted(pattern_of(m, sliding_window=7))),
     ("rich", "half the window", lambda m: Planted(pattern_of(m, sliding_window=3))),
     ("rich", "padding", lambda m: Planted(m, padding="seen")),
-    (
-        "rich",
-        "rope swapped",
-        lambda m: Planted(with_config(m, rope_layers=("global", "local", "global", "none"))),
-    ),
+    ("rich", "rope swapped", lambda m: Planted(with_config(m, rope_layers=("global", "local", "global", "none")))),
     ("rich", "rope global", lambda m: Planted(with_config(m, rope_layers=("global",) * 4))),
     ("rich", "rope unscaled", lambda m: Planted(with_config(m, rope_scaling=None))),
     ("rich", "rope theta", lambda m: Planted(with_config(m, rope_theta=10000.0))),
@@ -132,11 +121,7 @@ FAULTS = [
     ("sink tokens", "sink tokens dropped", lambda m: Planted(pattern_of(m, num_sink_tokens=0))),
     ("sink tokens", "positions", lambda m: Planted(m, positions=from_middle)),
     ("heads", "full heads dropped", lambda m: Planted(m.with_pattern(tiny_models.make("wwww")))),
-    (
-        "full",
-        "window everywhere",
-        lambda m: Planted(m.with_pattern(tiny_models.make("wwww", sliding_window=16))),
-    ),
+    ("full", "window everywhere", lambda m: Planted(m.with_pattern(tiny_models.make("wwww", sliding_window=16)))),
     ("full", "padding", lambda m: Planted(m, padding="seen")),
     ("own key only", "window + 1", lambda m: Planted(pattern_of(m, sliding_window=2))),
 ]
@@ -145,9 +130,7 @@ FAULTS = [
 def sweep(rows):
     """One model in `make test`, whose readings are fewer to compile, and one in `make test-slow`."""
     when = {"sink tokens": (), "rich": pytest.mark.slow}
-    return [
-        pytest.param(*row, id="-".join(row[:2]), marks=when.get(row[0], pytest.mark.long)) for row in rows
-    ]
+    return [pytest.param(*row, id="-".join(row[:2]), marks=when.get(row[0], pytest.mark.long)) for row in rows]
 
 
 @pytest.mark.parametrize(("model", "name", "fault"), sweep(FAULTS))
@@ -172,19 +155,11 @@ OTHERS = [
     ("rich", "softcap of another size", lambda m: Planted(with_config(m, attention_softcap=3.0))),
     ("rich", "two tokens in front", lambda m: Planted(m, before=(7, 8))),
     ("rich", "other weights", lambda m: Planted(with_noise(m, 0.5))),
-    (
-        "sink tokens",
-        "rope theta of nearly the right size",
-        lambda m: Planted(with_config(m, rope_theta=11000.0)),
-    ),
+    ("sink tokens", "rope theta of nearly the right size", lambda m: Planted(with_config(m, rope_theta=11000.0))),
     ("sink tokens", "fewer sink tokens", lambda m: Planted(pattern_of(m, num_sink_tokens=1))),
     ("sink tokens", "more sink tokens", lambda m: Planted(pattern_of(m, num_sink_tokens=4))),
     ("sink tokens", "positions that begin anew", lambda m: Planted(m, positions=lambda t: t % 16)),
-    (
-        "heads",
-        "another head",
-        lambda m: Planted(m.with_pattern(tiny_models.make("hhwh", ((0,), (0,), (), (1,))))),
-    ),
+    ("heads", "another head", lambda m: Planted(m.with_pattern(tiny_models.make("hhwh", ((0,), (0,), (), (1,)))))),
     ("full", "windows in one layer", lambda m: Planted(m.with_pattern(tiny_models.make("FwFF")))),
 ]
 
@@ -220,14 +195,7 @@ def test_a_right_server_in_bfloat16_is_right(exported, model, speaks):
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    sweep(
-        [
-            ("sink tokens", "window - 1"),
-            ("sink tokens", "padding"),
-            ("rich", "layer 1"),
-            ("rich", "rope swapped"),
-        ]
-    ),
+    sweep([("sink tokens", "window - 1"), ("sink tokens", "padding"), ("rich", "layer 1"), ("rich", "rope swapped")]),
 )
 @pytest.mark.parametrize("speaks", ["vllm", "top"])
 def test_a_fault_is_named_in_bfloat16(exported, model, name, speaks):
@@ -251,9 +219,7 @@ def test_padding_is_found_in_batches_only(exported):
     folder, right, _ = exported("sink tokens")
     _, found = check(folder, Planted(right, padding="seen"))
     assert (found["single"]["verdict"], found["batch"]["verdict"]) == (check_server.RIGHT, check_server.WRONG)
-    assert (
-        found["sentence"] == "wrong: the padding of a batch is seen (in a batch; right for single requests)"
-    )
+    assert found["sentence"] == "wrong: the padding of a batch is seen (in a batch; right for single requests)"
 
 
 def test_who_cannot_be_asked(exported, tmp_path):
@@ -267,10 +233,7 @@ def test_who_cannot_be_asked(exported, tmp_path):
     assert found["sentence"].startswith("cannot tell: http://127.0.0.1:9/v1/models cannot be asked: ")
     (tmp_path / "canary.json").write_text("{}")
     code, found = answer(tmp_path, "--url", "http://127.0.0.1:9", "--json")
-    assert (code, found["sentence"]) == (
-        2,
-        f"cannot tell: {tmp_path / 'canary.json'} is no canary of format 1",
-    )
+    assert (code, found["sentence"]) == (2, f"cannot tell: {tmp_path / 'canary.json'} is no canary of format 1")
     code, found = answer(folder, "--transformers", "--json")
     assert code == check_server.UNKNOWN
     assert "--transformers needs transformers and torch" in found["sentence"]
@@ -319,11 +282,7 @@ def test_the_cost_of_a_canary_is_bounded(window, budget, expected):
     readings = readings_of(QWEN3, pattern, {})
     assert plan_size(QWEN3, pattern, readings, budget) == expected
     smallest = Size(2, 2, 2560, True)
-    assert (
-        {"right", "padding"}
-        <= {one.name for one in smallest.computed(readings)}
-        < {one.name for one in readings}
-    )
+    assert {"right", "padding"} <= {one.name for one in smallest.computed(readings)} < {one.name for one in readings}
 
 
 def test_an_export_without_a_canary(exported, tmp_path):
@@ -332,9 +291,7 @@ def test_an_export_without_a_canary(exported, tmp_path):
     source = open_checkpoint(checkpoint)
     arguments = (tmp_path, checkpoint, source.pattern, source.hf_config)
     assert write_canary(*arguments, memory=1e3).startswith("No canary: its computation takes 0 GB of memory")
-    assert write_canary(*arguments, budget=1e3).startswith(
-        "No canary: with probes longer than the window it takes"
-    )
+    assert write_canary(*arguments, budget=1e3).startswith("No canary: with probes longer than the window it takes")
     assert [*tmp_path.iterdir()] == []
     note = run("export", checkpoint, tmp_path / "out", "--no-canary")
     assert "canary" not in note

@@ -32,9 +32,7 @@ def saved(tmp_path) -> Path:
 
 
 def parameters(model: Decoder) -> dict:
-    return {
-        path: np.asarray(variable[...]) for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
-    }
+    return {path: np.asarray(variable[...]) for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
 
 def assert_same_parameters(one: Decoder, other: Decoder) -> None:
@@ -93,8 +91,7 @@ def test_routers_come_from_the_disk_or_from_a_fixed_seed(saved, tmp_path):
     one, two = load_model(plain, switch), load_model(plain, switch)
     assert_same_parameters(one, two)
     kernel, bias = (
-        np.asarray(p[...])
-        for p in (one.layers.attention.router.proj.kernel, one.layers.attention.router.proj.bias)
+        np.asarray(p[...]) for p in (one.layers.attention.router.proj.kernel, one.layers.attention.router.proj.bias)
     )
     assert kernel.shape == (4, SOFTMAX.hidden_size, 1)
     assert kernel.std() == pytest.approx(SOFTMAX.initializer_range, rel=0.3)
@@ -128,16 +125,11 @@ def test_no_initial_weights_are_drawn_for_a_model_that_is_loaded(saved, monkeypa
 
 
 def test_a_given_config_is_kept_if_it_describes_the_model(tmp_path):
-    hf = json.loads((GOLDEN / "qwen3-hybrid" / "config.json").read_text()) | {
-        "note": "mine",
-        "torch_dtype": "float32",
-    }
+    hf = json.loads((GOLDEN / "qwen3-hybrid" / "config.json").read_text()) | {"note": "mine", "torch_dtype": "float32"}
     model = load_model(import_model(GOLDEN / "qwen3-hybrid", tmp_path / "imported"), dtype=jnp.bfloat16)
     saved = save_model(model, tmp_path / "saved", hf_config=hf, tokenizer_from=tmp_path / "imported")
     written = json.loads((saved / "config.json").read_text())
-    assert written == {key: value for key, value in hf.items() if key != "torch_dtype"} | {
-        "dtype": "bfloat16"
-    }
+    assert written == {key: value for key, value in hf.items() if key != "torch_dtype"} | {"dtype": "bfloat16"}
     assert (saved / "generation_config.json").is_file()
     assert_same_parameters(load_model(saved), model)
     with pytest.raises(ConfigError, match=r"another model: rope_theta is 10.0 there, 10000.0 in the model"):

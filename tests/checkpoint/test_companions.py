@@ -55,11 +55,7 @@ def test_a_tokenizer_that_names_nothing(source):
 
 def test_a_tokenizer_whose_texts_cannot_begin(source):
     backend = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
-    backend.post_processor = processors.TemplateProcessing(
-        single="<image> $A", special_tokens=[("<image>", 131)]
-    )
+    backend.post_processor = processors.TemplateProcessing(single="<image> $A", special_tokens=[("<image>", 131)])
     backend.save(str(source / "tokenizer.json"))
-    with pytest.raises(
-        ConfigError, match="the tokenizer's '<image>' has the id 131, but the model has 131 embeddings"
-    ):
+    with pytest.raises(ConfigError, match="the tokenizer's '<image>' has the id 131, but the model has 131 embeddings"):
         plan_import(source)

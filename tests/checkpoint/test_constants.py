@@ -40,14 +40,8 @@ def test_they_are_not_stored_here_and_come_back_at_export(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        (
-            np.asarray(-1e-5, np.float32),
-            f"tensor '{EPS}' in model.safetensors is -1e-05; supported: -1e-06, as in all",
-        ),
-        (
-            np.full(1, -1e-6, np.float32),
-            r"act_fn.eps' in model.safetensors has shape \[1\], config.json asks for \[\]",
-        ),
+        (np.asarray(-1e-5, np.float32), f"tensor '{EPS}' in model.safetensors is -1e-05; supported: -1e-06, as in all"),
+        (np.full(1, -1e-6, np.float32), r"act_fn.eps' in model.safetensors has shape \[1\], config.json asks for \[\]"),
         (np.asarray(-1, np.int32), "act_fn.eps' in model.safetensors has dtype I32"),
     ],
 )

@@ -37,9 +37,7 @@ def bases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bases")
     found = []
     for case, tokenizer in BASES.items():
-        file = write_gguf(
-            folder / f"{case}.gguf", GOLDEN / case, GGMLQuantizationType.Q8_0, tokenizer=tokenizer
-        )
+        file = write_gguf(folder / f"{case}.gguf", GOLDEN / case, GGMLQuantizationType.Q8_0, tokenizer=tokenizer)
         found.append((file.read_bytes(), numbers_in(file)))
     return found
 
@@ -129,9 +127,7 @@ def run(bases, numbers, tmp_path) -> dict[str, int]:
     return counts
 
 
-needs_proc = pytest.mark.skipif(
-    not Path("/proc/self/statm").exists(), reason="needs Linux's /proc to see its memory"
-)
+needs_proc = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc to see its memory")
 
 
 @needs_proc

@@ -40,9 +40,7 @@ def test_export_gives_back_the_very_tensors(case, tmp_path):
         assert {k: (v.shape, v.tobytes()) for k, v in again.items()} == {
             k: (v.shape, v.tobytes()) for k, v in original.items()
         }
-        hf, theirs = (
-            json.loads((folder / "config.json").read_text()) for folder in (exported, GOLDEN / case)
-        )
+        hf, theirs = (json.loads((folder / "config.json").read_text()) for folder in (exported, GOLDEN / case))
         assert (hf["model_type"], hf["architectures"]) == (theirs["model_type"], theirs["architectures"])
         assert (model_config(hf), hf_pattern(hf)) == (model_config(theirs), hf_pattern(theirs))
 
@@ -97,12 +95,8 @@ def packed_model(folder: Path) -> dict[str, np.ndarray]:
     for name, shape in expected_tensors(model_config(SIZES)).items():
         if name.endswith(("gate_up_proj", "down_proj")):
             experts, inputs, outputs = shape
-            tensors[f"{name}_blocks"] = rng.integers(0, 256, (experts, outputs, inputs // 32, 16)).astype(
-                np.uint8
-            )
-            tensors[f"{name}_scales"] = rng.integers(118, 126, (experts, outputs, inputs // 32)).astype(
-                np.uint8
-            )
+            tensors[f"{name}_blocks"] = rng.integers(0, 256, (experts, outputs, inputs // 32, 16)).astype(np.uint8)
+            tensors[f"{name}_scales"] = rng.integers(118, 126, (experts, outputs, inputs // 32)).astype(np.uint8)
         else:
             tensors[name] = (0.3 * rng.normal(size=shape)).astype(ml_dtypes.bfloat16)
     folder.mkdir()
@@ -131,9 +125,7 @@ def test_mxfp4_becomes_bf16_of_the_same_values(tmp_path):
                 block, place = divmod(row, 32)
                 byte = int(array[expert, column, block, place // 2])
                 code = byte >> 4 if place % 2 else byte & 15
-                assert got[expert, row, column] == e2m1(code) * 2.0 ** (
-                    int(scales[expert, column, block]) - 127
-                )
+                assert got[expert, row, column] == e2m1(code) * 2.0 ** (int(scales[expert, column, block]) - 127)
         elif not name.endswith("_scales"):
             assert stored[name].tobytes() == array.tobytes()
     exported = export_model(tmp_path / "model", tmp_path / "exported", canary=False)
@@ -162,10 +154,7 @@ def test_mxfp4_that_cannot_be_is_refused(tmp_path):
     shape = tensors[f"{whole}_scales"].shape
     refused("has shape .* its blocks ask for", **{f"{whole}_scales": np.zeros((*shape[:2], 9), np.uint8)})
     refused("MXFP4 blocks are bytes", **{f"{whole}_blocks": np.zeros((3, 64, 1, 8), np.uint8)})
-    wide = {
-        f"{whole}_blocks": np.zeros((3, 64, 2, 16), np.uint8),
-        f"{whole}_scales": np.zeros((3, 64, 2), np.uint8),
-    }
+    wide = {f"{whole}_blocks": np.zeros((3, 64, 2, 16), np.uint8), f"{whole}_scales": np.zeros((3, 64, 2), np.uint8)}
     refused(f"tensor '{whole}' in model.safetensors has shape .* asks for", **wide)
     nan = tensors[f"{whole}_scales"].copy()
     nan[1, 2] = 255
@@ -249,9 +238,7 @@ def peaks(source: Path, destination: Path, shards: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure memory"
-)
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure memory")
 def test_an_import_of_many_experts_holds_no_more_than_two_tensors(tmp_path):
     """A model of Qwen3-235B's form, 3 GB of holes; were half of it collected on the way, the peak would show it."""
     config = {

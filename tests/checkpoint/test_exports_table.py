@@ -31,9 +31,7 @@ def test_transformers_computes_what_was_exported():
     problems_of = runpy.run_path(str(HERE.parents[1] / "scripts" / "check_exports.py"))["problems_of"]
     rows = [row for rows in TABLE["exports"].values() for row in rows.values()]
     assert [problems for row in rows if (problems := problems_of(row))] == []
-    assert all(row["canary, float32"][0] == 0 for row in rows if "refused" not in row), (
-        "right, by its own canary"
-    )
+    assert all(row["canary, float32"][0] == 0 for row in rows if "refused" not in row), "right, by its own canary"
     assert sum("refused" not in row for row in rows) > 120
     bad = {"weights not matched": [], "difference": 2e-4, "same bits when imported again": True}
     assert problems_of(bad) == ["logits differ by 0.0002"]

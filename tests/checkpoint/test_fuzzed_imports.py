@@ -40,8 +40,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [pytest.param(x, marks=pytest.mark.slow if x == "no bounds" else pytest.mark.long) for x in PLANTED],
+    "fault", [pytest.param(x, marks=pytest.mark.slow if x == "no bounds" else pytest.mark.long) for x in PLANTED]
 )
 def test_a_fault_is_seen(script, monkeypatch, fault):
     name, make = PLANTED[fault]

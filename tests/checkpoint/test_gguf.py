@@ -162,12 +162,8 @@ def known_kinds() -> list[GGMLQuantizationType]:
 @pytest.mark.parametrize("kind", known_kinds(), ids=lambda kind: kind.name)
 def test_every_type_that_can_be_undone_is(kind, wide, tmp_path):
     block, size = gguf.GGML_QUANT_SIZES[kind]
-    raw = (
-        np.random.default_rng(0).integers(0, 64, (256, 256 // block * size)).astype(np.uint8)
-    )  # finite as any float
-    file = write_gguf(
-        tmp_path / "m.gguf", wide, edit=lambda all: all | {"blk.0.ffn_down.weight": (raw, kind)}
-    )
+    raw = np.random.default_rng(0).integers(0, 64, (256, 256 // block * size)).astype(np.uint8)  # finite as any float
+    file = write_gguf(tmp_path / "m.gguf", wide, edit=lambda all: all | {"blk.0.ffn_down.weight": (raw, kind)})
     found = contents(import_model(file, tmp_path / "model"))["model.layers.0.mlp.down_proj.weight"]
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, gguf.dequantize(raw, kind))
@@ -176,9 +172,7 @@ def test_every_type_that_can_be_undone_is(kind, wide, tmp_path):
 def test_a_type_that_cannot_be_undone_is_named(wide, tmp_path):
     raw = np.zeros((256, 256), np.int8)
     kind = GGMLQuantizationType.I8
-    file = write_gguf(
-        tmp_path / "m.gguf", wide, edit=lambda all: all | {"blk.0.ffn_down.weight": (raw, kind)}
-    )
+    file = write_gguf(tmp_path / "m.gguf", wide, edit=lambda all: all | {"blk.0.ffn_down.weight": (raw, kind)})
     with pytest.raises(CheckpointError, match=r"'blk.0.ffn_down.weight' in m.gguf is of type I8, which the"):
         import_model(file, tmp_path / "model")
 
@@ -213,18 +207,14 @@ def test_a_split_model_is_whole_and_named_by_any_part(folder_of, tmp_path):
     parts = sorted(tmp_path.glob("*.gguf"))
     assert [part.name for part in parts] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
     for part in (parts[0], parts[2]):
-        assert_same_model(
-            import_model(part, tmp_path / part.stem), import_model(folder, tmp_path / f"hf{part.stem}")
-        )
+        assert_same_model(import_model(part, tmp_path / part.stem), import_model(folder, tmp_path / f"hf{part.stem}"))
     shutil.copy(parts[0], parts[1])
     with pytest.raises(
         CheckpointError, match=r"m-00002-of-00003.gguf says that it is part 0 \(from 0\) of 3: it is not"
     ):
         import_model(parts[0], tmp_path / "model")
     parts[1].unlink()
-    with pytest.raises(
-        CheckpointError, match=r"m-00002-of-00003.gguf is missing: m-00001-of-00003.gguf is one of 3"
-    ):
+    with pytest.raises(CheckpointError, match=r"m-00002-of-00003.gguf is missing: m-00001-of-00003.gguf is one of 3"):
         import_model(parts[0], tmp_path / "model")
     shutil.move(parts[0], tmp_path / "alone.gguf")
     with pytest.raises(CheckpointError, match=r"alone.gguf is a part of a split model, but is not called so"):
@@ -259,9 +249,7 @@ def test_windows_by_a_period_or_a_flag_a_layer(folder_of, tmp_path):
         found = open_checkpoint(import_model(file, tmp_path / f"{i}")).pattern
         assert "".join("F" if kind == FULL else "w" for kind in found.layer_types) == letters
     file = write_gguf(tmp_path / "m.gguf", source, attention__sliding_window_pattern=[True, False])
-    with pytest.raises(
-        CheckpointError, match="sliding_window_pattern must be true or false for each of the 5 layers"
-    ):
+    with pytest.raises(CheckpointError, match="sliding_window_pattern must be true or false for each of the 5 layers"):
         import_model(file, tmp_path / "model")
 
 
@@ -298,10 +286,7 @@ def test_the_two_largest_gemmas_scale_by_their_width(tmp_path, monkeypatch):
             {"rope__scaling__type": "spiral"},
             "llama.rope.scaling.type 'spiral' is not supported; supported: none, linear",
         ),
-        (
-            {"rope__dimension_count": 32},
-            "m.gguf, as a Hugging Face config.json: partial_rotary_factor is not",
-        ),
+        ({"rope__dimension_count": 32}, "m.gguf, as a Hugging Face config.json: partial_rotary_factor is not"),
         ({"rope__freq_base": float("nan")}, "llama.rope.freq_base must be a number"),
         ({"feed_forward_length": 512}, "has shape .256, 256., the hyperparameters ask for .512, 256."),
     ],
@@ -323,13 +308,8 @@ def test_one_number_a_layer_must_be_the_same_in_all(folder_of, tmp_path):
 
 def test_layers_for_multi_token_prediction_are_left_out(folder_of, tmp_path):
     folder = folder_of("exaone-moe-hybrid")
-    extra = {
-        "blk.5.nextn.eh_proj.weight": np.ones((36, 72), np.float32),
-        "blk.5.attn_norm.weight": np.ones(36),
-    }
-    file = write_gguf(
-        tmp_path / "m.gguf", folder, edit=lambda all: all | extra, block_count=6, nextn_predict_layers=1
-    )
+    extra = {"blk.5.nextn.eh_proj.weight": np.ones((36, 72), np.float32), "blk.5.attn_norm.weight": np.ones(36)}
+    file = write_gguf(tmp_path / "m.gguf", folder, edit=lambda all: all | extra, block_count=6, nextn_predict_layers=1)
     assert_same_model(import_model(file, tmp_path / "a"), import_model(folder, tmp_path / "b"))
 
 
@@ -353,10 +333,7 @@ def test_files_that_are_no_gguf(wide, tmp_path):
     good = write_gguf(tmp_path / "good.gguf", wide).read_bytes()
     for data, said in (
         (b"", "is no GGUF file"),
-        (
-            b"version https://git-lfs.github.com/spec/v1",
-            "is no GGUF file: it begins with b'vers'; a git-lfs pointer",
-        ),
+        (b"version https://git-lfs.github.com/spec/v1", "is no GGUF file: it begins with b'vers'; a git-lfs pointer"),
         (b"lmgg" + good[4:], "is of a format before GGUF"),
         (good[:4] + b"\x01" + good[5:], "is of GGUF version 1; supported: GGUF versions 2 and 3"),
         (good[:4] + b"\x00\x00\x00\x03" + good[8:], "is for processors with the highest byte first"),
@@ -367,9 +344,7 @@ def test_files_that_are_no_gguf(wide, tmp_path):
             import_model(tmp_path / "bad.gguf", tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"none.gguf is no file: give a GGUF file"):
         import_model(tmp_path / "none.gguf", tmp_path / "model")
-    with pytest.raises(
-        CheckpointError, match=r"holds no config.json.*; give the GGUF file itself: .*bad.gguf"
-    ):
+    with pytest.raises(CheckpointError, match=r"holds no config.json.*; give the GGUF file itself: .*bad.gguf"):
         import_model(tmp_path, tmp_path / "model")
 
 
@@ -382,16 +357,12 @@ def test_tensors_lie_without_holes(wide, tmp_path):
     offset = int.from_bytes(data[place : place + 8], "little")
     data[place : place + 8] = (offset + 32).to_bytes(8, "little")
     file.write_bytes(data)
-    with pytest.raises(
-        CheckpointError, match=f"'output_norm.weight' begins at {offset + 32} and not at {offset}"
-    ):
+    with pytest.raises(CheckpointError, match=f"'output_norm.weight' begins at {offset + 32} and not at {offset}"):
         import_model(file, tmp_path / "model")
 
 
 def test_an_unknown_architecture(wide, tmp_path, monkeypatch):
     file = write_gguf(tmp_path / "m.gguf", wide)
     file.write_bytes(file.read_bytes().replace(b"llama", b"lemma"))
-    with pytest.raises(
-        ConfigError, match=r"m.gguf: general.architecture 'lemma' is not supported; supported: afmoe, "
-    ):
+    with pytest.raises(ConfigError, match=r"m.gguf: general.architecture 'lemma' is not supported; supported: afmoe, "):
         import_model(file, tmp_path / "model")

@@ -37,9 +37,7 @@ def test_byte_level_words_and_control_tokens(folder):
     tokenizer = load_tokenizer(folder(write_byte_level))
     assert pieces(tokenizer, "abc a<|end|>é") == ["abc", "Ġa", "<|end|>", "Ã", "©"]
     assert pieces(tokenizer, "a<think>b") == ["a", "<think>", "b"]
-    assert (
-        tokenizer.decode(tokenizer.encode("abc <think> é<|end|>")) == "abc <think> é"
-    )  # control tokens are left out
+    assert tokenizer.decode(tokenizer.encode("abc <think> é<|end|>")) == "abc <think> é"  # control tokens are left out
     assert tokenizer.eos_id == 260
     assert tokenizer.start_ids == []
 
@@ -95,9 +93,7 @@ def test_sentencepiece_without_a_space_in_front_and_without_a_start(folder):
 def test_a_template_and_the_ends_of_a_reply(folder):
     """A turn's end that the chat template has ends a reply, whatever the file names as the end of a text."""
     made = folder(lambda writer: write_byte_level(writer, template="{{ messages }}<|end|>"))
-    assert (
-        json.loads((made / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}<|end|>"
-    )
+    assert json.loads((made / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}<|end|>"
 
     def other_end(writer):
         write_byte_level(writer, template="{{ messages }}<|end|>")
@@ -135,10 +131,7 @@ def test_a_file_without_a_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("write", "said"),
     [
-        (
-            lambda w: write_byte_level(w, "smolm"),
-            r"called 'smolm' \(tokenizer.ggml.pre\), which is not known; did you",
-        ),
+        (lambda w: write_byte_level(w, "smolm"), r"called 'smolm' \(tokenizer.ggml.pre\), which is not known; did you"),
         (lambda w: w.add_tokenizer_model("t5"), "a tokenizer of kind 't5' is not supported; supported: gpt2"),
         (lambda w: w.add_token_types([1, 2]), r"tokenizer.ggml.token_type must be \d+ numbers, one a token"),
         (lambda w: w.add_token_merges(["ab"]), "tokenizer.ggml.merges has 'ab', which is no pair of tokens"),

@@ -75,20 +75,14 @@ def assert_refused(source: Path | str, destination: Path, sentence: str, **optio
             {"zzz": np.zeros(3, np.float32)},
             "holds tensor 'zzz', which a qwen2 model with this config.json does not have$",
         ),
-        (
-            {Q_WEIGHT: None},
-            f"the weights lack tensor '{Q_WEIGHT}'; config.json asks for 50 tensors in 4 layers",
-        ),
+        ({Q_WEIGHT: None}, f"the weights lack tensor '{Q_WEIGHT}'; config.json asks for 50 tensors in 4 layers"),
         ({Q_WEIGHT: None, "model.norm.weight": None}, f"lack tensor '{Q_WEIGHT}' and 1 more"),
         ({"model.embed_tokens.weight": None}, "lack tensor 'model.embed_tokens.weight'"),
         (
             {Q_WEIGHT: np.zeros((36, 37), np.float32)},
             rf"'{Q_WEIGHT}' in model.safetensors has shape \[36, 37\], config.json asks for \[36, 36\]",
         ),
-        (
-            {Q_WEIGHT: np.zeros((36, 36), np.float64)},
-            f"'{Q_WEIGHT}' .* has dtype F64; supported: F32, F16, BF16",
-        ),
+        ({Q_WEIGHT: np.zeros((36, 36), np.float64)}, f"'{Q_WEIGHT}' .* has dtype F64; supported: F32, F16, BF16"),
         ({Q_WEIGHT: np.zeros((36, 36), np.int8)}, "has dtype I8"),
         (
             {"lm_head.weight": np.zeros((131, 36), np.float32)},
@@ -107,9 +101,7 @@ def test_tensors_that_do_not_fit_are_refused(source, destination, changes, sente
 
 
 def test_configurations_and_patterns_that_do_not_fit_are_refused(source, destination):
-    assert_refused(
-        source, destination, "pattern has 2 layers, the model 4", pattern=AttentionPattern((FULL,) * 2)
-    )
+    assert_refused(source, destination, "pattern has 2 layers, the model 4", pattern=AttentionPattern((FULL,) * 2))
     assert_refused(source, destination, "unknown recipe 'widow'; did you mean 'window'", pattern="widow")
     edit_config(source, model_type="mamba")
     assert_refused(source, destination, "model_type 'mamba' is not supported")
@@ -124,15 +116,11 @@ def test_weights_that_are_no_safetensors_are_refused(source, destination):
     whole = file.read_bytes()
     for damaged in (whole[:-1], whole[:100], b"version https://git-lfs.github.com/spec/v1\n", b""):
         file.write_bytes(damaged)
-        assert_refused(
-            source, destination, "model.safetensors is not a complete safetensors file.* fetch it again"
-        )
+        assert_refused(source, destination, "model.safetensors is not a complete safetensors file.* fetch it again")
     file.rename(source / "consolidated.safetensors")
     assert_refused(source, destination, "holds consolidated.safetensors, but neither model.safetensors or")
     (source / "consolidated.safetensors").rename(source / "pytorch_model.bin")
-    assert_refused(
-        source, destination, r"holds pickled weights only \(pytorch_model.bin\), which are never read"
-    )
+    assert_refused(source, destination, r"holds pickled weights only \(pytorch_model.bin\), which are never read")
     (source / "pytorch_model.bin").unlink()
     assert_refused(source, destination, "holds no weights: expected model.safetensors")
 
@@ -142,18 +130,14 @@ def test_shards_and_their_index_must_agree(tmp_path, destination):
     index, shard = source / weights.INDEX_FILE, source / "model-00002-of-00003.safetensors"
     places = json.loads(index.read_text())
     shard.rename(source / "elsewhere")
-    assert_refused(
-        source, destination, "index.json names the shard model-00002-of-00003.safetensors, which is not in"
-    )
+    assert_refused(source, destination, "index.json names the shard model-00002-of-00003.safetensors, which is not in")
     (source / "elsewhere").rename(shard)
     save_file(load_file(shard) | {"model.norm.weight": np.ones(36, np.float32)}, shard)
     assert_refused(source, destination, "tensor model.norm.weight is stored twice")
     kept = {name: array for name, array in load_file(shard).items() if name != "model.norm.weight"}
     lost = sorted(kept)[0]
     save_file({name: array for name, array in kept.items() if name != lost}, shard)
-    assert_refused(
-        source, destination, f"places tensor .{re.escape(lost)}. in {shard.name}, which does not hold it"
-    )
+    assert_refused(source, destination, f"places tensor .{re.escape(lost)}. in {shard.name}, which does not hold it")
     index.write_text(json.dumps(places | {"weight_map": {lost: "../model.safetensors"}}))
     assert_refused(source, destination, "a shard must lie beside its index")
     index.write_text("[]")
@@ -183,9 +167,7 @@ def test_an_import_keeps_config_pattern_and_tokenizer(source, destination):
     tokenizers.Tokenizer(words).save(str(source / "tokenizer.json"))
     (source / "merges.txt").write_text("a b")
     assert import_model(source, str(destination), pattern="interleave-1-in-2") == destination
-    assert json.loads((destination / "config.json").read_text()) == json.loads(
-        (source / "config.json").read_text()
-    )
+    assert json.loads((destination / "config.json").read_text()) == json.loads((source / "config.json").read_text())
     pattern = AttentionPattern.from_json(destination / "pattern.json")
     assert pattern.full_layers == (1, 3)
     assert swa_jax.load_model(destination).pattern == pattern
@@ -234,9 +216,7 @@ def test_an_import_holds_one_tensor_at_a_time(tmp_path, destination, monkeypatch
     config |= {"num_hidden_layers": 10, "num_attention_heads": 4}
     (source / "config.json").write_text(json.dumps(config))
     shapes = expected_tensors(model_config(config))
-    save_file(
-        {name: np.ones(shape, np.float32) for name, shape in shapes.items()}, source / "model.safetensors"
-    )
+    save_file({name: np.ones(shape, np.float32) for name, shape in shapes.items()}, source / "model.safetensors")
     total = (source / "model.safetensors").stat().st_size
     largest = 4 * 128 * 1024
     assert total > 30 * largest
@@ -275,15 +255,11 @@ def test_export_gives_back_what_was_imported(tmp_path, case):
     exported = export_model(checkpoint, tmp_path / "exported", canary=False)
     original = {n: a for f in (GOLDEN / case).glob("model*.safetensors") for n, a in load_file(f).items()}
     again = load_file(exported / "model.safetensors")
-    assert {name: array.tobytes() for name, array in again.items()} == {
-        n: a.tobytes() for n, a in original.items()
-    }
+    assert {name: array.tobytes() for name, array in again.items()} == {n: a.tobytes() for n, a in original.items()}
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (GOLDEN / case, exported))
     before.pop("max_window_layers", None)  # `layer_types` says it in full
     assert {key: after[key] for key in before} == before
-    second = export_model(
-        import_model(exported, tmp_path / "checkpoint2"), tmp_path / "exported2", canary=False
-    )
+    second = export_model(import_model(exported, tmp_path / "checkpoint2"), tmp_path / "exported2", canary=False)
     assert files_of(second) == files_of(exported)
 
 
@@ -299,16 +275,12 @@ def test_export_in_shards(tmp_path, monkeypatch):
     original = load_file(GOLDEN / "qwen3-hybrid" / "model.safetensors")
     assert index["metadata"]["total_size"] == sum(array.nbytes for array in original.values())
     again = {name: array for shard in shards for name, array in load_file(shard).items()}
-    assert {name: array.tobytes() for name, array in again.items()} == {
-        n: a.tobytes() for n, a in original.items()
-    }
+    assert {name: array.tobytes() for name, array in again.items()} == {n: a.tobytes() for n, a in original.items()}
     swa_jax.load_model(import_model(exported, tmp_path / "again"))
 
 
 def test_a_pattern_hugging_face_cannot_express_survives(tmp_path, caplog):
-    pattern = AttentionPattern(
-        (WINDOW, SWITCH, FULL, WINDOW), 8, num_sink_tokens=2, provenance={"method": "by hand"}
-    )
+    pattern = AttentionPattern((WINDOW, SWITCH, FULL, WINDOW), 8, num_sink_tokens=2, provenance={"method": "by hand"})
     model = swa_jax.load_model(import_model(GOLDEN / "qwen3-full", tmp_path / "plain"), pattern)
     checkpoint = checkpoint_module.save_model(model, tmp_path / "checkpoint")
     exported = export_model(checkpoint, tmp_path / "exported", canary=False)
@@ -323,13 +295,9 @@ def test_a_pattern_hugging_face_cannot_express_survives(tmp_path, caplog):
 
 
 def test_mixed_dtypes_are_exported_aligned(source, tmp_path):
-    halves = {
-        n: a.astype(np.float16) for n, a in load_file(source / "model.safetensors").items() if "norm" not in n
-    }
+    halves = {n: a.astype(np.float16) for n, a in load_file(source / "model.safetensors").items() if "norm" not in n}
     edit_tensors(source, halves)
-    exported = export_model(
-        import_model(source, tmp_path / "checkpoint"), tmp_path / "exported", canary=False
-    )
+    exported = export_model(import_model(source, tmp_path / "checkpoint"), tmp_path / "exported", canary=False)
     assert {name: a.dtype for name, a in load_file(exported / "model.safetensors").items()} == {
         name: a.dtype for name, a in load_file(source / "model.safetensors").items()
     }

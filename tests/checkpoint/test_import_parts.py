@@ -22,9 +22,7 @@ def test_parts_make_the_same_folder(tmp_path, monkeypatch, case, nbytes):
     whole = import_model(GOLDEN / case, tmp_path / "whole")
     monkeypatch.setattr(safetensors_files, "PART_BYTES", nbytes)
     parts = import_model(GOLDEN / case, tmp_path / "parts")
-    one, other = (
-        {f.relative_to(d): f.read_bytes() for f in d.rglob("*") if f.is_file()} for d in (whole, parts)
-    )
+    one, other = ({f.relative_to(d): f.read_bytes() for f in d.rglob("*") if f.is_file()} for d in (whole, parts))
     assert one == other
     swa_jax.load_model(parts)
 

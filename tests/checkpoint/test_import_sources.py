@@ -76,9 +76,7 @@ def test_a_repository_is_read_where_it_is(hub, destination, tmp_path, name):
     assert not (tmp_path / "cache").exists() or not files_of(tmp_path / "cache")  # no second copy
     assert set(hub.sent) == {file.name for file in SHARDED.iterdir() if file.name.startswith(READ)}
     weights = {name: size for name, size in hub.sent.items() if name.endswith(".safetensors")}
-    assert sum(weights.values()) < 1.2 * sum(
-        file.stat().st_size for file in SHARDED.glob("model*.safetensors")
-    )
+    assert sum(weights.values()) < 1.2 * sum(file.stat().st_size for file in SHARDED.glob("model*.safetensors"))
 
 
 def in_cache(tmp_path: Path, leave_out: str = "") -> None:
@@ -124,9 +122,7 @@ def test_what_the_cache_lacks_is_fetched(hub, destination, tmp_path):
 
 def test_without_the_hub_the_cache_serves(hub, destination, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(
-        UnreachableError, match=r"the Hugging Face hub cannot be reached \(.*\); give a folder"
-    ):
+    with pytest.raises(UnreachableError, match=r"the Hugging Face hub cannot be reached \(.*\); give a folder"):
         import_model(REPOSITORY, destination)
     in_cache(tmp_path)
     import_model(REPOSITORY, destination)
@@ -138,9 +134,7 @@ def test_a_transfer_that_breaks_off_goes_on(hub, destination, monkeypatch):
     monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 50_000)
     monkeypatch.setattr(safetensors_files, "PART_BYTES", 4000)
     hub.breaks_after = 150_000
-    with pytest.raises(
-        UnreachableError, match=r"cannot be read now \(.*\): start the same command again"
-    ) as caught:
+    with pytest.raises(UnreachableError, match=r"cannot be read now \(.*\): start the same command again") as caught:
         import_model(REPOSITORY, destination)
     assert "\n" not in str(caught.value)
     assert any(destination.with_name("checkpoint.partial").rglob("*.safetensors"))
@@ -154,23 +148,13 @@ def test_a_transfer_that_breaks_off_goes_on(hub, destination, monkeypatch):
 
 @pytest.mark.parametrize("name", ["someone/else", "hf://someone/else"])
 def test_a_repository_that_is_not_there(hub, destination, name):
-    with pytest.raises(
-        CheckpointError, match="'someone/else' is neither a folder here nor a model on the Hugging"
-    ):
+    with pytest.raises(CheckpointError, match="'someone/else' is neither a folder here nor a model on the Hugging"):
         import_model(name, destination)
     assert not destination.parent.exists()
 
 
 def test_names_that_are_no_source(tmp_path, destination):
-    for name in (
-        tmp_path / "missing",
-        "./missing",
-        "missing",
-        "a/b/c",
-        "http://a/b",
-        "hf://a",
-        "file:///etc",
-    ):
+    for name in (tmp_path / "missing", "./missing", "missing", "a/b/c", "http://a/b", "hf://a", "file:///etc"):
         with pytest.raises(CheckpointError, match=r"is no folder; give a folder with config.json, a hub id"):
             import_model(name, destination)
 
@@ -204,9 +188,7 @@ def test_a_bucket_needs_its_package(destination, monkeypatch):
         raise ImportError("Please install gcsfs to access Google Storage")
 
     monkeypatch.setattr(fsspec, "filesystem", missing)
-    with pytest.raises(
-        ConfigError, match=r"reading gs:// needs the package gcsfs, which is not installed: run pip"
-    ):
+    with pytest.raises(ConfigError, match=r"reading gs:// needs the package gcsfs, which is not installed: run pip"):
         import_model("gs://bucket/model", destination)
 
 
@@ -239,9 +221,7 @@ def test_companions_are_regular_files_of_the_folder(source, destination, tmp_pat
             "loop": name,
         }
         file.symlink_to(targets[kind])
-    with pytest.raises(
-        CheckpointError, match=r"outside the model's folder|is no regular file|cannot be read"
-    ):
+    with pytest.raises(CheckpointError, match=r"outside the model's folder|is no regular file|cannot be read"):
         import_model(source, destination)
     assert not destination.parent.exists()
 

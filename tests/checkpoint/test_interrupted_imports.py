@@ -90,9 +90,7 @@ def test_an_interrupted_import_goes_on(source, destination, monkeypatch, error):
 
 
 def assert_same_folder(one: Path, other: Path) -> None:
-    left, right = (
-        {f.relative_to(d): f.read_bytes() for f in d.rglob("*") if f.is_file()} for d in (one, other)
-    )
+    left, right = ({f.relative_to(d): f.read_bytes() for f in d.rglob("*") if f.is_file()} for d in (one, other))
     assert left == right
 
 
@@ -115,9 +113,7 @@ def edit_weights(source: Path) -> dict:
 
 
 @pytest.mark.parametrize("edit", [edit_pattern, edit_config, edit_weights])
-def test_what_an_interrupted_import_of_something_else_left_is_not_used(
-    source, destination, monkeypatch, edit
-):
+def test_what_an_interrupted_import_of_something_else_left_is_not_used(source, destination, monkeypatch, edit):
     monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 20_000)
     with monkeypatch.context() as patch:
         breaks(patch, 20, KeyboardInterrupt())
@@ -277,9 +273,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name(monkeypatch, source, de
     shutil.rmtree(destination)
     tensors[name][-1, -1] = value
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(
-        CheckpointError, match=f"'{name}' in model.safetensors holds NaN or infinity"
-    ) as caught:
+    with pytest.raises(CheckpointError, match=f"'{name}' in model.safetensors holds NaN or infinity") as caught:
         import_model(source, destination)
     assert "\n" not in str(caught.value)
     assert list(destination.parent.iterdir()) == []
@@ -312,9 +306,7 @@ def test_files_that_the_manifest_does_not_list_are_refused(source, destination, 
         open_checkpoint(destination)
 
 
-@pytest.mark.parametrize(
-    "name", ["../x", "/etc/passwd", "weights/../config.json", "weights/a/b", "", "pattern.json"]
-)
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "weights/../config.json", "weights/a/b", "", "pattern.json"])
 def test_a_manifest_that_lists_files_elsewhere_is_refused(source, destination, name):
     import_model(source, destination)
     file = destination / "manifest.json"
@@ -325,9 +317,7 @@ def test_a_manifest_that_lists_files_elsewhere_is_refused(source, destination, n
         open_checkpoint(destination)
 
 
-@pytest.mark.parametrize(
-    "name", ["config.json", "pattern.json", "manifest.json", "weights/model.safetensors"]
-)
+@pytest.mark.parametrize("name", ["config.json", "pattern.json", "manifest.json", "weights/model.safetensors"])
 def test_a_pipe_is_not_waited_for(source, destination, name):
     import_model(source, destination)
     (destination / name).unlink()

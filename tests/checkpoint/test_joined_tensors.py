@@ -57,10 +57,7 @@ def test_a_pattern_that_the_family_cannot_say_goes_out_apart(tmp_path, caplog):
 
 @pytest.mark.parametrize(
     ("shape", "sentence"),
-    [
-        ((59, 36), r"has shape \[59, 36\], config.json asks for \[60, 36\]"),
-        (None, "the weights lack tensor '.*qkv"),
-    ],
+    [((59, 36), r"has shape \[59, 36\], config.json asks for \[60, 36\]"), (None, "the weights lack tensor '.*qkv")],
 )
 def test_joined_tensors_are_named_as_they_are_stored(tmp_path, shape, sentence):
     source = tmp_path / "source"
@@ -99,16 +96,13 @@ def test_adapters_of_joined_tensors_are_one(model, tmp_path, targets, rs_lora):
         alpha = settings["alpha_pattern"].get(module, settings["lora_alpha"])
         assert (a.shape[0], b.shape[1]) == (rank, rank)
         change = alpha / (np.sqrt(rank) if rs_lora else rank) * b @ a
-        parts = {
-            "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-            "gate_up_proj": ("gate_proj", "up_proj"),
-        }.get(module, (module,))
+        parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}.get(
+            module, (module,)
+        )
         after, before = (
             np.concatenate(
                 [
-                    np.asarray(
-                        getattr(layers.attention if place == "self_attn" else layers.mlp, p).kernel[...][1]
-                    ).T
+                    np.asarray(getattr(layers.attention if place == "self_attn" else layers.mlp, p).kernel[...][1]).T
                     for p in parts
                 ]
             )

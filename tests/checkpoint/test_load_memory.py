@@ -40,9 +40,7 @@ print(memory("VmHWM:") - before, weights)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure memory"
-)
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure memory")
 @pytest.mark.parametrize("tied", [True, False])
 def test_loading_takes_little_more_than_the_weights(tmp_path, tied):
     """Also where the embedding is most of the model."""
@@ -54,13 +52,8 @@ def test_loading_takes_little_more_than_the_weights(tmp_path, tied):
     source.mkdir()
     (source / "config.json").write_text(json.dumps(config))
     shapes = expected_tensors(model_config(config))
-    save_file(
-        {n: np.full(s, 0.01, ml_dtypes.bfloat16) for n, s in shapes.items()}, source / "model.safetensors"
-    )
-    small, large = (
-        import_model(GOLDEN / "qwen2-full", tmp_path / "small"),
-        import_model(source, tmp_path / "large"),
-    )
+    save_file({n: np.full(s, 0.01, ml_dtypes.bfloat16) for n, s in shapes.items()}, source / "model.safetensors")
+    small, large = (import_model(GOLDEN / "qwen2-full", tmp_path / "small"), import_model(source, tmp_path / "large"))
     command = [sys.executable, "-c", MEASURED, str(small), str(large)]
     done = subprocess.run(command, env=os.environ.copy(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -88,9 +81,7 @@ print(memory("VmHWM:") - before)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure memory"
-)
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to measure memory")
 def test_importing_gguf_takes_a_part_of_the_largest_tensor(tmp_path):
     """Whose values, as f32, are 400 MB of 700."""
     config = {

@@ -43,12 +43,7 @@ def test_every_name_of_a_model_gives_the_same_model(tmp_path):
     in_hub_cache(golden, "someone/small")
     (tmp_path / "parts").mkdir()
     write_gguf(tmp_path / "parts" / "a.gguf", golden, split_tensors=20)
-    names = [
-        import_model(golden, tmp_path / "checkpoint"),
-        golden,
-        "tests/golden/gemma3-hybrid",
-        "someone/small",
-    ]
+    names = [import_model(golden, tmp_path / "checkpoint"), golden, "tests/golden/gemma3-hybrid", "someone/small"]
     tokens = load_file(golden / "golden.safetensors")["tokens"]
     expected = np.asarray(swa_jax.load_model(names[0])(tokens))
     for name in names[1:]:
@@ -88,9 +83,7 @@ def test_what_is_imported_is_kept_until_its_content_changes(tmp_path):
 
 @pytest.mark.parametrize("name", ["nowhere", "./no/where", "nothing.gguf", "/absent/model", "chain"])
 def test_what_is_no_model_is_told_what_is_one(name):
-    with pytest.raises(
-        ConfigError, match=rf"^{name} is no model: give a checkpoint folder, .* chains or recall$"
-    ):
+    with pytest.raises(ConfigError, match=rf"^{name} is no model: give a checkpoint folder, .* chains or recall$"):
         model_folder(name)
 
 
@@ -105,10 +98,7 @@ def test_commands_take_any_name(tmp_path):
     run("import", ADAPTERS / "plain", tmp_path / "merged")
     run("export", "tests/golden/qwen3-hybrid", tmp_path / "back", "--no-canary")
     for name in ("merged", "back"):
-        assert (
-            swa_jax.load_model(tmp_path / name).config
-            == swa_jax.load_model("tests/golden/qwen3-hybrid").config
-        )
+        assert swa_jax.load_model(tmp_path / name).config == swa_jax.load_model("tests/golden/qwen3-hybrid").config
 
 
 @pytest.mark.slow
@@ -166,26 +156,10 @@ QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
         ({"base_model_name_or_path": "nowhere"}, None, "the base of .* nowhere is no model"),
         ({"base_model_name_or_path": "tests/golden/llama-plain"}, None, "which do not fit the base's"),
         ({}, lambda found: {}, "holds no adapters"),
-        (
-            {},
-            lambda found: found | {f"{QUERY}.lora_B.weight": np.ones((7, 4), np.float32)},
-            "q_proj has A .* and B",
-        ),
-        (
-            {},
-            lambda found: {n: t for n, t in found.items() if n != f"{QUERY}.lora_A.weight"},
-            r"q_proj \(B\)",
-        ),
-        (
-            {},
-            lambda found: found | {f"{QUERY}.lora_magnitude_vector": np.ones(9, np.float32)},
-            "lora_magnitude_vector",
-        ),
-        (
-            {},
-            lambda found: found | {"base_model.model.visual.weight": np.ones((2, 2), np.float32)},
-            "adapts visual",
-        ),
+        ({}, lambda found: found | {f"{QUERY}.lora_B.weight": np.ones((7, 4), np.float32)}, "q_proj has A .* and B"),
+        ({}, lambda found: {n: t for n, t in found.items() if n != f"{QUERY}.lora_A.weight"}, r"q_proj \(B\)"),
+        ({}, lambda found: found | {f"{QUERY}.lora_magnitude_vector": np.ones(9, np.float32)}, "lora_magnitude_vector"),
+        ({}, lambda found: found | {"base_model.model.visual.weight": np.ones((2, 2), np.float32)}, "adapts visual"),
     ],
 )
 def test_adapters_that_cannot_be_merged_are_one_sentence(settings, tensors, sentence, tmp_path):

@@ -20,10 +20,7 @@ from swa_jax.model.lora import LoraConfig, with_lora
 def test_an_adapter_has_pefts_names_and_orientation(tmp_path):
     config = LoraConfig(rank=2, alpha=6.0, targets=("q_proj", "down_proj"))
     model = with_lora(model_of("window"), config, nnx.Rngs(1))
-    projections = {
-        "self_attn.q_proj": model.layers.attention.q_proj,
-        "mlp.down_proj": model.layers.mlp.down_proj,
-    }
+    projections = {"self_attn.q_proj": model.layers.attention.q_proj, "mlp.down_proj": model.layers.mlp.down_proj}
     for projection in projections.values():
         projection.lora_b[...] = jax.random.normal(jax.random.key(0), projection.lora_b.shape)
     folder = save_adapter(model, tmp_path / "adapter", base="the/base")

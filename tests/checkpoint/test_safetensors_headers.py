@@ -44,11 +44,7 @@ def test_a_whole_file_is_read(tmp_path):
         ({"a": A, "b": B | {"data_offsets": [23, 31]}}, 32, "lays others over tensor 'b'"),
         ({"a": A, "b": A}, 24, "lays others over tensor 'b'"),
         ({"b": B}, 32, "leaves a hole before tensor 'b'"),
-        (
-            {"a": A | {"shape": [2, 4]}},
-            24,
-            r"says of tensor 'a' that it has 24 bytes, but F32 \[2, 4\] takes 32",
-        ),
+        ({"a": A | {"shape": [2, 4]}}, 24, r"says of tensor 'a' that it has 24 bytes, but F32 \[2, 4\] takes 32"),
         ({"a": A | {"dtype": "BF16"}}, 24, r"it has 24 bytes, but BF16 \[2, 3\] takes 12"),
         ({"a": A | {"shape": [2**40, 2**40]}}, 24, "it has 24 bytes, but F32"),
         ({"a": A | {"shape": [2**62] * 40}}, 24, "it has 24 bytes, but F32 .* takes more than there is"),
@@ -59,11 +55,7 @@ def test_a_whole_file_is_read(tmp_path):
         ({"a": A | {"data_offsets": [0]}}, 24, "is no dtype, shape and data_offsets"),
         ({"a": A | {"data_offsets": [24, 0]}}, 24, "that it has -24 bytes"),
         ({"a": A | {"dtype": None}}, 24, "is no dtype, shape and data_offsets"),
-        (
-            {"a": A | {"dtype": "F7"}},
-            24,
-            "tensor 'a' in model.safetensors has dtype F7; supported: F32, F16, BF16",
-        ),
+        ({"a": A | {"dtype": "F7"}}, 24, "tensor 'a' in model.safetensors has dtype F7; supported: F32, F16, BF16"),
         ({"a": 3}, 24, "is no dtype, shape and data_offsets"),
         ({"a\n": A}, 24, r"has a tensor 'a\\n', which is no name of one"),
         ({"a" * 300: A}, 24, "which is no name of one"),
@@ -85,7 +77,5 @@ def test_headers_that_cannot_be(tmp_path, header, payload, sentence):
 @pytest.mark.parametrize("size", [0, 1, 33, 10**9, 2**63, 2**64 - 1])
 def test_lengths_of_a_header_that_cannot_be(tmp_path, size):
     write(tmp_path, b'{"a": 1}', 24, size=size)
-    with pytest.raises(
-        CheckpointError, match="is not a complete safetensors file; it may be cut short or a git-lfs"
-    ):
+    with pytest.raises(CheckpointError, match="is not a complete safetensors file; it may be cut short or a git-lfs"):
         read_headers(tmp_path)

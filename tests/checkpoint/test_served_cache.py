@@ -33,11 +33,7 @@ def test_entries_are_those_of_vllms_planner():
     assert len(CASES) == 200
     for case in CASES:
         entries, groups = grouped_entries(
-            case["full"],
-            case["windowed"],
-            case["window"],
-            case["length"],
-            Blocks(case["block"], case["in_flight"]),
+            case["full"], case["windowed"], case["window"], case["length"], Blocks(case["block"], case["in_flight"])
         )
         assert (entries, groups.layers, groups.full + groups.windowed) == (
             case["entries"],
@@ -74,9 +70,7 @@ def test_bytes_of_a_model(server, head_dim):
     short = min(4 + blocks.in_flight, 5000)
     entries = -(-5000 // 16) * 16 + (layers - 1) * 16 * (-(-short // 16) + 1)
     assert config.head_dim == 6
-    assert (
-        served_bytes(server, served, config, 5000) == entries * config.num_key_value_heads * 2 * head_dim * 2
-    )
+    assert served_bytes(server, served, config, 5000) == entries * config.num_key_value_heads * 2 * head_dim * 2
 
 
 def test_the_verb_prints_bytes_here_and_as_served(tmp_path):

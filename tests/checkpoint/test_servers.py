@@ -99,9 +99,7 @@ def test_which_class_runs_it(model, server, name, runs):
 
 
 def test_a_dense_model_is_written_as_mellum_without_experts():
-    served = served_config(
-        "vllm", hf_of("qwen3-full"), patterns(hf_of("qwen3-full")["num_hidden_layers"])["odd"]
-    )
+    served = served_config("vllm", hf_of("qwen3-full"), patterns(hf_of("qwen3-full")["num_hidden_layers"])["odd"])
     assert served.hf["mlp_layer_types"] == ["dense"] * served.hf["num_hidden_layers"]
     assert not {"num_experts", "num_local_experts", "moe_intermediate_size"} & served.hf.keys()
 
@@ -182,9 +180,7 @@ def test_the_verb_says_how_to_start_the_server(tmp_path):
 
 def test_full_attention_is_written_only_where_it_is_asked_for(tmp_path):
     checkpoint = import_model(GOLDEN / "granite-full", tmp_path / "checkpoint", pattern="interleave-1-in-2")
-    assert "--as-full exports it" in fails(
-        "export", checkpoint, tmp_path / "a", "--no-canary", "--for", "sglang"
-    )
+    assert "--as-full exports it" in fails("export", checkpoint, tmp_path / "a", "--no-canary", "--for", "sglang")
     assert "a window in no layer" in run(
         "export", checkpoint, tmp_path / "a", "--no-canary", "--for", "sglang", "--as-full"
     )

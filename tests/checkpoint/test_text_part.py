@@ -25,9 +25,7 @@ SPELLINGS = {  # of the names in front, and of the head
 
 def tensors_of(model: str) -> dict[str, np.ndarray]:
     return {
-        name: tensor
-        for file in (GOLDEN / model).glob("model*.safetensors")
-        for name, tensor in load_file(file).items()
+        name: tensor for file in (GOLDEN / model).glob("model*.safetensors") for name, tensor in load_file(file).items()
     }
 
 
@@ -60,10 +58,7 @@ def whole_model(path: Path, kind: str, model: str, spelling: str) -> Path:
     tensors = {
         (head if name == HEAD else front + name.removeprefix("model.")): tensor
         for name, tensor in tensors_of(model).items()
-    } | {
-        f"{of_others}{name}.weight": other
-        for name in ("vision_tower.a", "vision_tower.b", "multi_modal_projector.c")
-    }
+    } | {f"{of_others}{name}.weight": other for name in ("vision_tower.a", "vision_tower.b", "multi_modal_projector.c")}
     inner = hf_of(model)
     said = {"dtype": inner.pop("dtype"), "eos_token_id": [1, 106], "tie_word_embeddings": True}
     del inner["architectures"]
@@ -86,10 +81,7 @@ def test_the_language_model_of_a_model_for_images(tmp_path, kind, model, spellin
     exported = export_model(imported, tmp_path / "exported", canary=False)
     assert set(read_headers(exported)) == set(read_headers(GOLDEN / model))
     hf = json.loads((exported / "config.json").read_text())
-    assert (hf["model_type"], hf["architectures"]) == (
-        hf_of(model)["model_type"],
-        hf_of(model)["architectures"],
-    )
+    assert (hf["model_type"], hf["architectures"]) == (hf_of(model)["model_type"], hf_of(model)["architectures"])
     assert (hf["eos_token_id"], hf["dtype"], "vision_config" in hf) == ([1, 106], "float32", False)
 
 
@@ -117,10 +109,7 @@ def test_gemma_3_4b_says_little_of_its_language_model():
             {"model_type": "mistral3", "text_config": {"model_type": "mistral4"}},
             "text_config.model_type 'mistral4' is not supported; supported: afmoe",
         ),
-        (
-            {"model_type": "mistral3", "text_config": {"model_type": []}},
-            r"text_config.model_type '\[\]' is not",
-        ),
+        ({"model_type": "mistral3", "text_config": {"model_type": []}}, r"text_config.model_type '\[\]' is not"),
     ],
 )
 def test_what_a_model_for_images_must_say(hf, sentence):
@@ -132,9 +121,7 @@ def test_what_a_model_for_images_must_say(hf, sentence):
 def test_a_model_for_images_without_its_language_model(tmp_path):
     hf = {"model_type": "gemma3", "text_config": hf_of("gemma3-hybrid")}
     source = folder_of(tmp_path / "whole", hf, {"vision_tower.a": np.ones(3, np.float32)})
-    with pytest.raises(
-        CheckpointError, match=r"hold no tensor language_model\.model\.embed_tokens\.weight or "
-    ):
+    with pytest.raises(CheckpointError, match=r"hold no tensor language_model\.model\.embed_tokens\.weight or "):
         import_model(source, tmp_path / "imported")
 
 
@@ -149,9 +136,7 @@ def test_names_without_the_module_in_front(tmp_path, model):
     assert [note.split(";")[0] for note in notes if "output matrix" in note] == (
         []
         if tied
-        else [
-            "the weights have no output matrix (lm_head.weight): they are of a model that gives hidden states"
-        ]
+        else ["the weights have no output matrix (lm_head.weight): they are of a model that gives hidden states"]
     )
     alone = folder_of(
         tmp_path / "alone",

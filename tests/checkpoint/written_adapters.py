@@ -61,7 +61,5 @@ def written(folder: Path) -> str:
     """A sum of what PEFT reads: the settings, and every tensor's name, shape and numbers."""
     settings = json.loads((folder / "adapter_config.json").read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
-    sums = {
-        name: [list(x.shape), sum_of(np.ascontiguousarray(x, "<f4").tobytes())] for name, x in tensors.items()
-    }
+    sums = {name: [list(x.shape), sum_of(np.ascontiguousarray(x, "<f4").tobytes())] for name, x in tensors.items()}
     return sum_of_json([settings, sums])[:16]

@@ -95,9 +95,7 @@ def test_a_wrong_setting(file, tmp_path, overrides, sentence):
 
 
 def test_a_configuration_that_is_none(tmp_path):
-    assert fails("train", tmp_path / "absent.yaml") == (
-        f"configuration file {tmp_path / 'absent.yaml'} does not exist"
-    )
+    assert fails("train", tmp_path / "absent.yaml") == (f"configuration file {tmp_path / 'absent.yaml'} does not exist")
     (tmp_path / "list.yaml").write_text("- 1\n")
     assert "must be a mapping of keys" in fails("train", tmp_path / "list.yaml")
     assert fails("train", tmp_path) == f"configuration file {tmp_path} is not a YAML file"
@@ -140,10 +138,7 @@ def test_two_runs_in_one_folder(file, tmp_path):
     with swa_jax.train.loop._claimed(tmp_path / "run", load_config(TrainConfig, file)):
         before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
         sentence = fails("train", file, "log.every=2")
-        assert (
-            sentence
-            == f"another process is training in {tmp_path / 'run'}: wait for it, or name another folder"
-        )
+        assert sentence == f"another process is training in {tmp_path / 'run'}: wait for it, or name another folder"
         assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
     with swa_jax.train.loop._claimed(tmp_path / "run", load_config(TrainConfig, file)):
         pass
@@ -241,11 +236,7 @@ def test_shards_of_tokens_that_are_empty_missing_or_cut(file, tmp_path, byte_tok
     assert done.exit_code == 0, done.output
     shard = tmp_path / "tokens" / "00000.tokens"
     data, source = shard.read_bytes(), f"stages.0.data=[{{kind: tokens, files: [{tmp_path / 'tokens'}]}}]"
-    for damaged, how in (
-        (b"", "is empty"),
-        (data[:-2], f"is {len(data) - 2} bytes long"),
-        (None, "is missing"),
-    ):
+    for damaged, how in ((b"", "is empty"), (data[:-2], f"is {len(data) - 2} bytes long"), (None, "is missing")):
         shard.unlink()
         if damaged is not None:
             shard.write_bytes(damaged)
@@ -257,9 +248,7 @@ def test_shards_of_tokens_that_are_empty_missing_or_cut(file, tmp_path, byte_tok
 def test_too_little_text_names_the_files(file, tmp_path):
     (tmp_path / "short.txt").write_text("a")
     sentence = fails("train", file, f"stages.0.data.0.files=[{tmp_path / 'short.txt'}]")
-    assert sentence.startswith(
-        f"'stages.0.data': the text of {tmp_path / 'short.txt'} has 2 tokens, less than one row"
-    )
+    assert sentence.startswith(f"'stages.0.data': the text of {tmp_path / 'short.txt'} has 2 tokens, less than one row")
 
 
 # ---- the tokenizer ----
@@ -347,9 +336,7 @@ def test_a_disk_that_is_full_during_a_save(file, tmp_path):
         cp {small}/run/metrics.jsonl {tmp_path}
     """
     command = ["unshare", "--mount", "--map-root-user", "bash", "-c", script]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=_environment({}), timeout=400
-    )
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=_environment({}), timeout=400)
     assert re.findall(r"status (\d+)", done.stdout) == ["2", "0"], done.stdout + done.stderr
     *told, error = (tmp_path / "error").read_text().splitlines()
     assert [line for line in told if line.startswith("step ")]
@@ -358,9 +345,7 @@ def test_a_disk_that_is_full_during_a_save(file, tmp_path):
         "untouched, and the run can go on from it",
         error,
     )
-    assert (
-        "\n2\n" in done.stdout
-    )  # of the listing: the checkpoint of step 2 under its own name, and step 4 not
+    assert "\n2\n" in done.stdout  # of the listing: the checkpoint of step 2 under its own name, and step 4 not
     assert "\n4\n" not in done.stdout
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 7))
@@ -395,10 +380,6 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(file, tmp_p
     ):
         assert fails(*verb, "--out", folder) == f"--out is {folder}, a folder: name a file in it"
         assert "cannot be written: " in fails(*verb, "--out", taken / "x.json")
-    assert sorted(path.name for path in tmp_path.iterdir() if path != file) == [
-        "folder.json",
-        "taken",
-        "text.txt",
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir() if path != file) == ["folder.json", "taken", "text.txt"]
     assert fails("train", file, f"output={taken}").startswith(f"{taken}: ")
     assert fails("train", file, f"output={taken}/run").startswith(f"{taken}/run: ")

@@ -42,9 +42,7 @@ def test_version():
 
 def test_pattern_prints_the_map(tmp_path):
     out = tmp_path / "new" / "pattern.json"
-    output = run(
-        "pattern", "interleave-1-in-4", "--layers", 8, "--window", 64, "--sink-tokens", 3, "--out", out
-    )
+    output = run("pattern", "interleave-1-in-4", "--layers", 8, "--window", 64, "--sink-tokens", 3, "--out", out)
     assert "8 layers: wwwFwwwF" in output
     assert "window 64 (own key included), 3 sink tokens, full-attention decode off" in output
     assert AttentionPattern.from_json(out).full_layers == (3, 7)
@@ -60,10 +58,7 @@ def test_pattern_of_a_model(checkpoint):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (
-            ("interleav-1-in-4", "--layers", 8),
-            "unknown recipe 'interleav-1-in-4'; did you mean 'interleave'?",
-        ),
+        (("interleav-1-in-4", "--layers", 8), "unknown recipe 'interleav-1-in-4'; did you mean 'interleave'?"),
         (("full",), "give one of --layers N and --model DIR: a recipe needs to know how deep the model is"),
         (("absent.json",), "pattern file absent.json does not exist"),
         (("layers:9", "--layers", 8), "full layer 9 does not exist: the model has layers 0 to 7"),
@@ -126,14 +121,9 @@ def test_generate(checkpoint):
     assert run("generate", checkpoint, "-", *options, input="Hello, world. " * 4) == output
     assert run("generate", checkpoint, "Hello, world. " * 4, *options, "--window", 2) != output
     sampled = (*options, "--temperature", 2.0, "--top-k", 50)
-    drawn = [
-        run("generate", checkpoint, "Hello, world. " * 4, *sampled, "--seed", seed) for seed in (1, 1, 2)
-    ]
+    drawn = [run("generate", checkpoint, "Hello, world. " * 4, *sampled, "--seed", seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
-    assert (
-        fails("generate", checkpoint, "Hi", "--top-p", 2)
-        == "top_p must be above 0 and at most 1 (or None), got 2.0"
-    )
+    assert fails("generate", checkpoint, "Hi", "--top-p", 2) == "top_p must be above 0 and at most 1 (or None), got 2.0"
     assert fails("generate", checkpoint, "") == "prompts[0] is empty: a prompt needs at least one token"
     assert "absent" in fails("generate", "absent", "Hi")
     three = make("www").to_json(checkpoint.parent / "three.json") and checkpoint.parent / "three.json"
@@ -155,9 +145,7 @@ def test_generate_says_what_it_makes_of_its_options(checkpoint, tmp_path):
         (("--fa-decode",), "--fa-decode"),
     ):
         said = fails("generate", tmp_path / "full", "hello", *options)
-        assert said.startswith(
-            f"{named} has no effect: the checkpoint's own pattern has full attention in every"
-        )
+        assert said.startswith(f"{named} has no effect: the checkpoint's own pattern has full attention in every")
     run("generate", tmp_path / "full", "hello", "--max-new-tokens", 1, "--sink-tokens", 0)
 
 
@@ -203,9 +191,7 @@ def test_windows_that_hold_whole_prompts_are_remarked_on(checkpoint, tmp_path):
     for command in (("evaluate", "needles", checkpoint, "--examples", 1), compare):
         output = run(*command, *patterns)
         assert re.search(
-            r"^window: the window of 400 tokens holds whole prompts \(\d+\), which is full attention",
-            output,
-            re.M,
+            r"^window: the window of 400 tokens holds whole prompts \(\d+\), which is full attention", output, re.M
         )
         assert output.count("holds whole prompts") == 1
 

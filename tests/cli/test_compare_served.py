@@ -27,10 +27,7 @@ def test_rows_have_the_cache_as_served(memory, capsys):
     sinks = AttentionPattern.from_full_layers([2], 8, 64, num_sink_tokens=4)
     rows = _counted([row("one", one), row("sinks", sinks)], memory, None)
     assert [(found["name"], found["kv_cache_bytes"]) for found in rows] == [("one", memory.bytes(one))]
-    assert (
-        "sinks: not shown, as vllm 0.33.0 cannot run this pattern: num_sink_tokens = 4"
-        in capsys.readouterr().err
-    )
+    assert "sinks: not shown, as vllm 0.33.0 cannot run this pattern: num_sink_tokens = 4" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="vllm runs none of these patterns"):
         _counted([row("sinks", sinks)], memory, None)
 

@@ -47,10 +47,7 @@ def fails(*arguments: object) -> str:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, byte_tokenizer):
     return byte_checkpoint(
-        tmp_path_factory.mktemp("evaluate"),
-        byte_tokenizer,
-        make("Fw", sliding_window=16),
-        max_position_embeddings=96,
+        tmp_path_factory.mktemp("evaluate"), byte_tokenizer, make("Fw", sliding_window=16), max_position_embeddings=96
     )
 
 
@@ -100,10 +97,7 @@ def test_what_goes_beyond_the_context_goes_on_with_a_note(checkpoint, text, tmp_
     assert run(*needles).startswith(note.format(320, 4))
     assert "longer than the model's context" not in run(*needles, "--yarn", 4)
     assert note.format(97, 2) in run("evaluate", "text", checkpoint, text, "--lengths", "16,97")
-    assert (
-        "longer than"
-        not in run("evaluate", "text", checkpoint, text, "--lengths", "16,96").split("* longer")[0]
-    )
+    assert "longer than" not in run("evaluate", "text", checkpoint, text, "--lengths", "16,96").split("* longer")[0]
     assert run("generate", checkpoint, "x" * 90, "--max-new-tokens", 7).startswith(note.format(97, 2))
     assert "longer than" not in run("generate", checkpoint, "x" * 90, "--max-new-tokens", 6)
     compare = ("compare", checkpoint, "--held-out", 1, "--length", 320, "--force", "--out", tmp_path / "c")
@@ -114,9 +108,7 @@ def test_what_goes_beyond_the_context_goes_on_with_a_note(checkpoint, text, tmp_
 
 def test_an_end_token_ends_the_answer(checkpoint, monkeypatch):
     model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
-    grid = ruler_grid(
-        tokenizer, ["niah_single_1"], lengths=[900], depths=None, num_examples=1, max_new_tokens=8
-    )
+    grid = ruler_grid(tokenizer, ["niah_single_1"], lengths=[900], depths=None, num_examples=1, max_new_tokens=8)
     ((cell, (example,)),) = grid.items()
     (said,) = generate(model, [example.prompt], max_new_tokens=8)
     last = next(i for i, token in enumerate(said) if token not in said[:i] and i >= 1)
@@ -128,9 +120,7 @@ def test_an_end_token_ends_the_answer(checkpoint, monkeypatch):
 
 def test_answers_longer_than_their_room_are_refused(checkpoint):
     model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
-    grid = ruler_grid(
-        tokenizer, ["niah_single_1"], lengths=[900], depths=None, num_examples=1, max_new_tokens=8
-    )
+    grid = ruler_grid(tokenizer, ["niah_single_1"], lengths=[900], depths=None, num_examples=1, max_new_tokens=8)
     with pytest.raises(ConfigError, match="prompts of length 900 leave less than max_new_tokens = 9"):
         ruler_scores(model, tokenizer, grid, max_new_tokens=9)
 
@@ -145,9 +135,7 @@ def test_ruler_on_the_command_line(checkpoint, tmp_path):
     patterns = ("--pattern", "full", "--pattern", "window", "--window", 16)
     options = ("--lengths", "900,1000", "--depths", "0,1", "--examples", 1, "--max-new-tokens", 4)
     tasks = ("niah_single_2", "niah_single_1")
-    output = run(
-        "evaluate", "ruler", checkpoint, *tasks, *patterns, *options, "--haystack", folder, "--out", out
-    )
+    output = run("evaluate", "ruler", checkpoint, *tasks, *patterns, *options, "--haystack", folder, "--out", out)
     assert "niah_single_2" in output
     assert "RULER's prompts 16/16\n" in output
     assert "Haystacks: files; noise (RULER)." in output
@@ -201,9 +189,7 @@ def test_yarn_stretches_the_context_of_what_is_measured(checkpoint, tmp_path):
     text.write_text("All that is gold does not glitter. " * 8)
     rows = {}
     for name, options in {"plain": (), "yarn": ("--yarn", 2)}.items():
-        output = run(
-            "evaluate", "text", checkpoint, text, "--lengths", 192, "--out", tmp_path / name, *options
-        )
+        output = run("evaluate", "text", checkpoint, text, "--lengths", 192, "--out", tmp_path / name, *options)
         rows[name] = json.loads((tmp_path / name / "results.json").read_text())
     assert (rows["plain"]["yarn"], rows["yarn"]["yarn"]) == (None, 2)
     plain, yarn = (rows[name]["perplexity_sweep"][0] for name in ("plain", "yarn"))
@@ -332,24 +318,11 @@ def test_routing_on_the_command_line(checkpoint, text, tmp_path):
     assert (out / "routing.png").read_bytes().startswith(b"\x89PNG")
     assert "no layer of this pattern is routed" in fails("routing", checkpoint, "--text", text)
     alone = ("--pattern", "switch", "--window", 16, "--examples", 0)
-    assert fails("routing", checkpoint, *alone) == (
-        "--examples 0 leaves nothing to look at: name a text with --text"
-    )
+    assert fails("routing", checkpoint, *alone) == ("--examples 0 leaves nothing to look at: name a text with --text")
 
 
 def test_routing_on_needles(checkpoint, tmp_path):
-    options = (
-        "--pattern",
-        "switch",
-        "--window",
-        16,
-        "--lengths",
-        "320,330",
-        "--examples",
-        4,
-        "--depths",
-        "0,1",
-    )
+    options = ("--pattern", "switch", "--window", 16, "--lengths", "320,330", "--examples", 4, "--depths", "0,1")
     run("evaluate", "routing", checkpoint, *options, "--out", tmp_path)
     rows = json.loads((tmp_path / "results.json").read_text())["routing"]
     assert [(r["data"], r["length"], r["depth"], r["n"]) for r in rows] == [
@@ -361,9 +334,7 @@ def test_needles_are_mapped_by_the_depths_that_they_take_in_turn():
     assert score_by_depth(np.array([1.0, 0, 0, 0, 1]), 2) == [pytest.approx(2 / 3), 0]
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("lm_eval") is not None, reason="lm-evaluation-harness is installed"
-)
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-evaluation-harness is installed")
 def test_a_missing_harness_is_one_sentence(checkpoint):
     assert fails("harness", checkpoint, "any") == (
         "evaluate harness needs lm-evaluation-harness, which is not installed: run pip install -e '.[eval]' in the "
@@ -458,14 +429,8 @@ def test_the_old_form_is_translated(old, new):
         ("M --windows 8", "--windows and --contexts ask for the perplexity of a text: name it with --text"),
         ("M --text", "--text needs a value"),
         ("M --rular x", "evaluate has no option '--rular'; did you mean '--ruler'?"),
-        (
-            "needels M",
-            "evaluate needs a kind of measurement and a checkpoint, got 'needels'; did you mean 'needles'?",
-        ),
-        (
-            "needels",
-            "evaluate needs a kind of measurement and a checkpoint, got 'needels'; did you mean 'needles'?",
-        ),
+        ("needels M", "evaluate needs a kind of measurement and a checkpoint, got 'needels'; did you mean 'needles'?"),
+        ("needels", "evaluate needs a kind of measurement and a checkpoint, got 'needels'; did you mean 'needles'?"),
     ],
 )
 def test_what_the_old_form_refuses(old, sentence):
@@ -473,20 +438,7 @@ def test_what_the_old_form_refuses(old, sentence):
 
 
 def test_the_old_form_works_and_names_the_new_commands(checkpoint, text, tmp_path):
-    old = (
-        "--needles",
-        1,
-        "--length",
-        320,
-        "--text",
-        text,
-        "--windows",
-        8,
-        "--contexts",
-        32,
-        "--out",
-        tmp_path,
-    )
+    old = ("--needles", 1, "--length", 320, "--text", text, "--windows", 8, "--contexts", 32, "--out", tmp_path)
     output = run("evaluate", checkpoint, *old)
     assert output.startswith(
         "the next release has `evaluate` by kind only; this command is now: "

@@ -29,9 +29,7 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, byte_tokenizer):
     folder = tmp_path_factory.mktemp("prompts")
-    return byte_checkpoint(
-        folder, byte_tokenizer, make("Fw", sliding_window=16), max_position_embeddings=4096
-    )
+    return byte_checkpoint(folder, byte_tokenizer, make("Fw", sliding_window=16), max_position_embeddings=4096)
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +65,7 @@ def test_a_template_brings_its_start_token_itself(talking) -> None:
         start_ids = (1,)
 
     for wrap, start in ((chat_wrap(talking), []), (Wrap(), [1]), (Wrap.of(f"u:{PROMPT};"), [1])):
-        (example,) = needle_examples(
-            WithStart(), length=600, num_examples=1, depths=[0.5], wrap=wrap, haystack="hay "
-        )
+        (example,) = needle_examples(WithStart(), length=600, num_examples=1, depths=[0.5], wrap=wrap, haystack="hay ")
         assert example.prompt[: len(start)] == start
         text = WithStart().decode(example.prompt[len(start) :])
         assert text.startswith(wrap.before + "hay")
@@ -90,18 +86,14 @@ def test_what_does_not_go_together_is_one_sentence(checkpoint, talking, tmp_path
     refused(talking, "add --chat", chat=False, thinking=True)
     refused(checkpoint, "has no chat template", thinking=True)
     refused(talking, "give one of them", chat=True, template=tmp_path / "template.txt")
-    refused(
-        talking, "the answer follows RULER's prompts at once", "RULER's prompts", chat=True, thinking=True
-    )
+    refused(talking, "the answer follows RULER's prompts at once", "RULER's prompts", chat=True, thinking=True)
     Around(chat=True, thinking=False).wrap(talking, "RULER's prompts")
     assert Around().wrap(checkpoint) == Around(chat=False).wrap(talking) == Wrap()
     assert Around().wrap(talking) == Around(chat=True).wrap(talking) == chat_wrap(talking)
     own = tmp_path / "own.txt"
     own.write_text(f"u:{PROMPT};")
     assert (
-        Around(template=own).wrap(talking)
-        == Around(template=own, chat=False).wrap(talking)
-        == Wrap.of(f"u:{PROMPT};")
+        Around(template=own).wrap(talking) == Around(template=own, chat=False).wrap(talking) == Wrap.of(f"u:{PROMPT};")
     )
     # The answer follows at once: a model that would think first is told not to.
     assert Around().wrap(talking, "the prompts") == chat_wrap(talking, False) != chat_wrap(talking)
@@ -128,11 +120,7 @@ def test_the_tasks_that_names_stand_for(tmp_path) -> None:
     assert chosen("vt", "qa", "vt", squad=squad, hotpotqa=hotpot) == ["vt", "qa_1", "qa_2"]
     for names, files, message in (
         (["qa"], {}, "the task qa needs questions: .*--squad.*--hotpotqa"),
-        (
-            ["qa_2"],
-            {"squad": squad},
-            "task qa_2 needs questions: name your copy of HotpotQA's JSON with --hotpotqa",
-        ),
+        (["qa_2"], {"squad": squad}, "task qa_2 needs questions: name your copy of HotpotQA's JSON with --hotpotqa"),
         (["vt"], {"squad": squad}, "a file for qa_1 is given, but that task is not asked for"),
         (["wve"], {}, "no RULER task 'wve'"),
     ):
@@ -162,9 +150,7 @@ def test_too_little_room_is_said_before_the_first_prompt(capsys) -> None:
 
 
 def test_tasks_of_ruler_go_on_after_an_interruption(checkpoint, talking, tmp_path, monkeypatch) -> None:
-    data = [
-        {"question": f"q{i}", "answer": f"a{i}", "context": [[f"t{i}", [f"Text {i}."]]]} for i in range(4)
-    ]
+    data = [{"question": f"q{i}", "answer": f"a{i}", "context": [[f"t{i}", [f"Text {i}."]]]} for i in range(4)]
     (tmp_path / "hotpot.json").write_text(json.dumps(data))
     options = ("vt", "fwe", "qa", "--hotpotqa", tmp_path / "hotpot.json", "--lengths", 2200, "--examples", 2)
     options += ("--max-new-tokens", 2, "--batch-size", 1, "--chat", "--no-thinking")
@@ -200,17 +186,7 @@ def test_problems_by_number_and_by_a_judge(talking, tmp_path) -> None:
     file = tmp_path / "problems.jsonl"
     record = {"question": "How many?", "answer": "so\n#### 7", "group": "sums"}
     file.write_text(json.dumps(record) + "\n")
-    command = (
-        "evaluate",
-        "questions",
-        talking,
-        "--problems",
-        file,
-        "--chat",
-        "--no-thinking",
-        "--max-new-tokens",
-        3,
-    )
+    command = ("evaluate", "questions", talking, "--problems", file, "--chat", "--no-thinking", "--max-new-tokens", 3)
     assert "sums" in run(*command, "--out", tmp_path / "plain")
     (answer,) = json.loads((tmp_path / "plain" / "answers.json").read_text())["own"]
     assert (answer["group"], answer["references"]) == ("sums", ["7"])
@@ -218,10 +194,7 @@ def test_problems_by_number_and_by_a_judge(talking, tmp_path) -> None:
         "Solve the problem step by step. Write the result, a number, at the very end.\n\nProblem: How many?\nSolution:"
     )
     (said,) = swa_jax.generate(
-        swa_jax.load_model(talking),
-        [tokenizer.encode(prompt)],
-        max_new_tokens=3,
-        stop_tokens=tokenizer.end_ids,
+        swa_jax.load_model(talking), [tokenizer.encode(prompt)], max_new_tokens=3, stop_tokens=tokenizer.end_ids
     )
     assert answer["answer"] == tokenizer.decode(said)
     judge = tmp_path / "judge.py"

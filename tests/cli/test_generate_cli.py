@@ -64,9 +64,7 @@ def test_prompts_and_replies_in_files(checkpoint, tmp_path, monkeypatch):
     other = fails(*command, "--seed", 6, "--out", out)
     assert "holds replies to other prompts" in other
     assert run(*command, "--out", out).endswith(f"{out}: 6 replies\n")
-    assert [(line["prompt"], line["sample"]) for line in lines(out)] == [
-        (p, s) for p in range(3) for s in range(2)
-    ]
+    assert [(line["prompt"], line["sample"]) for line in lines(out)] == [(p, s) for p in range(3) for s in range(2)]
     assert [line["text"] for line in lines(out)] == printed
     assert {line["ended_by"] for line in lines(out)} <= {"length", "end"}
     assert fails(*command, "--out", out) == f"{out} is there already: remove it, or give --out another name"
@@ -105,9 +103,7 @@ def test_chat_templates(checkpoint, talking, tmp_path):
     ):
         assert fails(*refused).startswith(f"{checkpoint} has no chat template (chat_template.jinja, or ")
     assert fails("generate", checkpoint) == "give either a prompt or --prompts FILE"
-    assert (
-        fails("generate", checkpoint, "hi", "--prompts", prompts) == "give either a prompt or --prompts FILE"
-    )
+    assert fails("generate", checkpoint, "hi", "--prompts", prompts) == "give either a prompt or --prompts FILE"
 
 
 def test_a_conversation(talking):

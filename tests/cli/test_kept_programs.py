@@ -39,9 +39,7 @@ def start(home: Path, *words: object) -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_the_second_start_compiles_nothing(tmp_path, byte_tokenizer):
-    model = byte_checkpoint(
-        tmp_path, byte_tokenizer, AttentionPattern.from_recipe("window", 2, sliding_window=6)
-    )
+    model = byte_checkpoint(tmp_path, byte_tokenizer, AttentionPattern.from_recipe("window", 2, sliding_window=6))
     words = ["generate", model, "abc", "--max-new-tokens", 2]
     misses, hits = start(tmp_path / "home", *words)
     assert misses > 5

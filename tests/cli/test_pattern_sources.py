@@ -59,9 +59,7 @@ def test_pattern_and_generate(checkpoint, files, monkeypatch, source, options, w
     window = window or OWN_WINDOW
     assert f"window {window} (own key included), {sinks} sink tokens" in output
     used = []
-    monkeypatch.setattr(
-        swa_jax.cli.generate, "write_replies", lambda model, *_, **__: used.append(model.pattern) or []
-    )
+    monkeypatch.setattr(swa_jax.cli.generate, "write_replies", lambda model, *_, **__: used.append(model.pattern) or [])
     run("generate", checkpoint, "hello", "--pattern", named(source, files), *options)
     assert (used[0].sliding_window, used[0].num_sink_tokens) == (window, sinks)
     assert used[0].full_attention_decode == (source == "swaa.json")
@@ -113,19 +111,7 @@ def test_compare(checkpoint, files, tmp_path, options, given):
     """Recipes take the model's own window, where none is given; what a source says stays."""
     sources = [(s, w, k) for s, o, w, k in SOURCES if not o]
     patterns = [x for source, *_ in sources for x in ("--pattern", named(source, files))]
-    run(
-        "compare",
-        checkpoint,
-        *patterns,
-        *options,
-        "--out",
-        tmp_path,
-        "--held-out",
-        2,
-        "--length",
-        320,
-        "--force",
-    )
+    run("compare", checkpoint, *patterns, *options, "--out", tmp_path, "--held-out", 2, "--length", 320, "--force")
     rows = {row["name"]: row for row in json.loads((tmp_path / "results.json").read_text())["rows"]}
     for source, window, sinks in sources:
         used = rows[str(named(source, files))]["pattern"]
@@ -212,9 +198,7 @@ def test_pattern_diff_reads_all_that_a_pattern_may_be(checkpoint, files, tmp_pat
     assert f"{mine}: 1 of 2 layers windowed (50.0%)" in output
     assert "layer 0: only the second windows it\nlayer 1: only the first windows it" in output
     assert "only the" not in run("pattern", "diff", "full", "layers:0,1", "--layers", 2)
-    assert "layer 0: only the second windows it" in run(
-        "pattern", "diff", "full", "window", "--model", checkpoint
-    )
+    assert "layer 0: only the second windows it" in run("pattern", "diff", "full", "window", "--model", checkpoint)
     assert "windowed" in run(
         "pattern", "diff", files / "config.json", '{"layer_types": ["full_attention", "full_attention"]}'
     )

@@ -211,9 +211,7 @@ def test_pattern_diff_counts_and_swaps(tmp_path):
     assert (~mask).sum() == 6
     assert not mask[0, :2].any()
     assert fails("pattern", "diff", *files).startswith("--kv-heads is missing")
-    assert (
-        fails("pattern", "diff", *files, "--kv-heads", 1) == "--kv-heads is 1, but a pattern names KV head 1"
-    )
+    assert fails("pattern", "diff", *files, "--kv-heads", 1) == "--kv-heads is 1, but a pattern names KV head 1"
 
 
 def test_pattern_diff_compares_scores_by_rank(tmp_path):
@@ -255,9 +253,7 @@ def test_nll_goes_on_from_its_file_and_writes_what_it_found(checkpoint, tmp_path
     assert json.loads(kept.read_text())["scores"] == before
     for other in ("--fa-decode", "--score-fa-decode"):
         said = fails("select", "nll", checkpoint, *options, other)
-        assert said.startswith(
-            f"{kept} holds scores made with full_attention_decode = False, this search has True"
-        )
+        assert said.startswith(f"{kept} holds scores made with full_attention_decode = False, this search has True")
     output = run("select", "nll", checkpoint, *options, "--fa-decode", "--no-score-fa-decode")
     assert "going on from there" in output
     assert AttentionPattern.from_json(out).full_attention_decode
@@ -276,13 +272,9 @@ def test_wrong_arguments_of_layer_selection_get_a_sentence(checkpoint, tmp_path)
     nll = ("select", "nll", checkpoint, "--out", tmp_path / "p.json", *LAYER_NEEDLES)
     assert fails(*nll) == "give exactly one of --budget, --one-in and --kv-budget: how many layers stay full"
     assert fails(*nll, "--budget", 3) == "budget is 3 full layers, the model has 2"
-    assert "--tried is the number of layers that a round of --greedy scores" in fails(
-        *nll, "--budget", 1, "--tried", 2
-    )
+    assert "--tried is the number of layers that a round of --greedy scores" in fails(*nll, "--budget", 1, "--tried", 2)
     assert fails(*nll, "--budget", 0, "--greedy") == "--greedy chooses one layer at least, but --budget is 0"
-    assert fails(*nll, "--budget", 1, "--mesh", "rows=2").startswith(
-        "--mesh must be sizes of the axes data, fsdp,"
-    )
+    assert fails(*nll, "--budget", 1, "--mesh", "rows=2").startswith("--mesh must be sizes of the axes data, fsdp,")
     said = fails(*nll, "--budget", 1, "--mesh", "data=64")
     assert said.startswith("--mesh data=64: 'mesh' (")
     assert "asks for 64 devices" in said
@@ -300,18 +292,7 @@ def test_light_transfer_writes_a_pattern_with_its_scores(checkpoint, tmp_path):
     assert (pattern.sliding_window, pattern.num_sink_tokens, len(pattern.full_layers)) == (24, 2, 1)
     assert (said["method"], said["recent_keys"], np.shape(said["scores"])) == ("light-transfer", 16, (2,))
     assert out.with_suffix(".png").stat().st_size > 1000
-    run(
-        "select",
-        "light-transfer",
-        checkpoint,
-        "--one-in",
-        2,
-        "--out",
-        tmp_path / "q.json",
-        *NEEDLES,
-        "--window",
-        24,
-    )
+    run("select", "light-transfer", checkpoint, "--one-in", 2, "--out", tmp_path / "q.json", *NEEDLES, "--window", 24)
     assert AttentionPattern.from_json(tmp_path / "q.json").provenance["recent_keys"] == 20
     said = fails("select", "light-transfer", checkpoint, "--one-in", 2, "--out", out, *NEEDLES)
     assert said.startswith("--recent 1020 reaches over whole prompts, so that every layer is lazy: ")
@@ -333,19 +314,7 @@ def prompts(tmp_path):
 
 def test_layers_are_chosen_by_prompts_of_ones_own(checkpoint, prompts, tmp_path):
     out = tmp_path / "layers.json"
-    options = (
-        "--prompts",
-        prompts,
-        "--window",
-        8,
-        "--length",
-        64,
-        "--batch-size",
-        2,
-        "--out",
-        out,
-        "--force",
-    )
+    options = ("--prompts", prompts, "--window", 8, "--length", 64, "--batch-size", 2, "--out", out, "--force")
     output = run("select", "nll", checkpoint, "--budget", 1, "--examples", 5, *options)
     assert "5 examples scored in" in output
     provenance = AttentionPattern.from_json(out).provenance
@@ -366,9 +335,7 @@ def test_layers_are_chosen_by_prompts_of_ones_own(checkpoint, prompts, tmp_path)
         f"6 examples are asked for, but 5 of the 7 records of {prompts} are at most 64 tokens long with an answer of "
         "at least 20: ask for fewer, or allow longer prompts or shorter answers"
     )
-    assert "which --prompts replaces" in fails(
-        "select", "nll", checkpoint, "--budget", 1, "--keys", 4, *options
-    )
+    assert "which --prompts replaces" in fails("select", "nll", checkpoint, "--budget", 1, "--keys", 4, *options)
     prompts.write_text('{"prompt": "x"}\n')
     assert f"{prompts}, line 1" in fails("select", "nll", checkpoint, "--budget", 1, *options)
 
@@ -379,18 +346,13 @@ def test_layers_are_chosen_by_prompts_of_ones_own(checkpoint, prompts, tmp_path)
 def test_as_many_layers_stay_full_as_fit_the_cache(checkpoint, tmp_path):
     nll = ["select", "nll", checkpoint, "--window", 16, *NEEDLES, "--out", tmp_path / "p.json", "--force"]
     said = run(*nll, "--kv-budget", 0.6)
-    assert (
-        "1 full layers fit: with them the cache of 320 tokens takes 52.5% of full attention's, counted here"
-        in said
-    )
+    assert "1 full layers fit: with them the cache of 320 tokens takes 52.5% of full attention's, counted here" in said
     assert len(AttentionPattern.from_json(tmp_path / "p.json").full_layers) == 1
     said = run(*nll, "--kv-budget", 0.6, "--serve-length", 64)
     assert "0 full layers fit: with them the cache of 64 tokens takes 25.0%" in said
     assert "takes at least 0.05 of full attention's" in fails(*nll, "--kv-budget", 0.01)
     assert fails(*nll, "--kv-budget", 2) == "--kv-budget is 2: give a share above 0 and at most 1"
-    assert fails(*nll, "--kv-budget", 0.5, "--one-in", 2).startswith(
-        "give exactly one of --budget, --one-in and"
-    )
+    assert fails(*nll, "--kv-budget", 0.5, "--one-in", 2).startswith("give exactly one of --budget, --one-in and")
     assert "--for says where or how" in fails(*nll, "--one-in", 2, "--for", "vllm")
     assert fails(*nll, "--kv-budget", 0.04, "--fa-decode").startswith("--kv-budget 0.04 cannot be met")
     assert fails(*nll, "--kv-budget", 0.5, "--for", "vlm").startswith("--for is 'vlm'; did you mean 'vllm'")

@@ -29,13 +29,9 @@ def test_a_text_with_such_a_token_is_refused(checkpoint):
     assert tokenizer.encode("a<image>")[-1] == 257
     usable = tokenizer.within(257)
     assert usable.encode("a b") == tokenizer.encode("a b")
-    with pytest.raises(
-        ConfigError, match=r"^the text has '<image>' \(id 257\) at character 30, in 'a{20}<image>b'"
-    ):
+    with pytest.raises(ConfigError, match=r"^the text has '<image>' \(id 257\) at character 30, in 'a{20}<image>b'"):
         usable.encode("a" * 30 + "<image>b")
-    with pytest.raises(
-        ConfigError, match="the tokenizer's '<eos>' has the id 256, but the model has 200 embeddings"
-    ):
+    with pytest.raises(ConfigError, match="the tokenizer's '<eos>' has the id 256, but the model has 200 embeddings"):
         tokenizer.within(200)
     assert tokenizer.within(1000).num_ids == 258
 

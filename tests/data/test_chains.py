@@ -35,9 +35,7 @@ def read(words: list[str]) -> tuple[dict[str, str], list[list[str]], list[int]]:
     for i in range(first):
         if words[i] == "=":
             assert words[i + 1] not in given, "a name has one statement"
-            assert words[i + 2].isdigit() or words[i + 2] in given, (
-                "a statement stands behind what it refers to"
-            )
+            assert words[i + 2].isdigit() or words[i + 2] in given, "a statement stands behind what it refers to"
             given[words[i + 1]] = words[i + 2]
     rest = " ".join(words[first:]).split("? ")[1:]
     for question in rest:

@@ -74,11 +74,7 @@ def torn(data: bytes, rng: random.Random) -> bytes:
         place = rng.randrange(len(data))
         return data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
     if kind == 3:
-        return (
-            data[:start]
-            + rng.choice([b"\\ud83d", b"\xed\xa0\xbd", b"\0", b"[" * 9999, b"9" * 5000])
-            + data[start:]
-        )
+        return data[:start] + rng.choice([b"\\ud83d", b"\xed\xa0\xbd", b"\0", b"[" * 9999, b"9" * 5000]) + data[start:]
     return data
 
 
@@ -156,9 +152,7 @@ def test_configurations(tmp_path, seed):
     for _ in range(60):
         text = yaml.safe_dump(damaged(CONFIG, rng), allow_unicode=True).encode()
         file.write_bytes(torn(text, rng))
-        override = rng.choice(
-            ["seed=1", "log.every=3", "stages.0.steps=1", "mesh=3", "model.head_dim=x", "a.b.c=1"]
-        )
+        override = rng.choice(["seed=1", "log.every=3", "stages.0.steps=1", "mesh=3", "model.head_dim=x", "a.b.c=1"])
         value = torn(rng.choice(VALUES).__repr__().encode(), rng).decode(errors="replace")
         overrides = rng.choice([[], [override], [f"{override.split('=')[0]}={value}"]])
         refused += check(lambda given=overrides: load_config(TrainConfig, file, given), file)

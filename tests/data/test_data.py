@@ -95,9 +95,7 @@ def test_rows_of_text_for_any_documents(sizes, length, seed):
     for row in rows:
         ids, of = row["segment_ids"], document[row["tokens"]]
         assert ids[0] == 1
-        assert np.array_equal(
-            np.diff(ids), np.diff(of) != 0
-        )  # one more exactly where another document begins
+        assert np.array_equal(np.diff(ids), np.diff(of) != 0)  # one more exactly where another document begins
         assert ids[-1] <= packed.max_segments()
         inside = np.diff(row["tokens"])[np.diff(ids) == 0]
         assert np.all(inside == 1)  # a segment is an unbroken piece of its document
@@ -115,9 +113,7 @@ def test_how_many_documents_fit_into_a_row(sizes, room):
 def test_text_read_in_order_is_whole_and_ends_in_padding(sizes, length):
     packed = PackedText(numbered(sizes), length, seed=None)
     rows = [packed[i] for i in range(len(packed))]
-    tokens, ids, weights = (
-        np.concatenate([r[name] for r in rows]) for name in ("tokens", "segment_ids", "weights")
-    )
+    tokens, ids, weights = (np.concatenate([r[name] for r in rows]) for name in ("tokens", "segment_ids", "weights"))
     total = sum(sizes)
     assert np.array_equal(tokens[:total], np.arange(total))
     assert np.all(ids[:total] > 0)
@@ -279,10 +275,7 @@ def test_resuming_reads_exactly_the_batches_that_follow(folder, tokenizer, stop)
 def global_batches(hosts, count):
     """The rows that each host reads, put together."""
     parts = [take(host, count) for host in hosts]
-    return [
-        {name: np.concatenate([part[i][name] for part in parts]) for name in parts[0][i]}
-        for i in range(count)
-    ]
+    return [{name: np.concatenate([part[i][name] for part in parts]) for name in parts[0][i]} for i in range(count)]
 
 
 def hosts_of(folder, tokenizer, number):
@@ -477,6 +470,4 @@ def test_equal_documents_fall_on_the_same_side():
     hashes = np.array([document_hash(np.arange(n)) for n in range(2000)], np.uint64)
     assert document_hash(np.arange(5)) == document_hash(np.arange(5, dtype=np.uint16))
     assert abs(is_held_out(hashes, 0.25).mean() - 0.25) < 0.04
-    assert np.all(
-        is_held_out(hashes, 0.25) <= is_held_out(hashes, 0.5)
-    )  # a larger share holds out those, too
+    assert np.all(is_held_out(hashes, 0.25) <= is_held_out(hashes, 0.5))  # a larger share holds out those, too

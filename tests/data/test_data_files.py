@@ -125,11 +125,7 @@ def test_huggingface_splits_and_folders(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "file", "sentence"),
     [
-        (
-            "pyarrow.parquet",
-            "a.parquet",
-            r"a\.parquet needs pyarrow, which is not installed: run .* '\.\[data\]' in",
-        ),
+        ("pyarrow.parquet", "a.parquet", r"a\.parquet needs pyarrow, which is not installed: run .* '\.\[data\]' in"),
         ("datasets", "", "needs datasets, which is not installed: run pip install datasets$"),
     ],
 )
@@ -168,9 +164,7 @@ def test_prompts_from_every_kind_of_records(kind, tmp_path, tokenizer):
 
 def test_prompts_can_be_held_out(tmp_path, tokenizer):
     records = [{"prompt": f"{i} is", "answer": f" {i}"} for i in range(100)]
-    source = SourceConfig(
-        "prompts", (str(write_jsonl(tmp_path / "a.jsonl", records)),), held_out=0.3, weight=2.0
-    )
+    source = SourceConfig("prompts", (str(write_jsonl(tmp_path / "a.jsonl", records)),), held_out=0.3, weight=2.0)
     [*held] = make_batches([source], tokenizer, length=32, batch_size=4, seed=0, held_out=True)
     assert all("full_from" in batch for batch in held)
     count = sum(int(batch["segment_ids"][row].max()) for batch in held for row in range(4))
@@ -192,10 +186,7 @@ def test_prompts_can_be_held_out(tmp_path, tokenizer):
         (b'{"text": "a \\ud83d b"}', r"line 1 is not valid JSON: '\\ud83d' alone is half a character"),
         (b'"a"\n' + b"[" * 200_000, "line 1: expected an object with named fields, got str"),
         (b"[" * 200_000, "line 1 is not valid JSON for us: its lists and objects lie too deep in each other"),
-        (
-            b'{"id": ' + b"7" * 5000 + b"}",
-            "line 1 is not valid JSON for us: a whole number in it has thousands",
-        ),
+        (b'{"id": ' + b"7" * 5000 + b"}", "line 1 is not valid JSON for us: a whole number in it has thousands"),
         (b'{"text": "a", "text": "b"}', "line 1 has the key 'text' twice: remove one of them"),
         (b'{"texts": "a", "id": 1}\n', r"line 1 has no field 'text' \(text_field\); did you mean 'texts'\?"),
         (b'{"body": "a", "id": 1}\n', r"line 1 has no field 'text' \(text_field\); known: body, id"),
@@ -243,19 +234,13 @@ def test_prompts_need_records_and_both_halves(tmp_path, tokenizer):
     file = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "answer": ""}])
     with pytest.raises(ConfigError, match=r"a\.jsonl, line 1: the field 'answer' is empty"):
         read_prompts((file,), tokenizer, "prompt", "answer")
-    with pytest.raises(
-        ConfigError, match=r"line 1 has no field 'prompts' \(prompt_field\); did you mean 'prompt'"
-    ):
+    with pytest.raises(ConfigError, match=r"line 1 has no field 'prompts' \(prompt_field\); did you mean 'prompt'"):
         read_prompts((file,), tokenizer, "prompts", "answer")
 
 
 def test_missing_folders_are_named(tmp_path):
     for kind in ("tokens", "huggingface"):
-        with pytest.raises(
-            ConfigError, match=f"/nowhere': no such folder, which is what kind '{kind}' reads"
-        ):
+        with pytest.raises(ConfigError, match=f"/nowhere': no such folder, which is what kind '{kind}' reads"):
             check_source(SourceConfig(kind, (f"{tmp_path}/nowhere",)))
-    with pytest.raises(
-        ConfigError, match=r"has no manifest\.json: it is no folder that `swa-jax data tokenize` made"
-    ):
+    with pytest.raises(ConfigError, match=r"has no manifest\.json: it is no folder that `swa-jax data tokenize` made"):
         check_source(SourceConfig("tokens", (str(tmp_path),)))

@@ -79,8 +79,7 @@ def test_the_documents_are_those_of_the_text(corpus, made, tokenizer):
     assert manifest["left_out"] == 300 - len(read)
     assert len(manifest["shards"]) > 5
     assert sorted(contents(made)) == sorted(
-        ["manifest.json", "tokenizer.json"]
-        + [shard[key] for shard in manifest["shards"] for key in ("name", "index")]
+        ["manifest.json", "tokenizer.json"] + [shard[key] for shard in manifest["shards"] for key in ("name", "index")]
     )
 
 
@@ -90,9 +89,7 @@ def test_the_batches_are_those_of_the_text(corpus, made, tokenizer, held_out):
     read, stored = (
         batches_of(source, tokenizer, held_out=held_out) for source in (direct, as_source(made, held_out=0.3))
     )
-    pairs = (
-        list(zip(read, stored, strict=True)) if held_out else [(next(read), next(stored)) for _ in range(40)]
-    )
+    pairs = list(zip(read, stored, strict=True)) if held_out else [(next(read), next(stored)) for _ in range(40)]
     assert len(pairs) > 5
     for one, other in pairs:
         assert all(np.array_equal(one[name], other[name]) for name in one)
@@ -116,10 +113,7 @@ def test_a_large_vocabulary_takes_four_bytes(tmp_path, byte_tokenizer):
     manifest = tokenize(SourceConfig(files=(f"{tmp_path}/a.txt",)), tmp_path, tmp_path / "out")
     assert manifest["dtype"] == "<u4"
     tokenizer = load_tokenizer(tmp_path)
-    assert StoredDocuments([tmp_path / "out"], tokenizer)[0].tolist() == [
-        *tokenizer.encode("hello"),
-        tokenizer.eos_id,
-    ]
+    assert StoredDocuments([tmp_path / "out"], tokenizer)[0].tolist() == [*tokenizer.encode("hello"), tokenizer.eos_id]
 
 
 def test_opening_reads_no_shard(made, monkeypatch):
@@ -163,9 +157,7 @@ class Interruption(Exception):
 
 
 @pytest.mark.parametrize("after", [1, 40, 150, 290])
-def test_an_interrupted_run_goes_on_to_the_same_bytes(
-    corpus, made, byte_tokenizer, tmp_path, monkeypatch, after
-):
+def test_an_interrupted_run_goes_on_to_the_same_bytes(corpus, made, byte_tokenizer, tmp_path, monkeypatch, after):
     out = tmp_path / "again"
     real, seen = swa_jax.data.tokenize.document_hash, []
 
@@ -232,9 +224,7 @@ def test_a_full_disk_keeps_the_finished_shards(corpus, made, byte_tokenizer, tmp
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(
-        ConfigError, match=r"full: No space left on device; its [1-9]\d* finished shards stay"
-    ):
+    with pytest.raises(ConfigError, match=r"full: No space left on device; its [1-9]\d* finished shards stay"):
         tokenize(corpus, byte_tokenizer, out, shard_tokens=2000)
     tokenize(corpus, byte_tokenizer, out, shard_tokens=2000)
     assert contents(out) == contents(made)
@@ -289,9 +279,7 @@ def test_missing_empty_and_cut_shards_are_named(made):
             StoredDocuments([made])
         for part, state in ((b"", "empty"), (data[:-8], f"{len(data) - 8} bytes long")):
             file.write_bytes(part)
-            with pytest.raises(
-                ConfigError, match=rf"{name} is {state}, but was written with {len(data)} bytes"
-            ):
+            with pytest.raises(ConfigError, match=rf"{name} is {state}, but was written with {len(data)} bytes"):
                 StoredDocuments([made])
         file.write_bytes(data)
     StoredDocuments([made])
@@ -319,9 +307,7 @@ def test_damage_met_in_training_stops_it_with_the_sentence(made, tokenizer):
     batches = batches_of(as_source(made), tokenizer)
     file = made / "00003.tokens"
     file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(
-        ConfigError, match=r"00003\.tokens is damaged: its document \d+ is not what was written"
-    ):
+    with pytest.raises(ConfigError, match=r"00003\.tokens is damaged: its document \d+ is not what was written"):
         list(itertools.islice(batches, 100))
     file.write_bytes(b"")  # cut short under the eyes of the reader
     with pytest.raises(ConfigError, match=r"00003\.tokens is damaged"):
@@ -367,8 +353,7 @@ def test_inspect_a_configuration(corpus, byte_tokenizer, made, tmp_path):
         "init_from": "nowhere",  # the model is not looked at
         "stages": [
             stage | {"data": [{"kind": "tokens", "files": [str(made)], "weight": 3, "held_out": 0.2}]},
-            stage
-            | {"data": [{"kind": "prompts", "files": [f"{tmp_path}/chat.jsonl"]}, {"kind": "dictionary"}]},
+            stage | {"data": [{"kind": "prompts", "files": [f"{tmp_path}/chat.jsonl"]}, {"kind": "dictionary"}]},
         ],
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
@@ -378,10 +363,6 @@ def test_inspect_a_configuration(corpus, byte_tokenizer, made, tmp_path):
     assert "= >>>  " in output  # where the answer begins
     assert "no end" in output  # the dictionary
     assert "stages.0.steps=5" not in output
-    assert "stage 0: 5 steps" in run(
-        "data", "inspect", tmp_path / "config.yaml", "stages.0.steps=5", "--rows", 0
-    )
-    assert "no such folder" in run(
-        "data", "inspect", tmp_path / "config.yaml", "stages.0.data.0.files=[x]", status=2
-    )
+    assert "stage 0: 5 steps" in run("data", "inspect", tmp_path / "config.yaml", "stages.0.steps=5", "--rows", 0)
+    assert "no such folder" in run("data", "inspect", tmp_path / "config.yaml", "stages.0.data.0.files=[x]", status=2)
     assert "unknown key" in run("data", "inspect", tmp_path / "config.yaml", "stagess=5", status=2)

@@ -107,9 +107,7 @@ def test_end_tokens_are_those_of_the_first_file_that_names_any(tmp_path, byte_to
         assert load_tokenizer(tmp_path).end_ids == ends, files
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "2"}))
-    with pytest.raises(
-        ConfigError, match=r"eos_token_id in .*/config.json must be a token id or a list of them"
-    ):
+    with pytest.raises(ConfigError, match=r"eos_token_id in .*/config.json must be a token id or a list of them"):
         load_tokenizer(tmp_path)
 
 
@@ -144,10 +142,7 @@ def config_with(folder, template, **keys) -> None:
 
 def test_a_template_comes_from_either_file(tmp_path, tokenizer):
     assert load_chat_template(tmp_path) is None
-    for template in (
-        TEMPLATE,
-        [{"name": "tools", "template": "x"}, {"name": "default", "template": TEMPLATE}],
-    ):
+    for template in (TEMPLATE, [{"name": "tools", "template": "x"}, {"name": "default", "template": TEMPLATE}]):
         config_with(tmp_path, template)
         found = load_chat_template(tmp_path)
         assert found is not None
@@ -214,9 +209,7 @@ def test_what_a_template_refuses(tmp_path):
         with pytest.raises(ConfigError, match=sentence):
             load_chat_template(tmp_path)
     (tmp_path / "chat_template.jinja").write_bytes(b"{{ messages }}\xff")
-    with pytest.raises(
-        ConfigError, match=r"chat_template.jinja is not UTF-8: invalid start byte \(byte 15\)"
-    ):
+    with pytest.raises(ConfigError, match=r"chat_template.jinja is not UTF-8: invalid start byte \(byte 15\)"):
         load_chat_template(tmp_path)
 
 
@@ -284,16 +277,12 @@ def test_prompts_from_a_file(tmp_path):
             read_prompts(file)
     for line in ("one", '"a \\ud83d b"', "[" * 200_000, '{"prompt": "a", "n": ' + "7" * 5000 + "}"):
         file.write_text('"fine"\n' + line + "\n")
-        with pytest.raises(
-            ConfigError, match=r"prompts.jsonl, line 2 is not valid JSON.*; a text, .* is expected"
-        ):
+        with pytest.raises(ConfigError, match=r"prompts.jsonl, line 2 is not valid JSON.*; a text, .* is expected"):
             read_prompts(file)
     file.write_text("\n")
     with pytest.raises(ConfigError, match="has no prompts"):
         read_prompts(file)
-    with pytest.raises(
-        ConfigError, match=r"the prompts in .*none.jsonl cannot be read: No such file or directory$"
-    ):
+    with pytest.raises(ConfigError, match=r"the prompts in .*none.jsonl cannot be read: No such file or directory$"):
         read_prompts(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match=r"the prompts in .* cannot be read: Is a directory$"):
         read_prompts(tmp_path)
@@ -325,15 +314,7 @@ def test_replies_go_on_after_any_cut(tmp_path):
         assert out.read_text() == expected
         assert not out.with_name(out.name + ".unfinished").exists()
     first, second, *others = whole.split(b"\n")
-    for damage in (
-        b"{",
-        b"[]",
-        b"{}",
-        b'{"prompt": "0", "sample": 0}',
-        b"[" * 9999,
-        b"\xff",
-        second + second,
-    ):
+    for damage in (b"{", b"[]", b"{}", b'{"prompt": "0", "sample": 0}', b"[" * 9999, b"\xff", second + second):
         out = tmp_path / f"damaged{len(damage)}{damage[:1].hex()}.jsonl"
         out.with_name(out.name + ".unfinished").write_bytes(b"\n".join([first, damage, *others]))
         with ReplyFile(out, settings) as file:

@@ -155,6 +155,4 @@ def test_chains_on_the_command_line(tokenizer, model, tmp_path):
     ]  # fmt: skip
     refused = fails("evaluate", "chains", tmp_path / "model", "--lengths", 64, "--rivals", 30)
     assert "raise the length" in refused
-    assert "--rivals must be whole numbers" in fails(
-        "evaluate", "chains", tmp_path / "model", "--rivals", "x"
-    )
+    assert "--rivals must be whole numbers" in fails("evaluate", "chains", tmp_path / "model", "--rivals", "x")

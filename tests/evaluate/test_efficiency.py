@@ -60,8 +60,7 @@ def test_what_cannot_be_timed_is_refused(models, wrong):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "requests"),
-    [(3.0, 1.0, 5), (3.0, 2.0, 10), (4.0, 1.0, 4), (1.0, 1.0, None), (1.0, 2.0, None)],
+    ("before", "after", "requests"), [(3.0, 1.0, 5), (3.0, 2.0, 10), (4.0, 1.0, 4), (1.0, 1.0, None), (1.0, 2.0, None)]
 )
 def test_a_cost_of_ten_seconds_is_earned_back(before, after, requests):
     assert break_even(10.0, {"request_seconds": before}, {"request_seconds": after}) == requests

@@ -72,9 +72,7 @@ def token_nll(model: Decoder, tokens: list[int], full_from: int = NEVER) -> np.n
 
 
 def nll_by_hand(model: Decoder, example: Example, full_from: int) -> float:
-    return float(
-        token_nll(model, example.prompt + example.answer, full_from)[len(example.prompt) - 1 :].mean()
-    )
+    return float(token_nll(model, example.prompt + example.answer, full_from)[len(example.prompt) - 1 :].mean())
 
 
 @pytest.mark.parametrize("name", ["full", "window", "interleave-1-in-2+fa-decode"])
@@ -233,20 +231,11 @@ def test_generated_answers_are_those_of_generate_and_scored_by_their_text(model,
     windowed = model.with_pattern(recipe("interleave-1-in-2"))
     texts = [Ascii().decode(row) for row in generate(windowed, [e.prompt for e in needles], max_new_tokens=6)]
     # Two of five references are what the model says: with a fifth example left over, the last batch is filled up.
-    known = [
-        dataclasses.replace(e, references=[texts[i]] if i in (1, 4) else ["no"])
-        for i, e in enumerate(needles)
-    ]
+    known = [dataclasses.replace(e, references=[texts[i]] if i in (1, 4) else ["no"]) for i, e in enumerate(needles)]
     answers = generate_answers(windowed, Ascii(), known, max_new_tokens=6, batch_size=2)
     assert answers.texts == texts
     assert answers.scores.tolist() == [0, 1, 0, 0, 1]
-    assert needle_accuracy(windowed, Ascii(), known, max_new_tokens=6, batch_size=2).tolist() == [
-        0,
-        1,
-        0,
-        0,
-        1,
-    ]
+    assert needle_accuracy(windowed, Ascii(), known, max_new_tokens=6, batch_size=2).tolist() == [0, 1, 0, 0, 1]
     assert answers.kv_cache_bytes == cache_bytes(CONFIG, windowed.pattern, 1, answers.max_length, 4)
 
 

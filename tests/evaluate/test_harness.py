@@ -35,13 +35,7 @@ def lm(byte_tokenizer) -> HarnessModel:
 
 
 def test_loglikelihoods_are_sums_of_our_answer_losses(lm: HarnessModel) -> None:
-    pairs = [
-        ("All that is gold", " does not"),
-        ("a  ", "b"),
-        ("", "glitter"),
-        ("x", ""),
-        ("One two", " three"),
-    ]
+    pairs = [("All that is gold", " does not"), ("a  ", "b"), ("", "glitter"), ("x", ""), ("One two", " three")]
     got = lm.loglikelihood(requests(*pairs))
     encode, eos = lm.tokenizer.encode, lm.tokenizer.eos_id
     split = [(encode("All that is gold"), encode(" does not")), (encode("a"), encode("  b"))]
@@ -74,11 +68,7 @@ def test_a_chat_brings_its_start_tokens(lm: HarnessModel, monkeypatch) -> None:
 
 
 def test_whole_texts_predict_every_token_once(lm: HarnessModel) -> None:
-    assert rolling_windows(range(10), 99, 4) == [
-        ([99], [0, 1, 2, 3]),
-        ([3], [4, 5, 6, 7]),
-        ([5, 6, 7], [8, 9]),
-    ]
+    assert rolling_windows(range(10), 99, 4) == [([99], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])]
     assert rolling_windows([], 99, 4) == []
     short, long = "It goes on", "It goes ever on and on. " * 6
     got = lm.loglikelihood_rolling(requests((short,), (long,), ("",)))
@@ -86,8 +76,7 @@ def test_whole_texts_predict_every_token_once(lm: HarnessModel) -> None:
     windows = [(p, a) for p, a in rolling_windows(tokens, eos, 64)]
     assert [token for _, a in windows for token in a] == tokens
     nll = [
-        score_answers(lm.model, [Example(p, a, [])], full_attention_decode=False).nll[0] * len(a)
-        for p, a in windows
+        score_answers(lm.model, [Example(p, a, [])], full_attention_decode=False).nll[0] * len(a) for p, a in windows
     ]
     assert got[1] == pytest.approx(-sum(nll), rel=1e-5)
     whole = score_answers(lm.model, [Example([eos], lm.tokenizer.encode(short), [])]).nll[0]
@@ -115,10 +104,7 @@ def test_texts_end_at_the_first_until(lm: HarnessModel) -> None:
     plain = [
         lm.tokenizer.decode(row)
         for row in generate(
-            lm.model,
-            [lm.tokenizer.encode(p) for p in prompts],
-            max_new_tokens=12,
-            stop_tokens=[lm.tokenizer.eos_id],
+            lm.model, [lm.tokenizer.encode(p) for p in prompts], max_new_tokens=12, stop_tokens=[lm.tokenizer.eos_id]
         )
     ]
     stop = plain[1][3:5]
@@ -183,8 +169,7 @@ def test_a_local_task_file_on_the_recall_model(tmp_path, monkeypatch) -> None:
     tokenizer = load_tokenizer("swa_jax/recall")
     drawn = needle_examples(tokenizer, length=384, num_examples=6, depths=[0.1, 0.5, 0.9], seed=3)
     documents = [
-        {"prompt": tokenizer.decode(e.prompt), "answer": tokenizer.decode(e.answer).removesuffix(".")}
-        for e in drawn
+        {"prompt": tokenizer.decode(e.prompt), "answer": tokenizer.decode(e.answer).removesuffix(".")} for e in drawn
     ]
     data = tmp_path / "documents.jsonl"
     data.write_text("".join(json.dumps(document) + "\n" for document in documents))
@@ -213,9 +198,7 @@ def test_a_local_task_file_on_the_recall_model(tmp_path, monkeypatch) -> None:
         assert found["recall_likelihood", "acc"][1] == pytest.approx(accuracy_interval(ours.right).interval)
         texts = [
             cut_at(tokenizer.decode(row), ["."])
-            for row in generate(
-                model, [e.prompt for e in examples], max_new_tokens=24, stop_tokens=[tokenizer.eos_id]
-            )
+            for row in generate(model, [e.prompt for e in examples], max_new_tokens=24, stop_tokens=[tokenizer.eos_id])
         ]
         same = np.mean([text == e.references[0] for text, e in zip(texts, examples, strict=True)])
         assert found["recall_generate", "exact_match"][0] == pytest.approx(same)

@@ -37,21 +37,14 @@ def bpe() -> Tokenizer:
 def test_length_and_depth_are_exact(bpe: Tokenizer, length: int, num_keys: int) -> None:
     for tokenizer in (Characters(), bpe):
         examples = needle_examples(
-            tokenizer,
-            length=length,
-            num_examples=6,
-            num_keys=num_keys,
-            depths=[0.0, 0.25, 0.6],
-            haystack=TEXT,
+            tokenizer, length=length, num_examples=6, num_keys=num_keys, depths=[0.0, 0.25, 0.6], haystack=TEXT
         )
         assert [e.meta["depth"] for e in examples] == [0.0, 0.25, 0.6] * 2
         for example in examples:
             assert len(example.prompt) + len(example.answer) == length
             start = example.meta["needle_start"]
             assert start == round(example.meta["depth"] * len(example.prompt))
-            needle = (
-                f"\nOne of the special magic numbers for {example.meta['key']} is: {example.references[0]}.\n"
-            )
+            needle = f"\nOne of the special magic numbers for {example.meta['key']} is: {example.references[0]}.\n"
             assert tokenizer.decode(example.prompt[start:]).startswith(needle)
 
 
@@ -80,10 +73,7 @@ def test_the_value_is_every_token_that_holds_a_part_of_it() -> None:
         if trimmed:
             backend.post_processor = processors.ByteLevel(trim_offsets=True)
         tokenizer = Tokenizer(backend)
-        for value, spelled in (
-            ("4821673", [": 4", "8", "216", "7", "3."]),
-            ("9216708", [" 9", "216", "70", "8"]),
-        ):
+        for value, spelled in (("4821673", [": 4", "8", "216", "7", "3."]), ("9216708", [" 9", "216", "70", "8"])):
             text = f"Café 42 is: {value}." if value[0] == "4" else f"Café 42 is {value}."
             places = value_places(tokenizer, text, [value])
             ids = tokenizer.encode(text)
@@ -101,15 +91,11 @@ def test_a_depth_of_one_puts_the_needle_right_before_the_question() -> None:
 
 
 def test_a_depth_range_is_drawn_from_and_distractors_lie_on_both_sides() -> None:
-    examples = needle_examples(
-        Characters(), length=900, num_examples=40, num_keys=3, depths=(0.4, 0.6), haystack=TEXT
-    )
+    examples = needle_examples(Characters(), length=900, num_examples=40, num_keys=3, depths=(0.4, 0.6), haystack=TEXT)
     depths = [e.meta["depth"] for e in examples]
     assert 0.4 <= min(depths) < 0.44
     assert 0.56 < max(depths) <= 0.6
-    before = [
-        Characters().decode(e.prompt[: e.meta["needle_start"]]).count("One of the special") for e in examples
-    ]
+    before = [Characters().decode(e.prompt[: e.meta["needle_start"]]).count("One of the special") for e in examples]
     assert set(before) == {0, 1, 2}
 
 
@@ -198,9 +184,7 @@ def haystack(bpe: Tokenizer) -> Haystack:
     return Haystack(bpe, TEXT)
 
 
-def test_training_needles_weight_the_answers_digits_and_not_the_needles(
-    bpe: Tokenizer, haystack: Haystack
-) -> None:
+def test_training_needles_weight_the_answers_digits_and_not_the_needles(bpe: Tokenizer, haystack: Haystack) -> None:
     source = Needles(bpe, haystack, length=400, seed=3, num_keys=3, num_questions=2)
     sample = source[17]
     assert sample["tokens"].shape == sample["weights"].shape == (400,)

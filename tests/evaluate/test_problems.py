@@ -78,19 +78,12 @@ def test_problems_of_a_file(file) -> None:
     assert sums.max_new_tokens == 512
     (judged, *_) = problems(file, judged=True)
     assert judged.score is None
-    assert judged.judged == {
-        "type": "problem",
-        "question": "How many?",
-        "reference": "7",
-        "unanswerable": False,
-    }
+    assert judged.judged == {"type": "problem", "question": "How many?", "reference": "7", "unanswerable": False}
 
 
 def test_a_problem_without_a_number_needs_a_judge(file) -> None:
     file.write_text('{"question": "Who?", "answer": "Ann"}\n')
-    with pytest.raises(
-        ConfigError, match=r"grade.jsonl, record 0: the answer 'Ann' has no number .* --judge"
-    ):
+    with pytest.raises(ConfigError, match=r"grade.jsonl, record 0: the answer 'Ann' has no number .* --judge"):
         problems(file)
     assert problems(file, judged=True)[0].references == ["Ann"]
     file.write_text('{"question": "Who?"}\n')
@@ -134,13 +127,7 @@ def test_a_program_is_told_what_a_chat_model_is_told(tmp_path) -> None:
             "unanswerable": False,
             "answer": "4",
         },
-        {
-            "type": "knowledge-update",
-            "question": "Who?",
-            "reference": "Nobody",
-            "unanswerable": True,
-            "answer": "?",
-        },
+        {"type": "knowledge-update", "question": "Who?", "reference": "Nobody", "unanswerable": True, "answer": "?"},
     ]
     assert command_judge(f"{sys.executable} {script}")(asked) == [1, 1]
     told = [json.loads(line) for line in seen.read_text().splitlines()]
@@ -167,14 +154,7 @@ def test_sets_across_groups_have_rows_of_their_own(tmp_path) -> None:
         ("a", 0.5, 2, 0), ("b", 0.5, 2, 1), ("mean", 0.5, 4, 1), ("abstention", 0.5, 2, 1), ("all", 0.5, 4, 1),
     ]  # fmt: skip
     assert all(row.interval[0] < 0.5 < row.interval[1] for row in rows)
-    v2 = {
-        "domain": "Code",
-        "question": "?",
-        "answer": "C",
-        "context": "",
-        "difficulty": "hard",
-        "length": "long",
-    }
+    v2 = {"domain": "Code", "question": "?", "answer": "C", "context": "", "difficulty": "hard", "length": "long"}
     v2 |= {f"choice_{x}": x for x in "ABCD"}
     (tmp_path / "v2.json").write_text(json.dumps([v2]))
     assert longbench_v2(tmp_path / "v2.json")[0].also == ("hard", "long")

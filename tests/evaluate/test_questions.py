@@ -59,9 +59,7 @@ def test_rouge_l(answer: str, reference: str, score: float) -> None:
 
 def test_classification_shares_its_point_among_the_classes_named() -> None:
     classes = ["Food", "Fast Food", "City", "Country"]
-    assert (
-        metrics.classification("It is Fast Food", "Fast Food", classes) == 1
-    )  # Food lies inside the right name
+    assert metrics.classification("It is Fast Food", "Fast Food", classes) == 1  # Food lies inside the right name
     assert metrics.classification("City or Country", "City", classes) == 0.5
     assert metrics.classification("Country", "City", classes) == 0
     assert metrics.classification("nothing", "City", classes) == 0
@@ -107,12 +105,7 @@ def files(tmp_path):
     bench = tmp_path / "longbench"
     bench.mkdir()
     records = {
-        "hotpotqa_e": {
-            "context": "Text {x}",
-            "input": "Who?",
-            "answers": ["Ann", "Ann Lee"],
-            "all_classes": None,
-        },
+        "hotpotqa_e": {"context": "Text {x}", "input": "Who?", "answers": ["Ann", "Ann Lee"], "all_classes": None},
         "trec": {"context": "Few shots", "input": "Q", "answers": ["City"], "all_classes": ["City", "Food"]},
     }
     for name, record in records.items():
@@ -194,19 +187,12 @@ def test_files_that_do_not_fit_say_where(files) -> None:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, byte_tokenizer):
     return byte_checkpoint(
-        tmp_path_factory.mktemp("questions"),
-        byte_tokenizer,
-        make("Fw", sliding_window=16),
-        max_position_embeddings=128,
+        tmp_path_factory.mktemp("questions"), byte_tokenizer, make("Fw", sliding_window=16), max_position_embeddings=128
     )
 
 
 def question(prompt: str, group: str = "g", **options) -> Question:
-    given = {
-        "references": ["no", "yes"],
-        "max_new_tokens": 4,
-        "score": lambda a, r: float(r == "yes"),
-    } | options
+    given = {"references": ["no", "yes"], "max_new_tokens": 4, "score": lambda a, r: float(r == "yes")} | options
     return Question("bench", group, prompt, **given)
 
 
@@ -218,9 +204,7 @@ def test_what_is_cut_is_the_middle(checkpoint, room) -> None:
     tokens, cut = _prompt_tokens(tokenizer, asked, length, cut_middle=True, wrap="{prompt}")
     assert (tokenizer.decode(tokens), cut) == ("b" * 30 + "c" * (room - 30), True)
     assert _prompt_tokens(tokenizer, asked, length, cut_middle=False, wrap="{prompt}") == ([], False)
-    tokens, cut = _prompt_tokens(
-        tokenizer, asked, 80 + asked.max_new_tokens, cut_middle=True, wrap="{prompt}"
-    )
+    tokens, cut = _prompt_tokens(tokenizer, asked, 80 + asked.max_new_tokens, cut_middle=True, wrap="{prompt}")
     assert (tokenizer.decode(tokens), cut) == ("b" * 40 + "c" * 40, False)
 
 
@@ -249,18 +233,11 @@ def test_long_prompts_are_left_out_or_cut_and_counted(checkpoint) -> None:
     ]  # fmt: skip
     assert [r["prompt_tokens"] for r in records] == [60, 60]
     assert scores[3].interval == [0.5, 1]
-    scores, _ = score_questions(
-        model, tokenizer, [*asked[:1] * 3, question("d" * 9, "h", score=note)], max_length=64
-    )
+    scores, _ = score_questions(model, tokenizer, [*asked[:1] * 3, question("d" * 9, "h", score=note)], max_length=64)
     assert [(s.group, s.score) for s in scores[2:]] == [("mean", 0.75), ("all", 0.875)]
     assert scores[2].interval is None  # one question alone, and half right
     assert scores[3].interval[0] < 0.875
-    (said,) = generate(
-        model,
-        [tokenizer.encode("b" * 30 + "c" * 30)],
-        max_new_tokens=4,
-        stop_tokens=[tokenizer.eos_id],
-    )
+    (said,) = generate(model, [tokenizer.encode("b" * 30 + "c" * 30)], max_new_tokens=4, stop_tokens=[tokenizer.eos_id])
     assert seen[0] == tokenizer.decode(said)
     with pytest.raises(ConfigError, match="none of the 1 prompts fits max_length = 64"):
         score_questions(model, tokenizer, asked[1:], max_length=64)
@@ -275,16 +252,9 @@ def script(folder, text: str) -> str:
 
 
 def test_a_judge_is_a_program(tmp_path) -> None:
-    answers = [
-        {"answer": "1", "reference": "1"},
-        {"answer": "2", "reference": "1"},
-        {"answer": "", "reference": "1"},
-    ]
+    answers = [{"answer": "1", "reference": "1"}, {"answer": "2", "reference": "1"}, {"answer": "", "reference": "1"}]
     judge = command_judge(
-        script(
-            tmp_path,
-            "for a in answers: print({'1': 'Yes.', '2': 'no', '': '0.25'}[a['answer']])",
-        )
+        script(tmp_path, "for a in answers: print({'1': 'Yes.', '2': 'no', '': '0.25'}[a['answer']])")
     )
     assert judge(answers) == [1, 0, 0.25]
     for program, message in (
@@ -339,12 +309,7 @@ def test_a_judge_behind_an_endpoint(endpoint, monkeypatch) -> None:
     answers = [told | {"answer": "Oslo {it is}"}, told | {"answer": "I cannot know", "unanswerable": True}]
     assert judge(answers) == [1, 0]
     path, key, body = asked[0]
-    assert (path, key, body["model"], body["temperature"]) == (
-        "/v1/chat/completions",
-        "Bearer secret",
-        "small",
-        0,
-    )
+    assert (path, key, body["model"], body["temperature"]) == ("/v1/chat/completions", "Bearer secret", "small", 0)
     for part in ("Which city?", "Expected answer: Oslo", "Oslo {it is}"):
         assert part in body["messages"][0]["content"]
     assert "says so" in asked[-1][2]["messages"][0]["content"]
@@ -366,9 +331,7 @@ def test_a_judge_behind_an_endpoint(endpoint, monkeypatch) -> None:
 
 def test_questions_on_the_command_line(checkpoint, files) -> None:
     def run(*arguments: object, status: int = 0) -> str:
-        result = CliRunner().invoke(
-            app, ["evaluate", "questions", *map(str, arguments)], env={"COLUMNS": "200"}
-        )
+        result = CliRunner().invoke(app, ["evaluate", "questions", *map(str, arguments)], env={"COLUMNS": "200"})
         assert result.exit_code == status, result.output
         return result.output
 

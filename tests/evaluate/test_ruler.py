@@ -54,9 +54,7 @@ def check_haystack(context: str, needles: list[str], haystack: list[str], separa
         start = context.index(needle)
         before.append(len(context[:start].split(separator)) - 1 if separator == "\n" else start)
         context = (
-            context[:start].removesuffix(separator)
-            + separator
-            + context[start + len(needle) :].lstrip(separator)
+            context[:start].removesuffix(separator) + separator + context[start + len(needle) :].lstrip(separator)
             if start
             else context[len(needle) :].lstrip(separator)
         )
@@ -129,9 +127,7 @@ def test_multiquery_asks_for_four_keys_and_multivalue_for_four_values() -> None:
     ("task", "key", "value"),
     [("niah_multikey_2", r"[a-z]+-[a-z]+", r"[1-9]\d{6}"), ("niah_multikey_3", UUID4.pattern, UUID4.pattern)],
 )
-def test_a_haystack_of_needles_has_one_line_a_needle_and_no_key_twice(
-    task: str, key: str, value: str
-) -> None:
+def test_a_haystack_of_needles_has_one_line_a_needle_and_no_key_twice(task: str, key: str, value: str) -> None:
     example, _, context, _ = made(task, length=6000, depths=[0.25])
     kind = "numbers" if task == "niah_multikey_2" else "uuids"
     *lines, last = context.split("\n")
@@ -181,9 +177,7 @@ def test_drawn_depths_are_those_of_ruler_and_vary(bpe: Tokenizer) -> None:
 
 def test_an_example_depends_on_its_seed_and_its_number_alone(bpe: Tokenizer) -> None:
     def build(**options):
-        return ruler_examples(
-            bpe, "niah_multikey_1", **({"length": 900, "num_examples": 3, "seed": 5} | options)
-        )
+        return ruler_examples(bpe, "niah_multikey_1", **({"length": 900, "num_examples": 3, "seed": 5} | options))
 
     assert build() == build()
     assert build(num_examples=2) == build()[:2]

@@ -9,13 +9,7 @@ from characters import Characters
 
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.errors import ConfigError
-from swa_jax.evaluate.ruler import (
-    RULER_TASKS,
-    ruler_examples,
-    ruler_grid,
-    string_match_all,
-    string_match_part,
-)
+from swa_jax.evaluate.ruler import RULER_TASKS, ruler_examples, ruler_grid, string_match_all, string_match_part
 from swa_jax.evaluate.ruler_qa import read_hotpotqa, read_squad
 from swa_jax.evaluate.ruler_words import ADJECTIVES, NOUNS
 
@@ -49,16 +43,11 @@ def squad(tmp_path_factory):
         {
             "paragraphs": [
                 {
-                    "context": f"Paragraph {p} of article {a} says gold{a}{p}. "
-                    + "More of it follows here. " * 6,
+                    "context": f"Paragraph {p} of article {a} says gold{a}{p}. " + "More of it follows here. " * 6,
                     "qas": [
                         {
                             "question": f"What does {a}{p} say?",
-                            "answers": [
-                                {"text": f"gold{a}{p}"},
-                                {"text": f"gold{a}{p}"},
-                                {"text": f"Gold {a}{p}"},
-                            ],
+                            "answers": [{"text": f"gold{a}{p}"}, {"text": f"gold{a}{p}"}, {"text": f"Gold {a}{p}"}],
                             "is_impossible": False,
                         },
                         {"question": "What is not said?", "answers": [], "is_impossible": True},
@@ -307,10 +296,7 @@ def test_lengths_are_within_one_percent_below_the_target(bpe, squad, hotpot, tas
         for example in ruler_examples(bpe, task, length=length, num_examples=2, questions=questions):
             new = RULER_TASKS[task].new_tokens
             assert 0.99 * length <= len(example.prompt) + new <= length
-            assert (example.meta["prompt_tokens"], example.meta["max_new_tokens"]) == (
-                len(example.prompt),
-                new,
-            )
+            assert (example.meta["prompt_tokens"], example.meta["max_new_tokens"]) == (len(example.prompt), new)
             assert len(bpe.encode(bpe.decode(example.answer))) <= new or task == "cwe"
 
 
@@ -336,9 +322,7 @@ def test_answers_have_the_room_that_ruler_gives_them() -> None:
 
 @pytest.mark.parametrize("task", ["vt", "cwe", "fwe"])
 def test_a_depth_that_a_task_has_not_is_refused(task: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"RULER's task {task} has no depth, because what it asks for is all over"
-    ):
+    with pytest.raises(ConfigError, match=f"RULER's task {task} has no depth, because what it asks for is all over"):
         made(task, 4000, depths=[0.5])
     grid = ruler_grid(Characters(), [task], lengths=[8000], depths=None, num_examples=1)
     assert list(grid) == [(task, 8000, None)]

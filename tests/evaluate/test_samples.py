@@ -105,12 +105,7 @@ def test_nothing_is_taken_for_something_else(model, tokenizer, runs, tmp_path):
     answer(model, tokenizer, asked, samples.under("one"))
     others = [
         ("another model", asked, samples.under("two"), {}),
-        (
-            "another reference",
-            [dataclasses.replace(e, references=["y"]) for e in asked],
-            samples.under("one"),
-            {},
-        ),
+        ("another reference", [dataclasses.replace(e, references=["y"]) for e in asked], samples.under("one"), {}),
         ("another order", asked[::-1], samples.under("one"), {}),
         ("one of two", asked[:1], samples.under("one"), {}),
         ("other end tokens", asked, samples.under("one"), {"stop_tokens": [9]}),
@@ -129,9 +124,7 @@ def test_nothing_is_taken_for_something_else(model, tokenizer, runs, tmp_path):
 
 
 def test_the_command_goes_on(model, byte_tokenizer, tmp_path, monkeypatch):
-    checkpoint = byte_checkpoint(
-        tmp_path / "model", byte_tokenizer, model.pattern, max_position_embeddings=512
-    )
+    checkpoint = byte_checkpoint(tmp_path / "model", byte_tokenizer, model.pattern, max_position_embeddings=512)
     needles = [
         "evaluate", "needles", checkpoint, "--examples", 4, "--length", 256, "--batch-size", 2,
         "--pattern", "full", "--pattern", "window", "--window", 32,
@@ -164,7 +157,5 @@ def test_the_command_goes_on(model, byte_tokenizer, tmp_path, monkeypatch):
     assert "unfinished" not in results
     timed = {"prefill_seconds", "decode_tokens_per_second"}
     for mine, other in zip(results["rows"], whole["rows"], strict=True):
-        assert {k: v for k, v in mine.items() if k not in timed} == {
-            k: v for k, v in other.items() if k not in timed
-        }
+        assert {k: v for k, v in mine.items() if k not in timed} == {k: v for k, v in other.items() if k not in timed}
     assert fails(*needles, "--out", out).startswith(f"{out} has results of `evaluate needles` already")

@@ -24,9 +24,7 @@ FOUND = json.loads((ROOT / "tests" / "golden" / "text_losses.json").read_text())
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The checkpoint folder of a real model by its name."""
-    return functools.cache(
-        lambda name: import_model(real_model(name), tmp_path_factory.mktemp("real") / name)
-    )
+    return functools.cache(lambda name: import_model(real_model(name), tmp_path_factory.mktemp("real") / name))
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -51,9 +49,7 @@ def test_rolling_likelihoods_are_those_of_the_harness(folder):
     model, tokenizer = load_model(folder("smollm2"), dtype="float32"), load_tokenizer(folder("smollm2"))
     expected = FOUND["smollm2"]["rolling"]
     texts = [part.strip() for part in (ROOT / "LICENSE").read_text().split("\n\n") if part.strip()]
-    requests = [
-        Instance("loglikelihood_rolling", {}, (text,), i) for i, text in enumerate(texts[: len(expected)])
-    ]
+    requests = [Instance("loglikelihood_rolling", {}, (text,), i) for i, text in enumerate(texts[: len(expected)])]
     assert tokenizer.start_ids == []
     got = HarnessModel(model, tokenizer, max_length=2048).loglikelihood_rolling(requests)
     assert got == pytest.approx(expected, abs=1e-2)

@@ -5,13 +5,7 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.layer_types import FULL, HYBRID, SWITCH, WINDOW
 from swa_jax.model.pattern import AttentionPattern
 
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 24,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-}
+SIZES = {"vocab_size": 40, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
 def config_of(family: str, **keys) -> ModelConfig:

@@ -54,24 +54,12 @@ def test_what_is_right_passes(scaling):
         ({"rope_theta": 1e308}, "rope_theta must be from"),
         ({"rope_scaling": YARN | {"factor": 0.5}}, r"rope_scaling.factor must be from 1 to 10000, got 0.5"),
         ({"rope_scaling": YARN | {"factor": float("nan")}}, r"rope_scaling.factor must be from"),
-        (
-            {"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 32}},
-            r"beta_slow \(32\) must be below beta_fast \(1\)",
-        ),
-        (
-            {"rope_scaling": YARN | {"attention_factor": 0}},
-            "attention_factor must be from 0.01 to 100, got 0",
-        ),
+        ({"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 32}}, r"beta_slow \(32\) must be below beta_fast \(1\)"),
+        ({"rope_scaling": YARN | {"attention_factor": 0}}, "attention_factor must be from 0.01 to 100, got 0"),
         ({"rope_scaling": YARN | {"mscale": -1}}, "mscale must be from 0 to 100, got -1"),
-        (
-            {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}},
-            r"low_freq_factor \(4\) must be below high_freq_factor",
-        ),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, r"low_freq_factor \(4\) must be below high_freq_factor"),
         ({"rope_scaling": LONG | {"factor": 0}}, "rope_scaling.factor must be from 1"),
-        (
-            {"rope_scaling": LONG | {"long_factor": [1e9] * 8}},
-            "long_factor must have 8 numbers above 0, at most 1e4",
-        ),
+        ({"rope_scaling": LONG | {"long_factor": [1e9] * 8}}, "long_factor must have 8 numbers above 0, at most 1e4"),
     ],
 )
 def test_what_no_model_can_have(keys, sentence):

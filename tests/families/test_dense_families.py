@@ -16,9 +16,7 @@ from swa_jax.model.layers import XIELU, query_scale
 
 
 def test_cwm_scales_its_rope_unless_config_json_says_how():
-    scaled = config_of(
-        "cwm", num_attention_heads=8, rope_theta=7.0
-    )  # transformers does not read it here either
+    scaled = config_of("cwm", num_attention_heads=8, rope_theta=7.0)  # transformers does not read it here either
     assert (scaled.rope_theta, scaled.rope_scaling) == (1e6, RopeScaling("llama3", 16.0, 8192, 1.0, 4.0))
     plain = config_of("cwm", num_attention_heads=8, rope_parameters={"rope_type": "default"})
     assert (plain.rope_theta, plain.rope_scaling) == (1e6, None)
@@ -36,9 +34,7 @@ def test_seed_oss_has_biases_where_it_says():
     assert biases(attention_bias=False, attention_out_bias=True, mlp_bias=True) == (False, True, True)
     hf = hf_config(config_of("seed_oss", num_attention_heads=8))
     assert apply_pattern(hf, pattern_of("wFw"))[0]["model_type"] == "qwen2"  # which has the same biases
-    hf = hf_config(
-        config_of("seed_oss", num_attention_heads=8, attention_out_bias=True, attention_bias=False)
-    )
+    hf = hf_config(config_of("seed_oss", num_attention_heads=8, attention_out_bias=True, attention_bias=False))
     assert "Seed-OSS's biases" in apply_pattern(hf, pattern_of("wFw"))[1]
 
 
@@ -54,11 +50,7 @@ def test_vaultgemma_has_two_norms_a_layer():
 
 def test_granite_swa_has_a_theta_for_each_layer():
     config = config_of("granite_swa", layer_rope_theta=[50, 0, 1e4])
-    assert (config.rope_layers, config.rope_theta, config.local_rope_theta) == (
-        ("global", "none", "local"),
-        50.0,
-        1e4,
-    )
+    assert (config.rope_layers, config.rope_theta, config.local_rope_theta) == (("global", "none", "local"), 50.0, 1e4)
     assert config.sink_logits
     for letters in ("wwF", "FFF", "www"):  # RoPE is the layer's, whatever its window
         hf, notice = apply_pattern(hf_config(config), pattern_of(letters))
@@ -120,9 +112,7 @@ def test_ministral3_scales_its_queries():
         config_of("ministral3", num_key_value_heads=2, rope_parameters=YARN | {BETA: 10**400})
     with pytest.raises(ConfigError, match=f"rope_parameters.{BETA} must be a number from 0 to 100, got 'x'"):
         config_of("ministral3", num_key_value_heads=2, rope_parameters=YARN | {BETA: "x"})
-    with pytest.raises(
-        ConfigError, match=f"{BETA} is not supported with rope_type 'default'; supported: with yarn"
-    ):
+    with pytest.raises(ConfigError, match=f"{BETA} is not supported with rope_type 'default'; supported: with yarn"):
         config_of("ministral3", num_key_value_heads=2, rope_parameters={"rope_type": "default", BETA: 0.1})
     with pytest.raises(ConfigError, match=f"{BETA} needs rope_type yarn"):
         RopeScaling("linear", 2.0, llama_4_scaling_beta=0.1)
@@ -130,21 +120,9 @@ def test_ministral3_scales_its_queries():
 
 def test_starcoder2_has_biases_everywhere_or_in_its_norms_alone():
     config = config_of("starcoder2", num_key_value_heads=2, norm_epsilon=1e-3)
-    assert (config.norm_type, config.norm_bias, config.gated_mlp, config.rms_norm_eps) == (
-        "layer",
-        True,
-        False,
-        1e-3,
-    )
+    assert (config.norm_type, config.norm_bias, config.gated_mlp, config.rms_norm_eps) == ("layer", True, False, 1e-3)
     names = {name.split(".", 3)[3] for name in hf_tensors(config) if name.startswith("model.layers.0.")}
-    linear = (
-        "self_attn.q_proj",
-        "self_attn.k_proj",
-        "self_attn.v_proj",
-        "self_attn.o_proj",
-        "mlp.c_fc",
-        "mlp.c_proj",
-    )
+    linear = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.c_fc", "mlp.c_proj")
     modules = (*linear, "input_layernorm", "post_attention_layernorm")
     assert names == {f"{module}.{part}" for module in modules for part in ("weight", "bias")}
     without = config_of("starcoder2", num_key_value_heads=2, use_bias=False)
@@ -157,12 +135,7 @@ def test_starcoder2_has_biases_everywhere_or_in_its_norms_alone():
 
 def test_apertus_has_an_activation_of_its_own_in_each_layer():
     config = config_of("apertus")
-    assert (config.hidden_act, config.gated_mlp, config.qk_norm, config.rope_theta) == (
-        "xielu",
-        False,
-        True,
-        12e6,
-    )
+    assert (config.hidden_act, config.gated_mlp, config.qk_norm, config.rope_theta) == ("xielu", False, True, 12e6)
     of_layer = {name.split(".", 3)[3] for name in hf_tensors(config) if name.startswith("model.layers.0.mlp")}
     known = ("act_fn.beta", "act_fn.eps")  # the same in all models
     learned = ("up_proj.weight", "down_proj.weight", "act_fn.alpha_p", "act_fn.alpha_n")

@@ -22,21 +22,12 @@ def test_experts_of_each_family():
     dense = config_of("qwen3_moe", **SPARSE | {"num_experts": 0})
     assert (dense.num_experts, dense.moe_intermediate_size, dense.mlp_layer_types) == (0, 0, ())
     defaults = config_of("qwen3_moe", num_key_value_heads=2)
-    assert (defaults.num_experts, defaults.num_experts_per_tok, defaults.moe_intermediate_size) == (
-        128,
-        8,
-        768,
-    )
+    assert (defaults.num_experts, defaults.num_experts_per_tok, defaults.moe_intermediate_size) == (128, 8, 768)
     mixtral = config_of("mixtral", num_key_value_heads=2)
     assert (mixtral.num_experts, mixtral.num_experts_per_tok, mixtral.moe_intermediate_size) == (8, 2, 32)
     assert (mixtral.norm_topk_prob, mixtral.rope_theta, mixtral.rms_norm_eps) == (True, 1e6, 1e-5)
     oss = config_of("gpt_oss", num_key_value_heads=2, num_hidden_layers=2)
-    assert (oss.num_experts, oss.num_experts_per_tok, oss.swiglu_limit, oss.swiglu_alpha) == (
-        128,
-        4,
-        7.0,
-        1.702,
-    )
+    assert (oss.num_experts, oss.num_experts_per_tok, oss.swiglu_limit, oss.swiglu_alpha) == (128, 4, 7.0, 1.702)
     assert oss.rope_scaling == RopeScaling("yarn", 32.0, 4096, truncate=False)
     assert (oss.rope_theta, oss.sink_logits, oss.fused_experts, oss.mlp_bias) == (150000.0, True, True, True)
     assert hf_pattern({"model_type": "gpt_oss", **SIZES}).layer_types == (WINDOW, FULL, WINDOW)
@@ -54,10 +45,7 @@ def test_experts_of_each_family():
     ("keys", "sentence"),
     [
         ({"num_experts": "4"}, "num_experts must be a whole number, got '4'"),
-        (
-            {"num_experts": None, "num_local_experts": 2.5},
-            "num_local_experts must be a whole number, got 2.5",
-        ),
+        ({"num_experts": None, "num_local_experts": 2.5}, "num_local_experts must be a whole number, got 2.5"),
         ({"num_experts_per_tok": True}, "num_experts_per_tok must be a whole number, got True"),
         ({"num_experts_per_tok": 5}, r"num_experts_per_tok must be from 1 to num_experts \(4\), got 5"),
         ({"moe_intermediate_size": -1}, "moe_intermediate_size must be a whole number, got -1"),
@@ -74,9 +62,7 @@ def test_experts_that_cannot_be(keys, sentence):
 
 
 def test_mlp_types_that_cannot_be():
-    with pytest.raises(
-        ConfigError, match="mlp_layer_types must be a list with one type a layer, got 'sparse'"
-    ):
+    with pytest.raises(ConfigError, match="mlp_layer_types must be a list with one type a layer, got 'sparse'"):
         config_of("mellum", **SPARSE, mlp_layer_types="sparse")
     with pytest.raises(ConfigError, match="mlp_layer_types has 2 entries for 3 layers"):
         config_of("mellum", **SPARSE, mlp_layer_types=["sparse", "dense"])
@@ -182,11 +168,7 @@ def test_mimo_has_twice_the_kv_heads_in_windowed_layers():
 def test_granite_moe_swa_has_experts_everywhere_and_perhaps_a_shared_one():
     config = config_of("granitemoe_swa", shared_intermediate_size=20, layer_rope_theta=[1e4, 0, 500.0])
     assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size) == (8, 2, 32)
-    assert (config.shared_expert_intermediate_size, config.norm_topk_prob, config.sink_logits) == (
-        20,
-        True,
-        True,
-    )
+    assert (config.shared_expert_intermediate_size, config.norm_topk_prob, config.sink_logits) == (20, True, True)
     assert (config.rope_layers, config.local_rope_theta) == (("global", "none", "local"), 500.0)
     pattern = hf_pattern({"model_type": "granitemoe_swa", **SIZES})
     assert (pattern.layer_types, pattern.sliding_window) == ((FULL, WINDOW, WINDOW), 128)
@@ -195,26 +177,14 @@ def test_granite_moe_swa_has_experts_everywhere_and_perhaps_a_shared_one():
 @pytest.mark.parametrize(
     ("family", "keys", "sentence"),
     [
-        (
-            "laguna",
-            {"num_attention_heads_per_layer": [4, 4]},
-            "must be a list with a number for each of the 3 layers",
-        ),
+        ("laguna", {"num_attention_heads_per_layer": [4, 4]}, "must be a list with a number for each of the 3 layers"),
         (
             "laguna",
             {"num_attention_heads_per_layer": [4, 4, 6]},
             "num_attention_heads_per_layer has 4 and 6 in layers of type full_attention",
         ),
-        (
-            "laguna",
-            {"rope_parameters": {WINDOW: {}}},
-            "rope_parameters.full_attention must be a mapping, got None",
-        ),
-        (
-            "laguna",
-            {"moe_apply_router_weight_on_input": True},
-            "moe_apply_router_weight_on_input is not supported",
-        ),
+        ("laguna", {"rope_parameters": {WINDOW: {}}}, "rope_parameters.full_attention must be a mapping, got None"),
+        ("laguna", {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input is not supported"),
         (
             "laguna",
             {
@@ -223,11 +193,7 @@ def test_granite_moe_swa_has_experts_everywhere_and_perhaps_a_shared_one():
             },
             "rope_parameters.sliding_attention.rope_type 'linear' is not supported",
         ),
-        (
-            "laguna",
-            {"moe_routed_scaling_factor": []},
-            r"moe_routed_scaling_factor must be a number, got \[\]",
-        ),
+        ("laguna", {"moe_routed_scaling_factor": []}, r"moe_routed_scaling_factor must be a number, got \[\]"),
         ("mimo_v2_flash", {"num_key_value_heads": 4}, r"num_attention_heads \(4\) must be a multiple of 8"),
         ("mimo_v2_flash", {"v_head_dim": 200}, r"v_head_dim \(200\) must be at most head_dim \(192\)"),
         ("afmoe", {"num_dense_layers": -1}, "num_dense_layers must be a whole number, got -1"),
@@ -237,11 +203,7 @@ def test_granite_moe_swa_has_experts_everywhere_and_perhaps_a_shared_one():
         ("exaone_moe", {"n_group": 3}, r"expert_groups \(3\) must cut num_experts \(4\)"),
         ("exaone_moe", {"routed_scaling_factor": [1]}, r"routed_scaling_factor must be a number, got \[1\]"),
         ("exaone_moe", {"mlp_layer_types": ["sparse"]}, "mlp_layer_types has 1 entries for 3 layers"),
-        (
-            "cohere2_moe",
-            {"expert_selection_fn": "relu"},
-            "expert_selection_fn is 'relu'; known: sigmoid, softmax",
-        ),
+        ("cohere2_moe", {"expert_selection_fn": "relu"}, "expert_selection_fn is 'relu'; known: sigmoid, softmax"),
         (
             "cohere2_moe",
             {"shared_expert_combination_strategy": 3},

@@ -16,8 +16,7 @@ from swa_jax.model.pattern import AttentionPattern
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 BIG, SMALL, SPARSE = (
-    json.loads((GOLDEN / f"gemma4-{name}-hybrid" / "config.json").read_text())
-    for name in ("31b", "e2b", "26b-a4b")
+    json.loads((GOLDEN / f"gemma4-{name}-hybrid" / "config.json").read_text()) for name in ("31b", "e2b", "26b-a4b")
 )
 
 
@@ -25,10 +24,7 @@ def older(hf: dict) -> dict:
     """As the released files say it, and as transformers up to 5.23 does."""
     heads = hf["per_layer_config"][max(hf["per_layer_config"])]
     rest = {key: value for key, value in hf.items() if key != "per_layer_config"}
-    return rest | {
-        "global_head_dim": heads["head_dim"],
-        "num_global_key_value_heads": heads.get("num_key_value_heads"),
-    }
+    return rest | {"global_head_dim": heads["head_dim"], "num_global_key_value_heads": heads.get("num_key_value_heads")}
 
 
 @pytest.mark.parametrize("hf", [BIG, SMALL], ids=["31b", "e2b"])

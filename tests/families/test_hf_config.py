@@ -47,11 +47,7 @@ def test_a_key_of_another_value_is_written_as_it_is_read(family):
 
 @pytest.mark.parametrize("family", ["cohere2", "exaone4", "gemma3_text", "mellum", "olmo3", "phi3"])
 def test_a_window_over_all_positions_is_none(family):
-    keys = DEFAULTS[family] | {
-        "sliding_window": 24,
-        "use_sliding_window": True,
-        "max_position_embeddings": 25,
-    }
+    keys = DEFAULTS[family] | {"sliding_window": 24, "use_sliding_window": True, "max_position_embeddings": 25}
     keys["layer_types"] = [WINDOW] * keys["num_hidden_layers"]
     assert hf_pattern(keys).sliding_window == 24
     shorter = hf_pattern(keys | {"max_position_embeddings": 24})
@@ -90,12 +86,7 @@ def test_biases_and_norms_of_each_family():
 
 
 def test_rope_in_every_spelling():
-    scaling = {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     expected = RopeScaling("llama3", 8.0, 64, 1.0, 4.0)
     new = scaling | {"rope_type": "llama3", "rope_theta": 5e5}
     for keys in (
@@ -112,12 +103,7 @@ def test_rope_in_every_spelling():
         "qwen3",
         num_key_value_heads=2,
         max_position_embeddings=4096,
-        rope_scaling={
-            "rope_type": "yarn",
-            "factor": None,
-            "original_max_position_embeddings": 1024,
-            "beta_fast": None,
-        },
+        rope_scaling={"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 1024, "beta_fast": None},
     )
     assert yarn.rope_scaling == RopeScaling("yarn", 4.0, 1024)
     linear = config_of("llama", rope_scaling={"type": "linear", "factor": 2})
@@ -136,10 +122,7 @@ def test_rope_in_every_spelling():
             "swat, .*; its text_config is of model_type 'gemma3_text': save the text model alone",
         ),
         ({"model_type": None}, "model_type None is not supported"),
-        (
-            {"model_type": ["llama"], "text_config": {"model_type": []}},
-            r"model_type \['llama'\] is not supported",
-        ),
+        ({"model_type": ["llama"], "text_config": {"model_type": []}}, r"model_type \['llama'\] is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config without a quant_method is not supported"),
         ({"is_causal": False}, "is_causal is false .* is not supported; supported: causal models"),
@@ -202,9 +185,7 @@ YARN = RopeScaling("yarn", 4.0, 512, truncate=False, mscale=1.0)
     [
         config_of("llama", attention_bias=True, mlp_bias=True, head_dim=10),
         dataclasses.replace(config_of("llama"), rope_theta=5e5, rope_scaling=RopeScaling("llama3", 8.0, 64)),
-        dataclasses.replace(
-            config_of("mistral", num_key_value_heads=2), rope_scaling=RopeScaling("linear", 2.0)
-        ),
+        dataclasses.replace(config_of("mistral", num_key_value_heads=2), rope_scaling=RopeScaling("linear", 2.0)),
         config_of("ministral", num_key_value_heads=2),
         config_of("qwen2", num_key_value_heads=2, tie_word_embeddings=True),
         dataclasses.replace(config_of("qwen3", num_key_value_heads=2), rope_scaling=YARN),
@@ -293,18 +274,12 @@ def test_mellum_reads_rope_by_layer_type_alone():
     keys = {"num_key_value_heads": 2, "mlp_layer_types": ["dense"] * 3, "num_experts": 64, "rope_theta": 7.0}
     config = config_of("mellum", **keys, layer_types=[FULL, WINDOW, FULL], sliding_window=9)
     assert (config.rope_theta, config.local_rope_theta) == (5e5, 1e4)
-    assert (config.rope_layers, config.head_dim, config.num_experts) == (
-        ("global", "local", "global"),
-        128,
-        0,
-    )
+    assert (config.rope_layers, config.head_dim, config.num_experts) == (("global", "local", "global"), 128, 0)
     hf, notice = apply_pattern(hf_config(config), pattern_of("FwF"))
     assert (model_config(hf), hf_pattern(hf), notice) == (config, pattern_of("FwF"), None)
     assert not {"rope_theta", "rope_scaling"} & hf.keys()
     # Every Qwen3 can be written as Mellum, which other servers know windows of.
-    qwen3 = dataclasses.replace(
-        config_of("qwen3", num_key_value_heads=2), model_type="mellum", rope_scaling=YARN
-    )
+    qwen3 = dataclasses.replace(config_of("qwen3", num_key_value_heads=2), model_type="mellum", rope_scaling=YARN)
     hf = hf_config(qwen3, pattern_of("wFw"))
     assert (hf["model_type"], model_config(hf), hf_pattern(hf)) == ("mellum", qwen3, pattern_of("wFw"))
 
@@ -322,16 +297,8 @@ def test_gemma_3_caps_no_attention_logits():
     [
         ("cohere", {"use_qk_norm": True}, "use_qk_norm .* is not supported"),
         ("cohere2", {"logit_scale": 0}, "logit_scale must be a number above 0, got 0"),
-        (
-            "cohere2",
-            {"sliding_window": None},
-            "layer_types has sliding_attention, but sliding_window is null",
-        ),
-        (
-            "cohere2",
-            {"sliding_window_pattern": "LLLG"},
-            "sliding_window_pattern must be a whole number above 0",
-        ),
+        ("cohere2", {"sliding_window": None}, "layer_types has sliding_attention, but sliding_window is null"),
+        ("cohere2", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern must be a whole number above 0"),
         (
             "exaone4",
             {"sliding_window_pattern": "LLLG", "num_key_value_heads": 2},
@@ -342,27 +309,15 @@ def test_gemma_3_caps_no_attention_logits():
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
             "'linear' is not supported for phi3; supported: default, longrope",
         ),
-        (
-            "mellum",
-            {"mlp_layer_types": ["dence"] * 3},
-            "mlp_layer_types.0' must be one of dense, sparse, got 'dence'",
-        ),
+        ("mellum", {"mlp_layer_types": ["dence"] * 3}, "mlp_layer_types.0' must be one of dense, sparse, got 'dence'"),
         ("mellum", {"mlp_layer_types": ["dense"] * 2}, "mlp_layer_types has 2 entries for 3 layers"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number above 0, got 0"),
         ("gemma2", {"final_logit_softcapping": -1.0}, "logit_softcap must be above 0, got -1.0"),
         ("gemma3_text", {"hidden_size": "24"}, "hidden_size must be a number above 0, got '24'"),
         ("granite", {"logits_scaling": 0}, "logits_scaling must be a number above 0, got 0"),
-        (
-            "gemma3_text",
-            {"sliding_window_pattern": 0},
-            "sliding_window_pattern must be a whole number above 0",
-        ),
-        (
-            "olmo3",
-            {"layer_types": "full_attention"},
-            "layer_types must be a list with one type a layer, got 'full",
-        ),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern must be a whole number above 0"),
+        ("olmo3", {"layer_types": "full_attention"}, "layer_types must be a list with one type a layer, got 'full"),
         ("smollm3", {"no_rope_layers": [[], 1, 1]}, "no_rope_layers must be a list"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier must be a number above 0, got 0"),
     ],
@@ -372,13 +327,9 @@ def test_what_these_families_refuse(family, keys, sentence):
         config_of(family, **keys)
 
 
-@pytest.mark.parametrize(
-    "keys", [{"no_rope_layers": [1, 0]}, {"no_rope_layers": "1"}, {"no_rope_layer_interval": 0}]
-)
+@pytest.mark.parametrize("keys", [{"no_rope_layers": [1, 0]}, {"no_rope_layers": "1"}, {"no_rope_layer_interval": 0}])
 def test_layers_without_rope_are_named_for_every_layer(keys):
-    with pytest.raises(
-        ConfigError, match=r"no_rope_layers must be a list with 1 .* for each of the 3 layers"
-    ):
+    with pytest.raises(ConfigError, match=r"no_rope_layers must be a list with 1 .* for each of the 3 layers"):
         config_of("smollm3", **keys)
     assert config_of("smollm3", no_rope_layers=[1, 0, 1, 0]).rope_layers == ("global", "none", "global")
     assert config_of("smollm3").rope_layers == ()  # three layers: the fourth would be without

@@ -13,9 +13,7 @@ from swa_jax.model.layer_types import FULL, WINDOW
 def test_patterns_of_hf_configs_with_absent_keys():
     def types(family: str, **keys) -> str:
         pattern = hf_pattern({"model_type": family, **SIZES, **keys})
-        return "".join("w" if kind == WINDOW else "F" for kind in pattern.layer_types) + str(
-            pattern.sliding_window
-        )
+        return "".join("w" if kind == WINDOW else "F" for kind in pattern.layer_types) + str(pattern.sliding_window)
 
     assert types("mistral") == "www4096"  # the family's default window
     assert types("mistral", sliding_window=None) == "FFFNone"
@@ -115,11 +113,7 @@ def test_rope_stays_with_the_layer_it_was_trained_in(family):
     assert (config.rope_layers, config.rope_theta) == (("local", "global", "local"), 1e6)
     assert config.local_rope_theta == 1e4
     trained, full = pattern_of("wFw"), pattern_of("FFF")
-    for pattern, written, said in (
-        (trained, trained, False),
-        (full, full, False),
-        (pattern_of("FFw"), full, True),
-    ):
+    for pattern, written, said in ((trained, trained, False), (full, full, False), (pattern_of("FFw"), full, True)):
         hf, notice = apply_pattern(hf_config(config), pattern)
         assert (model_config(hf), hf_pattern(hf)) == (config, written)
         assert hf["layer_types"] == types
@@ -127,9 +121,7 @@ def test_rope_stays_with_the_layer_it_was_trained_in(family):
     plain = config_of(family, num_key_value_heads=2, rope_theta=1e4, rope_local_base_freq=1e4)
     hf, notice = apply_pattern(hf_config(plain), pattern_of("FFw"))
     assert (model_config(hf), hf_pattern(hf), notice) == (plain, pattern_of("FFw"), None)
-    with pytest.raises(
-        ConfigError, match=r"rope_parameters.sliding_attention.rope_type 'linear' is not supported"
-    ):
+    with pytest.raises(ConfigError, match=r"rope_parameters.sliding_attention.rope_type 'linear' is not supported"):
         config_of(family, rope_parameters={FULL: {}, WINDOW: {"rope_type": "linear", "factor": 2.0}})
 
 
@@ -160,8 +152,6 @@ def test_exaone_without_windows_turns_every_layer():
     config = config_of("exaone4", num_key_value_heads=2, sliding_window=None, layer_types=[FULL] * 3)
     assert config.rope_layers == ()
     assert config_of("exaone4", sliding_window_pattern=2, num_key_value_heads=2).rope_layers[1] == "none"
-    hf, notice = apply_pattern(
-        hf_config(config), pattern_of("wFw")
-    )  # no window may have its RoPE in a full layer
+    hf, notice = apply_pattern(hf_config(config), pattern_of("wFw"))  # no window may have its RoPE in a full layer
     assert (model_config(hf), hf_pattern(hf), hf["sliding_window"]) == (config, pattern_of("FFF"), None)
     assert "rotary embeddings in these layers alone" in notice

@@ -31,9 +31,7 @@ def test_the_curriculum_grows():
     assert (lengths[0], lengths[-1]) == (32, 2048)
     for number, stage in enumerate(config.stages):
         assert 1950 <= stage.batch_size * stage.sequence_length <= 2200
-        shares = {
-            kind: sum(s.weight for s in stage.data if s.kind == kind) for kind in ("passages", "chains")
-        }
+        shares = {kind: sum(s.weight for s in stage.data if s.kind == kind) for kind in ("passages", "chains")}
         assert shares["passages"] >= 0.5 if number < 2 else shares["chains"] > shares["passages"] > 0
         hardest = max((s for s in stage.data if s.kind == "chains"), key=lambda source: source.weight)
         earlier = sum(s.weight for s in stage.data if s.kind == "chains" and s is not hardest)
@@ -63,14 +61,7 @@ def test_a_run_goes_on_and_ends_stages_early(scripts, tiny, monkeypatch):
     monkeypatch.setattr(train, "CHECK_TOKENS", 64 * 16)
 
     def run(output, *more):
-        options = (
-            "--config",
-            tiny / "tiny.yaml",
-            "--tokenizer",
-            tiny / "tokenizer",
-            "--output",
-            tiny / output,
-        )
+        options = ("--config", tiny / "tiny.yaml", "--tokenizer", tiny / "tokenizer", "--output", tiny / output)
         train.main([str(word) for word in (*options, *more)])
         with np.load(tiny / output / "state.npz") as saved:
             return {name: saved[name] for name in saved.files}
@@ -96,8 +87,7 @@ def test_a_hybrid_is_checked_beyond_its_window(scripts, tiny, monkeypatch):
     train, _ = scripts
     changes = [f"output={tiny / 'hybrid'}", f"tokenizer={tiny / 'tokenizer'}", "pattern=interleave-1-in-2"]
     run = train.Run(
-        load_config(TrainConfig, tiny / "tiny.yaml", [*changes, "sliding_window=4", "nope_full_layers=true"]),
-        gap=48,
+        load_config(TrainConfig, tiny / "tiny.yaml", [*changes, "sliding_window=4", "nope_full_layers=true"]), gap=48
     )
     assert run.model.pattern.layer_types == (WINDOW, FULL)
     assert run.model.pattern.sliding_window == 4

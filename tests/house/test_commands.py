@@ -172,16 +172,10 @@ def run_page(page: str, text: str, clone: Path, programs: Path) -> tuple[list[di
     for block in blocks_of(text):
         for loop, shorter in FEWER_TURNS.items():
             block = block.replace(loop, shorter)
-        shell = subprocess.run(
-            ["bash", "-e", "-c", block], cwd=clone, env=environment, capture_output=True, text=True
-        )
-        new = (
-            [json.loads(line) for line in log.read_text().splitlines()][len(lines) :] if log.exists() else []
-        )
+        shell = subprocess.run(["bash", "-e", "-c", block], cwd=clone, env=environment, capture_output=True, text=True)
+        new = [json.loads(line) for line in log.read_text().splitlines()][len(lines) :] if log.exists() else []
         lines += new
-        problems += [
-            f"{line['ran']}\n{line['problem']}:\n{line['end']}" for line in new if line.get("problem")
-        ]
+        problems += [f"{line['ran']}\n{line['problem']}:\n{line['end']}" for line in new if line.get("problem")]
         for words in commands_in(block):
             if not any(shlex.split(line["command"])[: len(words)] == words for line in new):
                 problems.append(f"{shlex.join(words)}: was not reached")
@@ -201,9 +195,7 @@ def marked(page: str):
 def test_commands_of_a_page(page, clone, programs):
     lines, problems = run_page(page, (ROOT / page).read_text(), clone, programs)
     for line in lines:
-        print(
-            f"{line.get('seconds', 0):6.1f} s of CPU  {line.get('ran') or line['command'] + ': ' + line['not run']}"
-        )
+        print(f"{line.get('seconds', 0):6.1f} s of CPU  {line.get('ran') or line['command'] + ': ' + line['not run']}")
     assert not problems, "\n\n".join(problems)
 
 
@@ -238,14 +230,10 @@ def test_a_broken_command_is_found(block, problem, tmp_path, programs):
 
 def test_commands_are_found_in_the_text():
     text = "`make`, `swa-jax import`, `swa-jax train CONFIG --x`, `make demo`, `swa-jax pattern full --layers 4`.\n\n"
-    text += (
-        " ```sh\n P=x\n swa-jax demo \\\n   --out $P/y  # more\n for i in 0; do swa-jax train a; done\n ```\n"
-    )
+    text += " ```sh\n P=x\n swa-jax demo \\\n   --out $P/y  # more\n for i in 0; do swa-jax train a; done\n ```\n"
     blocks = blocks_of(text + "```python\nswa-jax no\n```\n")
     assert blocks[:2] == ["make demo", "swa-jax pattern full --layers 4"]
-    assert [commands_in(block) for block in blocks[2:]] == [
-        [["swa-jax", "demo", "--out"], ["swa-jax", "train"]]
-    ]
+    assert [commands_in(block) for block in blocks[2:]] == [[["swa-jax", "demo", "--out"], ["swa-jax", "train"]]]
 
 
 def test_every_rule_is_still_needed():
@@ -277,9 +265,7 @@ def test_recipes_of_the_pages_exist():
 
 
 def test_a_command_is_shrunk():
-    words = shlex.split(
-        "swa-jax evaluate ruler Qwen/Qwen3-0.6B --lengths 4096,8192 --examples 50 --window 2048"
-    )
+    words = shlex.split("swa-jax evaluate ruler Qwen/Qwen3-0.6B --lengths 4096,8192 --examples 50 --window 2048")
     small = "swa-jax evaluate ruler swa_jax/recall --lengths 512 --examples 2 --window 48 --lengths 1152"
     assert shrink(words)[:12] == shlex.split(small)
     assert lower("128,512,full", 256) == "128,256,full"

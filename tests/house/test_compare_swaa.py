@@ -19,11 +19,7 @@ def test_every_row_of_table_1_is_there_once(script):
     assert by_number["0"].full_layers == tuple(range(8))
     assert (by_number["25"].full_layers, by_number["25"].sliding_window) == ((), 32)
     row_34 = by_number["34"]
-    assert (row_34.full_layers, row_34.num_sink_tokens, row_34.full_attention_decode) == (
-        (1, 3, 5, 7),
-        4,
-        True,
-    )
+    assert (row_34.full_layers, row_34.num_sink_tokens, row_34.full_attention_decode) == ((1, 3, 5, 7), 4, True)
     assert by_number["23"].sliding_window == 128
     assert by_number["33"].full_layers == (1, 5)
 
@@ -57,9 +53,7 @@ def test_the_table_of_what_is_done(script, tmp_path):
     assert len(done) == 4
     assert len(file.read_text().splitlines()) == 4
     (row,) = [
-        one
-        for one in script.table("recall", script.Done(done, [0, 1, 2])).splitlines()
-        if one.startswith("| 4, 27 |")
+        one for one in script.table("recall", script.Done(done, [0, 1, 2])).splitlines() if one.startswith("| 4, 27 |")
     ]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:6] == ["4, 27", "32", "none", "0", "yes", "1"]
@@ -81,9 +75,7 @@ def test_of_chains_all_that_is_found_is_compared_as_well(script):
     }
     head, _, *rows = script.table("chains", script.Done(done, [0])).splitlines()
     (row,) = [one for one in rows if one.startswith("| 4, 27 |")]
-    by_title = dict(
-        zip(*([cell.strip() for cell in line.strip("|").split("|")] for line in (head, row)), strict=True)
-    )
+    by_title = dict(zip(*([cell.strip() for cell in line.strip("|").split("|")] for line in (head, row)), strict=True))
     assert by_title["2 hops, %"] == by_title["found in all, %"] == "- / 25 / 75 / -"
     assert by_title["found in all, %, replies - text"] == "+50 [12, 71]"  # by hand, Newcombe's tenth method
 
@@ -121,14 +113,10 @@ def test_a_folder_keeps_to_one_model(script, tmp_path):
 
 @pytest.mark.parametrize("name", ["recall", "chains"])
 def test_a_table_goes_into_its_own_place(script, tmp_path, name):
-    marks = {
-        one: f"<!-- swaa: made by scripts/compare_swaa.py --model {one} -->" for one in ("recall", "chains")
-    }
+    marks = {one: f"<!-- swaa: made by scripts/compare_swaa.py --model {one} -->" for one in ("recall", "chains")}
     end = "<!-- end of swaa -->"
     page = tmp_path / "page.md"
     page.write_text("".join(f"before\n{mark}\nold\n{end}\n" for mark in marks.values()))
     script.put_into(page, f"--model {name}", "NEW")
     texts = {one: "\nNEW\n" if one == name else "old" for one in marks}
-    assert page.read_text() == "".join(
-        f"before\n{mark}\n{texts[one]}\n{end}\n" for one, mark in marks.items()
-    )
+    assert page.read_text() == "".join(f"before\n{mark}\n{texts[one]}\n{end}\n" for one, mark in marks.items())

@@ -34,8 +34,7 @@ def command(*arguments):
 def test_every_arm_is_a_configuration_and_every_claim_is_about_an_arm(script, name):
     comparison = script.COMPARISONS[name]
     configs = {
-        arm: load_config(TrainConfig, ROOT / comparison.CONFIG, overrides)
-        for arm, overrides in comparison.ARMS.items()
+        arm: load_config(TrainConfig, ROOT / comparison.CONFIG, overrides) for arm, overrides in comparison.ARMS.items()
     }
     assert len({script.fingerprint(config) for config in configs.values()}) == len(configs)
     if name.startswith("swat"):  # the arms are compared after the same tokens
@@ -77,9 +76,7 @@ def test_table_counts_seeds_and_says_what_diverged(script):
     assert "| a | 2 | 1.500 ± 0.707 |" in text
     assert "| b | 2, 1 diverged | 4.000 |" in text
     claims = (("b above a", "2, 1", ("b", "x"), ("a", "x")), ("not measured", "-", ("b", "y"), ("a", "y")))
-    assert script.verdicts(runs, claims).splitlines()[2:] == [
-        "| b above a | 2, 1 | +inf, +2.000 | too few seeds |"
-    ]
+    assert script.verdicts(runs, claims).splitlines()[2:] == ["| b above a | 2, 1 | +inf, +2.000 | too few seeds |"]
 
 
 def test_report_goes_between_its_marks(script, tmp_path):
@@ -112,10 +109,7 @@ def test_each_seed_continues_its_own_model(script, tmp_path):
     arm = "static-hybrid, chosen layers"
     overrides = script.overrides_of(comparison, arm, 1, tmp_path, bases[1])
     assert overrides == ["method=null", "pattern=layers:2,5", f"init_from={bases[1]}"]
-    assert script.overrides_of(comparison, "full", 0, tmp_path, bases[0]) == [
-        "method=full",
-        f"init_from={bases[0]}",
-    ]
+    assert script.overrides_of(comparison, "full", 0, tmp_path, bases[0]) == ["method=full", f"init_from={bases[0]}"]
 
 
 def test_where_chains_are_carried_on(script):

@@ -21,9 +21,7 @@ from swa_jax.train.optimizer import learning_rate
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "configs"
-FILES = sorted(
-    path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.yaml") if path.parent.name != "models"
-)
+FILES = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.yaml") if path.parent.name != "models")
 # The runs of the papers and, for each, the same run in small.
 TWINS = {
     "swat/340m.yaml": "swat-tiny.yaml",
@@ -164,22 +162,17 @@ def test_swats_ablations_are_all_there():
         "Table 2 Vanilla D": (None, "softmax", "rope", None, 16384),
     }
     assert {tokens(config) for config in rows.values()} == {80000 * 2**18}
-    assert {config.model.slope_schedule for row, config in rows.items() if row[-2:] in (" 4", "11")} == {
-        "press"
-    }
+    assert {config.model.slope_schedule for row, config in rows.items() if row[-2:] in (" 4", "11")} == {"press"}
     signs = [
         (config.model.alibi_negative_heads, config.model.alibi_positive_heads)
-        for config in (
-            load("swat/760m.yaml", *variants("swat/340m.yaml")[row]) for row in ("SWAT(-)", "SWAT(+)")
-        )
+        for config in (load("swat/760m.yaml", *variants("swat/340m.yaml")[row]) for row in ("SWAT(-)", "SWAT(+)"))
     ]
     assert signs == [(16, 0), (0, 16)]
 
 
 def test_one_switch_turns_swiattn_into_its_baselines():
     layers = {
-        method: AttentionPattern.from_recipe(recipe, 22, sliding_window=1024)
-        for method, recipe in METHODS.items()
+        method: AttentionPattern.from_recipe(recipe, 22, sliding_window=1024) for method, recipe in METHODS.items()
     }
     assert layers["static-hybrid"].full_layers == (3, 7, 11, 15, 19)
     assert set(layers["swiattn"].layer_types) == {"switch_attention"}

@@ -60,9 +60,7 @@ def test_of_several_models_each_has_one_seed(script, folder, tmp_path_factory):
     ).replace("`full`: 100", "`full`: 100, 100")
     with pytest.raises(ConfigError, match="has 2 seeds"):
         script.read_models([one, folder])
-    (other / "results.json").write_text(
-        json.dumps({"rows": [rows[0] | {"scored_on": {"examples": "f"}}, *rows[1:]]})
-    )
+    (other / "results.json").write_text(json.dumps({"rows": [rows[0] | {"scored_on": {"examples": "f"}}, *rows[1:]]}))
     with pytest.raises(ConfigError, match="different prompts"):
         script.read_models([one, other])
 
@@ -90,8 +88,7 @@ def test_a_choice_is_not_inferior_if_its_whole_interval_is_above_the_margin(scri
 
 def test_power_grows_with_prompts(script):
     few, many = (
-        script.contrast({0: np.array(exact(n * 3 // 4, n))}, {0: np.array(exact(n // 2, n))})[0]
-        for n in (20, 200)
+        script.contrast({0: np.array(exact(n * 3 // 4, n))}, {0: np.array(exact(n // 2, n))})[0] for n in (20, 200)
     )
     assert script.detectable(few) > 2 * script.detectable(many)
 

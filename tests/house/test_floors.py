@@ -22,9 +22,7 @@ FLOOR = floors()
 
 def modules():
     """{dotted name: file} of everything that is shipped."""
-    files = [
-        file for package in ("pallas_kernels", "swa_jax", "launch") for file in (ROOT / package).rglob("*.py")
-    ]
+    files = [file for package in ("pallas_kernels", "swa_jax", "launch") for file in (ROOT / package).rglob("*.py")]
     names = [file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for file in files]
     return {name.removesuffix(".__init__"): file for name, file in zip(names, files, strict=True)}
 
@@ -38,11 +36,7 @@ def imported(name, known):
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{name} imports relatively: write the whole path"
             # `from package import module` imports the module, `from module import name` the module before it.
-            found |= {
-                f"{node.module}.{alias.name}"
-                for alias in node.names
-                if f"{node.module}.{alias.name}" in known
-            }
+            found |= {f"{node.module}.{alias.name}" for alias in node.names if f"{node.module}.{alias.name}" in known}
             if any(f"{node.module}.{alias.name}" not in known for alias in node.names):
                 found.add(node.module)
     return {module for module in found if module in known and module != name}

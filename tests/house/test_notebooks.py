@@ -50,9 +50,7 @@ def source(path: Path, number: int) -> str:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_says_whom_it_is_for_and_how_to_open_it(path):
-    assert re.match(
-        r"# [^\n]+\n\n\[!\[Open in Colab\][^\n]+\n\n\*For [^*]+ After this notebook ", source(path, 0)
-    )
+    assert re.match(r"# [^\n]+\n\n\[!\[Open in Colab\][^\n]+\n\n\*For [^*]+ After this notebook ", source(path, 0))
 
 
 @pytest.fixture
@@ -81,10 +79,7 @@ def test_install_cell_installs_from_a_clone_or_the_repository(path, installed, m
     exec(cell.replace('REPOSITORY = ""', 'REPOSITORY = "https://host/swa-jax"'), {})
     (tmp_path / "pyproject.toml").touch()
     exec(cell.replace('EXTRA = ""', 'EXTRA = "[cuda]"'), {})
-    assert [command[-1] for command in installed] == [
-        "swa-jax @ git+https://host/swa-jax",
-        f"{tmp_path}[cuda]",
-    ]
+    assert [command[-1] for command in installed] == ["swa-jax @ git+https://host/swa-jax", f"{tmp_path}[cuda]"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -92,9 +87,7 @@ def test_saved_outputs_name_no_folder_of_the_machine_that_made_them(path):
     text = path.read_text()
     assert not re.search(r"/(root|home|Users|tmp|work)/", text)
     assert not any(
-        output.get("output_type") == "error"
-        for cell in json.loads(text)["cells"]
-        for output in cell.get("outputs", [])
+        output.get("output_type") == "error" for cell in json.loads(text)["cells"] for output in cell.get("outputs", [])
     )
 
 

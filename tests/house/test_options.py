@@ -36,11 +36,7 @@ DECIDED = {
     ("wrap", "chat_wrap", "answers_at_once"),  # --thinking says more
     ("first_rows", "make_batches", "rows"),
     ("train_flops_per_token", "attention_flops", "full_ratio"),
-    (
-        "__init__",
-        "AttentionPattern",
-        "full_attention_decode",
-    ),  # MaskEvaluator: its batches know, as in the next two
+    ("__init__", "AttentionPattern", "full_attention_decode"),  # MaskEvaluator: its batches know, as in the next two
     ("gate_logits", "AttentionPattern", "full_attention_decode"),
     ("kl_scores", "AttentionPattern", "full_attention_decode"),
     ("kl_scores", "AttentionPattern", "num_sink_tokens"),
@@ -91,9 +87,7 @@ def not_given(tree: ast.AST, signatures: dict[str, list[Signature]]) -> set[tupl
         own = {a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
         for call in (n for n in ast.walk(node) if isinstance(n, ast.Call)):
             name = getattr(call.func, "id", getattr(call.func, "attr", ""))
-            starred = any(isinstance(a, ast.Starred) for a in call.args) or any(
-                k.arg is None for k in call.keywords
-            )
+            starred = any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords)
             if starred or len(signatures.get(name, ())) != 1:  # a name of several functions says nothing
                 continue
             (called,) = signatures[name]
@@ -129,11 +123,7 @@ def signatures_of(trees: list[ast.Module]) -> dict[str, list[Signature]]:
 
 @functools.cache
 def trees() -> list[ast.Module]:
-    files = [
-        file
-        for name in ("swa_jax", "pallas_kernels", "launch")
-        for file in sorted((ROOT / name).rglob("*.py"))
-    ]
+    files = [file for name in ("swa_jax", "pallas_kernels", "launch") for file in sorted((ROOT / name).rglob("*.py"))]
     return [ast.parse(file.read_text()) for file in files]
 
 

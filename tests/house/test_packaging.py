@@ -107,9 +107,7 @@ def test_golden_files_stay_small():
 def test_readme_shows_both_commands_on_its_first_screen():
     first_screen = (ROOT / "README.md").read_text().splitlines()[:25]
     for command in ("make demo", "make test"):
-        assert any(line.startswith(command) for line in first_screen), (
-            f"'{command}' is not in the first 25 lines"
-        )
+        assert any(line.startswith(command) for line in first_screen), f"'{command}' is not in the first 25 lines"
 
 
 # ---- the Makefile's environment ----

@@ -49,22 +49,10 @@ def test_a_fault_that_has_lost_its_place_is_named(script):
 @pytest.mark.slow
 def test_make_test_runs_the_tests_that_faults_name(script):
     named = sorted({test for fault in script.read_faults() for test in fault.tests if "::" in test})
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        script.MARKS,
-    ]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", script.MARKS]
     done = subprocess.run([*command, *named], cwd=ROOT, capture_output=True, text=True)
     runs = done.stdout.splitlines()
-    left_out = [
-        test for test in named if not any(line == test or line.startswith(f"{test}[") for line in runs)
-    ]
+    left_out = [test for test in named if not any(line == test or line.startswith(f"{test}[") for line in runs)]
     assert left_out == [], done.stdout[-2000:]
 
 
@@ -116,7 +104,4 @@ def test_faults_are_caught_missed_and_not_tried_twice(script, small, capsys, mon
     script.sum_of_source.cache_clear()
     assert script.main(["--out", str(out), "--only", "harmless"]) == 1, "the tests have changed"
     assert results_of(script, out)["harmless"]["result"] == "NOT CAUGHT"
-    assert (
-        "fails without any fault, and is left out: tests/test_number.py::test_double"
-        in capsys.readouterr().err
-    )
+    assert "fails without any fault, and is left out: tests/test_number.py::test_double" in capsys.readouterr().err

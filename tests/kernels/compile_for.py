@@ -68,9 +68,7 @@ def forward_and_backward(function):
     return both
 
 
-def train(
-    spec, *names, kernels, head_dim=128, dtype="bfloat16", heads=H, kv_heads=K, length=SHORT
-) -> Compiled:
+def train(spec, *names, kernels, head_dim=128, dtype="bfloat16", heads=H, kv_heads=K, length=SHORT) -> Compiled:
     """Attention with lse and its gradients, with the named options."""
     q, kv = shape(B, length, heads, head_dim, dtype=dtype), shape(B, length, kv_heads, head_dim, dtype=dtype)
 
@@ -124,9 +122,7 @@ def decode(spec, *names, kernels, tokens, entries, ring=False, head_dim=128, dty
         given["kv_positions"] = shape(batch, entries, dtype=jnp.int32)
 
     def function(q, k, v, lengths, starts, options):
-        return decode_attention(
-            q, k, v, spec, lengths=lengths, starts=starts, **options, implementation="tpu"
-        )
+        return decode_attention(q, k, v, spec, lengths=lengths, starts=starts, **options, implementation="tpu")
 
     return Compiled(function, (q, cache, cache, numbers, numbers, given), kernels)
 
@@ -189,17 +185,14 @@ def sharded_pools(spec) -> Compiled:
         here = k_pool.shape[1]
         slots = here + jnp.arange(here, dtype=jnp.int32)  # of layer 1
         pools = [
-            write_pool(x.reshape(-1, *x.shape[2:]), slots, new, lengths - 1).reshape(x.shape)
-            for x in (k_pool, v_pool)
+            write_pool(x.reshape(-1, *x.shape[2:]), slots, new, lengths - 1).reshape(x.shape) for x in (k_pool, v_pool)
         ]
         where = coordinates(1, entries, q_positions=lengths[:, None] - 1)
         rows = (x.reshape(-1, *x.shape[2:]) for x in pools)
         return decode_pool(q, *rows, slots, spec, where, PerHead()), tuple(pools)
 
     arguments = shape(batch, 1, 4 * kv_heads, 128), pool, pool, new, shape(batch, dtype=jnp.int32)
-    return Compiled(
-        step, arguments, 3, (by_row, by_head, by_head, by_head, P()), (by_row, (by_head, by_head))
-    )
+    return Compiled(step, arguments, 3, (by_row, by_head, by_head, by_head, P()), (by_row, (by_head, by_head)))
 
 
 # One kernel forward and one backward. Full heads have launches of their own. Routed attention has one forward, or two
@@ -214,9 +207,7 @@ CALLS = {
     "window-float32": train(SMALL, kernels=2, dtype="float32"),
     "window-packed-long": train(AttentionSpec(1024), "q_segment_ids", kernels=2, length=LONG),
     "window-packed-alibi": train(SMALL, "q_segment_ids", "alibi_slopes", kernels=2, length=LONG),
-    "window-sigmoid": train(
-        AttentionSpec(300, **SIGMOID), "alibi_slopes", "sigmoid_bias", kernels=2, head_dim=96
-    ),
+    "window-sigmoid": train(AttentionSpec(300, **SIGMOID), "alibi_slopes", "sigmoid_bias", kernels=2, head_dim=96),
     "window-softcap-sink-logits": train(
         AttentionSpec(300, logit_softcap=30.0), "sink_logits", kernels=2, heads=6, kv_heads=1
     ),
@@ -233,16 +224,12 @@ CALLS = {
     ),
     "full": train(AttentionSpec(), kernels=2, length=LONG),
     "full-packed": train(AttentionSpec(), "q_segment_ids", kernels=2, length=LONG),
-    "full-packed-beyond-vmem": train(
-        AttentionSpec(), "q_segment_ids", kernels=3, length=40960, heads=1, kv_heads=1
-    ),
+    "full-packed-beyond-vmem": train(AttentionSpec(), "q_segment_ids", kernels=3, length=40960, heads=1, kv_heads=1),
     "full-beyond-vmem": train(AttentionSpec(), kernels=3, length=40960, heads=1, kv_heads=1),
     "window-head-dim-256-float32": train(WINDOW, kernels=2, head_dim=256, dtype="float32", length=4096),
     "full-bidirectional": train(AttentionSpec(causal=False), kernels=2, head_dim=80),
     "full-head-dim-256-float32": train(AttentionSpec(), kernels=2, head_dim=256, dtype="float32"),
-    "full-sigmoid": train(
-        AttentionSpec(**SIGMOID), "alibi_slopes", "sigmoid_bias", "q_segment_ids", kernels=2
-    ),
+    "full-sigmoid": train(AttentionSpec(**SIGMOID), "alibi_slopes", "sigmoid_bias", "q_segment_ids", kernels=2),
     "full-from": train(AttentionSpec(300, 4), "full_from", "alibi_slopes", kernels=4),
     "full-from-packed-long": train(WINDOW, "q_segment_ids", "full_from", kernels=4, length=LONG),
     "full-from-beyond-vmem": train(WINDOW, "full_from", kernels=5, length=40960, heads=1, kv_heads=1),
@@ -272,9 +259,7 @@ CALLS = {
     "turned-routed": turned(WINDOW, kernels=5, length=LONG, routed=True),
     "turned-256": turned(WINDOW, kernels=2, length=LONG, head_dim=256),
     "decode-full": decode(AttentionSpec(), "sink_logits", kernels=1, tokens=1, entries=2048),
-    "decode-full-8": decode(
-        AttentionSpec(), kernels=1, tokens=8, entries=2048, head_dim=256, dtype="float32"
-    ),
+    "decode-full-8": decode(AttentionSpec(), kernels=1, tokens=8, entries=2048, head_dim=256, dtype="float32"),
     "decode-ring": decode(AttentionSpec(1024, 4), kernels=1, tokens=1, entries=1028, ring=True, head_dim=64),
     "decode-ring-8": decode(
         AttentionSpec(1024), "alibi_slopes", "full_heads", kernels=1, tokens=8, entries=1032, ring=True

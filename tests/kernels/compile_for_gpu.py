@@ -27,31 +27,10 @@ from .test_gpu import CALLS, abstract_gpu, both_pools, loss_and_gradient
 KILOBYTE = 1024
 # What XLA wants to know of a device, from NVIDIA's data sheets.
 TARGETS = {
-    "h100": (
-        "NVIDIA H100 80GB HBM3",
-        (9, 0),
-        132,
-        {"shared": 228, "optin": 227, "l2": 50 * KILOBYTE},
-        3352,
-        1.755,
-    ),
+    "h100": ("NVIDIA H100 80GB HBM3", (9, 0), 132, {"shared": 228, "optin": 227, "l2": 50 * KILOBYTE}, 3352, 1.755),
     "h200": ("NVIDIA H200", (9, 0), 132, {"shared": 228, "optin": 227, "l2": 50 * KILOBYTE}, 4800, 1.98),
-    "a100": (
-        "NVIDIA A100-SXM4-80GB",
-        (8, 0),
-        108,
-        {"shared": 164, "optin": 163, "l2": 40 * KILOBYTE},
-        2039,
-        1.41,
-    ),
-    "rtx4090": (
-        "NVIDIA GeForce RTX 4090",
-        (8, 9),
-        128,
-        {"shared": 100, "optin": 99, "l2": 72 * KILOBYTE},
-        1008,
-        2.52,
-    ),
+    "a100": ("NVIDIA A100-SXM4-80GB", (8, 0), 108, {"shared": 164, "optin": 163, "l2": 40 * KILOBYTE}, 2039, 1.41),
+    "rtx4090": ("NVIDIA GeForce RTX 4090", (8, 9), 128, {"shared": 100, "optin": 99, "l2": 72 * KILOBYTE}, 1008, 2.52),
 }
 
 

@@ -23,9 +23,7 @@ def main(implementation, length, window, backward, kv_heads=1, full_heads=None):
     full = None if full_heads is None else jnp.arange(kv_heads) < full_heads
 
     def forward(q, k, v, full):
-        return attention(
-            q, k, v, AttentionSpec(window=window), full_heads=full, implementation=implementation
-        )
+        return attention(q, k, v, AttentionSpec(window=window), full_heads=full, implementation=implementation)
 
     def both(q, k, v, full):
         return jax.vjp(lambda *qkv: forward(*qkv, full), q, k, v)[1](dout)

@@ -32,9 +32,7 @@ gate = jnp.asarray(rng.uniform(size=(2, 20)) < 0.3, jnp.float32)
 
 
 def attend(q, k, v, sinks, spec=SPEC, **options):
-    return jnp.sin(
-        attention(q, k, v, spec, sink_logits=sinks, implementation=IMPLEMENTATION, **options)
-    ).mean()
+    return jnp.sin(attention(q, k, v, spec, sink_logits=sinks, implementation=IMPLEMENTATION, **options)).mean()
 
 
 def window_alone(q, k, v, sinks):
@@ -54,9 +52,7 @@ def by_queries(q, k, v, sinks, positions):
 
 
 def routed(q, k, v, sinks, gate):
-    out, disagreement = routed_attention(
-        q, k, v, gate, SPEC, sink_logits=sinks, implementation=IMPLEMENTATION
-    )
+    out, disagreement = routed_attention(q, k, v, gate, SPEC, sink_logits=sinks, implementation=IMPLEMENTATION)
     return jnp.sin(out).mean() + disagreement.mean()
 
 
@@ -67,22 +63,17 @@ def check(function, in_specs, *options):
         return jax.lax.pmean(function(*args), axes)
 
     # Interpreted, the kernels' loops mix their own counters with the operands.
-    sharded = jax.shard_map(
-        sharded, mesh=MESH, in_specs=in_specs, out_specs=P(), check_vma=IMPLEMENTATION == "xla"
-    )
+    sharded = jax.shard_map(sharded, mesh=MESH, in_specs=in_specs, out_specs=P(), check_vma=IMPLEMENTATION == "xla")
     results = [
-        jax.jit(
-            jax.value_and_grad(f, argnums=(0, 1, 2, 3)),
-            compiler_options={"xla_backend_optimization_level": 0},
-        )(q, k, v, sinks, *options)
+        jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2, 3)), compiler_options={"xla_backend_optimization_level": 0})(
+            q, k, v, sinks, *options
+        )
         for f in (sharded, function)
     ]
     (value, gradients), (expected_value, expected_gradients) = results
     np.testing.assert_allclose(value, expected_value, rtol=1e-5, err_msg=function.__name__)
     for name, ours, expected in zip(("q", "k", "v", "sinks"), gradients, expected_gradients, strict=True):
-        np.testing.assert_allclose(
-            ours, expected, rtol=1e-5, atol=1e-6, err_msg=f"{function.__name__}: {name}"
-        )
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6, err_msg=f"{function.__name__}: {name}")
 
 
 batch, heads = P("data"), P(None, None, "model")
@@ -97,13 +88,9 @@ check(routed, (both, both, both, P("model"), batch), gate)
 # Without shard_map: batch-sharded operands stay where they are. (A kernel needs shard_map, which XLA does not.)
 if IMPLEMENTATION == "xla":
     placed = [jax.device_put(x, NamedSharding(MESH, batch)) for x in (q, k, v)]
-    compiled = (
-        jax.jit(jax.grad(lambda q, k, v: attend(q, k, v, sinks), argnums=(0, 1, 2))).lower(*placed).compile()
-    )
+    compiled = jax.jit(jax.grad(lambda q, k, v: attend(q, k, v, sinks), argnums=(0, 1, 2))).lower(*placed).compile()
     text = compiled.as_text()
     assert "all-gather" not in text
     assert "all-to-all" not in text
-    for ours, expected in zip(
-        compiled(*placed), jax.grad(attend, argnums=(0, 1, 2))(q, k, v, sinks), strict=True
-    ):
+    for ours, expected in zip(compiled(*placed), jax.grad(attend, argnums=(0, 1, 2))(q, k, v, sinks), strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)

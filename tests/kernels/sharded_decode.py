@@ -42,9 +42,7 @@ both = P("data", None, "model")  # of [B, T, heads, D]
 def shard(function, in_specs, out_specs):
     # Interpreted, the kernels' loops mix their own counters with the operands.
     return jax.jit(
-        jax.shard_map(
-            function, mesh=MESH, in_specs=in_specs, out_specs=out_specs, check_vma=IMPLEMENTATION == "xla"
-        ),
+        jax.shard_map(function, mesh=MESH, in_specs=in_specs, out_specs=out_specs, check_vma=IMPLEMENTATION == "xla"),
         compiler_options={"xla_backend_optimization_level": 0},
     )
 
@@ -74,8 +72,7 @@ def pools(scattered: bool):
     """
     here = KV_HEADS // MESH.shape["model"]
     k_pool, v_pool = (
-        jnp.asarray(rng.normal(size=(LAYERS, KV_HEADS, BATCH, ENTRIES, HEAD_DIM)), jnp.float32)
-        for _ in range(2)
+        jnp.asarray(rng.normal(size=(LAYERS, KV_HEADS, BATCH, ENTRIES, HEAD_DIM)), jnp.float32) for _ in range(2)
     )
     new = jnp.asarray(rng.normal(size=(BATCH, KV_HEADS, HEAD_DIM)), jnp.float32)
     layer, absent = 1, LAYERS * here
@@ -84,18 +81,13 @@ def pools(scattered: bool):
         slots = np.where(np.arange(KV_HEADS) % here == 0, layer * here + 1, absent)
 
     def step(q, k_pool, v_pool, new, slots, lengths, by_head):
-        rows = [
-            write_pool(pool.reshape(-1, *pool.shape[2:]), slots, new, lengths - 1)
-            for pool in (k_pool, v_pool)
-        ]
+        rows = [write_pool(pool.reshape(-1, *pool.shape[2:]), slots, new, lengths - 1) for pool in (k_pool, v_pool)]
         where = coordinates(TOKENS, ENTRIES, q_positions=lengths[:, None] - TOKENS + jnp.arange(TOKENS))
         out = decode_pool(q, *rows, slots, SPEC, where, PerHead(**by_head), scattered=scattered)
         return out, *(x.reshape(k_pool.shape) for x in rows)
 
     pool_by = P(None, "model", "data")
-    run = shard(
-        step, (both, pool_by, pool_by, P("data", "model"), heads, batch, heads), (both, pool_by, pool_by)
-    )
+    run = shard(step, (both, pool_by, pool_by, P("data", "model"), heads, batch, heads), (both, pool_by, pool_by))
     out, *written = run(q, k_pool, v_pool, new, jnp.asarray(slots, jnp.int32), lengths, by_head)
 
     present = slots < absent

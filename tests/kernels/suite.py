@@ -52,9 +52,7 @@ WITH_DEFAULT_BLOCKS = [dataclasses.replace(i, block=None) for i in IMPLEMENTATIO
 def _each(implementations):
     """Interpreted kernels take seconds to compile, so with default blocks (one or two here) they are slow tests."""
     slow = pytest.mark.slow
-    params = [
-        pytest.param(i, marks=[slow] if i.name != "xla" and i.block is None else []) for i in implementations
-    ]
+    params = [pytest.param(i, marks=[slow] if i.name != "xla" and i.block is None else []) for i in implementations]
     return pytest.mark.parametrize("implementation", params, ids=str, indirect=True)
 
 
@@ -108,16 +106,12 @@ class Call:
             fixed["full_heads"] = jnp.arange(self.kv_heads) == self.kv_heads // 2
         if "full_from" in self.options:
             columns = 1 if self.segments is None else int(np.max(self.segments))
-            fixed["full_from"] = jnp.asarray(
-                rng.integers(0, self.kv_length // 2, (self.batch, columns)), jnp.int32
-            )
+            fixed["full_from"] = jnp.asarray(rng.integers(0, self.kv_length // 2, (self.batch, columns)), jnp.int32)
         if "full_from_row" in self.options:
             fixed["full_from"] = jnp.asarray(rng.integers(0, self.kv_length, self.batch), jnp.int32)
         if self.segments is not None:
             fixed["q_segment_ids"] = jnp.asarray(self.segments, jnp.int32)
-        if (
-            "chunk" in self.options
-        ):  # the queries are the last ones of the sequence, those of row 1 two tokens earlier
+        if "chunk" in self.options:  # the queries are the last ones of the sequence, those of row 1 two tokens earlier
             last = self.kv_length - np.arange(self.batch)[:, None] * 2
             fixed["q_positions"] = jnp.asarray(last - self.q_length + np.arange(self.q_length), jnp.int32)
         if "ring" in self.options:  # keys lie rotated, some slots are empty

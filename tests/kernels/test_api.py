@@ -106,9 +106,7 @@ def test_a_traced_segment_without_a_full_from_column_is_nan(implementation):
     ids = jnp.array([[1] * 6 + [2] * 6, [1] * 8 + [0] * 4])
     gate = jnp.ones((2, 12))
     run = jax.jit(functools.partial(call, implementation=implementation))
-    route = jax.jit(
-        functools.partial(routed_attention, implementation=implementation), static_argnames="spec"
-    )
+    route = jax.jit(functools.partial(routed_attention, implementation=implementation), static_argnames="spec")
     for out in (
         run(q_segment_ids=ids, full_from=jnp.array([3, 3])),
         route(Q, K, K, gate, spec=WINDOW, q_segment_ids=ids, full_from=jnp.array([3, 3]))[0],
@@ -120,9 +118,7 @@ def test_a_traced_segment_without_a_full_from_column_is_nan(implementation):
 def test_alibi_slopes():
     np.testing.assert_allclose(alibi_slopes(3, 2), [-1 / 2, -1 / 4, -1 / 8, 1 / 2, 1 / 4])
     np.testing.assert_allclose(alibi_slopes(4, 0, "press"), [-1 / 4, -1 / 16, -1 / 64, -1 / 256])
-    np.testing.assert_allclose(
-        alibi_slopes(2, 4, "press"), [-1 / 16, -1 / 256, 1 / 4, 1 / 16, 1 / 64, 1 / 256]
-    )
+    np.testing.assert_allclose(alibi_slopes(2, 4, "press"), [-1 / 16, -1 / 256, 1 / 4, 1 / 16, 1 / 64, 1 / 256])
     np.testing.assert_allclose(alibi_slopes(2, 2, "reference"), [-1 / 4, -1 / 16, 1 / 4, 1 / 16])
     np.testing.assert_allclose(alibi_slopes(0, 8, "reference"), 2.0 ** -np.arange(1, 9))
     assert alibi_slopes(8, 4).dtype == jnp.float32

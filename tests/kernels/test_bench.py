@@ -43,12 +43,7 @@ def through_the_api(name: str):
     if name == "decode":
         one, lengths = array(1, 1, heads, 128), array(1, dtype=jnp.int32)
         spec = AttentionSpec(WINDOW)
-        return lambda q, k, v, n: decode_attention(q, k, v, spec, lengths=n, implementation="tpu"), (
-            one,
-            q,
-            q,
-            lengths,
-        )
+        return lambda q, k, v, n: decode_attention(q, k, v, spec, lengths=n, implementation="tpu"), (one, q, q, lengths)
     activation = "sigmoid" if name.startswith("sigmoid") else "softmax"
     spec = AttentionSpec(None if name.startswith("full") else WINDOW, activation=activation)
 
@@ -70,9 +65,7 @@ def through_the_api(name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name for name in bench.FUNCTIONS if not name.startswith("rows_")]
-)  # parts of a call
+@pytest.mark.parametrize("name", [name for name in bench.FUNCTIONS if not name.startswith("rows_")])  # parts of a call
 @pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v6 lite"])
 def test_bench_functions_launch_what_the_api_launches(name, kind):
     measured = launches(kind, *bench.FUNCTIONS[name](T=T))
@@ -186,9 +179,7 @@ def test_executions_of_the_scheduled_kernels_are_their_visits():
 def test_executions_of_decoding_are_the_listed_visits(window, num_sink_tokens):
     """One for each block that some entry of a filled cache is seen in."""
     T, B, kind = 5000, 3, "TPU v6 lite"
-    runs = bench.executions("decode", kind, B=B, T=T, window=window, num_sink_tokens=num_sink_tokens)[
-        "decode"
-    ]
+    runs = bench.executions("decode", kind, B=B, T=T, window=window, num_sink_tokens=num_sink_tokens)["decode"]
     spec = AttentionSpec(window, num_sink_tokens)
     heads, block = choose_steps(spec, T, 8, 2 * 128 * 2, kind, False)
     where = coordinates(1, T, q_positions=jnp.full((B, 1), T - 1))
@@ -230,9 +221,7 @@ def test_every_function_takes_the_same_arguments(name):
     jax.eval_shape(function, *arguments)
     if name.startswith("full"):  # the window is left unread
         plain = {key: value for key, value in shape.items() if key != "window"}
-        assert launches("TPU v6e", function, arguments) == launches(
-            "TPU v6e", *bench.FUNCTIONS[name](**plain)
-        )
+        assert launches("TPU v6e", function, arguments) == launches("TPU v6e", *bench.FUNCTIONS[name](**plain))
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.13, 0.6, 0.75, 1.0])

@@ -97,9 +97,7 @@ def test_the_nearest_head_dim_above_wins_then_the_nearest_window_above(own_table
     assert strip(4096) == 1
     assert strip(4097) == 2
     assert strip(8192, head_dim=64) == 3
-    assert (
-        strip(8192, head_dim=80) == 2
-    )  # a table measured on narrower rows says nothing of the VMEM that it needs
+    assert strip(8192, head_dim=80) == 2  # a table measured on narrower rows says nothing of the VMEM that it needs
     assert strip(8193) == 256
     assert choose_tiles("TPU v5 lite", 16384, 16384, 128, window=8192).strip == 5
     forward = Tiles(512, 512, strip=7, sum_on_mxu=False)

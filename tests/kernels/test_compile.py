@@ -36,7 +36,7 @@ pytestmark = [
     pytest.mark.skipif(
         (sys.platform, platform.machine()) != ("linux", "x86_64"),
         reason=f"libtpu exists for Linux on x86-64 only; this is {sys.platform} on {platform.machine()}",
-    ),
+    )
 ]
 
 
@@ -57,9 +57,7 @@ def run(script: str, topology: str, *names: str) -> list[dict]:
 @pytest.mark.slow
 def test_jax_still_runs_on_the_cpu_with_libtpu_installed():
     """Without JAX_PLATFORMS it looks for a TPU, finds none, and says nothing that is a warning."""
-    accelerators = [
-        path for pattern in ("accel*", "vfio/*", "nvidia*") for path in Path("/dev").glob(pattern)
-    ]
+    accelerators = [path for pattern in ("accel*", "vfio/*", "nvidia*") for path in Path("/dev").glob(pattern)]
     if accelerators:
         pytest.skip(f"this machine has an accelerator ({accelerators[0]})")
     assert importlib.util.find_spec("libtpu")

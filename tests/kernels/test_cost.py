@@ -18,9 +18,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 def measure(**options):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, pathlib.Path(__file__).with_name("measure.py"), json.dumps(options)]
-    return json.loads(
-        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    )
+    return json.loads(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.mark.long

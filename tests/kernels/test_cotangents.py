@@ -24,14 +24,7 @@ def inputs(softmax: bool, with_sinks: bool) -> dict:
     """A gate of 0, 1 and what lies between; the last two queries see no key at all, or none in their window."""
     gate = jnp.clip(draw(0, BATCH, LENGTH), 0, 1)
     window, full = draw(1, BATCH, LENGTH, HEADS, HEAD_DIM), draw(2, BATCH, LENGTH, HEADS, HEAD_DIM)
-    given = {
-        "gate": gate,
-        "window": window,
-        "window_lse": None,
-        "full": full,
-        "full_lse": None,
-        "sink_logits": None,
-    }
+    given = {"gate": gate, "window": window, "window_lse": None, "full": full, "full_lse": None, "sink_logits": None}
     if not softmax:
         return given
     window_lse = draw(3, BATCH, LENGTH, HEADS).at[:, -2:].set(-jnp.inf)

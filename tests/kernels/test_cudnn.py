@@ -84,9 +84,7 @@ def test_a_gpu_takes_cudnn_for_what_it_serves_and_triton_for_the_rest():
     }.items():
         planned = plan(other)
         assert (planned.implementation, planned.fallback) == ("triton", None), lacks
-        with pytest.raises(
-            NotImplementedError, match=f"implementation 'cudnn' cannot take this call: .*{lacks}"
-        ):
+        with pytest.raises(NotImplementedError, match=f"implementation 'cudnn' cannot take this call: .*{lacks}"):
             plan(dataclasses.replace(other, implementation="cudnn"))
 
 
@@ -102,9 +100,7 @@ def test_a_cpu_refuses_it_by_name():
         attention(q, q, q, AttentionSpec(4), implementation="cudnn")
 
 
-@pytest.mark.parametrize(
-    ("remat", "times"), [("none", 1), ("layer", 2), ("attention", 1), ("projections", 1)]
-)
+@pytest.mark.parametrize(("remat", "times"), [("none", 1), ("layer", 2), ("attention", 1), ("projections", 1)])
 def test_rematerialised_layers_keep_what_cudnn_needs(on_gpu, monkeypatch, remat, times):
     """The primitive's name is JAX's own: if it changes, the forward pass would run twice without a word."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91300)
@@ -116,6 +112,4 @@ def test_rematerialised_layers_keep_what_cudnn_needs(on_gpu, monkeypatch, remat,
 
     jaxpr = str(jax.jit(jax.grad(lambda q: rematerialised(layer, remat)(q).sum())).trace(q).jaxpr)
     assert jaxpr.count(cudnn.FORWARD) == times
-    assert (
-        jaxpr.count("sliding_window_length=8") == times + 1
-    )  # JAX counts the query's own key here, as we do
+    assert jaxpr.count("sliding_window_length=8") == times + 1  # JAX counts the query's own key here, as we do

@@ -38,10 +38,7 @@ CALLS = {
     ),
     "full-from": Call(AttentionSpec(window=WINDOW), ("full_from_row",), q_length=T, kv_length=T),
     "sigmoid": Call(
-        AttentionSpec(window=WINDOW, activation="sigmoid"),
-        ("alibi_slopes", "sigmoid_bias"),
-        q_length=T,
-        kv_length=T,
+        AttentionSpec(window=WINDOW, activation="sigmoid"), ("alibi_slopes", "sigmoid_bias"), q_length=T, kv_length=T
     ),
     "bfloat16": Call(AttentionSpec(window=WINDOW), q_length=T, kv_length=T, dtype="bfloat16"),
 }
@@ -56,9 +53,7 @@ def choose_steps():
 def small_steps(monkeypatch):
     """The TPU kernel in blocks of 16 entries, two KV heads a step where they pair up."""
     monkeypatch.setattr(
-        decode,
-        "choose_steps",
-        lambda spec, entries, kv_heads, entry_bytes, kind, scattered: (2 - kv_heads % 2, 16),
+        decode, "choose_steps", lambda spec, entries, kv_heads, entry_bytes, kind, scattered: (2 - kv_heads % 2, 16)
     )
 
 
@@ -77,9 +72,7 @@ def test_decode_equals_forward(implementation, call, tokens):
 
     @jax.jit
     def decode(q, lengths):
-        return decode_attention(
-            q, k, v, call.spec, lengths=lengths, **options, implementation=implementation.name
-        )
+        return decode_attention(q, k, v, call.spec, lengths=lengths, **options, implementation=implementation.name)
 
     for length in LENGTHS:  # the cache already holds keys of later positions: they must not be seen
         lengths = jnp.array([length, length + 1])
@@ -104,13 +97,7 @@ def test_ring_cache_equals_forward(implementation, num_sink_tokens):
     @jax.jit
     def decode(q, k, v, positions, length):
         return decode_attention(
-            q,
-            k,
-            v,
-            spec,
-            lengths=jnp.stack([length] * 2),
-            kv_positions=positions,
-            implementation=implementation.name,
+            q, k, v, spec, lengths=jnp.stack([length] * 2), kv_positions=positions, implementation=implementation.name
         )
 
     for t in range(T):
@@ -141,13 +128,7 @@ def test_starts_hide_earlier_keys(implementation):
     (q, k, v), _ = by_name(CALLS["full"])
     lengths, starts = jnp.array([20, 20]), jnp.array([0, 20 - WINDOW])
     out = jax.jit(decode_attention, static_argnames=("spec", "implementation"))(
-        q[:, :1],
-        k,
-        v,
-        spec=AttentionSpec(),
-        lengths=lengths,
-        starts=starts,
-        implementation=implementation.name,
+        q[:, :1], k, v, spec=AttentionSpec(), lengths=lengths, starts=starts, implementation=implementation.name
     )
     for row, spec in enumerate([AttentionSpec(), AttentionSpec(window=WINDOW)]):
         expected = decode_attention(q[:, :1], k, v, spec, lengths=lengths, implementation="reference")
@@ -192,14 +173,10 @@ def test_visits_are_the_blocks_that_each_sequence_sees(spec, options, tokens):
     if options.pop("ring", False):  # rotated by another number in each row, half empty in one
         positions = np.stack([np.roll(row, 13 * b) for b, row in enumerate(positions)])
         positions[2, :50] = -1
-    positions = np.where(
-        (positions >= starts[:, None]) & (positions < VISITED_LENGTHS[:, None]), positions, -1
-    )
+    positions = np.where((positions >= starts[:, None]) & (positions < VISITED_LENGTHS[:, None]), positions, -1)
     positions = np.pad(positions, ((0, 0), (0, -ENTRIES % BLOCK)), constant_values=-1)
     q_positions = VISITED_LENGTHS[:, None] - tokens + np.arange(tokens)
-    where = coordinates(
-        tokens, positions.shape[1], q_positions=q_positions, kv_positions=positions, **options
-    )
+    where = coordinates(tokens, positions.shape[1], q_positions=q_positions, kv_positions=positions, **options)
     seen = np.asarray(dense_mask(spec, where)).any(axis=1).reshape(5, -1, BLOCK).any(axis=2)
     everything = dataclasses.replace(spec, window=None)
     reach = np.asarray(dense_mask(everything, where)).any(axis=1).reshape(5, -1, BLOCK).any(axis=2)
@@ -210,9 +187,7 @@ def test_visits_are_the_blocks_that_each_sequence_sees(spec, options, tokens):
     )
     used = [decode.unpack(int(entry), seen.shape[1]) for entry in visits.pairs[: int(visits.used)]]
     used = [CacheVisit(*map(int, visit)) for visit in used]
-    assert [(v.sequence, v.block) for v in used if v.wanted] == [
-        tuple(pair) for pair in np.argwhere(expected).tolist()
-    ]
+    assert [(v.sequence, v.block) for v in used if v.wanted] == [tuple(pair) for pair in np.argwhere(expected).tolist()]
     assert {(v.sequence, v.block) for v in used if v.windowed} == set(map(tuple, np.argwhere(seen).tolist()))
     # What sees nothing has one entry, which reads nothing but writes the zeros.
     assert len(used) == np.maximum(expected.sum(axis=1), 1).sum()
@@ -247,9 +222,7 @@ def test_pools_are_read_by_their_rows(head_dim, dtype, entries):
     spec, slots = AttentionSpec(19, 2), jnp.array([3, 4, 5])
     sinks = jnp.array([0.3, -1.0, 2.0, 0.0, 1.0, -2.0])
     where = coordinates(2, entries, q_positions=lengths[:, None] - 2 + np.arange(2))
-    out = jax.jit(decode.decode_pool, static_argnums=4)(
-        q, *pools, slots, spec, where, PerHead(sink_logits=sinks)
-    )
+    out = jax.jit(decode.decode_pool, static_argnums=4)(q, *pools, slots, spec, where, PerHead(sink_logits=sinks))
     assert_close(out, expected_of_pools(q, pools, slots, spec, lengths=lengths, sink_logits=sinks), dtype)
 
 
@@ -311,9 +284,7 @@ def test_write_pool_puts_values_at_their_entries_and_nowhere_else(head_dim, dtyp
 @pytest.mark.parametrize("spec", [AttentionSpec(), AttentionSpec(1024, 4)], ids=["full", "window"])
 def test_steps_fit_vector_memory(choose_steps, kind, spec):
     cases = itertools.product(
-        [1, 52, 1028, 4100, 8192, 131072],
-        [(1, 512), (8, 512), (8, 256), (12, 2048), (32, 512)],
-        [False, True],
+        [1, 52, 1028, 4100, 8192, 131072], [(1, 512), (8, 512), (8, 256), (12, 2048), (32, 512)], [False, True]
     )
     for entries, (kv_heads, entry_bytes), scattered in cases:
         heads, block = choose_steps(spec, entries, kv_heads, entry_bytes, kind, scattered)
@@ -405,20 +376,12 @@ print("compiled", len(CALLS))
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the `tpu` extra) to compile"
-)
-@pytest.mark.parametrize(
-    ("topology", "cores"), [("v5e:2x2", 1), ("v5p:2x2x1", 2), ("v6e:2x2", 1), ("tpu7x:2x2x1", 1)]
-)
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the `tpu` extra) to compile")
+@pytest.mark.parametrize(("topology", "cores"), [("v5e:2x2", 1), ("v5p:2x2x1", 2), ("v6e:2x2", 1), ("tpu7x:2x2x1", 1)])
 def test_decoding_over_pools_compiles_ahead_of_time_and_copies_none(topology, cores):
     """Every variant, in a loop that writes to the pools and reads them: its memory stays far below a copy of them."""
     quiet = {"TPU_LOG_DIR": "disabled", "TPU_STDERR_LOG_LEVEL": "3", "TPU_MIN_LOG_LEVEL": "3"}
-    offline = {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
+    offline = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE, topology, str(cores)],
         env=os.environ | quiet | offline | {"JAX_PLATFORMS": "cpu"},

@@ -53,9 +53,7 @@ CALLS = {
     "gpu": request(device=H200),
     "gpu-routed": request(op="routed_attention", device=H200),
     "gpu-decode": request(op="decode_attention", device=H200),
-    "gpu-decode-pools": dataclasses.replace(
-        request(op="decode_attention", device=H200), given=frozenset({"pools"})
-    ),
+    "gpu-decode-pools": dataclasses.replace(request(op="decode_attention", device=H200), given=frozenset({"pools"})),
 }
 QUICK = ("window", "full", "packed", "decode", "gpu", "gpu-decode-pools", "routed")
 
@@ -93,10 +91,7 @@ def traced(wanted: Request) -> set[tuple]:
     with jax.sharding.use_abstract_mesh(mesh):
         jaxpr = jax.jit(call if once else both).trace(q, kv, kv).jaxpr.jaxpr
     return {
-        (
-            kernel_name(eqn),
-            tuple(n if isinstance(n, int) else "data" for n in eqn.params["grid_mapping"].grid),
-        )
+        (kernel_name(eqn), tuple(n if isinstance(n, int) else "data" for n in eqn.params["grid_mapping"].grid))
         for eqn in pallas_calls(jaxpr)
     }
 
@@ -133,9 +128,7 @@ def test_the_default_falls_back_with_a_reason():
         assert planned.implementation == "xla"
         assert re.search(lacks, planned.fallback)
         best = "triton" if wanted.device.platform == "gpu" else "tpu"
-        with pytest.raises(
-            NotImplementedError, match=f"implementation '{best}' cannot take this call: .*{lacks}"
-        ):
+        with pytest.raises(NotImplementedError, match=f"implementation '{best}' cannot take this call: .*{lacks}"):
             plan(dataclasses.replace(wanted, implementation=best))
     assert plan(request(device=CPU)).fallback is None
     assert plan(request(device=H200)).implementation == "triton"
@@ -146,9 +139,7 @@ def test_the_api_says_why_it_falls_back(monkeypatch, caplog):
     q = jnp.ones((1, 4, 2, 8), jnp.float16)
     with caplog.at_level(logging.INFO, "pallas_kernels"):
         attention(q, q, q, WINDOW)
-    assert (
-        "implementation 'xla' is used, because it takes float32 and bfloat16, but q is float16" in caplog.text
-    )
+    assert "implementation 'xla' is used, because it takes float32 and bfloat16, but q is float16" in caplog.text
 
 
 def test_the_table_in_the_docs_is_what_the_plans_say():

@@ -67,9 +67,7 @@ def test_the_product_of_codes_is_zero_within_a_document(lengths):
     [
         (AttentionSpec(512), (), "bfloat16"),
         pytest.param(AttentionSpec(640), ("alibi_slopes",), "float32", marks=pytest.mark.slow),
-        pytest.param(
-            AttentionSpec(512, num_sink_tokens=4), ("sink_logits",), "float32", marks=pytest.mark.slow
-        ),
+        pytest.param(AttentionSpec(512, num_sink_tokens=4), ("sink_logits",), "float32", marks=pytest.mark.slow),
         pytest.param(AttentionSpec(1024), ("full_from",), "bfloat16", marks=pytest.mark.slow),
     ],
     ids=["bfloat16", "edges-apart-alibi", "sink-tokens", "full-from"],

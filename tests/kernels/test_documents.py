@@ -83,11 +83,7 @@ CALLS = {
     "full": Call(FULL, segments=ROWS),
     "one-document": Call(FULL, ("alibi_slopes",), segments=ONE_DOCUMENT),
     "sigmoid": Call(
-        AttentionSpec(activation="sigmoid"),
-        ("alibi_slopes", "sigmoid_bias"),
-        segments=ROWS,
-        heads=2,
-        kv_heads=1,
+        AttentionSpec(activation="sigmoid"), ("alibi_slopes", "sigmoid_bias"), segments=ROWS, heads=2, kv_heads=1
     ),
     "softcap": Call(AttentionSpec(logit_softcap=2.0), ("sink_logits",), segments=ROWS, heads=2, kv_heads=2),
 }

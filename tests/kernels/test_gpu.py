@@ -39,14 +39,7 @@ ROWS = tuple(tuple(row * 4) for row in PACKED)
 
 
 def call(spec, options=(), **sizes):
-    sizes = {
-        "q_length": 200,
-        "kv_length": 200,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 64,
-        "dtype": "bfloat16",
-    } | sizes
+    sizes = {"q_length": 200, "kv_length": 200, "heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"} | sizes
     return Call(spec, options, **sizes)
 
 
@@ -196,9 +189,7 @@ def test_decode_over_a_ring_lowers(name, device, tokens):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs JAX's plugin for CUDA"
-)
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs JAX's plugin for CUDA")
 @pytest.mark.parametrize("device", ["h100", "h200", "a100", "rtx4090"])
 def test_every_call_compiles(device):
     command = [sys.executable, "-m", "tests.kernels.compile_for_gpu", device]
@@ -217,9 +208,7 @@ def equations(jaxpr):
                 yield from equations(inner)
 
 
-@pytest.mark.parametrize(
-    "name", ["window", "head-dim-80", "multi-head-dim-128", "sigmoid-everything", "decode"]
-)
+@pytest.mark.parametrize("name", ["window", "head-dim-80", "multi-head-dim-128", "sigmoid-everything", "decode"])
 def test_what_reaches_over_the_end_of_an_array_is_masked(name):
     """Interpret mode cuts off what a block has beyond the end of its array; on a GPU it lands on what lies there."""
     case = CALLS["head-dim-80" if name == "decode" else name]
@@ -229,9 +218,7 @@ def test_what_reaches_over_the_end_of_an_array_is_masked(name):
     def function(learned):
         q, k, v = (learned[x] for x in "qkv")
         if name == "decode":
-            return decode_attention(
-                q[:, :1], k, v, case.spec, lengths=jnp.array([9, 5]), implementation="triton"
-            )
+            return decode_attention(q[:, :1], k, v, case.spec, lengths=jnp.array([9, 5]), implementation="triton")
         return attention(q, k, v, case.spec, **fixed, implementation="triton")
 
     run = function if name == "decode" else loss_and_gradient(function)
@@ -276,9 +263,7 @@ def test_no_product_is_smaller_than_a_tensor_core_takes(head_dim, call):
 
     run = loss_and_gradient(function) if call == "training" else function
     kernels = [
-        e.params["jaxpr"]
-        for e in equations(jax.make_jaxpr(run)(q, k, v).jaxpr)
-        if e.primitive.name == "pallas_call"
+        e.params["jaxpr"] for e in equations(jax.make_jaxpr(run)(q, k, v).jaxpr) if e.primitive.name == "pallas_call"
     ]
     products = [e for kernel in kernels for e in equations(kernel) if e.primitive.name == "dot_general"]
     assert products

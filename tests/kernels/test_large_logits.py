@@ -70,9 +70,7 @@ def errors(name: str, size: float, window: int | None, shape=SHAPE) -> list[floa
     actual = program(name, window)(*map(jnp.asarray, draw(size, shape)))
     results = zip(NAMES, actual, exact(size, window, shape), strict=True)
     # A logit is a sum of terms as large as `size`, also where it is small itself.
-    relative = [
-        (np.asarray(a, np.float64) - e) / ((size if x == "lse" else 1) + np.abs(e)) for x, a, e in results
-    ]
+    relative = [(np.asarray(a, np.float64) - e) / ((size if x == "lse" else 1) + np.abs(e)) for x, a, e in results]
     return [float(np.sqrt(np.square(x).mean())) for x in relative]
 
 

@@ -18,9 +18,7 @@ CALLS = {
     "sigmoid": Call(AttentionSpec(11, activation="sigmoid"), ("alibi_slopes",)),
     "full": Call(AttentionSpec()),
     "full-heads": Call(AttentionSpec(11), ("full_heads",)),
-    "packed-sink-tokens-full-rows": Call(
-        AttentionSpec(7, num_sink_tokens=3), ("full_from",), segments=SEGMENTS
-    ),
+    "packed-sink-tokens-full-rows": Call(AttentionSpec(7, num_sink_tokens=3), ("full_from",), segments=SEGMENTS),
     "full-sigmoid": Call(AttentionSpec(activation="sigmoid"), segments=SEGMENTS),
 }
 UNSEEN = {
@@ -102,9 +100,7 @@ def test_only_the_queries_that_see_it(implementation, name):
         for actual, expected in zip((*results, gradients[0]), (*clean, clean_gradients[0]), strict=True):
             np.testing.assert_array_equal(actual[~spoilt], expected[~spoilt], err_msg=f"{names} {value}")
         for actual, expected in zip(gradients[1:], clean_gradients[1:], strict=True):
-            np.testing.assert_array_equal(
-                actual[clean_keys], expected[clean_keys], err_msg=f"keys {names} {value}"
-            )
+            np.testing.assert_array_equal(actual[clean_keys], expected[clean_keys], err_msg=f"keys {names} {value}")
 
 
 @every_backend
@@ -118,9 +114,7 @@ def test_what_nobody_sees_changes_nothing(implementation, name):
     clean = both(changed(call, "", 0.0, ()), rows)
     for value in (np.nan, np.inf):
         for actual, expected in zip(
-            jax.tree.leaves(both(changed(call, "kv", value, unseen), rows)),
-            jax.tree.leaves(clean),
-            strict=True,
+            jax.tree.leaves(both(changed(call, "kv", value, unseen), rows)), jax.tree.leaves(clean), strict=True
         ):
             np.testing.assert_array_equal(actual, expected)
     for gradient in clean[1][1:]:

@@ -42,10 +42,7 @@ def test_each_head_reads_the_pool_that_it_is_in(seed, tokens, options, implement
     def normal(*shape):
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
-    q, dense = (
-        normal(batch, tokens, heads, head_dim),
-        [normal(batch, entries, kv_heads, head_dim) for _ in "kv"],
-    )
+    q, dense = (normal(batch, tokens, heads, head_dim), [normal(batch, entries, kv_heads, head_dim) for _ in "kv"])
     # Rings: entry j holds the newest position p with (p - sinks) % size == j - sinks, and the sink tokens lie in front.
     size = window + tokens - 1
     last = np.asarray(lengths)[:, None] - 1 - sinks

@@ -121,9 +121,7 @@ def test_decode_attention(window, tokens):
     def decode(q, k, v, name):
         lengths, starts = jnp.array([tokens, 35]), jnp.array([0, 4])
         spec = AttentionSpec(window, num_sink_tokens=2)
-        return decode_attention(
-            q[:, :tokens], k, v, spec, lengths=lengths, starts=starts, implementation=name
-        )
+        return decode_attention(q[:, :tokens], k, v, spec, lengths=lengths, starts=starts, implementation=name)
 
     with strict_memories():
         actual = jax.block_until_ready(decode(**learned, name="tpu"))
@@ -143,9 +141,7 @@ def test_decode_from_pools(scattered):
     with strict_memories():
         actual = jax.block_until_ready(run(q, *pools, slots, spec, where, PerHead(), scattered=scattered))
     lengths = jnp.array([12, 35])
-    expected = decode_attention(
-        q, learned["k"], learned["v"], spec, lengths=lengths, implementation="reference"
-    )
+    expected = decode_attention(q, learned["k"], learned["v"], spec, lengths=lengths, implementation="reference")
     assert_close(actual, expected, "float32")
 
 

@@ -123,9 +123,7 @@ def test_float64_against_loops(activation, implementation):
     slopes, sinks, bias = rng.normal(size=6), rng.normal(size=6), -0.7
     with jax.enable_x64(True):
         given = {"sink_logits": sinks} if activation == "softmax" else {"sigmoid_bias": bias}
-        out = attention(
-            *map(jnp.asarray, (q, k, v)), spec, alibi_slopes=slopes, implementation=implementation, **given
-        )
+        out = attention(*map(jnp.asarray, (q, k, v)), spec, alibi_slopes=slopes, implementation=implementation, **given)
         assert_close(out, jnp.asarray(loops(q, k, v, spec, slopes, sinks, bias)), "float64")
 
 
@@ -133,7 +131,5 @@ def test_bfloat16_is_computed_in_float32():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 20, 2, 16)), jnp.bfloat16) for _ in range(3))
     out = attention(q, k, v, AttentionSpec(), implementation="reference")
-    exact = attention(
-        *(x.astype(jnp.float32) for x in (q, k, v)), AttentionSpec(), implementation="reference"
-    )
+    exact = attention(*(x.astype(jnp.float32) for x in (q, k, v)), AttentionSpec(), implementation="reference")
     np.testing.assert_array_equal(out, exact.astype(jnp.bfloat16))

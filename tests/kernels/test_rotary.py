@@ -136,9 +136,7 @@ def test_turning_in_the_kernel_rounds_less(monkeypatch):
     """Queries are rounded to bfloat16 once there, after RoPE and the scale; turned before, they are rounded twice."""
     TPU.install(monkeypatch)
     turning, arrays = rotation(np.arange(LENGTH)[None], 128, 128, False), drawn(128, "bfloat16")
-    run = functools.partial(
-        outcome, spec=AttentionSpec(11), per_head=PerHead(), packing=Packing(), routed=False
-    )
+    run = functools.partial(outcome, spec=AttentionSpec(11), per_head=PerHead(), packing=Packing(), routed=False)
     exact, _ = run("reference", turning=turning, arrays=[x.astype(jnp.float32) for x in arrays])
     found, _ = run("tpu", turning=turning, arrays=arrays)
     still = Rotation(jnp.ones_like(turning.cos), jnp.zeros_like(turning.sin), turning.distance)

@@ -37,10 +37,7 @@ CALLS = {
 @every_implementation
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name.endswith("everything") else pytest.mark.long)
-        for name in CALLS
-    ],
+    [pytest.param(name, marks=pytest.mark.slow if name.endswith("everything") else pytest.mark.long) for name in CALLS],
 )
 def test_routed(implementation, name):
     assert_matches_routed(CALLS[name], implementation, gates("soft"), gates("some"))
@@ -110,8 +107,7 @@ def test_hard_gates_equal_two_separate_attentions(implementation):
 @pytest.mark.slow
 @every_implementation
 @pytest.mark.parametrize(
-    "name",
-    ["everything", *(pytest.param(x, marks=pytest.mark.long) for x in ("plain", "sigmoid-everything"))],
+    "name", ["everything", *(pytest.param(x, marks=pytest.mark.long) for x in ("plain", "sigmoid-everything"))]
 )
 def test_inference_leaves_out_the_full_branch_of_other_rows(implementation, name):
     call, drawn = CALLS[name], [gates(kind) for kind in ("some", "none", "runs")]
@@ -166,9 +162,7 @@ def test_rows_are_put_together_wherever_they_end(monkeypatch):
     length, whole = 80, 16
     call = dataclasses.replace(PLAIN, q_length=length, kv_length=length)
     counts = (whole - 3, whole, whole + 1)
-    drawn = [
-        jnp.zeros((2, length)).at[:, length - 2 * count :: 2].set(1.0).at[1, -2].set(0.5) for count in counts
-    ]
+    drawn = [jnp.zeros((2, length)).at[:, length - 2 * count :: 2].set(1.0).at[1, -2].set(0.5) for count in counts]
     all_and_none = jnp.zeros((2, length)).at[0].set(1.0)
     assert_matches_routed(call, tpu, *drawn, all_and_none)
 

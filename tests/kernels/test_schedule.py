@@ -63,9 +63,7 @@ def packed_rows(draw, length, rows=1):
 @given(spec=specs(), q_blocks=BLOCKS, kv_blocks=BLOCKS, sizes=st.sampled_from([(1, 1), (4, 6), (9, 4)]))
 def test_default_positions_are_exact(spec, q_blocks, kv_blocks, sizes):
     where = coordinates(q_blocks * sizes[0], kv_blocks * sizes[1])
-    np.testing.assert_array_equal(
-        visited(spec, where, *sizes), blocks_with_a_visible_pair(spec, where, *sizes)
-    )
+    np.testing.assert_array_equal(visited(spec, where, *sizes), blocks_with_a_visible_pair(spec, where, *sizes))
 
 
 @FAST
@@ -73,9 +71,7 @@ def test_default_positions_are_exact(spec, q_blocks, kv_blocks, sizes):
 def test_packed_rows_are_exact(data, spec, blocks, size):
     segments = data.draw(packed_rows(blocks * size))
     where = coordinates(blocks * size, blocks * size, q_segment_ids=segments)
-    np.testing.assert_array_equal(
-        visited(spec, where, size, size), blocks_with_a_visible_pair(spec, where, size, size)
-    )
+    np.testing.assert_array_equal(visited(spec, where, size, size), blocks_with_a_visible_pair(spec, where, size, size))
 
 
 @FAST
@@ -84,9 +80,7 @@ def test_full_from_misses_nothing_and_is_exact_for_one_segment(data, spec, block
     segments = data.draw(packed_rows(blocks * size))
     columns = max(1, int(segments.max()))
     full_from = data.draw(st.lists(st.integers(0, blocks * size), min_size=columns, max_size=columns))
-    where = coordinates(
-        blocks * size, blocks * size, q_segment_ids=segments, full_from=jnp.asarray([full_from])
-    )
+    where = coordinates(blocks * size, blocks * size, q_segment_ids=segments, full_from=jnp.asarray([full_from]))
     table, needed = visited(spec, where, size, size), blocks_with_a_visible_pair(spec, where, size, size)
     assert not (needed & ~np.asarray(table)).any()
     if columns == 1:
@@ -107,9 +101,7 @@ def test_nothing_visible_is_missed(data, spec, blocks, size, outside):
         options["q_segment_ids"] = data.draw(packed_rows(length, rows=2))
         options["kv_segment_ids"] = data.draw(packed_rows(length, rows=2))
     elif data.draw(st.booleans()):
-        options["full_from"] = jnp.asarray(
-            data.draw(st.lists(st.integers(0, length), min_size=2, max_size=2))
-        )
+        options["full_from"] = jnp.asarray(data.draw(st.lists(st.integers(0, length), min_size=2, max_size=2)))
     where = coordinates(length, length, **options)
     needed = blocks_with_a_visible_pair(spec, where, size, size, outside=outside)
     assert not (needed & ~np.asarray(visited(spec, where, size, size, outside=outside))).any()
@@ -126,9 +118,7 @@ def test_outside_the_window_is_exact_without_sink_tokens(window, causal):
 
 def test_lists_name_each_visited_block_once_in_order():
     schedule = make_schedule(AttentionSpec(window=3, num_sink_tokens=1), coordinates(12, 12), 2, 2)
-    visits = [
-        list(map(int, row[:count])) for row, count in zip(schedule.blocks, schedule.counts, strict=True)
-    ]
+    visits = [list(map(int, row[:count])) for row, count in zip(schedule.blocks, schedule.counts, strict=True)]
     assert visits == [[0], [0, 1], [0, 1, 2], [0, 2, 3], [0, 3, 4], [0, 4, 5]]
 
 
@@ -146,13 +136,9 @@ def kind_by_force(window, outside, queries, keys) -> Kind:
     seen = ~later & (beyond if outside else ~beyond)
     if seen.all() or not seen.any():
         return Kind.FULL if seen.all() else Kind.NONE
-    if (
-        outside
-    ):  # a key that comes later is as unseen as one inside the window, and hidden by the same comparison
+    if outside:  # a key that comes later is as unseen as one inside the window, and hidden by the same comparison
         return Kind.EDGE
-    return {(True, False): Kind.DIAGONAL, (False, True): Kind.EDGE}.get(
-        (later.any(), beyond.any()), Kind.BOTH
-    )
+    return {(True, False): Kind.DIAGONAL, (False, True): Kind.EDGE}.get((later.any(), beyond.any()), Kind.BOTH)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
@@ -164,9 +150,7 @@ def kind_by_force(window, outside, queries, keys) -> Kind:
 )
 def test_kinds_by_distance_are_exact(window, outside, first, sizes):
     queries, keys = (range(a, a + n) for a, n in zip(first, sizes, strict=True))
-    kind = kind_at(
-        bounds_of(AttentionSpec(window), outside=outside), queries[0] - keys[-1], queries[-1] - keys[0]
-    )
+    kind = kind_at(bounds_of(AttentionSpec(window), outside=outside), queries[0] - keys[-1], queries[-1] - keys[0])
     expected = kind_by_force(window, outside, queries, keys)
     # The band that a tile crosses may be narrower than the tile, so that no pair is seen and a mask hides them all.
     assert kind is expected or (expected is Kind.NONE and kind is not Kind.FULL)

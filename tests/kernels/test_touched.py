@@ -47,10 +47,7 @@ CALLS = {
     "full-from": (AttentionSpec(7), {"full_from": 50}),
     "positions": (AttentionSpec(21), {"q_positions": np.arange(T)}),
     "full-heads": (AttentionSpec(7), {"full_heads": np.array([False, True])}),
-    "full-heads-packed": (
-        AttentionSpec(7),
-        {"full_heads": np.array([True, False]), "q_segment_ids": DOCUMENTS},
-    ),
+    "full-heads-packed": (AttentionSpec(7), {"full_heads": np.array([True, False]), "q_segment_ids": DOCUMENTS}),
 }
 QUICK = ("window-of-a-block", "sink-tokens", "full-heads")
 
@@ -72,9 +69,7 @@ def drawn():
 def repeated(options, rows=BLOCKS):
     """The options of one row of the batch, for that many."""
     return {
-        name: jnp.asarray(x)
-        if name == "full_heads"
-        else jnp.broadcast_to(jnp.asarray(x), (rows, *np.shape(x)))
+        name: jnp.asarray(x) if name == "full_heads" else jnp.broadcast_to(jnp.asarray(x), (rows, *np.shape(x)))
         for name, x in options.items()
     }
 
@@ -98,10 +93,7 @@ def needed(spec, options, heads):
     options = repeated(options, 1)
     full = options.pop("full_heads", jnp.zeros(2, bool)).repeat(heads // 2)
     specs = [dataclasses.replace(spec, window=None) if f else spec for f in full]
-    masks = [
-        np.asarray(s.mask(T, **(options if s.window is not None else _without_full_from(options))))
-        for s in specs
-    ]
+    masks = [np.asarray(s.mask(T, **(options if s.window is not None else _without_full_from(options)))) for s in specs]
     return np.stack([m.reshape(BLOCKS, BLOCK, BLOCKS, BLOCK).any(axis=(1, 3)) for m in masks])
 
 
@@ -120,8 +112,7 @@ def test_attention(implementation, name):
     @quick_jit
     def run(k, v, dout):
         out, pullback = jax.vjp(
-            lambda *qkv: attention(*qkv, spec, **repeated(options), implementation=implementation.name),
-            *(q, k, v),
+            lambda *qkv: attention(*qkv, spec, **repeated(options), implementation=implementation.name), *(q, k, v)
         )
         return out, *pullback(dout)
 
@@ -133,9 +124,7 @@ def test_attention(implementation, name):
     tables |= {name: x.swapaxes(1, 2) for name, x in zip(("dk", "dv"), by_key, strict=True)}
     for result, table in tables.items():
         least = most = needed(spec, options, heads=table.shape[0])
-        if (
-            implementation.name == "tpu" and name == "packed"
-        ):  # the window kernels mask documents, and skip none
+        if implementation.name == "tpu" and name == "packed":  # the window kernels mask documents, and skip none
             most = least | needed(spec, {}, heads=table.shape[0])
         assert (least <= table).all(), result
         assert (table <= most).all(), result
@@ -204,9 +193,7 @@ def test_routed_backward(monkeypatch, name, gate):
     @quick_jit
     def run(q, k, v):
         weights = jnp.broadcast_to(jnp.asarray(routed_rows, jnp.float32), q.shape[:2])
-        out, pullback = jax.vjp(
-            lambda *qkv: routed_attention(*qkv, weights, spec, implementation="tpu")[0], q, k, v
-        )
+        out, pullback = jax.vjp(lambda *qkv: routed_attention(*qkv, weights, spec, implementation="tpu")[0], q, k, v)
         pullback(out)
         return passes
 
@@ -251,9 +238,7 @@ def test_decode(implementation, window, num_sink_tokens):
 
 def grid_points(monkeypatch, function, *arguments) -> int:
     """How many steps the grids of all launches of a TPU call have together."""
-    set_parallel_dimensions(
-        monkeypatch, 1
-    )  # the simulation shuffles parallel dimensions, if their size is static
+    set_parallel_dimensions(monkeypatch, 1)  # the simulation shuffles parallel dimensions, if their size is static
     points = []
 
     def record(token, point, core):
@@ -279,9 +264,7 @@ def test_no_step_of_the_grid_is_idle(monkeypatch, name):
     spec, options = CALLS[name]
     q, k, v = (x[:1] for x in drawn())
     used = grid_points(
-        monkeypatch,
-        lambda q, k, v: attention(q, k, v, spec, **repeated(options, 1), implementation="tpu"),
-        *(q, k, v),
+        monkeypatch, lambda q, k, v: attention(q, k, v, spec, **repeated(options, 1), implementation="tpu"), *(q, k, v)
     )
     assert 0 < used <= steps(needed(spec, options, heads=4))
 
@@ -305,9 +288,7 @@ def test_decoding_takes_a_step_for_each_visible_block(monkeypatch, length):
     spec = AttentionSpec(BLOCK + 2, num_sink_tokens=1)
     used = grid_points(
         monkeypatch,
-        lambda q, k, v: decode_attention(
-            q[:, :1], k, v, spec, lengths=jnp.array([length]), implementation="tpu"
-        ),
+        lambda q, k, v: decode_attention(q[:, :1], k, v, spec, lengths=jnp.array([length]), implementation="tpu"),
         *(q, k, v),
     )
     mask = np.asarray(spec.mask(1, T, q_positions=jnp.array([[length - 1]])))
@@ -318,7 +299,5 @@ def test_a_kernel_that_visits_too_much_is_found():
     """The reference multiplies by every key, visible or not."""
     q, k, v = drawn()
     spec = AttentionSpec(7)
-    out, clean = (
-        attention(q, *kv, spec, implementation="reference") for kv in ((poisoned(k), poisoned(v)), (k, v))
-    )
+    out, clean = (attention(q, *kv, spec, implementation="reference") for kv in ((poisoned(k), poisoned(v)), (k, v)))
     assert changed(out, clean).all()

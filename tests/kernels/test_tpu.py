@@ -111,11 +111,7 @@ def test_the_longest_window_of_the_window_kernel_depends_on_the_chip_and_the_siz
     for kind in ("TPU v6 lite", "TPU7x"):
         assert longest_window(kind, 64, jnp.bfloat16) == longest_window(kind, 128, jnp.bfloat16) == 4096
         assert longest_window(kind, 256, jnp.bfloat16) == longest_window(kind, 128, jnp.float32) == 2048
-    assert (
-        longest_window("TPU v5 lite", 128, jnp.bfloat16)
-        == longest_window("TPU v5p", 64, jnp.bfloat16)
-        == 2048
-    )
+    assert longest_window("TPU v5 lite", 128, jnp.bfloat16) == longest_window("TPU v5p", 64, jnp.bfloat16) == 2048
     for head_dim, served in ((128, True), (256, False)):
         q = jnp.zeros((1, 2, 1, head_dim), jnp.bfloat16)
         where = coordinates(2, 2)
@@ -159,9 +155,7 @@ WALKED = {
     "long-window": Call(AttentionSpec(21)),
     "packed": Call(AttentionSpec(21), segments=tuple(map(tuple, PACKED))),
     "full-heads": Call(AttentionSpec(21), ("full_heads",)),
-    "sigmoid": Call(
-        AttentionSpec(21, activation="sigmoid"), ("alibi_slopes", "sigmoid_bias", "full_heads"), heads=3
-    ),
+    "sigmoid": Call(AttentionSpec(21, activation="sigmoid"), ("alibi_slopes", "sigmoid_bias", "full_heads"), heads=3),
 }
 
 

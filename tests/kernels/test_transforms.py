@@ -61,9 +61,7 @@ def test_vmap_over_the_batch(implementation, packed):
         def one(q, k, v, ids):
             return loss(q, k, v, name, **({"q_segment_ids": ids} if packed else {}))
 
-        return lambda q, k, v: (
-            jax.vmap(by_row(one))(q, k, v, segments).sum() if mapped else one(q, k, v, segments)
-        )
+        return lambda q, k, v: jax.vmap(by_row(one))(q, k, v, segments).sum() if mapped else one(q, k, v, segments)
 
     gradients = jax.jit(jax.grad(total(implementation.name, True), argnums=(0, 1, 2)))(*drawn())
     expected = jax.jit(jax.grad(total("reference", False), argnums=(0, 1, 2)))(*drawn())
@@ -100,9 +98,7 @@ def test_forward_mode_says_what_is_wrong(implementation):
 def test_no_gradient_flows_to_alibi_slopes(implementation):
     q, k, v = drawn()
     for name in (implementation.name, "reference"):
-        gradient = jax.jit(jax.grad(lambda slopes, name=name: loss(q, k, v, name, alibi_slopes=slopes)))(
-            jnp.ones(4)
-        )
+        gradient = jax.jit(jax.grad(lambda slopes, name=name: loss(q, k, v, name, alibi_slopes=slopes)))(jnp.ones(4))
         np.testing.assert_array_equal(gradient, 0)
 
 
@@ -116,13 +112,7 @@ def test_the_spec_is_a_static_argument_and_everything_else_may_be_traced(impleme
             attention(q, k, v, spec, **options, implementation=name),
             routed_attention(q, k, v, gate, spec, **options, implementation=name),
             decode_attention(
-                q[:, :1],
-                k,
-                v,
-                spec,
-                lengths=jnp.array([9, 3]),
-                full_from=options["full_from"],
-                implementation=name,
+                q[:, :1], k, v, spec, lengths=jnp.array([9, 3]), full_from=options["full_from"], implementation=name
             ),
         )
 
@@ -139,10 +129,7 @@ def test_the_spec_is_a_static_argument_and_everything_else_may_be_traced(impleme
 
 def run_on_eight_devices(script: str, implementation: str) -> None:
     """Fake devices, which need a process of their own."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-    }
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", f"tests.kernels.{script}", implementation],
         cwd=ROOT,

@@ -93,8 +93,7 @@ SWEEP = {
 
 @every_implementation
 @pytest.mark.parametrize(
-    "call",
-    [pytest.param(CALLS[name], id=name, marks=[pytest.mark.long] * (name in SWEEP)) for name in CALLS],
+    "call", [pytest.param(CALLS[name], id=name, marks=[pytest.mark.long] * (name in SWEEP)) for name in CALLS]
 )
 def test_variant(implementation, call):
     assert_matches_reference(call, implementation)
@@ -189,8 +188,7 @@ def test_gradient_of_lse_alone(implementation):
         return jnp.sin(attention(spec=WINDOW, **learned, return_lse=True, implementation=name)[1]).sum()
 
     gradients = (
-        jax.jit(jax.grad(loss), static_argnums=1)(learned, name)
-        for name in (implementation.name, "reference")
+        jax.jit(jax.grad(loss), static_argnums=1)(learned, name) for name in (implementation.name, "reference")
     )
     assert_close(*gradients, "float32", gradient=True)
 
@@ -218,9 +216,7 @@ def calls(draw, window=None):
     size = draw(lengths if window else st.none() | lengths)
     kv_heads = draw(st.integers(1, 3))
     options = {"alibi_slopes"} if draw(st.booleans()) else set()
-    options |= (
-        {"sink_logits" if activation == "softmax" else "sigmoid_bias"} if draw(st.booleans()) else set()
-    )
+    options |= {"sink_logits" if activation == "softmax" else "sigmoid_bias"} if draw(st.booleans()) else set()
     rows, kv_length = None, q_length
     kind = draw(st.sampled_from(["plain", "packed", "chunk", "ring", "lengths"]))
     if kind == "packed":
@@ -233,9 +229,7 @@ def calls(draw, window=None):
         kv_length = q_length + draw(st.integers(0 if kind == "chunk" else 8, 30))
         options |= {"chunk", "ring"} if kind == "ring" else {"chunk"}
     if size is not None:
-        options |= draw(
-            st.sets(st.sampled_from(["full_heads", "full_from_row" if rows is None else "full_from"]))
-        )
+        options |= draw(st.sets(st.sampled_from(["full_heads", "full_from_row" if rows is None else "full_from"])))
     if (rows is not None and max(map(max, rows)) == 0) or kv_length < 2:
         options -= {"full_from", "full_from_row"}
     return Call(

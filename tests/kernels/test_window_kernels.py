@@ -44,9 +44,7 @@ def test_a_step_is_cut_where_some_query_does_not_see_what_one_document_would_sho
     )
     expected |= (beside != beside_one).reshape(2, 5, 16).any(axis=2)
     np.testing.assert_array_equal(cuts != Cut.NO, expected)
-    np.testing.assert_array_equal(
-        cuts == Cut.WITH_SINKS, expected & (beside > 0).reshape(2, 5, 16).any(axis=2)
-    )
+    np.testing.assert_array_equal(cuts == Cut.WITH_SINKS, expected & (beside > 0).reshape(2, 5, 16).any(axis=2))
     assert 0 < expected.sum() < expected.size
 
 
@@ -172,12 +170,8 @@ def test_keys_that_a_sigmoid_row_does_not_see_do_not_change_a_bit_of_it():
         (21, 16, ("alibi_slopes", "sigmoid_bias"), "sigmoid"),
     ],
 )
-def test_sink_tokens_gather_gradients_from_every_block(
-    kv_heads, window, num_sink_tokens, options, activation
-):
-    call = Call(
-        AttentionSpec(window, num_sink_tokens, activation), options, heads=2, kv_heads=kv_heads, q_length=90
-    )
+def test_sink_tokens_gather_gradients_from_every_block(kv_heads, window, num_sink_tokens, options, activation):
+    call = Call(AttentionSpec(window, num_sink_tokens, activation), options, heads=2, kv_heads=kv_heads, q_length=90)
     assert_matches_reference(dataclasses.replace(call, kv_length=90), TPU)
 
 
@@ -206,13 +200,10 @@ def test_a_short_window_reads_the_last_rows_of_the_block_before(
     rows = (tuple([1] * 300 + [2] * 130 + [3] * 111 + [0] * 9),) if packed else None
     activation = "sigmoid" if "sigmoid_bias" in options else "softmax"
     assert_matches_reference(
-        Call(AttentionSpec(window, num_sink_tokens, activation), options, rows, 1, 550, 550, 2, 2 // group),
-        of_256,
+        Call(AttentionSpec(window, num_sink_tokens, activation), options, rows, 1, 550, 550, 2, 2 // group), of_256
     )
 
 
-@pytest.mark.parametrize(
-    ("window", "rows"), [(1, 256), (2, 128), (129, 128), (130, 256), (256, 256), (257, 256)]
-)
+@pytest.mark.parametrize(("window", "rows"), [(1, 256), (2, 128), (129, 128), (130, 256), (256, 256), (257, 256)])
 def test_rows_of_the_oldest_block(window, rows):
     assert oldest_rows(KernelCall(AttentionSpec(window), Tiles(256, 256))) == rows

@@ -16,9 +16,7 @@ from launch.settings import Settings
 from swa_jax.settings import load_config
 
 ROOT = Path(__file__).parents[2]
-LINES = [
-    line.split() for line in (ROOT / "launch" / "Dockerfile").read_text().splitlines() if line[:1].isupper()
-]
+LINES = [line.split() for line in (ROOT / "launch" / "Dockerfile").read_text().splitlines() if line[:1].isupper()]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -52,9 +50,9 @@ def test_its_names_are_those_of_the_project():
     assert PROJECT["requires-python"] == f">={re.findall(r'[0-9]+[.][0-9]+', image)[0]}"
     ((entry,),) = instructions("ENTRYPOINT")
     settings = load_config(Settings, ROOT / "launch" / "example.yaml", [])
-    command = gke.manifest(settings)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
-        "containers"
-    ][0]["command"]
+    command = gke.manifest(settings)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][
+        0
+    ]["command"]
     assert yaml.safe_load(entry) == command[:1]
     copied = [words[0] for words in instructions("COPY")]
     assert any(Path(settings.config).is_relative_to(folder) for folder in copied)

@@ -265,12 +265,7 @@ def cloud(tmp_path, monkeypatch):
 
 def _kind(call: list[str]) -> str:
     command = " ".join(call)
-    for part, name in (
-        ("git clone", "install"),
-        ("setsid", "start"),
-        ("cat train.status ", "ask"),
-        ("tail", "logs"),
-    ):
+    for part, name in (("git clone", "install"), ("setsid", "start"), ("cat train.status ", "ask"), ("tail", "logs")):
         if part in command:
             return name
     return call[3]
@@ -281,9 +276,7 @@ def _steps(kinds: list[str]) -> list[str]:
 
 
 def test_up_asks_for_machines_and_starts_the_run(cloud, capfd):
-    status, kinds = cloud(
-        ["NOT_FOUND", "WAITING_FOR_RESOURCES", "ACTIVE", "ACTIVE", "ACTIVE"], ["running", "0"]
-    )
+    status, kinds = cloud(["NOT_FOUND", "WAITING_FOR_RESOURCES", "ACTIVE", "ACTIVE", "ACTIVE"], ["running", "0"])
     assert status == 0
     assert _steps(kinds) == ["create", "install", "start"]
     assert "the run has finished" in capfd.readouterr().out
@@ -374,9 +367,7 @@ JOB = {"parallelism", "completions", "backoffLimit", "podFailurePolicy", "templa
 
 
 def test_the_manifest_is_a_jobset(capsys):
-    assert (
-        main(gke.VERBS, "", ["render", str(EXAMPLE), "slices=2", f"overrides={json.dumps([HOSTILE])}"]) == 0
-    )
+    assert main(gke.VERBS, "", ["render", str(EXAMPLE), "slices=2", f"overrides={json.dumps([HOSTILE])}"]) == 0
     jobset = yaml.safe_load(capsys.readouterr().out)
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert set(jobset) == {"apiVersion", "kind", "metadata", "spec"}
@@ -415,16 +406,12 @@ def test_preemptions_restart_the_jobset_for_ever_and_failures_do_not():
     }  # fmt: skip
     assert spec["failurePolicy"] == {
         "maxRestarts": 3,
-        "rules": [
-            {"action": "RestartJobSetAndIgnoreMaxRestarts", "onJobFailureReasons": ["PodFailurePolicy"]}
-        ],
+        "rules": [{"action": "RestartJobSetAndIgnoreMaxRestarts", "onJobFailureReasons": ["PodFailurePolicy"]}],
     }
 
 
 def test_apply_gives_kubectl_the_manifest(tmp_path, monkeypatch, capsys):
-    assert (
-        main(gke.VERBS, "", ["apply", str(EXAMPLE), "gke.namespace=team", "gke.queue=tpus", "--dry-run"]) == 0
-    )
+    assert main(gke.VERBS, "", ["apply", str(EXAMPLE), "gke.namespace=team", "gke.queue=tpus", "--dry-run"]) == 0
     first, *text, end = capsys.readouterr().out.splitlines()
     assert shlex.split(first)[:3] == ["kubectl", "--namespace=team", "apply"]
     assert (first[-7:], end) == ("<<'END'", "END")

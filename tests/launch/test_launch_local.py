@@ -23,9 +23,7 @@ def local(*arguments: object, stand_in: str | None = None) -> subprocess.Popen[s
     code = "import sys, launch.local as local\n"
     if stand_in is not None:
         code += f"real, code = local.commands, {stand_in!r}\n"
-        code += (
-            "local.commands = lambda *a: [(e, [sys.executable, '-c', code, *c[3:]]) for e, c in real(*a)]\n"
-        )
+        code += "local.commands = lambda *a: [(e, [sys.executable, '-c', code, *c[3:]]) for e, c in real(*a)]\n"
         code += "local.HOLD, local.GRACE = 0.3, 1.0\n"
     code += "sys.exit(local.main())\n"
     return subprocess.Popen(
@@ -80,9 +78,7 @@ def test_local_prefixes_the_logs_of_processes_with_sessions_of_their_own():
     assert sorted(out.splitlines()) == sorted(f"[{i}] {word}" for i in range(3) for word in ("one", "two"))
 
 
-@pytest.mark.parametrize(
-    ("failure", "status"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 137)]
-)
+@pytest.mark.parametrize(("failure", "status"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
 def test_local_ends_all_when_one_fails(failure, status):
     """The others hear SIGTERM first; one of them does not care and is killed."""
     code = _ME + (

@@ -21,9 +21,7 @@ SLOW = ("window", "switch", "experts", "swat-every-kind", "every-kind+fa-decode"
 def some(slow=SLOW):
     """One of every kind of layer in `make test`, of every kind of model in `make test-slow`, and all of them."""
     return [
-        pytest.param(
-            name, marks=[] if name in QUICK else pytest.mark.slow if name in slow else pytest.mark.long
-        )
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow if name in slow else pytest.mark.long)
         for name in PATTERNS
     ]
 

@@ -28,9 +28,7 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.train.objectives import load_balancing_loss
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-SPARSE = sorted(
-    file.parent.name for file in GOLDEN.glob("*/golden.safetensors") if "aux_loss" in load_file(file)
-)
+SPARSE = sorted(file.parent.name for file in GOLDEN.glob("*/golden.safetensors") if "aux_loss" in load_file(file))
 VARIANTS = {
     "probabilities": dataclasses.replace(EXPERTS, norm_topk_prob=False),
     "normalised": EXPERTS,
@@ -42,9 +40,7 @@ VARIANTS = {
     "gelu": dataclasses.replace(EXPERTS, hidden_act="gelu_tanh"),
     "sigmoids": dataclasses.replace(EXPERTS, router_scores="sigmoid", expert_multiplier=0.6),
     "sigmoids as they are": dataclasses.replace(EXPERTS, router_scores="sigmoid", norm_topk_prob=False),
-    "probabilities, biased choice": dataclasses.replace(
-        EXPERTS, router_choice_bias=True, mixture_multiplier=0.5
-    ),
+    "probabilities, biased choice": dataclasses.replace(EXPERTS, router_choice_bias=True, mixture_multiplier=0.5),
     "shared expert": dataclasses.replace(EXPERTS, shared_expert_intermediate_size=7, mlp_bias=True),
     "groups, biased choice, shared expert": SHARED_EXPERTS,
 }
@@ -183,9 +179,7 @@ def test_padding_changes_no_other_token(config):
     np.testing.assert_array_equal(hidden[segments > 0], changed[segments > 0])
     for a, b in zip(routing.experts, again.experts, strict=True):
         np.testing.assert_array_equal(a, b)
-    assert (np.asarray(routing.experts.chosen).sum(1) > 0).tolist() == [
-        i in config.sparse_layers for i in range(4)
-    ]
+    assert (np.asarray(routing.experts.chosen).sum(1) > 0).tolist() == [i in config.sparse_layers for i in range(4)]
 
 
 @pytest.mark.parametrize("case", SPARSE)
@@ -219,9 +213,7 @@ def test_operations_of_experts_are_those_that_a_token_meets():
     expert = 3 * 24 * 12
     assert matrix_parameters(EXPERTS) == 4 * (attention + 2 * expert) + 24 * 61
     gate, shared = 24 * 4 * 8, 3 * 24 * 10
-    shared_experts = dataclasses.replace(
-        EXPERTS, attention_gate="channel", shared_expert_intermediate_size=10
-    )
+    shared_experts = dataclasses.replace(EXPERTS, attention_gate="channel", shared_expert_intermediate_size=10)
     assert matrix_parameters(shared_experts) == 4 * (attention + gate + 2 * expert + shared) + 24 * 61
     dense = 3 * 24 * 40
     assert matrix_parameters(MIXED) == 4 * attention + 2 * 2 * expert + 2 * dense + 24 * 61
@@ -258,34 +250,19 @@ def test_lora_adapts_attention_but_no_experts():
         ({"num_experts_per_tok": 0}, "num_experts_per_tok must be from 1"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size must be above 0"),
         ({"mlp_layer_types": ("sparse",) * 3}, "mlp_layer_types has 3 entries for 4 layers"),
-        (
-            {"mlp_layer_types": ("sparse", "dens", "sparse", "dense")},
-            r"mlp_layer_types\[1\] is 'dens'; did you mean",
-        ),
+        ({"mlp_layer_types": ("sparse", "dens", "sparse", "dense")}, r"mlp_layer_types\[1\] is 'dens'; did you mean"),
         ({"mlp_layer_types": ("dense",) * 4}, "'dense' in every layer: set num_experts to 0"),
         ({"num_experts": 0, "mlp_layer_types": ("sparse", "dense") * 2}, "num_experts must be above 0"),
-        (
-            {"shared_expert_intermediate_size": -1},
-            "shared_expert_intermediate_size must be 0 or more, got -1",
-        ),
-        (
-            {"expert_groups": 2},
-            r"expert_groups \(2\) must cut num_experts \(5\) into equal groups of at least 2",
-        ),
+        ({"shared_expert_intermediate_size": -1}, "shared_expert_intermediate_size must be 0 or more, got -1"),
+        ({"expert_groups": 2}, r"expert_groups \(2\) must cut num_experts \(5\) into equal groups of at least 2"),
         ({"num_experts": 6, "expert_groups": 6}, r"expert_groups \(6\) must cut"),
-        (
-            {"num_experts": 6, "expert_groups": 3, "expert_groups_per_tok": 4},
-            "from 1 to expert_groups, got 4",
-        ),
+        ({"num_experts": 6, "expert_groups": 3, "expert_groups_per_tok": 4}, "from 1 to expert_groups, got 4"),
         (
             {"num_experts": 6, "expert_groups": 3, "num_experts_per_tok": 3},
             r"expert_groups_per_tok \(1\) of 2 experts each are fewer than num_experts_per_tok \(3\)",
         ),
         ({"expert_multiplier": 0}, "expert_multiplier must be from 1e-06"),
-        (
-            {"sink_logits": True, "attention_activation": "sigmoid"},
-            "sink_logits enter the denominator of a softmax",
-        ),
+        ({"sink_logits": True, "attention_activation": "sigmoid"}, "sink_logits enter the denominator of a softmax"),
     ],
 )
 def test_descriptions_of_experts_that_cannot_be_are_refused(fields, sentence):

@@ -64,10 +64,7 @@ def random_prompts(lengths=LENGTHS, seed: int = 0) -> list[list[int]]:
     "name",
     [
         pytest.param("every-kind+fa-decode", marks=pytest.mark.slow),
-        *(
-            pytest.param(x, marks=pytest.mark.long)
-            for x in ("every-kind", "experts", "sink-logits-every-kind")
-        ),
+        *(pytest.param(x, marks=pytest.mark.long) for x in ("every-kind", "experts", "sink-logits-every-kind")),
     ],
 )
 def test_batch_equals_each_alone_and_the_full_forward(name):
@@ -148,10 +145,7 @@ def test_similar_calls_share_their_compilations():
     generate(model, random_prompts((9, 50)), max_new_tokens=7, temperature=1.0)
     assert (_prefill.program()._cache_size(), _decode.program()._cache_size()) == before
     generate(model, random_prompts((9, 70)), **options)  # a longer prompt does compile
-    assert (_prefill.program()._cache_size(), _decode.program()._cache_size()) == (
-        before[0] + 1,
-        before[1] + 1,
-    )
+    assert (_prefill.program()._cache_size(), _decode.program()._cache_size()) == (before[0] + 1, before[1] + 1)
 
 
 @pytest.mark.parametrize("name", ["full", "streaming", "head-hybrid", "window+fa-decode"])
@@ -171,9 +165,7 @@ def test_max_length_is_that_of_the_caches():
     assert batch.tokens.shape == (2, 17)
     _, cache = prefill(model, batch)
     assert cache.nbytes == cache_bytes(model.config, model.pattern, 2, 17, itemsize=4)
-    assert generate(model, prompts, max_new_tokens=NEW, max_length=17) == generate(
-        model, prompts, max_new_tokens=NEW
-    )
+    assert generate(model, prompts, max_new_tokens=NEW, max_length=17) == generate(model, prompts, max_new_tokens=NEW)
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 500, 512, 513, 1000, 1025, 5000, 131073])
@@ -267,10 +259,7 @@ def test_an_array_of_prompts():
         ({"prompts": [1, 2]}, "prompts[0] must be a list of token ids, got 1"),
         ({"prompts": ["text"]}, "prompts[0] must be a list of token ids, got 'text'"),
         ({"prompts": [[1], []]}, "prompts[1] is empty: a prompt needs at least one token"),
-        (
-            {"prompts": [[1], [2, 61]]},
-            "prompts[1] holds token 61 at [1], the model's vocabulary has ids 0 to 60",
-        ),
+        ({"prompts": [[1], [2, 61]]}, "prompts[1] holds token 61 at [1], the model's vocabulary has ids 0 to 60"),
         ({"prompts": [[-1]]}, "prompts[0] holds token -1 at [0], the model's vocabulary has ids 0 to 60"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"temperature": -0.1}, "temperature must be 0 (greedy) or a positive number, got -0.1"),

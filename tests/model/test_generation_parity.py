@@ -46,9 +46,7 @@ def test_replies_are_those_of_transformers(name, tmp_path):
     window = model.pattern.sliding_window or 8
     shared = next(i for i, pair in enumerate(zip(*prompts[:2], strict=False)) if len({*pair}) == 2)
     for chunk, slots, prefixes in ((1, 4, 0), (window, 2, 4), (2 * window + 3, 1, 4)):
-        engine = Engine(
-            model, slots=slots, max_length=max(map(len, prompts)) + 64, chunk=chunk, prefixes=prefixes
-        )
+        engine = Engine(model, slots=slots, max_length=max(map(len, prompts)) + 64, chunk=chunk, prefixes=prefixes)
         found = [[] for _ in prompts]
         for piece in engine.stream([*prompts, prompts[1]], max_new_tokens=64, skip=[4]):
             found[piece.prompt] += piece.tokens

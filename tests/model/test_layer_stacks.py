@@ -27,10 +27,7 @@ LONGER = dataclasses.replace(
 
 def test_stacks_and_groups():
     assert [stack.name for stack in layer_stacks(SOFTMAX)] == [""]
-    assert [(stack.name, stack.layers) for stack in layer_stacks(MIXED)] == [
-        ("dense", (0, 3)),
-        ("sparse", (1, 2)),
-    ]
+    assert [(stack.name, stack.layers) for stack in layer_stacks(MIXED)] == [("dense", (0, 3)), ("sparse", (1, 2))]
     assert {stack.name: stack.layers for stack in layer_stacks(LONGER)} == {
         "local": (0, 1), "global": (2,), "local_shared": (3, 5), "global_shared": (4, 6),
     }  # fmt: skip
@@ -70,12 +67,8 @@ def test_gradients_reach_keys_through_the_layers_that_read_them():
     plain = gradient(model)
     written_out = gradient(model, remat="layer", unroll=True)
     for name, value in plain.items():
-        np.testing.assert_allclose(
-            written_out[name], value, rtol=1e-4, atol=1e-4 * np.abs(value).max(), err_msg=name
-        )
-        assert (np.abs(value).max() > 0) != name.endswith("layer_scalar"), (
-            name
-        )  # which training leaves as it is
+        np.testing.assert_allclose(written_out[name], value, rtol=1e-4, atol=1e-4 * np.abs(value).max(), err_msg=name)
+        assert (np.abs(value).max() > 0) != name.endswith("layer_scalar"), name  # which training leaves as it is
     # Without what its readers do with them, the first layer's keys have another gradient.
     graph, state = nnx.split(model)
     silent = {
@@ -112,9 +105,7 @@ def test_layers_that_differ_are_selected_by_whole_passes():
     config = dataclasses.replace(SHARED_KEYS, vocab_size=BYTES.vocab_size, vocab_size_per_layer_input=257)
     model = Decoder(config, make("FFFF", sliding_window=None), rngs=nnx.Rngs(0))
     rng = np.random.default_rng(1)
-    examples = [
-        Example(rng.integers(257, size=20).tolist(), rng.integers(257, size=2).tolist(), []) for _ in range(2)
-    ]
+    examples = [Example(rng.integers(257, size=20).tolist(), rng.integers(257, size=2).tolist(), []) for _ in range(2)]
     found = nll_deltas(model, examples, sliding_window=4)
     assert found.deltas.shape == (2, 4)
     assert (np.abs(found.deltas).max(0) > 1e-5).all()
@@ -123,17 +114,11 @@ def test_layers_that_differ_are_selected_by_whole_passes():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (
-            {"num_kv_shared_layers": 5},
-            r"num_kv_shared_layers must be from 0 to num_hidden_layers \(4\), got 5",
-        ),
+        ({"num_kv_shared_layers": 5}, r"num_kv_shared_layers must be from 0 to num_hidden_layers \(4\), got 5"),
         ({"num_kv_shared_layers": 3}, "none of the other layers has the rotary embedding 'global'"),
         ({"rope_layers": ("local", "none", "local", "none")}, "needs layers whose rotary embeddings are"),
         ({"num_global_key_value_heads": 3}, r"must be a multiple of num_global_key_value_heads \(3\)"),
-        (
-            {"vocab_size_per_layer_input": 0},
-            "vocab_size_per_layer_input must be above 0 where layers have inputs",
-        ),
+        ({"vocab_size_per_layer_input": 0}, "vocab_size_per_layer_input must be above 0 where layers have inputs"),
     ],
 )
 def test_what_does_not_fit(changes, sentence):
@@ -143,7 +128,5 @@ def test_what_does_not_fit(changes, sentence):
 
 def test_single_heads_need_as_many_in_every_layer():
     assert SHARED_KEYS.common_kv_heads == SHARED_KEYS.most_kv_heads == TWO_SHAPES.most_kv_heads == 2
-    with pytest.raises(
-        ConfigError, match="layers of this model have 1 or 2 KV heads: single heads are chosen where"
-    ):
+    with pytest.raises(ConfigError, match="layers of this model have 1 or 2 KV heads: single heads are chosen where"):
         _ = TWO_SHAPES.common_kv_heads

@@ -22,15 +22,7 @@ from swa_jax.model.attention import kinds_of
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.flops import matrix_parameters, train_flops_per_token
 from swa_jax.model.generate import generate
-from swa_jax.model.lora import (
-    TARGETS,
-    LoraConfig,
-    LoraLinear,
-    merge_lora,
-    seed_dropout,
-    trained_and_frozen,
-    with_lora,
-)
+from swa_jax.model.lora import TARGETS, LoraConfig, LoraLinear, merge_lora, seed_dropout, trained_and_frozen, with_lora
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.settings import from_dict, to_dict
 from swa_jax.train.config import TrainConfig
@@ -38,9 +30,7 @@ from swa_jax.train.loop import _claimed, train
 from swa_jax.train.step import init_state, make_loss, make_step, make_validation_loss
 
 ROOT = Path(__file__).parents[2]
-EVERYWHERE = LoraConfig(
-    rank=3, alpha=6.0, dropout=0.25, targets=tuple(name for name in TARGETS if name != "g_proj")
-)
+EVERYWHERE = LoraConfig(rank=3, alpha=6.0, dropout=0.25, targets=tuple(name for name in TARGETS if name != "g_proj"))
 TOKENS = np.random.default_rng(0).integers(1, 61, size=(4, 20)).astype(np.int32)
 BATCH = {"tokens": TOKENS, "segment_ids": np.ones_like(TOKENS), "weights": np.ones(TOKENS.shape, np.float32)}
 
@@ -240,9 +230,7 @@ def settings(tmp_path, recall):
     lines = []
     for i in range(48):
         key, value = f"brave-{('otter', 'tiger', 'river', 'eagle')[i % 4]}", int(rng.integers(1e6, 1e7))
-        prompt = (
-            "x = 1\n" * 9 + NEEDLE.format(key=key, value=value) + "y = 2\n" * 9 + QUESTION.format(key=key)
-        )
+        prompt = "x = 1\n" * 9 + NEEDLE.format(key=key, value=value) + "y = 2\n" * 9 + QUESTION.format(key=key)
         lines.append(json.dumps({"prompt": prompt, "answer": ANSWER.format(key=key, value=value)}))
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     data = [{"kind": "prompts", "files": [str(tmp_path / "prompts.jsonl")]}]
@@ -260,9 +248,7 @@ def settings(tmp_path, recall):
 
 
 @pytest.mark.long  # the answers' form is what so few steps teach
-def test_a_run_learns_resumes_to_the_bit_and_writes_model_and_adapter(
-    settings, tmp_path, recall, monkeypatch
-):
+def test_a_run_learns_resumes_to_the_bit_and_writes_model_and_adapter(settings, tmp_path, recall, monkeypatch):
     settings["pattern"] = "interleave-1-in-2+fa-decode"
     model = train(from_dict(TrainConfig, settings), quiet=True)
     expected = losses(tmp_path / "run")
@@ -289,12 +275,7 @@ def test_a_run_learns_resumes_to_the_bit_and_writes_model_and_adapter(
     folder = tmp_path / "run" / "adapter"
     tensors = load_file(folder / "adapter_model.safetensors")
     config = json.loads((folder / "adapter_config.json").read_text())
-    assert (config["peft_type"], config["r"], config["lora_alpha"], config["use_rslora"]) == (
-        "LORA",
-        4,
-        32,
-        False,
-    )
+    assert (config["peft_type"], config["r"], config["lora_alpha"], config["use_rslora"]) == ("LORA", 4, 32, False)
     assert config["target_modules"] == ["q_proj", "k_proj", "v_proj"]
     assert AttentionPattern.from_json(folder / "pattern.json") == trained.pattern
     assert len(tensors) == 8 * 3 * 2

@@ -176,8 +176,7 @@ def test_cache_bytes_are_those_of_the_formula(name, max_length):
         kv_heads, head_dim = config.head_shapes[layer]
         for head in range(kv_heads):
             see_all = [
-                pattern.layer_types[i] in ("full_attention", "switch_attention")
-                or head in pattern.full_kv_heads[i]
+                pattern.layer_types[i] in ("full_attention", "switch_attention") or head in pattern.full_kv_heads[i]
                 for i in others
             ]
             whole = any(see_all) or len({(pattern.full_kv_heads[i]) for i in others}) > 1

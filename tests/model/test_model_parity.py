@@ -99,9 +99,7 @@ def test_a_prompt_goes_on_as_in_transformers(load, case):
     prompts = [row[real == 1].tolist() for row, real in rows]
     model, new = load(case), expected["new_tokens"]
     assert len({len(prompt) for prompt in prompts}) == 2
-    assert [
-        list(reply) for reply in swa_jax.generate(model, prompts, max_new_tokens=new.shape[1])
-    ] == new.tolist()
+    assert [list(reply) for reply in swa_jax.generate(model, prompts, max_new_tokens=new.shape[1])] == new.tolist()
 
 
 @pytest.mark.parametrize("case", CASES)

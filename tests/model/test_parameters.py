@@ -153,9 +153,7 @@ def gain(monkeypatch):
 def test_a_new_row_has_names_layout_cost_and_group(gain):
     config, shape = dataclasses.replace(SOFTMAX, vocab_size=60), (4, 24, 41)
     tensors = [tensor for tensor in names.tensor_names(config) if tensor.path == gain]
-    assert [tensor.name for tensor in tensors] == [
-        f"model.layers.{i}.self_attn.gain_proj.weight" for i in range(4)
-    ]
+    assert [tensor.name for tensor in tensors] == [f"model.layers.{i}.self_attn.gain_proj.weight" for i in range(4)]
     assert tensors[3] == (tensors[3].name, (41, 24), gain, (3,), True)
     assert names.expected_tensors(config)["model.layers.0.self_attn.gain_proj.weight"] == (41, 24)
 
@@ -163,9 +161,7 @@ def test_a_new_row_has_names_layout_cost_and_group(gain):
     places = state_shardings((tree, 0), partition(fsdp=4), config)[0]["layers"]["attention"]
     assert places["gain_proj"]["kernel"].spec == P(None, ("fsdp", "context"), ("tensor",))
     assert places["other"].spec == P()
-    with pytest.raises(
-        ConfigError, match=r"gain_proj.kernel, axis 2 \(mlp\), is 41 long and cannot be split"
-    ):
+    with pytest.raises(ConfigError, match=r"gain_proj.kernel, axis 2 \(mlp\), is 41 long and cannot be split"):
         check_model(config, partition(tensor=2))
 
     assert is_matrix(tree, config)["layers"]["attention"] == {"gain_proj": {"kernel": True}, "other": False}
@@ -184,9 +180,7 @@ def test_muon_orthogonalises_a_new_row(gain):
     """A direction of the update that is orthogonalised has singular values near 1, a plain Adam step has not."""
     muon = make_optimizer(OptimizerConfig(name="muon", schedule="constant", clip_norm=None), 10, SOFTMAX)
     rng = np.random.default_rng(0)
-    tree = {
-        "layers": {"attention": {"gain_proj": {"kernel": rng.normal(size=(4, 24, 41)).astype(np.float32)}}}
-    }
+    tree = {"layers": {"attention": {"gain_proj": {"kernel": rng.normal(size=(4, 24, 41)).astype(np.float32)}}}}
     update, _ = muon.update(tree, muon.init(tree), tree)
     values = np.linalg.svd(jax.tree.leaves(update)[0] / -3e-4, compute_uv=False)
     assert values.shape == (4, 24)
@@ -197,9 +191,7 @@ def test_muon_takes_matrices_alone():
     state = nnx.state(Decoder(SOFTMAX, AttentionPattern.from_recipe("full", 4), rngs=nnx.Rngs(0)))
     tree = {"model": nnx.to_pure_dict(state), "count": np.zeros(())}
     rows = declaration.map_parameters(lambda row, _: row is not None and row.matrix, tree, declared(SOFTMAX))
-    axes = jax.tree.leaves(
-        optimizer._muon_axes(tree, SOFTMAX), is_leaf=lambda x: x is None or isinstance(x, tuple)
-    )
+    axes = jax.tree.leaves(optimizer._muon_axes(tree, SOFTMAX), is_leaf=lambda x: x is None or isinstance(x, tuple))
     assert [one is not None for one in axes] == jax.tree.leaves(rows)
     assert 0 < sum(jax.tree.leaves(rows)) < len(axes)
 
@@ -207,9 +199,7 @@ def test_muon_takes_matrices_alone():
 def test_a_row_of_experts_is_laid_out_and_orthogonalised_but_has_no_adapter(monkeypatch):
     """An axis in front of a projection is one more axis of its row."""
     draw = nnx.initializers.normal(0.1)
-    experts = Parameter(
-        ("mlp", "experts", "kernel"), (3, 24, 40), (None, "embed", "mlp"), draw, "x", matrix=True
-    )
+    experts = Parameter(("mlp", "experts", "kernel"), (3, 24, 40), (None, "embed", "mlp"), draw, "x", matrix=True)
     layer = declaration._mlp
     monkeypatch.setattr(declaration, "_mlp", lambda config: [*layer(config), experts])
     shape = (4, 3, 24, 40)  # [L, E, in, out]
@@ -244,9 +234,7 @@ def test_a_family_renames_tensors(monkeypatch):
     theirs = names.expected_tensors(dataclasses.replace(SOFTMAX, model_type="other"))
     ours = names.expected_tensors(SOFTMAX)
     assert theirs.keys() - ours.keys() == {f"model.layers.{i}.second_norm.weight" for i in range(4)}
-    assert ours.keys() - theirs.keys() == {
-        f"model.layers.{i}.post_attention_layernorm.weight" for i in range(4)
-    }
+    assert ours.keys() - theirs.keys() == {f"model.layers.{i}.post_attention_layernorm.weight" for i in range(4)}
 
 
 @pytest.mark.parametrize(("qk_norm", "written_as"), [(False, "other"), (True, "swat")])
@@ -281,10 +269,7 @@ def test_norms_by_placement():
         first = {row.hf_name.split(".")[3]: row.path[1] for row in rows if "layernorm" in row.hf_name}
         return dict(sorted(first.items()))
 
-    assert norms("pre") == {
-        "input_layernorm": "input_norm",
-        "post_attention_layernorm": "post_attention_norm",
-    }
+    assert norms("pre") == {"input_layernorm": "input_norm", "post_attention_layernorm": "post_attention_norm"}
     outputs = {"post_attention_layernorm": "attention_out_norm", "post_feedforward_layernorm": "mlp_out_norm"}
     assert norms("post") == outputs
     assert norms("sandwich") == outputs | {

@@ -52,14 +52,8 @@ def test_fields_of_recipes():
     assert full == AttentionPattern((FULL,) * 3)
     assert full.sliding_window is None
     suffixed = AttentionPattern.from_recipe("window+fa-decode+sink-tokens=7", 3, sliding_window=64)
-    assert (suffixed.sliding_window, suffixed.num_sink_tokens, suffixed.full_attention_decode) == (
-        64,
-        7,
-        True,
-    )
-    given = AttentionPattern.from_recipe(
-        "streaming+fa-decode", 3, num_sink_tokens=0, full_attention_decode=False
-    )
+    assert (suffixed.sliding_window, suffixed.num_sink_tokens, suffixed.full_attention_decode) == (64, 7, True)
+    given = AttentionPattern.from_recipe("streaming+fa-decode", 3, num_sink_tokens=0, full_attention_decode=False)
     assert given == window  # arguments win over the recipe
     assert AttentionPattern.from_recipe("window", SOFTMAX).num_layers == SOFTMAX.num_hidden_layers
     assert AttentionPattern.from_recipe("interleave-1-in-2", 4).provenance == {"method": "interleave-1-in-2"}
@@ -134,10 +128,7 @@ def test_options_win_over_a_file(tmp_path):
         ("static-hybrid", "recipe 'static-hybrid' is incomplete: write it as in 'static-hybrid-1:3'"),
         ("layers:", "recipe 'layers:' is incomplete: write it as in 'layers:2,5'"),
         ("interleave-1-in-4@4", "recipe 'interleave-1-in-4@4': the offset after @ must be below n"),
-        (
-            "random-1-in-4@1",
-            "recipe 'random-1-in-4@1': the offset after @ must be below n, and is for interleave",
-        ),
+        ("random-1-in-4@1", "recipe 'random-1-in-4@1': the offset after @ must be below n, and is for interleave"),
         ("interleave-1-in-0", "recipe 'interleave-1-in-0': one layer in 0 is none; n must be at least 1"),
         ("window+fadecode", "recipe 'window+fadecode': unknown suffix '+fadecode'; known: +fa-decode"),
         ("layers:2,12", "full layer 12 does not exist: the model has layers 0 to 11"),
@@ -154,9 +145,7 @@ def test_wrong_recipes(recipe, sentence):
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_json_round_trip(name, tmp_path):
-    pattern = dataclasses.replace(
-        PATTERNS[name][1], provenance={"method": "nll", "scores": [0.5, -1.0], "seed": 3}
-    )
+    pattern = dataclasses.replace(PATTERNS[name][1], provenance={"method": "nll", "scores": [0.5, -1.0], "seed": 3})
     text = pattern.to_json(tmp_path / "pattern.json")
     assert json.loads(text)["version"] == 1
     for again in (AttentionPattern.from_json(text), AttentionPattern.from_json(tmp_path / "pattern.json")):
@@ -209,12 +198,7 @@ def test_unreadable_json(tmp_path):
 
 
 def test_swaa_config():
-    config = {
-        "sliding_window_size": 2048,
-        "keep_first": 10,
-        "force_fa_decode": True,
-        "non_sliding_layers": [1, 3],
-    }
+    config = {"sliding_window_size": 2048, "keep_first": 10, "force_fa_decode": True, "non_sliding_layers": [1, 3]}
     pattern = AttentionPattern.from_swaa_config(config, 4)
     assert pattern == make("wFwF", sliding_window=2048, num_sink_tokens=10, full_attention_decode=True)
     assert AttentionPattern.from_swaa_config({"sliding_window_size": None}, 2).layer_types == (FULL, FULL)
@@ -232,18 +216,10 @@ def test_swaa_config():
         ({"model_type": "mistral", "sliding_window": 8}, "wwww"),
         ({"model_type": "mistral", "sliding_window": None}, "FFFF"),
         ({"model_type": "qwen2", "sliding_window": 8, "max_window_layers": 1}, "FFFF"),  # not switched on
-        (
-            {"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
-            "Fwww",
-        ),
+        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, "Fwww"),
         ({"model_type": "qwen3", "sliding_window": 8, "use_sliding_window": True}, "FFFF"),  # 28 by default
         (
-            {
-                "model_type": "qwen3",
-                "sliding_window": 8,
-                "use_sliding_window": True,
-                "layer_types": [WINDOW, FULL] * 2,
-            },
+            {"model_type": "qwen3", "sliding_window": 8, "use_sliding_window": True, "layer_types": [WINDOW, FULL] * 2},
             "wFwF",
         ),
         ({"model_type": "ministral", "sliding_window": 8, "layer_types": [WINDOW, FULL] * 2}, "wFwF"),

@@ -37,9 +37,7 @@ def tokens_of(length):
 @pytest.mark.parametrize("name", ["window", pytest.param("every-kind", marks=pytest.mark.long)])
 def test_no_mode_changes_a_gradient(name, mode):
     tokens = tokens_of(16)
-    plain, saved = (
-        jax.jit(run)(weights) for run, weights in (gradient(name, m, tokens) for m in ("none", mode))
-    )
+    plain, saved = (jax.jit(run)(weights) for run, weights in (gradient(name, m, tokens) for m in ("none", mode)))
     assert_close(saved, plain, "float32", gradient=True)
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(plain)) > 1e-3
 

@@ -58,16 +58,9 @@ def test_every_mesh_computes_what_one_device_does(what):
 
 
 def run_on_eight_devices(module: str, *arguments: str) -> None:
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-    }
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-m", module, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
 
@@ -78,7 +71,7 @@ def run_on_eight_devices(module: str, *arguments: str) -> None:
         *(
             pytest.param(n, marks=pytest.mark.long)
             for n in ("every-kind", "head-hybrid", "every-kind+fa-decode", "swat-every-kind")
-        ),
+        )
     ],
 )
 def test_every_mesh_generates_what_one_device_does(name):
@@ -105,9 +98,7 @@ def test_rules_refuse_an_axis_that_would_split_a_tensor_twice():
         rules.spec("q_proj", (None, "embed", "heads"))
     with pytest.raises(ConfigError, match="names mesh axis 'model'"):
         ShardingRules(mlp=("model",))
-    assert ShardingRules().spec("x", ("batch", "sequence", None)) == P(
-        ("data", "fsdp", "expert"), ("context",), None
-    )
+    assert ShardingRules().spec("x", ("batch", "sequence", None)) == P(("data", "fsdp", "expert"), ("context",), None)
 
 
 def test_parameters_and_moments_are_split_alike_and_what_cannot_be_is_named():
@@ -126,9 +117,7 @@ def test_parameters_and_moments_are_split_alike_and_what_cannot_be_is_named():
     kernels = [spec for name, spec in specs.items() if "q_proj" in name and "kernel" in name]
     assert kernels == [wanted] * 3  # the weights and AdamW's two moments
     assert all(spec == P() for name, spec in specs.items() if "norm" in name or "router" in name)
-    with pytest.raises(
-        ConfigError, match=r"embedding, axis 0 \(vocab\), is 60 long and cannot be split in 8"
-    ):
+    with pytest.raises(ConfigError, match=r"embedding, axis 0 \(vocab\), is 60 long and cannot be split in 8"):
         state_shardings(state, abstract_partition(tensor=8), MODEL)
 
 

@@ -60,9 +60,7 @@ def test_a_chunk_in_place(pattern, topology, tensor):
     weights = jax.tree.map(lies, weights, state_shardings(weights, partition, CONFIG))
     pool, by_row = partition.sharding(*POOL), partition.sharding("batch")
     cache = jax.tree.map(lambda x: lies(x, pool if x.ndim == len(POOL) else by_row), cache)
-    numbers = [
-        lies(jax.ShapeDtypeStruct(shape, jnp.int32), partition.replicated) for shape in ((512,), (), ())
-    ]
+    numbers = [lies(jax.ShapeDtypeStruct(shape, jnp.int32), partition.replicated) for shape in ((512,), (), ())]
 
     def extend(weights, cache, tokens, count, row):
         return nnx.merge(graph, weights).extend(tokens, count, row, cache, layouts, partition=partition)

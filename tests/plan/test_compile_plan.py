@@ -26,9 +26,7 @@ def test_what_cannot_be_planned_is_one_sentence():
         plan(run(), "v5e:3x5x7x9")
     with pytest.raises(ConfigError, match="--stage is 1: the run has stages 0 to 0"):
         plan(run(), "v5e:2x2", stage=1)
-    with pytest.raises(
-        ConfigError, match=r"= 3 cannot be split in 4 .*make it a multiple of 4, or change 'mesh'"
-    ):
+    with pytest.raises(ConfigError, match=r"= 3 cannot be split in 4 .*make it a multiple of 4, or change 'mesh'"):
         plan(run(rows=3), "v5e:2x2")
 
 
@@ -38,9 +36,7 @@ def test_an_option_that_the_compiler_does_not_take_is_one_sentence_that_names_it
         ConfigError, match=r"^'xla_options\.xla_tpu_no_such' = 3 cannot be used: the compiler for TPU v5"
     ):
         plan(run(xla_options=known | {"xla_tpu_no_such": 3}), "v5e:2x2")
-    with pytest.raises(
-        ConfigError, match=r"'xla_options\.xla_tpu_scoped_vmem_limit_kib' = much cannot be used"
-    ):
+    with pytest.raises(ConfigError, match=r"'xla_options\.xla_tpu_scoped_vmem_limit_kib' = much cannot be used"):
         plan(run(xla_options=known | {"xla_tpu_scoped_vmem_limit_kib": "much"}), "v5e:2x2")
 
 
@@ -89,9 +85,7 @@ def test_a_training_step(tmp_path):
     assert memory["optimizer"] == pytest.approx(2 * memory["parameters"], rel=1e-3)
     # 8 rows in 4, 4096 tokens in 2, bf16: the input of each of three layers.
     assert memory["activations"] == pytest.approx(3 * 2 * 2048 * 256 * 2, rel=0.1)
-    parts = [
-        memory[name] for name in ("parameters", "optimizer", "batch", "activations", "temporaries", "program")
-    ]
+    parts = [memory[name] for name in ("parameters", "optimizer", "batch", "activations", "temporaries", "program")]
     assert memory["total"] == sum(parts) + memory["outputs_and_padding"]
     assert memory["capacity"] == TARGETS["v5e"].hbm_gib * 2**30 == memory["free"] + memory["total"]
     # Matrix products: once forward, twice backward and, but for the last of a layer, again for want of memory.

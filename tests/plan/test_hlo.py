@@ -91,12 +91,7 @@ def test_cycles_are_told_apart_by_what_they_are_for(program, counts):
         changed = hlo.parse(text.replace(dot, f'{dot}, metadata={{op_name="{within}"}}'))
         parts = hlo.cycles_by_part(changed, hlo.executions(changed), "mixing")
         product = "mixing" if "mixing" in within else "matmuls"
-        assert parts == {
-            "matmuls": 0,
-            "mixing": 2400,
-            "other": 0,
-            product: 24000 + 2400 * (product == "mixing"),
-        }
+        assert parts == {"matmuls": 0, "mixing": 2400, "other": 0, product: 24000 + 2400 * (product == "mixing")}
 
 
 def test_a_constant_of_the_scope_makes_no_operation_a_part_of_it():
@@ -184,8 +179,6 @@ def test_branches_are_taken_in_shares():
     three = branches + line("ROOT %r = f32[] conditional(%p, %p, %p, %p), branch_computations={%u, %v, %w}")
     counts = hlo.executions(hlo.parse(three), lambda n: [0.5, 0.25, 0.25])
     assert (counts["u"], counts["v"], counts["w"]) == (0.5, 0.25, 0.25)
-    two = branches + line(
-        "ROOT %r = f32[] conditional(%p, %p, %p), true_computation=%u, false_computation=%v"
-    )
+    two = branches + line("ROOT %r = f32[] conditional(%p, %p, %p), true_computation=%u, false_computation=%v")
     counts = hlo.executions(hlo.parse(two), lambda n: [0.9, 0.1])  # index 0 is false
     assert (counts["u"], counts["v"]) == (0.1, 0.9)

@@ -19,14 +19,7 @@ T = 4096
 
 
 def row(function, window, cycles, chip="v6e", length=T, **changes):
-    call = {
-        "chip": chip,
-        "function": function,
-        "head_dim": 128,
-        "packed": True,
-        "num_sink_tokens": 0,
-        "group": 1,
-    }
+    call = {"chip": chip, "function": function, "head_dim": 128, "packed": True, "num_sink_tokens": 0, "group": 1}
     return call | {"window": window, "cycles": cycles, "length": length} | changes
 
 
@@ -46,9 +39,7 @@ def test_seconds_are_the_cycles_of_the_table_by_type_of_layer():
     """
     found = kernels("v6e", MODEL, PATTERN, np.arange(T), backward_ratio=0.25, rows=TABLE)
     unit = 4 * (T / 1024) / 1.75e9
-    seconds = {
-        kind: (one.forward.sum() / unit, one.backward.sum() / unit) for kind, one in found.seconds.items()
-    }
+    seconds = {kind: (one.forward.sum() / unit, one.backward.sum() / unit) for kind, one in found.seconds.items()}
     assert seconds[WINDOW] == pytest.approx((2300, 4640))
     assert seconds[FULL] == pytest.approx((10300, 18640))
     assert seconds[HYBRID] == pytest.approx((2300 / 2 + 10300 / 2, 4640 / 2 + 18640 / 2))
@@ -117,9 +108,7 @@ def test_a_step_has_its_share_of_the_rows_and_runs_attention_again_under_layer()
     assert half.seconds[FULL].forward == pytest.approx(found.seconds[FULL].forward / 2)
     plain = attention_of(work(zigzag=False))
     assert plain.busiest > 1.3 > found.busiest
-    assert plain.seconds[WINDOW].forward == pytest.approx(
-        found.seconds[WINDOW].forward * plain.busiest / found.busiest
-    )
+    assert plain.seconds[WINDOW].forward == pytest.approx(found.seconds[WINDOW].forward * plain.busiest / found.busiest)
     assert plain.flops == found.flops
 
 

@@ -101,11 +101,7 @@ def test_overrides_make_what_was_tried(tmp_path):
     file = tmp_path / "run.yaml"
     config = config_of(xla_options={"xla_tpu_scoped_vmem_limit_kib": "32768"})
     file.write_text(json.dumps(to_dict(config)))
-    options = (
-        ("xla_tpu_scoped_vmem_limit_kib", 98304),
-        ("xla_lhs_prioritize", "ENABLED"),
-        ("xla_flag", True),
-    )
+    options = (("xla_tpu_scoped_vmem_limit_kib", 98304), ("xla_lhs_prioritize", "ENABLED"), ("xla_flag", True))
     tried = Settings(1, 2, 2, 1, "projections", 4, options)
     overrides = tried.overrides(config, 0)
     assert overrides == [
@@ -158,9 +154,7 @@ def test_experts_cost_what_a_token_meets_of_them():
         for settings in (Settings(1, 4, 1, 1, "layer", 1), Settings(1, 1, 1, 1, "layer", 1, expert=4))
     )
     # A dense model whose MLPs are as wide as the two of four experts that a token meets has their products.
-    dense = estimate(
-        work_of(config_of(model=MODEL | {"intermediate_size": 320}), 4), Settings(1, 4, 1, 1, "layer", 1)
-    )
+    dense = estimate(work_of(config_of(model=MODEL | {"intermediate_size": 320}), 4), Settings(1, 4, 1, 1, "layer", 1))
     for one in (whole, split):
         assert one.seconds_by_part["matmuls"] == pytest.approx(dense.seconds_by_part["matmuls"])
     assert whole.seconds_by_part["experts"] == dense.seconds_by_part["experts"] == 0
@@ -181,9 +175,7 @@ def test_what_is_sent_follows_the_mesh():
     by_heads = estimate(work, Settings(2, 1, 1, 2, "layer", 1)).seconds_by_part
     assert by_heads["tensor"] > 0
     window, full = (
-        estimate(work_of(config_of(pattern=pattern), 4), Settings(1, 1, 4, 1, "layer", 1)).seconds_by_part[
-            "keys"
-        ]
+        estimate(work_of(config_of(pattern=pattern), 4), Settings(1, 1, 4, 1, "layer", 1)).seconds_by_part["keys"]
         for pattern in ("window", "full")
     )
     assert 0 < window < full
@@ -266,9 +258,7 @@ def test_what_does_not_fit_is_not_compiled_and_teaches(monkeypatch):
 @pytest.mark.parametrize("seconds", [0.5, 2.0])
 def test_the_best_is_compiled_without_the_loop_too(seconds):
     work = work_of(config_of(), 4)
-    found = search(
-        work, lambda settings: report(1.0 if settings.scan_layers else seconds), tries=2, options=()
-    )
+    found = search(work, lambda settings: report(1.0 if settings.scan_layers else seconds), tries=2, options=())
     assert [one.settings.scan_layers for one in found.tried[:3]] == [True, True, False]
     assert all((one.settings.remat, one.settings.scan_layers) == ("none", False) for one in found.tried[3:])
     best = found.best.settings
@@ -305,10 +295,7 @@ def test_options_are_added_to_the_best_and_stay_where_they_help():
         if "xla_refused" in options:
             raise ConfigError("'xla_options.xla_refused' = true cannot be used: no such option")
         return report(
-            1.0
-            - 0.1 * ("xla_good" in options)
-            + 0.2 * ("xla_bad" in options)
-            - 0.05 * ("xla_fine" in options)
+            1.0 - 0.1 * ("xla_good" in options) + 0.2 * ("xla_bad" in options) - 0.05 * ("xla_fine" in options)
         )
 
     tried = [(("xla_bad", True),), (("xla_refused", True),), (("xla_good", 2),), (("xla_fine", "yes"),)]
@@ -346,9 +333,7 @@ def test_a_search_goes_on_where_it_was_interrupted(tmp_path):
 
     def run(**changes):
         results = SearchFile(file, key)
-        found = search(
-            work, compile_one, known=results.tried, keep=results.add, unrolled=False, options=(), **changes
-        )
+        found = search(work, compile_one, known=results.tried, keep=results.add, unrolled=False, options=(), **changes)
         results.finish(to_json(found, work.config, 0))
         return found
 
@@ -374,9 +359,7 @@ def test_where_nothing_fits_the_text_says_what_to_change():
     assert found.best is None
     assert len(found.tried) == 1  # the options are not tried, and everything else is expected to need as much
     last = describe_search(found, work.config, 0, "v5e:2x2").splitlines()[-1]
-    assert (
-        last == "nothing that was compiled fits: take a larger slice, fewer tokens in a step, or more --tries"
-    )
+    assert last == "nothing that was compiled fits: take a larger slice, fewer tokens in a step, or more --tries"
 
 
 def test_results_of_another_search_are_not_gone_on_with(tmp_path):

@@ -139,9 +139,7 @@ def test_a_loop_plays_its_body_as_often_as_it_runs():
 
 
 def test_between_slices_a_send_and_a_recv_are_one_collective():
-    attributes = (
-        'frontend_attributes={_xla_host_transfer_rendezvous="NAME",_xla_megascale_transfer_type="ALL_REDUCE"}'
-    )
+    attributes = 'frontend_attributes={_xla_host_transfer_rendezvous="NAME",_xla_megascale_transfer_type="ALL_REDUCE"}'
     one, other = (attributes.replace("NAME", name) for name in ("all-reduce.1_0", "all-reduce.2_0"))
     lines = (
         "%t = token[] after-all()",
@@ -156,13 +154,7 @@ def test_between_slices_a_send_and_a_recv_are_one_collective():
     text = program("", *lines)
     counts = hlo.executions(text)
     (send,) = collectives(text, counts, MESH, slices=4)
-    assert (send.kind, send.axes, send.group, send.start, send.done) == (
-        "all-reduce",
-        ("slices",),
-        4,
-        "send",
-        "done",
-    )
+    assert (send.kind, send.axes, send.group, send.start, send.done) == ("all-reduce", ("slices",), 4, "send", "done")
     assert send.sent_bytes == 2 * 64 * 2 * 3 / 4
     own = timeline.work_of(text, counts, 1.0, timeline.Passes(0.0, 0.0))
     assert timeline.play(text, [send], own, lambda _: 5.0) == (3, 2)

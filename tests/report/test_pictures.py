@@ -35,12 +35,7 @@ MB = 2**20
 
 def row(name, accuracy, megabytes, interval=0.1):
     ends = None if interval is None else [max(0, accuracy - interval), min(1, accuracy + interval)]
-    return {
-        "name": name,
-        "needle_accuracy": accuracy,
-        "needle_interval": ends,
-        "kv_cache_bytes": int(megabytes * MB),
-    }
+    return {"name": name, "needle_accuracy": accuracy, "needle_interval": ends, "kv_cache_bytes": int(megabytes * MB)}
 
 
 # As the demo's: many at one point, so that a scatter plot hides all but one of them.
@@ -56,9 +51,7 @@ METHODS = [row("full", 1.0, 2), row("window", 0.075, 0.1875)] + [
     for ratio in (0.9375, 0.5, 0.75)
 ]
 LOSSES = {f"a model with a long name, number {i}": [[7, 5, 4 + i / 10], [7.2, 5.1, 4.2]] for i in range(10)}
-LINES = {
-    f"niah_single_{i}, 4096 tokens": [(0.0, (0.1 * i, 0, 0.8)), (0.9, (0.5, None, None))] for i in range(6)
-}
+LINES = {f"niah_single_{i}, 4096 tokens": [(0.0, (0.1 * i, 0, 0.8)), (0.9, (0.5, None, None))] for i in range(6)}
 
 PICTURES = {
     "needles": lambda file: needle_heat_map(
@@ -126,11 +119,7 @@ def test_report_imports_nothing_that_measures():
             names = [node.module] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for name in names:
-                allowed = (
-                    "swa_jax.report",
-                    "swa_jax.exports",
-                    "swa_jax.files",
-                )  # what stands on no measurement
+                allowed = ("swa_jax.report", "swa_jax.exports", "swa_jax.files")  # what stands on no measurement
                 assert not name.startswith("swa_jax") or name.startswith(allowed), f"{file}: {name}"
 
 
@@ -287,20 +276,14 @@ def test_patterns_stand_where_their_numbers_say(saved):
 def test_patterns_that_nothing_beats_are_blue(saved):
     accuracy_memory_chart([*DEMO, row("as good", 1.0, 2.53125)], "a.png")
     labels = saved[0].axes[0].get_yticklabels()
-    assert {t.get_text() for t in labels if t.get_color() == style.BLUE} == {
-        "window",
-        "nll-1-in-4",
-        "as good",
-    }
+    assert {t.get_text() for t in labels if t.get_color() == style.BLUE} == {"window", "nll-1-in-4", "as good"}
 
 
 def test_methods_stand_where_their_numbers_say(saved):
     frontier_chart(METHODS, "a.png", title="T")
     assert len(saved[0].axes) == 15
     for axes in saved[0].axes:
-        rows = sorted(
-            (r for r in METHODS if r["name"] == axes.get_title("left")), key=lambda r: r["kv_cache_bytes"]
-        )
+        rows = sorted((r for r in METHODS if r["name"] == axes.get_title("left")), key=lambda r: r["kv_cache_bytes"])
         expected = [(r["kv_cache_bytes"] / MB, 100 * r["needle_accuracy"]) for r in rows]
         np.testing.assert_allclose(blue_points(axes), expected)
         np.testing.assert_allclose(bars(axes), [[100 * end for end in r["needle_interval"]] for r in rows])
@@ -383,9 +366,7 @@ def test_layers_without_an_interval_have_a_bar_and_no_whiskers(saved):
     np.testing.assert_allclose(bars(axes), [[0.4, 0.7], [-0.2, 0]])
 
 
-@pytest.mark.parametrize(
-    ("larger_is_local", "says"), [(True, "large: windowed"), (False, "large: stays full")]
-)
+@pytest.mark.parametrize(("larger_is_local", "says"), [(True, "large: windowed"), (False, "large: stays full")])
 def test_head_map_says_which_end_of_the_scores_is_windowed(saved, larger_is_local, says):
     scores = [[0.1, 0.9], [0.5, 0.2]]
     head_map(np.eye(2), "a.png", title="T", scores=scores, larger_is_local=larger_is_local)

@@ -27,9 +27,7 @@ def test_without_a_terminal_a_line_at_the_first_step_then_every_30_seconds_and_a
     progress, clock, file = shown(False)
     with progress:
         for step in range(1001, 1096):  # a run that was resumed; a step a second
-            progress.update(
-                step, 1095, f"loss {step / 1000:.3f}", "last checkpoint 1000" if step > 1040 else ""
-            )
+            progress.update(step, 1095, f"loss {step / 1000:.3f}", "last checkpoint 1000" if step > 1040 else "")
             clock.now += 1
     assert file.getvalue().splitlines() == [
         "step 1001/1095  loss 1.001",
@@ -94,15 +92,7 @@ def test_durations(seconds, text):
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [
-        (0.5, "0.5"),
-        (950, "950"),
-        (999.7, "1k"),
-        (41234, "41.2k"),
-        (412345, "412k"),
-        (1.25e6, "1.25M"),
-        (3e9, "3G"),
-    ],
+    [(0.5, "0.5"), (950, "950"), (999.7, "1k"), (41234, "41.2k"), (412345, "412k"), (1.25e6, "1.25M"), (3e9, "3G")],
 )
 def test_rates(count, text):
     assert rate(count) == text

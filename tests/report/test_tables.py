@@ -244,12 +244,7 @@ def test_a_terminal_is_filled_and_no_more(columns):
     code = "from swa_jax.report import table_console as t; print(t().width)"
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
     subprocess.run(
-        [sys.executable, "-c", code],
-        stdin=follower,
-        stdout=follower,
-        stderr=follower,
-        check=True,
-        env=environment,
+        [sys.executable, "-c", code], stdin=follower, stdout=follower, stderr=follower, check=True, env=environment
     )
     os.close(follower)
     assert os.read(leader, 1000).decode().split() == [str(columns)]

@@ -8,15 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from planted import (
-    KV_HEADS,
-    LAYERS,
-    PLANTED,
-    WINDOW_SIZE,
-    planted_examples,
-    planted_mask,
-    planted_model,
-)
+from planted import KV_HEADS, LAYERS, PLANTED, WINDOW_SIZE, planted_examples, planted_mask, planted_model
 
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate import Example
@@ -78,8 +70,7 @@ def test_masks_under_full_attention_decode(model, examples):
 def test_masks_are_scored_by_the_answers_values(model, examples):
     """A sentence around the value that the model does not write says nothing of what it has found."""
     wordy = [
-        dataclasses.replace(e, prompt=e.prompt[:-1], answer=[e.prompt[-1], *e.answer], value=(1,))
-        for e in examples
+        dataclasses.replace(e, prompt=e.prompt[:-1], answer=[e.prompt[-1], *e.answer], value=(1,)) for e in examples
     ]
     mask = np.ones((LAYERS, KV_HEADS), bool)
     whole = [dataclasses.replace(e, value=None) for e in wordy]

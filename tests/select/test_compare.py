@@ -101,8 +101,7 @@ def test_results_are_kept_and_summed_up(model, tmp_path):
     assert drawn["gap"][0] == pytest.approx(drawn["needle_accuracy"] - found["needle_accuracy"])
     assert drawn["gap"][2] < 0
     losses = [
-        np.mean([row["losses"] for row in rows if row["name"] == name], axis=0)
-        for name in ("random-heads", "bosch")
+        np.mean([row["losses"] for row in rows if row["name"] == name], axis=0) for name in ("random-heads", "bosch")
     ]
     assert drawn["loss_gap"] == list(paired_bootstrap(*losses))
     assert drawn["answer_nll_interval"] == bootstrap(losses[0]).interval
@@ -112,9 +111,7 @@ def test_results_are_kept_and_summed_up(model, tmp_path):
     assert found["kv_cache_bytes"] / full["kv_cache_bytes"] == pytest.approx(quarter)
     lines.clear()
     assert go(["random-heads"], seeds=(1,)) == rows  # what was chosen before comes with it
-    assert (
-        go(["random-heads", "bosch"]) == rows == json.loads((tmp_path / "results.json").read_text())["rows"]
-    )
+    assert go(["random-heads", "bosch"]) == rows == json.loads((tmp_path / "results.json").read_text())["rows"]
     assert lines == []
     (tmp_path / "results.json").write_text("[]")
     with pytest.raises(ConfigError, match="holds no results of `compare`"):
@@ -215,18 +212,7 @@ def test_methods_do_not_choose_by_prompts_that_tell_nothing(model, tmp_path):
 
 def test_a_model_that_finds_nothing_is_refused_on_the_command_line(tmp_path, byte_tokenizer):
     checkpoint = byte_checkpoint(tmp_path, byte_tokenizer, make("ww", sliding_window=16))
-    options = (
-        "--out",
-        tmp_path / "out",
-        "--held-out",
-        2,
-        "--length",
-        320,
-        "--method",
-        "interleave",
-        "--seeds",
-        1,
-    )
+    options = ("--out", tmp_path / "out", "--held-out", 2, "--length", 320, "--method", "interleave", "--seeds", 1)
     output = run("compare", checkpoint, *options, status=2)
     assert "with full attention the model itself gets 0% of the 2 answers right" in output
     assert "What each choice keeps and costs" not in output

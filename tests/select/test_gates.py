@@ -47,10 +47,7 @@ def test_open_and_shut_gates_are_full_and_window_attention(config, decode):
 def losses(model, full, batches, gates, through=None):
     """Of all examples, with these gates where nothing is full."""
     gates = jnp.asarray(np.where(full, 1, gates), jnp.float32)
-    return sum(
-        float(gated_loss(model, gates, batch, through=through)[: len(index)].sum())
-        for index, batch in batches
-    )
+    return sum(float(gated_loss(model, gates, batch, through=through)[: len(index)].sum()) for index, batch in batches)
 
 
 @pytest.mark.parametrize("config", [SOFTMAX, pytest.param(MIXED, marks=pytest.mark.slow)])
@@ -94,8 +91,7 @@ def test_gradients_flow_through_full_attention_where_they_are_let():
 def test_the_noise_is_drawn_by_the_seed():
     model = Decoder(dataclasses.replace(SOFTMAX, num_hidden_layers=1), WINDOWED_ONE, rngs=nnx.Rngs(0))
     runs = [
-        gate_logits(model, examples(61), full_share=0.5, sliding_window=4, steps=3, seed=seed)
-        for seed in (0, 0, 1)
+        gate_logits(model, examples(61), full_share=0.5, sliding_window=4, steps=3, seed=seed) for seed in (0, 0, 1)
     ]
     np.testing.assert_array_equal(runs[0], runs[1])
     assert np.abs(runs[0] - runs[2]).max() > 1e-3
@@ -106,13 +102,10 @@ WINDOWED_ONE = AttentionPattern((WINDOW,), 4)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    ["one a layer", *(pytest.param(n, marks=pytest.mark.long) for n in ("conjunctions", "redundant pairs"))],
+    "name", ["one a layer", *(pytest.param(n, marks=pytest.mark.long) for n in ("conjunctions", "redundant pairs"))]
 )
 def test_planted_heads_are_found(name):
     plant = Plant(placement(name, 0))
     share = FULL_HEADS / (LAYERS * KV_HEADS)
-    logits = gate_logits(
-        plant.model(), plant.examples(16), full_share=share, sliding_window=WINDOW_SIZE, batch_size=16
-    )
+    logits = gate_logits(plant.model(), plant.examples(16), full_share=share, sliding_window=WINDOW_SIZE, batch_size=16)
     assert plant.hits(window_most_local(logits, 1 - share, larger_is_local=False)) >= 0.95

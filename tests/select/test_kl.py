@@ -31,20 +31,13 @@ def test_scores_are_those_of_whole_passes(decode):
     rng = np.random.default_rng(0)
     texts = [rng.integers(CONFIG.vocab_size, size=n).tolist() for n in (30, 30, 30)]
     examples = [Example(text[:-3], text[-3:], []) for text in texts]
-    options = {
-        "sliding_window": WINDOW,
-        "num_sink_tokens": SINKS,
-        "batch_size": 2,
-        "full_attention_decode": decode,
-    }
+    options = {"sliding_window": WINDOW, "num_sink_tokens": SINKS, "batch_size": 2, "full_attention_decode": decode}
     full_from = np.full(3, 27 if decode else 30, np.int32)
     heads, layers = (static_scores(model, examples, kind, **options) for kind in ("kl", "kl-layers"))
 
     def expected(full):
         windowed = model.with_pattern(head_pattern(full, WINDOW, SINKS, {}))
-        whole, other = (
-            np.asarray(log_probs(m, np.array(texts), full_from), np.float64) for m in (model, windowed)
-        )
+        whole, other = (np.asarray(log_probs(m, np.array(texts), full_from), np.float64) for m in (model, windowed))
         return (np.exp(whole) * (whole - other)).sum(-1)[:, -4:-1].mean()
 
     for layer, head in ((0, 0), (1, 1)):

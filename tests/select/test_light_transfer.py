@@ -57,13 +57,9 @@ def dense_ratios(model, prompt, last, sinks, recent):
 )
 def test_the_ratio_is_that_of_whole_matrices(model, last, sinks, recent):
     rng = np.random.default_rng(0)
-    prompts = [
-        rng.integers(CONFIG.vocab_size, size=n).tolist() for n in (150, 97, 20)
-    ]  # one below 32 queries
+    prompts = [rng.integers(CONFIG.vocab_size, size=n).tolist() for n in (150, 97, 20)]  # one below 32 queries
     examples = [Example(prompt, [1, 2, 3], []) for prompt in prompts]
-    got = lazy_ratios(
-        model, examples, last_queries=last, num_sink_tokens=sinks, recent_keys=recent, batch_size=2
-    )
+    got = lazy_ratios(model, examples, last_queries=last, num_sink_tokens=sinks, recent_keys=recent, batch_size=2)
     wanted = np.array([dense_ratios(model, prompt, last, sinks, recent) for prompt in prompts])
     np.testing.assert_allclose(got.ratios, wanted, atol=1e-5)
     assert wanted[:2].min() > 0.001
@@ -120,12 +116,7 @@ def test_bad_numbers_and_models_are_named(model):
 
 def test_32k_tokens_take_less_than_2_gb():
     config = dataclasses.replace(
-        CONFIG,
-        hidden_size=256,
-        intermediate_size=768,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=32,
+        CONFIG, hidden_size=256, intermediate_size=768, num_attention_heads=16, num_key_value_heads=8, head_dim=32
     )
     model = Decoder(config, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0))
     graph, weights = nnx.split(model)

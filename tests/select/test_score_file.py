@@ -44,9 +44,7 @@ def test_a_saturated_model_is_not_taken_for_another(tmp_path):
     first, other = saturated(), saturated(seed=3)
     scored = MaskEvaluator(first, examples, file=file, **options)
     alone = MaskEvaluator(other, examples, **options)
-    np.testing.assert_allclose(
-        scored(FULL), alone(FULL), atol=1e-3
-    )  # full attention does not tell them apart
+    np.testing.assert_allclose(scored(FULL), alone(FULL), atol=1e-3)  # full attention does not tell them apart
     assert not np.allclose(scored(~FULL), alone(~FULL), rtol=1e-3)
     scored.save()
     with pytest.raises(ConfigError, match="holds scores of another model: its weights differ"):
@@ -81,21 +79,12 @@ def test_models_that_score_alike_have_files_of_their_own(scorer, tmp_path):
             make_scorer(**options)
     assert file.read_bytes() == before
     file.unlink()
-    make_scorer(weights="a folder's").save() if scorer is MaskEvaluator else make_scorer(
-        weights="a folder's"
-    )()
+    make_scorer(weights="a folder's").save() if scorer is MaskEvaluator else make_scorer(weights="a folder's")()
     with pytest.raises(ConfigError, match="made with dtype = float32, this search has bfloat16"):
         make_scorer(half, weights="a folder's")
 
 
-HOW = {
-    "batch_size",
-    "reuse",
-    "toggles_at_once",
-    "partition",
-    "file",
-    "weights",
-}  # scores are made: not which they are
+HOW = {"batch_size", "reuse", "toggles_at_once", "partition", "file", "weights"}  # scores are made: not which they are
 
 
 @pytest.mark.parametrize("scorer", [MaskEvaluator, LayerScorer])
@@ -134,10 +123,7 @@ def test_the_content_key_sees_what_decides_and_nothing_else():
         ("examples", content_key(model, examples[::-1], sliding_window=6)),
         ("examples", content_key(model, [Example([1, 2, 3, 4], [], []), examples[1]], sliding_window=6)),
         ("examples", content_key(model, [Example([1, 2, 9], [4], []), examples[1]], sliding_window=6)),
-        (
-            "examples",
-            content_key(model, [dataclasses.replace(examples[0], value=(0,)), examples[1]], sliding_window=6),
-        ),
+        ("examples", content_key(model, [dataclasses.replace(examples[0], value=(0,)), examples[1]], sliding_window=6)),
         ("sliding_window", content_key(model, examples, sliding_window=7)),
     ):
         assert [part for part in key if key[part] != changed[part]] == [name]

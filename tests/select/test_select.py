@@ -60,12 +60,7 @@ def test_the_planted_layer_is_found(scores):
 
 def test_without_full_attention_decode_the_reader_shows(model, examples, scores):
     plain = nll_scores(
-        model,
-        examples,
-        sliding_window=WINDOW_SIZE,
-        num_sink_tokens=1,
-        batch_size=4,
-        full_attention_decode=False,
+        model, examples, sliding_window=WINDOW_SIZE, num_sink_tokens=1, batch_size=4, full_attention_decode=False
     )
     assert plain[READER] > 2 * abs(scores.mean[READER])
     assert select_layers(plain, 2) == (CARRIER, READER)
@@ -101,9 +96,7 @@ def test_a_prompt_that_the_window_holds_scores_exactly_zero(model, examples):
     short = dataclasses.replace(examples[0], prompt=examples[0].prompt[:7])
     one_longer = dataclasses.replace(examples[0], prompt=examples[0].prompt[:8])
     # Among longer ones in one batch, too. Window 6 and 1 sink token hold 7 prompt tokens, not 8.
-    got = nll_deltas(
-        model, [short, one_longer, examples[1]], sliding_window=6, num_sink_tokens=1, batch_size=4
-    )
+    got = nll_deltas(model, [short, one_longer, examples[1]], sliding_window=6, num_sink_tokens=1, batch_size=4)
     assert (got.deltas[0] == 0).all()
     assert got.deltas[1].any()
     assert got.deltas[2].any()

@@ -15,15 +15,7 @@ from swa_jax.evaluate import Example, answer_nll
 from swa_jax.evaluate.nll import score_batch
 from swa_jax.model.decoder import Block, Decoder
 from swa_jax.model.pattern import AttentionPattern
-from swa_jax.select import (
-    LayerScorer,
-    greedy_pattern,
-    nll_deltas,
-    nll_greedy,
-    nll_pattern,
-    select_layers,
-    toggles,
-)
+from swa_jax.select import LayerScorer, greedy_pattern, nll_deltas, nll_greedy, nll_pattern, select_layers, toggles
 from swa_jax.select import nll as nll_module
 from swa_jax.select.heads import heuristic_mask
 
@@ -51,8 +43,7 @@ def make_model(seed: int = 0, **changes) -> Decoder:
 def make_examples(count: int = 6) -> list[Example]:
     rng = np.random.default_rng(0)
     return [
-        Example(rng.integers(64, size=30 + i).tolist(), rng.integers(64, size=3).tolist(), [])
-        for i in range(count)
+        Example(rng.integers(64, size=30 + i).tolist(), rng.integers(64, size=3).tolist(), []) for i in range(count)
     ]
 
 
@@ -93,8 +84,7 @@ def test_toggles_side_by_side_give_the_same(model, examples, plain, at_once):
 def test_scoring_from_a_base_that_has_full_layers(model, examples, full):
     plain = nll_deltas(model, examples, reuse=False, **OPTIONS)
     with_full = {
-        reuse: LayerScorer(model, examples, reuse=reuse, toggles_at_once=2, **OPTIONS)(full)
-        for reuse in (True, False)
+        reuse: LayerScorer(model, examples, reuse=reuse, toggles_at_once=2, **OPTIONS)(full) for reuse in (True, False)
     }
     np.testing.assert_allclose(with_full[True].deltas, with_full[False].deltas, rtol=0, atol=1e-6)
     assert (with_full[True].deltas[:, full] == 0).all()
@@ -102,9 +92,7 @@ def test_scoring_from_a_base_that_has_full_layers(model, examples, full):
         np.testing.assert_allclose(
             with_full[True].window_nll, plain.window_nll - plain.deltas[:, full[0]], rtol=0, atol=1e-6
         )
-        pattern = AttentionPattern.from_full_layers(
-            [0, 3], LAYERS, 6, num_sink_tokens=1, full_attention_decode=True
-        )
+        pattern = AttentionPattern.from_full_layers([0, 3], LAYERS, 6, num_sink_tokens=1, full_attention_decode=True)
         wanted = with_full[True].window_nll - answer_nll(model.with_pattern(pattern), examples)
         np.testing.assert_allclose(with_full[True].deltas[:, 3], wanted, rtol=0, atol=1e-6)
 

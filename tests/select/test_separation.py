@@ -27,9 +27,7 @@ def test_no_difference_beyond_chance():
     full = np.arange(64) < 60
     for windowed in (full, np.arange(64) < 58, np.ones(64)):
         found = doubt(full, windowed, "answers")
-        assert found.reason.startswith(
-            f"windows in every layer get {np.mean(windowed):.0%} of the answers right"
-        )
+        assert found.reason.startswith(f"windows in every layer get {np.mean(windowed):.0%} of the answers right")
         assert found.reason.endswith("full attention 94%, no difference beyond chance on 64 examples")
         assert found.advice.startswith("take longer prompts or a smaller window")
     assert doubt(full, np.arange(64) < 40, "answers") is None
@@ -41,8 +39,6 @@ def test_losses_differ_beyond_chance_or_not():
     assert doubt(full, full + 0.5 + noise, "loss") is None
     for windowed in (full, full + 0.01 + noise, full - 0.5 + noise):  # windows may also be better by chance
         found = doubt(full, windowed, "loss")
-        assert (
-            "nats a token against full attention, no difference beyond chance on 64 examples" in found.reason
-        )
+        assert "nats a token against full attention, no difference beyond chance on 64 examples" in found.reason
         assert "--by loss" not in found.advice
     assert doubt([1.0], [2.0], "loss") is not None  # one example shows nothing

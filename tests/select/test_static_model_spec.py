@@ -48,15 +48,12 @@ OWN = {
     },
 }
 EXAMPLES = [
-    Example(tokens[:-3], tokens[-3:], [])
-    for tokens in [np.random.default_rng(0).integers(61, size=LENGTH).tolist()]
+    Example(tokens[:-3], tokens[-3:], []) for tokens in [np.random.default_rng(0).integers(61, size=LENGTH).tolist()]
 ]
 
 
 def model_of(**changes):
-    return Decoder(
-        dataclasses.replace(CONFIG, **changes), AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0)
-    )
+    return Decoder(dataclasses.replace(CONFIG, **changes), AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0))
 
 
 def dense(model, tokens, probes):
@@ -172,8 +169,7 @@ def test_a_scale_scores_like_the_same_scale_in_the_weights(method):
 def test_a_scale_generates_like_the_same_scale_in_the_weights(recipe):
     pattern = AttentionPattern.from_recipe(recipe, 2, sliding_window=None if recipe == "full" else WINDOW)
     one, other = (
-        generate(model.with_pattern(pattern), [EXAMPLES[0].prompt[:40]], max_new_tokens=8)
-        for model in twins()
+        generate(model.with_pattern(pattern), [EXAMPLES[0].prompt[:40]], max_new_tokens=8) for model in twins()
     )
     assert one == other
 
@@ -199,9 +195,7 @@ def test_layers_with_other_numbers_of_query_heads_have_no_such_scores():
     config = dataclasses.replace(LAYER_KINDS, **changes)
     pattern = AttentionPattern.from_recipe("full", config)
     model = nnx.eval_shape(lambda: Decoder(config, pattern, rngs=nnx.Rngs(0)))
-    with pytest.raises(
-        ConfigError, match=r"^dcam scores heads where .* the model's have 2 or 4: choose by nll"
-    ):
+    with pytest.raises(ConfigError, match=r"^dcam scores heads where .* the model's have 2 or 4: choose by nll"):
         static_scores(model, [], "dcam", sliding_window=5)
     with pytest.raises(ConfigError, match=r"^LightTransfer scores layers where .* 2 or 4: choose by nll"):
         lazy_ratios(model, [])

@@ -20,14 +20,7 @@ from swa_jax.model.layers import rope_tables
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.select import attention_rows, static
 from swa_jax.select.attention_rows import Heads
-from swa_jax.select.heads import (
-    compare_masks,
-    head_mask,
-    head_pattern,
-    heuristic_mask,
-    swap_back,
-    window_most_local,
-)
+from swa_jax.select.heads import compare_masks, head_mask, head_pattern, heuristic_mask, swap_back, window_most_local
 from swa_jax.select.static import LARGER_IS_LOCAL, OF_THE_PAPER, STATISTICS, static_scores
 
 WINDOW = 100
@@ -52,9 +45,7 @@ def examples():
 
 @pytest.fixture
 def several_blocks(monkeypatch):
-    monkeypatch.setattr(
-        attention_rows, "ROW_BYTES", 100 * 4 * 3 * 4 * 512
-    )  # 100 query rows, not a divisor of 512
+    monkeypatch.setattr(attention_rows, "ROW_BYTES", 100 * 4 * 3 * 4 * 512)  # 100 query rows, not a divisor of 512
     jax.clear_caches()
 
 
@@ -117,9 +108,7 @@ def dense_qada(model, examples):
 def dense_proxy(model, examples):
     def row(_, weights, t, q):
         blocks = -(-(t + 1) // 64)
-        masses = np.stack(
-            [weights[..., 64 * b : 64 * (b + 1)].sum(-1) for b in range(blocks)], -1
-        )  # [L, H, n]
+        masses = np.stack([weights[..., 64 * b : 64 * (b + 1)].sum(-1) for b in range(blocks)], -1)  # [L, H, n]
         needed = np.zeros(masses.shape[:2])
         for layer in range(len(masses)):
             head = np.linalg.norm(q[layer], axis=-1).mean(0).argmax()
@@ -236,9 +225,7 @@ def test_examples_are_needed(model, method):
         static_scores(model, [], method, sliding_window=8)
 
 
-@pytest.mark.parametrize(
-    ("method", "hits"), [("fisher", range(7, 9)), ("dcam", range(5)), ("razor", range(5))]
-)
+@pytest.mark.parametrize(("method", "hits"), [("fisher", range(7, 9)), ("dcam", range(5)), ("razor", range(5))])
 def test_only_what_the_answers_depend_on_points_at_the_planted_heads(method, hits):
     # They look far from one token in 48 and say nothing to others, so that averages over queries pass them by.
     model, examples = planted_model(), planted_examples()
@@ -252,12 +239,7 @@ def test_only_what_the_answers_depend_on_points_at_the_planted_heads(method, hit
 @pytest.mark.parametrize("method", OF_THE_PAPER)
 def test_32k_tokens_take_less_than_2_gb(method):
     config = dataclasses.replace(
-        CONFIG,
-        hidden_size=256,
-        intermediate_size=768,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=32,
+        CONFIG, hidden_size=256, intermediate_size=768, num_attention_heads=16, num_key_value_heads=8, head_dim=32
     )
     model = Decoder(config, AttentionPattern.from_recipe("full", 2), rngs=nnx.Rngs(0))
     graph, weights = nnx.split(model)
@@ -265,9 +247,7 @@ def test_32k_tokens_take_less_than_2_gb(method):
     if method == "fisher":
         lowered = static.fisher_masses.lower(graph, weights, batch, 1024)
     else:
-        lowered = static.layer_statistics.lower(
-            graph, weights, batch.tokens, batch.segment_ids, (method, 1024)
-        )
+        lowered = static.layer_statistics.lower(graph, weights, batch.tokens, batch.segment_ids, (method, 1024))
     used = lowered.compile().memory_analysis().temp_size_in_bytes
     assert used < 2e9, f"{used / 1e9:.2f} GB"
     whole_matrix = 4 * 16 * 32768**2
@@ -279,10 +259,7 @@ def test_32k_tokens_take_less_than_2_gb(method):
 
 def test_ranking_windows_the_most_local_heads_and_keeps_the_count():
     scores = np.array([[0.1, 0.9, 0.5], [0.5, 0.2, 0.9]])
-    assert window_most_local(scores, 0.5, larger_is_local=True).tolist() == [
-        [True, False, False],
-        [True, True, False],
-    ]
+    assert window_most_local(scores, 0.5, larger_is_local=True).tolist() == [[True, False, False], [True, True, False]]
     assert (~window_most_local(scores, 0.5, larger_is_local=False)).tolist() == [
         [True, False, True],
         [False, True, False],

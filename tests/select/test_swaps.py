@@ -81,9 +81,7 @@ class ByHits:
 
     def __call__(self, full):
         right = [unit.found(full) == unit.needed for unit in self.plant.units]
-        return self.scores.setdefault(
-            full.tobytes(), Score(float(np.mean(right)), self.plant.hits(full) / 10)
-        )
+        return self.scores.setdefault(full.tobytes(), Score(float(np.mean(right)), self.plant.hits(full) / 10))
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)

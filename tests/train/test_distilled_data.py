@@ -69,17 +69,13 @@ def settings(samples, tokenizer, **changes):
 def batch(samples, byte_tokenizer):
     source = SourceConfig(kind="distilled", files=(str(samples),))
     return next(
-        make_batches(
-            [source], load_tokenizer(byte_tokenizer), length=LENGTH, batch_size=4, seed=0, top_logprobs=K
-        )
+        make_batches([source], load_tokenizer(byte_tokenizer), length=LENGTH, batch_size=4, seed=0, top_logprobs=K)
     )
 
 
 @pytest.fixture(scope="module")
 def model():
-    return Decoder(
-        dataclasses.replace(BYTES, initializer_range=0.3), make("ww", sliding_window=4), rngs=nnx.Rngs(0)
-    )
+    return Decoder(dataclasses.replace(BYTES, initializer_range=0.3), make("ww", sliding_window=4), rngs=nnx.Rngs(0))
 
 
 def loss_and_metrics(model, config, batch):
@@ -132,9 +128,7 @@ def test_the_loss_is_that_of_the_reply_tokens(batch, samples, byte_tokenizer, mo
 def test_kl_is_of_distilled_data_alone(samples, byte_tokenizer):
     given = settings(samples, byte_tokenizer, kl_top_k=2)
     given["stages"][0]["data"].append({"kind": "repeats"})
-    with pytest.raises(
-        ConfigError, match="which a source of kind 'repeats' has not: train on kind 'distilled' alone"
-    ):
+    with pytest.raises(ConfigError, match="which a source of kind 'repeats' has not: train on kind 'distilled' alone"):
         from_dict(TrainConfig, given)
     with pytest.raises(ConfigError, match="'kl_top_k' must be at least 1"):
         from_dict(TrainConfig, settings(samples, byte_tokenizer, kl_top_k=0))

@@ -41,9 +41,7 @@ def training(launch, tmp_path, byte_tokenizer):
         processes = []
         for i in range(count):
             file = tmp_path / f"{name}{i}.yaml"
-            file.write_text(
-                yaml.safe_dump(settings | {"output": str(tmp_path / name)} | (changes or {}).get(i, {}))
-            )
+            file.write_text(yaml.safe_dump(settings | {"output": str(tmp_path / name)} | (changes or {}).get(i, {})))
             command = [sys.executable, "-m", "swa_jax.cli", "train", str(file)]
             if count > 1:
                 command += ["--processes", str(count), "--process-id", str(i)]
@@ -128,9 +126,7 @@ def worker_of(process):
 
 @pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_training_process_that_is_frozen_ends_all_and_changes_nothing_when_it_goes_on(
-    training, tmp_path, victim
-):
+def test_a_training_process_that_is_frozen_ends_all_and_changes_nothing_when_it_goes_on(training, tmp_path, victim):
     run = tmp_path / "run"
     processes = training("run", 2, timeout=15)
     wait_for_step(run, 20, processes)

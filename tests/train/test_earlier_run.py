@@ -103,9 +103,7 @@ def test_weights_and_moments_are_the_last_checkpoints_and_the_counts_are_new(run
     folder, after = runs
     config = from_dict(TrainConfig, after)
     model = load_model(config.init_from, dtype="float32")
-    fresh = init_state(
-        trained_and_frozen(model)[0], make_optimizer(config.optimizer, config.total_steps, model.config)
-    )
+    fresh = init_state(trained_and_frozen(model)[0], make_optimizer(config.optimizer, config.total_steps, model.config))
     earlier, _ = load_state(folder / "first" / "checkpoints" / str(FIRST), abstract_state(fresh))
     assert int(earlier.step) == FIRST
     state = with_earlier_optimizer(fresh, config)
@@ -176,9 +174,7 @@ def test_a_model_without_a_run_has_no_optimizer_state(first, tmp_path):
 def test_another_optimizer_or_place_in_the_schedule_is_refused(first):
     folder, after = first
     optimizer = after["optimizer"]
-    refused(
-        after | {"optimizer": optimizer | {"name": "muon"}}, folder, "'optimizer.name' is muon, but .* adamw"
-    )
+    refused(after | {"optimizer": optimizer | {"name": "muon"}}, folder, "'optimizer.name' is muon, but .* adamw")
     wrong = after | {"optimizer": optimizer | {"first_step": 4}}
     refused(wrong, folder, r"'optimizer.first_step' = 4, but .* ended at step 5: set it to 5")
     with pytest.raises(ConfigError, match=r"'init_optimizer' goes on .* set 'init_from' to that run's model"):

@@ -48,10 +48,7 @@ def source(tmp_path, byte_tokenizer):
         config, pattern = model_config(hf), hf_pattern(hf)
         model = Decoder(config, pattern, rngs=nnx.Rngs(0))
         saved = save_model(
-            model,
-            tmp_path / "saved",
-            hf_config=hf_config(config, pattern),
-            tokenizer_from=byte_tokenizer.parent,
+            model, tmp_path / "saved", hf_config=hf_config(config, pattern), tokenizer_from=byte_tokenizer.parent
         )
         exported = export_model(saved, tmp_path / "source", canary=False)
         (exported / "pattern.json").unlink()  # as it comes from the hub
@@ -72,12 +69,7 @@ def settings(tmp_path, byte_tokenizer):
         "router_aux_loss_coef": 0.01,
         "optimizer": {"learning_rate": 0.005, "warmup_steps": 2},
         "stages": [
-            {
-                "steps": 12,
-                "sequence_length": 32,
-                "batch_size": 4,
-                "data": [{"files": [f"{tmp_path}/text.txt"]}],
-            }
+            {"steps": 12, "sequence_length": 32, "batch_size": 4, "data": [{"files": [f"{tmp_path}/text.txt"]}]}
         ],
     }
 
@@ -132,9 +124,7 @@ def test_what_a_model_cannot_is_said_in_one_sentence(source, settings, tmp_path)
     adapt = ("lora.targets=[q_proj,gate_proj]", "lora.rank=2")
     run_file = tmp_path / "run.yaml"
     mesh = fails("train", run_file, "mesh.expert=3")
-    assert mesh.startswith(
-        "'mesh' (slices 1, data 1, fsdp -1, expert 3, context 1, tensor 1) asks for a multiple of 3"
-    )
+    assert mesh.startswith("'mesh' (slices 1, data 1, fsdp -1, expert 3, context 1, tensor 1) asks for a multiple of 3")
     assert "router_aux_loss_coef" in fails("train", run_file, "router_aux_los_coef=1")
     shutil.rmtree(tmp_path / "source")
     run("import", source("mixtral"), tmp_path / "other")
@@ -159,9 +149,7 @@ def test_selection_in_models_of_dense_and_sparse_layers(tmp_path):
     hf = {"model_type": "qwen3_moe", **SIZES, **FAMILIES["qwen3_moe"], "use_sliding_window": True}
     model = Decoder(model_config(hf), hf_pattern(hf), rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
-    examples = [
-        Example(rng.integers(257, size=n).tolist(), rng.integers(257, size=2).tolist(), []) for n in (20, 17)
-    ]
+    examples = [Example(rng.integers(257, size=n).tolist(), rng.integers(257, size=2).tolist(), []) for n in (20, 17)]
     whole = nll_deltas(model, examples, sliding_window=4, num_sink_tokens=1, reuse=False)
     reused = nll_deltas(model, examples, sliding_window=4, num_sink_tokens=1)
     np.testing.assert_array_equal(whole.deltas, reused.deltas)

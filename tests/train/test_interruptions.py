@@ -87,9 +87,7 @@ def metadata_server():
     server.server_close()
 
 
-@pytest.mark.parametrize(
-    "notice", [("preempted", "TRUE"), ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")]
-)
+@pytest.mark.parametrize("notice", [("preempted", "TRUE"), ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")])
 def test_a_notice_of_the_metadata_server(metadata_server, monkeypatch, notice):
     url, values, asked = metadata_server
     monkeypatch.setattr(swa_jax.train.preemption, "_INTERVAL", 0.05)

@@ -99,9 +99,7 @@ def test_a_run_too_short_for_its_schedule_is_told(caplog):
     with caplog.at_level(logging.WARNING):
         for enough in (105, 0):  # 0: nothing is trained
             warn_of_short_runs(config, enough)
-        warn_of_short_runs(
-            OptimizerConfig(warmup_steps=100, decay_steps=5), 100
-        )  # a cosine has no decay steps
+        warn_of_short_runs(OptimizerConfig(warmup_steps=100, decay_steps=5), 100)  # a cosine has no decay steps
         assert not caplog.records
         warn_of_short_runs(config, 104)
     assert "100 steps to warm up and 5 to decay, but the run has 104 steps in all" in caplog.text

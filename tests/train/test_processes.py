@@ -82,9 +82,7 @@ def test_process_0_is_missing(guards):
 
 def test_other_settings_in_one_process(guards):
     results = ends(guards([worker(WAIT), worker(WAIT, seed=5)]))
-    sentence = (
-        "process 1 was given another configuration than process 0: 'seed' is 5 there and 0 in process 0"
-    )
+    sentence = "process 1 was given another configuration than process 0: 'seed' is 5 there and 0 in process 0"
     assert all(status == 1 and sentence in error for status, error in results), results
 
 
@@ -133,9 +131,7 @@ with worker(Place(1, 2, "here:1"), 20) as join:
 """
     results = ends(guards([worker(WAIT), late]))
     assert [status for status, _ in results] == [75, 75]
-    assert results[0][1].startswith(
-        "LostProcess: process 1 of 2 failed: another process came over 30 s later"
-    )
+    assert results[0][1].startswith("LostProcess: process 1 of 2 failed: another process came over 30 s later")
     assert results[1][1].startswith("LostProcess: another process came over 30 s later")
 
 
@@ -233,8 +229,7 @@ with worker(Place(1, 2, "here:1"), 2):
 
 
 @pytest.mark.parametrize(
-    "how",
-    [*(pytest.param(f"{who} frozen", marks=pytest.mark.slow) for who in ("worker", "guard")), "guard gone"],
+    "how", [*(pytest.param(f"{who} frozen", marks=pytest.mark.slow) for who in ("worker", "guard")), "guard gone"]
 )
 def test_a_worker_ends_when_its_lease_has_run_out(launch, tmp_path, how):
     ours, theirs = socket.socketpair()
@@ -294,11 +289,4 @@ def test_the_command_starts_a_guard_and_the_guard_the_command(monkeypatch, tmp_p
     run("train", tmp_path / "run.yaml", "seed=3", *place, status=7)
     ((found, command, timeout),) = started
     assert (found.process, found.processes, found.coordinator, timeout) == (1, 2, "here:1", 20)
-    assert command[1:] == [
-        "-m",
-        "swa_jax.cli",
-        "train",
-        str(tmp_path / "run.yaml"),
-        "seed=3",
-        *map(str, place),
-    ]
+    assert command[1:] == ["-m", "swa_jax.cli", "train", str(tmp_path / "run.yaml"), "seed=3", *map(str, place)]

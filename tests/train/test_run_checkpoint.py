@@ -180,9 +180,7 @@ def test_no_good_checkpoint_left_changes_nothing(tmp_path):
     for step in ("4", "8"):
         flip(tmp_path / step / MANIFEST_FILE, 333)
     before = [(f, f.read_bytes()) for f in files_of(tmp_path)]
-    with pytest.raises(
-        CheckpointError, match=r"8/manifest.json is damaged.*no good checkpoint is left.*1 more"
-    ):
+    with pytest.raises(CheckpointError, match=r"8/manifest.json is damaged.*no good checkpoint is left.*1 more"):
         RunCheckpoints(tmp_path, keep=1)
     assert [(f, f.read_bytes()) for f in files_of(tmp_path)] == before
     assert (tmp_path / "12.writing").exists()
@@ -193,9 +191,7 @@ def test_asking_for_a_damaged_step_offers_the_one_before(tmp_path):
     with RunCheckpoints(tmp_path, keep=3) as checkpoints:
         file = files_of(tmp_path / "8")[0]
         flip(file)
-        with pytest.raises(
-            CheckpointError, match=f"{file} is damaged.*newest good one before it is of step 4"
-        ):
+        with pytest.raises(CheckpointError, match=f"{file} is damaged.*newest good one before it is of step 4"):
             checkpoints.restore(abstract(state_of(0)), step=8)
 
 
@@ -321,10 +317,7 @@ print("equal")
 
 
 def test_restoring_onto_other_meshes_is_bit_equal(tmp_path):
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-    }
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", _MESHES, str(tmp_path)],
         capture_output=True,

@@ -81,9 +81,7 @@ def test_dropout_is_drawn_anew_in_each_step_and_from_the_seed(made_up):
 
 def test_the_held_out_loss_can_be_summed_over_batches_by_weight(made_up):
     loss = make_validation_loss(made_up, types.SimpleNamespace(xla_options={}), None)
-    parts = [
-        loss(PARAMS, {}, {name: x[rows] for name, x in BATCH.items()}) for rows in (slice(0, 1), slice(1, 4))
-    ]
+    parts = [loss(PARAMS, {}, {name: x[rows] for name, x in BATCH.items()}) for rows in (slice(0, 1), slice(1, 4))]
     whole, weight = loss(PARAMS, {}, BATCH)
     np.testing.assert_allclose(sum(total for total, _ in parts), whole, rtol=1e-6)
     np.testing.assert_allclose(sum(count for _, count in parts), weight, rtol=1e-6)
@@ -95,19 +93,13 @@ def test_answers_see_what_the_pattern_lets_them_see_in_training():
     """`full_from` of a batch is taken by a pattern with full-attention decode, and by no other."""
     stages = [{"steps": 1, "sequence_length": 24, "batch_size": 1}]
     tokens = RNG.integers(1, 61, size=(1, 24)).astype(np.int32)
-    batch = {
-        "tokens": tokens,
-        "segment_ids": np.ones_like(tokens),
-        "weights": np.ones(tokens.shape, np.float32),
-    }
+    batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens), "weights": np.ones(tokens.shape, np.float32)}
     for name, matters in (("window+fa-decode", True), ("window", False)):
         model = model_of(name)
         settings = {"output": "-", "tokenizer": "-", "stages": stages, "model": to_dict(model.config)}
         loss = make_validation_loss(model, from_dict(TrainConfig, settings), None)
         losses = [
-            float(
-                loss(nnx.state(model), nnx.State({}), batch | {"full_from": np.array([[start]], np.int32)})[0]
-            )
+            float(loss(nnx.state(model), nnx.State({}), batch | {"full_from": np.array([[start]], np.int32)})[0])
             for start in (12, NEVER)
         ]
         assert (losses[0] != losses[1]) == matters, name
@@ -115,19 +107,9 @@ def test_answers_see_what_the_pattern_lets_them_see_in_training():
 
 def test_the_z_loss_has_its_weight():
     tokens = RNG.integers(1, 61, size=(1, 12)).astype(np.int32)
-    batch = {
-        "tokens": tokens,
-        "segment_ids": np.ones_like(tokens),
-        "weights": np.ones(tokens.shape, np.float32),
-    }
+    batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens), "weights": np.ones(tokens.shape, np.float32)}
     model, stages = model_of("window"), [{"steps": 1, "sequence_length": 12, "batch_size": 1}]
-    settings = {
-        "output": "-",
-        "tokenizer": "-",
-        "stages": stages,
-        "model": to_dict(model.config),
-        "z_loss": 0.25,
-    }
+    settings = {"output": "-", "tokenizer": "-", "stages": stages, "model": to_dict(model.config), "z_loss": 0.25}
     loss_of = make_loss(model, from_dict(TrainConfig, settings), None)
     totals = totals_of(batch["segment_ids"], batch["weights"])
     loss, metrics = jax.jit(loss_of)(nnx.state(model), nnx.State({}), batch, totals, None)
@@ -139,9 +121,7 @@ def test_every_stage_reads_data_of_its_own(byte_tokenizer):
     stage = {"steps": 1, "sequence_length": 64, "batch_size": 2, "data": [{"kind": "dictionary"}]}
     settings = {"output": "-", "tokenizer": str(byte_tokenizer), "init_from": "-", "stages": [stage, stage]}
     config, tokenizer = from_dict(TrainConfig, settings), load_tokenizer(byte_tokenizer)
-    first, second = (
-        next(stage_data.stage_batches(config, number, tokenizer, None))["tokens"] for number in (0, 1)
-    )
+    first, second = (next(stage_data.stage_batches(config, number, tokenizer, None))["tokens"] for number in (0, 1))
     assert (first != second).any()
 
 

@@ -88,9 +88,7 @@ def test_loss_falls_and_an_interrupted_run_is_bit_identical(settings, tmp_path, 
     resumed = train(config_of(again), quiet=True)
     assert losses(tmp_path / "again") == expected
     for ours, theirs in zip(
-        jax.tree.leaves(nnx.state(load_model(model))),
-        jax.tree.leaves(nnx.state(load_model(resumed))),
-        strict=True,
+        jax.tree.leaves(nnx.state(load_model(model))), jax.tree.leaves(nnx.state(load_model(resumed))), strict=True
     ):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -118,10 +116,7 @@ def test_routed_cpt_starts_from_the_model_and_reports_the_ratio(settings, tmp_pa
     [
         ({"init_from": "somewhere"}, "exactly one of 'model'"),
         ({"stages": []}, "'stages' is empty"),
-        (
-            {"stages": [{"steps": 0, "sequence_length": 8, "batch_size": 1}]},
-            r"'stages\.0\.steps' must be at least 1",
-        ),
+        ({"stages": [{"steps": 0, "sequence_length": 8, "batch_size": 1}]}, r"'stages\.0\.steps' must be at least 1"),
         (
             {"stages": [{"steps": 1, "sequence_length": 8, "batch_size": 1, "learning_rate_factor": 0}]},
             r"'stages\.0\.learning_rate_factor' must be above 0, got 0",
@@ -130,11 +125,7 @@ def test_routed_cpt_starts_from_the_model_and_reports_the_ratio(settings, tmp_pa
         ({"pattern": "window+fa-decode"}, "full-attention decode has no boundary"),
         ({"model": MODEL | {"vocab_size": 100}}, "they do not belong together"),
         (
-            {
-                "stages": [
-                    {"steps": 1, "sequence_length": 8, "batch_size": 1, "data": [{"files": ["no.txt"]}]}
-                ]
-            },
+            {"stages": [{"steps": 1, "sequence_length": 8, "batch_size": 1, "data": [{"files": ["no.txt"]}]}]},
             r"data files 'no\.txt': no such file",
         ),
         (
@@ -164,9 +155,7 @@ def test_a_wrong_configuration_writes_nothing(settings, tmp_path, changes, sente
         ({"kind": "needles"}, "more than length = 8"),
     ],
 )
-def test_the_data_of_every_stage_is_opened_before_the_first_step(
-    settings, tmp_path, monkeypatch, data, sentence
-):
+def test_the_data_of_every_stage_is_opened_before_the_first_step(settings, tmp_path, monkeypatch, data, sentence):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "good.jsonl").write_text(json.dumps({"prompt": "how much", "answer": "3"}))
     (tmp_path / "later.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c",\n')
@@ -221,9 +210,7 @@ def test_sigkill_twice_then_resume_is_bit_identical(settings, tmp_path):
     for name in ("straight", "killed"):
         file = tmp_path / f"{name}.yaml"
         file.write_text(
-            yaml.safe_dump(
-                settings | {"output": str(tmp_path / name), "stages": stages, "checkpoint_every": 7}
-            )
+            yaml.safe_dump(settings | {"output": str(tmp_path / name), "stages": stages, "checkpoint_every": 7})
         )
         commands[name] = [sys.executable, "-m", "swa_jax.cli", "train", str(file)]
     subprocess.run(commands["straight"], check=True, capture_output=True)
@@ -282,9 +269,7 @@ _STAGE = {"steps": 1, "sequence_length": 8, "batch_size": 1}
 
 
 @pytest.mark.parametrize(
-    "file",
-    sorted(ROOT.glob("configs/*.yaml")) + sorted(ROOT.glob("swa_jax/recall/*.yaml")),
-    ids=lambda f: f.name,
+    "file", sorted(ROOT.glob("configs/*.yaml")) + sorted(ROOT.glob("swa_jax/recall/*.yaml")), ids=lambda f: f.name
 )
 def test_committed_configurations_can_be_used(file):
     config = load_config(TrainConfig, file)
@@ -346,9 +331,7 @@ def test_zero_shot_is_the_windowed_model_as_it_is(settings, tmp_path):
     stage = [settings["stages"][0] | {"steps": 2}]
     start = train(config_of(settings, stages=stage, pattern="full"), quiet=True)
     changes = {"model": None, "init_from": str(start), "pattern": "full", "output": str(tmp_path / "zero")}
-    model = load_model(
-        train(config_of(settings, **changes, method="swa-zero-shot", stages=stage), quiet=True)
-    )
+    model = load_model(train(config_of(settings, **changes, method="swa-zero-shot", stages=stage), quiet=True))
     assert set(model.pattern.layer_types) == {"sliding_attention"}
     narrower = config_of(settings | {"sliding_window": 5}, **changes, method="swa-zero-shot", stages=stage)
     with pytest.raises(ConfigError, match="'sliding_window' differs"):  # there is no checkpoint, but a model
@@ -413,8 +396,7 @@ def test_an_update_far_above_the_running_norm_is_skipped_once_that_is_trusted(se
         state.norm_mean = np.float32(mean)
         after, _ = step_function(state, batch, 1)
         changed = any(
-            (a != b).any()
-            for a, b in zip(jax.tree.leaves(after.params), jax.tree.leaves(params), strict=True)
+            (a != b).any() for a, b in zip(jax.tree.leaves(after.params), jax.tree.leaves(params), strict=True)
         )
         assert int(after.skipped) - skipped_before == int(not changed)
         assert int(after.step) == updates + skipped_before + 1
@@ -438,10 +420,7 @@ def test_a_tokenizer_that_the_data_is_not_of_is_found_before_the_model_is_drawn(
     stage = settings["stages"][0] | {"data": [{"kind": "tokens", "files": [str(tmp_path / "tokens")]}]}
     other = ROOT / "swa_jax" / "recall" / "tokenizer.json"
     with pytest.raises(ConfigError, match="tokenizer"):
-        train(
-            config_of(settings, stages=[stage], tokenizer=str(other), model=MODEL | {"vocab_size": 1024}),
-            quiet=True,
-        )
+        train(config_of(settings, stages=[stage], tokenizer=str(other), model=MODEL | {"vocab_size": 1024}), quiet=True)
     assert not (tmp_path / "run").exists()
 
 

@@ -20,11 +20,7 @@ from swa_jax.errors import CheckpointError
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 500_000_000  # vocabularies and chat templates take megabytes
-MAX_KEY, MAX_NAME, MAX_AXES = (
-    65_535,
-    64,
-    4,
-)  # letters of a key and of a tensor's name, and axes: the format's own
+MAX_KEY, MAX_NAME, MAX_AXES = (65_535, 64, 4)  # letters of a key and of a tensor's name, and axes: the format's own
 READ_AT_ONCE = 1 << 20
 
 _NUMBERS: dict[GGUFValueType, np.dtype[Any]] = {
@@ -83,9 +79,7 @@ def read_gguf(file: ModelFile) -> Header:
     for number in range(1, count + 1):
         part = folder / f"{stem}-{number:05d}-of-{count:05d}{GGUF}"
         if not part.is_file():
-            raise CheckpointError(
-                f"{part} is missing: {file.name} is one of {count} parts, and all are needed"
-            )
+            raise CheckpointError(f"{part} is missing: {file.name} is one of {count} parts, and all are needed")
         header = _read_header(part)
         metadata = metadata or header.metadata
         place = tuple(header.metadata.get(key) for key in ("split.no", "split.count"))
@@ -95,9 +89,7 @@ def read_gguf(file: ModelFile) -> Header:
             )
         for name, tensor in header.tensors.items():
             if name in tensors:
-                raise CheckpointError(
-                    f"tensor {name} is stored twice: in {tensors[name].file.name} and {part.name}"
-                )
+                raise CheckpointError(f"tensor {name} is stored twice: in {tensors[name].file.name} and {part.name}")
             tensors[name] = tensor
     if len(tensors) != metadata.get("split.tensors.count", len(tensors)):
         raise CheckpointError(
@@ -163,11 +155,7 @@ def _read_header(file: ModelFile) -> Header:
         version = _read_version(cursor)
         if version not in VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
-            kind = (
-                "is for processors with the highest byte first"
-                if swapped
-                else f"is of GGUF version {version}"
-            )
+            kind = "is for processors with the highest byte first" if swapped else f"is of GGUF version {version}"
             raise CheckpointError(
                 f"{file} {kind}; supported: GGUF versions {' and '.join(map(str, VERSIONS))}, lowest byte first. "
                 "llama.cpp's convert_hf_to_gguf.py writes them"
@@ -191,11 +179,7 @@ def _read_version(cursor: _Cursor) -> int:
         old = magic in (b"lmgg", b"tjgg", b"fmgg", b"algg")
         raise CheckpointError(
             f"{cursor.file} is "
-            + (
-                "of a format before GGUF, which is not supported"
-                if old
-                else f"no GGUF file: it begins with {magic!r}"
-            )
+            + ("of a format before GGUF, which is not supported" if old else f"no GGUF file: it begins with {magic!r}")
             + "; a git-lfs pointer or a web page in its place means that it must be fetched again"
         )
     version: int = cursor.number("<I")
@@ -235,9 +219,7 @@ def _read_tensor(cursor: _Cursor) -> tuple[str, GGMLQuantizationType, tuple[int,
     name = cursor.text(MAX_NAME)
     axes = cursor.number("<I")
     if not name.isprintable() or not 1 <= axes <= MAX_AXES:
-        raise cursor.damaged(
-            f"tensor {name[:200]!r} has {axes} axes" if name.isprintable() else "a tensor has no name"
-        )
+        raise cursor.damaged(f"tensor {name[:200]!r} has {axes} axes" if name.isprintable() else "a tensor has no name")
     shape = tuple(cursor.number("<Q") for _ in range(axes))[::-1]
     kind = _read_enum(cursor, GGMLQuantizationType, f"tensor {name!r}")
     block = GGML_QUANT_SIZES[kind][0]
@@ -266,9 +248,7 @@ def _placed(
         if name in tensors:
             raise cursor.damaged(f"tensor {name!r} is there twice")
         if offset != end:
-            raise cursor.damaged(
-                f"tensor {name!r} begins at {offset} and not at {end}, where the one before it ends"
-            )
+            raise cursor.damaged(f"tensor {name!r} begins at {offset} and not at {end}, where the one before it ends")
         tensor = GgufTensor(cursor.file, kind, shape, begin + offset)
         length = math.prod(shape[:-1]) * tensor.row_bytes
         if begin + offset + length > cursor.total:

@@ -76,9 +76,7 @@ class Metadata:
                 )
             value = found.pop()
         if value is not default and (type(value) is not int or value < 0):
-            raise CheckpointError(
-                f"{self.file}: {self.key(name)} must be a whole number, got {str(value)[:100]!r}"
-            )
+            raise CheckpointError(f"{self.file}: {self.key(name)} must be a whole number, got {str(value)[:100]!r}")
         if value is None and name in _NEEDED:
             raise CheckpointError(f"{self.file} lacks {self.key(name)}, without which the model is not known")
         return value
@@ -230,12 +228,8 @@ def _gemma4(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
     return {
         "head_dim": metadata.whole("attention.key_length_swa", hf["head_dim"]),
         "num_key_value_heads": next((heads[i] for i in range(metadata.layers) if i not in full), heads[0]),
-        "per_layer_config": {
-            str(i): {"head_dim": hf["head_dim"], "num_key_value_heads": heads[i]} for i in full
-        },
-        "attention_k_eq_v": not all(
-            metadata.has("attn_v.weight", i) for i in full if i < metadata.layers - shared
-        ),
+        "per_layer_config": {str(i): {"head_dim": hf["head_dim"], "num_key_value_heads": heads[i]} for i in full},
+        "attention_k_eq_v": not all(metadata.has("attn_v.weight", i) for i in full if i < metadata.layers - shared),
         "num_kv_shared_layers": shared,
         "use_double_wide_mlp": widths[0] != widths[-1],
         "hidden_size_per_layer_input": metadata.whole("embedding_length_per_layer_input", 0),
@@ -306,9 +300,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3", more=_biases),
     "qwen3moe": Architecture("qwen3_moe", more=_qwen3_moe),
-    "olmo2": Architecture(
-        lambda it: "olmo3" if it.whole("attention.sliding_window", 0) else "olmo2", period=4
-    ),
+    "olmo2": Architecture(lambda it: "olmo3" if it.whole("attention.sliding_window", 0) else "olmo2", period=4),
     "smollm3": Architecture("smollm3", permuted=True, more=_biases),
     "gemma2": Architecture("gemma2", period=2, more=_gemma(46)),
     "gemma3": Architecture("gemma3_text", period=6, more=_gemma(62)),
@@ -366,9 +358,7 @@ def hf_config(metadata: Metadata, embedding: GgufTensor) -> dict[str, Any]:
             )
         hf["head_dim"] = hf["hidden_size"] // heads
     if metadata.whole("attention.value_length", hf["head_dim"]) != hf["head_dim"]:
-        raise CheckpointError(
-            f"{metadata.file}: keys and values have heads of different sizes, which is not supported"
-        )
+        raise CheckpointError(f"{metadata.file}: keys and values have heads of different sizes, which is not supported")
     if metadata.values.get(metadata.key("attention.causal")) is False:
         hf["is_causal"] = False
     if experts := metadata.whole("expert_count", 0):

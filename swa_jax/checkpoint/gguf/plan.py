@@ -16,14 +16,7 @@ from swa_jax.checkpoint.gguf.header import GgufTensor, read_gguf
 from swa_jax.checkpoint.gguf.hyperparameters import ARCHITECTURES, Metadata, hf_config
 from swa_jax.checkpoint.gguf.rope import FACTORS, rope_keys
 from swa_jax.checkpoint.gguf.tokenizer import tokenizer_files
-from swa_jax.checkpoint.gguf.weights import (
-    Place,
-    check_kinds,
-    find_places,
-    model_dtype,
-    read_place,
-    read_whole,
-)
+from swa_jax.checkpoint.gguf.weights import Place, check_kinds, find_places, model_dtype, read_place, read_whole
 from swa_jax.checkpoint.safetensors_files import Parts, TensorReader
 from swa_jax.checkpoint.sources import ModelFile, stamp
 from swa_jax.errors import CheckpointError, ConfigError
@@ -72,9 +65,7 @@ def plan_gguf(file: ModelFile, pattern: AttentionPattern | str | Path | None, ve
     metadata = Metadata(header, file)
     check_kinds(header.tensors)
     if "token_embd.weight" not in header.tensors or len(header.tensors["token_embd.weight"].shape) != 2:
-        raise CheckpointError(
-            f"{file} holds no embedding (token_embd.weight): it is not a whole language model"
-        )
+        raise CheckpointError(f"{file} holds no embedding (token_embd.weight): it is not a whole language model")
 
     def factors(name: str) -> np.ndarray:
         with TensorReader() as reader:

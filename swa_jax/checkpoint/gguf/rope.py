@@ -49,9 +49,7 @@ def rope_keys(metadata: Metadata, hf: dict[str, Any], read: Callable[[str], np.n
     return keys | {"rope_scaling": scaling}
 
 
-def _proportional(
-    metadata: Metadata, theta: float, local: float, read: Callable[[str], np.ndarray]
-) -> dict[str, Any]:
+def _proportional(metadata: Metadata, theta: float, local: float, read: Callable[[str], np.ndarray]) -> dict[str, Any]:
     """Gemma 4's: the factors of the channels of full layers that are not rotated are so large that nothing turns."""
     rotated = 1.0
     if FACTORS["freqs"] in metadata.tensors:
@@ -78,9 +76,7 @@ def _scaling(
     if kind == "longrope":
         if hf["model_type"] == "phi3" and not metadata.whole("rope.scaling.original_context_length"):
             return None
-        raise CheckpointError(
-            f"{metadata.file}: the factors of LongRoPE are missing ({FACTORS['factors_long']})"
-        )
+        raise CheckpointError(f"{metadata.file}: the factors of LongRoPE are missing ({FACTORS['factors_long']})")
     raise CheckpointError(
         f"{metadata.file}: {metadata.key('rope.scaling.type')} {kind[:40]!r} is not supported; supported: none, "
         "linear, yarn, longrope"

@@ -23,12 +23,7 @@ SPACE = "\u2581"  # SentencePiece's sign for a space
 PREFIX = "tokenizer.ggml."
 NONE = ("none", "no_vocab")
 SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # where a file does not say
-ROLES = {
-    "bos": "bos",
-    "eos": "eos",
-    "unknown": "unk",
-    "padding": "pad",
-}  # tokens by their names in both files
+ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # tokens by their names in both files
 # What ends a turn in chat templates. Files often name the end of a text only; llama.cpp knows the others by these.
 TURN_ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>", "[|endofturn|]",
@@ -59,17 +54,13 @@ class Vocabulary:
     def _numbers(self, key: str) -> np.ndarray | None:
         found = self.get(key)
         if found is not None and (not isinstance(found, np.ndarray) or len(found) != len(self.tokens)):
-            raise CheckpointError(
-                f"{self.file}: {PREFIX}{key} must be {len(self.tokens)} numbers, one a token"
-            )
+            raise CheckpointError(f"{self.file}: {PREFIX}{key} must be {len(self.tokens)} numbers, one a token")
         return found
 
     def scores(self) -> np.ndarray:
         scores = self._numbers("scores")
         if scores is None or not np.isfinite(scores).all():
-            raise CheckpointError(
-                f"{self.file}: {PREFIX}scores must be numbers, which give the order of merges"
-            )
+            raise CheckpointError(f"{self.file}: {PREFIX}scores must be numbers, which give the order of merges")
         return scores
 
     def merges(self) -> list[tuple[str, str]]:
@@ -78,20 +69,14 @@ class Vocabulary:
         for merge in self._list("merges"):
             at = merge.find(" ", 1)  # a half may be a space itself
             if at < 0:
-                raise CheckpointError(
-                    f"{self.file}: {PREFIX}merges has {merge[:100]!r}, which is no pair of tokens"
-                )
+                raise CheckpointError(f"{self.file}: {PREFIX}merges has {merge[:100]!r}, which is no pair of tokens")
             pairs.append((merge[:at], merge[at + 1 :]))
         return pairs
 
     def of_kind(self, kind: TokenType) -> list[str]:
         if self.kinds is None:
             return []
-        return [
-            token
-            for token, one in zip(self.tokens, self.kinds.tolist(), strict=True)
-            if one == kind and token
-        ]
+        return [token for token, one in zip(self.tokens, self.kinds.tolist(), strict=True) if one == kind and token]
 
     def id_of(self, role: str) -> int | None:
         """The id of the "bos", "eos", "unknown", "padding", "eot" or "eom" token."""
@@ -109,9 +94,7 @@ class Vocabulary:
     def switch(self, key: str, by_default: bool) -> bool:
         value = self.get(key)
         if not isinstance(value, bool | None):
-            raise CheckpointError(
-                f"{self.file}: {PREFIX}{key} must be true or false, got {str(value)[:40]!r}"
-            )
+            raise CheckpointError(f"{self.file}: {PREFIX}{key} must be true or false, got {str(value)[:40]!r}")
         return by_default if value is None else value
 
 
@@ -137,9 +120,7 @@ def tokenizer_files(metadata: Metadata) -> tuple[dict[str, bytes], dict[str, Any
         backend = _byte_level(vocabulary, rule) if kind == "gpt2" else _sentencepiece(vocabulary, kind)
         _add_tokens(backend, vocabulary)
         if starts:
-            _start_with(
-                backend, vocabulary.tokens[vocabulary.id_of("bos") or 0], vocabulary.id_of("bos") or 0
-            )
+            _start_with(backend, vocabulary.tokens[vocabulary.id_of("bos") or 0], vocabulary.id_of("bos") or 0)
         whole = backend.to_str().encode()
     except (CheckpointError, ConfigError):
         raise
@@ -201,8 +182,7 @@ def _sentencepiece(vocabulary: Vocabulary, kind: str) -> tokenizers.Tokenizer:
     """BPE over letters, with bytes for letters that are no token."""
     # Files spell tokens of several spaces with spaces, and texts reach the merges without any.
     vocabulary.tokens = [
-        token.replace(" ", SPACE) if token.isspace() and " " in token else token
-        for token in vocabulary.tokens
+        token.replace(" ", SPACE) if token.isspace() and " " in token else token for token in vocabulary.tokens
     ]
     vocab = _vocab(vocabulary)
     unknown = vocabulary.id_of("unknown")
@@ -268,9 +248,7 @@ def _ends(vocabulary: Vocabulary) -> list[int]:
     control: Sequence[str] = vocabulary.of_kind(TokenType.CONTROL)
     template = vocabulary.template or ""
     turns = [token for token in TURN_ENDS if token in control and token in template]
-    if (
-        "<|return|>" in control and "<|call|>" in control
-    ):  # gpt-oss, where <|end|> ends a message and not the reply
+    if "<|return|>" in control and "<|call|>" in control:  # gpt-oss, where <|end|> ends a message and not the reply
         turns = ["<|return|>", "<|call|>"]
     known = [vocabulary.tokens.index(token) for token in turns]
     return [token for token in dict.fromkeys(itertools.chain(named, known)) if token is not None]

@@ -69,12 +69,7 @@ JOINED: tuple[tuple[T, tuple[str, ...]], ...] = (
     (T.FFN_GATE_UP_EXP, ("experts.gate_proj", "experts.up_proj")),
     (T.FFN_UP_SHEXP, ("experts.shared_expert.gate_proj", "experts.shared_expert.up_proj")),
 )
-SUFFIXES = {
-    "bias": "bias",
-    "choice_bias": "bias",
-    "input_scale": "scale",
-    "expert_scale": "scale",
-}  # else "weight"
+SUFFIXES = {"bias": "bias", "choice_bias": "bias", "input_scale": "scale", "expert_scale": "scale"}  # else "weight"
 ALONE = (  # these are no parts of a module
     "embedding", "sink_logits", "choice_bias", "input_scale", "expert_scale", "layer_scalar",
 )  # fmt: skip
@@ -192,11 +187,7 @@ def _named(tensor: T, row: Parameter, ours: TensorName) -> str:
 
 
 def _find(
-    config: ModelConfig,
-    row: Parameter,
-    ours: TensorName,
-    tensors: Mapping[str, GgufTensor],
-    widths: Mapping[str, int],
+    config: ModelConfig, row: Parameter, ours: TensorName, tensors: Mapping[str, GgufTensor], widths: Mapping[str, int]
 ) -> Place | None:
     """One of our tensors, alone or in a joined one; raises `CheckpointError` for another shape."""
     module = _module(row)
@@ -246,9 +237,7 @@ def read_place(reader: TensorReader, place: Place, dtype: np.dtype) -> Iterator[
     """A tensor of ours in parts along its first axis; a part in f32 and what it is made of are in memory."""
     with np.errstate(over="ignore", invalid="ignore"):  # what is no number is found where it is written
         for part in _by_expert(reader, place) if place.turned or place.between else _by_rows(reader, place):
-            yield np.ascontiguousarray((part + np.float32(place.offset)) if place.offset else part).astype(
-                dtype
-            )
+            yield np.ascontiguousarray((part + np.float32(place.offset)) if place.offset else part).astype(dtype)
 
 
 def read_whole(reader: TensorReader, tensor: GgufTensor) -> np.ndarray:

@@ -27,10 +27,7 @@ class Around(Options):
     thinking: Thinking = None
     template: Annotated[
         Path | None,
-        Option(
-            help="What a chat model wants around a question: a file that holds {prompt}.",
-            rich_help_panel=CHAT,
-        ),
+        Option(help="What a chat model wants around a question: a file that holds {prompt}.", rich_help_panel=CHAT),
     ] = None
 
     def wrap(self, checkpoint: Path, answers_at_once: str | None = None) -> Wrap:

@@ -18,12 +18,9 @@ DEFAULT_EXAMPLES = 50
 def chains(
     evaluation: Evaluation,
     hops: Annotated[
-        str,
-        Option(help="Look-ups from the name that is asked for to its number.", rich_help_panel=PROMPTS),
+        str, Option(help="Look-ups from the name that is asked for to its number.", rich_help_panel=PROMPTS)
     ] = "1,2,3",
-    rivals: Annotated[
-        str, Option(help="Other chains in a prompt, from 0 on.", rich_help_panel=PROMPTS)
-    ] = "3",
+    rivals: Annotated[str, Option(help="Other chains in a prompt, from 0 on.", rich_help_panel=PROMPTS)] = "3",
     lengths: Annotated[
         str, Option(help="Tokens of a prompt with its answer, such as 512,1024.", rich_help_panel=PROMPTS)
     ] = "1024",
@@ -44,12 +41,8 @@ def chains(
             rich_help_panel=PROMPTS,
         ),
     ] = 0,
-    sums: Annotated[
-        bool, Option("--sums", help="Ask for the sum of two numbers.", rich_help_panel=PROMPTS)
-    ] = False,
-    examples: Annotated[
-        int, Option(help="Prompts of each kind.", min=1, rich_help_panel=PROMPTS)
-    ] = DEFAULT_EXAMPLES,
+    sums: Annotated[bool, Option("--sums", help="Ask for the sum of two numbers.", rich_help_panel=PROMPTS)] = False,
+    examples: Annotated[int, Option(help="Prompts of each kind.", min=1, rich_help_panel=PROMPTS)] = DEFAULT_EXAMPLES,
     haystack: Annotated[
         Path | None,
         Option(
@@ -66,15 +59,11 @@ def chains(
     from swa_jax.report.progress import counted
 
     places = None if depths is None else fractions(depths)
-    cells = chain_grid(
-        numbers("--hops", hops), _rivals(rivals), sorted(numbers("--lengths", lengths)), places, sums
-    )
+    cells = chain_grid(numbers("--hops", hops), _rivals(rivals), sorted(numbers("--lengths", lengths)), places, sums)
     tokenizer = evaluation.tokenizer
     hay = None if haystack is None else Haystack(tokenizer, text_files(haystack))
     drawn = {
-        cell: chain_examples(
-            tokenizer, cell, num_examples=examples, gap=gap, haystack=hay, seed=evaluation.seed
-        )
+        cell: chain_examples(tokenizer, cell, num_examples=examples, gap=gap, haystack=hay, seed=evaluation.seed)
         for cell in cells
     }
     note_context(evaluation.models[0][1].config, max(cell.length for cell in cells))
@@ -82,9 +71,7 @@ def chains(
     with counted("chains, answered", len(cells) * examples * len(evaluation.models)) as advance:
         for name, model in evaluation.models:
             samples = evaluation.samples(model)
-            for score in chain_scores(
-                model, drawn, batch_size=evaluation.batch_size, samples=samples, advance=advance
-            ):
+            for score in chain_scores(model, drawn, batch_size=evaluation.batch_size, samples=samples, advance=advance):
                 plain = dataclasses.asdict(score)
                 rows.append({"name": name} | plain.pop("cell") | {"gap": gap} | plain)
                 evaluation.save("chains", rows)

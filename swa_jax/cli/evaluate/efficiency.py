@@ -15,12 +15,8 @@ def efficiency(
     lengths: Annotated[
         str, Option(metavar="N,N", help="Tokens of a prompt, such as 1024,4096.", rich_help_panel=PROMPTS)
     ] = "1024",
-    new_tokens: Annotated[
-        int, Option(metavar="N", help="Tokens of an answer.", min=2, rich_help_panel=PROMPTS)
-    ] = 32,
-    requests: Annotated[
-        int, Option(metavar="N", help="Prompts at a time.", min=1, rich_help_panel=RUNNING)
-    ] = 1,
+    new_tokens: Annotated[int, Option(metavar="N", help="Tokens of an answer.", min=2, rich_help_panel=PROMPTS)] = 32,
+    requests: Annotated[int, Option(metavar="N", help="Prompts at a time.", min=1, rich_help_panel=RUNNING)] = 1,
     repeats: Annotated[
         int, Option(metavar="N", help="Rounds; figures are their medians.", min=1, rich_help_panel=RUNNING)
     ] = 5,
@@ -55,9 +51,7 @@ def efficiency(
     with counted("requests", len(sizes) * len(models) * (repeats + 1)) as advance:
         for length in sizes:
             prompts = rng.integers(config.vocab_size, size=(requests, length)).tolist()
-            figures = measure_efficiency(
-                dict(models), prompts, new_tokens=new_tokens, repeats=repeats, advance=advance
-            )
+            figures = measure_efficiency(dict(models), prompts, new_tokens=new_tokens, repeats=repeats, advance=advance)
             about = {"length": length, "new_tokens": new_tokens, "requests": requests}
             rows += [{"name": name} | about | figures[name] for name, _ in models]
             evaluation.save("efficiency", rows)

@@ -202,9 +202,7 @@ def _read(file: Path) -> dict[str, Any]:
     except ConfigError:
         results = {}
     if not isinstance(results.get("settings"), dict):
-        raise ConfigError(
-            f"{file.parent} has results already: name another folder with --out, or move it away"
-        )
+        raise ConfigError(f"{file.parent} has results already: name another folder with --out, or move it away")
     return results
 
 

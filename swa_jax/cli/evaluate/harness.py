@@ -18,8 +18,7 @@ def harness(
     evaluation: Evaluation,
     tasks: Annotated[list[str], Argument(metavar="TASK...", help="Tasks such as arc_easy.")],
     folder: Annotated[
-        Path | None,
-        Option(help="A folder with YAML files of tasks of one's own.", rich_help_panel=PROMPTS),
+        Path | None, Option(help="A folder with YAML files of tasks of one's own.", rich_help_panel=PROMPTS)
     ] = None,
     limit: Annotated[
         int | None, Option(help="Only the first N documents of a task.", min=1, rich_help_panel=PROMPTS)
@@ -54,9 +53,7 @@ def harness(
     rows: list[dict[str, Any]] = []
     tokenizer = evaluation.tokenizer
     for name, model in evaluation.models:
-        adapted = HarnessModel(
-            model, tokenizer, batch_size=evaluation.batch_size, max_length=max_length, chat=asked
-        )
+        adapted = HarnessModel(model, tokenizer, batch_size=evaluation.batch_size, max_length=max_length, chat=asked)
         rows += [{"name": name} | row for row in run_harness(adapted, tasks, folder=folder, limit=limit)]
         evaluation.save("harness", rows)
     evaluation.finish("harness", rows, harness_table)

@@ -30,10 +30,7 @@ def needles(
     examples: Annotated[int, Option(help="Prompts.", min=1, rich_help_panel=PROMPTS)] = DEFAULT_EXAMPLES,
     length: Length = 1024,
     depths: Annotated[
-        str,
-        Option(
-            help="Where the needles lie, as fractions of the prompt, taken in turn.", rich_help_panel=PROMPTS
-        ),
+        str, Option(help="Where the needles lie, as fractions of the prompt, taken in turn.", rich_help_panel=PROMPTS)
     ] = DEFAULT_DEPTHS,
     keys: NumKeys = 1,
     haystack: Haystack = None,
@@ -48,9 +45,7 @@ def needles(
     models, tokenizer = evaluation.models, evaluation.tokenizer
     drawn = draw_needles(tokenizer, examples, length, keys, haystack, places, evaluation.seed, wrap)
     note_context(models[0][1].config, length)
-    note_whole_prompts(
-        [(name, model.pattern) for name, model in models], max(len(example.prompt) for example in drawn)
-    )
+    note_whole_prompts([(name, model.pattern) for name, model in models], max(len(example.prompt) for example in drawn))
     longest = max(len(example.answer) for example in drawn)
     rows: list[dict[str, Any]] = []
     by_depth: list[list[float]] = []
@@ -68,9 +63,6 @@ def needles(
         rows,
         pattern_table,
         lambda folder: needle_heat_map(
-            by_depth,
-            [name for name, _ in models],
-            [f"{depth:.0%}" for depth in places],
-            folder / "needles.png",
+            by_depth, [name for name, _ in models], [f"{depth:.0%}" for depth in places], folder / "needles.png"
         ),
     )

@@ -93,9 +93,7 @@ def translate(arguments: list[str], options: Mapping[str, set[str]]) -> list[lis
     ]
 
 
-def _options_of(
-    kind: str, given: list[tuple[str, str]], values: Mapping[str, list[str]], known: set[str]
-) -> list[str]:
+def _options_of(kind: str, given: list[tuple[str, str]], values: Mapping[str, list[str]], known: set[str]) -> list[str]:
     """The options that go to a kind, by their new spellings."""
     without = {
         "needles": {"--examples"},  # was RULER's alone
@@ -110,9 +108,7 @@ def _options_of(
     words: list[str] = []
     for name, value in given:
         new = renamed.get(name, name)
-        positional = (
-            name in _NAMED and new == name and not (kind == "routing" and name in ("--ruler", "--text"))
-        )
+        positional = name in _NAMED and new == name and not (kind == "routing" and name in ("--ruler", "--text"))
         if name not in without and not positional and new in known:
             words += [new] if name in _WITHOUT_VALUE else [new, value]
     return words
@@ -138,9 +134,7 @@ def _read(arguments: list[str], options: Mapping[str, set[str]]) -> tuple[str, l
             if not value:
                 raise ConfigError(f"{name} needs a value")
             given.append((name, value))
-    misspelled = (
-        checkpoints and not Path(checkpoints[0]).exists() and get_close_matches(checkpoints[0], options)
-    )
+    misspelled = checkpoints and not Path(checkpoints[0]).exists() and get_close_matches(checkpoints[0], options)
     if len(checkpoints) != 1 or misspelled:
         first = checkpoints[0] if checkpoints else ""
         raise ConfigError(

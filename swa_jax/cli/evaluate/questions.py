@@ -26,10 +26,7 @@ class Sets(Options):
 
     longbench: Annotated[
         Path | None,
-        Option(
-            help="LongBench: a .jsonl, or a folder of them. It needs --longbench-prompts.",
-            rich_help_panel=FILES,
-        ),
+        Option(help="LongBench: a .jsonl, or a folder of them. It needs --longbench-prompts.", rich_help_panel=FILES),
     ] = None
     longbench_prompts: Annotated[
         Path | None, Option(help="LongBench's dataset2prompt.json.", rich_help_panel=FILES)
@@ -37,9 +34,9 @@ class Sets(Options):
     longbench_v2: Annotated[
         Path | None, Option("--longbench-v2", help="LongBench v2's JSON.", rich_help_panel=FILES)
     ] = None
-    longmemeval: Annotated[
-        Path | None, Option(help="LongMemEval's JSON. It needs --judge.", rich_help_panel=FILES)
-    ] = None
+    longmemeval: Annotated[Path | None, Option(help="LongMemEval's JSON. It needs --judge.", rich_help_panel=FILES)] = (
+        None
+    )
     problems: Annotated[
         Path | None,
         Option(
@@ -66,9 +63,7 @@ class Sets(Options):
         found: list[Question] = []
         if self.longbench is not None:
             if self.longbench_prompts is None:
-                raise ConfigError(
-                    "--longbench needs --longbench-prompts, the dataset2prompt.json that comes with it"
-                )
+                raise ConfigError("--longbench needs --longbench-prompts, the dataset2prompt.json that comes with it")
             found += sets.longbench(self.longbench, self.longbench_prompts)
         if self.longbench_v2 is not None:
             found += sets.longbench_v2(self.longbench_v2)
@@ -77,9 +72,7 @@ class Sets(Options):
         if self.problems is not None:
             found += sets.problems(self.problems, judged=judged)
         if not found:
-            raise ConfigError(
-                "no questions: name a file with --longbench, --longbench-v2, --longmemeval or --problems"
-            )
+            raise ConfigError("no questions: name a file with --longbench, --longbench-v2, --longmemeval or --problems")
         if self.max_new_tokens is None:
             return found
         return [dataclasses.replace(question, max_new_tokens=self.max_new_tokens) for question in found]

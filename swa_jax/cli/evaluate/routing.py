@@ -15,13 +15,7 @@ from swa_jax.cli.evaluate.needles import DEFAULT_EXAMPLES as NEEDLES
 from swa_jax.cli.evaluate.ruler import DEFAULT_EXAMPLES as RULER_PROMPTS
 from swa_jax.cli.evaluate.ruler import Grid, RulerPrompts
 from swa_jax.cli.groups import Options
-from swa_jax.cli.options import (
-    PROMPTS,
-    NumKeys,
-    draw_needles,
-    fractions,
-    note_context,
-)
+from swa_jax.cli.options import PROMPTS, NumKeys, draw_needles, fractions, note_context
 from swa_jax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,9 +31,7 @@ TEXT = "Text"
 class Text(Options):
     """A text to look at, beside the prompts."""
 
-    text: Annotated[
-        Path | None, Option(help="Also look at this text, layer by layer.", rich_help_panel=TEXT)
-    ] = None
+    text: Annotated[Path | None, Option(help="Also look at this text, layer by layer.", rich_help_panel=TEXT)] = None
     text_length: Annotated[
         int, Option(help="Cut the text into sequences of so many tokens.", min=1, rich_help_panel=TEXT)
     ] = 1024
@@ -135,7 +127,5 @@ def _needle_cells(
     count = grid.num_examples
     for length in grid.lengths:
         drawn = draw_needles(tokenizer, count, length, keys, haystack, depths, seed, wrap)
-        cells |= {
-            ("needle", length, depth): drawn[i :: len(depths)] for i, depth in enumerate(depths[:count])
-        }
+        cells |= {("needle", length, depth): drawn[i :: len(depths)] for i, depth in enumerate(depths[:count])}
     return cells

@@ -32,11 +32,7 @@ class RulerPrompts(Options):
 
     lengths: Annotated[
         str,
-        Option(
-            help="Tokens of a prompt with its answer, such as 4096,8192.",
-            metavar="N,N",
-            rich_help_panel=PROMPTS,
-        ),
+        Option(help="Tokens of a prompt with its answer, such as 4096,8192.", metavar="N,N", rich_help_panel=PROMPTS),
     ] = "1024"
     max_new_tokens: Annotated[
         int | None,
@@ -49,16 +45,10 @@ class RulerPrompts(Options):
         ),
     ] = None
     haystack: Haystack = None
-    squad: Annotated[
-        Path | None, Option(help="SQuAD's JSON, for the task qa_1.", rich_help_panel=PROMPTS)
-    ] = None
-    hotpotqa: Annotated[
-        Path | None, Option(help="HotpotQA's JSON, for the task qa_2.", rich_help_panel=PROMPTS)
-    ] = None
+    squad: Annotated[Path | None, Option(help="SQuAD's JSON, for the task qa_1.", rich_help_panel=PROMPTS)] = None
+    hotpotqa: Annotated[Path | None, Option(help="HotpotQA's JSON, for the task qa_2.", rich_help_panel=PROMPTS)] = None
 
-    def grid(
-        self, tasks: Sequence[str], depths: str | None, num_examples: int, seed: int, wrap: Wrap
-    ) -> Grid:
+    def grid(self, tasks: Sequence[str], depths: str | None, num_examples: int, seed: int, wrap: Wrap) -> Grid:
         """The prompts. Raises `ConfigError` for what `tasks` and `fractions` refuse."""
         from swa_jax.evaluate.ruler_qa import READERS
 
@@ -114,9 +104,7 @@ class RulerPrompts(Options):
                     "out --depths, or the task"
                 )
         if idle := [task for task in files if task not in chosen]:
-            raise ConfigError(
-                f"a file for {idle[0]} is given, but that task is not asked for: add it to the tasks"
-            )
+            raise ConfigError(f"a file for {idle[0]} is given, but that task is not asked for: add it to the tasks")
         return list(dict.fromkeys(chosen))
 
 
@@ -157,9 +145,7 @@ class Grid:
         for task in self.tasks:
             some = 1 if task in NEEDLE_TASKS else self.num_examples
             try:
-                ruler_grid(
-                    tokenizer, [task], lengths=shortest, depths=self.depths, num_examples=some, **self.options
-                )
+                ruler_grid(tokenizer, [task], lengths=shortest, depths=self.depths, num_examples=some, **self.options)
             except TooShort as error:
                 if task not in self.unnamed or len(left_out) + 1 == len(self.tasks):
                     raise
@@ -199,8 +185,7 @@ def ruler(
         ),
     ] = None,
     examples: Annotated[
-        int,
-        Option(help="Prompts for each task, length and depth.", metavar="N", min=1, rich_help_panel=PROMPTS),
+        int, Option(help="Prompts for each task, length and depth.", metavar="N", min=1, rich_help_panel=PROMPTS)
     ] = DEFAULT_EXAMPLES,
 ) -> None:
     """RULER's tasks: how much of what is asked for the answers have."""
@@ -231,7 +216,5 @@ def ruler(
         "ruler",
         rows,
         ruler_table,
-        lambda folder: needle_heat_map(
-            *ruler_heat(rows), folder / "ruler.png", title="RULER", column_title=across
-        ),
+        lambda folder: needle_heat_map(*ruler_heat(rows), folder / "ruler.png", title="RULER", column_title=across),
     )
