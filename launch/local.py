@@ -59,10 +59,14 @@ class Group:
     def start(self, started: Sequence[tuple[dict[str, str], list[str]]]) -> None:
         for number, (added, command) in enumerate(started):
             process = subprocess.Popen(
-                command, env=os.environ | {"PYTHONUNBUFFERED": "1"} | added, text=True, errors="replace",
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                command,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"} | added,
+                text=True,
+                errors="replace",
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C comes through this launcher, once
-            )  # fmt: skip
+            )
             self.processes.append(process)
             self.readers.append(threading.Thread(target=_copy, args=(number, process), daemon=True))
             self.readers[-1].start()

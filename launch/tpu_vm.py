@@ -217,9 +217,7 @@ def _was_started(settings: Settings, run: Runner) -> bool:
     return bool(answer)
 
 
-VERBS = {
-    verb.__name__: verb for verb in (up, create, wait, install, start, watch, logs, stop, delete)
-}  # fmt: skip
+VERBS = {verb.__name__: verb for verb in (up, create, wait, install, start, watch, logs, stop, delete)}
 
 if __name__ == "__main__":
     sys.exit(main(VERBS, __doc__))

@@ -49,11 +49,16 @@ def attend_over_pools(
         q, per_head = scale_queries(q, per_head)
         outs = [
             decode_pool(
-                q, *one[:3], its_spec, _places(length, one, lengths, full_from), per_head,
-                scattered=others is not None, visited=made,
+                q,
+                *one[:3],
+                its_spec,
+                _places(length, one, lengths, full_from),
+                per_head,
+                scattered=others is not None,
+                visited=made,
             )
             for (one, its_spec), made in zip(reads, visited or (None,) * len(reads), strict=True)
-        ]  # fmt: skip
+        ]
         return functools.reduce(jnp.add, outs)
 
     # One KV head after another: its row of a pool is a cache as it stands, where several would have to be transposed.

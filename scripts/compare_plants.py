@@ -40,9 +40,14 @@ def cell(method: str, name: str, seed: int, examples: int) -> dict:
     plant = Plant(placement(name, seed))
     begun = time.monotonic()
     (pattern,) = choose(
-        method, plant.model(seed=seed), plant.examples(examples, seed), [RATIO], sliding_window=WINDOW_SIZE,
-        batch_size=examples, seed=seed,
-    )  # fmt: skip
+        method,
+        plant.model(seed=seed),
+        plant.examples(examples, seed),
+        [RATIO],
+        sliding_window=WINDOW_SIZE,
+        batch_size=examples,
+        seed=seed,
+    )
     return {
         "method": method,
         "placement": name,

@@ -126,9 +126,14 @@ def compare(
         for scheme in SCHEMES:
             begin = time.process_time()
             order = ranked(
-                unit, model, choosing[:: scheme.share], max(budgets), scheme.tried,
-                sliding_window=window, num_sink_tokens=num_sink_tokens,
-            )  # fmt: skip
+                unit,
+                model,
+                choosing[:: scheme.share],
+                max(budgets),
+                scheme.tried,
+                sliding_window=window,
+                num_sink_tokens=num_sink_tokens,
+            )
             found.setdefault(num_sink_tokens, order)
             report(scheme.name, order, time.process_time() - begin)
         if num_sink_tokens != sinks[0]:

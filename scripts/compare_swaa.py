@@ -243,15 +243,23 @@ def work(out: Path, cell: Cell, tasks: list[Task], size: Size) -> dict[str, Any]
         text = SourceConfig(kind="text")
         replies = SourceConfig(kind="distilled", files=(str(out / "replies.jsonl"),))
         stage = StageConfig(
-            steps=size.steps, sequence_length=size.length, batch_size=size.rows,
+            steps=size.steps,
+            sequence_length=size.length,
+            batch_size=size.rows,
             data=(text if cell.data == "text" else replies,),
-        )  # fmt: skip
+        )
         config = TrainConfig(
-            output=str(run), tokenizer=str(folder), init_from=str(folder), stages=(stage,),
-            pattern=str(out / "pattern.json"), lora=LoraConfig(), seed=cell.seed, checkpoint_every=1000,
+            output=str(run),
+            tokenizer=str(folder),
+            init_from=str(folder),
+            stages=(stage,),
+            pattern=str(out / "pattern.json"),
+            lora=LoraConfig(),
+            seed=cell.seed,
+            checkpoint_every=1000,
             kl_top_k=16 if cell.data == "replies, KL" else None,
             optimizer=OptimizerConfig(name="adamw", learning_rate=2e-3, warmup_steps=3),
-        )  # fmt: skip
+        )
         folder = train(config, quiet=True)
     scores = measure(load_model(folder, pattern, dtype="float32"), tasks, pattern, 8)
     return {"cell": cell.key, "size": dataclasses.asdict(size), "seconds": round(time.time() - start), "scores": scores}

@@ -19,8 +19,12 @@ BIN = 10  # steps that a point of a curve is the mean of
 CONFIG = "configs/compare/swat.yaml"
 BASE = None  # every arm starts at random
 TINY = (
-    "stages.0.steps=3", "model.num_hidden_layers=1", "model.hidden_size=24", "model.head_dim=4", "checkpoint_every=2",
-)  # fmt: skip
+    "stages.0.steps=3",
+    "model.num_hidden_layers=1",
+    "model.hidden_size=24",
+    "model.head_dim=4",
+    "checkpoint_every=2",
+)
 LENGTHS = (32, 256, 1024, 4096)  # a quarter of Table 2's
 COLUMNS = {str(length): f"loss at {length}" for length in LENGTHS} | {
     "4096, sees 32": "at 4096, 32 visible",
@@ -28,9 +32,11 @@ COLUMNS = {str(length): f"loss at {length}" for length in LENGTHS} | {
 }
 PIECES = 24  # of the greatest length, out of held-out documents
 SOFTMAX = (
-    "model.attention_activation=softmax", "model.position_embedding=rope",
-    "model.alibi_negative_heads=0", "model.alibi_positive_heads=0",
-)  # fmt: skip
+    "model.attention_activation=softmax",
+    "model.position_embedding=rope",
+    "model.alibi_negative_heads=0",
+    "model.alibi_positive_heads=0",
+)
 SIGMOID_ROPE = SOFTMAX[1:]
 
 
@@ -42,9 +48,11 @@ def _rows(window: int | None, length: int) -> tuple[str, ...]:
 
 def _slopes(negative: int, positive: int, position: str, schedule: str) -> tuple[str, ...]:
     return (
-        f"model.alibi_negative_heads={negative}", f"model.alibi_positive_heads={positive}",
-        f"model.position_embedding={position}", f"model.slope_schedule={schedule}",
-    )  # fmt: skip
+        f"model.alibi_negative_heads={negative}",
+        f"model.alibi_positive_heads={positive}",
+        f"model.position_embedding={position}",
+        f"model.slope_schedule={schedule}",
+    )
 
 
 ARMS = {
@@ -208,10 +216,13 @@ def pictures(out: Path, runs: Mapping[str, list[dict]]) -> list[tuple[str, str]]
         chosen = {arm: row for arm, row in rows.items() if arm.startswith("sigmoid") == wanted}
         if chosen:
             loss_heat_map(
-                [row + [np.nan] * (width - len(row)) for row in chosen.values()], list(chosen),
-                [str(length) for length in LENGTHS[:width]], out / name, title=title,
+                [row + [np.nan] * (width - len(row)) for row in chosen.values()],
+                list(chosen),
+                [str(length) for length in LENGTHS[:width]],
+                out / name,
+                title=title,
                 column_title="Tokens a row in evaluation",
-            )  # fmt: skip
+            )
             captions.append((name, f"{title}; held-out loss in nats a token, mean over the seeds"))
     # Rows of 32 have another loss than rows of 256, whatever the model.
     curves = {

@@ -20,9 +20,7 @@ measure = compare_swat.measure
 LONGER = ("stages.0.steps=2000",)
 # The best of 0.002, 0.005 and 0.012 after 200 steps of "sliding 32" on one seed: training loss 5.27, 5.00, 5.13.
 ADAMW = ("optimizer.name=adamw", "optimizer.learning_rate=0.005")
-BY_MUON = (
-    "sliding 32", "sigmoid RoPE", "sigmoid ALiBi (-)", "sigmoid AliRope (-)", "sigmoid AliRope (-+)",
-)  # fmt: skip
+BY_MUON = ("sliding 32", "sigmoid RoPE", "sigmoid ALiBi (-)", "sigmoid AliRope (-)", "sigmoid AliRope (-+)")
 BY_ADAMW = ("sliding 32", "sigmoid RoPE", "sigmoid AliRope (-+)")
 ARMS = {f"{arm}, Muon": (*compare_swat.ARMS[arm], *LONGER) for arm in BY_MUON} | {
     f"{arm}, AdamW": (*compare_swat.ARMS[arm], *LONGER, *ADAMW) for arm in BY_ADAMW
@@ -38,10 +36,13 @@ _SAID = (
     ("ALiBi mends it: RoPE above AliRope (-), both sigmoid", "-", "sigmoid RoPE", "sigmoid AliRope (-)", ("Muon",)),
     ("softmax RoPE above sigmoid AliRope (-)", "-", "sliding 32", "sigmoid AliRope (-)", ("Muon",)),
     (
-        "AliRope (-+) above AliRope (-)", "average accuracy 45.85, 46.88", "sigmoid AliRope (-+)",
-        "sigmoid AliRope (-)", ("Muon",),
+        "AliRope (-+) above AliRope (-)",
+        "average accuracy 45.85, 46.88",
+        "sigmoid AliRope (-+)",
+        "sigmoid AliRope (-)",
+        ("Muon",),
     ),
-)  # fmt: skip
+)
 CLAIMS = tuple(
     (f"{said}, {by}", figures, (f"{higher}, {by}", "4096"), (f"{lower}, {by}", "4096"))
     for said, figures, higher, lower, optimizers in _SAID

@@ -31,9 +31,13 @@ COLUMNS = {
     "full ratio, near answers": "full ratio, near answers",
 }
 TINY = (
-    "stages.0.steps=3", "stages.0.sequence_length=128", "stages.0.batch_size=2", "stages.0.data.2.num_keys=1",
-    "stages.0.data.2.num_questions=1", "checkpoint_every=2",
-)  # fmt: skip
+    "stages.0.steps=3",
+    "stages.0.sequence_length=128",
+    "stages.0.batch_size=2",
+    "stages.0.data.2.num_keys=1",
+    "stages.0.data.2.num_questions=1",
+    "checkpoint_every=2",
+)
 NEAR, FAR = (0.7, 0.9, 1.0), (0.02, 0.1, 0.2, 0.3, 0.4)  # depths of needles; windows reach back to about 0.5
 PER_DEPTH = 8
 ARMS = {
@@ -52,9 +56,13 @@ def measure(model: Decoder, tokenizer: Tokenizer, config: TrainConfig, tiny: boo
     length = config.stages[0].sequence_length
     depths = (0.02, 1.0) if tiny else FAR + NEAR
     examples = needle_examples(
-        tokenizer, length=length, num_examples=len(depths) * (1 if tiny else PER_DEPTH), depths=depths,
-        haystack=Haystack(tokenizer, library_files(held_out=True)), seed=1,
-    )  # fmt: skip
+        tokenizer,
+        length=length,
+        num_examples=len(depths) * (1 if tiny else PER_DEPTH),
+        depths=depths,
+        haystack=Haystack(tokenizer, library_files(held_out=True)),
+        seed=1,
+    )
     found = needle_accuracy(model, tokenizer, examples, max_new_tokens=20, batch_size=8)
     answer_loss = score_answers(model, examples, batch_size=8).nll
     answer_ratio = np.array([_answer_ratio(model, example) for example in examples])

@@ -156,7 +156,7 @@ def pictures(out: Path, runs: Mapping[str, list[dict]]) -> list[tuple[str, str]]
     right = [[np.mean([run["values"][f"right, {hops}"] for run in of]) for hops in HOPS] for of in runs.values()]
     needle_heat_map(
         right, list(runs), list(map(str, HOPS)), out / "right.png", title="Answers right", column_title="Hops"
-    )  # fmt: skip
+    )
     made.append(("right.png", "Answers right by arm and hops, mean over the models, in percent"))
     for arm, of in runs.items():
         if not of[0].get("ratio_by_layer"):
@@ -166,11 +166,15 @@ def pictures(out: Path, runs: Mapping[str, list[dict]]) -> list[tuple[str, str]]
             f"model {run['seed']}, {title}": [run["values"][f"full ratio, {group}, layer {layer}"] for layer in layers]
             for run in of
             for group, title in GROUPS.items()
-        }  # fmt: skip
+        }
         name = f"tokens-{arm.split(', ')[-1].replace(' ', '-')}.png"
         needle_heat_map(
-            list(rows.values()), list(rows), list(map(str, layers)), out / name,
-            title=f"Full-attention ratio: {arm}", column_title="Layer (from 0)",
-        )  # fmt: skip
+            list(rows.values()),
+            list(rows),
+            list(map(str, layers)),
+            out / name,
+            title=f"Full-attention ratio: {arm}",
+            column_title="Layer (from 0)",
+        )
         made.append((name, f"Full-attention ratio by model, kind of token and layer, in percent: {arm}"))
     return made

@@ -94,10 +94,16 @@ def run_all(
         except FloatingPointError as error:
             diverged = str(error)
         results[key] = {
-            "arm": arm, "seed": seed, **made_with, "continues": bases[seed] if bases else None,
-            "pattern": config.attention, "values": values, "diverged": diverged,
-            "seconds": round(time.perf_counter() - started, 1), **read_curves(run),
-        }  # fmt: skip
+            "arm": arm,
+            "seed": seed,
+            **made_with,
+            "continues": bases[seed] if bases else None,
+            "pattern": config.attention,
+            "values": values,
+            "diverged": diverged,
+            "seconds": round(time.perf_counter() - started, 1),
+            **read_curves(run),
+        }
         shutil.rmtree(run / "checkpoints", ignore_errors=True)
         write(out / "results.json", json.dumps(results, indent=1) + "\n")
         report(name, out)
@@ -247,9 +253,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: runs/compare-NAME")
     parser.add_argument("--arms", nargs="+", help="only these rows of the table")
     parser.add_argument(
-        "--bases", nargs="+", default=[],
+        "--bases",
+        nargs="+",
+        default=[],
         help="the checkpoints that seeds 0, 1, ... continue; default: the bundled model for every seed",
-    )  # fmt: skip
+    )
     parser.add_argument("--tiny", action="store_true", help="a few steps of each, to test the command")
     parser.add_argument("--report-only", action="store_true", help="train nothing")
     parser.add_argument("--docs", type=Path, help="a document to put report and pictures into")

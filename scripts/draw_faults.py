@@ -185,9 +185,10 @@ def function_around(fault: Drawn) -> str:
     """The innermost function in whose body the fault stands; "" where the code runs at import."""
     tree = ast.parse((ROOT / fault.file).read_text())
     functions = [
-        node for node in ast.walk(tree)
+        node
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and node.body[0].lineno <= fault.line <= (node.end_lineno or 0)
-    ]  # fmt: skip
+    ]
     return max(functions, key=lambda node: node.lineno).name if functions else ""
 
 

@@ -138,13 +138,15 @@ def check_sane(config: ModelConfig, pattern: Any) -> None:
             raise Bad(f"accepted {field.name} = {value}")
     scaling = config.rope_scaling
     bounds = {
-        "rope_theta": (config.rope_theta, 1, 1e12), "local_rope_theta": (config.local_rope_theta, 1, 1e12),
-        "rms_norm_eps": (config.rms_norm_eps, 1e-20, 0.5), "vocab_size": (config.vocab_size, 1, 1e7),
+        "rope_theta": (config.rope_theta, 1, 1e12),
+        "local_rope_theta": (config.local_rope_theta, 1, 1e12),
+        "rms_norm_eps": (config.rms_norm_eps, 1e-20, 0.5),
+        "vocab_size": (config.vocab_size, 1, 1e7),
         "max_position_embeddings": (config.max_position_embeddings, 1, 2**31 - 1),
         "sliding_window": (pattern.sliding_window or 1, 1, 2**31 - 1),
         "factor": (1 if scaling is None else scaling.factor, 1, 1e4),
         "initializer_range": (config.initializer_range, 0, 10),
-    }  # fmt: skip
+    }
     if scaling is not None:
         bounds["attention_factor"] = (scaling.attention_factor or 1, 1e-3, 1e3)
         bounds["low to high"] = (scaling.high_freq_factor / scaling.low_freq_factor, 1, 1e6)
@@ -206,10 +208,13 @@ class Fuzz:
         source, secret = self.fresh(base)
         folder = import_model(source, self.room / "checkpoint")
         parts = {
-            "config": (folder, mutations.config), "rope": (folder, mutations.rope), "links": (folder, mutations.links),
-            "header": (folder / "weights", mutations.header), "payload": (folder / "weights", mutations.payload),
+            "config": (folder, mutations.config),
+            "rope": (folder, mutations.rope),
+            "links": (folder, mutations.links),
+            "header": (folder / "weights", mutations.header),
+            "payload": (folder / "weights", mutations.payload),
             "manifest": (folder, manifest),
-        }  # fmt: skip
+        }
         kind, (place, mutation) = self.rng.choice(list(parts.items()))
         self.what = f"{base.name}, checkpoint: {mutation(place, self.rng, secret)}"
         if kind != "manifest":

@@ -404,8 +404,13 @@ SEEDS = {
 }
 SHARDED = "qwen3-full"
 GENERATED = (
-    "qwen3-full", "ministral-hybrid", "cohere2-hybrid", "exaone4-hybrid", "gpt-oss-hybrid", "gemma4-e2b-hybrid",
-)  # fmt: skip
+    "qwen3-full",
+    "ministral-hybrid",
+    "cohere2-hybrid",
+    "exaone4-hybrid",
+    "gpt-oss-hybrid",
+    "gemma4-e2b-hybrid",
+)
 
 LONG_ROPE = dict(
     rope_type="longrope",

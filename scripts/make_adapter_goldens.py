@@ -22,13 +22,17 @@ CASES = {  # the golden model, and settings of PEFT that change what the adapter
     "patterns": (
         "llama-plain",
         {
-            "target_modules": "all-linear", "r": 3, "lora_alpha": 5, "use_rslora": True,
-            "rank_pattern": {"down_proj": 2}, "alpha_pattern": {"layers.1.self_attn.q_proj": 40, "up_proj": 1},
+            "target_modules": "all-linear",
+            "r": 3,
+            "lora_alpha": 5,
+            "use_rslora": True,
+            "rank_pattern": {"down_proj": 2},
+            "alpha_pattern": {"layers.1.self_attn.q_proj": 40, "up_proj": 1},
             "modules_to_save": ["lm_head"],
         },
     ),
     "joined": ("phi3-full", {"target_modules": ["qkv_proj", "gate_up_proj"], "r": 3, "lora_alpha": 9}),
-}  # fmt: skip
+}
 
 
 def main() -> None:

@@ -85,8 +85,11 @@ def main() -> None:
         tensors = tensors_of(config)
         letters, window = windows_of(config)
         goldens[file.stem] = {
-            "tensors": len(tensors), "sha256": digest(tensors), "layers": letters, "sliding_window": window,
-        }  # fmt: skip
+            "tensors": len(tensors),
+            "sha256": digest(tensors),
+            "layers": letters,
+            "sliding_window": window,
+        }
         print(f"{file.stem}: {len(tensors)} tensors, {letters} {window}")
     (FAMILIES / "config_goldens.json").write_text(json.dumps(goldens, indent=1) + "\n")
 

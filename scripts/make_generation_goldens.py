@@ -27,9 +27,15 @@ OTHERS = (1, 40)  # their lengths
 def continue_prompt(model, prompt: list[int]) -> tuple[list[int], float]:
     """The reply, and the least distance between the two likeliest tokens of a step."""
     out = model.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
-        max_new_tokens=NEW_TOKENS, eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
-    )  # fmt: skip
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
     best = torch.stack(out.logits).topk(2, dim=-1).values
     return out.sequences[0, len(prompt) :].tolist(), float((best[..., 0] - best[..., 1]).min())
 

@@ -110,8 +110,11 @@ class Copy:
         self.folder, self.timeout, self.marks = folder, timeout, marks
         tracked = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=ROOT, capture_output=True, text=True, check=True,
-        ).stdout.split("\0")  # fmt: skip
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split("\0")
         for name in filter(None, tracked):
             if (ROOT / name).is_file():  # not one that is deleted, but not yet for git
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)

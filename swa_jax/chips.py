@@ -59,34 +59,36 @@ class Chip:
 
 
 CHIPS = {
-    "v4": Chip(
-        ("TPU v4",), 275e12, cloud=Cloud("v4", 3, "tpu-v4-podslice", "v4", 2, "tpu-ubuntu2204-base")
-    ),
+    "v4": Chip(("TPU v4",), 275e12, cloud=Cloud("v4", 3, "tpu-v4-podslice", "v4", 2, "tpu-ubuntu2204-base")),
     "v5e": Chip(
-        ("TPU v5 lite", "TPU v5e"), 197e12,
+        ("TPU v5 lite", "TPU v5e"),
+        197e12,
         Target("v5e:2x2", 1, 1.5, 15.75, 50e9, 3.125e9, 819e9, 2, (0.77, 0.85), 0.85),
         Cloud("v5e", 2, "tpu-v5-lite-podslice", "v5litepod", 1, "v2-alpha-tpuv5-lite", single=8),
     ),
     "v5p": Chip(
-        ("TPU v5", "TPU v5p"), 459e12,
+        ("TPU v5", "TPU v5p"),
+        459e12,
         Target("v5p:2x2x1", 2, 1.75, 95.73, 100e9, 6.25e9, 2765e9, 3, (0.77, 0.85), 0.97),
         Cloud("v5p", 3, "tpu-v5p-slice", "v5p", 2, "v2-alpha-tpuv5"),
     ),
     "v6e": Chip(
-        ("TPU v6 lite", "TPU v6e"), 918e12,
+        ("TPU v6 lite", "TPU v6e"),
+        918e12,
         Target("v6e:2x2", 1, 1.75, 31.24, 100e9, 12.5e9, 1640e9, 2, (0.32, 0.5), 0.74),
         Cloud("v6e", 2, "tpu-v6e-slice", "v6e", 1, "v2-alpha-tpuv6e", single=8),
     ),
     # A JAX device is one of the chip's two cores. Not the nominal clock: the one at which published timings are met.
     "v7x": Chip(
-        ("TPU7x",), 1153.5e12,
+        ("TPU7x",),
+        1153.5e12,
         Target("tpu7x:2x2x1", 1, 1.88, 94.74, 100e9, 6.25e9, 3690e9, 3, (0.32, 0.5), 0.74),
         Cloud("tpu7x", 3, "tpu7x", None, 2, None),
     ),
     "a100": Chip(("NVIDIA A100",), 312e12),
     "h100": Chip(("NVIDIA H100",), 989e12),
     "h200": Chip(("NVIDIA H200",), 989e12),
-}  # fmt: skip
+}
 TARGETS = {name: chip.target for name, chip in CHIPS.items() if chip.target is not None}
 CLOUD = {chip.cloud.generation: chip.cloud for chip in CHIPS.values() if chip.cloud is not None}
 

@@ -97,11 +97,17 @@ def compiled_chains(tokenizer: Tokenizer) -> Decoder:
             sinks[layer, c] = 1.5 * MATCH  # more than one of two matches, less than both
     attention = model.layers.attention
     for parameter, value in (
-        (model.embedding, embedding), (model.lm_head.kernel, head), (attention.sink_logits, sinks),
-        (attention.q_proj.kernel, q), (attention.k_proj.kernel, k), (attention.v_proj.kernel, v),
-        (attention.o_proj.kernel, o), (model.layers.mlp.down_proj.kernel, 0),
-        (model.layers.input_norm.scale, CONSTANT / np.sqrt(WIDTH)), (model.norm.scale, CONSTANT / np.sqrt(WIDTH)),
-    ):  # fmt: skip
+        (model.embedding, embedding),
+        (model.lm_head.kernel, head),
+        (attention.sink_logits, sinks),
+        (attention.q_proj.kernel, q),
+        (attention.k_proj.kernel, k),
+        (attention.v_proj.kernel, v),
+        (attention.o_proj.kernel, o),
+        (model.layers.mlp.down_proj.kernel, 0),
+        (model.layers.input_norm.scale, CONSTANT / np.sqrt(WIDTH)),
+        (model.norm.scale, CONSTANT / np.sqrt(WIDTH)),
+    ):
         parameter[...] = jnp.broadcast_to(jnp.asarray(value, jnp.float32), parameter.shape)
     return model
 

@@ -210,9 +210,11 @@ def check_small() -> None:
 
     differentiate = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
     assert_close(
-        {"loss": differentiate(hidden, head, split[1])}, {"loss": differentiate(hidden, head, None)}, "float32",
+        {"loss": differentiate(hidden, head, split[1])},
+        {"loss": differentiate(hidden, head, None)},
+        "float32",
         gradient=True,
-    )  # fmt: skip
+    )
 
 
 def check_experts() -> None:
@@ -345,23 +347,29 @@ def check_training() -> None:
     }
     for name, settings in MODELS.items():
         model_settings = {
-            "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-        }  # fmt: skip
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+        }
         config = from_dict(
             TrainConfig,
             {
-                "output": "-", "tokenizer": "-",
-                "model": model_settings | settings.get("model", {}), "z_loss": 1e-4,
+                "output": "-",
+                "tokenizer": "-",
+                "model": model_settings | settings.get("model", {}),
+                "z_loss": 1e-4,
                 "router_aux_loss_coef": 0.01 if "experts" in name else 0.0,
-                "lora": settings.get("lora"), "sequence_order": settings.get("sequence_order", "auto"),
+                "lora": settings.get("lora"),
+                "sequence_order": settings.get("sequence_order", "auto"),
                 # Steps small enough that rounding does not grow along the way.
-                "optimizer": {
-                    "learning_rate": settings.get("learning_rate", 1e-3), "warmup_steps": 2, "eps": 1e-4,
-                },
+                "optimizer": {"learning_rate": settings.get("learning_rate", 1e-3), "warmup_steps": 2, "eps": 1e-4},
                 "stages": [{"steps": 20, "sequence_length": LENGTH, "batch_size": BATCH}],
             },
-        )  # fmt: skip
+        )
         pattern = load_pattern(settings["pattern"], config.model, sliding_window=12)
         expected = run(config, pattern, None, batch, pieces=1)
         meshes = MESHES | (EXPERT_MESHES if config.model.num_experts else {})

@@ -76,8 +76,11 @@ def planted_model(
     attention = model.layers.attention
     model.embedding[...] = jnp.asarray(embedding)
     for projection, kernel in (
-        (attention.q_proj, q), (attention.k_proj, k), (attention.v_proj, v), (attention.o_proj, o),
-    ):  # fmt: skip
+        (attention.q_proj, q),
+        (attention.k_proj, k),
+        (attention.v_proj, v),
+        (attention.o_proj, o),
+    ):
         projection.kernel[...] = jnp.asarray(kernel)
     model.layers.mlp.down_proj.kernel[...] = jnp.zeros_like(model.layers.mlp.down_proj.kernel[...])
     model.lm_head.kernel[...] = jnp.asarray(np.roll(embedding, HALF, axis=1).T)

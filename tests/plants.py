@@ -149,15 +149,17 @@ class Plant:
         model = Decoder(config, AttentionPattern.from_recipe("full", LAYERS), rngs=nnx.Rngs(0))
         rng = np.random.default_rng(seed)
         width, size = config.hidden_size, config.head_dim
-        weights = _Weights(*(
-            rng.normal(0, spread, shape).astype(np.float32)
-            for spread, shape in (
-                (0.1, (LAYERS, width, 2 * KV_HEADS * size)),
-                (0.1, (LAYERS, width, KV_HEADS * size)),
-                (0.1, (LAYERS, width, KV_HEADS * size)),
-                (noise, (LAYERS, 2 * KV_HEADS * size, width)),
+        weights = _Weights(
+            *(
+                rng.normal(0, spread, shape).astype(np.float32)
+                for spread, shape in (
+                    (0.1, (LAYERS, width, 2 * KV_HEADS * size)),
+                    (0.1, (LAYERS, width, KV_HEADS * size)),
+                    (0.1, (LAYERS, width, KV_HEADS * size)),
+                    (noise, (LAYERS, 2 * KV_HEADS * size, width)),
+                )
             )
-        ))  # fmt: skip
+        )
         for c, unit in enumerate(self.units):
             asked = self.question(c)
             values = [(self.value(c, v), self.vocab + self.value(c, v)) for v in range(VALUES)]

@@ -142,14 +142,15 @@ MISTAKES = {
     "an end of text that is none": (lambda: Tokenizer(TOKENIZER.backend, "<|no|>"), "has no token '<|no|>'"),
     "a vocabulary below the bytes": (lambda: train_byte_bpe(["a"], 200), "vocab_size is 200"),
     "more questions than needles": (
-        lambda: Needles(TOKENIZER, None, length=64, seed=0, num_keys=1, num_questions=2), "num_questions is 2",
+        lambda: Needles(TOKENIZER, None, length=64, seed=0, num_keys=1, num_questions=2),
+        "num_questions is 2",
     ),
     "a tile table that is none": (lambda: blocks._read(ROOT / "README.md"), "no table of tiles"),
     "a window of no key": (lambda: AttentionSpec(window=0), "window is 0"),
     "an activation that is none": (lambda: AttentionSpec(activation="relu"), "activation is 'relu'"),
     "a length of part of a block": (lambda: trace(bench.window_forward(T=1000, window=128)), "T is 1000"),
     "no tokenizer": (lambda: load_tokenizer("absent"), r"no tokenizer at absent; expected a tokenizer\.json"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

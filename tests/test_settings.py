@@ -76,7 +76,7 @@ def test_round_trip_through_yaml():
         ({"name": "x", "notes": [1]}, "'notes' must be a mapping, got [1]"),
         ([1], "the configuration must be a mapping of keys, got [1]"),
     ],
-)  # fmt: skip
+)
 def test_errors_name_the_key(data, sentence):
     with pytest.raises(ConfigError) as error:
         from_dict(Whole, data)
@@ -177,7 +177,7 @@ BOMB = "- &a0 [" + "1," * 10 + "]\n" + "".join(f"- &a{i} [{f'*a{i - 1},' * 10}]\
         ("name: !!timestamp x", "is not valid YAML for us: "),
         ("just a text", "the configuration must be a mapping of keys, got 'just a text'"),
     ],
-)  # fmt: skip
+)
 def test_yaml_that_is_none(tmp_path, text, sentence):
     file = tmp_path / "run.yaml"
     file.write_text(text)

@@ -121,14 +121,21 @@ def draw(
         # Of all samples of the group, so that what is left of them meets caches of the same length.
         longest = max(len(samples[i].tokens) for i in group)
         worker = Engine(
-            model, slots=-(-min(slots, len(wanted)) // pieces) * pieces, max_length=longest + limit,
-            partition=partition, **engine,
-        )  # fmt: skip
+            model,
+            slots=-(-min(slots, len(wanted)) // pieces) * pieces,
+            max_length=longest + limit,
+            partition=partition,
+            **engine,
+        )
         tokens: dict[int, list[int]] = {i: [] for i in range(len(wanted))}
         for piece in worker.stream(
-            [sample.tokens for sample in wanted], max_new_tokens=limit, sampling=chosen, stop_tokens=end_ids,
-            seed=drawing.seed, keys=[sample.key for sample in wanted],
-        ):  # fmt: skip
+            [sample.tokens for sample in wanted],
+            max_new_tokens=limit,
+            sampling=chosen,
+            stop_tokens=end_ids,
+            seed=drawing.seed,
+            keys=[sample.key for sample in wanted],
+        ):
             tokens[piece.prompt] += piece.tokens
             if piece.ended:
                 reply = tokens.pop(piece.prompt)

@@ -65,9 +65,7 @@ class Settings:
     force: bool = False  # search also by tasks that tell nothing
 
 
-_OPTIONS = {
-    "server": "--for", "prompts": "--data", "windows": "--window", "tune_steps": "--tune",
-}  # fmt: skip
+_OPTIONS = {"server": "--for", "prompts": "--data", "windows": "--window", "tune_steps": "--tune"}
 
 
 def command_line(settings: Settings) -> str:
@@ -193,9 +191,14 @@ def _with_training_data(job: Job) -> Job:
                 "of them"
             )
         replies = plan_replies(
-            settings.tune_prompts, job.source.folder, job.tokenizer, job.source.config,
-            max_new_tokens=settings.reply_tokens or REPLY_TOKENS, length=job.length, seed=settings.seed,
-        )  # fmt: skip
+            settings.tune_prompts,
+            job.source.folder,
+            job.tokenizer,
+            job.source.config,
+            max_new_tokens=settings.reply_tokens or REPLY_TOKENS,
+            length=job.length,
+            seed=settings.seed,
+        )
         return dataclasses.replace(job, replies=replies)
     if settings.tune_steps:
         (stage,) = tuning(job, Path("pattern.json")).stages
@@ -255,9 +258,15 @@ def tuning(job: Job, pattern: Path) -> TrainConfig:
         steps=settings.tune_steps, sequence_length=job.length, batch_size=settings.batch_size, data=data
     )
     return TrainConfig(
-        output=str(settings.out / "tuned"), tokenizer=str(job.source.folder), init_from=str(job.source.folder),
-        stages=(stage,), pattern=str(pattern), lora=LoraConfig(rank=16, alpha=32.0),
+        output=str(settings.out / "tuned"),
+        tokenizer=str(job.source.folder),
+        init_from=str(job.source.folder),
+        stages=(stage,),
+        pattern=str(pattern),
+        lora=LoraConfig(rank=16, alpha=32.0),
         optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=min(10, settings.tune_steps // 10)),
-        seed=settings.seed, bfloat16=job.dtype == "bfloat16", checkpoint_every=50,
+        seed=settings.seed,
+        bfloat16=job.dtype == "bfloat16",
+        checkpoint_every=50,
         kl_top_k=None if job.replies is None else job.replies.drawing.top_logprobs,
-    )  # fmt: skip
+    )

@@ -85,9 +85,11 @@ def plan_replies(
             f"longer than {length}: leave it out, or take a smaller --reply-tokens or a greater --length"
         )
     drawing = Drawing(
-        max_new_tokens=max_new_tokens, seed=seed, top_logprobs=min(TOP_LOGPROBS, config.vocab_size - 1),
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        top_logprobs=min(TOP_LOGPROBS, config.vocab_size - 1),
         keep_cut=all(prompt.messages is None for prompt in prompts),
-    )  # fmt: skip
+    )
     replies = Replies(file, prompts, tokens, drawing)
     check_records(replies.keep, ANSWER, replies.records, f"{file}, prompt")
     return replies
@@ -105,9 +107,15 @@ def draw_replies(replies: Replies, model: Decoder, tokenizer: Tokenizer, model_s
     with ReplyFile(out, replies.content(model_sum)) as file:
         yield len(file.replies)
         for _ in distill(
-            model, tokenizer, replies.samples, replies.records, keep, replies.drawing, file,
+            model,
+            tokenizer,
+            replies.samples,
+            replies.records,
+            keep,
+            replies.drawing,
+            file,
             where=f"{replies.where}, prompt",
-        ):  # fmt: skip
+        ):
             yield len(file.replies)
         if not any(reply["kept"] for reply in file.replies.values()):
             why = "has the right answer" if replies.keep != "none" else "came to its end"

@@ -169,9 +169,12 @@ def fitting(point: Point, memory: Memory, budget: float, order: Sequence[Any] | 
         else:
             chosen = list(range(layers) if order is None else order)[:full]
         return AttentionPattern.from_full_layers(
-            chosen, layers, point.sliding_window, num_sink_tokens=point.num_sink_tokens,
+            chosen,
+            layers,
+            point.sliding_window,
+            num_sink_tokens=point.num_sink_tokens,
             full_attention_decode=point.full_attention_decode,
-        )  # fmt: skip
+        )
 
     most = 0 if point.layout == NONE else total - 1  # with all of them full nothing is windowed
     return most_within(memory, budget, most, make)
@@ -258,10 +261,13 @@ class Search:
         ]
         name = digest([self.key, dataclasses.asdict(start), effort.rank_by])[:8]
         settings: dict[str, Any] = {
-            "sliding_window": start.sliding_window, "num_sink_tokens": start.num_sink_tokens,
-            "full_attention_decode": False, "batch_size": self.batch_size, "weights": self.key,
+            "sliding_window": start.sliding_window,
+            "num_sink_tokens": start.num_sink_tokens,
+            "full_attention_decode": False,
+            "batch_size": self.batch_size,
+            "weights": self.key,
             "file": self.folder / f"ranked-{name}.json",
-        }  # fmt: skip
+        }
         if start.layout == BY_HEADS:
             self._rank_heads(MaskEvaluator(self.model, examples, **settings))
         else:
@@ -303,13 +309,17 @@ class Search:
         if name not in self._file.scores:
             self._file.scores[name] = self._score(pattern)
             self._file.save()
-        row = dataclasses.asdict(point) | self._file.scores[name] | {
-            "full_layers": list(pattern.full_layers),
-            "full_head_counts": list(pattern.full_head_counts),
-            "bytes": taken,
-            "share": taken / self.memory.full,
-            "pattern": json.loads(pattern.to_json()),
-        }  # fmt: skip
+        row = (
+            dataclasses.asdict(point)
+            | self._file.scores[name]
+            | {
+                "full_layers": list(pattern.full_layers),
+                "full_head_counts": list(pattern.full_head_counts),
+                "bytes": taken,
+                "share": taken / self.memory.full,
+                "pattern": json.loads(pattern.to_json()),
+            }
+        )
         right = "" if row["right"] is None else f", {row['right']:.0%} right"
         self.report(f"{_title(point)}: loses {row['lost']:.3f} nats a token{right}, {row['share']:.1%} of the cache")
         return row

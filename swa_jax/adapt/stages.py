@@ -320,9 +320,14 @@ class Run:
             return {}
         with Progress("texts") as progress:
             note = write_canary(
-                folder, self._tuned or job.source.folder, served.pattern, read_json(folder / CONFIG_FILE),
-                budget=canary_budget(job), longest=job.memory.length, progress=progress.update,
-            )  # fmt: skip
+                folder,
+                self._tuned or job.source.folder,
+                served.pattern,
+                read_json(folder / CONFIG_FILE),
+                budget=canary_budget(job),
+                longest=job.memory.length,
+                progress=progress.update,
+            )
         return {"describe": note}
 
     def _command(self, command: str, folder: Path) -> str:
@@ -330,7 +335,9 @@ class Run:
         if not command:
             return ""
         memory = self.job.memory
-        sizes = "" if memory.prefill_chunk is None else (
-            f" --max-model-len {memory.length} --max-num-batched-tokens {memory.prefill_chunk}"
-        )  # fmt: skip
+        sizes = (
+            ""
+            if memory.prefill_chunk is None
+            else (f" --max-model-len {memory.length} --max-num-batched-tokens {memory.prefill_chunk}")
+        )
         return command.format(folder=folder) + sizes

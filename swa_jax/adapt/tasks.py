@@ -195,9 +195,13 @@ def measure(
     scores: Scores = {}
     for task in tasks:
         scored = score_answers(
-            model, task.examples, batch_size=batch_size, pattern=pattern, advance=advance,
+            model,
+            task.examples,
+            batch_size=batch_size,
+            pattern=pattern,
+            advance=advance,
             full_attention_decode=None if task.answers else False,
-        )  # fmt: skip
+        )
         scores[task.name] = {"losses": scored.nll.tolist()}
         if task.answers:
             scores[task.name]["right"] = scored.right.astype(float).tolist()

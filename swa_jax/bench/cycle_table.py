@@ -17,9 +17,11 @@ from swa_jax.files import read_json, write_text
 # What a row can tell of a call; figures with other settings are of other calls.
 SETTINGS = ("H", "K", "T", "D", "window", "packed", "num_sink_tokens")
 FUNCTIONS = tuple(
-    f"{what}_{which}" for what in ("window", "full", "sigmoid", "routed") for which in ("forward", "backward")
+    f"{what}_{which}"
+    for what in ("window", "full", "sigmoid", "routed")
+    for which in ("forward", "backward")
     if (what, which) != ("routed", "backward")
-)  # fmt: skip
+)
 
 
 def check_writable(functions: Sequence[str], settings: dict[str, Any]) -> None:

@@ -51,10 +51,13 @@ class Shape:
 
     def blocks(self) -> dict[str, int]:
         return {
-            "block_q": self.block_q, "block_kv": self.block_kv, "block_kv_compute": self.block_kv_compute,
-            "block_q_dkv": self.block_q, "block_kv_dkv": self.block_kv,
+            "block_q": self.block_q,
+            "block_kv": self.block_kv,
+            "block_kv_compute": self.block_kv_compute,
+            "block_q_dkv": self.block_q,
+            "block_kv_dkv": self.block_kv,
             "block_kv_dkv_compute": self.block_kv_compute,
-        }  # fmt: skip
+        }
 
 
 def jax_splash(shape: Shape, save_residuals: bool = False) -> Any:
@@ -70,9 +73,12 @@ def tokamax_splash(shape: Shape, save_residuals: bool = False) -> Any:
     kernels, masks = _modules(TOKAMAX_SPLASH)
     head_dim_minor = kernels.QKVLayout.HEAD_DIM_MINOR
     config = kernels.SplashConfig(
-        **shape.blocks(), q_layout=head_dim_minor, k_layout=head_dim_minor, v_layout=head_dim_minor,
+        **shape.blocks(),
+        q_layout=head_dim_minor,
+        k_layout=head_dim_minor,
+        v_layout=head_dim_minor,
         dq_reduction_steps=3,
-    )  # fmt: skip
+    )
     return kernels.make_splash_mha_single_device(_mask(masks, shape), config=config, save_residuals=save_residuals)
 
 

@@ -50,8 +50,9 @@ def save_adapter(model: Decoder, destination: str | Path, *, base: str | None = 
     if of_mlp and model.config.model_type in MLPS_NOT_LOADED:
         LOG.warning(
             "PEFT 0.21 does not load some adapters of '%s' models, such as %s: serve the merged model instead",
-            model.config.model_type, of_mlp[0],
-        )  # fmt: skip
+            model.config.model_type,
+            of_mlp[0],
+        )
     rank, alpha = model.lora.rank, model.lora.alpha
     single = set(model.lora.targets) - {name for names in joined.values() for name in names}
     # A longer rank needs a greater alpha: the factor on A B stays alpha / rank, or alpha / sqrt(rank).

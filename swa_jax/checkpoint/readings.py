@@ -178,9 +178,12 @@ def _rope(right: Reading) -> Iterator[Reading]:
     kinds = config.rope_layers or (common,) * layers
     if config.heads_differ:  # a layer's heads go with its RoPE
         yield reading(
-            "rope swapped", "RoPE by the wrong layer type", rope_theta=config.local_rope_theta,
-            local_rope_theta=config.rope_theta, rope_scaling=None,
-        )  # fmt: skip
+            "rope swapped",
+            "RoPE by the wrong layer type",
+            rope_theta=config.local_rope_theta,
+            local_rope_theta=config.rope_theta,
+            rope_scaling=None,
+        )
     elif "local" in kinds:
         other: dict[str, RopeKind] = {"local": "global", "global": "local", "none": "none"}
         swapped: tuple[RopeKind, ...] = tuple(other[kind] for kind in kinds)

@@ -71,8 +71,12 @@ class Forward:
         log_probs, top = _answers(
             graph, weights, spec, self.kinds, self.top, plan, rope, scale, tokens, queries, targets
         )
-        answers = Answers(*([np.asarray(row)[: len(asked)] for row, asked in zip(rows, texts.queries, strict=True)]
-                            for rows in (log_probs, top)))  # fmt: skip
+        answers = Answers(
+            *(
+                [np.asarray(row)[: len(asked)] for row, asked in zip(rows, texts.queries, strict=True)]
+                for rows in (log_probs, top)
+            )
+        )
         self.advance()
         return answers
 

@@ -183,9 +183,14 @@ def _search(
 
     try:
         found = search(
-            work, compile_one, tries=searching.tries or TRIES, options=XLA_OPTIONS[: searching.options],
-            known=results.tried if results else (), keep=keep, say=say,
-        )  # fmt: skip
+            work,
+            compile_one,
+            tries=searching.tries or TRIES,
+            options=XLA_OPTIONS[: searching.options],
+            known=results.tried if results else (),
+            keep=keep,
+            say=say,
+        )
     except KeyboardInterrupt:
         where = f"the results so far are in {out}: the same command goes on from them" if out else "nothing is kept"
         raise ConfigError(f"interrupted; {where}") from None

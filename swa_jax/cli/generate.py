@@ -109,10 +109,14 @@ def generate(
 
     def replies(skip: Sequence[int] = ()) -> Iterator[Drawn]:
         return write_replies(
-            decoder, tokenizer, tokens, stop or (), skip,
+            decoder,
+            tokenizer,
+            tokens,
+            stop or (),
+            skip,
             engine={"slots": slots, "chunk": chunk, "prefixes": prefixes, "partition": partition},
             stream={"max_new_tokens": max_new_tokens, "sampling": drawn, "seed": seed},
-        )  # fmt: skip
+        )
 
     if out is not None:
         settings = [

@@ -103,15 +103,24 @@ def select_bosch(
     drawn, data = examples.draw(model, tokenizer, decoder.config)
     file = evaluations or out.with_suffix(".evaluations.json")
     evaluate = MaskEvaluator(
-        decoder, drawn, sliding_window=window, num_sink_tokens=sink_tokens, by=by, batch_size=batch_size,
-        file=file, weights=weights_sum(model),
-    )  # fmt: skip
+        decoder,
+        drawn,
+        sliding_window=window,
+        num_sink_tokens=sink_tokens,
+        by=by,
+        batch_size=batch_size,
+        file=file,
+        weights=weights_sum(model),
+    )
     if evaluate.num_evaluations:
         typer.echo(f"{file} has the scores of {evaluate.num_evaluations} masks: going on from there")
     check_separation(decoder, drawn, evaluate.sliding_window, sink_tokens, by, force, batch_size=batch_size)
     search: dict[str, Any] = {
-        "variant": variant, "iterations": iterations, "optimizer": optimizer, "seed": examples.seed,
-    }  # fmt: skip
+        "variant": variant,
+        "iterations": iterations,
+        "optimizer": optimizer,
+        "seed": examples.seed,
+    }
     try:
         with progress_bar("masks tried") as progress:
             chosen = bosch(evaluate, ratio, progress=progress, **search)
@@ -217,9 +226,14 @@ def select_static(
         means_nothing(_HOLDS_ALL.format(ranking.window), force)
     with progress_bar("batches") as progress:
         scores = static_scores(
-            ranking.decoder, ranking.examples, method, **ranking.windowed, batch_size=batch_size,
-            seed=examples.seed, progress=progress,
-        )  # fmt: skip
+            ranking.decoder,
+            ranking.examples,
+            method,
+            **ranking.windowed,
+            batch_size=batch_size,
+            seed=examples.seed,
+            progress=progress,
+        )
     if (scores == scores[0, 0]).all():
         means_nothing("every head has the same score", force)
     ranking.write(out, scores, method, LARGER_IS_LOCAL[method])
@@ -244,9 +258,15 @@ def select_gates(
     ranking.check("loss", force, batch_size)
     with progress_bar("steps") as progress:
         scores = gate_logits(
-            ranking.decoder, ranking.examples, full_share=1 - ranking.ratio, **ranking.windowed, steps=steps,
-            batch_size=batch_size, seed=examples.seed, progress=progress,
-        )  # fmt: skip
+            ranking.decoder,
+            ranking.examples,
+            full_share=1 - ranking.ratio,
+            **ranking.windowed,
+            steps=steps,
+            batch_size=batch_size,
+            seed=examples.seed,
+            progress=progress,
+        )
     ranking.write(out, scores, "gates", larger_is_local=False, steps=steps)
 
 
@@ -349,11 +369,17 @@ def select_nll(
         raise ConfigError(f"--greedy chooses one layer at least, but {why}")
     drawn, data = examples.draw(model, tokenizer, decoder.config, min_answer)
     scorer = LayerScorer(
-        decoder, drawn, sliding_window=window, num_sink_tokens=sink_tokens,
+        decoder,
+        drawn,
+        sliding_window=window,
+        num_sink_tokens=sink_tokens,
         full_attention_decode=fa_decode if score_fa_decode is None else score_fa_decode,
-        batch_size=batch_size, toggles_at_once=toggles_at_once, partition=partition, file=resume_file,
+        batch_size=batch_size,
+        toggles_at_once=toggles_at_once,
+        partition=partition,
+        file=resume_file,
         weights=weights_sum(model),
-    )  # fmt: skip
+    )
     if scorer.num_known:
         typer.echo(f"{resume_file} has the scores of {scorer.num_known} examples: going on from there")
     check_separation(
@@ -423,13 +449,23 @@ def select_light_transfer(
         means_nothing(f"--recent {recent} reaches over whole prompts, so that every layer is lazy", force)
     with progress_bar("batches") as progress:
         scores = lazy_ratios(
-            decoder, drawn, last_queries=last, num_sink_tokens=lazy_sinks, recent_keys=recent,
-            batch_size=batch_size, progress=progress,
-        )  # fmt: skip
+            decoder,
+            drawn,
+            last_queries=last,
+            num_sink_tokens=lazy_sinks,
+            recent_keys=recent,
+            batch_size=batch_size,
+            progress=progress,
+        )
     pattern = light_transfer_pattern(
-        scores, budget=full, sliding_window=window, num_sink_tokens=sink_tokens,
-        full_attention_decode=fa_decode, data=data, seed=examples.seed,
-    )  # fmt: skip
+        scores,
+        budget=full,
+        sliding_window=window,
+        num_sink_tokens=sink_tokens,
+        full_attention_decode=fa_decode,
+        data=data,
+        seed=examples.seed,
+    )
     title = f"How lazy each layer is ({last} queries, {lazy_sinks} + {recent} keys)"
     axis = "Attention on sink tokens\nand recent keys"
     write_layers(pattern, scores.intervals(), out, title=title, axis=axis)

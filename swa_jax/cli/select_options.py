@@ -264,9 +264,12 @@ class LayerBudget(Options):
 
         def make(full: int) -> AttentionPattern:
             return AttentionPattern.from_full_layers(
-                range(full), config.num_hidden_layers, window, num_sink_tokens=num_sink_tokens,
+                range(full),
+                config.num_hidden_layers,
+                window,
+                num_sink_tokens=num_sink_tokens,
                 full_attention_decode=full_attention_decode,
-            )  # fmt: skip
+            )
 
         pattern = most_within(memory, self.kv_budget, config.num_hidden_layers, make)
         typer.echo(
@@ -355,12 +358,15 @@ def check_separation(
     layers = decoder.config.num_hidden_layers
     full, windowed = (
         score_answers(
-            decoder, examples, batch_size=batch_size, full_attention_decode=full_attention_decode,
+            decoder,
+            examples,
+            batch_size=batch_size,
+            full_attention_decode=full_attention_decode,
             pattern=AttentionPattern.from_full_layers(kept, layers, window, num_sink_tokens=num_sink_tokens),
             partition=partition,
         )
         for kept in (range(layers), ())
-    )  # fmt: skip
+    )
     all_full, none_full = (one.right if by == "answers" else one.nll for one in (full, windowed))
     if (found := doubt(all_full, none_full, by)) is not None:
         means_nothing(found.reason, force, found.advice)

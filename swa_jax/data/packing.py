@@ -110,8 +110,10 @@ class PackedPrompts:
         if self.too_long:
             log.warning(
                 "%d of %d prompts are longer than sequence_length = %d and are left out",
-                self.too_long, len(prompts), length,
-            )  # fmt: skip
+                self.too_long,
+                len(prompts),
+                length,
+            )
         self.sizes = np.array([len(prompt.tokens) for prompt in self.prompts])
         order = _order(seed, 0, len(self.sizes))
         self._rows = [order[row] for row in pack(self.sizes[order].tolist(), length)]

@@ -44,7 +44,7 @@ class SourceConfig:
         "repeats",
         "chains",
         "passages",
-    ] = "text"  # fmt: skip
+    ] = "text"
     files: tuple[str, ...] = (STANDARD_LIBRARY,)  # files, folders or globs; see `source_files`
     weight: float = 1.0  # share of the samples, relative to the other sources
     text_field: str = "text"  # text and huggingface: the field of a record that has the document

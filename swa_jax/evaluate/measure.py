@@ -37,9 +37,14 @@ def measure_pattern(
       advance: called with how many more examples have been answered or scored.
     """
     answers = generate_answers(
-        model, tokenizer, examples, max_new_tokens=max_new_tokens, batch_size=batch_size, samples=samples,
+        model,
+        tokenizer,
+        examples,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        samples=samples,
         advance=advance,
-    )  # fmt: skip
+    )
     found = accuracy_interval(answers.scores)
     scored = examples[:num_nll_examples]
     nll = bootstrap(score_answers(model, scored, batch_size=batch_size, samples=samples, advance=advance).nll)

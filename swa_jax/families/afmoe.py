@@ -91,6 +91,12 @@ def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
 
 
 FAMILY = Family(
-    "afmoe", "AfmoeForCausalLM", from_hf, to_hf, read_windows, window_keys_with_nope,
-    peculiarity="gated attention", tensor_names=TENSOR_NAMES,
-)  # fmt: skip
+    "afmoe",
+    "AfmoeForCausalLM",
+    from_hf,
+    to_hf,
+    read_windows,
+    window_keys_with_nope,
+    peculiarity="gated attention",
+    tensor_names=TENSOR_NAMES,
+)

@@ -46,6 +46,11 @@ def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
 
 
 FAMILY = Family(
-    "cohere2", "Cohere2ForCausalLM", from_hf, to_hf, read_windows, window_keys_with_nope,
+    "cohere2",
+    "Cohere2ForCausalLM",
+    from_hf,
+    to_hf,
+    read_windows,
+    window_keys_with_nope,
     peculiarity="rotary embeddings in these layers alone",
-)  # fmt: skip
+)

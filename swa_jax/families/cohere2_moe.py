@@ -122,6 +122,11 @@ def window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any
 
 
 FAMILY = Family(
-    "cohere2_moe", "Cohere2MoeForCausalLM", from_hf, to_hf, read_windows, window_keys,
+    "cohere2_moe",
+    "Cohere2MoeForCausalLM",
+    from_hf,
+    to_hf,
+    read_windows,
+    window_keys,
     peculiarity="rotary embeddings in these layers alone",
-)  # fmt: skip
+)

@@ -58,6 +58,11 @@ def window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any
 
 
 FAMILY = Family(
-    "exaone4", "Exaone4ForCausalLM", from_hf, to_hf, read_windows, window_keys,
+    "exaone4",
+    "Exaone4ForCausalLM",
+    from_hf,
+    to_hf,
+    read_windows,
+    window_keys,
     peculiarity="rotary embeddings in these layers alone",
-)  # fmt: skip
+)

@@ -47,6 +47,12 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    "exaone_moe", "ExaoneMoeForCausalLM", from_hf, to_hf, exaone4.read_windows, exaone4.window_keys,
-    peculiarity="rotary embeddings in these layers alone", tensor_names=TENSOR_NAMES,
-)  # fmt: skip
+    "exaone_moe",
+    "ExaoneMoeForCausalLM",
+    from_hf,
+    to_hf,
+    exaone4.read_windows,
+    exaone4.window_keys,
+    peculiarity="rotary embeddings in these layers alone",
+    tensor_names=TENSOR_NAMES,
+)

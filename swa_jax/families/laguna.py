@@ -114,6 +114,12 @@ def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
 
 
 FAMILY = Family(
-    "laguna", "LagunaForCausalLM", from_hf, to_hf, read_windows, window_keys_by_type,
-    peculiarity="gated attention", tensor_names=TENSOR_NAMES,
-)  # fmt: skip
+    "laguna",
+    "LagunaForCausalLM",
+    from_hf,
+    to_hf,
+    read_windows,
+    window_keys_by_type,
+    peculiarity="gated attention",
+    tensor_names=TENSOR_NAMES,
+)

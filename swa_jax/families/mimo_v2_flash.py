@@ -107,6 +107,12 @@ def window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any
 
 
 FAMILY = Family(
-    "mimo_v2_flash", "MiMoV2FlashForCausalLM", from_hf, to_hf, read_windows, window_keys,
-    peculiarity="keys and values of two widths", tensor_names=TENSOR_NAMES,
-)  # fmt: skip
+    "mimo_v2_flash",
+    "MiMoV2FlashForCausalLM",
+    from_hf,
+    to_hf,
+    read_windows,
+    window_keys,
+    peculiarity="keys and values of two widths",
+    tensor_names=TENSOR_NAMES,
+)

@@ -76,6 +76,12 @@ def window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any
 
 
 FAMILY = Family(
-    "phi3", "Phi3ForCausalLM", from_hf, to_hf, read_windows, window_keys,
-    peculiarity="rotary embeddings of part of a head's channels", joined=JOINED,
-)  # fmt: skip
+    "phi3",
+    "Phi3ForCausalLM",
+    from_hf,
+    to_hf,
+    read_windows,
+    window_keys,
+    peculiarity="rotary embeddings of part of a head's channels",
+    joined=JOINED,
+)

@@ -12,9 +12,14 @@ from swa_jax.families import FAMILIES
 WHOLE_MODELS = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral"}
 # What is said once for the whole model, and is the language model's.
 _OF_THE_WHOLE = (
-    "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config", "torch_dtype",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "pad_token_id",
+    "quantization_config",
+    "torch_dtype",
     "transformers_version",
-)  # fmt: skip
+)
 
 
 def text_config(hf: Mapping[str, Any]) -> dict[str, Any] | None:

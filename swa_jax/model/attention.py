@@ -263,9 +263,14 @@ class Attention(nnx.Module):
         logit, gate = self.route(x)
         heads, packing = self.per_head(), context.packing
         attend = functools.partial(
-            attention_on_mesh, q, k, v, rotation=rotation, partition=context.partition,
+            attention_on_mesh,
+            q,
+            k,
+            v,
+            rotation=rotation,
+            partition=context.partition,
             implementation=context.implementation,
-        )  # fmt: skip
+        )
 
         def full() -> tuple[jax.Array, jax.Array]:
             return attend(full_spec(context.spec), heads, packing._replace(full_from=None))

@@ -283,9 +283,12 @@ def _on_this_device(chunk: Chunk, cache: CachePools, partition: Partition) -> tu
 
 def _on_each_device(function: Any, partition: Partition, in_specs: Any, out_specs: Any) -> Any:
     return jax.shard_map(
-        function, mesh=partition.mesh, in_specs=in_specs, out_specs=out_specs,
+        function,
+        mesh=partition.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
         check_vma=False,  # the kernels do not say over which axes their outputs vary
-    )  # fmt: skip
+    )
 
 
 def _cache_specs(partition: Partition) -> CachePools:

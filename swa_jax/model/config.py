@@ -341,9 +341,12 @@ class ModelConfig:
     def heads_differ(self) -> bool:
         """Whether layers with "global" rotary embeddings have heads of another kind than the others."""
         own = (
-            self.global_head_dim, self.num_global_key_value_heads, self.num_global_attention_heads,
-            self.global_partial_rotary_factor, self.global_sink_logits,
-        )  # fmt: skip
+            self.global_head_dim,
+            self.num_global_key_value_heads,
+            self.num_global_attention_heads,
+            self.global_partial_rotary_factor,
+            self.global_sink_logits,
+        )
         differ = any(value is not None for value in own)
         return bool(self.rope_layers) and (differ or self.attention_k_eq_v or self.num_kv_shared_layers > 0)
 

@@ -250,9 +250,13 @@ class Decoder(nnx.Module):
           active: [B] bool; the cache of other sequences stays as it is, and their logits mean nothing. None: all.
         """
         context = self.context(
-            tokens[:, None], kinds_of(self.pattern), positions=cache.lengths[:, None], full_from=full_from,
-            partition=partition, rope_length=layouts[0].max_length,
-        )  # fmt: skip
+            tokens[:, None],
+            kinds_of(self.pattern),
+            positions=cache.lengths[:, None],
+            full_from=full_from,
+            partition=partition,
+            rope_length=layouts[0].max_length,
+        )
         lengths, layout = cache.lengths + 1, layouts[0]
         whole_entry, entry = cache.lengths, ring_entry(layout, cache.lengths)
         ring = ring_positions(layout, lengths)
@@ -302,9 +306,12 @@ class Decoder(nnx.Module):
         chunk = Chunk(row, cache.lengths[row], count)
         positions = chunk.start + jnp.arange(tokens.shape[0], dtype=jnp.int32)
         context = self.context(
-            tokens[None], kinds_of(self.pattern), positions=positions[None], partition=partition,
+            tokens[None],
+            kinds_of(self.pattern),
+            positions=positions[None],
+            partition=partition,
             rope_length=layouts[0].max_length,
-        )  # fmt: skip
+        )
         alone = None if partition is None else partition.of_one_row
 
         def attend(

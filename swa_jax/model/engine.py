@@ -98,9 +98,12 @@ class Engine:
         partition: Partition | None = None,
     ):
         for name, value, least in (
-            ("slots", slots, 1), ("max_length", max_length, 2), ("chunk", chunk, 1), ("prefixes", prefixes, 0),
+            ("slots", slots, 1),
+            ("max_length", max_length, 2),
+            ("chunk", chunk, 1),
+            ("prefixes", prefixes, 0),
             ("steps", steps, 1),
-        ):  # fmt: skip
+        ):
             if value < least:
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
         self.model, self.max_length, self.chunk, self.steps = model, round_up(max_length), chunk, steps
@@ -211,9 +214,15 @@ class Engine:
         tokens = np.zeros(size, np.int32)
         tokens[: len(piece)] = piece
         logits, self._cache = _extend(
-            self._graph, self._weights, jnp.asarray(tokens), jnp.int32(len(piece)), jnp.int32(number), self._cache,
-            max_length=self.max_length, partition=self._partition,
-        )  # fmt: skip
+            self._graph,
+            self._weights,
+            jnp.asarray(tokens),
+            jnp.int32(len(piece)),
+            jnp.int32(number),
+            self._cache,
+            max_length=self.max_length,
+            partition=self._partition,
+        )
         slot.filled = end
         self.computed_tokens += len(piece)
         if end == slot.branch or slot.is_filled:

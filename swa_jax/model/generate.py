@@ -212,9 +212,13 @@ def decode(
     graph, weights = nnx.split(model)
     rows = len(batch.lengths)
     sequences = Sequences(
-        jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.int32), jnp.ones(rows, bool), batch.keys,
-        jnp.full(rows, max_new_tokens, jnp.int32), batch.lengths,
-    )  # fmt: skip
+        jnp.zeros(rows, jnp.int32),
+        jnp.zeros(rows, jnp.int32),
+        jnp.ones(rows, bool),
+        batch.keys,
+        jnp.full(rows, max_new_tokens, jnp.int32),
+        batch.lengths,
+    )
     new, cache = _decode(
         graph, weights, logits, cache, sequences, drawing(sampling, stop_tokens, seed),
         max_length=batch.max_length, buffer=round_up(max_new_tokens), partition=batch.partition,

@@ -9,9 +9,12 @@ from typing import NamedTuple
 from swa_jax.model.config import ROPE_KINDS, ModelConfig, RopeKind
 
 _OF_GLOBAL_LAYERS = (
-    "global_head_dim", "num_global_key_value_heads", "num_global_attention_heads", "global_partial_rotary_factor",
+    "global_head_dim",
+    "num_global_key_value_heads",
+    "num_global_attention_heads",
+    "global_partial_rotary_factor",
     "global_sink_logits",
-)  # fmt: skip
+)
 
 
 class LayerStack(NamedTuple):

@@ -137,9 +137,13 @@ def linear(path: str, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs) -> 
     kernel, bias = rows[f"{path}.kernel"], rows.get(f"{path}.bias")
     zeros = nnx.initializers.zeros
     return Projection(
-        *kernel.shape, use_bias=bias is not None, kernel_init=kernel.init, bias_init=bias.init if bias else zeros,
-        param_dtype=dtype, rngs=rngs,
-    )  # fmt: skip
+        *kernel.shape,
+        use_bias=bias is not None,
+        kernel_init=kernel.init,
+        bias_init=bias.init if bias else zeros,
+        param_dtype=dtype,
+        rngs=rngs,
+    )
 
 
 # cos and sin [R, B, T, D] f32 of the R rotary embeddings of layers whose heads have D channels, by D.

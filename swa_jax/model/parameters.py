@@ -97,12 +97,15 @@ def parameters(config: ModelConfig, routed: bool = False) -> tuple[Parameter, ..
     d, vocab, tied = config.hidden_size, config.vocab_size, config.tie_word_embeddings
     layer = [
         dataclasses.replace(
-            row, path=("layers", *([like.name] if like.name else []), *row.path), layers=like.layers, stack=like.name,
+            row,
+            path=("layers", *([like.name] if like.name else []), *row.path),
+            layers=like.layers,
+            stack=like.name,
             hf_name=f"model.layers.{{layer}}.{row.hf_name}",
         )
         for like in layer_stacks(config)
         for row in _layer(like.config, routed)
-    ]  # fmt: skip
+    ]
     draw = normal(config.initializer_range)
     return (
         Parameter(("embedding",), (vocab, d), ("vocab", "embed"), draw, EMBEDDING, output=tied),
@@ -244,19 +247,29 @@ def _experts(config: ModelConfig) -> list[Parameter]:
     for name, (shape, axes) in (shapes | {"down_proj": ((f, d), ("mlp", "embed"))}).items():
         hf_name = f"mlp.experts.{name}" if config.fused_experts else f"mlp.experts.{{expert}}.{name}.weight"
         kernel = Parameter(
-            ("experts", name, "kernel"), (count, *shape), ("expert", *axes), draw, hf_name,
-            transposed=not config.fused_experts, matrix=True, experts_per_token=config.num_experts_per_tok,
-        )  # fmt: skip
+            ("experts", name, "kernel"),
+            (count, *shape),
+            ("expert", *axes),
+            draw,
+            hf_name,
+            transposed=not config.fused_experts,
+            matrix=True,
+            experts_per_token=config.num_experts_per_tok,
+        )
         rows.append(kernel)
         if config.mlp_bias:
             bias = f"{hf_name}_bias" if config.fused_experts else f"{hf_name.removesuffix('weight')}bias"
             outputs = None if axes[1] == "embed" else axes[1]
             rows.append(
                 Parameter(
-                    ("experts", name, "bias"), (count, shape[1]), ("expert", outputs), nnx.initializers.zeros, bias,
+                    ("experts", name, "bias"),
+                    (count, shape[1]),
+                    ("expert", outputs),
+                    nnx.initializers.zeros,
+                    bias,
                     experts_per_token=config.num_experts_per_tok,
                 )
-            )  # fmt: skip
+            )
     if (width := config.shared_expert_intermediate_size) > 0:
         rows += _mlp_at("experts.shared_expert", "mlp.shared_experts", width, config)
     return rows
@@ -297,9 +310,8 @@ def _linear(
     """A linear map [in, out], and its bias [out] if there is one."""
     place, draw = tuple(path.split(".")), normal(config.initializer_range)
     kernel = Parameter(
-        (*place, "kernel"), shape, axes, draw, f"{hf_name}.weight",
-        transposed=True, matrix=matrix, output=output,
-    )  # fmt: skip
+        (*place, "kernel"), shape, axes, draw, f"{hf_name}.weight", transposed=True, matrix=matrix, output=output
+    )
     if bias_init is None:
         return [kernel]
     # Activations keep their `embed` dimension whole, and so do the biases that are added to them.
@@ -321,13 +333,23 @@ def low_rank(parameter: Parameter, rank: int) -> tuple[Parameter, Parameter]:
 
     module = parameter.hf_name.removesuffix(".weight")
     a = Parameter(
-        (*place, "lora_a"), (inputs, rank), (of_inputs, None), draw, f"{module}.lora_A.weight",
-        layers=parameter.layers, transposed=True,
-    )  # fmt: skip
+        (*place, "lora_a"),
+        (inputs, rank),
+        (of_inputs, None),
+        draw,
+        f"{module}.lora_A.weight",
+        layers=parameter.layers,
+        transposed=True,
+    )
     b = Parameter(
-        (*place, "lora_b"), (rank, outputs), (None, of_outputs), nnx.initializers.zeros,
-        f"{module}.lora_B.weight", layers=parameter.layers, transposed=True,
-    )  # fmt: skip
+        (*place, "lora_b"),
+        (rank, outputs),
+        (None, of_outputs),
+        nnx.initializers.zeros,
+        f"{module}.lora_B.weight",
+        layers=parameter.layers,
+        transposed=True,
+    )
     return a, b
 
 

@@ -47,9 +47,15 @@ def top_logprobs(
     tokens[0, : len(whole)] = whole
     graph, weights = nnx.split(model)
     ids, values = _top_logprobs(
-        graph, weights, jnp.asarray(tokens), jnp.int32(len(whole)), jnp.int32(len(prompt)),
-        places=places, count=count, partition=None if partition is None else partition.of_one_row,
-    )  # fmt: skip
+        graph,
+        weights,
+        jnp.asarray(tokens),
+        jnp.int32(len(whole)),
+        jnp.int32(len(prompt)),
+        places=places,
+        count=count,
+        partition=None if partition is None else partition.of_one_row,
+    )
     return np.asarray(ids)[: len(reply)], np.asarray(values)[: len(reply)]
 
 

@@ -95,9 +95,8 @@ def _cells(axes: Axes, grid: np.ndarray, low: float, high: float, form: str) -> 
     for i, j in np.argwhere(np.isfinite(grid)):
         dark = luminance(image.to_rgba(grid[i, j])) < 0.22  # white is then the ink of more contrast
         axes.text(
-            j, i, f"{grid[i, j]:{form}}", ha="center", va="center", fontsize=SMALL,
-            color="white" if dark else INK,
-        )  # fmt: skip
+            j, i, f"{grid[i, j]:{form}}", ha="center", va="center", fontsize=SMALL, color="white" if dark else INK
+        )
 
 
 @styled
@@ -108,9 +107,14 @@ def layer_ratio_map(ratio: ArrayLike, interval: int, file: str | Path, *, title:
     figure = style.new_figure(6.4, 1.3 + 0.2 * layers, title)
     axes = figure.add_subplot()
     image = axes.imshow(
-        percent, vmin=0, vmax=100, cmap=SEQUENTIAL, aspect="auto",
-        extent=(0, interval * points, layers - 0.5, -0.5), interpolation="nearest",
-    )  # fmt: skip
+        percent,
+        vmin=0,
+        vmax=100,
+        cmap=SEQUENTIAL,
+        aspect="auto",
+        extent=(0, interval * points, layers - 0.5, -0.5),
+        interpolation="nearest",
+    )
     _layer_ticks(axes, layers)
     for edge in range(1, layers):
         axes.axhline(edge - 0.5, color="white", linewidth=1)

@@ -103,9 +103,15 @@ def _points(line: DepthLine) -> tuple[list[float], list[float]]:
 def _line_with_bars(axes: Axes, line: DepthLine, color: str) -> None:
     depths, means = _points(line)
     axes.errorbar(
-        depths, means, error_bars([ratio for _, ratio in line], 100), color=color, marker="o", markersize=3.5,
-        elinewidth=0.9, zorder=3,
-    )  # fmt: skip
+        depths,
+        means,
+        error_bars([ratio for _, ratio in line], 100),
+        color=color,
+        marker="o",
+        markersize=3.5,
+        elinewidth=0.9,
+        zorder=3,
+    )
 
 
 def _whiskers(axes: Axes, places: np.ndarray, means: np.ndarray, reach: np.ndarray) -> None:

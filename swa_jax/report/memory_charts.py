@@ -116,9 +116,15 @@ def _references(axes: Axes, references: Mapping[str, Sequence[Row]]) -> None:
         axes.plot([x], [y], marker="o", markersize=4, color=INK, markerfacecolor="white", zorder=3)
         far_right = x > 0.5 * axes.get_xlim()[1]
         axes.annotate(
-            name, (x, y), (2 if far_right else 0, -6), textcoords="offset points", fontsize=7,
-            ha="right" if far_right else "left", va="top", color=INK,
-        )  # fmt: skip
+            name,
+            (x, y),
+            (2 if far_right else 0, -6),
+            textcoords="offset points",
+            fontsize=7,
+            ha="right" if far_right else "left",
+            va="top",
+            color=INK,
+        )
 
 
 def _megabytes(rows: Sequence[Row]) -> np.ndarray:

@@ -45,11 +45,16 @@ class Progress:
         self.first: tuple[int, float] | None = None  # what was done at the first update, and when that was
         self.printed = self.printed_at = 0.0
         self.bar = rich.progress.Progress(
-            rich.progress.TextColumn("{task.description}", markup=False), rich.progress.BarColumn(),
-            rich.progress.MofNCompleteColumn(), rich.progress.TextColumn("{task.fields[text]}", markup=False),
-            rich.progress.TimeElapsedColumn(), rich.progress.TimeRemainingColumn(),
-            console=self.console, transient=transient, disable=quiet or self.plain,
-        )  # fmt: skip
+            rich.progress.TextColumn("{task.description}", markup=False),
+            rich.progress.BarColumn(),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TextColumn("{task.fields[text]}", markup=False),
+            rich.progress.TimeElapsedColumn(),
+            rich.progress.TimeRemainingColumn(),
+            console=self.console,
+            transient=transient,
+            disable=quiet or self.plain,
+        )
         self.task = self.bar.add_task(label, total=None, text="")
 
     def update(self, done: int, total: int, text: str = "", note: str = "") -> None:

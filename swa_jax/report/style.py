@@ -17,9 +17,7 @@ from numpy.typing import ArrayLike
 from swa_jax.files import write_bytes
 
 # Six colours of Okabe and Ito's eight (Color Universal Design, 2008): black is for text, yellow is too pale on white.
-BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = (
-    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9",
-)  # fmt: skip
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 HIGHLIGHTS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
 GREY = "#C3C8CE"  # what stands behind the highlighted series
 INK, AXIS = "#1F2328", "#6E7781"

@@ -77,9 +77,13 @@ def compare(
     """
     scored_on = content_key(model, held_out, weights=weights)
     choice = {
-        "sliding_window": sliding_window, "num_sink_tokens": num_sink_tokens, "eval_window": eval_window,
-        "iterations": iterations, "full_attention_decode": full_attention_decode, "by": by,
-    }  # fmt: skip
+        "sliding_window": sliding_window,
+        "num_sink_tokens": num_sink_tokens,
+        "eval_window": eval_window,
+        "iterations": iterations,
+        "full_attention_decode": full_attention_decode,
+        "by": by,
+    }
     results = _Results(out / "results.json", digest([scored_on, choice, dict(settings)]))
     if methods and sliding_window is None:
         raise ConfigError("sliding_window is missing: methods need to know what a windowed head sees")
@@ -256,12 +260,16 @@ def summary(
         losses = np.array([row["losses"] for row in members], float)
         found, loss = accuracy_interval(exact.mean(0)), bootstrap(losses.mean(0))
         one: dict[str, Any] = {
-            "name": name, "ratio": ratio, "seeds": [row.get("seed") for row in members],
-            "needle_accuracy": found.mean, "needle_interval": found.interval,
+            "name": name,
+            "ratio": ratio,
+            "seeds": [row.get("seed") for row in members],
+            "needle_accuracy": found.mean,
+            "needle_interval": found.interval,
             "by_seed": exact.mean(1).tolist(),
-            "answer_nll": loss.mean, "answer_nll_interval": loss.interval,
+            "answer_nll": loss.mean,
+            "answer_nll_interval": loss.interval,
             "kv_cache_bytes": float(np.mean([row["kv_cache_bytes"] for row in members])),
-        }  # fmt: skip
+        }
         other = groups.get((str(first), ratio)) if ratio is not None and name != first else None
         if other and one["seeds"] == [row.get("seed") for row in other]:
             base = np.array([row["right"] for row in other], float)

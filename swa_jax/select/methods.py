@@ -107,9 +107,12 @@ def choose(
 
 def _nll(task: Task, greedy: bool = False, tried: int = 0) -> list[AttentionPattern]:
     scorer = LayerScorer(
-        task.model, task.examples, **task.windowed, full_attention_decode=task.full_attention_decode,
+        task.model,
+        task.examples,
+        **task.windowed,
+        full_attention_decode=task.full_attention_decode,
         batch_size=task.batch_size,
-    )  # fmt: skip
+    )
     drawn: dict[str, Any] = {"data": task.data, "seed": task.seed}
     if not greedy:
         scores = scorer(progress=task.progress)
@@ -123,9 +126,15 @@ def _nll(task: Task, greedy: bool = False, tried: int = 0) -> list[AttentionPatt
 
 def _nll_heads(task: Task) -> list[AttentionPattern]:
     evaluate = MaskEvaluator(
-        task.model, task.examples, **task.windowed, full_attention_decode=task.full_attention_decode,
-        by=task.by, batch_size=task.batch_size, file=task.evaluations, weights=task.weights,
-    )  # fmt: skip
+        task.model,
+        task.examples,
+        **task.windowed,
+        full_attention_decode=task.full_attention_decode,
+        by=task.by,
+        batch_size=task.batch_size,
+        file=task.evaluations,
+        weights=task.weights,
+    )
     total = math.prod(evaluate.shape)
     counts = [total - windowed_count(ratio, total) for ratio in task.ratios]
     try:
@@ -143,18 +152,28 @@ def _light_transfer(task: Task) -> list[AttentionPattern]:
     )
     return [
         light_transfer_pattern(
-            lazy, budget=n, sliding_window=task.sliding_window, num_sink_tokens=task.num_sink_tokens, data=task.data,
+            lazy,
+            budget=n,
+            sliding_window=task.sliding_window,
+            num_sink_tokens=task.num_sink_tokens,
+            data=task.data,
             seed=task.seed,
         )
         for n in task.layer_budgets
-    ]  # fmt: skip
+    ]
 
 
 def _bosch(task: Task, variant: Variant) -> list[AttentionPattern]:
     evaluate = MaskEvaluator(
-        task.model, task.examples, **task.windowed, full_attention_decode=task.full_attention_decode,
-        by=task.by, batch_size=task.batch_size, file=task.evaluations, weights=task.weights,
-    )  # fmt: skip
+        task.model,
+        task.examples,
+        **task.windowed,
+        full_attention_decode=task.full_attention_decode,
+        by=task.by,
+        batch_size=task.batch_size,
+        file=task.evaluations,
+        weights=task.weights,
+    )
     settings: dict[str, Any] = {"variant": variant, "iterations": task.iterations, "seed": task.seed}
     try:
         return [
@@ -173,9 +192,15 @@ def _bosch(task: Task, variant: Variant) -> list[AttentionPattern]:
 
 def _static(task: Task, method: StaticMethod) -> list[AttentionPattern]:
     scores = static_scores(
-        task.model, task.examples, method, **task.windowed, full_attention_decode=task.full_attention_decode,
-        batch_size=task.batch_size, seed=task.seed, progress=task.progress,
-    )  # fmt: skip
+        task.model,
+        task.examples,
+        method,
+        **task.windowed,
+        full_attention_decode=task.full_attention_decode,
+        batch_size=task.batch_size,
+        seed=task.seed,
+        progress=task.progress,
+    )
     local = LARGER_IS_LOCAL[method]
     masks = [window_most_local(scores, ratio, larger_is_local=local) for ratio in task.ratios]
     more = {"data": task.data, "scores": scores.tolist(), "larger_is_local": local}
@@ -186,10 +211,15 @@ def _gates(task: Task) -> list[AttentionPattern]:
     patterns = []
     for ratio in task.ratios:
         scores = gate_logits(
-            task.model, task.examples, full_share=1 - ratio, **task.windowed,
-            full_attention_decode=task.full_attention_decode, batch_size=task.batch_size, seed=task.seed,
+            task.model,
+            task.examples,
+            full_share=1 - ratio,
+            **task.windowed,
+            full_attention_decode=task.full_attention_decode,
+            batch_size=task.batch_size,
+            seed=task.seed,
             progress=task.progress,
-        )  # fmt: skip
+        )
         mask = window_most_local(scores, ratio, larger_is_local=False)
         more = {"data": task.data, "scores": scores.tolist(), "larger_is_local": False}
         patterns += _of_masks(task._replace(ratios=[ratio]), [mask], "gates", more)
@@ -205,11 +235,13 @@ def _heuristic(task: Task, kind: Heuristic) -> list[AttentionPattern]:
 def _of_masks(task: Task, masks: Sequence[np.ndarray], method: str, more: dict[str, Any]) -> list[AttentionPattern]:
     return [
         head_pattern(
-            full, task.sliding_window, task.num_sink_tokens,
+            full,
+            task.sliding_window,
+            task.num_sink_tokens,
             {"method": method, "ratio": ratio, "windowed_heads": int((~full).sum()), "seed": task.seed, **more},
         )
         for full, ratio in zip(masks, task.ratios, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 _RUN: dict[str, Any] = {

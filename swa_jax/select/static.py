@@ -99,10 +99,15 @@ def static_scores(
     config = model.config
     if method in ("kl", "kl-layers"):
         return kl_scores(
-            model, examples, sliding_window=sliding_window, num_sink_tokens=num_sink_tokens,
-            full_attention_decode=full_attention_decode, whole_layers=method == "kl-layers", batch_size=batch_size,
+            model,
+            examples,
+            sliding_window=sliding_window,
+            num_sink_tokens=num_sink_tokens,
+            full_attention_decode=full_attention_decode,
+            whole_layers=method == "kl-layers",
+            batch_size=batch_size,
             progress=progress,
-        )  # fmt: skip
+        )
     check_softmax(config, f"{method} scores heads")
     kv_heads = config.common_kv_heads
     if method == "fisher-text":

@@ -78,8 +78,10 @@ def with_earlier_optimizer(state: TrainState, config: TrainConfig) -> TrainState
         )
     optimizer = jax.tree.map(
         lambda fresh, old: fresh if _is_schedule(fresh) else old,
-        state.optimizer, earlier.optimizer, is_leaf=_is_schedule,
-    )  # fmt: skip
+        state.optimizer,
+        earlier.optimizer,
+        is_leaf=_is_schedule,
+    )
     return dataclasses.replace(state, params=earlier.params, optimizer=optimizer)
 
 

@@ -108,9 +108,12 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
         done = int(state.step)
         peak = peak_flops(jax.devices()[0].device_kind)
         log = RunLog(
-            run.folder, config.log, resume_at=done, settings=to_dict(config),
+            run.folder,
+            config.log,
+            resume_at=done,
+            settings=to_dict(config),
             peak_flops=None if peak is None else peak * jax.device_count(),
-        )  # fmt: skip
+        )
         with Progress("step", transient=False, quiet=quiet or not first) as progress, log:
 
             def show(lines: list[dict[str, Any]]) -> None:
@@ -241,9 +244,12 @@ def _merged(run: Run, state: TrainState) -> Decoder:
     jax.tree.map(lambda x: x.delete(), state.frozen)
     source = open_checkpoint(run.config.init_from)
     base = load_model(
-        run.config.init_from, run.model.pattern, dtype=jnp.result_type(source.dtype, run.config.save_dtype),
-        config=run.model.config, partition=run.partition,
-    )  # fmt: skip
+        run.config.init_from,
+        run.model.pattern,
+        dtype=jnp.result_type(source.dtype, run.config.save_dtype),
+        config=run.model.config,
+        partition=run.partition,
+    )
     model = with_lora(base, run.config.lora, nnx.Rngs(run.config.seed))
     nnx.update(model, state.params)
     destination = run.folder / "adapter"
@@ -339,9 +345,13 @@ def _prepare(config: TrainConfig) -> Run:
     batches = open_stages(config, tokenizer, partition)
     if config.init_from is not None:
         model = load_model(
-            config.init_from, pattern, dtype=config.start_dtype, config=model_config, partition=partition,
+            config.init_from,
+            pattern,
+            dtype=config.start_dtype,
+            config=model_config,
+            partition=partition,
             router_seed=config.seed,
-        )  # fmt: skip
+        )
         if config.lora is not None:
             model = with_lora(model, config.lora, nnx.Rngs(config.seed))
     else:

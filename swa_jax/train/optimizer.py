@@ -84,8 +84,10 @@ def warn_of_short_runs(config: OptimizerConfig, total_steps: int) -> None:
     if total_steps > 0 and last < config.warmup_steps + decay:
         logger.warning(
             "the learning rate takes %d steps to warm up and %d to decay, but the run has %d steps in all",
-            config.warmup_steps, decay, last,
-        )  # fmt: skip
+            config.warmup_steps,
+            decay,
+            last,
+        )
 
 
 def is_matrix(params: Any, model: ModelConfig) -> Any:

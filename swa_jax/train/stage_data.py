@@ -39,10 +39,14 @@ def stage_batches(config: TrainConfig, number: int, tokenizer: Tokenizer, partit
     """What a stage trains on; without end."""
     stage = config.stages[number]
     return make_batches(
-        stage.data, tokenizer, length=stage.sequence_length, batch_size=stage.batch_size,
-        seed=config.seed + 1000 * number, rows=local_rows(partition, stage.batch_size),
+        stage.data,
+        tokenizer,
+        length=stage.sequence_length,
+        batch_size=stage.batch_size,
+        seed=config.seed + 1000 * number,
+        rows=local_rows(partition, stage.batch_size),
         top_logprobs=config.kl_top_k or 0,
-    )  # fmt: skip
+    )
 
 
 def held_out_batches(
@@ -51,9 +55,15 @@ def held_out_batches(
     """The documents that a stage holds out, once, in batches of one piece's rows."""
     rows = stage.batch_size // stage.accumulate
     return make_batches(
-        stage.data, tokenizer, length=stage.sequence_length, batch_size=rows, seed=config.seed,
-        rows=local_rows(partition, rows), held_out=True, top_logprobs=config.kl_top_k or 0,
-    )  # fmt: skip
+        stage.data,
+        tokenizer,
+        length=stage.sequence_length,
+        batch_size=rows,
+        seed=config.seed,
+        rows=local_rows(partition, rows),
+        held_out=True,
+        top_logprobs=config.kl_top_k or 0,
+    )
 
 
 def local_rows(partition: Partition | None, batch_size: int) -> slice:

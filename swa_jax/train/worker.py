@@ -47,10 +47,14 @@ def worker(place: Place, timeout: int) -> Iterator[Callable[[dict[str, Any]], No
 
         line.say(settings=settings | {"version of jax": jax.__version__})
         jax.distributed.initialize(
-            line.go.get(), place.processes, place.process, cluster_detection_method="deactivate",
+            line.go.get(),
+            place.processes,
+            place.process,
+            cluster_detection_method="deactivate",
             # JAX would end a healthy process without a word on which other one is gone: the guards watch, and say it.
-            initialization_timeout=timeout, heartbeat_timeout_seconds=_DAY,
-        )  # fmt: skip
+            initialization_timeout=timeout,
+            heartbeat_timeout_seconds=_DAY,
+        )
 
     try:
         yield join

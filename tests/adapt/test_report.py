@@ -13,9 +13,13 @@ from swa_jax.model.pattern import AttentionPattern
 
 def row(figure, difference, task="text"):
     return {
-        "task": task, "figure": figure, "n": 8, "original": [0.5, 0.4, 0.6], "adapted": [0.5, 0.4, 0.6],
+        "task": task,
+        "figure": figure,
+        "n": 8,
+        "original": [0.5, 0.4, 0.6],
+        "adapted": [0.5, 0.4, 0.6],
         "difference": difference,
-    }  # fmt: skip
+    }
 
 
 def candidate(pattern, lost, share):
@@ -29,9 +33,13 @@ def candidate(pattern, lost, share):
 
 def figures(first, token):
     return {
-        "first_token_seconds": first, "token_seconds": token, "request_seconds": first + 31 * token,
-        "tokens_per_second": 1.0, "kv_cache_bytes": 2**20, "token_seconds_all": [token] * 5,
-    }  # fmt: skip
+        "first_token_seconds": first,
+        "token_seconds": token,
+        "request_seconds": first + 31 * token,
+        "tokens_per_second": 1.0,
+        "kv_cache_bytes": 2**20,
+        "token_seconds_all": [token] * 5,
+    }
 
 
 def results_of(folder, *, compared, adapted_speed=(0.5, 0.01), tune=None):
@@ -39,17 +47,20 @@ def results_of(folder, *, compared, adapted_speed=(0.5, 0.01), tune=None):
     found = {
         "search": {
             "candidates": [candidate(patterns[0], 0.25, 0.2), candidate(patterns[1], -0.01, 0.3)],
-            "best": 1, "layer_scores": [[0.1, None, None]] * 8, "left_out": ["window 9: takes at least 90.0%"],
+            "best": 1,
+            "layer_scores": [[0.1, None, None]] * 8,
+            "left_out": ["window 9: takes at least 90.0%"],
             "doubts": ["Plain text: no difference beyond chance"],
         },
         "adapted": {"compared": compared, "windows": {"needles-1": {"losses": [1.0], "right": [0.0, 0.5]}}},
         "tune": tune or {},
         "efficiency": {
-            "prompt_tokens": 250, "new_tokens": 32,
+            "prompt_tokens": 250,
+            "new_tokens": 32,
             "figures": {"original": figures(1.0, 0.02), "adapted": figures(*adapted_speed)},
         },
         "export": {"describe": ["vllm 0.33.0 runs it as X.\nStart it with: y"], "command": "vllm serve <out>"},
-    }  # fmt: skip
+    }
     return Results(folder, print, found, dict.fromkeys(STAGES, 10.0) | {"canary": 0.0})
 
 

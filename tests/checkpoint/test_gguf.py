@@ -267,8 +267,10 @@ def test_factors_of_frequencies_that_follow_no_rule(wide, tmp_path):
 def test_the_two_largest_gemmas_scale_by_their_width(tmp_path, monkeypatch):
     """query_pre_attn_scalar of Gemma 2 27B is 144, of Gemma 3 27B 168, and the head's width elsewhere."""
     for architecture, layers, width, heads, scalar in (
-        ("gemma2", 46, 4608, 32, 144), ("gemma3", 62, 5376, 32, 168), ("gemma3", 48, 3840, 16, 256),
-    ):  # fmt: skip
+        ("gemma2", 46, 4608, 32, 144),
+        ("gemma3", 62, 5376, 32, 168),
+        ("gemma3", 48, 3840, 16, 256),
+    ):
         hf = {"head_dim": 256, "hidden_size": width, "num_attention_heads": heads}
         metadata = Metadata.__new__(Metadata)
         metadata.layers = layers

@@ -57,7 +57,7 @@ def breaks(monkeypatch, after: int, error: BaseException) -> list[str]:
 @pytest.mark.parametrize(
     "error",
     [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), OSError(errno.EIO, "I/O error"), MemoryError(), SystemExit(1)],
-)  # fmt: skip
+)
 def test_a_failed_import_leaves_nothing(source, destination, monkeypatch, after, error):
     with monkeypatch.context() as patch:
         breaks(patch, after, error)

@@ -45,9 +45,15 @@ print(memory("VmHWM:") - before, weights)
 def test_loading_takes_little_more_than_the_weights(tmp_path, tied):
     """Also where the embedding is most of the model."""
     config = {
-        "model_type": "llama", "vocab_size": 100_000, "hidden_size": 1024, "intermediate_size": 2048,
-        "num_hidden_layers": 6, "num_attention_heads": 8, "tie_word_embeddings": tied, "dtype": "bfloat16",
-    }  # fmt: skip
+        "model_type": "llama",
+        "vocab_size": 100_000,
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "tie_word_embeddings": tied,
+        "dtype": "bfloat16",
+    }
     source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text(json.dumps(config))

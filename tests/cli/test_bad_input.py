@@ -29,9 +29,15 @@ from swa_jax.train.config import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 MODEL = {
-    "model_type": "qwen3", "vocab_size": 260, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 260,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
 TEXT = "the quick brown fox jumps over a lazy dog. " * 40
 
 
@@ -88,7 +94,7 @@ def _write(file: Path, config: dict) -> Path:
         (["stages.0.accumulate=4"], "'stages.0.batch_size' = 6 must be a multiple of 'accumulate' = 4"),
         (["model=@absent.yaml"], "configuration file absent.yaml does not exist"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_setting(file, tmp_path, overrides, sentence):
     assert fails("train", file, *overrides).startswith(sentence)
     assert not (tmp_path / "run").exists()
@@ -104,14 +110,19 @@ def test_a_configuration_that_is_none(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["mesh.fsdp=4"], "'stages.0': batch_size / accumulate = 6 cannot be split in 4 (data 1 x fsdp 4): make it a "
-         "multiple of 4, or change 'mesh'"),
-        (["mesh.context=4", "mesh.fsdp=1", "stages.0.sequence_length=18"],
-         "'stages.0': sequence_length = 18 cannot be split in 4 (context 4): make it a multiple of 4, or change"),
+        (
+            ["mesh.fsdp=4"],
+            "'stages.0': batch_size / accumulate = 6 cannot be split in 4 (data 1 x fsdp 4): make it a "
+            "multiple of 4, or change 'mesh'",
+        ),
+        (
+            ["mesh.context=4", "mesh.fsdp=1", "stages.0.sequence_length=18"],
+            "'stages.0': sequence_length = 18 cannot be split in 4 (context 4): make it a multiple of 4, or change",
+        ),
         (["mesh.fsdp=3"], "'mesh' (slices 1, data 1, fsdp 3, context 1, tensor 1) asks for 3 devices, but there are 4"),
         (["mesh.tensor=4", "mesh.fsdp=1"], "num_attention_heads is 2, which 'mesh.tensor' = 4 does not divide"),
     ],
-)  # fmt: skip
+)
 def test_a_mesh_that_does_not_divide(file, tmp_path, monkeypatch, overrides, sentence):
     """On four devices that are only thought of: nothing is computed before it is refused."""
 
@@ -300,9 +311,8 @@ def test_tokens_of_another_tokenizer(file, tmp_path, byte_tokenizer):
     train_byte_bpe([TEXT], 260).backend.save(str(other))
     result = CliRunner().invoke(
         app,
-        ["data", "tokenize", str(tmp_path / "text.txt"), "--tokenizer", str(other), "--out",
-         str(tmp_path / "tokens")],
-    )  # fmt: skip
+        ["data", "tokenize", str(tmp_path / "text.txt"), "--tokenizer", str(other), "--out", str(tmp_path / "tokens")],
+    )
     assert result.exit_code == 0, result.output
     sentence = fails("train", file, f"stages.0.data=[{{kind: tokens, files: [{tmp_path / 'tokens'}]}}]")
     assert "was tokenised with another tokenizer" in sentence
@@ -355,8 +365,12 @@ def process(arguments: list[str], variables: dict[str, str]) -> tuple[int, str, 
     """Status, standard output and standard error of the command line in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-m", "swa_jax.cli", *arguments],
-        capture_output=True, text=True, cwd=ROOT, env=_environment(variables), timeout=240,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=_environment(variables),
+        timeout=240,
+    )
     return done.returncode, done.stdout, done.stderr
 
 

@@ -245,10 +245,12 @@ def test_a_prompt_may_speak_of_buckets(checkpoint):
         ({"init_from": "gs://b/model", "model": None}, "'init_from' = gs://b/model"),
         ({"tokenizer": "gs://b/t"}, "'tokenizer' = gs://b/t"),
         ({"pattern": "gs://b/p.json"}, "'pattern' = gs://b/p.json"),
-        ({"stages": [{"steps": 1, "sequence_length": 8, "batch_size": 1, "data": [{"files": ["s3://b/d"]}]}]},
-         "data files s3://b/d"),
+        (
+            {"stages": [{"steps": 1, "sequence_length": 8, "batch_size": 1, "data": [{"files": ["s3://b/d"]}]}]},
+            "data files s3://b/d",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_configuration_names_no_bucket(change, what):
     stages = [{"steps": 1, "sequence_length": 8, "batch_size": 1}]
     sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), 8)

@@ -237,9 +237,7 @@ def test_a_sweep_scores_every_token_in_every_cell(checkpoint, text):
     model = load_model(checkpoint)
     tokens = list(text.read_bytes())
     scores = perplexity_sweep(model, tokens, windows=[4, 16, None], lengths=[32, 128], batch_size=2)
-    assert [(s.window, s.length) for s in scores] == [
-        (4, 32), (4, 128), (16, 32), (16, 128), (None, 32), (None, 128),
-    ]  # fmt: skip
+    assert [(s.window, s.length) for s in scores] == [(4, 32), (4, 128), (16, 32), (16, 128), (None, 32), (None, 128)]
     assert {s.num_tokens for s in scores} == {len(tokens) - 1}
     assert [s.past_training_length for s in scores] == [False, True] * 3
     for score in scores:
@@ -326,8 +324,11 @@ def test_routing_on_needles(checkpoint, tmp_path):
     run("evaluate", "routing", checkpoint, *options, "--out", tmp_path)
     rows = json.loads((tmp_path / "results.json").read_text())["routing"]
     assert [(r["data"], r["length"], r["depth"], r["n"]) for r in rows] == [
-        ("needle", 320, 0, 2), ("needle", 320, 1, 2), ("needle", 330, 0, 2), ("needle", 330, 1, 2),
-    ]  # fmt: skip
+        ("needle", 320, 0, 2),
+        ("needle", 320, 1, 2),
+        ("needle", 330, 0, 2),
+        ("needle", 330, 1, 2),
+    ]
 
 
 def test_needles_are_mapped_by_the_depths_that_they_take_in_turn():
@@ -351,8 +352,11 @@ def test_efficiency_times_every_pattern(checkpoint, tmp_path):
     assert "In brackets: times faster than full." in said
     rows = json.loads((tmp_path / "results.json").read_text())["efficiency"]
     assert [(row["name"], row["length"]) for row in rows] == [
-        ("full", 64), ("window", 64), ("full", 96), ("window", 96),
-    ]  # fmt: skip
+        ("full", 64),
+        ("window", 64),
+        ("full", 96),
+        ("window", 96),
+    ]
     for full, window in (rows[:2], rows[2:]):
         assert full["kv_cache_bytes"] > window["kv_cache_bytes"] > 0
     assert all(len(row["token_seconds_all"]) == 2 for row in rows)
@@ -370,8 +374,12 @@ def test_several_kinds_share_a_folder(checkpoint, text, tmp_path):
     results = json.loads((tmp_path / "results.json").read_text())
     assert set(results) == {"model", "yarn", "dtype", "patterns", "settings", "perplexity_sweep", "rows"}
     assert results["settings"]["text"] == {
-        "file": str(text), "lengths": "32", "eval_windows": None, "batch_size": 16, "seed": 0,
-    }  # fmt: skip
+        "file": str(text),
+        "lengths": "32",
+        "eval_windows": None,
+        "batch_size": 16,
+        "seed": 0,
+    }
     before = (tmp_path / "results.json").read_bytes()
     assert fails(*needles, *out).startswith(f"{tmp_path} has results of `evaluate needles` already: ")
     other = ("--pattern", "window", "--window", 8, "--out", tmp_path)

@@ -159,8 +159,10 @@ def test_tasks_of_ruler_go_on_after_an_interruption(checkpoint, talking, tmp_pat
     assert "qa: 100 % where one of the right answers is there" in output
     rows = json.loads((whole / "results.json").read_text())["ruler"]
     assert [(row["task"], row["depth"], row["num_examples"]) for row in rows] == [
-        ("vt", None, 2), ("fwe", None, 2), ("qa_2", None, 2),
-    ]  # fmt: skip
+        ("vt", None, 2),
+        ("fwe", None, 2),
+        ("qa_2", None, 2),
+    ]
     samples = (whole / "samples.jsonl").read_text().splitlines()
     assert len(samples) == 6
     # An interruption after four prompts: these are not answered again.

@@ -119,9 +119,7 @@ def test_a_command_chooses_what_compare_chooses_by_that_name(planted, tmp_path, 
     run("select", name, "x", *options)
     chosen = AttentionPattern.from_json(tmp_path / "p.json")
     assert chosen.provenance["method"] == name
-    (same,) = choose(
-        name, planted_model(), planted_examples(), [0.75], sliding_window=WINDOW_SIZE, iterations=2
-    )  # fmt: skip
+    (same,) = choose(name, planted_model(), planted_examples(), [0.75], sliding_window=WINDOW_SIZE, iterations=2)
     assert (same, same.provenance["method"]) == (chosen, name)
 
 

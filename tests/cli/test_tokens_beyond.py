@@ -55,8 +55,11 @@ def test_training(checkpoint, tmp_path, kind):
         source = {"files": [str(tmp_path / "tokens")], "kind": "tokens"}
     stage = {"steps": 2, "sequence_length": 16, "batch_size": 32, "data": [source]}
     config = {
-        "output": str(tmp_path / "run"), "tokenizer": str(checkpoint), "init_from": str(checkpoint), "stages": [stage]
-    }  # fmt: skip
+        "output": str(tmp_path / "run"),
+        "tokenizer": str(checkpoint),
+        "init_from": str(checkpoint),
+        "stages": [stage],
+    }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     sentence = run("train", tmp_path / "config.yaml", status=2).splitlines()[-1]
     place = {

@@ -22,13 +22,16 @@ VALUES = (
 )  # fmt: skip
 JSON = {
     "tokenizer_config.json": {
-        "eos_token": {"content": "b"}, "bos_token": "a", "chat_template": "{{ messages[0].content }}",
-        "added_tokens_decoder": {"1": {"content": "b"}}, "extra_special_tokens": {"image_token": "c"},
+        "eos_token": {"content": "b"},
+        "bos_token": "a",
+        "chat_template": "{{ messages[0].content }}",
+        "added_tokens_decoder": {"1": {"content": "b"}},
+        "extra_special_tokens": {"image_token": "c"},
     },
     "special_tokens_map.json": {"eos_token": "b", "additional_special_tokens": ["c"]},
     "generation_config.json": {"eos_token_id": [2, 3], "do_sample": True},
     "config.json": {"eos_token_id": 2, "text_config": {"eos_token_id": [2]}},
-}  # fmt: skip
+}
 CONFIG = {
     "output": "run", "tokenizer": "t", "seed": 3, "checkpoint_every": 4, "log": {"every": 2},
     "model": {"vocab_size": 260, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,

@@ -232,7 +232,7 @@ TWICE = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% en
         ("{{ (" * 2000, "cannot be read: "),
         ("{{ messages[0].content.nothing.at_all }}", "refuses these messages: 'str object' has no attribute"),
     ],
-)  # fmt: skip
+)
 def test_a_template_has_limits(tmp_path, monkeypatch, template, sentence):
     monkeypatch.setattr(chat, "SECONDS", 0.5)
     monkeypatch.setattr(chat, "MEMORY", 1 << 29)

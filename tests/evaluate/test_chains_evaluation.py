@@ -151,8 +151,11 @@ def test_chains_on_the_command_line(tokenizer, model, tmp_path):
     assert "Chains: questions for the number at a chain's end answered, %" in output
     rows = json.loads((out / "results.json").read_text())["chains"]
     assert [(row["name"], row["hops"], row["score"]) for row in rows] == [
-        ("full", 1, 1), ("full", 2, 1), ("window", 1, 1), ("window", 2, 0),
-    ]  # fmt: skip
+        ("full", 1, 1),
+        ("full", 2, 1),
+        ("window", 1, 1),
+        ("window", 2, 0),
+    ]
     refused = fails("evaluate", "chains", tmp_path / "model", "--lengths", 64, "--rivals", 30)
     assert "raise the length" in refused
     assert "--rivals must be whole numbers" in fails("evaluate", "chains", tmp_path / "model", "--rivals", "x")

@@ -105,9 +105,12 @@ def test_the_same_seed_gives_the_same_examples(bpe: Tokenizer) -> None:
 
     assert build(5) == build(5)
     assert build(5) != build(6)
-    content = repr([(e.prompt, e.answer) for e in needle_examples(
-        Characters(), length=400, num_examples=3, num_keys=2, haystack=TEXT, seed=1
-    )])  # fmt: skip
+    content = repr(
+        [
+            (e.prompt, e.answer)
+            for e in needle_examples(Characters(), length=400, num_examples=3, num_keys=2, haystack=TEXT, seed=1)
+        ]
+    )
     assert hashlib.sha256(content.encode()).hexdigest()[:16] == "4bab7b6adb724a78"
 
 

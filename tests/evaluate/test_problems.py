@@ -151,8 +151,12 @@ def test_sets_across_groups_have_rows_of_their_own(tmp_path) -> None:
     ]
     rows = _by_group(asked, records)
     assert [(row.group, row.score, row.num_questions, row.num_left_out) for row in rows] == [
-        ("a", 0.5, 2, 0), ("b", 0.5, 2, 1), ("mean", 0.5, 4, 1), ("abstention", 0.5, 2, 1), ("all", 0.5, 4, 1),
-    ]  # fmt: skip
+        ("a", 0.5, 2, 0),
+        ("b", 0.5, 2, 1),
+        ("mean", 0.5, 4, 1),
+        ("abstention", 0.5, 2, 1),
+        ("all", 0.5, 4, 1),
+    ]
     assert all(row.interval[0] < 0.5 < row.interval[1] for row in rows)
     v2 = {"domain": "Code", "question": "?", "answer": "C", "context": "", "difficulty": "hard", "length": "long"}
     v2 |= {f"choice_{x}": x for x in "ABCD"}

@@ -153,8 +153,11 @@ def test_longbench_v2_and_longmemeval(files) -> None:
     assert "[2024/04/01]\nuser: Hi\nassistant: Hello\n\n[2024/04/02]\nuser: Bye\n" in unanswerable.prompt
     assert "Today is 2024/05/01.\nQuestion: When?" in unanswerable.prompt
     assert unanswerable.judged == {
-        "type": "multi-session", "question": "When?", "reference": "42", "unanswerable": True,
-    }  # fmt: skip
+        "type": "multi-session",
+        "question": "When?",
+        "reference": "42",
+        "unanswerable": True,
+    }
     assert answerable.judged["unanswerable"] is False
 
 
@@ -223,14 +226,20 @@ def test_long_prompts_are_left_out_or_cut_and_counted(checkpoint) -> None:
     asked = [question(short), question(long, "h", score=note)]
     scores, records = score_questions(model, tokenizer, asked, max_length=64)
     assert [(s.group, s.score, s.num_questions, s.num_left_out) for s in scores] == [
-        ("g", 1, 1, 0), ("h", None, 0, 1), ("mean", 1, 1, 1), ("all", 1, 1, 1),
-    ]  # fmt: skip
+        ("g", 1, 1, 0),
+        ("h", None, 0, 1),
+        ("mean", 1, 1, 1),
+        ("all", 1, 1, 1),
+    ]
     assert [r["prompt_tokens"] for r in records] == [60]
     assert not seen
     scores, records = score_questions(model, tokenizer, asked, max_length=64, cut_middle=True)
     assert [(s.group, s.score, s.num_left_out, s.num_cut) for s in scores] == [
-        ("g", 1, 0, 0), ("h", 0.5, 0, 1), ("mean", 0.75, 0, 1), ("all", 0.75, 0, 1),
-    ]  # fmt: skip
+        ("g", 1, 0, 0),
+        ("h", 0.5, 0, 1),
+        ("mean", 0.75, 0, 1),
+        ("all", 0.75, 0, 1),
+    ]
     assert [r["prompt_tokens"] for r in records] == [60, 60]
     assert scores[3].interval == [0.5, 1]
     scores, _ = score_questions(model, tokenizer, [*asked[:1] * 3, question("d" * 9, "h", score=note)], max_length=64)

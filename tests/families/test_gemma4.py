@@ -127,7 +127,7 @@ def test_other_patterns_stay_in_pattern_json():
             "rope_parameters.sliding_attention.rope_type 'linear' is not supported",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(keys, sentence):
     with pytest.raises(ConfigError, match=sentence):
         model_config(SMALL | keys)

@@ -77,7 +77,10 @@ ADDED = {
     "python scripts/chains_card.py": ["--hops", "1", "--rivals", "1", "--lengths", "128"],
     # One small layer; the pattern of qwen3-8b.yaml is for 36.
     "swa-jax compile": [
-        "model.num_hidden_layers=1", "model.hidden_size=256", "model.intermediate_size=256", "model.vocab_size=1024",
+        "model.num_hidden_layers=1",
+        "model.hidden_size=256",
+        "model.intermediate_size=256",
+        "model.vocab_size=1024",
     ],
     "swa-jax compile configs/bosch/qwen3-8b.yaml": ["pattern=window"],
     "swa-jax evaluate ruler": ["--lengths", "1152"],  # the last one counts: room for the lists of words
@@ -87,7 +90,7 @@ ADDED = {
     "swa-jax select nll": ["--force"],
     "swa-jax select bosch": ["--force"],
     "make": ["--dry-run"],  # what they would run has tests of its own; the target must be there
-}  # fmt: skip
+}
 STEPS = 1  # of each stage, wherever something trains
 # Commands that are not run, by how they begin: why not.
 NOT_RUN = {

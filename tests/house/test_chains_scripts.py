@@ -74,8 +74,11 @@ def test_a_run_goes_on_and_ends_stages_early(scripts, tiny, monkeypatch):
         np.testing.assert_array_equal(whole[name], parts[name])
     lines = [json.loads(line) for line in (tiny / "whole" / "log.jsonl").read_text().splitlines()]
     assert [(line["stage"], line["inside"], list(line["accuracy"])) for line in lines] == [
-        (0, 2, ["1"]), (0, 4, ["1"]), (1, 2, ["1", "2"]), (1, 4, ["1", "2"]),
-    ]  # fmt: skip
+        (0, 2, ["1"]),
+        (0, 4, ["1"]),
+        (1, 2, ["1", "2"]),
+        (1, 4, ["1", "2"]),
+    ]
     for name in ("stage-1", "stage-2", "model"):
         assert load_model(tiny / "parts" / name).embedding.dtype == "bfloat16"
     monkeypatch.setattr(train, "PASSED", 0.0)

@@ -116,8 +116,10 @@ def test_swiattns_32k_model_has_one_schedule_over_both_of_its_runs():
     assert second.init_from == f"{first.output}/model"
     assert second.optimizer.first_step == first.total_steps
     assert (first.optimizer.b1, first.optimizer.b2, first.optimizer.weight_decay) == (
-        second.optimizer.b1, second.optimizer.b2, second.optimizer.weight_decay,
-    )  # fmt: skip
+        second.optimizer.b1,
+        second.optimizer.b2,
+        second.optimizer.weight_decay,
+    )
     rates = [
         learning_rate(c.optimizer, c.optimizer.learning_rate, c.total_steps)(step)
         for c, step in (

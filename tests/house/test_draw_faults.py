@@ -62,9 +62,10 @@ def test_a_list_belongs_to_its_seed_and_is_found_again_when_code_moves(script, m
 def test_the_tests_of_a_fault_run_its_line_or_name_its_module(script, monkeypatch, tmp_path):
     for name, text in {
         "swa_jax/number.py": "def double(x):\n    return 2 * x\n\n\ndef half(x):\n    return x / 2\n",
-        "tests/number/test_number.py": "", "tests/test_other.py": "from swa_jax.number import double\n",
+        "tests/number/test_number.py": "",
+        "tests/test_other.py": "from swa_jax.number import double\n",
         "tests/test_third.py": "",
-    }.items():  # fmt: skip
+    }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
         os.utime(tmp_path / name, (0, 0))
@@ -77,10 +78,12 @@ def test_the_tests_of_a_fault_run_its_line_or_name_its_module(script, monkeypatc
     trace = script.trace_of(Path(tmp_path / "tests/number/test_number.py"))
     trace.parent.mkdir(parents=True)
     lines = {"slow": (25.0, 1 << 2), "fast": (1.0, 1 << 2), "other": (0.1, 1 << 6)}
-    trace.write_text("\n".join(
-        json.dumps({"test": name, "seconds": seconds, "lines": {"swa_jax/number.py": f"{ran:x}"}})
-        for name, (seconds, ran) in lines.items()
-    ))  # fmt: skip
+    trace.write_text(
+        "\n".join(
+            json.dumps({"test": name, "seconds": seconds, "lines": {"swa_jax/number.py": f"{ran:x}"}})
+            for name, (seconds, ran) in lines.items()
+        )
+    )
     script.traced.cache_clear()
     assert fault.stages == [["fast"], ["slow", "tests/test_other.py"]]
     script.traced.cache_clear()

@@ -70,9 +70,12 @@ def test_the_room_of_a_file_is_the_folder_of_its_tests(script):
 def small(script, tmp_path, monkeypatch):
     """The script at work on a repository of one function and one test."""
     for name, text in {
-        "swa_jax/__init__.py": "", "pallas_kernels/__init__.py": "", "swa_jax/number.py": SOUND,
-        "tests/test_number.py": TEST, "pyproject.toml": '[tool.pytest.ini_options]\nmarkers = ["slow", "long"]\n',
-    }.items():  # fmt: skip
+        "swa_jax/__init__.py": "",
+        "pallas_kernels/__init__.py": "",
+        "swa_jax/number.py": SOUND,
+        "tests/test_number.py": TEST,
+        "pyproject.toml": '[tool.pytest.ini_options]\nmarkers = ["slow", "long"]\n',
+    }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     script.subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)

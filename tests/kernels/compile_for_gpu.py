@@ -83,9 +83,14 @@ def programs(name: str):
         q, k, v = (learned[x] for x in "qkv")
         whole, rings = both_pools(k, v)
         return attend_over_pools(
-            q[:, :1], whole, call.spec, PerHead(), others=(rings, call.spec), lengths=jnp.array([150, 20]),
+            q[:, :1],
+            whole,
+            call.spec,
+            PerHead(),
+            others=(rings, call.spec),
+            lengths=jnp.array([150, 20]),
             implementation="triton",
-        )  # fmt: skip
+        )
 
     yield name, loss_and_gradient(attend), learned
     if not call.spec.causal or "ring" in call.options:

@@ -58,7 +58,7 @@ def call(**changes):
         ({"kv_positions": IDS[:, :3]}, r"kv_positions has shape \(2, 3\); it must be \[B, S\] = \(2, 12\)"),
         ({"implementation": "cuda"}, "'cuda'; it must be one of 'tpu', 'triton', 'cudnn', 'xla', 'reference', or None"),
     ],
-)  # fmt: skip
+)
 def test_attention_refuses(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         call(**changes)

@@ -65,9 +65,13 @@ def traced(wanted: Request) -> set[tuple]:
     kv = jax.ShapeDtypeStruct((r.batch, r.kv_length, r.kv_heads, r.head_dim), r.dtype)
     ids, floats = jnp.ones((r.batch, r.q_length), jnp.int32), jnp.ones(r.heads)
     known = {
-        "q_segment_ids": ids, "q_positions": ids, "full_from": ids[:, 0], "alibi_slopes": floats,
-        "sink_logits": floats, "full_heads": jnp.arange(r.kv_heads) == 0,
-    }  # fmt: skip
+        "q_segment_ids": ids,
+        "q_positions": ids,
+        "full_from": ids[:, 0],
+        "alibi_slopes": floats,
+        "sink_logits": floats,
+        "full_heads": jnp.arange(r.kv_heads) == 0,
+    }
     options = {name: known[name] for name in r.given if name in known}
 
     def call(q, k, v):

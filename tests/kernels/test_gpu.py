@@ -167,9 +167,15 @@ def test_decode_over_pools_lowers(name, device):
     def function(q, k, v, lengths):
         whole, rings = both_pools(k, v)
         return attend_over_pools(
-            q, whole, spec, PerHead(full_heads=jnp.array([True, False])), others=(rings, spec), lengths=lengths,
-            full_from=lengths // 2, implementation="triton",
-        )  # fmt: skip
+            q,
+            whole,
+            spec,
+            PerHead(full_heads=jnp.array([True, False])),
+            others=(rings, spec),
+            lengths=lengths,
+            full_from=lengths // 2,
+            implementation="triton",
+        )
 
     assert lowered(device, function, q[:, :1], k, v, jnp.array([150, 20])).count(TARGET) == 1
 

@@ -43,11 +43,7 @@ def reference(spec, **options):
         # Packed: the second document starts at the second token.
         (AttentionSpec(scale=1), {"q_segment_ids": jnp.array([[1, 2, 2]])}, [1, 10, (80 + 6400) / 72]),
         # Sigmoid of log x is x / (1 + x): weights 1/2; 1/2, 4/5; 1/2, 8/9, 64/65.
-        (
-            AttentionSpec(scale=1, activation="sigmoid"),
-            {},
-            [1 / 2, 1 / 2 + 8, 1 / 2 + 80 / 9 + 6400 / 65],
-        ),
+        (AttentionSpec(scale=1, activation="sigmoid"), {}, [1 / 2, 1 / 2 + 8, 1 / 2 + 80 / 9 + 6400 / 65]),
         # A bias of -log 4 divides each x by 4.
         (
             AttentionSpec(scale=1, activation="sigmoid", window=2),
@@ -55,7 +51,7 @@ def reference(spec, **options):
             [1 / 5, 1 / 5 + 10 / 2, 20 / 3 + 1600 / 17],
         ),
     ],
-)  # fmt: skip
+)
 def test_by_hand(spec, options, expected):
     np.testing.assert_allclose(reference(spec, **options), expected, rtol=1e-5)
 

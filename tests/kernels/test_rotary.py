@@ -99,12 +99,14 @@ ROTATIONS = {"halves": (128, 128, False), "interleaved": (128, 128, True), "part
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        *[pytest.param(name, "halves", marks=[] if name in ("window", "packed-full", "routed") else pytest.mark.slow)
-          for name in CASES],
+        *[
+            pytest.param(name, "halves", marks=[] if name in ("window", "packed-full", "routed") else pytest.mark.slow)
+            for name in CASES
+        ],
         ("window", "part"),
         pytest.param("packed-sinks", "interleaved", marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_kernels_turn_queries_and_turn_gradients_back(name, how, monkeypatch):
     TPU.install(monkeypatch)
     spec, per_head, packing = CASES[name]

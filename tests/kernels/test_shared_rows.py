@@ -42,10 +42,13 @@ def by_device(order: RowOrder, ids, attend, *arrays: jax.Array) -> jax.Array:
     parts = []
     for queries in held.reshape(order.devices, -1):
         where = whole._replace(
-            q_pos=whole.q_pos[:, queries], kv_pos=whole.kv_pos[:, held], q_order=index[:, queries],
-            kv_order=index[:, held], q_seg=None if ids is None else whole.q_seg[:, queries],
+            q_pos=whole.q_pos[:, queries],
+            kv_pos=whole.kv_pos[:, held],
+            q_order=index[:, queries],
+            kv_order=index[:, held],
+            q_seg=None if ids is None else whole.q_seg[:, queries],
             kv_seg=None if ids is None else whole.kv_seg[:, held],
-        )  # fmt: skip
+        )
         keys = (x[:, held] for x in arrays[:2])
         parts.append(attend(*keys, *(x[:, queries] for x in arrays[2:]), where))
     return jnp.concatenate(parts, axis=1)[:, np.argsort(held)]

@@ -75,7 +75,7 @@ def test_only_what_is_expected_is_a_sentence(capsys):
         (["tpu_vm.reserved=true"], "'tpu_vm.spot' and 'tpu_vm.reserved' are both set"),
         (["topology=tpu7x:4x4x4"], "'topology' is 'tpu7x:4x4x4', which Google offers through GKE only"),
     ],
-)  # fmt: skip
+)
 def test_what_is_missing_or_wrong_is_one_sentence(capsys, changes, sentence):
     assert main(tpu_vm.VERBS, "", ["up", str(EXAMPLE), *changes, "--dry-run"]) == 2
     out, error = capsys.readouterr()
@@ -129,17 +129,26 @@ def test_one_slice_is_asked_for(capsys):
     (command,) = dry(capsys, tpu_vm.VERBS, "create")
     assert command[:6] == ["gcloud", "compute", "tpus", "queued-resources", "create", "bosch-8b"]
     assert set(command[6:]) == {
-        "--project=my-project", "--zone=us-east5-a", "--type=v5p", "--topology=4x4x8",
-        "--runtime-version=v2-alpha-tpuv5", "--node-id=bosch-8b", "--spot",
-    }  # fmt: skip
+        "--project=my-project",
+        "--zone=us-east5-a",
+        "--type=v5p",
+        "--topology=4x4x8",
+        "--runtime-version=v2-alpha-tpuv5",
+        "--node-id=bosch-8b",
+        "--spot",
+    }
 
 
 def test_several_slices_are_asked_for(capsys):
     (command,) = dry(capsys, tpu_vm.VERBS, "create", "slices=4", "topology=v6e:16x16", "tpu_vm.spot=false")
     assert set(command[6:]) == {
-        "--project=my-project", "--zone=us-east5-a", "--accelerator-type=v6e-256",
-        "--runtime-version=v2-alpha-tpuv6e", "--node-count=4", "--node-prefix=bosch-8b",
-    }  # fmt: skip
+        "--project=my-project",
+        "--zone=us-east5-a",
+        "--accelerator-type=v6e-256",
+        "--runtime-version=v2-alpha-tpuv6e",
+        "--node-count=4",
+        "--node-prefix=bosch-8b",
+    }
     (command,) = dry(capsys, tpu_vm.VERBS, "start", "slices=4")
     assert (flag(command, "node"), flag(command, "worker")) == ("all", "all")
     assert "mesh.slices=4" in flag(command, "command")
@@ -386,8 +395,13 @@ def test_the_manifest_is_a_jobset(capsys):
     }
     (container,) = pod["containers"]
     assert container["command"] == [
-        "swa-jax", "train", "configs/bosch/qwen3-8b.yaml", HOSTILE, "mesh.slices=2", "--timeout=300",
-    ]  # fmt: skip
+        "swa-jax",
+        "train",
+        "configs/bosch/qwen3-8b.yaml",
+        HOSTILE,
+        "mesh.slices=2",
+        "--timeout=300",
+    ]
     assert container["resources"] == {"limits": {"google.com/tpu": 4}}
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     claims = {volume["name"]: volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"]}
@@ -401,9 +415,7 @@ def test_preemptions_restart_the_jobset_for_ever_and_failures_do_not():
     assert {rule["action"] for rule in rules} == {"FailJob"}
     assert rules[0]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     (container,) = job["template"]["spec"]["containers"]
-    assert rules[1]["onExitCodes"] == {
-        "containerName": container["name"], "operator": "In", "values": [143],
-    }  # fmt: skip
+    assert rules[1]["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [143]}
     assert spec["failurePolicy"] == {
         "maxRestarts": 3,
         "rules": [{"action": "RestartJobSetAndIgnoreMaxRestarts", "onJobFailureReasons": ["PodFailurePolicy"]}],

@@ -27,9 +27,13 @@ def local(*arguments: object, stand_in: str | None = None) -> subprocess.Popen[s
         code += "local.HOLD, local.GRACE = 0.3, 1.0\n"
     code += "sys.exit(local.main())\n"
     return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
 
 
 def test_local_dry_run():
@@ -45,8 +49,9 @@ def test_local_dry_run():
     assert lines[0][9].startswith("--coordinator=127.0.0.1:")
     out, _ = local("c.yaml", "--processes", 2, "--gpus", 2, "--dry-run").communicate()
     assert [shlex.split(line)[1] for line in out.splitlines()] == [
-        "CUDA_VISIBLE_DEVICES=0,1", "CUDA_VISIBLE_DEVICES=2,3",
-    ]  # fmt: skip
+        "CUDA_VISIBLE_DEVICES=0,1",
+        "CUDA_VISIBLE_DEVICES=2,3",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -54,10 +59,12 @@ def test_local_dry_run():
     [
         (["c.yaml"], "Missing option '--processes'; --help says more"),
         (["c.yaml", "--processes", 0], "Invalid value for '--processes': Input should be greater than or equal to 1;"),
-        (["c.yaml", "--processes", 1, "--gpus", 1, "--cpu-devices", 1],
-         "--cpu-devices and --gpus are both given: processes have one or the other"),
+        (
+            ["c.yaml", "--processes", 1, "--gpus", 1, "--cpu-devices", 1],
+            "--cpu-devices and --gpus are both given: processes have one or the other",
+        ),
     ],
-)  # fmt: skip
+)
 def test_local_refuses(arguments, sentence):
     process = local(*arguments)
     out, error = process.communicate()

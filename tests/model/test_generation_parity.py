@@ -15,11 +15,9 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 EXPECTED = json.loads((GOLDEN / "generated.json").read_text())["models"]
 FAST, SLOW = ("ministral-hybrid",), ("gemma3-hybrid", "gpt-oss-hybrid")
 NAMES = [
-    pytest.param(
-        name, marks=[] if name in FAST else pytest.mark.slow if name in SLOW else pytest.mark.long
-    )
+    pytest.param(name, marks=[] if name in FAST else pytest.mark.slow if name in SLOW else pytest.mark.long)
     for name in EXPECTED
-]  # fmt: skip
+]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -20,17 +20,22 @@ from swa_jax.select.nll import nll_deltas
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(61, size=(2, 21)), jnp.int32)
 LONGER = dataclasses.replace(
-    SHARED_KEYS, num_hidden_layers=7, rope_layers=("local", "local", "global", "local", "global", "local", "global"),
+    SHARED_KEYS,
+    num_hidden_layers=7,
+    rope_layers=("local", "local", "global", "local", "global", "local", "global"),
     num_kv_shared_layers=4,
-)  # fmt: skip
+)
 
 
 def test_stacks_and_groups():
     assert [stack.name for stack in layer_stacks(SOFTMAX)] == [""]
     assert [(stack.name, stack.layers) for stack in layer_stacks(MIXED)] == [("dense", (0, 3)), ("sparse", (1, 2))]
     assert {stack.name: stack.layers for stack in layer_stacks(LONGER)} == {
-        "local": (0, 1), "global": (2,), "local_shared": (3, 5), "global_shared": (4, 6),
-    }  # fmt: skip
+        "local": (0, 1),
+        "global": (2,),
+        "local_shared": (3, 5),
+        "global_shared": (4, 6),
+    }
     assert [tuple(group) for group in head_groups(TWO_SHAPES)] == [((0, 2), 4, 2, 8), ((1, 3), 4, 1, 12)]
     for config in (MIXED, LONGER, TWO_SHAPES):
         for stack in layer_stacks(config):

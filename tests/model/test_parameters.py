@@ -141,9 +141,14 @@ def gain(monkeypatch):
         draw = nnx.initializers.normal(0.1)
         shape = (config.hidden_size, config.intermediate_size + 1)
         new = Parameter(
-            ("attention", "gain_proj", "kernel"), shape, ("embed", "mlp"), draw,
-            "self_attn.gain_proj.weight", transposed=True, matrix=True,
-        )  # fmt: skip
+            ("attention", "gain_proj", "kernel"),
+            shape,
+            ("embed", "mlp"),
+            draw,
+            "self_attn.gain_proj.weight",
+            transposed=True,
+            matrix=True,
+        )
         return [new, *layer(config)]
 
     monkeypatch.setattr(declaration, "_mlp", with_gain)
@@ -273,6 +278,7 @@ def test_norms_by_placement():
     outputs = {"post_attention_layernorm": "attention_out_norm", "post_feedforward_layernorm": "mlp_out_norm"}
     assert norms("post") == outputs
     assert norms("sandwich") == outputs | {
-        "input_layernorm": "input_norm", "pre_feedforward_layernorm": "post_attention_norm",
-    }  # fmt: skip
+        "input_layernorm": "input_norm",
+        "pre_feedforward_layernorm": "post_attention_norm",
+    }
     assert norms("parallel") == {"input_layernorm": "input_norm"}

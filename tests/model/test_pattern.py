@@ -266,7 +266,7 @@ def test_hugging_face_layer_types_are_checked():
             "layer_types and full_kv_heads are lists with one entry a layer",
         ),
     ],
-)  # fmt: skip
+)
 def test_contradictions(fields, sentence):
     with pytest.raises(ConfigError) as error:
         AttentionPattern(**fields)

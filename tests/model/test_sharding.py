@@ -29,9 +29,14 @@ from swa_jax.train.loop import random_model
 
 ROOT = Path(__file__).parents[2]
 MODEL = ModelConfig(
-    vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8,
-)  # fmt: skip
+    vocab_size=60,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
 
 
 def abstract_partition(**sizes: int) -> Partition:

@@ -138,7 +138,7 @@ def line(text):
             16,
         ),
     ],
-)  # fmt: skip
+)
 def test_bytes_of_every_kind(operation, kind, sent):
     program = hlo.parse(line(operation))
     (found,) = collectives(program, hlo.executions(program), {"fsdp": 8})

@@ -50,9 +50,12 @@ def test_seconds_are_the_cycles_of_the_table_by_type_of_layer():
     assert seconds[SWITCH] == pytest.approx((11300, 4640 + 0.25 * 18000 * (1 - inside) + moved + 280))
     assert not found.assumed
     assert set(found.measured) == {
-        "window_forward (head_dim 128, window 512)", "window_backward (head_dim 128, window 512)",
-        "full_forward (head_dim 128)", "full_backward (head_dim 128)", "routed_forward (head_dim 128, window 512)",
-    }  # fmt: skip
+        "window_forward (head_dim 128, window 512)",
+        "window_backward (head_dim 128, window 512)",
+        "full_forward (head_dim 128)",
+        "full_backward (head_dim 128)",
+        "routed_forward (head_dim 128, window 512)",
+    }
 
 
 def test_query_heads_that_share_keys_take_the_row_of_such_a_group():

@@ -105,10 +105,14 @@ def test_overrides_make_what_was_tried(tmp_path):
     tried = Settings(1, 2, 2, 1, "projections", 4, options)
     overrides = tried.overrides(config, 0)
     assert overrides == [
-        "mesh.fsdp=2", "mesh.context=2", "remat=projections", "stages.0.accumulate=4",
-        "xla_options.xla_tpu_scoped_vmem_limit_kib=98304", "xla_options.xla_lhs_prioritize=ENABLED",
+        "mesh.fsdp=2",
+        "mesh.context=2",
+        "remat=projections",
+        "stages.0.accumulate=4",
+        "xla_options.xla_tpu_scoped_vmem_limit_kib=98304",
+        "xla_options.xla_lhs_prioritize=ENABLED",
         "xla_options.xla_flag=true",
-    ]  # fmt: skip
+    ]
     assert load_config(TrainConfig, file, overrides) == tried.apply(config, 0)
     assert tried.apply(config, 0).xla_options["xla_flag"] is True
     same = present(config_of(mesh={"fsdp": 4}), 0, 4)

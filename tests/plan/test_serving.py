@@ -17,9 +17,13 @@ def report(length, seconds=None, **memory):
 def test_the_columns_of_table_5():
     found = serving(report(100, 2.0, total=7000), report(110, 0.5, total=6000), 10)
     assert found == {
-        "fits": True, "kv_cache_bytes": 100, "memory_bytes": 7000, "first_token_seconds": 2.0, "token_seconds": 0.75,
+        "fits": True,
+        "kv_cache_bytes": 100,
+        "memory_bytes": 7000,
+        "first_token_seconds": 2.0,
+        "token_seconds": 0.75,
         "tokens_per_second": pytest.approx(4 * 110 / (2 + 9 * 0.75)),
-    }  # fmt: skip
+    }
     text = describe_serving(found, 10)
     assert "time to the first token    2 s" in text
     assert "each further token         750 ms" in text

@@ -28,8 +28,13 @@ FILES = [
     for file in sorted((ROOT / "configs").rglob("*.yaml"))
     if "stages:" in file.read_text() or "base:" in file.read_text()
 ]
-MODELS = {"swiattn": "swiattn-1.5b", "qwen3-1.7b": "qwen3-1.7b", "qwen3-4b": "qwen3-4b", "qwen3-8b": "qwen3-8b",
-          "qwen3-14b": "qwen3-14b"}  # fmt: skip
+MODELS = {
+    "swiattn": "swiattn-1.5b",
+    "qwen3-1.7b": "qwen3-1.7b",
+    "qwen3-4b": "qwen3-4b",
+    "qwen3-8b": "qwen3-8b",
+    "qwen3-14b": "qwen3-14b",
+}
 
 
 def read(file: str) -> TrainConfig:

@@ -40,10 +40,15 @@ def row(name, accuracy, megabytes, interval=0.1):
 
 # As the demo's: many at one point, so that a scatter plot hides all but one of them.
 DEMO = [
-    row("full", 1.0, 9), row("window", 0.0, 0.375), row("streaming", 0.0, 0.40625), row("nll-1-in-4", 1.0, 2.53125),
-    row("interleave-1-in-4", 0.0, 2.53125), row("full+fa-decode", 1.0, 9), row("window+fa-decode", 1.0, 9),
+    row("full", 1.0, 9),
+    row("window", 0.0, 0.375),
+    row("streaming", 0.0, 0.40625),
+    row("nll-1-in-4", 1.0, 2.53125),
+    row("interleave-1-in-4", 0.0, 2.53125),
+    row("full+fa-decode", 1.0, 9),
+    row("window+fa-decode", 1.0, 9),
     row("/a/folder/nll.json", 0.4, 2.75, None),
-]  # fmt: skip
+]
 # As `compare`'s: 15 methods, most of which coincide somewhere.
 METHODS = [row("full", 1.0, 2), row("window", 0.075, 0.1875)] + [
     row(f"method-{number}", max(0.075, 1 - number * ratio / 12), 2 - 1.8125 * ratio)
@@ -54,12 +59,15 @@ LOSSES = {f"a model with a long name, number {i}": [[7, 5, 4 + i / 10], [7.2, 5.
 LINES = {f"niah_single_{i}, 4096 tokens": [(0.0, (0.1 * i, 0, 0.8)), (0.9, (0.5, None, None))] for i in range(6)}
 
 PICTURES = {
-    "needles": lambda file: needle_heat_map(
-        [[1.0, 0.0], [0.5, np.nan]], ["full", "window"], ["10 %", "50 %"], file
-    ),
+    "needles": lambda file: needle_heat_map([[1.0, 0.0], [0.5, np.nan]], ["full", "window"], ["10 %", "50 %"], file),
     "losses": lambda file: loss_heat_map(
-        [[3.0, 14.3], [3.1, np.nan]], ["softmax", "sigmoid"], ["32", "4096"], file, title="A title",
-        row_title="Rows", column_title="Columns",
+        [[3.0, 14.3], [3.1, np.nan]],
+        ["softmax", "sigmoid"],
+        ["32", "4096"],
+        file,
+        title="A title",
+        row_title="Rows",
+        column_title="Columns",
     ),
     "layers": lambda file: layer_scores_chart(
         [Estimate(0.5, 0.4, 0.7), Estimate(-0.1, -0.2, 0.0), (0.2, None, None)], [0], file, title="Layers"
@@ -77,12 +85,15 @@ PICTURES = {
     "ratio": lambda file: layer_ratio_map(np.linspace(0, 1, 24).reshape(8, 3), 10, file, title="A title"),
     "ten losses": lambda file: training_curves(LOSSES, 10, file, title="T", ylabel="Loss"),
     "two losses": lambda file: training_curves(
-        {"one": [[3.0, 2.0], [3.1, 2.2]], "two": [[3.0, 2.0]], "three": [[3.0, 2.01]]}, 10, file, title="T",
+        {"one": [[3.0, 2.0], [3.1, 2.2]], "two": [[3.0, 2.0]], "three": [[3.0, 2.01]]},
+        10,
+        file,
+        title="T",
         ylabel="Loss",
     ),
     "routing": lambda file: routing_chart([(1, 1, 1)] * 8, dict(list(LINES.items())[:3]), file),
     "much routing": lambda file: routing_chart([(0.5, None, None)] * 8, LINES, file),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -130,7 +141,7 @@ BLINDNESS = {
     "normal": np.eye(3),
     "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
     "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
-}  # fmt: skip
+}
 
 
 def lab(color, matrix):

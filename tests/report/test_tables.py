@@ -45,28 +45,46 @@ PATTERNS = [
 ]
 COMPARED = [
     {
-        "name": name, "ratio": ratio, "needle_accuracy": 0.97, "needle_interval": interval, "by_seed": [1.0, 0.5, 1.0],
-        "answer_nll": 0.5, "answer_nll_interval": interval, "kv_cache_bytes": 2**20,
+        "name": name,
+        "ratio": ratio,
+        "needle_accuracy": 0.97,
+        "needle_interval": interval,
+        "by_seed": [1.0, 0.5, 1.0],
+        "answer_nll": 0.5,
+        "answer_nll_interval": interval,
+        "kv_cache_bytes": 2**20,
     }
     for name, ratio, interval in zip(NAMES, (None, 0.5, 0.75), INTERVALS, strict=True)
-]  # fmt: skip
+]
 COMPARED[2] |= {"against": "bosch-single", "gap": [-0.3, -0.4, -0.2], "loss_gap": [0.3, 0.2, 0.4]}
 RULER = [
     {
-        "name": name, "task": "niah_multiquery", "length": 16384, "depth": 0.5, "score": 0.97, "interval": interval,
-        "num_examples": 100, "haystack": "python library in place of essays",
+        "name": name,
+        "task": "niah_multiquery",
+        "length": 16384,
+        "depth": 0.5,
+        "score": 0.97,
+        "interval": interval,
+        "num_examples": 100,
+        "haystack": "python library in place of essays",
     }
     for name, interval in zip(NAMES, INTERVALS, strict=True)
-]  # fmt: skip
+]
 SWEEP = [
     {
-        "name": name, "window": window, "length": length, "perplexity": 0.97, "interval": interval,
-        "past_training_length": length > 1000, "num_tokens": 4096, "num_blocks": 32,
+        "name": name,
+        "window": window,
+        "length": length,
+        "perplexity": 0.97,
+        "interval": interval,
+        "past_training_length": length > 1000,
+        "num_tokens": 4096,
+        "num_blocks": 32,
     }
     for name, interval in zip(NAMES, INTERVALS, strict=True)
     for window in (1024, None)
     for length in (128, 1024, 4096, 16384, 65536)
-]  # fmt: skip
+]
 ROUTING = [
     {
         "name": name, "data": "niah_single_1", "length": 4096, "depth": None, "full_ratio": 0.97, "interval": interval,
@@ -85,23 +103,38 @@ QUESTIONS = [
     for name, interval, score in zip(NAMES, INTERVALS, (0.97, 0.97, None), strict=True)
 ]  # fmt: skip
 CYCLES = {
-    "function": "window_forward", "chip": "v6e", "settings": {"T": 8192, "window": 1024}, "cycles": None,
-    "cycles_per_1024_rows_and_head": None, "milliseconds": None, "temp_bytes": 512, "notes": ["a remark"],
+    "function": "window_forward",
+    "chip": "v6e",
+    "settings": {"T": 8192, "window": 1024},
+    "cycles": None,
+    "cycles_per_1024_rows_and_head": None,
+    "milliseconds": None,
+    "temp_bytes": 512,
+    "notes": ["a remark"],
     "ops": [{"name": f"window_forward.{i}", "cycles": 10_000, "source": "simulated"} for i in range(9)]
     + [{"name": "copy", "cycles": None, "source": "not simulated, for a long reason " * 4}],
-}  # fmt: skip
+}
 ATTENTION = {
     "results": [
         {"name": "ours", "seconds": 0.002, "ratio": 1.0, "low": 1.0, "high": 1.0, "missing": None},
-        {"name": "flex_attention", "seconds": None, "ratio": None, "low": None, "high": None,
-         "missing": "Error: " + "no " * 90},
+        {
+            "name": "flex_attention",
+            "seconds": None,
+            "ratio": None,
+            "low": None,
+            "high": None,
+            "missing": "Error: " + "no " * 90,
+        },
     ]
-}  # fmt: skip
+}
 GENERATION = [
     {"ratio": 0.75, "windowed_heads": 24}
-    | {f"{key}{end}": 1234567.0 if not end else 1.5 for key in
-       ("kv_cache_bytes", "prefill_tokens_per_second", "decode_tokens_per_second") for end in ("", "_ratio")}
-]  # fmt: skip
+    | {
+        f"{key}{end}": 1234567.0 if not end else 1.5
+        for key in ("kv_cache_bytes", "prefill_tokens_per_second", "decode_tokens_per_second")
+        for end in ("", "_ratio")
+    }
+]
 SOURCES = [
     {"name": "text: " + ", ".join(f"corpus/part-{i}.jsonl" for i in range(9)), "documents": None, "tokens": 12_345_678,
      "share": 0.5, "padding": 0.01, "held_out_tokens": 1000, "left_out": 0}

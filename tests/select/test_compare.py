@@ -62,9 +62,15 @@ def test_patterns_with_heads_are_data_to_one_program(model, monkeypatch):
 def test_every_method_windows_the_share_it_is_told(model, method, monkeypatch):
     monkeypatch.setattr(methods, "gate_logits", functools.partial(methods.gate_logits, steps=2))
     patterns = choose(
-        method, model, planted_examples(4), [0.5, 0.75], sliding_window=WINDOW_SIZE, iterations=2, batch_size=4,
+        method,
+        model,
+        planted_examples(4),
+        [0.5, 0.75],
+        sliding_window=WINDOW_SIZE,
+        iterations=2,
+        batch_size=4,
         full_attention_decode=method == "kl",
-    )  # fmt: skip
+    )
     for pattern, ratio in zip(patterns, (0.5, 0.75), strict=True):
         assert (~head_mask(pattern, KV_HEADS)).mean() == ratio
         assert pattern.sliding_window == WINDOW_SIZE
@@ -85,8 +91,10 @@ def test_results_are_kept_and_summed_up(model, tmp_path):
     rows = go(["random-heads"])
     assert counts == [(1, 3), (2, 3), (3, 3)]  # chance takes no time to choose
     assert [line.split(":")[0] for line in lines] == [
-        "full", "random-heads at 0.75, seed 0", "random-heads at 0.75, seed 1",
-    ]  # fmt: skip
+        "full",
+        "random-heads at 0.75, seed 0",
+        "random-heads at 0.75, seed 1",
+    ]
     lines.clear()
     rows = go(["random-heads", "bosch"])
     assert len(lines) == 2  # what was there is not done again
@@ -228,9 +236,10 @@ def test_weights_that_change_under_their_path_are_scored_again(tmp_path, byte_to
     assert "full: 0.0 % found" in run("compare", checkpoint, *options, "--dtype", "bfloat16")
     shutil.rmtree(checkpoint)
     save_model(
-        Decoder(BYTES, make("ww", sliding_window=16), rngs=nnx.Rngs(1)), checkpoint,
+        Decoder(BYTES, make("ww", sliding_window=16), rngs=nnx.Rngs(1)),
+        checkpoint,
         tokenizer_from=byte_tokenizer.parent,
-    )  # fmt: skip
+    )
     output = run("compare", checkpoint, *options)
     assert "full: 0.0 % found" in output
     assert "also holds 4 rows of other weights, prompts or options: not shown" in output

@@ -84,9 +84,13 @@ def test_scores_are_differences_of_answer_nll(model, examples, scores):
 def test_one_compilation_serves_all_passes(model, examples, scores):
     before, seen = score_batch._cache_size(), []
     again = nll_deltas(
-        model, examples[::-1], sliding_window=WINDOW_SIZE, num_sink_tokens=1, batch_size=4,
+        model,
+        examples[::-1],
+        sliding_window=WINDOW_SIZE,
+        num_sink_tokens=1,
+        batch_size=4,
         progress=lambda done, total: seen.append((done, total)),
-    )  # fmt: skip
+    )
     assert score_batch._cache_size() == before
     assert seen == [(i + 1, LAYERS + 1) for i in range(LAYERS + 1)]
     np.testing.assert_allclose(again.deltas[::-1], scores.deltas, atol=1e-5)  # each example keeps its own row

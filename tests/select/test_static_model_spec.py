@@ -23,9 +23,11 @@ WINDOW, LENGTH, LAST, SINKS = 9, 150, 20, 2
 CONFIG = dataclasses.replace(PLAIN, num_hidden_layers=2, initializer_range=0.4)
 SCALE = 0.11  # a third of the usual 1 / sqrt(8)
 ALIBI = {
-    "position_embedding": "alirope", "alibi_negative_heads": 3, "alibi_positive_heads": 1,
+    "position_embedding": "alirope",
+    "alibi_negative_heads": 3,
+    "alibi_positive_heads": 1,
     "slope_schedule": "press",
-}  # fmt: skip
+}
 OWN = {
     "scale": {"attention_scale": SCALE},
     "softcap": {"attention_softcap": 0.7},

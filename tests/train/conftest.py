@@ -18,9 +18,14 @@ def launch():
 
     def start(command, **options):
         process = subprocess.Popen(
-            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True, **options,
-        )  # fmt: skip
+            command,
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            **options,
+        )
         started.append(process)
         return process
 

@@ -142,9 +142,7 @@ def test_lora_in_bf16_by_kl_goes_on_where_it_was_stopped(samples, byte_tokenizer
     make("ww", sliding_window=4, full_attention_decode=True).to_json(pattern)
     lora = {"rank": 4, "alpha": 8, "dropout": 0.0, "targets": ["q_proj", "v_proj"]}
     found = {}
-    for name, changes in {
-        "whole": {}, "pieces": {"accumulate": 2}, "long": {"steps": 30},
-    }.items():  # fmt: skip
+    for name, changes in {"whole": {}, "pieces": {"accumulate": 2}, "long": {"steps": 30}}.items():
         given = settings(
             samples, byte_tokenizer, output=str(tmp_path / name), init_from=str(base), lora=lora, kl_top_k=K,
             bfloat16=name == "long", optimizer={"learning_rate": 0.02, "warmup_steps": 1}, pattern=str(pattern),
@@ -167,9 +165,15 @@ def test_several_processes_learn_what_one_does(launch, samples, byte_tokenizer, 
         tmp_path, byte_tokenizer, make("ww", sliding_window=4), vocab_size=258, num_key_value_heads=2
     )
     given = settings(
-        samples, byte_tokenizer, init_from=str(base), kl_top_k=K, bfloat16=True, mesh={"data": 2, "tensor": 2},
-        lora={"rank": 4, "dropout": 0.0}, optimizer={"learning_rate": 0.01, "warmup_steps": 1},
-    )  # fmt: skip
+        samples,
+        byte_tokenizer,
+        init_from=str(base),
+        kl_top_k=K,
+        bfloat16=True,
+        mesh={"data": 2, "tensor": 2},
+        lora={"rank": 4, "dropout": 0.0},
+        optimizer={"learning_rate": 0.01, "warmup_steps": 1},
+    )
     del given["model"]
     for count in (1, 2):
         port, processes = free_port(), []

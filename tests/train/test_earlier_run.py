@@ -44,8 +44,13 @@ def settings(tmp_path_factory, byte_tokenizer):
         for length, name in ((16, "text.txt"), (32, "more.txt"))
     )
     stages = [{"steps": FIRST, **first}, {"steps": SECOND, **second}]
-    return {"tokenizer": str(byte_tokenizer), "pattern": "window", "sliding_window": 8, "checkpoint_every": 4,
-            "stages": stages}  # fmt: skip
+    return {
+        "tokenizer": str(byte_tokenizer),
+        "pattern": "window",
+        "sliding_window": 8,
+        "checkpoint_every": 4,
+        "stages": stages,
+    }
 
 
 def uninterrupted(settings, folder, name):
@@ -54,14 +59,19 @@ def uninterrupted(settings, folder, name):
     whole = settings | {"model": MODEL, "optimizer": optimizer, "output": str(folder / "whole")}
     constant = optimizer | {"schedule": "constant", "decay_steps": 0}
     before = whole | {
-        "optimizer": constant, "output": str(folder / "first"), "stages": settings["stages"][:1],
+        "optimizer": constant,
+        "output": str(folder / "first"),
+        "stages": settings["stages"][:1],
         "save_dtype": "bfloat16",
-    }  # fmt: skip
+    }
     after = settings | {
-        "init_from": str(folder / "first" / "model"), "init_optimizer": True, "seed": 1000,
-        "optimizer": optimizer | {"first_step": FIRST}, "output": str(folder / "second"),
+        "init_from": str(folder / "first" / "model"),
+        "init_optimizer": True,
+        "seed": 1000,
+        "optimizer": optimizer | {"first_step": FIRST},
+        "output": str(folder / "second"),
         "stages": settings["stages"][1:],
-    }  # fmt: skip
+    }
     return whole, before, after
 
 

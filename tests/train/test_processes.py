@@ -236,8 +236,9 @@ def test_a_worker_ends_when_its_lease_has_run_out(launch, tmp_path, how):
     file = tmp_path / "written"
     process = launch(
         [sys.executable, "-c", _LEASE, str(file)],
-        env=os.environ | {"SWA_JAX_GUARD": str(theirs.fileno())}, pass_fds=[theirs.fileno()],
-    )  # fmt: skip
+        env=os.environ | {"SWA_JAX_GUARD": str(theirs.fileno())},
+        pass_fds=[theirs.fileno()],
+    )
     theirs.close()
     process.stdout.readline()
     for _ in range(8):  # well beyond the lease, in all

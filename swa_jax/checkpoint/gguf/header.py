@@ -24,13 +24,18 @@ MAX_KEY, MAX_NAME, MAX_AXES = (65_535, 64, 4)  # letters of a key and of a tenso
 READ_AT_ONCE = 1 << 20
 
 _NUMBERS: dict[GGUFValueType, np.dtype[Any]] = {
-    GGUFValueType.UINT8: np.dtype("<u1"), GGUFValueType.INT8: np.dtype("<i1"),
-    GGUFValueType.UINT16: np.dtype("<u2"), GGUFValueType.INT16: np.dtype("<i2"),
-    GGUFValueType.UINT32: np.dtype("<u4"), GGUFValueType.INT32: np.dtype("<i4"),
-    GGUFValueType.UINT64: np.dtype("<u8"), GGUFValueType.INT64: np.dtype("<i8"),
-    GGUFValueType.FLOAT32: np.dtype("<f4"), GGUFValueType.FLOAT64: np.dtype("<f8"),
+    GGUFValueType.UINT8: np.dtype("<u1"),
+    GGUFValueType.INT8: np.dtype("<i1"),
+    GGUFValueType.UINT16: np.dtype("<u2"),
+    GGUFValueType.INT16: np.dtype("<i2"),
+    GGUFValueType.UINT32: np.dtype("<u4"),
+    GGUFValueType.INT32: np.dtype("<i4"),
+    GGUFValueType.UINT64: np.dtype("<u8"),
+    GGUFValueType.INT64: np.dtype("<i8"),
+    GGUFValueType.FLOAT32: np.dtype("<f4"),
+    GGUFValueType.FLOAT64: np.dtype("<f8"),
     GGUFValueType.BOOL: np.dtype("<u1"),
-}  # fmt: skip
+}
 
 
 class GgufTensor(NamedTuple):

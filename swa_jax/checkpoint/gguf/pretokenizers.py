@@ -76,18 +76,18 @@ RULES: dict[str, Rule] = {
     "tekken": Rule((_cased(r"\p{N}"),), whole_words=True, start=True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), Rule((_GPT4O,))),
     **dict.fromkeys(("tiny_aya", "cohere2moe"), Rule((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
-    "exaone-moe": Rule((_words(
-        r"\p{N}", r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)", r"[\r\n/]?", r"\s*[\r\n]|\s+(?!\S)|\s+"
-    ),)),
-    "seed-coder": Rule((
-        rf"{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",
-    )),
-    "bailingmoe": Rule((
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    )),
+    "exaone-moe": Rule(
+        (_words(r"\p{N}", r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)", r"[\r\n/]?", r"\s*[\r\n]|\s+(?!\S)|\s+"),)
+    ),
+    "seed-coder": Rule(
+        (rf"{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)
+    ),
+    "bailingmoe": Rule(
+        (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",)
+    ),
     "laguna": Rule((r"[^\n]+|[\n]+", _QWEN2)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), Rule(_DEEPSEEK3)),
     "afmoe": Rule((r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _ASIAN, _DEEPSEEK3[2])),
     "deepseek-coder": Rule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
     "falcon": Rule((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
-}  # fmt: skip
+}

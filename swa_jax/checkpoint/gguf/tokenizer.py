@@ -26,8 +26,14 @@ SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # where a file does not 
 ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # tokens by their names in both files
 # What ends a turn in chat templates. Files often name the end of a text only; llama.cpp knows the others by these.
 TURN_ENDS = (
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>", "[|endofturn|]",
-)  # fmt: skip
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "[|endofturn|]",
+)
 MOST_LETTERS = 256  # of a token that merges make
 
 

@@ -71,8 +71,13 @@ JOINED: tuple[tuple[T, tuple[str, ...]], ...] = (
 )
 SUFFIXES = {"bias": "bias", "choice_bias": "bias", "input_scale": "scale", "expert_scale": "scale"}  # else "weight"
 ALONE = (  # these are no parts of a module
-    "embedding", "sink_logits", "choice_bias", "input_scale", "expert_scale", "layer_scalar",
-)  # fmt: skip
+    "embedding",
+    "sink_logits",
+    "choice_bias",
+    "input_scale",
+    "expert_scale",
+    "layer_scalar",
+)
 PERMUTED = ("attention.q_proj", "attention.k_proj")
 EXACT = {  # the narrowest dtype of ours that has every value of a type
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),

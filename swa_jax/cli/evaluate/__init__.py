@@ -44,9 +44,15 @@ app = typer.Typer(
     "lm-eval tasks.",
 )
 for _kind in (
-    needles.needles, ruler.ruler, chains.chains, text.text, questions.questions, routing.routing, efficiency.efficiency,
+    needles.needles,
+    ruler.ruler,
+    chains.chains,
+    text.text,
+    questions.questions,
+    routing.routing,
+    efficiency.efficiency,
     harness.harness,
-):  # fmt: skip
+):
     _name = _kind.__name__
     app.command(_name, cls=old_spellings(OLD_SPELLINGS.get(_name, {})))(expand(_recorded(_kind)))
 app.command(

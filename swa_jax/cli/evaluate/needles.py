@@ -52,9 +52,15 @@ def needles(
     with counted("needles, answered and scored", 2 * len(drawn) * len(models)) as advance:
         for name, model in models:
             row, answers = measure_pattern(
-                name, model, tokenizer, drawn, max_new_tokens=longest + MORE_TOKENS,
-                batch_size=evaluation.batch_size, samples=evaluation.samples(model), advance=advance,
-            )  # fmt: skip
+                name,
+                model,
+                tokenizer,
+                drawn,
+                max_new_tokens=longest + MORE_TOKENS,
+                batch_size=evaluation.batch_size,
+                samples=evaluation.samples(model),
+                advance=advance,
+            )
             rows.append(row)
             by_depth.append(score_by_depth(answers.scores, len(places)))
             evaluation.save("rows", rows)

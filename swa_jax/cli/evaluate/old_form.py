@@ -27,9 +27,7 @@ OLD_SPELLINGS: Mapping[str, Mapping[str, str]] = {
 # Options that named a kind; the kinds of questions are options as before.
 _QUESTIONS = ("--longbench", "--longbench-v2", "--longmemeval")
 _NAMED = ("--needles", "--ruler", "--text", "--harness", "--routing")
-_WITHOUT_VALUE = (
-    "--routing", "--cut-middle", "--fa-decode", "--no-fa-decode", "--chat", "--thinking", "--no-thinking",
-)  # fmt: skip
+_WITHOUT_VALUE = ("--routing", "--cut-middle", "--fa-decode", "--no-fa-decode", "--chat", "--thinking", "--no-thinking")
 
 
 def in_old_form(ctx: typer.Context) -> None:

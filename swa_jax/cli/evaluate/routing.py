@@ -102,9 +102,15 @@ def routing(
     with counted("sequences", sequences * len(models)) as advance:
         for name, model in models:
             measured = measure_routing(
-                name, model, tokens, cells, length=plain.text_length, start=start,
-                batch_size=evaluation.batch_size, advance=advance,
-            )  # fmt: skip
+                name,
+                model,
+                tokens,
+                cells,
+                length=plain.text_length,
+                start=start,
+                batch_size=evaluation.batch_size,
+                advance=advance,
+            )
             rows += measured.rows
             charts.append((measured.by_layer, measured.by_depth))
             evaluation.save("routing", rows)

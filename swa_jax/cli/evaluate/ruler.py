@@ -159,9 +159,8 @@ class Grid:
 
         for task, length in itertools.product(self.tasks, self.lengths):
             yield ruler_grid(
-                tokenizer, [task], lengths=[length], depths=self.depths, num_examples=self.num_examples,
-                **self.options,
-            )  # fmt: skip
+                tokenizer, [task], lengths=[length], depths=self.depths, num_examples=self.num_examples, **self.options
+            )
 
 
 def ruler(
@@ -205,9 +204,13 @@ def ruler(
         for cells in grid.cells(tokenizer):
             for (name, model), scored in zip(models, by_model, strict=True):
                 scores = ruler_scores(
-                    model, tokenizer, cells, batch_size=evaluation.batch_size, samples=evaluation.samples(model),
+                    model,
+                    tokenizer,
+                    cells,
+                    batch_size=evaluation.batch_size,
+                    samples=evaluation.samples(model),
                     advance=advance,
-                )  # fmt: skip
+                )
                 scored += [{"name": name} | dataclasses.asdict(score) for score in scores]
             rows = list(itertools.chain(*by_model))
             evaluation.save("ruler", rows)
