@@ -423,10 +423,9 @@ def test_text_that_changed_under_its_name_is_trained_on_again(tmp_path):
 
 
 @pytest.mark.long
-def test_single_heads_by_bosch(tmp_path):
+def test_single_heads(tmp_path):
     out = tmp_path / "out"
-    heads = ["--unit", "heads", "--iterations", 1]
-    run("adapt", "recall", out, "--kv-budget", 0.3, *heads, *SMALL)
+    run("adapt", "recall", out, "--kv-budget", 0.3, "--unit", "heads", *SMALL)
     pattern = json.loads((out / "pattern.json").read_text())
     assert "head_hybrid_attention" in pattern["layer_types"] or sum(map(len, pattern["full_kv_heads"])) == 0
     assert not (out / "vllm").exists()
