@@ -14,14 +14,12 @@ from safetensors.numpy import save_file
 from swa_jax.checkpoint.folder import PATTERN_FILE, fetch
 from swa_jax.checkpoint.tensor_names import hf_parameters, joined_parts, tensors_of
 from swa_jax.errors import ConfigError
+from swa_jax.families import family_of
 from swa_jax.files import check_destination, new_folder, write_json
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.parameters import low_rank
 
 LOG = logging.getLogger(__name__)
-# PEFT 0.21 takes adapters of dense MLPs in these families for adapters of experts (scripts/check_peft.py), and so those
-# of AFMoE's gates, which have the name of a projection of an MLP.
-MLPS_NOT_LOADED = ("mellum", "qwen3_moe", "afmoe", "exaone_moe", "cohere2_moe")
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT wraps the model twice; its names begin with both wrappers
 
@@ -47,7 +45,7 @@ def save_adapter(model: Decoder, destination: str | Path, *, base: str | None = 
         return destination
     tensors, joined = _join_adapters(model, tensors)
     of_mlp = sorted(name for name in tensors if ".mlp." in name or ".gate_proj." in name)
-    if of_mlp and model.config.model_type in MLPS_NOT_LOADED:
+    if of_mlp and not family_of(model.config).mlps_by_peft:
         LOG.warning(
             "PEFT 0.21 does not load some adapters of '%s' models, such as %s: serve the merged model instead",
             model.config.model_type,
@@ -131,7 +129,7 @@ def _module_name(model: Decoder, projection: str) -> str:
     row = next(row for row in hf_parameters(config) if row.projection == projection)
     *_, parent, name, _ = row.hf_name.split(".")
     shared = config.shared_expert_intermediate_size > 0 and parent == "mlp"
-    alone = name == projection and (not shared or config.model_type in MLPS_NOT_LOADED)
+    alone = name == projection and (not shared or not family_of(config).mlps_by_peft)
     return name if alone else f"{parent}.{name}"
 
 

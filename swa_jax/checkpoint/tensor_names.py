@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swa_jax.families import constant_tensors, joined_tensors, renamed_tensors
+from swa_jax.families import family_of
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import Parameter, parameters
 
@@ -49,7 +49,7 @@ def tensor_names(config: ModelConfig, *, routers: bool = False) -> list[TensorNa
 
 def hf_parameters(config: ModelConfig, routers: bool = False) -> list[Parameter]:
     """The parameters of a model with the names that its family has for them."""
-    renamed = renamed_tensors(config)
+    renamed = family_of(config).tensor_names
     return [dataclasses.replace(row, hf_name=renamed.get(row.role, row.hf_name)) for row in parameters(config, routers)]
 
 
@@ -89,7 +89,7 @@ def joined_parts(config: ModelConfig) -> dict[str, list[TensorName]]:
     rows = {(row.role, row.stack): row for row in hf_parameters(config)}
     stacks = dict.fromkeys(stack for _, stack in rows)
     found = {}
-    for (name, parts), stack in itertools.product(joined_tensors(config).items(), stacks):
+    for (name, parts), stack in itertools.product(family_of(config).joined.items(), stacks):
         whole = [rows[part, stack] for part in parts if (part, stack) in rows]
         layers = whole[0].layers if whole else None
         each = [tensors_of(row) for row in whole]
@@ -123,7 +123,7 @@ def hf_tensors(config: ModelConfig, *, routers: bool = False) -> dict[str, tuple
 def constants_of(config: ModelConfig) -> dict[str, float]:
     """The numbers of a Hugging Face checkpoint that no training changes, by the names of their tensors."""
     layers = range(config.num_hidden_layers)
-    return {name.format(layer=layer): value for name, value in constant_tensors(config).items() for layer in layers}
+    return {name.format(layer=layer): value for name, value in family_of(config).constants.items() for layer in layers}
 
 
 def cut_tensors(

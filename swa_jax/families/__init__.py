@@ -1,6 +1,6 @@
 """Model families: what each reads and writes of Hugging Face's `config.json`.
 
-A family is one file with a `FAMILY`; its name in `_MODULES` makes it known. `ModelConfig` describes what the decoder
+A family is one file with a `FAMILY`; its name in `_FILES` makes it known. `ModelConfig` describes what the decoder
 computes, so nothing above or below this room asks for a family's name.
 """
 
@@ -8,45 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
 from swa_jax.errors import ConfigError
-from swa_jax.families import (
-    afmoe,
-    apertus,
-    cohere,
-    cohere2,
-    cohere2_moe,
-    cwm,
-    exaone4,
-    exaone_moe,
-    gemma2,
-    gemma3,
-    gemma4,
-    gpt_oss,
-    granite,
-    granite_swa,
-    granitemoe_swa,
-    laguna,
-    llama,
-    mellum,
-    mimo_v2_flash,
-    ministral,
-    ministral3,
-    mistral,
-    mixtral,
-    olmo2,
-    olmo3,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-    seed_oss,
-    smollm3,
-    starcoder2,
-    swat,
-    vaultgemma,
-)
 from swa_jax.families.common import Family
 from swa_jax.families.grammar import check_types
 from swa_jax.families.rope import ROPE_KEYS
@@ -56,13 +21,15 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.settings import nearest
 
 # Where several families can express a model under a pattern, the first is written; our own is the last resort.
-_MODULES = (
-    llama, mistral, ministral, qwen2, qwen3, olmo2, smollm3, olmo3, gemma2, gemma3, gemma4, granite, granite_swa, phi3,
-    cohere, cohere2, cwm, exaone4, seed_oss, vaultgemma, ministral3, starcoder2, apertus, qwen3_moe, mixtral, gpt_oss,
-    mellum, afmoe, exaone_moe, cohere2_moe, granitemoe_swa, laguna, mimo_v2_flash, swat,
-)  # fmt: skip
-FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
-_OURS = swat.FAMILY
+_FILES = """
+llama mistral ministral qwen2 qwen3 olmo2 smollm3 olmo3 gemma2 gemma3 gemma4 granite granite_swa phi3 cohere cohere2 cwm
+exaone4 seed_oss vaultgemma ministral3 starcoder2 apertus qwen3_moe mixtral gpt_oss mellum afmoe exaone_moe cohere2_moe
+granitemoe_swa laguna mimo_v2_flash swat
+"""
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (import_module(f"{__name__}.{name}").FAMILY for name in _FILES.split())
+}
+_OURS = FAMILIES["swat"]
 MOST_LAYERS = 100_000
 
 # ---- reading ----
@@ -95,19 +62,9 @@ def hf_pattern(hf: Mapping[str, Any]) -> AttentionPattern:
     return AttentionPattern(tuple(types), window if WINDOW in types else None, provenance={"method": "hf-config"})
 
 
-def renamed_tensors(config: ModelConfig) -> Mapping[str, str]:
-    """{parameter: name in checkpoints} where the model's family departs from the declared names."""
-    return FAMILIES[config.model_type].tensor_names if config.model_type in FAMILIES else {}
-
-
-def joined_tensors(config: ModelConfig) -> Mapping[str, tuple[str, ...]]:
-    """{tensor: the parameters that it holds} where the family's checkpoints join several (`Family.joined`)."""
-    return FAMILIES[config.model_type].joined if config.model_type in FAMILIES else {}
-
-
-def constant_tensors(config: ModelConfig) -> Mapping[str, float]:
-    """{tensor: its number} that are the same in all models of the family (`Family.constants`)."""
-    return FAMILIES[config.model_type].constants if config.model_type in FAMILIES else {}
+def family_of(config: ModelConfig) -> Family:
+    """The family whose names a model's tensors have in checkpoints: our own where `model_type` is not a known one."""
+    return FAMILIES.get(config.model_type, _OURS)
 
 
 def _family(hf: Mapping[str, Any]) -> Family:

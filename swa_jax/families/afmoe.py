@@ -99,4 +99,5 @@ FAMILY = Family(
     window_keys_with_nope,
     peculiarity="gated attention",
     tensor_names=TENSOR_NAMES,
+    mlps_by_peft=False,
 )

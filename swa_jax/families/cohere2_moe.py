@@ -129,4 +129,5 @@ FAMILY = Family(
     read_windows,
     window_keys,
     peculiarity="rotary embeddings in these layers alone",
+    mlps_by_peft=False,
 )

@@ -84,6 +84,8 @@ class Family:
       joined: {tensor of Hugging Face's checkpoints: the parameters that it holds, one below the other}, such as
         {"...qkv_proj.weight": ("layers.attention.q_proj.kernel", ...)}. Import cuts it into theirs, export joins them.
       constants: {tensor of Hugging Face's checkpoints: its number}: tensors without axes, the same in all models.
+      mlps_by_peft: whether PEFT loads adapters of this family's dense MLPs; PEFT 0.21 takes those of some families, and
+        adapters of AFMoE's gates, for adapters of experts.
     """
 
     model_type: str
@@ -96,6 +98,7 @@ class Family:
     tensor_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    mlps_by_peft: bool = True
 
 
 # ---- reading ----
@@ -147,7 +150,8 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if hf.get(key):
             raise ConfigError(
-                f"config.json: {key} is set, but mixtures of experts are not supported; supported: dense models"
+                f"config.json: {key} is set, but model_type '{hf.get('model_type')}' is read as a dense model: "
+                "experts are supported in families whose own class has them, such as qwen3_moe, mixtral and gpt_oss"
             )
     if hf.get("is_causal") is False:
         raise ConfigError(

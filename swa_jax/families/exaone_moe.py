@@ -55,4 +55,5 @@ FAMILY = Family(
     exaone4.window_keys,
     peculiarity="rotary embeddings in these layers alone",
     tensor_names=TENSOR_NAMES,
+    mlps_by_peft=False,
 )

@@ -72,4 +72,4 @@ def read_windows(hf: Mapping[str, Any], layers: int) -> Windows:
     return read_windows_by_type(hf.get("sliding_window", DEFAULT_WINDOW), _types(hf, layers), context)
 
 
-FAMILY = Family("mellum", "MellumForCausalLM", from_hf, to_hf, read_windows, window_keys_by_type)
+FAMILY = Family("mellum", "MellumForCausalLM", from_hf, to_hf, read_windows, window_keys_by_type, mlps_by_peft=False)

@@ -66,4 +66,4 @@ def window_keys(config: ModelConfig, pattern: AttentionPattern) -> dict[str, Any
     return {"sliding_window": window, "use_sliding_window": window is not None}
 
 
-FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", from_hf, to_hf, read_windows, window_keys)
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", from_hf, to_hf, read_windows, window_keys, mlps_by_peft=False)

@@ -126,7 +126,7 @@ def test_rope_in_every_spelling():
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: silu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config without a quant_method is not supported"),
         ({"is_causal": False}, "is_causal is false .* is not supported; supported: causal models"),
-        ({"num_experts": 8}, "num_experts is set, but mixtures of experts are not supported"),
+        ({"num_experts": 8}, "num_experts is set, but model_type 'llama' is read as a dense model"),
         ({"use_mrope": True}, "use_mrope"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported; supported: 1.0"),
         (
