@@ -1,4 +1,4 @@
-"""The documentation site: `make docs`. Pages are Markdown (MyST); references are made from the code: see reference.py."""
+"""The documentation site: `make docs`. Pages are Markdown (MyST). References are made from the code (reference.py)."""
 
 import importlib
 import importlib.metadata

@@ -15,7 +15,9 @@ NOT_SHOWN = {"help", "install_completion", "show_completion"}
 
 def table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [columns, tuple("---" for _ in columns), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", r"\|").replace("\n", " ") for cell in line) + " |\n" for line in lines)
+    return "".join(
+        "| " + " | ".join(cell.replace("|", r"\|").replace("\n", " ") for cell in line) + " |\n" for line in lines
+    )
 
 
 # ---- commands ----
@@ -60,13 +62,19 @@ def _parameter(parameter: Any) -> tuple[str, str, str]:
     """Name, meaning and default of an option or an argument."""
     meaning = _plain(parameter.help)
     if parameter.param_type_name == "argument":
-        return f"`{parameter.metavar or parameter.name.upper()}`", meaning, "" if parameter.required else "may be left out"
+        return (
+            f"`{parameter.metavar or parameter.name.upper()}`",
+            meaning,
+            "" if parameter.required else "may be left out",
+        )
     value = "" if parameter.is_flag else f" {parameter.metavar or parameter.name.upper()}"
     names = ", ".join(f"`{one}{value}`" for one in [*parameter.opts, *parameter.secondary_opts])
     if parameter.required:
         return names, meaning, "must be given"
     default = parameter.default
-    hidden = default is None or default == [] or (parameter.is_flag and not parameter.secondary_opts) or callable(default)
+    hidden = (
+        default is None or default == [] or (parameter.is_flag and not parameter.secondary_opts) or callable(default)
+    )
     return names, meaning, "" if hidden or not parameter.show_default else f"`{_value(default)}`"
 
 
@@ -112,7 +120,8 @@ def _documented(cls: type) -> tuple[str, dict[str, str]]:
     text, _, attributes = (inspect.getdoc(cls) or "").partition("\nAttributes:\n")
     meanings: dict[str, str] = {}
     for names, meaning in re.findall(r"(?ms)^  (\w[\w, \n]*?): (.*?)(?=^  \w|\Z)", attributes):
-        meanings |= {name: " ".join(meaning.split()) for name in re.findall(r"\w+", names)}
+        first, *others = re.findall(r"\w+", names)
+        meanings |= {first: " ".join(meaning.split())} | dict.fromkeys(others, f"see `{first}`")
     lines = inspect.getsource(cls).splitlines()
     for node in ast.parse(inspect.cleandoc("\n".join(lines))).body[0].body:  # type: ignore[attr-defined]
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
