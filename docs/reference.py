@@ -14,13 +14,14 @@ NOT_SHOWN = {"help", "install_completion", "show_completion"}
 
 
 def table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [columns, tuple("---" for _ in columns), *rows]
-    return "".join(
-        "| " + " | ".join(cell.replace("|", r"\|").replace("\n", " ") for cell in line) + " |\n" for line in lines
-    )
+    lines = [columns, ("---",) * len(columns), *rows]
+    escaped = [[cell.replace("|", r"\|").replace("\n", " ") for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
 
 
 # ---- commands ----
+
+COLUMNS = ("option", "meaning", "default")
 
 
 def commands() -> str:
@@ -29,53 +30,43 @@ def commands() -> str:
 
     from swa_jax.cli.main import app
 
-    return "\n".join(_command("swa-jax", typer.main.get_command(app), shared=frozenset()))
+    return "\n".join(_command("swa-jax", typer.main.get_command(app), known=frozenset()))
 
 
-def _command(name: str, command: Any, shared: frozenset[tuple[str, ...]]) -> Iterator[str]:
-    if command.hidden:
-        return
-    verbs = getattr(command, "commands", None)
-    own = [_parameter(p) for p in command.params if p.name not in NOT_SHOWN and not getattr(p, "hidden", False)]
-    rows = [row for row in own if row not in shared]
-    depth = "#" * min(name.count(" ") + 2, 4)
-    yield f"{depth} {name}\n\n{_plain(command.help)}\n"
-    if verbs is None:
-        arguments = " ".join(row[0].strip("`") for row in own if not row[0].startswith("`-"))
-        yield f"```text\n{name} {arguments} [OPTIONS]\n```\n"
-    if rows:
-        yield table(("option", "meaning", "default"), rows)
-    if verbs is None:
-        return
-    verbs = {verb: one for verb, one in verbs.items() if not one.hidden}
-    kept = [set(map(_parameter, one.params)) for one in verbs.values() if not hasattr(one, "commands")]
-    common = frozenset(set.intersection(*kept)) if len(kept) > 1 and name != "swa-jax" else frozenset()
-    if common:
-        first = next(iter(verbs.values()))
+def _command(name: str, command: Any, known: frozenset[tuple[str, ...]]) -> Iterator[str]:
+    """A command, and the commands of a group; what all commands of a group have is said once."""
+    verbs = {verb: one for verb, one in getattr(command, "commands", {}).items() if not one.hidden}
+    rows = _parameters(command)
+    yield f"{'#' * min(name.count(' ') + 2, 4)} {name}\n\n{_plain(command.help)}\n"
+    if not verbs:
+        arguments = [row[0].strip("`") for row in rows if not row[0].startswith("`-")]
+        yield f"```text\n{' '.join([name, *arguments, '[OPTIONS]'])}\n```\n"
+    if own := [row for row in rows if row not in known]:
+        yield table(COLUMNS, own)
+    in_all = frozenset(set.intersection(*(set(_parameters(one)) for one in verbs.values()))) if verbs else frozenset()
+    if in_all:
         yield f"Every `{name}` command has:\n"
-        yield table(("option", "meaning", "default"), [r for p in first.params if (r := _parameter(p)) in common])
+        yield table(COLUMNS, [row for row in _parameters(next(iter(verbs.values()))) if row in in_all])
     for verb, one in verbs.items():
-        yield from _command(f"{name} {verb}", one, common)
+        yield from _command(f"{name} {verb}", one, in_all)
+
+
+def _parameters(command: Any) -> list[tuple[str, str, str]]:
+    return [_parameter(p) for p in command.params if p.name not in NOT_SHOWN and not getattr(p, "hidden", False)]
 
 
 def _parameter(parameter: Any) -> tuple[str, str, str]:
     """Name, meaning and default of an option or an argument."""
-    meaning = _plain(parameter.help)
+    meaning, value = _plain(parameter.help), parameter.metavar or parameter.name.upper()
     if parameter.param_type_name == "argument":
-        return (
-            f"`{parameter.metavar or parameter.name.upper()}`",
-            meaning,
-            "" if parameter.required else "may be left out",
-        )
-    value = "" if parameter.is_flag else f" {parameter.metavar or parameter.name.upper()}"
-    names = ", ".join(f"`{one}{value}`" for one in [*parameter.opts, *parameter.secondary_opts])
+        return f"`{value}`", meaning, "" if parameter.required else "may be left out"
+    names = [f"`{one}`" if parameter.is_flag else f"`{one} {value}`" for one in parameter.opts]
+    names += [f"`{one}`" for one in parameter.secondary_opts]
     if parameter.required:
-        return names, meaning, "must be given"
-    default = parameter.default
-    hidden = (
-        default is None or default == [] or (parameter.is_flag and not parameter.secondary_opts) or callable(default)
-    )
-    return names, meaning, "" if hidden or not parameter.show_default else f"`{_value(default)}`"
+        return ", ".join(names), meaning, "must be given"
+    default, off = parameter.default, parameter.is_flag and not parameter.secondary_opts
+    shown = parameter.show_default and not (off or default is None or default == [] or callable(default))
+    return ", ".join(names), meaning, f"`{_value(default)}`" if shown else ""
 
 
 def _value(default: Any) -> str:
