@@ -68,16 +68,17 @@ def link_outside(app: Any, page: str, source: list[str]) -> None:
     source[0] = re.sub(r"\[([^]]+)\]\(((?:\.\./|data/)[^)#\s]+)(#[^)\s]*)?\)", link, source[0])
 
 
-def insert_reference(app: Any, page: str, source: list[str]) -> None:
-    """Put what reference.py makes of the code in the place of its mark."""
-    import reference
+REFERENCES = {"commands": "commands", "training-keys": "training_keys"}  # page: the function of reference.py
 
-    for mark, make in {"commands": reference.commands, "training keys": reference.training_keys}.items():
-        if f"<!-- {mark} -->" in source[0]:
-            source[0] = source[0].replace(f"<!-- {mark} -->", make())
+
+def insert_reference(app: Any, page: str, source: list[str]) -> None:
+    """Put what reference.py makes of the code at the end of its page."""
+    if page in REFERENCES:
+        source[0] += "\n" + getattr(importlib.import_module("reference"), REFERENCES[page])()
 
 
 def setup(app: Any) -> None:
     load_public_names()
     app.connect("source-read", link_outside)
     app.connect("source-read", insert_reference)
+    app.connect("env-get-outdated", lambda *_: list(REFERENCES))  # their source is the code, which may have changed

@@ -66,6 +66,8 @@ def _parameter(parameter: Any) -> tuple[str, str, str]:
         return ", ".join(names), meaning, "must be given"
     default, off = parameter.default, parameter.is_flag and not parameter.secondary_opts
     shown = parameter.show_default and not (off or default is None or default == [] or callable(default))
+    if parameter.is_flag and shown:
+        default = (parameter.opts if default else parameter.secondary_opts)[0]
     return ", ".join(names), meaning, f"`{_value(default)}`" if shown else ""
 
 
@@ -74,8 +76,9 @@ def _value(default: Any) -> str:
 
 
 def _plain(text: str | None) -> str:
-    """Help without the terminal's colours."""
-    return re.sub(r"\[/?(bold|dim|italic|green|cyan|yellow|red)\]", "", inspect.cleandoc(text or ""))
+    """Help without the terminal's colours; names of options as code."""
+    plain = re.sub(r"\[/?(bold|dim|italic|green|cyan|yellow|red)\]", "", inspect.cleandoc(text or ""))
+    return re.sub(r"(?<![\w`-])--[a-z][a-z-]*", r"`\g<0>`", plain)
 
 
 # ---- training keys ----
