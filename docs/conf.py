@@ -1,4 +1,4 @@
-"""The documentation site: `make docs`. Pages are Markdown (MyST); the API reference is made from the docstrings."""
+"""The documentation site: `make docs`. Pages are Markdown (MyST). References are made from the code (reference.py)."""
 
 import importlib
 import importlib.metadata
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 project = "swa-jax"
 author = "The swa-jax authors"
@@ -21,7 +21,7 @@ myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3  # so that page.md#heading works here as it does on GitHub
 
 html_theme = "furo"
-exclude_patterns = ["plans/*"]
+exclude_patterns = ["plans/*", "data/*"]
 nitpicky = False
 
 # Docstrings quote names in single backticks, and have "Args:", "Returns:" and "Raises:".
@@ -52,17 +52,33 @@ def load_public_names() -> None:
 
 
 def link_outside(app: Any, page: str, source: list[str]) -> None:
-    """Links to files outside docs/ go to the repository where its address is known (GitHub's workflows say it).
+    """Links to files that are no pages go to the repository where its address is known (GitHub's workflows say it).
 
-    Elsewhere they become downloads. The site has no pages for them.
+    These are files outside docs/ and the tables of docs/data/. Elsewhere they become downloads.
     """
     repository = os.environ.get("GITHUB_REPOSITORY")
-    page_of_file = rf"[\1](https://github.com/{repository}/blob/main/\2)"
-    download = r"{download}`\1 <../\2>`"
-    new = page_of_file if repository else download
-    source[0] = re.sub(r"\[([^]]+)\]\(\.\./([^)\s]+)\)", new, source[0])
+
+    def link(match: re.Match[str]) -> str:
+        text, file, heading = match.groups()
+        if repository is None:
+            return f"{{download}}`{text} <{file}>`"
+        path = file.removeprefix("../") if file.startswith("../") else f"docs/{file}"
+        return f"[{text}](https://github.com/{repository}/blob/main/{path}{heading or ''})"
+
+    source[0] = re.sub(r"\[([^]]+)\]\(((?:\.\./|data/)[^)#\s]+)(#[^)\s]*)?\)", link, source[0])
+
+
+REFERENCES = {"commands": "commands", "training-keys": "training_keys"}  # page: the function of reference.py
+
+
+def insert_reference(app: Any, page: str, source: list[str]) -> None:
+    """Put what reference.py makes of the code at the end of its page."""
+    if page in REFERENCES:
+        source[0] += "\n" + getattr(importlib.import_module("reference"), REFERENCES[page])()
 
 
 def setup(app: Any) -> None:
     load_public_names()
     app.connect("source-read", link_outside)
+    app.connect("source-read", insert_reference)
+    app.connect("env-get-outdated", lambda *_: list(REFERENCES))  # their source is the code, which may have changed

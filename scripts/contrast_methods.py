@@ -1,6 +1,6 @@
 """What `swa-jax compare` found, contrast by contrast: is one method above another, and could these prompts tell?
 
-    python scripts/contrast_methods.py runs/compare-chains --docs docs/results.md
+    python scripts/contrast_methods.py runs/compare-chains --docs docs/data/methods.md
 
 It reads `results.json` of that folder and prints two tables: each method's score at each share of windowed KV heads,
 and the contrasts that the papers claim, or that we do. A contrast is paired by prompt, over the seeds that both have.
@@ -110,7 +110,7 @@ def contrast(better: Mapping[int, np.ndarray], worse: Mapping[int, np.ndarray]) 
 
 
 def verdict(whole: Estimate, seeds: Sequence[Estimate], both: Sequence[Estimate], of: str = "seed") -> str:
-    """As docs/results.md defines it."""
+    """As docs/data/methods.md defines it."""
     assert whole.low is not None
     assert whole.high is not None
     if all(one.low is not None and one.low > 0 for one in seeds):

@@ -30,7 +30,7 @@ TARGETS = {row.projection: row.path[-3] for row in parameters(_ANY_MODEL) if row
 class LoraConfig:
     """Settings of the adapters that a run trains. The defaults are SWAA's."""
 
-    rank: int = 16
+    rank: int = 16  # of A B
     alpha: float = 128.0  # A B is multiplied with alpha / rank
     dropout: float = 0.1  # of what goes into A, while training
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")

@@ -31,12 +31,12 @@ AXES = ("data", "fsdp", "expert", "context", "tensor")
 class MeshConfig:
     """Devices along each axis; -1, for one axis at most, takes those that remain. `data` counts one slice's."""
 
-    data: int = 1
-    fsdp: int = -1
-    context: int = 1
-    tensor: int = 1
-    slices: int = 1
-    expert: int = 1
+    data: int = 1  # splits rows
+    fsdp: int = -1  # splits rows, and every matrix
+    context: int = 1  # splits the tokens of a row, and every matrix
+    tensor: int = 1  # splits heads, MLP width and vocabulary
+    slices: int = 1  # multiplies `data`, across pods
+    expert: int = 1  # splits rows, and the experts of a layer
 
     def __post_init__(self) -> None:
         for name, size in dataclasses.asdict(self).items():

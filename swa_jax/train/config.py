@@ -32,7 +32,7 @@ class StageConfig:
     """Consecutive steps with one shape of batch."""
 
     steps: int
-    sequence_length: int
+    sequence_length: int  # tokens a row
     batch_size: int  # rows a step, over all devices and accumulated pieces
     accumulate: int = 1  # pieces that a step's batch is taken in, one after the other
     data: tuple[SourceConfig, ...] = (SourceConfig(),)
@@ -63,14 +63,14 @@ class LogConfig:
     wandb_project: str | None = None
     every: int = 1  # steps between lines
     profile_from: int | None = None  # first step of a profiler trace, in the run's folder `profile/`
-    profile_steps: int = 3
+    profile_steps: int = 3  # how many it has
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """One run. Exactly one of `model` (random start) and `init_from` (a checkpoint folder) is given."""
 
-    output: str
+    output: str  # the run folder
     tokenizer: str  # tokenizer.json, or a folder that has one
     stages: tuple[StageConfig, ...]
     model: ModelConfig | None = None
@@ -95,15 +95,15 @@ class TrainConfig:
     spike_factor: float | None = None  # skip updates whose gradient norm is this many times the running mean
     bfloat16: bool = False  # compute in bf16; what is trained and its optimiser stay f32
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the finished model's weights
-    remat: Remat = "none"
+    remat: Remat = "none"  # what the backward pass computes again in place of keeping it
     scan_layers: bool = True  # one loop over the layers; False compiles each for itself: slow to compile, fast to run
     xla_options: XlaOptions = dataclasses.field(default_factory=dict)  # beside `TPU_OPTIONS`
-    seed: int = 0
+    seed: int = 0  # of weights, data order and dropout
     checkpoint_every: int = 500  # steps
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = 2  # the newest ones
     keep_checkpoint_period: int | None = None  # steps: multiples of it are kept for good
     validate_every: int | None = None  # steps between losses of the held-out documents (`data[].held_out`)
-    validation_batches: int = 8
+    validation_batches: int = 8  # at most, each time
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:

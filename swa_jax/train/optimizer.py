@@ -26,10 +26,10 @@ class OptimizerConfig:
     """
 
     name: Literal["adamw", "muon"] = "adamw"
-    learning_rate: float = 3e-4
+    learning_rate: float = 3e-4  # the peak; muon: of the matrices
     adam_learning_rate: float = 3e-3  # muon: for embeddings, norms, biases and the router
     schedule: Literal["constant", "linear", "cosine", "warmup-stable-decay"] = "cosine"
-    warmup_steps: int = 0
+    warmup_steps: int = 0  # from 0 to the peak
     first_step: int = 0  # the schedule's step at which this run begins: what an earlier run has made of it
     decay_steps: int = 0  # warmup-stable-decay: length of the final cosine
     final_fraction: float = 0.1  # of the peak, at the end

@@ -16,6 +16,7 @@ from swa_jax.cli.main import app
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("swa_jax/**/*.md")])
 PAGES = sorted(ROOT.glob("docs/*.md"))
+TABLES = sorted(ROOT.glob("docs/data/*.md"))  # not on the site: long tables, with the commands that make them
 UsageError = typer.BadParameter.__base__  # of the click that typer has inside
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -86,12 +87,12 @@ def test_links_out_of_the_docs_are_files(page):
     """The site offers a file outside docs/ as a download or in the repository; it cannot do that with a folder."""
     for link in LINK.findall(page.read_text()):
         if link.startswith("../"):
-            assert (page.parent / link).is_file(), f"{page.name} links to {link}, which is no file"
+            assert (page.parent / link.partition("#")[0]).is_file(), f"{page.name} links to {link}, which is no file"
 
 
 @pytest.mark.parametrize(
     "page",
-    [ROOT / "README.md", *PAGES, *(ROOT / f"swa_jax/{model}/README.md" for model in ("chains", "recall"))],
+    [ROOT / "README.md", *PAGES, *TABLES, *(ROOT / f"swa_jax/{model}/README.md" for model in ("chains", "recall"))],
     ids=lambda p: f"{p.parent.name}/{p.name}",
 )
 def test_the_command_line_knows_the_commands(page):
@@ -116,7 +117,7 @@ def test_commands_are_found_and_unknown_options_refused():
 def test_every_page_is_in_the_table_of_contents():
     trees = re.findall(r"(?ms)^```\{toctree\}\n(.*?)^```", (ROOT / "docs/index.md").read_text())
     entries = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
-    assert sorted(entries) == [page.stem for page in PAGES if page.stem != "index"]
+    assert sorted(entries) == sorted(page.stem for page in PAGES if page.stem != "index")
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
@@ -148,13 +149,15 @@ def test_the_picture_of_the_floors_is_that_of_the_table():
 
 def test_links_out_of_the_docs_on_the_site(monkeypatch):
     link_outside = runpy.run_path(str(ROOT / "docs/conf.py"))["link_outside"]
-    page = ["See [a run](../configs/swat-tiny.yaml) and [data](data.md)."]
+    page = ["See [a run](../configs/swat-tiny.yaml), [plants](data/plants.md#a) and [data](data.md)."]
     monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
     link_outside(None, "page", downloads := list(page))
-    assert downloads == ["See {download}`a run <../configs/swat-tiny.yaml>` and [data](data.md)."]
+    files = "{download}`a run <../configs/swat-tiny.yaml>`, {download}`plants <data/plants.md>`"
+    assert downloads == [f"See {files} and [data](data.md)."]
     monkeypatch.setenv("GITHUB_REPOSITORY", "owner/name")
     link_outside(None, "page", addresses := list(page))
-    assert "(https://github.com/owner/name/blob/main/configs/swat-tiny.yaml)" in addresses[0]
+    for file in ("configs/swat-tiny.yaml", "docs/data/plants.md#a"):
+        assert f"(https://github.com/owner/name/blob/main/{file})" in addresses[0]
 
 
 @pytest.mark.slow
@@ -164,4 +167,19 @@ def test_the_site_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "sphinx", *options, str(ROOT / "docs"), str(tmp_path)]
     built = subprocess.run(command, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr[-3000:]
-    assert "routed_attention" in (tmp_path / "api.html").read_text()
+    for name, made in {"api": "routed_attention", "commands": "--kv-budget", "training-keys": "warmup_steps"}.items():
+        assert made in (tmp_path / f"{name}.html").read_text()
+
+
+def test_references_have_every_command_and_key(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import reference
+
+    page = reference.commands()
+    for title in ("## swa-jax\n", "### swa-jax adapt\n", "#### swa-jax evaluate needles\n", "#### swa-jax select kl\n"):
+        assert title in page
+    assert "| `--length N` | Tokens, the answer included. | `1024` |" in page
+    keys = reference.training_keys()
+    assert "\n## stages[].data[]\n" in keys
+    assert "| `batch_size` | whole number | must be given | rows a step" in keys
+    assert re.search(r"\| `qk_norm` \| true or false \| `false` \| whether queries and keys are normed", keys)
