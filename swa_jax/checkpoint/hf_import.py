@@ -22,7 +22,7 @@ from swa_jax.checkpoint.folder import (
     write_checkpoint,
     written_from,
 )
-from swa_jax.checkpoint.mxfp4 import Packed, find_packed, unpacked, with_unpacked
+from swa_jax.checkpoint.mxfp4 import PackedTensor, find_packed, unpacked, with_unpacked
 from swa_jax.checkpoint.safetensors_files import DTYPES, Parts, StoredTensor, TensorReader, read_headers
 from swa_jax.checkpoint.sources import GGUF, ModelFolder, companion, gguf_file, open_source, stamp
 from swa_jax.checkpoint.tensor_names import constants_of, hf_tensors, is_left_out, is_router, joined_parts
@@ -107,7 +107,7 @@ def _sizes(folder: Path) -> list[int]:
     return [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
 
 
-class Rows(NamedTuple):
+class SourceRows(NamedTuple):
     """Where a tensor of ours is in the source: rows `first` to below `last` of one of the source's."""
 
     name: str  # of the source's
@@ -124,8 +124,8 @@ class ImportPlan:
     pattern: AttentionPattern
     companions: dict[str, bytes]
     notes: list[str]
-    rows: dict[str, Rows]  # by our name, in the order in which they lie in the source
-    packed: dict[str, Packed]
+    rows: dict[str, SourceRows]  # by our name, in the order in which they lie in the source
+    packed: dict[str, PackedTensor]
     scales: dict[str, StoredTensor]
     blocks: tuple[int, int] | None
     identity: str  # changes with all that the result depends on
@@ -185,7 +185,7 @@ def plan_import(source: str | Path, pattern: AttentionPattern | str | Path | Non
         hf = {**hf, "tie_word_embeddings": tied}
         config = model_config(hf)
     blocks = None
-    packed: dict[str, Packed] = {}
+    packed: dict[str, PackedTensor] = {}
     scales: dict[str, StoredTensor] = {}
     if is_mxfp4(hf):
         packed = find_packed(found)
@@ -207,18 +207,18 @@ def plan_import(source: str | Path, pattern: AttentionPattern | str | Path | Non
     )  # fmt: skip
 
 
-def _locate(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, Rows]:
+def _locate(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, SourceRows]:
     """Our tensors in the order in which they lie in the source, which is how they are read and written."""
     joined = joined_parts(config)
-    found: dict[str, Rows] = {}
+    found: dict[str, SourceRows] = {}
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].file.name, item[1].start)):
         row = 0
         for part in joined.get(name, ()):  # those of experts lie in one more axis, as rows below each other
             matrix = tensor._replace(shape=(int(np.prod(tensor.shape[:-1])), tensor.shape[-1]))
-            found[part.name] = Rows(name, matrix, row, row + part.shape[0])
+            found[part.name] = SourceRows(name, matrix, row, row + part.shape[0])
             row += part.shape[0]
         if name not in joined:
-            found[name] = Rows(name, tensor, 0, tensor.shape[0])
+            found[name] = SourceRows(name, tensor, 0, tensor.shape[0])
     return found
 
 

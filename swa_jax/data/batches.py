@@ -22,17 +22,16 @@ from swa_jax.data.chains import Chains, Passages
 from swa_jax.data.distilled import read_distilled
 from swa_jax.data.documents import document_hash, is_held_out, read_documents, read_prompts, tokenizer_hash
 from swa_jax.data.haystack import Haystack
-from swa_jax.data.lessons import Dictionary, Needles, Repeats
+from swa_jax.data.lessons import Dictionary, Lesson, Needles, RepeatedTokens
 from swa_jax.data.packing import PackedPrompts, PackedText
-from swa_jax.data.sources import ANSWERED, MANIFEST, SourceConfig, source_files
+from swa_jax.data.sources import ANSWERED, GENERATED, SourceConfig, source_files
 from swa_jax.data.stored import StoredDocuments, read_manifest
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.files import sum_of_file, sum_of_json
 
-STATE_VERSION = 1  # of the order of samples: raise it when equal arguments give other batches than before
+STATE_VERSION = 2  # of the order of samples: raise it when equal arguments give other batches than before
 ENDLESS = 1 << 60  # batches
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SourceConfig)}
 
 
 def make_batches(
@@ -70,8 +69,8 @@ def make_batches(
     taken = range(batch_size)[rows if rows is not None else slice(None)]
     if not taken or taken.step != 1:
         raise ConfigError(f"rows is {rows}: not a run of the {batch_size} rows of a global batch")
-    opened = {
-        i: open_source(
+    samples = [
+        open_source(
             source,
             tokenizer,
             length=length,
@@ -81,10 +80,9 @@ def make_batches(
         )
         for i, source in enumerate(sources)
         if source.held_out or not held_out
-    }
-    if not opened:
+    ]
+    if not samples:
         raise ConfigError("no source holds anything out: set 'held_out' of at least one")
-    samples = list(opened.values())
     if held_out:
         mixed: Any = _InTurn(samples)
     elif len(samples) == 1:
@@ -94,9 +92,7 @@ def make_batches(
         mixed = grain.MapDataset.mix(datasets, [source.weight for source in sources])
     segments = None
     if any(isinstance(sample, PackedPrompts) for sample in samples):
-        segments = max(
-            sample.max_segments() if isinstance(sample, PackedPrompts | PackedText) else 1 for sample in samples
-        )
+        segments = max(sample.max_segments() for sample in samples)
     fingerprint = {
         "version": STATE_VERSION,
         "sequence_length": length,
@@ -107,9 +103,8 @@ def make_batches(
         "number of sources": len(sources),
     }
     for i, source in enumerate(sources):
-        for key, value in dataclasses.asdict(source).items():
-            fingerprint[f"data.{i}.{key}"] = _listing(source) if key == "files" else value
-        fingerprint[f"data.{i}.content"] = content_sum(source)
+        values = dataclasses.asdict(source) | {"files": content_sum(source)}  # wherever they lie
+        fingerprint |= {f"data.{i}.{key}": value for key, value in values.items()}
     count = -(-len(mixed) // batch_size) if held_out else ENDLESS
     return Batches(_GlobalBatches(mixed, batch_size, taken, segments, count), fingerprint, samples)
 
@@ -128,32 +123,8 @@ def open_source(
     With `seed=None`, documents are read once and in order.
     """
     files = source_files(source)
-    if source.kind == "dictionary":
-        return Dictionary(tokenizer, length=length, seed=seed or 0)
-    if source.kind == "repeats":
-        return Repeats(tokenizer.num_ids, Haystack(tokenizer, files), length=length, seed=seed or 0)
-    if source.kind == "needles":
-        return Needles(
-            tokenizer,
-            Haystack(tokenizer, files),
-            length=length,
-            seed=seed or 0,
-            num_keys=source.num_keys,
-            num_questions=source.num_questions,
-        )
-    if source.kind == "passages":
-        return Passages(tokenizer, length=length, seed=seed or 0)
-    if source.kind == "chains":
-        return Chains(
-            tokenizer,
-            Haystack(tokenizer, files) if source.noise == "text" else None,
-            length=length,
-            seed=seed or 0,
-            num_chains=source.num_chains,
-            hops=source.hops,
-            num_questions=source.num_questions,
-            sums=source.sums,
-        )
+    if source.kind in GENERATED:
+        return _open_lesson(source, tokenizer, files, length=length, seed=seed or 0)
     if source.kind in ANSWERED:
         if source.kind == "distilled":
             prompts = read_distilled(files, tokenizer, top_logprobs)
@@ -171,6 +142,21 @@ def open_source(
     documents = read_documents(files, tokenizer, source.text_field, source.split)
     chosen = _chosen(documents, source, held_out)
     return PackedText(documents if chosen is None else [documents[i] for i in chosen], length, seed, name=name)
+
+
+def _open_lesson(source: SourceConfig, tokenizer: Tokenizer, files: tuple[Path, ...], **row: int) -> Lesson:
+    if source.kind == "dictionary":
+        return Dictionary(tokenizer, **row)
+    if source.kind == "passages":
+        return Passages(tokenizer, **row)
+    if source.kind == "chains":
+        haystack = Haystack(tokenizer, files) if source.noise == "text" else None
+        options = {name: getattr(source, name) for name in ("num_chains", "hops", "num_questions", "sums")}
+        return Chains(tokenizer, haystack, **row, **options)
+    haystack = Haystack(tokenizer, files)
+    if source.kind == "repeats":
+        return RepeatedTokens(tokenizer.num_ids, haystack, **row)
+    return Needles(tokenizer, haystack, **row, num_keys=source.num_keys, num_questions=source.num_questions)
 
 
 def check_source(source: SourceConfig, tokenizer: Tokenizer | None = None) -> None:
@@ -230,10 +216,6 @@ class Batches(grain.DatasetIterator):
                 "the data cannot be resumed: its state is not one that make_batches's iterator gave"
             ) from None
         for key in [*self._fingerprint, *before]:
-            if key.endswith(".content") and key not in before:
-                continue  # the state of a version that compared names and sizes only
-            if key not in before and self._fingerprint[key] == _DEFAULTS.get(key.split(".")[-1]):
-                continue  # the state of a version that had no such setting
             if before.get(key) != self._fingerprint.get(key):
                 raise ConfigError(
                     f"the data cannot be resumed without losing or repeating samples: '{key}' was "
@@ -325,30 +307,13 @@ def _chosen(
     return places
 
 
-def _listing(source: SourceConfig) -> str:
-    """Number, bytes and names of a source's files in brief; not where they lie, which may differ between machines."""
-    if source.kind == "tokens":
-        names = [(MANIFEST, read_manifest(folder)["sha256"]) for folder in source_files(source)]
-    else:
-        names = [(file.name, file.stat().st_size) for file in _files_inside(source)]
-    digest = sum_of_json(names)[:12]
-    return f"{len(names)} files ({digest})"
-
-
 def content_sum(source: SourceConfig) -> str:
-    """The SHA-256 in brief of every byte of a source's files.
-
-    Nothing for tokens: their manifest has the sums, and each document is compared with its own when it is read.
-    """
-    if source.kind == "tokens":
-        return ""
-    sums = [_sum_of(file, _state_of(file)) for file in _files_inside(source)]
-    return sum_of_json(sums)[:12]
-
-
-def _files_inside(source: SourceConfig) -> list[Path]:
+    """The SHA-256 in brief of every byte of a source's files; of tokens, of their manifests, which have the sums."""
     files = source_files(source)
-    return [p for f in files for p in (sorted(f.rglob("*")) if f.is_dir() else [f]) if p.is_file()]
+    if source.kind == "tokens":
+        return sum_of_json([read_manifest(folder)["sha256"] for folder in files])[:12]
+    inside = [p for f in files for p in (sorted(f.rglob("*")) if f.is_dir() else [f]) if p.is_file()]
+    return sum_of_json([_sum_of(file, _state_of(file)) for file in inside])[:12]
 
 
 def _state_of(file: Path) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ class Top(NamedTuple):
     logprobs: np.ndarray  # [n, K], nats
 
 
-class Prompt(NamedTuple):
+class Answered(NamedTuple):
     """A prompt and its answer; the answer starts at `tokens[boundary]`, which is a learned token."""
 
     tokens: np.ndarray  # [n] int32
@@ -72,7 +72,7 @@ def at(where: str) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=4)
-def read_prompts(files: tuple[Path, ...], tokenizer: Tokenizer, prompt_field: str, answer_field: str) -> list[Prompt]:
+def read_prompts(files: tuple[Path, ...], tokenizer: Tokenizer, prompt_field: str, answer_field: str) -> list[Answered]:
     """Each record's prompt after the tokenizer's start tokens, and its answer before the end token."""
     end = _end_ids(tokenizer)
     prompts = []
@@ -82,7 +82,7 @@ def read_prompts(files: tuple[Path, ...], tokenizer: Tokenizer, prompt_field: st
             with at(_record(file, number)):
                 head = tokenizer.start_ids + tokenizer.encode(prompt)
                 tokens = head + tokenizer.encode(answer) + end
-            prompts.append(Prompt(np.array(tokens, np.int32), len(head)))
+            prompts.append(Answered(np.array(tokens, np.int32), len(head)))
     return prompts
 
 

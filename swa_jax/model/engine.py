@@ -25,7 +25,7 @@ from swa_jax.model.device_jit import device_jit
 from swa_jax.model.generate import (
     GREEDY,
     NOTHING,
-    Drawing,
+    DrawRules,
     Sampling,
     Sequences,
     check_generation,
@@ -172,7 +172,7 @@ class Engine:
         wanted: Sequence[int],
         keys: np.ndarray,
         max_new_tokens: int,
-        drawing: Drawing,
+        drawing: DrawRules,
     ) -> Iterator[Piece]:
         waiting = deque(wanted)
         self._slots = {}
@@ -240,14 +240,14 @@ class Engine:
             tokens = np.asarray(slot.tokens[:length], np.int32)
             self._prefixes.add(Prefix(tokens, whole, slot.rings, slot.logits))
 
-    def _draw_first(self, number: int, slot: _Slot, key: np.uint32, max_new_tokens: int, drawing: Drawing) -> None:
+    def _draw_first(self, number: int, slot: _Slot, key: np.uint32, max_new_tokens: int, drawing: DrawRules) -> None:
         logits = slot.logits[slot.prompt_length]
         lengths = jnp.array([max_new_tokens, slot.prompt_length], jnp.int32)
         slot.first, self._sequences = _draw_first(
             self._sequences, jnp.int32(number), logits, jnp.uint32(key), lengths, drawing
         )
 
-    def _decode(self, steps: int, drawing: Drawing, until_one_ends: bool) -> Iterator[Piece]:
+    def _decode(self, steps: int, drawing: DrawRules, until_one_ends: bool) -> Iterator[Piece]:
         """At most so many steps of decoding for all slots whose prompts are in."""
         ready = [(number, slot) for number, slot in self._slots.items() if slot.is_filled]
         if not ready:
@@ -301,7 +301,7 @@ def _extend(
 
 @jax.jit
 def _draw_first(
-    sequences: Sequences, number: jax.Array, logits: jax.Array, key: jax.Array, lengths: jax.Array, drawing: Drawing
+    sequences: Sequences, number: jax.Array, logits: jax.Array, key: jax.Array, lengths: jax.Array, drawing: DrawRules
 ) -> tuple[jax.Array, Sequences]:
     """The first token of a slot whose prompt is in, from logits [V]; `lengths` are its limit and its prompt's."""
     zero, one = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
@@ -316,7 +316,7 @@ def _advance(
     weights: nnx.State,
     cache: KVCache,
     sequences: Sequences,
-    drawing: Drawing,
+    drawing: DrawRules,
     steps: jax.Array,
     until_one_ends: jax.Array,
     *,

@@ -29,7 +29,7 @@ class ExpertLoad(NamedTuple):
     probability: jax.Array  # [E] f32: the sum over tokens of its share of all experts' scores
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """The experts of each token and their weights."""
 
     experts: jax.Array  # [N, k] int32
@@ -165,7 +165,7 @@ def router_logits(tokens: jax.Array, router: Any) -> jax.Array:
     return logits + router["bias"].astype(jnp.float32) if "bias" in router else logits
 
 
-def choose_experts(logits: jax.Array, scores: jax.Array, bias: jax.Array | None, config: ModelConfig) -> Choice:
+def choose_experts(logits: jax.Array, scores: jax.Array, bias: jax.Array | None, config: ModelConfig) -> ExpertChoice:
     """The experts that each token meets, and their weights.
 
     Args:
@@ -181,7 +181,7 @@ def choose_experts(logits: jax.Array, scores: jax.Array, bias: jax.Array | None,
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.norm_topk_prob:
         weights /= jnp.sum(weights, axis=-1, keepdims=True) + 1e-20
-    return Choice(experts, weights * config.expert_multiplier)
+    return ExpertChoice(experts, weights * config.expert_multiplier)
 
 
 def _of_best_groups(wanted: jax.Array, config: ModelConfig) -> jax.Array:
@@ -193,7 +193,7 @@ def _of_best_groups(wanted: jax.Array, config: ModelConfig) -> jax.Array:
     return jnp.where(among[..., None], grouped, -jnp.inf).reshape(wanted.shape)
 
 
-def _load(scores: jax.Array, choice: Choice, counted: jax.Array) -> ExpertLoad:
+def _load(scores: jax.Array, choice: ExpertChoice, counted: jax.Array) -> ExpertLoad:
     chose = (choice.experts[..., None] == jnp.arange(scores.shape[-1])).any(1)  # [N, E]
     shares = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
     return ExpertLoad(*(jnp.sum(x * counted[:, None], axis=0) for x in (chose.astype(jnp.float32), shares)))
@@ -201,7 +201,7 @@ def _load(scores: jax.Array, choice: Choice, counted: jax.Array) -> ExpertLoad:
 
 def _experts(
     tokens: jax.Array,
-    choice: Choice,
+    choice: ExpertChoice,
     weights: Any,
     config: ModelConfig,
     first: jax.Array | None = None,

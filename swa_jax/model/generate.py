@@ -104,7 +104,7 @@ class Sampling(NamedTuple):
 GREEDY = Sampling()
 
 
-class Drawing(NamedTuple):
+class DrawRules(NamedTuple):
     """How all sequences of a batch draw and what ends them; all data."""
 
     sampling: Sampling
@@ -182,9 +182,9 @@ def sampling(temperature: float = 0.0, top_k: int | None = None, top_p: float | 
     )
 
 
-def drawing(sampling: Sampling = GREEDY, stop_tokens: Sequence[int] = (), seed: int = 0) -> Drawing:
+def drawing(sampling: Sampling = GREEDY, stop_tokens: Sequence[int] = (), seed: int = 0) -> DrawRules:
     """The same as arrays."""
-    return Drawing(sampling, jnp.asarray(np.asarray(stop_tokens, np.int32)), jnp.uint32(seed % 2**32))
+    return DrawRules(sampling, jnp.asarray(np.asarray(stop_tokens, np.int32)), jnp.uint32(seed % 2**32))
 
 
 def prefill(model: Decoder, batch: Batch) -> tuple[jax.Array, KVCache]:
@@ -263,7 +263,7 @@ def _decode(
     logits: jax.Array,
     cache: KVCache,
     sequences: Sequences,
-    drawing: Drawing,
+    drawing: DrawRules,
     *,
     max_length: int,
     buffer: int,
@@ -283,7 +283,7 @@ def decode_steps(
     model: Decoder,
     cache: KVCache,
     sequences: Sequences,
-    drawing: Drawing,
+    drawing: DrawRules,
     new: jax.Array,
     column: int,
     steps: jax.Array,
@@ -323,7 +323,7 @@ def decode_steps(
     return last.new, last.cache, last.sequences
 
 
-def draw(sequences: Sequences, logits: jax.Array, drawing: Drawing) -> tuple[jax.Array, Sequences]:
+def draw(sequences: Sequences, logits: jax.Array, drawing: DrawRules) -> tuple[jax.Array, Sequences]:
     """The next token of each active sequence from logits [B, V] f32: [B] int32, `NOTHING` if none, and what follows."""
     keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(drawing.seed)))(sequences.keys)  # [B]
     token = sample(logits, jax.vmap(jax.random.fold_in)(keys, sequences.drawn), drawing.sampling)

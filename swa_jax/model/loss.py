@@ -27,7 +27,7 @@ class TokenLoss(NamedTuple):
     nll: jax.Array  # [B, T] f32: of the *next* token, 0 where there is no target
     weight: jax.Array  # [B, T] f32: weight of that target, 0 where there is none
     correct: jax.Array  # [B, T] f32: 1 where the most likely token is the target
-    log_z: jax.Array | None = None  # [B, T] f32: log of the softmax's denominator, 0 where there is no target
+    log_z: jax.Array  # [B, T] f32: log of the softmax's denominator, 0 where there is no target
     divergence: jax.Array | None = None  # [B, T] f32: KL from the teacher, 0 where there is no target
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swa_jax.plan.hlo import Computation, Instruction, Program, called_computation, type_bytes
+from swa_jax.plan.hlo import Computation, HloProgram, Instruction, called_computation, type_bytes
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 # The TPU compiler runs a collective in pieces: fusions of these names begin and end it, and those between carry it on.
@@ -49,7 +49,7 @@ class Collective(NamedTuple):
 
 
 def collectives(
-    program: Program, counts: dict[str, float], mesh_shape: dict[str, int], slices: int = 1
+    program: HloProgram, counts: dict[str, float], mesh_shape: dict[str, int], slices: int = 1
 ) -> list[Collective]:
     """Every collective that runs, in the order of the schedule. Device i is the i-th of the mesh, row-major."""
     inner = _inner_computations(program)
@@ -76,7 +76,7 @@ def collectives(
     return found
 
 
-def _inner_computations(program: Program) -> set[str]:
+def _inner_computations(program: HloProgram) -> set[str]:
     """Of fusions and asynchronous wrappers: what they do counts where they are called."""
     return {
         name
@@ -88,7 +88,7 @@ def _inner_computations(program: Program) -> set[str]:
 
 
 def _begun(
-    program: Program, computation: Computation
+    program: HloProgram, computation: Computation
 ) -> Iterator[tuple[Instruction, Instruction, Computation, Instruction]]:
     """(first instruction, last instruction, the computation that holds the operation, the operation)."""
     held = [(one, list(_operations(program, computation, one))) for one in computation.instructions.values()]
@@ -127,7 +127,7 @@ def _meeting(computation: Computation, instruction: Instruction) -> str | None:
 
 
 def _operations(
-    program: Program, computation: Computation, instruction: Instruction
+    program: HloProgram, computation: Computation, instruction: Instruction
 ) -> Iterator[tuple[Computation, Instruction]]:
     """The collectives that an instruction is or calls, with the computations that hold them."""
     if instruction.opcode.removesuffix("-start") in KINDS:

@@ -48,7 +48,7 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.remat import Remat
 from swa_jax.model.sequence_order import in_zigzag
 from swa_jax.model.sharding import Partition
-from swa_jax.plan.candidates import Settings
+from swa_jax.plan.candidates import RunChanges
 from swa_jax.plan.kernels import busiest_device, kernels
 from swa_jax.train.config import StageConfig, TrainConfig
 
@@ -61,7 +61,7 @@ LOGIT_PASSES = 8.0
 UPDATE_PASSES = 8.0  # over the optimizer's f32 arrays: gradient, weight and both moments, read and written
 
 
-class Estimate(NamedTuple):
+class StepEstimate(NamedTuple):
     """Of one device. Seconds and bytes by the names of the table above."""
 
     seconds_by_part: dict[str, float]
@@ -130,7 +130,7 @@ class Workload:
 class _Share(NamedTuple):
     """What one device has of a step, by the letters of the table above."""
 
-    settings: Settings
+    settings: RunChanges
     partition: Partition
     tokens: float  # n
     rows: float  # B / b
@@ -142,7 +142,7 @@ class _Share(NamedTuple):
     moments: float  # numbers of the optimizer
 
 
-def estimate(work: Workload, settings: Settings) -> Estimate:
+def estimate(work: Workload, settings: RunChanges) -> StepEstimate:
     """Memory and time of a step of the workload's stage, by the formulas at the top of this file."""
     partition = settings.partition(work.config)
     rows = work.stage.batch_size / partition.size("batch")
@@ -157,7 +157,7 @@ def estimate(work: Workload, settings: Settings) -> Estimate:
         partition.size("heads"),
         *_held(work, partition),
     )
-    return Estimate(_seconds(work, share), _bytes(work, share))
+    return StepEstimate(_seconds(work, share), _bytes(work, share))
 
 
 # ---- weights ----

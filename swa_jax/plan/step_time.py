@@ -55,7 +55,7 @@ class StepWork(NamedTuple):
         return target
 
 
-class Attention(NamedTuple):
+class AttentionCost(NamedTuple):
     """Of one chip in a step.
 
     Attributes:
@@ -72,7 +72,7 @@ class Attention(NamedTuple):
     assumed: dict[str, float]
 
 
-def attention_of(work: StepWork) -> Attention:
+def attention_of(work: StepWork) -> AttentionCost:
     """Operations and seconds of the attention kernels."""
     routed = ROUTED_SHARE if SWITCH in work.pattern.layer_types else 1.0
     positions = np.arange(work.length)
@@ -97,10 +97,10 @@ def attention_of(work: StepWork) -> Attention:
         kind: Passes(*(busiest * factor * float(one[i].sum()) for i, factor in enumerate(times)))
         for kind, one in found.seconds.items()
     }
-    return Attention(flops, seconds, busiest, found.measured, found.assumed)
+    return AttentionCost(flops, seconds, busiest, found.measured, found.assumed)
 
 
-def step_flops(work: StepWork, attention: Attention, matmuls: float) -> dict[str, float]:
+def step_flops(work: StepWork, attention: AttentionCost, matmuls: float) -> dict[str, float]:
     """Operations of one chip. `model` is what the mathematics asks for, the base of MFU; the others are done."""
     wanted = matmuls + attention.flops.forward
     if work.step == "train":
@@ -117,9 +117,9 @@ def step_flops(work: StepWork, attention: Attention, matmuls: float) -> dict[str
 
 def step_time(
     work: StepWork,
-    attention: Attention,
+    attention: AttentionCost,
     wanted: float,
-    program: hlo.Program,
+    program: hlo.HloProgram,
     counts: dict[str, float],
     sends: list[Collective],
     branch_shares: Any,
@@ -163,7 +163,7 @@ def step_time(
     }
 
 
-def _assumptions(work: StepWork, attention: Attention) -> list[str]:
+def _assumptions(work: StepWork, attention: AttentionCost) -> list[str]:
     chip, context = work.target, work.mesh["context"]
     lines = [
         "matrix products and other operations of XLA: the TPU compiler's own estimates of cycles, at "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from swa_jax.data import SourceConfig
+from swa_jax.data.sources import SourceConfig
 from swa_jax.errors import ConfigError
 from swa_jax.files import check_local
 from swa_jax.model.config import ModelConfig, RopeScaling

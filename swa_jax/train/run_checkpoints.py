@@ -20,7 +20,7 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self
 
 import jax
@@ -81,9 +81,7 @@ class RunCheckpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if kind is None:
             self.wait()
         elif self._pending is not None:

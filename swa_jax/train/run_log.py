@@ -14,7 +14,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -127,9 +126,7 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if self.trace_until is not None:
             jax.profiler.stop_trace()
         for sink in (self.file, self.tensorboard):

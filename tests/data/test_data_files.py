@@ -7,8 +7,9 @@ import types
 import numpy as np
 import pytest
 
-from swa_jax.data import SourceConfig, check_source, make_batches, read_documents, source_files
-from swa_jax.data.documents import read_prompts, read_texts
+from swa_jax.data.batches import check_source, make_batches
+from swa_jax.data.documents import read_documents, read_prompts, read_texts
+from swa_jax.data.sources import SourceConfig, source_files
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.settings import from_dict

@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 import swa_jax.data.stored
 import swa_jax.data.tokenize
 from swa_jax.cli.main import app
-from swa_jax.data import SourceConfig, StoredDocuments, make_batches, read_documents
-from swa_jax.data.stored import read_manifest, verify
+from swa_jax.data.batches import make_batches
+from swa_jax.data.documents import read_documents
+from swa_jax.data.sources import SourceConfig
+from swa_jax.data.stored import StoredDocuments, read_manifest, verify
 from swa_jax.data.tokenize import tokenize
 from swa_jax.data.tokenizer import load_tokenizer, train_byte_bpe
 from swa_jax.errors import ConfigError
@@ -190,7 +192,7 @@ def test_sigkill_leaves_what_the_next_run_completes(corpus, made, byte_tokenizer
         "import sys, time\n"
         "from pathlib import Path\n"
         "import swa_jax.data.tokenize as t\n"
-        "from swa_jax.data import SourceConfig\n"
+        "from swa_jax.data.sources import SourceConfig\n"
         "real = t.document_hash\n"
         "t.document_hash = lambda tokens: time.sleep(0.02) or real(tokens)\n"
         "t.tokenize(SourceConfig(files=(sys.argv[1],)), Path(sys.argv[2]), Path(sys.argv[3]), shard_tokens=2000)\n"

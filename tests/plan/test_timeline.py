@@ -39,7 +39,7 @@ def end(number: int) -> str:
     return f"%async-collective-done.{number} = bf16[256]{{0}} fusion(%p), kind=kCustom, calls=%end.{number}"
 
 
-def program(computations: str, *lines: str) -> hlo.Program:
+def program(computations: str, *lines: str) -> hlo.HloProgram:
     body = "".join(f"  {line}\n" for line in lines)
     return hlo.parse(
         f"{computations}ENTRY %main (p: bf16[64]) -> bf16[64] {{\n  %p = bf16[64]{{0}} parameter(0)\n{body}}}\n"

@@ -20,8 +20,8 @@ from training_runs import Interruption, interrupt_at, losses, read_metrics
 
 import swa_jax.train.loop
 from swa_jax.checkpoint.folder import load_model, save_model
-from swa_jax.data import SourceConfig
 from swa_jax.data.chains import VOCAB_SIZE
+from swa_jax.data.sources import SourceConfig
 from swa_jax.data.tokenize import tokenize
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
@@ -448,7 +448,7 @@ def test_the_held_out_loss_before_the_first_step_is_the_models_own_and_comes_onc
     params, frozen = swa_jax.train.loop.trained_and_frozen(run.model)
     state = init_state(params, run.optimizer, frozen)
     loss = swa_jax.train.loop.make_validation_loss(run.model, config, None)
-    expected = swa_jax.train.loop.validate(config, config.stages[0], run.tokenizer, loss, state, None)
+    expected = swa_jax.train.loop.held_out_loss(run, 0, loss, state)
     assert losses[0]["validation_loss"] == pytest.approx(expected, rel=1e-6)
 
 

@@ -16,7 +16,7 @@ from swa_jax.checkpoint.gguf.header import GgufTensor, read_gguf
 from swa_jax.checkpoint.gguf.hyperparameters import ARCHITECTURES, Metadata, hf_config
 from swa_jax.checkpoint.gguf.rope import FACTORS, rope_keys
 from swa_jax.checkpoint.gguf.tokenizer import tokenizer_files
-from swa_jax.checkpoint.gguf.weights import Place, check_kinds, find_places, model_dtype, read_place, read_whole
+from swa_jax.checkpoint.gguf.weights import TensorPlace, check_kinds, find_places, model_dtype, read_place, read_whole
 from swa_jax.checkpoint.safetensors_files import Parts, TensorReader
 from swa_jax.checkpoint.sources import ModelFile, stamp
 from swa_jax.errors import CheckpointError, ConfigError
@@ -34,7 +34,7 @@ class GgufPlan:
     pattern: AttentionPattern
     companions: dict[str, bytes]
     notes: list[str]
-    places: dict[str, Place]  # by our name, in the order in which they lie in the file
+    places: dict[str, TensorPlace]  # by our name, in the order in which they lie in the file
     dtype: np.dtype
     identity: str  # changes with all that the result depends on
 

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from swa_jax.checkpoint.companions import GENERATION, TOKENIZER
 from swa_jax.checkpoint.gguf.hyperparameters import Metadata
-from swa_jax.checkpoint.gguf.pretokenizers import RULES, Rule
+from swa_jax.checkpoint.gguf.pretokenizers import RULES, WordRule
 from swa_jax.data.special_tokens import SETTINGS
 from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.settings import nearest
@@ -120,7 +120,7 @@ def tokenizer_files(metadata: Metadata) -> tuple[dict[str, bytes], dict[str, Any
             "BPE), llama (SentencePiece) and gemma4"
         )
     vocabulary = Vocabulary(metadata)
-    rule = _rule(vocabulary) if kind == "gpt2" else Rule((), start=kind == "llama")
+    rule = _rule(vocabulary) if kind == "gpt2" else WordRule((), start=kind == "llama")
     starts = vocabulary.switch("add_bos_token", rule.start) and vocabulary.id_of("bos") is not None
     try:
         backend = _byte_level(vocabulary, rule) if kind == "gpt2" else _sentencepiece(vocabulary, kind)
@@ -155,7 +155,7 @@ def _json(data: Mapping[str, Any]) -> bytes:
     return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _rule(vocabulary: Vocabulary) -> Rule:
+def _rule(vocabulary: Vocabulary) -> WordRule:
     name = vocabulary.get("pre")
     if not isinstance(name, str) or name not in RULES:
         hint = nearest(name, list(RULES)) if isinstance(name, str) else ""
@@ -171,7 +171,7 @@ def _vocab(vocabulary: Vocabulary) -> dict[str, int]:
     return {token: index for index, token in enumerate(vocabulary.tokens)}
 
 
-def _byte_level(vocabulary: Vocabulary, rule: Rule) -> tokenizers.Tokenizer:
+def _byte_level(vocabulary: Vocabulary, rule: WordRule) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(
         models.BPE(vocab=_vocab(vocabulary), merges=vocabulary.merges(), ignore_merges=rule.whole_words)
     )
