@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -153,22 +152,16 @@ def _no_weights(folder: ModelFolder) -> str:
 # ---- reading ----
 
 
-class TensorReader:
-    """Reads tensors, or some of their rows, and keeps their files open meanwhile.
+class TensorReader(contextlib.ExitStack):
+    """Reads tensors, or some of their rows, and keeps their files open until it is left.
 
     They are read, not mapped: the pages of a mapped shard would count as memory of this process.
     """
 
-    def __enter__(self) -> TensorReader:
-        self._stack = contextlib.ExitStack()
+    def __init__(self) -> None:
+        super().__init__()
         self._opened: dict[str, OpenedFile] = {}
         self._buffers = [np.empty(0, np.uint8)] * 2
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
 
     def rows(self, tensor: StoredTensor, first: int, last: int, out: np.ndarray | None = None) -> np.ndarray:
         """Rows `first` to below `last` of a tensor with one axis or more, in its dtype; `out`: bytes to read into."""
@@ -202,8 +195,7 @@ class TensorReader:
     def _read(self, file: ModelFile, start: int, data: np.ndarray) -> None:
         opened = self._opened.get(str(file))
         if opened is None:
-            opened = self._opened[str(file)] = file.open("rb")
-            self._stack.callback(opened.close)
+            opened = self._opened[str(file)] = self.enter_context(file.open("rb"))
         opened.seek(start)
         view = memoryview(data)
         while view:
@@ -214,13 +206,14 @@ class TensorReader:
 
 # ---- writing ----
 
+TensorTable = Mapping[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape by name
 # Tensors by name, each whole or in consecutive parts along its first axis.
 Parts = Iterable[tuple[str, np.ndarray]]
 
 
 def write_model(
     folder: Path,
-    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    tensors: TensorTable,
     read: Callable[[list[str]], Parts],
     *,
     shard_bytes: int | None = None,
@@ -257,9 +250,7 @@ def _size(dtype: np.dtype, shape: tuple[int, ...]) -> int:
     return dtype.itemsize * math.prod(shape)
 
 
-def write_order(
-    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], shard_bytes: int | None = None
-) -> list[list[str]]:
+def write_order(tensors: TensorTable, shard_bytes: int | None = None) -> list[list[str]]:
     """The names of each shard, in the order in which `write_model` reads them."""
     most = MAX_SHARD_BYTES if shard_bytes is None else shard_bytes
     shards: list[list[str]] = [[]]
@@ -278,7 +269,7 @@ def write_order(
 def _write_file(
     file: Path,
     names: list[str],
-    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    tensors: TensorTable,
     read: Callable[[list[str]], Parts],
     check: Callable[[str, np.ndarray], None],
 ) -> str:

@@ -83,30 +83,35 @@ def make_batches(
     ]
     if not samples:
         raise ConfigError("no source holds anything out: set 'held_out' of at least one")
-    if held_out:
-        mixed: Any = _InTurn(samples)
-    elif len(samples) == 1:
-        mixed = samples[0]
-    else:
-        datasets = [grain.MapDataset.source(sample) for sample in samples]
-        mixed = grain.MapDataset.mix(datasets, [source.weight for source in sources])
+    mixed = _InTurn(samples) if held_out else _mixed(samples, [source.weight for source in sources])
     segments = None
     if any(isinstance(sample, PackedPrompts) for sample in samples):
         segments = max(sample.max_segments() for sample in samples)
-    fingerprint = {
+    sizes = {"sequence_length": length, "batch_size": batch_size, "seed": seed, "held_out": held_out}
+    count = -(-len(mixed) // batch_size) if held_out else ENDLESS
+    return Batches(
+        _GlobalBatches(mixed, batch_size, taken, segments, count), _fingerprint(sources, tokenizer, sizes), samples
+    )
+
+
+def _mixed(samples: Sequence[Any], weights: Sequence[float]) -> Any:
+    if len(samples) == 1:
+        return samples[0]
+    return grain.MapDataset.mix([grain.MapDataset.source(sample) for sample in samples], weights)
+
+
+def _fingerprint(sources: Sequence[SourceConfig], tokenizer: Tokenizer, sizes: dict[str, Any]) -> dict[str, Any]:
+    """What decides the order and the content of all batches."""
+    found = {
         "version": STATE_VERSION,
-        "sequence_length": length,
-        "batch_size": batch_size,
-        "seed": seed,
-        "held_out": held_out,
+        **sizes,
         "tokenizer": tokenizer_hash(tokenizer)[:16],
         "number of sources": len(sources),
     }
     for i, source in enumerate(sources):
         values = dataclasses.asdict(source) | {"files": content_sum(source)}  # wherever they lie
-        fingerprint |= {f"data.{i}.{key}": value for key, value in values.items()}
-    count = -(-len(mixed) // batch_size) if held_out else ENDLESS
-    return Batches(_GlobalBatches(mixed, batch_size, taken, segments, count), fingerprint, samples)
+        found |= {f"data.{i}.{key}": value for key, value in values.items()}
+    return found
 
 
 def open_source(

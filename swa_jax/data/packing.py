@@ -186,6 +186,6 @@ def _order(seed: int | None, epoch: int, count: int) -> np.ndarray:
 
 def _most_that_fit(sizes: np.ndarray, room: int) -> int:
     """How many of the smallest sizes have a sum of at most `room`."""
-    few = max(room, 0)  # each size is at least 1
-    smallest = np.sort(sizes if len(sizes) <= few else np.partition(sizes, few)[:few])
+    most = max(room, 0)  # each size is at least 1
+    smallest = np.sort(sizes if len(sizes) <= most else np.partition(sizes, most)[:most])
     return int(np.searchsorted(np.cumsum(smallest), room, side="right"))

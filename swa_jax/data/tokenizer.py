@@ -62,9 +62,9 @@ class Tokenizer:
         other.num_ids = min(self.vocab_size, num_embeddings)
         other.end_ids = tuple(token for token in self.end_ids if token < num_embeddings)
         around = [*self.start_ids, *([] if self.eos_id is None else [self.eos_id])]
-        if beyond := [token for token in around if token >= num_embeddings]:
+        if over := [token for token in around if token >= num_embeddings]:
             raise ConfigError(
-                f"the tokenizer's {self.backend.id_to_token(beyond[0])!r} has the id {beyond[0]}, but the model has "
+                f"the tokenizer's {self.backend.id_to_token(over[0])!r} has the id {over[0]}, but the model has "
                 f"{num_embeddings} embeddings: it is the tokenizer of another model"
             )
         return other

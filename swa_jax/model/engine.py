@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from swa_jax.model.generate import (
     GREEDY,
     NOTHING,
     DrawRules,
+    GenerationSetup,
     Sampling,
     Sequences,
     check_generation,
@@ -112,8 +113,8 @@ class Engine:
             check_generation(partition, model.config)
             if slots % (pieces := partition.size("batch")):
                 raise ConfigError(f"slots must be a multiple of {pieces}, into which the mesh splits them, got {slots}")
-        self._partition = partition
-        self._graph, self._weights = nnx.split(model)
+        graph, self._weights = nnx.split(model)
+        self._setup = GenerationSetup(graph, self.max_length, partition)
         layouts = layouts_of(model, self.max_length, partition)
         empty = functools.partial(allocate, layouts, slots, model.embedding[...].dtype, partition)
         self._cache = jax.jit(empty)()
@@ -213,16 +214,8 @@ class Engine:
         size = min(max(round_up(len(piece)), SMALLEST_CHUNK), max(self.chunk, len(piece)))
         tokens = np.zeros(size, np.int32)
         tokens[: len(piece)] = piece
-        logits, self._cache = _extend(
-            self._graph,
-            self._weights,
-            jnp.asarray(tokens),
-            jnp.int32(len(piece)),
-            jnp.int32(number),
-            self._cache,
-            max_length=self.max_length,
-            partition=self._partition,
-        )
+        count, row = jnp.int32(len(piece)), jnp.int32(number)
+        logits, self._cache = _extend(self._setup, self._weights, jnp.asarray(tokens), count, row, self._cache)
         slot.filled = end
         self.computed_tokens += len(piece)
         if end == slot.branch or slot.is_filled:
@@ -253,8 +246,8 @@ class Engine:
         if not ready:
             return
         new, self._cache, self._sequences = _advance(
-            self._graph, self._weights, self._cache, self._sequences, drawing, jnp.int32(steps),
-            jnp.bool_(until_one_ends), max_length=self.max_length, buffer=self.steps, partition=self._partition,
+            self._setup, self._weights, self._cache, self._sequences, drawing, jnp.int32(steps), buffer=self.steps,
+            until_one_ends=jnp.bool_(until_one_ends),
         )  # fmt: skip
         firsts = {number: slot.first for number, slot in ready}
         drawn, active, firsts = jax.device_get((new, self._sequences.active, firsts))
@@ -283,20 +276,15 @@ class Engine:
         del self._slots[number]
 
 
-@device_jit(static_argnames=("graph", "max_length", "partition"), donate_argnames="cache")
+@device_jit(static_argnames="setup", donate_argnames="cache")
 def _extend(
-    graph: Any,
-    weights: nnx.State,
-    tokens: jax.Array,
-    count: jax.Array,
-    row: jax.Array,
-    cache: KVCache,
-    *,
-    max_length: int,
-    partition: Partition | None,
+    setup: GenerationSetup, weights: nnx.State, tokens: jax.Array, count: jax.Array, row: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, KVCache]:
-    model: Decoder = nnx.merge(graph, weights)
-    return model.extend(tokens, count, row, cache, layouts_of(model, max_length, partition), partition=partition)
+    model, layouts = setup.build(weights)
+    return model.extend(tokens, count, row, cache, layouts, partition=setup.partition)
+
+
+_advance = device_jit(static_argnames=("setup", "buffer"), donate_argnames="cache")(decode_steps)
 
 
 @jax.jit
@@ -308,25 +296,3 @@ def _draw_first(
     alone = Sequences(zero, zero, one, key[None], lengths[:1], lengths[1:])
     token, alone = draw(alone, logits[None], drawing)
     return token[0], jax.tree.map(lambda x, y: x.at[number].set(y[0]), sequences, alone)
-
-
-@device_jit(static_argnames=("graph", "max_length", "buffer", "partition"), donate_argnames="cache")
-def _advance(
-    graph: Any,
-    weights: nnx.State,
-    cache: KVCache,
-    sequences: Sequences,
-    drawing: DrawRules,
-    steps: jax.Array,
-    until_one_ends: jax.Array,
-    *,
-    max_length: int,
-    buffer: int,
-    partition: Partition | None,
-) -> tuple[jax.Array, KVCache, Sequences]:
-    model: Decoder = nnx.merge(graph, weights)
-    new = jnp.full((sequences.token.shape[0], buffer), NOTHING, jnp.int32)
-    return decode_steps(
-        model, cache, sequences, drawing, new, 0, steps, max_length=max_length, partition=partition,
-        until_one_ends=until_one_ends,
-    )  # fmt: skip

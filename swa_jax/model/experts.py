@@ -157,7 +157,7 @@ def _all_first(axes: tuple[str, ...]) -> jax.Array:
 
 
 def router_logits(tokens: jax.Array, router: Any) -> jax.Array:
-    """tokens [N, d] of any dtype -> [N, E] f32, computed in f32: a choice turns over where two logits are near."""
+    """tokens [N, d] of any dtype -> [N, E] f32, in f32: where two logits are near, rounding would change the choice."""
     kernel, wide = router["kernel"].astype(jnp.float32), tokens.astype(jnp.float32)
     if "input_scale" in router:
         wide = wide * router["input_scale"] * tokens.shape[-1] ** -0.5

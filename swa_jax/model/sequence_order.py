@@ -12,7 +12,6 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_kernels.ring import RowOrder
@@ -38,12 +37,6 @@ def zigzag(x: jax.Array, pieces: int) -> jax.Array:
     """x [B, T, ...] of rows in their own order, as `pieces` devices hold them; T is a multiple of 2 * pieces."""
     chunks = x.reshape(x.shape[0], 2 * pieces, -1, *x.shape[2:])
     return chunks[:, RowOrder(pieces, True).chunks_as_held()].reshape(x.shape)
-
-
-def in_row_order(x: jax.Array, pieces: int) -> jax.Array:
-    """The inverse of `zigzag`."""
-    chunks = x.reshape(x.shape[0], 2 * pieces, -1, *x.shape[2:])
-    return chunks[:, np.argsort(RowOrder(pieces, True).chunks_as_held())].reshape(x.shape)
 
 
 @dataclasses.dataclass(frozen=True)

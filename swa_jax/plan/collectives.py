@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swa_jax.plan.hlo import Computation, HloProgram, Instruction, called_computation, type_bytes
+from swa_jax.plan.hlo import Computation, HloProgram, Instruction, called_computation, traced_as, type_bytes
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 # The TPU compiler runs a collective in pieces: fusions of these names begin and end it, and those between carry it on.
@@ -58,7 +58,6 @@ def collectives(
         if counts[computation.name] and computation.name not in inner:
             for start, done, inside, operation in _begun(program, computation):
                 kind, axes, group, size = _measured(inside, operation, mesh_shape, slices)
-                op_name = re.search(r'op_name="([^"]*)"', operation.attributes)
                 found.append(
                     Collective(
                         kind,
@@ -66,7 +65,7 @@ def collectives(
                         group,
                         _ring_bytes(kind, size, group),
                         counts[computation.name],
-                        op_name[1] if op_name else "",
+                        traced_as(operation),
                         computation.name,
                         start.name,
                         done.name,

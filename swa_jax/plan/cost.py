@@ -54,8 +54,8 @@ from swa_jax.train.config import StageConfig, TrainConfig
 
 # Over what a layer's backward pass needs, forward and backward together: 4 to 14 in docs/plans.
 PASSES = 6.0
-# Over queries, keys, values and results of a windowed layer whose sequence is split: what XLA does around its kernels
-# beyond what it does where it is not split. From docs/plans (SWAT 760M).
+# Over queries, keys, values and results of a windowed layer: what XLA does around its kernels only where the sequence
+# is split. From docs/plans (SWAT 760M).
 HALO_PASSES = 5.0
 LOGIT_PASSES = 8.0
 UPDATE_PASSES = 8.0  # over the optimizer's f32 arrays: gradient, weight and both moments, read and written
@@ -165,10 +165,7 @@ def estimate(work: Workload, settings: RunChanges) -> StepEstimate:
 
 def _local(rows: tuple[Parameter, ...], partition: Partition) -> float:
     """Numbers of these parameters that a device holds."""
-    total = 0.0
-    for row in rows:
-        total += row.size / math.prod(partition.size(axis) for axis in row.axes if axis is not None)
-    return total
+    return sum(row.size / math.prod(partition.size(axis) for axis in row.axes if axis is not None) for row in rows)
 
 
 def _held(work: Workload, partition: Partition) -> tuple[float, float, float]:
@@ -233,7 +230,7 @@ def _bytes(work: Workload, share: _Share) -> dict[str, float]:
     frozen = (share.weights - share.trained) * (p if lora else 4)
     matrices = sum(_gathered(row, share) for row in work.parameters if row.matrix) / layers
     logits = min(CHUNK, tokens) * model.vocab_size / share.tensor * 4
-    gathers = share.context > 1 and _gathers(work)
+    gathers = share.context > 1 and _windowed(work) < work.pattern.num_layers
     whole_rows = 4 * _row_of_keys(work, share) / share.pieces if gathers else 0.0
     return {
         "weights": 4 * share.trained + frozen,
@@ -321,11 +318,6 @@ def _exchange_of_weights(work: Workload, share: _Share) -> float:
     if slices > 1:
         seconds += pieces * 2 * p * share.trained * (slices - 1) / slices / work.chip.dcn_bytes
     return seconds
-
-
-def _gathers(work: Workload) -> bool:
-    """Whether some layer's queries need the keys of the whole row."""
-    return _windowed(work) < work.pattern.num_layers
 
 
 def _windowed(work: Workload) -> int:

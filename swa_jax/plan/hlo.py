@@ -244,17 +244,8 @@ def own_cycles(instruction: Instruction) -> int:
     return int(found[1]) if found and int(found[1]) < NO_ESTIMATE else 0
 
 
-def estimated_cycles(program: HloProgram, counts: dict[str, float]) -> float:
-    """`own_cycles` of all that runs."""
-    return sum(
-        own_cycles(instruction) * counts[computation.name]
-        for computation in program.computations.values()
-        for instruction in computation.instructions.values()
-    )
-
-
 def cycles_by_part(program: HloProgram, counts: dict[str, float], scope: str) -> dict[str, float]:
-    """`estimated_cycles` of matrix products, of what was traced inside the named scope, and of the rest.
+    """`own_cycles` of all matrix products that run, of what was traced inside the named scope, and of the rest.
 
     An operation that the compiler has joined to a matrix product from outside the scope counts as a part of it. Of a
     fusion, constants say nothing: the compiler shares one among operations of all places.
@@ -266,7 +257,7 @@ def cycles_by_part(program: HloProgram, counts: dict[str, float], scope: str) ->
                 called = program.computations.get(called_computation(instruction) or "")
                 inner = called.instructions.values() if called else ()
                 members = [instruction, *(member for member in inner if member.opcode != "constant")]
-                in_scope = [f"/{scope}/" in _traced_as(member) for member in members]
+                in_scope = [f"/{scope}/" in traced_as(member) for member in members]
                 products = [
                     inside
                     for member, inside in zip(members, in_scope, strict=True)
@@ -277,7 +268,7 @@ def cycles_by_part(program: HloProgram, counts: dict[str, float], scope: str) ->
     return parts
 
 
-def _traced_as(instruction: Instruction) -> str:
+def traced_as(instruction: Instruction) -> str:
     """The operation of the traced program that it comes from, with its scopes."""
     found = _OP_NAME.search(instruction.attributes)
     return found[1] if found else ""

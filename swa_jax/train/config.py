@@ -161,9 +161,6 @@ class TrainConfig:
         """The recipe or pattern file that the run trains under."""
         return self.pattern if self.method is None else METHODS[self.method]
 
-    def stage_window(self, stage: StageConfig) -> int | None:
-        return self.sliding_window if stage.sliding_window is None else stage.sliding_window
-
     @property
     def start_dtype(self) -> str:
         """The dtype of the weights that the run starts from: f32, or of the compute if they are frozen."""

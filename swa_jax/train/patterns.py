@@ -82,12 +82,13 @@ def run_pattern(
     config: TrainConfig, start: Start, name: str | None = None, stage: StageConfig | None = None
 ) -> AttentionPattern:
     """The pattern of a recipe or file, by default the run's own, with the window of a stage if one is given."""
+    window = None if stage is None else stage.sliding_window
     return load_pattern(
         config.attention if name is None else name,
         start.config,
         seed=config.seed,
         default_window=start.window,
-        sliding_window=config.sliding_window if stage is None else config.stage_window(stage),
+        sliding_window=config.sliding_window if window is None else window,
         num_sink_tokens=config.num_sink_tokens,
     )
 

@@ -212,27 +212,25 @@ class RunCheckpoints:
         """(step of the newest good checkpoint, "" or what stands in the way)."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            return self._look_through()
+            good, damaged = _newest_good(self.folder, _steps(self.folder))
+            if damaged and good is None:
+                others = f" (and {len(damaged) - 1} more are damaged)" if damaged[1:] else ""
+                return None, (
+                    f"{damaged[0][1]}; no good checkpoint is left{others}: bring one back from a copy, or move "
+                    f"{self.folder} elsewhere to start the run from its beginning"
+                )
+            for leftover in self.folder.iterdir():
+                if _LEFTOVER.fullmatch(leftover.name):
+                    shutil.rmtree(leftover)
+            for step, problem in damaged:
+                aside = _unused(self.folder / f"{step}.damaged")
+                os.rename(self.folder / str(step), aside)
+                log.warning(
+                    "%s; going on from the checkpoint of step %d (%s is now %s)", problem, good, step, aside.name
+                )
+            return good, ""
         except OSError as error:  # told to the other processes, which wait for an answer
             return None, f"{error.filename}: {error.strerror}"
-
-    def _look_through(self) -> tuple[int | None, str]:
-        good, damaged = _newest_good(self.folder, _steps(self.folder))
-        if damaged and good is None:
-            step, problem = damaged[0]
-            others = f" (and {len(damaged) - 1} more are damaged)" if damaged[1:] else ""
-            return None, (
-                f"{problem}; no good checkpoint is left{others}: bring one back from a copy, or move {self.folder} "
-                "elsewhere to start the run from its beginning"
-            )
-        for leftover in self.folder.iterdir():
-            if _LEFTOVER.fullmatch(leftover.name):
-                shutil.rmtree(leftover)
-        for step, problem in damaged:
-            aside = _unused(self.folder / f"{step}.damaged")
-            os.rename(self.folder / str(step), aside)
-            log.warning("%s; going on from the checkpoint of step %d (%s is now %s)", problem, good, step, aside.name)
-        return good, ""
 
     def _refusal(self, step: int) -> str:
         """Why the checkpoint of a step cannot be read, or ""."""

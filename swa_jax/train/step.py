@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from pallas_kernels.spec import segment_positions
-from swa_jax.model.attention import cast_parameters
+from swa_jax.model.attention import Routing, cast_parameters
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import SWITCH
@@ -177,19 +177,21 @@ def make_loss(
             loss = loss + config.router_aux_loss_coef * balance
         if SWITCH in model.pattern.layer_types:
             metrics["regularization"] = switch_regularizer(routing, tokens, config.switch_loss, totals.targets)
-            metrics |= {
-                f"{name}_by_layer": mean_by_layer(values, segments, totals.tokens)
-                for name, values in (
-                    ("full_attention_ratio", routing.gate),
-                    ("router_logit", routing.logit),
-                    ("disagreement", routing.disagreement),
-                )
-            }
-            metrics["full_attention_ratio"] = jnp.mean(metrics["full_attention_ratio_by_layer"])
+            metrics |= _routing_metrics(routing, segments, totals)
             loss = loss + metrics["regularization"]
         return loss, metrics
 
     return loss_of
+
+
+def _routing_metrics(routing: Routing, segments: jax.Array, totals: Totals) -> Metrics:
+    values = (
+        ("full_attention_ratio", routing.gate),
+        ("router_logit", routing.logit),
+        ("disagreement", routing.disagreement),
+    )
+    found = {f"{name}_by_layer": mean_by_layer(value, segments, totals.tokens) for name, value in values}
+    return {"full_attention_ratio": jnp.mean(found["full_attention_ratio_by_layer"])} | found
 
 
 def teacher_of(batch: Batch) -> Teacher | None:

@@ -324,10 +324,3 @@ def test_a_pipe_is_not_waited_for(source, destination, name):
     os.mkfifo(destination / name)
     with pytest.raises(CheckpointError, match=f"{name} is no regular file"):
         open_checkpoint(destination)
-
-
-def test_a_folder_of_an_earlier_version_is_refused(source, destination):
-    import_model(source, destination)
-    (destination / "weights" / "state").mkdir()
-    with pytest.raises(CheckpointError, match="earlier version of this library"):
-        open_checkpoint(destination)

@@ -107,7 +107,7 @@ class Architecture:
       period: one layer in so many is full, the last of them, where a file with a window does not say which; None: the
         architecture has no windows by layer.
       full_first: of each period the first layer is full, and not the last.
-      permuted: the rows of q and k are in the order of rotary embeddings that turn neighbouring channels.
+      permuted: the rows of q and k are in the order of rotary embeddings that rotate neighbouring channels.
       by_layer: keys whose numbers may differ between layers; the first is taken, and `more` sees to the others.
       more: keys of `config.json` that no key of the file says.
     """

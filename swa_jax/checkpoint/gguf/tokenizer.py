@@ -126,7 +126,11 @@ def tokenizer_files(metadata: Metadata) -> tuple[dict[str, bytes], dict[str, Any
         backend = _byte_level(vocabulary, rule) if kind == "gpt2" else _sentencepiece(vocabulary, kind)
         _add_tokens(backend, vocabulary)
         if starts:
-            _start_with(backend, vocabulary.tokens[vocabulary.id_of("bos") or 0], vocabulary.id_of("bos") or 0)
+            index = vocabulary.id_of("bos") or 0
+            token = vocabulary.tokens[index]
+            backend.post_processor = processors.TemplateProcessing(
+                single=[token, "$A"], pair=[token, "$A", f"{token}:1", "$B:1"], special_tokens=[(token, index)]
+            )
         whole = backend.to_str().encode()
     except (CheckpointError, ConfigError):
         raise
@@ -158,10 +162,10 @@ def _json(data: Mapping[str, Any]) -> bytes:
 def _rule(vocabulary: Vocabulary) -> WordRule:
     name = vocabulary.get("pre")
     if not isinstance(name, str) or name not in RULES:
-        hint = nearest(name, list(RULES)) if isinstance(name, str) else ""
+        hint = nearest(str(name), list(RULES), listed=False)
         raise ConfigError(
             f"{vocabulary.file}: how its tokenizer cuts words is called {str(name)[:40]!r} ({PREFIX}pre), which is not "
-            f"known{hint if hint.startswith('; did') else ''}; take a file that a newer llama.cpp made, or the model's "
+            f"known{hint}; take a file that a newer llama.cpp made, or the model's "
             "Hugging Face folder"
         )
     return RULES[name]
@@ -240,12 +244,6 @@ def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
     )
     added = [token for token in vocabulary.of_kind(TokenType.USER_DEFINED) if token.strip(SPACE)]
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in added])
-
-
-def _start_with(backend: tokenizers.Tokenizer, token: str, index: int) -> None:
-    backend.post_processor = processors.TemplateProcessing(
-        single=[token, "$A"], pair=[token, "$A", f"{token}:1", "$B:1"], special_tokens=[(token, index)]
-    )
 
 
 def _ends(vocabulary: Vocabulary) -> list[int]:

@@ -70,14 +70,8 @@ JOINED: tuple[tuple[T, tuple[str, ...]], ...] = (
     (T.FFN_UP_SHEXP, ("experts.shared_expert.gate_proj", "experts.shared_expert.up_proj")),
 )
 SUFFIXES = {"bias": "bias", "choice_bias": "bias", "input_scale": "scale", "expert_scale": "scale"}  # else "weight"
-ALONE = (  # these are no parts of a module
-    "embedding",
-    "sink_logits",
-    "choice_bias",
-    "input_scale",
-    "expert_scale",
-    "layer_scalar",
-)
+# No parts of a module.
+ALONE = ("embedding", "sink_logits", "choice_bias", "input_scale", "expert_scale", "layer_scalar")
 PERMUTED = ("attention.q_proj", "attention.k_proj")
 EXACT = {  # the narrowest dtype of ours that has every value of a type
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
@@ -94,7 +88,7 @@ class TensorPlace(NamedTuple):
       shape: ours.
       first: its first row in the file.
       between: the tensor whose columns stand between this one's, for gpt-oss's joined experts.
-      turned: the matrix of each expert is the other way round in the file.
+      transposed: the matrix of each expert is the other way round in the file.
       heads: rows are in llama.cpp's order within each of so many heads; 0: they are in ours.
       offset: to add to every number.
     """
@@ -104,7 +98,7 @@ class TensorPlace(NamedTuple):
     shape: tuple[int, ...]
     first: int = 0
     between: GgufTensor | None = None
-    turned: bool = False
+    transposed: bool = False
     heads: int = 0
     offset: float = 0.0
 
@@ -129,7 +123,7 @@ def check_kinds(tensors: Mapping[str, GgufTensor]) -> None:
             except NotImplementedError:
                 raise CheckpointError(
                     f"tensor '{name}' in {tensor.file.name} is of type {tensor.kind.name}, which the package gguf "
-                    "cannot turn back into numbers; take a file of another quantisation, such as Q8_0 or Q4_K_M"
+                    "cannot make numbers of again; take a file of another quantisation, such as Q8_0 or Q4_K_M"
                 ) from None
             known.add(tensor.kind)
         if len(tensor.shape) == 1 and block != 1:
@@ -214,17 +208,17 @@ def _find(
     if not (config.fused_experts and module.startswith("experts.") and module != "experts.expert_router"):
         _check_shape(name, tensor, (*stack, *ours.shape))
         return TensorPlace(name, tensor, ours.shape, (expert or 0) * ours.shape[0])
-    turned, shape = len(ours.shape) == 3, ours.shape
+    transposed, shape = len(ours.shape) == 3, ours.shape
     if module == "experts.down_proj":
-        _check_shape(name, tensor, (shape[0], shape[2], shape[1]) if turned else shape)
-        return TensorPlace(name, tensor, shape, turned=turned)
+        _check_shape(name, tensor, (shape[0], shape[2], shape[1]) if transposed else shape)
+        return TensorPlace(name, tensor, shape, transposed=transposed)
     other = _named(T.FFN_UP_EXP, row, ours)
     if other not in tensors:
         return None
-    half = (shape[0], shape[2] // 2, shape[1]) if turned else (shape[0], shape[1] // 2)
+    half = (shape[0], shape[2] // 2, shape[1]) if transposed else (shape[0], shape[1] // 2)
     for each in (name, other):
         _check_shape(each, tensors[each], half)
-    return TensorPlace(name, tensor, shape, between=tensors[other], turned=turned)
+    return TensorPlace(name, tensor, shape, between=tensors[other], transposed=transposed)
 
 
 def _check_shape(name: str, tensor: GgufTensor, expected: tuple[int, ...]) -> None:
@@ -241,7 +235,7 @@ def _check_shape(name: str, tensor: GgufTensor, expected: tuple[int, ...]) -> No
 def read_place(reader: TensorReader, place: TensorPlace, dtype: np.dtype) -> Iterator[np.ndarray]:
     """A tensor of ours in parts along its first axis; a part in f32 and what it is made of are in memory."""
     with np.errstate(over="ignore", invalid="ignore"):  # what is no number is found where it is written
-        for part in _by_expert(reader, place) if place.turned or place.between else _by_rows(reader, place):
+        for part in _by_expert(reader, place) if place.transposed or place.between else _by_rows(reader, place):
             yield np.ascontiguousarray((part + np.float32(place.offset)) if place.offset else part).astype(dtype)
 
 
@@ -271,7 +265,7 @@ def _by_expert(reader: TensorReader, place: TensorPlace) -> Iterator[np.ndarray]
     for expert in range(place.shape[0]):
         tensors = (place.tensor,) if place.between is None else (place.tensor, place.between)
         found = [_rows(reader, tensor, expert * rows, (expert + 1) * rows) for tensor in tensors]
-        columns = [part.T if place.turned else part for part in found]  # [in, out], or [1, out]
+        columns = [part.T if place.transposed else part for part in found]  # [in, out], or [1, out]
         yield np.stack(columns, axis=-1).reshape(1, *place.shape[1:])
 
 
@@ -284,7 +278,7 @@ def _rows(reader: TensorReader, tensor: GgufTensor, first: int, last: int) -> np
 
 
 def _in_our_order(rows: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp has the channels of a head that turn together side by side; ours are half a head apart."""
+    """llama.cpp has the channels of a head that rotate together side by side; between ours is half a head."""
     if not heads:
         return rows
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
