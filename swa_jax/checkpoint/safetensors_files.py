@@ -195,7 +195,8 @@ class TensorReader(contextlib.ExitStack):
     def _read(self, file: ModelFile, start: int, data: np.ndarray) -> None:
         opened = self._opened.get(str(file))
         if opened is None:
-            opened = self._opened[str(file)] = self.enter_context(file.open("rb"))
+            opened = self._opened[str(file)] = file.open("rb")
+            self.callback(opened.close)
         opened.seek(start)
         view = memoryview(data)
         while view:

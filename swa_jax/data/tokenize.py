@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import errno
 import hashlib
 import itertools
 import os
@@ -24,7 +23,7 @@ from swa_jax.data.sources import MANIFEST, SourceConfig, source_files
 from swa_jax.data.special_tokens import SETTINGS, TOKENS_MAP, read_beside
 from swa_jax.data.stored import FORMAT, INDEX, UNFINISHED, read_manifest, sealed
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
-from swa_jax.errors import ConfigError
+from swa_jax.errors import ConfigError, full_disk
 from swa_jax.files import alone, read_json, sum_of, write_bytes, write_json
 
 SHARD_TOKENS = 1 << 27
@@ -73,7 +72,7 @@ def tokenize(
         try:
             _write_shards(out, state, source, tokenizer, progress)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if full_disk(error) is None:
                 raise
             raise ConfigError(
                 f"{out}: {error.strerror}; its {len(state['shards'])} finished shards stay, and the same command goes "
@@ -194,7 +193,7 @@ def _check_same(out: Path, wanted: dict[str, Any], there: dict[str, Any]) -> Non
 
 
 def _copy_tokenizer(path: Path, out: Path) -> None:
-    """Beside the tokens, so that they can be read as text wherever they go."""
+    """Put the tokenizer beside the tokens, so that they can be read as text wherever they go."""
     folder = path if path.is_dir() else path.parent
     write_bytes(out / "tokenizer.json", (path / "tokenizer.json" if path.is_dir() else path).read_bytes())
     for name, data in read_beside(folder).items():

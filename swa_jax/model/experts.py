@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layers import MLP, activated, linear
+from swa_jax.model.layers import MLP, activated, drawn, linear
 from swa_jax.model.parameters import declared
 from swa_jax.model.sharding import Partition
 
@@ -40,11 +40,9 @@ class StackedLinear(nnx.Module):
     """The linear maps of all experts: `kernel` [E, in, out], `bias` [E, out] or None."""
 
     def __init__(self, path: str, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
-        rows = declared(config)
-        kernel, bias = rows[f"{path}.kernel"], rows.get(f"{path}.bias")
-        self.kernel = nnx.Param(kernel.init(rngs.params(), kernel.shape, dtype))
-        if bias is not None:
-            self.bias = nnx.Param(bias.init(rngs.params(), bias.shape, dtype))
+        self.kernel = drawn(f"{path}.kernel", config, dtype, rngs)
+        if config.mlp_bias:
+            self.bias = drawn(f"{path}.bias", config, dtype, rngs)
 
 
 class MixtureOfExperts(nnx.Module):
@@ -53,13 +51,12 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.config = config
         wide = jnp.dtype(jnp.float32)  # as that of SwiAttn (`swa_jax.model.attention.Router`)
-        self.expert_router = linear("layers.experts.expert_router", config, wide, rngs)
-        if config.router_choice_bias:
-            bias = declared(config)["layers.experts.expert_router.choice_bias"]
-            setattr(self.expert_router, bias.path[-1], nnx.Param(bias.init(rngs.params(), bias.shape, wide)))
-        for name in ("input_scale", "expert_scale") if config.experts_beside_mlp else ():
-            size = declared(config)[f"layers.experts.expert_router.{name}"].shape
-            setattr(self.expert_router, name, nnx.Param(jnp.ones(size, wide)))
+        router = "layers.experts.expert_router"
+        self.expert_router = linear(router, config, wide, rngs)
+        numbers: list[tuple[str, nnx.Rngs | None]] = [("choice_bias", rngs)] * config.router_choice_bias
+        numbers += [("input_scale", None), ("expert_scale", None)] * config.experts_beside_mlp
+        for name, keys in numbers:
+            setattr(self.expert_router, name, drawn(f"{router}.{name}", config, wide, keys))
         for name in ("gate_up_proj", "down_proj") if config.fused_experts else ("gate_proj", "up_proj", "down_proj"):
             setattr(self, name, StackedLinear(f"layers.experts.{name}", config, dtype, rngs))
         if config.shared_expert_intermediate_size:

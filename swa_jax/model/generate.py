@@ -196,7 +196,7 @@ def sampling(temperature: float = 0.0, top_k: int | None = None, top_p: float | 
 
 
 def drawing(sampling: Sampling = GREEDY, stop_tokens: Sequence[int] = (), seed: int = 0) -> DrawRules:
-    """The same as arrays."""
+    """How sequences draw and what ends them, as arrays (see `generate`)."""
     return DrawRules(sampling, jnp.asarray(np.asarray(stop_tokens, np.int32)), jnp.uint32(seed % 2**32))
 
 
@@ -224,14 +224,8 @@ def decode(
     """
     graph, weights = nnx.split(model)
     rows = len(batch.lengths)
-    sequences = Sequences(
-        jnp.zeros(rows, jnp.int32),
-        jnp.zeros(rows, jnp.int32),
-        jnp.ones(rows, bool),
-        batch.keys,
-        jnp.full(rows, max_new_tokens, jnp.int32),
-        batch.lengths,
-    )
+    zeros, limits = jnp.zeros(rows, jnp.int32), jnp.full(rows, max_new_tokens, jnp.int32)
+    sequences = Sequences(zeros, zeros, jnp.ones(rows, bool), batch.keys, limits, batch.lengths)
     new, cache = _decode(
         GenerationSetup(graph, *batch[-2:]), weights, logits, cache, sequences, drawing(sampling, stop_tokens, seed),
         buffer=round_up(max_new_tokens),

@@ -16,14 +16,20 @@ from swa_jax.model.layer_stacks import rope_groups
 from swa_jax.model.parameters import declared
 
 
+def drawn(path: str, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs | None = None) -> nnx.Param:
+    """The parameter that is declared at a path, as it begins; without `rngs`, where it is the same for every key."""
+    row = declared(config)[path]
+    return nnx.Param(row.init(jax.random.key(0) if rngs is None else rngs.params(), row.shape, dtype))
+
+
 class Norm(nnx.Module):
     """Root-mean-square norm, or LayerNorm (`config.norm_type`), in f32 whatever the input's dtype."""
 
     def __init__(self, path: str, config: ModelConfig, dtype: jnp.dtype):
         """`path`: the module's place in the decoder, where its size is declared."""
-        self.scale = _first(f"{path}.scale", config, dtype)
+        self.scale = drawn(f"{path}.scale", config, dtype)
         if config.norm_bias:
-            self.bias = _first(f"{path}.bias", config, dtype)
+            self.bias = drawn(f"{path}.bias", config, dtype)
         self.centred = config.norm_type == "layer"
         self.has_bias, self.unit_offset = config.norm_bias, config.norm_unit_offset
         self.eps = config.rms_norm_eps
@@ -46,19 +52,12 @@ class Norm(nnx.Module):
         return normed.astype(x.dtype) * scale.astype(x.dtype)
 
 
-def _first(path: str, config: ModelConfig, dtype: jnp.dtype) -> nnx.Param:
-    """A parameter that begins with the same numbers whatever the key."""
-    row = declared(config)[path]
-    return nnx.Param(row.init(jax.random.key(0), row.shape, dtype))
-
-
 class XIELU(nnx.Module):
     """A parabola above 0, an exponential below, of slopes that are learned (arXiv:2411.13010), in f32."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        self.alpha_p, self.alpha_n = (
-            _first(f"layers.mlp.act.{name}", config, dtype) for name in ("alpha_p", "alpha_n")
-        )
+        self.alpha_p = drawn("layers.mlp.act.alpha_p", config, dtype)
+        self.alpha_n = drawn("layers.mlp.act.alpha_n", config, dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)

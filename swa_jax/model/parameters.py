@@ -252,8 +252,8 @@ def _experts(config: ModelConfig) -> list[Parameter]:
         if config.mlp_bias:
             bias = f"{hf_name}_bias" if config.fused_experts else f"{hf_name.removesuffix('weight')}bias"
             outputs = None if axes[1] == "embed" else axes[1]
-            size, first = (count, shape[1]), nnx.initializers.zeros
-            rows.append(Parameter((*path, "bias"), size, ("expert", outputs), first, bias, experts_per_token=met))
+            whole, zero = (count, shape[1]), nnx.initializers.zeros
+            rows.append(Parameter((*path, "bias"), whole, ("expert", outputs), zero, bias, experts_per_token=met))
     if (width := config.shared_expert_intermediate_size) > 0:
         rows += _mlp_at("experts.shared_expert", "mlp.shared_experts", width, config)
     return rows

@@ -58,20 +58,9 @@ def collectives(
         if counts[computation.name] and computation.name not in inner:
             for start, done, inside, operation in _begun(program, computation):
                 kind, axes, group, size = _measured(inside, operation, mesh_shape, slices)
-                found.append(
-                    Collective(
-                        kind,
-                        axes,
-                        group,
-                        _ring_bytes(kind, size, group),
-                        counts[computation.name],
-                        traced_as(operation),
-                        computation.name,
-                        start.name,
-                        done.name,
-                        _hops(kind, axes, operation, mesh_shape),
-                    )
-                )
+                sent, hops = _ring_bytes(kind, size, group), _hops(kind, axes, operation, mesh_shape)
+                times, where = counts[computation.name], (computation.name, start.name, done.name)
+                found.append(Collective(kind, axes, group, sent, times, traced_as(operation), *where, hops))
     return found
 
 

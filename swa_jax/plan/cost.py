@@ -62,7 +62,7 @@ UPDATE_PASSES = 8.0  # over the optimizer's f32 arrays: gradient, weight and bot
 
 
 class StepEstimate(NamedTuple):
-    """Of one device. Seconds and bytes by the names of the table above."""
+    """Seconds and bytes that one device needs, by the names of the table above."""
 
     seconds_by_part: dict[str, float]
     bytes_by_part: dict[str, float]
@@ -146,17 +146,10 @@ def estimate(work: Workload, settings: RunChanges) -> StepEstimate:
     """Memory and time of a step of the workload's stage, by the formulas at the top of this file."""
     partition = settings.partition(work.config)
     rows = work.stage.batch_size / partition.size("batch")
-    context = partition.size("sequence")
-    share = _Share(
-        settings,
-        partition,
-        rows * work.stage.sequence_length / context,
-        rows,
-        settings.accumulate,
-        context,
-        partition.size("heads"),
-        *_held(work, partition),
-    )
+    context, heads = partition.size("sequence"), partition.size("heads")
+    tokens = rows * work.stage.sequence_length / context
+    held = _held(work, partition)
+    share = _Share(settings, partition, tokens, rows, settings.accumulate, context, heads, *held)
     return StepEstimate(_seconds(work, share), _bytes(work, share))
 
 

@@ -28,7 +28,7 @@ BACKWARD = 2.5  # the backward pass has five matrix products of a tile where the
 
 
 class ByPass(NamedTuple):
-    """Of the query at each position [T]."""
+    """A number for the forward and one for the backward pass, of the query at each position [T]."""
 
     forward: np.ndarray
     backward: np.ndarray

@@ -120,12 +120,7 @@ def plan(
 
 
 def _counted(
-    compiled: jax.stages.Compiled,
-    traced: TracedStep,
-    held: dict[str, int],
-    config: TrainConfig,
-    step: Step,
-    slices: int,
+    compiled: Any, traced: TracedStep, held: dict[str, int], config: TrainConfig, step: Step, slices: int
 ) -> dict[str, Any]:
     """What a compiled step holds, sends and computes, and the time that it takes."""
     model, mesh, kind = traced.model, dict(traced.mesh.shape), traced.mesh.devices.flat[0].device_kind

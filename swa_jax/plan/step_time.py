@@ -54,7 +54,7 @@ class StepWork(NamedTuple):
 
 
 class AttentionCost(NamedTuple):
-    """Of one chip in a step.
+    """Operations and seconds of one chip's attention in a step.
 
     Attributes:
       flops: of all kernels.

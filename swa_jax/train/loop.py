@@ -104,13 +104,8 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
             state = dataclasses.replace(state, frozen=frozen)
         done = int(state.step)
         peak = peak_flops(jax.devices()[0].device_kind)
-        log = RunLog(
-            run.folder,
-            config.log,
-            resume_at=done,
-            settings=to_dict(config),
-            peak_flops=None if peak is None else peak * jax.device_count(),
-        )
+        whole = None if peak is None else peak * jax.device_count()
+        log = RunLog(run.folder, config.log, resume_at=done, settings=to_dict(config), peak_flops=whole)
         with Progress("step", transient=False, quiet=quiet or not first) as progress, log:
             session = _Session(run, checkpoints, log, progress, preempted)
             for number, start in enumerate(config.starts):

@@ -148,17 +148,6 @@ def test_similar_calls_share_their_compilations():
     assert (_prefill.program()._cache_size(), _decode.program()._cache_size()) == (before[0] + 1, before[1] + 1)
 
 
-@pytest.mark.parametrize("name", ["full", "streaming", "head-hybrid", "window+fa-decode"])
-def test_measured_cache_bytes(name):
-    model = model_of(name)
-    batch = prepare(model, random_prompts(), NEW)
-    assert batch.tokens.shape == (4, 64)
-    assert batch.max_length == 64
-    cache = jax.eval_shape(lambda: prefill(model, batch)[1])
-    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)) - 4 * 4  # less `lengths`
-    assert held == cache_bytes(model.config, model.pattern, 4, 64, itemsize=4)
-
-
 def test_max_length_is_that_of_the_caches():
     model, prompts = model_of("window+fa-decode"), random_prompts((3, 5))
     batch = prepare(model, prompts, NEW, max_length=17)

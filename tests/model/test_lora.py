@@ -204,17 +204,6 @@ def test_dropout_is_of_the_adapters_input_in_training_alone():
     np.testing.assert_allclose(loss / weight, plain / weight, rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_pieces_add_up_without_dropout():
-    model = randomised(adapted("full", LoraConfig(rank=2, dropout=0.0)))
-    results = []
-    for pieces in (1, 2):
-        state, step = start(model, run_config())
-        state, metrics = step(state, BATCH, pieces)
-        results.append([float(metrics["loss"]), float(metrics["gradient_norm"])])
-    np.testing.assert_allclose(results[1], results[0], rtol=1e-5)
-
-
 # ---- whole runs ----
 
 

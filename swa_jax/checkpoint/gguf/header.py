@@ -44,13 +44,10 @@ class GgufTensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Attributes:
-    metadata: values by key; arrays of numbers are numpy's, arrays of texts are lists.
-    tensors: by their name in the file, in its order.
-    """
+    """What the header of a file, or those of all parts of a split, say."""
 
-    metadata: dict[str, Any]
-    tensors: dict[str, GgufTensor]
+    metadata: dict[str, Any]  # by key; arrays of numbers are numpy's, arrays of texts are lists
+    tensors: dict[str, GgufTensor]  # by their name in the file, in its order
 
 
 def read_gguf(file: ModelFile) -> Header:

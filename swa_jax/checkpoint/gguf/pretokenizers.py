@@ -11,17 +11,12 @@ from typing import NamedTuple
 
 
 class WordRule(NamedTuple):
-    """Attributes:
-    splits: regular expressions; each cuts the pieces that the one before it left.
-    whole_words: a word that is a token is that token, whatever the merges say.
-    start: whether a text begins with the start token, where the file does not say.
-    nfc: texts are brought into Unicode's composed form first.
-    """
+    """How a text is cut into words."""
 
-    splits: tuple[str, ...]
-    whole_words: bool = False
-    start: bool = False
-    nfc: bool = False
+    splits: tuple[str, ...]  # regular expressions; each cuts the pieces that the one before it left
+    whole_words: bool = False  # a word that is a token is that token, whatever the merges say
+    start: bool = False  # whether a text begins with the start token, where the file does not say
+    nfc: bool = False  # texts are brought into Unicode's composed form first
 
 
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
