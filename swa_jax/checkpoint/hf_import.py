@@ -133,11 +133,11 @@ def plan_import(source: str | Path, pattern: AttentionPattern | str | Path | Non
         config = model_config(hf)
     packed: dict[str, PackedTensor] = {}
     scales: dict[str, StoredTensor] = {}
-    blocks = fp8_blocks(hf) or (1, 1)
+    blocks = None
     if is_mxfp4(hf):
         packed = find_packed(found)
         found = with_unpacked(found, packed)
-    elif fp8_blocks(hf) is not None:
+    elif (blocks := fp8_blocks(hf)) is not None:
         found, scales = split_scales(found, blocks)
     rows = _locate(_check_tensors(found, config, quantised=scales), config)
     plain = _plain_dtype(hf)
@@ -151,7 +151,9 @@ def plan_import(source: str | Path, pattern: AttentionPattern | str | Path | Non
                     continue
                 scale = reader.whole(scales[row.name]) if row.name in scales else None
                 for first, part in reader.parts(row.tensor, row.first, row.last):
-                    yield name, part if scale is None else dequantised(part, first, scale, blocks, plain)
+                    if scale is not None and blocks is not None:
+                        part = dequantised(part, first, scale, blocks, plain)
+                    yield name, part
 
     return ImportPlan(
         without_quantization(hf),

@@ -19,24 +19,16 @@ VERSION = 1  # of what an import writes: an interrupted import of another versio
 
 @dataclasses.dataclass(frozen=True)
 class ImportPlan:
-    """An import of safetensors or GGUF.
-
-    Attributes:
-      notes: what a user should know of the model, in sentences.
-      tensors: dtype and shape by our name, in the order in which they lie in the source.
-      origins: by our name, the name of the tensor in the source and that of its file.
-      read: gives the named tensors in that order, in parts along their first axis.
-      identity: changes with all that the result depends on.
-    """
+    """An import of safetensors or GGUF."""
 
     hf_config: dict[str, Any]
     pattern: AttentionPattern
     companions: dict[str, bytes]
-    notes: list[str]
-    tensors: TensorTable
-    origins: dict[str, tuple[str, str]]
-    read: Callable[[list[str]], Parts]
-    identity: str
+    notes: list[str]  # what a user should know of the model, in sentences
+    tensors: TensorTable  # by our name, in the order in which they lie in the source
+    origins: dict[str, tuple[str, str]]  # by our name: that of the tensor in the source, and its file's
+    read: Callable[[list[str]], Parts]  # the named tensors in that order, in parts along their first axis
+    identity: str  # changes with all that the result depends on
 
     def check(self, name: str, part: np.ndarray) -> None:
         """Raises `CheckpointError` for weights that are NaN or infinite."""

@@ -23,20 +23,14 @@ _KEYS_OF_A_LAYER = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|no
 class TensorName(NamedTuple):
     """One tensor of a checkpoint.
 
-    Attributes:
-      name: Hugging Face's name.
-      shape: its shape there (linear maps are [out, in]).
-      path: where it lives in the decoder; parameters of layers are stacked there over a leading axis L, those of
-        experts also over an axis E.
-      place: its index on these axes; () outside the layers.
-      transposed: linear maps are [in, out] in the decoder.
+    Parameters of layers are stacked in the decoder over a leading axis L, those of experts also over an axis E.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    path: tuple[str, ...]
-    place: tuple[int, ...]
-    transposed: bool
+    name: str  # Hugging Face's
+    shape: tuple[int, ...]  # there: linear maps are [out, in]
+    path: tuple[str, ...]  # where it lives in the decoder
+    place: tuple[int, ...]  # its index on the stacked axes; () outside the layers
+    transposed: bool  # a linear map, which is [in, out] in the decoder
 
 
 def tensor_names(config: ModelConfig, *, routers: bool = False) -> list[TensorName]:

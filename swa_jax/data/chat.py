@@ -195,17 +195,12 @@ def prompt_tokens(
 
 @dataclass(frozen=True)
 class Wrap:
-    """What stands around a question, as a chat model wants it.
-
-    Attributes:
-      start_tokens: the tokenizer's start tokens come first; a chat template writes them itself, where there are any.
-      strips: blanks at the ends of the question are left out.
-    """
+    """What stands around a question, as a chat model wants it."""
 
     before: str = ""
     after: str = ""
-    start_tokens: bool = True
-    strips: bool = False
+    start_tokens: bool = True  # the tokenizer's come first; a chat template writes them itself, where there are any
+    strips: bool = False  # blanks at the ends of the question are left out
 
     @classmethod
     def of(cls, text: str | Wrap) -> Wrap:

@@ -18,30 +18,18 @@ _BETWEEN_SLICES = re.compile(r'megascale_transfer_type="(ALL_REDUCE|ALL_GATHER|R
 
 
 class Collective(NamedTuple):
-    """One collective operation of a program, as each device takes part in it.
+    """One collective operation of a program, as each device takes part in it."""
 
-    Attributes:
-      kind: such as "all-gather".
-      axes: of the mesh, that it runs over; ("slices",) between slices; () where they could not be read.
-      group: devices that take part.
-      sent_bytes: by a device each time, as a ring sends them.
-      executions: in a run of the program.
-      op_name: where in the model it comes from.
-      computation: in which it is scheduled.
-      start, done: the instructions that begin it and wait for its end; the same where nothing runs beside it.
-      hops: of a permutation in which all devices send equally far along one axis: how far, and in which direction.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    group: int
-    sent_bytes: float
-    executions: float
-    op_name: str
-    computation: str
-    start: str
-    done: str
-    hops: int = 0
+    kind: str  # such as "all-gather"
+    axes: tuple[str, ...]  # of the mesh; ("slices",) between slices; () where they could not be read
+    group: int  # devices that take part
+    sent_bytes: float  # by a device each time, as a ring sends them
+    executions: float  # in a run of the program
+    op_name: str  # where in the model it comes from
+    computation: str  # in which it is scheduled
+    start: str  # the instruction that begins it
+    done: str  # the one that waits for its end; the same where nothing runs beside it
+    hops: int = 0  # how far, and in which direction, where all devices send equally far along one axis
 
     @property
     def asynchronous(self) -> bool:

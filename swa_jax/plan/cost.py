@@ -78,22 +78,15 @@ class StepEstimate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What all settings of a search have in common.
-
-    Attributes:
-      stage_number: of the stage whose step is estimated.
-      chip_name: of `CHIPS`, such as "v5e".
-      devices: of all slices.
-      routed_share: of the tokens, that routed layers send to full attention.
-    """
+    """What all settings of a search have in common."""
 
     config: TrainConfig
-    stage_number: int
+    stage_number: int  # of the stage whose step is estimated
     model: ModelConfig
     pattern: AttentionPattern
-    chip_name: str
-    devices: int
-    routed_share: float = 1.0
+    chip_name: str  # of `CHIPS`, such as "v5e"
+    devices: int  # of all slices
+    routed_share: float = 1.0  # of the tokens, that routed layers send to full attention
 
     @property
     def stage(self) -> StageConfig:

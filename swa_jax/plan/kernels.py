@@ -35,17 +35,12 @@ class ByPass(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """What a query costs in all layers of a type, all heads together.
+    """What a query costs in all layers of a type, all heads together."""
 
-    Attributes:
-      flops, seconds: by type of layer.
-      measured, assumed: the share of the peak of each call, by whether its cycles are in the table.
-    """
-
-    flops: dict[str, ByPass]
+    flops: dict[str, ByPass]  # by type of layer
     seconds: dict[str, ByPass]
-    measured: dict[str, float]
-    assumed: dict[str, float]
+    measured: dict[str, float]  # the share of the peak of each call whose cycles are in the table
+    assumed: dict[str, float]  # and of the others
 
 
 def kernels(

@@ -23,26 +23,19 @@ ROUTED_SHARE = 0.13  # of the tokens, to full attention, after SwiAttn's trainin
 
 
 class StepWork(NamedTuple):
-    """What the operations and the time of a step depend on, beside its program.
-
-    Attributes:
-      chip: of `CHIPS`, such as "v5e".
-      rows, length: of the batch, on all devices.
-      mesh: devices along each axis.
-      zigzag: whether rows lie in zig-zag order over `context`.
-    """
+    """What the operations and the time of a step depend on, beside its program."""
 
     step: Step
-    chip: str
+    chip: str  # of `CHIPS`, such as "v5e"
     model: ModelConfig
     pattern: AttentionPattern
     lora: LoraConfig | None
     remat: str
-    rows: int
+    rows: int  # of the batch, on all devices
     length: int
-    mesh: dict[str, int]
+    mesh: dict[str, int]  # devices along each axis
     slices: int
-    zigzag: bool
+    zigzag: bool  # whether rows lie in zig-zag order over `context`
 
     @property
     def devices(self) -> int:
@@ -54,19 +47,12 @@ class StepWork(NamedTuple):
 
 
 class AttentionCost(NamedTuple):
-    """Operations and seconds of one chip's attention in a step.
+    """Operations and seconds of one chip's attention in a step."""
 
-    Attributes:
-      flops: of all kernels.
-      seconds: by type of layer, on the device that sees the most keys.
-      busiest: how many times the mean that device's are.
-      measured, assumed: as in `kernels.Kernels`.
-    """
-
-    flops: Passes
-    seconds: dict[str, Passes]
-    busiest: float
-    measured: dict[str, float]
+    flops: Passes  # of all kernels
+    seconds: dict[str, Passes]  # by type of layer, on the device that sees the most keys
+    busiest: float  # how many times the mean that device's are
+    measured: dict[str, float]  # as in `kernels.Kernels`
     assumed: dict[str, float]
 
 

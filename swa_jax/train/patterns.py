@@ -21,15 +21,10 @@ from swa_jax.train.config import StageConfig, TrainConfig
 
 
 class Start(NamedTuple):
-    """What is known of a run's model before it is drawn or read.
+    """What is known of a run's model before it is drawn or read."""
 
-    Attributes:
-      config: with the changes that the run asks for.
-      window: of the checkpoint's own pattern, which recipes take; None if it has none, or the model is drawn.
-    """
-
-    config: ModelConfig
-    window: int | None
+    config: ModelConfig  # with the changes that the run asks for
+    window: int | None  # of the checkpoint's own pattern, which recipes take; None: it has none, or the model is drawn
 
 
 def with_folders(config: TrainConfig) -> TrainConfig:

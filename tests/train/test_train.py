@@ -284,7 +284,7 @@ def test_committed_configurations_can_be_used(file):
 
 
 def without_rope(settings, **changes):
-    """A run of two steps whose full layers are not turned; the model has a windowed layer and a full one."""
+    """A run of two steps whose full layers are not rotated; the model has a windowed layer and a full one."""
     stage = settings["stages"][0] | {"steps": 2}
     changes = {"pattern": "interleave-1-in-2", "nope_full_layers": True} | changes
     return config_of(settings, stages=[stage], **changes)
@@ -303,12 +303,12 @@ def test_full_layers_without_rope(settings, tmp_path):
     model = load_model(train(without_rope(settings), quiet=True))
     assert model.config.rope_layers == ("global", "none")
     tokens = np.arange(1, 25)[None]
-    turned = random_model(dataclasses.replace(model.config, rope_layers=()), model.pattern, 0, None)
-    nnx.update(turned, nnx.state(model))
-    assert np.abs(turned(tokens) - model(tokens)).max() > 1e-2
+    rotated = random_model(dataclasses.replace(model.config, rope_layers=()), model.pattern, 0, None)
+    nnx.update(rotated, nnx.state(model))
+    assert np.abs(rotated(tokens) - model(tokens)).max() > 1e-2
 
-    save_model(turned, tmp_path / "turned", tokenizer_from=settings["tokenizer"])
-    start = find_start(without_rope(settings, model=None, init_from=str(tmp_path / "turned")))
+    save_model(rotated, tmp_path / "rotated", tokenizer_from=settings["tokenizer"])
+    start = find_start(without_rope(settings, model=None, init_from=str(tmp_path / "rotated")))
     assert start.config.rope_layers == ("global", "none")
 
 

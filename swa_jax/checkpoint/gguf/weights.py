@@ -81,26 +81,16 @@ EXACT = {  # the narrowest dtype of ours that has every value of a type
 
 
 class TensorPlace(NamedTuple):
-    """Where a tensor of ours is in the file: rows of a tensor whose axes but the last are taken as one.
+    """Where a tensor of ours is in the file: rows of a tensor whose axes but the last are taken as one."""
 
-    Attributes:
-      name: of the tensor in the file.
-      shape: ours.
-      first: its first row in the file.
-      between: the tensor whose columns stand between this one's, for gpt-oss's joined experts.
-      transposed: the matrix of each expert is the other way round in the file.
-      heads: rows are in llama.cpp's order within each of so many heads; 0: they are in ours.
-      offset: to add to every number.
-    """
-
-    name: str
+    name: str  # in the file
     tensor: GgufTensor
-    shape: tuple[int, ...]
-    first: int = 0
-    between: GgufTensor | None = None
-    transposed: bool = False
-    heads: int = 0
-    offset: float = 0.0
+    shape: tuple[int, ...]  # ours
+    first: int = 0  # its first row in the file
+    between: GgufTensor | None = None  # whose columns stand between this one's, for gpt-oss's joined experts
+    transposed: bool = False  # the matrix of each expert is the other way round in the file
+    heads: int = 0  # rows are in llama.cpp's order within each of so many heads; 0: they are in ours
+    offset: float = 0.0  # to add to every number
 
 
 def model_dtype(tensors: Mapping[str, GgufTensor]) -> np.dtype:
