@@ -135,8 +135,7 @@ LARGEST = 100_000  # values in a document, those of aliases counted wherever the
 def parse_yaml(text: str, name: str) -> Any:
     """The YAML value in `text`, which `name` stands for in sentences.
 
-    Raises:
-      ConfigError: it is none, has a key twice, or is too deep or too large.
+    Raises `ConfigError`: it is none, has a key twice, or is too deep or too large.
     """
     try:
         value = yaml.load(text, _Loader)  # a safe loader

@@ -61,8 +61,7 @@ def make_batches(
         padding fill up the last batch. Otherwise the iterator has no end.
       top_logprobs: K, how many log-probabilities a token are read of distilled data, which all sources must be.
 
-    Raises:
-      ConfigError: data that is missing, damaged, too small or not the tokenizer's; while iterating, too.
+    Raises `ConfigError`: data that is missing, damaged, too small or not the tokenizer's; while iterating, too.
     """
     if not sources:
         raise ConfigError("data is empty: name at least one source")
@@ -167,8 +166,7 @@ def _open_lesson(source: SourceConfig, tokenizer: Tokenizer, files: tuple[Path, 
 def check_source(source: SourceConfig, tokenizer: Tokenizer | None = None) -> None:
     """Find out early, and without reading the documents, what opening the source would stumble over.
 
-    Raises:
-      ConfigError: a file or folder is missing, or its tokens are damaged or of another tokenizer.
+    Raises `ConfigError`: a file or folder is missing, or its tokens are damaged or of another tokenizer.
     """
     files = source_files(source)
     if source.kind == "tokens":
@@ -211,8 +209,7 @@ class Batches(grain.DatasetIterator):
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on where the iterator was that gave `state`.
 
-        Raises:
-          ConfigError: the state counts batches of other data; the sentence names the first thing that differs.
+        Raises `ConfigError`: the state counts batches of other data; the sentence names the first thing that differs.
         """
         try:
             done, before = int(state["batches"]), dict(state["data"])

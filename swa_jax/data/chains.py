@@ -107,8 +107,7 @@ class DrawnChains:
 def draw_chains(rng: np.random.Generator, words: ChainWords, num_chains: int, hops: int) -> DrawnChains:
     """`num_chains` chains of `hops` statements; all names and numbers are different.
 
-    Raises:
-      ConfigError: more chains than numbers, or more statements than names.
+    Raises `ConfigError`: more chains than numbers, or more statements than names.
     """
     if not (1 <= num_chains <= NUM_VALUES and hops >= 1 and num_chains * hops <= len(words.names)):
         raise ConfigError(

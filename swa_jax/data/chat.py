@@ -36,8 +36,7 @@ class ChatTemplate:
       special_tokens: texts by the name that templates call them.
       where: the file, for sentences.
 
-    Raises:
-      ConfigError: a template is none, or takes too much time or memory.
+    Raises `ConfigError`: a template is none, or takes too much time or memory.
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], where: str):
@@ -70,8 +69,7 @@ class ChatTemplate:
           documents: what may be read, each with a title and a text.
           options: the template's own, such as `enable_thinking`.
 
-        Raises:
-          ConfigError: a message, tool or document has another form, or the template refuses them.
+        Raises `ConfigError`: a message, tool or document has another form, or the template refuses them.
         """
         for i, message in enumerate(messages):
             if not (isinstance(message, dict) and isinstance(message.get("role"), str) and message.keys() & SAID):
@@ -134,8 +132,7 @@ def load_chat_template(folder: str | Path) -> ChatTemplate | None:
     `chat_template.jinja` comes before the entry `chat_template` of `tokenizer_config.json`, which may be a list of
     named templates.
 
-    Raises:
-      ConfigError: a file cannot be read, or none of several templates is named "default".
+    Raises `ConfigError`: a file cannot be read, or none of several templates is named "default".
     """
     folder = Path(folder)
     files = read_beside(folder)

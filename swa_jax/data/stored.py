@@ -35,13 +35,11 @@ OPEN_SHARDS = 256  # files open at a time; many systems allow a process 1024
 class StoredDocuments:
     """The documents of one or more folders; document i is [n] uint16 or uint32.
 
-    Attributes:
-      sizes: [documents] int64, tokens.
-      hashes: [documents] uint64, see `documents.document_hash`.
-
-    Raises:
-      ConfigError: no such data, another tokenizer's, missing, cut short or damaged.
+    Raises `ConfigError` for data that is not there, another tokenizer's, cut short or damaged.
     """
+
+    sizes: np.ndarray  # [documents] int64: tokens
+    hashes: np.ndarray  # [documents] uint64, see `documents.document_hash`
 
     def __init__(self, folders: Sequence[Path], tokenizer: Tokenizer | None = None):
         self.manifests = [read_manifest(folder) for folder in folders]
@@ -137,8 +135,7 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
 def verify(folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
     """Compare the SHA-256 of every shard with the manifest's; `progress` is told of bytes read.
 
-    Raises:
-      ConfigError: a file is missing, cut short or damaged; the sentence names it.
+    Raises `ConfigError`: a file is missing, cut short or damaged; the sentence names it.
     """
     shards = read_manifest(folder)["shards"]
     done, total = 0, sum(shard["bytes"] for shard in shards)

@@ -44,8 +44,7 @@ def tokenize(
       shard_tokens: a shard ends with the document that brings it to this many tokens.
       progress: told of the file at work and the tokens done.
 
-    Raises:
-      ConfigError: `out` holds something else, or a document cannot be read.
+    Raises `ConfigError`: `out` holds something else, or a document cannot be read.
     """
     tokenizer = load_tokenizer(tokenizer_path)
     state: dict[str, Any] = {

@@ -83,8 +83,7 @@ class Engine:
       steps: tokens that are decoded between two looks at the results.
       partition: the mesh on which the model's parameters lie; the caches are split by KV heads and by slots.
 
-    Raises:
-      ConfigError: an argument is out of its range.
+    Raises `ConfigError`: an argument is out of its range.
     """
 
     def __init__(
@@ -146,8 +145,7 @@ class Engine:
         are in `skip` are left out, and change nothing for the others. `keys` are the prompts' `sequence_key`, where
         their order is not to tell equal prompts apart.
 
-        Raises:
-          ConfigError: an argument is out of its range; the sentence names it. Nothing has been computed then.
+        Raises `ConfigError`: an argument is out of its range; the sentence names it. Nothing has been computed then.
         """
         check_prompts(prompts, max_new_tokens, self.model.config)
         self.model.config.check_tokens(stop_tokens, "stop_tokens")

@@ -62,8 +62,7 @@ def generate(
     Returns:
       A list of new token ids for each prompt.
 
-    Raises:
-      ConfigError: an argument is out of its range; the sentence names it.
+    Raises `ConfigError`: an argument is out of its range; the sentence names it.
     """
     batch = prepare(model, prompts, max_new_tokens, max_length=max_length, partition=partition)
     chosen = sampling(temperature, top_k, top_p)

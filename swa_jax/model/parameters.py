@@ -28,36 +28,23 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face'
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One parameter of the decoder.
+    """One parameter of the decoder."""
 
-    Attributes:
-      path: its place in the decoder's tree.
-      shape: its shape; of one layer, where `layers` are stacked.
-      axes: those of `shape`.
-      init: draws it: `init(key, shape, dtype)`.
-      hf_name: Hugging Face's name, with `{layer}` for the layer's number, and `{expert}` for the expert's where a
-        checkpoint has a tensor for each expert (the first axis of `shape`).
-      layers: the numbers of the layers that are stacked on an axis in front of `shape`; None for a parameter outside
-        the layers.
-      transposed: a linear map is [in, out] here and [out, in] in Hugging Face's checkpoints.
-      matrix: a projection of a layer, [in, out] in its last two axes: every token is multiplied with it, weight decay
-        and Muon are for it, and LoRA can adapt it.
-      output: the matrix, or the tied embedding, that makes logits.
-      experts_per_token: of a parameter of experts, [E, ...]: how many of them a token meets.
-      stack: the name of its `LayerStack`, which is in `path`; "" where all layers are alike.
-    """
-
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    axes: Axes
-    init: Initializer
+    path: tuple[str, ...]  # its place in the decoder's tree
+    shape: tuple[int, ...]  # of one layer, where `layers` are stacked
+    axes: Axes  # those of `shape`
+    init: Initializer  # draws it: `init(key, shape, dtype)`
+    # Hugging Face's name, with `{layer}` for the layer's number, and `{expert}` where a checkpoint has a tensor for
+    # each expert (the first axis of `shape`).
     hf_name: str
-    layers: tuple[int, ...] | None = None
-    transposed: bool = False
+    layers: tuple[int, ...] | None = None  # that are stacked on an axis in front of `shape`; None: it is in no layer
+    transposed: bool = False  # a linear map, [in, out] here and [out, in] in Hugging Face's checkpoints
+    # A projection of a layer, [in, out] in its last two axes: every token is multiplied with it, weight decay and Muon
+    # are for it, and LoRA can adapt it.
     matrix: bool = False
-    output: bool = False
-    experts_per_token: int | None = None
-    stack: str = ""
+    output: bool = False  # the matrix, or the tied embedding, that makes logits
+    experts_per_token: int | None = None  # of a parameter of experts, [E, ...]: how many of them a token meets
+    stack: str = ""  # the name of its `LayerStack`, which is in `path`; "" where all layers are alike
 
     @property
     def role(self) -> str:

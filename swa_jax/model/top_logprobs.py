@@ -33,8 +33,7 @@ def top_logprobs(
       The K likeliest tokens [n, K] int32, likeliest first, and their log-probabilities [n, K] f32 in nats. Temperature,
       top-k and top-p change neither.
 
-    Raises:
-      ConfigError: `count` is out of its range.
+    Raises `ConfigError`: `count` is out of its range.
     """
     if not 0 < count < model.config.vocab_size:
         raise ConfigError(

@@ -86,8 +86,7 @@ def _as_yaml(value: Any) -> str:
 def present(config: TrainConfig, stage: int, devices: int) -> RunChanges:
     """The settings of a configuration as it stands, on so many devices of all slices.
 
-    Raises:
-      ConfigError: its mesh does not suit the devices.
+    Raises `ConfigError`: its mesh does not suit the devices.
     """
     sizes: dict[str, Any] = dict(zip(AXES, mesh_shape(config.mesh, devices), strict=True))
     sizes["data"] //= config.mesh.slices

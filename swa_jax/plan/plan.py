@@ -171,8 +171,7 @@ def check_stage(config: TrainConfig, stage: int) -> None:
 def topology_devices(name: str, slices: int = 1) -> list[Any]:
     """The devices of so many slices of a TPU topology that is not here.
 
-    Raises:
-      ConfigError: libtpu is not installed, or does not know the topology.
+    Raises `ConfigError`: libtpu is not installed, or does not know the topology.
     """
     for variable, value in COMPILE_ONLY.items():
         os.environ.setdefault(variable, value)

@@ -45,8 +45,7 @@ def with_folders(config: TrainConfig) -> TrainConfig:
 def find_start(config: TrainConfig) -> Start:
     """The model that `init_from` or `model` names.
 
-    Raises:
-      ConfigError: as `open_checkpoint`, or 'nope_full_layers' would leave the model without positions.
+    Raises `ConfigError`: as `open_checkpoint`, or 'nope_full_layers' would leave the model without positions.
     """
     if config.model is not None:
         start = Start(config.model, None)
