@@ -29,18 +29,6 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 Q_WEIGHT = "model.layers.1.self_attn.q_proj.weight"
 
 
-@pytest.fixture
-def source(tmp_path) -> Path:
-    """A copy of a golden model (Qwen2, tied) that a test may damage."""
-    ignore = shutil.ignore_patterns("golden.safetensors", "legacy_config.json")
-    return shutil.copytree(GOLDEN / "qwen2-full", tmp_path / "source", ignore=ignore)
-
-
-@pytest.fixture
-def destination(tmp_path) -> Path:
-    return tmp_path / "out" / "checkpoint"
-
-
 def edit_config(folder: Path, **keys) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))

@@ -14,14 +14,8 @@ from swa_jax.data.batches import make_batches
 from swa_jax.data.documents import Answered, document_hash, is_held_out
 from swa_jax.data.packing import PackedPrompts, PackedText, _most_that_fit, pack
 from swa_jax.data.sources import SourceConfig, text_files
-from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
+from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import ConfigError
-
-
-@pytest.fixture(scope="module")
-def tokenizer(byte_tokenizer):
-    return load_tokenizer(byte_tokenizer)
-
 
 # ---- packing ----
 

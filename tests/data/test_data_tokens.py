@@ -28,11 +28,6 @@ from swa_jax.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(byte_tokenizer):
-    return load_tokenizer(byte_tokenizer)
-
-
 @pytest.fixture
 def corpus(tmp_path):
     """A source of 300 documents, some empty, in three files."""
