@@ -172,16 +172,16 @@ class RepeatedTokens(Lesson):
         return self.repeated(rng, passage)
 
 
-def train_recall_tokenizer(vocab_size: int = VOCAB_SIZE) -> Tokenizer:
+def train_recall_tokenizer() -> Tokenizer:
     """A byte-level BPE of the standard library and of needle sentences, in which each key word is one token."""
     texts = [read_text([file]) for file in library_files()]
     for adjective, noun in zip(ADJECTIVES, NOUNS, strict=True):
         names = {"key": f"{adjective}-{noun}", "value": 0}
         texts.append((NEEDLE + QUESTION + ANSWER).format(**names) * 2500)
-    tokenizer = train_byte_bpe(texts, vocab_size)
+    tokenizer = train_byte_bpe(texts, VOCAB_SIZE)
     split = [w for w in [f" {a}" for a in ADJECTIVES] + [f"-{n}" for n in NOUNS] if len(tokenizer.encode(w)) > 1]
     if split:
-        raise ConfigError(f"vocab_size = {vocab_size} leaves key words in several tokens ({split}); raise it")
+        raise ConfigError(f"{VOCAB_SIZE} tokens leave key words in several ({split})")
     return tokenizer
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swa_jax.plan.hlo import Computation, HloProgram, Instruction, called_computation, traced_as, type_bytes
+from swa_jax.plan.hlo import Computation, HloProgram, Instruction, called_computation, type_bytes
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 # The TPU compiler runs a collective in pieces: fusions of these names begin and end it, and those between carry it on.
@@ -25,7 +25,6 @@ class Collective(NamedTuple):
     group: int  # devices that take part
     sent_bytes: float  # by a device each time, as a ring sends them
     executions: float  # in a run of the program
-    op_name: str  # where in the model it comes from
     computation: str  # in which it is scheduled
     start: str  # the instruction that begins it
     done: str  # the one that waits for its end; the same where nothing runs beside it
@@ -48,7 +47,7 @@ def collectives(
                 kind, axes, group, size = _measured(inside, operation, mesh_shape, slices)
                 sent, hops = _ring_bytes(kind, size, group), _hops(kind, axes, operation, mesh_shape)
                 times, where = counts[computation.name], (computation.name, start.name, done.name)
-                found.append(Collective(kind, axes, group, sent, times, traced_as(operation), *where, hops))
+                found.append(Collective(kind, axes, group, sent, times, *where, hops))
     return found
 
 

@@ -257,7 +257,7 @@ def cycles_by_part(program: HloProgram, counts: dict[str, float], scope: str) ->
                 called = program.computations.get(called_computation(instruction) or "")
                 inner = called.instructions.values() if called else ()
                 members = [instruction, *(member for member in inner if member.opcode != "constant")]
-                in_scope = [f"/{scope}/" in traced_as(member) for member in members]
+                in_scope = [f"/{scope}/" in _traced_as(member) for member in members]
                 products = [
                     inside
                     for member, inside in zip(members, in_scope, strict=True)
@@ -268,7 +268,7 @@ def cycles_by_part(program: HloProgram, counts: dict[str, float], scope: str) ->
     return parts
 
 
-def traced_as(instruction: Instruction) -> str:
+def _traced_as(instruction: Instruction) -> str:
     """The operation of the traced program that it comes from, with its scopes."""
     found = _OP_NAME.search(instruction.attributes)
     return found[1] if found else ""

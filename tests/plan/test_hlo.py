@@ -116,7 +116,6 @@ def test_collectives_say_what_each_device_sends_and_along_which_axes(program, co
     assert (gather.kind, reduce.kind, permute.kind) == ("all-gather", "all-reduce", "collective-permute")
     assert (gather.axes, gather.group, gather.executions) == (("fsdp",), 4, 24)
     assert gather.sent_bytes == 128 * 256 * 2 * 3 / 4
-    assert gather.op_name == "jit(step)/layer/gather"
     assert reduce.axes == ("fsdp", "context")
     assert reduce.sent_bytes == 2 * 8 * 128 * 4 * 7 / 8
     assert permute.axes == ("context",)
