@@ -168,8 +168,8 @@ class _Reached:
             return name, None
         seen = visible_keys(np.arange(cost.length), window if what == "window" else None, sinks).mean()
         flops = 4.0 * D * float(seen) * 1024 * (BACKWARD if which == "backward" else 1)
-        turning = TURNING[which] if self._rotates() and not rotated else 0
-        cycles = (cost.cycles + turning) / target.num_cores  # which share the heads
+        rotation = TURNING[which] if self._rotates() and not rotated else 0
+        cycles = (cost.cycles + rotation) / target.num_cores  # which share the heads
         return name, flops / (cycles * self.peak / (target.gigahertz * 1e9))
 
 

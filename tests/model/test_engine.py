@@ -26,11 +26,7 @@ def some(slow=SLOW):
     ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def random_prompts(lengths, seed=0) -> list[list[int]]:

@@ -34,11 +34,7 @@ NEW = 12
 LENGTHS = (1, 5, 19, 40)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def test_the_length_of_one_prompt_does_not_change_the_rope_of_another():

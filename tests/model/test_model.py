@@ -27,12 +27,7 @@ MAX_LENGTH = 3 * WINDOW_SIZE + NEW  # 26
 CLOSE = {"atol": 5e-5, "rtol": 1e-4}  # of logits of order ten, f32
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Most of the time here is compilation; LLVM's optimisation changes no result that is tested."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def random_tokens(*shape: int, seed: int = 0) -> jax.Array:
