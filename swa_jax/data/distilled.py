@@ -51,8 +51,8 @@ def decoded(text: str, dtype: np.dtype, where: str) -> np.ndarray:
         ) from None
 
 
-def token_fields(prompt: Any, reply: Any, top: Top | None = None) -> dict[str, str]:
-    """The fields of a line that hold arrays: ids [m] and [n] and, if it is given, `top` [n, K]."""
+def token_fields(prompt: Any, reply: Any, top: Top | None) -> dict[str, str]:
+    """The fields of a line that hold arrays: ids [m] and [n] and, if there is one, `top` [n, K]."""
     fields = {"prompt_tokens": encoded(prompt, TOKENS), "reply_tokens": encoded(reply, TOKENS)}
     if top is not None:
         fields |= {"top_tokens": encoded(top.tokens, TOKENS), "top_logprobs": encoded(top.logprobs, LOGPROBS)}

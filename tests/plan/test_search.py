@@ -77,7 +77,7 @@ def test_a_mesh_must_suit_every_stage():
     assert "'stages.1'" in refusal(other, config, config.model, 0)
 
 
-def test_slices_are_counted_apart():
+def test_slices_are_counted_separately():
     config = config_of(mesh={"slices": 2, "fsdp": 4})
     assert present(config, 0, 8) == RunChanges(1, 4, 1, 1, "layer", 1)
     found = list(candidates(config, config.model, 0, 8))
