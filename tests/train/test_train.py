@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 from flax import nnx
-from training_runs import Interruption, interrupt_at, losses, read_metrics
+from training_runs import Interruption, assert_same_weights, interrupt_at, losses, read_metrics
 
 import swa_jax.train.loop
 from swa_jax.checkpoint.folder import load_model, save_model
@@ -77,10 +77,6 @@ def held_out_documents(folder):
     file = folder / "documents.jsonl"
     file.write_text("\n".join(json.dumps({"text": f"{i} " + TEXT[i : 400 + i]}) for i in range(12)))
     return [{"files": [str(file)], "held_out": 0.3}]
-
-
-def assert_same_weights(one, other):
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(one), nnx.state(other))
 
 
 @pytest.mark.slow
