@@ -245,7 +245,7 @@ class RunCheckpoints:
 
 def has_checkpoint(folder: Path) -> bool:
     """Whether a run has a finished checkpoint there, good or damaged."""
-    return folder.is_dir() and bool(_steps(folder))
+    return bool(_steps(folder))
 
 
 def last_good(folder: Path) -> int:
@@ -253,7 +253,7 @@ def last_good(folder: Path) -> int:
 
     Raises `CheckpointError` if there is none, or the last is damaged.
     """
-    good, damaged = _newest_good(folder, _steps(folder) if folder.is_dir() else [])
+    good, damaged = _newest_good(folder, _steps(folder))
     if damaged:
         raise CheckpointError(damaged[0][1])
     if good is None:
@@ -277,7 +277,7 @@ def recorded(run: Path, name: str) -> Path | None:
     the run folder's own. That one comes second, because somebody may have edited it.
     """
     folder = run / "checkpoints"
-    for step in reversed(_steps(folder) if folder.is_dir() else []):
+    for step in reversed(_steps(folder)):
         file = folder / str(step) / name
         try:
             manifest = (folder / str(step) / MANIFEST_FILE).read_text()
@@ -285,13 +285,13 @@ def recorded(run: Path, name: str) -> Path | None:
             if manifest == _manifest(step, sums) and sum_of_file(file) == sums[name]:
                 return file
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # damaged, which opening the checkpoints tells, or of a version without records
+            continue  # damaged, which opening the checkpoints tells
     return run / name if (run / name).is_file() else None
 
 
 def newest_step(folder: Path) -> int:
     """The step of the newest finished checkpoint, good or damaged; 0 if there is none."""
-    return max(_steps(folder), default=0) if folder.is_dir() else 0
+    return max(_steps(folder), default=0)
 
 
 def named(tree: Any) -> dict[str, Any]:
@@ -301,7 +301,8 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 def _steps(folder: Path) -> list[int]:
-    return sorted(int(path.name) for path in folder.iterdir() if re.fullmatch("0|[1-9][0-9]*", path.name))
+    names = os.listdir(folder) if folder.is_dir() else []
+    return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
 
 def _unused(path: Path) -> Path:
