@@ -21,6 +21,7 @@ from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import EMBEDDING
 from swa_jax.model.pattern import AttentionPattern
 
+SHARD_BYTES = 5_000_000_000
 log = logging.getLogger(__name__)
 
 
@@ -72,7 +73,7 @@ def export_model(
     with new_folder(destination) as folder:
         write_json(folder / CONFIG_FILE, hf)
         source.pattern.to_json(folder / PATTERN_FILE)
-        write_model(folder, tensors, read)
+        write_model(folder, tensors, read, shard_bytes=SHARD_BYTES)
         for name, data in companions.items():
             write_bytes(folder / name, data)
         note = write_canary(folder, source.folder, pattern, hf, progress=progress) if canary else None

@@ -33,7 +33,6 @@ _BITS = {
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # as in the format's own library
 MAX_NAME = 200  # letters of a tensor's name
-MAX_SHARD_BYTES = 5_000_000_000
 PART_BYTES = 16 * 2**20  # tensors pass through memory in parts of this size
 
 
@@ -217,7 +216,7 @@ def write_model(
     tensors: TensorTable,
     read: Callable[[list[str]], Parts],
     *,
-    shard_bytes: int | None = None,
+    shard_bytes: int,
     check: Callable[[str, np.ndarray], None] = lambda name, part: None,
 ) -> dict[str, str]:
     """Write `model.safetensors`, or shards of at most `shard_bytes` with their index; a part of a tensor is in memory.
@@ -226,7 +225,6 @@ def write_model(
 
     Args:
       read: `read(names)` yields the named tensors in that order.
-      shard_bytes: None: `MAX_SHARD_BYTES`.
       check: raises for values that are not to be written.
 
     Returns:
@@ -251,16 +249,15 @@ def _size(dtype: np.dtype, shape: tuple[int, ...]) -> int:
     return dtype.itemsize * math.prod(shape)
 
 
-def write_order(tensors: TensorTable, shard_bytes: int | None = None) -> list[list[str]]:
+def write_order(tensors: TensorTable, shard_bytes: int) -> list[list[str]]:
     """The names of each shard, in the order in which `write_model` reads them."""
-    most = MAX_SHARD_BYTES if shard_bytes is None else shard_bytes
     shards: list[list[str]] = [[]]
-    room = most
+    room = shard_bytes
     for name, tensor in tensors.items():
         size = _size(*tensor)
         if shards[-1] and size > room:
             shards.append([])
-            room = most
+            room = shard_bytes
         shards[-1].append(name)
         room -= size
     # Wide dtypes first: all stay aligned.

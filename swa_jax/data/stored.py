@@ -1,8 +1,8 @@
 """Documents tokenised ahead: shards of token ids that are read a document at a time, and an index of where they lie.
 
 A folder has `manifest.json` and, for each shard, `00000.tokens` (token ids one after the other, little-endian uint16
-or uint32) and `00000.index` (for each document its end in the shard, in
-tokens, and the hash of its tokens, both uint64).
+or uint32) and `00000.index` (for each document its end in the shard, in tokens, and the hash of its tokens, both
+uint64).
 
 What is read is verified: sizes and the indices' SHA-256 when a folder is opened, each document by its hash whenever it
 is read. `verify` reads everything and compares the SHA-256 of every shard.

@@ -253,7 +253,7 @@ def test_export_gives_back_what_was_imported(tmp_path, case):
 
 def test_export_in_shards(tmp_path, monkeypatch):
     checkpoint = import_model(GOLDEN / "qwen3-hybrid", tmp_path / "checkpoint")
-    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 60_000)
+    monkeypatch.setattr(swa_jax.checkpoint.hf_export, "SHARD_BYTES", 60_000)
     exported = export_model(checkpoint, tmp_path / "exported", canary=False)
     index = json.loads((exported / "model.safetensors.index.json").read_text())
     shards = sorted(exported.glob("model-*.safetensors"))
@@ -295,7 +295,7 @@ def test_mixed_dtypes_are_exported_aligned(source, tmp_path):
 def test_every_tensor_begins_at_a_multiple_of_its_items(tmp_path):
     arrays = {"odd": np.arange(3, dtype=np.float16), "wide": np.arange(2, dtype=np.float32)}
     tensors = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-    write_model(tmp_path, tensors, lambda names: [(name, arrays[name]) for name in names])
+    write_model(tmp_path, tensors, lambda names: [(name, arrays[name]) for name in names], shard_bytes=10**9)
     data = (tmp_path / "model.safetensors").read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     for name, array in arrays.items():
