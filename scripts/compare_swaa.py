@@ -33,8 +33,8 @@ from documents import put_between
 from swa_jax.adapt.tasks import HOPS, RIVALS, Task, measure
 from swa_jax.checkpoint.folder import load_model, weights_sum
 from swa_jax.checkpoint.named import model_folder
-from swa_jax.data import SourceConfig
 from swa_jax.data.haystack import Haystack, library_files, read_text
+from swa_jax.data.sources import SourceConfig
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.estimates import Estimate, paired_bootstrap, paired_score

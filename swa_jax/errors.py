@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from typing import Any
 
 
 class UserError(ValueError):
@@ -35,6 +37,14 @@ def not_installed(need: str, *, extra: str) -> ConfigError:
     return ConfigError(
         f"{need}, which is not installed: run pip install -e '.[{extra}]' in the folder of the swa-jax repository"
     )
+
+
+def import_optional(module: str, missing: ConfigError) -> Any:
+    """A module that may not be installed; then `missing` is raised."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise missing from None
 
 
 # What the system says where a disk takes no more: what that means, and what helps.

@@ -45,8 +45,7 @@ def bootstrap(
       resamples: how many times N examples are drawn.
       seed: of the NumPy generator that draws; the same arguments give the same interval.
 
-    Raises:
-      ValueError: `values` is empty or no list of numbers, or the weights do not fit it.
+    Raises `ValueError`: `values` is empty or no list of numbers, or the weights do not fit it.
     """
     values = np.asarray(values, np.float64)
     if values.ndim != 1 or values.size == 0:
@@ -80,8 +79,7 @@ def paired_bootstrap(better: ArrayLike, worse: ArrayLike, *, resamples: int = 10
 
     Pairing removes what makes an example hard for both, so the interval is narrower than that of two separate means.
 
-    Raises:
-      ValueError: the two are not of the same length, or are empty.
+    Raises `ValueError`: the two are not of the same length, or are empty.
     """
     better, worse = np.asarray(better, np.float64), np.asarray(worse, np.float64)
     if better.shape != worse.shape:
@@ -96,8 +94,7 @@ def paired_accuracy(better: ArrayLike, worse: ArrayLike) -> Estimate:
     means, joined with their correlation. Where both are right everywhere, a bootstrap of the differences would have
     width 0, which claims too much.
 
-    Raises:
-      ValueError: the two are not of the same length, are empty, or hold something else than 0 and 1.
+    Raises `ValueError`: the two are not of the same length, are empty, or hold something else than 0 and 1.
     """
     first, second = np.asarray(better, np.float64), np.asarray(worse, np.float64)
     if first.shape != second.shape or not np.isin([*first.ravel(), *second.ravel()], (0, 1)).all():
@@ -128,8 +125,7 @@ def accuracy_interval(scores: ArrayLike) -> Estimate:
     A bootstrap of all-correct (or all-wrong) scores has width 0, which claims too much; Wilson's has not. For scores
     between 0 and 1 it errs on the wide side, as their variance is at most that of 0s and 1s with the same mean.
 
-    Raises:
-      ValueError: there are no scores, or one is not from 0 to 1.
+    Raises `ValueError`: there are no scores, or one is not from 0 to 1.
     """
     scores = np.asarray(scores, np.float64)
     if scores.ndim != 1 or scores.size == 0 or not (scores.min() >= 0 and scores.max() <= 1):
@@ -150,8 +146,7 @@ def mean_score(scores: ArrayLike) -> Estimate:
 def paired_score(better: ArrayLike, worse: ArrayLike) -> Estimate:
     """The mean difference of two `mean_score`s over the *same* examples [N], and its 95 % interval.
 
-    Raises:
-      ValueError: as `paired_accuracy` where all scores are 0 or 1, else as `paired_bootstrap`.
+    Raises `ValueError`: as `paired_accuracy` where all scores are 0 or 1, else as `paired_bootstrap`.
     """
     shares = np.isin([*np.ravel(better), *np.ravel(worse)], (0, 1)).all()
     return (paired_accuracy if shares else paired_bootstrap)(better, worse)
@@ -162,8 +157,7 @@ def detectable(difference: Estimate) -> float:
 
     From the half width h of the difference's interval: h (z_0.975 + z_0.8) / z_0.975.
 
-    Raises:
-      ValueError: the estimate has no interval.
+    Raises `ValueError`: the estimate has no interval.
     """
     if difference.low is None or difference.high is None:
         raise ValueError("without an interval nothing is known of the power")

@@ -22,11 +22,13 @@ from swa_jax.errors import ConfigError
 SHOWN, LONGEST = 30, 80  # of what is known, in a sentence: how many names, and how much of each
 
 
-def nearest(word: str, choices: Sequence[str]) -> str:
-    """A ready clause such as "; did you mean 'seed'?", or the list of choices when none is near."""
+def nearest(word: str, choices: Sequence[str], *, listed: bool = True) -> str:
+    """A ready clause such as "; did you mean 'seed'?", or, when none is near, the list of choices if `listed`."""
     close = difflib.get_close_matches(word[:LONGEST], choices, n=1)
     if close:
         return f"; did you mean '{close[0]:.{LONGEST}}'?"
+    if not listed:
+        return ""
     some = [choice[:LONGEST] for choice in sorted(choices)[:SHOWN]]
     more = f" and {len(choices) - SHOWN} more" if len(choices) > SHOWN else ""
     return f"; known: {', '.join(some)}{more}"
@@ -133,8 +135,7 @@ LARGEST = 100_000  # values in a document, those of aliases counted wherever the
 def parse_yaml(text: str, name: str) -> Any:
     """The YAML value in `text`, which `name` stands for in sentences.
 
-    Raises:
-      ConfigError: it is none, has a key twice, or is too deep or too large.
+    Raises `ConfigError`: it is none, has a key twice, or is too deep or too large.
     """
     try:
         value = yaml.load(text, _Loader)  # a safe loader

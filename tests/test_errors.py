@@ -206,9 +206,9 @@ def test_advice_to_install_works_from_a_clone():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     text = "".join(file.read_text() for file in ROOT.glob("swa_jax/**/*.py"))
     assert "install 'swa-jax" not in text
-    asked = re.findall(r"""not_installed\([^)]*extra="(\w+)"\)""", text)
-    assert sorted(asked) == ["data", "eval", "logging", "nomad"]
-    assert set(asked) <= set(extras)
+    asked = set(re.findall(r"""not_installed\([^)]*extra="(\w+)"\)""", text))
+    assert asked == {"data", "eval", "logging", "nomad"}
+    assert asked <= set(extras)
     assert str(not_installed("--harness needs lm-eval", extra="eval")) == (
         "--harness needs lm-eval, which is not installed: run pip install -e '.[eval]' in the folder of the "
         "swa-jax repository"

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import shutil
 
+import numpy as np
 import tokenizers
 from flax import nnx
 from tokenizers import processors
@@ -199,6 +200,11 @@ def base_model(config: ModelConfig) -> Decoder:
 def model_of(name: str) -> Decoder:
     config, pattern = PATTERNS[name]
     return base_model(config).with_pattern(pattern)
+
+
+def random_prompts(lengths=(1, 5, 19, 40), seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, SOFTMAX.vocab_size, length).tolist() for length in lengths]
 
 
 def byte_checkpoint(folder, byte_tokenizer, pattern, **changes):

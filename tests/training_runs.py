@@ -2,6 +2,10 @@
 
 import json
 
+import jax
+import numpy as np
+from flax import nnx
+
 import swa_jax.train.loop
 
 
@@ -13,6 +17,10 @@ def losses(run):
     lines = read_metrics(run)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return [line["loss"] for line in lines]
+
+
+def assert_same_weights(one, other):
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(one), nnx.state(other))
 
 
 class Interruption(Exception):

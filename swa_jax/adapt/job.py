@@ -15,7 +15,7 @@ from swa_jax.adapt.source import Source, find_source
 from swa_jax.adapt.tasks import Data, Drawn, draw_tasks
 from swa_jax.checkpoint.served_cache import BLOCKS, Memory
 from swa_jax.checkpoint.servers import check_target
-from swa_jax.data import check_source, make_batches
+from swa_jax.data.batches import check_source, make_batches
 from swa_jax.data.chat import find_wrap
 from swa_jax.data.sources import RECORDS, SourceConfig
 from swa_jax.data.tokenizer import Tokenizer, load_tokenizer

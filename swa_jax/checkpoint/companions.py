@@ -43,11 +43,6 @@ def check_companions(folder: ModelFolder, files: Mapping[str, bytes], vocab_size
         tokenizer = read_tokenizer(files[TOKENIZER], file, files, folder)
     except ConfigError as error:
         raise ConfigError(f"{error}; fetch the file again, or remove it to use the model with token ids only") from None
-    if tokenizer.eos_id is not None and tokenizer.eos_id >= vocab_size:
-        raise ConfigError(
-            f"{file} gives its end-of-text token the id {tokenizer.eos_id}, but the model has {vocab_size} embeddings: "
-            "it is the tokenizer of another model"
-        )
     notes = [starts_and_ends(tokenizer.within(vocab_size))]
     if tokenizer.vocab_size > vocab_size:
         notes.append(

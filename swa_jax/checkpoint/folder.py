@@ -27,6 +27,7 @@ from swa_jax.checkpoint.safetensors_files import (
     Parts,
     StoredTensor,
     TensorReader,
+    TensorTable,
     read_headers,
     write_model,
     write_order,
@@ -69,7 +70,7 @@ COMPANIONS = (
     "merges.txt",
 )
 SHARD_BYTES = 500_000_000  # an interrupted import loses no more than one such file
-TURNED = 16  # rows that are transposed together: more do not stay in the processor's cache
+TRANSPOSED_ROWS = 16  # at a time: more do not stay in the processor's cache
 ALIGNMENT = 64  # bytes: XLA's on a CPU
 log = logging.getLogger(__name__)
 ROUTER_SEED = 0  # of the routers that a pattern asks for and the checkpoint does not have
@@ -109,8 +110,7 @@ def save_model(
     else:
         hf = {key: value for key, value in hf_config.items() if key != "torch_dtype"} | {"dtype": dtype}
         _check_same_model(model_config(hf), model.config)
-    routers = model.routed
-    table = tensor_names(model_config(hf), routers=routers)  # the names of the family that is written
+    table = tensor_names(model_config(hf), routers=model.routed)  # the names of the family that is written
     companions = {} if tokenizer_from is None else read_companions(Path(tokenizer_from))
     tensors, read = _unstack(model, table)
     write_checkpoint(destination, hf, model.pattern, tensors, read, companions=companions)
@@ -154,9 +154,8 @@ def load_model(
     if partition is not None:
         shardings = nnx.to_flat_state(state_shardings(wanted, partition, config))
         places = {_names(path): sharding.get_value() for path, sharding in shardings}
-    dtypes = {_names(path): variable.dtype for path, variable in nnx.to_flat_state(wanted)}
-    shapes = {_names(path): variable.shape for path, variable in nnx.to_flat_state(wanted)}
-    arrays = dict(_stack(source, table, shapes, dtypes, places))
+    variables = {_names(path): variable for path, variable in nnx.to_flat_state(wanted)}
+    arrays = dict(_stack(source, table, variables, places))
     if routed and not source.has_routers:
         routers = fresh_routers(config, router_seed)
         arrays |= {path: jax.device_put(router, places.get(path)) for path, router in routers.items()}
@@ -196,9 +195,7 @@ def _check_same_model(described: ModelConfig, actual: ModelConfig) -> None:
             )
 
 
-def _unstack(
-    model: Decoder, table: list[TensorName]
-) -> tuple[dict[str, tuple[np.dtype, tuple[int, ...]]], Callable[[list[str]], Parts]]:
+def _unstack(model: Decoder, table: list[TensorName]) -> tuple[TensorTable, Callable[[list[str]], Parts]]:
     """What a checkpoint of the model holds, and what reads it."""
     parameters = dict(nnx.to_flat_state(nnx.state(model)))
     places = {tensor.name: tensor for tensor in table}
@@ -223,23 +220,22 @@ def fetch(x: jax.Array) -> np.ndarray:
 def _stack(
     source: Checkpoint,
     table: list[TensorName],
-    shapes: Mapping[tuple[str, ...], tuple[int, ...]],
-    dtypes: Mapping[tuple[str, ...], np.dtype],
+    variables: Mapping[tuple[str, ...], Any],
     places: Mapping[tuple[str, ...], jax.sharding.Sharding],
 ) -> Iterator[tuple[tuple[str, ...], jax.Array]]:
     """(path, parameter) for each parameter of the decoder; the host holds one of them at a time."""
     with TensorReader() as reader:
         for path, tensors in itertools.groupby(table, lambda tensor: tensor.path):
-            buffer = _aligned(shapes[path], dtypes[path])
+            buffer = _aligned(variables[path].shape, variables[path].dtype)
             for tensor in tensors:
                 target = buffer[tensor.place]
                 for row, part in reader.parts(source.stored[tensor.name]):
                     if not tensor.transposed:
                         target[row : row + len(part)] = part
                         continue
-                    for i in range(0, len(part), TURNED):
-                        few = part[i : i + TURNED]
-                        target[..., row + i : row + i + len(few)] = few.T
+                    for i in range(0, len(part), TRANSPOSED_ROWS):
+                        piece = part[i : i + TRANSPOSED_ROWS]
+                        target[..., row + i : row + i + len(piece)] = piece.T
             yield path, jax.device_put(buffer, places.get(path), may_alias=True)
 
 
@@ -265,7 +261,7 @@ class Checkpoint:
     stored: dict[str, StoredTensor]  # by Hugging Face's name
 
     @functools.cached_property
-    def tensors(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    def tensors(self) -> TensorTable:
         """dtype and shape by Hugging Face's name."""
         return {name: (DTYPES[tensor.dtype], tensor.shape) for name, tensor in self.stored.items()}
 
@@ -303,11 +299,6 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 f"{path} is a Hugging Face folder, not a checkpoint; turn it into one with: swa-jax import {path} DST"
             )
         raise CheckpointError(f"{path} is not a checkpoint folder: it holds no {WEIGHTS}/")
-    if (folder / WEIGHTS / "state").is_dir():
-        raise CheckpointError(
-            f"{path} was written by an earlier version of this library, as an Orbax checkpoint, which is no longer "
-            "read: import or train it again"
-        )
     for name in (CONFIG_FILE, PATTERN_FILE, MANIFEST_FILE):
         _check_regular(folder / name)
     hf = _read_json(folder / CONFIG_FILE)
@@ -329,7 +320,7 @@ def write_checkpoint(
     destination: Path,
     hf_config: Mapping[str, Any],
     pattern: AttentionPattern,
-    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    tensors: TensorTable,
     read: Callable[[list[str]], Parts],
     *,
     companions: Mapping[str, bytes] | None = None,

@@ -11,15 +11,17 @@ from typing import Any
 import numpy as np
 
 from swa_jax.checkpoint.canary import write_canary
-from swa_jax.checkpoint.folder import CONFIG_FILE, PATTERN_FILE, open_checkpoint, read_companions
-from swa_jax.checkpoint.safetensors_files import write_model
+from swa_jax.checkpoint.folder import CONFIG_FILE, PATTERN_FILE, Checkpoint, open_checkpoint, read_companions
+from swa_jax.checkpoint.safetensors_files import Parts, TensorTable, write_model
 from swa_jax.checkpoint.servers import served_config
 from swa_jax.checkpoint.tensor_names import constants_of, hf_tensors, join_tensors, joined_parts
 from swa_jax.families import apply_pattern, model_config
 from swa_jax.files import check_destination, new_folder, write_bytes, write_json
+from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import EMBEDDING
 from swa_jax.model.pattern import AttentionPattern
 
+SHARD_BYTES = 5_000_000_000
 log = logging.getLogger(__name__)
 
 
@@ -36,11 +38,9 @@ def export_model(
 ) -> Path:
     """Write a checkpoint folder as a Hugging Face folder; importing that again gives the same bits.
 
-    The pattern itself is always in `pattern.json`, which `import_model` reads. Weights pass through memory a tensor at
-    a time.
-
     Args:
-      pattern: in place of the folder's own.
+      destination: a folder that does not exist yet, or is empty; returned.
+      pattern: in place of the folder's own; it is always in `pattern.json`, which `import_model` reads.
       server: for whom `config.json` says what the pattern says, one of `servers.TARGETS`. None: for whoever reads
         Hugging Face's keys; a pattern that these cannot express becomes full attention in every layer, with a logged
         notice.
@@ -49,9 +49,6 @@ def export_model(
         (`swa_jax.checkpoint.canary`). This loads the model in f32; one that is too large for it has none.
       describe: called with what the server will run and what the canary tells, once the export is whole.
       progress: called with (passes done, passes in all) of the canary.
-
-    Returns:
-      The destination, a folder that must not exist yet or be empty.
 
     Raises:
       CheckpointError: the checkpoint is damaged or is none, or the destination is in use.
@@ -71,19 +68,12 @@ def export_model(
         served = served_config(server, source.hf_config, source.pattern, as_full=as_full)
         hf, notice, pattern = served.hf, None, served.pattern
         written = dataclasses.replace(source.config, model_type=served.model_type)
-    joined, constants = joined_parts(written), constants_of(written)
-
-    def dtype(name: str) -> np.dtype:
-        own = joined[name][0].name if name in joined else EMBEDDING if name in constants else name
-        return source.tensors[own][0]
-
-    tensors = {name: (dtype(name), shape) for name, shape in hf_tensors(written, routers=source.has_routers).items()}
-    numbers = {name: np.asarray(value, dtype(name)) for name, value in constants.items()}
+    tensors, read = _exported(source, written)
     companions = read_companions(source.folder)
     with new_folder(destination) as folder:
         write_json(folder / CONFIG_FILE, hf)
         source.pattern.to_json(folder / PATTERN_FILE)
-        write_model(folder, tensors, lambda names: join_tensors(names, joined, source.read, numbers))
+        write_model(folder, tensors, read, shard_bytes=SHARD_BYTES)
         for name, data in companions.items():
             write_bytes(folder / name, data)
         note = write_canary(folder, source.folder, pattern, hf, progress=progress) if canary else None
@@ -94,3 +84,16 @@ def export_model(
     if note is not None:
         describe(note)
     return destination
+
+
+def _exported(source: Checkpoint, written: ModelConfig) -> tuple[TensorTable, Callable[[list[str]], Parts]]:
+    """The tensors of an export, and what reads them from our folder."""
+    joined, constants = joined_parts(written), constants_of(written)
+
+    def dtype(name: str) -> np.dtype:
+        own = joined[name][0].name if name in joined else EMBEDDING if name in constants else name
+        return source.tensors[own][0]
+
+    tensors = {name: (dtype(name), shape) for name, shape in hf_tensors(written, routers=source.has_routers).items()}
+    numbers = {name: np.asarray(value, dtype(name)) for name, value in constants.items()}
+    return tensors, lambda names: join_tensors(names, joined, source.read, numbers)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from swa_jax.checkpoint.block_fp8 import dequantised, split_scales
 from swa_jax.checkpoint.companions import check_companions
-from swa_jax.checkpoint.finite import check_finite
 from swa_jax.checkpoint.folder import (
     CONFIG_FILE,
     PATTERN_FILE,
@@ -22,9 +20,10 @@ from swa_jax.checkpoint.folder import (
     write_checkpoint,
     written_from,
 )
-from swa_jax.checkpoint.mxfp4 import Packed, find_packed, unpacked, with_unpacked
+from swa_jax.checkpoint.import_plan import ImportPlan, import_identity
+from swa_jax.checkpoint.mxfp4 import PackedTensor, find_packed, unpacked, with_unpacked
 from swa_jax.checkpoint.safetensors_files import DTYPES, Parts, StoredTensor, TensorReader, read_headers
-from swa_jax.checkpoint.sources import GGUF, ModelFolder, companion, gguf_file, open_source, stamp
+from swa_jax.checkpoint.sources import GGUF, ModelFolder, companion, gguf_file, open_source
 from swa_jax.checkpoint.tensor_names import constants_of, hf_tensors, is_left_out, is_router, joined_parts
 from swa_jax.checkpoint.text_part import text_tensors
 from swa_jax.errors import CheckpointError
@@ -32,16 +31,11 @@ from swa_jax.families import hf_pattern, model_config
 from swa_jax.families.pattern_files import is_pattern_file, load_pattern
 from swa_jax.families.quantization import KEY, MODELOPT_FILE, fp8_blocks, is_mxfp4, unsupported, without_quantization
 from swa_jax.families.text_part import text_config
-from swa_jax.files import check_destination, check_room, parse_json, partial_folder, sum_of, sum_of_json
+from swa_jax.files import check_destination, check_room, parse_json, partial_folder
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.parameters import EMBEDDING, HEAD
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.settings import nearest
-
-if TYPE_CHECKING:
-    from swa_jax.checkpoint.gguf.plan import GgufPlan
-
-VERSION = 1  # of what an import writes: an interrupted import of another version is not continued
 
 
 def import_model(
@@ -86,7 +80,8 @@ def import_model(
         return folder
     destination = check_destination(destination)
     size = sum(dtype.itemsize * int(np.prod(shape)) for dtype, shape in plan.tensors.values())
-    check_room(destination, size - sum(_sizes(partial_folder(destination))))
+    there = sum(path.stat().st_size for path in partial_folder(destination).rglob("*") if path.is_file())
+    check_room(destination, size - there)
     describe(f"importing {source} into {destination}")
     for note in plan.notes:
         describe(note)
@@ -103,11 +98,7 @@ def import_model(
     return destination
 
 
-def _sizes(folder: Path) -> list[int]:
-    return [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-
-
-class Rows(NamedTuple):
+class SourceRows(NamedTuple):
     """Where a tensor of ours is in the source: rows `first` to below `last` of one of the source's."""
 
     name: str  # of the source's
@@ -115,61 +106,17 @@ class Rows(NamedTuple):
     first: int
     last: int
 
-
-@dataclasses.dataclass(frozen=True)
-class ImportPlan:
-    """An import after all its checks, before its first byte."""
-
-    hf_config: dict[str, Any]
-    pattern: AttentionPattern
-    companions: dict[str, bytes]
-    notes: list[str]
-    rows: dict[str, Rows]  # by our name, in the order in which they lie in the source
-    packed: dict[str, Packed]
-    scales: dict[str, StoredTensor]
-    blocks: tuple[int, int] | None
-    identity: str  # changes with all that the result depends on
-
     @property
-    def tensors(self) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        """dtype and shape by our name."""
-        plain = _plain_dtype(self.hf_config)
-        return {
-            name: (
-                plain if rows.name in self.scales else DTYPES[rows.tensor.dtype],
-                (rows.last - rows.first, *rows.tensor.shape[1:]),
-            )
-            for name, rows in self.rows.items()
-        }
-
-    def read(self, names: list[str]) -> Parts:
-        """The named tensors in that order, in parts along their first axis; see `TensorReader.parts`."""
-        plain = _plain_dtype(self.hf_config)
-        with TensorReader() as reader:
-            for name in names:
-                rows = self.rows[name]
-                if rows.name in self.packed:
-                    for expert in unpacked(reader, rows.name, self.packed[rows.name]):
-                        yield name, expert
-                    continue
-                scale = reader.whole(self.scales[rows.name]) if rows.name in self.scales else None
-                for first, part in reader.parts(rows.tensor, rows.first, rows.last):
-                    if scale is not None and self.blocks is not None:
-                        part = dequantised(part, first, scale, self.blocks, plain)
-                    yield name, part
-
-    def check(self, name: str, part: np.ndarray) -> None:
-        """Raises `CheckpointError` for weights that are NaN or infinite."""
-        rows = self.rows[name]
-        check_finite(part, rows.name, rows.tensor.file.name)
+    def shape(self) -> tuple[int, ...]:
+        return (self.last - self.first, *self.tensor.shape[1:])
 
 
-def plan_import(source: str | Path, pattern: AttentionPattern | str | Path | None = None) -> ImportPlan | GgufPlan:
+def plan_import(source: str | Path, pattern: AttentionPattern | str | Path | None = None) -> ImportPlan:
     """Read and check everything of a source but its weights' values. Raises as `import_model`."""
     if (file := gguf_file(source)) is not None:
         from swa_jax.checkpoint.gguf.plan import plan_gguf  # here: it takes a while to import
 
-        return plan_gguf(file, pattern, VERSION)
+        return plan_gguf(file, pattern)
     folder = open_source(source)
     whole = _read_config(folder)
     text = text_config(whole)
@@ -184,41 +131,54 @@ def plan_import(source: str | Path, pattern: AttentionPattern | str | Path | Non
     if tied != config.tie_word_embeddings:
         hf = {**hf, "tie_word_embeddings": tied}
         config = model_config(hf)
-    blocks = None
-    packed: dict[str, Packed] = {}
+    packed: dict[str, PackedTensor] = {}
     scales: dict[str, StoredTensor] = {}
+    blocks = None
     if is_mxfp4(hf):
         packed = find_packed(found)
         found = with_unpacked(found, packed)
     elif (blocks := fp8_blocks(hf)) is not None:
         found, scales = split_scales(found, blocks)
-    tensors = _check_tensors(found, config, quantised=scales)
-    identity = {
-        "version": VERSION,
-        "config": hf,
-        "pattern": chosen.to_json(),
-        "companions": {name: sum_of(data) for name, data in companions.items()},
-        "tensors": {name: [t.file.name, t.dtype, t.shape, t.start] for name, t in headers.items()},
-        "files": {str(file): stamp(file) for file in {tensor.file for tensor in headers.values()}},
-    }
+    rows = _locate(_check_tensors(found, config, quantised=scales), config)
+    plain = _plain_dtype(hf)
+
+    def read(names: list[str]) -> Parts:
+        with TensorReader() as reader:
+            for name in names:
+                row = rows[name]
+                if row.name in packed:
+                    yield from ((name, expert) for expert in unpacked(reader, row.name, packed[row.name]))
+                    continue
+                scale = reader.whole(scales[row.name]) if row.name in scales else None
+                for first, part in reader.parts(row.tensor, row.first, row.last):
+                    if scale is not None and blocks is not None:
+                        part = dequantised(part, first, scale, blocks, plain)
+                    yield name, part
+
     return ImportPlan(
-        without_quantization(hf), chosen, companions, notes, _locate(tensors, config), packed, scales, blocks,
-        sum_of_json(identity),
-    )  # fmt: skip
+        without_quantization(hf),
+        chosen,
+        companions,
+        notes,
+        {name: (plain if row.name in scales else DTYPES[row.tensor.dtype], row.shape) for name, row in rows.items()},
+        {name: (row.name, row.tensor.file.name) for name, row in rows.items()},
+        read,
+        import_identity(hf, chosen, companions, headers),
+    )
 
 
-def _locate(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, Rows]:
+def _locate(tensors: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, SourceRows]:
     """Our tensors in the order in which they lie in the source, which is how they are read and written."""
     joined = joined_parts(config)
-    found: dict[str, Rows] = {}
+    found: dict[str, SourceRows] = {}
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].file.name, item[1].start)):
         row = 0
         for part in joined.get(name, ()):  # those of experts lie in one more axis, as rows below each other
             matrix = tensor._replace(shape=(int(np.prod(tensor.shape[:-1])), tensor.shape[-1]))
-            found[part.name] = Rows(name, matrix, row, row + part.shape[0])
+            found[part.name] = SourceRows(name, matrix, row, row + part.shape[0])
             row += part.shape[0]
         if name not in joined:
-            found[name] = Rows(name, tensor, 0, tensor.shape[0])
+            found[name] = SourceRows(name, tensor, 0, tensor.shape[0])
     return found
 
 
@@ -267,7 +227,7 @@ def _check_tensors(
         if name not in expected:
             raise CheckpointError(
                 f"{tensor.file.name} holds tensor '{name}', which a {config.model_type} model with this config.json "
-                f"does not have{_nearest_tensor(name, list(expected))}"
+                f"does not have{nearest(name, list(expected), listed=False)}"
             )
     missing = [name for name in expected if name not in tensors]
     if missing:
@@ -301,11 +261,6 @@ def _without_constants(tensors: Mapping[str, StoredTensor], config: ModelConfig)
                     f"{config.model_type} models"
                 )
     return {name: tensor for name, tensor in tensors.items() if name not in known}
-
-
-def _nearest_tensor(name: str, expected: list[str]) -> str:
-    clause = nearest(name, expected)
-    return clause if clause.startswith("; did you mean") else ""  # a list of all tensors would help nobody
 
 
 def _check_tied(tensors: Mapping[str, StoredTensor]) -> None:

@@ -20,14 +20,14 @@ _VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 _PAIRS = _VALUES[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=1)]  # [256, 2]: a byte's low half first
 
 
-class Packed(NamedTuple):
+class PackedTensor(NamedTuple):
     """The two tensors that hold one: blocks [E, out, in / 32, 16] and scales [E, out, in / 32], both of bytes."""
 
     blocks: StoredTensor
     scales: StoredTensor
 
 
-def find_packed(found: Mapping[str, StoredTensor]) -> dict[str, Packed]:
+def find_packed(found: Mapping[str, StoredTensor]) -> dict[str, PackedTensor]:
     """The packed tensors by the name of what they hold.
 
     Raises `CheckpointError` for blocks without scales, or of another shape or dtype.
@@ -50,11 +50,11 @@ def find_packed(found: Mapping[str, StoredTensor]) -> dict[str, Packed]:
                 f"tensor '{whole + SCALES}' in {scales.file.name} has shape {list(scales.shape)}; its blocks ask for "
                 f"{list(blocks.shape[:3])}"
             )
-        packed[whole] = Packed(blocks, scales)
+        packed[whole] = PackedTensor(blocks, scales)
     return packed
 
 
-def with_unpacked(found: Mapping[str, StoredTensor], packed: Mapping[str, Packed]) -> dict[str, StoredTensor]:
+def with_unpacked(found: Mapping[str, StoredTensor], packed: Mapping[str, PackedTensor]) -> dict[str, StoredTensor]:
     """The tensors of a folder as they will be when read: bf16 [E, in, out] in place of blocks and scales."""
     parts = {whole + suffix for whole in packed for suffix in (BLOCKS, SCALES)}
     plain = {name: tensor for name, tensor in found.items() if name not in parts}
@@ -64,7 +64,7 @@ def with_unpacked(found: Mapping[str, StoredTensor], packed: Mapping[str, Packed
     return plain
 
 
-def unpacked(reader: TensorReader, name: str, packed: Packed) -> Iterator[np.ndarray]:
+def unpacked(reader: TensorReader, name: str, packed: PackedTensor) -> Iterator[np.ndarray]:
     """bf16 [1, in, out] for each expert; one expert's numbers in f32 are in memory."""
     for expert in range(packed.blocks.shape[0]):
         codes = reader.rows(packed.blocks, expert, expert + 1)[0]

@@ -25,7 +25,8 @@ import jax
 from swa_jax.checkpoint import folder
 from swa_jax.checkpoint.adapter import ADAPTER_CONFIG, merge_adapter
 from swa_jax.checkpoint.folder import CONFIG_FILE, WEIGHTS, content_sum, open_checkpoint
-from swa_jax.checkpoint.hf_import import VERSION, import_model
+from swa_jax.checkpoint.hf_import import import_model
+from swa_jax.checkpoint.import_plan import VERSION
 from swa_jax.checkpoint.sources import GGUF, GGUF_PART, HUB_ID, cached_snapshot
 from swa_jax.errors import CheckpointError
 from swa_jax.files import cache_folder, check_local, read_json, sum_of, sum_of_file, sum_of_json

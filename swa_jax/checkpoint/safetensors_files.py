@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -34,7 +33,6 @@ _BITS = {
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # as in the format's own library
 MAX_NAME = 200  # letters of a tensor's name
-MAX_SHARD_BYTES = 5_000_000_000
 PART_BYTES = 16 * 2**20  # tensors pass through memory in parts of this size
 
 
@@ -153,22 +151,16 @@ def _no_weights(folder: ModelFolder) -> str:
 # ---- reading ----
 
 
-class TensorReader:
-    """Reads tensors, or some of their rows, and keeps their files open meanwhile.
+class TensorReader(contextlib.ExitStack):
+    """Reads tensors, or some of their rows, and keeps their files open until it is left.
 
     They are read, not mapped: the pages of a mapped shard would count as memory of this process.
     """
 
-    def __enter__(self) -> TensorReader:
-        self._stack = contextlib.ExitStack()
+    def __init__(self) -> None:
+        super().__init__()
         self._opened: dict[str, OpenedFile] = {}
         self._buffers = [np.empty(0, np.uint8)] * 2
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
 
     def rows(self, tensor: StoredTensor, first: int, last: int, out: np.ndarray | None = None) -> np.ndarray:
         """Rows `first` to below `last` of a tensor with one axis or more, in its dtype; `out`: bytes to read into."""
@@ -203,7 +195,7 @@ class TensorReader:
         opened = self._opened.get(str(file))
         if opened is None:
             opened = self._opened[str(file)] = file.open("rb")
-            self._stack.callback(opened.close)
+            self.callback(opened.close)
         opened.seek(start)
         view = memoryview(data)
         while view:
@@ -214,16 +206,17 @@ class TensorReader:
 
 # ---- writing ----
 
+TensorTable = Mapping[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape by name
 # Tensors by name, each whole or in consecutive parts along its first axis.
 Parts = Iterable[tuple[str, np.ndarray]]
 
 
 def write_model(
     folder: Path,
-    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    tensors: TensorTable,
     read: Callable[[list[str]], Parts],
     *,
-    shard_bytes: int | None = None,
+    shard_bytes: int,
     check: Callable[[str, np.ndarray], None] = lambda name, part: None,
 ) -> dict[str, str]:
     """Write `model.safetensors`, or shards of at most `shard_bytes` with their index; a part of a tensor is in memory.
@@ -232,7 +225,6 @@ def write_model(
 
     Args:
       read: `read(names)` yields the named tensors in that order.
-      shard_bytes: None: `MAX_SHARD_BYTES`.
       check: raises for values that are not to be written.
 
     Returns:
@@ -257,18 +249,15 @@ def _size(dtype: np.dtype, shape: tuple[int, ...]) -> int:
     return dtype.itemsize * math.prod(shape)
 
 
-def write_order(
-    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]], shard_bytes: int | None = None
-) -> list[list[str]]:
+def write_order(tensors: TensorTable, shard_bytes: int) -> list[list[str]]:
     """The names of each shard, in the order in which `write_model` reads them."""
-    most = MAX_SHARD_BYTES if shard_bytes is None else shard_bytes
     shards: list[list[str]] = [[]]
-    room = most
+    room = shard_bytes
     for name, tensor in tensors.items():
         size = _size(*tensor)
         if shards[-1] and size > room:
             shards.append([])
-            room = most
+            room = shard_bytes
         shards[-1].append(name)
         room -= size
     # Wide dtypes first: all stay aligned.
@@ -278,7 +267,7 @@ def write_order(
 def _write_file(
     file: Path,
     names: list[str],
-    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    tensors: TensorTable,
     read: Callable[[list[str]], Parts],
     check: Callable[[str, np.ndarray], None],
 ) -> str:

@@ -28,7 +28,7 @@ class RemoteFile:
     """A file in another place; it looks like a `Path` that is only read."""
 
     def __init__(self, folder: RemoteFolder, name: str, size: int | None):
-        self.folder, self.name, self.size = folder, name, size
+        self.folder, self.name, self.size, self.path = folder, name, size, f"{folder.path}/{name}"
 
     def __str__(self) -> str:
         return f"{self.folder}/{self.name}"
@@ -45,7 +45,7 @@ class RemoteFile:
 
     def range(self, start: int, end: int) -> bytes:
         """The bytes from `start` to below `end`. Raises `UnreachableError`."""
-        with _reached(self), self.folder.files.open(self.folder.path_of(self.name), "rb", cache_type="none") as f:
+        with _reached(self), self.folder.files.open(self.path, "rb", cache_type="none") as f:
             f.seek(start)
             data: bytes = f.read(end - start)
         if len(data) != end - start:
@@ -111,9 +111,6 @@ class RemoteFolder:
 
     def iterdir(self) -> Iterator[ModelFile]:
         return (self / name for name in self.entries)
-
-    def path_of(self, name: str) -> str:
-        return f"{self.path}/{name}"
 
 
 ModelFile = Path | RemoteFile

@@ -23,20 +23,14 @@ _KEYS_OF_A_LAYER = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|no
 class TensorName(NamedTuple):
     """One tensor of a checkpoint.
 
-    Attributes:
-      name: Hugging Face's name.
-      shape: its shape there (linear maps are [out, in]).
-      path: where it lives in the decoder; parameters of layers are stacked there over a leading axis L, those of
-        experts also over an axis E.
-      place: its index on these axes; () outside the layers.
-      transposed: linear maps are [in, out] in the decoder.
+    Parameters of layers are stacked in the decoder over a leading axis L, those of experts also over an axis E.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    path: tuple[str, ...]
-    place: tuple[int, ...]
-    transposed: bool
+    name: str  # Hugging Face's
+    shape: tuple[int, ...]  # there: linear maps are [out, in]
+    path: tuple[str, ...]  # where it lives in the decoder
+    place: tuple[int, ...]  # its index on the stacked axes; () outside the layers
+    transposed: bool  # a linear map, which is [in, out] in the decoder
 
 
 def tensor_names(config: ModelConfig, *, routers: bool = False) -> list[TensorName]:
@@ -124,20 +118,6 @@ def constants_of(config: ModelConfig) -> dict[str, float]:
     """The numbers of a Hugging Face checkpoint that no training changes, by the names of their tensors."""
     layers = range(config.num_hidden_layers)
     return {name.format(layer=layer): value for name, value in family_of(config).constants.items() for layer in layers}
-
-
-def cut_tensors(
-    tensors: Iterable[tuple[str, np.ndarray]], joined: Mapping[str, Sequence[TensorName]]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of our folders from those of a Hugging Face checkpoint; joined ones are cut, without a copy."""
-    for name, array in tensors:
-        row = 0
-        array = array.reshape(-1, array.shape[-1]) if name in joined else array
-        for part in joined.get(name, ()):
-            yield part.name, array[row : row + part.shape[0]]
-            row += part.shape[0]
-        if name not in joined:
-            yield name, array
 
 
 def join_tensors(

@@ -39,8 +39,7 @@ def text_tensors(found: Mapping[str, StoredTensor], config: ModelConfig, *, whol
         the weights tell whether the embeddings are tied: transformers' own files say otherwise in two places. None:
         the folder is of a language model.
 
-    Raises:
-      CheckpointError: the folder of a whole model holds no language model.
+    Raises `CheckpointError`: the folder of a whole model holds no language model.
     """
     if whole is not None:
         return _part_of(found, whole)

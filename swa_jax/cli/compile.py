@@ -18,7 +18,7 @@ from swa_jax.errors import ConfigError
 from swa_jax.settings import load_config
 
 if TYPE_CHECKING:
-    from swa_jax.plan.candidates import Settings
+    from swa_jax.plan.candidates import RunChanges
     from swa_jax.train.config import TrainConfig
 
 STEP, SEARCH = "What to plan", "Search"
@@ -171,7 +171,7 @@ def _search(
         check_output("--out", out)
         results = SearchFile(out, key_of(work, topology))
 
-    def compile_one(tried: Settings) -> dict[str, Any]:
+    def compile_one(tried: RunChanges) -> dict[str, Any]:
         return compile_apart(config, [*overrides, *tried.overrides(settings, stage)], topology, stage)
 
     def keep(tried: Tried) -> None:

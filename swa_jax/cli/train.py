@@ -39,11 +39,11 @@ def train(
     On several machines, start the same command on each with --processes, --process-id and --coordinator; the workers
     of a TPU pod find each other without.
     """
-    from swa_jax.train.cluster import find_place
+    from swa_jax.train.cluster import find_member
     from swa_jax.train.processes import Traceback, guard
     from swa_jax.train.worker import is_worker, worker
 
-    place = find_place(processes, process_id, coordinator, detect=distributed, timeout=timeout)
+    place = find_member(processes, process_id, coordinator, detect=distributed, timeout=timeout)
     if place is not None and not is_worker():
         command = [sys.executable, "-m", "swa_jax.cli", "train", str(config), *(overrides or [])]
         command += ["--processes", str(place.processes), "--process-id", str(place.process)]

@@ -22,17 +22,16 @@ from swa_jax.data.chains import Chains, Passages
 from swa_jax.data.distilled import read_distilled
 from swa_jax.data.documents import document_hash, is_held_out, read_documents, read_prompts, tokenizer_hash
 from swa_jax.data.haystack import Haystack
-from swa_jax.data.lessons import Dictionary, Needles, Repeats
+from swa_jax.data.lessons import Dictionary, Lesson, Needles, RepeatedTokens
 from swa_jax.data.packing import PackedPrompts, PackedText
-from swa_jax.data.sources import ANSWERED, MANIFEST, SourceConfig, source_files
+from swa_jax.data.sources import ANSWERED, GENERATED, SourceConfig, source_files
 from swa_jax.data.stored import StoredDocuments, read_manifest
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.files import sum_of_file, sum_of_json
 
-STATE_VERSION = 1  # of the order of samples: raise it when equal arguments give other batches than before
+STATE_VERSION = 2  # of the order of samples: raise it when equal arguments give other batches than before
 ENDLESS = 1 << 60  # batches
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SourceConfig)}
 
 
 def make_batches(
@@ -62,16 +61,15 @@ def make_batches(
         padding fill up the last batch. Otherwise the iterator has no end.
       top_logprobs: K, how many log-probabilities a token are read of distilled data, which all sources must be.
 
-    Raises:
-      ConfigError: data that is missing, damaged, too small or not the tokenizer's; while iterating, too.
+    Raises `ConfigError`: data that is missing, damaged, too small or not the tokenizer's; while iterating, too.
     """
     if not sources:
         raise ConfigError("data is empty: name at least one source")
     taken = range(batch_size)[rows if rows is not None else slice(None)]
     if not taken or taken.step != 1:
         raise ConfigError(f"rows is {rows}: not a run of the {batch_size} rows of a global batch")
-    opened = {
-        i: open_source(
+    samples = [
+        open_source(
             source,
             tokenizer,
             length=length,
@@ -81,37 +79,38 @@ def make_batches(
         )
         for i, source in enumerate(sources)
         if source.held_out or not held_out
-    }
-    if not opened:
+    ]
+    if not samples:
         raise ConfigError("no source holds anything out: set 'held_out' of at least one")
-    samples = list(opened.values())
-    if held_out:
-        mixed: Any = _InTurn(samples)
-    elif len(samples) == 1:
-        mixed = samples[0]
-    else:
-        datasets = [grain.MapDataset.source(sample) for sample in samples]
-        mixed = grain.MapDataset.mix(datasets, [source.weight for source in sources])
+    mixed = _InTurn(samples) if held_out else _mixed(samples, [source.weight for source in sources])
     segments = None
     if any(isinstance(sample, PackedPrompts) for sample in samples):
-        segments = max(
-            sample.max_segments() if isinstance(sample, PackedPrompts | PackedText) else 1 for sample in samples
-        )
-    fingerprint = {
+        segments = max(sample.max_segments() for sample in samples)
+    sizes = {"sequence_length": length, "batch_size": batch_size, "seed": seed, "held_out": held_out}
+    count = -(-len(mixed) // batch_size) if held_out else ENDLESS
+    return Batches(
+        _GlobalBatches(mixed, batch_size, taken, segments, count), _fingerprint(sources, tokenizer, sizes), samples
+    )
+
+
+def _mixed(samples: Sequence[Any], weights: Sequence[float]) -> Any:
+    if len(samples) == 1:
+        return samples[0]
+    return grain.MapDataset.mix([grain.MapDataset.source(sample) for sample in samples], weights)
+
+
+def _fingerprint(sources: Sequence[SourceConfig], tokenizer: Tokenizer, sizes: dict[str, Any]) -> dict[str, Any]:
+    """What decides the order and the content of all batches."""
+    found = {
         "version": STATE_VERSION,
-        "sequence_length": length,
-        "batch_size": batch_size,
-        "seed": seed,
-        "held_out": held_out,
+        **sizes,
         "tokenizer": tokenizer_hash(tokenizer)[:16],
         "number of sources": len(sources),
     }
     for i, source in enumerate(sources):
-        for key, value in dataclasses.asdict(source).items():
-            fingerprint[f"data.{i}.{key}"] = _listing(source) if key == "files" else value
-        fingerprint[f"data.{i}.content"] = content_sum(source)
-    count = -(-len(mixed) // batch_size) if held_out else ENDLESS
-    return Batches(_GlobalBatches(mixed, batch_size, taken, segments, count), fingerprint, samples)
+        values = dataclasses.asdict(source) | {"files": content_sum(source)}  # wherever they lie
+        found |= {f"data.{i}.{key}": value for key, value in values.items()}
+    return found
 
 
 def open_source(
@@ -128,32 +127,8 @@ def open_source(
     With `seed=None`, documents are read once and in order.
     """
     files = source_files(source)
-    if source.kind == "dictionary":
-        return Dictionary(tokenizer, length=length, seed=seed or 0)
-    if source.kind == "repeats":
-        return Repeats(tokenizer.num_ids, Haystack(tokenizer, files), length=length, seed=seed or 0)
-    if source.kind == "needles":
-        return Needles(
-            tokenizer,
-            Haystack(tokenizer, files),
-            length=length,
-            seed=seed or 0,
-            num_keys=source.num_keys,
-            num_questions=source.num_questions,
-        )
-    if source.kind == "passages":
-        return Passages(tokenizer, length=length, seed=seed or 0)
-    if source.kind == "chains":
-        return Chains(
-            tokenizer,
-            Haystack(tokenizer, files) if source.noise == "text" else None,
-            length=length,
-            seed=seed or 0,
-            num_chains=source.num_chains,
-            hops=source.hops,
-            num_questions=source.num_questions,
-            sums=source.sums,
-        )
+    if source.kind in GENERATED:
+        return _open_lesson(source, tokenizer, files, length=length, seed=seed or 0)
     if source.kind in ANSWERED:
         if source.kind == "distilled":
             prompts = read_distilled(files, tokenizer, top_logprobs)
@@ -173,11 +148,25 @@ def open_source(
     return PackedText(documents if chosen is None else [documents[i] for i in chosen], length, seed, name=name)
 
 
+def _open_lesson(source: SourceConfig, tokenizer: Tokenizer, files: tuple[Path, ...], **row: int) -> Lesson:
+    if source.kind == "dictionary":
+        return Dictionary(tokenizer, **row)
+    if source.kind == "passages":
+        return Passages(tokenizer, **row)
+    if source.kind == "chains":
+        haystack = Haystack(tokenizer, files) if source.noise == "text" else None
+        options = {name: getattr(source, name) for name in ("num_chains", "hops", "num_questions", "sums")}
+        return Chains(tokenizer, haystack, **row, **options)
+    haystack = Haystack(tokenizer, files)
+    if source.kind == "repeats":
+        return RepeatedTokens(tokenizer.num_ids, haystack, **row)
+    return Needles(tokenizer, haystack, **row, num_keys=source.num_keys, num_questions=source.num_questions)
+
+
 def check_source(source: SourceConfig, tokenizer: Tokenizer | None = None) -> None:
     """Find out early, and without reading the documents, what opening the source would stumble over.
 
-    Raises:
-      ConfigError: a file or folder is missing, or its tokens are damaged or of another tokenizer.
+    Raises `ConfigError`: a file or folder is missing, or its tokens are damaged or of another tokenizer.
     """
     files = source_files(source)
     if source.kind == "tokens":
@@ -220,8 +209,7 @@ class Batches(grain.DatasetIterator):
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on where the iterator was that gave `state`.
 
-        Raises:
-          ConfigError: the state counts batches of other data; the sentence names the first thing that differs.
+        Raises `ConfigError`: the state counts batches of other data; the sentence names the first thing that differs.
         """
         try:
             done, before = int(state["batches"]), dict(state["data"])
@@ -230,10 +218,6 @@ class Batches(grain.DatasetIterator):
                 "the data cannot be resumed: its state is not one that make_batches's iterator gave"
             ) from None
         for key in [*self._fingerprint, *before]:
-            if key.endswith(".content") and key not in before:
-                continue  # the state of a version that compared names and sizes only
-            if key not in before and self._fingerprint[key] == _DEFAULTS.get(key.split(".")[-1]):
-                continue  # the state of a version that had no such setting
             if before.get(key) != self._fingerprint.get(key):
                 raise ConfigError(
                     f"the data cannot be resumed without losing or repeating samples: '{key}' was "
@@ -325,30 +309,13 @@ def _chosen(
     return places
 
 
-def _listing(source: SourceConfig) -> str:
-    """Number, bytes and names of a source's files in brief; not where they lie, which may differ between machines."""
-    if source.kind == "tokens":
-        names = [(MANIFEST, read_manifest(folder)["sha256"]) for folder in source_files(source)]
-    else:
-        names = [(file.name, file.stat().st_size) for file in _files_inside(source)]
-    digest = sum_of_json(names)[:12]
-    return f"{len(names)} files ({digest})"
-
-
 def content_sum(source: SourceConfig) -> str:
-    """The SHA-256 in brief of every byte of a source's files.
-
-    Nothing for tokens: their manifest has the sums, and each document is compared with its own when it is read.
-    """
-    if source.kind == "tokens":
-        return ""
-    sums = [_sum_of(file, _state_of(file)) for file in _files_inside(source)]
-    return sum_of_json(sums)[:12]
-
-
-def _files_inside(source: SourceConfig) -> list[Path]:
+    """The SHA-256 in brief of every byte of a source's files; of tokens, of their manifests, which have the sums."""
     files = source_files(source)
-    return [p for f in files for p in (sorted(f.rglob("*")) if f.is_dir() else [f]) if p.is_file()]
+    if source.kind == "tokens":
+        return sum_of_json([read_manifest(folder)["sha256"] for folder in files])[:12]
+    inside = [p for f in files for p in (sorted(f.rglob("*")) if f.is_dir() else [f]) if p.is_file()]
+    return sum_of_json([_sum_of(file, _state_of(file)) for file in inside])[:12]
 
 
 def _state_of(file: Path) -> tuple[int, ...]:

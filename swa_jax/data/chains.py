@@ -7,8 +7,6 @@ and decodes with full attention can look for it. A question takes as many hops a
 other chains of a row, which are as long, are its rivals. ` ? otter + brave` asks for the sum of two numbers.
 
 Every word here is one token of the tokenizer that `chain_tokenizer` learns, and is spelled with a blank before it.
-`Chains` and `Passages` are like the sources of `swa_jax.data.lessons`: item i is a pure function of (arguments, seed,
-i).
 
 `python -m swa_jax.data.chains DST` learns the tokenizer and writes it as `DST/tokenizer.json`.
 """
@@ -24,7 +22,7 @@ import numpy as np
 from tokenizers import AddedToken
 
 from swa_jax.data.haystack import ADJECTIVES, NOUNS, Haystack, TextTokenizer, library_files, read_text
-from swa_jax.data.lessons import ENDLESS, sample, write_tokenizer
+from swa_jax.data.lessons import Lesson, Weighted, write_tokenizer
 from swa_jax.data.tokenizer import END_OF_TEXT, Tokenizer, train_byte_bpe
 from swa_jax.errors import ConfigError
 
@@ -38,6 +36,7 @@ FILLERS = (
     " by", " as", " not", " only", " still",
 )  # fmt: skip
 VOCAB_SIZE = 768
+ANSWER_NUMBER, ANSWER_WORD = 4.0, 0.1  # weights of an answer's number and of its other words
 STATEMENT, QUESTION, SUM = 3, 5, 9  # tokens; of a question and of a sum with their answers
 
 
@@ -79,7 +78,7 @@ class ChainWords:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
+class DrawnChains:
     """Chains before they are written; a name's level is the number of statements below its own."""
 
     words: ChainWords
@@ -105,11 +104,10 @@ class Drawn:
         return [self.words.asks, *asked], [self.words.states, *asked, total]
 
 
-def draw_chains(rng: np.random.Generator, words: ChainWords, num_chains: int, hops: int) -> Drawn:
+def draw_chains(rng: np.random.Generator, words: ChainWords, num_chains: int, hops: int) -> DrawnChains:
     """`num_chains` chains of `hops` statements; all names and numbers are different.
 
-    Raises:
-      ConfigError: more chains than numbers, or more statements than names.
+    Raises `ConfigError`: more chains than numbers, or more statements than names.
     """
     if not (1 <= num_chains <= NUM_VALUES and hops >= 1 and num_chains * hops <= len(words.names)):
         raise ConfigError(
@@ -117,7 +115,7 @@ def draw_chains(rng: np.random.Generator, words: ChainWords, num_chains: int, ho
             "names in all of them together"
         )
     names = rng.permutation(words.names)[: num_chains * hops].reshape(num_chains, hops)
-    return Drawn(words, names, 10 + rng.permutation(NUM_VALUES)[:num_chains])
+    return DrawnChains(words, names, 10 + rng.permutation(NUM_VALUES)[:num_chains])
 
 
 def draw_order(rng: np.random.Generator, num_chains: int, hops: int) -> list[tuple[int, int]]:
@@ -130,11 +128,10 @@ def draw_order(rng: np.random.Generator, num_chains: int, hops: int) -> list[tup
     return order
 
 
-class Chains:
+class Chains(Lesson):
     """`num_chains` chains scattered in noise, then questions about names drawn *with* replacement.
 
-    If every name were asked once, the answers left over could be told by elimination. Only the answers are learned,
-    most of all their numbers.
+    If every name were asked once, the answers left over could be told by elimination. Only the answers are learned.
 
     Args:
       haystack: where the noise is from; None: filler words.
@@ -153,13 +150,10 @@ class Chains:
         hops: int = 1,
         num_questions: int = 32,
         sums: float = 0.0,
-        number_weight: float = 4.0,
-        answer_weight: float = 0.1,
     ):
+        super().__init__(length, seed)
         self.words, self.haystack = ChainWords.of(tokenizer), haystack
-        self.length, self.seed = length, seed
         self.num_chains, self.hops, self.num_questions, self.sums = num_chains, hops, num_questions, sums
-        self.number_weight, self.answer_weight = number_weight, answer_weight
         if not 0 <= sums <= 1:
             raise ConfigError(f"'sums' is a share of the questions, from 0 to 1, got {sums:g}")
         if sums and num_chains < 2:
@@ -170,19 +164,16 @@ class Chains:
                 f"{num_chains} chains of {hops} hops and a question take {least} tokens, more than length = {length}"
             )
 
-    def __len__(self) -> int:
-        return ENDLESS
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        rng = np.random.default_rng([self.seed, index])
+    def draw(self, rng: np.random.Generator) -> Weighted:
         drawn = draw_chains(rng, self.words, self.num_chains, self.hops)
         order = draw_order(rng, self.num_chains, self.hops)
         asked: list[int] = []
         weights: list[float] = []
         for question, answer in self._questions(rng, drawn, self.length - STATEMENT * len(order)):
             asked += question + answer
-            weights += [0.0] * len(question) + [self.answer_weight] * (len(answer) - 1) + [self.number_weight]
-        noise = self._noise(rng, self.length - STATEMENT * len(order) - len(asked))
+            weights += [0.0] * len(question) + [ANSWER_WORD] * (len(answer) - 1) + [ANSWER_NUMBER]
+        size = self.length - STATEMENT * len(order) - len(asked)
+        noise = self.haystack.draw(rng, size) if self.haystack else rng.choice(self.words.fillers, size).tolist()
         places = np.sort(rng.integers(len(noise) + 1, size=len(order))).tolist()
         tokens: list[int] = []
         start = 0
@@ -190,9 +181,9 @@ class Chains:
             tokens += noise[start:place] + drawn.statement(*statement)
             start = place
         tokens += noise[start:] + asked
-        return sample(tokens, [0.0] * (self.length - len(asked)) + weights)
+        return tokens, [0.0] * (self.length - len(asked)) + weights
 
-    def _questions(self, rng: np.random.Generator, drawn: Drawn, room: int) -> list[tuple[list[int], list[int]]]:
+    def _questions(self, rng: np.random.Generator, drawn: DrawnChains, room: int) -> list[tuple[list[int], list[int]]]:
         """Questions with their answers, `room` tokens at most: about twice as many as there are names, or as fit."""
         most = min(self.num_questions, 2 * drawn.names.size + 2, room // QUESTION)
         questions = []
@@ -207,31 +198,17 @@ class Chains:
             questions.append(drawn.sum(first, second) if is_sum else drawn.question(*first))
         return questions
 
-    def _noise(self, rng: np.random.Generator, size: int) -> list[int]:
-        if self.haystack is None:
-            return rng.choice(self.words.fillers, size).tolist()
-        return self.haystack.draw(rng, size)
 
-
-class Passages:
-    """A passage of 4 to T / 2 words of chains over and over: copying, the lesson that makes induction heads.
-
-    Everything after the first time has weight 1.
-    """
+class Passages(Lesson):
+    """Passages of words of chains over and over: copying, the lesson that makes induction heads."""
 
     def __init__(self, tokenizer: TextTokenizer, *, length: int, seed: int):
+        super().__init__(length, seed)
         words = ChainWords.of(tokenizer)
         self.words = np.concatenate([words.names, words.numbers, words.fillers, [words.states, words.asks, words.plus]])
-        self.length, self.seed = length, seed
 
-    def __len__(self) -> int:
-        return ENDLESS
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        rng = np.random.default_rng([self.seed, index])
-        period = int(rng.integers(4, self.length // 2 + 1))
-        tokens = np.resize(rng.choice(self.words, period), self.length).tolist()
-        return sample(tokens, [0.0] * period + [1.0] * (self.length - period))
+    def draw(self, rng: np.random.Generator) -> Weighted:
+        return self.repeated(rng, lambda size: rng.choice(self.words, size))
 
 
 if __name__ == "__main__":

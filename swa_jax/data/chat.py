@@ -36,8 +36,7 @@ class ChatTemplate:
       special_tokens: texts by the name that templates call them.
       where: the file, for sentences.
 
-    Raises:
-      ConfigError: a template is none, or takes too much time or memory.
+    Raises `ConfigError`: a template is none, or takes too much time or memory.
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], where: str):
@@ -70,8 +69,7 @@ class ChatTemplate:
           documents: what may be read, each with a title and a text.
           options: the template's own, such as `enable_thinking`.
 
-        Raises:
-          ConfigError: a message, tool or document has another form, or the template refuses them.
+        Raises `ConfigError`: a message, tool or document has another form, or the template refuses them.
         """
         for i, message in enumerate(messages):
             if not (isinstance(message, dict) and isinstance(message.get("role"), str) and message.keys() & SAID):
@@ -134,8 +132,7 @@ def load_chat_template(folder: str | Path) -> ChatTemplate | None:
     `chat_template.jinja` comes before the entry `chat_template` of `tokenizer_config.json`, which may be a list of
     named templates.
 
-    Raises:
-      ConfigError: a file cannot be read, or none of several templates is named "default".
+    Raises `ConfigError`: a file cannot be read, or none of several templates is named "default".
     """
     folder = Path(folder)
     files = read_beside(folder)
@@ -195,17 +192,12 @@ def prompt_tokens(
 
 @dataclass(frozen=True)
 class Wrap:
-    """What stands around a question, as a chat model wants it.
-
-    Attributes:
-      start_tokens: the tokenizer's start tokens come first; a chat template writes them itself, where there are any.
-      strips: blanks at the ends of the question are left out.
-    """
+    """What stands around a question, as a chat model wants it."""
 
     before: str = ""
     after: str = ""
-    start_tokens: bool = True
-    strips: bool = False
+    start_tokens: bool = True  # the tokenizer's come first; a chat template writes them itself, where there are any
+    strips: bool = False  # blanks at the ends of the question are left out
 
     @classmethod
     def of(cls, text: str | Wrap) -> Wrap:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from swa_jax.data.documents import Prompt, Top, read_records
+from swa_jax.data.documents import Answered, Top, read_records
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import ConfigError
 
@@ -51,8 +51,8 @@ def decoded(text: str, dtype: np.dtype, where: str) -> np.ndarray:
         ) from None
 
 
-def token_fields(prompt: Any, reply: Any, top: Top | None = None) -> dict[str, str]:
-    """The fields of a line that hold arrays: ids [m] and [n] and, if it is given, `top` [n, K]."""
+def token_fields(prompt: Any, reply: Any, top: Top | None) -> dict[str, str]:
+    """The fields of a line that hold arrays: ids [m] and [n] and, if there is one, `top` [n, K]."""
     fields = {"prompt_tokens": encoded(prompt, TOKENS), "reply_tokens": encoded(reply, TOKENS)}
     if top is not None:
         fields |= {"top_tokens": encoded(top.tokens, TOKENS), "top_logprobs": encoded(top.logprobs, LOGPROBS)}
@@ -60,14 +60,14 @@ def token_fields(prompt: Any, reply: Any, top: Top | None = None) -> dict[str, s
 
 
 @functools.lru_cache(maxsize=4)  # the stages of a run read the same data
-def read_distilled(files: tuple[Path, ...], tokenizer: Tokenizer, top: int = 0) -> list[Prompt]:
+def read_distilled(files: tuple[Path, ...], tokenizer: Tokenizer, top: int = 0) -> list[Answered]:
     """Each sample's prompt and reply, as tokens, and the `top` likeliest of its log-probabilities, if any.
 
     Raises:
       ConfigError: a field is missing or damaged, the ids are not the tokenizer's, or there are fewer log-probabilities
         than `top`; the sentence names the file and the sample.
     """
-    prompts: list[Prompt] = []
+    prompts: list[Answered] = []
     for file in files:
         for number, texts in enumerate(read_records(file, FIELDS | (TOP_FIELDS if top else {})), 1):
             where = f"{file}, sample {number}"
@@ -75,7 +75,7 @@ def read_distilled(files: tuple[Path, ...], tokenizer: Tokenizer, top: int = 0) 
     return prompts
 
 
-def _sample(texts: list[str], tokenizer: Tokenizer, top: int, where: str) -> Prompt:
+def _sample(texts: list[str], tokenizer: Tokenizer, top: int, where: str) -> Answered:
     prompt, reply = (
         decoded(text, TOKENS, f"{where}, {name}").astype(np.int32)
         for text, name in zip(texts, FIELDS.values(), strict=False)
@@ -102,4 +102,4 @@ def _sample(texts: list[str], tokenizer: Tokenizer, top: int, where: str) -> Pro
                 f"{where} holds token {int(ids.max())}, but the tokenizer and the model have {tokenizer.num_ids}: it "
                 "was distilled with another tokenizer"
             )
-    return Prompt(np.concatenate([prompt, reply]), len(prompt), tops)
+    return Answered(np.concatenate([prompt, reply]), len(prompt), tops)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 
 from swa_jax.data.sources import RECORDS
 from swa_jax.data.tokenizer import PROBE, Tokenizer
-from swa_jax.errors import ConfigError, not_installed
+from swa_jax.errors import ConfigError, import_optional, not_installed
 from swa_jax.files import parse_json_value, sum_of_json
 from swa_jax.settings import nearest
 
@@ -29,7 +28,7 @@ class Top(NamedTuple):
     logprobs: np.ndarray  # [n, K], nats
 
 
-class Prompt(NamedTuple):
+class Answered(NamedTuple):
     """A prompt and its answer; the answer starts at `tokens[boundary]`, which is a learned token."""
 
     tokens: np.ndarray  # [n] int32
@@ -72,7 +71,7 @@ def at(where: str) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=4)
-def read_prompts(files: tuple[Path, ...], tokenizer: Tokenizer, prompt_field: str, answer_field: str) -> list[Prompt]:
+def read_prompts(files: tuple[Path, ...], tokenizer: Tokenizer, prompt_field: str, answer_field: str) -> list[Answered]:
     """Each record's prompt after the tokenizer's start tokens, and its answer before the end token."""
     end = _end_ids(tokenizer)
     prompts = []
@@ -82,7 +81,7 @@ def read_prompts(files: tuple[Path, ...], tokenizer: Tokenizer, prompt_field: st
             with at(_record(file, number)):
                 head = tokenizer.start_ids + tokenizer.encode(prompt)
                 tokens = head + tokenizer.encode(answer) + end
-            prompts.append(Prompt(np.array(tokens, np.int32), len(head)))
+            prompts.append(Answered(np.array(tokens, np.int32), len(head)))
     return prompts
 
 
@@ -191,7 +190,7 @@ def _array_record(file: Path, fields: Mapping[str, str]) -> Iterator[list[str]]:
 
 
 def _parquet(file: Path, fields: Mapping[str, str]) -> Iterator[list[str]]:
-    parquet = _optional("pyarrow.parquet", not_installed(f"reading {file} needs pyarrow", extra="data"))
+    parquet = import_optional("pyarrow.parquet", not_installed(f"reading {file} needs pyarrow", extra="data"))
     try:
         table = parquet.ParquetFile(file, page_checksum_verification=True)
         _check_fields(table.schema_arrow.names, fields, str(file))
@@ -208,7 +207,7 @@ def _parquet(file: Path, fields: Mapping[str, str]) -> Iterator[list[str]]:
 
 def _huggingface(folder: Path, fields: Mapping[str, str], split: str) -> Iterator[list[str]]:
     need = f"reading {folder} needs datasets, which is not installed: run pip install datasets"
-    datasets = _optional("datasets", ConfigError(need))
+    datasets = import_optional("datasets", ConfigError(need))
     if (folder / "dataset_dict.json").exists():
         splits = datasets.load_from_disk(str(folder))
         if split not in splits:
@@ -244,13 +243,6 @@ def _check_fields(names: Sequence[str], fields: Mapping[str, str], where: str) -
 
 def _record(file: Path, number: int) -> str:
     return f"{file}, {'line' if file.suffix == '.jsonl' else 'record'} {number}"
-
-
-def _optional(module: str, missing: ConfigError) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError:
-        raise missing from None
 
 
 def _first_line(error: BaseException) -> str:

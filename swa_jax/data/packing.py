@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from swa_jax.data.documents import Prompt
+from swa_jax.data.documents import Answered
 from swa_jax.errors import ConfigError
 
 ENDLESS = 1_000_000  # epochs
@@ -17,7 +17,7 @@ ENDLESS = 1_000_000  # epochs
 log = logging.getLogger(__name__)
 
 
-class Documents(Protocol):
+class TokenDocuments(Protocol):
     """Documents as token ids [n] of any integer type: a list, or what is read from disk when asked for."""
 
     def __len__(self) -> int: ...
@@ -41,7 +41,7 @@ class PackedText:
 
     def __init__(
         self,
-        documents: Documents,
+        documents: TokenDocuments,
         length: int,
         seed: int | None,
         *,
@@ -101,7 +101,7 @@ class PackedPrompts:
     With `seed=None` the examples are packed and read once and in order.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], length: int, seed: int | None):
+    def __init__(self, prompts: Sequence[Answered], length: int, seed: int | None):
         self.prompts = [prompt for prompt in prompts if len(prompt.tokens) <= length]
         self.length, self.seed = length, seed
         self.too_long = len(prompts) - len(self.prompts)
@@ -186,6 +186,6 @@ def _order(seed: int | None, epoch: int, count: int) -> np.ndarray:
 
 def _most_that_fit(sizes: np.ndarray, room: int) -> int:
     """How many of the smallest sizes have a sum of at most `room`."""
-    few = max(room, 0)  # each size is at least 1
-    smallest = np.sort(sizes if len(sizes) <= few else np.partition(sizes, few)[:few])
+    most = max(room, 0)  # each size is at least 1
+    smallest = np.sort(sizes if len(sizes) <= most else np.partition(sizes, most)[:most])
     return int(np.searchsorted(np.cumsum(smallest), room, side="right"))

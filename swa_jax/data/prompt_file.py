@@ -25,8 +25,7 @@ class Prompt(NamedTuple):
 def read_prompts(file: Path) -> list[Prompt]:
     """The prompts of a file. `.txt`: one a line. Any other: one JSON value a line, of one of the `FORMS`.
 
-    Raises:
-      ConfigError: the file cannot be read, a line has another form (its number is named), or there is no prompt.
+    Raises `ConfigError`: the file cannot be read, a line has another form (its number is named), or there is no prompt.
     """
     try:
         lines = read_utf8(file).split("\n")  # JSON may hold other line separators as they are
@@ -66,8 +65,7 @@ class ReplyFile:
       file: where the replies go in the end.
       settings: what they depend on, as a JSON value. Replies of other settings are not gone on with.
 
-    Raises:
-      ConfigError: the file is there already, or `<file>.unfinished` holds replies of other settings.
+    Raises `ConfigError`: the file is there already, or `<file>.unfinished` holds replies of other settings.
     """
 
     def __init__(self, file: Path, settings: Any):

@@ -30,8 +30,7 @@ class ReplyText:
     The pieces that `push` and `close` return are together the text of all tokens, cut before the first stop string.
     What may be the beginning of a stop string, or of a character, is held back until more tokens come.
 
-    Raises:
-      ConfigError: a stop string is empty.
+    Raises `ConfigError`: a stop string is empty.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):

@@ -16,6 +16,9 @@ PLAIN_TEXT = (".txt", ".md", ".py")  # a file is one document
 RECORDS = (".jsonl", ".parquet", ".array_record")  # files of many records with named fields
 MANIFEST = "manifest.json"  # of a folder of tokens
 
+Kind = Literal[
+    "text", "tokens", "prompts", "distilled", "huggingface", "needles", "dictionary", "repeats", "chains", "passages"
+]
 ANSWERED = ("prompts", "distilled")  # only the answer is learned
 GENERATED = ("needles", "dictionary", "repeats", "chains", "passages")  # swa_jax.data.lessons and .chains
 
@@ -33,18 +36,7 @@ class SourceConfig:
     text read directly on the same side as when it was tokenised ahead.
     """
 
-    kind: Literal[
-        "text",
-        "tokens",
-        "prompts",
-        "distilled",
-        "huggingface",
-        "needles",
-        "dictionary",
-        "repeats",
-        "chains",
-        "passages",
-    ] = "text"
+    kind: Kind = "text"
     files: tuple[str, ...] = (STANDARD_LIBRARY,)  # files, folders or globs; see `source_files`
     weight: float = 1.0  # share of the samples, relative to the other sources
     text_field: str = "text"  # text and huggingface: the field of a record that has the document

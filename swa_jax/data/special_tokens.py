@@ -29,8 +29,7 @@ def named_tokens(files: Mapping[str, bytes], folder: object) -> dict[str, str]:
     Args:
       folder: what to call the files' folder in sentences.
 
-    Raises:
-      ConfigError: a file is no JSON, or names something else than a text.
+    Raises `ConfigError`: a file is no JSON, or names something else than a text.
     """
     settings, tokens_map = (
         parse_json(files[name], f"{folder}/{name}") if name in files else {} for name in (SETTINGS, TOKENS_MAP)
@@ -54,8 +53,7 @@ def named_tokens(files: Mapping[str, bytes], folder: object) -> dict[str, str]:
 def reply_ends(files: Mapping[str, bytes], folder: object) -> list[int]:
     """The ids that end a reply, by the first of the files that names any.
 
-    Raises:
-      ConfigError: a file is no JSON, or names something else than ids.
+    Raises `ConfigError`: a file is no JSON, or names something else than ids.
     """
     for name in ENDS:
         settings = parse_json(files[name], f"{folder}/{name}") if name in files else {}

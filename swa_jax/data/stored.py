@@ -1,8 +1,8 @@
 """Documents tokenised ahead: shards of token ids that are read a document at a time, and an index of where they lie.
 
 A folder has `manifest.json` and, for each shard, `00000.tokens` (token ids one after the other, little-endian uint16
-or uint32) and `00000.index` (for each document its end in the shard, in
-tokens, and the hash of its tokens, both uint64).
+or uint32) and `00000.index` (for each document its end in the shard, in tokens, and the hash of its tokens, both
+uint64).
 
 What is read is verified: sizes and the indices' SHA-256 when a folder is opened, each document by its hash whenever it
 is read. `verify` reads everything and compares the SHA-256 of every shard.
@@ -35,13 +35,11 @@ OPEN_SHARDS = 256  # files open at a time; many systems allow a process 1024
 class StoredDocuments:
     """The documents of one or more folders; document i is [n] uint16 or uint32.
 
-    Attributes:
-      sizes: [documents] int64, tokens.
-      hashes: [documents] uint64, see `documents.document_hash`.
-
-    Raises:
-      ConfigError: no such data, another tokenizer's, missing, cut short or damaged.
+    Raises `ConfigError` for data that is not there, another tokenizer's, cut short or damaged.
     """
+
+    sizes: np.ndarray  # [documents] int64: tokens
+    hashes: np.ndarray  # [documents] uint64, see `documents.document_hash`
 
     def __init__(self, folders: Sequence[Path], tokenizer: Tokenizer | None = None):
         self.manifests = [read_manifest(folder) for folder in folders]
@@ -137,8 +135,7 @@ def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
 def verify(folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
     """Compare the SHA-256 of every shard with the manifest's; `progress` is told of bytes read.
 
-    Raises:
-      ConfigError: a file is missing, cut short or damaged; the sentence names it.
+    Raises `ConfigError`: a file is missing, cut short or damaged; the sentence names it.
     """
     shards = read_manifest(folder)["shards"]
     done, total = 0, sum(shard["bytes"] for shard in shards)

@@ -65,7 +65,7 @@ def first_rows(
             yield f"  {segment}: " + " >>> ".join(_brief(tokenizer.decode(part)) for part in parts)
 
 
-def _brief(text: str, width: int = 160) -> str:
+def _brief(text: str) -> str:
     """One line, its middle left out where it is long."""
     line = text.replace("\n", "\\n")
-    return line if len(line) <= width else f"{line[: width // 2]} ... {line[-width // 2 :]}"
+    return line if len(line) <= 160 else f"{line[:80]} ... {line[-80:]}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import errno
 import hashlib
 import itertools
 import os
@@ -23,8 +22,8 @@ from swa_jax.data.documents import document_hash, encode_documents, read_texts, 
 from swa_jax.data.sources import MANIFEST, SourceConfig, source_files
 from swa_jax.data.special_tokens import SETTINGS, TOKENS_MAP, read_beside
 from swa_jax.data.stored import FORMAT, INDEX, UNFINISHED, read_manifest, sealed
-from swa_jax.data.tokenizer import load_tokenizer
-from swa_jax.errors import ConfigError
+from swa_jax.data.tokenizer import Tokenizer, load_tokenizer
+from swa_jax.errors import ConfigError, full_disk
 from swa_jax.files import alone, read_json, sum_of, write_bytes, write_json
 
 SHARD_TOKENS = 1 << 27
@@ -45,11 +44,9 @@ def tokenize(
       shard_tokens: a shard ends with the document that brings it to this many tokens.
       progress: told of the file at work and the tokens done.
 
-    Raises:
-      ConfigError: `out` holds something else, or a document cannot be read.
+    Raises `ConfigError`: `out` holds something else, or a document cannot be read.
     """
     tokenizer = load_tokenizer(tokenizer_path)
-    files = source_files(source)
     state: dict[str, Any] = {
         "format": FORMAT,
         "dtype": "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4",
@@ -58,7 +55,7 @@ def tokenize(
         "vocab_size": tokenizer.vocab_size,
         "text_field": source.text_field,
         "shard_tokens": shard_tokens,
-        "files": [[file.name, _size(file)] for file in files],
+        "files": [[file.name, _size(file)] for file in source_files(source)],
         "shards": [],
         "left_out": 0,  # empty documents
         "next": [0, 0],  # file, document
@@ -71,32 +68,15 @@ def tokenize(
             return manifest
         state = _unfinished(out, state)
         _copy_tokenizer(tokenizer_path, out)
-        shard = None
-        first, skip = state["next"]
         try:
-            shard = _Shard(out, state)
-            for number, file in enumerate(files[first:], first):
-                texts = itertools.islice(read_texts(file, source.text_field, source.split), skip, None)
-                for document, tokens in enumerate(encode_documents(texts, tokenizer), skip + 1):
-                    shard.add(tokens)
-                    if shard.tokens >= shard_tokens:
-                        shard.finish([number, document])
-                        shard = _Shard(out, state)
-                        progress(file.name, shard.before)
-                progress(file.name, shard.before + shard.tokens)
-                skip = 0
-            if shard.tokens:
-                shard.finish([len(files), 0])
+            _write_shards(out, state, source, tokenizer, progress)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if full_disk(error) is None:
                 raise
             raise ConfigError(
                 f"{out}: {error.strerror}; its {len(state['shards'])} finished shards stay, and the same command goes "
                 "on behind them"
             ) from None
-        finally:
-            if shard is not None:
-                shard.discard()
         if not state["shards"]:
             raise ConfigError(f"{', '.join(source.files)}: every document is empty")
         totals = {key: sum(shard[key] for shard in state["shards"]) for key in ("documents", "tokens")}
@@ -104,6 +84,29 @@ def tokenize(
         write_json(out / MANIFEST, manifest)
         (out / UNFINISHED).unlink()
     return manifest
+
+
+def _write_shards(
+    out: Path, state: dict[str, Any], source: SourceConfig, tokenizer: Tokenizer, progress: Callable[[str, int], None]
+) -> None:
+    """The shards behind those that `state` has, which is brought up to date."""
+    files, (first, skip) = source_files(source), state["next"]
+    shard = _Shard(out, state)
+    try:
+        for number, file in enumerate(files[first:], first):
+            texts = itertools.islice(read_texts(file, source.text_field, source.split), skip, None)
+            for document, tokens in enumerate(encode_documents(texts, tokenizer), skip + 1):
+                shard.add(tokens)
+                if shard.tokens >= state["shard_tokens"]:
+                    shard.finish([number, document])
+                    shard = _Shard(out, state)
+                    progress(file.name, shard.before)
+            progress(file.name, shard.before + shard.tokens)
+            skip = 0
+        if shard.tokens:
+            shard.finish([len(files), 0])
+    finally:
+        shard.discard()
 
 
 class _Shard:
@@ -189,7 +192,7 @@ def _check_same(out: Path, wanted: dict[str, Any], there: dict[str, Any]) -> Non
 
 
 def _copy_tokenizer(path: Path, out: Path) -> None:
-    """Beside the tokens, so that they can be read as text wherever they go."""
+    """Put the tokenizer beside the tokens, so that they can be read as text wherever they go."""
     folder = path if path.is_dir() else path.parent
     write_bytes(out / "tokenizer.json", (path / "tokenizer.json" if path.is_dir() else path).read_bytes())
     for name, data in read_beside(folder).items():

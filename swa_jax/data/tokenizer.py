@@ -62,9 +62,9 @@ class Tokenizer:
         other.num_ids = min(self.vocab_size, num_embeddings)
         other.end_ids = tuple(token for token in self.end_ids if token < num_embeddings)
         around = [*self.start_ids, *([] if self.eos_id is None else [self.eos_id])]
-        if beyond := [token for token in around if token >= num_embeddings]:
+        if over := [token for token in around if token >= num_embeddings]:
             raise ConfigError(
-                f"the tokenizer's {self.backend.id_to_token(beyond[0])!r} has the id {beyond[0]}, but the model has "
+                f"the tokenizer's {self.backend.id_to_token(over[0])!r} has the id {over[0]}, but the model has "
                 f"{num_embeddings} embeddings: it is the tokenizer of another model"
             )
         return other
@@ -93,26 +93,20 @@ class Tokenizer:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
-def load_tokenizer(path: str | Path, eos_token: str | None = None) -> Tokenizer:
+def load_tokenizer(path: str | Path) -> Tokenizer:
     """Read `tokenizer.json` at `path` or inside the folder `path`.
 
-    Without `eos_token`, the files beside it name it (`special_tokens.named_tokens`); failing that, `<eos>` if there is
-    one. They also say what else ends a reply (`special_tokens.reply_ends`).
+    The files beside it name the end-of-text token (`special_tokens.named_tokens`); failing that, it is `<eos>` if there
+    is one. They also say what else ends a reply (`special_tokens.reply_ends`).
     """
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"no tokenizer at {file}; expected a tokenizer.json")
-    return read_tokenizer(file.read_bytes(), file, read_beside(file.parent), file.parent, eos_token)
+    return read_tokenizer(file.read_bytes(), file, read_beside(file.parent), file.parent)
 
 
-def read_tokenizer(
-    data: bytes,
-    file: object,
-    beside: Mapping[str, bytes] | None = None,
-    folder: object = "",
-    eos_token: str | None = None,
-) -> Tokenizer:
+def read_tokenizer(data: bytes, file: object, beside: Mapping[str, bytes], folder: object) -> Tokenizer:
     """The tokenizer of a `tokenizer.json` and of the files beside it (`special_tokens.FILES`).
 
     Args:
@@ -127,12 +121,11 @@ def read_tokenizer(
     except Exception as error:  # what the library raises is an Exception and no more
         sentence = " ".join(str(error).split())
         raise ConfigError(f"{file} cannot be read as a tokenizer: {sentence}") from None
-    named = named_tokens(beside or {}, folder)
-    if eos_token is None:
-        eos_token = named.get("eos_token")
+    named = named_tokens(beside, folder)
+    eos_token = named.get("eos_token")
     if eos_token is None and backend.token_to_id(END_OF_TEXT) is not None:
         eos_token = END_OF_TEXT
-    return Tokenizer(backend, eos_token, reply_ends(beside or {}, folder), named.get("bos_token"))
+    return Tokenizer(backend, eos_token, reply_ends(beside, folder), named.get("bos_token"))
 
 
 def check_same_tokens(tokenizer: Tokenizer, path: str | Path, checkpoint: str | Path) -> None:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,8 @@ from swa_jax.model.device_jit import device_jit
 from swa_jax.model.generate import (
     GREEDY,
     NOTHING,
-    Drawing,
+    DrawRules,
+    GenerationSetup,
     Sampling,
     Sequences,
     check_generation,
@@ -82,8 +83,7 @@ class Engine:
       steps: tokens that are decoded between two looks at the results.
       partition: the mesh on which the model's parameters lie; the caches are split by KV heads and by slots.
 
-    Raises:
-      ConfigError: an argument is out of its range.
+    Raises `ConfigError`: an argument is out of its range.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class Engine:
             check_generation(partition, model.config)
             if slots % (pieces := partition.size("batch")):
                 raise ConfigError(f"slots must be a multiple of {pieces}, into which the mesh splits them, got {slots}")
-        self._partition = partition
-        self._graph, self._weights = nnx.split(model)
+        graph, self._weights = nnx.split(model)
+        self._setup = GenerationSetup(graph, self.max_length, partition)
         layouts = layouts_of(model, self.max_length, partition)
         empty = functools.partial(allocate, layouts, slots, model.embedding[...].dtype, partition)
         self._cache = jax.jit(empty)()
@@ -145,8 +145,7 @@ class Engine:
         are in `skip` are left out, and change nothing for the others. `keys` are the prompts' `sequence_key`, where
         their order is not to tell equal prompts apart.
 
-        Raises:
-          ConfigError: an argument is out of its range; the sentence names it. Nothing has been computed then.
+        Raises `ConfigError`: an argument is out of its range; the sentence names it. Nothing has been computed then.
         """
         check_prompts(prompts, max_new_tokens, self.model.config)
         self.model.config.check_tokens(stop_tokens, "stop_tokens")
@@ -172,7 +171,7 @@ class Engine:
         wanted: Sequence[int],
         keys: np.ndarray,
         max_new_tokens: int,
-        drawing: Drawing,
+        drawing: DrawRules,
     ) -> Iterator[Piece]:
         waiting = deque(wanted)
         self._slots = {}
@@ -213,16 +212,8 @@ class Engine:
         size = min(max(round_up(len(piece)), SMALLEST_CHUNK), max(self.chunk, len(piece)))
         tokens = np.zeros(size, np.int32)
         tokens[: len(piece)] = piece
-        logits, self._cache = _extend(
-            self._graph,
-            self._weights,
-            jnp.asarray(tokens),
-            jnp.int32(len(piece)),
-            jnp.int32(number),
-            self._cache,
-            max_length=self.max_length,
-            partition=self._partition,
-        )
+        count, row = jnp.int32(len(piece)), jnp.int32(number)
+        logits, self._cache = _extend(self._setup, self._weights, jnp.asarray(tokens), count, row, self._cache)
         slot.filled = end
         self.computed_tokens += len(piece)
         if end == slot.branch or slot.is_filled:
@@ -240,21 +231,21 @@ class Engine:
             tokens = np.asarray(slot.tokens[:length], np.int32)
             self._prefixes.add(Prefix(tokens, whole, slot.rings, slot.logits))
 
-    def _draw_first(self, number: int, slot: _Slot, key: np.uint32, max_new_tokens: int, drawing: Drawing) -> None:
+    def _draw_first(self, number: int, slot: _Slot, key: np.uint32, max_new_tokens: int, drawing: DrawRules) -> None:
         logits = slot.logits[slot.prompt_length]
         lengths = jnp.array([max_new_tokens, slot.prompt_length], jnp.int32)
         slot.first, self._sequences = _draw_first(
             self._sequences, jnp.int32(number), logits, jnp.uint32(key), lengths, drawing
         )
 
-    def _decode(self, steps: int, drawing: Drawing, until_one_ends: bool) -> Iterator[Piece]:
+    def _decode(self, steps: int, drawing: DrawRules, until_one_ends: bool) -> Iterator[Piece]:
         """At most so many steps of decoding for all slots whose prompts are in."""
         ready = [(number, slot) for number, slot in self._slots.items() if slot.is_filled]
         if not ready:
             return
         new, self._cache, self._sequences = _advance(
-            self._graph, self._weights, self._cache, self._sequences, drawing, jnp.int32(steps),
-            jnp.bool_(until_one_ends), max_length=self.max_length, buffer=self.steps, partition=self._partition,
+            self._setup, self._weights, self._cache, self._sequences, drawing, jnp.int32(steps), buffer=self.steps,
+            until_one_ends=jnp.bool_(until_one_ends),
         )  # fmt: skip
         firsts = {number: slot.first for number, slot in ready}
         drawn, active, firsts = jax.device_get((new, self._sequences.active, firsts))
@@ -283,50 +274,23 @@ class Engine:
         del self._slots[number]
 
 
-@device_jit(static_argnames=("graph", "max_length", "partition"), donate_argnames="cache")
+@device_jit(static_argnames="setup", donate_argnames="cache")
 def _extend(
-    graph: Any,
-    weights: nnx.State,
-    tokens: jax.Array,
-    count: jax.Array,
-    row: jax.Array,
-    cache: KVCache,
-    *,
-    max_length: int,
-    partition: Partition | None,
+    setup: GenerationSetup, weights: nnx.State, tokens: jax.Array, count: jax.Array, row: jax.Array, cache: KVCache
 ) -> tuple[jax.Array, KVCache]:
-    model: Decoder = nnx.merge(graph, weights)
-    return model.extend(tokens, count, row, cache, layouts_of(model, max_length, partition), partition=partition)
+    model, layouts = setup.build(weights)
+    return model.extend(tokens, count, row, cache, layouts, partition=setup.partition)
+
+
+_advance = device_jit(static_argnames=("setup", "buffer"), donate_argnames="cache")(decode_steps)
 
 
 @jax.jit
 def _draw_first(
-    sequences: Sequences, number: jax.Array, logits: jax.Array, key: jax.Array, lengths: jax.Array, drawing: Drawing
+    sequences: Sequences, number: jax.Array, logits: jax.Array, key: jax.Array, lengths: jax.Array, drawing: DrawRules
 ) -> tuple[jax.Array, Sequences]:
     """The first token of a slot whose prompt is in, from logits [V]; `lengths` are its limit and its prompt's."""
     zero, one = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
     alone = Sequences(zero, zero, one, key[None], lengths[:1], lengths[1:])
     token, alone = draw(alone, logits[None], drawing)
     return token[0], jax.tree.map(lambda x, y: x.at[number].set(y[0]), sequences, alone)
-
-
-@device_jit(static_argnames=("graph", "max_length", "buffer", "partition"), donate_argnames="cache")
-def _advance(
-    graph: Any,
-    weights: nnx.State,
-    cache: KVCache,
-    sequences: Sequences,
-    drawing: Drawing,
-    steps: jax.Array,
-    until_one_ends: jax.Array,
-    *,
-    max_length: int,
-    buffer: int,
-    partition: Partition | None,
-) -> tuple[jax.Array, KVCache, Sequences]:
-    model: Decoder = nnx.merge(graph, weights)
-    new = jnp.full((sequences.token.shape[0], buffer), NOTHING, jnp.int32)
-    return decode_steps(
-        model, cache, sequences, drawing, new, 0, steps, max_length=max_length, partition=partition,
-        until_one_ends=until_one_ends,
-    )  # fmt: skip

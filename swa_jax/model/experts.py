@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layers import MLP, activated, linear
+from swa_jax.model.layers import MLP, activated, drawn, linear
 from swa_jax.model.parameters import declared
 from swa_jax.model.sharding import Partition
 
@@ -29,7 +29,7 @@ class ExpertLoad(NamedTuple):
     probability: jax.Array  # [E] f32: the sum over tokens of its share of all experts' scores
 
 
-class Choice(NamedTuple):
+class ExpertChoice(NamedTuple):
     """The experts of each token and their weights."""
 
     experts: jax.Array  # [N, k] int32
@@ -40,11 +40,9 @@ class StackedLinear(nnx.Module):
     """The linear maps of all experts: `kernel` [E, in, out], `bias` [E, out] or None."""
 
     def __init__(self, path: str, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
-        rows = declared(config)
-        kernel, bias = rows[f"{path}.kernel"], rows.get(f"{path}.bias")
-        self.kernel = nnx.Param(kernel.init(rngs.params(), kernel.shape, dtype))
-        if bias is not None:
-            self.bias = nnx.Param(bias.init(rngs.params(), bias.shape, dtype))
+        self.kernel = drawn(f"{path}.kernel", config, dtype, rngs)
+        if config.mlp_bias:
+            self.bias = drawn(f"{path}.bias", config, dtype, rngs)
 
 
 class MixtureOfExperts(nnx.Module):
@@ -53,13 +51,12 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.config = config
         wide = jnp.dtype(jnp.float32)  # as that of SwiAttn (`swa_jax.model.attention.Router`)
-        self.expert_router = linear("layers.experts.expert_router", config, wide, rngs)
-        if config.router_choice_bias:
-            bias = declared(config)["layers.experts.expert_router.choice_bias"]
-            setattr(self.expert_router, bias.path[-1], nnx.Param(bias.init(rngs.params(), bias.shape, wide)))
-        for name in ("input_scale", "expert_scale") if config.experts_beside_mlp else ():
-            size = declared(config)[f"layers.experts.expert_router.{name}"].shape
-            setattr(self.expert_router, name, nnx.Param(jnp.ones(size, wide)))
+        router = "layers.experts.expert_router"
+        self.expert_router = linear(router, config, wide, rngs)
+        numbers: list[tuple[str, nnx.Rngs | None]] = [("choice_bias", rngs)] * config.router_choice_bias
+        numbers += [("input_scale", None), ("expert_scale", None)] * config.experts_beside_mlp
+        for name, keys in numbers:
+            setattr(self.expert_router, name, drawn(f"{router}.{name}", config, wide, keys))
         for name in ("gate_up_proj", "down_proj") if config.fused_experts else ("gate_proj", "up_proj", "down_proj"):
             setattr(self, name, StackedLinear(f"layers.experts.{name}", config, dtype, rngs))
         if config.shared_expert_intermediate_size:
@@ -157,7 +154,7 @@ def _all_first(axes: tuple[str, ...]) -> jax.Array:
 
 
 def router_logits(tokens: jax.Array, router: Any) -> jax.Array:
-    """tokens [N, d] of any dtype -> [N, E] f32, computed in f32: a choice turns over where two logits are near."""
+    """tokens [N, d] of any dtype -> [N, E] f32, in f32: where two logits are near, rounding would change the choice."""
     kernel, wide = router["kernel"].astype(jnp.float32), tokens.astype(jnp.float32)
     if "input_scale" in router:
         wide = wide * router["input_scale"] * tokens.shape[-1] ** -0.5
@@ -165,7 +162,7 @@ def router_logits(tokens: jax.Array, router: Any) -> jax.Array:
     return logits + router["bias"].astype(jnp.float32) if "bias" in router else logits
 
 
-def choose_experts(logits: jax.Array, scores: jax.Array, bias: jax.Array | None, config: ModelConfig) -> Choice:
+def choose_experts(logits: jax.Array, scores: jax.Array, bias: jax.Array | None, config: ModelConfig) -> ExpertChoice:
     """The experts that each token meets, and their weights.
 
     Args:
@@ -181,7 +178,7 @@ def choose_experts(logits: jax.Array, scores: jax.Array, bias: jax.Array | None,
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.norm_topk_prob:
         weights /= jnp.sum(weights, axis=-1, keepdims=True) + 1e-20
-    return Choice(experts, weights * config.expert_multiplier)
+    return ExpertChoice(experts, weights * config.expert_multiplier)
 
 
 def _of_best_groups(wanted: jax.Array, config: ModelConfig) -> jax.Array:
@@ -193,7 +190,7 @@ def _of_best_groups(wanted: jax.Array, config: ModelConfig) -> jax.Array:
     return jnp.where(among[..., None], grouped, -jnp.inf).reshape(wanted.shape)
 
 
-def _load(scores: jax.Array, choice: Choice, counted: jax.Array) -> ExpertLoad:
+def _load(scores: jax.Array, choice: ExpertChoice, counted: jax.Array) -> ExpertLoad:
     chose = (choice.experts[..., None] == jnp.arange(scores.shape[-1])).any(1)  # [N, E]
     shares = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
     return ExpertLoad(*(jnp.sum(x * counted[:, None], axis=0) for x in (chose.astype(jnp.float32), shares)))
@@ -201,7 +198,7 @@ def _load(scores: jax.Array, choice: Choice, counted: jax.Array) -> ExpertLoad:
 
 def _experts(
     tokens: jax.Array,
-    choice: Choice,
+    choice: ExpertChoice,
     weights: Any,
     config: ModelConfig,
     first: jax.Array | None = None,

@@ -62,8 +62,7 @@ def generate(
     Returns:
       A list of new token ids for each prompt.
 
-    Raises:
-      ConfigError: an argument is out of its range; the sentence names it.
+    Raises `ConfigError`: an argument is out of its range; the sentence names it.
     """
     batch = prepare(model, prompts, max_new_tokens, max_length=max_length, partition=partition)
     chosen = sampling(temperature, top_k, top_p)
@@ -104,7 +103,20 @@ class Sampling(NamedTuple):
 GREEDY = Sampling()
 
 
-class Drawing(NamedTuple):
+class GenerationSetup(NamedTuple):
+    """What the programs of generation are compiled for."""
+
+    graph: Any  # the model without its weights
+    max_length: int  # T_max of the caches
+    partition: Partition | None
+
+    def build(self, weights: nnx.State) -> tuple[Decoder, tuple[CacheLayout, ...]]:
+        """The model, and the layouts of its caches."""
+        model: Decoder = nnx.merge(self.graph, weights)
+        return model, layouts_of(model, self.max_length, self.partition)
+
+
+class DrawRules(NamedTuple):
     """How all sequences of a batch draw and what ends them; all data."""
 
     sampling: Sampling
@@ -182,15 +194,15 @@ def sampling(temperature: float = 0.0, top_k: int | None = None, top_p: float | 
     )
 
 
-def drawing(sampling: Sampling = GREEDY, stop_tokens: Sequence[int] = (), seed: int = 0) -> Drawing:
-    """The same as arrays."""
-    return Drawing(sampling, jnp.asarray(np.asarray(stop_tokens, np.int32)), jnp.uint32(seed % 2**32))
+def drawing(sampling: Sampling = GREEDY, stop_tokens: Sequence[int] = (), seed: int = 0) -> DrawRules:
+    """How sequences draw and what ends them, as arrays (see `generate`)."""
+    return DrawRules(sampling, jnp.asarray(np.asarray(stop_tokens, np.int32)), jnp.uint32(seed % 2**32))
 
 
 def prefill(model: Decoder, batch: Batch) -> tuple[jax.Array, KVCache]:
     """The prompts through the model: logits [B, V] f32 of what follows each, and the filled caches."""
     graph, weights = nnx.split(model)
-    return _prefill(graph, weights, batch.tokens, batch.lengths, batch.max_length, batch.partition)
+    return _prefill(GenerationSetup(graph, *batch[-2:]), weights, batch.tokens, batch.lengths)
 
 
 def decode(
@@ -211,17 +223,11 @@ def decode(
     """
     graph, weights = nnx.split(model)
     rows = len(batch.lengths)
-    sequences = Sequences(
-        jnp.zeros(rows, jnp.int32),
-        jnp.zeros(rows, jnp.int32),
-        jnp.ones(rows, bool),
-        batch.keys,
-        jnp.full(rows, max_new_tokens, jnp.int32),
-        batch.lengths,
-    )
+    zeros, limits = jnp.zeros(rows, jnp.int32), jnp.full(rows, max_new_tokens, jnp.int32)
+    sequences = Sequences(zeros, zeros, jnp.ones(rows, bool), batch.keys, limits, batch.lengths)
     new, cache = _decode(
-        graph, weights, logits, cache, sequences, drawing(sampling, stop_tokens, seed),
-        max_length=batch.max_length, buffer=round_up(max_new_tokens), partition=batch.partition,
+        GenerationSetup(graph, *batch[-2:]), weights, logits, cache, sequences, drawing(sampling, stop_tokens, seed),
+        buffer=round_up(max_new_tokens),
     )  # fmt: skip
     return new[:, :max_new_tokens], cache
 
@@ -232,15 +238,14 @@ def round_up(length: int) -> int:
     return -(-length // step) * step
 
 
-@device_jit(static_argnames=("graph", "max_length", "partition"))
+@device_jit(static_argnames="setup")
 def _prefill(
-    graph: Any, weights: nnx.State, tokens: jax.Array, lengths: jax.Array, max_length: int, partition: Partition | None
+    setup: GenerationSetup, weights: nnx.State, tokens: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, KVCache]:
-    model: Decoder = nnx.merge(graph, weights)
-    layouts = layouts_of(model, max_length, partition)
-    cache = allocate(layouts, tokens.shape[0], model.embedding[...].dtype, partition)
-    tokens = constrain(tokens, partition, "batch", "sequence")
-    return model.prefill(tokens, lengths, cache, layouts, partition=partition)
+    model, layouts = setup.build(weights)
+    cache = allocate(layouts, tokens.shape[0], model.embedding[...].dtype, setup.partition)
+    tokens = constrain(tokens, setup.partition, "batch", "sequence")
+    return model.prefill(tokens, lengths, cache, layouts, partition=setup.partition)
 
 
 def layouts_of(model: Decoder, max_length: int, partition: Partition | None = None) -> tuple[CacheLayout, ...]:
@@ -256,49 +261,42 @@ def check_generation(partition: Partition, config: ModelConfig) -> None:
         raise ConfigError("generation does not split the sequence: 'mesh.context' must be 1")
 
 
-@device_jit(static_argnames=("graph", "max_length", "buffer", "partition"), donate_argnames="cache")
+@device_jit(static_argnames=("setup", "buffer"), donate_argnames="cache")
 def _decode(
-    graph: Any,
+    setup: GenerationSetup,
     weights: nnx.State,
     logits: jax.Array,
     cache: KVCache,
     sequences: Sequences,
-    drawing: Drawing,
+    drawing: DrawRules,
     *,
-    max_length: int,
     buffer: int,
-    partition: Partition | None,
 ) -> tuple[jax.Array, KVCache]:
-    model: Decoder = nnx.merge(graph, weights)
     first, sequences = draw(sequences, logits, drawing)
-    new = jnp.full((logits.shape[0], buffer), NOTHING, jnp.int32).at[:, 0].set(first)
     steps = sequences.limits.max() - 1
-    new, cache, _ = decode_steps(
-        model, cache, sequences, drawing, new, 1, steps, max_length=max_length, partition=partition
-    )
-    return new, cache
+    new, cache, _ = decode_steps(setup, weights, cache, sequences, drawing, steps, buffer=buffer)
+    return jnp.concatenate([first[:, None], new], axis=1), cache
 
 
 def decode_steps(
-    model: Decoder,
+    setup: GenerationSetup,
+    weights: nnx.State,
     cache: KVCache,
     sequences: Sequences,
-    drawing: Drawing,
-    new: jax.Array,
-    column: int,
+    drawing: DrawRules,
     steps: jax.Array,
     *,
-    max_length: int,
-    partition: Partition | None = None,
+    buffer: int,
     until_one_ends: jax.Array | bool = False,
 ) -> tuple[jax.Array, KVCache, Sequences]:
-    """At most `steps` steps of decoding, fewer if all sequences end: what they draw is put into `new` from `column` on.
+    """At most `steps` steps of decoding, fewer if all sequences end: [B, buffer] int32 new tokens, buffer >= steps.
+
+    `NOTHING` stands where a sequence is not active or ends.
 
     Args:
-      new: [B, N] int32 with N >= column + steps; `NOTHING` stays where a sequence is not active or ends.
       until_one_ends: stop as soon as one of the active sequences has ended.
     """
-    layouts = layouts_of(model, max_length, partition)
+    model, layouts = setup.build(weights)
     full_from = sequences.prompt_lengths if model.pattern.full_attention_decode else None
     begun = sequences.active
 
@@ -315,15 +313,18 @@ def decode_steps(
 
     def advance(now: Loop) -> Loop:
         token, active = now.sequences.token, now.sequences.active
-        logits, cache = model.decode_step(token, now.cache, layouts, full_from, active=active, partition=partition)
+        logits, cache = model.decode_step(
+            token, now.cache, layouts, full_from, active=active, partition=setup.partition
+        )
         drawn, sequences = draw(now.sequences, logits, drawing)
-        return Loop(now.step + 1, now.new.at[:, column + now.step].set(drawn), cache, sequences)
+        return Loop(now.step + 1, now.new.at[:, now.step].set(drawn), cache, sequences)
 
+    new = jnp.full((len(sequences.token), buffer), NOTHING, jnp.int32)
     last = jax.lax.while_loop(goes_on, advance, Loop(jnp.int32(0), new, cache, sequences))
     return last.new, last.cache, last.sequences
 
 
-def draw(sequences: Sequences, logits: jax.Array, drawing: Drawing) -> tuple[jax.Array, Sequences]:
+def draw(sequences: Sequences, logits: jax.Array, drawing: DrawRules) -> tuple[jax.Array, Sequences]:
     """The next token of each active sequence from logits [B, V] f32: [B] int32, `NOTHING` if none, and what follows."""
     keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(drawing.seed)))(sequences.keys)  # [B]
     token = sample(logits, jax.vmap(jax.random.fold_in)(keys, sequences.drawn), drawing.sampling)

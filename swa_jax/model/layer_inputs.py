@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from swa_jax.model.config import ModelConfig
-from swa_jax.model.layers import Norm, activated, linear
-from swa_jax.model.parameters import declared
+from swa_jax.model.layers import Norm, activated, drawn, linear
 from swa_jax.model.sharding import Partition, constrain
 
 
@@ -19,8 +18,7 @@ class LayerInputs(nnx.Module):
     """What each layer reads of each token."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
-        embedding = declared(config)["layer_inputs.embedding"]
-        self.embedding = nnx.Param(embedding.init(rngs.params(), embedding.shape, dtype))
+        self.embedding = drawn("layer_inputs.embedding", config, dtype, rngs)
         self.projection = linear("layer_inputs.projection", config, dtype, rngs)
         self.norm = Norm("layer_inputs.norm", config, dtype)
         self.config = config

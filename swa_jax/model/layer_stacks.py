@@ -18,19 +18,12 @@ _OF_GLOBAL_LAYERS = (
 
 
 class LayerStack(NamedTuple):
-    """Layers that are alike but for the values of their weights.
+    """Layers that are alike but for the values of their weights."""
 
-    Attributes:
-      name: of the stack in the decoder's tree, as in "layers.NAME.mlp.up_proj"; "" where all layers are one stack.
-      layers: their numbers.
-      group: the number of their `HeadGroup`.
-      config: a model of such layers alone, which are one stack there.
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    group: int
-    config: ModelConfig
+    name: str  # in the decoder's tree, as in "layers.NAME.mlp.up_proj"; "" where all layers are one stack
+    layers: tuple[int, ...]  # their numbers
+    group: int  # the number of their `HeadGroup`
+    config: ModelConfig  # a model of such layers alone, which are one stack there
 
 
 class HeadGroup(NamedTuple):

@@ -16,20 +16,20 @@ from swa_jax.model.layer_stacks import rope_groups
 from swa_jax.model.parameters import declared
 
 
+def drawn(path: str, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs | None = None) -> nnx.Param:
+    """The parameter that is declared at a path, as it begins; without `rngs`, where it is the same for every key."""
+    row = declared(config)[path]
+    return nnx.Param(row.init(jax.random.key(0) if rngs is None else rngs.params(), row.shape, dtype))
+
+
 class Norm(nnx.Module):
     """Root-mean-square norm, or LayerNorm (`config.norm_type`), in f32 whatever the input's dtype."""
 
     def __init__(self, path: str, config: ModelConfig, dtype: jnp.dtype):
-        """`path` is the module's place in the decoder: what is declared there says its size."""
-        rows = declared(config)
-
-        def first(name: str) -> nnx.Param:
-            row = rows[f"{path}.{name}"]
-            return nnx.Param(row.init(jax.random.key(0), row.shape, dtype))  # the same for every key
-
-        self.scale = first("scale")
+        """`path`: the module's place in the decoder, where its size is declared."""
+        self.scale = drawn(f"{path}.scale", config, dtype)
         if config.norm_bias:
-            self.bias = first("bias")
+            self.bias = drawn(f"{path}.bias", config, dtype)
         self.centred = config.norm_type == "layer"
         self.has_bias, self.unit_offset = config.norm_bias, config.norm_unit_offset
         self.eps = config.rms_norm_eps
@@ -56,13 +56,8 @@ class XIELU(nnx.Module):
     """A parabola above 0, an exponential below, of slopes that are learned (arXiv:2411.13010), in f32."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype):
-        rows = declared(config)
-
-        def first(name: str) -> nnx.Param:
-            row = rows[f"layers.mlp.act.{name}"]
-            return nnx.Param(row.init(jax.random.key(0), row.shape, dtype))  # the same for every key
-
-        self.alpha_p, self.alpha_n = first("alpha_p"), first("alpha_n")
+        self.alpha_p = drawn("layers.mlp.act.alpha_p", config, dtype)
+        self.alpha_n = drawn("layers.mlp.act.alpha_n", config, dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
@@ -77,7 +72,7 @@ class MLP(nnx.Module):
     """`down(act(gate(x)) * up(x))`, x [B, T, d]: SwiGLU with "silu", GeGLU with "gelu_tanh"; or `down(act(up(x)))`."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, path: str = "layers.mlp"):
-        """`path` is the module's place in the decoder: what is declared there says its width."""
+        """`path`: the module's place in the decoder, where its width is declared."""
         self.config = config
         if config.gated_mlp:
             self.gate_proj = linear(f"{path}.gate_proj", config, dtype, rngs)
@@ -175,17 +170,17 @@ def _rope_table(
     if (head_dim, share) != (config.head_dim, config.partial_rotary_factor):
         config = dataclasses.replace(config, head_dim=head_dim, partial_rotary_factor=share)
     frequencies, factor = rope_frequencies(theta, scaling, config, length)
-    turned = config.rotary_dim
+    rotated = config.rotary_dim
     if kind == "none":
-        frequencies, factor = np.zeros_like(frequencies), 1.0  # turned by nothing
+        frequencies, factor = np.zeros_like(frequencies), 1.0
     both = np.repeat(frequencies, 2) if config.rope_interleaved else np.tile(frequencies, 2)
     is_first = np.arange(head_dim) // rope_distance(config) % 2 == 0
     signs = np.where(is_first, -1, 1).astype(np.float32)
     factors: float | np.ndarray = factor
-    if turned < head_dim:
-        others = head_dim - turned
+    if rotated < head_dim:
+        others = head_dim - rotated
         both = np.pad(both, (0, others))
-        factors = np.pad(np.full(turned, factor, np.float32), (0, others), constant_values=1)
+        factors = np.pad(np.full(rotated, factor, np.float32), (0, others), constant_values=1)
     angles = positions[..., None].astype(jnp.float32) * both  # [B, T, D]
     return jnp.cos(angles) * factors, jnp.sin(angles) * (signs * factors)
 
@@ -201,7 +196,7 @@ def query_scale(config: ModelConfig, positions: jax.Array) -> jax.Array | None:
 
 
 def rope_distance(config: ModelConfig) -> int:
-    """Between two channels that turn together."""
+    """Between two channels that rotate together."""
     return 1 if config.rope_interleaved else config.rotary_dim // 2
 
 
@@ -211,8 +206,8 @@ def rope_frequencies(
     """Angular frequencies [rotary_dim / 2] f32 in radians a token, and the factor on cos and sin.
 
     `length` is how many positions a row of tokens has, or a cache has room for: LongRoPE has other frequencies where
-    that is more than the model was first trained with. Hugging Face takes the last position instead; here what a token
-    is turned by must not depend on how many of its row are padding, nor change while a cache fills.
+    that is more than the model was first trained with. Hugging Face takes the last position instead; here a token's
+    rotation must not depend on how many of its row are padding, nor change while a cache fills.
     """
     rotary_dim = config.rotary_dim
     plain = (1.0 / theta ** (np.arange(0, rotary_dim, 2, dtype=np.float32) / rotary_dim)).astype(np.float32)
@@ -221,8 +216,8 @@ def rope_frequencies(
     if scaling.rope_type == "linear":
         return plain / scaling.factor, 1.0
     if scaling.rope_type == "proportional":
-        turning = int(scaling.partial_rotary_factor * rotary_dim // 2)
-        return np.where(np.arange(rotary_dim // 2) < turning, plain / scaling.factor, 0).astype(np.float32), 1.0
+        rotating = int(scaling.partial_rotary_factor * rotary_dim // 2)
+        return np.where(np.arange(rotary_dim // 2) < rotating, plain / scaling.factor, 0).astype(np.float32), 1.0
     original = scaling.original_max_position_embeddings or config.max_position_embeddings
     if scaling.rope_type == "llama3":
         # Long wavelengths are interpolated, short ones kept, those between blended (Llama 3.1).
@@ -248,7 +243,7 @@ def _longrope(scaling: RopeScaling, original: int, plain: np.ndarray, length: in
 def _yarn(
     theta: float, rotary_dim: int, scaling: RopeScaling, original: int, plain: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """YaRN (Peng et al., arXiv:2309.00071): interpolate the channels that turn less than `beta_slow` times."""
+    """YaRN (Peng et al., arXiv:2309.00071): interpolate the channels that rotate less than `beta_slow` times."""
 
     def channel(rotations: float) -> float:
         return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))

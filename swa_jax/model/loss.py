@@ -27,7 +27,7 @@ class TokenLoss(NamedTuple):
     nll: jax.Array  # [B, T] f32: of the *next* token, 0 where there is no target
     weight: jax.Array  # [B, T] f32: weight of that target, 0 where there is none
     correct: jax.Array  # [B, T] f32: 1 where the most likely token is the target
-    log_z: jax.Array | None = None  # [B, T] f32: log of the softmax's denominator, 0 where there is no target
+    log_z: jax.Array  # [B, T] f32: log of the softmax's denominator, 0 where there is no target
     divergence: jax.Array | None = None  # [B, T] f32: KL from the teacher, 0 where there is no target
 
 
@@ -65,26 +65,18 @@ def token_loss(
       logit_multiplier, logit_softcap: as in `scaled_logits`.
     """
     adjust = functools.partial(scaled_logits, multiplier=logit_multiplier, softcap=logit_softcap)
-    if partition is None:
-        nll, correct, log_z, divergence = _local_loss(hidden, head, targets, weights, teacher, chunk, None, adjust)
-        return TokenLoss(nll, weights, correct, log_z, divergence)
-    tokens = partition.spec("batch", "sequence")
-    vocab = partition.rules.axes("vocab")
-    axis = vocab[0] if partition.size("vocab") > 1 else None
-
-    def local(
-        hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, teacher: Teacher | None
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        return _local_loss(hidden, head, targets, weights, teacher, chunk, axis, adjust)
-
-    sharded = jax.shard_map(
-        local,
-        mesh=partition.mesh,
-        in_specs=(partition.spec("batch", "sequence", None), partition.spec(None, "vocab"), tokens, tokens, tokens),
-        out_specs=tokens,
-        check_vma=False,  # with it, differentiating this fails inside JAX 0.12.0 ("too few leaves")
-    )
-    nll, correct, log_z, divergence = sharded(hidden, head, targets, weights, teacher)
+    axis = None if partition is None or partition.size("vocab") == 1 else partition.rules.axes("vocab")[0]
+    loss: Callable[..., Any] = functools.partial(_local_loss, chunk=chunk, axis=axis, adjust=adjust)
+    if partition is not None:
+        tokens = partition.spec("batch", "sequence")
+        loss = jax.shard_map(
+            loss,
+            mesh=partition.mesh,
+            in_specs=(partition.spec("batch", "sequence", None), partition.spec(None, "vocab"), tokens, tokens, tokens),
+            out_specs=tokens,
+            check_vma=False,  # with it, differentiating this fails inside JAX 0.12.0 ("too few leaves")
+        )
+    nll, correct, log_z, divergence = loss(hidden, head, targets, weights, teacher)
     return TokenLoss(nll, weights, correct, log_z, divergence)
 
 
@@ -101,15 +93,12 @@ def _local_loss(
     targets: jax.Array,
     weights: jax.Array,
     teacher: Teacher | None,
+    *,
     chunk: int,
     axis: str | None,
     adjust: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """nll, correct, log_z and divergence of `TokenLoss`.
-
-    Args:
-      axis: the mesh axis that splits the vocabulary, head [d, V / n].
-    """
+    """nll, correct, log_z and divergence of `TokenLoss`; `axis`: the mesh axis that splits the vocabulary."""
     batch, length, _ = hidden.shape
     rows = batch * length
     chunk = min(chunk, rows)

@@ -21,7 +21,7 @@ from pallas_kernels.api import Implementation, attend, attend_routed
 from pallas_kernels.ring import Ring
 from pallas_kernels.rotary import Rotation
 from pallas_kernels.spec import Packing, PerHead, segment_positions
-from swa_jax.model.sequence_order import Place, from_left
+from swa_jax.model.sequence_order import RowShare, from_left
 from swa_jax.model.sharding import Partition
 
 HALO_MULTIPLE = 128  # tokens: a window's reach is rounded up to whole tiles where a device holds that many
@@ -147,7 +147,7 @@ def _on_one_device(
     spec, pieces, q = options.spec, partition.size("sequence"), queries[0]
     if pieces == 1:
         return _attend(queries, k, v, per_head, _of_both(packing), gate, options)
-    place = Place(partition.rules.sequence[0], pieces, partition.zigzag)
+    place = RowShare(partition.rules.sequence[0], pieces, partition.zigzag)
     length = q.shape[1] // place.chunks  # of a chunk
     reach = _reach(spec, length)
     widened = any(x is not None for x in (gate, packing.full_from, per_head.full_heads))
@@ -224,7 +224,7 @@ def _reach(spec: AttentionSpec, length: int) -> int | None:
     return rounded if rounded <= length else reach
 
 
-def _packing_of_the_row(packing: Packing, kv_shape: tuple[int, ...], place: Place) -> Packing:
+def _packing_of_the_row(packing: Packing, kv_shape: tuple[int, ...], place: RowShare) -> Packing:
     """Every key of the row, the queries at their place in it."""
 
     def gather(x):
@@ -259,7 +259,7 @@ def _positions_on_mesh(ids: jax.Array, axis: str, pieces: int) -> jax.Array:
     return local + jnp.where(first_run, offset, 0)
 
 
-def _first_tokens(kv, ids, positions, count: int, reach: int, place: Place):
+def _first_tokens(kv, ids, positions, count: int, reach: int, place: RowShare):
     """Keys and values of the first `count` tokens of the document that runs into a chunk from the left, where they are
     neither in the chunk nor in its halo; slots without one have id 0.
 

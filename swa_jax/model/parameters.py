@@ -21,42 +21,30 @@ from swa_jax.model.config import XIELU_BETA, XIELU_SLOPE, ModelConfig
 from swa_jax.model.draws import normal
 from swa_jax.model.layer_stacks import layer_stacks
 
+Axes = tuple[str | None, ...]  # by axis of an array, the dimension that `ShardingRules` may split, or None
 ROUTERS = frozenset(("router", "expert_router"))  # modules whose parameters are f32 in a model of any dtype
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's names
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One parameter of the decoder.
+    """One parameter of the decoder."""
 
-    Attributes:
-      path: its place in the decoder's tree.
-      shape: its shape; of one layer, where `layers` are stacked.
-      axes: for each axis of `shape` the dimension that `ShardingRules` may split, or None.
-      init: draws it: `init(key, shape, dtype)`.
-      hf_name: Hugging Face's name, with `{layer}` for the layer's number, and `{expert}` for the expert's where a
-        checkpoint has a tensor for each expert (the first axis of `shape`).
-      layers: the numbers of the layers that are stacked on an axis in front of `shape`; None for a parameter outside
-        the layers.
-      transposed: a linear map is [in, out] here and [out, in] in Hugging Face's checkpoints.
-      matrix: a projection of a layer, [in, out] in its last two axes: every token is multiplied with it, weight decay
-        and Muon are for it, and LoRA can adapt it.
-      output: the matrix, or the tied embedding, that makes logits.
-      experts_per_token: of a parameter of experts, [E, ...]: how many of them a token meets.
-      stack: the name of its `LayerStack`, which is in `path`; "" where all layers are alike.
-    """
-
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    init: Initializer
+    path: tuple[str, ...]  # its place in the decoder's tree
+    shape: tuple[int, ...]  # of one layer, where `layers` are stacked
+    axes: Axes  # those of `shape`
+    init: Initializer  # draws it: `init(key, shape, dtype)`
+    # Hugging Face's name, with `{layer}` for the layer's number, and `{expert}` where a checkpoint has a tensor for
+    # each expert (the first axis of `shape`).
     hf_name: str
-    layers: tuple[int, ...] | None = None
-    transposed: bool = False
+    layers: tuple[int, ...] | None = None  # that are stacked on an axis in front of `shape`; None: it is in no layer
+    transposed: bool = False  # a linear map, [in, out] here and [out, in] in Hugging Face's checkpoints
+    # A projection of a layer, [in, out] in its last two axes: every token is multiplied with it, weight decay and Muon
+    # are for it, and LoRA can adapt it.
     matrix: bool = False
-    output: bool = False
-    experts_per_token: int | None = None
-    stack: str = ""
+    output: bool = False  # the matrix, or the tied embedding, that makes logits
+    experts_per_token: int | None = None  # of a parameter of experts, [E, ...]: how many of them a token meets
+    stack: str = ""  # the name of its `LayerStack`, which is in `path`; "" where all layers are alike
 
     @property
     def role(self) -> str:
@@ -78,7 +66,7 @@ class Parameter:
         return self.shape if self.layers is None else (len(self.layers), *self.shape)
 
     @property
-    def stacked_axes(self) -> tuple[str | None, ...]:
+    def stacked_axes(self) -> Axes:
         return self.axes if self.layers is None else (None, *self.axes)
 
     @property
@@ -185,9 +173,8 @@ def _attention(config: ModelConfig, routed: bool) -> list[Parameter]:
         ("v_proj", (d, values), ("embed", "kv_heads"), bias, has_keys and not config.attention_k_eq_v),
         ("o_proj", (said, d), ("heads", "embed"), out_bias, True),
     ):
-        if not is_there:
-            continue
-        rows += _projection(f"attention.{name}", f"self_attn.{name}", shape, axes, has_bias, config)
+        if is_there:
+            rows += _projection(f"attention.{name}", f"self_attn.{name}", shape, axes, has_bias, config)
     if config.qk_norm:
         by_head = config.qk_norm_over == "head"
         for name, whole in (("q_norm", queries), ("k_norm", keys))[: 1 + has_keys]:
@@ -234,42 +221,26 @@ def _experts(config: ModelConfig) -> list[Parameter]:
     beside = config.experts_beside_mlp
     router = "mlp.router" if config.fused_experts else "router.proj" if beside else "mlp.gate"
     rows = _linear("experts.expert_router", router, (d, count), (None, None), config, bias_init=zeros)
+    numbers: list[tuple[str, str, int, Initializer]] = []
     if config.router_choice_bias:
-        path = ("experts", "expert_router", "choice_bias")
-        hf_name = f"{router}.e_score_correction_bias"
-        rows.append(Parameter(path, (count,), (None,), nnx.initializers.zeros, hf_name))
-    for name, hf_name, size in (("input_scale", "scale", d), ("expert_scale", "per_expert_scale", count)):
-        if beside:
-            path = ("experts", "expert_router", name)
-            rows.append(Parameter(path, (size,), (None,), nnx.initializers.ones, f"router.{hf_name}"))
+        numbers.append(("choice_bias", f"{router}.e_score_correction_bias", count, nnx.initializers.zeros))
+    if beside:
+        numbers.append(("input_scale", "router.scale", d, nnx.initializers.ones))
+        numbers.append(("expert_scale", "router.per_expert_scale", count, nnx.initializers.ones))
+    for name, hf_name, size, first in numbers:
+        rows.append(Parameter(("experts", "expert_router", name), (size,), (None,), first, hf_name))
     up = {"gate_up_proj": 2 * f} if config.fused_experts else {"gate_proj": f, "up_proj": f}
     shapes = {name: ((d, width), ("embed", "mlp")) for name, width in up.items()}
     for name, (shape, axes) in (shapes | {"down_proj": ((f, d), ("mlp", "embed"))}).items():
         hf_name = f"mlp.experts.{name}" if config.fused_experts else f"mlp.experts.{{expert}}.{name}.weight"
-        kernel = Parameter(
-            ("experts", name, "kernel"),
-            (count, *shape),
-            ("expert", *axes),
-            draw,
-            hf_name,
-            transposed=not config.fused_experts,
-            matrix=True,
-            experts_per_token=config.num_experts_per_tok,
-        )
-        rows.append(kernel)
+        path, met = ("experts", name), config.num_experts_per_tok
+        kernel = Parameter((*path, "kernel"), (count, *shape), ("expert", *axes), draw, hf_name, experts_per_token=met)
+        rows.append(dataclasses.replace(kernel, transposed=not config.fused_experts, matrix=True))
         if config.mlp_bias:
             bias = f"{hf_name}_bias" if config.fused_experts else f"{hf_name.removesuffix('weight')}bias"
             outputs = None if axes[1] == "embed" else axes[1]
-            rows.append(
-                Parameter(
-                    ("experts", name, "bias"),
-                    (count, shape[1]),
-                    ("expert", outputs),
-                    nnx.initializers.zeros,
-                    bias,
-                    experts_per_token=config.num_experts_per_tok,
-                )
-            )
+            whole, zero = (count, shape[1]), nnx.initializers.zeros
+            rows.append(Parameter((*path, "bias"), whole, ("expert", outputs), zero, bias, experts_per_token=met))
     if (width := config.shared_expert_intermediate_size) > 0:
         rows += _mlp_at("experts.shared_expert", "mlp.shared_experts", width, config)
     return rows
@@ -285,12 +256,7 @@ def _norm(path: str, hf_name: str, size: int, config: ModelConfig) -> list[Param
 
 
 def _projection(
-    path: str,
-    hf_name: str,
-    shape: tuple[int, int],
-    axes: tuple[str | None, str | None],
-    bias: bool,
-    config: ModelConfig,
+    path: str, hf_name: str, shape: tuple[int, int], axes: Axes, bias: bool, config: ModelConfig
 ) -> list[Parameter]:
     zeros = nnx.initializers.zeros if bias else None
     return _linear(path, hf_name, shape, axes, config, bias_init=zeros, matrix=True)
@@ -300,7 +266,7 @@ def _linear(
     path: str,
     hf_name: str,
     shape: tuple[int, int],
-    axes: tuple[str | None, str | None],
+    axes: Axes,
     config: ModelConfig,
     *,
     bias_init: Initializer | None = None,
@@ -326,31 +292,18 @@ def low_rank(parameter: Parameter, rank: int) -> tuple[Parameter, Parameter]:
     uniform with a = sqrt(5): within 1 / sqrt(in)), `lora_b` is zero.
     """
     (inputs, outputs), (of_inputs, of_outputs) = parameter.shape, parameter.axes
-    place, bound = parameter.path[:-1], 1 / math.sqrt(inputs)
+    bound = 1 / math.sqrt(inputs)
 
     def draw(key: jax.Array, shape: Any, dtype: Any = jnp.float32, out_sharding: Any = None) -> jax.Array:
         return jax.random.uniform(key, shape, dtype, -bound, bound)
 
-    module = parameter.hf_name.removesuffix(".weight")
-    a = Parameter(
-        (*place, "lora_a"),
-        (inputs, rank),
-        (of_inputs, None),
-        draw,
-        f"{module}.lora_A.weight",
-        layers=parameter.layers,
-        transposed=True,
-    )
-    b = Parameter(
-        (*place, "lora_b"),
-        (rank, outputs),
-        (None, of_outputs),
-        nnx.initializers.zeros,
-        f"{module}.lora_B.weight",
-        layers=parameter.layers,
-        transposed=True,
-    )
-    return a, b
+    def factor(letter: str, shape: tuple[int, int], axes: Axes, init: Initializer) -> Parameter:
+        path = (*parameter.path[:-1], f"lora_{letter.lower()}")
+        name = f"{parameter.hf_name.removesuffix('.weight')}.lora_{letter}.weight"
+        return Parameter(path, shape, axes, init, name, layers=parameter.layers, transposed=True)
+
+    a = factor("A", (inputs, rank), (of_inputs, None), draw)
+    return a, factor("B", (rank, outputs), (None, of_outputs), nnx.initializers.zeros)
 
 
 def declared(config: ModelConfig) -> dict[str, Parameter]:

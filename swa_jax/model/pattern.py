@@ -194,8 +194,7 @@ class AttentionPattern:
           full_attention_decode: None is what the recipe says.
           seed: for the recipes that draw layers.
 
-        Raises:
-          ConfigError: an unknown recipe, or a number out of its range.
+        Raises `ConfigError`: an unknown recipe, or a number out of its range.
         """
         layers = num_layers.num_hidden_layers if isinstance(num_layers, ModelConfig) else num_layers
         layers = _integer("num_layers", layers)

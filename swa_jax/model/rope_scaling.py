@@ -35,7 +35,7 @@ class RopeScaling:
 
     "longrope" (Ding et al., arXiv:2402.13753) divides each frequency by a factor of its own: one of `long_factor` where
     rows, or a cache, are longer than `original_max_position_embeddings`, else one of `short_factor`. "proportional"
-    (Gemma 4) has the frequencies of a whole head, of which the lowest turn by nothing.
+    (Gemma 4) has the frequencies of a whole head, of which the lowest are 0.
     """
 
     rope_type: Literal["linear", "llama3", "yarn", "longrope", "proportional"]
@@ -54,7 +54,7 @@ class RopeScaling:
     llama_4_scaling_beta: float = 0.0
     short_factor: tuple[float, ...] = ()  # longrope, one a frequency
     long_factor: tuple[float, ...] = ()  # longrope, one a frequency
-    partial_rotary_factor: float = 1.0  # proportional: the share of the frequencies, from the highest on, that turn
+    partial_rotary_factor: float = 1.0  # proportional: the share of frequencies, from the highest on, that are not 0
 
     def __post_init__(self) -> None:
         check_bounds(self, _BOUNDS, "rope_scaling.")

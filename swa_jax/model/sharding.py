@@ -92,9 +92,7 @@ class ShardingRules:
 class Partition:
     """A mesh and the rules by which arrays lie on it. Hashable: a static argument of what is compiled.
 
-    Attributes:
-      zigzag: whether rows whose tokens are split lie in zig-zag order (`sequence_order.zigzag`). Positions must then be
-        given, and are those of the segments.
+    With `zigzag`, rows whose tokens are split lie in zig-zag order (`sequence_order`), and positions must be given.
     """
 
     mesh: Mesh

@@ -33,8 +33,7 @@ def top_logprobs(
       The K likeliest tokens [n, K] int32, likeliest first, and their log-probabilities [n, K] f32 in nats. Temperature,
       top-k and top-p change neither.
 
-    Raises:
-      ConfigError: `count` is out of its range.
+    Raises `ConfigError`: `count` is out of its range.
     """
     if not 0 < count < model.config.vocab_size:
         raise ConfigError(
@@ -46,16 +45,9 @@ def top_logprobs(
     tokens = np.zeros((1, size), np.int32)
     tokens[0, : len(whole)] = whole
     graph, weights = nnx.split(model)
-    ids, values = _top_logprobs(
-        graph,
-        weights,
-        jnp.asarray(tokens),
-        jnp.int32(len(whole)),
-        jnp.int32(len(prompt)),
-        places=places,
-        count=count,
-        partition=None if partition is None else partition.of_one_row,
-    )
+    arrays = jnp.asarray(tokens), jnp.int32(len(whole)), jnp.int32(len(prompt))
+    one_row = None if partition is None else partition.of_one_row
+    ids, values = _top_logprobs(graph, weights, *arrays, places=places, count=count, partition=one_row)
     return np.asarray(ids)[: len(reply)], np.asarray(values)[: len(reply)]
 
 

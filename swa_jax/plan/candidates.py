@@ -21,7 +21,7 @@ XlaOption = tuple[str, str | bool | int]
 REMAT: tuple[Remat, ...] = get_args(Remat)
 
 
-class Settings(NamedTuple):
+class RunChanges(NamedTuple):
     """What a search may change in a run. `data` counts the devices of one slice, as in a configuration."""
 
     data: int
@@ -83,19 +83,18 @@ def _as_yaml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def present(config: TrainConfig, stage: int, devices: int) -> Settings:
+def present(config: TrainConfig, stage: int, devices: int) -> RunChanges:
     """The settings of a configuration as it stands, on so many devices of all slices.
 
-    Raises:
-      ConfigError: its mesh does not suit the devices.
+    Raises `ConfigError`: its mesh does not suit the devices.
     """
     sizes: dict[str, Any] = dict(zip(AXES, mesh_shape(config.mesh, devices), strict=True))
     sizes["data"] //= config.mesh.slices
     pieces = config.stages[stage].accumulate
-    return Settings(**sizes, remat=config.remat, accumulate=pieces, scan_layers=config.scan_layers)
+    return RunChanges(**sizes, remat=config.remat, accumulate=pieces, scan_layers=config.scan_layers)
 
 
-def candidates(config: TrainConfig, model: ModelConfig, stage: int, devices: int) -> Iterator[Settings]:
+def candidates(config: TrainConfig, model: ModelConfig, stage: int, devices: int) -> Iterator[RunChanges]:
     """All meshes of so many devices (of all slices), remat modes and pieces of the stage's batch that the run's sizes
     allow. Every stage can be trained under each: the others keep their own pieces."""
     rows = config.stages[stage].batch_size
@@ -106,12 +105,12 @@ def candidates(config: TrainConfig, model: ModelConfig, stage: int, devices: int
         if sizes["expert"] > 1 and not model.num_experts:
             continue  # the same as fsdp, with the weights repeated
         for accumulate in divisors(rows):
-            settings = Settings(**sizes, remat=REMAT[0], accumulate=accumulate, scan_layers=config.scan_layers)
+            settings = RunChanges(**sizes, remat=REMAT[0], accumulate=accumulate, scan_layers=config.scan_layers)
             if refusal(settings, config, model, stage) is None:
                 yield from (settings._replace(remat=remat) for remat in REMAT)
 
 
-def refusal(settings: Settings, config: TrainConfig, model: ModelConfig, stage: int) -> str | None:
+def refusal(settings: RunChanges, config: TrainConfig, model: ModelConfig, stage: int) -> str | None:
     """Why a run cannot have these settings, in one sentence; None if it can."""
     try:
         tried = settings.apply(config, stage)

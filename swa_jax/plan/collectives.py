@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from swa_jax.plan.hlo import Computation, Instruction, Program, called_computation, type_bytes
+from swa_jax.plan.hlo import Computation, HloProgram, Instruction, called_computation, type_bytes
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 # The TPU compiler runs a collective in pieces: fusions of these names begin and end it, and those between carry it on.
@@ -18,30 +18,17 @@ _BETWEEN_SLICES = re.compile(r'megascale_transfer_type="(ALL_REDUCE|ALL_GATHER|R
 
 
 class Collective(NamedTuple):
-    """One collective operation of a program, as each device takes part in it.
+    """One collective operation of a program, as each device takes part in it."""
 
-    Attributes:
-      kind: such as "all-gather".
-      axes: of the mesh, that it runs over; ("slices",) between slices; () where they could not be read.
-      group: devices that take part.
-      sent_bytes: by a device each time, as a ring sends them.
-      executions: in a run of the program.
-      op_name: where in the model it comes from.
-      computation: in which it is scheduled.
-      start, done: the instructions that begin it and wait for its end; the same where nothing runs beside it.
-      hops: of a permutation in which all devices send equally far along one axis: how far, and in which direction.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    group: int
-    sent_bytes: float
-    executions: float
-    op_name: str
-    computation: str
-    start: str
-    done: str
-    hops: int = 0
+    kind: str  # such as "all-gather"
+    axes: tuple[str, ...]  # of the mesh; ("slices",) between slices; () where they could not be read
+    group: int  # devices that take part
+    sent_bytes: float  # by a device each time, as a ring sends them
+    executions: float  # in a run of the program
+    computation: str  # in which it is scheduled
+    start: str  # the instruction that begins it
+    done: str  # the one that waits for its end; the same where nothing runs beside it
+    hops: int = 0  # how far, and in which direction, where all devices send equally far along one axis
 
     @property
     def asynchronous(self) -> bool:
@@ -49,7 +36,7 @@ class Collective(NamedTuple):
 
 
 def collectives(
-    program: Program, counts: dict[str, float], mesh_shape: dict[str, int], slices: int = 1
+    program: HloProgram, counts: dict[str, float], mesh_shape: dict[str, int], slices: int = 1
 ) -> list[Collective]:
     """Every collective that runs, in the order of the schedule. Device i is the i-th of the mesh, row-major."""
     inner = _inner_computations(program)
@@ -58,25 +45,13 @@ def collectives(
         if counts[computation.name] and computation.name not in inner:
             for start, done, inside, operation in _begun(program, computation):
                 kind, axes, group, size = _measured(inside, operation, mesh_shape, slices)
-                op_name = re.search(r'op_name="([^"]*)"', operation.attributes)
-                found.append(
-                    Collective(
-                        kind,
-                        axes,
-                        group,
-                        _ring_bytes(kind, size, group),
-                        counts[computation.name],
-                        op_name[1] if op_name else "",
-                        computation.name,
-                        start.name,
-                        done.name,
-                        _hops(kind, axes, operation, mesh_shape),
-                    )
-                )
+                sent, hops = _ring_bytes(kind, size, group), _hops(kind, axes, operation, mesh_shape)
+                times, where = counts[computation.name], (computation.name, start.name, done.name)
+                found.append(Collective(kind, axes, group, sent, times, *where, hops))
     return found
 
 
-def _inner_computations(program: Program) -> set[str]:
+def _inner_computations(program: HloProgram) -> set[str]:
     """Of fusions and asynchronous wrappers: what they do counts where they are called."""
     return {
         name
@@ -88,7 +63,7 @@ def _inner_computations(program: Program) -> set[str]:
 
 
 def _begun(
-    program: Program, computation: Computation
+    program: HloProgram, computation: Computation
 ) -> Iterator[tuple[Instruction, Instruction, Computation, Instruction]]:
     """(first instruction, last instruction, the computation that holds the operation, the operation)."""
     held = [(one, list(_operations(program, computation, one))) for one in computation.instructions.values()]
@@ -127,7 +102,7 @@ def _meeting(computation: Computation, instruction: Instruction) -> str | None:
 
 
 def _operations(
-    program: Program, computation: Computation, instruction: Instruction
+    program: HloProgram, computation: Computation, instruction: Instruction
 ) -> Iterator[tuple[Computation, Instruction]]:
     """The collectives that an instruction is or calls, with the computations that hold them."""
     if instruction.opcode.removesuffix("-start") in KINDS:

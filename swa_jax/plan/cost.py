@@ -48,21 +48,21 @@ from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.remat import Remat
 from swa_jax.model.sequence_order import in_zigzag
 from swa_jax.model.sharding import Partition
-from swa_jax.plan.candidates import Settings
+from swa_jax.plan.candidates import RunChanges
 from swa_jax.plan.kernels import busiest_device, kernels
 from swa_jax.train.config import StageConfig, TrainConfig
 
 # Over what a layer's backward pass needs, forward and backward together: 4 to 14 in docs/plans.
 PASSES = 6.0
-# Over queries, keys, values and results of a windowed layer whose sequence is split: what XLA does around its kernels
-# beyond what it does where it is not split. From docs/plans (SWAT 760M).
+# Over queries, keys, values and results of a windowed layer: what XLA does around its kernels only where the sequence
+# is split. From docs/plans (SWAT 760M).
 HALO_PASSES = 5.0
 LOGIT_PASSES = 8.0
 UPDATE_PASSES = 8.0  # over the optimizer's f32 arrays: gradient, weight and both moments, read and written
 
 
-class Estimate(NamedTuple):
-    """Of one device. Seconds and bytes by the names of the table above."""
+class StepEstimate(NamedTuple):
+    """Seconds and bytes that one device needs, by the names of the table above."""
 
     seconds_by_part: dict[str, float]
     bytes_by_part: dict[str, float]
@@ -78,22 +78,15 @@ class Estimate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What all settings of a search have in common.
-
-    Attributes:
-      stage_number: of the stage whose step is estimated.
-      chip_name: of `CHIPS`, such as "v5e".
-      devices: of all slices.
-      routed_share: of the tokens, that routed layers send to full attention.
-    """
+    """What all settings of a search have in common."""
 
     config: TrainConfig
-    stage_number: int
+    stage_number: int  # of the stage whose step is estimated
     model: ModelConfig
     pattern: AttentionPattern
-    chip_name: str
-    devices: int
-    routed_share: float = 1.0
+    chip_name: str  # of `CHIPS`, such as "v5e"
+    devices: int  # of all slices
+    routed_share: float = 1.0  # of the tokens, that routed layers send to full attention
 
     @property
     def stage(self) -> StageConfig:
@@ -130,7 +123,7 @@ class Workload:
 class _Share(NamedTuple):
     """What one device has of a step, by the letters of the table above."""
 
-    settings: Settings
+    settings: RunChanges
     partition: Partition
     tokens: float  # n
     rows: float  # B / b
@@ -142,22 +135,15 @@ class _Share(NamedTuple):
     moments: float  # numbers of the optimizer
 
 
-def estimate(work: Workload, settings: Settings) -> Estimate:
+def estimate(work: Workload, settings: RunChanges) -> StepEstimate:
     """Memory and time of a step of the workload's stage, by the formulas at the top of this file."""
     partition = settings.partition(work.config)
     rows = work.stage.batch_size / partition.size("batch")
-    context = partition.size("sequence")
-    share = _Share(
-        settings,
-        partition,
-        rows * work.stage.sequence_length / context,
-        rows,
-        settings.accumulate,
-        context,
-        partition.size("heads"),
-        *_held(work, partition),
-    )
-    return Estimate(_seconds(work, share), _bytes(work, share))
+    context, heads = partition.size("sequence"), partition.size("heads")
+    tokens = rows * work.stage.sequence_length / context
+    held = _held(work, partition)
+    share = _Share(settings, partition, tokens, rows, settings.accumulate, context, heads, *held)
+    return StepEstimate(_seconds(work, share), _bytes(work, share))
 
 
 # ---- weights ----
@@ -165,10 +151,7 @@ def estimate(work: Workload, settings: Settings) -> Estimate:
 
 def _local(rows: tuple[Parameter, ...], partition: Partition) -> float:
     """Numbers of these parameters that a device holds."""
-    total = 0.0
-    for row in rows:
-        total += row.size / math.prod(partition.size(axis) for axis in row.axes if axis is not None)
-    return total
+    return sum(row.size / math.prod(partition.size(axis) for axis in row.axes if axis is not None) for row in rows)
 
 
 def _held(work: Workload, partition: Partition) -> tuple[float, float, float]:
@@ -233,7 +216,7 @@ def _bytes(work: Workload, share: _Share) -> dict[str, float]:
     frozen = (share.weights - share.trained) * (p if lora else 4)
     matrices = sum(_gathered(row, share) for row in work.parameters if row.matrix) / layers
     logits = min(CHUNK, tokens) * model.vocab_size / share.tensor * 4
-    gathers = share.context > 1 and _gathers(work)
+    gathers = share.context > 1 and _windowed(work) < work.pattern.num_layers
     whole_rows = 4 * _row_of_keys(work, share) / share.pieces if gathers else 0.0
     return {
         "weights": 4 * share.trained + frozen,
@@ -321,11 +304,6 @@ def _exchange_of_weights(work: Workload, share: _Share) -> float:
     if slices > 1:
         seconds += pieces * 2 * p * share.trained * (slices - 1) / slices / work.chip.dcn_bytes
     return seconds
-
-
-def _gathers(work: Workload) -> bool:
-    """Whether some layer's queries need the keys of the whole row."""
-    return _windowed(work) < work.pattern.num_layers
 
 
 def _windowed(work: Workload) -> int:

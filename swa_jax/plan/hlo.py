@@ -40,7 +40,7 @@ class Computation(NamedTuple):
         return next(i for i in reversed(self.instructions.values()) if i.root)
 
 
-class Program(NamedTuple):
+class HloProgram(NamedTuple):
     computations: dict[str, Computation]
     entry: str
 
@@ -48,7 +48,7 @@ class Program(NamedTuple):
 # ---- reading ----
 
 
-def parse(text: str) -> Program:
+def parse(text: str) -> HloProgram:
     """A program from `compiled.as_text()`."""
     computations: dict[str, Computation] = {}
     entry, current = "", None
@@ -61,7 +61,7 @@ def parse(text: str) -> Program:
         elif current is not None and line.startswith("  ") and " = " in line:
             instruction = _instruction(line)
             current.instructions[instruction.name] = instruction
-    return Program(computations, entry)
+    return HloProgram(computations, entry)
 
 
 def _instruction(line: str) -> Instruction:
@@ -98,7 +98,7 @@ def type_bytes(type_: str) -> int:
 # ---- how often ----
 
 
-def executions(program: Program, branch_shares: Callable[[int], Sequence[float]] | None = None) -> dict[str, float]:
+def executions(program: HloProgram, branch_shares: Callable[[int], Sequence[float]] | None = None) -> dict[str, float]:
     """Runs of each computation in a run of the program.
 
     Args:
@@ -124,7 +124,7 @@ def called_computation(instruction: Instruction) -> str | None:
 
 
 def calls(
-    program: Program,
+    program: HloProgram,
     computation: Computation,
     instruction: Instruction,
     branch_shares: Callable[[int], Sequence[float]] | None,
@@ -144,7 +144,7 @@ def calls(
         yield from ((name, 1.0) for name in names)
 
 
-def trip_count(program: Program, outside: Computation, loop: Instruction) -> int | None:
+def trip_count(program: HloProgram, outside: Computation, loop: Instruction) -> int | None:
     """Times that a loop of the computation `outside` runs whose condition is `counter < limit` and whose body adds a
     constant to the counter; None for any other."""
     condition, body = (
@@ -197,7 +197,7 @@ def _carried(inside: Computation, name: str) -> int | None:
     return int(re.findall(r"\bindex=(\d+)", found.attributes)[0])
 
 
-def uncounted_loops(program: Program, counts: dict[str, float]) -> int:
+def uncounted_loops(program: HloProgram, counts: dict[str, float]) -> int:
     """Loops that run, whose `trip_count` is not known: what is in them is counted once."""
     return sum(
         loop.opcode == "while" and trip_count(program, computation, loop) is None
@@ -210,7 +210,7 @@ def uncounted_loops(program: Program, counts: dict[str, float]) -> int:
 # ---- what it computes ----
 
 
-def matmul_flops(program: Program, counts: dict[str, float], expert_devices: int = 1) -> float:
+def matmul_flops(program: HloProgram, counts: dict[str, float], expert_devices: int = 1) -> float:
     """Operations of all matrix products of one device, those inside attention's kernels left out: 2 m n k each.
 
     A product [m, k] by [k, n] has m k, k n and m n elements, whose product is (m n k) squared, whichever way a compiler
@@ -244,17 +244,8 @@ def own_cycles(instruction: Instruction) -> int:
     return int(found[1]) if found and int(found[1]) < NO_ESTIMATE else 0
 
 
-def estimated_cycles(program: Program, counts: dict[str, float]) -> float:
-    """`own_cycles` of all that runs."""
-    return sum(
-        own_cycles(instruction) * counts[computation.name]
-        for computation in program.computations.values()
-        for instruction in computation.instructions.values()
-    )
-
-
-def cycles_by_part(program: Program, counts: dict[str, float], scope: str) -> dict[str, float]:
-    """`estimated_cycles` of matrix products, of what was traced inside the named scope, and of the rest.
+def cycles_by_part(program: HloProgram, counts: dict[str, float], scope: str) -> dict[str, float]:
+    """`own_cycles` of all matrix products that run, of what was traced inside the named scope, and of the rest.
 
     An operation that the compiler has joined to a matrix product from outside the scope counts as a part of it. Of a
     fusion, constants say nothing: the compiler shares one among operations of all places.
@@ -283,7 +274,7 @@ def _traced_as(instruction: Instruction) -> str:
     return found[1] if found else ""
 
 
-def stacked_outputs(program: Program, length: int) -> int:
+def stacked_outputs(program: HloProgram, length: int) -> int:
     """Bytes of what loops of `length` runs in the forward pass write, a slice each run: activations kept for the
     backward pass. What merely passes through a loop is not counted."""
     total = 0

@@ -16,7 +16,7 @@ import numpy as np
 from pallas_kernels.kernel_cycles import TURNING, Call, Row, find_cost
 from pallas_kernels.tpu.pairs import LANES, pairs_pay
 from pallas_kernels.tpu.turning import turns_queries
-from swa_jax.chips import CHIPS
+from swa_jax.chips import CHIPS, TARGETS
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.flops import attention_flops_by_kind, visible_keys
 from swa_jax.model.layer_stacks import layer_stacks
@@ -28,24 +28,19 @@ BACKWARD = 2.5  # the backward pass has five matrix products of a tile where the
 
 
 class ByPass(NamedTuple):
-    """Of the query at each position [T]."""
+    """A number for the forward and one for the backward pass, of the query at each position [T]."""
 
     forward: np.ndarray
     backward: np.ndarray
 
 
 class Kernels(NamedTuple):
-    """What a query costs in all layers of a type, all heads together.
+    """What a query costs in all layers of a type, all heads together."""
 
-    Attributes:
-      flops, seconds: by type of layer.
-      measured, assumed: the share of the peak of each call, by whether its cycles are in the table.
-    """
-
-    flops: dict[str, ByPass]
+    flops: dict[str, ByPass]  # by type of layer
     seconds: dict[str, ByPass]
-    measured: dict[str, float]
-    assumed: dict[str, float]
+    measured: dict[str, float]  # the share of the peak of each call whose cycles are in the table
+    assumed: dict[str, float]  # and of the others
 
 
 def kernels(
@@ -106,8 +101,8 @@ def _of_alike(
             first = first + reached.seconds("full", "forward", forward.others)
         second = reached.seconds("window", "backward", BACKWARD * backward.window)
         others = BACKWARD * backward.others
-        # Routed rows are turned as they are moved.
-        second = second + reached.seconds("full", "backward", others, turned=kind == SWITCH)
+        # Routed rows are rotated as they are moved.
+        second = second + reached.seconds("full", "backward", others, rotated=kind == SWITCH)
         if kind == SWITCH:
             layers = pattern.layer_types.count(SWITCH)
             second = second + layers * reached.moving(backward_ratio)
@@ -119,43 +114,41 @@ class _Reached:
     """The share of the peak that each call reaches."""
 
     def __init__(self, chip: str, model: ModelConfig, pattern: AttentionPattern, rows: Sequence[Row] | None):
-        self.name, self.chip, self.model, self.pattern, self.rows = chip, CHIPS[chip], model, pattern, rows
+        self.chip, self.target, self.peak = chip, TARGETS[chip], CHIPS[chip].peak_flops
+        self.model, self.pattern, self.rows = model, pattern, rows
         self.measured: dict[str, float] = {}
         self.assumed: dict[str, float] = {}
 
-    def seconds(self, what: str, which: str, flops: np.ndarray, *, turned: bool = False) -> np.ndarray:
+    def seconds(self, what: str, which: str, flops: np.ndarray, *, rotated: bool = False) -> np.ndarray:
         """Of so many operations of "window", "full" or "routed" attention; what has none is not looked up.
 
         Args:
-          turned: the queries come turned, so that the kernel has not to do it.
+          rotated: the queries come rotated, so that the kernel has not to do it.
         """
         if not flops.any():
             return flops
-        assert self.chip.target is not None
-        name, share = self._share(what, which, turned)
+        name, share = self._share(what, which, rotated)
         if share is None:
-            share = self.assumed[name] = self.chip.target.kernel_share[which == "backward"]
+            share = self.assumed[name] = self.target.kernel_share[which == "backward"]
         else:
             self.measured[name] = share
-        return flops / (self.chip.peak_flops * share)
+        return flops / (self.peak * share)
 
     def moving(self, ratio: float) -> float:
         """Seconds a query in which the memory gives the routed rows to their kernel and takes them back, and by which
-        turning them takes longer."""
-        target, model = self.chip.target, self.model
-        assert target is not None
+        rotating them takes longer."""
+        target, model = self.target, self.model
         row = 2 * model.num_attention_heads * model.head_dim  # bytes of bfloat16
-        cycles = self._turns() * TURNING["rows"] * model.num_attention_heads / 1024 / target.num_cores
+        cycles = self._rotates() * TURNING["rows"] * model.num_attention_heads / 1024 / target.num_cores
         return (4 + 3 * ratio) * row / target.hbm_bytes + cycles / (target.gigahertz * 1e9)
 
-    def _turns(self) -> bool:
-        """Whether kernels turn the queries."""
+    def _rotates(self) -> bool:
+        """Whether kernels rotate the queries."""
         return self.model.uses_rope and turns_queries(self.model.head_dim)
 
-    def _share(self, what: str, which: str, turned: bool) -> tuple[str, float | None]:
+    def _share(self, what: str, which: str, rotated: bool) -> tuple[str, float | None]:
         """The call in words, and the share of the peak that its static cycles come to; None: not measured."""
-        target, D = self.chip.target, self.model.head_dim
-        assert target is not None
+        target, D = self.target, self.model.head_dim
         sigmoid = self.model.attention_activation == "sigmoid"
         full = what == "full"
         sinks = 0 if full else self.pattern.num_sink_tokens
@@ -170,14 +163,14 @@ class _Reached:
         if what == "window" and HYBRID not in self.pattern.layer_types and pairs_pay(heads, kv_heads, D, window):
             group, size = max(group, 2), LANES
         # Rows of training have segment ids.
-        cost = find_cost(Call(self.name, function, size, True, sinks, group), window, self.rows)
+        cost = find_cost(Call(self.chip, function, size, True, sinks, group), window, self.rows)
         if cost is None:
             return name, None
         seen = visible_keys(np.arange(cost.length), window if what == "window" else None, sinks).mean()
         flops = 4.0 * D * float(seen) * 1024 * (BACKWARD if which == "backward" else 1)
-        turning = TURNING[which] if self._turns() and not turned else 0
-        cycles = (cost.cycles + turning) / target.num_cores  # which share the heads
-        return name, flops / (cycles * self.chip.peak_flops / (target.gigahertz * 1e9))
+        rotation = TURNING[which] if self._rotates() and not rotated else 0
+        cycles = (cost.cycles + rotation) / target.num_cores  # which share the heads
+        return name, flops / (cycles * self.peak / (target.gigahertz * 1e9))
 
 
 def busiest_device(by_position: np.ndarray, context: int, zigzagged: bool) -> float:

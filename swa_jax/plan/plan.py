@@ -84,6 +84,7 @@ def plan(
     slices = config.mesh.slices if step == "train" else 1
     devices = topology_devices(topology, slices)
     kind = devices[0].device_kind
+    target, _ = target_of(kind)
     start = planned_start(config)
     if step == "train":
         check_options(config.xla_options, devices[0])
@@ -106,38 +107,41 @@ def plan(
     }
     if step != "train":
         report["by_position"] = _by_position(traced)
-        report["cache_read_seconds"] = _cache_read_seconds(traced, report["by_position"], target_of(kind)[0])
+        report["cache_read_seconds"] = _cache_read_seconds(traced, report["by_position"], target)
     held = {name: _local_bytes(tree) for name, tree in traced.held.items()}
     began = time.perf_counter()
     try:
         with jax.sharding.use_abstract_mesh(traced.mesh.abstract_mesh):
             compiled = traced.program.lower().compile()
     except jax.errors.JaxRuntimeError as error:
-        report["memory"] = _does_not_fit(str(error), held, target_of(kind)[0])
-        return report
+        return report | {"memory": _does_not_fit(str(error), held, target)}
     report["compile_seconds"] = round(time.perf_counter() - began, 1)
+    return report | _counted(compiled, traced, held, config, step, slices)
+
+
+def _counted(
+    compiled: Any, traced: TracedStep, held: dict[str, int], config: TrainConfig, step: Step, slices: int
+) -> dict[str, Any]:
+    """What a compiled step holds, sends and computes, and the time that it takes."""
+    model, mesh, kind = traced.model, dict(traced.mesh.shape), traced.mesh.devices.flat[0].device_kind
+    shares = _branch_shares(model.pattern)
     program = hlo.parse(compiled.as_text())
-    counts = hlo.executions(program, _branch_shares(traced.model.pattern))
+    counts = hlo.executions(program, shares)
     kept: int | None = 0
     if step == "train":
-        kept = hlo.stacked_outputs(program, start.config.num_hidden_layers) if config.scan_layers else None
-    report["memory"] = _memory(compiled.memory_analysis(), held, kept, target_of(kind)[0])
-    sends = collectives(program, counts, dict(traced.mesh.shape), slices)
-    report["collectives"] = _by_kind(sends)
+        kept = hlo.stacked_outputs(program, model.config.num_hidden_layers) if config.scan_layers else None
+    sends = collectives(program, counts, mesh, slices)
     work = StepWork(
-        step, chip_name(kind) or kind, traced.model.config, traced.model.pattern, traced.model.lora, config.remat,
-        traced.batch["rows"], traced.batch["length"], dict(traced.mesh.shape), slices, traced.zigzag,
+        step, chip_name(kind) or kind, model.config, model.pattern, model.lora, config.remat, traced.batch["rows"],
+        traced.batch["length"], mesh, slices, traced.zigzag,
     )  # fmt: skip
     attention = attention_of(work)
-    matmuls = hlo.matmul_flops(program, counts, traced.mesh.shape["expert"])
-    report["flops"] = step_flops(work, attention, matmuls)
-    shares = _branch_shares(traced.model.pattern)
-    report["time"] = step_time(work, attention, report["flops"]["model"], program, counts, sends, shares)
+    flops = step_flops(work, attention, hlo.matmul_flops(program, counts, mesh["expert"]))
+    times = step_time(work, attention, flops["model"], program, counts, sends, shares)
     if uncounted := hlo.uncounted_loops(program, counts):
-        report["time"]["assumptions"].append(
-            f"{uncounted} loops whose number of runs is not in the program are counted once"
-        )
-    return report
+        times["assumptions"].append(f"{uncounted} loops whose number of runs is not in the program are counted once")
+    memory = _memory(compiled.memory_analysis(), held, kept, target_of(kind)[0])
+    return {"memory": memory, "collectives": _by_kind(sends), "flops": flops, "time": times}
 
 
 def _by_position(traced: TracedStep) -> list[dict[str, Any]]:
@@ -167,8 +171,7 @@ def check_stage(config: TrainConfig, stage: int) -> None:
 def topology_devices(name: str, slices: int = 1) -> list[Any]:
     """The devices of so many slices of a TPU topology that is not here.
 
-    Raises:
-      ConfigError: libtpu is not installed, or does not know the topology.
+    Raises `ConfigError`: libtpu is not installed, or does not know the topology.
     """
     for variable, value in COMPILE_ONLY.items():
         os.environ.setdefault(variable, value)
@@ -254,15 +257,11 @@ def trace_training(config: TrainConfig, stage: StageConfig, start: Start, device
     state = jax.tree.map(_placed, shapes, state_shardings(shapes, partition, model_config))
     rows = partition.sharding("batch", "sequence")
     size = (stage.batch_size, stage.sequence_length)
-    batch = {
-        "tokens": jax.ShapeDtypeStruct(size, jnp.int32, sharding=rows),
-        "segment_ids": jax.ShapeDtypeStruct(size, jnp.int32, sharding=rows),
-        "weights": jax.ShapeDtypeStruct(size, jnp.float32, sharding=rows),
-    }
+    dtypes = {"tokens": jnp.int32, "segment_ids": jnp.int32, "weights": jnp.float32}
+    batch = {name: jax.ShapeDtypeStruct(size, dtype, sharding=rows) for name, dtype in dtypes.items()}
     if pattern.full_attention_decode:
-        batch["full_from"] = jax.ShapeDtypeStruct(
-            (stage.batch_size, 1), jnp.int32, sharding=partition.sharding("batch", None)
-        )
+        one_each = partition.sharding("batch", None)
+        batch["full_from"] = jax.ShapeDtypeStruct((stage.batch_size, 1), jnp.int32, sharding=one_each)
     if config.kl_top_k is not None:
         for name, dtype in (("top_tokens", jnp.int32), ("top_logprobs", jnp.float32)):
             batch[name] = jax.ShapeDtypeStruct((*size, config.kl_top_k), dtype, sharding=rows)

@@ -18,8 +18,8 @@ from typing import Any
 from swa_jax.chips import chip_name
 from swa_jax.errors import ConfigError
 from swa_jax.files import read_json, sum_of_json, write_json
-from swa_jax.plan.candidates import Settings, XlaOption, candidates, present, refusal
-from swa_jax.plan.cost import Estimate, Workload, estimate
+from swa_jax.plan.candidates import RunChanges, XlaOption, candidates, present, refusal
+from swa_jax.plan.cost import StepEstimate, Workload, estimate
 from swa_jax.plan.plan import check_stage, planned_start, topology_devices
 from swa_jax.plan.step_time import ROUTED_SHARE
 from swa_jax.settings import to_dict
@@ -49,7 +49,7 @@ XLA_OPTIONS: tuple[tuple[XlaOption, ...], ...] = (
     (("xla_tpu_enable_all_experimental_scheduler_features", True),),
 )
 
-Compile = Callable[[Settings], dict[str, Any]]
+Compile = Callable[[RunChanges], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Tried:
       why_not: they cannot be had, in one sentence; None if they can.
     """
 
-    settings: Settings
-    estimate: Estimate
+    settings: RunChanges
+    estimate: StepEstimate
     report: dict[str, Any] | None = None
     why_not: str | None = None
 
@@ -94,7 +94,7 @@ class Found:
     tried: list[Tried]
     not_tried: list[Tried]
     counts: dict[str, int]
-    own: Settings | None
+    own: RunChanges | None
     refused: str | None
 
     @property
@@ -157,7 +157,7 @@ def search(
             f"no mesh of {work.devices} devices suits the run: its heads, batch and lengths cannot be split so often"
         )
 
-    def run(settings: Settings, guess: Estimate) -> Tried:
+    def run(settings: RunChanges, guess: StepEstimate) -> Tried:
         seconds, size = _corrected(settings, guess, tried)
         found = by_settings.pop(settings, None)
         if found is None:
@@ -196,7 +196,7 @@ def search(
     return Found(everything, not_tried, counts, own, refused)
 
 
-def _as_it_stands(work: Workload) -> tuple[Settings | None, str | None]:
+def _as_it_stands(work: Workload) -> tuple[RunChanges | None, str | None]:
     """The configuration's own settings, or why the chips cannot have them."""
     try:
         own = present(work.config, work.stage_number, work.devices)
@@ -210,7 +210,7 @@ def _best(tried: Sequence[Tried]) -> Tried | None:
     return min((one for one in tried if one.seconds is not None), key=_seconds_of, default=None)
 
 
-def _in_order(guesses: dict[Settings, Estimate], tried: list[Tried], work: Workload) -> list[Settings]:
+def _in_order(guesses: dict[RunChanges, StepEstimate], tried: list[Tried], work: Workload) -> list[RunChanges]:
     """What was not compiled and is expected to fit, by corrected time."""
     done = {one.settings for one in tried}
     corrected = {one: _corrected(one, guess, tried) for one, guess in guesses.items() if one not in done}
@@ -218,21 +218,21 @@ def _in_order(guesses: dict[Settings, Estimate], tried: list[Tried], work: Workl
     return sorted((one for one in corrected if corrected[one][1] <= most), key=lambda one: corrected[one])
 
 
-def _corrected(settings: Settings, guess: Estimate, tried: Sequence[Tried]) -> tuple[float, float]:
+def _corrected(settings: RunChanges, guess: StepEstimate, tried: Sequence[Tried]) -> tuple[float, float]:
     """Estimated seconds and bytes times the mean ratio of what was compiled to its estimate, of those most alike."""
     seconds = [(t.settings, t.seconds / t.estimate.seconds) for t in tried if t.seconds is not None]
     sizes = [(t.settings, t.bytes / t.estimate.bytes) for t in tried if t.bytes is not None]
     return guess.seconds * _ratio(settings, seconds), guess.bytes * _ratio(settings, sizes)
 
 
-def _ratio(settings: Settings, ratios: Sequence[tuple[Settings, float]]) -> float:
+def _ratio(settings: RunChanges, ratios: Sequence[tuple[RunChanges, float]]) -> float:
     """The geometric mean of those most alike; 1 where there are none."""
     most = max((_likeness(settings, other) for other, _ in ratios), default=0)
     alike = [math.log(ratio) for other, ratio in ratios if _likeness(settings, other) == most]
     return math.exp(sum(alike) / len(alike)) if alike else 1.0
 
 
-def _likeness(one: Settings, other: Settings) -> int:
+def _likeness(one: RunChanges, other: RunChanges) -> int:
     """What two settings share of that by which programs differ most."""
     same_axes = sum((getattr(one, axis) > 1) == (getattr(other, axis) > 1) for axis in ("expert", "context", "tensor"))
     return same_axes + 2 * (one.remat == other.remat) + 3 * (one.scan_layers == other.scan_layers)
@@ -321,5 +321,5 @@ def _record(tried: Tried) -> dict[str, Any]:
 def _from_record(record: dict[str, Any]) -> Tried:
     fields = record["settings"]
     options = tuple((name, value) for name, value in fields["xla_options"])
-    settings = Settings(**fields | {"xla_options": options})
-    return Tried(settings, Estimate(**record["estimate"]), record["report"], record["why_not"])
+    settings = RunChanges(**fields | {"xla_options": options})
+    return Tried(settings, StepEstimate(**record["estimate"]), record["report"], record["why_not"])

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from swa_jax.chips import CHIPS, Target
+from swa_jax.chips import CHIPS, TARGETS, Target
 from swa_jax.model.attention import AROUND_ATTENTION
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.flops import train_flops_per_token
@@ -23,26 +23,19 @@ ROUTED_SHARE = 0.13  # of the tokens, to full attention, after SwiAttn's trainin
 
 
 class StepWork(NamedTuple):
-    """What the operations and the time of a step depend on, beside its program.
-
-    Attributes:
-      chip: of `CHIPS`, such as "v5e".
-      rows, length: of the batch, on all devices.
-      mesh: devices along each axis.
-      zigzag: whether rows lie in zig-zag order over `context`.
-    """
+    """What the operations and the time of a step depend on, beside its program."""
 
     step: Step
-    chip: str
+    chip: str  # of `CHIPS`, such as "v5e"
     model: ModelConfig
     pattern: AttentionPattern
     lora: LoraConfig | None
     remat: str
-    rows: int
+    rows: int  # of the batch, on all devices
     length: int
-    mesh: dict[str, int]
+    mesh: dict[str, int]  # devices along each axis
     slices: int
-    zigzag: bool
+    zigzag: bool  # whether rows lie in zig-zag order over `context`
 
     @property
     def devices(self) -> int:
@@ -50,29 +43,20 @@ class StepWork(NamedTuple):
 
     @property
     def target(self) -> Target:
-        target = CHIPS[self.chip].target
-        assert target is not None
-        return target
+        return TARGETS[self.chip]
 
 
-class Attention(NamedTuple):
-    """Of one chip in a step.
+class AttentionCost(NamedTuple):
+    """Operations and seconds of one chip's attention in a step."""
 
-    Attributes:
-      flops: of all kernels.
-      seconds: by type of layer, on the device that sees the most keys.
-      busiest: how many times the mean that device's are.
-      measured, assumed: as in `kernels.Kernels`.
-    """
-
-    flops: Passes
-    seconds: dict[str, Passes]
-    busiest: float
-    measured: dict[str, float]
+    flops: Passes  # of all kernels
+    seconds: dict[str, Passes]  # by type of layer, on the device that sees the most keys
+    busiest: float  # how many times the mean that device's are
+    measured: dict[str, float]  # as in `kernels.Kernels`
     assumed: dict[str, float]
 
 
-def attention_of(work: StepWork) -> Attention:
+def attention_of(work: StepWork) -> AttentionCost:
     """Operations and seconds of the attention kernels."""
     routed = ROUTED_SHARE if SWITCH in work.pattern.layer_types else 1.0
     positions = np.arange(work.length)
@@ -97,10 +81,10 @@ def attention_of(work: StepWork) -> Attention:
         kind: Passes(*(busiest * factor * float(one[i].sum()) for i, factor in enumerate(times)))
         for kind, one in found.seconds.items()
     }
-    return Attention(flops, seconds, busiest, found.measured, found.assumed)
+    return AttentionCost(flops, seconds, busiest, found.measured, found.assumed)
 
 
-def step_flops(work: StepWork, attention: Attention, matmuls: float) -> dict[str, float]:
+def step_flops(work: StepWork, attention: AttentionCost, matmuls: float) -> dict[str, float]:
     """Operations of one chip. `model` is what the mathematics asks for, the base of MFU; the others are done."""
     wanted = matmuls + attention.flops.forward
     if work.step == "train":
@@ -117,9 +101,9 @@ def step_flops(work: StepWork, attention: Attention, matmuls: float) -> dict[str
 
 def step_time(
     work: StepWork,
-    attention: Attention,
+    attention: AttentionCost,
     wanted: float,
-    program: hlo.Program,
+    program: hlo.HloProgram,
     counts: dict[str, float],
     sends: list[Collective],
     branch_shares: Any,
@@ -163,7 +147,7 @@ def step_time(
     }
 
 
-def _assumptions(work: StepWork, attention: Attention) -> list[str]:
+def _assumptions(work: StepWork, attention: AttentionCost) -> list[str]:
     chip, context = work.target, work.mesh["context"]
     lines = [
         "matrix products and other operations of XLA: the TPU compiler's own estimates of cycles, at "

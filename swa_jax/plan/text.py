@@ -30,7 +30,14 @@ def describe(plan: dict[str, Any]) -> str:
         *_memory_lines(plan["memory"]),
     ]
     if "by_position" in plan:
-        lines += ["", *_position_lines(plan["by_position"])]
+        lines += [
+            "",
+            "position: GFLOP of the prefill there, tokens of the cache that decoding reads (mean over layers)",
+        ]
+        lines += [
+            f"  {row['position']:8,} {row['prefill_flops'] / 1e9:12.4g} {row['kv_tokens_read']:12,.0f}"
+            for row in plan["by_position"]
+        ]
     if "time" in plan:
         lines += ["", *_collective_lines(plan["collectives"]), "", *_time_lines(plan)]
     return "\n".join(lines)
@@ -55,14 +62,6 @@ def _memory_lines(memory: dict[str, Any]) -> list[str]:
             "Take the batch in more pieces (stages.N.accumulate), save less (remat: layer), or split more (mesh)."
         )
     return lines
-
-
-def _position_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """The work of one token, counted."""
-    lines = ["position: GFLOP of the prefill there, tokens of the cache that decoding reads (mean over layers)"]
-    return lines + [
-        f"  {row['position']:8,} {row['prefill_flops'] / 1e9:12.4g} {row['kv_tokens_read']:12,.0f}" for row in rows
-    ]
 
 
 def _collective_lines(collectives: list[dict[str, Any]]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from swa_jax.plan.collectives import Collective
-from swa_jax.plan.hlo import Instruction, Program, calls, own_cycles
+from swa_jax.plan.hlo import HloProgram, Instruction, calls, own_cycles
 
 
 class Passes(NamedTuple):
@@ -32,7 +32,7 @@ class Elapsed(NamedTuple):
 
 
 def work_of(
-    program: Program, counts: dict[str, float], clock: float, kernels: Passes
+    program: HloProgram, counts: dict[str, float], clock: float, kernels: Passes
 ) -> Callable[[Instruction], float]:
     """Seconds of an instruction: the compiler's estimate at `clock` Hz; the kernels of a pass share its time alike."""
     runs = [0.0, 0.0]
@@ -62,7 +62,7 @@ def is_backward(instruction: Instruction) -> bool:
 
 
 def play(
-    program: Program,
+    program: HloProgram,
     sends: list[Collective],
     work: Callable[[Instruction], float],
     transfer: Callable[[Collective], float],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import os
+from typing import Any
 
 from swa_jax.errors import ConfigError
 
@@ -12,7 +13,7 @@ _TPUS = ("/dev/accel*", "/dev/vfio/[0-9]*")
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Member:
     """Which of how many processes this one is, and where process 0 listens."""
 
     process: int
@@ -38,10 +39,10 @@ class Place:
         return f"process {self.process} of {self.processes}"
 
 
-def find_place(
+def find_member(
     processes: int | None, process: int | None, coordinator: str | None, *, detect: bool, timeout: int
-) -> Place | None:
-    """This process's place, as the arguments say or as the cluster does; None if it trains alone.
+) -> Member | None:
+    """Which process this one is, as the arguments say or as the cluster does; None if it trains alone.
 
     With `detect`, JAX's detection (TPU pods on Compute Engine and GKE, Slurm, Open MPI) fills in what is not given.
     Without it and without arguments, only a TPU VM is asked, and only about the workers of its own slices: they cannot
@@ -51,23 +52,21 @@ def find_place(
     """
     given = {"--processes": processes, "--process-id": process, "--coordinator": coordinator}
     missing = [name for name, value in given.items() if value is None]
+    found: tuple[Any, Any, Any] | None = processes, process, coordinator
     if missing and detect:
-        processes, process, coordinator = _detect(processes, process, coordinator, timeout)
+        found = _detect(processes, process, coordinator, timeout)
     elif len(missing) == len(given):
         found = _tpu_pod(timeout)
-        if found is None:
-            return None
-        processes, process, coordinator = found
     elif missing:
         raise ConfigError(
             f"{', '.join(name for name in given if name not in missing)} without {' and '.join(missing)}: give all "
             "three, or --distributed to have them detected"
         )
-    assert processes is not None
-    assert process is not None
-    assert coordinator is not None
-    place = Place(process, processes, coordinator)
-    return None if processes == 1 else place
+    if found is None:
+        return None
+    count, number, address = found
+    member = Member(number, count, address)
+    return None if count == 1 else member
 
 
 def _detect(processes: int | None, process: int | None, coordinator: str | None, timeout: int) -> tuple[int, int, str]:
@@ -90,7 +89,7 @@ def _detect(processes: int | None, process: int | None, coordinator: str | None,
 
 
 def _tpu_pod(timeout: int) -> tuple[int, int, str] | None:
-    """The place of a TPU VM that is one of several workers."""
+    """(processes, number of this one, coordinator) on a TPU VM that is one of several workers; None elsewhere."""
     platforms = os.environ.get("JAX_PLATFORMS", "tpu")
     if "tpu" not in platforms or not any(map(glob.glob, _TPUS)):
         return None

@@ -33,8 +33,7 @@ def compiler_options(partition: Partition | None, given: XlaOptions) -> dict[str
 def check_options(given: XlaOptions, device: Any) -> None:
     """Have the compiler of `device`, which need not be here, read the options.
 
-    Raises:
-      ConfigError: it does not know one, or cannot use its value.
+    Raises `ConfigError`: it does not know one, or cannot use its value.
     """
     together = _refusal(given, device)
     if together is None:

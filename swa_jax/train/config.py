@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from swa_jax.data import SourceConfig
+from swa_jax.data.sources import SourceConfig
 from swa_jax.errors import ConfigError
 from swa_jax.files import check_local
 from swa_jax.model.config import ModelConfig, RopeScaling
@@ -160,9 +160,6 @@ class TrainConfig:
     def attention(self) -> str:
         """The recipe or pattern file that the run trains under."""
         return self.pattern if self.method is None else METHODS[self.method]
-
-    def stage_window(self, stage: StageConfig) -> int | None:
-        return self.sliding_window if stage.sliding_window is None else stage.sliding_window
 
     @property
     def start_dtype(self) -> str:

@@ -26,8 +26,7 @@ from flax import nnx
 from swa_jax.checkpoint.folder import MANIFEST_FILE, load_model, open_checkpoint, save_model
 from swa_jax.checkpoint.peft import save_adapter
 from swa_jax.chips import peak_flops
-from swa_jax.data import check_source
-from swa_jax.data.batches import Batches
+from swa_jax.data.batches import Batches, check_source
 from swa_jax.data.tokenizer import Tokenizer, check_same_tokens, load_tokenizer
 from swa_jax.errors import CheckpointError, ConfigError, NotFiniteError, full_disk, reason
 from swa_jax.files import alone, sum_of_file, write_text
@@ -43,24 +42,22 @@ from swa_jax.model.sharding import Partition, check_batch, check_model, make_mes
 from swa_jax.report.progress import Progress, rate
 from swa_jax.settings import from_dict, parse_yaml, to_dict
 from swa_jax.train.compiler import check_options
-from swa_jax.train.config import StageConfig, TrainConfig
+from swa_jax.train.config import TrainConfig
 from swa_jax.train.earlier_run import check_earlier_run, with_earlier_optimizer
 from swa_jax.train.optimizer import make_optimizer, warn_of_short_runs
 from swa_jax.train.patterns import check_patterns, find_start, run_pattern, stage_patterns, with_folders
 from swa_jax.train.preemption import Preempted, preemption_notices
 from swa_jax.train.run_checkpoints import RunCheckpoints, from_first_process, has_checkpoint, recorded
 from swa_jax.train.run_log import RunLog
-from swa_jax.train.stage_data import held_out_batches, local_rows, open_stages, stage_batches
+from swa_jax.train.stage_data import local_rows, open_stages, stage_batches
 from swa_jax.train.step import TrainState, abstract_state, init_state, make_step, make_validation_loss, shard_state
 from swa_jax.train.worker import check_lease, compile_together, meet
-
-__all__ = ["StageConfig", "TrainConfig", "train"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """A run but for its state: what its steps are made of."""
 
     config: TrainConfig
@@ -107,98 +104,90 @@ def train(config: TrainConfig, *, quiet: bool = False) -> Path:
             state = dataclasses.replace(state, frozen=frozen)
         done = int(state.step)
         peak = peak_flops(jax.devices()[0].device_kind)
-        log = RunLog(
-            run.folder,
-            config.log,
-            resume_at=done,
-            settings=to_dict(config),
-            peak_flops=None if peak is None else peak * jax.device_count(),
-        )
+        whole = None if peak is None else peak * jax.device_count()
+        log = RunLog(run.folder, config.log, resume_at=done, settings=to_dict(config), peak_flops=whole)
         with Progress("step", transient=False, quiet=quiet or not first) as progress, log:
-
-            def show(lines: list[dict[str, Any]]) -> None:
-                for line in lines:
-                    newest = checkpoints.newest
-                    note = "" if newest is None else f"last checkpoint {newest}"
-                    progress.update(line["step"], config.total_steps, _summary(line), note)
-                    _stop_on_nan(line, config)
-
+            session = _Session(run, checkpoints, log, progress, preempted)
             for number, start in enumerate(config.starts):
                 if done < start + config.stages[number].steps:
                     progress.say(_describe_stage(run, number, start))
-                    state = _train_stage(
-                        run, number, start, state, data_state if done > start else None, checkpoints, log,
-                        show, progress.say, preempted,
-                    )  # fmt: skip
+                    state = session.train_stage(number, start, state, data_state if done > start else None)
                     done = int(state.step)
     return _save_finished(run, state)
 
 
-def _train_stage(
-    run: Run,
-    number: int,
-    start: int,
-    state: TrainState,
-    data_state: Any,
-    checkpoints: RunCheckpoints,
-    log: RunLog,
-    show: Callable[[list[dict[str, Any]]], None],
-    say: Callable[[str], None],
-    preempted: Callable[[int], bool],
-) -> TrainState:
-    """The steps of a stage that are left, the stage's first being `start`; consumes the state, returns the last."""
-    config, partition, stage = run.config, run.partition, run.config.stages[number]
-    batches = run.batches.pop(number, None) or stage_batches(config, number, run.tokenizer, partition)
-    if data_state is not None:
-        batches.set_state(data_state)
-    models = [run.model.with_pattern(pattern) for pattern in run.patterns[number]]
-    steps = [make_step(model, run.optimizer, config, partition) for model in models]
-    losses = [make_validation_loss(model, config, partition) for model in models]
-    tokens, end = stage.batch_size * stage.sequence_length, start + stage.steps
-    flops = [
-        tokens * train_flops_per_token(model.config, model.pattern, stage.sequence_length, lora=model.lora)
-        for model in models
-    ]
-    first = int(state.step)
+@dataclasses.dataclass(frozen=True)
+class _Session:
+    """A run at work: what its steps are saved to and shown by, and who may end it."""
 
-    def validated(done: int, which: int) -> None:
-        loss = validate(config, stage, run.tokenizer, losses[which], state, partition)
-        log.add(done, {"validation_loss": loss})
-        say(f"step {done}/{config.total_steps}  validation loss {loss:.4f}")
+    run: TrainingRun
+    checkpoints: RunCheckpoints
+    log: RunLog
+    progress: Progress
+    preempted: Callable[[int], bool]
 
-    if first == 0 and config.validate_every is not None:
-        validated(0, 0)
-    for step in range(first, end):
-        which, done = step % len(models), step + 1
-        checkpoints.check()
-        log.trace(step)
-        batch = place_batch(next(batches), partition, stage.batch_size)
-        if step < first + len(models):
-            compile_together(steps[which], state, batch, stage.accumulate)
-        state, metrics = steps[which](state, batch, stage.accumulate)
-        show(log.write(done, metrics, tokens, flops[which]))
-        stopping = preempted(done)
-        saving = stopping or done % config.checkpoint_every == 0 or done == end
-        validating = config.validate_every is not None and done % config.validate_every == 0
-        if saving or validating:
-            show(log.flush())  # a state that is no number is not saved
-        # The loss first: after a checkpoint it would not be made up if the run were killed between the two. A run that
-        # is told to stop has little time, and saves first.
-        if validating and not stopping:
-            validated(done, which)
-        if saving:
-            log.sync()
-            checkpoints.save(done, state.without_frozen(), batches.get_state())
-        if validating and stopping:
-            validated(done, which)
-        if stopping and done < config.total_steps:
-            checkpoints.wait()
-            logger.warning("stopped at step %d by SIGTERM: start the same command again to go on", done)
-            raise Preempted
-    return state
+    def train_stage(self, number: int, start: int, state: TrainState, data_state: Any) -> TrainState:
+        """The steps of a stage that are left, the stage's first being `start`; consumes the state, returns the last."""
+        run, config, partition, stage = self.run, self.run.config, self.run.partition, self.run.config.stages[number]
+        batches = run.batches.pop(number, None) or stage_batches(config, number, run.tokenizer, partition)
+        if data_state is not None:
+            batches.set_state(data_state)
+        models = [run.model.with_pattern(pattern) for pattern in run.patterns[number]]
+        steps = [make_step(model, run.optimizer, config, partition) for model in models]
+        losses = [make_validation_loss(model, config, partition) for model in models]
+        tokens, end = stage.batch_size * stage.sequence_length, start + stage.steps
+        flops = [
+            tokens * train_flops_per_token(model.config, model.pattern, stage.sequence_length, lora=model.lora)
+            for model in models
+        ]
+        first = int(state.step)
+        if first == 0 and config.validate_every is not None:
+            self.validate(number, losses[0], state)
+        for step in range(first, end):
+            which, done = step % len(models), step + 1
+            self.checkpoints.check()
+            self.log.trace(step)
+            batch = place_batch(next(batches), partition, stage.batch_size)
+            if step < first + len(models):
+                compile_together(steps[which], state, batch, stage.accumulate)
+            state, metrics = steps[which](state, batch, stage.accumulate)
+            self.show(self.log.write(done, metrics, tokens, flops[which]))
+            stopping = self.preempted(done)
+            saving = stopping or done % config.checkpoint_every == 0 or done == end
+            validating = config.validate_every is not None and done % config.validate_every == 0
+            if saving or validating:
+                self.show(self.log.flush())  # a state that is no number is not saved
+            # The loss first: after a checkpoint it would not be made up if the run were killed between the two. A run
+            # that is told to stop has little time, and saves first.
+            if validating and not stopping:
+                self.validate(number, losses[which], state)
+            if saving:
+                self.log.sync()
+                self.checkpoints.save(done, state.without_frozen(), batches.get_state())
+            if validating and stopping:
+                self.validate(number, losses[which], state)
+            if stopping and done < config.total_steps:
+                self.checkpoints.wait()
+                logger.warning("stopped at step %d by SIGTERM: start the same command again to go on", done)
+                raise Preempted
+        return state
+
+    def show(self, lines: list[dict[str, Any]]) -> None:
+        """The lines of steps that are now known."""
+        for line in lines:
+            newest = self.checkpoints.newest
+            note = "" if newest is None else f"last checkpoint {newest}"
+            self.progress.update(line["step"], self.run.config.total_steps, _summary(line), note)
+            _stop_on_nan(line, self.run.config)
+
+    def validate(self, number: int, loss: Any, state: TrainState) -> None:
+        """Log and show the loss of the documents that a stage holds out."""
+        done, value = int(state.step), held_out_loss(self.run, number, loss, state)
+        self.log.add(done, {"validation_loss": value})
+        self.progress.say(f"step {done}/{self.run.config.total_steps}  validation loss {value:.4f}")
 
 
-def _describe_stage(run: Run, number: int, start: int) -> str:
+def _describe_stage(run: TrainingRun, number: int, start: int) -> str:
     """What is about to be trained: a recipe does not say by itself which window it takes."""
     stages, stage = run.config.stages, run.config.stages[number]
     head = (
@@ -208,7 +197,7 @@ def _describe_stage(run: Run, number: int, start: int) -> str:
     return "\n".join([head, *(str(pattern) for pattern in run.patterns[number])])
 
 
-def _save_finished(run: Run, state: TrainState) -> Path:
+def _save_finished(run: TrainingRun, state: TrainState) -> Path:
     """Write the model of a run that is done, unless it is there; all processes leave when it is."""
     config, destination = run.config, run.folder / "model"
     if from_first_process(destination.exists):
@@ -234,7 +223,7 @@ def _save_finished(run: Run, state: TrainState) -> Path:
     return destination
 
 
-def _merged(run: Run, state: TrainState) -> Decoder:
+def _merged(run: TrainingRun, state: TrainState) -> Decoder:
     """The trained model with its adapters merged, which are written first.
 
     Frozen weights are read again, since the run may have held them in bf16.
@@ -276,22 +265,14 @@ def place_batch(batch: dict[str, np.ndarray], partition: Partition | None, batch
     return {name: place(name, x) for name, x in batch.items()}
 
 
-def validate(
-    config: TrainConfig,
-    stage: StageConfig,
-    tokenizer: Tokenizer,
-    loss: Any,
-    state: TrainState,
-    partition: Partition | None,
-) -> float:
-    """Mean loss of the documents that the stage's data holds out, over `validation_batches` batches at most."""
-    rows = stage.batch_size // stage.accumulate
-    batches = held_out_batches(config, stage, tokenizer, partition)
+def held_out_loss(run: TrainingRun, number: int, loss: Any, state: TrainState) -> float:
+    """Mean loss of the documents that a stage's data holds out, over `validation_batches` batches at most."""
+    config, stage = run.config, run.config.stages[number]
+    batches = stage_batches(config, number, run.tokenizer, run.partition, held_out=True)
     total = weight = 0.0
-    pieces = itertools.islice(batches, config.validation_batches * stage.accumulate)
-    for number, batch in enumerate(pieces):
-        placed = place_batch(batch, partition, rows)
-        if number == 0:
+    for i, batch in enumerate(itertools.islice(batches, config.validation_batches * stage.accumulate)):
+        placed = place_batch(batch, run.partition, stage.batch_size // stage.accumulate)
+        if i == 0:
             compile_together(loss, state.params, state.frozen, placed)
         nll, weights = loss(state.params, state.frozen, placed)
         total, weight = total + float(nll), weight + float(weights)
@@ -313,7 +294,7 @@ def make_partition(config: TrainConfig) -> Partition | None:
     return partition
 
 
-def _prepare(config: TrainConfig) -> Run:
+def _prepare(config: TrainConfig) -> TrainingRun:
     """Everything that can be wrong is found before the model is drawn or read."""
     if config.lora is not None and config.init_from is None:
         raise ConfigError("'lora' adapts a trained model: set 'init_from' to its checkpoint folder in place of 'model'")
@@ -358,7 +339,7 @@ def _prepare(config: TrainConfig) -> Run:
         model = random_model(model_config, pattern, config.seed, partition)
     warn_of_short_runs(config.optimizer, config.total_steps)
     optimizer = make_optimizer(config.optimizer, config.total_steps, model_config, config.rate_factors)
-    return Run(config, Path(config.output), tokenizer, partition, model, patterns, optimizer, batches)
+    return TrainingRun(config, Path(config.output), tokenizer, partition, model, patterns, optimizer, batches)
 
 
 def random_model(config: ModelConfig, pattern: AttentionPattern, seed: int, partition: Partition | None) -> Decoder:
@@ -377,12 +358,8 @@ def random_model(config: ModelConfig, pattern: AttentionPattern, seed: int, part
 
 CONFIG_FILE = "config.yaml"
 BASE_FILE = "base.sha256"  # of the model that adapters are trained on, which checkpoints do not hold
-_MAY_CHANGE = (
-    "mesh",
-    "sharding",
-    "log",
-    "output",  # the folder may have been moved
-)  # when a run goes on: where it computes and what it tells, not what it learns
+# When a run goes on: where it computes and what it tells, not what it learns. The output may have been moved.
+_MAY_CHANGE = ("mesh", "sharding", "log", "output")
 
 
 def _records(config: TrainConfig) -> dict[str, str]:

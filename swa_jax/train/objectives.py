@@ -1,4 +1,4 @@
-"""What training minimises: chunked cross-entropy, and SwiAttn's adaptive regularisation of full attention."""
+"""What training minimises beside the loss of each token: SwiAttn's regularisation of full attention, even experts."""
 
 from __future__ import annotations
 
@@ -28,23 +28,6 @@ def totals_of(segment_ids: jax.Array, weights: jax.Array) -> Totals:
         jnp.maximum(jnp.sum(weights > 0), 1).astype(jnp.float32),
         jnp.maximum(jnp.sum(segment_ids != 0), 1).astype(jnp.float32),
     )
-
-
-def mean_loss(loss: TokenLoss, total_weight: jax.Array | None = None) -> jax.Array:
-    """Weighted mean over the targets, in nats; `total_weight` is that of the whole batch if `loss` is a piece of it."""
-    total = jnp.maximum(jnp.sum(loss.weight), 1e-6) if total_weight is None else total_weight
-    return mean_over_targets(loss.nll, loss.weight, total)
-
-
-def mean_over_targets(values: jax.Array, weights: jax.Array, total_weight: jax.Array) -> jax.Array:
-    """Weighted mean of values [B, T] at the targets, of which the whole batch has `total_weight`."""
-    return jnp.sum(values * weights) / total_weight
-
-
-def z_loss(loss: TokenLoss, total_weight: jax.Array) -> jax.Array:
-    """Weighted mean of the squared log of the softmax's denominator, which keeps logits from drifting."""
-    assert loss.log_z is not None
-    return jnp.sum(jnp.square(loss.log_z) * loss.weight) / total_weight
 
 
 def load_balancing_loss(load: ExpertLoad, layers: int, tokens: jax.Array) -> jax.Array:
@@ -77,9 +60,7 @@ class SwitchLoss:
     adaptive: bool = True  # False: gamma is `base` for every token
 
 
-def switch_regularizer(
-    routing: Routing, loss: TokenLoss, constants: SwitchLoss, total_targets: jax.Array | None = None
-) -> jax.Array:
+def switch_regularizer(routing: Routing, loss: TokenLoss, constants: SwitchLoss, total_targets: jax.Array) -> jax.Array:
     """Eq. 7 to 9: the mean over tokens and layers of `gamma * softplus(logit)`.
 
     `gamma = base / (eps + NLL_t + alpha * MSE_tl)` is a weight: no gradient flows through it. NLL_t is that of target
@@ -87,7 +68,7 @@ def switch_regularizer(
 
     Args:
       routing: leaves [L, B, T]; loss: leaves [B, T].
-      total_targets: of the whole batch, if `loss` is a piece of it.
+      total_targets: of the whole batch, of which `loss` may be a piece.
     """
     counted = (loss.weight > 0).astype(jnp.float32)[None]  # [1, B, T]
     gamma = jnp.full_like(routing.logit, constants.base)
@@ -96,12 +77,9 @@ def switch_regularizer(
             constants.eps + constants.nll * loss.nll[None] + constants.alpha * routing.disagreement
         )
     penalty = jax.lax.stop_gradient(gamma) * jax.nn.softplus(routing.logit) * counted
-    total = jnp.maximum(jnp.sum(counted), 1) if total_targets is None else total_targets
-    return jnp.sum(penalty) / (total * routing.logit.shape[0])
+    return jnp.sum(penalty) / (total_targets * routing.logit.shape[0])
 
 
-def full_attention_ratio(routing: Routing, counted: jax.Array, total_tokens: jax.Array | None = None) -> jax.Array:
-    """Share of the counted tokens [B, T] that see everything, by layer: [L]; `total_tokens` as in the losses."""
-    weight = (counted > 0).astype(jnp.float32)
-    total = jnp.maximum(jnp.sum(weight), 1) if total_tokens is None else total_tokens
-    return jnp.sum(routing.gate * weight, axis=(1, 2)) / total
+def mean_by_layer(values: jax.Array, segment_ids: jax.Array, total_tokens: jax.Array) -> jax.Array:
+    """values [L, B, T] -> [L], of the tokens that are not padding; the whole batch has `total_tokens` of them."""
+    return jnp.sum(values * (segment_ids != 0), axis=(1, 2)) / total_tokens

@@ -21,15 +21,10 @@ from swa_jax.train.config import StageConfig, TrainConfig
 
 
 class Start(NamedTuple):
-    """What is known of a run's model before it is drawn or read.
+    """What is known of a run's model before it is drawn or read."""
 
-    Attributes:
-      config: with the changes that the run asks for.
-      window: of the checkpoint's own pattern, which recipes take; None if it has none, or the model is drawn.
-    """
-
-    config: ModelConfig
-    window: int | None
+    config: ModelConfig  # with the changes that the run asks for
+    window: int | None  # of the checkpoint's own pattern, which recipes take; None: it has none, or the model is drawn
 
 
 def with_folders(config: TrainConfig) -> TrainConfig:
@@ -50,8 +45,7 @@ def with_folders(config: TrainConfig) -> TrainConfig:
 def find_start(config: TrainConfig) -> Start:
     """The model that `init_from` or `model` names.
 
-    Raises:
-      ConfigError: as `open_checkpoint`, or 'nope_full_layers' would leave the model without positions.
+    Raises `ConfigError`: as `open_checkpoint`, or 'nope_full_layers' would leave the model without positions.
     """
     if config.model is not None:
         start = Start(config.model, None)
@@ -82,12 +76,13 @@ def run_pattern(
     config: TrainConfig, start: Start, name: str | None = None, stage: StageConfig | None = None
 ) -> AttentionPattern:
     """The pattern of a recipe or file, by default the run's own, with the window of a stage if one is given."""
+    window = None if stage is None else stage.sliding_window
     return load_pattern(
         config.attention if name is None else name,
         start.config,
         seed=config.seed,
         default_window=start.window,
-        sliding_window=config.sliding_window if stage is None else config.stage_window(stage),
+        sliding_window=config.sliding_window if window is None else window,
         num_sink_tokens=config.num_sink_tokens,
     )
 

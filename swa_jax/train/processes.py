@@ -27,7 +27,7 @@ import time
 from typing import Any
 
 from swa_jax.errors import UserError
-from swa_jax.train.cluster import Place
+from swa_jax.train.cluster import Member
 
 CHANNEL = "SWA_JAX_GUARD"  # environment variable of a worker: the descriptor of its socket to the guard
 TIMEOUT = 45  # seconds in which all processes must have come, and after which a silent one counts as lost
@@ -65,21 +65,21 @@ def lease(timeout: float) -> float:
 # ---- the guard ----
 
 
-def guard(place: Place, command: list[str], timeout: int = TIMEOUT) -> int:
+def guard(member: Member, command: list[str], timeout: int = TIMEOUT) -> int:
     """Run a worker, `command`, as one of several; returns the status that all of them ended with.
 
     Raises `ProcessError` when this worker, or any other, fails or is missing; `LostProcess` when one is gone.
     """
-    return asyncio.run(_guard(place, command, timeout))
+    return asyncio.run(_guard(member, command, timeout))
 
 
-async def _guard(place: Place, command: list[str], timeout: int) -> int:
+async def _guard(member: Member, command: list[str], timeout: int) -> int:
     async with contextlib.AsyncExitStack() as stack:
-        if place.process == 0:
-            await stack.enter_async_context(_Hub(place, timeout))
-        reader, writer = await _connect(place, timeout)
+        if member.process == 0:
+            await stack.enter_async_context(_Hub(member, timeout))
+        reader, writer = await _connect(member, timeout)
         stack.callback(writer.close)
-        _send(writer, hello=place.process, processes=place.processes)
+        _send(writer, hello=member.process, processes=member.processes)
         ours, theirs = socket.socketpair()
         with theirs:
             worker = await asyncio.create_subprocess_exec(
@@ -93,15 +93,15 @@ async def _guard(place: Place, command: list[str], timeout: int) -> int:
         stack.callback(to_worker.close)
         own: dict[str, Any] = {}  # the worker's failure, as it told it
         pulse = _Pulse(writer, timeout)
-        hub = asyncio.create_task(_listen_to_hub(place, reader, to_worker, own, worker, timeout))
+        hub = asyncio.create_task(_listen_to_hub(member, reader, to_worker, own, worker, timeout))
         ends = {hub, asyncio.create_task(pulse.run())}
-        tasks = ends | {asyncio.create_task(_listen_to_worker(place, worker, from_worker, writer, own, timeout))}
+        tasks = ends | {asyncio.create_task(_listen_to_worker(member, worker, from_worker, writer, own, timeout))}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             # A guard that stood still hears the others' end first, and would take it for the cause.
             if pulse.stood_still() and not (hub.done() and hub.exception() is None):
                 raise LostProcess(
-                    f"{place} stood still for {pulse.longest:.0f} s, because it or its machine was stopped, and the "
+                    f"{member} stood still for {pulse.longest:.0f} s, because it or its machine was stopped, and the "
                     f"others do not wait that long; {AGAIN}"
                 )
             return await hub
@@ -111,16 +111,16 @@ async def _guard(place: Place, command: list[str], timeout: int) -> int:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _connect(place: Place, timeout: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _connect(member: Member, timeout: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     deadline = time.monotonic() + timeout
     while True:
         try:
-            attempt = asyncio.open_connection(*place.address, limit=_LINE)
+            attempt = asyncio.open_connection(*member.address, limit=_LINE)
             return await asyncio.wait_for(attempt, max(1.0, deadline - time.monotonic()))
         except OSError as error:  # TimeoutError is one
             if time.monotonic() > deadline:
                 raise ProcessError(
-                    f"process 0 of {place.processes} could not be reached at {place.coordinator} within {timeout} s "
+                    f"process 0 of {member.processes} could not be reached at {member.coordinator} within {timeout} s "
                     f"({error.strerror or 'no answer'}): start it there with --process-id 0, correct --coordinator, or "
                     "give all processes a longer --timeout"
                 ) from None
@@ -128,7 +128,7 @@ async def _connect(place: Place, timeout: int) -> tuple[asyncio.StreamReader, as
 
 
 async def _listen_to_worker(
-    place: Place,
+    member: Member,
     worker: asyncio.subprocess.Process,
     reader: asyncio.StreamReader,
     hub: asyncio.StreamWriter,
@@ -151,7 +151,7 @@ async def _listen_to_worker(
             continue
         if "failed" in message:
             own |= message
-            failed = f"{place} failed: {message['failed']}"
+            failed = f"{member} failed: {message['failed']}"
             _send(hub, failed=failed, certain=message["certain"], lost=message.get("lost", False))
             return  # it waits for its end
         _send(hub, **message)
@@ -169,11 +169,11 @@ async def _listen_to_worker(
         how = f"was ended by {signal.Signals(-status).name}; what it said last is in its log"
     # Such signals may be JAX's answer to the end of another process.
     certain = -status not in (signal.SIGABRT, signal.SIGSEGV)
-    _send(hub, failed=f"{place} {how}; {AGAIN}", certain=certain, lost=status == LostProcess.status)
+    _send(hub, failed=f"{member} {how}; {AGAIN}", certain=certain, lost=status == LostProcess.status)
 
 
 async def _listen_to_hub(
-    place: Place,
+    member: Member,
     reader: asyncio.StreamReader,
     worker: asyncio.StreamWriter,
     own: dict[str, Any],
@@ -191,13 +191,13 @@ async def _listen_to_hub(
         if not line:
             if own.get("certain"):
                 raise ProcessError(own["failed"])
-            raise LostProcess(f"process 0 of {place.processes} ({place.coordinator}) {gone}; {AGAIN}")
+            raise LostProcess(f"process 0 of {member.processes} ({member.coordinator}) {gone}; {AGAIN}")
         message = json.loads(line)
         if "go" in message or "alive" in message:
             _send(worker, **message)
         elif "end" in message:
             error = LostProcess if message["lost"] else ProcessError
-            if message["process"] == place.process and own:  # it is this one's own failure
+            if message["process"] == member.process and own:  # it is this one's own failure
                 raise Traceback(own["traceback"]) if own.get("traceback") else error(own["failed"])
             raise error(message["end"])
         elif "done" in message:
@@ -246,8 +246,8 @@ def _send(writer: asyncio.StreamWriter, **message: Any) -> None:
 class _Hub:
     """An asynchronous context manager; leaving it waits a moment for the other guards to have heard the last word."""
 
-    def __init__(self, place: Place, timeout: int):
-        self.place, self.timeout = place, timeout
+    def __init__(self, member: Member, timeout: int):
+        self.member, self.timeout = member, timeout
         self.members: dict[int, asyncio.StreamWriter] = {}
         self.settings: dict[int, dict[str, Any]] = {}
         self.finished: set[int] = set()
@@ -256,10 +256,10 @@ class _Hub:
 
     async def __aenter__(self) -> _Hub:
         try:
-            self.server = await asyncio.start_server(self._serve, port=self.place.address[1], limit=_LINE)
+            self.server = await asyncio.start_server(self._serve, port=self.member.address[1], limit=_LINE)
         except OSError as error:
             raise ProcessError(
-                f"process 0 cannot listen on port {self.place.address[1]} of --coordinator {self.place.coordinator}: "
+                f"process 0 cannot listen on port {self.member.address[1]} of --coordinator {self.member.coordinator}: "
                 f"{os.strerror(error.errno) if error.errno else error}; take another port, or end what holds it"
             ) from None
         self._start(self._missing())
@@ -283,11 +283,11 @@ class _Hub:
 
     async def _missing(self) -> None:
         await asyncio.sleep(self.timeout)
-        missing = sorted(set(range(self.place.processes)) - set(self.members))
+        missing = sorted(set(range(self.member.processes)) - set(self.members))
         if missing and not self.over:
             names = ", ".join(map(str, missing[:8])) + (" and more" if missing[8:] else "")
             self._end(
-                f"{len(missing)} of {self.place.processes} processes did not come to {self.place.coordinator} within "
+                f"{len(missing)} of {self.member.processes} processes did not come to {self.member.coordinator} within "
                 f"{self.timeout} s (--process-id {names}): start all of them with the same --coordinator, or give "
                 "them a longer --timeout"
             )
@@ -314,8 +314,8 @@ class _Hub:
             number, count = int(hello["hello"]), int(hello["processes"])
         except (OSError, ValueError, KeyError, TypeError):
             return None  # not one of ours
-        if count != self.place.processes:
-            problem = f"process {number} was started with --processes {count}, process 0 with {self.place.processes}"
+        if count != self.member.processes:
+            problem = f"process {number} was started with --processes {count}, process 0 with {self.member.processes}"
         elif number in self.members or self.over:
             problem = f"--process-id {number} is taken: give each process of the run its own"
         else:
@@ -340,13 +340,13 @@ class _Hub:
         except OSError:
             pass
         if number not in self.finished:
-            self._end(f"process {number} of {self.place.processes} ({host}) {gone}; {AGAIN}", lost=True)
+            self._end(f"process {number} of {self.member.processes} ({host}) {gone}; {AGAIN}", lost=True)
         del self.members[number]  # after the last word, which a process that is only frozen reads one day
 
     def _heard(self, number: int, message: dict[str, Any]) -> None:
         if "settings" in message:
             self.settings[number] = message["settings"]
-            if len(self.settings) == self.place.processes:
+            if len(self.settings) == self.member.processes:
                 self._go()
         elif "failed" in message:
             if message["certain"]:
@@ -355,11 +355,11 @@ class _Hub:
                 self._start(self._end_later(message["failed"], number, lost=message["lost"]))
         elif "finished" in message:
             self.finished.add(number)
-            if len(self.finished) == self.place.processes and not self.over:
+            if len(self.finished) == self.member.processes and not self.over:
                 self._tell_all(done=1)
 
     def _go(self) -> None:
-        for number in range(1, self.place.processes):
+        for number in range(1, self.member.processes):
             difference = _difference(self.settings[0], self.settings[number])
             if difference:
                 key, first, other = difference
@@ -368,7 +368,7 @@ class _Hub:
                     f"{first} in process 0; give every process the same file and the same settings"
                 )
                 return
-        address = f"{self.place.coordinator.rpartition(':')[0]}:{_free_port()}"  # of JAX's own service
+        address = f"{self.member.coordinator.rpartition(':')[0]}:{_free_port()}"  # of JAX's own service
         for writer in self.members.values():
             _send(writer, go=address)
 

@@ -20,7 +20,7 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self
 
 import jax
@@ -81,9 +81,7 @@ class RunCheckpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if kind is None:
             self.wait()
         elif self._pending is not None:
@@ -214,27 +212,25 @@ class RunCheckpoints:
         """(step of the newest good checkpoint, "" or what stands in the way)."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            return self._look_through()
+            good, damaged = _newest_good(self.folder, _steps(self.folder))
+            if damaged and good is None:
+                others = f" (and {len(damaged) - 1} more are damaged)" if damaged[1:] else ""
+                return None, (
+                    f"{damaged[0][1]}; no good checkpoint is left{others}: bring one back from a copy, or move "
+                    f"{self.folder} elsewhere to start the run from its beginning"
+                )
+            for leftover in self.folder.iterdir():
+                if _LEFTOVER.fullmatch(leftover.name):
+                    shutil.rmtree(leftover)
+            for step, problem in damaged:
+                aside = _unused(self.folder / f"{step}.damaged")
+                os.rename(self.folder / str(step), aside)
+                log.warning(
+                    "%s; going on from the checkpoint of step %d (%s is now %s)", problem, good, step, aside.name
+                )
+            return good, ""
         except OSError as error:  # told to the other processes, which wait for an answer
             return None, f"{error.filename}: {error.strerror}"
-
-    def _look_through(self) -> tuple[int | None, str]:
-        good, damaged = _newest_good(self.folder, _steps(self.folder))
-        if damaged and good is None:
-            step, problem = damaged[0]
-            others = f" (and {len(damaged) - 1} more are damaged)" if damaged[1:] else ""
-            return None, (
-                f"{problem}; no good checkpoint is left{others}: bring one back from a copy, or move {self.folder} "
-                "elsewhere to start the run from its beginning"
-            )
-        for leftover in self.folder.iterdir():
-            if _LEFTOVER.fullmatch(leftover.name):
-                shutil.rmtree(leftover)
-        for step, problem in damaged:
-            aside = _unused(self.folder / f"{step}.damaged")
-            os.rename(self.folder / str(step), aside)
-            log.warning("%s; going on from the checkpoint of step %d (%s is now %s)", problem, good, step, aside.name)
-        return good, ""
 
     def _refusal(self, step: int) -> str:
         """Why the checkpoint of a step cannot be read, or ""."""
@@ -249,7 +245,7 @@ class RunCheckpoints:
 
 def has_checkpoint(folder: Path) -> bool:
     """Whether a run has a finished checkpoint there, good or damaged."""
-    return folder.is_dir() and bool(_steps(folder))
+    return bool(_steps(folder))
 
 
 def last_good(folder: Path) -> int:
@@ -257,7 +253,7 @@ def last_good(folder: Path) -> int:
 
     Raises `CheckpointError` if there is none, or the last is damaged.
     """
-    good, damaged = _newest_good(folder, _steps(folder) if folder.is_dir() else [])
+    good, damaged = _newest_good(folder, _steps(folder))
     if damaged:
         raise CheckpointError(damaged[0][1])
     if good is None:
@@ -281,7 +277,7 @@ def recorded(run: Path, name: str) -> Path | None:
     the run folder's own. That one comes second, because somebody may have edited it.
     """
     folder = run / "checkpoints"
-    for step in reversed(_steps(folder) if folder.is_dir() else []):
+    for step in reversed(_steps(folder)):
         file = folder / str(step) / name
         try:
             manifest = (folder / str(step) / MANIFEST_FILE).read_text()
@@ -289,13 +285,13 @@ def recorded(run: Path, name: str) -> Path | None:
             if manifest == _manifest(step, sums) and sum_of_file(file) == sums[name]:
                 return file
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # damaged, which opening the checkpoints tells, or of a version without records
+            continue  # damaged, which opening the checkpoints tells
     return run / name if (run / name).is_file() else None
 
 
 def newest_step(folder: Path) -> int:
     """The step of the newest finished checkpoint, good or damaged; 0 if there is none."""
-    return max(_steps(folder), default=0) if folder.is_dir() else 0
+    return max(_steps(folder), default=0)
 
 
 def named(tree: Any) -> dict[str, Any]:
@@ -305,7 +301,8 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 def _steps(folder: Path) -> list[int]:
-    return sorted(int(path.name) for path in folder.iterdir() if re.fullmatch("0|[1-9][0-9]*", path.name))
+    names = os.listdir(folder) if folder.is_dir() else []
+    return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
 
 
 def _unused(path: Path) -> Path:

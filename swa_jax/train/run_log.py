@@ -6,7 +6,6 @@ Metrics stay on the device until the next step has been started, so that logging
 from __future__ import annotations
 
 import errno
-import importlib
 import json
 import logging
 import os
@@ -14,12 +13,11 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
 
-from swa_jax.errors import CheckpointError, not_installed
+from swa_jax.errors import CheckpointError, import_optional, not_installed
 from swa_jax.files import write_bytes
 from swa_jax.train.config import LogConfig
 from swa_jax.train.worker import check_lease
@@ -43,10 +41,12 @@ class RunLog:
             return
         kept = resume_at or -1  # a run that begins anew also validates anew before its first step
         if config.tensorboard:
-            module = _optional("tensorboardX", "log.tensorboard")
+            need = not_installed("'log.tensorboard' needs the package tensorboardX", extra="logging")
+            module = import_optional("tensorboardX", need)
             self.tensorboard = module.SummaryWriter(str(run / "tensorboard"), purge_step=kept + 1)
         if config.wandb_project is not None:
-            module = _optional("wandb", "log.wandb_project")
+            need = not_installed("'log.wandb_project' needs the package wandb", extra="logging")
+            module = import_optional("wandb", need)
             self.wandb = module.init(
                 project=config.wandb_project, dir=str(run), id=run.name, resume="allow", config=settings
             )
@@ -127,9 +127,7 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if self.trace_until is not None:
             jax.profiler.stop_trace()
         for sink in (self.file, self.tensorboard):
@@ -175,13 +173,6 @@ def _scalars(line: dict[str, Any]) -> dict[str, float]:
         elif name != "step":
             flat[name] = value
     return flat
-
-
-def _optional(module: str, key: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise not_installed(f"'{key}' needs the package {module}", extra="logging") from None
 
 
 def _plain(value: jax.Array) -> float | list[float]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swa_jax.data import make_batches
-from swa_jax.data.batches import Batches
+from swa_jax.data.batches import Batches, make_batches
 from swa_jax.data.tokenizer import Tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.model.sharding import Partition
-from swa_jax.train.config import StageConfig, TrainConfig
+from swa_jax.train.config import TrainConfig
 from swa_jax.train.run_checkpoints import newest_step
 
 
@@ -29,39 +28,26 @@ def open_stages(config: TrainConfig, tokenizer: Tokenizer, partition: Partition 
             opened[number] = stage_batches(config, number, tokenizer, partition)
             opened[number].check()
             if config.validate_every is not None:
-                held_out_batches(config, stage, tokenizer, partition).check()
+                stage_batches(config, number, tokenizer, partition, held_out=True).check()
         except ConfigError as error:
             raise ConfigError(f"'stages.{number}.data': {error}") from None
     return opened
 
 
-def stage_batches(config: TrainConfig, number: int, tokenizer: Tokenizer, partition: Partition | None) -> Batches:
-    """What a stage trains on; without end."""
-    stage = config.stages[number]
-    return make_batches(
-        stage.data,
-        tokenizer,
-        length=stage.sequence_length,
-        batch_size=stage.batch_size,
-        seed=config.seed + 1000 * number,
-        rows=local_rows(partition, stage.batch_size),
-        top_logprobs=config.kl_top_k or 0,
-    )
-
-
-def held_out_batches(
-    config: TrainConfig, stage: StageConfig, tokenizer: Tokenizer, partition: Partition | None
+def stage_batches(
+    config: TrainConfig, number: int, tokenizer: Tokenizer, partition: Partition | None, *, held_out: bool = False
 ) -> Batches:
-    """The documents that a stage holds out, once, in batches of one piece's rows."""
-    rows = stage.batch_size // stage.accumulate
+    """What a stage trains on, without end; or the documents that it holds out, once, in batches of one piece's rows."""
+    stage = config.stages[number]
+    rows = stage.batch_size // (stage.accumulate if held_out else 1)
     return make_batches(
         stage.data,
         tokenizer,
         length=stage.sequence_length,
         batch_size=rows,
-        seed=config.seed,
+        seed=config.seed + 1000 * number,
         rows=local_rows(partition, rows),
-        held_out=True,
+        held_out=held_out,
         top_logprobs=config.kl_top_k or 0,
     )
 

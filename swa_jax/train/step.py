@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from pallas_kernels.spec import segment_positions
-from swa_jax.model.attention import cast_parameters
+from swa_jax.model.attention import Routing, cast_parameters
 from swa_jax.model.config import ModelConfig
 from swa_jax.model.decoder import Decoder
 from swa_jax.model.layer_types import SWITCH
@@ -21,16 +21,7 @@ from swa_jax.model.sequence_order import in_zigzag, zigzag
 from swa_jax.model.sharding import Partition, constrain, state_shardings
 from swa_jax.train.compiler import compiler_options
 from swa_jax.train.config import TrainConfig
-from swa_jax.train.objectives import (
-    Totals,
-    full_attention_ratio,
-    load_balancing_loss,
-    mean_loss,
-    mean_over_targets,
-    switch_regularizer,
-    totals_of,
-    z_loss,
-)
+from swa_jax.train.objectives import Totals, load_balancing_loss, mean_by_layer, switch_regularizer, totals_of
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -149,11 +140,13 @@ def make_loss(
         teacher = teacher_of(batch)
         layout, positions = partition, None
         # Dropout is drawn for the places of a row, which it is not to lose its order for.
-        if partition is not None and dropout_key is None and _in_zigzag(config, model, partition, ids):
+        pieces = 1 if partition is None or dropout_key is not None else partition.size("sequence")
+        if partition is not None and in_zigzag(config.sequence_order, model.pattern, ids.shape[1], pieces):
             layout = dataclasses.replace(partition, zigzag=True)
-            arrays = ids, segments, segment_positions(segments), targets, weights
-            ids, segments, positions, targets, weights = (_zigzag(x, partition) for x in arrays)
-            teacher = jax.tree.map(lambda x: _zigzag(x, partition), teacher)
+            arrays = ids, segments, segment_positions(segments), targets, weights, teacher
+            ids, segments, positions, targets, weights, teacher = jax.tree.map(
+                lambda x: constrain(zigzag(x, pieces), partition, "batch", "sequence"), arrays
+            )
         hidden, routing = model.features(
             ids,
             segment_ids=segments,
@@ -165,12 +158,16 @@ def make_loss(
             dropout_key=dropout_key,
         )
         tokens = model.token_loss(hidden, targets, weights, teacher=teacher, partition=partition)
-        loss = language_loss = mean_loss(tokens, totals.weight)
-        metrics = {"loss": language_loss, "accuracy": jnp.sum(tokens.correct * weights) / totals.weight}
+
+        def mean(values: jax.Array) -> jax.Array:
+            return jnp.sum(values * tokens.weight) / totals.weight
+
+        loss = language_loss = mean(tokens.nll)
+        metrics = {"loss": language_loss, "accuracy": mean(tokens.correct)}
         if tokens.divergence is not None:
-            loss = metrics["divergence"] = mean_over_targets(tokens.divergence, weights, totals.weight)
+            loss = metrics["divergence"] = mean(tokens.divergence)
         if config.z_loss:
-            metrics["z_loss"] = z_loss(tokens, totals.weight)
+            metrics["z_loss"] = mean(jnp.square(tokens.log_z))
             loss = loss + config.z_loss * metrics["z_loss"]
         if routing.experts is not None:
             counted = jnp.sum(segments != 0)
@@ -179,19 +176,22 @@ def make_loss(
             metrics["load_balancing_loss"] = balance = balance * counted / totals.tokens
             loss = loss + config.router_aux_loss_coef * balance
         if SWITCH in model.pattern.layer_types:
-            penalty = switch_regularizer(routing, tokens, config.switch_loss, totals.targets)
-            by_layer = full_attention_ratio(routing, segments, totals.tokens)
-            loss = loss + penalty
-            metrics |= {
-                "regularization": penalty,
-                "full_attention_ratio": jnp.mean(by_layer),
-                "full_attention_ratio_by_layer": by_layer,
-                "router_logit_by_layer": _mean_by_layer(routing.logit, segments, totals.tokens),
-                "disagreement_by_layer": _mean_by_layer(routing.disagreement, segments, totals.tokens),
-            }
+            metrics["regularization"] = switch_regularizer(routing, tokens, config.switch_loss, totals.targets)
+            metrics |= _routing_metrics(routing, segments, totals)
+            loss = loss + metrics["regularization"]
         return loss, metrics
 
     return loss_of
+
+
+def _routing_metrics(routing: Routing, segments: jax.Array, totals: Totals) -> Metrics:
+    values = (
+        ("full_attention_ratio", routing.gate),
+        ("router_logit", routing.logit),
+        ("disagreement", routing.disagreement),
+    )
+    found = {f"{name}_by_layer": mean_by_layer(value, segments, totals.tokens) for name, value in values}
+    return {"full_attention_ratio": jnp.mean(found["full_attention_ratio_by_layer"])} | found
 
 
 def teacher_of(batch: Batch) -> Teacher | None:
@@ -199,20 +199,6 @@ def teacher_of(batch: Batch) -> Teacher | None:
     if "top_tokens" not in batch:
         return None
     return Teacher(*(jnp.roll(batch[name], -1, axis=1) for name in ("top_tokens", "top_logprobs")))
-
-
-def _in_zigzag(config: TrainConfig, model: Decoder, partition: Partition, tokens: jax.Array) -> bool:
-    pieces = partition.size("sequence")
-    return in_zigzag(config.sequence_order, model.pattern, tokens.shape[1], pieces)
-
-
-def _zigzag(x: jax.Array, partition: Partition) -> jax.Array:
-    return constrain(zigzag(x, partition.size("sequence")), partition, "batch", "sequence")
-
-
-def _mean_by_layer(values: jax.Array, segments: jax.Array, tokens: jax.Array) -> jax.Array:
-    """values [L, B, T] -> [L], padding left out."""
-    return jnp.sum(values * (segments != 0), axis=(1, 2)) / tokens
 
 
 def _gradients(

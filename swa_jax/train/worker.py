@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from swa_jax.errors import sentence
-from swa_jax.train.cluster import Place
+from swa_jax.train.cluster import Member
 from swa_jax.train.processes import AGAIN, CHANNEL, PULSES, LostProcess, lease
 
 _DAY = 24 * 3600  # seconds
@@ -33,7 +33,7 @@ def is_worker() -> bool:
 
 
 @contextlib.contextmanager
-def worker(place: Place, timeout: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+def worker(member: Member, timeout: int) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Gives `join(settings)`, which starts `jax.distributed` once all processes have joined with equal settings.
 
     Enter it before anything that takes long: the guard waits no longer than `timeout` seconds for a sign of life. An
@@ -48,8 +48,8 @@ def worker(place: Place, timeout: int) -> Iterator[Callable[[dict[str, Any]], No
         line.say(settings=settings | {"version of jax": jax.__version__})
         jax.distributed.initialize(
             line.go.get(),
-            place.processes,
-            place.process,
+            member.processes,
+            member.process,
             cluster_detection_method="deactivate",
             # JAX would end a healthy process without a word on which other one is gone: the guards watch, and say it.
             initialization_timeout=timeout,

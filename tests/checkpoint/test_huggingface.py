@@ -29,18 +29,6 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 Q_WEIGHT = "model.layers.1.self_attn.q_proj.weight"
 
 
-@pytest.fixture
-def source(tmp_path) -> Path:
-    """A copy of a golden model (Qwen2, tied) that a test may damage."""
-    ignore = shutil.ignore_patterns("golden.safetensors", "legacy_config.json")
-    return shutil.copytree(GOLDEN / "qwen2-full", tmp_path / "source", ignore=ignore)
-
-
-@pytest.fixture
-def destination(tmp_path) -> Path:
-    return tmp_path / "out" / "checkpoint"
-
-
 def edit_config(folder: Path, **keys) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
@@ -265,7 +253,7 @@ def test_export_gives_back_what_was_imported(tmp_path, case):
 
 def test_export_in_shards(tmp_path, monkeypatch):
     checkpoint = import_model(GOLDEN / "qwen3-hybrid", tmp_path / "checkpoint")
-    monkeypatch.setattr(weights, "MAX_SHARD_BYTES", 60_000)
+    monkeypatch.setattr(swa_jax.checkpoint.hf_export, "SHARD_BYTES", 60_000)
     exported = export_model(checkpoint, tmp_path / "exported", canary=False)
     index = json.loads((exported / "model.safetensors.index.json").read_text())
     shards = sorted(exported.glob("model-*.safetensors"))
@@ -307,7 +295,7 @@ def test_mixed_dtypes_are_exported_aligned(source, tmp_path):
 def test_every_tensor_begins_at_a_multiple_of_its_items(tmp_path):
     arrays = {"odd": np.arange(3, dtype=np.float16), "wide": np.arange(2, dtype=np.float32)}
     tensors = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-    write_model(tmp_path, tensors, lambda names: [(name, arrays[name]) for name in names])
+    write_model(tmp_path, tensors, lambda names: [(name, arrays[name]) for name in names], shard_bytes=10**9)
     data = (tmp_path / "model.safetensors").read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     for name, array in arrays.items():

@@ -23,11 +23,6 @@ READ = ("config.json", "generation_config.json", "model")  # beginnings of the n
 
 
 @pytest.fixture
-def destination(tmp_path) -> Path:
-    return tmp_path / "out" / "checkpoint"
-
-
-@pytest.fixture
 def repository(tmp_path) -> Path:
     """The sharded golden, and beside it files that no import needs."""
     folder = shutil.copytree(SHARDED, tmp_path / "repository")

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from compiled_chains import small_tokenizer
 
-from swa_jax.data import SourceConfig, make_batches
-from swa_jax.data.batches import open_source
+from swa_jax.data.batches import make_batches, open_source
 from swa_jax.data.chains import FILLERS, NAMES, NUMBERS, STATES, Chains, Passages
 from swa_jax.data.haystack import Haystack
 from swa_jax.data.lessons import Needles
+from swa_jax.data.sources import SourceConfig
 from swa_jax.data.tokenizer import train_byte_bpe
 from swa_jax.errors import ConfigError
 
@@ -142,11 +142,6 @@ def test_mixtures_name_chains(tokenizer):
     batches.set_state(state)
     np.testing.assert_array_equal(next(batches)["tokens"], after["tokens"])
     assert (batch["weights"] == 4).any(axis=1).sum() == 2
-    # A run of a version that knew no chains goes on.
-    for name in ("hops", "num_chains", "sums", "noise"):
-        del state["data"][f"data.0.{name}"]
-    batches.set_state(state)
-    np.testing.assert_array_equal(next(batches)["tokens"], after["tokens"])
     del state["data"]["data.1.hops"]
     with pytest.raises(ConfigError, match=r"'data\.1\.hops' was None and is now 2"):
         batches.set_state(state)

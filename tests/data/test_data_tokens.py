@@ -13,23 +13,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from typer.testing import CliRunner
+from command_line import run
 
 import swa_jax.data.stored
 import swa_jax.data.tokenize
-from swa_jax.cli.main import app
-from swa_jax.data import SourceConfig, StoredDocuments, make_batches, read_documents
-from swa_jax.data.stored import read_manifest, verify
+from swa_jax.data.batches import make_batches
+from swa_jax.data.documents import read_documents
+from swa_jax.data.sources import SourceConfig
+from swa_jax.data.stored import StoredDocuments, read_manifest, verify
 from swa_jax.data.tokenize import tokenize
 from swa_jax.data.tokenizer import load_tokenizer, train_byte_bpe
 from swa_jax.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(byte_tokenizer):
-    return load_tokenizer(byte_tokenizer)
 
 
 @pytest.fixture
@@ -190,7 +186,7 @@ def test_sigkill_leaves_what_the_next_run_completes(corpus, made, byte_tokenizer
         "import sys, time\n"
         "from pathlib import Path\n"
         "import swa_jax.data.tokenize as t\n"
-        "from swa_jax.data import SourceConfig\n"
+        "from swa_jax.data.sources import SourceConfig\n"
         "real = t.document_hash\n"
         "t.document_hash = lambda tokens: time.sleep(0.02) or real(tokens)\n"
         "t.tokenize(SourceConfig(files=(sys.argv[1],)), Path(sys.argv[2]), Path(sys.argv[3]), shard_tokens=2000)\n"
@@ -315,14 +311,6 @@ def test_damage_met_in_training_stops_it_with_the_sentence(made, tokenizer):
 
 
 # ---- the command line ----
-
-
-def run(*arguments, status=0):
-    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == status, result.output
-    return result.output
 
 
 def test_tokenize_and_inspect_on_the_command_line(corpus, byte_tokenizer, tmp_path):

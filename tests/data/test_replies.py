@@ -12,12 +12,6 @@ from swa_jax.data.reply_text import ReplyText
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
 
-
-@pytest.fixture(scope="module")
-def tokenizer(byte_tokenizer):
-    return load_tokenizer(byte_tokenizer)
-
-
 # ---- the text of a reply ----
 
 TEXT = "Grüße, 世界! \U0001f600 one STOP two STO"

@@ -17,7 +17,7 @@ from swa_jax.data.haystack import (
     library_files,
     split_lines,
 )
-from swa_jax.data.lessons import Dictionary, Needles, Repeats
+from swa_jax.data.lessons import Dictionary, Needles, RepeatedTokens
 from swa_jax.data.tokenizer import Tokenizer, train_byte_bpe
 from swa_jax.errors import ConfigError
 from swa_jax.evaluate.examples import value_places
@@ -210,7 +210,7 @@ def test_dictionary_digits_count_from_the_second_time_on(bpe: Tokenizer) -> None
 
 def test_repeats_repeat_and_count_only_what_can_be_known(bpe: Tokenizer, haystack: Haystack) -> None:
     for index in range(5):
-        sample = Repeats(bpe.vocab_size, haystack, length=64, seed=1)[index]
+        sample = RepeatedTokens(bpe.vocab_size, haystack, length=64, seed=1)[index]
         period = int((sample["weights"] == 0).sum())
         assert 4 <= period <= 32
         np.testing.assert_array_equal(sample["tokens"][period:], sample["tokens"][:-period])
@@ -221,7 +221,7 @@ def test_samples_are_a_pure_function_of_the_index(bpe: Tokenizer, haystack: Hays
         return (
             Needles(bpe, haystack, length=200, seed=3),
             Dictionary(bpe, length=200, seed=3),
-            Repeats(bpe.vocab_size, haystack, length=200, seed=3),
+            RepeatedTokens(bpe.vocab_size, haystack, length=200, seed=3),
         )
 
     for one, other in zip(sources(), sources(), strict=True):

@@ -1,13 +1,13 @@
 """The committed configurations: each can be read, is the size the paper says, and has a small twin that trains."""
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from flax import nnx
+from training_runs import losses
 
 from swa_jax.errors import ConfigError
 from swa_jax.families.pattern_files import load_pattern
@@ -266,6 +266,5 @@ def test_the_twins_train(tmp_path):
         if config.init_from is not None:
             overrides.append(f"init_from={starts[config.init_from]}")
         starts[f"{config.output}/model"] = train(load(name, *overrides), quiet=True)
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in lines] == [1, 2]
-        assert 0 < lines[0]["loss"] < 8, name
+        first, _ = losses(tmp_path / name)
+        assert 0 < first < 8, name

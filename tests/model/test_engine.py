@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels.tolerances import assert_close
-from tiny_models import PATTERNS, SOFTMAX, WINDOW_SIZE, model_of
+from tiny_models import PATTERNS, WINDOW_SIZE, model_of, random_prompts
 
 from swa_jax.errors import ConfigError
 from swa_jax.model.cache import allocate, cache_layouts
@@ -26,16 +26,7 @@ def some(slow=SLOW):
     ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-def random_prompts(lengths, seed=0) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, SOFTMAX.vocab_size, length).tolist() for length in lengths]
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def replies(engine: Engine, prompts, **options) -> list[list[int]]:

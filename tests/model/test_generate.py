@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from kernels.tolerances import assert_close
-from tiny_models import PARALLEL, SOFTMAX, base_model, make, model_of
+from tiny_models import PARALLEL, base_model, make, model_of, random_prompts
 
 import swa_jax
 from pallas_kernels import dispatch
@@ -31,14 +31,7 @@ from swa_jax.model.generate import (
 )
 
 NEW = 12
-LENGTHS = (1, 5, 19, 40)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def test_the_length_of_one_prompt_does_not_change_the_rope_of_another():
@@ -50,11 +43,6 @@ def test_the_length_of_one_prompt_does_not_change_the_rope_of_another():
         alone = [generate(model, [prompt], max_new_tokens=NEW, **options)[0] for prompt in prompts]
         assert generate(model, prompts, max_new_tokens=NEW, **options) == alone
     assert generate(model, prompts[:1], max_new_tokens=NEW, max_length=128, **options) != alone[:1]
-
-
-def random_prompts(lengths=LENGTHS, seed: int = 0) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, SOFTMAX.vocab_size, length).tolist() for length in lengths]
 
 
 # ---- batches ----
@@ -69,15 +57,16 @@ def random_prompts(lengths=LENGTHS, seed: int = 0) -> list[list[int]]:
 )
 def test_batch_equals_each_alone_and_the_full_forward(name):
     model, prompts = model_of(name), random_prompts()
+    lengths = [len(prompt) for prompt in prompts]
     batch = generate(model, prompts, max_new_tokens=NEW)
     assert [len(new) for new in batch] == [NEW] * 4
     assert batch == [generate(model, [prompt], max_new_tokens=NEW)[0] for prompt in prompts]
     # Every token is the likeliest after all that stands before it, in one plain forward pass.
     rows = [prompt + new for prompt, new in zip(prompts, batch, strict=True)]
     tokens = jnp.array([row + [0] * (64 - len(row)) for row in rows])
-    options = {"full_from": jnp.array(LENGTHS)} if model.pattern.full_attention_decode else {}
+    options = {"full_from": jnp.array(lengths)} if model.pattern.full_attention_decode else {}
     predicted = nnx.jit(lambda model, tokens: model(tokens, **options).argmax(-1))(model, tokens)
-    for row, length, new in zip(np.asarray(predicted), LENGTHS, batch, strict=True):
+    for row, length, new in zip(np.asarray(predicted), lengths, batch, strict=True):
         assert row[length - 1 : length - 1 + NEW].tolist() == new
     assert len({tuple(new) for new in batch}) == 4  # the model does listen to its prompt
 
@@ -146,17 +135,6 @@ def test_similar_calls_share_their_compilations():
     assert (_prefill.program()._cache_size(), _decode.program()._cache_size()) == before
     generate(model, random_prompts((9, 70)), **options)  # a longer prompt does compile
     assert (_prefill.program()._cache_size(), _decode.program()._cache_size()) == (before[0] + 1, before[1] + 1)
-
-
-@pytest.mark.parametrize("name", ["full", "streaming", "head-hybrid", "window+fa-decode"])
-def test_measured_cache_bytes(name):
-    model = model_of(name)
-    batch = prepare(model, random_prompts(), NEW)
-    assert batch.tokens.shape == (4, 64)
-    assert batch.max_length == 64
-    cache = jax.eval_shape(lambda: prefill(model, batch)[1])
-    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)) - 4 * 4  # less `lengths`
-    assert held == cache_bytes(model.config, model.pattern, 4, 64, itemsize=4)
 
 
 def test_max_length_is_that_of_the_caches():

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import jax
 import pytest
 
 import swa_jax
@@ -20,11 +19,7 @@ NAMES = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def test_every_family_has_its_replies():

@@ -217,17 +217,6 @@ def test_a_row_of_experts_is_laid_out_and_orthogonalised_but_has_no_adapter(monk
     assert len(LoraConfig(targets=tuple(TARGETS)).factors(config)) == 7
 
 
-def test_lora_names_a_projection_that_the_model_lacks(monkeypatch):
-    pattern = AttentionPattern.from_recipe("full", BYTES)
-    model = nnx.eval_shape(lambda: Decoder(BYTES, pattern, rngs=nnx.Rngs(0)))
-    layer = declaration._mlp
-    monkeypatch.setattr(
-        declaration, "_mlp", lambda config: [row for row in layer(config) if row.path[1] != "gate_proj"]
-    )
-    with pytest.raises(ConfigError, match="names 'gate_proj', which a llama model does not have"):
-        with_lora(model, LoraConfig(targets=("q_proj", "gate_proj")), nnx.Rngs(0))
-
-
 # ---- names ----
 
 

@@ -53,6 +53,8 @@ def test_fields_of_recipes():
     assert full.sliding_window is None
     suffixed = AttentionPattern.from_recipe("window+fa-decode+sink-tokens=7", 3, sliding_window=64)
     assert (suffixed.sliding_window, suffixed.num_sink_tokens, suffixed.full_attention_decode) == (64, 7, True)
+    row = AttentionPattern.from_recipe("swaa-trained-efficiency-interleave+sink-tokens=3", 4)
+    assert (row.full_layers, row.num_sink_tokens, row.full_attention_decode) == ((1, 3), 3, False)
     given = AttentionPattern.from_recipe("streaming+fa-decode", 3, num_sink_tokens=0, full_attention_decode=False)
     assert given == window  # arguments win over the recipe
     assert AttentionPattern.from_recipe("window", SOFTMAX).num_layers == SOFTMAX.num_hidden_layers
@@ -92,11 +94,6 @@ def test_one_in_n_is_one_count():
     """Recipes that are compared keep as many layers, also where n does not divide."""
     for recipe in ("interleave", "begin-middle-end", "random"):
         assert len(AttentionPattern.from_recipe(f"{recipe}-1-in-4", 22).full_layers) == 5
-
-
-def test_suffixes_add_to_swaas_rows():
-    row = AttentionPattern.from_recipe("swaa-trained-efficiency-interleave+sink-tokens=3", 4)
-    assert (row.full_layers, row.num_sink_tokens, row.full_attention_decode) == ((1, 3), 3, False)
 
 
 def test_numpy_numbers_are_taken(tmp_path):
@@ -149,18 +146,11 @@ def test_json_round_trip(name, tmp_path):
     text = pattern.to_json(tmp_path / "pattern.json")
     assert json.loads(text)["version"] == 1
     for again in (AttentionPattern.from_json(text), AttentionPattern.from_json(tmp_path / "pattern.json")):
-        assert again == pattern
-        assert hash(again) == hash(pattern)
+        assert again == pattern == PATTERNS[name][1]  # wherever it came from
+        assert hash(again) == hash(PATTERNS[name][1])
         assert again.provenance == pattern.provenance
         assert again.to_json() == text
     assert list(tmp_path.iterdir()) == [tmp_path / "pattern.json"]  # no partial file is left
-
-
-def test_provenance_is_not_part_of_equality():
-    pattern = make("wFwF")
-    noted = dataclasses.replace(pattern, provenance={"method": "nll", "scores": [0.5]})
-    assert noted == pattern
-    assert hash(noted) == hash(pattern)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +283,6 @@ def test_load_pattern(tmp_path):
     pattern.to_json(tmp_path / "p.json")
     assert load_pattern(pattern, SOFTMAX) is pattern
     assert load_pattern(tmp_path / "p.json", SOFTMAX) == pattern
-    assert load_pattern(str(tmp_path / "p.json"), SOFTMAX) == pattern
     assert load_pattern("interleave-1-in-2", SOFTMAX, sliding_window=6) == pattern
     with pytest.raises(ConfigError, match="3 layers, the model 4"):
         load_pattern(make("www"), SOFTMAX)

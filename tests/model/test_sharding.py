@@ -1,5 +1,6 @@
 """Meshes and rules: what fits, what does not, and that every mesh computes what one device does."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from tiny_models import WIDER
 
 from swa_jax.errors import ConfigError
-from swa_jax.model.config import ModelConfig
 from swa_jax.model.flops import attention_flops, matrix_parameters, train_flops_per_token, visible_keys
 from swa_jax.model.pattern import AttentionPattern
 from swa_jax.model.sharding import (
@@ -28,15 +29,7 @@ from swa_jax.model.sharding import (
 from swa_jax.train.loop import random_model
 
 ROOT = Path(__file__).parents[2]
-MODEL = ModelConfig(
-    vocab_size=60,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-)
+MODEL = dataclasses.replace(WIDER, vocab_size=60, num_hidden_layers=2)
 
 
 def abstract_partition(**sizes: int) -> Partition:

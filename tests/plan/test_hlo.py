@@ -53,7 +53,9 @@ def test_trips_of_other_loops(change, trips):
 
 def test_operations_and_cycles_are_multiplied_by_the_runs(program, counts):
     assert hlo.matmul_flops(program, counts) == pytest.approx(24 * 2 * 64 * 128 * 256)
-    assert hlo.estimated_cycles(program, counts) == 24 * 1100  # what says "not known" is left out
+    assert (
+        sum(hlo.cycles_by_part(program, counts, "attention").values()) == 24 * 1100
+    )  # what says "not known" is left out
 
 
 EXPERTS = """
@@ -114,7 +116,6 @@ def test_collectives_say_what_each_device_sends_and_along_which_axes(program, co
     assert (gather.kind, reduce.kind, permute.kind) == ("all-gather", "all-reduce", "collective-permute")
     assert (gather.axes, gather.group, gather.executions) == (("fsdp",), 4, 24)
     assert gather.sent_bytes == 128 * 256 * 2 * 3 / 4
-    assert gather.op_name == "jit(step)/layer/gather"
     assert reduce.axes == ("fsdp", "context")
     assert reduce.sent_bytes == 2 * 8 * 128 * 4 * 7 / 8
     assert permute.axes == ("context",)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from swa_jax.chips import TARGETS
 from swa_jax.cli.main import app
 from swa_jax.errors import ConfigError
-from swa_jax.plan.candidates import Settings, candidates, factorisations, present, refusal
+from swa_jax.plan.candidates import RunChanges, candidates, factorisations, present, refusal
 from swa_jax.plan.cost import Workload, estimate
 from swa_jax.plan.search import SearchFile, key_of, search, to_json
 from swa_jax.plan.search_text import describe_search
@@ -73,13 +73,13 @@ def test_a_mesh_must_suit_every_stage():
     found = set(candidates(config, config.model, 0, 4))
     assert found
     assert {one.data * one.fsdp for one in found} == {1, 2}
-    other = Settings(1, 4, 1, 1, "layer", 1)
+    other = RunChanges(1, 4, 1, 1, "layer", 1)
     assert "'stages.1'" in refusal(other, config, config.model, 0)
 
 
-def test_slices_are_counted_apart():
+def test_slices_are_counted_separately():
     config = config_of(mesh={"slices": 2, "fsdp": 4})
-    assert present(config, 0, 8) == Settings(1, 4, 1, 1, "layer", 1)
+    assert present(config, 0, 8) == RunChanges(1, 4, 1, 1, "layer", 1)
     found = list(candidates(config, config.model, 0, 8))
     assert {one.devices for one in found} == {4}
     assert all(one.partition(config).mesh.shape["data"] == 2 * one.data for one in found)
@@ -93,7 +93,7 @@ def test_experts_have_an_axis_of_their_own(tmp_path):
     dense = config_of()
     assert {one.expert for one in candidates(dense, dense.model, 0, 8)} == {1}
     split = config_of(model=EXPERTS, mesh={"fsdp": 2, "expert": 4})
-    assert present(split, 0, 8) == Settings(1, 2, 1, 1, "layer", 1, expert=4)
+    assert present(split, 0, 8) == RunChanges(1, 2, 1, 1, "layer", 1, expert=4)
     assert present(split, 0, 8).overrides(config, 0) == ["mesh.fsdp=2", "mesh.expert=4"]
 
 
@@ -102,7 +102,7 @@ def test_overrides_make_what_was_tried(tmp_path):
     config = config_of(xla_options={"xla_tpu_scoped_vmem_limit_kib": "32768"})
     file.write_text(json.dumps(to_dict(config)))
     options = (("xla_tpu_scoped_vmem_limit_kib", 98304), ("xla_lhs_prioritize", "ENABLED"), ("xla_flag", True))
-    tried = Settings(1, 2, 2, 1, "projections", 4, options)
+    tried = RunChanges(1, 2, 2, 1, "projections", 4, options)
     overrides = tried.overrides(config, 0)
     assert overrides == [
         "mesh.fsdp=2",
@@ -127,26 +127,26 @@ def test_weights_and_moments_are_those_of_the_plan():
     work = work_of(config_of(), 8)
     layer = 256 * 128 * (2 * 4 + 2 * 2) + 3 * 256 * 512
     split, whole = 3 * layer + 2 * 1024 * 256, 3 * 2 * 256 + 256
-    guess = estimate(work, Settings(1, 4, 2, 1, "layer", 1))
+    guess = estimate(work, RunChanges(1, 4, 2, 1, "layer", 1))
     assert guess.bytes_by_part["weights"] == 4 * (split / 8 + whole)
     assert guess.bytes_by_part["moments"] == 8 * (split / 8 + whole)
     assert guess.bytes_by_part["activations"] == 3 * 2 * 2048 * 256 * 2
-    repeated = estimate(work, Settings(8, 1, 1, 1, "layer", 1))
+    repeated = estimate(work, RunChanges(8, 1, 1, 1, "layer", 1))
     assert repeated.bytes_by_part["weights"] == 4 * (split + whole)
 
 
 def test_what_is_kept_follows_remat_and_pieces():
     work = work_of(config_of(), 8)
     kept = {
-        remat: estimate(work, Settings(1, 8, 1, 1, remat, 1)).bytes_by_part["activations"]
+        remat: estimate(work, RunChanges(1, 8, 1, 1, remat, 1)).bytes_by_part["activations"]
         for remat in ("offload", "layer", "attention", "projections", "none")
     }
     assert list(kept.values()) == sorted(kept.values())
     assert kept["offload"] == 0
     # 4096 tokens of three layers in bf16: the input, the output of 4 heads of 128, and lse in f32.
     assert kept["attention"] == 3 * 4096 * (256 * 2 + 4 * 128 * 2 + 4 * 4)
-    whole = estimate(work, Settings(1, 2, 4, 1, "attention", 1))
-    half = estimate(work, Settings(1, 2, 4, 1, "attention", 2))
+    whole = estimate(work, RunChanges(1, 2, 4, 1, "attention", 1))
+    half = estimate(work, RunChanges(1, 2, 4, 1, "attention", 2))
     assert half.bytes_by_part["activations"] == whole.bytes_by_part["activations"] / 2
     assert half.seconds_by_part["weights"] == 2 * whole.seconds_by_part["weights"]
 
@@ -155,10 +155,12 @@ def test_experts_cost_what_a_token_meets_of_them():
     work = work_of(config_of(model=EXPERTS), 4)
     whole, split = (
         estimate(work, settings)
-        for settings in (Settings(1, 4, 1, 1, "layer", 1), Settings(1, 1, 1, 1, "layer", 1, expert=4))
+        for settings in (RunChanges(1, 4, 1, 1, "layer", 1), RunChanges(1, 1, 1, 1, "layer", 1, expert=4))
     )
     # A dense model whose MLPs are as wide as the two of four experts that a token meets has their products.
-    dense = estimate(work_of(config_of(model=MODEL | {"intermediate_size": 320}), 4), Settings(1, 4, 1, 1, "layer", 1))
+    dense = estimate(
+        work_of(config_of(model=MODEL | {"intermediate_size": 320}), 4), RunChanges(1, 4, 1, 1, "layer", 1)
+    )
     for one in (whole, split):
         assert one.seconds_by_part["matmuls"] == pytest.approx(dense.seconds_by_part["matmuls"])
     assert whole.seconds_by_part["experts"] == dense.seconds_by_part["experts"] == 0
@@ -173,13 +175,13 @@ def test_experts_cost_what_a_token_meets_of_them():
 
 def test_what_is_sent_follows_the_mesh():
     work = work_of(config_of(), 4)
-    one = estimate(work, Settings(1, 4, 1, 1, "layer", 1)).seconds_by_part
+    one = estimate(work, RunChanges(1, 4, 1, 1, "layer", 1)).seconds_by_part
     assert one["weights"] > 0
     assert (one["keys"], one["tensor"]) == (0, 0)
-    by_heads = estimate(work, Settings(2, 1, 1, 2, "layer", 1)).seconds_by_part
+    by_heads = estimate(work, RunChanges(2, 1, 1, 2, "layer", 1)).seconds_by_part
     assert by_heads["tensor"] > 0
     window, full = (
-        estimate(work_of(config_of(pattern=pattern), 4), Settings(1, 1, 4, 1, "layer", 1)).seconds_by_part["keys"]
+        estimate(work_of(config_of(pattern=pattern), 4), RunChanges(1, 1, 4, 1, "layer", 1)).seconds_by_part["keys"]
         for pattern in ("window", "full")
     )
     assert 0 < window < full
@@ -191,7 +193,7 @@ def test_what_is_sent_follows_the_mesh():
 def test_a_longer_context_is_no_faster_when_rows_do_not_lie_in_zigzag():
     plain, zigzag = (
         estimate(
-            work_of(config_of(pattern="full", sequence_order=order), 4), Settings(1, 1, 4, 1, "layer", 1)
+            work_of(config_of(pattern="full", sequence_order=order), 4), RunChanges(1, 1, 4, 1, "layer", 1)
         ).seconds_by_part["attention"]
         for order in ("contiguous", "zigzag")
     )
@@ -324,7 +326,7 @@ def test_a_configuration_that_does_not_suit_the_chips_is_said_and_the_search_goe
 
 def test_a_search_goes_on_where_it_was_interrupted(tmp_path):
     work, file, compiled = work_of(config_of(pattern="full"), 8), tmp_path / "search.json", []
-    first: list[Settings] = []
+    first: list[RunChanges] = []
     key = key_of(work, "v5e:2x4")
 
     def compile_one(settings):
@@ -403,10 +405,10 @@ def test_estimates_rank_small_steps_as_the_compiler_does():
     config = config_of(rows=16)
     work = work_of(config, 4)
     tried = [
-        Settings(1, 4, 1, 1, "layer", 1),
-        Settings(1, 4, 1, 1, "none", 1),
-        Settings(1, 2, 2, 1, "attention", 2),
-        Settings(2, 1, 1, 2, "attention", 1),
+        RunChanges(1, 4, 1, 1, "layer", 1),
+        RunChanges(1, 4, 1, 1, "none", 1),
+        RunChanges(1, 2, 2, 1, "attention", 2),
+        RunChanges(2, 1, 1, 2, "attention", 1),
     ]
     guesses = [estimate(work, settings) for settings in tried]
     reports = [plan(settings.apply(config, 0), "v5e:2x2") for settings in tried]

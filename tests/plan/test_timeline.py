@@ -39,7 +39,7 @@ def end(number: int) -> str:
     return f"%async-collective-done.{number} = bf16[256]{{0}} fusion(%p), kind=kCustom, calls=%end.{number}"
 
 
-def program(computations: str, *lines: str) -> hlo.Program:
+def program(computations: str, *lines: str) -> hlo.HloProgram:
     body = "".join(f"  {line}\n" for line in lines)
     return hlo.parse(
         f"{computations}ENTRY %main (p: bf16[64]) -> bf16[64] {{\n  %p = bf16[64]{{0}} parameter(0)\n{body}}}\n"
@@ -134,7 +134,7 @@ def test_a_loop_plays_its_body_as_often_as_it_runs():
     own = timeline.work_of(looped, counts, 1.0, timeline.Passes(0.0, 0.0))
     sends = collectives(looped, counts, {"data": 1, "fsdp": 4, "context": 2, "tensor": 1})
     elapsed = timeline.play(looped, sends, own, lambda send: 10.0 if send.kind == "all-gather" else 0.0)
-    assert elapsed.work == hlo.estimated_cycles(looped, counts) == 24 * 1100
+    assert elapsed.work == sum(hlo.cycles_by_part(looped, counts, "attention").values()) == 24 * 1100
     assert elapsed.waiting == 24 * 10
 
 

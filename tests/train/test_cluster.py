@@ -6,14 +6,14 @@ import pytest
 
 import swa_jax.train.cluster
 from swa_jax.errors import ConfigError
-from swa_jax.train.cluster import Place, find_place
+from swa_jax.train.cluster import Member, find_member
 from swa_jax.train.processes import _difference
 
 
 def test_the_arguments_say_which_process_this_is():
-    assert find_place(None, None, None, detect=False, timeout=1) is None
-    assert find_place(1, 0, "here:1", detect=False, timeout=1) is None  # alone
-    place = find_place(2, 1, "[::1]:8476", detect=False, timeout=1)
+    assert find_member(None, None, None, detect=False, timeout=1) is None
+    assert find_member(1, 0, "here:1", detect=False, timeout=1) is None  # alone
+    place = find_member(2, 1, "[::1]:8476", detect=False, timeout=1)
     assert (str(place), place.address) == ("process 1 of 2", ("::1", 8476))
 
 
@@ -28,23 +28,23 @@ def test_the_arguments_say_which_process_this_is():
 )
 def test_wrong_arguments(arguments, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        find_place(*arguments, detect=False, timeout=1)
+        find_member(*arguments, detect=False, timeout=1)
 
 
 def test_slurm_is_detected_when_asked_for(monkeypatch):
     with pytest.raises(ConfigError, match="--distributed found no cluster"):
-        find_place(None, None, None, detect=True, timeout=1)
+        find_member(None, None, None, detect=True, timeout=1)
     values = {"JOB_ID": "4096", "STEP_NODELIST": "node[7-9]", "NTASKS": "3", "PROCID": "2", "LOCALID": "0"}
     for name, value in values.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0")  # so that it is put back
-    assert find_place(None, None, None, detect=False, timeout=1) is None
-    assert find_place(None, None, None, detect=True, timeout=1) == Place(2, 3, "node7:61440")
+    assert find_member(None, None, None, detect=False, timeout=1) is None
+    assert find_member(None, None, None, detect=True, timeout=1) == Member(2, 3, "node7:61440")
 
 
 def test_a_tpu_vm_that_is_one_of_several_workers_is_detected_without_being_asked(monkeypatch, tmp_path):
     def found():
-        return find_place(None, None, None, detect=False, timeout=1)
+        return find_member(None, None, None, detect=False, timeout=1)
 
     monkeypatch.setattr("jax._src.clusters.cloud_tpu_cluster.running_in_cloud_tpu_vm", True)
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost,other")
@@ -55,7 +55,7 @@ def test_a_tpu_vm_that_is_one_of_several_workers_is_detected_without_being_asked
     monkeypatch.setattr(swa_jax.train.cluster, "_TPUS", (str(tmp_path / "accel*"),))
     assert found() is None
     (tmp_path / "accel0").touch()
-    assert found() == Place(1, 2, "localhost:8482")
+    assert found() == Member(1, 2, "localhost:8482")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert found() is None
     monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")

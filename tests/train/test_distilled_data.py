@@ -16,9 +16,10 @@ from process_groups import ends, free_port
 from tiny_models import BYTES, byte_checkpoint, make
 from training_runs import losses, read_metrics
 
-from swa_jax.data import SourceConfig, make_batches
+from swa_jax.data.batches import make_batches
 from swa_jax.data.distilled import token_fields
 from swa_jax.data.documents import Top
+from swa_jax.data.sources import SourceConfig
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
 from swa_jax.model.decoder import Decoder

@@ -1,6 +1,5 @@
 """Training by several processes: runs that are killed, frozen, or slow to start."""
 
-import json
 import os
 import signal
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import training_runs
 import yaml
 from process_groups import ends, free_port, running
 
@@ -63,9 +63,9 @@ def wait_for_step(run, step, processes):
 
 
 def losses(run):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    return [line["loss"] for line in lines]
+    found = training_runs.losses(run)
+    assert len(found) == STEPS
+    return found
 
 
 @pytest.mark.long

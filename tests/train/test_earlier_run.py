@@ -1,6 +1,5 @@
 """`init_optimizer`: a run that goes on with an earlier one's optimizer is the uninterrupted run, bit for bit."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -8,30 +7,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from tiny_models import BYTES
+from training_runs import Interruption, assert_same_weights, interrupt_at, read_metrics
 
-import swa_jax.train.loop
 from swa_jax.checkpoint.folder import load_model, save_model
 from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.model.lora import trained_and_frozen
-from swa_jax.settings import from_dict
+from swa_jax.settings import from_dict, to_dict
 from swa_jax.train.earlier_run import with_earlier_optimizer
 from swa_jax.train.loop import TrainConfig, train
 from swa_jax.train.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from swa_jax.train.run_checkpoints import load_state
 from swa_jax.train.step import abstract_state, init_state
 
-MODEL = {
-    "model_type": "qwen3", "vocab_size": 257, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True,
-}  # fmt: skip
 SCHEDULE = {"learning_rate": 0.02, "schedule": "warmup-stable-decay", "warmup_steps": 2, "decay_steps": 5}
 FIRST, SECOND = 5, 6  # steps
 
 
 def metrics(run):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in ("step", "tokens_per_second")} for line in lines]
+    return [{k: v for k, v in line.items() if k not in ("step", "tokens_per_second")} for line in read_metrics(run)]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +50,7 @@ def settings(tmp_path_factory, byte_tokenizer):
 def uninterrupted(settings, folder, name):
     """(its configuration, that of its first stage as a run of its own, that of the second)."""
     optimizer = {"name": name, **SCHEDULE}
-    whole = settings | {"model": MODEL, "optimizer": optimizer, "output": str(folder / "whole")}
+    whole = settings | {"model": to_dict(BYTES), "optimizer": optimizer, "output": str(folder / "whole")}
     constant = optimizer | {"schedule": "constant", "decay_steps": 0}
     before = whole | {
         "optimizer": constant,
@@ -90,12 +84,7 @@ def test_the_uninterrupted_run_bit_for_bit(runs):
     model = train(from_dict(TrainConfig, after), quiet=True)
     assert metrics(folder / "second") == metrics(folder / "whole")[FIRST:]
     assert len(metrics(folder / "second")) == SECOND
-    for ours, theirs in zip(
-        jax.tree.leaves(nnx.state(load_model(model))),
-        jax.tree.leaves(nnx.state(load_model(folder / "whole" / "model"))),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_same_weights(load_model(model), load_model(folder / "whole" / "model"))
 
 
 @pytest.mark.long
@@ -139,15 +128,7 @@ def test_an_interruption_changes_nothing_even_when_the_earlier_run_is_gone(runs,
     folder, after = runs
     shutil.copytree(folder / "first", folder / "copy")
     after = after | {"init_from": str(folder / "copy" / "model"), "output": str(folder / "resumed")}
-
-    class Interruption(Exception):
-        pass
-
-    def look(line, config):
-        if line["step"] == 5:
-            raise Interruption
-
-    monkeypatch.setattr(swa_jax.train.loop, "_stop_on_nan", look)
+    interrupt_at(monkeypatch, 5)
     with pytest.raises(Interruption):
         train(from_dict(TrainConfig, after), quiet=True)
     monkeypatch.undo()
@@ -188,7 +169,7 @@ def test_another_optimizer_or_place_in_the_schedule_is_refused(first):
     wrong = after | {"optimizer": optimizer | {"first_step": 4}}
     refused(wrong, folder, r"'optimizer.first_step' = 4, but .* ended at step 5: set it to 5")
     with pytest.raises(ConfigError, match=r"'init_optimizer' goes on .* set 'init_from' to that run's model"):
-        from_dict(TrainConfig, after | {"init_from": None, "model": MODEL})
+        from_dict(TrainConfig, after | {"init_from": None, "model": to_dict(BYTES)})
     with pytest.raises(ConfigError, match="new LoRA adapters have none"):
         from_dict(TrainConfig, after | {"lora": {}})
 

@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+from tiny_models import BYTES
+from training_runs import losses
 
 import swa_jax.train.loop
 import swa_jax.train.preemption
-from swa_jax.settings import from_dict
+from swa_jax.settings import from_dict, to_dict
 from swa_jax.train.loop import TrainConfig, train
 from swa_jax.train.preemption import EXIT_STATUS, Preempted, preemption_notices
 
@@ -117,16 +119,13 @@ def test_a_terminated_run_goes_on_from_its_last_step_and_past_a_damaged_checkpoi
 ):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over a lazy dog " * 40)
-    model = {"model_type": "qwen3", "vocab_size": 257, "hidden_size": 16, "intermediate_size": 16}
-    model |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     stage = {"steps": 10, "sequence_length": 16, "batch_size": 2, "data": [{"files": [str(text)]}]}
-    settings = {"tokenizer": str(byte_tokenizer), "model": model, "stages": [stage], "checkpoint_every": 4}
+    settings = {"tokenizer": str(byte_tokenizer), "model": to_dict(BYTES), "stages": [stage], "checkpoint_every": 4}
 
     def run(name):
         config = from_dict(TrainConfig, settings | {"output": str(tmp_path / name)})
         train(config, quiet=True)
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["loss"] for line in lines]
+        return losses(tmp_path / name)
 
     expected = run("straight")
     real, calls = swa_jax.train.loop.place_batch, []

@@ -7,7 +7,7 @@ import pytest
 
 from swa_jax.model.attention import Routing
 from swa_jax.model.loss import Teacher, TokenLoss, next_token_targets, token_loss
-from swa_jax.train.objectives import SwitchLoss, full_attention_ratio, mean_loss, switch_regularizer
+from swa_jax.train.objectives import SwitchLoss, mean_by_layer, switch_regularizer
 
 
 def random_case(batch=2, length=37, size=8, vocabulary=29):
@@ -17,6 +17,10 @@ def random_case(batch=2, length=37, size=8, vocabulary=29):
     tokens = jax.random.randint(keys[2], (batch, length), 0, vocabulary)
     weights = jax.random.uniform(keys[3], (batch, length)) * (jnp.arange(length) % 3 > 0)
     return hidden, head, tokens, weights
+
+
+def mean_loss(loss):
+    return jnp.sum(loss.nll * loss.weight) / jnp.sum(loss.weight)
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 74, 1000])
@@ -103,20 +107,20 @@ def routing_of(logit, disagreement):
 def test_switch_regularizer_is_equations_7_to_9():
     logit = [[[0.3, -1.0, 2.0]], [[0.0, 0.5, 1.0]]]  # [L = 2, B = 1, T = 3]
     disagreement = [[[0.01, 0.02, 0.5]], [[0.0, 0.1, 0.5]]]
-    loss = TokenLoss(jnp.array([[1.5, 0.2, 0.0]]), jnp.array([[1.0, 1.0, 0.0]]), jnp.zeros((1, 3)))
+    loss = TokenLoss(jnp.array([[1.5, 0.2, 0.0]]), jnp.array([[1.0, 1.0, 0.0]]), *[jnp.zeros((1, 3))] * 2)
     expected = 0.0
     for layer in range(2):
         for t in range(2):  # the third position has no target
             gamma = 1e-3 / (0.1 + float(loss.nll[0, t]) + 100 * disagreement[layer][0][t])
             expected += gamma * np.log1p(np.exp(logit[layer][0][t]))
-    value = switch_regularizer(routing_of(logit, disagreement), loss, SwitchLoss())
+    value = switch_regularizer(routing_of(logit, disagreement), loss, SwitchLoss(), jnp.float32(2))
     np.testing.assert_allclose(value, expected / 4, rtol=1e-5)
 
 
 def test_the_adaptive_weight_carries_no_gradient():
     def penalty(logit, disagreement, nll):
-        loss = TokenLoss(nll, jnp.ones_like(nll), nll)
-        return switch_regularizer(Routing(logit, logit, disagreement), loss, SwitchLoss())
+        loss = TokenLoss(nll, jnp.ones_like(nll), nll, nll)
+        return switch_regularizer(Routing(logit, logit, disagreement), loss, SwitchLoss(), jnp.float32(3))
 
     shape = (2, 1, 3)
     gradients = jax.grad(penalty, (0, 1, 2))(jnp.ones(shape), jnp.ones(shape), jnp.ones(shape[1:]))
@@ -125,9 +129,9 @@ def test_the_adaptive_weight_carries_no_gradient():
     assert not np.any(gradients[2])
 
 
-def test_full_attention_ratio_leaves_padding_out():
-    routing = routing_of([[[1.0, 1.0, 1.0, -1.0]], [[-1.0, -1.0, 1.0, 1.0]]], np.zeros((2, 1, 4)))
-    np.testing.assert_allclose(full_attention_ratio(routing, jnp.array([[1, 1, 0, 0]])), [1.0, 0.0])
+def test_the_mean_by_layer_leaves_padding_out():
+    gates = jnp.array([[[1.0, 1.0, 1.0, 0.0]], [[0.0, 0.0, 1.0, 1.0]]])
+    np.testing.assert_allclose(mean_by_layer(gates, jnp.array([[1, 1, 0, 0]]), jnp.float32(2)), [1.0, 0.0])
 
 
 # ---- KL to a teacher's top K ----

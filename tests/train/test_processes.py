@@ -14,11 +14,11 @@ from process_groups import ends, free_port, running
 # A worker that joins as the real one does, without JAX, and then does as it is told.
 _GUARD = """
 import sys
-from swa_jax.train.cluster import Place
+from swa_jax.train.cluster import Member
 from swa_jax.train.processes import ProcessError, guard
 process, processes, coordinator, timeout, worker = sys.argv[1:]
 try:
-    sys.exit(guard(Place(int(process), int(processes), coordinator), [sys.executable, "-c", worker], int(timeout)))
+    sys.exit(guard(Member(int(process), int(processes), coordinator), [sys.executable, "-c", worker], int(timeout)))
 except ProcessError as error:
     print(f"{type(error).__name__}: {error}", file=sys.stderr)
     sys.exit(getattr(error, "status", 1))
@@ -124,9 +124,9 @@ def test_a_failure_is_told_to_all_and_comes_before_what_follows_from_it(guards, 
 @pytest.mark.slow
 def test_a_peer_that_came_too_late_for_gloo_is_a_lost_process(guards):
     late = """
-from swa_jax.train.cluster import Place
+from swa_jax.train.cluster import Member
 from swa_jax.train.worker import worker
-with worker(Place(1, 2, "here:1"), 20) as join:
+with worker(Member(1, 2, "here:1"), 20) as join:
     raise RuntimeError("UNKNOWN: Gloo context initialization failed: DEADLINE_EXCEEDED: GetKeyValue() timed out")
 """
     results = ends(guards([worker(WAIT), late]))
@@ -216,9 +216,9 @@ def test_a_worker_that_never_says_a_word(guards):
 # The real worker's side, with this test as its guard.
 _LEASE = """
 import sys, time
-from swa_jax.train.cluster import Place
+from swa_jax.train.cluster import Member
 from swa_jax.train.worker import check_lease, worker
-with worker(Place(1, 2, "here:1"), 2):
+with worker(Member(1, 2, "here:1"), 2):
     print("ready", flush=True)
     while True:
         time.sleep(0.01)

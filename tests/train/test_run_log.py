@@ -1,11 +1,11 @@
 """The log of a run: lines kept and dropped on a resume, a full disk, and metrics that wait for the next step."""
 
 import errno
-import json
 import sys
 
 import jax.numpy as jnp
 import pytest
+from training_runs import read_metrics
 
 from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.train.config import LogConfig
@@ -25,8 +25,7 @@ def test_lines_wait_for_the_next_step_and_are_written_once(tmp_path):
         (second,) = log.flush()
         assert log.flush() == []
         log.add(2, {"validation_loss": 1.5})
-    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines == [second, {"step": 2, "validation_loss": 1.5}]  # step 1 is not a multiple of two
+    assert read_metrics(tmp_path) == [second, {"step": 2, "validation_loss": 1.5}]  # step 1 is not a multiple of two
     assert second["by_layer"] == [0.0, 1.0]
 
 

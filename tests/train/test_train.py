@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import yaml
 from flax import nnx
-from training_runs import Interruption, interrupt_at, losses, read_metrics
+from training_runs import Interruption, assert_same_weights, interrupt_at, losses, read_metrics
 
 import swa_jax.train.loop
 from swa_jax.checkpoint.folder import load_model, save_model
-from swa_jax.data import SourceConfig
 from swa_jax.data.chains import VOCAB_SIZE
+from swa_jax.data.sources import SourceConfig
 from swa_jax.data.tokenize import tokenize
 from swa_jax.data.tokenizer import load_tokenizer
 from swa_jax.errors import ConfigError
@@ -72,6 +72,13 @@ def config_of(settings, **changes):
     return from_dict(TrainConfig, settings | changes)
 
 
+def held_out_documents(folder):
+    """A source of documents enough that some are held out and some are not."""
+    file = folder / "documents.jsonl"
+    file.write_text("\n".join(json.dumps({"text": f"{i} " + TEXT[i : 400 + i]}) for i in range(12)))
+    return [{"files": [str(file)], "held_out": 0.3}]
+
+
 @pytest.mark.slow
 def test_loss_falls_and_an_interrupted_run_is_bit_identical(settings, tmp_path, monkeypatch):
     model = train(config_of(settings), quiet=True)
@@ -87,10 +94,7 @@ def test_loss_falls_and_an_interrupted_run_is_bit_identical(settings, tmp_path, 
     monkeypatch.undo()
     resumed = train(config_of(again), quiet=True)
     assert losses(tmp_path / "again") == expected
-    for ours, theirs in zip(
-        jax.tree.leaves(nnx.state(load_model(model))), jax.tree.leaves(nnx.state(load_model(resumed))), strict=True
-    ):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_same_weights(load_model(model), load_model(resumed))
 
     train(config_of(again), quiet=True)  # finished: nothing to do
     assert losses(tmp_path / "again") == expected
@@ -161,14 +165,9 @@ def test_the_data_of_every_stage_is_opened_before_the_first_step(settings, tmp_p
     (tmp_path / "later.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "c",\n')
     (tmp_path / "short.txt").write_text("abc")
     later = {"steps": 1, "sequence_length": 8, "batch_size": 2, "data": [data]}
-    held_out = {"validate_every": 1} if sentence == "no source holds anything out" else {}
-    first = settings["stages"][0]
-    if held_out:
-        names = []
-        for i in range(12):
-            (tmp_path / f"document{i}.txt").write_text(f"{i} " + TEXT[i : 400 + i])
-            names.append(f"document{i}.txt")
-        first = first | {"data": [{"files": names, "held_out": 0.3}]}
+    first, held_out = settings["stages"][0], {}
+    if sentence == "no source holds anything out":
+        first, held_out = first | {"data": held_out_documents(tmp_path)}, {"validate_every": 1}
     monkeypatch.setattr(swa_jax.train.loop, "random_model", None)
     with pytest.raises(ValueError, match=sentence):
         train(config_of(settings, stages=[first, later], **held_out), quiet=True)
@@ -265,9 +264,6 @@ def test_a_stage_has_its_own_learning_rate(settings):
         assert not np.allclose(after, before, rtol=0, atol=1e-5)
 
 
-_STAGE = {"steps": 1, "sequence_length": 8, "batch_size": 1}
-
-
 @pytest.mark.parametrize(
     "file", sorted(ROOT.glob("configs/*.yaml")) + sorted(ROOT.glob("swa_jax/recall/*.yaml")), ids=lambda f: f.name
 )
@@ -284,7 +280,7 @@ def test_committed_configurations_can_be_used(file):
 
 
 def without_rope(settings, **changes):
-    """A run of two steps whose full layers are not turned; the model has a windowed layer and a full one."""
+    """A run of two steps whose full layers are not rotated; the model has a windowed layer and a full one."""
     stage = settings["stages"][0] | {"steps": 2}
     changes = {"pattern": "interleave-1-in-2", "nope_full_layers": True} | changes
     return config_of(settings, stages=[stage], **changes)
@@ -303,12 +299,12 @@ def test_full_layers_without_rope(settings, tmp_path):
     model = load_model(train(without_rope(settings), quiet=True))
     assert model.config.rope_layers == ("global", "none")
     tokens = np.arange(1, 25)[None]
-    turned = random_model(dataclasses.replace(model.config, rope_layers=()), model.pattern, 0, None)
-    nnx.update(turned, nnx.state(model))
-    assert np.abs(turned(tokens) - model(tokens)).max() > 1e-2
+    rotated = random_model(dataclasses.replace(model.config, rope_layers=()), model.pattern, 0, None)
+    nnx.update(rotated, nnx.state(model))
+    assert np.abs(rotated(tokens) - model(tokens)).max() > 1e-2
 
-    save_model(turned, tmp_path / "turned", tokenizer_from=settings["tokenizer"])
-    start = find_start(without_rope(settings, model=None, init_from=str(tmp_path / "turned")))
+    save_model(rotated, tmp_path / "rotated", tokenizer_from=settings["tokenizer"])
+    start = find_start(without_rope(settings, model=None, init_from=str(tmp_path / "rotated")))
     assert start.config.rope_layers == ("global", "none")
 
 
@@ -339,20 +335,12 @@ def test_zero_shot_is_the_windowed_model_as_it_is(settings, tmp_path):
     shutil.rmtree(start.parent / "checkpoints")
     with pytest.raises(ConfigError, match="training anew would not replace it"):
         train(config_of(settings, stages=stage, pattern="full"), quiet=True)
-    for ours, theirs in zip(
-        jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(load_model(start))), strict=True
-    ):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_same_weights(model, load_model(start))
 
 
 @pytest.mark.slow
 def test_pieces_and_remat_change_nothing_and_held_out_loss_is_logged(settings, tmp_path):
-    names = []
-    for i in range(12):  # documents enough that some are held out and some are not
-        (tmp_path / f"document{i}.txt").write_text(f"{i} " + TEXT[i : 400 + i])
-        names.append(str(tmp_path / f"document{i}.txt"))
-    data = [{"files": names, "held_out": 0.3}]
-    plain = {"steps": 4, "sequence_length": 32, "batch_size": 4, "data": data}
+    plain = {"steps": 4, "sequence_length": 32, "batch_size": 4, "data": held_out_documents(tmp_path)}
     optimizer = {"name": "adamw", "learning_rate": 1e-3, "eps": 1e-4}
     results = []
     for i, (stage, changes) in enumerate(
@@ -428,10 +416,7 @@ def test_the_held_out_loss_before_the_first_step_is_the_models_own_and_comes_onc
     settings, tmp_path, monkeypatch, capsys
 ):
     """A run that is killed before its first checkpoint begins anew; one that goes on does not validate again."""
-    lines = [json.dumps({"text": f"{i} " + TEXT[i : 400 + i]}) for i in range(12)]
-    (tmp_path / "text.jsonl").write_text("\n".join(lines))
-    data = [{"files": [str(tmp_path / "text.jsonl")], "held_out": 0.3}]
-    stage = {"steps": 3, "sequence_length": 32, "batch_size": 4, "data": data}
+    stage = {"steps": 3, "sequence_length": 32, "batch_size": 4, "data": held_out_documents(tmp_path)}
     config = config_of(settings, stages=[stage], checkpoint_every=2, validate_every=3)
     for step, said in ((1, 1), (3, 1), (None, 0)):
         if step is None:
@@ -448,17 +433,13 @@ def test_the_held_out_loss_before_the_first_step_is_the_models_own_and_comes_onc
     params, frozen = swa_jax.train.loop.trained_and_frozen(run.model)
     state = init_state(params, run.optimizer, frozen)
     loss = swa_jax.train.loop.make_validation_loss(run.model, config, None)
-    expected = swa_jax.train.loop.validate(config, config.stages[0], run.tokenizer, loss, state, None)
+    expected = swa_jax.train.loop.held_out_loss(run, 0, loss, state)
     assert losses[0]["validation_loss"] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow
 def test_a_held_out_loss_is_not_lost_by_a_kill_after_its_checkpoint(settings, tmp_path, monkeypatch):
-    names = []
-    for i in range(12):
-        (tmp_path / f"document{i}.txt").write_text(f"{i} " + TEXT[i : 400 + i])
-        names.append(str(tmp_path / f"document{i}.txt"))
-    stage = {"steps": 8, "sequence_length": 32, "batch_size": 4, "data": [{"files": names, "held_out": 0.3}]}
+    stage = {"steps": 8, "sequence_length": 32, "batch_size": 4, "data": held_out_documents(tmp_path)}
     changes = {"stages": [stage], "checkpoint_every": 4, "validate_every": 4}
     train(config_of(settings, **changes, output=str(tmp_path / "straight")), quiet=True)
     expected = read_metrics(tmp_path / "straight")

@@ -23,18 +23,11 @@ MAX_HEADER_BYTES = 500_000_000  # vocabularies and chat templates take megabytes
 MAX_KEY, MAX_NAME, MAX_AXES = (65_535, 64, 4)  # letters of a key and of a tensor's name, and axes: the format's own
 READ_AT_ONCE = 1 << 20
 
+# The format calls its numbers as NumPy does; they are stored lowest byte first.
+_NAMES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float32", "float64")
 _NUMBERS: dict[GGUFValueType, np.dtype[Any]] = {
-    GGUFValueType.UINT8: np.dtype("<u1"),
-    GGUFValueType.INT8: np.dtype("<i1"),
-    GGUFValueType.UINT16: np.dtype("<u2"),
-    GGUFValueType.INT16: np.dtype("<i2"),
-    GGUFValueType.UINT32: np.dtype("<u4"),
-    GGUFValueType.INT32: np.dtype("<i4"),
-    GGUFValueType.UINT64: np.dtype("<u8"),
-    GGUFValueType.INT64: np.dtype("<i8"),
-    GGUFValueType.FLOAT32: np.dtype("<f4"),
-    GGUFValueType.FLOAT64: np.dtype("<f8"),
-    GGUFValueType.BOOL: np.dtype("<u1"),
+    GGUFValueType.BOOL: np.dtype(np.uint8),
+    **{GGUFValueType[name.upper()]: np.dtype(name).newbyteorder("<") for name in _NAMES},
 }
 
 
@@ -51,13 +44,10 @@ class GgufTensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Attributes:
-    metadata: values by key; arrays of numbers are numpy's, arrays of texts are lists.
-    tensors: by their name in the file, in its order.
-    """
+    """What the header of a file, or those of all parts of a split, say."""
 
-    metadata: dict[str, Any]
-    tensors: dict[str, GgufTensor]
+    metadata: dict[str, Any]  # by key; arrays of numbers are numpy's, arrays of texts are lists
+    tensors: dict[str, GgufTensor]  # by their name in the file, in its order
 
 
 def read_gguf(file: ModelFile) -> Header:
@@ -257,7 +247,7 @@ def _placed(
         tensor = GgufTensor(cursor.file, kind, shape, begin + offset)
         length = math.prod(shape[:-1]) * tensor.row_bytes
         if begin + offset + length > cursor.total:
-            raise cursor.damaged(f"tensor {name!r} reaches beyond its end, {cursor.total} bytes")
+            raise cursor.damaged(f"tensor {name!r} reaches past its end, {cursor.total} bytes")
         end = offset + -(-length // alignment) * alignment
         tensors[name] = tensor
     return tensors

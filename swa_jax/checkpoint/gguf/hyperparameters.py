@@ -102,21 +102,15 @@ class Metadata:
 class Architecture:
     """What a name in `general.architecture` stands for.
 
-    Attributes:
-      model_type: the family, or what finds it.
-      period: one layer in so many is full, the last of them, where a file with a window does not say which; None: the
-        architecture has no windows by layer.
-      full_first: of each period the first layer is full, and not the last.
-      permuted: the rows of q and k are in the order of rotary embeddings that turn neighbouring channels.
-      by_layer: keys whose numbers may differ between layers; the first is taken, and `more` sees to the others.
-      more: keys of `config.json` that no key of the file says.
+    One layer in `period` is full, where a file with a window does not say which; None: there are no windows by layer.
     """
 
-    model_type: str | Callable[[Metadata], str]
+    model_type: str | Callable[[Metadata], str]  # the family, or what finds it
     period: int | None = None
-    full_first: bool = False
-    permuted: bool = False
-    by_layer: tuple[str, ...] = ()
+    full_first: bool = False  # of each period the first layer is full, and not the last
+    permuted: bool = False  # rows of q and k are in the order of rotary embeddings that rotate neighbouring channels
+    by_layer: tuple[str, ...] = ()  # keys whose numbers may differ between layers: the first, and `more` for the others
+    # Keys of `config.json` that no key of the file says.
     more: Callable[[Metadata, dict[str, Any]], Mapping[str, Any]] = lambda metadata, hf: {}
 
 
@@ -186,14 +180,6 @@ def _granite_swa(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
     thetas = [theta if one else 0 for one in rotated.tolist()[: metadata.layers]]
     experts = _all_experts(metadata, hf) if "num_experts" in hf else {}
     return {**_granite(metadata, hf), **experts, "layer_rope_theta": thetas}
-
-
-def _seed_oss(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
-    return {**_biases(metadata, hf), "attention_out_bias": metadata.has("attn_output.bias")}
-
-
-def _starcoder2(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
-    return {"use_bias": _has_bias(metadata), "norm_epsilon": hf.get("layer_norm_eps")}
 
 
 def _mistral3(metadata: Metadata) -> str:
@@ -287,10 +273,6 @@ def _all_experts(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
     return {"intermediate_size": hf.pop("moe_intermediate_size", None) or hf.get("intermediate_size")}
 
 
-def _gpt_oss(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
-    return {**_all_experts(metadata, hf), "attention_bias": _has_bias(metadata)}
-
-
 def _mixtral_or_llama(metadata: Metadata, hf: dict[str, Any]) -> dict[str, Any]:
     return _all_experts(metadata, hf) if hf["model_type"] == "mixtral" else _biases(metadata, hf)
 
@@ -316,13 +298,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         more=_granite_swa,
     ),
     "mistral3": Architecture(_mistral3, permuted=True, more=_mixtral_or_llama),
-    "seed_oss": Architecture("seed_oss", more=_seed_oss),
-    "starcoder2": Architecture("starcoder2", more=_starcoder2),
+    "seed_oss": Architecture(
+        "seed_oss", more=lambda it, hf: {**_biases(it, hf), "attention_out_bias": it.has("attn_output.bias")}
+    ),
+    "starcoder2": Architecture(
+        "starcoder2", more=lambda it, hf: {"use_bias": _has_bias(it), "norm_epsilon": hf.get("layer_norm_eps")}
+    ),
     "phi3": Architecture("phi3"),
     "command-r": Architecture("cohere", more=_biases),
     "cohere2": Architecture("cohere2", period=4, more=_biases),
     "exaone4": Architecture("exaone4", period=4),
-    "gpt-oss": Architecture("gpt_oss", period=2, more=_gpt_oss),
+    "gpt-oss": Architecture(
+        "gpt_oss", period=2, more=lambda it, hf: {**_all_experts(it, hf), "attention_bias": _has_bias(it)}
+    ),
     "mellum": Architecture("mellum", period=4, more=_some_sparse),
     "afmoe": Architecture("afmoe", period=4, more=_afmoe),
     "exaone-moe": Architecture("exaone_moe", period=4, more=_sigmoid_routing),

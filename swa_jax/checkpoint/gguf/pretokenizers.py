@@ -10,18 +10,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Rule(NamedTuple):
-    """Attributes:
-    splits: regular expressions; each cuts the pieces that the one before it left.
-    whole_words: a word that is a token is that token, whatever the merges say.
-    start: whether a text begins with the start token, where the file does not say.
-    nfc: texts are brought into Unicode's composed form first.
-    """
+class WordRule(NamedTuple):
+    """How a text is cut into words."""
 
-    splits: tuple[str, ...]
-    whole_words: bool = False
-    start: bool = False
-    nfc: bool = False
+    splits: tuple[str, ...]  # regular expressions; each cuts the pieces that the one before it left
+    whole_words: bool = False  # a word that is a token is that token, whatever the merges say
+    start: bool = False  # whether a text begins with the start token, where the file does not say
+    nfc: bool = False  # texts are brought into Unicode's composed form first
 
 
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -46,6 +41,8 @@ def _cased(digits: str, ending: str = "") -> str:
 
 _LLAMA3 = _words(r"\p{N}{1,3}")
 _QWEN2 = _words(r"\p{N}")
+_QWEN35 = _words(r"\p{N}", r"[\p{L}\p{M}]").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+_QWEN35 = _words(r"\p{N}", r"[\p{L}\p{M}]").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _GPT4O = _cased(r"\p{N}{1,3}", f"{_ENDING}?")
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
@@ -63,31 +60,31 @@ _LLAMA3_NAMES = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano",
 )  # fmt: skip
 
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(_GPT2_NAMES, Rule((_GPT2,))),
-    **dict.fromkeys(_DIGIT_NAMES, Rule((r"\p{N}", _GPT2))),
-    "command-r": Rule((r"\p{N}", _GPT2), nfc=True),
-    **dict.fromkeys(_LLAMA3_NAMES, Rule((_LLAMA3,), whole_words=True, start=True)),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), Rule((_LLAMA3,))),
-    "glm4": Rule((_LLAMA3,), whole_words=True),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Rule((_QWEN2,), nfc=True)),
-    **dict.fromkeys(("kormo", "f2llmv2", "stablelm2", "hunyuan", "grok-2", "solar-open"), Rule((_QWEN2,))),
-    "qwen35": Rule((_words(r"\p{N}", r"[\p{L}\p{M}]").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),), nfc=True),
-    "tekken": Rule((_cased(r"\p{N}"),), whole_words=True, start=True),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), Rule((_GPT4O,))),
-    **dict.fromkeys(("tiny_aya", "cohere2moe"), Rule((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
-    "exaone-moe": Rule(
+RULES: dict[str, WordRule] = {
+    **dict.fromkeys(_GPT2_NAMES, WordRule((_GPT2,))),
+    **dict.fromkeys(_DIGIT_NAMES, WordRule((r"\p{N}", _GPT2))),
+    "command-r": WordRule((r"\p{N}", _GPT2), nfc=True),
+    **dict.fromkeys(_LLAMA3_NAMES, WordRule((_LLAMA3,), whole_words=True, start=True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), WordRule((_LLAMA3,))),
+    "glm4": WordRule((_LLAMA3,), whole_words=True),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), WordRule((_QWEN2,), nfc=True)),
+    **dict.fromkeys(("kormo", "f2llmv2", "stablelm2", "hunyuan", "grok-2", "solar-open"), WordRule((_QWEN2,))),
+    "qwen35": WordRule((_QWEN35,), nfc=True),
+    "tekken": WordRule((_cased(r"\p{N}"),), whole_words=True, start=True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), WordRule((_GPT4O,))),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), WordRule((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
+    "exaone-moe": WordRule(
         (_words(r"\p{N}", r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)", r"[\r\n/]?", r"\s*[\r\n]|\s+(?!\S)|\s+"),)
     ),
-    "seed-coder": Rule(
+    "seed-coder": WordRule(
         (rf"{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)
     ),
-    "bailingmoe": Rule(
+    "bailingmoe": WordRule(
         (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",)
     ),
-    "laguna": Rule((r"[^\n]+|[\n]+", _QWEN2)),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), Rule(_DEEPSEEK3)),
-    "afmoe": Rule((r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _ASIAN, _DEEPSEEK3[2])),
-    "deepseek-coder": Rule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
-    "falcon": Rule((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
+    "laguna": WordRule((r"[^\n]+|[\n]+", _QWEN2)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), WordRule(_DEEPSEEK3)),
+    "afmoe": WordRule((r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))", _ASIAN, _DEEPSEEK3[2])),
+    "deepseek-coder": WordRule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+    "falcon": WordRule((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
 }

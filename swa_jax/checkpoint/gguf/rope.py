@@ -13,7 +13,7 @@ from swa_jax.errors import CheckpointError
 from swa_jax.model.layer_types import FULL, WINDOW
 
 LLAMA3_LENGTHS = [2**n for n in range(4, 21)]  # of first trainings; the released models have 8192
-NEVER_TURNS = 1e20  # a factor
+NEVER_ROTATES = 1e20  # a factor
 BY_LAYER_TYPE = ("olmo3", "mellum")  # windowed layers of these are never scaled
 FACTORS = {name: f"rope_{name}.weight" for name in ("freqs", "factors_long", "factors_short")}
 
@@ -50,10 +50,10 @@ def rope_keys(metadata: Metadata, hf: dict[str, Any], read: Callable[[str], np.n
 
 
 def _proportional(metadata: Metadata, theta: float, local: float, read: Callable[[str], np.ndarray]) -> dict[str, Any]:
-    """Gemma 4's: the factors of the channels of full layers that are not rotated are so large that nothing turns."""
+    """Gemma 4's: the factors of the channels of full layers that are not rotated are so large that nothing rotates."""
     rotated = 1.0
     if FACTORS["freqs"] in metadata.tensors:
-        rotated = float((read(FACTORS["freqs"]) < NEVER_TURNS).mean())
+        rotated = float((read(FACTORS["freqs"]) < NEVER_ROTATES).mean())
     full = {"rope_type": "proportional", "partial_rotary_factor": rotated, "rope_theta": theta}
     return {FULL: full, WINDOW: {"rope_type": "default", "rope_theta": local}}
 

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from swa_jax.checkpoint.companions import GENERATION, TOKENIZER
 from swa_jax.checkpoint.gguf.hyperparameters import Metadata
-from swa_jax.checkpoint.gguf.pretokenizers import RULES, Rule
+from swa_jax.checkpoint.gguf.pretokenizers import RULES, WordRule
 from swa_jax.data.special_tokens import SETTINGS
 from swa_jax.errors import CheckpointError, ConfigError
 from swa_jax.settings import nearest
@@ -120,13 +120,17 @@ def tokenizer_files(metadata: Metadata) -> tuple[dict[str, bytes], dict[str, Any
             "BPE), llama (SentencePiece) and gemma4"
         )
     vocabulary = Vocabulary(metadata)
-    rule = _rule(vocabulary) if kind == "gpt2" else Rule((), start=kind == "llama")
+    rule = _rule(vocabulary) if kind == "gpt2" else WordRule((), start=kind == "llama")
     starts = vocabulary.switch("add_bos_token", rule.start) and vocabulary.id_of("bos") is not None
     try:
         backend = _byte_level(vocabulary, rule) if kind == "gpt2" else _sentencepiece(vocabulary, kind)
         _add_tokens(backend, vocabulary)
         if starts:
-            _start_with(backend, vocabulary.tokens[vocabulary.id_of("bos") or 0], vocabulary.id_of("bos") or 0)
+            index = vocabulary.id_of("bos") or 0
+            token = vocabulary.tokens[index]
+            backend.post_processor = processors.TemplateProcessing(
+                single=[token, "$A"], pair=[token, "$A", f"{token}:1", "$B:1"], special_tokens=[(token, index)]
+            )
         whole = backend.to_str().encode()
     except (CheckpointError, ConfigError):
         raise
@@ -155,13 +159,13 @@ def _json(data: Mapping[str, Any]) -> bytes:
     return (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _rule(vocabulary: Vocabulary) -> Rule:
+def _rule(vocabulary: Vocabulary) -> WordRule:
     name = vocabulary.get("pre")
     if not isinstance(name, str) or name not in RULES:
-        hint = nearest(name, list(RULES)) if isinstance(name, str) else ""
+        hint = nearest(str(name), list(RULES), listed=False)
         raise ConfigError(
             f"{vocabulary.file}: how its tokenizer cuts words is called {str(name)[:40]!r} ({PREFIX}pre), which is not "
-            f"known{hint if hint.startswith('; did') else ''}; take a file that a newer llama.cpp made, or the model's "
+            f"known{hint}; take a file that a newer llama.cpp made, or the model's "
             "Hugging Face folder"
         )
     return RULES[name]
@@ -171,7 +175,7 @@ def _vocab(vocabulary: Vocabulary) -> dict[str, int]:
     return {token: index for index, token in enumerate(vocabulary.tokens)}
 
 
-def _byte_level(vocabulary: Vocabulary, rule: Rule) -> tokenizers.Tokenizer:
+def _byte_level(vocabulary: Vocabulary, rule: WordRule) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(
         models.BPE(vocab=_vocab(vocabulary), merges=vocabulary.merges(), ignore_merges=rule.whole_words)
     )
@@ -240,12 +244,6 @@ def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
     )
     added = [token for token in vocabulary.of_kind(TokenType.USER_DEFINED) if token.strip(SPACE)]
     backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in added])
-
-
-def _start_with(backend: tokenizers.Tokenizer, token: str, index: int) -> None:
-    backend.post_processor = processors.TemplateProcessing(
-        single=[token, "$A"], pair=[token, "$A", f"{token}:1", "$B:1"], special_tokens=[(token, index)]
-    )
 
 
 def _ends(vocabulary: Vocabulary) -> list[int]:

@@ -70,14 +70,8 @@ JOINED: tuple[tuple[T, tuple[str, ...]], ...] = (
     (T.FFN_UP_SHEXP, ("experts.shared_expert.gate_proj", "experts.shared_expert.up_proj")),
 )
 SUFFIXES = {"bias": "bias", "choice_bias": "bias", "input_scale": "scale", "expert_scale": "scale"}  # else "weight"
-ALONE = (  # these are no parts of a module
-    "embedding",
-    "sink_logits",
-    "choice_bias",
-    "input_scale",
-    "expert_scale",
-    "layer_scalar",
-)
+# No parts of a module.
+ALONE = ("embedding", "sink_logits", "choice_bias", "input_scale", "expert_scale", "layer_scalar")
 PERMUTED = ("attention.q_proj", "attention.k_proj")
 EXACT = {  # the narrowest dtype of ours that has every value of a type
     GGMLQuantizationType.BF16: np.dtype(ml_dtypes.bfloat16),
@@ -86,27 +80,17 @@ EXACT = {  # the narrowest dtype of ours that has every value of a type
 }
 
 
-class Place(NamedTuple):
-    """Where a tensor of ours is in the file: rows of a tensor whose axes but the last are taken as one.
+class TensorPlace(NamedTuple):
+    """Where a tensor of ours is in the file: rows of a tensor whose axes but the last are taken as one."""
 
-    Attributes:
-      name: of the tensor in the file.
-      shape: ours.
-      first: its first row in the file.
-      between: the tensor whose columns stand between this one's, for gpt-oss's joined experts.
-      turned: the matrix of each expert is the other way round in the file.
-      heads: rows are in llama.cpp's order within each of so many heads; 0: they are in ours.
-      offset: to add to every number.
-    """
-
-    name: str
+    name: str  # in the file
     tensor: GgufTensor
-    shape: tuple[int, ...]
-    first: int = 0
-    between: GgufTensor | None = None
-    turned: bool = False
-    heads: int = 0
-    offset: float = 0.0
+    shape: tuple[int, ...]  # ours
+    first: int = 0  # its first row in the file
+    between: GgufTensor | None = None  # whose columns stand between this one's, for gpt-oss's joined experts
+    transposed: bool = False  # the matrix of each expert is the other way round in the file
+    heads: int = 0  # rows are in llama.cpp's order within each of so many heads; 0: they are in ours
+    offset: float = 0.0  # to add to every number
 
 
 def model_dtype(tensors: Mapping[str, GgufTensor]) -> np.dtype:
@@ -129,7 +113,7 @@ def check_kinds(tensors: Mapping[str, GgufTensor]) -> None:
             except NotImplementedError:
                 raise CheckpointError(
                     f"tensor '{name}' in {tensor.file.name} is of type {tensor.kind.name}, which the package gguf "
-                    "cannot turn back into numbers; take a file of another quantisation, such as Q8_0 or Q4_K_M"
+                    "cannot make numbers of again; take a file of another quantisation, such as Q8_0 or Q4_K_M"
                 ) from None
             known.add(tensor.kind)
         if len(tensor.shape) == 1 and block != 1:
@@ -144,14 +128,14 @@ def check_kinds(tensors: Mapping[str, GgufTensor]) -> None:
 
 def find_places(
     config: ModelConfig, tensors: Mapping[str, GgufTensor], permuted: bool, file: object
-) -> dict[str, Place]:
+) -> dict[str, TensorPlace]:
     """Our tensors by Hugging Face's names, in the order in which they lie in the file.
 
     Raises `CheckpointError` for tensors that are missing, misshapen, or of no use to the model.
     """
     parameters = hf_parameters(config)
     widths = {_module(row): row.shape[-1] for row in parameters if row.path[-1] == "kernel"}
-    places: dict[str, Place] = {}
+    places: dict[str, TensorPlace] = {}
     for row in parameters:
         for ours in tensors_of(row):
             place = _find(config, row, ours, tensors, widths)
@@ -175,7 +159,7 @@ def find_places(
     return dict(sorted(places.items(), key=lambda item: _order(item[1])))
 
 
-def _order(place: Place) -> tuple[str, int, int]:
+def _order(place: TensorPlace) -> tuple[str, int, int]:
     return place.tensor.file.name, place.tensor.start, place.first
 
 
@@ -193,7 +177,7 @@ def _named(tensor: T, row: Parameter, ours: TensorName) -> str:
 
 def _find(
     config: ModelConfig, row: Parameter, ours: TensorName, tensors: Mapping[str, GgufTensor], widths: Mapping[str, int]
-) -> Place | None:
+) -> TensorPlace | None:
     """One of our tensors, alone or in a joined one; raises `CheckpointError` for another shape."""
     module = _module(row)
     expert = ours.place[1] if len(ours.place) > 1 else None
@@ -206,25 +190,25 @@ def _find(
         rows = sum(widths[part] for part in parts)
         _check_shape(name, tensors[name], (*stack, rows, *ours.shape[1:]))
         first = sum(widths[part] for part in parts[: parts.index(module)])
-        return Place(name, tensors[name], ours.shape, first + (expert or 0) * rows)
+        return TensorPlace(name, tensors[name], ours.shape, first + (expert or 0) * rows)
     name = next((name for kind in NAMES[module] if (name := _named(kind, row, ours)) in tensors), "")
     if not name:
         return None
     tensor = tensors[name]
     if not (config.fused_experts and module.startswith("experts.") and module != "experts.expert_router"):
         _check_shape(name, tensor, (*stack, *ours.shape))
-        return Place(name, tensor, ours.shape, (expert or 0) * ours.shape[0])
-    turned, shape = len(ours.shape) == 3, ours.shape
+        return TensorPlace(name, tensor, ours.shape, (expert or 0) * ours.shape[0])
+    transposed, shape = len(ours.shape) == 3, ours.shape
     if module == "experts.down_proj":
-        _check_shape(name, tensor, (shape[0], shape[2], shape[1]) if turned else shape)
-        return Place(name, tensor, shape, turned=turned)
+        _check_shape(name, tensor, (shape[0], shape[2], shape[1]) if transposed else shape)
+        return TensorPlace(name, tensor, shape, transposed=transposed)
     other = _named(T.FFN_UP_EXP, row, ours)
     if other not in tensors:
         return None
-    half = (shape[0], shape[2] // 2, shape[1]) if turned else (shape[0], shape[1] // 2)
+    half = (shape[0], shape[2] // 2, shape[1]) if transposed else (shape[0], shape[1] // 2)
     for each in (name, other):
         _check_shape(each, tensors[each], half)
-    return Place(name, tensor, shape, between=tensors[other], turned=turned)
+    return TensorPlace(name, tensor, shape, between=tensors[other], transposed=transposed)
 
 
 def _check_shape(name: str, tensor: GgufTensor, expected: tuple[int, ...]) -> None:
@@ -238,10 +222,10 @@ def _check_shape(name: str, tensor: GgufTensor, expected: tuple[int, ...]) -> No
 # ---- reading ----
 
 
-def read_place(reader: TensorReader, place: Place, dtype: np.dtype) -> Iterator[np.ndarray]:
+def read_place(reader: TensorReader, place: TensorPlace, dtype: np.dtype) -> Iterator[np.ndarray]:
     """A tensor of ours in parts along its first axis; a part in f32 and what it is made of are in memory."""
     with np.errstate(over="ignore", invalid="ignore"):  # what is no number is found where it is written
-        for part in _by_expert(reader, place) if place.turned or place.between else _by_rows(reader, place):
+        for part in _by_expert(reader, place) if place.transposed or place.between else _by_rows(reader, place):
             yield np.ascontiguousarray((part + np.float32(place.offset)) if place.offset else part).astype(dtype)
 
 
@@ -250,7 +234,7 @@ def read_whole(reader: TensorReader, tensor: GgufTensor) -> np.ndarray:
     return _rows(reader, tensor, 0, math.prod(tensor.shape[:-1]) or 1).reshape(tensor.shape)
 
 
-def _by_rows(reader: TensorReader, place: Place) -> Iterator[np.ndarray]:
+def _by_rows(reader: TensorReader, place: TensorPlace) -> Iterator[np.ndarray]:
     """Rows of a matrix or numbers of a vector."""
     tensor, total = place.tensor, place.shape[0]
     if len(place.shape) == 1:
@@ -266,12 +250,12 @@ def _by_rows(reader: TensorReader, place: Place) -> Iterator[np.ndarray]:
         yield _in_our_order(part, place.heads * (last - row) // total)
 
 
-def _by_expert(reader: TensorReader, place: Place) -> Iterator[np.ndarray]:
+def _by_expert(reader: TensorReader, place: TensorPlace) -> Iterator[np.ndarray]:
     rows = math.prod(place.tensor.shape[1:-1])
     for expert in range(place.shape[0]):
         tensors = (place.tensor,) if place.between is None else (place.tensor, place.between)
         found = [_rows(reader, tensor, expert * rows, (expert + 1) * rows) for tensor in tensors]
-        columns = [part.T if place.turned else part for part in found]  # [in, out], or [1, out]
+        columns = [part.T if place.transposed else part for part in found]  # [in, out], or [1, out]
         yield np.stack(columns, axis=-1).reshape(1, *place.shape[1:])
 
 
@@ -284,7 +268,7 @@ def _rows(reader: TensorReader, tensor: GgufTensor, first: int, last: int) -> np
 
 
 def _in_our_order(rows: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp has the channels of a head that turn together side by side; ours are half a head apart."""
+    """llama.cpp has the channels of a head that rotate together side by side; between ours is half a head."""
     if not heads:
         return rows
     pairs = rows.reshape(heads, -1, 2, *rows.shape[1:])
