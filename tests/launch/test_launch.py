@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import yaml
 from timing import wait_until
 
 from launch import gke, tpu_vm
-from launch.settings import Runner, Settings, main
+from launch.settings import Runner, Settings, TpuVm, main
 from swa_jax.errors import ConfigError
 from swa_jax.settings import from_dict, load_config
 from swa_jax.train.config import TrainConfig
@@ -430,6 +431,34 @@ def test_a_program_that_is_not_installed(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(tpu_vm.VERBS, "", ["create", str(EXAMPLE)]) == 2
     assert capsys.readouterr().err == "gcloud is not installed, or not on PATH\n"
+
+
+def test_the_manual_mounts_a_bucket(tmp_path):
+    """Its settings are settings; its command installs what mounts a bucket where it is not there, and mounts once."""
+    blocks = re.findall(r"```yaml\n(tpu_vm:.*?)```", (ROOT / "docs" / "pods.md").read_text(), re.DOTALL)
+    for block in blocks:
+        from_dict(TpuVm, {"project": "p", "zone": "z", "repository": "r", **yaml.safe_load(block)["tpu_vm"]})
+    prepare = yaml.safe_load(blocks[0])["tpu_vm"]["prepare"]
+    said = tmp_path / "said"
+    stub = f'#!/bin/sh\necho "$(basename $0) $*" >> {said}\n'
+    for name in ("curl", "sudo", "lsb_release"):
+        (tmp_path / name).write_text(stub + ("cat > /dev/null; exit 0" if name == "sudo" else ""))
+    (tmp_path / "mountpoint").write_text("#!/bin/sh\ntest -e mounted")
+
+    def run() -> list[str]:
+        for file in tmp_path.iterdir():
+            file.chmod(0o755)
+        said.write_text("")
+        command = ["bash", "-c", f"({prepare}) && true"]
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "USER": "me"}
+        subprocess.run(command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, check=False)
+        return said.read_text().splitlines()
+
+    assert "sudo apt-get install -y gcsfuse" in run()
+    (tmp_path / "gcsfuse").write_text(stub)
+    assert run() == ["sudo mkdir -p /shared", "sudo chown me /shared", "gcsfuse --implicit-dirs my-bucket /shared"]
+    (tmp_path / "mounted").touch()
+    assert run() == ["sudo mkdir -p /shared"]
 
 
 # ---- GKE ----
