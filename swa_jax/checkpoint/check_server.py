@@ -128,7 +128,7 @@ def _verdict(
             )
         close = [case.readings[i]["sentence"] for i in rivals]
         also = f"; with this mistake it would look the same: {_either(close)}" if close else ""
-        return RIGHT, f"right: {name}. Its log-probabilities differ by {size:.2g} on average, by rounding{also}"
+        return RIGHT, f"right: {name} (log-probabilities differ by {size:.2g} on average, which is rounding){also}"
     others = [case.readings[i]["sentence"] for i in rivals]
     also = f" (or {_either(others)})" if others else ""
     nearly = ", or nearly so" if uneven else ""

@@ -47,7 +47,8 @@ tr.chosen td {{ background: var(--panel); font-weight: 600; }}
     text-align: right; }}
   .wide td::before {{ content: attr(data-title); color: var(--soft); text-align: left; }}
   .wide td:first-child {{ display: block; text-align: left; font-weight: 600; }}
-  .wide td:first-child::before {{ content: none; }} .wide td:empty {{ display: none; }} }}
+  .wide td:first-child::before {{ content: attr(data-title) ": "; font-weight: 400; }}
+  .wide td:first-child div {{ display: inline; }} .wide td:empty {{ display: none; }} }}
 pre {{ background: var(--panel); padding: .9rem 1rem; border-radius: .5rem; font-size: .88rem; white-space: pre-wrap;
   overflow-wrap: anywhere; }}
 code {{ font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }}
