@@ -257,7 +257,7 @@ def _memory(job: Job, efficiency: Mapping[str, Any], pattern: AttentionPattern, 
         counted.append((f"this library\n{memory.length} tokens, 2 bytes a number", before, after))
     tokens = efficiency["prompt_tokens"] + efficiency["new_tokens"]
     before, after = (figures[name]["kv_cache_bytes"] for name in ("original", "adapted"))
-    about = f"this library, measured\na request of {tokens} tokens, {job.dtype}; left: the original"
+    about = f"this library, measured\na request of {tokens} tokens, {job.dtype}; first column: the original"
     counted.append((about, before, after))
     cells = [
         [where, f"{before / MEGABYTE:.2f} MiB", f"{after / MEGABYTE:.2f} MiB", f"{after / before:.1%}"]

@@ -357,7 +357,7 @@ def summary(canary: Mapping[str, Any]) -> str:
     wrong, probes = canary["readings"][1:], canary["probes"]
     rounding = canary["rounding"]["bfloat16"]
     told = [reading for reading in wrong if reading["told_apart"] == "bfloat16"]
-    longest = len(probes[0]["tokens"])
+    longest, values = len(probes[0]["tokens"]), sum(len(probe["positions"]) for probe in probes)
     lines = [
         f"{check_server.CANARY_FILE} has the log-probabilities that this model gives to {len(probes)} texts of up to "
         f"{longest} tokens. {SCRIPT.name} compares a server with them."
@@ -365,9 +365,9 @@ def summary(canary: Mapping[str, Any]) -> str:
     if told:
         nearest = min(told, key=lambda reading: reading["difference"])
         lines.append(
-            f"It recognises {len(told)} mistakes that servers make. The hardest to see "
-            f"({nearest['sentence']}) changes a log-probability by {nearest['difference']:.2g} on average; rounding to "
-            f"bfloat16 changes it by {rounding:.2g}."
+            f"Its {values} values together show {len(told)} mistakes that servers make. The hardest to see "
+            f"({nearest['sentence']}) changes a value by {nearest['difference']:.2g} on average; rounding to bfloat16 "
+            f"changes it by {rounding:.2g}."
         )
     for dtype, words in (
         ("float32", "These mistakes are seen only on a server that computes in float32"),
